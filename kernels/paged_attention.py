@@ -130,26 +130,6 @@ def plan_attention(
     )
 
 
-def plan_steps(positions: Tensor, slots: Tensor, block_table: Tensor, shape: AttentionShape) -> list[AttentionPlan]:
-    """Work out S passes of one row per request at once, for a third of what S calls of `plan_attention` take.
-
-    `positions` and `slots` are `[S, B]`: what pass s writes, the passes behind it attend. Positions of a request ascend
-    from pass to pass, and from some pass on may be -1: its rows are finite from there and mean nothing. One of -1
-    throughout is left out.
-    """
-    num_steps, batch = positions.shape
-    capacity = block_table.shape[1] * shape.block_size
-    lasts = [max(column) + 1 for column in zip(*positions.tolist(), strict=True)]
-    requests = [_Request(i, i, 1, min(last, capacity)) for i, last in enumerate(lasts) if last]
-    packs = _group(requests, shape.row_bytes)
-    make = _GroupMaker(positions[-1], block_table, shape)
-    in_order = len(packs) == 1 and len(packs[0]) == batch
-    restore = None if in_order else _restore(packs, batch, positions.device)
-    writes = _write_index(slots.view(-1), shape.num_kv_heads, shape.block_size).view(num_steps, batch, -1).unbind(0)
-    groups = [make.steps(pack, positions, all_rows=in_order) for pack in packs]
-    return [AttentionPlan(write, tuple(step), restore) for write, *step in zip(writes, *groups, strict=True)]
-
-
 def write_kv(kv: Tensor, cache: Tensor, plan: AttentionPlan, scales: KVScales = UNSCALED) -> None:
     """Write the K and V of a pass into a cache layer, which is mutated.
 
@@ -392,41 +372,6 @@ class _GroupMaker:
             is_causal=is_causal,
             keep_heads=keep_heads,
         )
-
-    def steps(self, requests: Sequence[_Request], positions: Tensor, *, all_rows: bool) -> list[Group]:
-        """The group in each of S passes, of which `positions` `[S, B]` has the rows. Its buffer and blocks are shared;
-        what lies behind a pass's own context is cut off where a request is alone, else masked and zeroed."""
-        num_blocks = -(-max(request.context for request in requests) // self.shape.block_size)
-        blocks, _ = self._blocks(requests, num_blocks)
-        gathered, kv = self._gathered(blocks, len(requests))
-        k, v = kv.unbind(1)
-        rows = None if all_rows else self._rows(requests, 1)
-        # A masked row sees position 0, which is never NaN.
-        contexts = (positions if rows is None else positions.index_select(1, rows)).clamp(0, k.shape[2] - 1) + 1
-        seen: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
-        if len(requests) == 1:
-            seen = [(k.narrow(2, 0, n), v.narrow(2, 0, n), None, None) for n in contexts.view(-1).tolist()]
-        else:
-            hidden = torch.arange(k.shape[2], device=contexts.device) >= contexts.unsqueeze(-1)
-            masks = self._additive(hidden[:, :, None, None]).unbind(0)
-            behind = hidden.unsqueeze(2).expand(-1, -1, 2 * self.shape.num_kv_heads, -1).flatten(1).unbind(0)
-            seen = [(k, v, mask, stale.nonzero().view(-1)) for mask, stale in zip(masks, behind, strict=True)]
-        return [
-            Group(
-                rows=rows,
-                num_requests=len(requests),
-                num_rows=1,
-                blocks=blocks,
-                gathered=gathered,
-                k=keys,
-                v=values,
-                stale=stale,
-                mask=mask,
-                is_causal=False,
-                keep_heads=False,
-            )
-            for keys, values, mask, stale in seen
-        ]
 
     def _gathered(self, blocks: Tensor, num_requests: int) -> tuple[Tensor, Tensor]:
         """A buffer for what `blocks` name, and `[G, 2, kv_heads, columns, D]` of it."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from specrs.models.base import HiddenStates, TorchModel
+from specrs.models.base import HiddenStates
 from specrs.models.dense_native import NativeDense
 from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.inputs import PassInputs
@@ -49,9 +49,6 @@ class TensorPasses:
         """See `TorchModel`."""
         for into, found in zip((ids, top), self.native.compute_argmax(hidden.numpy(), num_ids), strict=True):
             into.copy_(torch.from_numpy(found))
-
-    plan_steps = TorchModel.plan_steps
-    forward_planned = TorchModel.forward_planned
 
 
 def native_inputs(inputs: PassInputs) -> NativeInputs:

@@ -10,7 +10,6 @@ from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import Weights
-from specrs.models.inputs import PassInputs
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.sampling import SamplingParams
 from specrs.speculative_config import SpeculativeConfig
@@ -87,18 +86,10 @@ def test_on_the_cuda_runner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_model_has_without_asking() -> None:
-    """Argmax by logits, and steps planned as passes of one row."""
+    """Argmax by logits."""
     hidden = torch.tensor([[0.0, 2.0, 2.0, 5.0], [torch.nan, 1.0, 0.0, 0.0]])
     ids, top = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     TARGET.compute_argmax(hidden, ids, top, 3)
     assert ids.tolist() == [1, 0]
     assert top[0] == 2.0
     assert top[1].isnan()
-    cache = TARGET.allocate_cache(4, 4)
-    positions, slots = torch.tensor([[0, 0], [1, 1]]), torch.tensor([[0, 4], [1, 5]])
-    plans = TARGET.plan_steps(positions, slots, torch.tensor([[0], [1]]), cache)
-    steps = torch.tensor([[5, 6], [7, 8]])
-    planned = [TARGET.forward_planned(ids, plan, cache) for ids, plan in zip(steps, plans, strict=True)]
-    inputs = PassInputs(steps.t().reshape(-1), torch.tensor([0, 1, 0, 1]), torch.tensor([0, 1, 4, 5]),
-                        torch.tensor([0, 2, 4]), torch.tensor([[0], [1]]), 2, 4)  # fmt: skip
-    assert torch.stack(planned, dim=1).view(4, -1).equal(TARGET.forward(inputs, cache).final)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from specrs.core import DRAFTER_DEVICE
 
@@ -131,11 +131,8 @@ class DeviceDrafter(Drafter, Protocol):
     def propose(self, inputs: PassInputs, hidden: HiddenInputs | None, *, last_of: int) -> Proposed:
         """Pass 1; what every `last_of`-th row leaves. Mutates its KV. `hidden`: None unless it has `hidden_layers`."""
 
-    def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor, k_start: Tensor | None) -> list[Any]:
-        """Plans for `step` of S passes of one row an entry; positions and slots `[S, B]`, `k_start` as of `propose`."""
-
-    def step(self, input_ids: Tensor, left: Tensor | None, plan: Any) -> Proposed:
-        """A pass of one row an entry behind one that `left` this. Mutates its KV."""
+    def step(self, inputs: PassInputs, left: Tensor | None) -> Proposed:
+        """Return what a pass of one row for each request leaves, after a pass that `left` this. Mutates its KV."""
 
     def feed(self, inputs: PassInputs, hidden: HiddenInputs | None = None) -> Tensor:
         """A catch-up pass; hidden states `[N, hidden]`. Mutates its KV."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,15 +47,10 @@ class ModelPasses:
         last = hidden.view(len(inputs.block_table), -1, hidden.shape[1])[:, -num_drafts:]
         return self._logits(last.reshape(-1, hidden.shape[1])).view(len(last), num_drafts, -1)
 
-    def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor, k_start: Tensor | None) -> list[Any]:
-        """Plans for `step` of S passes of one row per request, see `TorchModel.plan_steps`."""
-        return self.model.plan_steps(positions, slots, block_table, self.kv_cache, k_start)
-
-    def step(self, input_ids: Tensor, left: Tensor | None, plan: Any) -> Proposed:
-        """One draft pass over a row per request; logits as from `propose`. Mutates the draft's KV cache."""
-        self.num_passes += 1
+    def step(self, inputs: PassInputs, left: Tensor | None) -> Proposed:
+        """Return the logits of a pass of one row for each request, as from `propose`. Mutates the draft's KV cache."""
         assert left is None
-        return Proposed(self._logits(self.model.forward_planned(self._known(input_ids), plan, self.kv_cache)))
+        return Proposed(self._logits(self.feed(inputs)))
 
     def feed(self, inputs: PassInputs, hidden: HiddenInputs | None = None) -> Tensor:
         """One draft pass without the LM head (catch-up chunks); hidden states `[N, hidden]`. Mutates the KV cache."""

@@ -3,10 +3,9 @@ knows no requests."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from specrs.core import UNKNOWN_BELOW
@@ -54,22 +53,11 @@ class HeadDrafter:
         last = slice(last_of - 1, None, last_of)
         return Proposed(self._logits(final[last]), recurrent[last])
 
-    def plan_steps(
-        self, positions: Tensor, slots: Tensor, block_table: Tensor, k_start: Tensor | None
-    ) -> list[tuple[PassInputs, Tensor | None]]:
-        """Plans for `step` of S passes of one row an entry; positions and slots `[S, B]`, contexts from `k_start`."""
-        q_start = torch.arange(positions.shape[1] + 1)
-        context = block_table.shape[1] * self.kv_cache.block_size
-        unknown = q_start[:0]
-        steps = zip(positions.unbind(0), slots.unbind(0), strict=True)
-        return [(PassInputs(unknown, at, into, q_start, block_table, 1, context), k_start) for at, into in steps]
-
-    def step(self, input_ids: Tensor, left: Tensor | None, plan: tuple[PassInputs, Tensor | None]) -> Proposed:
-        """A pass over a row per entry, on what the pass before `left`; logits as from `propose`. Mutates the KV."""
+    def step(self, inputs: PassInputs, left: Tensor | None) -> Proposed:
+        """Return what a pass of one row for each request leaves, on what the pass before `left`. Mutates the KV."""
         assert left is not None
-        inputs, k_start = plan
         self.num_passes += 1
-        recurrent, final = self.head.forward(replace(inputs, input_ids=input_ids), left, self.kv_cache, k_start)
+        recurrent, final = self.head.forward(inputs, left, self.kv_cache, inputs.k_start)
         return Proposed(self._logits(final), recurrent)
 
     def feed(self, inputs: PassInputs, hidden: HiddenInputs | None = None) -> Tensor:

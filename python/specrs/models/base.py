@@ -7,7 +7,6 @@ decoder of a CPU has passes of its own, which the Rust core runs: see `dense_nat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -99,8 +98,7 @@ class Model(Protocol):
 class TorchModel(Model, Protocol):
     """A model whose passes take and return torch tensors.
 
-    Passes run under `torch.inference_mode()`. `plan_steps`, `forward_planned` and `compute_argmax` have bodies here,
-    for models that have nothing faster: inherit from this class to have them.
+    Passes run under `torch.inference_mode()`. `compute_argmax` has a body here, for models that have nothing faster.
     """
 
     @property
@@ -138,33 +136,3 @@ class TorchModel(Model, Protocol):
         import torch
 
         torch.max(self.compute_logits(hidden)[:, :num_ids], dim=1, out=(top, ids))
-
-    def plan_steps(
-        self,
-        positions: Tensor,
-        slots: Tensor,
-        block_table: Tensor,
-        kv_cache: KVCache,
-        k_start: Tensor | None = None,
-    ) -> list[Any]:
-        """Return plans for `forward_planned` of S passes of one row per request, `positions` and `slots` `[S, B]`.
-
-        What pass s writes, the passes after it attend. Positions of a request ascend from pass to pass, and from some
-        pass on may be -1.
-        """
-        import torch
-
-        from specrs.models.inputs import PassInputs
-
-        num_steps, batch = positions.shape
-        q_start = torch.arange(batch + 1, device=positions.device)
-        context = block_table.shape[1] * kv_cache.block_size
-        unknown = q_start[:0]  # ids are those that the pass before draws
-        return [
-            PassInputs(unknown, positions[i], slots[i], q_start, block_table, 1, context, k_start)
-            for i in range(num_steps)
-        ]
-
-    def forward_planned(self, input_ids: Tensor, plan: Any, kv_cache: KVCache) -> Tensor:
-        """Return the final hidden states of the pass of `plan` over `input_ids` `[B]`; see `forward`."""
-        return self.forward(replace(plan, input_ids=input_ids), kv_cache).final

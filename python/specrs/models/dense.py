@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specrs.kernels.activation import clamped_swiglu, gelu_and_mul, silu_and_mul
-from specrs.kernels.linear import DenseWeight, Weight, pack
+from specrs.kernels.linear import DenseWeight, Weight, dense_weight
 from specrs.kernels.paged_attention import (
     AttentionPlan,
     AttentionShape,
     paged_attention,
     plan_attention,
-    plan_steps,
     window,
     write_kv,
 )
@@ -95,32 +93,6 @@ class Dense(TorchFacts):
                 magnitude = rope_magnitude(None if rope is None else rope[1])
                 made[rope] = None if rotary is None else rotary_cos_sin(positions, rotary, weights.dtype, magnitude)
         return tuple(made[rope] for rope in c.ropes)
-
-    def plan_steps(
-        self,
-        positions: Tensor,
-        slots: Tensor,
-        block_table: Tensor,
-        kv_cache: KVCache,
-        k_start: Tensor | None = None,
-    ) -> list[Any]:
-        """See `TorchModel`: the attention of all passes is planned at once where all layers have the same."""
-        if self.config.windows or self.config.ropes:
-            return super().plan_steps(positions, slots, block_table, kv_cache, k_start)
-        assert k_start is None
-        num_steps, batch = positions.shape
-        angles = rotary_cos_sin(positions.view(-1), self.weights.rotary, self.weights.dtype, self.rope_magnitude)
-        cos, sin = (values.view(num_steps, batch, 1, -1).unbind(0) for values in angles)
-        plans = plan_steps(positions, slots, block_table, self._shape(kv_cache))
-        layers = self.num_layers
-        rotations = zip(cos, sin, strict=True)
-        return [PassPlan((angles,) * layers, (plan,) * layers) for angles, plan in zip(rotations, plans, strict=True)]
-
-    def forward_planned(self, input_ids: Tensor, plan: Any, kv_cache: KVCache) -> Tensor:
-        """See `TorchModel`."""
-        if not isinstance(plan, PassPlan):
-            return super().forward_planned(input_ids, plan, kv_cache)
-        return self._run(input_ids, plan, kv_cache, ()).final
 
     def _run(
         self,
@@ -211,7 +183,7 @@ class Dense(TorchFacts):
         kept = torch.float32 if weights.dtype == torch.bfloat16 and weights.device.type == "cpu" else weights.dtype
         own = weights.lm_head
         rows = self.ranks.gather(own.weight if isinstance(own, DenseWeight) else own.dequantized().to(kept))
-        return pack(rows.flatten(0, 1)[: self.vocab_size])
+        return dense_weight(rows.flatten(0, 1)[: self.vocab_size])
 
     def _norm_heads(self, qk: Tensor, weight: Tensor, ranks: Ranks) -> None:
         """One norm over the query heads of all ranks and one over their KV heads; mutates `qk`. As `rms_norm`."""

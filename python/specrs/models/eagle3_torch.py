@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specrs.kernels.linear import DenseWeight, PackedWeight, Weight, pack
+from specrs.kernels.linear import DenseWeight, Weight, dense_weight
 from specrs.models.dense import Dense
 from specrs.models.dense_weights import DenseFacts
 from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
@@ -64,15 +64,15 @@ class TorchHeadReader(TorchReader, HeadReader[Tensor, Weight, torch.dtype]):
 
     def fc(self, name: str) -> Weight:
         """See `HeadReader`."""
-        return pack(self.read(name))
+        return dense_weight(self.read(name))
 
     def lm_head(self, embedding: Tensor) -> Weight:
         """See `HeadReader`."""
         kept = torch.float32 if self.dtype == torch.bfloat16 and self.device.type == "cpu" else self.dtype
         if LM_HEAD in self.checkpoint:
-            return pack(self.read(LM_HEAD).to(kept))
+            return dense_weight(self.read(LM_HEAD).to(kept))
         if self.config.layer.tie_word_embeddings and EMBEDDING in self.checkpoint:
-            return pack(embedding.to(kept))
+            return dense_weight(embedding.to(kept))
         shared = self.shared.lm_head if self.parts is None else self.parts.whole_lm_head()
-        same = isinstance(shared, DenseWeight | PackedWeight) and self.shared.dtype == self.dtype
-        return shared if same else pack(shared.dequantized().to(kept))
+        same = isinstance(shared, DenseWeight) and self.shared.dtype == self.dtype
+        return shared if same else dense_weight(shared.dequantized().to(kept))

@@ -15,7 +15,7 @@ from specrs.arrays import Array
 from specrs.kernels.coded_weight import CodedWeight, fuse
 from specrs.kernels.frequencies import Powers
 from specrs.kernels.kv_codes import FRACTIONS
-from specrs.kernels.linear import DenseWeight, Weight, pack
+from specrs.kernels.linear import DenseWeight, Weight, dense_weight
 from specrs.kernels.rotary import torch_powers
 from specrs.models.coded import coded_weight, shard_codes
 from specrs.models.config import ModelConfig
@@ -136,13 +136,16 @@ class TorchReader(LayerReader[Tensor, Weight]):
         gate_up, outputs = (self.stack(of, "weight") for of in parts)
         biases = (self.stack(parts[0], "bias"), self.stack(parts[1], "bias")) if experts.biases else None
         packed = [
-            [pack(weight, None if biases is None else biases[i][j]) for j, weight in enumerate(stacked.unbind(0))]
+            [
+                dense_weight(weight, None if biases is None else biases[i][j])
+                for j, weight in enumerate(stacked.unbind(0))
+            ]
             for i, stacked in enumerate((gate_up, outputs))
         ]
         in_place = all(isinstance(weight, DenseWeight) for weights in packed for weight in weights)
         router = f"{block}.{experts.router}"
         return ExpertWeights(
-            router=pack(self.read(f"{router}.weight"), self.read(f"{router}.bias") if experts.biases else None),
+            router=dense_weight(self.read(f"{router}.weight"), self.read(f"{router}.bias") if experts.biases else None),
             gate_up=tuple(packed[0]),
             down=tuple(packed[1]),
             stacked=(gate_up, outputs) if in_place else None,
@@ -162,12 +165,12 @@ class TorchReader(LayerReader[Tensor, Weight]):
 
     def nothing(self) -> Weight:
         """See `LayerReader`."""
-        return DenseWeight(torch.empty((0, 0), dtype=self.dtype, device=self.device))
+        return dense_weight(torch.empty((0, 0), dtype=self.dtype, device=self.device))
 
     def linear(self, names: list[str], *, bias: bool) -> Weight:
         """See `LayerReader`."""
         weight = torch.cat([self.read(f"{name}.weight") for name in names])
-        return pack(weight, torch.cat([self.read(f"{name}.bias") for name in names]) if bias else None)
+        return dense_weight(weight, torch.cat([self.read(f"{name}.bias") for name in names]) if bias else None)
 
 
 class Loader(TorchReader, ModelReader[Tensor, Weight, torch.dtype]):
@@ -196,7 +199,7 @@ class Loader(TorchReader, ModelReader[Tensor, Weight, torch.dtype]):
 
     def lm_head(self, weight: Tensor) -> Weight:
         """See `ModelReader`."""
-        return pack(weight.float() if self.dtype == torch.bfloat16 and self.device.type == "cpu" else weight)
+        return dense_weight(weight.float() if self.dtype == torch.bfloat16 and self.device.type == "cpu" else weight)
 
 
 class CodedLoader(Loader):

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -184,7 +183,6 @@ def draft(
     tops = torch.zeros((it.max_k, batch), dtype=sampling.dtype)
     drawn = torch.zeros((it.max_k, batch), dtype=torch.int64)
     before, left = state.tokens[it.rows, fed[:, width - 1].clamp(min=0)], None
-    plans: list[Any] = []
     proposed: Tensor | None = None  # [B, K, V]
     if drafter.mask_token_id is not None:
         inputs = _first_inputs(state, it, fed[: counts[0], first:], slots[: counts[0], first:], offset, begins)
@@ -199,12 +197,17 @@ def draft(
             read = None if hidden is None else hidden.read(it.rows[:count], fed[:count, columns])
             logits, left = drafter.propose(inputs, read, last_of=width - first)
         else:
-            if not plans:  # for all passes of as many entries at once
-                columns = slice(width + i - 2, width - 1 + counts.index(count) + counts.count(count))
-                positions, into = (matrix[:count, columns].t().contiguous() for matrix in (fed, slots))
-                starts = None if k_start is None else k_start[:count]
-                plans = drafter.plan_steps(positions, into, it.block_table[:count], starts)[::-1]
-            logits, left = drafter.step(before[:count], None if left is None else left[:count], plans.pop())
+            inputs = PassInputs(
+                input_ids=before[:count],
+                positions=fed[:count, width + i - 2].contiguous(),
+                slots=slots[:count, width + i - 2].contiguous(),
+                q_start=torch.arange(count + 1),
+                block_table=it.block_table[:count],
+                max_q_len=1,
+                max_context=it.max_context,
+                k_start=None if k_start is None else k_start[:count],
+            )
+            logits, left = drafter.step(inputs, None if left is None else left[:count])
         if count < batch:
             top, tokens = top[:count], tokens[:count]
         _draw(logits, n[:count], i - 1, sampling, q, top, tokens)
