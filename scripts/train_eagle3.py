@@ -166,6 +166,7 @@ def load_target(source: Path, device: torch.device) -> Any:
     """transformers' module in fp32, also of a GGUF file, whose weights transformers would leave packed."""
     if source.suffix != ".gguf":
         return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().to(device)
+    from specrs.arrays import FLOAT32
     from specrs.models.gguf.checkpoint import GGUFCheckpoint
     from specrs.models.gguf.config import raw_config
 
@@ -177,7 +178,7 @@ def load_target(source: Path, device: torch.device) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, weight in model.state_dict().items():
         if name in checkpoint:
-            weight.copy_(checkpoint.read(name, torch.float32, device))
+            weight.copy_(torch.from_numpy(checkpoint.read(name, FLOAT32)))
         elif not (name == "lm_head.weight" and config.tie_word_embeddings):
             raise SystemExit(f"{source}: {name} is missing")
     return model
@@ -402,7 +403,7 @@ class Trainer:
         from specrs.models.eagle3 import load_eagle3
         from specrs.models.torch_loader import load_model
 
-        load_eagle3(folder, load_model(self.args.target, dtype="float32"), dtype=torch.float32)
+        load_eagle3(folder, load_model(self.args.target), dtype=torch.float32)
 
 
 def main() -> None:

@@ -1710,7 +1710,7 @@ _Logprobs = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64], NDA
 """Log probabilities of m tokens: their values `[m]` and ranks `[m]`; ids `[m, n]` and values `[m, n]` of the most
 probable ones."""
 
-class CallableModel(Protocol):
+class _CallableModel(Protocol):
     """A model whose passes Python computes, or an EAGLE-3 head, with a KV cache of its own."""
 
     vocab_size: int
@@ -1757,7 +1757,7 @@ class CallableModel(Protocol):
         """Return what a head is fed for the target's hidden states `[N, layers, aux_hidden_state_size]`:
         `[N, hidden_size]`."""
 
-class StepHost(Protocol):
+class _StepHost(Protocol):
     """What a step asks of Python. Sequences are named by their index in the results."""
 
     @property
@@ -1785,7 +1785,7 @@ class StepHost(Protocol):
     def leave(self, stage: int, error: Exception | None) -> bool:
         """End a stage, which failed with `error` here or did not. Returns whether it failed on any rank."""
 
-_Source = tuple[CpuDecoder, CpuKVCache] | CallableModel
+_Source = tuple[CpuDecoder, CpuKVCache] | _CallableModel
 """A native model with its KV cache, or one that Python computes."""
 
 @final
@@ -1842,7 +1842,7 @@ class CpuIteration:
         record: NDArray[np.int64],
         results: NDArray[np.int64],
         adapters: Sequence[tuple[CpuLora, list[int]]] = ...,
-        host: StepHost | None = None,
+        host: _StepHost | None = None,
     ) -> tuple[
         tuple[int, int],
         tuple[Exception, NDArray[np.int64]] | None,
@@ -1865,7 +1865,7 @@ class CpuIteration:
         Raises:
             InvalidBufferError: a buffer has the wrong dtype or size, or a record names what does not exist; row state
                 may have been written.
-            Exception: whatever the target's `CallableModel` or `host` raises.
+            Exception: whatever the target's `_CallableModel` or `host` raises.
         """
 
     def set_rule(self, rule: str) -> None:

@@ -35,7 +35,20 @@ def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "--disable-tqdm",
         DRAFTS,
     ]
-    assert main([*argv, "--output-json", str(path), "--profile", "--profile-dir", str(tmp_path / "traces")]) == 0
+    assert (
+        main(
+            [
+                *argv,
+                "--enforce-eager",
+                "--output-json",
+                str(path),
+                "--profile",
+                "--profile-dir",
+                str(tmp_path / "traces"),
+            ]
+        )
+        == 0
+    )
     out, found = capsys.readouterr().out, saved(path)
     assert "Total num prompt tokens:  60\nTotal num output tokens:  24\n" in out
     assert (found["num_requests"], found["total_num_tokens"]) == (3, 84)

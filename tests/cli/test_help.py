@@ -78,7 +78,7 @@ def backend(value: str) -> object:
 
 
 def tuned(value: str) -> object:
-    return resolve_dtype(value, load_config(TARGET), torch.device("cuda"))
+    return resolve_dtype(value, load_config(TARGET), "cuda")
 
 
 def of_server(field: str) -> Callable[[str], bool]:

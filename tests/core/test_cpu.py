@@ -333,8 +333,6 @@ def test_launches_check_their_buffers() -> None:
     ):
         with pytest.raises(InvalidBufferError, match=message):
             iteration.run(*bad)
-    with pytest.raises(InvalidBufferError, match=r"^record = \d+ elements is not allowed"):
-        iteration.admit(record[1:])
     with pytest.raises(InvalidConfigError, match=r"^rule = \"greedy\" is not allowed"):
         iteration.set_rule("greedy")
 

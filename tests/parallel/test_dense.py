@@ -46,7 +46,7 @@ def test_logits_are_those_of_the_whole_model(variant: str, tmp_path: Path) -> No
         fields = {"moe_intermediate_size": 40, **fields}
     folder = make_checkpoint(tmp_path, family, seed=5, **(SHAPE | fields))
     whole = feed(load_model(folder, dtype="float64"))
-    first, *others = on_ranks(size, lambda ranks: feed(load_model(folder, dtype="float64", ranks=ranks)))
+    first, *others = on_ranks(size, lambda ranks: feed(load_model(folder, dtype="float64", device=ranks)))
     # Norms of one process have their eps in fp32, the norm over the heads of all ranks in float64: 4e-11 of a logit.
     atol = 2e-10 if family == "olmo2" else 1e-12
     torch.testing.assert_close(first, whole, rtol=0, atol=atol)
@@ -56,14 +56,14 @@ def test_logits_are_those_of_the_whole_model(variant: str, tmp_path: Path) -> No
 def test_a_rank_holds_its_part(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3", layers=3, **(SHAPE | {"kv_heads": 4}))
 
-    def sizes(ranks: Ranks | None) -> tuple[int, ...]:
-        model = load_model(folder, ranks=ranks)
+    def sizes(ranks: Ranks | str) -> tuple[int, ...]:
+        model = load_model(folder, device=ranks)
         w = model.weights
         layer = w.layers[0]
         matrices = [m.shape[0] * m.shape[1] for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         return (*matrices, w.embedding.numel(), w.lm_head.shape[0], model.bytes_per_block(16))
 
-    whole = sizes(None)
+    whole = sizes("cpu")
     rows = 106  # of 211
     expected = (*(size // 2 for size in whole[:4]), rows * 48, rows, whole[-1] // 2)
     assert on_ranks(2, sizes) == [expected, expected]
@@ -82,7 +82,7 @@ def test_sizes_that_do_not_divide_are_refused(fields: dict[str, Any], size: int,
 
     def refused(ranks: Ranks) -> str:
         with pytest.raises(UnsupportedConfigError) as caught:
-            load_model(folder, ranks=ranks)
+            load_model(folder, device=ranks)
         return str(caught.value)
 
     assert all(field in message and f"tensor_parallel_size={size}" in message for message in on_ranks(size, refused))

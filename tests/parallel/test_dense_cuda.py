@@ -60,7 +60,7 @@ def test_logits_are_those_of_the_whole_model(variant: str, tmp_path: Path) -> No
     folder = make_checkpoint(tmp_path, family, seed=5, **(SHAPE | fields))
     decoder = load_model(folder, dtype=torch.float32)
     one, other = on_ranks(
-        2, lambda ranks: feed(on_device(load_model(folder, dtype=torch.float32, ranks=ranks)), length)
+        2, lambda ranks: feed(on_device(load_model(folder, dtype=torch.float32, device=ranks)), length)
     )
     assert_near(one, feed(load_model(folder, dtype=torch.float64), length), feed(decoder, length), ulps=16)
     assert torch.equal(one, other)
@@ -72,7 +72,7 @@ def test_argmaxes_are_those_of_the_gathered_logits(rows: int, tmp_path: Path) ->
     folder = make_checkpoint(tmp_path, "llama", seed=5, tie=False, **(SHAPE | {"kv_heads": 3, "hidden": 48}))
 
     def work(ranks: Ranks) -> list[Tensor]:
-        model = on_device(load_model(folder, dtype=torch.float32, ranks=ranks))
+        model = on_device(load_model(folder, dtype=torch.float32, device=ranks))
         weight = stored(model.weights.lm_head)
         weight.copy_(-weight.abs())
         # On each rank, and whole numbers: their products add up to the same in any order, so these logits are equal.
@@ -106,7 +106,7 @@ def test_two_sums_a_layer(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3", seed=5, layers=3, **SHAPE)
 
     def work(ranks: Ranks) -> int:
-        feeder, begun = Feeder(on_device(load_model(folder, dtype=torch.float32, ranks=ranks))), ranks.num_begun
+        feeder, begun = Feeder(on_device(load_model(folder, dtype=torch.float32, device=ranks))), ranks.num_begun
         feeder.feed({0: [(1, 0), (2, 1)]})
         return ranks.num_begun - begun
 
@@ -118,7 +118,7 @@ def test_a_norm_over_all_heads_is_refused(tmp_path: Path) -> None:
 
     def refused(ranks: Ranks) -> str:
         with pytest.raises(UnsupportedModelError) as caught:
-            on_device(load_model(folder, dtype=torch.float32, ranks=ranks))
+            on_device(load_model(folder, dtype=torch.float32, device=ranks))
         return str(caught.value)
 
     assert all("norms over the query and key heads of all ranks" in message for message in on_ranks(2, refused))

@@ -117,7 +117,7 @@ def test_the_bytes_of_a_part(family: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, family, vocab=83, **FAMILIES[family])
 
     def held(ranks: Ranks) -> tuple[int, int]:
-        model = load_model(folder, dtype=torch.float64, ranks=ranks)
+        model = load_model(folder, dtype=torch.float64, device=ranks)
         shapes = Shard(ranks.rank, ranks.size).tensor_shapes(load_config(folder))
         w = model.weights
         norms = [w.final_norm] + [norm for layer in w.layers for norm in (layer.input_norm, layer.post_attention_norm)]

@@ -82,7 +82,7 @@ def test_logits_and_text(family: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "target", family, seed=5, tie=False, rms_norm_eps=EPS, vocab=VOCAB, **shape)
     w = load_file(folder / "model.safetensors")
     ids = PROMPTS[0] + PROMPTS[2]
-    made = on_ranks(2, lambda ranks: Feeder(load_model(folder, dtype="float32", ranks=ranks)).feed_chunks(ids, [9, 6]))
+    made = on_ranks(2, lambda ranks: Feeder(load_model(folder, dtype="float32", device=ranks)).feed_chunks(ids, [9, 6]))
     assert torch.equal(*made)
     torch.testing.assert_close(made[0], split_logits(w, ids, 2), rtol=0, atol=5e-5)
     config = engine_config(

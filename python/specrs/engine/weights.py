@@ -233,12 +233,11 @@ def _load(
         source,
         dtype=dtype,
         cache_dtype=cache_dtype,
-        device=device,
+        device=device if ranks is None else ranks,
         revision=revision,
         load_format=config.load_format,
         max_model_len=config.max_model_len,
         quantization=quantization,
-        ranks=ranks,
     )
     if not config.cuda_fp8_rows:
         return loaded

@@ -40,17 +40,16 @@ def load_model(
     source: str | Path,
     *,
     dtype: str | torch.dtype | np.dtype[Any] = "auto",
-    device: torch.device | str = "cpu",
+    device: torch.device | str | Ranks = "cpu",
     revision: str | None = None,
     load_format: str = "auto",
     max_model_len: int | None = None,
     quantization: str | None = None,
     cache_dtype: np.dtype[Any] | None = None,
-    ranks: Ranks | None = None,
 ) -> Dense:
     """Load the model of a folder, hub id or GGUF file; every tensor is checked before the first is read.
 
-    With `ranks` it is this rank's part of the model, whose passes run on all of them at once.
+    If `device` is this rank of several, it is the rank's part of the model, whose passes run on all ranks at once.
 
     `max_model_len` is that of the engine, which LongRoPE depends on; None: the model's.
     With `load_format` `dummy` only its config.json is read, and weights are random numbers, the same each time.
@@ -65,7 +64,8 @@ def load_model(
 
     Raises CheckpointError, or UnsupportedModelError for what is not implemented.
     """
-    device = torch.device(device)
+    ranks = device if isinstance(device, Ranks) else None
+    device = device.device if isinstance(device, Ranks) else torch.device(device)
     config, checkpoint = open_checkpoint(source, revision, load_format)
     config = config.for_length(max_model_len)
     if quantization == "fp8":

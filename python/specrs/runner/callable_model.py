@@ -22,7 +22,7 @@ FindAdapters = Callable[[Sequence[int]], list[tuple[LoRAAdapter, list[int]]]]
 
 
 class CallableModel:
-    """A torch model and its KV cache: `CallableModel` of `specrs._core`."""
+    """A torch model and its KV cache: `_CallableModel` of `specrs._core`."""
 
     target_ids: NDArray[np.int64] | None = None
     aux_hidden_state_layers: Sequence[int] = ()
@@ -48,7 +48,7 @@ class CallableModel:
         layers: list[int],
         beside: NDArray[np.float32] | None,
     ) -> Returned:
-        """Run a pass; see `CallableModel` of `specrs._core`."""
+        """Run a pass; see `_CallableModel` of `specrs._core`."""
         assert beside is None
         rows = inputs.pop("rows").tolist()
         made = pass_inputs(inputs, self._adapter_rows(rows, inputs["q_start"]))
@@ -82,7 +82,7 @@ class CallableModel:
 
 
 class CallableHead:
-    """An EAGLE-3 head of torch and its KV cache: `CallableModel` of `specrs._core`."""
+    """An EAGLE-3 head of torch and its KV cache: `_CallableModel` of `specrs._core`."""
 
     def __init__(self, head: Eagle3Head, kv_cache: KVCache, vocab_size: int) -> None:
         """`vocab_size`: the target's."""
@@ -105,7 +105,7 @@ class CallableHead:
         layers: list[int],
         beside: NDArray[np.float32] | None,
     ) -> Returned:
-        """Run a pass; see `CallableModel` of `specrs._core`."""
+        """Run a pass; see `_CallableModel` of `specrs._core`."""
         assert beside is not None
         assert not keeps
         del inputs["rows"]

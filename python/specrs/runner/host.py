@@ -28,7 +28,7 @@ _FAILED, _FAILED_HERE = 1, 2
 
 
 class StepHost:
-    """The host of one runner's steps, `StepHost` of `specrs._core`."""
+    """The host of one runner's steps, `_StepHost` of `specrs._core`."""
 
     def __init__(self, vocab_size: int, bridge: Bridge | None = None, ranks: Ranks | None = None) -> None:
         """`bridge` reads and writes the texts of a draft model of another tokenizer. Of several `ranks` the first alone

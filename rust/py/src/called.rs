@@ -45,7 +45,7 @@ impl Raised {
     }
 }
 
-/// A Python object with `forward`, `logits` and `fuse`; see `CallableModel` in `_core.pyi`.
+/// A Python object with `forward`, `logits` and `fuse`; see `_CallableModel` in `_core.pyi`.
 pub(crate) struct Called {
     object: Py<PyAny>,
     vocab_size: usize,

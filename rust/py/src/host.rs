@@ -9,7 +9,7 @@ use pyo3::types::PyTuple;
 use specrs_cpu::iteration::{Host, Stage};
 use specrs_cpu::{Error, Result};
 
-/// A Python object with the methods of `StepHost` in `_core.pyi`; None for steps that need none of them.
+/// A Python object with the methods of `_StepHost` in `_core.pyi`; None for steps that need none of them.
 pub(crate) struct PyHost {
     object: Option<Py<PyAny>>,
     /// Whether it is told of the stages of a drafter.
