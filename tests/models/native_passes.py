@@ -76,6 +76,7 @@ class TensorHead:
 
     def __init__(self, native: NativeEagle3Head) -> None:
         self.native = native
+        self.target_ids = torch.from_numpy(native.target_ids)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.native, name)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from models.native_models import random_head, random_model
+from models.native_passes import over_tensors
 from numpy.typing import NDArray
 from specrs import core
 from specrs.core import CachedDrafter, HiddenDrafter, NgramProposer, Scheduler
@@ -172,18 +173,19 @@ class Pair:
         self, target: NativeDense, draft: NativeDense | NativeEagle3Head, drafter: str, settings: dict[str, Any]
     ) -> Reference:
         made: Drafter | None = None
-        cache = draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE)
+        cache: Any = draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE)
+        passes = over_tensors(draft)
         if isinstance(draft, NativeEagle3Head):
-            made = HeadDrafter(draft, cache, MAX_LEN - 6, VOCAB, max_draft_lag=MAX_K + 3)
+            made = HeadDrafter(passes, cache, MAX_LEN - 6, VOCAB, max_draft_lag=MAX_K + 3)
         elif drafter in ("model", "mixed"):
-            made = DraftModel(draft, cache, MAX_LEN - 6, VOCAB)
+            made = DraftModel(passes, cache, MAX_LEN - 6, VOCAB)
         elif drafter in ("parallel", "mixed parallel"):
-            made = ParallelDraftModel(draft, cache, MAX_LEN - 6, VOCAB, max_draft_lag=MAX_K + 1, mask_token_id=MASK)
+            made = ParallelDraftModel(passes, cache, MAX_LEN - 6, VOCAB, max_draft_lag=MAX_K + 1, mask_token_id=MASK)
         elif drafter == "ngram":
             made = HostDrafter()
         cpu, groups = torch.device("cpu"), self.scheduler.num_groups
         runner = ReferenceRunner(
-            target,
+            over_tensors(target),
             target.allocate_cache(groups * ROWS * TABLE, BLOCK_SIZE),
             made,
             TensorRowState.allocate(ROWS, MAX_LEN, BLOCK_SIZE, cpu, groups),
