@@ -403,7 +403,7 @@ class Trainer:
         from specrs.models.eagle3 import load_eagle3
         from specrs.models.torch_loader import load_model
 
-        load_eagle3(folder, load_model(self.args.target), dtype=torch.float32)
+        load_eagle3(folder, load_model(self.args.target, dtype="float32"))
 
 
 def main() -> None:
