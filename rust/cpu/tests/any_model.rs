@@ -46,7 +46,7 @@ impl Reader {
         assert!(!context.contains(&-1), "KV is attended that was never written");
         let context: Vec<i64> = context.iter().map(|token| token - self.shift).collect();
         let next = next_of(&context);
-        let errs = self.errs > 0 && context.iter().sum::<i64>() as usize % self.errs == 0;
+        let errs = self.errs > 0 && (context.iter().sum::<i64>() as usize).is_multiple_of(self.errs);
         (next + usize::from(errs)) % VOCAB + self.shift as usize
     }
 }
@@ -213,8 +213,8 @@ fn serve(kind: Kind, prompts: &[Vec<i64>], budget: usize, errs: usize, failing: 
         let (layout, done) = (scheduler.results_layout(), scheduler.settled_layout().view(&settled));
         let reported = layout.view(&results);
         let width = layout.tokens.len / layout.flags.len;
-        for entry in 0..header.num_decode + header.num_prefill {
-            let Some((_, id)) = live.iter().find(|(row, _)| *row == ids[entry]) else { continue };
+        for (entry, row) in ids.iter().enumerate().take(header.num_decode + header.num_prefill) {
+            let Some((_, id)) = live.iter().find(|(held, _)| held == row) else { continue };
             let new = &reported.tokens[entry * width..][..done.num_new[entry] as usize];
             served.texts.entry(*id).or_default().extend_from_slice(new);
             served.accepted += reported.num_accepted[entry];
