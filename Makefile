@@ -107,7 +107,7 @@ sweeps: build ## every sweep with all its examples, three times those of make te
 	SPECRS_SWEEP=full $(BIN)/python -m pytest $(WORKERS) $$(grep -rl 'import sweep' tests) $(ARGS)
 
 .PHONY: launches
-launches: build ## LAUNCHES=1000000 random launches of the native runner against the eager one: two hours of a core
+launches: build ## LAUNCHES=1000000 random steps of the CPU runner against the reference: two hours of a core
 	SPECRS_LAUNCHES=$(or $(LAUNCHES),1000000) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) \
 		tests/runner/test_native.py --timeout 0 $(ARGS)
 
