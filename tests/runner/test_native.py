@@ -296,6 +296,17 @@ def compare(pair: Pair, made: Made) -> dict[str, int]:
     ended = [row for row in range(ROWS) if not mine.active[row]]
     tables = (mine.block_table, *mine.group_tables.reshape(-1, ROWS + 1, TABLE))
     skipped = {int(block) for table in tables for row in (*rows, *ended) for block in table[row].tolist()}
+    # Drafts of logits that are not finite are any tokens, and so is the KV that they leave after what counts as valid.
+    for row in native.slot.record_arrays["entry_row"][:count][flags & core.FLAG_DRAFT_NON_FINITE != 0]:
+        valid = (mine.num_tokens[row] - 1, mine.draft_len[row])
+        for ours, their, first in zip(native.caches, reference.caches, valid, strict=True):
+            after = np.arange(first, MAX_LEN)
+            for table in tables:
+                blocks = table[row, after // BLOCK_SIZE]
+                place = blocks, slice(None), slice(None), after % BLOCK_SIZE
+                for layer, other in zip(ours.layers, their.layers, strict=True):
+                    if blocks.max() < len(layer):  # a draft model has the first group alone
+                        torch.as_tensor(other)[place] = torch.as_tensor(layer)[place]
     for ours, their in zip(native.caches, reference.caches, strict=True):
         kept_blocks = [block for block in range(len(ours.layers[0]) - 1) if block not in skipped]
         for layer, other in zip(ours.layers, their.layers, strict=True):
