@@ -6,17 +6,14 @@ import statistics
 import time
 from collections.abc import Callable
 
-import specrs.models.torch_loader as loader
 import torch
 from specrs.engine.blueprint import Blueprint
-from specrs.kernels.linear import DenseWeight
 
 ON_GPU = torch.cuda.is_available()
 
 
 def pretend() -> None:
-    """Without a GPU, let the CUDA runner serve on the CPU: weights in its layout, kernels interpreted."""
-    loader.pack = DenseWeight  # type: ignore[assignment]
+    """Without a GPU, let the CUDA runner serve on the CPU, with kernels interpreted."""
     Blueprint.on_gpu = property(lambda _self: True)  # type: ignore[assignment]
 
 

@@ -15,7 +15,6 @@ from specrs.kernels.coding import Coding
 from specrs.kernels.cuda import scaled_linear
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.linear import DenseWeight
-from specrs.models import torch_loader as loader
 from specrs.models.cuda import products, stream, workspace
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense
@@ -56,9 +55,7 @@ def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPat
     if at_load:
         checkpoint = IntegersAtLoad(checkpoint, kind)
     assert isinstance(checkpoint, QuantizedTensors)
-    with monkeypatch.context() as patch:
-        patch.setattr(loader, "pack", DenseWeight)
-        weights = CodedLoader(config, checkpoint, torch.float32, torch.device("cpu")).load()
+    weights = CodedLoader(config, checkpoint, torch.float32, torch.device("cpu")).load()
     last = weights.layers[-1]
     assert all(isinstance(w, CodedWeight) for w in (last.qkv, last.o, last.gate_up, last.down))
     assert isinstance(last.gate_up, CodedWeight)
@@ -87,9 +84,7 @@ def loaded_codes(path: Path, dtype: torch.dtype = torch.float32) -> TorchWeights
     """As on a GPU, on a CPU."""
     config, checkpoint = open_checkpoint(path, None, "auto")
     assert isinstance(checkpoint, QuantizedTensors)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "pack", DenseWeight)
-        return CodedLoader(config, checkpoint, dtype, torch.device("cpu")).load()
+    return CodedLoader(config, checkpoint, dtype, torch.device("cpu")).load()
 
 
 @pytest.fixture(scope="session")
@@ -246,16 +241,14 @@ def coded_zeros(coding: Coding, out: int, size: int) -> CodedWeight:
     return CodedWeight.of(torch.zeros(out, size, dtype=torch.uint8), scales, coding)
 
 
-def test_experts_of_codes_become_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_codes_become_numbers(folder: Path) -> None:
     """And the layer's other projections stay codes."""
     source = make_checkpoint(folder / "experts-source", "qwen3_moe", hidden=64, head_dim=32, layers=1, vocab=83)
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
     path = compressed(source, folder / "experts", "float-quantized", **args)
     config, checkpoint = open_checkpoint(path, None, "auto")
     assert isinstance(checkpoint, QuantizedTensors)
-    with monkeypatch.context() as patch:
-        patch.setattr(loader, "pack", DenseWeight)
-        (layer,) = CodedLoader(config, checkpoint, torch.float32, torch.device("cpu")).load().layers
+    (layer,) = CodedLoader(config, checkpoint, torch.float32, torch.device("cpu")).load().layers
     assert isinstance(layer.qkv, CodedWeight)
     assert layer.experts is not None
     assert layer.experts.stacked is not None

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import specrs.engine.build_cuda as build_cuda
-import specrs.models.eagle3_torch as eagle3
-import specrs.models.torch_loader as loader
 from engine.faulty_drafter import BrokenError
 from numpy.typing import NDArray
 from runner.cuda_engines import Graphs, K
@@ -20,7 +18,6 @@ from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.errors import RankLostError
-from specrs.kernels.linear import DenseWeight
 from specrs.parallel.ranks import HostExchanges
 from specrs.runner.cuda.context import entries_of
 from specrs.runner.cuda.graphs import tasks
@@ -51,8 +48,6 @@ def on_two_ranks(
     config = replace(config, enforce_eager=True)
     assert config.speculative_config is not None
     speculative = replace(config.speculative_config, draft_tensor_parallel_size=degree)
-    for module in (loader, eagle3):
-        monkeypatch.setattr(module, "pack", DenseWeight)  # as on a GPU
     monkeypatch.setattr(Blueprint, "on_gpu", property(lambda _self: True))
     with engine_on_threads(replace(config, speculative_config=speculative), exit_code=exit_code) as engine:
         assert isinstance(engine.runner, LeadingRunner)

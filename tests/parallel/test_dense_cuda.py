@@ -14,8 +14,6 @@ from models.harness import Feeder
 from quantized_files import awq, fp8_block
 from specrs.errors import UnsupportedModelError
 from specrs.kernels.coded_weight import CodedWeight
-from specrs.kernels.linear import DenseWeight
-from specrs.models import torch_loader as loader
 from specrs.models.cuda.products import stored
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense
@@ -132,7 +130,7 @@ CODED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CODED)
-def test_codes_stay_codes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_stay_codes(name: str, tmp_path: Path) -> None:
     """Each rank has its part of them; what cannot be cut between groups becomes numbers."""
     quantize, fields, sizes = CODED[name]
     shape = {"hidden": 64, "intermediate": 128, "kv_heads": 2, "group": 2, "head_dim": 32, "layers": 1} | sizes
@@ -140,7 +138,6 @@ def test_codes_stay_codes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     quantize(tmp_path / "source", tmp_path / "codes", **fields)
     config, checkpoint = open_checkpoint(tmp_path / "codes", None, "auto")
     assert isinstance(checkpoint, QuantizedTensors)
-    monkeypatch.setattr(loader, "pack", DenseWeight)
 
     def work(ranks: Ranks) -> tuple[Tensor, list[bool]]:
         shard = Shard(ranks.rank, ranks.size)

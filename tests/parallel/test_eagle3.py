@@ -25,7 +25,7 @@ HEADS: dict[str, dict[str, Any]] = {
 @torch.inference_mode()
 def states(target: Path, head: Path, ranks: Ranks | None, own: Ranks | None) -> Tensor:
     """Logits of a pass and of one on what it left."""
-    model = load_model(target, dtype="float64", device=ranks)
+    model = load_model(target, dtype="float64", device=ranks or "cpu")
     made = load_eagle3(head, model, ranks=own)
     cache = made.allocate_cache(2, 16)
     entries = torch.randn(

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import specrs.models.eagle3_torch as eagle3
-import specrs.models.torch_loader as loader
 import torch
 from checkpoints import edit_json, make_checkpoint, make_eagle3, perturb_checkpoint
 from eagle3_reference import Head, Round, speculate
@@ -22,7 +20,6 @@ from specrs.engine.blueprint import Blueprint
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import Weights, load_weights
-from specrs.kernels.linear import DenseWeight
 from specrs.models.cuda.workspace import Workspace
 from specrs.models.dense_cuda import CudaDense
 from specrs.runner.cuda.runner import CudaRunner
@@ -76,9 +73,6 @@ class Bench:
     def engine(self, kind: str, rule: str, *, gpu: bool, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Engine:
         config = self.config(kind, rule, gpu=gpu, **fields)
         with monkeypatch.context() as patch:
-            if gpu:  # as on a GPU
-                patch.setattr(loader, "pack", DenseWeight)
-                patch.setattr(eagle3, "pack", DenseWeight)
             if (kind, gpu) not in self.loaded:
                 # Under `coupled` a CPU would draft by text what a GPU drafts by tokens.
                 self.loaded[kind, gpu] = load_weights(self.config(kind, "rejection", gpu=False))

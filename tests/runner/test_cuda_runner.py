@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import specrs.models.torch_loader as loader
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
 from specrs.config import EngineConfig
@@ -23,7 +22,6 @@ from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import Weights, load_weights
 from specrs.kernels.kv_scales import KVScales
-from specrs.kernels.linear import DenseWeight
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense
 from specrs.outputs import EngineStats
@@ -115,9 +113,7 @@ def load_pair(folder: Path, target: Path, draft: Path) -> Pair:
         speculative_config=SpeculativeConfig(model=str(draft), num_speculative_tokens=K),
     )
     cpu = load_weights(config)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "pack", DenseWeight)  # as on a GPU
-        gpu = load_weights(config)
+    gpu = load_weights(config)
     off = [perturb_checkpoint(p, folder / f"nudged_{p.name}", noise=1e-5, seed=3) for p in (target, draft)]
     speculative = SpeculativeConfig(model=str(off[1]), num_speculative_tokens=K)
     nudged = load_weights(
