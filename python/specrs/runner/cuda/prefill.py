@@ -70,14 +70,15 @@ def catch_up_inputs(
 def caught_up(state: RowState, device: Views, header: Header, *, written: bool = True) -> None:
     """The chunks' draft KV is valid now; mutates `draft_len`.
 
-    A chunk of length 0 does no more than this, where another request has written the KV of a shared prefix. Others do
-    nothing unless they were `written`.
+    A chunk of length 0 does no more than this, where another request has written the KV of a shared prefix. Where the
+    others were not `written`, none of their draft KV is valid: a chunk may have begun before the end of what was.
     """
     chunks = slice(0, header.num_draft_chunks)
     rows, lengths = device["draft_chunk_row"][chunks], device["draft_chunk_len"][chunks]
-    ends = device["draft_chunk_start"][chunks] + lengths
+    starts = device["draft_chunk_start"][chunks]
+    ends = starts + lengths
     if not written:
-        ends = torch.where(lengths > 0, state.draft_len.index_select(0, rows), ends)
+        ends = torch.where(lengths > 0, torch.minimum(state.draft_len.index_select(0, rows), starts), ends)
     state.draft_len.index_copy_(0, rows, ends)
 
 

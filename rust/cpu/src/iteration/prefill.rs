@@ -118,11 +118,12 @@ impl Iteration {
     }
 }
 
-/// The chunks' draft KV is valid now, or will be before anything reads it. Chunks of length 0 do no more than this, others
-/// nothing unless they were `written`.
+/// The chunks' draft KV is valid now, or will be before anything reads it. Chunks of length 0 do no more than this. Where chunks
+/// were not `written`, none of their draft KV is valid: a chunk may have begun before the end of what was.
 pub(super) fn caught_up(record: &RecordView<'_>, header: LaunchHeader, state: &mut RowState<'_>, written: bool) {
-    for chunk in (0..header.num_draft_chunks).filter(|&chunk| written || record.draft_chunk_len[chunk] == 0) {
-        let end = record.draft_chunk_start[chunk] + record.draft_chunk_len[chunk];
-        state.draft_len[record.draft_chunk_row[chunk] as usize] = end;
+    for chunk in 0..header.num_draft_chunks {
+        let (start, len) = (record.draft_chunk_start[chunk], record.draft_chunk_len[chunk]);
+        let draft_len = &mut state.draft_len[record.draft_chunk_row[chunk] as usize];
+        *draft_len = if written || len == 0 { start + len } else { start.min(*draft_len) };
     }
 }
