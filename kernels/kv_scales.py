@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class KVScales(NamedTuple):
-    """What the codes of a layer are multiplied by, greater than 0."""
+    """Factors of a layer's FP8 keys and values: a cached number is its code times the factor, which is above 0."""
 
     k: float
     v: float

@@ -52,7 +52,7 @@ class RowTensors(Protocol):
 
 
 class HiddenTensors(Protocol):
-    """What is kept for a drafter that reads hidden states; `specrs.runner.cuda.hidden_rows.HiddenRows` is it."""
+    """Hidden states kept by row for an EAGLE-3 head: `specrs.runner.cuda.hidden_rows.HiddenRows`."""
 
     @property
     def states(self) -> Tensor:

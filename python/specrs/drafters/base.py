@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from specrs.models.kv_cache import KVCache
 
 
+DRAFT_MODEL_LAG = 2
+"""Positions that a draft model's first pass feeds at most. After all drafts were accepted, KV is missing for the last
+draft and for the token after it."""
+
+
 class Proposal(StrEnum):
     """What q is, the distribution that a draft was drawn from."""
 
@@ -63,14 +68,14 @@ class Proposed(NamedTuple):
 
 
 class DrafterCounts(Protocol):
-    """What an engine reads of any drafter."""
+    """The counter of passes that every drafter has, on any device, for an engine's statistics."""
 
     num_passes: int
     """Forward passes so far; the engine sets it to 0."""
 
 
 class Drafter(DrafterCounts, Protocol):
-    """What a drafter of the CUDA runner declares."""
+    """Limits and kind of a drafter, which the CUDA runner and the scheduler of a GPU are built for."""
 
     @property
     def max_draft_lag(self) -> int | None:
@@ -99,7 +104,7 @@ class Drafter(DrafterCounts, Protocol):
 
     @property
     def proposal(self) -> Proposal:
-        """What q is."""
+        """Kind of q, the distribution that the drafts are drawn from."""
 
     @property
     def on_host(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from specrs.drafters.base import Proposal
 from specrs.drafters.text import Bridge
 from specrs.drafters.vocabulary import SharedVocabulary
 
@@ -30,8 +29,3 @@ class CpuDrafter:
     """With a `bridge`: its context, the tokens that it is fed in a step, and the tokens of a block of its KV."""
     num_passes: int = 0
     """Forward passes so far; the engine sets it to 0."""
-
-    @property
-    def proposal(self) -> Proposal:
-        """What q is."""
-        return Proposal.FULL if self.bridge is None else Proposal.POINT_MASS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specrs.drafters.base import HiddenInputs, Proposal, Proposed
+from specrs.drafters.base import DRAFT_MODEL_LAG, HiddenInputs, Proposal, Proposed
 from specrs.models.base import TorchModel
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
@@ -77,7 +77,7 @@ class ModelPasses:
 class DraftModel(ModelPasses):
     """Proposes tokens with a small model, a pass for each."""
 
-    max_draft_lag: ClassVar[int] = 2  # pass 1 feeds n-2 and n-1: KV of n-2 is missing after a full acceptance
+    max_draft_lag: ClassVar[int] = DRAFT_MODEL_LAG  # pass 1 feeds n-2 and n-1
     num_unfed_drafts: ClassVar[int] = 1  # pass i feeds draft i - 1
     keeps_draft_kv: ClassVar[bool] = True
     mask_token_id: ClassVar[None] = None

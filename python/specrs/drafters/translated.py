@@ -42,7 +42,7 @@ class TranslatedDraftModel(DraftModel):
     shared: SharedIds
 
     def known_ids(self, inputs: PassInputs) -> PassInputs:
-        """The same pass in the draft's ids."""
+        """Return `inputs` with the target's token ids replaced by the draft model's."""
         return replace(inputs, input_ids=self._known(inputs.input_ids))
 
     def _known(self, ids: Tensor) -> Tensor:

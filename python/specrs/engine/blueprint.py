@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_max_model_len
 from specrs.core import CachedDrafter, HiddenDrafter, NgramProposer, Scheduler, SuffixDrafter, TextDrafter
-from specrs.drafters.base import Drafter
+from specrs.drafters.base import DRAFT_MODEL_LAG, Drafter
 from specrs.drafters.cpu import CpuDrafter
 from specrs.drafters.host import HostDrafter
 from specrs.drafters.text import Bridge
@@ -23,9 +23,6 @@ from specrs.sampling import RequestLimits, max_constraint_len
 Declared = CachedDrafter | HiddenDrafter | TextDrafter | NgramProposer | SuffixDrafter
 IDLE_LAUNCHES = 8
 """Launches in a row without drafts behind which a head still knows what it has missed; behind more it starts anew."""
-DRAFT_MODEL_LAG = 2
-"""Positions that a draft model's first pass feeds at most: after all drafts were accepted, the last of them and the
-token after it."""
 ATTENTION_COST = 1.5
 """What a multiplication of attention takes, in what one of a product takes. Native passes on one core of an EPYC with
 AVX-512, chunks of 128 and 64 tokens behind 0 to 1,900: 1.4 with the bundled target, 1.7 with SmolLM2-135M."""

@@ -1,4 +1,4 @@
-"""What a model is to runners, drafters and the engine. Implements none.
+"""Protocols of models: `Model` for the engine, `TorchModel` for runners that compute by torch. Implements none.
 
 `Model` has the facts that every model states, in plain numbers. `TorchModel` adds passes over torch tensors. The native
 decoder of a CPU has passes of its own, which the Rust core runs: see `dense_native`.
