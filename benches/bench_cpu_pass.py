@@ -15,15 +15,15 @@ import time
 from pathlib import Path
 
 import torch
-from specrs.models.dense import Dense
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
 
 BLOCK_SIZE = 16
 
 
-def make_pass(model: Dense, rows: int, context: int) -> tuple[PassInputs, KVCache]:
+def make_pass(model: TorchDecoder, rows: int, context: int) -> tuple[PassInputs, KVCache]:
     """A pass of one request whose last `rows` of `context` tokens are fed; its blocks lie scattered."""
     blocks = -(-context // BLOCK_SIZE)
     cache = model.allocate_cache(4 * blocks, BLOCK_SIZE)
@@ -41,7 +41,7 @@ def make_pass(model: Dense, rows: int, context: int) -> tuple[PassInputs, KVCach
 
 
 @torch.inference_mode()
-def measure(model: Dense, rows: int, context: int, repeats: int) -> list[float]:
+def measure(model: TorchDecoder, rows: int, context: int, repeats: int) -> list[float]:
     """Milliseconds of each of `repeats` passes after 20 that warm up."""
     inputs, cache = make_pass(model, rows, context)
     times = []

@@ -1,7 +1,7 @@
 """specrs beside four engines on a CPU, in turns: llama.cpp, OpenVINO GenAI, vLLM and transformers. Installs nothing.
 
-    python benches/bench_cpu_peers.py --peers FOLDER [--sets pair1 pair8 smollm2 qwen3] [--engines ...] [--rounds 5]
-                                      [--out benches/results/...json]
+    python benches/bench_cpu_peers.py --peers FOLDER [--sets pair1 pair8 smollm2 qwen3 smollm2-files-1 ...]
+                                      [--engines ...] [--rounds 5] [--out benches/results/...json]
 
 `benches/peers/setup.sh --peers FOLDER` installs the others, each in an environment of its own, and prepares models.
 Every round runs every line of a set once, each in a process of its own; figures are medians over rounds, with least
@@ -26,7 +26,7 @@ from peers import engines, machine, tables
 from peers.figures import Measured, compare_ids
 from peers.goals import goals
 from peers.prompts import make_prompts
-from peers.settings import ENGINES, SETS, Setting
+from peers.settings import ENGINES, FILES, SETS, Setting
 
 IDLE = 0.3
 """A load average above it is not an idle machine's."""
@@ -34,13 +34,18 @@ IDLE = 0.3
 
 def read_limits(setting: Setting, peers: Path) -> dict[str, Any]:
     """What the target's weights are, and passes a second if reading them were all: bytes over the bandwidth of a buffer
-    of that size with the set's threads, measured now."""
-    stored, number = machine.weights(engines.checkpoint(setting.target, peers))
-    sizes = {dtype: number * size for dtype, size in tables.NUM_BYTES.items()}
+    of that size with the set's threads, measured now. Of quantized files, bytes are the file's."""
+    stored, number, sizes = "file", None, {}
+    files = {line.dtype: engines.model_path(line, setting.target, peers) for line in setting.lines}
+    if any(line.dtype in tables.NUM_BYTES for line in setting.lines):
+        stored, number = machine.weights(engines.checkpoint(setting.target, peers))
+        sizes = {dtype: number * size for dtype, size in tables.NUM_BYTES.items()}
+    sizes |= {kind: file.stat().st_size for kind, file in files.items() if kind in FILES and file.exists()}
     speeds = {dtype: machine.read_bandwidth(size, setting.threads) for dtype, size in sizes.items()}
     return {
         "stored": stored,
         "weights": number,
+        "bytes": sizes,
         "gb_per_s": speeds,
         "passes_per_s": {dtype: 1e9 * speeds[dtype] / size for dtype, size in sizes.items()},
     }
@@ -93,13 +98,13 @@ def set_report(name: str, lines: list[Measured], limits: dict[str, Any]) -> dict
 
 
 def versions(measured: dict[str, list[Measured]]) -> dict[str, dict[str, str]]:
-    """Of every engine that ran."""
+    """Return the versions of every engine that ran."""
     found = {each.line.engine: each.versions for lines in measured.values() for each in lines if each.versions}
     return {engine: found[engine] for engine in ENGINES if engine in found}
 
 
 def commit() -> str:
-    """Of this repository, marked where files differ from it."""
+    """Return this repository's commit, marked if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
@@ -125,7 +130,7 @@ def markdown(report: dict[str, Any], measured: dict[str, list[Measured]]) -> str
         limits = report["sets"][name]["read_limit"]
         lines += ["", f"### {SETS[name].title}", "", *tables.rows_of(SETS[name], found, limits), ""]
         for dtype, passes in limits["passes_per_s"].items():
-            size = limits["weights"] * tables.NUM_BYTES[dtype] / 1e6
+            size = limits["bytes"][dtype] / 1e6
             speed = limits["gb_per_s"][dtype]
             lines.append(f"- {dtype} weights: {size:.1f} MB at {speed:.1f} GB/s are at most {passes:,.0f} passes/s")
         lines += tables.id_rows(report["sets"][name]["ids"])

@@ -20,12 +20,12 @@ from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import load_weights
-from specrs.models.dense_native import NativeDense
+from specrs.models.native_decoder import NativeDecoder
 from specrs.sampling import SamplingParams
 
 
 def first_token_ms(engine: Engine, request_id: int, length: int) -> float:
-    """Of a prompt that no other has begun."""
+    """Measure milliseconds to the first token of a new random prompt of `length` tokens."""
     vocab = engine.limits.vocab_size
     prompt = random.Random(request_id).choices(range(3, vocab), k=length)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lengths", default="64,128,256,512,1024,2047")
     parser.add_argument("--ways", default="exact,amx", help="of cpu_prefill; amx wants a processor with tiles")
-    parser.add_argument("--bf16-rows", action="store_true", help="cpu_bf16_rows")
+    parser.add_argument("--bf16-rows", action="store_true", help="cpu_activations=bf16")
     arguments = parser.parse_args()
     dummy = arguments.model is not None and not any(arguments.model.glob("*.safetensors"))
     engines = {}
@@ -60,11 +60,11 @@ def main() -> None:
             max_num_batched_tokens=4096,
             enable_prefix_caching=False,
             cpu_prefill=way,
-            cpu_bf16_rows=arguments.bf16_rows,
+            cpu_activations="bf16" if arguments.bf16_rows else "auto",
         )
         weights = load_weights(config) if weights is None else weights
         engines[way] = build_engine(config, weights)
-        assert isinstance(engines[way].runner.target, NativeDense)
+        assert isinstance(engines[way].runner.target, NativeDecoder)
     name, native = arguments.model or "bundled target", engines[ways[0]].runner.target.decoder
     print(f"{name}, {arguments.dtype}, {native!r}")
     ratios = [f"{ways[0]}/{way}" for way in ways[1:]]

@@ -61,7 +61,7 @@ class Contestant:
     name: str
     llm: LLM
     useless: LLM
-    """The same with weights that draft nothing of use, for noise."""
+    """The engine with weights that draft nothing of use, to measure noise."""
     speeds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in WORKLOADS})
     lengths: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in WORKLOADS})
 
@@ -112,7 +112,7 @@ def texts() -> tuple[list[str], list[str]]:
 
 
 def workloads(llm: LLM, rounds: int, count: int) -> list[dict[str, list[list[int]]]]:
-    """Of each round, `count` prompts of each workload as token ids."""
+    """Return for each round `count` prompts of each workload as token ids."""
     tokenizer = llm.get_tokenizer()
     code, edits = ([ids for ids in map(tokenizer.encode, kind) if 40 <= len(ids) <= 200] for kind in texts())
     gap = tokenizer.encode("\n\n\n")

@@ -27,7 +27,8 @@ import triton
 from gpu import attention, formats, iterations, products, serving
 from gpu.models import weight_bytes, write_config
 from gpu.timing import ON_GPU, pretend
-from specrs.engine.weights import Weights
+from specrs.backends.weights import Weights
+from specrs.drafters.draft_model import LoadedDraftModel
 from specrs.models.torch_loader import load_model
 
 PARTS = ("passes", "products", "attention", "tpot", "idle", "formats", "throughput", "experts", "transformers")
@@ -120,7 +121,7 @@ class Bench:
     def weights(self) -> Weights:
         """Random weights of both, made once."""
         if self._weights is None:
-            self._weights = Weights(self.load(self.target), self.load(self.draft))
+            self._weights = Weights(self.load(self.target), LoadedDraftModel(self.load(self.draft)))
         return self._weights
 
     def load(self, folder: str) -> Any:
@@ -146,7 +147,7 @@ class Bench:
         settings = {} if ON_GPU else {"device": "cpu", "dtype": "float32", "block_size": 4}
         found = {}
         for kind in formats.CODINGS:
-            weights = Weights(formats.coded(self.weights.target, kind), self.weights.draft)
+            weights = Weights(formats.coded(self.weights.target, kind), self.weights.drafter)
             found[kind] = formats.measure(self.target, self.draft, weights, **settings)
             self.write({"formats": found})
         return found
@@ -154,10 +155,10 @@ class Bench:
     def experts(self) -> dict[str, Any]:
         """A mixture of experts beside the bf16 draft; the dense target leaves the GPU before."""
         settings = {} if ON_GPU else {"device": "cpu", "dtype": "float32", "block_size": 4}
-        draft, self._weights = self.weights.draft, None
+        drafter, self._weights = self.weights.drafter, None
         gc.collect()
         target = str(write_config("qwen3-30b-a3b" if ON_GPU else "tiny-experts", self.folder))
-        weights = Weights(self.load(target), draft)
+        weights = Weights(self.load(target), drafter)
         return {Path(target).name: formats.measure(target, self.draft, weights, **settings)}
 
     def tpot(self) -> dict[str, Any]:

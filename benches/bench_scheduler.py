@@ -21,16 +21,18 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 from python_scheduler import PythonScheduler
 from specrs import SamplingParams
+from specrs.backends.ring import Header, Ring, RingSlot
 from specrs.config import EngineConfig
-from specrs.core import FINISH_LENGTH, FINISH_NONE, HEADER_FIELDS, PLAN_LAUNCH, CachedDrafter, Scheduler, TokenDecoder
+from specrs.core import FINISH_LENGTH, FINISH_NONE, PLAN_LAUNCH, CachedDrafter, Scheduler, TokenDecoder
 from specrs.engine.engine import Engine
 from specrs.engine.parts import EngineParts
 from specrs.engine.request import Request
-from specrs.runner.ring import Header, Ring, RingSlot
 from specrs.sampling import RequestLimits
 
+Sections = dict[str, NDArray[np.int64]]
 BLOCK_SIZE, PROMPT, OUTPUT = 16, 64, 960
 WORDS = 151_936
 STOPS = ("\n\nQuestion:", "</answer>", "aZ", "theend.")
@@ -64,10 +66,7 @@ def rust(batch: int, k: int) -> Iterator[float]:
     first, length = scheduler.settled_layout()["finish_reason"]
     reasons = settled[first : first + length]
     views = {name: record[at : at + length] for name, (at, length) in scheduler.record_layout().items()}
-    left = np.zeros(batch, dtype=np.int64)
-    rng = np.random.default_rng(0)
-    next_id = 0
-    missing = batch
+    device, next_id, missing = Acceptance(batch, k), 0, batch
     sections["tokens"][:] = 7
     while True:
         for _ in range(missing):
@@ -78,45 +77,25 @@ def rust(batch: int, k: int) -> Iterator[float]:
         status = scheduler.plan(record)
         planned = time.perf_counter() - start
         assert status == PLAN_LAUNCH
-        header = dict(zip(HEADER_FIELDS, record[: len(HEADER_FIELDS)].tolist(), strict=True))
-        decode, prefill, admitted = header["num_decode"], header["num_prefill"], header["num_admitted"]
-        count = decode + prefill
-        left[views["admit_row"][:admitted]] = views["admit_limit"][:admitted] - views["admit_num_tokens"][:admitted]
-        rows = views["entry_row"][:count]
-        drafted = np.minimum(views["entry_k"][:count], np.maximum(left[rows] - 1, 0))
-        accepted = np.minimum(rng.integers(0, k + 1, count), drafted)
-        emitted = accepted + 1
-        emitted[decode:] = views["chunk_is_last"][:prefill]
-        left[rows] -= emitted
-        sections["num_drafted"][:count] = drafted
-        sections["num_accepted"][:count] = accepted
-        sections["num_emitted"][:count] = emitted
-        sections["finish_reason"][:count] = np.where((emitted > 0) & (left[rows] == 0), FINISH_LENGTH, FINISH_NONE)
+        header = Header.of(record)
+        device.report(header, views, sections)
         start = time.perf_counter()
-        scheduler.settle(header["launch_id"], results, settled)
+        scheduler.settle(header.launch_id, results, settled)
         seconds = planned + time.perf_counter() - start
         missing = int(np.count_nonzero(reasons))
         yield seconds
 
 
-class Device:
-    """Stands in for a runner: accepts 0 to K drafts, emits words, and keeps the time that it takes itself."""
-
-    drafter = kv_cache = None
+class Acceptance:
+    """Write results as a device reports them: 0 to K drafts of each row are accepted, and a row ends at its limit."""
 
     def __init__(self, batch: int, k: int) -> None:
-        self.num_target_passes = 0
-        self.seconds = 0.0
         self._left = np.zeros(batch, dtype=np.int64)
         self._k = k
         self._rng = np.random.default_rng(0)
 
-    def use_extras(self, lookup: object) -> None:
-        """Has no use for any."""
-
-    def launch(self, slot: RingSlot, header: Header) -> None:
-        start = time.perf_counter()
-        record, results = slot.record_arrays, slot.results_arrays
+    def report(self, header: Header, record: Sections, results: Sections) -> None:
+        """Write the results of a planned step but its tokens."""
         decode, prefill, admitted = header.num_decode, header.num_prefill, header.num_admitted
         count = decode + prefill
         limits, tokens = record["admit_limit"][:admitted], record["admit_num_tokens"][:admitted]
@@ -132,6 +111,26 @@ class Device:
         results["num_emitted"][:count] = emitted
         ended = (emitted > 0) & (self._left[rows] == 0)
         results["finish_reason"][:count] = np.where(ended, FINISH_LENGTH, FINISH_NONE)
+
+
+class Device:
+    """A runner without models, which emits words and keeps the time that it takes itself."""
+
+    drafter = kv_cache = None
+
+    def __init__(self, batch: int, k: int) -> None:
+        self.num_target_passes = 0
+        self.seconds = 0.0
+        self._acceptance = Acceptance(batch, k)
+        self._rng = np.random.default_rng(1)
+
+    def use_extras(self, lookup: object) -> None:
+        """Has no use for any."""
+
+    def launch(self, slot: RingSlot, header: Header) -> None:
+        start = time.perf_counter()
+        results = slot.results_arrays
+        self._acceptance.report(header, slot.record_arrays, results)
         # As often as words of a text: the chance of the i-th is about 1 / i (Zipf's law).
         results["tokens"][:] = WORDS ** self._rng.random(len(results["tokens"])) - 1
         self.seconds += time.perf_counter() - start
@@ -141,7 +140,8 @@ class Device:
 
 
 def decoder() -> TokenDecoder:
-    """Of a byte-level vocabulary of `WORDS` words of two to seven letters, half of them behind a space."""
+    """Make a decoder with a byte-level vocabulary of `WORDS` words of two to seven letters, half of them after a
+    space."""
     rng = np.random.default_rng(1)
     words: dict[str, int] = {}
     while len(words) < WORDS:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The bundled pair over K and concurrency, its figures, and the forecast of K = 5 from K = 1 and 3: what docs/measuring.md
+# The bundled pair over K and concurrency, its figures, and the forecast of K = 5 from K = 1 and 3: what docs/benchmarks.md
 # shows.
 #
 #   benches/sweep_bundled_pair.sh [FOLDER [PICTURES]]     default: benches/results/bundled_pair, docs/measuring

@@ -1,4 +1,4 @@
-"""A host of its own around the parts: KV blocks, slots, acceptance books and verification; the models are not specrs'.
+"""A host of its own around KV blocks, slots, acceptance statistics and verification; the models are not specrs'.
 
     python examples/host_loop.py
 
@@ -36,7 +36,7 @@ class Model:
 def generate(prompt: list[int], num_tokens: int, k: int = K) -> tuple[list[int], AcceptanceTracker]:
     """Continue `prompt` greedily with at most `k` drafts an iteration; the text is the target's own for every k."""
     target, draft = Model(seed=1), Model(seed=1, noise=0.1)
-    pool, mapper, books = BlockPool(NUM_BLOCKS), SlotMapper(BLOCK_SIZE), AcceptanceTracker(max(k, 1))
+    pool, mapper, statistics = BlockPool(NUM_BLOCKS), SlotMapper(BLOCK_SIZE), AcceptanceTracker(max(k, 1))
     tokens, table, end = list(prompt), [], len(prompt) + num_tokens
 
     def slots(count: int) -> np.ndarray:
@@ -61,13 +61,14 @@ def generate(prompt: list[int], num_tokens: int, k: int = K) -> tuple[list[int],
         tokens += new[0, : int(accepted) + 1].tolist()
         draft_len = min(draft_len, len(tokens) - 1)
         if drafts:
-            books.record(len(drafts), int(accepted))
+            statistics.record(len(drafts), int(accepted))
     for block in reversed(table):
         pool.free(block)
     pool.check_integrity()
-    return tokens[len(prompt) :], books
+    return tokens[len(prompt) :], statistics
 
 
 if __name__ == "__main__":
-    text, books = generate([3, 14, 15, 9, 26], 40)
-    print(f"{text}\n{books.drafts} drafts, {books.accepted_tokens} of {books.draft_tokens} tokens accepted")
+    text, statistics = generate([3, 14, 15, 9, 26], 40)
+    print(f"{text}\n{statistics.drafts} drafts", end=", ")
+    print(f"{statistics.accepted_tokens} of {statistics.draft_tokens} tokens accepted")

@@ -176,8 +176,8 @@ if __name__ == "__main__":
     texts, scheduler = generate([[*shared, *range(i)] for i in range(8)], 30)
     for text in texts:
         print(*text)
-    books = scheduler.acceptance()
+    statistics = scheduler.acceptance()
     print(
-        f"{books.drafts} drafts, acceptance length {books.acceptance_length:.2f}, "
+        f"{statistics.drafts} drafts, acceptance length {statistics.acceptance_length:.2f}, "
         f"{scheduler.num_cached_tokens} prompt tokens from the prefix cache"
     )

@@ -1,7 +1,6 @@
-"""Kernels of specrs, each beside its plain-torch reference. Import as `specrs.kernels`. No scheduling, no models.
+"""Kernels of specrs, each with a reference in plain torch. Import as `specrs.kernels`. No scheduling, no models.
 
-Of the package they import `specrs.core`, for constants, and `specrs.verify`, for the references that live there, and
-nothing else.
+Kernels import only `specrs.core`, for constants, and `specrs.verify`, for the references that are there.
 """
 
 if __name__ != "specrs.kernels":

@@ -12,7 +12,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def gelu_and_mul(x: Tensor) -> Tensor:
-    """The same with GELU, by its approximation with tanh (Hendrycks and Gimpel 2016, section 2)."""
+    """Return `gelu(g) * u`, `[..., I]`, of the halves g and u of `x` = `[..., 2 I]`. GELU is its approximation with
+    tanh (Hendrycks and Gimpel 2016, section 2)."""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 

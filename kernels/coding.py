@@ -1,34 +1,35 @@
-"""How a quantized matrix lies in codes and scales. Plain numbers: needs neither torch nor Triton."""
+"""Layout of a quantized matrix in codes and scales. Plain numbers: needs neither torch nor Triton."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 LEAST_GROUP = 16
-"""Groups are multiples of so many inputs, or all of an output."""
+"""Groups are multiples of this number of inputs, or all inputs of an output."""
 
 
 class Coding(NamedTuple):
-    """How a matrix `[out, in]` lies in codes and scales."""
+    """Layout of a quantized matrix `[out, in]` in codes and scales."""
 
     kind: str
-    """fp8 (e4m3), int8 or int4."""
+    """Kind of codes: fp8 (e4m3), int8 or int4."""
     group: int
-    """Inputs that share a scale: a multiple of 16, or all of an output."""
+    """Number of inputs that share a scale: a multiple of 16, or all inputs of an output."""
     outputs: int = 1
-    """Outputs that share a scale, counted from the first."""
+    """Number of consecutive outputs that share a scale."""
     zeros: bool = False
-    """INT4: whether scales have zero points; without, they are 8."""
+    """For INT4: True if scales hold zero points. False: every zero point is 8."""
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """Number of bits of a code."""
         return 4 if self.kind == "int4" else 8
 
     def unit(self, size: int) -> int | None:
-        """Inputs whose codes lie together, of `size` inputs; None: no kernel reads such a matrix.
+        """Return the number of inputs whose codes are stored together, for a matrix of `size` inputs. None if no kernel
+        reads such a matrix.
 
-        A code's place in words is that of at least 16 inputs, which a product takes at a time, all of one group.
+        Words hold the codes of at least 16 inputs, all of one group, which a product reads at once.
         """
         each, group = 16 // self.bits, self.group
         fits = (u for u in (128, 64, 32) if size % u == 0 and (group % u == 0 or u % group == 0))

@@ -1,8 +1,8 @@
-"""Frequencies of rotary position embedding, in numpy. Rotates nothing and needs no torch.
+"""Frequencies of rotary position embedding, in NumPy. Rotates nothing and needs no torch.
 
-Everything here is float32, one operation after the other, as in transformers; so the results are transformers' bits if
-the powers are. `rounded_powers` rounds each power once. torch's powers are sometimes one unit in the last place off:
-`rotary.torch_powers` gives those.
+Everything here is float32, one operation after the other, as in transformers. So the results have transformers' bits if
+the powers do. `rounded_powers` rounds each power once. torch's powers are sometimes one unit in the last place off;
+`rotary.torch_powers` returns those.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from specrs.arrays import FLOAT32, FLOAT64, Array
 
 Powers = Callable[[int, float], Array]
-"""Gives theta^(2i / dim) for a dimension and theta, `[dim / 2]` float32."""
+"""Function that returns theta^(2i / dim) for a dimension and theta, `[dim / 2]` float32."""
 
 
 @np.errstate(all="ignore")
@@ -69,9 +69,9 @@ def yarn_frequencies(
 ) -> Array:
     """Return the frequencies of YaRN, `[head_dim / 2]` float32 (Peng et al. 2023, section 3.2).
 
-    Frequencies that turn more than `ramp[0]` times within `length` positions are kept, those that turn less than
-    `ramp[1]` times divided by `factor`, and between there is a straight line over their indices, whose ends are whole
-    numbers with `truncate`.
+    Frequencies that turn more than `ramp[0]` times within `length` positions are kept. Those that turn less than
+    `ramp[1]` times are divided by `factor`. In between, a straight line over the indices blends the two; with
+    `truncate`, its ends are rounded to whole numbers.
     """
 
     def index(turns: float) -> float:

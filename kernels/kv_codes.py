@@ -1,4 +1,4 @@
-"""K and V as floats of 8 bits times a scale, as a cache of such codes holds them. Reads and writes no cache."""
+"""K and V as 8-bit floating-point codes times a scale, as a quantized cache stores them. Reads and writes no cache."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import torch
 from torch import Tensor
 
 FRACTIONS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
-"""Types of codes, and bits of their fractions."""
+"""For each dtype of codes, the number of bits of its fraction."""
 
 
 def fraction_of(dtype: torch.dtype) -> int:
-    """Bits of a code's fraction; 0: `dtype` holds the numbers themselves, which have no scale."""
+    """Return the number of fraction bits of a code; 0 if `dtype` stores the numbers themselves, which have no scale."""
     return FRACTIONS.get(dtype, 0)
 
 
 def encode(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """`x / scale` as codes of `dtype`: to the nearest, of two the even one, at most the largest finite one; NaN stays.
+    """Return `x / scale` as codes of `dtype`: rounded to the nearest, ties to the even code, and limited to the largest
+    finite one. NaN stays NaN.
 
-    Divided in fp32, float64 for float64.
+    The division is in fp32, or float64 for float64.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     most = torch.finfo(dtype).max

@@ -1,4 +1,4 @@
-"""Scales of K and V where a cache holds them as codes. Plain numbers: needs no torch."""
+"""Scales of K and V in a quantized cache. Plain numbers: needs no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class KVScales(NamedTuple):
-    """Factors of a layer's FP8 keys and values: a cached number is its code times the factor, which is above 0."""
+    """Scales of a layer's FP8 keys and values, above 0. A cached number is its code times the scale."""
 
     k: float
     v: float

@@ -1,8 +1,8 @@
-"""Matrix products with weights laid out once at load. The bias is the only thing fused.
+"""Matrix products with weights that are laid out once, at load. Only the bias is fused.
 
-A **kind** is what a projection is stored as. It knows its product, its bytes and its reference, so a new kind
-is a class and a line where it is made, and no caller changes. Kinds today: dense, and in `coded_weight` coded, which
-the kernels of a GPU read.
+A **kind** is a form in which a projection is stored. It knows its product, its bytes and its reference. So a new kind
+is a class and a line where it is made, and no caller changes. Kinds today: dense, and quantized, which GPU kernels read
+(in `quantized_weight`).
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from torch import Tensor
 
 
 class Weight(Protocol):
-    """What a projection is stored as: a weight `[out, in]` and an optional bias `[out]`. Immutable."""
+    """A stored projection: a weight `[out, in]` and an optional bias `[out]`. Immutable."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in)"""
+        """Shape of the weight: (out, in)."""
 
     @property
     def bias(self) -> Tensor | None:
-        """[out], or None"""
+        """Bias [out], or None."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that it holds, every layout of it and the bias."""
+        """Number of bytes of memory, of all layouts of the weight and the bias."""
 
     def product(self, x: Tensor) -> Tensor:
-        """`x W^T + b` for `x` `[N, in]`: `[N, out]` of x's dtype, accumulated in fp32 (float64 for float64)."""
+        """Return `x W^T + b` for `x` `[N, in]`: `[N, out]` of x's dtype, accumulated in fp32 (float64 for float64)."""
 
     def dequantized(self) -> Tensor:
-        """The weight that products are of, `[out, in]` float64: the reference, which is slow."""
+        """Return the weight that products use, `[out, in]` float64. It is the reference, and slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseWeight:
-    """As checkpoints store it. GPU kernels read it as it is."""
+    """A dense weight as checkpoints store it. GPU kernels read it as it is."""
 
     weight: Tensor
     """[out, in] contiguous"""
@@ -50,20 +50,20 @@ class DenseWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """See `Weight`; like what follows."""
+        """Shape of the weight: (out, in)."""
         return self.weight.shape[0], self.weight.shape[1]
 
     @property
     def num_bytes(self) -> int:
-        """See `Weight`."""
+        """Number of bytes of weight and bias."""
         return self.weight.nbytes + _bias_bytes(self.bias)
 
     def product(self, x: Tensor) -> Tensor:
-        """See `Weight`."""
+        """Return `x W^T + b` for `x` `[N, in]`: `[N, out]` of x's dtype."""
         return torch.mm(x, self._transposed) if self.bias is None else torch.addmm(self.bias, x, self._transposed)
 
     def dequantized(self) -> Tensor:
-        """See `Weight`."""
+        """Return the weight, `[out, in]` float64."""
         return self.weight.double()
 
 
@@ -73,12 +73,12 @@ def dense_weight(weight: Tensor, bias: Tensor | None = None) -> DenseWeight:
 
 
 def linear(x: Tensor, w: Weight) -> Tensor:
-    """Return `x W^T + b` for `x` `[N, in]`: what the kind makes of it, see `Weight.product`."""
+    """Return `x W^T + b` for `x` `[N, in]`, computed by `w.product`."""
     return w.product(x)
 
 
 def linear_reference(x: Tensor, w: Weight) -> Tensor:
-    """`linear` of any kind in float64."""
+    """Return `x W^T + b` in float64, for a weight of any kind."""
     y = x.double() @ w.dequantized().t()
     return y if w.bias is None else y + w.bias.double()
 

@@ -1,7 +1,7 @@
 """Causal attention of flat rows over paged K and V in plain torch: the CPU path, and the Triton kernel's reference.
 
-Builds no block tables and no slots. What depends only on lengths is worked out once per pass (`plan_attention`): it is
-the same in every layer. A layer then costs one write, and one gather and one attention per group of requests.
+Builds no block tables and no slots. Whatever depends only on lengths is the same in every layer, so it is computed once
+per pass (`plan_attention`). A layer then costs one write, and one gather and one attention per group of requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,23 +16,27 @@ from specrs.kernels.kv_scales import UNSCALED, KVScales
 from torch import Tensor
 
 _LONG = 32
-"""Rows above which a request is attended alone: a prefill chunk would pad the decode rows beside it to its size."""
+"""Number of rows above which a request is attended by itself. In a group, a prefill chunk would pad the other decode
+rows to its size."""
 _WASTE = 2**18
-"""Bytes of K and V a layer that a group may gather in vain; more costs what another group does, about 30 us."""
+"""Maximum bytes of K and V per layer that a group may gather in vain. Gathering more takes longer than another group,
+which takes about 30 us."""
 
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """What rows of a layer see of the positions up to their own; without one they see all."""
+    """Restriction on the positions that rows attend to, up to their own. Without one, rows attend to all of them."""
 
     reach: int
-    """No row sees a position that is this many or more before its own."""
+    """Distance, in positions, from which on earlier positions are hidden: no row attends to one that is this many or
+    more before its own."""
     sees: Callable[[Tensor, Tensor], Tensor]
-    """Whether rows at positions see columns at positions: both int64, broadcast against each other, to bool."""
+    """Function of row positions and column positions, both int64, broadcast against each other. Returns bool: whether
+    the row attends to the column."""
 
 
 def window(size: int) -> Visibility:
-    """The last `size` positions, a row's own among them (Beltagy et al. 2020, section 3.1)."""
+    """Return a restriction to the last `size` positions, including a row's own (Beltagy et al. 2020, section 3.1)."""
     return Visibility(size, lambda row, column: column > row - size)
 
 
@@ -41,7 +45,8 @@ class Group:
     """Requests attended in one call: G requests, padded to R rows and C columns."""
 
     rows: Tensor | None
-    """[G * R] row of q for each (request, row), padding repeats the request's first; None: all rows of q in order."""
+    """[G * R] row of q for each (request, row); padding repeats the request's first row. None: all rows of q in
+    order."""
     num_requests: int
     num_rows: int
     blocks: Tensor
@@ -51,43 +56,47 @@ class Group:
     k: Tensor
     """[G, kv_heads, C, D] view of `gathered`."""
     v: Tensor
-    """Like `k`."""
+    """[G, kv_heads, C, D] view of `gathered`."""
     stale: Tensor | None
-    """Indices into `gathered` seen as `[positions, D]`: the positions outside of their request's context."""
+    """Indices into `gathered`, seen as `[positions, D]`, of the positions outside of their request's context. None:
+    there are none."""
     mask: Tensor | None
-    """Additive, broadcasts to `[G, heads or kv_heads, rows, C]`; None: every row sees every column, or is_causal."""
+    """Additive mask that broadcasts to `[G, heads or kv_heads, rows, C]`. None: every row sees every column, or the
+    mask is causal."""
     is_causal: bool
     keep_heads: bool
-    """q stays `[G, heads, R, D]`; otherwise the g heads that share a KV head become rows: `[G, kv_heads, R * g, D]`."""
+    """True if q stays `[G, heads, R, D]`. False: the g heads that share a KV head become rows, `[G, kv_heads, R * g,
+    D]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Index tensors and buffers of one pass, for one layer after the other."""
+    """Index tensors and buffers of one pass, which every layer uses in turn."""
 
     write: Tensor
     """[N, 2 * kv_heads] indices into a cache layer seen as `[positions, head_dim]`; slot -1 lands in the last block."""
     groups: tuple[Group, ...]
     restore: Tensor | None
-    """[N] row of the concatenated group outputs (and one zero row behind them) for each row of q; None: as they are."""
+    """[N] row of the concatenated group outputs (and one zero row after them) for each row of q. None: they are in
+    order."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What is the same in every pass of a model over a cache."""
+    """Sizes and dtypes that are the same in every pass of a model over a cache."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: torch.dtype
-    """Of queries."""
+    """Dtype of queries."""
     cache_dtype: torch.dtype | None = None
-    """Of K and V in the cache, which become `dtype` as they are read; None: it is theirs, too."""
+    """Dtype of K and V in the cache, which are converted to `dtype` when they are read. None: `dtype`."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of K and V of one position."""
+        """Number of bytes of K and V of one position."""
         return 2 * self.num_kv_heads * self.head_dim * (self.cache_dtype or self.dtype).itemsize
 
 
@@ -98,7 +107,7 @@ class _Request:
     num_rows: int
     context: int
     first: int = 0
-    """The first position that it may attend."""
+    """First position that the request's rows may attend to."""
 
 
 def plan_attention(
@@ -110,12 +119,12 @@ def plan_attention(
     k_start: Tensor | None = None,
     visibility: Visibility | None = None,
 ) -> AttentionPlan:
-    """Work out the index tensors of one pass. Arguments as in PassInputs; reads their values on the host.
+    """Compute the index tensors of one pass. Arguments are those of PassInputs; their values are read on the host.
 
-    `k_start` `[B]`: the first position that a request's rows attend, none of which is before it; None: 0 for all.
-    `visibility`: what rows see of the positions up to their own; None: all.
+    `k_start` `[B]`: first position that a request's rows attend to, at most their own; None: 0 for all. `visibility`:
+    restriction on the positions up to a row's own; None: rows attend to all.
 
-    Requests are grouped by what padding them to a common shape would cost; those without a row at position >= 0 are
+    Requests are grouped by what padding them to a common shape would cost. Requests without a row at position >= 0 are
     left out.
     """
     requests = _live_requests(positions, q_start, block_table.shape[1] * shape.block_size, k_start, visibility)
@@ -133,9 +142,9 @@ def plan_attention(
 def write_kv(kv: Tensor, cache: Tensor, plan: AttentionPlan, scales: KVScales = UNSCALED) -> None:
     """Write the K and V of a pass into a cache layer, which is mutated.
 
-    `kv` `[N, 2 * kv_heads, D]`: the K heads of each row, then its V heads, rounded to the cache's dtype, to codes
-    after a division by their `scales` (see `kv_codes`). `cache` `[num_blocks + 1, 2, kv_heads, block_size, D]`
-    contiguous. Rows with slot -1 write the last block, in no particular order.
+    `kv` `[N, 2 * kv_heads, D]` has the K heads of each row, then its V heads. They are rounded to the cache's dtype;
+    for codes, they are divided by their `scales` first (see `kv_codes`). `cache` is `[num_blocks + 1, 2, kv_heads,
+    block_size, D]` contiguous. Rows with slot -1 write into the last block, in no particular order.
     """
     if cache.dtype in FRACTIONS:
         codes = [encode(part, scale, cache.dtype) for part, scale in zip(kv.chunk(2, dim=1), scales, strict=True)]
@@ -184,7 +193,7 @@ def paged_attention(
 
 
 def _attend(q: Tensor, cache: Tensor, group: Group, scale: float) -> Tensor:
-    """Attention of one group, `[G * R, heads * D]`."""
+    """Return the attention of one group, `[G * R, heads * D]`."""
     heads, dim = q.shape[1], q.shape[2]
     g, r = group.num_requests, group.num_rows
     q, k, v = _gather(q, cache, group)
@@ -212,7 +221,8 @@ def _attend(q: Tensor, cache: Tensor, group: Group, scale: float) -> Tensor:
 def _attend_scores(
     q: Tensor, cache: Tensor, group: Group, scale: float, *, sinks: Tensor | None, softcap: float | None
 ) -> Tensor:
-    """The same with what `scaled_dot_product_attention` does not compute."""
+    """Return attention `[G * R, heads * D]` of one group with sinks or a soft cap, which `scaled_dot_product_attention`
+    does not compute."""
     heads, dim = q.shape[1], q.shape[2]
     g, r = group.num_requests, group.num_rows
     rows, k, v = _gather(q, cache, group)
@@ -238,7 +248,7 @@ def _attend_scores(
 
 
 def _gather(q: Tensor, cache: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill the group's buffer from the cache; its rows of q, and its K and V in q's dtype."""
+    """Fill the group's buffer from the cache. Return the group's rows of q, and its K and V in q's dtype."""
     torch.index_select(cache.view(-1, group.gathered.shape[1]), 0, group.blocks, out=group.gathered)
     if group.stale is not None:
         gathered = group.gathered.view(torch.uint8) if cache.dtype in FRACTIONS else group.gathered
@@ -256,7 +266,8 @@ def _live_requests(
     k_start: Tensor | None = None,
     visibility: Visibility | None = None,
 ) -> list[_Request]:
-    """Requests with a row at position >= 0. A position that the table does not reach is cut to it."""
+    """Return the requests with a row at position >= 0. A position that the block table does not reach is reduced to the
+    last one that it reaches."""
     values, starts = positions.tolist(), q_start.tolist()
     firsts = [0] * len(starts) if k_start is None else k_start.tolist()
     requests = []
@@ -273,7 +284,8 @@ def _live_requests(
 
 
 def _group(requests: Sequence[_Request], row_bytes: int) -> list[list[_Request]]:
-    """Split requests into groups that waste little: rows within a factor of 2, columns within `_WASTE` bytes."""
+    """Split requests into groups that waste little: numbers of rows within a factor of 2, columns within `_WASTE`
+    bytes."""
     groups: list[list[_Request]] = []
     by_rows: dict[int, list[_Request]] = {}
     for request in requests:
@@ -299,7 +311,7 @@ def _group(requests: Sequence[_Request], row_bytes: int) -> list[list[_Request]]
 
 
 def _covers(group: Sequence[_Request], num_rows: int) -> bool:
-    """Whether the group's rows are those of q, in order and without padding."""
+    """Return True if the group's rows are all rows of q, in order and without padding."""
     width = group[0].num_rows
     return len(group) * width == num_rows and all(request.num_rows == width for request in group)
 
@@ -318,12 +330,13 @@ def _restore(groups: Sequence[Sequence[_Request]], num_rows: int, device: torch.
 
 @lru_cache(maxsize=64)
 def _multiples(count: int, step: int, device: torch.device) -> Tensor:
-    """0, step, .. (count - 1) step; kept, because there is one for each head layout."""
+    """Return the tensor 0, step, .. (count - 1) step. Cached, because there is one for each head layout."""
     return torch.arange(0, count * step, step, device=device)
 
 
 def _write_index(slots: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
-    """Position of each (slot, K or V, head). Slot -1 is in block -1, which as an index counts from the end: scratch."""
+    """Return the index into the cache of each (slot, K or V, head). Slot -1 is in block -1, which as an index means the
+    last block: scratch."""
     heads = 2 * num_kv_heads
     blocks = torch.div(slots, scalar(block_size, torch.int64, slots.device), rounding_mode="floor")
     first = torch.add(slots, blocks, alpha=(heads - 1) * block_size)
@@ -332,7 +345,7 @@ def _write_index(slots: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _GroupMaker:
-    """What all groups of a pass share."""
+    """Builder of a pass's groups, with what all of them share."""
 
     positions: Tensor
     block_table: Tensor
@@ -374,7 +387,7 @@ class _GroupMaker:
         )
 
     def _gathered(self, blocks: Tensor, num_requests: int) -> tuple[Tensor, Tensor]:
-        """A buffer for what `blocks` name, and `[G, 2, kv_heads, columns, D]` of it."""
+        """Return a buffer for the blocks `blocks`, and a view `[G, 2, kv_heads, columns, D]` of it."""
         tile = self.shape.block_size * self.shape.head_dim
         dtype = self.shape.cache_dtype or self.shape.dtype
         gathered = torch.empty(blocks.shape[0], tile, dtype=dtype, device=blocks.device)
@@ -388,8 +401,8 @@ class _GroupMaker:
         return torch.tensor(rows, dtype=torch.int64, device=self.positions.device)
 
     def _blocks(self, requests: Sequence[_Request], num_blocks: int, skipped: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Indices of the blocks, without the first `skipped` of a request that is alone; positions of others' that are
-        outside of their context."""
+        """Return the indices of the requests' blocks, and the positions in them that are outside of their request's
+        context. A single request may leave out its first `skipped` blocks."""
         heads = 2 * self.shape.num_kv_heads
         offsets = _multiples(heads, 1, self.block_table.device).view(-1, 1)
         if len(requests) == 1:
@@ -410,8 +423,8 @@ class _GroupMaker:
         return blocks, stale if stale.shape[0] else None
 
     def _mask(self, positions: Tensor, columns: tuple[int, int], keep_heads: bool, starts: Tensor | None) -> Tensor:
-        """0 where a row may look, -inf elsewhere: `[G, 1, R, C]`, or `[G, 1, R * heads / kv_heads, C]`. `columns` are
-        the position of the first, and how many there are."""
+        """Return a mask that is 0 where a row may attend and -inf elsewhere: `[G, 1, R, C]`, or `[G, 1, R * heads /
+        kv_heads, C]`. `columns` are the position of the first column, and the number of columns."""
         device = positions.device
         last = positions.unsqueeze(-1)
         if not keep_heads:

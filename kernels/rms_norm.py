@@ -6,13 +6,15 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, inplace: bool = False) -> Tensor:
-    """Return `x / sqrt(mean(x^2) + eps) * weight`, the mean over the last dimension (Zhang and Sennrich 2019, eq. 4).
+    """Return `x / sqrt(mean(x^2) + eps) * weight`, with the mean over the last dimension (Zhang and Sennrich 2019, eq.
+    4).
 
-    `x` is `[..., D]` of any floating dtype; `weight` has x's dtype and broadcasts against it, so one call serves heads
-    with weights of their own. With `inplace` the result is written to `x`.
+    `x` is `[..., D]` of any floating dtype. `weight` has x's dtype and broadcasts against it, so one call can norm
+    heads that have different weights. With `inplace` the result is written to `x`.
 
-    The normalisation is computed in fp32 for every dtype, float64 too, and rounded to x's dtype before the weight, as
-    in transformers: so float64 runs agree with it to 1e-12, where a norm in float64 would differ by 1e-7.
+    The normalisation is computed in fp32 for every dtype, also for float64, and rounded to x's dtype before it is
+    multiplied with the weight, as in transformers. So float64 runs agree with transformers to 1e-12; a norm in float64
+    would differ by 1e-7.
     """
     y = x.float()
     size, offset = scalar(x.shape[-1], torch.float32, x.device), scalar(eps, torch.float32, x.device)

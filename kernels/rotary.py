@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def torch_powers(dim: int, theta: float) -> Array:
-    """Return theta^(2i / dim), `[dim / 2]` float32, as torch and so transformers compute it."""
+    """Return theta^(2i / dim), `[dim / 2]` float32, as torch, and therefore transformers, computes it."""
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
     powers: Array = (theta**exponents).numpy()
     return powers
@@ -47,8 +47,8 @@ def apply_rotary_(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         x_i        <-  x_i cos(a_i) - x_{i+D/2} sin(a_i)         a_i = position * f_i,  i < D/2
         x_{i+D/2}  <-  x_{i+D/2} cos(a_i) + x_i sin(a_i)
 
-    Both lines are one: x cos + roll(x, D/2) sin', where sin' is the sine of the signed frequencies, negative in the
-    first half.
+    Both lines are one formula: x cos + roll(x, D/2) sin', where sin' is the sine of the signed frequencies, which is
+    negative in the first half.
     """
     swapped = x.roll(x.shape[-1] // 2, -1)
     return x.mul_(cos).addcmul_(swapped, signed_sin)

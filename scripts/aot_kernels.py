@@ -14,6 +14,7 @@ fit, and spill hardly more than sm_80 and sm_120. Exit code 1 names every differ
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import multiprocessing
@@ -117,10 +118,15 @@ def compile_all(names: Iterable[str], jobs: int) -> dict[str, dict[str, Result]]
 
 
 def compile_jobs(work: list[tuple[str, int]], jobs: int) -> dict[str, dict[str, Result]]:
-    """The same for `(variant, capability)`."""
+    """Compile `(variant, capability)` pairs by `jobs` processes; return `{variant: {capability: result}}`."""
     results: dict[str, dict[str, Result]] = {}
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for done, (name, capability, result) in enumerate(pool.imap_unordered(compile_one, work, chunksize=4), 1):
+    with contextlib.ExitStack() as stack:
+        if jobs == 1:  # without a process that imports everything again
+            compiled: Iterable[tuple[str, int, Result]] = map(compile_one, work)
+        else:
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs))
+            compiled = pool.imap_unordered(compile_one, work, chunksize=4)
+        for done, (name, capability, result) in enumerate(compiled, 1):
             results.setdefault(name, {})[str(capability)] = result
             if sys.stderr.isatty():
                 print(f"\r{done}/{len(work)} {name:<60.60}", end="", file=sys.stderr)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 
 from specrs import vllm_arguments
+from specrs.drafters import methods_of
 from specrs.engine_options import EngineOptions
 from specrs.kv_events_config import KVEventsConfig
 from specrs.options import Option, options_of
@@ -40,7 +42,7 @@ SECTIONS = (
     (
         "Limits of the server",
         HTTPLimits,
-        "Flags of `specrs serve`.",
+        "Flags of `specrs serve`. They bound what one client can take.",
     ),
     (
         "Sampling parameters",
@@ -51,10 +53,13 @@ SECTIONS = (
 )
 VLLM = """## Arguments and flags of vLLM
 
-These arguments of vLLM's `LLM`, and flags of `vllm serve`, are accepted at values that change nothing:
+These arguments of vLLM's `LLM`, and flags of `vllm serve`, are accepted if their value changes nothing:
 """
 REJECTED = """
-These flags are rejected whatever their value:
+These flags are rejected whatever their value. Use the one in the second column:
+"""
+WITHOUT = """
+These flags are rejected, too. Nothing here corresponds to them:
 """
 
 
@@ -69,7 +74,7 @@ def lines() -> Iterator[str]:
     for title, owner, intro in SECTIONS:
         yield f"## {title}\n\n{intro}\n"
         yield "| option | flag | values | default | meaning |\n| --- | --- | --- | --- | --- |"
-        yield from (row(declared) for declared in options_of(owner).values())
+        yield from (row(declared, owner) for declared in options_of(owner).values())
         yield ""
     yield VLLM + "\n| argument | accepted |\n| --- | --- |"
     accepted = {**vllm_arguments.ENGINE, **vllm_arguments.SERVER}
@@ -78,20 +83,22 @@ def lines() -> Iterator[str]:
     replaced = {name: argument for name, argument in vllm_arguments.REJECTED.items() if argument.instead is not None}
     yield from (f"| `--{name}` | `{argument.instead}` |" for name, argument in sorted(replaced.items()))
     others = sorted(vllm_arguments.REJECTED.keys() - replaced.keys())
-    yield "\nThese have no counterpart: " + ", ".join(f"`--{name}`" for name in others) + "."
+    flags = textwrap.fill(" ".join(f"--{name}" for name in others), 110, break_on_hyphens=False)
+    yield f"{WITHOUT}\n```\n{flags}\n```"
 
 
-def row(declared: Option) -> str:
-    """The table row of one option."""
+def row(declared: Option, owner: type) -> str:
+    """The table row of one option of the dataclass `owner`."""
     flags = [declared.flag, *([declared.short] if declared.short else [])] if declared.commands else []
     meaning = declared.help[0].upper() + declared.help[1:] + (f"; {declared.note}" if declared.note else "") + "."
-    if declared.methods:
-        meaning += f" Only with {' or '.join(f'`{method}`' for method in declared.methods)}."
+    methods = methods_of(declared.name) if owner is SpeculativeConfig else ()
+    if methods:
+        meaning += f" Only with {' or '.join(f'`{method}`' for method in methods)}."
     cells = (
         f"`{declared.name}`",
         ", ".join(f"`{flag}`" for flag in flags),
         declared.values.allowed().removeprefix("one of ") or declared.values.noun,
-        declared.default_text or "it has to be given",
+        declared.default_text,
         f"{meaning} {declared.details}".strip(),
     )
     return f"| {' | '.join(map(_cell, cells))} |"

@@ -25,34 +25,39 @@ sys.path.insert(0, str(ROOT / "tests"))
 def counts() -> dict[str, tuple[int, int]]:
     """Kernels, greedy and sampled, of what the table has."""
     from kernel_launches import Recorder, fake_context, reference_configs
-    from specrs.runner.cuda import drafting, iteration
-    from specrs.runner.cuda.context import entries_of
-    from specrs.runner.cuda.shapes import Shape, Tail
+    from specrs.backends.cuda import drafting, iteration
+    from specrs.backends.cuda.context import entries_of
+    from specrs.backends.cuda.shapes import LogitsMode, Shape
 
     k = 5
     found: dict[str, tuple[int, int]] = {}
     with tempfile.TemporaryDirectory() as folder, fake_context(*reference_configs(Path(folder)), k) as ctx:
         entries = entries_of(ctx.record.views, "num_decode")
 
-        def add(name: str, work: Callable[[Tail], None]) -> None:
+        def add(name: str, work: Callable[[LogitsMode], None]) -> None:
             numbers = []
-            for tail in (Tail.GREEDY, Tail.SAMPLED):
+            for logits_mode in (LogitsMode.GREEDY, LogitsMode.SAMPLED):
                 with Recorder() as recorder:
-                    work(tail)
+                    work(logits_mode)
                 numbers.append(len(recorder.kernels))
             found[name] = numbers[0], numbers[1]
 
-        def verify(batch: int, rows: int) -> Callable[[Tail], None]:
-            return lambda tail: iteration.verify_pass(ctx, batch, batch * rows, rows, greedy=tail is Tail.GREEDY)
+        def verify(batch: int, rows: int) -> Callable[[LogitsMode], None]:
+            return lambda logits_mode: iteration.verify_pass(
+                ctx, batch, batch * rows, rows, greedy=logits_mode is LogitsMode.GREEDY
+            )
 
-        add("draft pass, batch 1", lambda tail: drafting.draft_pass(ctx, 2, 1, tail))
-        add("draft pass, batch 64", lambda tail: drafting.draft_pass(ctx, 2, 64, tail))
+        add("draft pass, batch 1", lambda logits_mode: drafting.draft_pass(ctx, 2, 1, logits_mode))
+        add("draft pass, batch 64", lambda logits_mode: drafting.draft_pass(ctx, 2, 64, logits_mode))
         add("target pass, batch 1, K = 0", verify(1, 1))
         add("target pass, batch 1, K = 5", verify(1, k + 1))
         add("target pass, batch 64, K = 0", verify(64, 1))
         add("target pass, batch 64, K = 5", verify(64, k + 1))
-        add("iteration, batch 1, K = 0", lambda tail: iteration.run(ctx, Shape(1, 0, 1, tail), entries))
-        add("iteration, batch 1, K = 5", lambda tail: iteration.run(ctx, Shape(1, k, k + 1, tail), entries))
+        add("iteration, batch 1, K = 0", lambda logits_mode: iteration.run(ctx, Shape(1, 0, 1, logits_mode), entries))
+        add(
+            "iteration, batch 1, K = 5",
+            lambda logits_mode: iteration.run(ctx, Shape(1, k, k + 1, logits_mode), entries),
+        )
     return found
 
 
@@ -60,11 +65,11 @@ def compiled_at_start(max_num_seqs: int = 64) -> list[tuple[str, int]]:
     """How many kernels are compiled for graphs, and how many more for graphs with chunks behind verification and for
     what launches run outside of graphs, at K = 5."""
     from kernel_launches import Recorder, fake_context, reference_configs
-    from specrs.models.cuda.workspace import MERGED_CHUNKS
-    from specrs.runner.cuda.context import entries_of
-    from specrs.runner.cuda.graphs import tasks
-    from specrs.runner.cuda.shapes import Buckets, MergedShape, batch_buckets
-    from specrs.runner.cuda.warm_up import warm_up
+    from specrs.backends.cuda.context import entries_of
+    from specrs.backends.cuda.graphs import tasks
+    from specrs.backends.cuda.shapes import Buckets, MergedShape, batch_buckets
+    from specrs.backends.cuda.warm_up import warm_up
+    from specrs.backends.cuda.workspace import MERGED_CHUNKS
 
     k, sizes = 5, {"max_chunk_rows": 2048, "max_chunks": max_num_seqs, "merges": MERGED_CHUNKS}
     buckets = Buckets(batch_buckets(max_num_seqs), k, **sizes)
@@ -91,7 +96,7 @@ def compiled_at_start(max_num_seqs: int = 64) -> list[tuple[str, int]]:
 
 
 def table(found: dict[str, tuple[int, int]]) -> str:
-    """As docs/gpu.md has it."""
+    """Return the counts as the table in docs/gpu.md."""
     rows = [f"| {name} | {greedy:,} | {sampled:,} |" for name, (greedy, sampled) in found.items()]
     return "\n".join(["| kernels of a | greedy | sampled |", "| --- | --- | --- |", *rows]) + "\n"
 

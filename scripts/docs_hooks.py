@@ -10,6 +10,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
+PICTURE = re.compile(r'(\bsrc(?:set)?=)"docs/')
+"""A picture of README.md in HTML, which has one for light and one for dark pages."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -60,4 +62,5 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return f"{mark}[{text}]({target.removeprefix('docs/')}{anchor})"
         return match[0]
 
-    return LINK.sub(turned, markdown)
+    markdown = LINK.sub(turned, markdown)
+    return PICTURE.sub(r'\1"', markdown) if name == "index.md" else markdown

@@ -64,7 +64,7 @@ def load_engine(args: argparse.Namespace, length: int) -> Any:
     dtype = "bfloat16" if args.bf16 else "auto"
     return LLM(
         str(args.target), max_model_len=length, max_num_seqs=args.concurrency, device=args.device, dtype=dtype,
-        cpu_bf16_rows=args.bf16 and args.device == "cpu",
+        cpu_activations="bf16" if args.bf16 and args.device == "cpu" else "auto",
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ class Step:
 
 
 def bench(parts: str) -> tuple[str, ...]:
-    """Of benches/bench_gpu.py."""
+    """Return the command line that runs these parts of benches/bench_gpu.py."""
     return ("benches/bench_gpu.py", "--out", "results", "--commit", commit(), "--only", parts)
 
 
@@ -77,8 +77,8 @@ def steps() -> list[Step]:
         Step("memory", (*PYTEST, "tests/gpu", *memory), (*collect, "tests/gpu", *memory)),
         Step(
             "iterations",
-            (*PYTEST, "tests/runner/test_cuda_runner.py", "tests/runner/test_cuda_drafters.py", "-n", "4"),
-            (*PYTEST, "tests/runner/test_cuda_runner.py", "-k", "same_tokens and greedy"),
+            (*PYTEST, "tests/backends/test_cuda_runner.py", "tests/backends/test_cuda_drafters.py", "-n", "4"),
+            (*PYTEST, "tests/backends/test_cuda_runner.py", "-k", "same_tokens and greedy"),
         ),
     ]
     groups = ("passes", "attention", "tpot,idle", "throughput", "transformers")

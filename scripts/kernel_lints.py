@@ -16,7 +16,8 @@ EARLY: Mapping[str, frozenset[str]] = {
 """What a kernel may touch ahead of the dependent wait: weights, which no kernel writes, and where rows are, which is
 written ahead of the kernel before (see `_dependent_launch`)."""
 REGISTERS, SHARED, SHARED_EACH, THREADS = 65536, 233472, 1024, 2048
-"""Of a multiprocessor of compute capability 9.0; a thread block takes 1 KiB of shared memory for itself."""
+"""Limits of a multiprocessor of compute capability 9.0: registers, bytes of shared memory in all, bytes that each
+thread block takes for itself, and threads."""
 
 _WAIT, _START = "tt.grid_dependency_wait", "tt.grid_dependency_launch_dependents"
 _VALUE = re.compile(r"%[\w$.-]+")
@@ -99,8 +100,8 @@ def early_accesses(name: str, ir: TTGIR) -> list[str]:
 
 
 def starts_next_early(ir: TTGIR) -> list[str]:
-    """Of the kernel ahead of one that reads, before it waits, what was written before: that it lets that start only
-    when all ahead of itself is finished."""
+    """Report a kernel that lets the next one start before its own dependent wait. The next one could read what kernels
+    further ahead have not finished writing."""
     wait, start = (next((i for i, line in enumerate(ir.lines) if op in line), None) for op in (_WAIT, _START))
     if start is not None and (wait is None or start < wait):
         return ["lets the kernel behind it start before it has waited itself"]
@@ -108,8 +109,8 @@ def starts_next_early(ir: TTGIR) -> list[str]:
 
 
 def shared_results(ir: TTGIR) -> list[str]:
-    """Of a kernel whose programs hand results to the one that arrives last: release, acquire, loads past the L1 cache,
-    and a counter that is zero again."""
+    """Report faults where programs hand results to the last one that arrives: release, acquire, loads that bypass the
+    L1 cache, and a counter that ends at zero."""
     accesses = list(ir.accesses())
     counts = [(i, argument, line) for i, op, argument, line in accesses if op == "tt.atomic_rmw" and "acq_rel" in line]
     if not counts:
@@ -180,8 +181,8 @@ _GLOBAL = re.compile(r"\b(LDG|STG|LDGSTS|ATOMG?|REDG?|UTMALDG|UTMASTG|UBLKCP|CCT
 
 
 def machine_order(name: str, sass: str, early_loads: int, ordered: bool) -> list[str]:
-    """Of the machine code of a dependent kernel: what stands before ACQBULK, at most `early_loads` loads of those that
-    may; and where it is `ordered`, BAR, MEMBAR, ATOMG and CCTL around the count."""
+    """Report faults in the machine code of a dependent kernel. At most `early_loads` loads may stand before ACQBULK; if
+    `ordered`, BAR, MEMBAR, ATOMG and CCTL must surround the count."""
     ops = [found.group(0) for line in sass.splitlines() if (found := re.search(_OP, line))]
     if "ACQBULK" not in ops:
         return ["no ACQBULK"]

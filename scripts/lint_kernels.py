@@ -64,17 +64,17 @@ def recorded_launches() -> dict[tuple[Any, ...], Any]:
 
 
 def _launches_of(ctx: Any) -> list[Any]:
-    """Of the passes of one engine."""
+    """Record the kernel launches of the passes of one engine."""
     from kernel_launches import Recorder
-    from specrs.runner.cuda import drafting, iteration
-    from specrs.runner.cuda.shapes import Tail
+    from specrs.backends.cuda import drafting, iteration
+    from specrs.backends.cuda.shapes import LogitsMode
 
     with Recorder() as recorder:
         for rows in ROWS:
             # Whole requests of six rows where there are so many, as K = 5 has them.
             batch = max(1, rows // 6)
             iteration.verify_pass(ctx, batch, rows, min(rows, 6), greedy=True)
-        drafting.draft_pass(ctx, 2, 1, Tail.GREEDY)
+        drafting.draft_pass(ctx, 2, 1, LogitsMode.GREEDY)
     return recorder.launches
 
 
@@ -107,8 +107,8 @@ def lint(job: tuple[str, int]) -> tuple[str, list[str]]:
     programs = 1
     for size in launch.grid:
         programs *= size
-    if launch.arguments.get("TURN", 1) > 1:
-        # Splits by turns are for long contexts; the programs of those that a context has not end at once.
+    if launch.arguments.get("PER_SPLIT", 1) > 1:
+        # Such splits are for long contexts; the programs of splits that a context has not end at once.
         programs //= launch.arguments["SPLITS"]
     threads = 32 * kernel.metadata.num_warps
     faults += occupancy(programs, H200.num_sms, threads, registers, kernel.metadata.shared)

@@ -400,7 +400,7 @@ class Trainer:
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-        from specrs.models.eagle3 import load_eagle3
+        from specrs.backends.cpu.eagle3 import load_eagle3
         from specrs.models.torch_loader import load_model
 
         load_eagle3(folder, load_model(self.args.target, dtype="float32"))

@@ -135,7 +135,7 @@ class Grid:
         return found
 
     def barrier(self) -> None:
-        """Of the running program's threads."""
+        """Synchronize the running program's threads: its next release publishes every store made before."""
         assert self.running is not None
         self.running.ahead_of_barrier |= self.running.behind_barrier
         self.running.behind_barrier.clear()

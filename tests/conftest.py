@@ -10,6 +10,7 @@ engine test takes 68 s with two and 3.5 s with one.
 SPECRS_ISA names another instruction set than the machine's own (`make test-isa`).
 """
 
+import gc
 import os
 import signal
 
@@ -21,6 +22,8 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if os.environ.get("SPECRS_GPU") ==
 # Some virtual machines name AMX among their instructions and kill the process that uses it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("SPECRS_NUM_THREADS", "1")  # of native passes; tests that want more say so
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a hub
 
 import pytest
 import torch
@@ -29,6 +32,9 @@ from specrs.pair import TARGET
 from specrs.tokenizer import Tokenizer
 
 torch.set_num_threads(1)
+
+# Triton's interpreter makes millions of short-lived objects; a collection every 700 of them is a tenth of its time.
+gc.set_threshold(50_000, 20, 50)
 
 # A shell's background job ignores interrupts, and so would every process that a test starts to interrupt it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_reference import Books
+from hf_reference import Statistics
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
@@ -123,15 +123,15 @@ class Head:
 
 @torch.inference_mode()
 def speculate(
-    target: Any, head: Head, prompt: list[int], max_new_tokens: int, k: int, eos: list[int], books: Books
+    target: Any, head: Head, prompt: list[int], max_new_tokens: int, k: int, eos: list[int], statistics: Statistics
 ) -> Speculation:
-    """Greedy speculative decoding of one prompt; adds to `books` as `hf_reference.count_acceptance` does.
+    """Greedy speculative decoding of one prompt; adds to `statistics` as `hf_reference.count_acceptance` does.
 
     The first token is the target's. Then, with n tokens there: K_r = min(k, limit - n - 1) drafts, the target reads
     them all, and the longest agreeing prefix and one token more are kept. Counted before a stop cuts.
     """
     out, tokens, limit = Speculation(), list(prompt), len(prompt) + max_new_tokens
-    books.per_position += [0] * (k - len(books.per_position))
+    statistics.per_position += [0] * (k - len(statistics.per_position))
     logits, entries = read(target, tokens, head.layer_ids)
     tokens.append(int(logits[-1].argmax()))
     while tokens[-1] not in eos and len(tokens) < limit:
@@ -143,11 +143,11 @@ def speculate(
         accepted = next((i for i in range(k_r) if drafts[i] != best[i]), k_r)
         out.rounds.append(Round(n, drafts, accepted))
         if k_r:
-            books.drafts += 1
-            books.draft_tokens += k_r
-            books.accepted_tokens += accepted
+            statistics.drafts += 1
+            statistics.draft_tokens += k_r
+            statistics.accepted_tokens += accepted
             for i in range(accepted):
-                books.per_position[i] += 1
+                statistics.per_position[i] += 1
         for token in best[: accepted + 1]:
             tokens.append(token)
             if token in eos:

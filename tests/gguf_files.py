@@ -9,42 +9,27 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gguf_families import FILE_NAMES, architecture_fields, file_tensors
 from safetensors.torch import load_file
 
 WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4")
 """Types that the package makes of numbers."""
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def gguf_name(name: str) -> str:
-    """The name in a GGUF file of a checkpoint's tensor."""
-    stem, _, kind = name.rpartition(".")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.{kind}"
-    _, _, layer, of = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[of]}.{kind}"
+    """The name in a GGUF file of a tensor of a checkpoint of Llama or Qwen."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 64)
+    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
 
 
 def draw_blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     """Blocks of any bytes, but for fp16 scales, which are small numbers: for types that the package cannot make."""
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (int(np.prod(shape[:-1])), shape[-1] // block, size), dtype=np.uint8)
-    at = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,)}
+    at = {"Q4_1": (0, 2), "Q5_1": (0, 2)}
+    at |= {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,)}
     for start in at.get(kind, (0,)):
         scales = (rng.random(blocks.shape[:2]) * 0.003 + 0.001).astype(np.float16)
         blocks[..., start : start + 2] = scales[..., None].view(np.uint8)
@@ -59,58 +44,50 @@ def write_gguf(
     *,
     plain: str = "F32",
     seed: int = 0,
+    architecture: str | None = None,
+    tensors_in_a_part: int = 0,
     **fields: Any,
 ) -> Path:
-    """Write the checkpoint at `source` as a file whose matrices are of `kind`, norms and biases of `plain`.
+    """Write the checkpoint at `source` as a file whose matrices are of `kind`, norms, routers and biases of `plain`.
+
+    `architecture` is the file's name for the family, if there are several. With `tensors_in_a_part` the model is in
+    several files of as many tensors, and the first one is returned.
 
     `replaced` and `fields` replace metadata: in `fields` a key's dots are double underscores. None leaves a key out.
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    family = config["model_type"]
-    family = "llama" if family == "mistral" else family
-    rope = config.get("rope_parameters") or {}
-    head_dim = config["head_dim"]
-    metadata: dict[str, Any] = {
-        f"{family}.block_count": config["num_hidden_layers"],
-        f"{family}.context_length": config["max_position_embeddings"],
-        f"{family}.embedding_length": config["hidden_size"],
-        f"{family}.feed_forward_length": config["intermediate_size"],
-        f"{family}.attention.head_count": config["num_attention_heads"],
-        f"{family}.attention.head_count_kv": config["num_key_value_heads"],
-        f"{family}.attention.key_length": head_dim,
-        f"{family}.attention.value_length": head_dim,
-        f"{family}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        f"{family}.rope.freq_base": float(rope.get("rope_theta", 10000.0)),
-    }
+    family = architecture or FILE_NAMES.get(config["model_type"], config["model_type"])
+    metadata = {f"{family}.{field}": value for field, value in architecture_fields(config, family).items()}
     if (source / "tokenizer.json").exists():
         metadata |= tokenizer_fields(source)
     metadata["tokenizer.ggml.eos_token_id"] = config["eos_token_id"]
     metadata |= {key.replace("__", "."): value for key, value in ((replaced or {}) | fields).items()}
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, family, split_max_tensors=tensors_in_a_part)
     _add_metadata(writer, metadata)
     rng = np.random.default_rng(seed)
-    for name, tensor in load_file(source / "model.safetensors").items():
-        numbers = tensor.float()
-        if family == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
-            heads = numbers.shape[0] // head_dim  # halves become neighbours
-            numbers = numbers.view(heads, 2, head_dim // 2, -1).transpose(1, 2).reshape(numbers.shape)
-        given = gguf.GGMLQuantizationType[kind if tensor.ndim == 2 else plain]
+    for name, array in file_tensors(config, family, load_file(source / "model.safetensors")):
+        packed = array.ndim > 1 and not name.endswith((".bias", "ffn_gate_inp.weight"))
+        given = gguf.GGMLQuantizationType[kind if packed else plain]
         drawn = given.name not in WRITTEN
-        array = numbers.numpy()
         data = draw_blocks(given.name, array.shape, rng) if drawn else gguf.quants.quantize(array, given)
-        writer.add_tensor(gguf_name(name), data, raw_dtype=given)
-    if "factor" in rope:
+        writer.add_tensor(name, data, raw_dtype=given)
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
         from specrs.kernels.rotary import inverse_frequencies
 
         scaling = {key: rope[key] for key in rope if key not in ("rope_type", "rope_theta")}
         theta = rope["rope_theta"]
+        head_dim = config["head_dim"]
         factors = inverse_frequencies(head_dim, theta) / inverse_frequencies(head_dim, theta, **scaling)
         writer.add_tensor("rope_freqs.weight", factors.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    if not tensors_in_a_part:
+        return path
+    (first,) = path.parent.glob(f"{path.stem}-00001-of-*.gguf")
+    return first
 
 
 def write_metadata(path: Path, metadata: dict[str, Any]) -> Path:

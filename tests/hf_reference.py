@@ -33,8 +33,27 @@ def generate(
     return out[0, len(prompt) :].tolist()
 
 
+def generate_all(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """Greedy continuations of several prompts in one batch, an eighth of the time of `generate` for each.
+
+    Prompts are padded on the left and padding is masked: in a family of `checkpoints.FAMILIES` a text is the one that
+    its prompt gets alone, except where rounding decides between two tokens. (Gemma 2's text changes with padding.)
+    Nothing stops before `max_new_tokens`.
+    """
+    longest = max(map(len, prompts))
+    out = model.generate(
+        torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts]),
+        attention_mask=torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[:, longest:].tolist()
+
+
 @dataclass
-class Books:
+class Statistics:
     """Acceptance counts of one or more requests."""
 
     drafts: int = 0
@@ -45,9 +64,9 @@ class Books:
 
 @torch.inference_mode()
 def count_acceptance(
-    target: Any, draft: Any, prompt: list[int], max_new_tokens: int, k: int, eos: list[int], books: Books
+    target: Any, draft: Any, prompt: list[int], max_new_tokens: int, k: int, eos: list[int], statistics: Statistics
 ) -> list[int]:
-    """Greedy speculative decoding of one prompt, spelled out with two transformers models; adds to `books`.
+    """Greedy speculative decoding of one prompt, spelled out with two transformers models; adds to `statistics`.
 
     The first token is the target's. Then, with n tokens there: K_r = min(k, limit - n - 1) drafts are taken greedily
     one by
@@ -55,7 +74,7 @@ def count_acceptance(
     stop cuts.
     """
     tokens, limit = list(prompt), len(prompt) + max_new_tokens
-    books.per_position += [0] * (k - len(books.per_position))
+    statistics.per_position += [0] * (k - len(statistics.per_position))
     target_cache, draft_cache = DynamicCache(), DynamicCache()
     tokens.append(int(_feed(target, target_cache, tokens)[-1].argmax()))
     while tokens[-1] not in eos and len(tokens) < limit:
@@ -68,11 +87,11 @@ def count_acceptance(
         drafts = proposed[n:]
         accepted = next((i for i in range(k_r) if drafts[i] != best[i]), k_r)
         if k_r:
-            books.drafts += 1
-            books.draft_tokens += k_r
-            books.accepted_tokens += accepted
+            statistics.drafts += 1
+            statistics.draft_tokens += k_r
+            statistics.accepted_tokens += accepted
             for i in range(accepted):
-                books.per_position[i] += 1
+                statistics.per_position[i] += 1
         for token in best[: accepted + 1]:
             tokens.append(token)
             if token in eos:
@@ -97,12 +116,19 @@ def _forget(cache: Any, length: int) -> None:
 
 @torch.inference_mode()
 def count_parallel_acceptance(
-    target: Any, draft: Any, mask: int, prompt: list[int], max_new_tokens: int, k: int, eos: list[int], books: Books
+    target: Any,
+    draft: Any,
+    mask: int,
+    prompt: list[int],
+    max_new_tokens: int,
+    k: int,
+    eos: list[int],
+    statistics: Statistics,
 ) -> tuple[list[int], list[list[int]]]:
     """`count_acceptance` with all drafts of an iteration from one pass of the draft, which reads the text and K_r - 1
     mask tokens behind it. Nothing is cached. Returns the text and the drafts of every iteration."""
     tokens, limit, proposed = list(prompt), len(prompt) + max_new_tokens, []
-    books.per_position += [0] * (k - len(books.per_position))
+    statistics.per_position += [0] * (k - len(statistics.per_position))
     tokens.append(int(target(torch.tensor([tokens])).logits[0, -1].argmax()))
     while tokens[-1] not in eos and len(tokens) < limit:
         k_r = min(k, limit - len(tokens) - 1)
@@ -114,11 +140,11 @@ def count_parallel_acceptance(
         best = target(torch.tensor([tokens + drafts])).logits[0, -k_r - 1 :].argmax(dim=-1).tolist()
         accepted = next((i for i in range(k_r) if drafts[i] != best[i]), k_r)
         if k_r:
-            books.drafts += 1
-            books.draft_tokens += k_r
-            books.accepted_tokens += accepted
+            statistics.drafts += 1
+            statistics.draft_tokens += k_r
+            statistics.accepted_tokens += accepted
             for i in range(accepted):
-                books.per_position[i] += 1
+                statistics.per_position[i] += 1
         for token in best[: accepted + 1]:
             tokens.append(token)
             if token in eos:

@@ -17,16 +17,17 @@ from typing import Any
 import pytest
 import torch
 import triton
+from backends.test_trace import VIEWS, fake_decoder
 from gpu_shuttle import ops
 from module_files import load_file
-from runner.test_trace import VIEWS, fake_decoder
+from specrs.backends.blueprint import Blueprint
+from specrs.backends.cuda.build import make_context
+from specrs.backends.cuda.context import Context
+from specrs.backends.cuda.sampling.sampling_state import SamplingState
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
-from specrs.engine.blueprint import Blueprint
-from specrs.engine.build_cuda import make_context
-from specrs.engine.weights import Weights
+from specrs.drafters.draft_model import LoadedDraftModel
 from specrs.kernels.cuda.device import DeviceLimits
-from specrs.runner.cuda.context import Context
-from specrs.runner.cuda.sampling_state import SamplingState
 from specrs.speculative_config import SpeculativeConfig
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -161,7 +162,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def launches(self) -> list[Launch]:
-        """Those of Triton kernels."""
+        """Launches of Triton kernels among the recorded kernels."""
         return [kernel for kernel in self.kernels if isinstance(kernel, Launch)]
 
 
@@ -192,11 +193,12 @@ def fake_context(
     )
     cuda = torch.device("cuda", 0)
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), torch.inference_mode():
-        patch.setattr("specrs.models.cuda.workspace.limits_of", lambda _device: limits)
+        patch.setattr("specrs.backends.cuda.workspace.limits_of", lambda _device: limits)
         folders, bf16 = (target, draft), torch.bfloat16
         models = [None if folder is None else fake_decoder(folder, bf16, cache_dtype) for folder in folders]
         assert models[0] is not None
-        blueprint = Blueprint(config, Weights(models[0], models[1])).with_kv_groups()
+        drafter = None if models[1] is None else LoadedDraftModel(models[1])
+        blueprint = Blueprint(config, Weights(models[0], drafter)).with_kv_groups()
         sampling = SamplingState(max_num_seqs, models[0].vocab_size, torch.float32, cuda)
         yield make_context(blueprint, blueprint.scheduler(num_blocks), sampling, num_blocks)
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from specrs.models.dense_native import NativeDense
-from specrs.models.eagle3_native import NativeEagle3Head
+from specrs.backends.cpu.callable_model import Returned
+from specrs.drafters.eagle3.native import NativeEagle3Head
 from specrs.models.native_cache import NativeKVCache
-from specrs.runner.callable_model import Returned
+from specrs.models.native_decoder import NativeDecoder
 
 PASS_ARRAYS = ("input_ids", "positions", "slots", "q_start", "block_table")
 
@@ -22,11 +22,11 @@ PASS_ARRAYS = ("input_ids", "positions", "slots", "q_start", "block_table")
 class NativeCalls:
     """A native model or head and its KV cache: `CallableModel` of `specrs._core`. Knows no LoRA adapters."""
 
-    def __init__(self, model: NativeDense | NativeEagle3Head, kv_cache: NativeKVCache, vocab_size: int) -> None:
+    def __init__(self, model: NativeDecoder | NativeEagle3Head, kv_cache: NativeKVCache, vocab_size: int) -> None:
         """`vocab_size`: the target's, which a head is fed."""
         self.model, self.kv_cache = model, kv_cache
         self.num_ids = model.vocab_size
-        self.hidden_size = model.config.hidden_size if isinstance(model, NativeDense) else model.hidden_size
+        self.hidden_size = model.config.hidden_size if isinstance(model, NativeDecoder) else model.hidden_size
         self.target_ids: NDArray[np.int64] | None = None
         self.aux_hidden_state_layers: Sequence[int] = ()
         self.aux_hidden_state_size = 0
@@ -65,7 +65,7 @@ class NativeCalls:
             inputs["prompts"],
         )
         finite = None
-        if isinstance(self.model, NativeDense) and self.model.ends_in_window:
+        if isinstance(self.model, NativeDecoder) and self.model.ends_in_window:
             finite = np.isfinite(hidden).all(axis=1)
         self._kept = hidden[wanted]
         logits = self._logits(self._kept) if len(wanted) and not keeps else None
@@ -92,9 +92,9 @@ def call_native(patch: pytest.MonkeyPatch, vocab_size: int) -> list[NativeCalls]
     made. `vocab_size`: the targets'."""
     made: list[NativeCalls] = []
 
-    def source(model: NativeDense | NativeEagle3Head, kv_cache: NativeKVCache) -> NativeCalls:
+    def source(model: NativeDecoder | NativeEagle3Head, kv_cache: NativeKVCache) -> NativeCalls:
         made.append(NativeCalls(model, kv_cache, vocab_size))
         return made[-1]
 
-    patch.setattr("specrs.runner.cpu._native", source)
+    patch.setattr("specrs.backends.cpu.runner._native", source)
     return made

@@ -52,7 +52,7 @@ def no_layer(_: str) -> bool:
 
 
 def fp8_block(source: Path, path: Path, *, block: tuple[int, int] = (128, 128), **fields: Any) -> Path:
-    """As Qwen3-FP8."""
+    """Write a checkpoint in the format of Qwen3-FP8: e4m3 codes with a scale for each block."""
 
     def write(_: str, weight: Tensor) -> Written:
         out, size = weight.shape
@@ -112,7 +112,7 @@ def gptq(
     source: Path, path: Path, *, bits: int = 4, group: int = 32, sym: bool = True, desc_act: bool = False,
     version: str = "gptq", **fields: Any,
 ) -> Path:  # fmt: skip
-    """As GPTQ."""
+    """Write a checkpoint in GPTQ's format."""
     rng = np.random.default_rng(0)
 
     def write(_: str, weight: Tensor) -> Written:
@@ -138,7 +138,7 @@ def gptq(
 
 
 def awq(source: Path, path: Path, *, group: int = 32, **fields: Any) -> Path:
-    """As AutoAWQ in its gemm order."""
+    """Write a checkpoint in AutoAWQ's format, in its gemm order."""
 
     def write(_: str, weight: Tensor) -> Written:
         group_of = np.arange(weight.shape[1]) // group

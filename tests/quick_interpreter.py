@@ -6,7 +6,8 @@ kernel function by another, and finds them anew each time, by `inspect.getmember
 is replaced already stays. It also works out in int64 whether integer operations overflow, for assertions that it makes
 under `debug` alone. Both together were half of the time of the engine tests on the CUDA runner. Of what was left a
 third went into types: every operation checks the shapes of its operands and of its result, element by element, as
-objects. Here a shape is checked once, and operands of one shape need no broadcast.
+objects. Here a shape is checked once, operands of one type are taken as they are, and a number becomes a tensor of a
+type and shape once.
 
 A product of tiles is numpy's matmul there, so OpenBLAS's. On some CPUs that adds in another order for another place in
 the tile, and a GPU does not: a row would get other bits beside other rows.
@@ -30,6 +31,7 @@ def install() -> None:
     """For this process, until its end; once."""
     _find_builtins_once()
     _check_shapes_once()
+    _match_operands_once()
     _add_in_one_order()
     plain_dtype = interpreter._get_np_dtype
     scalar_dtype = cache(plain_dtype)
@@ -58,8 +60,26 @@ def _find_builtins_once() -> None:
         for name, member in builtins(package):
             interpreter._patch_attr(package, name, member, builder, scope)
 
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        inner = getattr(member, "__wrapped__", member)  # without the check that a semantic is given
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    unwrap, plain = tl.core._unwrap_if_constexpr, {int, float, bool, str, type(None), tl.core.tensor}
+
+    def unwrap_once(value: Any) -> Any:
+        if value.__class__ in plain:
+            return value
+        return value.value if value.__class__ is tl.core.constexpr else unwrap(value)
+
+    tl.core._unwrap_if_constexpr = unwrap_once
     interpreter._patch_lang = patch_once
     interpreter._patch_builtin = patch_builtins
+    interpreter._patch_attr = patch_attr
 
 
 def _add_in_one_order() -> None:
@@ -78,6 +98,58 @@ def _add_in_one_order() -> None:
     interpreter.InterpreterBuilder.create_dot = dot
 
 
+def _match_operands_once() -> None:
+    """Skip casts and broadcasts that change nothing, and keep the tensors that numbers become."""
+    tensor = tl.core.tensor
+    match = TritonSemantic.binary_op_type_checking_impl
+    tensors: dict[tuple[Any, ...], Any] = {}
+
+    def with_number(self: Any, x: Any, number: Any, number_first: bool, *rules: Any, **more: Any) -> tuple[Any, Any]:
+        """`x` and the tensor for `number`, in this order."""
+        kind = x.type
+        # 0, 0.0 and -0.0 are equal keys, but not one number; so are 1 and 1.0.
+        shape = kind.shape if kind.is_block() else None
+        key = (shape, kind.scalar.name, number.__class__, number or str(number), number_first, *rules, *more.items())
+        if key in tensors:
+            return x, tensors[key]
+        pair = match(self, number, x, *rules, **more) if number_first else match(self, x, number, *rules, **more)
+        made, of_number = pair[::-1] if number_first else pair
+        if made is x:
+            of_number.handle.data.flags.writeable = False
+            tensors[key] = of_number
+        return made, of_number
+
+    def match_once(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
+        rules = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        if lhs.__class__ is tensor:
+            if rhs.__class__ is tensor:
+                left, right = lhs.type, rhs.type
+                plain = not left.scalar.is_ptr() and not (div_or_mod and left.scalar.primitive_bitwidth < 32)
+                if plain and (left is right or left == right):
+                    return lhs, rhs
+            elif rhs.__class__ in (int, float):
+                return with_number(self, lhs, rhs, False, *rules)
+        elif rhs.__class__ is tensor and lhs.__class__ in (int, float):
+            return with_number(self, rhs, lhs, True, *rules)[::-1]
+        return match(self, lhs, rhs, *rules)
+
+    def check_size(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if not dtype.is_ptr() and data.itemsize > max(dtype.primitive_bitwidth // 8, 1):
+            raise ValueError(f"numpy data of {data.itemsize} bytes exceeds {dtype}")
+
+    TritonSemantic.binary_op_type_checking_impl = match_once
+    interpreter.TensorHandle.__init__ = check_size
+
+
 @dataclass(slots=True)
 class _Shape:
     """What types and tensors of one shape share. Nothing mutates any of it."""
@@ -89,6 +161,11 @@ class _Shape:
     """Shape and number of elements as constants of a kernel."""
 
 
+_NUMBERS = {f"{sign}int{bits}": np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_NUMBERS |= {"fp32": np.dtype("float32"), "fp64": np.dtype("float64")}
+"""Types that numpy has too, which it casts as Triton does."""
+
+
 def _check_shapes_once() -> None:
     block, tensor = tl.core.block_type, tl.core.tensor
     check, make, same = block.__init__, tensor.__init__, block.__eq__
@@ -96,7 +173,8 @@ def _check_shapes_once() -> None:
     shapes, scalar = dict[tuple[int, ...], _Shape](), _Shape((), 1, "")
 
     def check_once(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
-        sizes = tuple([getattr(size, "value", size) for size in shape])
+        is_known = shape.__class__ is tuple and shape[:1] and shape[0].__class__ is int
+        sizes = shape if is_known else tuple([getattr(size, "value", size) for size in shape])
         known = shapes.get(sizes)
         if known is None:
             check(self, element_ty, shape)  # raises where there is no such shape
@@ -125,7 +203,23 @@ def _check_shapes_once() -> None:
         return made
 
     def cast_others(self: Any, input: Any, dst_ty: Any, *rounding: Any, **fields: Any) -> Any:
-        return input if input.dtype is dst_ty else cast(self, input, dst_ty, *rounding, **fields)
+        source, to = input.dtype, dst_ty.scalar
+        if source is to:
+            return input
+        if rounding or fields or source.name not in _NUMBERS or to.name not in _NUMBERS:
+            return cast(self, input, dst_ty, *rounding, **fields)
+        data = input.handle.data.astype(_NUMBERS[to.name])
+        made = input.type.with_element_ty(to) if input.type.is_block() else to
+        return tensor(interpreter.TensorHandle(data, to), made)
+
+    types = dict[tuple[Any, str], Any]()
+
+    def with_element_ty_once(self: Any, element_ty: Any) -> Any:
+        key = self.shape, element_ty.name
+        if key not in types:
+            types[key] = block(element_ty, self.shape)
+        return types[key]
 
     block.__init__, block.__eq__, tensor.__init__ = check_once, same_shape, make_of_known
+    block.with_element_ty = with_element_ty_once
     TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_others, cast_others

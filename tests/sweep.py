@@ -7,6 +7,11 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 
 
+def stride(cases: int) -> int:
+    """Step of a loop that could test each of its cases and tests one of `cases`; all with `SPECRS_SWEEP=full`."""
+    return 1 if os.environ.get("SPECRS_SWEEP") == "full" else cases
+
+
 def sweep(examples: int, **more: Any) -> settings:
     """Settings of a slow property with `examples` cases. More of them, by `SPECRS_SWEEP`, are drawn at random."""
     asked = os.environ.get("SPECRS_SWEEP", "")

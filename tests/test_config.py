@@ -1,4 +1,4 @@
-"""EngineConfig: wrong values are refused by name, vLLM's other arguments where they matter."""
+"""EngineConfig: wrong values are rejected, vLLM's other arguments where they matter."""
 
 import dataclasses
 import json
@@ -56,7 +56,7 @@ def test_defaults() -> None:
         ("enable_prefix_caching", 1, "True or False"),
         ("enforce_eager", "yes", "True or False"),
         ("load_format", "pt", "one of auto, safetensors"),
-        ("cpu_bf16_rows", 1, "True or False"),
+        ("cpu_activations", "int4", "one of auto, int16, fp32, bf16"),
         ("cuda_fp8_rows", 1, "True or False"),
         ("cpu_prefill", "fast", "must be one of exact, amx"),
         ("cpu_prefill", None, "must be one of exact, amx"),
@@ -73,7 +73,7 @@ def test_defaults() -> None:
         ("speculative_config", 5, "a dictionary, a SpeculativeConfig, or None"),
     ],
 )
-def test_wrong_values_are_refused_by_name(field: str, value: object, allowed: str) -> None:
+def test_wrong_values_are_rejected(field: str, value: object, allowed: str) -> None:
     with pytest.raises(InvalidConfigError) as caught:
         EngineConfig(**{field: value})  # type: ignore[arg-type]
     message = str(caught.value)
@@ -87,7 +87,7 @@ def test_devices(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "mps"])
-def test_other_devices_are_refused(device: str) -> None:
+def test_other_devices_are_rejected(device: str) -> None:
     with pytest.raises(InvalidConfigError, match=f"^device='{device}': must be 'auto', 'cpu', 'cuda' or 'cuda:N'"):
         EngineConfig(device=device)
 
@@ -103,7 +103,7 @@ def test_other_devices_are_refused(device: str) -> None:
         ("load_format", "pt", "one of auto, safetensors, dummy"),
     ],
 )
-def test_gpu_settings_are_refused_by_name(field: str, value: object, allowed: str) -> None:
+def test_gpu_settings_are_rejected(field: str, value: object, allowed: str) -> None:
     with pytest.raises(InvalidConfigError, match=f"^{field}.*{allowed}"):
         EngineConfig(**{field: value})  # type: ignore[arg-type]
 
@@ -154,7 +154,12 @@ def test_ranks_are_told_the_configuration_as_json(speculative: dict[str, Any]) -
         ({"distributed_timeout": 0}, r"^distributed_timeout=0: must be a finite number greater than 0"),
         ({"tensor_parallel_size": 2, "model_impl": "transformers"}, r"^tensor_parallel_size=2: .*model_impl="),
         ({"tensor_parallel_size": 2, "quantization": "int8"}, r"^tensor_parallel_size=2: .*quantization='int8'"),
-        ({"tensor_parallel_size": 2, "cpu_bf16_rows": True}, r"^tensor_parallel_size=2: .*cpu_bf16_rows=True"),
+        ({"tensor_parallel_size": 2, "cpu_activations": "bf16"}, r"^tensor_parallel_size=2: .*cpu_activations='bf16'"),
+        (
+            {"tensor_parallel_size": 2, "cpu_activations": "int16"},
+            r"^tensor_parallel_size=2: .*cpu_activations='int16'",
+        ),
+        ({"tensor_parallel_size": 2, "quantization": "q4_0"}, r"^tensor_parallel_size=2: .*quantization='q4_0'"),
         (
             {
                 "tensor_parallel_size": 4,
@@ -210,8 +215,8 @@ def test_arguments_of_vllm_that_would_change_something(name: str, value: object)
 
 
 def test_quantization() -> None:
-    """Of the target and of the draft apart, on any device."""
-    for kind in (None, "fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "mxfp4", "gguf"):
+    """Quantization of target and draft is set separately, on any device."""
+    for kind in (None, "fp8", "int8", "int4", "q8_0", "q4_0", "compressed-tensors", "gptq", "awq", "mxfp4", "gguf"):
         assert EngineConfig.from_kwargs(quantization=kind).quantization == kind
         for fields in ({"device": "cuda:1"}, {"dtype": "double"}, {"enforce_eager": True}):
             assert EngineConfig(quantization=kind, **fields).quantization == kind  # type: ignore[arg-type]
@@ -220,7 +225,7 @@ def test_quantization() -> None:
         assert made.speculative_config is not None
         assert made.speculative_config.quantization == kind
     own = "'compressed-tensors', 'gptq', 'awq', 'mxfp4', 'gguf'"
-    allowed = f"not implemented; allowed: None, 'fp8', 'int8', 'int4', {own}"
+    allowed = f"not implemented; allowed: None, 'fp8', 'int8', 'int4', 'q8_0', 'q4_0', {own}"
     for bad in ("marlin", "INT8", 8, ["int8"], ""):
         with pytest.raises(UnsupportedConfigError, match=rf"^quantization=.*: {allowed}$"):
             EngineConfig(quantization=bad)  # type: ignore[arg-type]
@@ -231,7 +236,7 @@ def test_quantization() -> None:
 
 
 def test_kv_cache_dtype() -> None:
-    """Of the target and of the draft model apart; a head has the target's."""
+    """Cache dtypes of target and draft model are set separately; an EAGLE-3 head has the target's."""
     names = {"auto": "auto", "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
     for given, name in names.items():
         assert EngineConfig.from_kwargs(kv_cache_dtype=given).kv_cache_dtype == name
@@ -249,27 +254,27 @@ def test_kv_cache_dtype() -> None:
     for method in ("ngram", "eagle3"):
         with pytest.raises(InvalidConfigError, match=r"^speculative_config.kv_cache_dtype='fp8': not allowed with me"):
             SpeculativeConfig(num_speculative_tokens=2, method=method, kv_cache_dtype="fp8")
-    with pytest.raises(UnsupportedConfigError, match=r"^cpu_bf16_rows=True: .* kv_cache_dtype='fp8_e5m2'; allow"):
-        EngineConfig(cpu_bf16_rows=True, kv_cache_dtype="fp8_e5m2")
+    with pytest.raises(UnsupportedConfigError, match=r"^cpu_activations='bf16': .* kv_cache_dtype='fp8_e5m2'; allow"):
+        EngineConfig(cpu_activations="bf16", kv_cache_dtype="fp8_e5m2")
 
 
-def test_bf16_rows() -> None:
-    """Refused by name wherever the native pass of a CPU does not compute bf16 weights."""
-    assert not EngineConfig().cpu_bf16_rows
-    assert EngineConfig.from_kwargs(cpu_bf16_rows=True, dtype="bfloat16").cpu_bf16_rows
+def test_bf16_activations() -> None:
+    """They are rejected by name wherever the native pass of a CPU does not compute bf16 weights."""
+    assert not EngineConfig().rounds_to_bf16
+    assert EngineConfig.from_kwargs(cpu_activations="bf16", dtype="bfloat16").rounds_to_bf16
     for fields, why in (
-        ({"device": "cuda"}, "device='cuda'; allowed: False, or device='cpu'"),
-        ({"dtype": "float64"}, "dtype='float64'; allowed: False, or dtype='float32' or 'bfloat16'"),
-        ({"enforce_eager": True}, "enforce_eager=True; allowed: False, or enforce_eager=False"),
-        ({"quantization": "int8"}, "quantization='int8'; allowed: False, or quantization=None"),
-        ({"quantization": "fp8"}, "quantization='fp8'; allowed: False, or quantization=None"),
+        ({"device": "cuda"}, "device='cuda'; allowed: 'auto', or device='cpu'"),
+        ({"dtype": "float64"}, "dtype='float64'; allowed: 'auto', or dtype='float32' or 'bfloat16'"),
+        ({"enforce_eager": True}, "enforce_eager=True; allowed: 'auto', or enforce_eager=False"),
+        ({"quantization": "int8"}, "quantization='int8'; allowed: 'auto', or quantization=None"),
+        ({"quantization": "fp8"}, "quantization='fp8'; allowed: 'auto', or quantization=None"),
         (
             {"speculative_config": SpeculativeConfig(num_speculative_tokens=2, quantization="int4")},
-            "speculative_config.quantization='int4'; allowed: False, or speculative_config.quantization=None",
+            "speculative_config.quantization='int4'; allowed: 'auto', or speculative_config.quantization=None",
         ),
     ):
-        with pytest.raises(UnsupportedConfigError, match=f"^cpu_bf16_rows=True: not implemented with {why}$"):
-            EngineConfig(cpu_bf16_rows=True, **fields)  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedConfigError, match=f"^cpu_activations='bf16': not implemented with {why}$"):
+            EngineConfig(cpu_activations="bf16", **fields)  # type: ignore[arg-type]
 
 
 def test_fp8_rows() -> None:

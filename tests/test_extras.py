@@ -32,11 +32,23 @@ EXTRAS = {
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Yield each call of `require` or `missing` in the package, with its file and line."""
+    """Yield each call of `require` or `missing` in the package, with its file and line.
+
+    A constant of the module stands for its value.
+    """
     for path in sorted((ROOT / "python/specrs").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        constants = {
+            target.id: node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name) and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(tree):
             named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
             if named and node.func.id in ("require", "missing") and path.name != "extras.py":
+                node.args = [constants.get(arg.id, arg) if isinstance(arg, ast.Name) else arg for arg in node.args]
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node
 
 
@@ -70,6 +82,18 @@ def test_the_extra_of_a_call_installs_its_package(call: ast.Call) -> None:
         assert isinstance(package.values[0], ast.Constant)
         name = distribution(package.values[0].value)
     assert [item for item in EXTRAS[extra.value] if item.startswith(name)]
+
+
+def test_the_modules_of_each_extra_are_those_of_its_packages() -> None:
+    names = {extra: {module.replace(".", "-") for module in modules} for extra, (_, modules) in extras.EXTRAS.items()}
+    assert names | {"kv-events": {f"py{name}" for name in names["kv-events"]}} == EXTRAS
+
+
+def test_an_extra_is_there_if_all_its_modules_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(extras.EXTRAS, "x", ("", ("json", "no_such_package.part")))
+    monkeypatch.setitem(extras.EXTRAS, "y", ("", ("json", "email.message")))
+    assert not extras.has("x")
+    assert extras.has("y")
 
 
 def test_extras_that_messages_and_pages_name_exist() -> None:

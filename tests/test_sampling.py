@@ -1,4 +1,4 @@
-"""SamplingParams: vLLM's defaults; wrong values are refused by name, what is not implemented when added."""
+"""SamplingParams: vLLM's defaults; wrong values are rejected, what is not implemented when added."""
 
 import dataclasses
 import enum
@@ -128,7 +128,7 @@ def test_defaults_are_those_of_vllm() -> None:
         ("return_drafts", 1, "True or False"),
     ],
 )
-def test_wrong_values_are_refused_by_name(field: str, value: object, allowed: str) -> None:
+def test_wrong_values_are_rejected(field: str, value: object, allowed: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     message = str(caught.value)
@@ -217,7 +217,7 @@ def test_immutable_and_replaced_with_checks() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("spaces_between_special_tokens", False), ("extra_args", {"a": 1})])
-def test_what_is_not_implemented_is_refused_by_name(field: str, value: object) -> None:
+def test_what_is_not_implemented_is_rejected(field: str, value: object) -> None:
     params = GREEDY.replace(**{field: value})
     with pytest.raises(UnsupportedRequestError, match=f"^{field}=.*: not implemented yet; allowed: "):
         reject_unimplemented(params)
@@ -243,7 +243,7 @@ def test_what_is_not_implemented_is_refused_by_name(field: str, value: object) -
         ("skip_clone", 0),
     ],
 )
-def test_parameters_of_vllm_are_refused_by_name(field: str, value: object) -> None:
+def test_parameters_of_vllm_are_rejected(field: str, value: object) -> None:
     with pytest.raises(UnsupportedRequestError, match=f"^{field}=.*: not implemented; allowed: "):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     with pytest.raises(UnsupportedRequestError, match=f"^{field}="):

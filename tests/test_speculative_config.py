@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from specrs import pair
 from specrs.config import EngineConfig, resolve_draft_max_model_len
-from specrs.core import SuffixDrafter
+from specrs.core import SuffixCache
+from specrs.drafters import methods_of
 from specrs.errors import InvalidConfigError
 from specrs.options import Integer, options_of, show
-from specrs.speculative_config import SpeculativeConfig, for_repeats
+from specrs.speculative_config import METHODS, SpeculativeConfig, for_repeats
 
 
 def speculative(**fields: Any) -> SpeculativeConfig:
@@ -233,9 +234,10 @@ def test_ngram_runs_one_launch_at_a_time() -> None:
         EngineConfig(model="target", speculative_config=speculative, launch_depth=2)  # type: ignore[arg-type]
 
 
-def test_number_of_drafts_is_required() -> None:
-    with pytest.raises(InvalidConfigError, match="num_speculative_tokens: is missing; set it to 'auto', or to an"):
-        SpeculativeConfig.from_mapping({"model": "draft"})
+@pytest.mark.parametrize("method", METHODS)
+def test_the_engine_chooses_the_number_of_drafts_by_default(method: str) -> None:
+    for made in (SpeculativeConfig(method=method), SpeculativeConfig.from_mapping({"method": method})):
+        assert (made.num_speculative_tokens, made.most_speculative_tokens) == ("auto", 7)
 
 
 def test_draft_may_be_left_out_for_the_bundled_target_only() -> None:
@@ -258,9 +260,9 @@ def test_max_model_len_of_the_draft() -> None:
 
 def test_the_defaults_of_suffix_decoding_are_those_of_the_core() -> None:
     declared = options_of(SpeculativeConfig)
-    parameters = inspect.signature(SuffixDrafter).parameters
+    parameters = inspect.signature(SuffixCache).parameters
     assert {f"suffix_decoding_{name}" for name in parameters} == {
-        name for name, one in declared.items() if one.methods == ("suffix",)
+        name for name in declared if methods_of(name) == ("suffix",)
     }
     for name, parameter in parameters.items():
         shown = show(parameter.default, Integer(0, units=True))

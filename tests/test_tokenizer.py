@@ -8,10 +8,11 @@ import pytest
 from checkpoints import edit_json, write_tokenizer
 from specrs import pair
 from specrs.config import EngineConfig
+from specrs.engine.tokenizer import load_tokenizer
 from specrs.engine.weights import load_weights
 from specrs.errors import CheckpointError, InvalidRequestError, TokenizerMismatchError, UnsupportedRequestError
 from specrs.speculative_config import SpeculativeConfig
-from specrs.tokenizer import Tokenizer, check_same_tokenizer, load_tokenizer
+from specrs.tokenizer import Tokenizer, check_same_tokenizer
 from tokenizer_files import copy_of_pair, edit_tokenizer, with_bos
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
@@ -134,7 +135,7 @@ def test_bad_chats(tokenizer: Tokenizer, messages: Any, arguments: dict[str, Any
         tokenizer.render_chat(messages, **arguments)
 
 
-def test_images_are_refused_by_name(tokenizer: Tokenizer) -> None:
+def test_images_are_rejected(tokenizer: Tokenizer) -> None:
     with pytest.raises(UnsupportedRequestError, match=r"\['type'\]='image_url': not implemented; allowed: 'text'"):
         tokenizer.render_chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}])
 
@@ -243,7 +244,7 @@ def test_broken_files(tmp_path: Path) -> None:
         Tokenizer(str(folder))
 
 
-def test_remote_code_is_refused(tmp_path: Path) -> None:
+def test_remote_code_is_rejected(tmp_path: Path) -> None:
     folder = copy_of_pair(tmp_path / "remote")
     (folder / "evil.py").write_text("raise SystemExit('ran')", encoding="utf-8")
     names = {"AutoTokenizer": ["evil.Evil", None]}

@@ -148,7 +148,7 @@ def test_code_that_is_needed_is_rejected(where: Any, name: Any, tmp_path: Path) 
 
 
 def test_code_that_config_json_names_is_not_run(tmp_path: Path) -> None:
-    """As in Phi-4-mini, whose `auto_map` also names a tokenizer of another repository."""
+    """Phi-4-mini's `auto_map`, for example, also names a tokenizer of another repository."""
     folder = folder_with(tmp_path / "model", PUBLISHED["Llama 3.1"])
     names = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": "Xenova/gpt-4o"}
     edit_json(folder / "config.json", auto_map=names)

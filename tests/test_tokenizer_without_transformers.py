@@ -12,8 +12,9 @@ from gguf_files import write_gguf, write_metadata
 from sentencepiece_files import corpus, metadata_of, train
 from specrs import pair
 from specrs.config import EngineConfig
+from specrs.engine.tokenizer import load_tokenizer
 from specrs.speculative_config import SpeculativeConfig
-from specrs.tokenizer import Tokenizer, load_tokenizer
+from specrs.tokenizer import Tokenizer
 from tokenizer_files import copy_of_pair, with_bos
 
 TEXTS = ["def f(x):\n    return '日本 é 🎉'", " a<|endoftext|> b", "the cat sat<s> on\n\n  12345", ""]
@@ -23,7 +24,8 @@ import json, sys
 sys.modules |= dict.fromkeys(["torch", "transformers", "triton"])
 from specrs.config import EngineConfig
 from specrs.speculative_config import SpeculativeConfig
-from specrs.tokenizer import Tokenizer, load_tokenizer
+from specrs.engine.tokenizer import load_tokenizer
+from specrs.tokenizer import Tokenizer
 
 given, found = json.loads(sys.argv[1]), {}
 for source in given["sources"]:

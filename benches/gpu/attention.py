@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from specrs.kernels.cuda.attention_config import AttentionConfig
 from specrs.kernels.cuda.device import limits_of
-from specrs.kernels.cuda.paged_attention import AttentionRows, Sight, paged_attention
+from specrs.kernels.cuda.paged_attention import AttentionRows, MaskParams, paged_attention
 from torch import Tensor
 
 from gpu.timing import graphed, milliseconds
@@ -55,7 +55,7 @@ def one(device: torch.device, context: int, copied: float) -> dict[str, float]:
             AttentionRows(positions, q_start, table, ROWS),
             out,
             (partials, stats, counters),
-            Sight(DIM**-0.5),
+            MaskParams(DIM**-0.5),
             fields,
             limits.capability >= 90,
         )

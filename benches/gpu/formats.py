@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from specrs.engine.weights import Weights
-from specrs.kernels.coded_weight import CodedWeight
+from specrs.backends.weights import Weights
 from specrs.kernels.coding import Coding
-from specrs.models.dense import Dense
+from specrs.kernels.quantized_weight import QuantizedWeight
+from specrs.models.torch_decoder import TorchDecoder
 
 from gpu.iterations import MAX_K, Alone
 
@@ -20,28 +20,28 @@ CODINGS: dict[str, Callable[[int], Coding]] = {
     "int8_channel": lambda size: Coding("int8", size),
     "int4_group": lambda _: Coding("int4", 128, zeros=True),
 }
-"""As Qwen3-FP8, compressed-tensors by channel, W8A16 and AWQ have them."""
+"""Codings by name, with the groups of Qwen3-FP8, compressed-tensors by channel, W8A16 and AWQ."""
 K = min(5, MAX_K)
 ROWS = (1, 2, K + 1)
 
 
-def random_codes(out: int, size: int, kind: str, device: torch.device) -> CodedWeight:
+def random_codes(out: int, size: int, kind: str, device: torch.device) -> QuantizedWeight:
     """A weight `[out, size]` of a kind: no code of e4m3 is NaN, and scales keep a residual stream finite."""
     coding = CODINGS[kind](size)
     codes = torch.randint(-(2**15), 2**15, (out, size * coding.bits // 16), device=device)
     codes &= 0x7777 if coding.kind == "fp8" else -1
     scales = torch.rand(-(-out // coding.outputs), -(-size // coding.group), device=device)
-    return CodedWeight(codes.to(torch.int16), 1e-4 * scales, coding)
+    return QuantizedWeight(codes.to(torch.int16), 1e-4 * scales, coding)
 
 
-def coded(model: Dense, kind: str) -> Dense:
+def coded(model: TorchDecoder, kind: str) -> TorchDecoder:
     """`model` with the projections of its layers as random codes of a kind."""
     layers = []
     for layer in model.weights.layers:
         shapes = {name: getattr(layer, name).shape for name in ("qkv", "o", "gate_up", "down")}
         made = {name: random_codes(*shape, kind, model.device) for name, shape in shapes.items()}
         layers.append(dataclasses.replace(layer, **made))
-    return Dense(dataclasses.replace(model.weights, layers=tuple(layers)))
+    return TorchDecoder(dataclasses.replace(model.weights, layers=tuple(layers)))
 
 
 def measure(target: str, draft: str, weights: Weights, **settings: Any) -> dict[str, Any]:

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from specrs.backends.blueprint import Blueprint
+from specrs.backends.cuda import drafting, iteration
+from specrs.backends.cuda.build import make_context
+from specrs.backends.cuda.context import Context, entries_of
+from specrs.backends.cuda.sampling.sampling_state import SamplingState
+from specrs.backends.cuda.shapes import LogitsMode, Shape
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.core import RequestSampling
-from specrs.engine.blueprint import Blueprint
-from specrs.engine.build_cuda import make_context
-from specrs.engine.weights import Weights
-from specrs.runner.cuda import drafting, iteration
-from specrs.runner.cuda.context import Context, entries_of
-from specrs.runner.cuda.sampling_state import SamplingState
-from specrs.runner.cuda.shapes import Shape, Tail
 from specrs.speculative_config import SpeculativeConfig
 
 from gpu.piecewise import Piecewise
@@ -85,29 +85,29 @@ class Alone:
     def draft_pass(self) -> float:
         """A pass of the draft over one row with its LM head, in milliseconds."""
         self._prepare(2)
-        return self._time(lambda: drafting.draft_pass(self.ctx, 2, 1, Tail.GREEDY), 2)
+        return self._time(lambda: drafting.draft_pass(self.ctx, 2, 1, LogitsMode.GREEDY), 2)
 
     @torch.inference_mode()
-    def whole(self, k: int, tail: Tail = Tail.GREEDY) -> float:
+    def whole(self, k: int, logits_mode: LogitsMode = LogitsMode.GREEDY) -> float:
         """A whole iteration as one graph, in milliseconds."""
-        shape = Shape(1, k, k + 1, tail)
+        shape = Shape(1, k, k + 1, logits_mode)
         return self._time(lambda: iteration.run(self.ctx, shape, self.entries), k)
 
     @torch.inference_mode()
     def chained(self, k: int) -> float:
         """One graph a pass, single ops between them."""
-        ctx, shape = self.ctx, Shape(1, k, k + 1, Tail.GREEDY)
+        ctx, shape = self.ctx, Shape(1, k, k + 1, LogitsMode.GREEDY)
         self._prepare(k)
-        drafts = [graphed(lambda i=i: drafting.draft_pass(ctx, i, 1, Tail.GREEDY)) for i in range(1, k + 1)]
+        drafts = [graphed(lambda i=i: drafting.draft_pass(ctx, i, 1, LogitsMode.GREEDY)) for i in range(1, k + 1)]
         verify = graphed(lambda: iteration.verify_pass(ctx, 1, k + 1, k + 1, greedy=True))
         return milliseconds(lambda: self._in_turn(shape, drafts, verify), before=self.reset(k))
 
     @torch.inference_mode()
     def piecewise(self, k: int) -> float:
         """Attention outside of the graphs, everything else of a pass in pieces between them."""
-        ctx, shape = self.ctx, Shape(1, k, k + 1, Tail.GREEDY)
+        ctx, shape = self.ctx, Shape(1, k, k + 1, LogitsMode.GREEDY)
         self._prepare(k)
-        drafts = [Piecewise(lambda i=i: drafting.draft_pass(ctx, i, 1, Tail.GREEDY)) for i in range(1, k + 1)]
+        drafts = [Piecewise(lambda i=i: drafting.draft_pass(ctx, i, 1, LogitsMode.GREEDY)) for i in range(1, k + 1)]
         verify = Piecewise(lambda: iteration.verify_pass(ctx, 1, k + 1, k + 1, greedy=True))
         return milliseconds(lambda: self._in_turn(shape, drafts, verify), before=self.reset(k))
 
@@ -122,7 +122,7 @@ class Alone:
 
     def _prepare(self, k: int) -> None:
         self.reset(k)()
-        iteration.prepare(self.ctx, Shape(1, k, k + 1, Tail.GREEDY), self.entries)
+        iteration.prepare(self.ctx, Shape(1, k, k + 1, LogitsMode.GREEDY), self.entries)
 
     def _time(self, function: Callable[[], None], k: int) -> float:
         self.reset(k)()
@@ -145,7 +145,7 @@ def measure(alone: Alone) -> dict[str, Any]:
     }
     found["iteration_overhead_ms"] = {k: whole[k] - k * draft - target[k + 1] for k in ks if k + 1 in target}
     alone.temperature(0.7, 0.9)
-    found["sampled_ms"] = {k: alone.whole(k, Tail.SAMPLED) for k in (0, *ks)}
+    found["sampled_ms"] = {k: alone.whole(k, LogitsMode.SAMPLED) for k in (0, *ks)}
     alone.temperature(0.0)
     found["sampling_adds_ms"] = {k: found["sampled_ms"][k] - whole[k] for k in found["sampled_ms"]}
     return found

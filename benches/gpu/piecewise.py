@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import specrs.models.dense_cuda as dense_cuda
+import specrs.backends.cuda.decoder as decoder
 import torch
 
 from gpu.timing import ON_GPU
@@ -22,7 +22,7 @@ class Piecewise:
         torch.cuda.synchronize()
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
-        original = dense_cuda.paged_attention
+        original = decoder.paged_attention
         graph = torch.cuda.CUDAGraph()
 
         def attention(*args: object) -> None:
@@ -33,14 +33,14 @@ class Piecewise:
             graph.capture_begin(pool=pool)
 
         stream.wait_stream(torch.cuda.current_stream())
-        dense_cuda.paged_attention = attention  # type: ignore[assignment]
+        decoder.paged_attention = attention  # type: ignore[assignment]
         try:
             with torch.cuda.stream(stream):
                 graph.capture_begin(pool=pool)
                 function()
                 graph.capture_end()
         finally:
-            dense_cuda.paged_attention = original
+            decoder.paged_attention = original
         self._steps.append(graph.replay)
         torch.cuda.current_stream().wait_stream(stream)
 

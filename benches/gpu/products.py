@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from specrs.backends.cuda.workspace import linear_shapes
 from specrs.core import RequestSampling
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.device import limits_of
@@ -17,7 +18,6 @@ from specrs.kernels.cuda.sampling_cut import sampling_cut
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.sampling_structs import Cut
 from specrs.kernels.cuda.tuning import Trial
-from specrs.models.cuda.workspace import linear_shapes
 from specrs.models.loader import load_config
 from specrs.verify.params import SamplingRows
 
@@ -83,7 +83,7 @@ def sampling(device: torch.device) -> dict[str, float]:
 
 
 def microseconds(launch: Callable[[int], object]) -> float:
-    """Of one of a graph's launches."""
+    """Measure microseconds of one of a graph's launches."""
 
     def several() -> None:
         for i in range(LAUNCHES):

@@ -10,12 +10,12 @@ import warnings
 from typing import Any
 
 import torch
+from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
-from specrs.engine.weights import Weights
-from specrs.runner.cuda.runner import CudaRunner
 from specrs.sampling import SamplingParams
 from specrs.speculative_config import SpeculativeConfig
 

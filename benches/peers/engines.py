@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specrs.engine.threads import usable_processors
+from specrs.backends.cpu.threads import usable_processors
 from specrs.pair import DRAFT, TARGET
 
 from peers import machine
 from peers.job import Job
-from peers.settings import Line, Setting
+from peers.settings import FILES, INT4, Line, Setting
 
 MODULES = {
     "specrs": "run_specrs",
@@ -28,7 +28,11 @@ MODULES = {
     "transformers": "run_transformers",
 }
 ENVIRONMENTS = {"llama.cpp": "venv-tf", "openvino": "venv-ov", "vllm": "venv-vllm", "transformers": "venv-tf"}
-CHECKPOINTS = {"smollm2-135m": "smollm2-135m-bf16", "qwen3-0.6b-shape": "qwen3-0.6b-shape"}
+CHECKPOINTS = {
+    "smollm2-135m": "smollm2-135m-bf16",
+    "qwen3-0.6b-shape": "qwen3-0.6b-shape",
+    "gemma3-270m": "gguf/gemma3-270m-q4_k_m.gguf",
+}
 TCMALLOC = "libtcmalloc_minimal.so.4"
 
 
@@ -38,7 +42,7 @@ def python(engine: str, peers: Path) -> Path:
 
 
 def checkpoint(model: str, peers: Path, fp32_weights: bool = False) -> Path:
-    """Folder of `model` as Hugging Face has it."""
+    """Folder of `model` as Hugging Face has it, or its only GGUF file."""
     if fp32_weights:
         return peers / f"models/pair-fp32-{model.removeprefix('pair-')}"
     bundled = {"pair-target": TARGET, "pair-draft": DRAFT}
@@ -47,6 +51,10 @@ def checkpoint(model: str, peers: Path, fp32_weights: bool = False) -> Path:
 
 def model_path(line: Line, model: str, peers: Path) -> Path:
     """What the line's engine loads."""
+    if line.dtype in FILES:
+        return peers / f"models/gguf/{model}-{line.dtype}.gguf"
+    if line.dtype == INT4:
+        return peers / f"models/openvino/{model}-int4"
     if line.engine == "llama.cpp":
         return peers / f"models/gguf/{model}-{'f32' if line.dtype == 'float32' else 'bf16'}.gguf"
     if line.engine == "openvino":

@@ -11,13 +11,14 @@ from peers.job import Ids
 from peers.settings import Line, Setting
 
 SPEED, FIRST, ITERATION, LENGTH = "decode_tokens_per_s", "first_token_ms", "ms_per_iteration", "acceptance_length"
+MEMORY = "peak_mb"
 
 
 def figures(groups: Sequence[dict[str, Any]], batch: int) -> dict[str, float]:
-    """Of one run, whose groups are those of `peers.job.Group`.
+    """Compute the figures of one run from its groups (`peers.job.Group`).
 
-    `decode_tokens_per_s`: tokens after the first of each request over the time after the first; of a batch, after the
-    requests' mean first. `first_token_ms`: the median over groups. `ms_per_iteration`: the same time over passes of
+       `decode_tokens_per_s`: tokens after the first of each request over the time after the first; of a batch, after
+    the requests' mean first. `first_token_ms`: the median over groups. `ms_per_iteration`: the same time over passes of
     the target for each request, times `batch`. `acceptance_length`, with drafts: tokens of such a pass.
     """
     tokens = sum(len(ids) for group in groups for ids in group["ids"]) - sum(group["first_tokens"] for group in groups)
@@ -50,12 +51,13 @@ class Measured:
         if "error" in result:
             self.reason = result["error"]
             return
-        self.runs.append(figures(result["groups"], batch))
+        peak = result.get("peak_bytes")
+        self.runs.append(figures(result["groups"], batch) | ({} if peak is None else {MEMORY: round(peak / 1e6, 1)}))
         self.ids = [ids for group in result["groups"] for ids in group["ids"]]
         self.versions = result["versions"]
 
     def values(self, key: str) -> list[float]:
-        """Of every run that has it, rising."""
+        """Return the figure `key` of every run that has it, ascending."""
         return sorted(run[key] for run in self.runs if key in run)
 
     def median(self, key: str) -> float | None:

@@ -109,7 +109,42 @@ def qwen3(of: Results) -> Iterator[Goal]:
     yield Goal("K = 0, of the measured read bandwidth", share, ">=", 0.85)
 
 
+def files(bars: dict[str, float], first: dict[str, float]) -> Callable[[Results], Iterator[Goal]]:
+    """Return the goals of quantized files: decoding, and the time of the first token, of llama.cpp's on the same
+    file."""
+
+    def made(of: Results) -> Iterator[Goal]:
+        for kind, bar in bars.items():
+            own, peer = (find(of.lines, Line(engine, 0, kind)) for engine in ("specrs", "llama.cpp"))
+            for what, key, sign, limit in (
+                ("decoding", SPEED, ">=", bar),
+                ("first token", FIRST, "<=", 1 / first.get(kind, 1.05)),
+            ):
+                one, other = (None if each is None else each.median(key) for each in (own, peer))
+                yield Goal(f"{kind}: {what}, of llama.cpp's", ratio(one, other), sign, round(limit, 2))
+
+    return made
+
+
+def chats_files(of: Results) -> Iterator[Goal]:
+    """Best drafts from the text against the best of llama.cpp."""
+    own, peer = (
+        max((speed for each in of.lines if each.line.engine == engine and (speed := each.median(SPEED))), default=None)
+        for engine in ("specrs", "llama.cpp")
+    )
+    yield Goal("best of specrs, of llama.cpp's best", ratio(own, peer), ">=", 1.5)
+
+
+_SMOLLM2 = files({"q4_0": 1.25, "q8_0": 1.1, "q4_k_m": 2.3}, {"q4_k_m": 2.3})
+_QWEN3 = files({"q4_0": 1.4, "q8_0": 1.0, "q4_k_m": 1.5}, {})
+_GEMMA3 = files({"q4_k_m": 1.3}, {})
+_BATCH = files({"q4_0": 1.3}, {})
 GOALS: dict[str, Callable[[Results], Iterator[Goal]]] = {
+    **dict.fromkeys(("smollm2-files-1", "smollm2-files-2", "smollm2-files-prompts"), _SMOLLM2),
+    **dict.fromkeys(("qwen3-files-1", "qwen3-files-2", "qwen3-files-prompts"), _QWEN3),
+    **dict.fromkeys(("gemma3-files-1", "gemma3-files-2", "gemma3-files-prompts"), _GEMMA3),
+    **dict.fromkeys(("smollm2-files-batch8", "smollm2-files-batch32"), _BATCH),
+    "chats-files": chats_files,
     "pair1": pair1,
     "pair8": pair8,
     "smollm2": smollm2,
@@ -119,5 +154,5 @@ GOALS: dict[str, Callable[[Results], Iterator[Goal]]] = {
 
 
 def goals(name: str, lines: Sequence[Measured], passes_per_s: dict[str, float]) -> list[Goal]:
-    """Those of the set `name`."""
+    """Compute the goals of the set `name`."""
     return list(GOALS[name](Results(lines, SETS[name].lines[0].dtype, passes_per_s)))

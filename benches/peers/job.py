@@ -23,7 +23,8 @@ class Job:
 
     `model`, `draft`: what the engine loads, a folder or a file; `draft` is None with `k` 0 and with a `method` that
     drafts from the text, which is "" otherwise. `k`: drafts an iteration,
-    or "auto". `dtype`: float32 or bfloat16, of the arithmetic and of the KV cache. `groups`: prompts of requests that
+    or "auto". `dtype`: float32 or bfloat16, of the arithmetic and of the KV cache; otherwise the type of quantized
+    weights, and engines choose the rest. `groups`: prompts of requests that
     run at once, at most `batch` of them; `warm` is the same, run before and not measured. `peers`: the folder of what
     was installed. `cpu_prefill`: of specrs.
     """
@@ -41,6 +42,11 @@ class Job:
     warm: list[Ids]
     groups: list[Ids]
     method: str = ""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights are quantized, so that arithmetic and KV cache are the engine's own choice."""
+        return self.dtype not in ("float32", "bfloat16")
 
     @property
     def drafts(self) -> bool:
@@ -80,10 +86,24 @@ def read_job() -> Job:
     return Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
 
 
-def measure(job: Job, run: Callable[[Ids], Group], versions: dict[str, str], load_s: float) -> None:
-    """Run every group once, after those that warm up, and write the result where the command line says."""
+def peak_bytes(process: int | str = "self") -> int | None:
+    """Largest resident memory of a process so far, mapped files included; None if the system does not say."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+
+
+def measure(
+    job: Job, run: Callable[[Ids], Group], versions: dict[str, str], load_s: float, process: int | str = "self"
+) -> None:
+    """Run every group once, after those that warm up, and write the result where the command line says.
+
+    The peak memory is that of `process`, which runs the engine.
+    """
     for prompts in job.warm:
         run(prompts)
     groups = [asdict(run(prompts)) for prompts in job.groups]
-    result = {"versions": versions, "load_s": load_s, "groups": groups}
+    result = {"versions": versions, "load_s": load_s, "groups": groups, "peak_bytes": peak_bytes(process)}
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")

@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from specrs.engine.threads import physical_cores, usable_processors
+from specrs.backends.cpu.threads import physical_cores, usable_processors
 
 SYSTEM = Path("/sys/devices/system/cpu")
 REPEATS = 15
 SECONDS = 0.02
-"""Of one repeat, at least about."""
+"""Least seconds of one repeat, roughly."""
 
 
 def processor() -> str:

@@ -23,15 +23,20 @@ def windows(ids: list[int], number: int, length: int) -> Ids:
 
 
 def make_prompts(setting: Setting, folder: Path) -> dict[str, Any]:
-    """`groups` of the setting, and `warm`, one group more of other prompts, with the tokenizer in `folder`; of chats
-    the first again."""
+    """`groups` of the setting, and `warm`, one group more of other prompts; of chats the first again.
+
+    The tokenizer is that of `folder`, which may be a GGUF file.
+    """
     if setting.chats:
         chats = ChatTokenizer(str(folder))
         texts = [chats.render_chat([{"role": "user", "content": chat}]) for chat in CHATS[: setting.num_prompts]]
         asked = [[chats.encode(text, add_special_tokens=False)] for text in texts]
         return {"warm": asked[:1], "groups": asked}
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids = tokenizer.encode("\n\n\n".join(PROMPTS), add_special_tokens=False).ids
+    text = "\n\n\n".join(PROMPTS)
+    if folder.is_file():
+        ids = ChatTokenizer(str(folder)).encode(text, add_special_tokens=False)
+    else:
+        ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     prompts = windows(ids, setting.num_prompts + setting.batch, setting.prompt_tokens)
     groups = [prompts[i : i + setting.batch] for i in range(0, len(prompts), setting.batch)]
     return {"warm": groups[-1:], "groups": groups[:-1]}

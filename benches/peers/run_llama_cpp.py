@@ -24,7 +24,7 @@ SERVER = "llama-build/bin/llama-server"
 
 def command(job: Job, port: int) -> list[str]:
     """The server's command line: one place for each request of a batch, KV cache in the job's dtype."""
-    cache = {"float32": "f32", "bfloat16": "bf16"}[job.dtype]
+    cache = "f16" if job.is_quantized else {"float32": "f32", "bfloat16": "bf16"}[job.dtype]
     threads, context = str(job.threads), -(-job.context // 256) * 256
     found = [
         str(Path(job.peers) / SERVER), "-m", job.model, "-t", threads, "-tb", threads, "-np", str(job.batch),
@@ -77,7 +77,8 @@ def wait_until_ready(server: subprocess.Popen[bytes], port: int) -> None:
 
 
 def main(job: Job) -> None:
-    """The end of text is no case here: `peers.prepare_gguf` names a token that is never generated."""
+    """No text ends early: `peers.prepare_gguf` names a token that is never generated as the end, and files that were
+    not made by it have theirs ignored."""
     port = free_port()
     began = time.perf_counter()
     with subprocess.Popen(command(job, port)) as server:
@@ -85,7 +86,7 @@ def main(job: Job) -> None:
             wait_until_ready(server, port)
             load_s = time.perf_counter() - began
             with ThreadPoolExecutor(job.batch) as clients:
-                measure(job, lambda prompts: run(job, port, clients, prompts), versions(job), load_s)
+                measure(job, lambda prompts: run(job, port, clients, prompts), versions(job), load_s, server.pid)
         finally:
             server.terminate()
 
@@ -95,7 +96,14 @@ def run(job: Job, port: int, clients: ThreadPoolExecutor, prompts: Ids) -> Group
 
     def complete(prompt: list[int]) -> Any:
         greedy = {"temperature": 0.0, "top_k": 1, "samplers": ["top_k"]}
-        body = {"prompt": prompt, "n_predict": job.new_tokens, "cache_prompt": False, "return_tokens": True, **greedy}
+        body = {
+            "prompt": prompt,
+            "n_predict": job.new_tokens,
+            "cache_prompt": False,
+            "return_tokens": True,
+            "ignore_eos": True,
+            **greedy,
+        }
         status, answer = ask(port, "POST", "/completion", body)
         if status != 200:
             raise RuntimeError(f"llama-server answered {status}: {str(answer)[:500]}")

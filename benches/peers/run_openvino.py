@@ -15,7 +15,16 @@ KV_CACHE_GB = 2
 
 
 def properties(job: Job) -> dict[str, Any]:
-    """Arithmetic and KV cache in the job's dtype: by default the cache is INT8 and activations may be quantized."""
+    """Arithmetic and KV cache in the job's dtype: by default the cache is INT8 and activations may be quantized, which
+    is how quantized weights run."""
+    common = {
+        "INFERENCE_NUM_THREADS": job.threads,
+        "NUM_STREAMS": 1,
+        "ENABLE_CPU_PINNING": False,
+        "CACHE_DIR": "",
+    }
+    if job.is_quantized:
+        return common
     dtype = {"float32": "f32", "bfloat16": "bf16"}[job.dtype]
     # Where a processor has no bf16 arithmetic it computes in fp32 whatever the hint, and refuses another cache.
     native = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -23,10 +32,7 @@ def properties(job: Job) -> dict[str, Any]:
         "INFERENCE_PRECISION_HINT": dtype,
         "KV_CACHE_PRECISION": dtype if native else "f32",
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
-        "INFERENCE_NUM_THREADS": job.threads,
-        "NUM_STREAMS": 1,
-        "ENABLE_CPU_PINNING": False,
-        "CACHE_DIR": "",
+        **common,
     }
 
 

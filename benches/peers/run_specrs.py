@@ -1,13 +1,11 @@
-"""specrs's offline `LLM` on a job. Threads are the native pass's; torch has as many."""
+"""specrs's offline `LLM` on a job. Imports no torch, which native passes do not need."""
 
 from __future__ import annotations
 
 import time
+from importlib.metadata import version
 from typing import Any
 
-import specrs
-import torch
-import transformers
 from specrs import LLM, SamplingParams
 from specrs.speculative_config import for_repeats
 
@@ -16,7 +14,6 @@ from peers.job import Group, Ids, Job, measure, read_job
 
 def main(job: Job) -> None:
     """Times of first tokens and counts of drafts are the requests' own metrics."""
-    torch.set_num_threads(job.threads)
     speculative = None
     if job.drafts:
         drafter = for_repeats({"method": job.method}) if job.method else {"model": job.draft}
@@ -25,7 +22,7 @@ def main(job: Job) -> None:
     llm = LLM(
         model=job.model,
         speculative_config=speculative,
-        dtype=job.dtype,
+        dtype="auto" if job.is_quantized else job.dtype,
         max_model_len=job.context,
         max_num_seqs=job.batch,
         enable_prefix_caching=False,
@@ -50,8 +47,7 @@ def main(job: Job) -> None:
         first_s = sum(metric.time_to_first_token for metric in metrics) / len(metrics)
         return Group(ids, first_s, total_s, len(ids), passes)
 
-    versions = {"specrs": specrs.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    measure(job, run, versions, load_s)
+    measure(job, run, {"specrs": version("specrs")}, load_s)
 
 
 if __name__ == "__main__":

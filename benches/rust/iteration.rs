@@ -70,7 +70,7 @@ fn launches(batch: usize, k: usize, sampled: bool, target: &mut OnCpu, draft: &m
         };
         scheduler.add_request(id, &prompt, &params).unwrap();
     }
-    let mut state = OwnedRowState::new(&config, 0);
+    let mut state = OwnedRowState::new(&config);
     let mut iteration =
         Iteration::new(config, Rule::Rejection, None, LogprobsMode::default(), TARGET.0.vocab_size).unwrap();
     let mut record = vec![0; scheduler.record_layout().size];

@@ -1,7 +1,7 @@
-"""The coarse cut for drafting: both histograms of a row in one step, and the threshold from them. Launches nothing.
+"""Coarse threshold for drafting: both histograms of a row in one step, and the threshold from them. Launches nothing.
 
-Cells are 1/32 nat below the largest logit, as in step 0 of the exact search; weights and counts of a row are added up
-side by side, so that top_k and top_p take one pass over the logits, whether a row has them or not.
+Cells are 1/32 nat below the largest logit, as in step 0 of the exact search. Weights and counts of a row are added up
+in the same step, so top_k and top_p take one pass over the logits, whichever of them a row has.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import triton.language as tl
 from specrs.kernels.cuda._distribution import (
     GREEDY,
     LAST_KEY,
-    LOG_MIN_P,
     PARAMS,
     TEMPERATURE,
     TOP_K,
     TOP_P,
     combine_tiles,
+    gap_limit,
     is_finite,
     scaled,
     store_cut,
@@ -31,7 +31,8 @@ _CELLS = tl.constexpr(1024)
 def _add_tile(  # type: ignore[no-untyped-def]
     row_ptr, cells, m, temperature, farthest, counted, first, end, BLOCK: tl.constexpr
 ):
-    """Add tokens first .. end: weights to cells 0 .. 1023, tokens, if `counted`, to cells 1024 .. 2047."""
+    """Add tokens first .. end to the histograms: their weights to cells 0 .. 1023 and, with `counted`, their numbers to
+    cells 1024 .. 2047."""
     for start in range(first, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = scaled(row_ptr, token, token < end, temperature)
@@ -47,7 +48,7 @@ def _add_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _threshold(cells, params, m):  # type: ignore[no-untyped-def]
-    """`(key, kept)`: the last key that is kept, and the weight of what is."""
+    """Return `(key, kept)`: the last key that is kept, and the total weight of the tokens that are kept."""
     cell = tl.arange(0, _CELLS)
     top_k = tl.minimum(tl.load(params + TOP_K), 1073741824.0).to(tl.int64)
     place = place_of(cell, 32)
@@ -83,7 +84,7 @@ def coarse_kernel(  # type: ignore[no-untyped-def]
     CELLS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The coarse cut's one step over one tile."""
+    """Add one tile of a row to the row's histograms."""
     t, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     params = values + tl.load(row_of + row) * PARAMS
     at = row * 2 * tile_stride
@@ -98,7 +99,7 @@ def coarse_kernel(  # type: ignore[no-untyped-def]
             cells + row * CELLS,
             tl.div_rn(top, temperature),
             temperature,
-            -tl.load(params + LOG_MIN_P),
+            gap_limit(params),
             tl.load(params + TOP_K) < float("inf"),
             t * tile,
             tl.minimum(t * tile + tile, V),
@@ -108,7 +109,7 @@ def coarse_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def finish_coarse_kernel(row_of, values, cells, out_cut, out_lse, out_top, CELLS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Threshold and lse of a row from its histograms."""
+    """Write threshold and lse of a row from its histograms."""
     row = tl.program_id(0).to(tl.int64)
     params = values + tl.load(row_of + row) * PARAMS
     top = tl.load(out_top + row)
@@ -116,7 +117,7 @@ def finish_coarse_kernel(row_of, values, cells, out_cut, out_lse, out_top, CELLS
     if is_finite(top) & (greedy == 0):
         m = tl.div_rn(top, tl.load(params + TEMPERATURE))
         key, kept = _threshold(cells + row * CELLS, params, m)
-        key = tl.minimum(key, last_key(m, -tl.load(params + LOG_MIN_P)))
+        key = tl.minimum(key, last_key(m, gap_limit(params)))
         store_cut(out_cut + row, out_lse + row, key, kept, m)
     else:
         store_no_cut(out_cut + row, out_lse + row, greedy)

@@ -1,8 +1,9 @@
-"""Codes of 8 and 4 bits as the numbers that they stand for, made in registers between a load and a product.
+"""Converts codes of 8 and 4 bits to numbers, in registers between a load and a product.
 
-Numbers are made without their scale, so every one is exact in 16 bits: e4m3 has 4 significant bits, INT8 8, INT4 less
-its zero point 5. Two neighbouring words are one register, a code of each of them a register of two numbers: a compiler
-would take every code apart by itself. 2.25 instructions a number from e4m3, 1.75 from INT8, 1.4 from INT4.
+Numbers are made without their scale, so each is exact in 16 bits: e4m3 has 4 significant bits, INT8 8, and INT4 less
+its zero point 5. Two neighbouring words are one register, and a code from each of them becomes a register of two
+numbers. A compiler would unpack every code by itself. It takes 2.25 instructions per number from e4m3, 1.75 from INT8,
+1.4 from INT4.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 DENSE, FP8, INT8, INT4 = (tl.constexpr(code) for code in range(4))
 CODES = {"fp8": 1, "int8": 2, "int4": 3}
-"""The same by the kinds of a `Coding`."""
+"""Number of each kind of `Coding`, in the form that kernels take."""
 
 # e4m3 is bf16 with four of its exponent's bits, lowest, and three of its fraction's, highest: moved there it is 2^-120
 # of the number, subnormal ones too.
@@ -82,7 +83,7 @@ INT4_BF16 = tl.constexpr(
 
 @triton.jit
 def byte_number(bits, CODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of int16 codes of 8 bits numbers of DTYPE."""
+    """Convert int16 words of one 8-bit code each, e4m3 or INT8, to numbers of DTYPE."""
     if CODE == INT8:
         return ((bits << 8).to(tl.int16) >> 8).to(DTYPE)
     if tl.float16 == DTYPE:
@@ -94,7 +95,7 @@ def byte_number(bits, CODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[
 
 @triton.jit
 def two_numbers(words, CODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile of words of two codes, e4m3 or INT8, as two of numbers of DTYPE."""
+    """Convert a tile of words of two codes, e4m3 or INT8, to two tiles of numbers of DTYPE."""
     if tl.bfloat16 == DTYPE:
         low, high = tl.inline_asm_elementwise(
             FP8_BF16 if CODE == FP8 else INT8_BF16,
@@ -112,7 +113,8 @@ def two_numbers(words, CODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore
 
 @triton.jit
 def four_numbers(words, zero, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile of words of four INT4 codes, less the zero points of its rows, as four of numbers of DTYPE."""
+    """Convert a tile of words of four INT4 codes to four tiles of numbers of DTYPE, with the zero points of their rows
+    subtracted."""
     if tl.bfloat16 == DTYPE:
         less = tl.broadcast_to((-128.0 - zero.to(tl.float32)).to(tl.bfloat16)[:, None], words.shape)
         a, b, c, d = tl.inline_asm_elementwise(
@@ -133,7 +135,7 @@ def four_numbers(words, zero, DTYPE: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def scale_of(word, ZEROS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scales of words that may have zero points in their four lowest bits."""
+    """Return the scales in words that may have zero points in their four lowest bits."""
     if ZEROS:
         return (word.to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True)
     return word
@@ -155,7 +157,8 @@ def _add_unit(  # type: ignore[no-untyped-def]
     OUTPUTS: tl.constexpr,
     ZEROS: tl.constexpr,
 ):
-    """`acc` with the sums of the unit of inputs from `first` on, the rows v of x of each of a word's codes."""
+    """Return `acc` plus the products of one unit of inputs, from `first` on. `v` has, for each code of a word, the rows
+    of x that it is multiplied with."""
     EACH: tl.constexpr = 4 if CODE == INT4 else 2
     ROW: tl.constexpr = K // EACH
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -188,7 +191,7 @@ def _add_unit(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rows(x_rows, first, there, K: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    """PART inputs of x's rows."""
+    """Load PART inputs of x's rows, from input `first` on."""
     at = first + tl.arange(0, PART)
     if K % BLOCK_K == 0:
         return tl.load(x_rows[None, :] + at[:, None], mask=there[None, :], other=0)
@@ -215,9 +218,10 @@ def add_step(  # type: ignore[no-untyped-def]
     ZEROS: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Sums of a tile with those of step k, of which the units behind the last input repeat the last, times 0.
+    """Add the products of step k to the sums of a tile. Units past the last input repeat the last unit, times 0.
 
-    `n` are the tile's rows of the weight; where gated those of the values are `second` rows behind them.
+    `n` are the tile's rows of the weight. With GATED, `up` has the sums of the values, whose rows lie `second` rows
+    after those of the gates.
     """
     EACH: tl.constexpr = 4 if CODE == INT4 else 2
     PART: tl.constexpr = UNIT // EACH
@@ -241,18 +245,18 @@ def add_step(  # type: ignore[no-untyped-def]
 
 
 def coding_as_list(coding: Coding) -> list[int]:
-    """The fields in order, as custom ops take them."""
+    """Return the fields of `coding` in order, as custom ops take them."""
     return [CODES[coding.kind], coding.group, coding.outputs, int(coding.zeros)]
 
 
 def coding_of(fields: Sequence[int]) -> Coding:
-    """The `Coding` of such a list."""
+    """Return the `Coding` with these fields, from the list that `coding_as_list` returns."""
     code, group, outputs, zeros = fields
     return Coding(next(kind for kind, number in CODES.items() if number == code), group, outputs, bool(zeros))
 
 
 def check_codes(codes: Tensor, scales: Tensor | None, coding: Coding, size: int) -> None:
-    """Raise AssertionError for codes of `size` inputs that a kernel would read past."""
+    """Raise AssertionError if codes and scales do not have the shapes that a kernel reads for `size` inputs."""
     assert scales is not None
     assert codes.dtype == torch.int16
     assert scales.dtype == torch.float32

@@ -1,8 +1,9 @@
-"""Programmatic dependent launch: a kernel's blocks start while the one before it still runs. Moves no data.
+"""Programmatic dependent launch: the blocks of a kernel start while the previous kernel still runs. Moves no data.
 
-Every kernel that is launched so calls `enter` before it touches memory: it lets the next kernel's blocks start, and
-waits until the one before has finished and its writes are visible. Since each kernel waits for the whole one before
-it, it also follows all earlier ones. A kernel launched the usual way, torch's among them, waits for all of it.
+Every kernel that is launched in this way calls `enter` before it touches memory. `enter` lets the next kernel's blocks
+start, and waits until the previous kernel has finished and its writes are visible. Since each kernel waits for the
+whole previous one, it also comes after all earlier ones. A kernel that is launched in the usual way, such as torch's,
+waits for the previous kernel completely.
 """
 
 from __future__ import annotations
@@ -15,22 +16,26 @@ import triton.language as tl
 
 @triton.jit
 def enter(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Does nothing unless DEPENDENT, which needs compute capability 9.0 and a launch with `options(True)`."""
+    """Let the next kernel start, and wait for the previous one. Does nothing unless DEPENDENT, which needs compute
+    capability 9.0 and a launch with `options(True)`."""
     start_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
 
 
 @triton.jit
 def start_next(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first half of `enter`: blocks of the next kernel may start."""
+    """Let blocks of the next kernel start. This is the first half of `enter`."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The second half of `enter`. What a kernel does between the two may touch only what no kernel writes, weights, and
-    behind a kernel that waits before it calls `start_next` also what was written ahead of that one."""
+    """Wait for the previous kernel. This is the second half of `enter`.
+
+    Between the two halves, a kernel may only touch memory that no kernel writes, such as weights. If the previous
+    kernel waits before it calls `start_next`, memory that was written before that kernel may be touched, too.
+    """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
 
@@ -49,8 +54,9 @@ def prefetch(pointers):  # type: ignore[no-untyped-def]
 
 
 def options(dependent: bool) -> dict[str, Any]:
-    """Keyword arguments of a kernel launch. The interpreter knows no `launch_pdl`, so that is only named when on.
+    """Return the keyword arguments of a kernel launch. `launch_pdl` is only given if it is on, because the interpreter
+    does not know it.
 
-    Fusing products and sums is spelled out, because Triton 3.10 changes the default.
+    `enable_fp_fusion` is set explicitly, because Triton 3.10 changes its default.
     """
     return {"enable_fp_fusion": True, "DEPENDENT": dependent} | ({"launch_pdl": True} if dependent else {})

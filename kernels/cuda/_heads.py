@@ -1,8 +1,8 @@
-"""What becomes of the heads of q, k and v where their product has them in registers: norms, rotation, the KV write. The
-same as `qk_norm_rope`, which is for products of many rows and what is not here. Multiplies nothing.
+"""Norms, rotates and caches the heads of q, k and v while their product has them in registers. Multiplies nothing.
 
-A tile of the product has the two halves of one head for all rows, so that a feature and the one that it is rotated with
-are in one thread, and a norm's sum in one program.
+The result is that of `qk_norm_rope`, which serves products of many rows and the cases that are not handled here. A tile
+of the product has both halves of one head for all rows. So a feature and the one that it is rotated with are in one
+thread, and a norm's sum is in one program.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from specrs.kernels.kv_codes import FRACTIONS, fraction_of
 from torch import Tensor
 
 WIDTHS = (64, 128)
-"""Features of a head that products on a GPU are cut for."""
+"""Numbers of features per head for which products on a GPU can handle heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What a product needs to know of its heads of D features; fields as of `qk_norm_rope`."""
+    """Arguments with which a product handles its heads of D features. Fields are those of `qk_norm_rope`."""
 
     qk_norm: Tensor | None
-    """[heads + kv_heads, D]; None: no norms. One norm over all heads is `qk_norm_rope`'s alone."""
+    """[heads + kv_heads, D]; None: no norms. Only `qk_norm_rope` can apply one norm over all heads."""
     angles: Sequence[Tensor]
-    """cos and sin, [M, D / 2] fp32; none: no rotation. A rotation of a part of a head is `qk_norm_rope`'s alone."""
+    """cos and sin, [M, D / 2] fp32; empty: no rotation. Only `qk_norm_rope` can rotate a part of a head."""
     slots: Tensor
-    """[M] int64; -1 writes nothing."""
+    """[M] int64 cache slots of the rows; -1 writes nothing."""
     cache: Tensor
-    """[num_blocks + 1, 2, kv_heads, block_size, D], written."""
+    """[num_blocks + 1, 2, kv_heads, block_size, D], into which K and V are written."""
     num_heads: int
     eps: float
     kv_scales: tuple[float, float]
@@ -41,7 +41,8 @@ class Heads:
 
 @triton.jit
 def head_places(slots, cos, sin, token, there, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What is the same for all heads: slots `[M]`, cos and sin `[HALF, M]`, zeros without a rotation."""
+    """Load values that are the same for all heads: slots `[M]`, and cos and sin `[HALF, M]`, which are zeros without a
+    rotation."""
     slot = tl.load(slots + token, mask=there, other=-1)
     c = tl.zeros([HALF, token.shape[0]], tl.float32)
     s = tl.zeros([HALF, token.shape[0]], tl.float32)
@@ -76,7 +77,8 @@ def store_head(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     FRACTION: tl.constexpr,
 ):
-    """Sums of both halves of a head, fp32 `[HALF, M]`, to where they go, rounded as the product alone rounds them."""
+    """Norm, rotate and store one head from the sums of its two halves, fp32 `[HALF, M]`. The sums are first rounded as
+    a product without heads would round them."""
     i = tl.arange(0, HALF)
     first = first.to(out.dtype.element_ty).to(tl.float32)
     second = second.to(out.dtype.element_ty).to(tl.float32)
@@ -108,7 +110,7 @@ def store_head(  # type: ignore[no-untyped-def]
 
 
 def head_arguments(heads: Heads | None) -> tuple[list[Tensor | None], list[float | None], dict[str, int]]:
-    """Pointers, numbers and constants of the product's kernel; None: of a product whose output is no heads."""
+    """Return the pointers, numbers and constants of the product's kernel. `heads` None: the output is not heads."""
     if heads is None:
         return [None] * 5, [None] * 3, {"HEADS": 0, "KV_HEADS": 0, "BLOCK_SIZE": 1, "FRACTION": 0}
     fraction, (kv_heads, block_size) = fraction_of(heads.cache.dtype), heads.cache.shape[2:4]
@@ -119,7 +121,7 @@ def head_arguments(heads: Heads | None) -> tuple[list[Tensor | None], list[float
 
 
 def check_heads(heads: Heads, x: Tensor, out: Tensor, features: int, block_n: int) -> None:
-    """Raise AssertionError for operands that the kernel would read past, or tiles that are no heads."""
+    """Raise AssertionError for operands that the kernel would read past, and if a tile is not exactly one head."""
     rows, (kv_heads, _, dim) = x.shape[0], heads.cache.shape[2:]
     assert out.shape == (rows, features)
     assert features == (heads.num_heads + 2 * kv_heads) * dim

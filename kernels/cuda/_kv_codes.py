@@ -1,8 +1,9 @@
-"""Codes of K and V, floats of 8 bits: made as they are written, and numbers again in registers before a product.
+"""Converts K and V between numbers and 8-bit floating-point codes: to codes when they are written, to numbers in
+registers before a product.
 
-By integer arithmetic on every GPU, because those before sm_89 have no instruction for it and those behind have none to
-bf16, which theirs reaches by way of fp16 and fp32: 2 instructions a number, 3.5 here, NaN included. Numbers are made
-without their scale, so every one is exact in 16 bits. Unlike a weight's code one of K or V may be NaN, which has to
+It uses integer arithmetic on every GPU. GPUs before sm_89 have no instruction for it, and later ones have none to bf16,
+which they reach by way of fp16 and fp32. That takes 2 instructions per number, this 3.5, NaN included. Numbers are made
+without their scale, so each is exact in 16 bits. Unlike codes of weights, codes of K and V may be NaN, which has to
 stay NaN.
 """
 
@@ -13,12 +14,12 @@ import triton.language as tl
 
 
 def _to_bf16(shift: int, kept: int, scale: int, most: int) -> str:
-    """Four codes as bf16.
+    """Return PTX that converts four codes to bf16.
 
-    A code in the upper half of 16 bits is moved down by `shift` into the lowest bits of bf16's exponent and the highest
-    of its fraction, and multiplied by 2^120 or 2^112 (`scale`), which is exact for subnormal ones, too. Then codes that
-    are no number are above all others: the bf16 of `most` takes them, and only them, to infinity, and 0 times that is
-    NaN.
+    A code in the upper half of 16 bits is moved down by `shift`, into the lowest bits of bf16's exponent and the
+    highest of its fraction. It is then multiplied by 2^120 or 2^112 (`scale`), which is exact, also for subnormal
+    codes. Codes that stand for no number are now above all others. Multiplying by the bf16 in `most` takes them, and
+    only them, to infinity, and 0 times infinity is NaN.
     """
     return f"""
     {{
@@ -53,9 +54,10 @@ E5M2_BF16 = tl.constexpr(_to_bf16(3, 0x0FE00FE0, 0x77807780, 0x77807780))
 
 @triton.jit
 def numbers(codes, FRACTION: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile of uint8 codes with FRACTION bits of fraction, 3 (e4m3) or 2 (e5m2), as numbers of DTYPE.
+    """Convert a tile of uint8 codes to numbers of DTYPE. FRACTION is the number of fraction bits: 3 for e4m3, 2 for
+    e5m2.
 
-    Infinity, which nothing writes, is NaN in bf16.
+    The codes of infinity, which nothing writes, become NaN in bf16.
     """
     if tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
@@ -70,7 +72,7 @@ def numbers(codes, FRACTION: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore
 
 @triton.jit
 def encoded(x, scale, FRACTION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 `x / scale` as codes: see `kv_codes.encode`."""
+    """Return fp32 `x / scale` as codes, rounded as in `kv_codes.encode`."""
     BIAS: tl.constexpr = 7 if FRACTION == 3 else 15
     MOST: tl.constexpr = 448.0 if FRACTION == 3 else 57344.0
     LEAST: tl.constexpr = 2.0**-6 if FRACTION == 3 else 2.0**-14  # of those that are not subnormal

@@ -1,10 +1,10 @@
-"""The search for a threshold inside kernels: one step over a tile, and what its histogram says. Launches nothing.
+"""Search for a threshold inside kernels: one step over a tile, and the evaluation of its histogram. Launches nothing.
 
 A row's tokens are ordered by `descending_key`. Step 0 puts them into 1,024 cells of 1/32 nat below the largest logit,
-because there they spread; cells of leading bits would send most of a vocabulary to a dozen addresses. Later steps cut
-the cell of the threshold into 2,048 ranges of keys, and again: a cell spans at most 2^32 keys, so after three of them
-a range is a single key. Amounts are integers, 1 or a weight in units of 2^-40, so the order of the atomic additions
-does not show.
+because there they spread; cells of leading bits would send most of a vocabulary to a dozen addresses. Each later step
+cuts the cell with the threshold into 2,048 ranges of keys. A cell spans at most 2^32 keys, so after three such steps a
+range is a single key. Amounts are integers (1, or a weight in units of 2^-40), so the order of the atomic additions
+does not matter.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ import triton.language as tl
 from specrs.kernels.cuda._distribution import LAST_KEY, TOP_K, TOP_P, descending_key, scaled, value_of_key
 
 COUNT, WEIGHT, TOTAL = (tl.constexpr(i) for i in range(3))
-"""What a step adds up: tokens, or weights by cell, or all weights of a tile."""
+"""Modes of a step, by what it adds up: the number of tokens by cell, their weights by cell, or all weights of a
+tile."""
 LO, SHIFT, BASE, TARGET, CELL, LIMIT = (tl.constexpr(i) for i in range(6))
-"""What a step starts from: first key of its range and log2 of the keys in a 2,048th of it (-1: found, LO is the
-threshold); the amount before LO, in the end up to it; the amount to reach; the cell of step 0; the last key that
-earlier filters keep."""
+"""Elements of a step's start. LO: first key of its range, or the threshold once it is found. SHIFT: log2 of the keys in
+a 2,048th of the range; -1: the threshold is found. BASE: the amount before LO; at the end, up to it. TARGET: the amount
+to reach. CELL: the cell of step 0. LIMIT: the last key that earlier filters keep."""
 _FIRST_CELLS = tl.constexpr(1024)
 _RESOLUTION = tl.constexpr(32)
 _CELLS = tl.constexpr(2048)
 _DIGIT = tl.constexpr(11)
 _CLOSE = tl.constexpr(32)
 UNIT = tl.constexpr(float(2**40))
-"""Weight of the largest token."""
+"""Weight of the largest token in integer units."""
 
 
 @triton.jit
 def last_key(m, bound):  # type: ignore[no-untyped-def]
-    """The last key of an x with m - x <= bound, bound >= 0: how the predicate on a rounded gap becomes a threshold."""
+    """Return the last key of an x with m - x <= bound, for bound >= 0. This turns a condition on a rounded gap into a
+    threshold."""
     key = descending_key(m)
     for digit in tl.static_range(3):
         candidate = key + (tl.arange(0, _CELLS).to(tl.int64) << (_DIGIT * (2 - digit)))
@@ -41,24 +43,25 @@ def last_key(m, bound):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def cell_of(gap, chosen):  # type: ignore[no-untyped-def]
-    """Cell of a step 0, 32 to a nat; the last one holds the rest. 0 where not chosen, whatever the gap."""
+    """Return the cell of step 0 for a gap, 32 cells per nat; the last cell holds all larger gaps. 0 where not
+    `chosen`."""
     distance = tl.minimum(tl.where(chosen, gap, 0.0), 32.0) * _RESOLUTION
     return tl.minimum(distance.to(tl.int32), _FIRST_CELLS - 1)
 
 
 @triton.jit
 def place_of(cell, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a cell of 32 * GROUPS lies: neighbours are GROUPS apart. Most of a vocabulary meets in some hundred
-    neighbours, and the L2 cache adds to what lies close together one after the other."""
+    """Return the place in memory of one of 32 * GROUPS cells; neighbouring cells are GROUPS apart. Most of a vocabulary
+    falls into some hundred neighbouring cells, and the L2 cache adds to adjacent addresses one after the other."""
     return cell % 32 * GROUPS + cell // 32
 
 
 @triton.jit
 def add_to_cells(cells, index, amount, chosen, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add `amount` to the cells `index` of 32 * GROUPS where chosen.
+    """Add `amount` to the cells `index`, of 32 * GROUPS, where `chosen`.
 
-    Additions to one address wait for each other, all of them in a row of equal logits. So where a block's tokens lie
-    close together they are summed here first.
+    Additions to one address wait for each other; in a row of equal logits all would. So tokens of a block that fall
+    into nearby cells are summed before they are added.
     """
     index = index.to(tl.int32)
     first = tl.min(tl.where(chosen, index, _CELLS), axis=0)
@@ -73,9 +76,9 @@ def add_to_cells(cells, index, amount, chosen, GROUPS: tl.constexpr):  # type: i
 
 @triton.jit
 def _keys_of_cell(m, cell):  # type: ignore[no-untyped-def]
-    """First key of a range that holds every token of the cell, and log2 of the keys in a 2,048th of it.
+    """Return the first key of a range that holds every token of the cell, and log2 of the keys in a 2,048th of it.
 
-    The cell of a token comes from a rounded gap, so the range is wider by more than any rounding.
+    The cell of a token comes from a rounded gap, so the range is wider by more than any rounding error.
     """
     near = cell.to(tl.float32) / _RESOLUTION
     far = near + 1.0 / _RESOLUTION
@@ -90,7 +93,8 @@ def _keys_of_cell(m, cell):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _first_reaching(sums, index, before, target):  # type: ignore[no-untyped-def]
-    """First index at which before + the cumulative sum reaches the target, the sum before it, and whether there is."""
+    """Return the first index at which before + the cumulative sum reaches the target, the sum before that index, and
+    whether there is one."""
     reached = before + tl.cumsum(sums, axis=0)
     at = tl.sum((reached < target).to(tl.int32), axis=0)
     return at, before + tl.sum(tl.where(index < at, sums, 0), axis=0)
@@ -98,9 +102,9 @@ def _first_reaching(sums, index, before, target):  # type: ignore[no-untyped-def
 
 @triton.jit
 def narrow(slot, cells, params, m, FIRST: tl.constexpr, WEIGHTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a finished step says: `(lo, shift, base, target, cell)` of the next one.
+    """Evaluate a finished step, and return `(lo, shift, base, target, cell)` of the next one.
 
-    `slot` and `cells` are what that step started from and its histogram. FIRST: it was a step 0.
+    `slot` has what the finished step started from, `cells` its histogram. FIRST says that it was a step 0.
     """
     outer, inner = tl.arange(0, 64), tl.arange(0, 32)
     # Cells lie as `place_of` has them; called with outer * 32 + inner it costs up to 16 more registers.
@@ -161,9 +165,9 @@ def add_tile(  # type: ignore[no-untyped-def]
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the amounts of tokens first .. end to a step's histogram; with TOTAL returns their sum instead.
+    """Add the amounts of tokens first .. end to a step's histogram. With TOTAL, return their sum instead.
 
-    `farthest`: gap of the last token that min_p keeps, inf without it.
+    `farthest` is the gap of the last token that min_p keeps; inf without min_p.
     """
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(first, end, BLOCK):

@@ -1,5 +1,5 @@
-"""Which drafts stand where the target's own tokens are known: the longest prefix that equals them, or, for timing
-only, as many as given rates say. Draws nothing."""
+"""Accepts drafts if the target's own tokens are known: the longest prefix that equals them or, for timing only, as many
+as given rates say. Draws nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ ACCEPT = tl.constexpr(PURPOSE_ACCEPT)
 
 
 def expect_entries(drafted: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """`expect` of what every rule gets of its B entries: the fields of a `Drafted` and of an `Accepted`."""
+    """Check the tensors that every rule gets for its B sequences: the fields of a `Drafted` and of an `Accepted`.
+    Raises ValueError for a wrong shape or dtype."""
     (q_start, drafts, num_drafts), (accepted, emitted) = drafted, out
     batch, k = drafts.shape
     expect("drafts", drafts, (batch, k), torch.int64)
@@ -33,7 +34,8 @@ def expect_entries(drafted: Sequence[Tensor], out: Sequence[Tensor]) -> None:
 
 @triton.jit
 def is_accepted_at_rate(rates, seed, position, i, live):  # type: ignore[no-untyped-def]
-    """Synthetic acceptance of draft i given that those before it stand: u < rate_i / rate_(i-1), without division."""
+    """Decide the synthetic acceptance of draft i, given that the drafts before it are accepted: u < rate_i /
+    rate_(i-1), without division."""
     rate = tl.load(rates + i, mask=live, other=0.0)
     before = tl.load(rates + i - 1, mask=live & (i > 0), other=1.0)
     return uniform(seed, position + i, ACCEPT) * before < rate
@@ -41,7 +43,7 @@ def is_accepted_at_rate(rates, seed, position, i, live):  # type: ignore[no-unty
 
 @triton.jit
 def first_rejected(accepted, i, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Number of leading columns that are accepted."""
+    """Return the number of leading columns that are accepted."""
     return tl.min(tl.where(accepted, BLOCK_K, i), axis=0)
 
 
@@ -86,8 +88,8 @@ def accept_kernel(  # type: ignore[no-untyped-def]
 
 
 def accept_prefix(target_ids: Tensor, drafted: Drafted, out: Accepted, at_rates: AtRates | None = None) -> None:
-    """Accept the longest prefix of the drafts that equals `target_ids` `[N]` int64, or as many as rates say; see
-    `rules`."""
+    """Accept the longest prefix of the drafts that equals `target_ids` `[N]` int64, or with `at_rates` as many as the
+    rates say. See `rules`."""
     synthetic = [] if at_rates is None else [at_rates.rates, at_rates.seeds, at_rates.row, at_rates.n]
     torch.ops.specrs.accept_prefix(
         target_ids,
@@ -103,13 +105,13 @@ class AtRates:
     """Acceptance at given rates, for timing only."""
 
     rates: Tensor
-    """[>= K] fp32 in [0, 1], not increasing: the unconditional rate at which draft i is to stand"""
+    """[>= K] fp32 in [0, 1], not increasing: the unconditional rate at which each draft is accepted."""
     seeds: Tensor
-    """[R + 1] int64"""
+    """[R + 1] int64, seed of each state row."""
     row: Tensor
-    """[B] int64, state row of each entry"""
+    """[B] int64, state row of each sequence."""
     n: Tensor
-    """[B] int64"""
+    """[B] int64, number of tokens of each sequence."""
 
 
 @torch.library.custom_op("specrs::accept_prefix", mutates_args=["out"])
@@ -152,7 +154,7 @@ def _(target_ids: Tensor, drafted: list[Tensor], out: list[Tensor], at_rates: li
 def accept_prefix_reference(
     target_ids: Tensor, q_start: Tensor, drafts: Tensor, num_drafts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`(num_accepted, tokens)` of `accept_prefix` without rates, in torch."""
+    """Return `(num_accepted, tokens)` as `accept_prefix` without rates does, in torch."""
     index = torch.minimum(q_start[:-1, None] + torch.arange(drafts.shape[1] + 1), q_start[1:, None] - 1)
     return verify_greedy_torch(target_ids[index], drafts, num_drafts)
 

@@ -1,4 +1,4 @@
-"""The gated activation of the MLP for many rows; few rows have it behind their product (`skinny_linear`)."""
+"""Gated activation of the MLP for many rows. For few rows, `skinny_linear` applies it to its product."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = 1024
 
 @triton.jit
 def activation(x, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`x sigmoid(x)` of fp32, or GELU by its approximation with tanh; no exponential overflows."""
+    """Return `x sigmoid(x)` in fp32, or with GELU its approximation with tanh. No exponential overflows."""
     z = x
     if GELU:
         # (1 + tanh(u)) / 2 is sigmoid(2 u), and this is 2 sqrt(2 / pi).
@@ -27,7 +27,7 @@ def activation(x, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def clamped_swiglu(gate, up, alpha, limit):  # type: ignore[no-untyped-def]
-    """`kernels.activation.clamped_swiglu` of fp32; NaN stays, and no exponential overflows."""
+    """Return `kernels.activation.clamped_swiglu` in fp32. NaN stays NaN, and no exponential overflows."""
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     z = alpha * gate
@@ -76,7 +76,7 @@ def _check(x: Tensor, out: Tensor) -> None:
 
 
 def activation_and_mul_reference(x: Tensor, out: Tensor, gelu: bool) -> None:
-    """`activation_and_mul` in plain torch, in float64."""
+    """Do what `activation_and_mul` does, in plain torch in float64."""
     gate, up = x.double().chunk(2, dim=1)
     if gelu:
         inner = (2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)

@@ -1,4 +1,4 @@
-"""Argmax of logits rows, the lowest id in a tie, and the largest logit. Scales and draws nothing."""
+"""Argmax of rows of logits, the lowest id in a tie, and the largest logit. Scales and draws nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 def tile_argmax_kernel(  # type: ignore[no-untyped-def]
     logits, tile_value, tile_id, cells, stride, V, tile, tile_stride, CELLS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Best of each tile. With CELLS, the first histogram of a search is zeroed along the way."""
+    """Write the best value and token of each tile. With CELLS, also zero the first histogram of a search."""
     t, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if CELLS > 0:
         cell = tl.arange(0, CELLS)
@@ -47,7 +47,8 @@ def combine_argmax_kernel(  # type: ignore[no-untyped-def]
 
 
 def tile_argmax(logits: Tensor, tile_value: Tensor, tile_id: Tensor, cells: Tensor | None) -> int:
-    """First launch of every op that needs a row's top; returns the number of tiles. `cells` is zeroed if given."""
+    """Launch the first kernel of every op that needs a row's largest logit. Return the number of tiles. `cells` is
+    zeroed if it is given."""
     rows, vocab_size = logits.shape
     tile = tile_of(rows, vocab_size)
     tiles: int = triton.cdiv(vocab_size, tile)
@@ -70,7 +71,7 @@ def tile_argmax(logits: Tensor, tile_value: Tensor, tile_id: Tensor, cells: Tens
 def combine_argmax(
     tile_value: Tensor, tile_id: Tensor, out_ids: Tensor, out_top: Tensor | None, num_tiles: int
 ) -> None:
-    """Second launch: the best of each row's tiles, `[N]`."""
+    """Launch the second kernel: write the best of each row's tiles, `[N]`."""
     stride = tile_value.shape[2]
     combine_argmax_kernel[(len(out_ids),)](
         tile_value,
@@ -100,21 +101,20 @@ def _(logits: Tensor, out_ids: Tensor, out_top: Tensor, tile_value: Tensor, tile
 
 
 def argmax(logits: Tensor, out_ids: Tensor, out_top: Tensor, scratch: SamplingScratch) -> None:
-    """The most probable token of each row, the lowest id in a tie.
+    """Write the most probable token of each row, the lowest id in a tie.
 
     Args:
         logits: `[N, V]` fp32, any row stride, dense rows.
-        out_ids: `[N]` int64.
-        out_top: `[N]` fp32, the largest logit: NaN if the row has a NaN, else what it is, infinities too. The id of a
-            row with NaN is that of some other token.
+        out_ids: `[N]` int64. In a row with NaN, the id of some other token.
+        out_top: `[N]` fp32, the largest logit, which may be infinite; NaN if the row has a NaN.
 
-    Two launches: tiles, and their combination. At one row both are bound by their latency.
+    Takes two launches: tiles, and their combination. With one row, both are bound by latency.
     """
     torch.ops.specrs.argmax(logits, out_ids, out_top, scratch.tile_value, scratch.tile_id)
 
 
 def argmax_reference(logits: Tensor, out_ids: Tensor, out_top: Tensor) -> None:
-    """`argmax` in torch; ids of rows with NaN differ."""
+    """Do what `argmax` does, in torch. Ids of rows with NaN differ."""
     top, ids = logits.max(dim=1)
     out_top.copy_(top)
     out_ids.copy_(ids)

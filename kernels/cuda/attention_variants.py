@@ -1,4 +1,4 @@
-"""What is compiled ahead of time of attention. Launches nothing."""
+"""Variants of the attention kernels that are compiled ahead of time. Launches nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _variants() -> tuple[Variant, ...]:
                 "scale_log2": "fp32",
             }
             constants: dict[str, Any] = shape_constants(config, heads, kv_heads, dim) | {"BLOCK_SIZE": 16, "WINDOW": 0}
-            constants["TURN"] = config.turn
+            constants["PER_SPLIT"] = config.blocks_per_split
             if codes is None:
                 constants |= {"FRACTION": 0, "v_scale": None}
             else:
@@ -83,9 +83,9 @@ def _variants() -> tuple[Variant, ...]:
                 kinds["k_start"] = {"k_start": "*i64"}, {"sinks": None}
             if (dtype, dim, heads, rows, codes) == ("bf16", 128, 64, 6, None):
                 kinds["window"] = {}, {"k_start": None, "sinks": None, "WINDOW": 1024}
-                turns = {"SPLITS": many.splits, "SPLIT_BLOCK": triton.next_power_of_2(many.splits), "TURN": many.turn}
-                turns["FUSED"] = many.fused_lines(heads // kv_heads)
-                kinds["turns"] = {}, {"k_start": None, "sinks": None} | turns
+                long = {"SPLITS": many.splits, "SPLIT_BLOCK": triton.next_power_of_2(many.splits)}
+                long |= {"PER_SPLIT": many.blocks_per_split, "FUSED": many.fused_lines(heads // kv_heads)}
+                kinds["long"] = {}, {"k_start": None, "sinks": None} | long
                 kinds["window_sinks"] = {"sinks": "*bf16"}, {"k_start": None, "WINDOW": 128}
             for kind, (more, own) in kinds.items():
                 variants.append(

@@ -1,8 +1,9 @@
-"""Kernels compiled ahead in processes that touch no GPU, into Triton's cache, where launches find them. Launches none.
+"""Compiles kernels ahead of time, in processes that touch no GPU, into Triton's cache, where later launches find them.
+Launches none.
 
-A process of these names the device that kernels are compiled for to Triton and calls the code of a launch with
-`compile_only`, tensors on torch's device `meta`. So types, alignments, constants and options are those of the launch
-itself, and with them the key of the cache.
+Such a process tells Triton for which device to compile. It runs the code of a launch with `compile_only`, on tensors of
+torch's device `meta`. So types, alignments, constants and options are those of the real launch, and so is the key of
+the cache.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ from triton.runtime import driver
 
 Job = TypeVar("Job")
 _LINE = 200
-"""Characters of an error that are kept: a compiler's may have the whole kernel in it."""
+"""Maximum number of characters of an error that are kept. A compiler's error may contain the whole kernel."""
 
 
 class NamedDevice:
-    """What Triton asks of a driver before it compiles, answered for a GPU that is not there."""
+    """Driver for Triton that names a GPU to compile for, which need not be present."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
 
     def get_current_target(self) -> GPUTarget:
-        """What is compiled for."""
+        """Return the target to compile for."""
         return self.target
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """Return 0: there is one device."""
         return 0
 
     def get_current_stream(self, _device: int) -> int:
-        """The default stream."""
+        """Return 0, the default stream."""
         return 0
 
 
 def compile_ahead(
     compile_one: Callable[[Job], Any], jobs: Iterable[Job], target: GPUTarget, processes: int
 ) -> Iterator[tuple[Job, str | None]]:
-    """Call `compile_one` on every job in `processes` processes; yield each job as it ends and None, or its error.
+    """Call `compile_one` on every job in `processes` processes. Yield each job when it ends, with None or its error.
 
-    Jobs are begun in their order, from the first call of `next` on, and go on while the caller does something else. A
-    job that ends its process, as an assertion of LLVM does, is that job's error; the others take a new process.
-    `compile_one` and jobs must be picklable. Processes end with the iterator.
+    Jobs are started in order from the first call of `next` on, and run while the caller does something else. If a job
+    ends its process, as an assertion of LLVM does, that is the job's error, and the others get a new process.
+    `compile_one` and jobs must be picklable. The processes end with the iterator.
     """
     waiting, ended = deque(jobs), queue.SimpleQueue[tuple[Job, str | None]]()
     count = len(waiting)

@@ -1,7 +1,7 @@
-"""Tile shapes of products by (GPU, shape): a committed table, and defaults for what it lacks. Times nothing.
+"""Tile shapes of products by (GPU, shape): a committed table, and defaults for shapes that it lacks. Times nothing.
 
-Timing at start-up would let restarts and ranks differ in the order of their sums, so the table is made once, by
-`specrs tune`, and every process reads the same. It may be empty: the defaults follow from the device's limits.
+Timing at the start of an engine would let restarts and ranks differ in the order of their sums. So `specrs tune` makes
+the table once, and every process reads the same. It may be empty: the defaults follow from the device's limits.
 """
 
 from __future__ import annotations
@@ -18,60 +18,67 @@ from specrs.kernels.coding import Coding
 from specrs.kernels.cuda.device import DeviceLimits
 
 _SMALL = 2**26
-"""Bytes of a weight that half of the multiprocessors read in about the time of all: 15 us at 4 TB/s."""
+"""Size in bytes of a weight that half of the multiprocessors read in about the same time as all: 15 us at 4 TB/s."""
 _WIDE = 2**16
-"""Features from which tiles of 128 lose nothing at the end, as LM heads have: 3 % faster for 16 rows, 8 % for 64."""
+"""Number of output features from which on tiles of 128 lose nothing at the end, as in LM heads: 3 % faster for 16 rows,
+8 % for 64."""
 _IN_FLIGHT = 144 * 1024
-"""Bytes of all stages of a program: more than a memory needs, so that a tile's end and the next one's start overlap."""
+"""Bytes of all pipeline stages of a program. It is more than the memory's latency needs, so that a tile's end and the
+next one's start overlap."""
 TABLE = Path(__file__).with_name("configs.json")
 
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """How one product is cut up. `block_n`, `block_k` and `programs` decide the order of its sums."""
+    """Division of one product into tiles and programs. `block_n`, `block_k` and `programs` decide the order of its
+    sums."""
 
     block_n: int
-    """Output features of a tile (of each of its two sides where the product has two)."""
+    """Number of output features of a tile; if the product has two sides, of each of them."""
     block_k: int
-    """Input features of a step."""
+    """Number of input features per step."""
     programs: int
-    """Programs that share the work, at most one per step. A grouped product has one for each tile, whatever this is."""
+    """Number of programs that share the work, at most one per step. Ignored in grouped products, which have one per
+    tile."""
     num_warps: int
     num_stages: int
     prefetch: int = 0
-    """Steps of a program's weights, a power of two, brought into the L2 cache while the kernel before ends."""
+    """Number of steps, a power of two, whose weights a program brings into the L2 cache while the previous kernel
+    ends."""
 
     def as_list(self) -> list[int]:
-        """The fields in order, as custom ops take them."""
+        """Return the fields in order, as custom ops take them."""
         return list(dataclasses.astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """What a configuration is looked up by."""
+    """Key under which a configuration is looked up."""
 
     n: int
-    """Output features; of a product of two sides half the rows of its weight."""
+    """Number of output features; for a product with two sides, half of the rows of its weight."""
     k: int
     dtype: torch.dtype
-    """Of the rows, and of the weight where that is dense."""
+    """Dtype of the rows, and of the weight if it is dense."""
     gated: bool = False
     coding: Coding | None = None
-    """Of the weight; None: it is dense."""
+    """Coding of the weight; None if it is dense."""
     head_dim: int = 0
-    """Features of a head, whose halves are the two sides of a tile; 0: the output is no heads."""
+    """Number of features of a head, whose halves are the two sides of a tile; 0: the output is not heads."""
     experts: tuple[int, int] | None = None
-    """Of a grouped product, of which `n` and `k` are one expert's: how many there are, and how many a row has."""
+    """(number of experts of a grouped product, number that each row chooses); None if the product is not grouped. `n`
+    and `k` are those of one expert."""
 
     @property
     def sides(self) -> int:
-        """Rows of the weight to an output feature: 2 for gates and values, and for the halves of heads."""
+        """Number of rows of the weight per output feature: 2 for gates and values, and for the halves of heads;
+        otherwise 1."""
         return 2 if self.gated or self.head_dim else 1
 
     @property
     def key(self) -> str:
-        """As it stands in the table: `n4096-k2048-bfloat16`, behind it `-gated` where gated, `-heads128` of heads,
-        `-fp8-128` of codes and `-8of128` of experts."""
+        """Key in the table: `n4096-k2048-bfloat16`, then `-gated` if gated, `-heads128` for heads, `-fp8-128` for a
+        coding and `-8of128` for experts."""
         heads = f"-heads{self.head_dim}" if self.head_dim else ""
         coded = "" if self.coding is None else f"-{self.coding.kind}-{self.coding.group}"
         experts = "" if self.experts is None else f"-{self.experts[1]}of{self.experts[0]}"
@@ -80,31 +87,33 @@ class LinearShape:
 
     @property
     def bits(self) -> int:
-        """Of a weight."""
+        """Number of bits of a weight."""
         return 8 * self.dtype.itemsize if self.coding is None else self.coding.bits
 
     @property
     def least_k(self) -> int:
-        """Inputs that a step has at least: those whose codes lie together."""
+        """Minimum number of inputs per step: those whose codes are stored together."""
         return 16 if self.coding is None else self.coding.unit(self.k) or 16
 
     def stage_bytes(self, block_n: int, block_k: int, block_m: int) -> int:
-        """Shared memory of one stage of the pipeline: the tiles of weight and rows that it loads."""
+        """Return the bytes of shared memory of one pipeline stage: the tiles of weight and rows that it loads."""
         return self.sides * block_n * block_k * self.bits // 8 + block_m * block_k * self.dtype.itemsize
 
     def bound(self, block_n: int, block_k: int) -> int:
-        """Steps of the whole product, which bounds the number of programs."""
+        """Return the number of steps of the whole product, which is the maximum number of programs."""
         return -(-self.n // block_n) * -(-self.k // block_k)
 
 
 def linear_config(shape: LinearShape, block_m: int, limits: DeviceLimits) -> LinearConfig:
-    """The table's configuration for `shape` on this GPU, or the default; with `block_m` rows perhaps fewer stages."""
+    """Return the table's configuration for `shape` on this GPU, or the default. With `block_m` rows it may have fewer
+    stages, to fit into shared memory."""
     entry = load_table().get(limits.name, {}).get(shape.key)
     return fit(entry or default_config(shape, limits), shape, block_m, limits)
 
 
 def default_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
-    """A safe configuration for a GPU that was not tuned for; measured on an H200 (docs/decisions/cuda.md)."""
+    """Return a safe configuration for a GPU that was not tuned for. The rules were measured on an H200
+    (docs/decisions/cuda.md)."""
     if shape.experts is not None:
         # They have few steps, and tiles are more than multiprocessors, several of which each runs at a time: more than
         # four stages leave no room for them (down of Qwen3-30B-A3B for six rows 36 us with four, 42 with eight).
@@ -120,13 +129,13 @@ def default_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
 
 
 def _dense_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
-    """For 16-bit weights, which the memory alone limits.
+    """Return the default configuration for 16-bit weights, whose products only the memory limits.
 
-    About 32 KiB in flight on each multiprocessor cover the latency of a GPU's memory at 4 TB/s. Rows of 256 bytes are
-    what the memory reads best; where fewer than three stages of them fit, half as many. One program on a multiprocessor
-    is never slower than two. Partial sums cost 2 us, and more the more programs share a tile, so where the weight is
-    small and its tiles occupy a third of the multiprocessors, each program has a whole one, and half of one where they
-    are fewer.
+    About 32 KiB in flight per multiprocessor cover the latency of a GPU's memory at 4 TB/s. The memory reads rows of
+    256 bytes best; if fewer than three stages of them fit, rows are half as long. One program per multiprocessor is
+    never slower than two. Partial sums cost 2 us, and more if more programs share a tile. So if the weight is small and
+    its tiles occupy a third of the multiprocessors, each program has a whole tile, and half a tile if there are fewer
+    tiles.
     """
     block_n, block_k = shape.head_dim // 2 or 64, 128
     if limits.shared_memory // 2 < 3 * shape.stage_bytes(block_n, block_k, 16):
@@ -144,11 +153,12 @@ def _dense_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
 
 
 def _coded_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
-    """For codes, each of which becomes a number before it is multiplied.
+    """Return the default configuration for quantized weights, each code of which becomes a number before it is
+    multiplied.
 
-    What limits that is the latency of a step, not the memory, so several programs on a multiprocessor take turns: two
-    where a code has 8 bits, four of half the inputs where it has 4. Gate and up of Qwen3-32B take 72 us of FP8 in place
-    of 98 with one program, 64 of INT4 in place of 115.
+    The latency of a step limits such products, not the memory, so several programs take turns on a multiprocessor: two
+    for codes of 8 bits, four with half the inputs for codes of 4 bits. Gate and up of Qwen3-32B take 72 us in FP8
+    instead of 98 us with one program, and 64 us in INT4 instead of 115 us.
     """
     per_sm, block_k = (2, 256) if shape.bits == 8 else (4, 128)
     while block_k > shape.least_k and limits.shared_memory < per_sm * (
@@ -160,7 +170,7 @@ def _coded_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
 
 
 def fit(config: LinearConfig, shape: LinearShape, block_m: int, limits: DeviceLimits) -> LinearConfig:
-    """`config` with as many of its stages, at least two, as shared memory has room for."""
+    """Return `config` with as many of its stages as fit into shared memory, at least two."""
     if not limits.capability:
         return config
     per_sm = max(1, -(-config.programs // limits.num_sms))
@@ -177,13 +187,14 @@ def fit(config: LinearConfig, shape: LinearShape, block_m: int, limits: DeviceLi
 
 
 def _extra_bytes(shape: LinearShape, block_k: int, block_m: int) -> int:
-    """Shared memory behind the stages: the rows once more where a norm rewrites them, and what the epilogue turns."""
+    """Return the bytes of shared memory in addition to the stages: the rows once more if a norm rewrites them, and what
+    the epilogue transposes."""
     return block_m * block_k * shape.dtype.itemsize + 1024
 
 
 @cache
 def load_table(path: Path = TABLE) -> Mapping[str, Mapping[str, LinearConfig]]:
-    """`{GPU name: {shape key: configuration}}`."""
+    """Load the table: `{GPU name: {shape key: configuration}}`."""
     content = json.loads(path.read_text(encoding="utf-8"))
     return {
         gpu: {key: LinearConfig(**fields) for key, fields in shapes.items()}

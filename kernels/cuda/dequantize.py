@@ -1,15 +1,15 @@
-"""Some outputs of a coded weight as numbers, for products of more rows than read codes. Multiplies nothing."""
+"""Dequantizes some outputs of a quantized weight, for products of too many rows to read codes. Multiplies nothing."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
-from specrs.kernels.coded_weight import CodedWeight
 from specrs.kernels.coding import Coding
 from specrs.kernels.cuda._codes import CODES, INT4, byte_number, check_codes, coding_as_list, coding_of, scale_of
 from specrs.kernels.cuda._dependent_launch import enter, options
 from specrs.kernels.cuda.variants import Variant
+from specrs.kernels.quantized_weight import QuantizedWeight
 from torch import Tensor
 
 _BLOCK_N = 16
@@ -56,7 +56,7 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
         tl.store(place, (number * scale_of(scale, ZEROS)).to(out.dtype.element_ty), mask=inside)
 
 
-def dequantize(weight: CodedWeight, first: int, out: Tensor, dependent: bool) -> None:
+def dequantize(weight: QuantizedWeight, first: int, out: Tensor, dependent: bool) -> None:
     """Write outputs `first` to `first + P` of `weight` into `out` `[P, in]` contiguous, rounded once to its dtype.
 
     `dependent`: launch dependently (see `_dependent_launch`).
@@ -101,8 +101,8 @@ def _check(operands: list[Tensor], coding: Coding, first: int, out: Tensor) -> N
     assert first + out.shape[0] <= codes.shape[0]
 
 
-def dequantize_reference(weight: CodedWeight, first: int, out: Tensor) -> None:
-    """`dequantize` in plain torch, in float64 and rounded once."""
+def dequantize_reference(weight: QuantizedWeight, first: int, out: Tensor) -> None:
+    """Do what `dequantize` does, in plain torch in float64, rounded once."""
     out.copy_(weight.dequantized()[first : first + len(out)])
 
 

@@ -1,4 +1,4 @@
-"""What the kernel configurations depend on of a device. Looks nothing up but torch's device properties."""
+"""Limits of a device on which kernel configurations depend. Reads only torch's device properties."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """A device as the choice of tile shapes sees it."""
+    """Limits of a device that decide the choice of tile shapes."""
 
     name: str
-    """As torch names it, and as the table of configurations is keyed."""
+    """torch's name of the device, which is the key of the table of configurations."""
     capability: int
     """Compute capability times ten: 90 is 9.0."""
     num_sms: int
     shared_memory: int
-    """Bytes that one thread block may have."""
+    """Maximum bytes of shared memory of one thread block."""
 
 
 INTERPRETER = DeviceLimits("interpreter", 0, 3, 99 * 1024)
-"""Few programs, because each costs a millisecond there, but more than one, so that partial sums are combined."""
+"""Limits for Triton's interpreter. There are few multiprocessors, because each program takes a millisecond, but more
+than one, so that partial sums are combined."""
 ABSENT = DeviceLimits("absent", 80, 132, 99 * 1024)
-"""A CUDA device that is only named, as fake tensors are on a machine without one."""
+"""Limits for a CUDA device that is only named and not present, as with fake tensors."""
 
 
 @lru_cache(maxsize=16)
 def limits_of(device: torch.device) -> DeviceLimits:
-    """The limits of `device`; nothing is launched on it."""
+    """Return the limits of `device`. Launches nothing on it."""
     if device.type != "cuda":
         return INTERPRETER
     if not torch.cuda.is_available():

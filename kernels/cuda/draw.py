@@ -1,7 +1,7 @@
-"""One token a row from its distribution, with the noise of (seed, position, purpose). Filters nothing.
+"""Draws one token per row from its distribution, with the noise of (seed, position, purpose). Filters nothing.
 
-Gumbel-max over what is kept: argmax(x + g). A block of tokens of which none is kept makes no noise, which spares nearly
-all of it where top_p or top_k cut.
+The draw is Gumbel-max over the tokens that are kept: argmax(x + g). A block without a kept token makes no noise, which
+saves nearly all noise if top_p or top_k remove most tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tile_draw_kernel(  # type: ignore[no-untyped-def]
     purpose,
     BLOCK: tl.constexpr,
 ):
-    """Best of each tile; greedy rows by their logits."""
+    """Write the best value and token of each tile. In greedy rows, that is the largest logit."""
     t, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     state_row = tl.load(row_of + row)
     params = values + state_row * PARAMS
@@ -84,12 +84,12 @@ def draw(
     Args:
         logits: `[N, V]` fp32, as given to `sampling_cut`.
         row_of: state row of each flat row, `[N]` int64.
-        cut: `[N]` fp32 of `sampling_cut`; greedy rows take the argmax.
-        positions: the position that each row gives the distribution of, `[N]` int64; anything in padded rows.
+        cut: `[N]` fp32, from `sampling_cut`. Greedy rows take the argmax.
+        positions: position whose distribution each row gives, `[N]` int64; any value in padded rows.
         purpose: `PURPOSE_DRAFT` or `PURPOSE_GUMBEL`.
         out_ids: `[N]` int64; some token of the vocabulary in a row that keeps nothing.
 
-    Two launches: tiles, and their combination. Noise is made for kept tokens alone.
+    Takes two launches: tiles, and their combination. Noise is made only for kept tokens.
     """
     tiles = [scratch.tile_value, scratch.tile_id]
     torch.ops.specrs.draw(logits, row_of, [params.values, params.seeds], cut, positions, purpose, out_ids, tiles)
@@ -153,7 +153,8 @@ def _(
 
 
 def draw_reference(x: Tensor, noise: Tensor) -> Tensor:
-    """`draw` in torch: x `[N, V]` with -inf where removed (a greedy row: all but its argmax), noise `[N, V]`."""
+    """Do what `draw` does, in torch. x is `[N, V]` with -inf for removed tokens (in a greedy row, all but its argmax);
+    noise is `[N, V]`."""
     return (x + noise).argmax(dim=1)
 
 

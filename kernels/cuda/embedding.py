@@ -1,4 +1,4 @@
-"""What a pass starts with: rows of the embedding, and the angles of its positions. Norms and projects nothing."""
+"""Start of a pass: rows of the embedding, and the RoPE angles of the positions. Norms and projects nothing."""
 
 from __future__ import annotations
 
@@ -79,18 +79,18 @@ def embed(
     dependent: bool,
     multiplier: float = 1.0,
 ) -> None:
-    """Write the embedding of every row times `multiplier`, and cos and sin of `position * f_i`, products in fp32, of
-    each of R rotations (see `kernels.rotary`).
+    """Write the embedding of every row times `multiplier`, and cos and sin of `position * f_i` for each of R rotations
+    (see `kernels.rotary`). Products are in fp32.
 
     Args:
-        input_ids: `[N]` int64; ids outside the vocabulary are cut to it, as a draft with fewer tokens needs it.
+        input_ids: `[N]` int64. Ids outside the vocabulary are clamped, because a draft model may have fewer tokens.
         positions: `[N]` int64.
-        tables: the embedding `[vocab, hidden]` contiguous; signed frequencies `[R, D]` fp32, D features of a head;
-            what cos and sin are multiplied by, `[R]` fp32, or None; the weight `[hidden]` of the norm that follows, or
-            None.
+        tables: the embedding `[vocab, hidden]` contiguous; signed frequencies `[R, D]` fp32, for D features of a head;
+            factors of cos and sin, `[R]` fp32, or None; the weight `[hidden]` of the norm that follows, or None.
         hidden: `[N, hidden]` contiguous, of the embedding's dtype.
         angles: cos and sin, `[R, N, D / 2]` fp32, contiguous for each rotation; the sine is that of the second half.
-        following: with a norm's weight `x` and `squares` of a `linear_product.Next`, at most 64 rows then; else none.
+        following: with a norm's weight, `x` and `squares` of a `linear_product.Next`, for at most 64 rows; otherwise
+            empty.
         dependent: launch dependently (see `_dependent_launch`).
     """
     _check(input_ids, positions, tables, hidden, angles, following)
@@ -171,7 +171,7 @@ def embed_reference(
     following: Sequence[Tensor] = (),
     multiplier: float = 1.0,
 ) -> None:
-    """`embed` in plain torch."""
+    """Do what `embed` does, in plain torch."""
     embedding, rotary, magnitudes, next_norm = tables
     assert embedding is not None
     assert rotary is not None

@@ -1,7 +1,8 @@
-"""Which experts each row is sent to, its pairs sorted by expert, and what experts made added up. Multiplies nothing.
+"""Chooses the experts of each row, sorts the pairs of row and expert, and adds up the experts' outputs. Multiplies
+nothing.
 
-A pair is a row and one of the experts that it is sent to: pair `i * k + j` is row i's j-th of k. How many pairs an
-expert has is known on the device alone, so grids and buffers are those of any choice, and nothing waits for the host.
+A pair is a row and one of its experts: pair `i * k + j` is the j-th of k experts of row i. Only the device knows how
+many pairs an expert has. So grids and buffers are large enough for any choice, and nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def route_kernel(  # type: ignore[no-untyped-def]
 def sort_pairs_kernel(  # type: ignore[no-untyped-def]
     ids, pairs, starts, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """A program for each expert: it counts the pairs of those before it, and writes its own in their order."""
+    """Write the pairs of one expert in their order. Each program has one expert; it counts the pairs of the experts
+    before."""
     enter(DEPENDENT)
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -100,14 +102,15 @@ def add_pairs_kernel(  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("specrs::route", mutates_args=("ids", "shares"))
 def route(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor, normalize: bool, dependent: bool) -> None:
-    """Choose the k experts of the largest logits of each row, the lowest id in a tie (Fedus et al. 2021, eq. 1).
+    """Choose the k experts with the largest logits of each row, the lowest id in a tie (Fedus et al. 2021, eq. 1).
 
     Args:
         logits: `[N, E]` fp32, contiguous rows of any stride.
-        positions: `[N]` int64; a row at -1 is sent to none.
-        ids: `[N, k]` int32, gets them by descending logit; -1: none.
-        shares: `[N, k]` fp32, gets the softmax over all E logits at each, with `normalize` over their sum.
-        normalize: see `shares`.
+        positions: `[N]` int64; a row at -1 has no experts.
+        ids: `[N, k]` int32, written: the experts by descending logit; -1: none.
+        shares: `[N, k]` fp32, written: the softmax over all E logits at each expert; with `normalize`, divided by their
+            sum.
+        normalize: divide `shares` by their sum.
         dependent: launch dependently (see `_dependent_launch`).
     """
     _check_route(logits, positions, ids, shares)
@@ -147,13 +150,14 @@ def _check_route(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor)
 
 @torch.library.custom_op("specrs::sort_pairs", mutates_args=("pairs", "starts"))
 def sort_pairs(ids: Tensor, pairs: Tensor, starts: Tensor, dependent: bool) -> None:
-    """Write the pairs of each expert behind each other, in their order.
+    """Write the pairs of each expert one after the other, in their order.
 
     Args:
-        ids: `[N, k]` int32, the expert of each pair; -1: none, and the pair is nowhere.
-        pairs: `[N * k]` int32; those of expert e are `starts[e]` to `starts[e + 1]`, what is behind them stays.
-        starts: `[E + 1]` int32.
-        dependent: launch dependently.
+        ids: `[N, k]` int32, the expert of each pair; -1: none, and the pair is left out.
+        pairs: `[N * k]` int32, written: those of expert e are `starts[e]` to `starts[e + 1]`. Elements after the last
+            pair are unchanged.
+        starts: `[E + 1]` int32, written.
+        dependent: launch dependently (see `_dependent_launch`).
     """
     _check_sort(ids, pairs, starts)
     experts, count = starts.shape[0] - 1, ids.numel()
@@ -174,14 +178,15 @@ def _check_sort(ids: Tensor, pairs: Tensor, starts: Tensor) -> None:
 
 @torch.library.custom_op("specrs::add_pairs", mutates_args=("out",))
 def add_pairs(x: Tensor, ids: Tensor, shares: Tensor, out: Tensor, dependent: bool) -> None:
-    """Write into each row of `out` `[N, hidden]` what its experts made of it, added by share in the order of its pairs.
+    """Add up the experts' outputs for each row, weighted by share, in the order of its pairs. Writes the sums into
+    `out` `[N, hidden]`.
 
     Args:
-        x: `[N * k, hidden]` contiguous, a row for each pair; those of pairs without an expert are not read.
-        ids: `[N, k]` int32, as of `route`; like `shares` `[N, k]` fp32.
-        shares: see `ids`.
-        out: contiguous, of x's dtype; sums are fp32 and rounded once.
-        dependent: launch dependently.
+        x: `[N * k, hidden]` contiguous, the output for each pair. Rows of pairs without an expert are not read.
+        ids: `[N, k]` int32, from `route`.
+        shares: `[N, k]` fp32, from `route`.
+        out: contiguous, of x's dtype. Sums are fp32 and rounded once.
+        dependent: launch dependently (see `_dependent_launch`).
     """
     _check_add(x, ids, shares, out)
     (rows, width), each = out.shape, ids.shape[1]
@@ -202,7 +207,7 @@ def _check_add(x: Tensor, ids: Tensor, shares: Tensor, out: Tensor) -> None:
 
 
 def route_reference(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor, normalize: bool) -> None:
-    """`route` in plain torch, in float64; rows with NaN differ."""
+    """Do what `route` does, in plain torch in float64. Rows with NaN differ."""
     order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
     chosen = logits.double().softmax(1).gather(1, order)
     shares.copy_(chosen / chosen.sum(1, keepdim=True) if normalize else chosen)
@@ -210,7 +215,7 @@ def route_reference(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tens
 
 
 def sort_pairs_reference(ids: Tensor, pairs: Tensor, starts: Tensor) -> None:
-    """`sort_pairs` in plain torch."""
+    """Do what `sort_pairs` does, in plain torch."""
     flat, end = ids.flatten(), 0
     for expert in range(starts.shape[0] - 1):
         mine = (flat == expert).nonzero().flatten()
@@ -221,7 +226,7 @@ def sort_pairs_reference(ids: Tensor, pairs: Tensor, starts: Tensor) -> None:
 
 
 def add_pairs_reference(x: Tensor, ids: Tensor, shares: Tensor, out: Tensor) -> None:
-    """`add_pairs` in plain torch, in float64 and rounded once."""
+    """Do what `add_pairs` does, in plain torch in float64, rounded once."""
     parts = x.double().view(*ids.shape, -1) * shares.double().unsqueeze(2)
     out.copy_(torch.where((ids >= 0).unsqueeze(2), parts, 0).sum(1))
 

@@ -1,4 +1,4 @@
-"""Rows rounded to FP8 (e4m3) by group, as weights of such codes are multiplied with. Multiplies nothing."""
+"""Rounds rows to FP8 (e4m3) by group, for products with FP8 weights. Multiplies nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
 _TILE = 2048
-"""Numbers that a program rounds at once, or those of one group."""
+"""Number of numbers that a program rounds at once, unless a group is larger."""
 
 
 @triton.jit
@@ -53,8 +53,8 @@ def fp8_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def round_rows(x: Tensor, group: int, rounded: Tensor, dependent: bool) -> None:
-    """Write into `rounded` `[N, K]`, of x's dtype, the numbers that `coded_weight.fp8_rows` makes of x; x itself may be
-    it. bf16 or fp32, which hold them exactly.
+    """Round the rows of x as `quantized_weight.fp8_rows` does, and write them as numbers into `rounded` `[N, K]`, of
+    the dtype of x (bf16 or fp32, which hold them exactly). `rounded` may be x itself.
 
     `dependent`: launch dependently (see `_dependent_launch`).
     """
@@ -62,8 +62,9 @@ def round_rows(x: Tensor, group: int, rounded: Tensor, dependent: bool) -> None:
 
 
 def quantize_rows(x: Tensor, group: int, unit: int, codes: Tensor, scales: Tensor, dependent: bool) -> None:
-    """Write the codes of `coded_weight.fp8_rows` into `codes` `[N, K]` uint8, those of `unit` inputs in the order of a
-    `CodedWeight`'s bytes, and the scales into `scales` `[groups, M]` fp32, M at least N."""
+    """Round the rows of x as `quantized_weight.fp8_rows` does. Write their codes into `codes` `[N, K]` uint8, with each
+    `unit` of inputs in the byte order of a `QuantizedWeight`, and their scales into `scales` `[groups, M]` fp32, M at
+    least N."""
     torch.ops.specrs.fp8_rows(x, [group, unit], None, codes, scales, dependent)
 
 

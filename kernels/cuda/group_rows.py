@@ -1,5 +1,5 @@
-"""Slots and block tables of an iteration in the KV groups behind the first, on the device. With one group nothing here
-is launched; `prepare` has what the first group is given."""
+"""Prepares slots and block tables of an iteration in the KV groups after the first, on the device. Launches nothing if
+there is one group. `prepare` handles the first group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 _BLOCK_ROWS = 64
 _BLOCK_TABLE = 1024
-"""Entries of a step, 8 a thread: 16,384 positions in blocks of 16."""
+"""Number of block table entries per step, 8 per thread: 16,384 positions in blocks of 16."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "group_stride", "table_stride", "table_group_stride", "slot_stride"])
@@ -63,22 +63,24 @@ def group_rows_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """What an iteration of B entries and N flat rows is given in the G - 1 groups behind the first, int64."""
+    """Slots and block tables of an iteration of B sequences and N flat rows in the G - 1 KV groups after the first,
+    int64."""
 
     tables: Tensor
-    """[G - 1, B, max_blocks], rows contiguous: the entries' block tables as far as they are read."""
+    """[G - 1, B, max_blocks], rows contiguous: block tables of the sequences, as far as they are read."""
     slots: Tensor
-    """[G - 1, N], rows contiguous: of verification."""
+    """[G - 1, N], rows contiguous: slots of the rows of verification."""
 
 
 def prepare_groups(tables: Tensor, entries: Entries, verify: VerifyRows, out: GroupRows, block_size: int) -> None:
-    """Write `out` from the block tables of row state; mutates nothing else, and does nothing where there is one group.
+    """Write `out` from the block tables of row state. Mutates nothing else, and does nothing if there is one group.
 
     Args:
         tables: `[G - 1, R + 1, max_blocks]` int64, contiguous.
-        entries, verify: what `prepare_iteration` has written: a row without a slot there has none in any group.
-        out: of the same numbers of entries and rows.
-        block_size: positions of a block, the same in all groups.
+        entries: the sequences, written by `prepare_iteration`.
+        verify: the rows of verification, written by `prepare_iteration`. A row without a slot has none in any group.
+        out: buffers of the same numbers of sequences and rows.
+        block_size: number of positions of a block, the same in all groups.
     """
     if len(tables):
         read = [entries.row, entries.n, entries.k, entries.alive, verify.positions, verify.slots, verify.rows, tables]
@@ -87,7 +89,7 @@ def prepare_groups(tables: Tensor, entries: Entries, verify: VerifyRows, out: Gr
 
 @torch.library.custom_op("specrs::prepare_groups", mutates_args=["table", "slots"])
 def _prepare_groups(read: list[Tensor], table: Tensor, slots: Tensor, block_size: int) -> None:
-    """The op behind `prepare_groups`: tensors in the order of the kernel's pointers."""
+    """Launch the kernel of `prepare_groups`. Tensors are in the order of the kernel's pointers."""
     _check(read, table, slots, block_size)
     tables = read[-1]
     group_rows_kernel[table.shape[1], len(tables)](

@@ -1,9 +1,9 @@
-"""Products of each expert's weight with the rows that are sent to it, in one launch. Sorts no rows and adds none up.
+"""Products of each expert's weight with the rows that use the expert, in one launch. Sorts no rows and adds none up.
 
-As in `skinny_linear` weights are on the tensor core's M side and rows, padded to 16, on its N side. A program has one
-tile of features of one expert and up to 64 of the expert's rows, so of up to 64 rows each chosen expert's weights are
-read once, and those of others not at all. The grid is that of the most tiles that any choice makes; programs behind the
-last tile end at once. A row's sums have one order, whatever the other rows are.
+As in `skinny_linear`, weights are on the tensor core's M side, and rows, padded to 16, on its N side. A program has one
+tile of features of one expert and up to 64 of the expert's rows. So for up to 64 rows, the weights of each chosen
+expert are read once, and those of others not at all. The grid is large enough for any choice of experts; programs past
+the last tile exit at once. The order of a row's sums does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
 
 
 def most_tiles(experts: int, pairs: int, width: int) -> int:
-    """Tiles of up to `width` pairs of one expert each, at most, of so many pairs.
+    """Return the maximum number of tiles for `pairs` pairs, with up to `width` pairs of one expert per tile.
 
-    An expert of n > 0 pairs has at most 1 + (n - 1) / width tiles, so they are the most where as many experts as can
+    An expert of n > 0 pairs has at most 1 + (n - 1) / width tiles, so there are most if as many experts as possible
     have pairs.
     """
     some = min(experts, pairs)
@@ -119,8 +119,8 @@ def launch(
     *,
     compile_only: bool = False,
 ) -> None:
-    """Launch the kernel, or only compile it; arguments as of `grouped_linear`, which checks them, `shape` its flags and
-    clamp."""
+    """Launch the kernel, or only compile it. `grouped_linear` checks the arguments, which are its own; `shape` holds
+    its flags and clamp."""
     (each, gated, gelu, rows), clamp = shape
     weight, bias = weights[0], weights[1] if len(weights) > 1 else None
     alpha, limit = clamp or (None, None)
@@ -163,17 +163,19 @@ def grouped_linear(
     config: list[int],
     dependent: bool,
 ) -> None:
-    """Write for each pair p of expert e `f(W_e x + b_e)`, x the row `p // each` of x, into row p of `out`.
+    """Write `f(W_e x + b_e)` for each pair p of expert e into row p of `out`, where x is row `p // each` of x.
 
     Args:
-        x: `[M, K]`, contiguous rows of any stride, M * each >= the pairs.
-        weights: W `[E, N, K]` contiguous, of x's dtype; with `gated` `[E, 2 N, K]`, of each expert the gates above the
-            values; and, where experts have them, biases b `[E, N]` or `[E, 2 N]`.
-        pairs: pairs `[P]` sorted by expert and `[E + 1]` where each begins, int32, of `experts.sort_pairs`.
-        out: `[P, N]` contiguous, of x's dtype. Sums are fp32 and rounded once; rows of pairs of no expert stay.
-        flags: `each`, `gated`, `gelu` and at most how many pairs of one expert there are: its tiles are so wide, up to
-            64. With `gated` `f(y) = silu(y[:N]) * y[N:]`, or GELU in its place, else f(y) = y.
-        clamp: alpha and limit of f as `kernels.activation.clamped_swiglu`, with `gated`; or nothing.
+        x: `[M, K]`, contiguous rows of any stride; M * each is at least the number of pairs.
+        weights: W `[E, N, K]` contiguous, of x's dtype; with `gated` `[E, 2 N, K]`, for each expert the gates above the
+            values. If experts have biases, also b `[E, N]` or `[E, 2 N]`.
+        pairs: pairs `[P]` sorted by expert, and the start of each expert's pairs `[E + 1]`, int32, from
+            `experts.sort_pairs`.
+        out: `[P, N]` contiguous, of x's dtype. Sums are fp32 and rounded once. Rows of pairs without an expert are
+            unchanged.
+        flags: `each`, `gated`, `gelu` and the maximum number of pairs of one expert, which sets the width of tiles, up
+            to 64. With `gated`, `f(y) = silu(y[:N]) * y[N:]`, or with `gelu` GELU instead of SiLU; otherwise f(y) = y.
+        clamp: with `gated`, alpha and limit of `kernels.activation.clamped_swiglu` as f; or empty.
         config: the fields of a LinearConfig in order.
         dependent: launch dependently (see `_dependent_launch`).
     """
@@ -216,7 +218,7 @@ def grouped_linear_reference(
     flags: Sequence[int],
     clamp: Sequence[float] = (),
 ) -> None:
-    """`grouped_linear` in plain torch, in float64 and rounded once."""
+    """Do what `grouped_linear` does, in plain torch in float64, rounded once."""
     (each, gated, gelu, _), (order, starts) = flags, pairs
     for expert, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         mine = order[begin:end].long()

@@ -1,4 +1,5 @@
-"""Hidden states of the target between its passes and a drafter's: kept by row, and gathered. Computes nothing."""
+"""Moves hidden states of the target between its passes and a drafter's: stores them by row, and gathers them. Computes
+nothing."""
 
 from __future__ import annotations
 
@@ -41,15 +42,24 @@ def keep_states_kernel(  # type: ignore[no-untyped-def]
 
 
 def gather_states(hidden: HiddenTensors, row: Tensor, positions: Tensor, out: Tensor) -> None:
-    """The states of what a first drafting pass feeds; `runner.hidden_rows.HiddenRows.read` is the reference.
+    """Gather the hidden states that a first drafting pass feeds. The reference is `gather_states_reference`.
 
     Args:
-        hidden: what is kept.
-        row: `[B]` int64.
-        positions: `[B * C]` int64, C of each entry; -1 and those that are not kept give zeros.
+        hidden: hidden states that are kept by row.
+        row: state row of each sequence, `[B]` int64.
+        positions: `[B * C]` int64, C for each sequence. -1, and positions that are not kept, give zeros.
         out: `[B * C, L * hidden]` contiguous, of the states' dtype.
     """
     torch.ops.specrs.gather_states(hidden.states, hidden.start, row, positions, out)
+
+
+def gather_states_reference(hidden: HiddenTensors, row: Tensor, positions: Tensor, out: Tensor) -> None:
+    """Do what `gather_states` does, position by position."""
+    rows = row.repeat_interleave(len(positions) // len(row)).tolist()
+    for i, (of, position) in enumerate(zip(rows, positions.tolist(), strict=True)):
+        column = position - int(hidden.start[of])
+        is_kept = position >= 0 and 0 <= column < hidden.states.shape[1] - 1
+        out[i] = hidden.states[of, column].flatten() if is_kept else 0
 
 
 @torch.library.custom_op("specrs::gather_states", mutates_args=["out"])
@@ -85,26 +95,33 @@ def _check_gather(states: Tensor, start: Tensor, row: Tensor, positions: Tensor,
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Which rows of a verification are kept, `[B]` int64 each; `update_rows` says so."""
+    """Rows of a verification whose hidden states are kept, `[B]` int64 each; written by `update_rows`."""
 
     first: Tensor
-    """The column that an entry's first row goes to."""
+    """Column into which a sequence's first state goes."""
     count: Tensor
-    """How many rows, in order; 0 keeps nothing."""
+    """Number of states to keep, in order; 0 keeps nothing."""
 
 
 def keep_states(
     entries: Tensor, q_start: Tensor, row: Tensor, kept: Kept, hidden: HiddenTensors, max_rows: int
 ) -> None:
-    """Keep hidden states of committed tokens, `HiddenRows.keep_verified` is the reference; mutates `hidden.states`.
+    """Store the hidden states of committed tokens. Mutates `hidden.states`. The reference is `keep_states_reference`.
 
     Args:
-        entries: `[N, L, hidden]` contiguous, of the flat rows of a verification, or of the ends of prompts.
-        q_start: `[B]` or more int64, the first flat row of each entry.
-        row: `[B]` int64.
-        max_rows: the most that `kept.count` may be.
+        entries: `[N, L, hidden]` contiguous, states of the flat rows of a verification, or of the ends of prompts.
+        q_start: `[B]` or more int64, the first flat row of each sequence.
+        row: state row of each sequence, `[B]` int64.
+        kept: rows to store.
+        max_rows: maximum value of `kept.count`.
     """
     torch.ops.specrs.keep_states(entries, q_start, row, [kept.first, kept.count], hidden.states, max_rows)
+
+
+def keep_states_reference(entries: Tensor, q_start: Tensor, row: Tensor, kept: Kept, hidden: HiddenTensors) -> None:
+    """Do what `keep_states` does, one sequence after the other."""
+    for start, of, first, count in zip(*(x.tolist() for x in (q_start, row, kept.first, kept.count)), strict=False):
+        hidden.states[of, first : first + count] = entries[start : start + count]
 
 
 @torch.library.custom_op("specrs::keep_states", mutates_args=["states"])

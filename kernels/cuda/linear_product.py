@@ -1,5 +1,5 @@
-"""What a product of few rows is given: operands, their checks, the scratch that it needs, and what it gives, as
-`skinny_linear_reference`. Launches nothing."""
+"""Operands of a product of few rows, their checks, the size of its scratch, and a reference for the result. Launches
+nothing."""
 
 from __future__ import annotations
 
@@ -7,77 +7,83 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from specrs.kernels.coded_weight import CodedWeight
 from specrs.kernels.coding import Coding
 from specrs.kernels.cuda._codes import check_codes
 from specrs.kernels.cuda._heads import Heads, check_heads
 from specrs.kernels.cuda.configs import LinearConfig
+from specrs.kernels.quantized_weight import QuantizedWeight
 from torch import Tensor
 
 MAX_ROWS = 64
-"""Rows above which cuBLAS serves: a product of that many is no longer bound by the weight's bytes alone."""
+"""Maximum number of rows that these kernels serve. With more, cuBLAS is used, because reading the weight is no longer
+the only limit."""
 
 
 def block_m(rows: int) -> int:
-    """Columns of a tile for `rows` rows: 16, 32 or 64. Fewer than 8 would leave the warp-group instructions."""
+    """Return the number of columns of a tile for `rows` rows: 16, 32 or 64. With fewer, the compiler could not use
+    warp-group instructions."""
     return max(16, 1 << (rows - 1).bit_length())
 
 
 def scratch_sizes(config: LinearConfig, rows: int, *, n: int, sides: int = 1) -> tuple[int, int]:
-    """Elements of `partials` (fp32) and of `counters` (int32) that a product of `rows` rows needs; `n` and `sides` are
-    those of its Product or LinearShape."""
+    """Return the numbers of elements of `partials` (fp32) and of `counters` (int32) for a product of `rows` rows. `n`
+    and `sides` are those of its Product or LinearShape."""
     return 2 * config.programs * sides * config.block_n * block_m(rows), -(-n // config.block_n)
 
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """What the next norm needs of the output y `[M, N]`, as it was rounded."""
+    """Values that a product writes for the next norm, from its rounded output y `[M, N]`."""
 
     norm_weight: Tensor
-    """[N], g"""
+    """[N], weight g of the next norm."""
     x: Tensor
-    """[M, N], y's dtype and strides: gets `g y`"""
+    """[M, N], written: `g y`. It has y's dtype and strides."""
     squares: Tensor
-    """[S, 64] fp32, S at least the tiles of the output: row t gets the sums of squares of y's columns of tile t"""
+    """[S, 64] fp32, written. S is at least the number of tiles of the output; row t gets the sums of squares of y's
+    columns in tile t."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`m f(x W^T / r + b)`, r the root mean square of rows whose squares are given, else 1."""
+    """A product `m f(x W^T / r + b)`. r is the root mean square of each row if `squares` is given, else 1."""
 
     weight: Tensor
-    """[N, K] contiguous, of x's dtype; with `gated` [2 N, K], the gates above the values; with `heads` [2 N, K]. Of a
-    `coding` the codes, see `CodedWeight`."""
+    """[N, K] contiguous, of x's dtype; with `gated` [2 N, K], the gates above the values; with `heads` [2 N, K]. With a
+    `coding`, the codes of a `QuantizedWeight`."""
     bias: Tensor | None = None
-    """As many as the weight has rows"""
+    """[rows of the weight], or None."""
     squares: Tensor | None = None
-    """[S, 64] fp32: column i adds up to the sum of squares of the row that x[i] was before the norm's weight."""
+    """[S, 64] fp32. Column i adds up to the sum of squares of row i before the norm's weight was multiplied in. None:
+    rows are not normed."""
     eps: float = 0.0
     gated: bool = False
-    """f(y) = silu(y[:N]) * y[N:], else f(y) = y."""
+    """True if f(y) = silu(y[:N]) * y[N:]. False: f(y) = y."""
     gelu: bool = False
-    """GELU, by its approximation with tanh, in the place of SiLU."""
+    """True to use GELU, by its approximation with tanh, instead of SiLU."""
     accumulate: bool = False
-    """Added to what is there, else written over it."""
+    """True to add the result to the output, False to overwrite it."""
     multiplier: float = 1.0
-    """m"""
+    """Factor m of the product."""
     next: Next | None = None
-    """What is written beside the output for the product that reads it normed."""
+    """Buffers into which the product also writes its output times the next norm's weight, and sums of squares. None:
+    neither."""
     coding: Coding | None = None
     scales: Tensor | None = None
-    """As of `CodedWeight`, where the weight is codes."""
+    """Scales of a `QuantizedWeight`; None if the weight is dense."""
     heads: Heads | None = None
-    """The output `[M, 2 N]` is the heads of q, k and v: q is written as `qk_norm_rope` makes it, k and v into the cache
-    alone."""
+    """If given, the output `[M, 2 N]` is heads of q, k and v. q is written as `qk_norm_rope` leaves it; k and v go only
+    into the cache."""
 
     @property
     def sides(self) -> int:
-        """Rows of the weight to each of the N features that tiles are cut of."""
+        """Number of rows of the weight per output feature: 2 if gated or for heads, else 1."""
         return 2 if self.gated or self.heads is not None else 1
 
     @property
     def n(self) -> int:
-        """N, features of the output; half of those of heads, of which a tile has both halves."""
+        """Number of output features N that tiles are cut from. For heads it is half of the output, because a tile has
+        both halves of a head."""
         return self.weight.shape[0] // self.sides
 
 
@@ -124,12 +130,13 @@ def check_product(x: Tensor, product: Product, out: Tensor, scratch: Sequence[Te
 
 
 def skinny_linear_reference(x: Tensor, product: Product, out: Tensor) -> None:
-    """`skinny_linear` in plain torch, in float64 throughout and rounded once; all squares of a row in `squares[0]`."""
+    """Do what `skinny_linear` does, in plain torch in float64, rounded once. Sums of squares for the next norm are all
+    written into row 0 of `next.squares`."""
     assert product.heads is None, "`qk_norm_rope_reference` behind it is theirs"
     weight = product.weight.double()
     if product.coding is not None:
         assert product.scales is not None
-        weight = CodedWeight(product.weight, product.scales, product.coding).dequantized()
+        weight = QuantizedWeight(product.weight, product.scales, product.coding).dequantized()
     y = x.double() @ weight.t()
     if product.squares is not None:
         sums = product.squares[:, : x.shape[0]].double().sum(0)

@@ -1,4 +1,4 @@
-"""What is compiled ahead of time of products of few rows. Launches nothing."""
+"""Variants of products of few rows that are compiled ahead of time. Launches nothing."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def variant(
     constants: Mapping[str, Any] | None = None,
     argmax: bool = False,
 ) -> Variant:
-    """The kernel as `launch` specialises it for `shape` on devices of `size`.
+    """Return the variant of the kernel that `launch` uses for `shape` on devices of `size`.
 
-    `operands` are `bias`, `squares`, and `next_norm` with what is written for it; `constants` those that are not a
-    plain product's; `argmax` as `lm_head` has it.
+    `operands` may be `bias`, `squares` and `next_norm`. `constants` are those that differ from a plain product.
+    `argmax`: the variant of `lm_head`.
     """
     dtype = next(key for key, value in DTYPES.items() if value == shape.dtype)
     config = linear_config(shape, block_m(rows), size.limits)
@@ -88,7 +88,7 @@ CODINGS = {
     "int8": Coding("int8", 0),
     "int4": Coding("int4", 128, zeros=True),
 }
-"""What is compiled ahead of time; group 0 stands for all inputs."""
+"""Codings that are compiled ahead of time, by name. Group 0 stands for all inputs."""
 
 
 def _variants() -> tuple[Variant, ...]:

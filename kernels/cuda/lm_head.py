@@ -1,4 +1,4 @@
-"""The LM head with the choice of the most probable token behind it. Logits alone are `skinny_linear`'s."""
+"""LM head with a choice of the most probable token. For logits alone, use `skinny_linear`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _BLOCK = 1024
 def combine_tiles_kernel(  # type: ignore[no-untyped-def]
     tile_top, tile_id, out_ids, out_top, TILES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """The best of a row's tiles; of equal ones the lowest id, which is not always in the first tile of its lane."""
+    """Write the best of a row's tiles. Of equal ones it is the lowest id, which is not always in the first tile of its
+    lane."""
     enter(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -47,16 +48,16 @@ def combine_tiles_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class ArgmaxScratch:
-    """What the kernels pass results through; counters are zero before and after."""
+    """Scratch through which the kernels pass results. The counters are zero before and after."""
 
     tile_top: Tensor
-    """At least L * ceil(V / block_n) elements, fp32"""
+    """fp32, at least L * ceil(V / block_n) elements: largest logit of each row's tiles."""
     tile_id: Tensor
-    """As many, int32"""
+    """int32, at least L * ceil(V / block_n) elements: id of each tile's largest logit."""
     partials: Tensor
-    """As of `skinny_linear`"""
+    """Partial sums of the product, fp32, at least `scratch_sizes` elements."""
     counters: Tensor
-    """As of `skinny_linear`"""
+    """Arrival counters of the product, int32, at least `scratch_sizes` elements."""
 
 
 def linear_argmax(
@@ -68,12 +69,12 @@ def linear_argmax(
         x: `[L, hidden]`, 1 <= L <= 64, contiguous rows of any stride.
         weight: `[V, hidden]` contiguous, of x's dtype.
         out: `(ids, top)` or `(ids, top, logits)`. ids `[L]` int64: the lowest id in a tie, some id in a row with NaN.
-            top `[L]` fp32: NaN if the row has a NaN, else the largest logit, infinities too. logits `[L, V]` fp32,
-            contiguous rows of any stride, are never read back.
+            top `[L]` fp32: the largest logit, which may be infinite; NaN if the row has a NaN. logits `[L, V]` fp32,
+            contiguous rows of any stride, are only written.
         config: the fields of a LinearConfig in order.
         dependent: launch dependently (see `_dependent_launch`).
 
-    Two launches. Logits are compared as fp32, as they come from the accumulator.
+    Takes two launches. Logits are compared in fp32, as they come from the accumulator.
     """
     tensors = [scratch.tile_top, scratch.tile_id, scratch.partials, scratch.counters]
     torch.ops.specrs.linear_argmax(x, weight, list(out), tensors, config, dependent)
@@ -113,7 +114,7 @@ def _check(x: Tensor, weight: Tensor, out: list[Tensor], scratch: list[Tensor], 
 
 
 def linear_argmax_reference(x: Tensor, weight: Tensor, out_ids: Tensor, out_top: Tensor, logits: Tensor | None) -> None:
-    """`linear_argmax` in plain torch, products in float64; ids of rows with NaN differ."""
+    """Do what `linear_argmax` does, in plain torch with products in float64. Ids of rows with NaN differ."""
     y = x.double() @ weight.double().t()
     top, ids = y.max(dim=1)
     out_ids.copy_(ids)

@@ -1,14 +1,15 @@
 """Causal attention of flat rows over the paged cache: decode, verification and prefill. Writes no K and V.
 
-One kernel, three ways to cut the work. A tile is the query heads that share a KV head times some rows of one request.
-With few tiles the context is split: split s of S takes the blocks s, s + S, s + 2 S, .. of BLOCK_N positions, and the
-partial results are combined in the order of the splits, by the program that arrives last where there is little to
-combine and by a second kernel elsewhere. Blocks are counted from position 0, so that what a row sums, and in which
-order, depends on its own position and on S alone, not on how long other rows' contexts are.
+There is one kernel, and three ways to divide the work. A tile is the query heads that share a KV head, times some rows
+of one request. If there are few tiles, the context is split: split s of S takes the blocks s, s + S, s + 2 S, ... of
+BLOCK_N positions. The partial results are combined in the order of the splits: by the program that arrives last if
+there is little to combine, otherwise by a second kernel. Blocks are counted from position 0. So what a row sums, and in
+which order, depends only on its own position and on S, and not on the contexts of other rows.
 
-With many tiles that would leave a long context among short ones to few programs. There a split takes TURN blocks at a
-time: a context of no more than that is one program's, which writes its output, a longer one has as many splits as
-turns, and the programs of splits that it has not end at once. Which split a block belongs to is fixed, here too.
+With many tiles, this would leave a long context among short ones to few programs. Then a split takes PER_SPLIT blocks
+at a time. A context of no more blocks belongs to one program, which writes its output. A longer one has a split for
+each such run of blocks, and the programs of splits that it does not have exit at once. The split that a block belongs
+to is fixed here, too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _LOG2E = 1.4426950408889634
 def _combine(  # type: ignore[no-untyped-def]
     partial_out, partial_stat, tile, first, live, SPLITS, BLOCK_M, BLOCK_D, SPLIT_BLOCK, M: tl.constexpr
 ):
-    """Rows first .. first + M of a tile, `[M, BLOCK_D]`, from its first `live` splits, added in a fixed order."""
+    """Return rows first .. first + M of a tile, `[M, BLOCK_D]`, added from its first `live` splits in a fixed order."""
     s = tl.arange(0, SPLIT_BLOCK)
     m = first + tl.arange(0, M)
     d = tl.arange(0, BLOCK_D)
@@ -53,16 +54,17 @@ def _combine(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _context(positions, row, valid, capacity):  # type: ignore[no-untyped-def]
-    """Positions of a tile's rows, -1 for rows that are none, and how many there are up to the last of them."""
+    """Return the positions of a tile's rows, -1 for rows that do not exist, and the number of positions up to the last
+    of them."""
     position = tl.load(positions + row, mask=valid, other=-1)
     return position, tl.minimum(tl.max(position, 0) + 1, capacity)
 
 
 @triton.jit
-def _taken(blocks, split, SPLITS: tl.constexpr, TURN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many of the first `blocks` blocks a split has."""
-    rest = blocks % (SPLITS * TURN) - split * TURN
-    return blocks // (SPLITS * TURN) * TURN + tl.minimum(tl.maximum(rest, 0), TURN)
+def _taken(blocks, split, SPLITS: tl.constexpr, PER_SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return how many of the first `blocks` blocks belong to a split."""
+    rest = blocks % (SPLITS * PER_SPLIT) - split * PER_SPLIT
+    return blocks // (SPLITS * PER_SPLIT) * PER_SPLIT + tl.minimum(tl.maximum(rest, 0), PER_SPLIT)
 
 
 @triton.jit(do_not_specialize=["table_width"])
@@ -95,7 +97,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
-    TURN: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     FUSED: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -117,7 +119,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
 
     position, context = _context(positions, row, valid, table_width * BLOCK_SIZE)
     blocks = (context + BLOCK_N - 1) // BLOCK_N
-    live = tl.maximum(tl.minimum((blocks + TURN - 1) // TURN, SPLITS), 1)
+    live = tl.maximum(tl.minimum((blocks + PER_SPLIT - 1) // PER_SPLIT, SPLITS), 1)
     begin, stop, lowest = split, blocks, 0
     if k_start is not None:
         lowest = tl.load(k_start + request)
@@ -128,8 +130,9 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     if (k_start is not None) | (WINDOW > 0):
         # Blocks keep their splits: what lies wholly below is passed over.
         begin = split + tl.cdiv(tl.maximum(lowest // BLOCK_N - split, 0), SPLITS) * SPLITS
-    if TURN > 1:
-        begin, stop = _taken(lowest // BLOCK_N, split, SPLITS, TURN), _taken(blocks, split, SPLITS, TURN)
+    if PER_SPLIT > 1:
+        begin = _taken(lowest // BLOCK_N, split, SPLITS, PER_SPLIT)
+        stop = _taken(blocks, split, SPLITS, PER_SPLIT)
     # Which rows and positions there are was written before the kernel ahead of this one, which lets this one start
     # when that is finished (see `qk_norm_rope` and the product of heads). What it writes itself, q, K and V, is read
     # behind this line.
@@ -148,10 +151,10 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         table = block_table + request.to(tl.int64) * table_stride
         column = tl.arange(0, BLOCK_N)
-        for t in range(begin, stop, SPLITS if TURN == 1 else 1):
+        for t in range(begin, stop, SPLITS if PER_SPLIT == 1 else 1):
             n = t * BLOCK_N + column
-            if TURN > 1:
-                n = ((t // TURN * SPLITS + split) * TURN + t % TURN) * BLOCK_N + column
+            if PER_SPLIT > 1:
+                n = ((t // PER_SPLIT * SPLITS + split) * PER_SPLIT + t % PER_SPLIT) * BLOCK_N + column
             inside = n < context
             if (k_start is not None) | (WINDOW > 0):
                 inside = inside & (n >= lowest)
@@ -185,10 +188,10 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         if FRACTION > 0:
             acc *= v_scale
         whole, parted = loaded, valid
-        if TURN > 1:
+        if PER_SPLIT > 1:
             lone = tl.where(live > 1, 0, BLOCK_M)
             whole, parted = loaded & (m < lone)[:, None], valid & (m >= lone)
-        if (SPLITS == 1) | (TURN > 1):
+        if (SPLITS == 1) | (PER_SPLIT > 1):
             result = acc / tl.where(total == 0, 1.0, total)[:, None]
             tl.store(out + place, result.to(out.dtype.element_ty), mask=whole)
         if SPLITS > 1:
@@ -202,7 +205,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
                 tl.debug_barrier()
                 if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == live - 1:
                     lines = ROWS * GROUP
-                    if TURN > 1:
+                    if PER_SPLIT > 1:
                         lines = tl.where(live > 1, lines, 0)
                     for first in range(0, lines, FUSED):
                         combined = _combine(
@@ -240,7 +243,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     BLOCK_ROWS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One row and head of a tile."""
+    """Combine the splits of one row and head of a tile."""
     start_next(DEPENDENT)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     request, tile_of_request, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -265,33 +268,33 @@ def combine_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """Which positions of which requests the rows of q are."""
+    """Requests and positions of the rows of q."""
 
     positions: Tensor
-    """[N] int64"""
+    """[N] int64, position of each row."""
     q_start: Tensor
-    """[B + 1] int64, ascending, first 0"""
+    """[B + 1] int64, ascending, first 0: first row of each request."""
     block_table: Tensor
-    """[B, max_blocks] int64, dense rows of any stride"""
+    """[B, max_blocks] int64, block ids; dense rows of any stride."""
     max_q_len: int
-    """Host bound of rows per request; rows past it would get no output."""
+    """Upper bound, known on the host, of the rows per request. Rows past it would get no output."""
     k_start: Tensor | None = None
-    """[B] int64, the first position that a request's rows attend; None: 0."""
+    """[B] int64, first position that a request's rows attend to; None: 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """What the heads of a layer see of the positions before a row."""
+class MaskParams:
+    """Scale, window, sinks and cache scales of a layer's attention."""
 
     scale: float
-    """Of the scores, usually D^-0.5."""
+    """Factor on the scores, usually D^-0.5."""
     window: int | None = None
-    """The last positions that a row attends, its own among them; None: all."""
+    """Number of last positions that a row attends to, including its own; None: all."""
     sinks: Tensor | None = None
     """[heads], a score of each head that takes its share of the softmax and adds nothing (Xiao et al. 2024, as in
-    gpt-oss); None: there are none."""
+    gpt-oss). None: there are none."""
     kv_scales: KVScales = UNSCALED
-    """Of K and V where the cache has codes of them; without meaning elsewhere."""
+    """Scales of K and V in a quantized cache; ignored otherwise."""
 
 
 def paged_attention(
@@ -300,16 +303,17 @@ def paged_attention(
     rows: AttentionRows,
     out: Tensor,
     scratch: Sequence[Tensor],
-    sight: Sight,
+    mask_params: MaskParams,
     config: list[int],
     dependent: bool,
 ) -> None:
     """Write `softmax(scale q K^T + M) V` for every row and head into `out` (Vaswani et al. 2017, eq. 1).
 
-    Row i attends positions 0..positions[i] of its request, or from its `k_start` on, the last `sight.window` of them;
-    query head h uses KV head `h // (heads / kv_heads)` (Ainslie et al. 2023). Rows at position -1 give zeros, rows
-    behind `q_start[B]` are left as they were. Nothing behind a tile's context, before `k_start` or before all windows
-    of a tile is loaded, no table entry either, so NaN left there by earlier owners stays there.
+    Row i attends positions 0..positions[i] of its request, or from its `k_start` on. With a window it attends the last
+    `mask_params.window` of them. Query head h uses KV head `h // (heads / kv_heads)` (Ainslie et al. 2023). Rows at
+    position -1 give zeros, rows behind `q_start[B]` are left as they were. Nothing behind a tile's context, before
+    `k_start` or before all windows of a tile is loaded, no table entry either, so NaN left there by earlier owners
+    stays there.
 
     Args:
         q: `[N, heads * D]`, contiguous rows of any stride.
@@ -319,17 +323,17 @@ def paged_attention(
         out: `[N, heads * D]`, contiguous rows of any stride.
         scratch: `(partial_out, partial_stat, counters)` of at least `AttentionConfig.scratch_sizes`. Counters are zero
             before and after.
-        sight: what the layer's heads see.
+        mask_params: scale, window, sinks and cache scales of the layer.
         config: the fields of an AttentionConfig in order.
         dependent: launch dependently (see `_dependent_launch`), behind `qk_norm_rope`, a product of heads or an
             ordinary launch.
 
     Sums are fp32; the weights are rounded to q's dtype before they meet V.
     """
-    where = [rows.positions, rows.q_start, rows.block_table, rows.k_start, sight.sinks]
-    sizes = [rows.max_q_len, sight.window or 0, *config]
-    scales = list(sight.kv_scales) if cache.dtype in FRACTIONS else [1.0, 1.0]
-    scales[0] *= sight.scale
+    where = [rows.positions, rows.q_start, rows.block_table, rows.k_start, mask_params.sinks]
+    sizes = [rows.max_q_len, mask_params.window or 0, *config]
+    scales = list(mask_params.kv_scales) if cache.dtype in FRACTIONS else [1.0, 1.0]
+    scales[0] *= mask_params.scale
     torch.ops.specrs.paged_attention(q, cache, where, out, list(scratch), scales, sizes, dependent)
 
 
@@ -375,7 +379,7 @@ def _paged_attention(
         scale * _LOG2E,
         v_scale if fraction else None,
         **shape,
-        TURN=c.turn,
+        PER_SPLIT=c.blocks_per_split,
         FRACTION=fraction,
         WINDOW=window,
         FUSED=fused,
@@ -384,7 +388,7 @@ def _paged_attention(
         **options(dependent),
     )
     if c.splits > 1 and not fused:
-        assert c.turn == 1, "long contexts alone are combined by the last program"
+        assert c.blocks_per_split == 1, "long contexts alone are combined by the last program"
         combine_kernel[(batch, tiles, c.rows * heads // kv_heads)](
             positions,
             q_start,
@@ -414,7 +418,7 @@ def _(
 
 
 def _named(rows: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
-    """Positions, q_start and table; k_start; sinks."""
+    """Split the optional tensors of a call: return (positions, q_start, block table), k_start, and sinks."""
     positions, q_start, block_table, k_start, sinks = rows
     assert positions is not None
     assert q_start is not None
@@ -446,7 +450,7 @@ def _check(
 
 
 def shape_constants(config: AttentionConfig, heads: int, kv_heads: int, dim: int) -> dict[str, int]:
-    """The kernels' constants that both have."""
+    """Return the constants that both kernels have."""
     return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -467,10 +471,10 @@ def paged_attention_reference(
     q_start: Tensor,
     block_table: Tensor,
     out: Tensor,
-    sight: Sight,
+    mask_params: MaskParams,
     k_start: Tensor | None = None,
 ) -> None:
-    """`paged_attention` row by row in float64."""
+    """Do what `paged_attention` does, row by row in float64."""
     kv_heads, block_size, dim = cache.shape[2:]
     heads = q.shape[1] // dim
     starts = q_start.tolist()
@@ -479,17 +483,17 @@ def paged_attention_reference(
         for row in range(starts[b], starts[b + 1]):
             context = min(int(positions[row]) + 1, block_table.shape[1] * block_size)
             first = 0 if k_start is None else int(k_start[b])
-            if sight.window is not None:
-                first = max(first, int(positions[row]) + 1 - sight.window)
+            if mask_params.window is not None:
+                first = max(first, int(positions[row]) + 1 - mask_params.window)
             if context <= first:
                 continue
             at = torch.arange(first, context, device=q.device)
             kv = cache[block_table[b, at // block_size], :, :, at % block_size].double()  # [context, 2, kv_heads, D]
             if cache.dtype in FRACTIONS:
-                kv = kv * torch.tensor(sight.kv_scales, dtype=torch.float64, device=q.device)[:, None, None]
+                kv = kv * torch.tensor(mask_params.kv_scales, dtype=torch.float64, device=q.device)[:, None, None]
             k, v = kv.repeat_interleave(heads // kv_heads, dim=2).unbind(1)
-            scores = torch.einsum("hd,chd->hc", q[row].double().view(heads, dim), k) * sight.scale
-            if sight.sinks is not None:
-                scores = torch.cat((scores, sight.sinks.double()[:, None]), dim=1)
+            scores = torch.einsum("hd,chd->hc", q[row].double().view(heads, dim), k) * mask_params.scale
+            if mask_params.sinks is not None:
+                scores = torch.cat((scores, mask_params.sinks.double()[:, None]), dim=1)
             weights = scores.softmax(-1)[:, : len(at)]
             out[row] = torch.einsum("hc,chd->hd", weights, v).reshape(-1).to(out.dtype)

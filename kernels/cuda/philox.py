@@ -1,13 +1,13 @@
-"""Philox4x32-10 noise on the device: the same words and uniforms as `specrs.core`, Gumbel values to 2 ulp. Draws no
-tokens.
+"""Philox4x32-10 noise on the device: the same words and uniforms as in `specrs.core`, and Gumbel values to 2 ulp. Draws
+no tokens.
 
-The layout is that of `rust/core/src/philox.rs` and frozen: key = the seed, counter = (token / 4, low and high word of
-the position, purpose), lane = token % 4. `fill_noise` writes noise out and is there for tests and for people who want
-the same numbers; the sampling kernels make theirs in registers.
+The layout is that of `rust/core/src/philox.rs`, and frozen: key = the seed, counter = (token / 4, low and high word of
+the position, purpose), lane = token % 4. The sampling kernels make noise in registers. `fill_noise` writes noise to
+memory, for tests and for users who want the same numbers.
 
-Gumbel values are computed in float64, because the 32 bits of a word do not fit float32 and a logarithm near 1 loses
-what is left. The logarithm is the one of the Rust core, operation by operation: about 30 of float64, one a division,
-for each value, which shows on GPUs that run float64 at 1/64 of the speed.
+Gumbel values are computed in float64, because the 32 bits of a word do not fit float32, and a logarithm near 1 loses
+most of the rest. The logarithm is that of the Rust core, operation by operation. It takes about 30 float64 operations
+per value, one of them a division, which is noticeable on GPUs that run float64 at 1/64 of the speed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
 BLOCK = 1024
-"""Tokens of one program of `fill_noise`."""
+"""Number of tokens per program of `fill_noise`."""
 
 
 @triton.jit
 def philox_words(seed, position, purpose, first, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Words of tokens first .. first + BLOCK, `[BLOCK]` uint32; `first` is a multiple of 4, seed and position int64."""
+    """Return the words of tokens first .. first + BLOCK, `[BLOCK]` uint32. `first` is a multiple of 4; seed and
+    position are int64."""
     group = (tl.arange(0, BLOCK // 4) + first // 4).to(tl.uint32)
     zero = group * 0
     bits = position.to(tl.uint64, bitcast=True)
@@ -38,13 +39,13 @@ def philox_words(seed, position, purpose, first, BLOCK: tl.constexpr):  # type: 
 
 @triton.jit
 def uniform_from_word(word):  # type: ignore[no-untyped-def]
-    """`((word >> 9) + 0.5) * 2^-23` in float32, exact."""
+    """Return `((word >> 9) + 0.5) * 2^-23` in float32, which is exact."""
     return ((word >> 9).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
 
 
 @triton.jit
 def uniform(seed, position, purpose):  # type: ignore[no-untyped-def]
-    """Uniforms of token 0, for `position` of any shape."""
+    """Return the uniforms of token 0, for `position` of any shape."""
     zero = (position * 0).to(tl.uint32)
     bits = position.to(tl.uint64, bitcast=True)
     low = (bits & 0xFFFFFFFF).to(tl.uint32)
@@ -55,7 +56,7 @@ def uniform(seed, position, purpose):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def log64(x):  # type: ignore[no-untyped-def]
-    """ln of a positive normal float64, relative error under 2^-40; `math::ln` of the Rust core."""
+    """Return ln of a positive normal float64, with a relative error under 2^-40. It is `math::ln` of the Rust core."""
     # Constants are written as integers and ratios: a Python float in an expression with float64 may become float32.
     bits = x.to(tl.int64, bitcast=True) + 0x95F619980C433  # 1.0 - sqrt(1/2), as bits
     exponent = ((bits >> 52) - 1023).to(tl.float64)
@@ -73,7 +74,7 @@ def log64(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gumbel_from_word(word):  # type: ignore[no-untyped-def]
-    """`-ln(-ln((word + 0.5) * 2^-32))` in float64, rounded once to float32."""
+    """Return `-ln(-ln((word + 0.5) * 2^-32))`, computed in float64 and rounded once to float32."""
     half = tl.full([1], 0.5, tl.float64)
     scale = tl.full([1], 0x3DF0000000000000, tl.int64).to(tl.float64, bitcast=True)  # 2^-32
     u = (word.to(tl.float64) + half) * scale
@@ -82,7 +83,7 @@ def gumbel_from_word(word):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gumbel(seed, position, purpose, first, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Standard Gumbel values of tokens first .. first + BLOCK, `[BLOCK]` float32."""
+    """Return standard Gumbel values of tokens first .. first + BLOCK, `[BLOCK]` float32."""
     return gumbel_from_word(philox_words(seed, position, purpose, first, BLOCK))
 
 
@@ -99,13 +100,14 @@ def fill_noise_kernel(  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("specrs::fill_noise", mutates_args=["out"])
 def fill_noise(seeds: Tensor, positions: Tensor, purpose: int, out: Tensor, gumbel: bool) -> None:
-    """Write noise of tokens 0..V-1 at `(seeds[r], positions[r])` into row r of `out`; one launch.
+    """Write the noise of tokens 0..V-1 at `(seeds[r], positions[r])` into row r of `out`, in one launch.
 
     Args:
-        seeds, positions: `[N]` int64, their bits taken as unsigned.
+        seeds: `[N]` int64, whose bits are taken as unsigned.
+        positions: `[N]` int64, whose bits are taken as unsigned.
         purpose: one of `specrs.core.PURPOSE_*`.
         out: `[N, V]` fp32, dense rows.
-        gumbel: standard Gumbel values, else uniforms in (0, 1).
+        gumbel: True for standard Gumbel values, False for uniforms in (0, 1).
     """
     if out.numel():
         grid = (triton.cdiv(out.shape[1], BLOCK), out.shape[0])
@@ -130,7 +132,7 @@ def _(seeds: Tensor, positions: Tensor, purpose: int, out: Tensor, gumbel: bool)
 
 
 def fill_noise_reference(seeds: Tensor, positions: Tensor, purpose: int, out: Tensor, gumbel: bool) -> None:
-    """`fill_noise` by the Rust core, tensors on the CPU."""
+    """Do what `fill_noise` does, by the Rust core, for tensors on the CPU."""
     fill = philox_gumbel if gumbel else philox_uniform
     fill(seeds.numpy(), positions.numpy(), purpose, out.numpy())
 

@@ -1,7 +1,7 @@
-"""Inputs of an iteration from row state, on the device. Runs no model and draws nothing.
+"""Makes the inputs of an iteration from row state, on the device. Runs no model and draws nothing.
 
-Only the device knows n while launches are in flight, so positions and slots of a decode iteration are made here;
-`SlotMapper` of the Rust core defines the same mapping where lengths are known to the host.
+Only the device knows n while steps are in flight, so positions and slots of a decode iteration are made here.
+`SlotMapper` of the Rust core defines the same mapping for lengths that the host knows.
 """
 
 from __future__ import annotations
@@ -212,35 +212,35 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class PlannedEntries:
-    """The record's entries that an iteration is for; int64, sections of at least B words."""
+    """Sequences of the record that an iteration is for. int64 sections of at least B elements."""
 
     count: Tensor
-    """[1] entries that the launch has; those behind are padding. [2]: entries that decode, and prompt chunks behind
-    them."""
+    """[1] number of sequences in the step; further ones are padding. Or [2]: number of decoding sequences, and number
+    of prompt chunks after them."""
     row: Tensor
     k: Tensor
-    """Planned K, descending."""
+    """Planned K of each sequence, descending."""
     capacity: Tensor
     emits: Tensor | None = None
-    """0 for a prompt chunk that is not its prompt's last, from the first chunk on; None: all entries emit."""
+    """From the first chunk on, 0 for a prompt chunk that is not its prompt's last, else 1. None: all sequences emit."""
     drafter: Tensor | None = None
-    """Whose drafts each entry has, `DRAFTER_*`; None: no drafter is on the host."""
+    """Drafter of each sequence's drafts, `DRAFTER_*`. None: no drafter is on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """What the draft passes of an iteration of B entries are fed, int64; written by `prepare_iteration`."""
+    """Inputs of the draft passes of an iteration of B sequences, int64; written by `prepare_iteration`."""
 
     first_ids: Tensor
-    """[B * `Sizes.first_pass_rows`], of pass 1; like the next two."""
+    """[B * `Sizes.first_pass_rows`], ids that pass 1 feeds. `first_positions` and `first_slots` have the same shape."""
     first_positions: Tensor
     first_slots: Tensor
     positions: Tensor
-    """[K, B], any row stride: row i - 1 is what pass i >= 2 feeds."""
+    """[K, B], any row stride. Row i - 1 has the positions that pass i >= 2 feeds."""
     slots: Tensor
-    """Of the strides of `positions`."""
+    """[K, B], with the strides of `positions`. Row i - 1 has the cache slots that pass i >= 2 writes."""
     draws: Tensor
-    """Of the strides of `positions`; row i - 1 is the position that pass i draws."""
+    """[K, B], with the strides of `positions`. Row i - 1 has the positions whose tokens pass i draws."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,50 +248,50 @@ class VerifyRows:
     """The N >= sum(planned + 1) flat rows of verification, int64 `[N]`; written by `prepare_iteration`."""
 
     ids: Tensor
-    """Those of drafts follow in `assemble_drafts`."""
+    """Token ids. `assemble_drafts` writes those of drafts later."""
     positions: Tensor
     slots: Tensor
     draws: Tensor
-    """The position that each row gives the distribution of."""
+    """Position whose distribution each row gives."""
     rows: Tensor
-    """The state row of each."""
+    """State row of each row."""
 
 
 @dataclass(frozen=True, slots=True)
 class IterationInputs:
-    """All that `prepare_iteration` writes."""
+    """Outputs of `prepare_iteration`: the sequences of an iteration, and the inputs of its passes."""
 
     entries: Entries
     table: Tensor
-    """[B, max_blocks] int64, the entries' block tables as far as they are read."""
+    """[B, max_blocks] int64, block tables of the sequences, as far as they are read."""
     draft: DraftRows
     verify: VerifyRows
     on_host: Tensor | None = None
-    """[B] int64, 1 where the record has the entry's drafts; written with `PlannedEntries.drafter`."""
+    """[B] int64, 1 if the record has the sequence's drafts; written with `PlannedEntries.drafter`."""
     k_start: Tensor | None = None
-    """[B] int64, the first position that draft passes of the entry attend; written for a drafter that reads hidden
+    """[B] int64, first position that draft passes of the sequence attend to; written for a drafter that reads hidden
     states."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is fixed for an engine's life; with the rows of state it fixes what is compiled, so that no plan compiles
-    anew."""
+    """Sizes that are fixed for an engine's life. Together with the number of state rows they fix what is compiled, so
+    no plan compiles anew."""
 
     draft_context: int
-    """Positions that the draft may hold; as many as a row without one."""
+    """Maximum number of positions of the drafter; without a drafter, that of the row."""
     width: int
-    """Committed tokens that an entry feeds in draft pass 1; 0 for a drafter without KV, for which no draft rows are
-    written."""
+    """Number of committed tokens per sequence that draft pass 1 feeds; 0 for a drafter without KV, for which no draft
+    rows are written."""
     block_size: int
     max_k: int
-    """The engine's K."""
+    """Maximum number of drafts per sequence, K."""
     mask_token_id: int | None = None
-    """What pass 1 feeds in place of drafts 1 to K - 1; None: there is a pass for each draft."""
+    """Token that pass 1 feeds in place of drafts 1 to K - 1. None: each draft has a pass."""
 
     @property
     def first_pass_rows(self) -> int:
-        """Rows an entry of draft pass 1."""
+        """Number of rows per sequence of draft pass 1."""
         return self.width + (0 if self.mask_token_id is None else self.max_k - 1)
 
 
@@ -302,13 +302,13 @@ def prepare_iteration(
     sizes: Sizes,
     hidden: HiddenTensors | None = None,
 ) -> None:
-    """Guard the planned K and write the inputs of every pass of an iteration of B entries; mutates `out`, and of
-    `hidden` where draft KV begins.
+    """Limit the planned K of each sequence, and write the inputs of every pass of an iteration of B sequences. Mutates
+    `out`, and in `hidden` the start of draft KV.
 
-    K_r = max(min(planned, min(limit - 1, draft_context + 1) - n), 0), and 0 where the row has ended or the draft's KV
-    lags by more than `width`; with the drafts in the record only the limit counts, and a drafter that reads hidden
-    states (`hidden`: what is kept for it) begins anew behind any lag. `runner.iteration.prepare` and `draft` are the
-    reference. Padding owns no row and names the padding row, the last one of row state.
+    K_r = max(min(planned, min(limit - 1, draft_context + 1) - n), 0). It is 0 if the row has ended, or if the draft KV
+    lags by more than `width`. For drafts in the record, only the limit counts. A drafter that reads hidden states
+    (`hidden` has those that are kept) starts anew after a longer lag. Padding has no row of its own, and uses the
+    padding row, the last one of row state.
     """
     read = [planned.count, planned.row, planned.k, planned.capacity]
     read += [planned.k if planned.emits is None else planned.emits]
@@ -333,8 +333,9 @@ def prepare_iteration(
 
 @torch.library.custom_op("specrs::prepare_iteration", mutates_args=["written"])
 def _prepare_iteration(read: list[Tensor], written: list[Tensor], sizes: list[int], flags: list[bool]) -> None:
-    """The op behind `prepare_iteration`: tensors in the order of the kernel's pointers, those that only some have
-    last, the fields of a Sizes, and what there is: chunks behind entries that decode, `emits`, `drafter`, `hidden`."""
+    """Launch the kernel of `prepare_iteration`. Tensors are in the order of the kernel's pointers, optional ones last.
+    `sizes` are the fields of a Sizes. `flags` say what there is: chunks after decoding sequences, `emits`, `drafter`,
+    `hidden`."""
     num_tokens, tokens, block_table = read[6], read[10], read[11]
     row, draft_positions, verify_ids = written[0], written[9], written[12]
     draft_context, width, block_size, max_k, first_pass_rows, mask_id = sizes
@@ -415,12 +416,12 @@ def assemble_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """Drafts that the record has, int64."""
+    """Drafts in the record, int64."""
 
     on_host: Tensor
-    """[B], of `prepare_iteration`: 1 for the entries that have theirs there."""
+    """[B], from `prepare_iteration`: 1 for sequences whose drafts are in the record."""
     tokens: Tensor
-    """[>= B, the engine's K], any row stride; row i for entry i."""
+    """[>= B, the engine's K], any row stride; row i has the drafts of sequence i."""
 
 
 def assemble_drafts(
@@ -432,16 +433,16 @@ def assemble_drafts(
     max_k: int,
     proposed: Proposed | None = None,
 ) -> None:
-    """Put the drafts into the inputs of verification and behind the committed tokens of their rows.
+    """Write the drafts into the inputs of verification, and after the committed tokens of their rows.
 
     Args:
-        drawn: `[K, B]` int64, the tokens that pass i drew in row i - 1.
-        entries: of `prepare_iteration`.
-        tokens: `[R + 1, M]` of row state; [n, n + K_r) is written.
-        verify_ids: `[N]` int64; rows 1..K_r of each entry are written.
+        drawn: `[K, B]` int64; row i - 1 has the tokens that pass i drew.
+        entries: the sequences, from `prepare_iteration`.
+        tokens: `[R + 1, M]` of row state; positions [n, n + K_r) are written.
+        verify_ids: `[N]` int64; rows 1..K_r of each sequence are written.
         drafts: `[B, K]` int64, written; 0 in columns from K_r on.
         max_k: the engine's K.
-        proposed: what takes the place of `drawn` in some entries; None: no drafter is on the host.
+        proposed: drafts that replace `drawn` in some sequences; None: no drafter is on the host.
     """
     host = [] if proposed is None else [proposed.on_host, proposed.tokens]
     torch.ops.specrs.assemble_drafts(drawn, entries.tensors(), tokens, verify_ids, drafts, max_k, host)

@@ -1,4 +1,5 @@
-"""Between the QKV projection and attention: norms of q and k, rotation, and the write of k and v. Attends nothing."""
+"""Work between the QKV projection and attention: norms of q and k, rotation, and the write of k and v into the cache.
+Attends nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 _BLOCK_HEADS = 4
 _WARP = 1024
-"""Pairs of features of a warp where a program has all heads of a row: 32 of a thread."""
+"""Number of pairs of features per warp if a program has all heads of a row: 32 per thread."""
 
 
 @triton.jit
@@ -166,8 +167,8 @@ def qk_norm_rope(
 
 
 def _constants(num_heads: int, kv_heads: int, dim: int, rotated: int, whole: bool) -> dict[str, Any]:
-    """Of heads of `dim` features, the first `rotated` of them rotated. A norm of all heads has its sums in one
-    program."""
+    """Return the kernel's constants for heads of `dim` features, the first `rotated` of them rotated. With `whole`, one
+    program normalizes all heads of a row."""
     rest = dim - rotated
     return {
         "HEADS": num_heads,
@@ -230,7 +231,7 @@ def qk_norm_rope_reference(
     eps: float,
     kv_scales: Sequence[float] = (1.0, 1.0),
 ) -> None:
-    """`qk_norm_rope` in plain torch, in float64 and rounded once."""
+    """Do what `qk_norm_rope` does, in plain torch in float64, rounded once."""
     kv_heads, block_size, dim = cache.shape[2:]
     heads = qkv.view(qkv.shape[0], -1, dim)
     x = heads[:, : num_heads + kv_heads].double()
@@ -264,7 +265,8 @@ def _variant(
     whole: bool = False,
     fraction: int = 0,
 ) -> Variant:
-    """Of 16 and 8 heads; `rotated` 0: no rotation; `fraction`: of the cache's codes."""
+    """Return a variant to compile for 16 query and 8 KV heads. `rotated` 0: no rotation; `fraction`: fraction bits of
+    FP8 codes in the cache, 0 for a cache of `dtype`."""
     present = {"qkv": f"*{dtype}", "slots": "*i64", "cache": f"*{dtype}", "qkv_stride": "i32", "eps": "fp32"}
     present |= {"cache": "*u8", "k_scale": "fp32", "v_scale": "fp32"} if fraction else {}
     present |= {"qk_norm": f"*{dtype}"} if normed else {}

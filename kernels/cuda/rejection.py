@@ -1,8 +1,8 @@
-"""Speculative sampling by rejection on the device: count what stands, draw the token after it. Makes no q.
+"""Speculative sampling by rejection on the device: counts accepted drafts, and draws the token after them. Makes no q.
 
-`specrs.verify.rejection` is the reference and gives the papers and the numerics. p and q are (logits, cut, lse) of
-target and draft, so nothing as wide as the vocabulary is written, and q is exactly what the draft was drawn from.
-Every program of an entry works out m again from 2 K gathered logits; what is drawn from then depends on m alone.
+`specrs.verify.rejection` is the reference and names the papers and the numerics. p and q are (logits, cut, lse) of
+target and draft, so nothing as wide as the vocabulary is written, and q is exactly what the draft was drawn from. Every
+program of a sequence computes m again from 2 K gathered logits; the distribution of the draw depends only on m.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def tile_rejection_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """m, and of each tile the best of the residual (slot 0, -inf where it is empty) and of p (slot 1)."""
+    """Compute m, and for each tile the best of the residual (slot 0, -inf if it is empty) and of p (slot 1)."""
     t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     state_row = tl.load(row + b)
     params = values + state_row * PARAMS
@@ -174,7 +174,8 @@ def finish_rejection_kernel(  # type: ignore[no-untyped-def]
     TILES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The token after the m drafts: from the residual where a draft was rejected and it is not empty, else from p."""
+    """Write the token after the m accepted drafts: from the residual if a draft was rejected and the residual is not
+    empty, else from p."""
     b = tl.program_id(0).to(tl.int64)
     m = tl.load(out_accepted + b)
     if tl.load(values + tl.load(row + b) * PARAMS + GREEDY) != 0.0:
@@ -202,7 +203,8 @@ def rejection(
     out: Accepted,
     scratch: SamplingScratch,
 ) -> None:
-    """See `rules.verify_rejection`."""
+    """Accept drafts by speculative sampling and draw the token after them, as `rules.verify_rejection` describes.
+    Mutates `out` and `scratch`."""
     torch.ops.specrs.rejection(
         [p.logits, p.cut, p.lse],
         [q.logits, q.cut, q.lse],
@@ -321,8 +323,8 @@ def _(
 def rejection_reference(
     p: Tensor, q: Tensor, q_start: Tensor, drafts: Tensor, num_drafts: Tensor, uniforms: Tensor, noise: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`(num_accepted, tokens)` in torch from probabilities p `[N, V]`, q `[B, K, V]`, uniforms `[B, K]` and the noise
-    `[B, K + 1, V]` of each position."""
+    """Return `(num_accepted, tokens)` in torch, from probabilities p `[N, V]` and q `[B, K, V]`, uniforms `[B, K]`, and
+    the noise `[B, K + 1, V]` of each position."""
     accepted = count_accepted(p, q_start, q, drafts, num_drafts, uniforms)
     own = noise[torch.arange(len(noise)), accepted]
     return accepted, append_token(drafts, accepted, draw_after(p, q_start, q, num_drafts, accepted, own))

@@ -1,4 +1,5 @@
-"""RMSNorm of whole rows, the addition to the residual stream before it, and the norm before that. Projects nothing."""
+"""RMSNorm of whole rows, with the addition to the residual stream before it, and a norm before that addition. Projects
+nothing."""
 
 from __future__ import annotations
 
@@ -57,14 +58,14 @@ def rms_norm(
     behind: Tensor | None = None,
     multiplier: float = 1.0,
 ) -> None:
-    """Write `norm(y) * weight` into `out`, `norm(y) = y / sqrt(mean(y^2) + eps)`.
+    """Write `norm(y) * weight` into `out`, with `norm(y) = y / sqrt(mean(y^2) + eps)`.
 
-    y is x, or `residual + multiplier * x`, which is then the new residual; with `behind` that of `norm(x) * behind` in
-    the place of x. Without `weight` and `out` the residual is all that is written.
+    y is x. If `residual` is given, y is `residual + multiplier * x`, which is also written to `residual`; with
+    `behind`, x is first replaced by `norm(x) * behind`. Without `weight` and `out`, only the residual is written.
 
     x, `residual` and `out` are `[N, hidden]` contiguous, `weight` and `behind` `[hidden]`, all of one dtype. Computed
-    in fp32; the sum is rounded to the dtype before it is normed, and the normed row before its weight, as in
-    transformers.
+    in fp32. The sum is rounded to the dtype before it is normed, and the normed row before it is multiplied with its
+    weight, as in transformers.
     """
     _check(x, residual, weight, out, behind)
     rms_norm_kernel[(x.shape[0],)](
@@ -116,7 +117,7 @@ def rms_norm_reference(
     behind: Tensor | None = None,
     multiplier: float = 1.0,
 ) -> None:
-    """`rms_norm` in plain torch, in float64 but for the rounding of the sum."""
+    """Do what `rms_norm` does, in plain torch in float64, except for the rounding of the sum."""
 
     def norm(rows: Tensor, weight: Tensor) -> Tensor:
         y = rows.double()

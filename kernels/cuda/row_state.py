@@ -1,4 +1,5 @@
-"""What the kernels know of running requests: row state, and the entries of one iteration. Launches nothing."""
+"""Protocols of the tensors that kernels read and write: row state, and the sequences of one iteration. Launches
+nothing."""
 
 from __future__ import annotations
 
@@ -9,14 +10,15 @@ from torch import Tensor
 
 
 class RowTensors(Protocol):
-    """Row state as kernels read and write it, int64 unless said otherwise: `specrs.runner.cuda.row_state.RowState`.
+    """Row state in the form that kernels read and write, int64 unless said otherwise.
+    `specrs.backends.cuda.row_state.RowState` has these members.
 
-    R rows, and the padding row behind them.
+    There are R rows, and a padding row after them.
     """
 
     @property
     def num_tokens(self) -> Tensor:
-        """[R + 1], n"""
+        """[R + 1], number of tokens n."""
 
     @property
     def draft_len(self) -> Tensor:
@@ -24,65 +26,66 @@ class RowTensors(Protocol):
 
     @property
     def limit(self) -> Tensor:
-        """[R + 1], the largest n that the row may reach"""
+        """[R + 1], maximum n of the row."""
 
     @property
     def min_len(self) -> Tensor:
-        """[R + 1], stop ids count only at positions from here on"""
+        """[R + 1], first position at which stop ids count."""
 
     @property
     def active(self) -> Tensor:
-        """[R + 1] bool"""
+        """[R + 1] bool, True while the row's request runs."""
 
     @property
     def tokens(self) -> Tensor:
-        """[R + 1, max_model_len + 1]"""
+        """[R + 1, max_model_len + 1] token ids."""
 
     @property
     def block_table(self) -> Tensor:
-        """[R + 1, max_blocks], in the first KV group"""
+        """[R + 1, max_blocks], block ids in the first KV group."""
 
     @property
     def group_tables(self) -> Tensor:
-        """[G - 1, R + 1, max_blocks], in those behind it, contiguous"""
+        """[G - 1, R + 1, max_blocks] contiguous, block ids in the KV groups after the first."""
 
     @property
     def stop_ids(self) -> Tensor:
-        """[R + 1, S], -1 is padding"""
+        """[R + 1, S] stop ids; -1 is padding."""
 
 
 class HiddenTensors(Protocol):
-    """Hidden states kept by row for an EAGLE-3 head: `specrs.runner.cuda.hidden_rows.HiddenRows`."""
+    """Hidden states that are kept by row for an EAGLE-3 head. `specrs.backends.cuda.hidden_rows.HiddenRows` has these
+    members."""
 
     @property
     def states(self) -> Tensor:
-        """[R + 1, W + 1, L, hidden], contiguous; the last column is scratch"""
+        """[R + 1, W + 1, L, hidden] contiguous; the last column is scratch."""
 
     @property
     def start(self) -> Tensor:
-        """[R + 1] int64, the position in column 0"""
+        """[R + 1] int64, position of the state in column 0."""
 
     @property
     def draft_start(self) -> Tensor:
-        """[R + 1] int64, the first position with draft KV"""
+        """[R + 1] int64, first position with draft KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """The B entries of an iteration, int64, as `prepare_iteration` writes them; `[B]` unless said otherwise."""
+    """The B sequences of an iteration, as `prepare_iteration` writes them: int64, `[B]` unless said otherwise."""
 
     row: Tensor
-    """Row of state; the padding row behind the launch's entries."""
+    """State row of each sequence; the padding row for padding."""
     n: Tensor
     k: Tensor
-    """K_r, after the device's guards."""
+    """Number of drafts K_r of each sequence, after the device's limits."""
     alive: Tensor
-    """0 or 1."""
+    """1 for sequences that are active and emit, 0 for others."""
     capacity: Tensor
-    """Positions that the row's blocks cover."""
+    """Number of positions that the row's blocks cover."""
     q_start: Tensor
-    """[B + 1], the first flat row of each."""
+    """[B + 1], first flat row of each sequence."""
 
     def tensors(self) -> list[Tensor]:
-        """The fields in order, as kernels take them."""
+        """Return the fields in order, as kernels take them."""
         return [self.row, self.n, self.k, self.alive, self.capacity, self.q_start]

@@ -1,7 +1,7 @@
-"""The verification rules on the device, one function each; `specrs.verify` has the references. Runs no model.
+"""Verification rules on the device, one function each. `specrs.verify` has the references. Runs no model.
 
-Row q_start[b] + i of an entry's flat rows gives the distribution of position n_b + i. Each K is compiled up to the next
-power of two, so warm them up before a capture.
+Row q_start[b] + i of a sequence's flat rows gives the distribution of position n_b + i. Kernels are compiled for K
+rounded up to the next power of two, so warm them up before a capture.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from torch import Tensor
 
 
 def verify_greedy(target_ids: Tensor, drafted: Drafted, out: Accepted) -> None:
-    """Accept while the draft equals the target's argmax, `target_ids` `[N]` int64. One launch."""
+    """Accept drafts as long as they equal the target's argmax, `target_ids` `[N]` int64. One launch."""
     accept_prefix(target_ids, drafted, out)
 
 
 def verify_synthetic(target_ids: Tensor, drafted: Drafted, at_rates: AtRates, out: Accepted) -> None:
-    """For timing only: accept draft i of those left with probability rates[i] / rates[i - 1], whatever it is.
+    """Accept draft i with probability rates[i] / rates[i - 1] as long as all before are accepted, whatever the drafts
+    are. For timing only.
 
-    `target_ids` `[N]` int64 is where the token after the drafts comes from. One launch.
+    The token after the drafts comes from `target_ids` `[N]` int64. One launch.
     """
     accept_prefix(target_ids, drafted, out, at_rates)
 
@@ -38,13 +39,13 @@ def verify_coupled(
     out: Accepted,
     scratch: SamplingScratch,
 ) -> None:
-    """Draw the target's token in every row, with the noise that the draft pass of that position used, and accept while
-    the draft equals it; greedy rows draw their argmax.
+    """Draw the target's token in every row, with the noise that the draft pass for that position used. Accept drafts as
+    long as they equal these tokens. Greedy rows draw their argmax.
 
     Args:
-        logits, row_of, cut, positions: of the N flat rows, as in `draw`. The draws stay in `scratch.ids`.
+        logits, row_of, cut, positions: of the N flat rows, as in `draw`. The drawn tokens are left in `scratch.ids`.
 
-    Three launches.
+    Takes three launches.
     """
     ids = scratch.ids[: len(logits)]
     draw(logits, row_of, params, cut, positions, PURPOSE_GUMBEL, ids, scratch)
@@ -61,16 +62,17 @@ def verify_rejection(
     out: Accepted,
     scratch: SamplingScratch,
 ) -> None:
-    """Accept while u * q < p, then draw from norm(max(0, p - q)) where a draft fell, from p where all stand or the
-    residual is empty; greedy entries accept while the draft is the target's argmax.
+    """Accept drafts while u * q < p. Then draw from norm(max(0, p - q)) if a draft was rejected, or from p if all were
+    accepted or the residual is empty. Greedy sequences accept drafts as long as they equal the target's argmax.
 
     Uniforms are those of purpose accept at n + i; the draw takes the noise of purpose gumbel at n + m.
 
     Args:
-        p: the target's, of the `sampling_cut` that came last: it left the argmax of each row in `scratch.ids`.
-        q: the draft's `[K, B, V]`: what pass i drew entry b's draft from, by `sampling_cut` in each draft pass.
-        row, n: `[B]` int64, state row and number of tokens of each entry.
+        p: the target's distributions, from the last `sampling_cut`, which left the argmax of each row in `scratch.ids`.
+        q: the draft's `[K, B, V]`: the distribution that pass i drew sequence b's draft from, from `sampling_cut` in
+            each draft pass.
+        row, n: `[B]` int64, state row and number of tokens of each sequence.
 
-    Two launches: tiles (dependent gathers for m, then a row of p and one of q), and their combination.
+    Takes two launches: tiles (dependent gathers for m, then a row of p and one of q), and their combination.
     """
     rejection(p, q, drafted, row, n, params, out, scratch)

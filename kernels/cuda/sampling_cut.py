@@ -1,25 +1,27 @@
 """Temperature, min_p, top_k and top_p of a row as one threshold, without a sort. Writes no logits, draws nothing.
 
-The threshold is that of `specrs.verify.thresholds`, exact to the last bit of a logit, ties kept; see `_search` for how.
-p is summed in integers, weights in units of 2^-40 of the largest, so a result depends on nothing but the row. Where a
-sum comes within V * 2^-40 + 1e-6 of the target, relative to the total, the torch reference, whose exp rounds
-differently, may cut one logit earlier or later.
+The threshold is that of `specrs.verify.thresholds`, exact to the last bit of a logit, with ties kept; `_search`
+explains how it is found. p is summed in integers, with weights in units of 2^-40 of the largest, so a result depends
+only on its row. If a sum comes within V * 2^-40 + 1e-6 of the target, relative to the total, the torch reference may
+cut one logit earlier or later, because its exp rounds differently.
 
-`coarse` is for drafting, as there: one step, the threshold on a grid of 1/32 nat below the largest logit.
+`coarse` is for drafting: it takes one step, and the threshold lies on a grid of 1/32 nat below the largest logit.
 
 Launches:
 
     exact     tiles, finish     always
-              count, 4 steps    with `top_k` in any row; rows without leave at once
+              count, 4 steps    with `top_k` in any row; rows without it exit at once
               weigh, 4 steps    with `top_p` in any row
               total             without `top_p`
     coarse    tiles, step, finish, whatever the rows have
 
-That is 10 launches with every filter, 6 with `top_p` alone, 3 without filters, 3 for drafting. Step 0 of a search sends
-an atomic per token, later ones only per token in the interval that is left.
+That is 10 launches with every filter, 6 with only `top_p`, 3 without filters, and 3 for drafting. Step 0 of a search
+does an atomic addition per token, later steps only for tokens in the remaining interval.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -28,11 +30,11 @@ from specrs.kernels.cuda._coarse import coarse_kernel, finish_coarse_kernel
 from specrs.kernels.cuda._distribution import (
     GREEDY,
     LAST_KEY,
-    LOG_MIN_P,
     PARAMS,
     TEMPERATURE,
     TOP_K,
     combine_tiles,
+    gap_limit,
     is_finite,
     store_cut,
     store_no_cut,
@@ -55,12 +57,14 @@ from specrs.kernels.cuda.argmax import tile_argmax
 from specrs.kernels.cuda.sampling_scratch import BLOCK, CELLS, STEP_WORDS, STEPS, SamplingScratch, expect, tile_of
 from specrs.kernels.cuda.sampling_structs import ALL_FILTERS, Cut, Filters
 from specrs.kernels.cuda.variants import Variant
-from specrs.verify.params import SamplingRows
-from specrs.verify.thresholds import apply_coarse_top_k_top_p, apply_min_p, apply_top_k_top_p
+from specrs.verify.params import SamplingRows, Steps
+from specrs.verify.processing import filter_logits
 from torch import Tensor
 
+EVERY_STEP = Steps.of(-1)
+"""All steps of sampling, as an argument of `sampling_cut_reference`."""
 _LEVELS = 4
-"""Steps of a search: the cells of step 0, then three times 11 bits of keys."""
+"""Number of steps of a search: the cells of step 0, then three times 11 bits of keys."""
 
 
 @triton.jit(do_not_specialize=["tile", "step", "scratch_rows"])
@@ -91,8 +95,9 @@ def search_kernel(  # type: ignore[no-untyped-def]
     STEP_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One step over one tile. Every program works out again what the step before it found; the first one of a row
-    leaves it in `steps` for the next launch. Histograms: this one's, the finished one, the next one's, zeroed here."""
+    """Run one step of a search over one tile. Every program evaluates the previous step again; the first one of a row
+    stores the result in `steps` for the next launch. There are three histograms: this step's, the finished one, and the
+    next one's, which is zeroed here."""
     t, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first_step: tl.constexpr = LEVEL == 0 and not AFTER_COUNT
     params = values + tl.load(row_of + row) * PARAMS
@@ -137,7 +142,7 @@ def search_kernel(  # type: ignore[no-untyped-def]
             # Nothing to count: an empty histogram reaches no target.
             shift = tl.where(tl.load(params + TOP_K) < float("inf"), shift, -1)
         if shift >= 0:
-            farthest = -tl.load(params + LOG_MIN_P) if MIN_P else float("inf")
+            farthest = gap_limit(params) if MIN_P else float("inf")
             total = add_tile(
                 logits + row * stride,
                 own,
@@ -179,7 +184,7 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     STEP_SLOTS: tl.constexpr,
     STEP_WORDS: tl.constexpr,
 ):
-    """Threshold and lse of a row from what the last step, number `step`, has added up."""
+    """Write threshold and lse of a row from the sums of the last step, whose number is `step`."""
     row = tl.program_id(0).to(tl.int64)
     params = values + tl.load(row_of + row) * PARAMS
     top = tl.load(out_top + row)
@@ -196,7 +201,7 @@ def finish_kernel(  # type: ignore[no-untyped-def]
             t = tl.arange(0, TILES)
             kept = tl.sum(tl.load(tile_sum + row * tile_stride + t, mask=t < num_tiles, other=0), axis=0)
         if MIN_P:
-            key = tl.minimum(key, last_key(m, -tl.load(params + LOG_MIN_P)))
+            key = tl.minimum(key, last_key(m, gap_limit(params)))
         store_cut(out_cut + row, out_lse + row, key, kept, m)
     else:
         store_no_cut(out_cut + row, out_lse + row, greedy)
@@ -215,7 +220,8 @@ def _sampling_cut(
     coarse: bool,
     filters: list[bool],
 ) -> None:
-    """The op behind `sampling_cut`: the fields of a `Cut`, of a `SamplingScratch` and of `Filters`."""
+    """Launch the kernels of `sampling_cut`. `out`, `scratch` and `filters` are the fields of a `Cut`, of a
+    `SamplingScratch` and of `Filters`."""
     rows, vocab_size = logits.shape
     if not rows:
         return
@@ -334,8 +340,8 @@ def sampling_cut(
         logits: `[N, V]` fp32, raw or adjusted, any row stride, dense rows.
         row_of: state row of each flat row, `[N]` int64; padded rows name a greedy one.
         values: `[R + 1, 8]` fp32 of `SamplingRows`.
-        scratch: `scratch.ids` `[:N]` becomes the argmax of each row, lowest id first, which `rejection` reads.
-        coarse: for drafting; `filters` change nothing then.
+        scratch: `scratch.ids` `[:N]` becomes the argmax of each row, the lowest id in a tie, which `rejection` reads.
+        coarse: True for drafting; `filters` have no effect then.
     """
     torch.ops.specrs.sampling_cut(
         logits,
@@ -357,13 +363,9 @@ def sampling_cut_reference(
     top_p: bool,
     min_p: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`(x [N, V] with -inf where removed, lse [N] float64)` of rows that sample, in torch."""
-    x = logits / rows.temperature
-    if min_p:
-        x = apply_min_p(x, rows.log_min_p)
-    if top_k or top_p:
-        apply = apply_coarse_top_k_top_p if coarse else apply_top_k_top_p
-        x = apply(x, rows.top_k if top_k else None, rows.top_p if top_p else None)
+    """Return `(x [N, V] with -inf for removed tokens, lse [N] float64)` of rows that sample, in torch."""
+    steps = replace(EVERY_STEP, top_k=top_k, top_p=top_p, min_p=min_p)
+    x = filter_logits(logits, rows, steps, coarse=coarse)
     return x, x.to(torch.float64).logsumexp(dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Memory that the sampling kernels pass results through, and how a row is cut into tiles. Launches nothing."""
+"""Memory through which the sampling kernels pass results, and the division of a row into tiles. Launches nothing."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import triton
 from torch import Tensor
 
 BLOCK = 1024
-"""Tokens that a program handles at a time; a tile is a multiple of it."""
+"""Number of tokens that a program handles at a time. A tile is a multiple of it."""
 CELLS = 2048
-"""Cells of a search step's histogram."""
+"""Number of cells of a search step's histogram."""
 STEPS = 8
-"""Search steps of `sampling_cut` with every filter."""
+"""Number of search steps of `sampling_cut` with every filter."""
 STEP_WORDS = 6
 _PROGRAMS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingScratch:
-    """Scratch of the sampling ops, for one stream. Nothing in it outlives an op but `ids`, and no op reads what neither
-    it nor, of `ids`, the one before has written: the contents may be anything, NaN too."""
+    """Scratch of the sampling ops, for one stream. It may contain anything before an op, also NaN. Only `ids` is read
+    by the op after the one that wrote it; nothing else outlives an op."""
 
     tile_value: Tensor  # [rows, 2, T] fp32, best value of each tile; T = ceil(V / 1024)
     tile_id: Tensor  # [rows, 2, T] int32, its token
@@ -32,7 +32,8 @@ class SamplingScratch:
 
     @classmethod
     def allocate(cls, max_rows: int, max_entries: int, vocab_size: int, device: torch.device) -> SamplingScratch:
-        """For at most `max_rows` flat rows and `max_entries` entries; 51 kB a row at a vocabulary of 151,936."""
+        """Allocate scratch for at most `max_rows` flat rows and `max_entries` sequences. It takes 51 kB per row at a
+        vocabulary of 151,936."""
         rows, tiles = max(max_rows, max_entries), triton.cdiv(vocab_size, BLOCK)
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -49,14 +50,15 @@ class SamplingScratch:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Number of bytes of all buffers."""
         tensors = (self.tile_value, self.tile_id, self.tile_sum, self.cells, self.steps, self.ids)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def tile_of(num_rows: int, vocab_size: int) -> int:
-    """Tokens of a tile: 1,024 while that makes at most about 1,024 programs, which fills a GPU at one row and at six;
-    more for more rows, so that what a program does once is worth it. A power of two times 1,024."""
+    """Return the number of tokens of a tile, a power of two times 1,024. It is 1,024 as long as that makes at most
+    about 1,024 programs, which fill a GPU with one row as with six. With more rows it is larger, so that a program's
+    fixed cost pays off."""
     tile = BLOCK
     while num_rows * triton.cdiv(vocab_size, tile) > _PROGRAMS and tile < vocab_size:
         tile *= 2
@@ -64,6 +66,7 @@ def tile_of(num_rows: int, vocab_size: int) -> int:
 
 
 def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """For the fake implementations: a ValueError that names the argument if it is another tensor than this."""
+    """Raise ValueError, which names the argument, if `tensor` has another shape or dtype. Used by the fake
+    implementations of ops."""
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, must be {dtype} {tuple(shape)}")

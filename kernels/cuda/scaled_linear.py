@@ -1,24 +1,26 @@
-"""Products of rows in FP8 with weights in FP8 of any number of rows, by torch's `_scaled_mm`. Rounds no rows."""
+"""Products of FP8 rows with FP8 weights, for any number of rows, by torch's `_scaled_mm`. Rounds no rows."""
 
 from __future__ import annotations
 
 import torch
-from specrs.kernels.coded_weight import CodedWeight
 from specrs.kernels.cuda.device import INTERPRETER, DeviceLimits
+from specrs.kernels.quantized_weight import QuantizedWeight
 from torch import Tensor
 
 BLOCK = 128
-"""Inputs and outputs of a block, as cuBLAS has them."""
+"""Number of inputs, and of outputs, of a block of weights in cuBLAS."""
 PADDED_ROWS = 4
-"""Rows of products with weights by block are a multiple of so many: cuBLAS reads scales by 16 bytes."""
+"""In products with scales by block, the number of rows is padded to a multiple of this, because cuBLAS reads 16 bytes
+of scales at a time."""
 CUDA = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
 
 
-def serves(w: CodedWeight, limits: DeviceLimits) -> bool:
-    """Whether a device multiplies rows in FP8 with w.
+def serves(w: QuantizedWeight, limits: DeviceLimits) -> bool:
+    """Return True if a device can multiply FP8 rows with w.
 
-    With scales for each row and each output from sm_89 on, and on a CPU; with those of 128 inputs of a row and of
-    blocks of 128 x 128 on sm_90 from CUDA 12.9 on, where an output has a multiple of 4 blocks.
+    It can with scales for each row and each output: from sm_89 on, and on a CPU. With scales for 128 inputs of a row
+    and for weight blocks of 128 x 128, it needs sm_90 and CUDA 12.9 or newer, and a number of blocks per output that is
+    a multiple of 4.
     """
     (out, size), coding = w.shape, w.coding
     if coding.kind != "fp8" or out % 16 or size % 16:
@@ -29,20 +31,20 @@ def serves(w: CodedWeight, limits: DeviceLimits) -> bool:
     return in_blocks and 90 <= limits.capability < 100 and CUDA >= (12, 9)
 
 
-def padded_rows(rows: int, w: CodedWeight) -> int:
-    """Rows that a product of `rows` has room for."""
+def padded_rows(rows: int, w: QuantizedWeight) -> int:
+    """Return the number of rows for which a product of `rows` rows needs room."""
     return rows if _by_output(w) else rows + -rows % PADDED_ROWS
 
 
-def _by_output(w: CodedWeight) -> bool:
+def _by_output(w: QuantizedWeight) -> bool:
     return w.coding.group >= w.shape[1] and w.coding.outputs == 1
 
 
-def scaled_linear(codes: Tensor, scales: Tensor, w: CodedWeight, out: Tensor) -> None:
-    """Write `x W^T + b` into `out` `[N, out]`, summed in fp32 and rounded once, for a device that `serves` w.
+def scaled_linear(codes: Tensor, scales: Tensor, w: QuantizedWeight, out: Tensor) -> None:
+    """Write `x W^T + b` into `out` `[N, out]`, summed in fp32 and rounded once, on a device for which `serves` is True.
 
-    x is what `quantize_rows` writes: `codes` `[M, in]` uint8 and `scales` `[groups, M]`, M being `padded_rows` of N.
-    Memory behind `out`'s rows has room for M; what is in it then is no one's.
+    x is what `quantize_rows` writes: `codes` `[M, in]` uint8 and `scales` `[groups, M]`, with M = `padded_rows` of N.
+    The memory of `out` must have room for M rows. Rows after the N-th are overwritten with meaningless values.
     """
     rows = codes.shape[0]
     whole = out.as_strided((rows, w.shape[0]), out.stride())
@@ -66,7 +68,7 @@ def _(operands: list[Tensor], bias: Tensor | None, out: Tensor) -> None:
     assert torch._scaled_mm(x, weight, of_rows, of_outputs, bias=bias, out_dtype=out.dtype).shape == out.shape
 
 
-def scaled_linear_reference(x: Tensor, w: CodedWeight) -> Tensor:
-    """What they make of rows x `[N, in]` in 16 or more bits, in float64: rounded by the law, multiplied, added."""
+def scaled_linear_reference(x: Tensor, w: QuantizedWeight) -> Tensor:
+    """Compute `x W^T + b` in float64 for rows x `[N, in]` of 16 or more bits, with x rounded to e4m3 first."""
     y = w.multiplied(x.double()) @ w.dequantized().t()
     return y if w.bias is None else y + w.bias.double()

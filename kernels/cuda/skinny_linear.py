@@ -1,12 +1,12 @@
-"""Products of few rows (at most 64) with a weight, what comes before and after them fused. Packs no weights.
+"""Products of few rows (at most 64) with a weight, fused with the operations before and after them. Packs no weights.
 
-RMSNorm is shared by two products. One that adds to the residual stream h also writes `round(g h)`, g the weight of the
-next norm, and sums of squares of h by tile; the one that reads it divides its sums by the root of their mean,
-`W (g h) / rms(h)`. So no product's loop loads anything but weights and rows.
+Two products share an RMSNorm. The one that adds to the residual stream h also writes `round(g h)`, with g the weight of
+the next norm, and sums of squares of h by tile. The one that reads the stream divides its sums by the root of their
+mean: `W (g h) / rms(h)`. So no product's loop loads anything but weights and rows.
 
-A decode pass reads every weight once, so the kernel is there to keep the memory busy. Weights are on the tensor core's
-M side and the rows, padded to 16, on its N side. The work, tiles of the output times steps along the input, is dealt
-out evenly to a fixed number of programs, whatever the number of tiles: the programs that share a tile write partial
+A decode pass reads every weight once, so the kernel has to keep the memory busy. Weights are on the tensor core's M
+side, and rows, padded to 16, on its N side. The work, which is tiles of the output times steps along the input, is
+divided evenly among a fixed number of programs, whatever the number of tiles. Programs that share a tile write partial
 sums, and the one that arrives last adds them in the order of the steps. So neither timing nor the number of rows
 changes the order of a sum.
 """
@@ -31,19 +31,19 @@ from torch import Tensor
 
 @triton.jit
 def _segment(p, TOTAL: tl.constexpr, PROGRAMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First step of program p, counted over all tiles."""
+    """Return the first step of program p, counted over all tiles."""
     return p * (TOTAL // PROGRAMS) + p * (TOTAL % PROGRAMS) // PROGRAMS
 
 
 @triton.jit
 def _owner(step, TOTAL: tl.constexpr, PROGRAMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Program that has `step`: the largest p whose first step is at most that."""
+    """Return the program that has `step`: the largest p whose first step is not after it."""
     return ((step + 1) * PROGRAMS - 1) // TOTAL
 
 
 @triton.jit
 def _weight_rows(tile, feature, N: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of the weight that a tile's first side has; past the end the last one again."""
+    """Return the rows of the weight for a tile's first side. Past the end, the last row is repeated."""
     if HEADS > 0:
         return tile * (2 * BLOCK_N) + feature
     return tl.minimum(tile * BLOCK_N + feature, N - 1)
@@ -256,7 +256,7 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
 
 
 def coding_constants(coding: Coding | None, k: int) -> dict[str, int]:
-    """The kernel's constants for a weight of K inputs."""
+    """Return the kernel's constants for a weight of `k` inputs; `coding` None: it is dense."""
     if coding is None:
         return {"CODE": DENSE.value, "GROUP": k, "UNIT": 0, "OUTPUTS": 1, "ZEROS": False}
     unit = coding.unit(k)
@@ -281,8 +281,8 @@ def launch(
     *,
     compile_only: bool = False,
 ) -> None:
-    """Launch the kernel, or only compile it; arguments as in `skinny_linear` and `lm_head.linear_argmax`, which check
-    them."""
+    """Launch the kernel, or only compile it. The arguments are those of `skinny_linear` and `lm_head.linear_argmax`,
+    which check them."""
     (rows, k), n, squares = x.shape, product.n, product.squares
     coding = product.coding
     following: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
@@ -335,12 +335,13 @@ def launch(
 def skinny_linear(
     x: Tensor, product: Product, out: Tensor, scratch: Sequence[Tensor], config: list[int], dependent: bool
 ) -> None:
-    """Write a product of few rows into `out`, or add it there.
+    """Write a product of few rows into `out`, or add it to `out`.
 
     Args:
         x: `[M, K]`, 1 <= M <= 64, contiguous rows of any stride.
-        out: `[M, N]` of any floating dtype, contiguous rows of any stride. Sums are fp32 and rounded once. What
-            `product.next` names is written with it.
+        product: weight, bias and operations before and after the product.
+        out: `[M, N]` of any floating dtype, contiguous rows of any stride. Sums are fp32 and rounded once. The buffers
+            of `product.next` are written, too.
         scratch: `(partials, counters)` of at least `scratch_sizes`. Counters are zero before and after.
         config: the fields of a LinearConfig in order.
         dependent: launch dependently (see `_dependent_launch`).

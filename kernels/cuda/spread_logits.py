@@ -1,4 +1,4 @@
-"""Logits over some ids of the target, written out over all of them. Draws nothing."""
+"""Spreads logits over some of the target's ids to all of them. Draws nothing."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def spread_logits_kernel(  # type: ignore[no-untyped-def]
 
 
 def spread_logits(own: Tensor, source: Tensor, out: Tensor) -> None:
-    """Write `out[:, v] = own[:, source[v]]`; ids that have no source lie far below all others.
+    """Write `out[:, v] = own[:, source[v]]`. Ids that have no source get a value far below all others.
 
     Args:
         own: `[N, S]` fp32, rows of any stride.
-        source: `[V]` int64, the column of each id, -1 for none.
+        source: `[V]` int64, the column of each id; -1 for none.
         out: `[N, V]` fp32, rows of any stride.
     """
     torch.ops.specrs.spread_logits(own, source, out)
@@ -64,7 +64,7 @@ def _check(own: Tensor, source: Tensor, out: Tensor) -> None:
 
 
 def spread_logits_reference(own: Tensor, source: Tensor, out: Tensor) -> None:
-    """`spread_logits` in torch."""
+    """Do what `spread_logits` does, in torch."""
     out.copy_((own.amin(dim=1, keepdim=True) - UNKNOWN_BELOW).expand_as(out))
     known = source >= 0
     out[:, known] = own[:, source[known]]

@@ -1,5 +1,5 @@
-"""Which configuration of a product is the fastest on this GPU: candidates, compiled ahead, timed; the table. Used by no
-pass."""
+"""Finds the fastest configuration of each product on this GPU: candidates, compiled ahead and timed, and the table of
+results. No pass uses it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 Timer = Callable[[LinearShape, LinearConfig], float]
-"""Seconds of one product; inf if the device can't run the configuration."""
+"""Function that returns the seconds of one product; inf if the device cannot run the configuration."""
 _FINALISTS = 6
 _ROUNDS = 5
 _COLD_BYTES = 512 * 2**20
-"""Of weights that take turns: more than any L2 cache."""
+"""Bytes of weight copies that take turns. They exceed any L2 cache, so every product reads memory."""
 _WORTH = 0.98
-"""A configuration replaces the default only if it takes less than this share of its time."""
+"""A configuration replaces the default only if it takes less than this share of the default's time."""
 
 
 def candidates(shape: LinearShape, limits: DeviceLimits) -> list[LinearConfig]:
-    """Configurations worth timing, the default first; each fits the device with 16 columns."""
+    """Return the configurations worth timing, the default first. Each fits the device with 16 columns."""
     default = fit(default_config(shape, limits), shape, 16, limits)
     found = {default: None}
     widths = [32, 64] if shape.dtype == torch.float32 else [32, 64, 128]
@@ -57,10 +57,11 @@ def candidates(shape: LinearShape, limits: DeviceLimits) -> list[LinearConfig]:
 
 
 def select(shape: LinearShape, configs: Iterable[LinearConfig], timer: Timer) -> tuple[LinearConfig, float, float]:
-    """`(the best of configs, its seconds, the seconds of the first)`; the first is the default, and wins when close.
+    """Return `(the best of configs, its seconds, the seconds of the first)`. The first is the default, and wins if the
+    times are close.
 
-    Everything is timed once, the fastest few and the default again in turn, so that a clock that drifts meets all of
-    them; medians decide.
+    Everything is timed once. Then the fastest few and the default are timed again in turn, so that a drifting clock
+    affects all of them. Medians decide.
     """
     default, *others = configs
     once = {config: timer(shape, config) for config in (default, *others)}
@@ -77,22 +78,22 @@ def select(shape: LinearShape, configs: Iterable[LinearConfig], timer: Timer) ->
 
 
 class Operands(NamedTuple):
-    """Of one product."""
+    """Tensors of one product."""
 
     x: Tensor
     weight: Tensor
     out: Tensor
     beside: tuple[Tensor, Tensor]
-    """Partial sums and counters; of a grouped product its pairs."""
+    """Partial sums and counters of a product; for a grouped product, its pairs and their starts."""
     heads: Heads | None = None
-    """What the product makes of its output, where that is heads."""
+    """Arguments for heads, if the output is heads."""
     scales: Tensor | None = None
-    """Of a weight of codes."""
+    """Scales of a quantized weight; None if it is dense."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One product of `rows` rows as it is compiled and timed."""
+    """One product of `rows` rows that is compiled and timed."""
 
     shape: LinearShape
     config: LinearConfig
@@ -101,11 +102,12 @@ class Trial:
 
     @classmethod
     def of(cls, shape: LinearShape, config: LinearConfig, rows: int, limits: DeviceLimits) -> Trial:
-        """With as many stages as `rows` rows leave room for."""
+        """Return a trial of `config` with as many stages as fit with `rows` rows."""
         return cls(shape, fit(config, shape, block_m(rows), limits), rows, limits)
 
     def operands(self, device: torch.device) -> Operands:
-        """Counters are zero, pairs those of rows that choose their experts at random, all else is undefined."""
+        """Allocate the operands. Counters are zero, and pairs are those of rows that choose their experts at random;
+        everything else is undefined."""
         shape, rows = self.shape, self.rows
         if shape.experts is not None:
             count, each = shape.experts
@@ -134,8 +136,8 @@ class Trial:
         )
 
     def in_turn(self, device: torch.device) -> list[Operands]:
-        """Operands of random numbers and codes; on a GPU of several weights, more than its L2 cache holds: a pass reads
-        each once, so one that stays cached would be timed as another."""
+        """Return operands of random numbers and codes. On a GPU there are several weights, together larger than its L2
+        cache. A pass reads each weight once, so a weight that stays cached would give a wrong time."""
         made = self.operands(device)
         made.x.normal_()
         if self.shape.coding is None:
@@ -151,7 +153,7 @@ class Trial:
         ]
 
     def launch(self, o: Operands, *, compile_only: bool = False) -> None:
-        """The product, dependent where the device can, as passes launch it."""
+        """Launch the product, dependently if the device can, as passes do."""
         dependent, gated = self.limits.capability >= 90, self.shape.gated
         if self.shape.experts is not None:
             flags = [self.shape.experts[1] if gated else 1, int(gated), 0, self.rows]
@@ -164,7 +166,7 @@ class Trial:
 
 
 def _sorted_pairs(rows: int, experts: int, each: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pairs and where each expert's begin, as `grouped_linear` reads them; the same each time."""
+    """Return pairs and the starts of each expert's pairs, as `grouped_linear` reads them; the same each time."""
     chosen = torch.rand(rows, experts, generator=torch.Generator().manual_seed(0)).topk(each).indices.flatten()
     order = chosen.argsort(stable=True).int()
     ends = torch.bincount(chosen, minlength=experts).cumsum(0)
@@ -173,7 +175,8 @@ def _sorted_pairs(rows: int, experts: int, each: int, device: torch.device) -> t
 
 
 def _heads(count: int, shape: LinearShape, rows: int, device: torch.device) -> Heads:
-    """Of `count` heads a quarter each of k and v, as in many models; what they are hardly changes a time."""
+    """Return `Heads` for `count` heads, a quarter of them k and a quarter v, as in many models. The shares hardly
+    change a time."""
     kv_heads, block_size = max(1, count // 4), 16
     dim, blocks = shape.head_dim, -(-rows // block_size) + 1
     return Heads(
@@ -188,32 +191,32 @@ def _heads(count: int, shape: LinearShape, rows: int, device: torch.device) -> H
 
 
 def compile_trial(trial: Trial) -> None:
-    """Compile what `trial` launches, for the GPU that Triton has been told of."""
+    """Compile the kernels that `trial` launches, for the GPU that Triton was told to compile for."""
     trial.launch(trial.operands(torch.device("meta")), compile_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was found for a shape."""
+    """Result of tuning one shape."""
 
     shape: LinearShape
     config: LinearConfig
     seconds: float
-    """inf: no configuration runs."""
+    """Seconds of the best configuration; inf if none runs."""
     default_seconds: float
     failed: Sequence[tuple[LinearConfig, str]]
-    """Candidates that do not compile, and the compilers' errors."""
+    """Candidates that do not compile, with the compilers' errors."""
 
 
 def trials(shapes: Iterable[LinearShape], rows: int, limits: DeviceLimits) -> list[Trial]:
-    """All that is worth timing, shape by shape."""
+    """Return everything worth timing, shape by shape."""
     found = (Trial.of(shape, config, rows, limits) for shape in shapes for config in candidates(shape, limits))
     return list(dict.fromkeys(found))
 
 
 def tune(compiled: Iterable[tuple[Trial, str | None]], total: Sequence[Trial], timer: Timer) -> Iterator[Tuned]:
-    """What is the fastest of each shape, as soon as all of its trials are `compiled` (see `compile_ahead`); `total` are
-    all of them. What did not compile is not timed, nor compiled again."""
+    """Yield the fastest configuration of each shape, as soon as all of its trials are in `compiled` (see
+    `compile_ahead`). `total` has all trials. A trial that did not compile is not timed, nor compiled again."""
     left: dict[LinearShape, list[LinearConfig]] = {}
     for trial in total:
         left.setdefault(trial.shape, []).append(trial.config)
@@ -233,7 +236,7 @@ def tune(compiled: Iterable[tuple[Trial, str | None]], total: Sequence[Trial], t
 
 
 class DeviceTimer:
-    """Times products of `rows` rows on a CUDA device, in a graph, over weights that no cache holds."""
+    """Timer of products of `rows` rows on a CUDA device, in a graph, over weights that no cache holds."""
 
     _LAUNCHES = 32
 
@@ -243,7 +246,7 @@ class DeviceTimer:
         self.device = device
 
     def __call__(self, shape: LinearShape, config: LinearConfig) -> float:
-        """Seconds of one product, launch included as a graph has it."""
+        """Return the seconds of one product, with its launch from a graph."""
         trial = Trial.of(shape, config, self.rows, self.limits)
         operands = trial.in_turn(self.device)
         try:
@@ -266,7 +269,8 @@ class DeviceTimer:
 
 
 def write_table(path: Path, gpu: str, chosen: Mapping[LinearShape, LinearConfig]) -> None:
-    """Put `chosen` into the table at `path` (made if missing); other GPUs and other shapes keep their entries."""
+    """Add `chosen` to the table at `path`, which is created if it is missing. Other GPUs and other shapes keep their
+    entries."""
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     entries = table.setdefault("products", {}).setdefault(gpu, {})
     entries.update({shape.key: dataclasses.asdict(config) for shape, config in chosen.items()})

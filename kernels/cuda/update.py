@@ -1,7 +1,8 @@
-"""The end of an iteration on the device: commit, stops, limits, report. Decides no acceptance."""
+"""End of an iteration on the device: commits tokens, applies stops and limits, and reports. Decides no acceptance."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -173,40 +174,42 @@ def update_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What verification says of B entries."""
+    """Results of verification for B sequences."""
 
     accepted: Tensor
-    """[B] int64; held to [0, K_r] whatever a rule says."""
+    """[B] int64, number of accepted drafts; limited to [0, K_r], whatever a rule writes."""
     emitted: Tensor
-    """[B, K + 1] int64, any row stride, meaningless past `accepted`; K as in this launch."""
+    """[B, K + 1] int64, any row stride, meaningless past `accepted`. K is that of this step."""
     target_top: Tensor
-    """[N] fp32, largest logit of each flat row before masks, not finite where the row is faulty."""
+    """[N] fp32, largest logit of each flat row before masks; not finite if the row is faulty."""
     draft_top: Tensor
-    """[K, B] fp32, any row stride: the same of each draft pass."""
+    """[K, B] fp32, any row stride: largest logit of each draft pass; not finite if it is faulty."""
     num_unfed: int | None
-    """`Drafter.num_unfed_drafts`: what the drafts leave of draft KV; None: as it was."""
+    """`num_unfed_drafts` of the drafter, from which the end of valid draft KV follows. None: draft KV stays as it
+    was."""
     keeps_drafts: bool = True
-    """`Drafter.keeps_draft_kv`"""
+    """`keeps_draft_kv` of the drafter: True if KV of accepted drafts counts as written."""
     on_host: Tensor | None = None
-    """[B] int64, 1 for entries whose drafts are of no pass; None: no such."""
+    """[B] int64, 1 for sequences whose drafts come from no pass. None: there are none."""
     allowed_top: Tensor | None = None
-    """[N] fp32, largest logit of each flat row after masks, -inf where no token is allowed; None: nothing is masked."""
+    """[N] fp32, largest logit of each flat row after masks, -inf if no token is allowed. None: nothing is masked."""
 
 
 class Reported(Protocol):
-    """Where the entries report, int64 sections of the results buffer; `specrs.reference.accept.Results` is it."""
+    """Results of the sequences, int64 sections of the results buffer. `specrs.backends.cuda.slots.Results` has these
+    members."""
 
     @property
     def num_emitted(self) -> Tensor:
-        """[B]"""
+        """[B], number of emitted tokens."""
 
     @property
     def num_accepted(self) -> Tensor:
-        """[B]"""
+        """[B], number of accepted drafts."""
 
     @property
     def num_drafted(self) -> Tensor:
-        """[B]"""
+        """[B], number of drafts."""
 
     @property
     def flags(self) -> Tensor:
@@ -218,7 +221,7 @@ class Reported(Protocol):
 
     @property
     def tokens(self) -> Tensor:
-        """[B, engine's K + 1]: what is emitted, then from column `num_accepted` + 1 on the drafts that were rejected"""
+        """[B, engine's K + 1]: the emitted tokens, then from column `num_accepted` + 1 on the rejected drafts."""
 
 
 def update_rows(
@@ -228,16 +231,17 @@ def update_rows(
     out: Reported,
     hidden: tuple[HiddenTensors, Kept, bool] | None = None,
 ) -> None:
-    """Commit the emitted tokens of B entries, apply stops and limits, report; `runner.accept.update` is the reference.
+    """Commit the emitted tokens of B sequences, apply stops and limits, and report. The reference is
+    `update_reference`.
 
-    An entry that is not alive reports zeros and leaves its row as it is; padding reports nothing. An entry emits
-    nothing and goes inactive if a flat row up to `accepted` is not finite, if no token is allowed in its first flat
-    row, or if it would pass its capacity.
+    A sequence that is not alive reports zeros and leaves its row as it is; padding reports nothing. A sequence emits
+    nothing and becomes inactive if a flat row up to `accepted` is not finite, if no token is allowed in its first flat
+    row, or if it would exceed its capacity.
 
-    `hidden`: what is kept for a drafter that reads hidden states, where `keep_states` is to put those of the committed
-    tokens, and whether these are ends of prompts, whose last state alone is kept.
+    `hidden` is for a drafter that reads hidden states: the states that are kept; where `keep_states` will put those of
+    the committed tokens; and True if the sequences are ends of prompts, of which only the last state is kept.
 
-    Mutates num_tokens, draft_len, active and tokens of `rows`, and `out`; `start` of what is kept.
+    Mutates num_tokens, draft_len, active and tokens of `rows`, `out`, and `start` of the hidden states.
     """
     allowed_top = decided.target_top if decided.allowed_top is None else decided.allowed_top
     said = [decided.accepted, decided.emitted, decided.target_top, allowed_top, decided.draft_top]
@@ -254,6 +258,59 @@ def update_rows(
     torch.ops.specrs.update_rows([*entries.tensors(), *said], state, rows.stop_ids, on_host, results, left, keeps)
 
 
+def update_reference(
+    rows: RowTensors,
+    entries: Entries,
+    decided: Decided,
+    out: Reported,
+    hidden: tuple[HiddenTensors, Kept, bool] | None = None,
+) -> None:
+    """Do what `update_rows` does, one sequence after the other."""
+    for b, row in enumerate(entries.row.tolist()):
+        if row == rows.num_tokens.shape[0] - 1:  # padding
+            continue
+        n, k, first, alive, capacity = (
+            int(each[b]) for each in (entries.n, entries.k, entries.q_start, entries.alive, entries.capacity)
+        )
+        passes = 0 if decided.on_host is not None and decided.on_host[b] else k
+        accepted = min(max(int(decided.accepted[b]), 0), k)
+        tops = decided.target_top[first : first + accepted + 1]
+        allowed = tops if decided.allowed_top is None else decided.allowed_top[first : first + accepted + 1]
+        empty = [i for i, top in enumerate(allowed.tolist()) if tops[i].isfinite() and top == -math.inf]
+        reached = empty[0] if empty else accepted
+        flags = 0 if tops[: reached + 1].isfinite().all() else FLAG_TARGET_NON_FINITE
+        flags |= FLAG_CAPACITY if n + k > capacity else 0
+        flags |= FLAG_NO_TOKEN_ALLOWED if empty and reached == 0 else 0
+        good = alive and not flags
+        flags |= 0 if decided.draft_top[:passes, b].isfinite().all() else FLAG_DRAFT_NON_FINITE
+        accepted = max(reached - 1, 0) if empty else accepted
+        tokens, drafts = decided.emitted[b].tolist(), rows.tokens[row, n : n + k].tolist()
+        emitted, is_stop = 0, False
+        while good and emitted <= accepted and not is_stop:
+            is_stop = n + emitted >= int(rows.min_len[row]) and tokens[emitted] in rows.stop_ids[row].tolist()
+            emitted += 1
+        grown = n + emitted
+        goes_on = bool(good and not is_stop and grown < rows.limit[row])
+        rows.tokens[row, n:grown] = decided.emitted[b, :emitted]
+        if alive:
+            rows.num_tokens[row], rows.active[row] = grown, goes_on
+        if good and passes and decided.num_unfed is not None:
+            rows.draft_len[row] = min(grown - 1, n + k * decided.keeps_drafts - decided.num_unfed)
+        if hidden is not None:
+            kept, into, is_prompt = hidden
+            start = int(kept.start[row])
+            if passes or is_prompt or grown - 1 - start > kept.states.shape[1] - 1:
+                start = n - 1
+            into.first[b], into.count[b] = n - 1 - start, emitted
+            kept.start[row] = start if emitted else kept.start[row]
+        out.num_emitted[b] = emitted
+        out.num_accepted[b], out.num_drafted[b] = (accepted, k) if good else (0, 0)
+        out.flags[b] = flags if alive else 0
+        out.finish_reason[b] = 0 if not good or goes_on else FINISH_STOP if is_stop else FINISH_LENGTH
+        tokens[accepted + 1 : k + 1] = drafts[accepted:]
+        out.tokens[b, : len(tokens)] = torch.tensor(tokens)
+
+
 @torch.library.custom_op("specrs::update_rows", mutates_args=["state", "results", "keeps"])
 def _update_rows(
     read: list[Tensor],
@@ -264,7 +321,8 @@ def _update_rows(
     left: list[int],
     keeps: list[Tensor],
 ) -> None:
-    """The op behind `update_rows`: tensors in the order of the kernel's pointers, what drafts leave of draft KV."""
+    """Launch the kernel of `update_rows`. Tensors are in the order of the kernel's pointers. `left` says what drafts
+    leave of draft KV."""
     emitted, draft_top = read[7], read[10]
     num_tokens, tokens, out_tokens = state[0], state[5], results[5]
     batch, width = emitted.shape

@@ -1,4 +1,4 @@
-"""Speculative decoding with draft models as real software. Importing this does not import torch."""
+"""Speculative decoding with draft models, as production software. Importing this package does not import torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _HOME = {
     "UnsupportedConfigError": "errors",
     "UnsupportedRequestError": "errors",
 }
-"""Public name -> module; each is imported when it is first asked for."""
+"""For each public name, the module that has it. A module is imported when one of its names is first used."""
 
 __all__ = [
     "LLM",

@@ -1,9 +1,9 @@
 """Types and documentation of the Rust extension. Import its names from `specrs.core`.
 
-Buffers are numpy arrays that the caller owns: C-contiguous, aligned, of exactly the dtype and size stated, writable
-    where the core writes. Anything else is an `InvalidBufferError` naming the argument, what arrived and what is
-    expected. A call that raises has changed nothing in the core. Objects may be shared between threads; each call holds
-    the object's lock.
+Buffers are numpy arrays that the caller owns: C-contiguous, aligned, of exactly the stated dtype and size, and writable
+where the core writes. Any other array raises an `InvalidBufferError` that names the argument, what arrived and what is
+expected. A call that raises has changed nothing in the core. Objects may be shared between threads; each call holds the
+object's lock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "DRAFTERS",
     "DRAFTER_DEVICE",
-    "DRAFTER_NGRAM",
-    "DRAFTER_SUFFIX",
     "FINISH_ABORT",
     "FINISH_ERROR",
     "FINISH_LENGTH",
@@ -27,11 +26,13 @@ __all__ = [
     "FLAG_NO_TOKEN_ALLOWED",
     "FLAG_TARGET_NON_FINITE",
     "GREEDY_BELOW",
+    "HEADER_DOCS",
     "HEADER_FIELDS",
     "LOGPROBS_ALL",
     "LOGPROBS_NONE",
     "MAX_STOP_IDS",
     "PARAM_COLUMNS",
+    "PARAM_COLUMN_DOCS",
     "PLAN_IDLE",
     "PLAN_LAUNCH",
     "PLAN_SETTLE_FIRST",
@@ -40,6 +41,7 @@ __all__ = [
     "PURPOSE_GUMBEL",
     "PURPOSE_RECOVER",
     "STEPS",
+    "STEP_DOCS",
     "UNKNOWN_BELOW",
     "AcceptanceTracker",
     "AllBlocksCleared",
@@ -57,6 +59,7 @@ __all__ = [
     "CpuWeights",
     "DuplicateRequestError",
     "HiddenDrafter",
+    "HostDrafter",
     "IntegrityError",
     "InvalidAcceptanceError",
     "InvalidBlockError",
@@ -71,6 +74,7 @@ __all__ = [
     "OutOfBlocksError",
     "Output",
     "Outputs",
+    "PackedMatrix",
     "RequestSampling",
     "RequestView",
     "Sampler",
@@ -80,40 +84,47 @@ __all__ = [
     "SpecrsError",
     "SpeculationPlanner",
     "SuffixCache",
-    "SuffixDrafter",
     "TextDrafter",
     "TokenDecoder",
     "UnknownRequestError",
+    "cpu_instruction_sets",
     "philox_gumbel",
     "philox_uniform",
     "quantize_weight",
 ]
 
+DRAFTERS: Final[tuple[str, ...]]
+"""Names of the drafters, by the number in `entry_drafter`: the device's, then the methods of `HostDrafter`."""
 HEADER_FIELDS: Final[tuple[str, ...]]
-"""Names of the elements of a record's header by index; those behind them are 0."""
+"""Names of the elements of a record's header by index. The elements after them are 0."""
+HEADER_DOCS: Final[tuple[str, ...]]
+"""Descriptions of `HEADER_FIELDS`, by index."""
 PARAM_COLUMNS: Final[tuple[str, ...]]
-"""Names of a row's parameter columns by index: greedy (0 or 1), temperature (1 in greedy rows), top_k and top_p
-(infinity is off), log_min_p (ln(min_p), minus infinity is off), repetition_penalty (1 is off), presence_penalty and
-frequency_penalty (0 is off)."""
+"""Names of a row's parameter columns by index."""
+PARAM_COLUMN_DOCS: Final[tuple[str, ...]]
+"""Descriptions of `PARAM_COLUMNS` by index: which values are allowed, and which value is off."""
 STEPS: Final[tuple[str, ...]]
-"""Names of the bits of `admit_steps`, the lowest first: which steps a row's request needs."""
+"""Names of the sampling steps that a row's request may need, by bit of `admit_steps`, lowest first."""
+STEP_DOCS: Final[tuple[str, ...]]
+"""Descriptions of `STEPS`, by bit."""
 MAX_STOP_IDS: Final[int]
-"""Stop tokens of one request that a row of device state holds."""
+"""Maximum number of stop tokens of one request, which fit in a row of device state."""
 LOGPROBS_NONE: Final[int]
-"""`admit_logprobs` and `admit_prompt_logprobs` of a request that wants none."""
+"""Value of `admit_logprobs` and `admit_prompt_logprobs` for a request that wants no log probabilities."""
 LOGPROBS_ALL: Final[int]
-"""`admit_logprobs` and `admit_prompt_logprobs` of a request that wants those of the whole vocabulary."""
+"""Value of `admit_logprobs` and `admit_prompt_logprobs` for a request that wants log probabilities of the whole
+vocabulary."""
 GREEDY_BELOW: Final[float]
-"""Temperatures under this are greedy: logits divided by less could overflow."""
+"""Temperature below which a request is greedy, because logits divided by less could overflow."""
 UNKNOWN_BELOW: Final[float]
-"""How far below a row's least logit the ids are put that a drafter with ids of its own does not know: probability 0 in
-float32 at temperatures up to 96, and finite."""
+"""Distance below a row's smallest logit at which a drafter's unknown target ids are placed. It is finite, and means
+probability 0 in float32 at temperatures up to 96."""
 PLAN_IDLE: Final[int]
-"""`Scheduler.plan`: nothing to do and nothing in flight."""
+"""Result of `Scheduler.plan`: nothing is to be done and nothing is in flight."""
 PLAN_LAUNCH: Final[int]
-"""`Scheduler.plan`: the record holds a launch."""
+"""Result of `Scheduler.plan`: the record contains a launch."""
 PLAN_SETTLE_FIRST: Final[int]
-"""`Scheduler.plan`: nothing can be planned before the oldest launch in flight has settled."""
+"""Result of `Scheduler.plan`: the oldest launch in flight must settle before anything can be planned."""
 
 FLAG_TARGET_NON_FINITE: Final[int]
 """Result flag (bit 0): the target's logits were NaN or infinite in a row that the iteration reached; the request ends
@@ -123,7 +134,7 @@ FLAG_DRAFT_NON_FINITE: Final[int]
 FLAG_CAPACITY: Final[int]
 """Result flag (bit 2): a position lay beyond the row's capacity; the request ends with `FINISH_ERROR`."""
 FLAG_NOTHING_DRAFTED: Final[int]
-"""Result flag (bit 3): the drafter on the device was asked, and had nothing to propose; counts as a draft in vain."""
+"""Result flag (bit 3): the drafter on the device was asked and had nothing to propose; counts as one rejected draft."""
 FLAG_NO_TOKEN_ALLOWED: Final[int]
 """Result flag (bit 4): the request's constraints exclude every token at its next position, and the logits were finite;
 the request ends with `FINISH_ERROR`."""
@@ -135,25 +146,21 @@ FINISH_STOP: Final[int]
 FINISH_LENGTH: Final[int]
 """Finish reason: the request reached its limit."""
 FINISH_ABORT: Final[int]
-"""Finish reason of an `Output`: ended by the caller. `settle` never writes it."""
+"""Finish reason of an `Output`: the caller ended it. `settle` never writes this value."""
 FINISH_ERROR: Final[int]
 """Finish reason: a fault on the device."""
 
 DRAFTER_DEVICE: Final[int]
-"""Whose drafts an entry has: the drafter's on the device; of entries without drafts, too."""
-DRAFTER_NGRAM: Final[int]
-"""Whose drafts an entry has: `NgramProposer`'s."""
-DRAFTER_SUFFIX: Final[int]
-"""Whose drafts an entry has: `SuffixDrafter`'s."""
+"""Number of the drafter on the device. Entries without drafts have this number too."""
 
 PURPOSE_DRAFT: Final[int]
-"""Philox purpose: draws the draft token from q."""
+"""Philox purpose: draw of a draft token from q."""
 PURPOSE_ACCEPT: Final[int]
-"""Philox purpose: the uniform that accepts or rejects a draft token."""
+"""Philox purpose: uniform that accepts or rejects a draft token."""
 PURPOSE_RECOVER: Final[int]
-"""Philox purpose, reserved: no rule draws with it; the token after the drafts has `PURPOSE_GUMBEL`'s noise."""
+"""Philox purpose: reserved and unused. The token after the drafts is drawn with the noise of `PURPOSE_GUMBEL`."""
 PURPOSE_GUMBEL: Final[int]
-"""Philox purpose: the noise of the target's own draw, which the draft shares under the `coupled` rule."""
+"""Philox purpose: noise of the target's own draw, which the draft shares under the `coupled` rule."""
 
 class SpecrsError(Exception):
     """Base of every error that specrs raises on purpose."""
@@ -174,7 +181,7 @@ class NotRunningError(SpecrsError):
     """The operation needs a running request and this one is waiting."""
 
 class OutOfBlocksError(SpecrsError):
-    """The block pool has no block to give."""
+    """Every block of the block pool is held."""
 
 class InvalidBlockError(SpecrsError):
     """A block id is outside the pool, or its state does not allow the operation."""
@@ -186,24 +193,24 @@ class InvalidAcceptanceError(SpecrsError):
     """A draft was recorded with impossible counts."""
 
 class SettleOrderError(SpecrsError):
-    """Launches settle in the order in which they were planned."""
+    """A launch was settled out of order; launches settle in the order in which they were planned."""
 
 class InvalidResultsError(SpecrsError):
-    """The device reported something that its launch cannot have produced."""
+    """The device reported results that the launch cannot have produced."""
 
 class IntegrityError(SpecrsError):
-    """The books of the core contradict each other: a bug in specrs."""
+    """The state of the scheduler or the block pool contradicts itself: a bug in specrs."""
 
 class InvalidTokenizerError(SpecrsError):
     """A tokenizer cannot be read, or fails on tokens."""
 
 @final
 class CachedDrafter:
-    """A drafter with KV of its own in the target's blocks, on the device: a draft model. It catches up from tokens.
+    """Drafter on the device with its own KV in the target's blocks, which catches up from tokens: a draft model.
 
-    Pass 1 of an iteration feeds the last `max_draft_lag` positions of a row's n tokens, pass i draft i - 1; after
-    K > 0 drafts that left n' tokens its KV is valid on [0, min(n' - 1, n + K - 1)). With a `mask_token_id` (parallel
-    drafting) pass 1 feeds that id in place of drafts 1 to K - 1 and there is no other; its KV is then valid on [0, n).
+    Pass 1 of an iteration feeds the last `max_draft_lag` positions of a row's n tokens; pass i feeds draft i - 1. After
+    K > 0 drafts that left n' tokens, its KV is valid on [0, min(n' - 1, n + K - 1)). With a `mask_token_id` (parallel
+    drafting), pass 1 feeds that id in place of drafts 1 to K - 1 and is the only pass. Its KV is then valid on [0, n).
     """
 
     def __new__(
@@ -214,13 +221,17 @@ class CachedDrafter:
         mask_token_id: int | None = None,
         cost_ratio: float = 1.0,
     ) -> CachedDrafter:
-        """What a `Scheduler` must know of it.
+        """Make the description of a draft model for a `Scheduler`.
 
         Args:
-            max_model_len: positions that it can take; a request that outgrows them goes on without drafts. At least 1.
-            max_draft_lag: positions that its KV may lag behind n for it still to draft; at least 1.
-            mask_token_id: what one pass for all drafts feeds in their place, 0 or above; None: a pass for each draft.
-            cost_ratio: cost of a catch-up token in tokens of the budget, above 0: its share of the target's parameters.
+            max_model_len: number of positions that the draft model can take. Requests that outgrow them go on without
+                drafts. At least 1.
+            max_draft_lag: maximum number of positions that the KV may lag behind a row's n tokens so that the row still
+                drafts; at least 1.
+            mask_token_id: token id that one pass for all drafts feeds in their place, 0 or above. None: one pass per
+                draft.
+            cost_ratio: cost of a catch-up token in tokens of the budget, above 0: the draft's share of the target's
+                parameters.
 
         Raises:
             InvalidConfigError: a negative size; other values are checked by `Scheduler`.
@@ -228,15 +239,15 @@ class CachedDrafter:
 
     @property
     def max_model_len(self) -> int:
-        """Positions that it can take."""
+        """Number of positions that the draft model can take."""
 
     @property
     def max_draft_lag(self) -> int:
-        """Positions that its KV may lag behind n for it still to draft."""
+        """Maximum number of positions that the KV may lag behind a row's n tokens so that the row still drafts."""
 
     @property
     def mask_token_id(self) -> int | None:
-        """What one pass for all drafts feeds in their place; None: a pass for each draft."""
+        """Token id that one pass for all drafts feeds in their place. None: one pass per draft."""
 
     @property
     def cost_ratio(self) -> float:
@@ -244,22 +255,25 @@ class CachedDrafter:
 
 @final
 class HiddenDrafter:
-    """A head that drafts from the target's hidden states on the device, with KV of its own in the target's blocks.
+    """Head on the device that drafts from the target's hidden states, with its own KV in the target's blocks.
 
-    KV of position p is made of the hidden state there and of the token at p + 1. Pass 1 of an iteration feeds the
-    positions before n - 1 whose hidden states are kept and whose KV is missing, pass i its own output and draft i - 1;
-    after drafting at n tokens its KV is valid up to n - 1. It catches up only in launches that compute hidden states: a
-    record's draft chunks are parts of its prompt chunks, or of length 0 at position 0, to start anew. Where it lags
-    further behind it starts anew with those that are kept.
+    The KV of position p is computed from the hidden state there and the token at p + 1. Pass 1 of an iteration feeds
+    the positions before n - 1 whose hidden states are kept and whose KV is missing. Pass i feeds the output of the pass
+    before and draft i - 1. After drafting at n tokens, its KV is valid up to n - 1.
+
+    The head catches up only in launches that compute hidden states. A record's draft chunks are parts of its prompt
+    chunks, or have length 0 at position 0 to order a new start. If the KV lags further, the head starts anew from the
+    hidden states that are kept.
     """
 
     def __new__(cls, *, max_model_len: int, max_draft_lag: int) -> HiddenDrafter:
-        """What a `Scheduler` must know of it.
+        """Make the description of a head for a `Scheduler`.
 
         Args:
-            max_model_len: positions that it can take; a request that outgrows them goes on without drafts. At least 1.
-            max_draft_lag: positions that its KV may lag behind n for it to go on from there: hidden states of one
-                position less are kept for each row. At least K + 2.
+            max_model_len: number of positions that the head can take. Requests that outgrow them go on without drafts.
+                At least 1.
+            max_draft_lag: maximum number of positions that the head's KV may lag behind n so that it continues from
+                there. Hidden states of one position less are kept for each row. At least K + 2.
 
         Raises:
             InvalidConfigError: a negative size; other values are checked by `Scheduler`.
@@ -267,35 +281,52 @@ class HiddenDrafter:
 
     @property
     def max_model_len(self) -> int:
-        """Positions that it can take."""
+        """Number of positions that the head can take."""
 
     @property
     def max_draft_lag(self) -> int:
-        """Positions that its KV may lag behind n for it to go on from there."""
+        """Maximum number of positions that the head's KV may lag behind n so that it continues from there."""
 
 @final
 class TextDrafter:
-    """A model on the device with a tokenizer of its own, that reads and writes text (SLEM).
+    """Model on the device with its own tokenizer, which reads and writes text (SLEM).
 
-    Its KV is its own affair, outside the target's blocks: there is nothing to catch up. How many drafts its text comes
-    to is known when it is written, so `num_drafted` may be less than the entry's K.
+    Its KV is outside the target's blocks and needs no catch-up. The number of drafts is known only when its text is
+    written, so `num_drafted` may be less than the entry's K.
     """
 
     def __new__(cls) -> TextDrafter:
-        """What a `Scheduler` must know of it: nothing."""
+        """Make the description of a model that drafts by text. It has no settings."""
+
+@final
+class HostDrafter:
+    """Drafter of a `Scheduler` that proposes from texts, without a model. `plan` writes its drafts into the record."""
+
+    def __new__(cls, method: str, **settings: float) -> HostDrafter:
+        """Make a drafter of `method`, one of `DRAFTERS` after the first.
+
+        `settings` have the names and defaults of `NgramProposer` for `ngram`, and of `SuffixCache` for `suffix`.
+
+        Raises:
+            InvalidConfigError: there is no such method or setting, or a value is outside its range.
+        """
+
+    @property
+    def method(self) -> str:
+        """Name of the method, one of `DRAFTERS`."""
 
 @final
 class NgramProposer:
-    """Proposes what followed the longest n-gram that ends a sequence, where it stood last before (prompt lookup).
+    """Prompt lookup: proposes the continuation of the longest n-gram at the end of a sequence, from its last earlier
+    occurrence.
 
-    Of several places of the longest n-gram the rightmost counts. Where the sequence ends before there are enough
-    drafts they go on with themselves, so that a loop of three tokens is drafted round and round. With
-    `prompt_lookup_min=0` the last token is proposed where nothing is found, so that every sequence has drafts, for
-    measuring. No state: every call looks through the sequence, a few ns a token.
+    If the sequence ends before there are enough drafts, they continue with the first drafts, so that a loop of three
+    tokens is repeated. With `prompt_lookup_min=0` the last token is proposed if nothing is found, so that every
+    sequence has drafts, for measuring. There is no state: every call searches the sequence, a few ns per token.
     """
 
     def __new__(cls, prompt_lookup_min: int = 5, prompt_lookup_max: int = 5) -> NgramProposer:
-        """A proposer for n-grams of `prompt_lookup_min` to `prompt_lookup_max` tokens.
+        """Make a proposer for n-grams of `prompt_lookup_min` to `prompt_lookup_max` tokens.
 
         Raises:
             InvalidConfigError: unless 0 <= prompt_lookup_min <= prompt_lookup_max and 1 <= prompt_lookup_max <= 1024.
@@ -303,14 +334,15 @@ class NgramProposer:
 
     @property
     def prompt_lookup_min(self) -> int:
-        """The shortest n-gram that is looked for, in tokens."""
+        """Length of the shortest n-gram that is searched for, in tokens."""
 
     @property
     def prompt_lookup_max(self) -> int:
-        """The longest n-gram that is looked for, in tokens."""
+        """Length of the longest n-gram that is searched for, in tokens."""
 
     def propose(self, token_ids: NDArray[np.int64], num_speculative_tokens: int) -> NDArray[np.int64]:
-        """Drafts of what may follow `token_ids` `[n]`: `[num_speculative_tokens]`, or `[0]` where no n-gram was found.
+        """Return drafts of the continuation of `token_ids` `[n]`: `[num_speculative_tokens]`, or `[0]` if no n-gram was
+        found.
 
         Raises:
             InvalidConfigError: num_speculative_tokens is not in 0 to 1024.
@@ -319,17 +351,21 @@ class NgramProposer:
 
 @final
 class SuffixCache:
-    """Suffix decoding: drafts are what followed the end of a text most often, in it and in other requests' outputs.
+    """Suffix decoding: proposes the most frequent continuation of a text, counted in it and in other requests' outputs.
 
     After Oliaro et al., arXiv 2411.04975, with vLLM's settings. Each running request has a tree of the substrings of
-    its prompt and output, and one more tree has those of all outputs, of ended requests, too. For a pattern, the last
-    m tokens of a text, the most frequent token that follows is drafted, then the one behind it, while its count over
-    the pattern's is at least `min_token_prob`; at most `max_spec_factor * m` and `max_tree_depth - m` tokens. The draft
-    with the largest sum of these ratios is taken. Of equal ones: the request's own tree first, the pattern that may
-    draft more, the longer one; of equally frequent tokens the lowest id. So drafts are a function of the texts alone.
+    its prompt and output. One more tree has the substrings of all outputs, including those of ended requests.
 
-    A token takes some 50 bytes where texts repeat little, 110 in texts of common phrases, and at most 14 times
-    `max_tree_depth`, where each is there twice.
+    A pattern is the last m tokens of a text. The draft begins with the most frequent token after the pattern, then the
+    most frequent token after that one, and so on. It ends where a token's count, divided by the pattern's, falls below
+    `min_token_prob`. It has at most `max_spec_factor * m` and at most `max_tree_depth - m` tokens.
+
+    The draft with the largest sum of these ratios is taken. Ties go to the request's own tree, then to the pattern that
+    may draft more, then to the longer pattern. Of equally frequent tokens the lowest id is taken. So drafts are a
+    function of the texts alone.
+
+    A token takes about 50 bytes if texts repeat little, and 110 in texts of common phrases. It takes at most 14 times
+    `max_tree_depth` bytes, if each token occurs twice.
     """
 
     def __new__(
@@ -341,9 +377,9 @@ class SuffixCache:
         min_token_prob: float = 0.1,
         max_memory_bytes: int = 1073741824,
     ) -> SuffixCache:
-        """An empty cache. The oldest outputs of ended requests go where there are more than `max_cached_requests`, or
-        more than `max_memory_bytes` are in use; what running requests need is never cut. With `max_cached_requests=0`
-        no request's output is looked at for another.
+        """Make an empty cache. The oldest outputs of ended requests are evicted while there are more than
+        `max_cached_requests`, or more than `max_memory_bytes` are in use. The trees of running requests are never cut.
+        With `max_cached_requests=0` no request's output is used for another.
 
         Raises:
             InvalidConfigError: max_tree_depth is not in 2 to 256, max_spec_factor not finite and above 0,
@@ -351,7 +387,7 @@ class SuffixCache:
         """
 
     def start_request(self, request_id: int, prompt_token_ids: NDArray[np.int64]) -> None:
-        """Take in a request with its prompt `[n]`; mutates the cache.
+        """Add a running request with its prompt `[n]`; mutates the cache.
 
         Raises:
             DuplicateRequestError: the request is running.
@@ -367,8 +403,8 @@ class SuffixCache:
         """
 
     def propose(self, request_id: int, num_speculative_tokens: int) -> tuple[NDArray[np.int64], float, int]:
-        """Drafts `[m]` of what may follow a running request's text, m <= num_speculative_tokens; their score, how many
-        are expected to stand; and the length of their pattern. Without any, `[0]`, 0 and 0.
+        """Return drafts `[m]` of a running request's continuation, m <= num_speculative_tokens; their score, which is
+        the expected number of accepted drafts; and the length of their pattern. Without drafts, `[0]`, 0 and 0.
 
         Raises:
             UnknownRequestError: the request is not running.
@@ -376,41 +412,26 @@ class SuffixCache:
         """
 
     def stop_request(self, request_id: int) -> None:
-        """End a running request; its output is kept for others. Mutates the cache.
+        """End a running request and keep its output for drafts of others. Mutates the cache.
 
         Raises:
             UnknownRequestError: the request is not running.
         """
 
     def evict(self, request_id: int) -> bool:
-        """Forget the outputs of ended requests of this id; whether there were any. Mutates the cache."""
+        """Remove the outputs of ended requests with this id. Return whether there were any. Mutates the cache."""
 
     def stats(self) -> dict[str, int]:
-        """What it holds: `num_requests` running, `num_cached_requests` ended, `num_output_tokens` of all outputs,
-        `num_request_tokens` of running requests' own trees, `num_nodes`, and `memory_bytes` in use. Allocations are up
-        to twice that."""
+        """Return the sizes of the cache: `num_requests` running, `num_cached_requests` ended, `num_output_tokens` of
+        all outputs, `num_request_tokens` of running requests' own trees, `num_nodes`, and `memory_bytes` in use.
+        Allocations are up to twice that number of bytes."""
 
     def __contains__(self, key: int, /) -> bool:
-        """Whether the request of this id is running."""
-
-@final
-class SuffixDrafter:
-    """Suffix decoding as a drafter of `Scheduler`, which keeps a `SuffixCache` for it."""
-
-    def __new__(
-        cls,
-        *,
-        max_tree_depth: int = 24,
-        max_cached_requests: int = 10000,
-        max_spec_factor: float = 1.0,
-        min_token_prob: float = 0.1,
-        max_memory_bytes: int = 1073741824,
-    ) -> SuffixDrafter:
-        """Arguments and errors as of `SuffixCache`."""
+        """Return whether the request with this id is running."""
 
 @final
 class RequestSampling:
-    """What a request asks of sampling, under vLLM's names and with vLLM's defaults. Immutable.
+    """Sampling parameters of a request, with vLLM's names and defaults. Immutable.
 
     Ranges are checked when a scheduler takes the request.
     """
@@ -433,18 +454,24 @@ class RequestSampling:
         bad_words_token_ids: Sequence[Sequence[int]] = ...,
         has_extras: bool = False,
     ) -> RequestSampling:
-        """Takes over the values.
+        """Store the parameters.
 
         Args:
-            seed: its random numbers depend on these 64 bits, the position and nothing else.
-            temperature: at least 0; below `GREEDY_BELOW` greedy, and top_k, top_p and min_p have no effect.
-            top_k: 0 is all. top_p: above 0, at most 1. min_p: 0 to 1.
-            repetition_penalty: above 0.
-            logprobs, prompt_logprobs: most likely tokens to report beside each token, -1 for all, None for none.
-            allowed_token_ids: `[n]` int64, the only tokens that may be written; copied.
-            logit_bias: what is added to the logits of some tokens.
-            bad_words_token_ids: token sequences that are not written, none of them empty.
-            has_extras: whether it needs what no record can hold; a step of its record says so.
+            seed: 64 bits; the request's random numbers depend only on them and the position.
+            temperature: at least 0. Below `GREEDY_BELOW` the request is greedy, and top_k, top_p and min_p have no
+                effect.
+            top_k: number of most probable tokens to keep; 0 keeps all.
+            top_p: share of the probability to keep, above 0 and at most 1.
+            min_p: minimum probability of a token relative to the most probable one, 0 to 1.
+            repetition_penalty: above 0; 1 is off.
+            presence_penalty: 0 is off.
+            frequency_penalty: 0 is off.
+            logprobs: number of most probable tokens to report with each output token, -1 for all, None for none.
+            prompt_logprobs: number of most probable tokens to report with each prompt token, -1 for all, None for none.
+            allowed_token_ids: `[n]` int64, the only ids that the output may contain; copied.
+            logit_bias: number that is added to the logit of each of these ids.
+            bad_words_token_ids: token sequences that the output must not contain, none of them empty.
+            has_extras: whether the request needs data that no record can hold. The record then has the step `extras`.
 
         Raises:
             InvalidRequestError: top_k is negative.
@@ -452,19 +479,20 @@ class RequestSampling:
         """
 
     def columns(self, logits_dtype: str) -> tuple[list[float], int]:
-        """A row's `PARAM_COLUMNS`, rounded to "float32" or "float64", and the bits of `STEPS` that they need.
+        """Return a row's `PARAM_COLUMNS`, rounded to "float32" or "float64", and the bits of `STEPS` that they need.
 
         Raises:
-            InvalidConfigError: logits_dtype is neither.
+            InvalidConfigError: logits_dtype has another name.
         """
 
 @final
 class Scheduler:
-    """Which requests run, on which row and blocks, with how many drafts, in which launch.
+    """Scheduler: decides which requests run in a launch, on which rows and blocks, with how many drafts.
 
-    Continuous batching with chunked prefill, deferred drafting, prefix caching and preemption by recompute. `plan`
-    writes one launch into a record, the caller executes it on device row state, `settle` takes the results.
-    Deterministic: the same calls give the same records. It holds no KV and no logits, runs nothing, and knows no time.
+    It does continuous batching with chunked prefill, deferred drafting, prefix caching and preemption by recompute.
+    `plan` writes one launch into a record, the caller executes it on device row state, and `settle` takes the results.
+    It is deterministic: the same calls give the same records. It holds no KV and no logits, runs nothing, and has no
+    clock.
 
     R = `max_num_seqs`, C = `max_num_batched_tokens`, K = `num_speculative_tokens`. An *entry* is one row's part in a
     launch: entries `[0, num_decode)` are decode rows by K descending, entry `num_decode + j` is prefill chunk j.
@@ -482,9 +510,8 @@ class Scheduler:
         drafter: CachedDrafter
         | HiddenDrafter
         | TextDrafter
-        | NgramProposer
-        | SuffixDrafter
-        | Sequence[CachedDrafter | HiddenDrafter | TextDrafter | NgramProposer | SuffixDrafter]
+        | HostDrafter
+        | Sequence[CachedDrafter | HiddenDrafter | TextDrafter | HostDrafter]
         | None = None,
         sliding_window: int | None = None,
         window_groups: Sequence[int] | None = None,
@@ -501,47 +528,50 @@ class Scheduler:
         enable_kv_cache_events: bool = False,
         hash_key: bytes = ...,
     ) -> Scheduler:
-        """A scheduler with no requests and all blocks free.
+        """Make a scheduler with no requests and all blocks free.
 
         Args:
-            max_num_seqs: rows of device state (R), the most requests that run at once; 1 to 65536.
-            max_model_len: the most tokens of a request, prompt and output; at least 2.
-            num_blocks: KV blocks in the pool; at least 1.
-            block_size: positions per KV block; at least 1.
-            max_num_batched_tokens: tokens per launch (C) that decode, prefill and draft chunks share; at least 1.
-                Decode never waits for it; chunks always have a quarter of it.
-            num_speculative_tokens: the most draft tokens per request and launch (K), 0 to 1024.
-            drafter: what proposes drafts; with None nothing drafts. One on the host (`NgramProposer`, `SuffixDrafter`)
-                is asked by `plan`, which writes its drafts into the record, and needs `max_in_flight=1`. Of several, at
-                most one of each kind, each request has in each launch the one that promises the most.
-            sliding_window: the last positions that a query attends to, its own among them, where all layers of the
-                target and of what drafts in its blocks have a window: the largest of these, at least 2. Blocks behind
-                it come back while their request goes on. None: some layer attends to all positions. With
-                `window_groups` only the layers of the first group count.
-            window_groups: windows of further KV groups: layers of the target with block tables of their own in the one
-                pool, whose blocks come back behind the group's window. Each at least 2 and no longer than the first
-                group's, at most 1024 of them; the draft's layers are in the first group. None: all layers are in one.
-                Not with `enable_kv_cache_events`.
-            max_in_flight: launches that may be planned and not yet settled, 1 to 1024.
-            max_constraint_len: elements (W) that a request's allowed_token_ids, logit_bias and bad words may take in a
-                record, and those of all that a launch admits: an id one, a bias two, a bad word one and its tokens.
-            logits_dtype: "float32" or "float64", what sampling parameters are rounded to.
-            num_reserved_decode_tokens: positions of output that each running request has blocks for, or could get, when
-                a newcomer is admitted; at least 0, which preempts often in a full pool.
-            long_prefill_token_threshold: the most prompt tokens of a request in a launch; 0: three quarters of what is
-                left when its turn comes, and what other prompts leave of the rest.
-            max_prefill_stall_ms: the most milliseconds that prompt and draft chunks take of a launch in which requests
-                decode, which wait for it, by the times that `time_launch` is told; 16 tokens of prompts and 512
-                of drafts' catch-up go through in any case. 0 is no bound.
-            attention_cost_ratio: what attending to one position costs, in what a token at the start of a context does,
-                by which `max_prefill_stall_ms` reckons chunks deep in a context; layers with a window count nothing.
-                At least 0; default 1 / 4096.
-            priority_aging_launches: launches by which a request must have arrived earlier to go before one of a
-                priority better by 1; 0: priority always counts more.
-            max_loras: the most LoRA adapters of the requests that run at once, at most 1024; 0: no request has one.
-                A request whose adapter would be one too many waits, and no request of an adapter overtakes it.
+            max_num_seqs: number of rows of device state (R), and so the maximum number of running requests; 1 to 65536.
+            max_model_len: maximum number of tokens of a request, prompt and output; at least 2.
+            num_blocks: number of KV blocks in the pool; at least 1.
+            block_size: number of positions per KV block; at least 1.
+            max_num_batched_tokens: number of tokens per launch (C) that decode, prefill and draft chunks share; at
+                least 1. Decoding never waits for it; chunks always have a quarter of it.
+            num_speculative_tokens: maximum number of draft tokens per request and launch (K), 0 to 1024.
+            drafter: drafter or list of drafters; with None no request drafts. A `HostDrafter` is asked by `plan`, which
+                writes its drafts into the record, and needs `max_in_flight=1`. A list has at most one drafter that is
+                not a `HostDrafter`, and no method twice. Each request then gets in each launch the drafter that
+                promises the most.
+            sliding_window: largest window of the layers, if all layers of the target and of the drafter in its blocks
+                have one. A window is the number of last positions that a query attends to, its own included; at least
+                2. Blocks before the window return to the pool while their request runs. None: some layer attends to all
+                positions. With `window_groups` only the layers of the first group count.
+            window_groups: windows of further KV groups, which are layers of the target with their own block tables in
+                the one pool. Their blocks return to it once they lie before the group's window. There are at most 1024,
+                each at least 2 and no longer than the first group's window. The draft's layers are in the first group.
+                None: all layers are in one group. Not with `enable_kv_cache_events`.
+            max_in_flight: maximum number of launches that are planned and not yet settled, 1 to 1024.
+            max_constraint_len: maximum number of elements (W) that allowed_token_ids, logit_bias and bad words take in
+                a record, for one request and for all admitted in one launch. An id takes one, a bias two, a bad word
+                one plus its tokens.
+            logits_dtype: "float32" or "float64", the precision to which sampling parameters are rounded.
+            num_reserved_decode_tokens: number of output positions for which each running request must have or get
+                blocks when a new request is admitted; at least 0. With 0, a full pool often preempts.
+            long_prefill_token_threshold: maximum number of prompt tokens of a request in a launch. With 0, a request
+                may use three quarters of the tokens left at its turn, plus whatever other prompts leave unused.
+            max_prefill_stall_ms: maximum time in milliseconds of prompt and draft chunks in a launch with decoding
+                requests, which wait for it. Times are learnt from `time_launch`. 16 prompt tokens and 512 catch-up
+                tokens are allowed in any case. 0 is no bound.
+            attention_cost_ratio: cost of attending to one position, relative to a token at the start of a context.
+                `max_prefill_stall_ms` estimates chunks deep in a context with it; layers with a window add nothing. At
+                least 0; default 1 / 4096.
+            priority_aging_launches: number of launches that a request must have arrived earlier to go before one with a
+                priority better by 1. With 0, priority always counts more.
+            max_loras: maximum number of different LoRA adapters among the running requests, at most 1024; 0 if no
+                request has one. A request whose adapter would exceed it waits, and no request with an adapter overtakes
+                it.
             enable_prefix_caching: whether requests share the KV of equal prefixes.
-            enable_kv_cache_events: whether `take_kv_events` tells what came into the prefix cache and left it.
+            enable_kv_cache_events: whether `take_kv_events` reports the blocks that entered and left the prefix cache.
             hash_key: 16 bytes, default all zero. A secret key keeps clients from building prompts that collide.
 
         Raises:
@@ -550,67 +580,68 @@ class Scheduler:
 
     @property
     def record_size(self) -> int:
-        """int64 elements of the buffer that `plan` writes."""
+        """Number of int64 elements in the buffer that `plan` writes."""
 
     @property
     def results_size(self) -> int:
-        """int64 elements of the buffer that `settle` reads."""
+        """Number of int64 elements in the buffer that `settle` reads."""
 
     @property
     def settled_size(self) -> int:
-        """int64 elements of the buffer that `settle` writes."""
+        """Number of int64 elements in the buffer that `settle` writes."""
 
     def record_layout(self) -> dict[str, tuple[int, int]]:
-        """Sections of the record as `name: (offset, length)` in int64 elements, in buffer order.
+        """Return the sections of the record as `name: (offset, length)` in int64 elements, in buffer order.
 
-        Of each section only the elements that the header counts are written.
+        Of each section, only as many elements are written as the header counts.
 
-        header: `HEADER_FIELDS`, the rest 0. launch_id counts from 0; num_decode, num_prefill: entries;
-            num_prefill_tokens, num_draft_chunks, num_draft_tokens, num_admitted, num_upload_tokens, num_block_updates,
-            num_constraints, num_preempted: elements of the sections below; max_k: the largest K of an entry.
+        header: `HEADER_FIELDS` (described in `HEADER_DOCS`), then zeros. Its counts are numbers of elements of the
+            sections below. No launch reads elements from `used_len` on.
         entry_row [R], entry_k [R] (0 for chunks), entry_capacity [R] (positions that the row's block table covers),
             entry_n_upper [R] (upper bound of the row's tokens at the start of the launch).
         chunk_start [R], chunk_len [R], chunk_is_last [R]: prefill chunk j; the last one of a prompt emits a token.
         prefill_token [C], prefill_position [C], prefill_q_start [R + 1]: the chunks' rows, flat. prefill_slot [G, C]:
             their KV slots, in each of G = 1 + len(window_groups) groups.
         draft_chunk_row [R], draft_chunk_start [R], draft_chunk_len [R], draft_q_start [R + 1], draft_position,
-            draft_slot (of the first group): draft catch-up chunks; their tokens are in row state, and afterwards the
-            row's draft_len is start + len, also where len is 0. Slot -1: do not write. draft_chunk_k_start [R]: from
-            this chunk on the row's drafter reads KV from this position on; 0 without a window.
-        entry_drafter [R]: whose drafts an entry has, `DRAFTER_*`.
+            draft_slot (of the first group): draft catch-up chunks. Their tokens are in row state. Afterwards the row's
+            draft_len is start + len, also if len is 0. Slot -1: do not write. draft_chunk_k_start [R]: from this chunk
+            on the row's drafter reads KV from this position on; 0 without a window.
+        entry_drafter [R]: drafter of each entry's drafts, an index of `DRAFTERS`.
         draft_token [R, K]: drafts of drafters on the host, those of entry i from element i * K on; empty without one.
         admit_row [R], admit_request_id [R], admit_num_tokens [R], admit_prompt_len [R] (less than num_tokens after a
             preemption), admit_draft_len [R], admit_limit [R], admit_num_cached [R]: requests that get their row in this
             launch, before its chunks run.
-        admit_min_len [R] (stop tokens count from this position on), admit_stop_ids [R, MAX_STOP_IDS] (-1 behind them).
-        admit_lora [R]: the id of its adapter, 0 of none.
-        admit_salt [R]: equal for requests of the same `cache_salt` and adapter, and for no others; different in each
-            scheduler.
+        admit_min_len [R] (stop tokens count from this position on), admit_stop_ids [R, MAX_STOP_IDS] (-1 after them).
+        admit_lora [R]: id of the request's adapter, 0 for none.
+        admit_salt [R]: number that is equal only for requests of the same `cache_salt` and adapter; it differs between
+            schedulers.
         admit_seed [R], admit_steps [R] (`STEPS`), admit_params [R, len(PARAM_COLUMNS)] (bits of float64),
-            admit_logprobs [R], admit_prompt_logprobs [R]: what they ask of sampling.
-        admit_num_allowed [R] (-1: all are), admit_num_biases [R], admit_num_bad_words [R], admit_constraint_start
-            [R + 1]: parts of `constraint` [W], which has of one request after the other its allowed ids, ids with a
-            bias, the biases as bits of float64, the lengths of bad words, their tokens.
+            admit_logprobs [R], admit_prompt_logprobs [R]: sampling parameters of the requests.
+        admit_num_allowed [R] (-1: all are), admit_num_biases [R], admit_num_bad_words [R], admit_constraint_start [R +
+            1]: parts of `constraint` [W]. It has for one request after the other its allowed ids, ids with a bias, the
+            biases as bits of float64, the lengths of bad words, their tokens.
         upload_token: all tokens of the admitted requests, one request after the other.
-        block_row, block_index, block_id: block table updates, `table[row, index] = id`. Entries behind a row's window
-            stay as they are, and are read no more. block_group: the group of each; empty where there is one.
+        block_row, block_index, block_id: block table updates, `table[row, index] = id`. Entries before a row's window
+            are not changed and no longer read. block_group: the group of each; empty if there is one group.
         preempted_request_id [R]: requests that lost their row in this plan.
         """
 
     def results_layout(self) -> dict[str, tuple[int, int]]:
-        """Sections of the results as `name: (offset, length)` in int64 elements; all by entry.
+        """Return the sections of the results as `name: (offset, length)` in int64 elements, each by entry.
 
-        num_emitted [R], num_accepted [R], num_drafted [R] (K after the device's own limits), flags [R] (`FLAG_*` bits),
-        finish_reason [R] (`FINISH_STOP` where the last token emitted is a stop token at a position of at least
-        admit_min_len, else `FINISH_LENGTH` where the row is at its limit, else `FINISH_NONE`: the device judges, and
-        `settle` only refuses what cannot be), tokens [R * (K + 1)], row-major by entry: those emitted; element i from
-        num_accepted + 1 to num_drafted is draft i (from 1), which was rejected, and is read for `Output`s with
-        `keep_drafts` alone. A prompt's last chunk emits 1 token; other chunks and rows that had ended report 0
-        everywhere.
+        num_emitted [R], num_accepted [R], num_drafted [R] (K after the device's own limits), flags [R] (`FLAG_*` bits).
+        finish_reason [R]: `FINISH_STOP` if the last emitted token is a stop token at a position of at least
+            admit_min_len; otherwise `FINISH_LENGTH` if the row is at its limit, else `FINISH_NONE`. The device judges,
+            and `settle` only rejects impossible values.
+        tokens [R * (K + 1)], row-major by entry: the emitted tokens. Element i from num_accepted + 1 to num_drafted is
+            draft i (from 1), which was rejected. Only an `Output` with `keep_drafts` reads it.
+
+        A prompt's last chunk emits 1 token. Other chunks and rows that had ended report 0 everywhere.
         """
 
     def settled_layout(self) -> dict[str, tuple[int, int]]:
-        """Sections of what `settle` writes as `name: (offset, length)` in int64 elements; all by entry.
+        """Return the sections of the buffer that `settle` writes as `name: (offset, length)` in int64 elements, each by
+        entry.
 
         request_id [R] (-1 if the entry's results were dropped), num_new [R] (deliver `tokens[entry, :num_new]`),
         finish_reason [R] (`FINISH_*`).
@@ -632,69 +663,72 @@ class Scheduler:
         lora: tuple[int, str] | None = None,
         extra_keys: Sequence[tuple[int, bytes]] | None = None,
     ) -> None:
-        """Queues a request behind all waiting ones of its priority.
+        """Add a request to the queue, after all waiting requests of its priority.
 
         Args:
             request_id: at least 0 and not in use; may be used again after the request's end.
             token_ids: `[n]` int64, the prompt, at least one token; copied.
-            limit: the most tokens it may reach, prompt and output: `min(n + max_tokens, max_model_len)`.
-            min_tokens: output tokens before which stop ids do not count.
-            num_speculative_tokens: draft tokens per launch, at most the engine's; 0 never drafts.
+            limit: maximum number of tokens of the request, prompt and output: `min(n + max_tokens, max_model_len)`.
+            min_tokens: number of output tokens before which stop ids do not count.
+            num_speculative_tokens: number of draft tokens per launch, at most the engine's; 0 never drafts.
             priority: smaller values go first, ties by arrival.
-            caller: who asks for it together with others: requests of different callers share rows and blocks evenly,
-                whatever each asks for, where priorities are equal and do not age. None: it is asked for alone.
+            caller: id of the caller that sent the request. Requests of different callers share rows and blocks evenly
+                if their priorities are equal and do not age, however many each caller sends. None: the request counts
+                as a caller of its own.
             stop_token_ids: `[s]` int64, tokens that end the output, at most `MAX_STOP_IDS`; copied.
-            sampling: how tokens are drawn; the defaults where None. The device is told, in the record.
-            cache_salt: the request shares prefixes only with requests of the same salt.
-            lora: id from 1 and name of the LoRA adapter that it is computed with, with whose requests alone it shares
-                prefixes; None: the base model.
-            extra_keys: `(position, key)` by position, which does not decrease: what the prompt's KV depends on besides
-                its tokens, such as the hash of an image or an adapter's name. From the block of that position on the
+            sampling: sampling parameters, which the device gets in the record; None for the defaults.
+            cache_salt: salt of the prefixes; the request shares prefixes only with requests of the same salt.
+            lora: id (from 1) and name of the request's LoRA adapter. It shares prefixes only with requests of the same
+                adapter. None: the base model.
+            extra_keys: `(position, key)` in order of position: extra dependencies of the prompt's KV besides its
+                tokens, such as the hash of an image or an adapter's name. From the block of that position on, the
                 request shares blocks only with requests whose extra keys are equal too. Keys have at least one byte.
 
         Raises:
             DuplicateRequestError: the id is waiting or running.
-            InvalidRequestError: a parameter is not allowed, among them a limit that needs more blocks than the pool
+            InvalidRequestError: a parameter is not allowed, for example a limit that needs more blocks than the pool
                 has.
             InvalidBufferError: an array is not a contiguous int64 vector.
         """
 
     def request(self, request_id: int) -> RequestView:
-        """What is known of a waiting or running request: its state, lengths and block table. A copy; changes nothing.
+        """Return a view of a waiting or running request: its state, lengths and block table. A copy; changes nothing.
 
         Raises:
             UnknownRequestError: the id is neither waiting nor running.
         """
 
     def request_ids(self) -> list[int]:
-        """Ids of the waiting requests, then of the running ones, each most important first."""
+        """Return the ids of the waiting requests, then of the running ones, each most important first."""
 
     def take_kv_events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """What came into the prefix cache and left it since the last call, in order.
+        """Take the changes of the prefix cache since the last call, in order.
 
-        Empty unless `enable_kv_cache_events` is set. Taken after each `plan`, before its launch executes,
-        `BlockRemoved` names the cached blocks that the launch may overwrite, whose KV can still be copied out on the
-        launch's stream. The scheduler keeps at most two blocks' worth of events per block of the pool, more than a
-        launch and its settling come to; who takes none for longer finds `AllBlocksCleared` in place of what was
-        dropped.
+        The list is empty unless `enable_kv_cache_events` is set. If events are taken after each `plan`, before its
+        launch executes, `BlockRemoved` names the cached blocks that the launch may overwrite. Their KV can still be
+        copied out on the launch's stream.
+
+        The scheduler keeps at most two blocks' worth of events per block of the pool, more than a launch and its
+        settling produce. A caller that takes no events for longer gets `AllBlocksCleared` in place of dropped events.
         """
 
     def take_kv_event_batch(self) -> KVEventBatch | None:
-        """The same as one object, of which nothing of Python's is made yet; None if nothing happened."""
+        """Take the changes of the prefix cache since the last call as one object, before any Python events are made.
+        None if nothing happened."""
 
     def abort(self, request_id: int) -> None:
-        """Ends a waiting or running request now; what is in flight for it will be dropped.
+        """End a waiting or running request now; its results in flight will be dropped.
 
         Raises:
             UnknownRequestError: the id is neither waiting nor running.
         """
 
     def speculate(self, planner: SpeculationPlanner) -> None:
-        """Lets `planner` choose the K of every request for the next `plan`; call it right before.
+        """Let `planner` choose the K of every request for the next `plan`; call it right before.
 
-        A request gets no more than its own `num_speculative_tokens`. Without this call it keeps the K chosen last, its
-        own at first. Requests whose acceptance the planner found collapsed get their draft KV built again. After the
-        launch, `tell` the planner of it. Holds both locks.
+        A request gets no more than its own `num_speculative_tokens`. Without this call it keeps the K chosen last, at
+        first its own. The draft KV of requests whose acceptance the planner found collapsed is rebuilt. After the
+        launch, pass its results to the planner with `tell`. Holds both locks.
 
         Raises:
             InvalidConfigError: the planner's `max_num_seqs` or `num_speculative_tokens` is not the scheduler's.
@@ -707,23 +741,24 @@ class Scheduler:
         results: NDArray[np.int64],
         ms: float | None = None,
     ) -> None:
-        """Tells `planner` what became of a launch, by its record and its results, settled or not.
+        """Pass the results of a launch to `planner`, from its record and its results, settled or not.
 
-        `ms`, how long it took, counts where it did nothing but decode. An entry whose drafter had nothing to propose
-        had a first draft that did not stand. Where drafters on the host and on the device draft, the planner hears
-        only of the device's. Mutates the planner alone. Holds both locks.
+        `ms` is the launch's duration, which counts if the launch did nothing but decode. An entry whose drafter had
+        nothing to propose counts as one rejected draft. With drafters on the host and on the device, the planner gets
+        only the device's drafts. Mutates only the planner. Holds both locks.
 
         Raises:
-            InvalidBufferError: a buffer is not a contiguous int64 array of its layout's size, or as
-                `SpeculationPlanner.settle`.
+            InvalidBufferError: a buffer is not a contiguous int64 array of its layout's size, or the planner rejects a
+                row, a K or `ms`.
+            InvalidAcceptanceError: counts of drafted and accepted tokens are impossible.
         """
 
     def time_launch(self, launch_id: int, ms: float) -> None:
-        """Tells how long the launch that settled last took, from its beginning, or the end of the one before it, until
-        all that waits for it has been told.
+        """Record how long the launch that settled last took. The time starts at its beginning or at the end of the
+        launch before it, and ends when all its waiting clients have their results.
 
-        By that, plans take as many prompt tokens beside requests that decode as `max_prefill_stall_ms` allows; without
-        it the call does nothing.
+        With these times, plans limit prompt tokens next to decoding requests by `max_prefill_stall_ms`. If that setting
+        is 0, the call does nothing.
 
         Raises:
             SettleOrderError: another launch settled last.
@@ -731,29 +766,31 @@ class Scheduler:
         """
 
     def rebuild_draft(self, request_id: int) -> None:
-        """Lets a running request's draft KV be written again from position 0, by catch-up chunks of coming launches.
+        """Rebuild a running request's draft KV from position 0, by catch-up chunks of coming launches.
 
-        Its blocks lose their draft marks, so that no other request goes on with what is broken. A request that drafts
+        Its blocks lose their draft marks, so that no other request continues from broken KV. A request that drafts
         nothing is left as it is.
 
         Raises:
             UnknownRequestError: the id is neither waiting nor running.
-            NotRunningError: it waits.
+            NotRunningError: the request is waiting.
         """
 
     def preempt(self, request_id: int) -> None:
-        """Sends a running request back to waiting, at its original place, as `plan` does when blocks are short.
+        """Return a running request to its original place in the waiting queue, as `plan` does when there are too few
+        blocks.
 
-        Its settled tokens stay; what is in flight for it will be dropped; its KV is computed again where the prefix
-        cache no longer has it.
+        Its settled tokens stay, and its results in flight will be dropped. Its KV is computed again unless the prefix
+        cache still has it.
 
         Raises:
             UnknownRequestError: the id is neither waiting nor running.
-            NotRunningError: it waits.
+            NotRunningError: the request is waiting.
         """
 
     def plan(self, record: NDArray[np.int64]) -> int:
-        """Plans the next launch into `record` `[record_size]` int64; `PLAN_IDLE`, `PLAN_LAUNCH` or `PLAN_SETTLE_FIRST`.
+        """Plan the next launch into `record` `[record_size]` int64. Return `PLAN_IDLE`, `PLAN_LAUNCH` or
+        `PLAN_SETTLE_FIRST`.
 
         After `PLAN_LAUNCH` the launch is in flight until it settles; otherwise the record's content is unspecified.
 
@@ -762,111 +799,117 @@ class Scheduler:
         """
 
     def settle(self, launch_id: int, results: NDArray[np.int64], settled: NDArray[np.int64]) -> None:
-        """Takes the results of the oldest launch in flight and writes what came of each entry into `settled`.
+        """Take the results of the oldest launch in flight and write the settled result of each entry into `settled`.
 
         `results` is `[results_size]` int64, `settled` `[settled_size]` int64; they must not overlap.
 
         Raises:
-            SettleOrderError: it is not this launch's turn.
+            SettleOrderError: another launch is the oldest in flight.
             InvalidResultsError: the launch cannot have had these results.
             InvalidBufferError: a buffer does not have its dtype, layout or size.
         """
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
+        """Number of requests without a row."""
 
     @property
     def num_running(self) -> int:
-        """Requests with a row."""
+        """Number of requests with a row."""
 
     @property
     def num_launches(self) -> int:
-        """Launches planned since the start, which is the id of the next one."""
+        """Number of launches planned since the start, which is the id of the next one."""
 
     @property
     def num_in_flight(self) -> int:
-        """Launches planned and not yet settled."""
+        """Number of launches planned and not yet settled."""
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds, cached ones included."""
+        """Number of blocks that no request holds, cached ones included."""
 
     @property
     def num_groups(self) -> int:
-        """G: KV groups."""
+        """Number of KV groups, G."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool."""
+        """Number of blocks in the pool."""
 
     def least_blocks(self, limit: int) -> int:
-        """Blocks without which a request of `limit` tokens does not get there, alone in the pool: fewer than its
-        positions take where `sliding_window` lets blocks come back. Raises InvalidConfigError for a negative limit."""
+        """Return the minimum number of blocks with which a request of `limit` tokens can reach its limit, alone in the
+        pool. It is less than the blocks of all positions if `sliding_window` lets blocks return to the pool.
+
+        Raises:
+            InvalidConfigError: `limit` is negative.
+        """
 
     @property
     def num_preemptions(self) -> int:
-        """Times a running request went back to waiting."""
+        """Number of times that a running request was preempted."""
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens whose target KV came from the prefix cache, counted when their request was first admitted."""
+        """Number of prompt tokens whose target KV came from the prefix cache, counted when their request was first
+        admitted."""
 
     def has_unfinished(self) -> bool:
-        """Whether a request waits or runs, or a launch is in flight."""
+        """Return whether a request waits or runs, or a launch is in flight."""
 
     def acceptance(self) -> AcceptanceTracker:
-        """A copy of the acceptance books of all settled launches."""
+        """Return a copy of the acceptance statistics of all settled launches."""
 
     def acceptance_of(self, drafter: int) -> AcceptanceTracker:
-        """A copy of the part of one drafter, `DRAFTER_*`, in them.
+        """Return a copy of the acceptance statistics of one drafter, an index of `DRAFTERS`, in all settled launches.
 
         Raises:
             InvalidConfigError: there is no such drafter.
         """
 
     def draft_errors_of(self, drafter: int) -> tuple[int, str | None]:
-        """How often a drafter on the host, `DRAFTER_NGRAM` or `DRAFTER_SUFFIX`, has failed, and how it did last. Each
-        time cost the drafts of one request in one launch. Of `DRAFTER_DEVICE` its host knows: (0, None).
+        """Return how often a drafter, an index of `DRAFTERS`, has failed on the host, and its last failure. Each
+        failure cost the drafts of one request in one launch. It is (0, None) for `DRAFTER_DEVICE`, whose failures a
+        runner sees.
 
         Raises:
             InvalidConfigError: there is no such drafter.
         """
 
     def draft_kv_not_written(self, blocks: NDArray[np.int64]) -> None:
-        """Takes it that the device has not written the draft KV that a launch was to write into `blocks` `[N]`: the
-        launch planned last, or, behind prompt chunks for a head that reads hidden states, the one before it. To be
-        told before the next `plan`.
+        """Note that the device has not written the draft KV that a launch was to write into `blocks` `[N]`. That launch
+        is the one planned last. For prompt chunks of a head that reads hidden states, it is the one before. Call this
+        before the next `plan`.
 
-        A draft model catches up from there; a head starts anew, with every request that shares one of the blocks. No
-        block among them keeps its draft mark. Mutates.
+        A draft model catches up from these blocks. A head starts anew, in every request that shares one of the blocks.
+        No block among them keeps its draft mark. Mutates.
 
         Raises:
-            InvalidBlockError: one is not in the pool; nothing has changed then.
+            InvalidBlockError: a block is not in the pool; nothing has changed then.
         """
 
     def pause_drafting(self, launches: int) -> None:
-        """Lets the next `launches` launches draft nothing on the device, nor write draft KV; drafters on the host go
+        """Stop drafting on the device and writing draft KV for the next `launches` launches. Drafters on the host go
         on. 0 ends a pause. Mutates.
 
         Raises:
-            InvalidConfigError: it is below 0.
+            InvalidConfigError: `launches` is negative.
         """
 
     def set_draft_costs(self, pass_cost: float, row_costs: Sequence[float], catch_up_cost: float) -> None:
-        """What drafts cost, as shares of a launch without any: a drafting pass on the device, verifying 1, 2, .. K
-        drafts, and a position of a chunk that closes the lag of draft KV, at least a pass for all of them. Where there
-        are several drafters each request's is chosen by them. Mutates.
+        """Set the costs of drafts, as shares of a launch without drafts: a drafting pass on the device, verifying 1, 2,
+        .. K drafts, and a position of a chunk that closes the lag of draft KV. The whole chunk costs at least a pass.
+        With several drafters, each request's drafter is chosen by these costs. Mutates.
 
         Raises:
-            InvalidConfigError: a cost is not finite and at least 0, or `row_costs` are not K.
+            InvalidConfigError: a cost is not finite and at least 0, or `row_costs` does not have K elements.
         """
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. Returns False, and changes nothing, while any block is held."""
+        """Forget all cached prefixes. Return False, and change nothing, while any block is held."""
 
     def check_integrity(self) -> None:
-        """Checks that the scheduler's books agree; reads everything, so it is for tests and idle times.
+        """Check that the scheduler's state agrees with itself; reads everything, so it is for tests and idle times.
 
         Raises:
             IntegrityError: naming the first contradiction.
@@ -874,48 +917,49 @@ class Scheduler:
 
 @final
 class RequestView:
-    """What the scheduler knew of a request when it was asked, by `Scheduler.request`.
+    """View of a request, as `Scheduler.request` found it.
 
-    Lengths are the least that comes of the launches in flight if the request does not end in them; without launches in
-    flight they are exact.
+    Lengths are the smallest that the launches in flight can lead to if the request does not end in them. Without
+    launches in flight they are exact.
     """
 
     @property
     def state(self) -> Literal["waiting", "prefill", "decode"]:
-        """Whether it has no row (new, or preempted), target KV of its prompt still to be planned, or decodes."""
+        """State: "waiting" without a row (new, or preempted), "prefill" while target KV of the prompt is still to be
+        planned, or "decode"."""
 
     @property
     def row(self) -> int | None:
-        """Its row of device state; None while it waits."""
+        """Row of device state; None while the request waits."""
 
     @property
     def num_tokens(self) -> int:
-        """Settled tokens: the prompt and the output so far."""
+        """Number of settled tokens: the prompt and the output so far."""
 
     @property
     def limit(self) -> int:
-        """The most tokens that it may reach."""
+        """Maximum number of tokens of the request."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Positions with valid target KV; 0 while it waits."""
+        """Number of positions with valid target KV; 0 while the request waits."""
 
     @property
     def num_draft_computed_tokens(self) -> int:
-        """Positions with valid draft KV; 0 while it waits."""
+        """Number of positions with valid draft KV; 0 while the request waits."""
 
     @property
     def num_speculative_tokens(self) -> int:
-        """Draft tokens that it asks for per launch now; 0 while it waits."""
+        """Number of draft tokens that the request currently asks for per launch; 0 while it waits."""
 
     @property
     def num_in_flight(self) -> int:
-        """Launches in flight that name its row."""
+        """Number of launches in flight that name the request's row."""
 
     @property
     def block_table(self) -> NDArray[np.int64]:
-        """`[blocks]` int64, a copy: its blocks, position by position, -1 where they came back behind its
-        window; empty while it waits."""
+        """Blocks of the request in order of position, `[blocks]` int64, a copy. -1 stands for blocks before its
+        window, which returned to the pool. Empty while the request waits."""
 
 @final
 class BlockStored:
@@ -923,103 +967,106 @@ class BlockStored:
 
     @property
     def blocks(self) -> list[int]:
-        """The blocks."""
+        """Ids of the stored blocks."""
 
     @property
     def block_hashes(self) -> list[int]:
-        """Their hashes, 128 bits each."""
+        """Hashes of the stored blocks, 128 bits each."""
 
     @property
     def parent_block_hash(self) -> int | None:
-        """Hash of the block before the first of them; None at position 0."""
+        """Hash of the block before the first stored one; None at position 0."""
 
     @property
     def token_ids(self) -> NDArray[np.int64]:
-        """`[blocks * block_size]` int64, a copy: their tokens."""
+        """Tokens of the stored blocks, `[blocks * block_size]` int64, a copy."""
 
     @property
     def block_size(self) -> int:
-        """Positions per block."""
+        """Number of positions per block."""
 
     @property
     def extra_keys(self) -> list[list[tuple[int, bytes]]]:
-        """By block, `(offset, key)`: its extra keys and the offset in the block from which on each counts."""
+        """Extra keys of each stored block, as `(offset, key)` with the offset in the block from which the key
+        counts."""
 
     @property
     def cache_salt(self) -> bytes:
-        """The request's cache salt, where the first of the blocks begins its text; else empty."""
+        """Cache salt of the request, if the first stored block begins its text; else empty."""
 
     @property
     def lora_id(self) -> int | None:
-        """Id of the LoRA adapter that they were computed with; None: the base model."""
+        """Id of the LoRA adapter that the stored blocks were computed with; None for the base model."""
 
     @property
     def lora_name(self) -> str | None:
-        """Its name."""
+        """Name of the LoRA adapter that the stored blocks were computed with; None for the base model."""
 
 @final
 class BlockRemoved:
-    """KV event: blocks can no longer be found. Their KV stays until the next launch that was planned executes."""
+    """KV event: blocks can no longer be found. Their KV is unchanged until the next planned launch executes."""
 
     @property
     def blocks(self) -> list[int]:
-        """The blocks."""
+        """Ids of the removed blocks."""
 
     @property
     def block_hashes(self) -> list[int]:
-        """The hashes that they had."""
+        """Hashes that the removed blocks had."""
 
     @property
     def has_draft(self) -> list[bool]:
-        """Whether their draft KV was valid too."""
+        """Whether the draft KV of each removed block was valid too."""
 
 @final
 class AllBlocksCleared:
-    """KV event: what was stored before counts no longer, because of a reset or of events that were not taken in time.
+    """KV event: all blocks were removed, by a reset, or earlier events were dropped because they were not taken in
+    time.
 
-    What follows is true again; blocks stored before may still be cached then, but no event will say so.
+    Later events are correct again. After a drop, blocks stored before may still be cached, but no event will name them.
     """
 
 @final
 class KVEventBatch:
-    """What `Scheduler.take_kv_event_batch` took. May be used in another thread than the scheduler's."""
+    """Changes that `Scheduler.take_kv_event_batch` took. May be used in another thread than the scheduler's."""
 
     def events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """The events, in order."""
+        """Return the changes as events, in order."""
 
     def msgpack(self, timestamp: float, data_parallel_rank: int = 0) -> bytes:
-        """The events as a payload of vLLM's KV events, in MessagePack; releases the interpreter while it encodes.
+        """Return the events as a payload of vLLM's KV events, in MessagePack; releases the interpreter while it
+        encodes.
 
-        `[timestamp, events, data_parallel_rank]`, an event a map with its `type`. `timestamp` is in seconds since 1970.
-        Hashes are the lower 64 bits of a block's. `extra_keys` are told by block without their offsets, the cache salt
-        before those of the first block.
+        The payload is `[timestamp, events, data_parallel_rank]`, where an event is a map with its `type`. `timestamp`
+        is in seconds since 1970. Hashes are the lower 64 bits of a block's hash. `extra_keys` are reported by block
+        without offsets; in the first block they begin with the cache salt.
         """
 
 @final
 class TokenDecoder:
-    """Token ids to text, by a tokenizer's own decoder. One serves all requests, in any thread."""
+    """Decoder from token ids to text by a tokenizer's own rules. All requests share it, in any thread."""
 
     def __new__(cls, json: str) -> TokenDecoder:
-        """From `tokenizers.Tokenizer.to_str()`, the content of tokenizer.json; its normalizer, pre-tokenizer and merges
-        do not matter.
+        """Make a decoder from `tokenizers.Tokenizer.to_str()`, the content of tokenizer.json. Its normalizer,
+        pre-tokenizer and merges do not matter.
 
         Raises:
-            InvalidTokenizerError: it cannot be read.
+            InvalidTokenizerError: the JSON cannot be read.
         """
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`, all at once. Raises InvalidTokenizerError if the decoder fails on them."""
+        """Decode `token_ids`, all at once. Raises InvalidTokenizerError if the decoder fails on them."""
 
 @final
 class Output:
-    """What one request has produced: tokens, text as it comes, acceptance books, times, its end.
+    """Output of one request: tokens, text as it comes, acceptance statistics, times, its end.
 
-    Text is what decoding all ids at once gives, except that a stop string ends it, and that the end of a stream of
-    bytes which are no text may differ in its number of replacement characters. Bytes of an unfinished character are
-    held back until it is complete, or until `finish`.
+    The text equals that of decoding all ids at once, except that a stop string ends it. If it ends in a run of bytes
+    that are no text, the number of replacement characters may differ too. Bytes of an unfinished character are held
+    back until it is complete, or until `finish`.
 
-    A stop string counts if the token that completes it is at 0-based output index `min_tokens` or later. Where one
-    token completes several, the one that ends first counts; among those, the longest.
+    A stop string counts if the token that completes it is at 0-based output index `min_tokens` or later. If one token
+    completes several, the one that ends first counts; among those, the longest.
     """
 
     def __new__(
@@ -1035,123 +1082,135 @@ class Output:
         min_tokens: int = 0,
         keep_drafts: bool = False,
     ) -> Output:
-        """An output that has nothing yet.
+        """Make an empty output.
 
         Args:
-            request_id: its request's, in the scheduler.
-            prompt_token_ids: the last few are context for the decoder; their text is not part of the output.
-            num_speculative_tokens: K of the acceptance books, 0 to 1024.
-            decoder: None for tokens without text.
+            request_id: id of the request in the scheduler.
+            prompt_token_ids: prompt, whose last few tokens are context for the decoder; their text is not part of the
+                output.
+            num_speculative_tokens: K of the acceptance statistics, 0 to 1024.
+            decoder: decoder of the text; None for tokens without text.
             skip_special_tokens: whether special tokens have no text.
             stop: stop strings, none empty.
             include_stop_str_in_output: whether the stop string or stop token that ends the text is part of it.
-            min_tokens: output tokens before which stop strings do not count.
-            keep_drafts: whether `drafts` tells what was drafted. The results of its launches must then have the drafts
-                that were rejected, as `results_layout` says of `tokens`.
+            min_tokens: number of output tokens before which stop strings do not count.
+            keep_drafts: whether `drafts` returns the drafts. The results of the request's launches must then contain
+                the rejected drafts, as `results_layout` describes for `tokens`.
 
         Raises:
-            InvalidConfigError, InvalidRequestError: a setting outside its range.
+            InvalidConfigError, InvalidRequestError: a setting is outside its range.
             InvalidTokenizerError: the prompt cannot be decoded.
         """
 
     @property
     def request_id(self) -> int:
-        """The request's id."""
+        """Id of the request."""
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens so far."""
+        """Number of output tokens so far."""
 
     def token_ids(self, start: int = 0) -> list[int]:
-        """Output tokens from index `start` on."""
+        """Return the output tokens from index `start` on."""
 
     @property
     def text(self) -> str:
-        """All text so far; ends before a stop string, or behind it with `include_stop_str_in_output`."""
+        """Text so far. It ends before a stop string, or after it with `include_stop_str_in_output`."""
 
     @property
     def stable_text(self) -> str:
-        """The part of `text` that no further token can take back: a possible beginning of a stop string is left out."""
+        """Part of `text` that no further token can remove: a possible beginning of a stop string is left out."""
+
+    def stable_text_from(self, start: int = 0) -> tuple[str, int]:
+        """Return the part of `stable_text` from `start` on, and its end in bytes of UTF-8. Copies nothing else.
+
+        Args:
+            start: 0, or the end that an earlier call returned.
+
+        Raises:
+            InvalidRequestError: `start` is after the end of the text or within a character.
+        """
 
     @property
     def finish_reason(self) -> int | None:
-        """`FINISH_*`; None while it has not ended."""
+        """Finish reason, `FINISH_*`; None while the request has not ended."""
 
     @property
     def finish_time(self) -> float | None:
-        """`now` of its end."""
+        """Time of the end, as passed in `now`; None while the request has not ended."""
 
     @property
     def error(self) -> str | None:
-        """Why, where a launch or the decoder ended it with `FINISH_ERROR`."""
+        """Message, if a launch or the decoder ended the request with `FINISH_ERROR`."""
 
     @property
     def error_flags(self) -> int:
-        """`FLAG_*` bits with which a launch reported the error that ended it; 0 for every other end."""
+        """Flags (`FLAG_*` bits) with which a launch reported the error that ended the request; 0 for every other
+        end."""
 
     @property
     def stop(self) -> int | None:
-        """Index of the stop string that ended it."""
+        """Index of the stop string that ended the text; None without one."""
 
     @property
     def first_token_time(self) -> float | None:
-        """`now` of its first token."""
+        """Time of the first token, as passed in `now`; None before it."""
 
     def acceptance(self) -> AcceptanceTracker:
-        """A copy of its acceptance books."""
+        """Return a copy of the request's acceptance statistics."""
 
     def drafts(self, start: int = 0) -> list[tuple[int, int, list[int]]] | None:
-        """What was drafted, an entry for each iteration that drafted, from entry `start` on; None if not kept.
+        """Return the drafts of each iteration that drafted, from entry `start` on; None if they are not kept.
 
-        Of each: the index of the output token that the iteration began with, how many drafts were accepted, and the
-        ids of those behind them, which were rejected.
+        Each entry has the index of the output token that the iteration began with, the number of accepted drafts, and
+        the ids of the rejected drafts.
         """
 
     def record(self, drafted: int, accepted: int) -> None:
-        """Count one draft in its acceptance books. Mutates.
+        """Record one draft in the acceptance statistics. Mutates.
 
         Raises:
-            InvalidAcceptanceError: impossible counts.
+            InvalidAcceptanceError: the counts are impossible.
         """
 
     def append(self, token_ids: Sequence[int], *, ended_by_token: bool = False, now: float = 0.0) -> tuple[int, bool]:
-        """Take new tokens; how many were taken, and whether a stop string ended the text among them. Mutates.
+        """Take new tokens. Return how many were taken, and whether a stop string among them ended the text. Mutates.
 
-        Tokens behind the one that completes a stop string are not taken. With `ended_by_token` the last one is a stop
-        token: an output token, but no text unless `include_stop_str_in_output`.
+        Tokens after the one that completes a stop string are not taken. With `ended_by_token` the last one is a stop
+        token: an output token, but no text unless `include_stop_str_in_output` is set.
 
         Raises:
-            InvalidTokenizerError: their text cannot be decoded; none is taken.
+            InvalidTokenizerError: the text of the tokens cannot be decoded; none is taken.
         """
 
     def finish(self, reason: int, *, now: float = 0.0) -> None:
-        """End it: bytes held back become replacement characters, but not after an error. Mutates.
+        """End the output: bytes held back become replacement characters, except after an error. Mutates.
 
-        The first end counts, and `FINISH_ERROR` over any other.
+        The first end counts, but `FINISH_ERROR` replaces any other end.
 
         Raises:
-            InvalidRequestError: `reason` is no end.
+            InvalidRequestError: `reason` is no finish reason.
         """
 
 @final
 class Outputs:
-    """The outputs of all requests that run: one call settles a launch and hands it to its requests."""
+    """Outputs of all running requests: one call settles a launch and hands its results to the requests."""
 
     def __new__(cls) -> Outputs:
-        """No outputs."""
+        """Make an empty collection."""
 
     def add(self, output: Output) -> None:
-        """Take in a request's output, by its id. Mutates."""
+        """Add a request's output, by its id. Mutates."""
 
     def remove(self, request_id: int) -> bool:
-        """Give up a request that ended otherwise; whether it was there. Mutates."""
+        """Remove a request that ended in another way. Return whether it was there. Mutates."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens handed to requests since the start."""
+        """Number of tokens handed to requests since the start."""
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
 
     def settle(
         self,
@@ -1163,48 +1222,56 @@ class Outputs:
         now: float = 0.0,
         fault: str | None = None,
     ) -> tuple[list[int], list[int]]:
-        """`Scheduler.settle`, and all that follows for the outputs of its requests: tokens, text, stop strings, books,
-        ends. Releases the interpreter for the latter. Mutates.
+        """Settle a launch as `Scheduler.settle` does, and hand its results to the outputs of its requests: tokens,
+        text, stop strings, statistics, ends. Releases the interpreter for the outputs. Mutates.
 
-        In `settled`, `num_new` is then what each request kept, and `finish_reason` also tells of stop strings and of
-        text that cannot be decoded (`FINISH_ERROR`); requests that ended by those have left the scheduler, too.
+        In `settled`, `num_new` is then the number of tokens that each request kept. `finish_reason` also reports stop
+        strings, and text that cannot be decoded (`FINISH_ERROR`). Requests that ended for these reasons have left the
+        scheduler too.
 
         Args:
             now: the time, for `first_token_time` and `finish_time`.
-            fault: why the launch failed as a whole, for entries with flags.
+            fault: reason why the launch failed as a whole, for entries with flags.
 
         Returns:
-            Ids of the requests that got tokens or ended, in the order of their entries, and of those that ended.
+            Ids of the requests that received tokens or ended, in the order of their entries, and ids of those that
+            ended.
 
         Raises:
-            SettleOrderError, InvalidBufferError, InvalidResultsError: as `Scheduler.settle`; nothing has changed.
+            SettleOrderError: another launch is the oldest in flight; nothing has changed.
+            InvalidBufferError: a buffer does not have its dtype, layout or size; nothing has changed.
+            InvalidResultsError: the launch cannot have had these results; nothing has changed.
         """
 
 @final
 class SpeculationPlanner:
-    """How many tokens each request drafts in the next launch: the most expected tokens per millisecond, none included.
+    """Planner that chooses how many tokens each request drafts in the next launch, possibly none: the most expected
+    tokens per millisecond.
 
-    It knows what launches cost (a `CostModel`, refined by `settle`) and how drafts fared: by position over all
-    requests, and one factor for each request, both exponentially forgotten. It changes its mind for 0.5 % (`MARGIN`)
-    more tokens per millisecond or not at all, and gives requests different K only for 3 % (`MIXED_MARGIN`). To learn
-    what it does not see, it spends 0.4 % (`PROBE_SHARE`) of the time on drafting deeper than it would, one request at a
-    time, and 0.2 % (`TRIAL_SHARE`), at first more, on another K for all. A useless draft ends at K = 0, and one that
-    becomes good again is found.
+    It knows the costs of launches (a `CostModel`, refined by `settle`) and the acceptance of drafts. Acceptance is
+    estimated by position over all requests, times one factor per request, both exponentially forgotten. It changes its
+    choice only for 0.5 % (`MARGIN`) more tokens per millisecond, and gives requests different K only for 3 %
+    (`MIXED_MARGIN`).
 
-    `Scheduler.speculate` drives it. On its own: requests go by row, a number below R = `max_num_seqs` that is theirs
-    while they run; `reset` for a new request on a row, `decide` before each launch, `settle` after it.
+    To learn about other choices, it spends 0.4 % (`PROBE_SHARE`) of the time on drafting deeper, one request at a time.
+    It spends 0.2 % (`TRIAL_SHARE`), at first more, on another K for all requests. A useless draft ends at K = 0, and
+    one that becomes good again is found.
+
+    `Scheduler.speculate` drives it. On its own, requests are named by row, a number below R = `max_num_seqs` that
+    belongs to one request while it runs. Call `reset` for a new request on a row, `decide` before each launch, and
+    `settle` after it.
     """
 
     def __new__(
         cls, *, max_num_seqs: int, num_speculative_tokens: int, costs: CostModel, catch_up_ms: float = 0.0
     ) -> SpeculationPlanner:
-        """A planner that has seen no draft yet; it copies `costs`.
+        """Make a planner that has seen no drafts; it copies `costs`.
 
         Args:
-            max_num_seqs: rows (R), 1 to 65536.
-            num_speculative_tokens: the most drafts that it chooses (K), 1 to 1024.
-            costs: milliseconds by batch and K of launches that only decode; beyond its grid as `CostModel.ms` goes on.
-            catch_up_ms: milliseconds of each position of a draft catch-up chunk beside them, at least 0.
+            max_num_seqs: number of rows (R), 1 to 65536.
+            num_speculative_tokens: maximum number of drafts that it chooses (K), 1 to 1024.
+            costs: milliseconds by batch and K of launches that only decode, extended beyond the grid by `CostModel.ms`.
+            catch_up_ms: additional milliseconds of each position of a draft catch-up chunk, at least 0.
 
         Raises:
             InvalidConfigError: naming the setting outside its range.
@@ -1212,21 +1279,22 @@ class SpeculationPlanner:
 
     @property
     def max_num_seqs(self) -> int:
-        """R."""
+        """Number of rows, R."""
 
     @property
     def num_speculative_tokens(self) -> int:
-        """K."""
+        """Maximum number of drafts that the planner chooses, K."""
 
     def costs(self) -> CostModel:
-        """A copy of the costs as refined by now. Only ratios mean anything: a machine that slows down as a whole does
-        not change them."""
+        """Return a copy of the costs as refined by now. Only their ratios mean anything: a machine that slows down
+        as a whole does not change them."""
 
     def conditional_acceptance(self) -> list[float]:
-        """`[K]`: chance that each draft token of an average request is accepted, given that those before it were."""
+        """Return the chance that each draft token of an average request is accepted, given the drafts before it,
+        `[K]`."""
 
     def reset(self, row: int) -> None:
-        """A new request runs on `row`: forgets what was known of the one before.
+        """Start the statistics of a new request on `row` and discard those of the request before it.
 
         Raises:
             InvalidBufferError: there is no such row.
@@ -1235,16 +1303,16 @@ class SpeculationPlanner:
     def decide(
         self, rows: NDArray[np.int64], caps: NDArray[np.int64], lags: NDArray[np.int64], ks: NDArray[np.int64]
     ) -> None:
-        """Writes the K of each of the next launch's B decoding requests into `ks`.
+        """Write the K of each of the next launch's B decoding requests into `ks`.
 
         Args:
             rows: `[B]`, distinct.
-            caps: `[B]`, the most that each may draft now; above K counts as K.
-            lags: `[B]`, positions that its draft KV would have to catch up before it drafts, 0 for none.
+            caps: `[B]`, maximum number of drafts of each request now; values above K count as K.
+            lags: `[B]`, positions that each request's draft KV would have to catch up first, 0 for none.
             ks: `[B]`, written.
 
         Raises:
-            InvalidBufferError: lengths differ, a row is not known, a cap or lag is negative; nothing has changed.
+            InvalidBufferError: lengths differ, a row is out of range, or a cap or lag is negative; nothing has changed.
         """
 
     def settle(
@@ -1255,36 +1323,39 @@ class SpeculationPlanner:
         accepted: NDArray[np.int64],
         ms: float | None = None,
     ) -> None:
-        """Learns what became of a launch of B decode entries.
+        """Record the results of a launch of B decode entries.
 
         Args:
-            rows, ks: `[B]`, row and K of each, as launched.
-            drafted: `[B]`, tokens drafted: K after the device's own limits.
-            accepted: `[B]`, how many of them the target accepted.
-            ms: how long the launch took, if it did nothing but decode; refines the costs where all drafted alike.
+            rows: `[B]`, row of each entry.
+            ks: `[B]`, K of each entry as launched.
+            drafted: `[B]`, number of drafted tokens: K after the device's own limits.
+            accepted: `[B]`, number of drafted tokens that the target accepted.
+            ms: duration of the launch, if it did nothing but decode. It refines the costs if all requests had the same
+                K.
 
         Raises:
-            InvalidBufferError: lengths differ, a row is not known, a K or `ms` is outside its range.
+            InvalidBufferError: lengths differ, a row is out of range, or a K or `ms` is outside its range.
             InvalidAcceptanceError: unless `accepted <= drafted <= ks`. Nothing has changed then.
         """
 
     def take_collapsed(self) -> list[int]:
-        """Rows whose requests' acceptance has collapsed since the last call, each once: rebuild their draft KV.
+        """Take the rows whose requests' acceptance has collapsed since the last call, each once. Their draft KV should
+        be rebuilt.
 
-        A collapse is a first draft token that stands a quarter as often as this request's used to (a CUSUM test);
-        `Scheduler.speculate` takes and rebuilds them by itself.
+        A collapse is a first draft token that is accepted a quarter as often as before in this request (a CUSUM test).
+        `Scheduler.speculate` takes these rows and rebuilds their draft KV by itself.
         """
 
 @final
 class AcceptanceTracker:
-    """Acceptance books: how many drafted tokens the target accepted.
+    """Acceptance statistics: how many drafted tokens the target accepted.
 
     One iteration of one request with `drafted >= 1` is one draft of `drafted` tokens, `accepted` of them accepted,
     before stop tokens or limits cut the text.
     """
 
     def __new__(cls, num_speculative_tokens: int) -> AcceptanceTracker:
-        """Empty books for drafts of at most `num_speculative_tokens` (K, 0 to 1024) tokens.
+        """Make empty statistics for drafts of at most `num_speculative_tokens` (K, 0 to 1024) tokens.
 
         Raises:
             InvalidConfigError: K is outside that range.
@@ -1292,61 +1363,61 @@ class AcceptanceTracker:
 
     @property
     def num_speculative_tokens(self) -> int:
-        """K, the most tokens one draft can have."""
+        """Maximum number of tokens in one draft, K."""
 
     def record(self, drafted: int, accepted: int) -> None:
-        """Enters one iteration; `drafted == 0` is no draft and changes nothing.
+        """Record one iteration; `drafted == 0` is no draft and changes nothing.
 
         Raises:
             InvalidAcceptanceError: unless `0 <= accepted <= drafted <= K`.
         """
 
     def reset(self) -> None:
-        """Forgets everything recorded."""
+        """Forget everything recorded."""
 
     @property
     def drafts(self) -> int:
-        """Iterations that drafted at least one token."""
+        """Number of iterations that drafted at least one token."""
 
     @property
     def draft_tokens(self) -> int:
-        """Tokens drafted."""
+        """Number of drafted tokens."""
 
     @property
     def accepted_tokens(self) -> int:
-        """Drafted tokens that the target accepted."""
+        """Number of drafted tokens that the target accepted."""
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens emitted per draft: `1 + accepted_tokens / drafts`; 1.0 without drafts."""
+        """Mean number of tokens emitted per draft: `1 + accepted_tokens / drafts`; 1.0 without drafts."""
 
     @property
     def acceptance_rate(self) -> float:
-        """`accepted_tokens / draft_tokens`; 0.0 without drafts."""
+        """Share of draft tokens that the target accepted; 0.0 without drafts."""
 
     @property
     def per_position(self) -> list[float]:
-        """`[K]`: share of all drafts whose token i was accepted, unconditional. Sums to `acceptance_length - 1`."""
+        """Share of all drafts whose token i was accepted, unconditional, `[K]`. Sums to `acceptance_length - 1`."""
 
     @property
     def accepted_per_position(self) -> list[int]:
-        """`[K]`: drafts whose token i was accepted."""
+        """Number of drafts whose token i was accepted, `[K]`."""
 
     @property
     def histogram(self) -> list[int]:
-        """`[K + 1]`: drafts by the number of their tokens that were accepted."""
+        """Number of drafts by their number of accepted tokens, `[K + 1]`."""
 
 @final
 class BlockPool:
-    """Who holds which KV block, and which blocks can be found again by content.
+    """Reference counts of KV blocks, and the prefix cache that finds blocks by content.
 
-    A block is free, held (`ref_count >= 1`), or cached (registered, not held, evicted least recently freed
-    first). A registered block has mark T (its target KV is valid); mark D says that its draft KV is valid too. Every
-    operation is O(1).
+    A block is free, held (`ref_count >= 1`), or cached (registered, not held, evicted least recently freed first). A
+    registered block has mark T: its target KV is valid. Mark D says that its draft KV is valid too. Every operation is
+    O(1).
     """
 
     def __new__(cls, num_blocks: int) -> BlockPool:
-        """A pool whose blocks are all free; the first allocations give 0, 1, 2, ...
+        """Make a pool whose blocks are all free; the first allocations return 0, 1, 2, ...
 
         Raises:
             InvalidConfigError: unless `1 <= num_blocks <= 2**31`.
@@ -1354,37 +1425,37 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool."""
+        """Number of blocks in the pool."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give: free and cached ones."""
+        """Number of blocks that `allocate` can return: free and cached ones."""
 
     def ref_count(self, block: int) -> int | None:
-        """Holders of `block`; None if the pool has no such block."""
+        """Return the number of holders of `block`; None if the pool has no such block."""
 
     def allocate(self) -> int:
-        """Gives a block with one holder and no marks; free blocks first, then the least recently freed cached one.
+        """Allocate a block with one holder and no marks: a free block, or else the least recently freed cached one.
 
         Raises:
             OutOfBlocksError: every block is held.
         """
 
     def next_eviction(self) -> int | None:
-        """The cached block that the next `allocate` will evict; None if it will take a free one or find none.
+        """Return the cached block that the next `allocate` will evict; None if it will take a free block or find none.
 
-        Its KV is still what `block_hash` names, so it can be copied out first.
+        The block's KV still matches `block_hash`, so it can be copied out first.
         """
 
     def share(self, block: int) -> None:
-        """Adds a holder to a held or cached block.
+        """Add a holder to a held or cached block.
 
         Raises:
             InvalidBlockError: the block is free or not in the pool.
         """
 
     def free(self, block: int) -> None:
-        """Takes a holder away; without holders a registered block is cached, any other is free.
+        """Remove one holder of a block. Without holders a registered block becomes cached, any other becomes free.
 
         Free a sequence's blocks last to first, so that its tail is evicted before its head.
 
@@ -1393,10 +1464,10 @@ class BlockPool:
         """
 
     def lookup(self, block_hash: int) -> int | None:
-        """The block registered under this 128-bit hash, held or cached; it is not shared by looking."""
+        """Return the block registered under this 128-bit hash, held or cached; a look-up adds no holder."""
 
     def register(self, block: int, block_hash: int) -> bool:
-        """Sets mark T: the held block can be found under `block_hash` from now on.
+        """Set mark T (valid target KV): the held block can be found under `block_hash` from now on.
 
         Returns False, and changes nothing, if another block has that content already.
 
@@ -1406,39 +1477,40 @@ class BlockPool:
         """
 
     def is_registered(self, block: int) -> bool:
-        """Whether `block` has mark T; False if the pool has no such block."""
+        """Return whether `block` has mark T (valid target KV); False if the pool has no such block."""
 
     def block_hash(self, block: int) -> int | None:
-        """The hash that `block` is registered under; None if it is not, or the pool has no such block."""
+        """Return the hash that `block` is registered under; None if it is not, or the pool has no such block."""
 
     def has_draft(self, block: int) -> bool:
-        """Whether `block` has mark D; False if the pool has no such block."""
+        """Return whether `block` has mark D (valid draft KV); False if the pool has no such block."""
 
     def mark_draft(self, block: int) -> None:
-        """Sets mark D on a registered held block and ends its claim.
+        """Set mark D (valid draft KV) on a registered held block and end its claim.
 
         Raises:
             InvalidBlockError: the block is not held, not registered, or not in the pool.
         """
 
     def claim(self, block: int, claimant: int) -> bool:
-        """Takes the claim on writing the draft KV of a held block with mark T only; False if another has it.
+        """Take the claim on writing the draft KV of a registered held block without mark D. Return False if another
+        holder has it.
 
         Raises:
             InvalidBlockError: the block is not in that state, or `claimant` is not in `[0, 2**32 - 1)`.
         """
 
     def claimant(self, block: int) -> int | None:
-        """Who has the claim on `block`."""
+        """Return the holder that has the claim on writing the draft KV of `block`; None without one."""
 
     def release_claim(self, block: int, claimant: int) -> bool:
-        """Gives `claimant`'s claim back; False if it has none."""
+        """Release the claim of `claimant` on `block`. Return False if it has none."""
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached content. Returns False, and changes nothing, while any block is held."""
+        """Forget all cached content. Return False, and change nothing, while any block is held."""
 
     def check_integrity(self) -> None:
-        """Checks that lists, marks, claims and hashes agree. O(num_blocks).
+        """Check that lists, marks, claims and hashes agree. O(num_blocks).
 
         Raises:
             IntegrityError: naming the first contradiction.
@@ -1446,10 +1518,10 @@ class BlockPool:
 
 @final
 class BlockHasher:
-    """Names of KV blocks by content: SipHash-2-4-128 under a key, chained over blocks, with a salt at the root."""
+    """Content hashes of KV blocks: SipHash-2-4-128 under a key, chained over blocks, with a salt at the root."""
 
     def __new__(cls, hash_key: bytes = ...) -> BlockHasher:
-        """A hasher with this 16-byte key, default all zero; caches that should agree use the same key.
+        """Make a hasher with this 16-byte key, default all zero. Caches that should agree must use the same key.
 
         Raises:
             InvalidConfigError: the key does not have 16 bytes.
@@ -1464,12 +1536,13 @@ class BlockHasher:
         parent: int | None = None,
         extra_keys: Sequence[tuple[int, bytes]] | None = None,
     ) -> list[int]:
-        """The 128-bit hashes of all full blocks of `token_ids` `[n]` int64; `n // block_size` of them.
+        """Return the 128-bit hashes of all full blocks of `token_ids` `[n]` int64; there are `n // block_size`.
 
         Args:
-            parent: the hash of the block that they follow, to go on from tokens that were hashed before; by default
-                they begin a sequence.
-            extra_keys: as in `Scheduler.add_request`; positions count from `token_ids[0]`.
+            parent: hash of the block before `token_ids`, to continue after tokens that were hashed before. By default
+                the tokens begin a sequence.
+            extra_keys: extra dependencies of the KV as `(position, key)`, as in `Scheduler.add_request`; positions
+                count from `token_ids[0]`.
 
         Raises:
             InvalidConfigError: `block_size` is below 1, or both `parent` and `cache_salt` are given.
@@ -1478,13 +1551,15 @@ class BlockHasher:
 
 @final
 class CpuPool:
-    """Threads that passes on a CPU are shared among, the caller's among them. They end when nothing shares it.
+    """Pool of threads that passes on a CPU are shared among, including the caller's. They end when no object uses the
+    pool.
 
-    In a process that is forked off the one that made it there are none: what shares it raises `SpecrsError`.
+    In a process that was forked off the one that made the pool, its threads do not exist: objects that use it raise
+    `SpecrsError`.
     """
 
     def __new__(cls, threads: int) -> CpuPool:
-        """A pool of `threads` participants: the caller and `threads - 1` threads.
+        """Make a pool of `threads` participants: the caller and `threads - 1` threads.
 
         Raises:
             InvalidConfigError: `threads` is less than 1, or more than the system gives.
@@ -1492,11 +1567,65 @@ class CpuPool:
 
     @property
     def threads(self) -> int:
-        """Participants, the caller among them."""
+        """Number of participants, including the caller."""
 
     def close(self) -> None:
-        """Ends its threads, once no call uses it. What shares it raises `SpecrsError` from then on; a pool of one
-        participant goes on."""
+        """End the pool's threads, once no call uses them. Objects that use the pool raise `SpecrsError` from then
+        on. A pool of one participant goes on."""
+
+@final
+class PackedMatrix:
+    """A quantized matrix `[out, in]` in the layout that products on a CPU read: integers of 2 to 8 bits with scales.
+
+    Sixteen outputs lie side by side. The numbers are exactly those that were given.
+    """
+
+    KINDS: Final[list[str]]
+    """GGML's names of the block types that can be packed."""
+
+    def __new__(cls, kind: str, blocks: NDArray[np.uint8], order: NDArray[np.int64] | None = None) -> PackedMatrix:
+        """Pack the rows of a file, by as many threads as the process may run.
+
+        Args:
+            kind: one of `KINDS`.
+            blocks: `[out, bytes of a row]`, as the file has them.
+            order: `[out]`, the row of `blocks` that each output is; None keeps their order.
+
+        Raises:
+            InvalidBufferError: another kind, rows that are no whole blocks, a scale that is not finite, or an `order`
+                that names other rows.
+        """
+
+    @staticmethod
+    def grouped(values: NDArray[np.int16], scales: NDArray[np.float32]) -> PackedMatrix:
+        """Pack integers, by as many threads as the process may run. Weight `[o, i]` is `values[o, i]` times the scale
+        of its group.
+
+        Scales are kept as bf16 or fp16 if that holds them exactly. Then integers of a group that lie within 16 of each
+        other take 4 bits (kind INT4); with fp32 scales those from -8 to 7 do. Otherwise all take 8 bits (INT8).
+
+        Args:
+            values: `[out, in]`, -128 to 127.
+            scales: `[out, groups]`; groups have the same number of inputs, a multiple of 32.
+
+        Raises:
+            InvalidBufferError: other groups or integers, a scale that is not finite, or a wrong dtype or layout.
+        """
+
+    @property
+    def kind(self) -> str:
+        """GGML's name of the block type, or INT4 or INT8."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory."""
+
+    def numbers(self) -> NDArray[np.float32]:
+        """Return the matrix as numbers, `[out, in]` float32, each rounded once. Made on each call."""
 
 @final
 class CpuWeights:
@@ -1515,12 +1644,10 @@ class CpuWeights:
         num_kv_heads: int,
         head_dim: int,
         rms_norm_eps: float,
-        embedding: NDArray[np.generic],
+        embedding: NDArray[np.generic] | PackedMatrix,
         layers: Sequence[Mapping[str, object]],
         final_norm: NDArray[np.generic],
-        lm_head: Sequence[
-            tuple[NDArray[np.generic] | tuple[NDArray[np.generic], NDArray[np.generic]], NDArray[np.generic] | None]
-        ],
+        lm_head: Sequence[tuple[NDArray[np.generic] | PackedMatrix, NDArray[np.generic] | None]],
         frequencies: NDArray[np.float32],
         head: Mapping[str, object] | None = None,
         rotations: tuple[list[tuple[list[float], float]], list[int | None]] | None = None,
@@ -1533,8 +1660,7 @@ class CpuWeights:
         """A decoder's weights; sizes by the names of config.json.
 
         A projection is a list of `(weight, bias or None)`, `[out_i, in]` and `[out_i]`: features above each other. A
-        weight is an array, or `(codes, scales)` as `quantize_weight` writes them; codes may also be -128 and -8, scales
-        float32, and INT8 have a scale for each group `[out, groups]` of a multiple of 16 inputs.
+        weight is an array or a `PackedMatrix`.
 
         Args:
             embedding: `[vocab_size, hidden_size]`.
@@ -1554,7 +1680,7 @@ class CpuWeights:
                 layers of the target at whose entry it reads hidden states; `fc`: a projection of all of them to
                 hidden_size; `fc_norm`: `[L * the target's hidden_size]` or None, a norm of what `fc` is fed, with
                 `fc_norm_each` of each layer's state by itself; `hidden_norm`: `[hidden_size]`; `norm_before_residual`:
-                its residual is the normed hidden state; `norm_output`: it leaves its states behind the final norm to
+                its residual is the normed hidden state; `norm_output`: it leaves its states after the final norm to
                 the next pass; `target_ids`: the target's id of each of its own, ascending.
             rotations: in place of `frequencies`, where layers rotate in several ways, or a part of a head: pairs of
                 frequencies `[P]`, of the first 2 P features, and what their cosines and sines are multiplied by; then
@@ -1574,27 +1700,27 @@ class CpuWeights:
 
 @final
 class CpuLora:
-    """A LoRA adapter of a decoder, read where it is: arrays are kept alive and must not be written."""
+    """LoRA adapter of a decoder in borrowed arrays, which are kept alive and must not be written."""
 
     def __new__(
         cls,
         weights: CpuWeights,
         layers: Sequence[Mapping[str, Sequence[tuple[NDArray[np.generic], NDArray[np.generic], int]]]],
     ) -> CpuLora:
-        """For decoders of weights like these.
+        """Make an adapter for decoders with these weights.
 
         Args:
-            layers: for each layer by `qkv`, `o`, `gate_up` and `down` what is added to that projection, a list of
-                A `[rank, inputs]` and B `[outputs, rank]` times the scale, float32 or uint16 with the
-                bits of bfloat16, and which of the projection's outputs is the first of these.
+            layers: for each layer a mapping from `qkv`, `o`, `gate_up` and `down` to the parts that are added to that
+                projection. A part is A `[rank, inputs]`, B `[outputs, rank]` times the scale, and the projection's
+                output at which the part begins. Arrays are float32, or uint16 with the bits of bfloat16.
 
         Raises:
-            InvalidBufferError: an array's dtype, layout, alignment or shape, by name; layers that are not as many.
+            InvalidBufferError: an array's dtype, layout, alignment or shape is wrong, or the number of layers differs.
         """
 
 @final
 class CpuKVCache:
-    """A KV cache that passes write, in arrays of the caller, which are kept alive."""
+    """KV cache that passes write, in arrays of the caller, which are kept alive."""
 
     def __new__(
         cls,
@@ -1602,40 +1728,42 @@ class CpuKVCache:
         groups: Sequence[tuple[int, int]] | None = None,
         codes: str | None = None,
     ) -> CpuKVCache:
-        """Per layer `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]`, float32 or uint16 with the bits of
-        bfloat16; dimension 1 is K, V. Slot s is block `s // block_size`, offset `s % block_size`; the last block is
-        never read.
+        """Make a cache of one array per layer, `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]`, float32 or
+        uint16 with the bits of bfloat16. Dimension 1 is K, V. Slot s is block `s // block_size`, offset `s %
+        block_size`; the last block is never read.
 
-        With `groups`, of each of the model's layers its KV group and which of the arrays it has: layers of several
-        groups may have the same one, since a block is of one group at a time. None: one group, an array for each layer.
+        `groups` has for each of the model's layers its KV group and the index of its array. Layers of different groups
+        may share an array, because a block belongs to one group at a time. None: one group, with an array for each
+        layer.
 
-        With `codes` `fp8_e4m3` or `fp8_e5m2` arrays are uint8: a key or value x is the code of x / scale, of the
-        scales of the weights that passes use.
+        With `codes` `fp8_e4m3` or `fp8_e5m2`, arrays are uint8. A key or value x is stored as the code of x / scale,
+        with the scales in the weights that passes use.
 
         Raises:
-            InvalidConfigError: `codes` of another name.
-            InvalidBufferError: an array's dtype, layout, alignment or shape, by name; a group without layers, an array
-                that is none, or that two layers of a group have.
+            InvalidConfigError: `codes` has another name.
+            InvalidBufferError: an array's dtype, layout, alignment or shape is wrong, or a group has no layers. Also if
+                an index of an array is out of range, or two layers of a group have one array.
         """
 
 @final
 class CpuDecoder:
-    """The forward pass of a dense decoder over flat rows, with work space of its own: one pass at a time.
+    """Forward pass of a dense decoder over flat rows, with its own work space: one pass at a time.
 
-    A row's sums have one order, whatever the other rows and the threads: its numbers are the same bits.
+    A row's sums have one order, whatever the other rows and the threads, so its numbers always have the same bits.
     """
 
     def __new__(
         cls, weights: CpuWeights, pool: CpuPool, *, bf16_rows: bool = False, prompt_tiles: bool = False
     ) -> CpuDecoder:
-        """A decoder of these weights on these threads, both of which others may share.
+        """Make a decoder of these weights on these threads, both of which other decoders may share.
 
-        With `bf16_rows` rows are rounded to bf16 before every product, whose sums then have one order of their own.
-        With `prompt_tiles` so have those of prompts' rows with bf16 weights, which AMX multiplies by tiles, in fp32.
+        With `bf16_rows`, rows are rounded to bf16 before every product, and sums have another fixed order. With
+        `prompt_tiles`, AMX multiplies prompts' rows by tiles if weights are bf16; these products stay in fp32, and
+        their sums have another fixed order too.
 
         Raises:
-            InvalidConfigError: `prompt_tiles` where this process may not use tiles.
-            InvalidBufferError: a matrix that is not bf16, or has inputs that are no multiple of 32, with `bf16_rows`.
+            InvalidConfigError: `prompt_tiles` is set but this process may not use tiles.
+            InvalidBufferError: with `bf16_rows`, a matrix is not bf16, or its number of inputs is no multiple of 32.
         """
 
     def forward(
@@ -1649,14 +1777,14 @@ class CpuDecoder:
         hidden: NDArray[np.float32],
         hidden_layers: list[int] = ...,
         entries: NDArray[np.float32] | None = None,
-        beside: NDArray[np.float32] | None = None,
+        eagle3: NDArray[np.float32] | None = None,
         k_start: NDArray[np.int64] | None = None,
         group_slots: NDArray[np.int64] | None = None,
         group_tables: NDArray[np.int64] | None = None,
         prompts: bool = False,
         adapters: Sequence[tuple[CpuLora, list[int]]] = ...,
     ) -> None:
-        """Feeds N rows of B requests: writes their K and V, and their final states, behind the final norm.
+        """Run a pass over N rows of B requests: write their K and V, and their hidden states after the final norm.
 
         Args:
             tokens: `[N]`.
@@ -1664,15 +1792,19 @@ class CpuDecoder:
             slots: `[N]`; -1 keeps no K and V.
             q_start: `[B + 1]`, first row of each request; rows from the last on are masked.
             block_table: `[B, max_blocks]`.
+            kv_cache: KV cache that is read and written.
             hidden: `[N, hidden_size]`, written.
-            hidden_layers: L layers; their number itself is behind the last, before the final norm.
-            entries: `[N, L, hidden_size]`, written: the residual stream where it enters those layers; at layer 1 of a
-                head what its next pass is fed.
-            beside: `[N, hidden_size]`, for a head and only for it: each row's hidden state.
-            k_start: `[B]`, the first position that a request's rows attend, none of which is before it; None: 0.
-            group_slots: `[G - 1, N]`, of the KV groups behind the first, where `kv_cache` has several.
-            group_tables: `[G - 1, B, max_blocks]`, likewise; what lies before a group's windows means nothing.
-            prompts: all rows are of prompts.
+            hidden_layers: L layers. The number of layers stands for the stream after the last layer, before the final
+                norm.
+            entries: `[N, L, hidden_size]`, written: the residual stream as the input of those layers. In a head, layer
+                1 is the input of its next pass.
+            eagle3: `[N, hidden_size]`, only for a head: each row's hidden state.
+            k_start: `[B]`, the first position that a request's rows attend, at most their own; None: 0.
+            group_slots: `[G - 1, N]`, slots in the KV groups after the first, if `kv_cache` has several.
+            group_tables: `[G - 1, B, max_blocks]`, block tables of these groups; entries before a group's window mean
+                nothing.
+            prompts: whether all rows belong to prompts.
+            adapters: LoRA adapters, each with the rows that use it.
 
         Raises:
             InvalidBufferError: an array has the wrong dtype, layout or size, or names a token, position, slot, block or
@@ -1680,14 +1812,14 @@ class CpuDecoder:
         """
 
     def fuse(self, states: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-        """Of a head: the target's hidden states `[N, L, its hidden_size]` as its own, into `out` `[N, hidden_size]`.
+        """Fuse the target's hidden states `[N, L, its hidden_size]` into those of a head, `out` `[N, hidden_size]`.
 
         Raises:
             InvalidBufferError: an array has the wrong dtype, layout or size, or this is no head; nothing is written.
         """
 
     def logits(self, hidden: NDArray[np.float32], logits: NDArray[np.float32]) -> None:
-        """Logits of final states `[L, hidden_size]` into `logits` `[L, ids]`, of the first ids.
+        """Write the logits of the first ids for final states `[L, hidden_size]` into `logits` `[L, ids]`.
 
         Raises:
             InvalidBufferError: an array has the wrong dtype, layout or size; nothing is written.
@@ -1696,36 +1828,37 @@ class CpuDecoder:
     def argmax(
         self, hidden: NDArray[np.float32], num_ids: int, ids: NDArray[np.int64], top: NDArray[np.float32]
     ) -> None:
-        """The most probable of the first `num_ids` ids of final states `[L, hidden_size]`: the lowest in a tie, the
-        first NaN where there is one.
+        """Find the most probable of the first `num_ids` ids for final states `[L, hidden_size]`: the lowest in a tie,
+        the first NaN if there is one.
 
         Args:
-            ids, top: `[L]`, written: id and logit.
+            ids: `[L]`, written: the most probable id.
+            top: `[L]`, written: its logit.
 
         Raises:
             InvalidBufferError: an array has the wrong dtype, layout or size; nothing is written.
         """
 
 _Logprobs = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
-"""Log probabilities of m tokens: their values `[m]` and ranks `[m]`; ids `[m, n]` and values `[m, n]` of the most
-probable ones."""
+"""Log probabilities of m tokens: values `[m]` and ranks `[m]`, then ids `[m, n]` and values `[m, n]` of the most
+probable tokens."""
 
 class _CallableModel(Protocol):
-    """A model whose passes Python computes, or an EAGLE-3 head, with a KV cache of its own."""
+    """Model whose passes Python computes, or an EAGLE-3 head, with its own KV cache."""
 
     vocab_size: int
-    """Ids that it can be fed; of a head the target's."""
+    """Number of ids that the model can be fed; for a head the target's."""
     num_ids: int
-    """Logits of a row."""
+    """Number of logits in a row."""
     num_layers: int
     hidden_size: int
-    """Numbers of a hidden state; anything where no head reads them."""
+    """Numbers in a hidden state; any value if no head reads them."""
     target_ids: NDArray[np.int64] | None
-    """[num_ids] int64, ascending, of a head: the target's id of each logit; None: logit i is for id i."""
+    """Target's id of each of a head's logits, [num_ids] int64, ascending. None: logit i is for id i."""
     aux_hidden_state_layers: Sequence[int]
-    """Of a head: layers of the target at whose entry it reads hidden states; empty for a model."""
+    """Layers of the target whose input states a head reads; empty for other models."""
     aux_hidden_state_size: int
-    """Of a head: numbers of one of these states."""
+    """Size of the hidden state that a head reads from each of these layers."""
 
     def forward(
         self,
@@ -1733,67 +1866,70 @@ class _CallableModel(Protocol):
         wanted: NDArray[np.int64],
         keeps: bool,
         layers: list[int],
-        beside: NDArray[np.float32] | None,
+        eagle3: NDArray[np.float32] | None,
     ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None, NDArray[np.bool_] | None]:
         """Run one pass over N rows and write their K and V.
 
         Args:
             inputs: keywords of `specrs.models.inputs.PassInputs` as int64 arrays, and `rows` `[B]`, the row of state of
                 each of the B sequences.
-            wanted: rows whose logits are asked for; with `keeps` they are asked for later, by `logits`.
-            layers: layers whose hidden states are asked for where the rows enter them; of a head `[1]`: what it leaves
-                for its next pass.
-            beside: `[N, hidden_size]`, what a head is fed next to the tokens; None for a model.
+            wanted: rows whose logits are returned; with `keeps`, rows whose hidden states are kept for `logits`.
+            keeps: whether to keep the hidden states of `wanted` instead of returning logits.
+            layers: layers whose input states are returned. For a head `[1]`: the input of its next pass.
+            eagle3: `[N, hidden_size]`, input of a head in addition to the tokens; None for other models.
 
         Returns:
-            Logits `[len(wanted), num_ids]` or None, hidden states `[N, len(layers), hidden_size]` or None, and `[N]`
-            whether the final state of each row is finite: None where the last row of a prompt tells that of all before.
+            Logits `[len(wanted), num_ids]` or None; hidden states `[N, len(layers), hidden_size]` or None; and whether
+            the final state of each row is finite, `[N]`. The last is None if the last row of a prompt shows it for all
+            rows before it.
         """
 
     def logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return logits `[len(rows), num_ids]` of rows of the last pass with `keeps`, by their place in `wanted`."""
+        """Return the logits `[len(rows), num_ids]` of rows of the last pass with `keeps`, by their index in
+        `wanted`."""
 
     def fuse(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return what a head is fed for the target's hidden states `[N, layers, aux_hidden_state_size]`:
-        `[N, hidden_size]`."""
+        """Combine the target's hidden states `[N, layers, aux_hidden_state_size]` into the input of a head, `[N,
+        hidden_size]`."""
 
 class _StepHost(Protocol):
-    """What a step asks of Python. Sequences are named by their index in the results."""
+    """Host of a step: services that a step needs from Python. Sequences are named by their index in the results."""
 
     @property
     def has_ranks(self) -> bool:
-        """Whether other ranks run the same step; `enter` and `leave` are called then."""
+        """Whether other ranks run the same step, so that `enter` and `leave` are called."""
 
     def start_grammar(self, index: int, row: int) -> NDArray[np.int32]:
         """Return the mask of the sequence's next token, `[ceil(V / 32)]`: bit t % 32 of word t // 32 is set for ids
-        that may come. Its request is in `row` of row state."""
+        that may come next. The sequence's request is in `row` of row state."""
 
     def advance_grammar(self, index: int, token: int) -> NDArray[np.int32]:
-        """Return the mask of the token after the next draft."""
+        """Advance the grammar of a sequence by its next draft `token`. Return the mask of the token after it."""
 
     def draft_ids(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the draft model's ids of a text that is `tokens` for the target; empty where it has none."""
+        """Return the draft model's ids of the text that `tokens` are for the target; empty if the text has none."""
 
     def target_ids(
         self, tokens: NDArray[np.int64], own: NDArray[np.int64], drafted: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the target's ids of `drafted`, which the draft model wrote after its ids `own` of that text."""
+        """Return the target's ids of the draft model's continuation `drafted`. The text before it is `own` in the
+        draft model's ids and `tokens` in the target's."""
 
     def enter(self, stage: int) -> None:
         """Begin a stage of the drafter: 1 feeds a head what prompts left to it, 2 feeds draft chunks, 4 drafts."""
 
     def leave(self, stage: int, error: Exception | None) -> bool:
-        """End a stage, which failed with `error` here or did not. Returns whether it failed on any rank."""
+        """End a stage, with the `error` it failed with on this rank, or None. Return whether it failed on any rank."""
 
 _Source = tuple[CpuDecoder, CpuKVCache] | _CallableModel
-"""A native model with its KV cache, or one that Python computes."""
+"""Native model with its KV cache, or a model that Python computes."""
 
 @final
 class CpuIteration:
-    """Runs planned launches of a scheduler on a CPU, each in one call: uploads, prompt chunks, draft catch-up chunks,
-    one decode iteration, in this order.
+    """Executor of planned launches on a CPU, each in one call: uploads, prompt chunks, draft catch-up chunks, and one
+    decode iteration, in this order.
 
-    It applies what requests ask of their logits, and reports log probabilities.
+    It applies the logits processors of requests, and reports log probabilities.
     """
 
     def __new__(
@@ -1809,32 +1945,34 @@ class CpuIteration:
         shared_tokens: tuple[Sequence[tuple[int, int]], int] | None = None,
         text_limits: tuple[int, int, int] | None = None,
     ) -> CpuIteration:
-        """For launches of `scheduler`, whose settings are read now.
+        """Make an executor for launches of `scheduler`, whose settings are read now.
 
         Args:
-            state: R = max_num_seqs. `num_tokens`, `draft_len`, `draft_start`, `limit`, `min_len`, `prompt_len`, `seeds`
-                `[R + 1]` int64; `active` `[R + 1]` bool; `tokens` `[R + 1, max_model_len + 1]`, `block_table`
-                `[R + 1, max_blocks]`, `stop_ids` `[R + 1, MAX_STOP_IDS]` int64; `params`
-                `[R + 1, len(PARAM_COLUMNS)]` float32. With a `HiddenDrafter` `hidden_states`
-                `[R + 1, max_draft_lag * numbers of a position]` float32 and `hidden_start` `[R + 1]` int64. With
-                `window_groups` `group_tables` `[(G - 1) * (R + 1), max_blocks]` int64, group by group. They are kept
-                alive, and written by `run`.
-            draft: of a scheduler with a `CachedDrafter` or `TextDrafter`, or an EAGLE-3 head of one with a
+            state: arrays of row state, with R = max_num_seqs. `num_tokens`, `draft_len`, `draft_start`, `limit`,
+                `min_len`, `prompt_len`, `seeds` `[R + 1]` int64; `active` `[R + 1]` bool; `tokens` `[R + 1,
+                max_model_len + 1]`, `block_table` `[R + 1, max_blocks]`, `stop_ids` `[R + 1, MAX_STOP_IDS]` int64;
+                `params` `[R + 1, len(PARAM_COLUMNS)]` float32. With a `HiddenDrafter` also `hidden_states` `[R + 1,
+                max_draft_lag * numbers of a position]` float32 and `hidden_start` `[R + 1]` int64. With `window_groups`
+                also `group_tables` `[(G - 1) * (R + 1), max_blocks]` int64, group by group. They are kept alive, and
+                written by `run`.
+            target: model that verifies drafts.
+            draft: draft model of a scheduler with a `CachedDrafter` or `TextDrafter`, or EAGLE-3 head of one with a
                 `HiddenDrafter`.
             rule: `rejection` or `coupled`, for requests that sample.
-            rates: `[K]`; drafts stand at these unconditional rates by position, whatever the models say: for timing.
-            logprobs_mode: what `logprobs` reports: `raw_logprobs`, `raw_logits`, `processed_logprobs` or
+            rates: `[K]`, unconditional rates by position at which drafts are accepted, whatever the models say: for
+                timing.
+            logprobs_mode: values that `logprobs` reports: `raw_logprobs`, `raw_logits`, `processed_logprobs` or
                 `processed_logits`, as in vLLM.
-            shared_tokens: of a draft with another tokenizer: pairs (the target's id, the draft's id) of tokens that
-                both have, and the draft's id that it is fed for others. Only shared tokens are drafted.
-            text_limits: with a `TextDrafter`: tokens of a text in the draft's ids at most, tokens that it is fed in a
-                step, about, and the block size of its KV cache. Row r of state has blocks r * B to r * B + B - 1 of it,
-                as many as hold such a text.
+            shared_tokens: for a draft with another tokenizer, pairs (target's id, draft's id) of tokens in both
+                vocabularies, and the draft's id that it is fed for other tokens. Only shared tokens are drafted.
+            text_limits: with a `TextDrafter`, three numbers. They are the maximum number of the draft's ids in a text,
+                the approximate number of tokens that it is fed in a step, and the block size of its KV cache. Row r of
+                state has its blocks r * B to r * B + B - 1, where B blocks hold such a text.
 
         Raises:
-            InvalidConfigError: a rule, rates, mode or draft that cannot be.
-            InvalidBufferError: shared tokens that a model does not have.
-            InvalidBufferError: an array of `state` has the wrong dtype, layout or shape, or is missing.
+            InvalidConfigError: the rule, rates, mode or draft is not allowed.
+            InvalidBufferError: a model does not have one of the shared tokens, or an array of `state` is missing or has
+                the wrong dtype, layout or shape.
         """
 
     def run(
@@ -1849,47 +1987,51 @@ class CpuIteration:
         list[tuple[int, _Logprobs]],
         list[tuple[int, int, _Logprobs]],
     ]:
-        """Executes the launch planned in `record`; writes row state, both KV caches, and what it reports to `results`.
+        """Execute the launch planned in `record`: write row state, both KV caches, and the results into `results`.
 
-        `adapters` are those of rows of state that the target's passes are computed with, each row at most once.
-        `host` has the grammars of the launch's requests; None: none of them has one, and drafts are not text.
+        `adapters` are LoRA adapters with the rows of state that the target computes with them, each row at most once.
+        `host` has the grammars of the launch's requests. None: no request has a grammar, and drafts are not text.
 
-        What prompt chunks leave to a head is fed to it by the next call, so that no first token waits for it.
+        The states that prompt chunks leave to a head are fed to it by the next call, so that no first token waits for
+        it.
 
         Returns:
-            Passes of the target and of the draft; where the draft's failed, so that the launch has gone on without
-            their drafts, why, and the blocks for `Scheduler.draft_kv_not_written`, ascending; the log probabilities of
-            what was emitted, by entry; and those of prompt tokens, by request id and position of the first. Both for
-            requests that ask for them.
+            Number of passes of the target and of the draft. Failure of the draft's passes, if any: the exception, and
+            the blocks for `Scheduler.draft_kv_not_written`, ascending; the launch has then gone on without their
+            drafts. Log probabilities of emitted tokens, by entry. Log probabilities of prompt tokens, by request id and
+            position of the first. Both are for requests that want them.
 
         Raises:
-            InvalidBufferError: a buffer has the wrong dtype or size, or a record names what does not exist; row state
-                may have been written.
-            Exception: whatever the target's `_CallableModel` or `host` raises.
+            InvalidBufferError: a buffer has the wrong dtype or size, or a record has an index that does not exist; row
+                state may have been written.
+            Exception: the target's `_CallableModel` or `host` raised it.
         """
 
     def set_rule(self, rule: str) -> None:
-        """Verifies by `rejection` or `coupled` from the next launch on.
+        """Verify by the rule `rejection` or `coupled` from the next launch on.
 
         Raises:
-            InvalidConfigError: another rule.
+            InvalidConfigError: `rule` has another name.
         """
 
 @final
 class CostModel:
-    """Milliseconds of an iteration by batch size and number of draft tokens K, and what follows from them.
+    """Milliseconds of an iteration by batch size and number of draft tokens K, and the figures that follow from them.
 
-    One iteration drafts K tokens and yields AL tokens, the acceptance length at K: `TPOT = ms / AL`; speed-ups are over
-    the same batch at K = 0. Between grid points costs are interpolated linearly. K = 0 stands apart: costs at K >= 1
-    come from the points with K >= 1 alone, wherever there are two of them. Beyond the last K or batch the last segment
-    goes on, but never falls; before the first K >= 1 the first one does, but no lower than T_t = 0 allows; before the
-    first batch the cost stays.
+    One iteration drafts K tokens and yields AL tokens, the acceptance length at K: `TPOT = ms / AL`. Speed-ups compare
+    with the same batch at K = 0.
+
+    Between grid points, costs are interpolated linearly. K = 0 is separate: costs at K >= 1 come only from the points
+    with K >= 1, if there are at least two of them. Beyond the last K or batch, the last segment continues but never
+    falls. Before the first K >= 1, the first segment continues, but no lower than T_t = 0 allows. Before the first
+    batch, the cost is constant.
 
     Acceptance lengths are given by K: `acceptance_lengths[i]` is that of K = i + 1, from 1 to K + 1.
     """
 
     def __new__(cls, batches: Sequence[int], ks: Sequence[int], ms: Sequence[Sequence[float]]) -> CostModel:
-        """A grid: `ms[b][j]` is the cost of `batches[b]` requests at `ks[j]` drafts each. `ks` begins with 0.
+        """Make a cost model of a grid: `ms[b][j]` is the cost of `batches[b]` requests at `ks[j]` drafts each. `ks`
+        begins with 0.
 
         Raises:
             InvalidConfigError: batches (1 to 2**20) or ks do not increase, or a cost is missing or not above 0.
@@ -1899,7 +2041,8 @@ class CostModel:
     def lines(
         batches: Sequence[int], draft_ms: Sequence[float], target_ms: Sequence[float], vanilla_ms: Sequence[float]
     ) -> CostModel:
-        """`ITL = K * T_d + T_t` at each batch size: `draft_ms` is T_d, `target_ms` T_t, `vanilla_ms` the cost at K = 0.
+        """Make a cost model of one straight line per batch size: `ITL = K * T_d + T_t`. `draft_ms` is T_d, `target_ms`
+        T_t, `vanilla_ms` the cost at K = 0.
 
         Raises:
             InvalidConfigError: lengths differ, batches do not increase, T_d is below 0 or another time not above 0.
@@ -1907,7 +2050,8 @@ class CostModel:
 
     @staticmethod
     def implied_draft_ms(tpot_ms: float, k: int, acceptance_length: float, target_ms: float) -> float:
-        """The T_d that explains an observed TPOT: `(tpot_ms * AL - T_t) / K`; negative where T_t alone takes longer.
+        """Return the T_d that explains an observed TPOT: `(tpot_ms * AL - T_t) / K`. It is negative if T_t alone
+        exceeds `tpot_ms * AL`.
 
         Raises:
             InvalidConfigError: a time is not above 0, `k` below 1, or the acceptance length not from 1 to k + 1.
@@ -1915,63 +2059,64 @@ class CostModel:
 
     @property
     def batches(self) -> list[int]:
-        """`[B]`: batch sizes of the grid."""
+        """Batch sizes of the grid, `[B]`."""
 
     @property
     def ks(self) -> list[int]:
-        """`[N]`: numbers of draft tokens of the grid, 0 first."""
+        """Numbers of draft tokens of the grid, `[N]`, 0 first."""
 
     @property
     def table(self) -> list[list[float]]:
-        """`[B][N]`: the costs of the grid in milliseconds."""
+        """Costs of the grid in milliseconds, `[B][N]`."""
 
     def ms(self, batch: int, k: int) -> float:
-        """Cost of an iteration of `batch` requests with `k` drafts each. Batch 0 counts as 1.
+        """Return the cost in milliseconds of an iteration of `batch` requests with `k` drafts each. Batch 0 counts as
+        1.
 
         Raises:
             InvalidConfigError: `batch` or `k` is negative.
         """
 
     def tpot(self, batch: int, k: int, acceptance_length: float) -> float:
-        """Milliseconds per output token: `ms(batch, k) / acceptance_length`.
+        """Return the milliseconds per output token: `ms(batch, k) / acceptance_length`.
 
         Raises:
             InvalidConfigError: a number is negative, or the acceptance length not from 1 to k + 1.
         """
 
     def speedup(self, batch: int, k: int, acceptance_length: float) -> float:
-        """TPOT without drafts over TPOT with `k` of them.
+        """Return the speed-up of `k` drafts: TPOT without drafts divided by TPOT with them.
 
         Raises:
-            InvalidConfigError: as `tpot`.
+            InvalidConfigError: a number is negative, or the acceptance length not from 1 to k + 1.
         """
 
     def best_k(self, batch: int, acceptance_lengths: Sequence[float]) -> int:
-        """The K of the lowest TPOT, 0 among them; of equal ones the smallest.
+        """Return the K with the lowest TPOT, where 0 is a candidate and ties go to the smallest K.
 
         Raises:
             InvalidConfigError: `batch` is negative, or an acceptance length not from 1 to K + 1.
         """
 
     def last_paying_k(self, batch: int, acceptance_lengths: Sequence[float]) -> int:
-        """The largest of the given K that is still faster than no drafts; 0 if none is.
+        """Return the largest of the given K that is still faster than no drafts; 0 if none is.
 
         Raises:
-            InvalidConfigError: as `best_k`.
+            InvalidConfigError: `batch` is negative, or an acceptance length not from 1 to K + 1.
         """
 
     def break_even_batch(self, acceptance_lengths: Sequence[float]) -> int | None:
-        """The smallest batch within the grid at which no K is faster than no drafts; None if there is none.
+        """Return the smallest batch size within the grid at which no K is faster than no drafts; None if there is none.
 
         Raises:
             InvalidConfigError: an acceptance length is not from 1 to K + 1.
         """
 
     def observe(self, batch: int, k: int, ms: float, weight: float) -> None:
-        """Moves the grid towards a measured cost. Mutates.
+        """Move the grid towards a measured cost. Mutates.
 
-        Each of the up to four grid points around (batch, k) is scaled by its share in the interpolation times `weight`;
-        on a grid point this is an exponential average with `weight` for the new value.
+        Each of the up to four grid points around (batch, k) moves by its share in the interpolation times `weight`. On
+        a grid point this is an exponential average with `weight` for the new value.
 
         Raises:
             InvalidConfigError: (batch, k) is not within the grid, `ms` not above 0, or `weight` not in (0, 1].
@@ -1979,13 +2124,14 @@ class CostModel:
 
 @final
 class SlotMapper:
-    """Where a position's KV lives: `block_table[position // block_size] * block_size + position % block_size`.
+    """Mapper of positions to KV slots: `block_table[position // block_size] * block_size + position % block_size`.
 
-    Slot -1, which writes nothing, where the position is negative, beyond the table, or in an entry below 0.
+    The slot is -1, to which a write writes nothing, if the position is negative, beyond the table, or in an entry below
+    0.
     """
 
     def __new__(cls, block_size: int) -> SlotMapper:
-        """A mapper for blocks of `block_size` positions.
+        """Make a mapper for blocks of `block_size` positions.
 
         Raises:
             InvalidConfigError: `block_size` is below 1.
@@ -1993,17 +2139,17 @@ class SlotMapper:
 
     @property
     def block_size(self) -> int:
-        """Positions per block."""
+        """Number of positions per block."""
 
     def slot(self, block_table: NDArray[np.int64], position: int) -> int:
-        """The slot of one position; `block_table` is `[blocks]` int64.
+        """Return the slot of one position; `block_table` is `[blocks]` int64.
 
         Raises:
             InvalidBufferError: `block_table` is not a contiguous int64 vector.
         """
 
     def map(self, block_table: NDArray[np.int64], positions: NDArray[np.int64], out: NDArray[np.int64]) -> None:
-        """Writes the slots of `positions` `[N]` of one request into `out` `[N]`; all int64.
+        """Write the slots of `positions` `[N]` of one request into `out` `[N]`; all int64.
 
         Raises:
             InvalidBufferError: an array has the wrong dtype, layout or size; `out` is unchanged.
@@ -2016,7 +2162,7 @@ class SlotMapper:
         positions: NDArray[np.int64],
         out: NDArray[np.int64],
     ) -> None:
-        """Writes the slots of flat rows: rows `q_start[b]:q_start[b + 1]` belong to request b.
+        """Write the slots of flat rows: rows `q_start[b]:q_start[b + 1]` belong to request b.
 
         `block_tables` is `[B, blocks]`, `q_start` `[B + 1]` from 0 to N without decreasing, `positions` and `out`
         `[N]`; all int64.
@@ -2027,18 +2173,19 @@ class SlotMapper:
 
 @final
 class Sampler:
-    """Sampling of fp32 rows on a CPU: cuts, noise, draws and the verification of drafts in one pass over each row.
+    """Sampler of fp32 rows on a CPU: cuts, noise, draws and the verification of drafts in one pass over each row.
 
-    Rows come with masks, biases and penalties applied. `params` `[R, >= 5]` float32 holds per row of state: greedy
-    (not 0: the largest logit, the lowest id of equal ones), temperature (positive), top_k (inf is off), top_p in (0, 1)
-    (inf is off), ln(min_p) (-inf is off); further columns are ignored. `seeds` is `[R]` int64, its bits taken as
-    unsigned. `rows` names the row of state of each row of logits, or of each request. Noise is that of `philox_gumbel`
-    and `philox_uniform`; only kept tokens get any. A row of logits whose largest is not finite gives some token of the
-    vocabulary; its `largest` tells.
+    Masks, biases and penalties must already be applied to the rows. `params` `[R, >= 5]` float32 has five columns per
+    row of state: greedy (not 0: the largest logit, the lowest id of equal ones), temperature (positive), top_k (inf is
+    off), top_p in (0, 1) (inf is off), ln(min_p) (-inf is off). Further columns are ignored.
+
+    `seeds` is `[R]` int64, its bits taken as unsigned. `rows` names the row of state of each row of logits, or of each
+    request. Noise is that of `philox_gumbel` and `philox_uniform`; only kept tokens get any. If the largest logit of a
+    row is not finite, as its `largest` shows, some token of the vocabulary is drawn.
     """
 
     def __new__(cls, vocab_size: int) -> Sampler:
-        """A sampler for rows of `vocab_size` logits (V).
+        """Make a sampler for rows of `vocab_size` logits (V).
 
         Raises:
             InvalidConfigError: unless `1 <= vocab_size <= 2**31`.
@@ -2046,7 +2193,7 @@ class Sampler:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """Number of logits in a row, V."""
 
     def draw(
         self,
@@ -2061,16 +2208,19 @@ class Sampler:
         q: NDArray[np.float32] | None = None,
         column: int = 0,
     ) -> None:
-        """Draws a token of each row: argmax(x + g) with x the filtered logits, g the Gumbel noise of (seed, position).
+        """Draw a token from each row: argmax(x + g) with x the filtered logits, g the Gumbel noise of (seed, position).
 
         Args:
             logits: `[N, V]`.
-            rows: `[N]`.
+            params: `[R, >= 5]`, parameters of each row of state.
+            seeds: `[R]`, seed of each row of state.
+            rows: `[N]`, row of state of each row of logits.
             positions: `[N]`, of the tokens drawn.
             purpose: one of `PURPOSE_*`.
             tokens: `[N]`, written.
             largest: `[N]`, written: the largest logit, NaN if there is one.
             q: `[B, K, V]`, B >= N; `q[i, column]` gets the probabilities that row i was drawn from.
+            column: index in `q` that is written.
 
         Raises:
             InvalidConfigError: `purpose` is not one of `PURPOSE_*`.
@@ -2092,21 +2242,23 @@ class Sampler:
         tokens: NDArray[np.int64],
         largest: NDArray[np.float32],
     ) -> None:
-        """Verifies the drafts of B requests: by the rule `rejection` with `q`, by `coupled` without.
+        """Verify the drafts of B requests: by the rule `rejection` with `q`, by `coupled` without.
 
-        `rejection` (Leviathan et al. 2023, algorithm 1): draft i stands if u * q < p, with the uniform of
-        (seed, n + i, `PURPOSE_ACCEPT`); after m drafts the token is drawn with the noise of
-        (seed, n + m, `PURPOSE_GUMBEL`), from max(0, p - q) after a rejection. `coupled`: a draft stands while it is
-        what its row draws with that noise. Without drafts the rules are the same.
+        `rejection` (Leviathan et al. 2023, algorithm 1): draft i is accepted if u * q < p, with the uniform of (seed, n
+        + i, `PURPOSE_ACCEPT`). After m drafts the token is drawn with the noise of (seed, n + m, `PURPOSE_GUMBEL`),
+        from max(0, p - q) after a rejection. `coupled`: every row draws with that noise, and drafts are accepted up to
+        the first that differs from its row's draw. Without drafts both rules are equal.
 
         Args:
             logits: `[N, V]`; row `q_start[b] + i` is for position n + i of request b.
-            rows: `[B]`.
+            params: `[R, >= 5]`, parameters of each row of state.
+            seeds: `[R]`, seed of each row of state.
+            rows: `[B]`, row of state of each request.
             q_start: `[B + 1]`; request b owns at least num_drafts[b] + 1 rows.
             num_tokens: n, `[B]`.
             num_drafts: `[B]`, 0 to K.
             drafts: `[B, K]`; columns from num_drafts on are ignored.
-            q: `[B, K, V]`, what the drafts were drawn from; anything in columns from num_drafts on.
+            q: `[B, K, V]`, distributions that the drafts were drawn from; columns from num_drafts on are ignored.
             num_accepted: m, `[B]`, written.
             tokens: `[B, K + 1]`, written: the accepted drafts, then the drawn token in all columns left.
             largest: `[N]`, written: the largest logit of each row, NaN if there is one.
@@ -2122,18 +2274,25 @@ class Sampler:
         rows: NDArray[np.int64],
         out: NDArray[np.float32],
     ) -> None:
-        """Writes the logits `[N, V]` over their temperature into `out` `[N, V]`, -inf where the filters remove a token.
+        """Write the logits `[N, V]` over their temperature into `out` `[N, V]`, -inf where the filters remove a token.
 
-        These are the cuts of `verify`. Greedy rows are copied. `rows` is `[N]`.
+        The filters cut as in `verify`. Greedy rows are copied. `rows` is `[N]`.
 
         Raises:
             InvalidBufferError: an array has the wrong dtype, layout, size or content; nothing is written.
         """
 
+def cpu_instruction_sets() -> list[str]:
+    """Return the names of the instruction sets that this processor has and CPU passes can use, the fastest first.
+
+    `amx` multiplies the prompts of `cpu_prefill="amx"`. Of the others, passes use the first: `avx512_bf16`, `avx512`,
+    `avx2`, `neon` or `portable`, which every processor has.
+    """
+
 def philox_uniform(
     seeds: NDArray[np.int64], positions: NDArray[np.int64], purpose: int, out: NDArray[np.float32]
 ) -> None:
-    """Writes uniforms in (0, 1) into `out` `[N, V]` float32: row r, column t is token t at `(seeds[r], positions[r])`.
+    """Write uniforms in (0, 1) into `out` `[N, V]` float32: row r, column t is token t at `(seeds[r], positions[r])`.
 
     Philox4x32-10 (Salmon et al., SC 2011); key = the seed's 64 bits, low word first; counter = (t // 4, low and high
     word of the position, purpose); lane t % 4. The value is `((word >> 9) + 0.5) * 2**-23`, exact in float32 and never
@@ -2147,11 +2306,11 @@ def philox_uniform(
 def philox_gumbel(
     seeds: NDArray[np.int64], positions: NDArray[np.int64], purpose: int, out: NDArray[np.float32]
 ) -> None:
-    """Writes standard Gumbel values `-ln(-ln((word + 0.5) * 2**-32))` into `out` `[N, V]` float32.
+    """Write standard Gumbel values `-ln(-ln((word + 0.5) * 2**-32))` into `out` `[N, V]` float32.
 
-    Rows, columns and words as in `philox_uniform`. Computed in float64 from all 32 bits of the word and rounded once,
-    so always finite. `philox_uniform` keeps 23 bits, too
-    few for the tail: a token of probability 1e-8 would be drawn thirty times too rarely.
+    Rows, columns and words are those of `philox_uniform`. Values are computed in float64 from all 32 bits of the word
+    and rounded once, so they are always finite. The 23 bits of `philox_uniform` are too few for the tail: a token of
+    probability 1e-8 would be drawn thirty times too rarely.
 
     Raises:
         InvalidConfigError: `purpose` is not one of `PURPOSE_*`.
@@ -2159,18 +2318,19 @@ def philox_gumbel(
     """
 
 def quantize_weight(
-    name: str, weight: NDArray[np.generic], codes: NDArray[np.generic], scales: NDArray[np.uint16]
+    name: str, weight: NDArray[np.generic], largest: int, codes: NDArray[np.int8], scales: NDArray[np.uint16]
 ) -> None:
-    """Writes `weight` `[out, in]` (float32, or uint16 with the bits of bfloat16) as codes times scales, each number to
-    the nearest, by as many threads as the process may run.
+    """Write `weight` `[out, in]` (float32, or uint16 with the bits of bfloat16) as integers times scales, each number
+    to the nearest, by as many threads as the process may run.
+
+    A scale is the least bf16 number at which the largest number of its group has a code, so numbers are off by at most
+    half of it. Integer times scale is exact in float32.
 
     Args:
         name: what an error calls the weight.
-        codes: int8 `[out, in]`, -127 to 127, is INT8; uint8 `[out, in / 2]` is INT4, -7 to 7: of 32 inputs 16 bytes,
-            byte i with code + 8 of input i in its lower half and of input 16 + i in its upper half.
-        scales: bits of bfloat16. `[out, 1]` for INT8; `[out, groups]` for INT4, groups of a multiple of 32 inputs. A
-            scale is the least at which the largest number of its group has a code, so numbers are off by at most half
-            of it. Code times scale is exact in float32.
+        largest: 7 for INT4, 127 for INT8: integers are from `-largest` to `largest`.
+        codes: `[out, in]`, written.
+        scales: `[out, groups]`, bits of bfloat16, written. Groups have the same number of inputs.
 
     Raises:
         InvalidBufferError: an array has the wrong dtype, layout or size, or a number is not finite or 2^127 and above.

@@ -25,16 +25,16 @@ def bits(array: Array) -> Array:
 
 
 def converted(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return `array` as `dtype`, or `array` itself if it has that type. Numbers are rounded to the nearest; what is too
-    large becomes infinite, without a warning."""
+    """Return `array` as `dtype`, or `array` itself if it has that type. Numbers are rounded to the nearest. Numbers too
+    large for `dtype` become infinite, without a warning."""
     with np.errstate(all="ignore"):
         return array.astype(dtype, copy=False)
 
 
 def aligned(array: Array) -> Array:
-    """Return the same numbers side by side where numbers of their type may begin, or `array` itself if they are.
+    """Return `array` itself if it is contiguous and aligned for its dtype, otherwise an aligned copy.
 
-    A file may begin its tensors anywhere.
+    A file may store a tensor at any offset.
     """
     array = np.ascontiguousarray(array)
     return array if array.flags.aligned else array.copy()

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the engine on a thread of its own, for programs with an event loop. The loop never waits for compute."""
+"""`AsyncLLM` runs an engine in its own thread, for programs with an event loop. The loop never waits for compute."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from specrs.config import EngineConfig
 from specrs.engine.intake import Intake, take_grammar
 from specrs.engine.loop import EngineLoop, Group, Updates
+from specrs.engine.tokenizer import load_tokenizer
 from specrs.engine_options import STREAMING_PREFILL_STALL_MS
 from specrs.errors import EngineDeadError, InvalidRequestError, QueueFullError, check_int, invalid_request
 from specrs.inputs import Prompt, PromptType
 from specrs.lora_request import LoRARequest
 from specrs.outputs import EngineStats, RequestOutput
 from specrs.sampling import SamplingParams
-from specrs.tokenizer import Tokenizer, load_tokenizer
+from specrs.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from specrs.engine.engine import Engine
     from specrs.structured.grammar import Grammar
 
 TOKENIZER_THREADS = 2
-"""Prompts that are read at a time; the tokenizer releases the interpreter while it works."""
+"""Number of threads that tokenize prompts. The tokenizer releases the interpreter while it works."""
 
 ResultT = TypeVar("ResultT")
 Observer = Callable[[int, RequestOutput], None]
 
 
 class OutputStream:
-    """What is told of the prompts of one `submit`. Belongs to the event loop that it was made in.
+    """Outputs of the prompts of one `submit`. Belongs to the event loop in which it was made.
 
-    What a slow reader has not taken is merged into one output per prompt, so that it holds no more than the text.
+    Outputs that a slow reader has not taken are merged into one per prompt, so the stream holds no more than the text.
     """
 
     def __init__(self, llm: AsyncLLM, count: int, completions: int, observer: Observer | None) -> None:
@@ -50,10 +51,10 @@ class OutputStream:
         self._group: Group | None = None
 
     async def get(self) -> list[tuple[int, RequestOutput]]:
-        """All that is new, an output for each prompt that has news, with its index; waits for it.
+        """Wait for news and return all of it: an output for each prompt that has news, with its index.
 
-        `[]` when all prompts have ended and everything was told. An output whose `error` is set has ended because of
-        it; nothing is raised.
+        `[]` if all prompts have ended and everything was delivered. If an error ended a prompt, its output has `error`
+        set; nothing is raised.
         """
         if not self._pending and self._left:
             self._news.clear()
@@ -62,18 +63,19 @@ class OutputStream:
         return sorted(news.items())
 
     def finish(self, index: int, completion: int) -> None:
-        """End one completion of prompt `index` as if it had stopped by itself; its last output is still told."""
+        """End one completion of prompt `index` as if it had stopped by itself. Its last output is still delivered."""
         if self._group is not None:
             self._llm._loop.finish(self._group, index, completion)
 
     def close(self) -> None:
-        """End what still runs; its blocks come back when the launches in flight have settled. May be called twice."""
+        """End all completions that still run. Their blocks are freed when the steps in flight have settled. May be
+        called twice."""
         if self._closed:
             return
         self._closed = True
         self._llm._forget(self._left * self._completions)
         # The group knows its stream: without this they would be a cycle, and collections would walk some ten objects
-        # for each token whose log probabilities were told, while all streams wait.
+        # for each token whose log probabilities were reported, while all streams wait.
         group, self._group = self._group, None
         if self._left:
             self._left = 0
@@ -105,7 +107,7 @@ class OutputStream:
 
 
 class AsyncLLM:
-    """A target model, its draft, and the engine that runs them on a thread of its own.
+    """A target model, its drafter, and the engine that runs them in its own thread.
 
     ```python
     llm = AsyncLLM(model="...", speculative_config={"model": "...", "num_speculative_tokens": 5})
@@ -114,13 +116,16 @@ class AsyncLLM:
     llm.shutdown()
     ```
 
-    Many calls may run at once, in one event loop or several; each ends alone.
+    Many calls may run at once, in one event loop or several. If one fails, the others go on.
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        """As `LLM`: load `model` with the fields of `EngineConfig`. Blocks while weights load. Raises as `LLM` does.
+        """Load `model` with the fields of `EngineConfig`, as `LLM` does. Blocks while weights load.
 
-        Other than there `max_prefill_stall_ms` is 75 unless it is given.
+        `max_prefill_stall_ms` defaults to 75 here.
+
+        Raises `InvalidConfigError` for a wrong setting, `UnsupportedConfigError` for a value that is not implemented,
+        `CheckpointError` and `TokenizerMismatchError` for wrong files.
         """
         config = EngineConfig.from_kwargs(model=model, **settings)
         if config.max_prefill_stall_ms is None:
@@ -132,7 +137,8 @@ class AsyncLLM:
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Tokenizer | None = None) -> AsyncLLM:
-        """An `AsyncLLM` around an engine that exists, which from now on belongs to its thread."""
+        """Return an `AsyncLLM` that uses an existing engine. From then on, only the thread of the `AsyncLLM` may use
+        the engine."""
         llm = cls.__new__(cls)
         llm._take(engine, tokenizer)
         return llm
@@ -143,9 +149,9 @@ class AsyncLLM:
         self.limits = engine.limits
         self.tokenizer = tokenizer
         self.max_num_queued_reqs: int | None = None
-        """Completions that may wait and run at once, under vLLM's name; None is no bound."""
+        """Maximum number of completions that wait or run at once, under vLLM's name. None: no limit."""
         self.on_dead: Callable[[], None] | None = None
-        """Called in the engine's thread when the engine is broken."""
+        """Function that is called in the engine's thread if the engine breaks."""
         self._engine = engine
         self._intake = Intake(tokenizer, engine.limits, engine.config.seed, engine.loras)
         self._readers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="specrs-tokenizer")
@@ -156,7 +162,7 @@ class AsyncLLM:
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype that the target computes in: what `dtype="auto"` stands for here."""
+        """Name of the dtype in which the target computes, which `dtype="auto"` stands for."""
         return self._engine.dtype
 
     async def generate(
@@ -167,12 +173,13 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Complete one prompt; an output each time tokens arrive, the last one with `finished`.
+        """Complete one prompt. Yields an output each time tokens arrive; the last one has `finished` set.
 
-        `sampling_params.output_kind` says whether an output holds all tokens and text so far (the default) or what is
-        new since the output before. `outputs[i].delta` is the new text in both. A reader that is slower than the
-        engine gets fewer, larger outputs. Closing the iterator or cancelling its task ends the
-        requests. Raises `InvalidRequestError` for bad input, and what ended a request, if not its input.
+        `sampling_params.output_kind` says whether an output holds all tokens and text so far (the default) or only what
+        is new since the previous output. `outputs[i].delta` is the new text in both cases. A reader that is slower than
+        the engine gets fewer, larger outputs. Closing the iterator or cancelling its task ends the requests.
+
+        Raises `InvalidRequestError` for bad input. If the engine ends the request with an error, that error is raised.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
@@ -193,13 +200,13 @@ class AsyncLLM:
         priority: int = 0,
         observer: Observer | None = None,
     ) -> OutputStream:
-        """Start to complete prompts; the stream tells of them together. Close it, or use it as a context manager.
+        """Start to complete prompts, and return a stream of their outputs. Close it, or use it as a context manager.
 
-        A prompt is as for `LLM.generate`, or a `Prompt` read already. `observer` is called in the event loop with the
-        index of a prompt and its output, once per step of the engine, however slowly the stream is read.
+        A prompt has a form that `LLM.generate` accepts, or is a `Prompt`. `observer` is called in the event loop with
+        the index of a prompt and its output, once per step of the engine, however slowly the stream is read.
 
-        Raises `InvalidRequestError` if one prompt is bad, and then starts none; `QueueFullError` when more than
-        `max_num_queued_reqs` completions would wait and run; `EngineDeadError` without an engine.
+        Raises `InvalidRequestError` if a prompt is bad, and then starts none; `QueueFullError` if more than
+        `max_num_queued_reqs` completions would wait or run; `EngineDeadError` if the engine is broken or shut down.
         """
         check_int(InvalidRequestError, "priority", priority, -(2**63), 2**63 - 1)
         if self._loop.error is not None:
@@ -233,9 +240,10 @@ class AsyncLLM:
         return stream
 
     def add_lora(self, lora_request: LoRARequest) -> None:
-        """Read an adapter now, so that the first request of it does not wait for that. Blocks.
+        """Load an adapter, so that its first request does not wait for that. Blocks.
 
-        Raises `InvalidRequestError` and `CheckpointError`: what is wrong with it.
+        Raises `InvalidRequestError` if the request contradicts a known adapter, `CheckpointError` if the adapter cannot
+        be read.
         """
         self._intake.lora(lora_request)
 
@@ -244,44 +252,48 @@ class AsyncLLM:
         return await asyncio.get_running_loop().run_in_executor(self._readers, function)
 
     async def in_engine(self, function: Callable[[], ResultT]) -> ResultT:
-        """Run `function` in the engine's thread, between two steps. Raises `EngineDeadError` without an engine."""
+        """Run `function` in the engine's thread, between two steps. Raises `EngineDeadError` if the engine is broken or
+        shut down."""
         return await asyncio.wrap_future(self._loop.call(function))
 
     async def stats(self) -> EngineStats:
-        """Figures of all requests since the start. Raises `EngineDeadError` without an engine."""
+        """Return the statistics of all requests since the start. Raises `EngineDeadError` if the engine is broken or
+        shut down."""
         return await self.in_engine(self._engine.stats)
 
     @property
     def device(self) -> str:
-        """Where the target's weights are, as torch names it."""
+        """Device that holds the target's weights, as torch names it."""
         return self._engine.weights.device
 
     def token_text(self, token_id: int) -> str:
-        """The text of a token by itself. Raises `InvalidRequestError` without a tokenizer."""
+        """Return the text of a single token. Raises `InvalidRequestError` without a tokenizer."""
         if self._intake.texts is None:
             raise invalid_request("token_id", token_id, "has no text with skip_tokenizer_init=True")
         return self._intake.texts[token_id]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for. Raises `InvalidRequestError` without a tokenizer."""
+        """Return the bytes of a token, which may be a part of a character. Raises `InvalidRequestError` without a
+        tokenizer."""
         self.token_text(token_id)
         assert self._intake.texts is not None
         return self._intake.texts.bytes_of(token_id)
 
     @property
     def num_unfinished(self) -> int:
-        """Completions that wait or run, those included whose prompts are being read."""
+        """Number of completions that wait or run, including those whose prompts are still being tokenized."""
         return self._num_unfinished
 
     @property
     def error(self) -> EngineDeadError | None:
-        """Why the engine is broken; None while it is not."""
+        """Error that broke or ended the engine; None while it runs."""
         return self._loop.error
 
     def shutdown(self, timeout: float | None = None) -> bool:
-        """End all requests, as aborted, and the engine's thread; whether it has ended within `timeout` seconds.
+        """Abort all requests and end the engine's thread. Return True if the thread has ended within `timeout` seconds;
+        None waits forever.
 
-        Blocks. Streams get what was made before. May be called again.
+        Blocks. Streams still get the outputs made before. May be called again.
         """
         self._loop.stop()
         self._loop.join(timeout)
@@ -292,7 +304,8 @@ class AsyncLLM:
         return prompt if isinstance(prompt, Prompt) else self._intake.read(prompt)
 
     def _count(self, more: int) -> None:
-        """Take in `more` completions, or raise `QueueFullError`."""
+        """Count `more` new completions. Raises `QueueFullError` if more than `max_num_queued_reqs` would wait or
+        run."""
         with self._counting:
             most, now = self.max_num_queued_reqs, self._num_unfinished
             if most is not None and now + more > most:
@@ -306,7 +319,7 @@ class AsyncLLM:
             self._num_unfinished -= completions
 
     def _deliver(self, updates: Updates) -> None:
-        """In the engine's thread: hand outputs to the event loops that wait for them, each woken once."""
+        """Hand outputs to the event loops that wait for them, waking each loop once. Called in the engine's thread."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, int, RequestOutput]]] = {}
         for group, index, output in updates:
             stream: OutputStream = group.owner

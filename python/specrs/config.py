@@ -1,7 +1,7 @@
-"""`EngineConfig`: the options of an engine, with the rules between them and what follows from them.
+"""`EngineConfig`: the options of an engine, the rules between them, and values derived from them.
 
-The options themselves are declared in `specrs.engine_options`. This module knows no torch and reads no checkpoint: the
-engine calls the `resolve_*` functions with the numbers of its models.
+The options themselves are declared in `specrs.engine_options`. This module imports no torch and reads no checkpoint.
+The engine calls the `resolve_*` functions with sizes of its models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specrs import vllm_arguments
-from specrs.engine_options import EngineOptions
+from specrs.engine_options import SPLIT_DRAFT_TRANSLATES_ON, EngineOptions, may_be
 from specrs.errors import (
     InvalidConfigError,
     UnsupportedConfigError,
@@ -22,14 +22,15 @@ from specrs.errors import (
     short,
     unknown_key,
 )
-from specrs.options import check_options
+from specrs.model_values import INTEGERS_AT_LOAD
+from specrs.options import check_options, options_of
 from specrs.speculative_config import AUTO
 
 
 @rejects_unknown_arguments(InvalidConfigError)
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(EngineOptions):
-    """Everything that an engine is told at its start. Immutable and checked at construction.
+    """Settings of an engine, fixed at its start. Immutable and checked at construction.
 
     Fields are the options of `EngineOptions`, which docs/configuration.md lists. `from_kwargs` reads the arguments of
     `LLM(...)`.
@@ -45,35 +46,41 @@ class EngineConfig(EngineOptions):
             reason = "must be False with enable_prefix_caching=False, which leaves nothing to tell of"
             raise invalid(error, "kv_events_config.enable_kv_cache_events", True, reason)
         self._check_draft()
-        self.check_native_serves(self.device, self.dtype)
-        self.check_fp8_rows("cuda" if self.device == "auto" else self.device, self.dtype)
-        self.check_ranks_serve(self.device)
+        self.check_device(self.device, self.dtype)
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             reason = f"must be at least max_loras={self.max_loras}, or None"
             raise invalid(error, "max_cpu_loras", self.max_cpu_loras, reason)
-        self.check_loras_serve(self.device)
 
     @property
     def most_cpu_loras(self) -> int:
-        """Adapters kept beside those that requests have."""
+        """Number of recently used LoRA adapters that are kept in memory (`max_cpu_loras`, or its default)."""
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
-    def check_loras_serve(self, device: str) -> None:
-        """Raises `UnsupportedConfigError` for what is not computed with adapters. `device` is the configuration's, or
-        what it was resolved to."""
+    def check_device(self, device: str, dtype: str) -> None:
+        """Raise an error for options that a device, or its ranks, do not serve.
+
+        `device` and `dtype` are the configuration's, or what they were resolved to. `device="auto"` serves all options.
+
+        Raises:
+            UnsupportedConfigError: an option that is not implemented on the device, or with the other options.
+            InvalidConfigError: the degree of a draft's ranks is neither 1 nor the target's.
+        """
+        self._check_activations(device, dtype)
+        if self.cuda_fp8_rows:
+            served = ("dtype", dtype, dtype in ("auto", "bfloat16", "float32"), "dtype='bfloat16'")
+            _refuse_beside("cuda_fp8_rows", True, "False", (_of_device("cuda_fp8_rows", device), served))
+        self._check_ranks(device)
         if self.enable_lora:
             size = self.tensor_parallel_size
             others = (
-                ("device", device, not device.startswith("cuda"), "device='cpu'"),
+                _of_device("enable_lora", device),
                 ("tensor_parallel_size", size, size == 1, "tensor_parallel_size=1"),
                 ("model_impl", self.model_impl, self.model_impl != "transformers", "model_impl='auto' or 'specrs'"),
-                ("cpu_bf16_rows", self.cpu_bf16_rows, not self.cpu_bf16_rows, "cpu_bf16_rows=False"),
+                ("cpu_activations", self.cpu_activations, not self.rounds_to_bf16, "cpu_activations='auto'"),
             )
             _refuse_beside("enable_lora", True, "False", others)
 
-    def check_ranks_serve(self, device: str) -> None:
-        """Raises `UnsupportedConfigError` for what ranks do not compute, `InvalidConfigError` for a draft of another
-        degree than 1 and theirs. `device` is the configuration's, or what it was resolved to."""
+    def _check_ranks(self, device: str) -> None:
         size, speculative = self.tensor_parallel_size, self.speculative_config
         draft, field = 1, "speculative_config.draft_tensor_parallel_size"
         if speculative is not None:
@@ -84,46 +91,40 @@ class EngineConfig(EngineOptions):
         if size == 1:
             return
         coded = None if speculative is None or draft == 1 else speculative.quantization
+        activations = self.cpu_activations
         translates = speculative is not None and draft > 1 and speculative.use_heterogeneous_vocab
-        on_cpu = not device.startswith("cuda")
+        parts = not translates or may_be(device, SPLIT_DRAFT_TRANSLATES_ON)
         others = (
             ("model_impl", self.model_impl, self.model_impl != "transformers", "model_impl='auto' or 'specrs'"),
-            ("quantization", self.quantization, self.quantization not in ("int8", "int4"), "quantization=None"),
-            ("speculative_config.quantization", coded, coded not in ("int8", "int4"), f"{field}=1"),
-            ("cpu_bf16_rows", self.cpu_bf16_rows, not self.cpu_bf16_rows, "cpu_bf16_rows=False"),
-            ("speculative_config.use_heterogeneous_vocab", translates, on_cpu or not translates, f"{field}=1"),
+            ("quantization", self.quantization, self.quantization not in INTEGERS_AT_LOAD, "quantization=None"),
+            ("speculative_config.quantization", coded, coded not in INTEGERS_AT_LOAD, f"{field}=1"),
+            ("cpu_activations", activations, activations not in ("int16", "bf16"), "cpu_activations='auto'"),
+            ("speculative_config.use_heterogeneous_vocab", translates, parts, f"{field}=1"),
         )
         _refuse_beside("tensor_parallel_size", size, "1", others)
 
-    def check_native_serves(self, device: str, dtype: str) -> None:
-        """Raises `UnsupportedConfigError` for rows in bf16 where no native pass of a CPU reads bf16 weights.
+    @property
+    def rounds_to_bf16(self) -> bool:
+        """True if passes on a CPU round activations to bf16."""
+        return self.cpu_activations == "bf16"
 
-        `device` and `dtype` are the configuration's, or what they were resolved to.
-        """
-        if not self.cpu_bf16_rows:
+    def _check_activations(self, device: str, dtype: str) -> None:
+        """Raise `UnsupportedConfigError` for rounded activations if no native pass on a CPU can compute them."""
+        if self.cpu_activations not in ("int16", "bf16"):
             return
-        quantized = {"quantization": self.quantization}
-        if self.speculative_config is not None:
-            quantized["speculative_config.quantization"] = self.speculative_config.quantization
-        of_cache = self.kv_cache_dtype
-        others = (
-            ("device", device, not device.startswith("cuda"), "device='cpu'"),
+        others = [
+            _of_device("cpu_activations", device),
             ("dtype", dtype, dtype != "float64", "dtype='float32' or 'bfloat16'"),
             ("enforce_eager", self.enforce_eager, not self.enforce_eager, "enforce_eager=False"),
-            ("kv_cache_dtype", of_cache, not of_cache.startswith("fp8"), "kv_cache_dtype='auto'"),
-            *((name, method, method is None, f"{name}=None") for name, method in quantized.items()),
-        )
-        _refuse_beside("cpu_bf16_rows", True, "False", others)
-
-    def check_fp8_rows(self, device: str, dtype: str) -> None:
-        """Raises `UnsupportedConfigError` for rows in FP8 where no kernel makes them. Arguments as of
-        `check_native_serves`."""
-        if self.cuda_fp8_rows:
-            others = (
-                ("device", device, device.startswith("cuda"), "device='cuda'"),
-                ("dtype", dtype, dtype in ("auto", "bfloat16", "float32"), "dtype='bfloat16'"),
-            )
-            _refuse_beside("cuda_fp8_rows", True, "False", others)
+        ]
+        if self.rounds_to_bf16:
+            of_cache = self.kv_cache_dtype
+            others.append(("kv_cache_dtype", of_cache, not of_cache.startswith("fp8"), "kv_cache_dtype='auto'"))
+            methods = [("quantization", self.quantization)]
+            if self.speculative_config is not None:
+                methods.append(("speculative_config.quantization", self.speculative_config.quantization))
+            others += [(name, method, method is None, f"{name}=None") for name, method in methods]
+        _refuse_beside("cpu_activations", self.cpu_activations, "'auto'", others)
 
     def _check_draft(self) -> None:
         speculative = self.speculative_config
@@ -137,69 +138,70 @@ class EngineConfig(EngineOptions):
                 f"must be 1 or None with speculative_config.method={speculative.method!r}, which needs every token "
                 "settled before it drafts",
             )
-        if speculative.on_host:
+        method = speculative.model_method
+        if method is None:
             return
-        head = speculative.reads_hidden
         if speculative.model is None and not self.uses_bundled_target:
-            kind = "an EAGLE-3 head" if head else "a draft"
             raise InvalidConfigError(
-                f"speculative_config.model is missing: a folder or hub id of {kind} for model={short(self.model)}; "
-                "it may be left out only for the bundled target"
+                f"speculative_config.model is missing: a folder or hub id of {method.what} for "
+                f"model={short(self.model)}; it may be left out only for the bundled target"
             )
-        if head and self.quantization is not None:
-            reason = "not implemented with speculative_config.method='eagle3'; allowed: None"
+        if not method.quantized_target and self.quantization is not None:
+            reason = f"not implemented with speculative_config.method={method.name!r}; allowed: None"
             raise invalid(UnsupportedConfigError, "quantization", self.quantization, reason)
 
     @property
     def uses_bundled_target(self) -> bool:
-        """Whether `model` is the target that comes with the package."""
+        """True if `model` is the target that comes with the package."""
         if self.model is None:
             return True
-        bundled = bundled_pair()[0]
+        bundled = bundled_target()
         return os.path.isdir(self.model) and os.path.realpath(self.model) == os.path.realpath(bundled)
 
     @property
     def target(self) -> str:
-        """Folder or hub id of the target, the bundled one if `model` is None."""
-        return bundled_pair()[0] if self.model is None else self.model
+        """Folder or hub id of the target; the bundled target if `model` is None."""
+        return bundled_target() if self.model is None else self.model
 
     @property
     def draft(self) -> str | None:
-        """Folder or hub id of the draft model or head, None without one."""
-        if self.speculative_config is None or self.speculative_config.on_host:
+        """Folder or hub id of the draft model or head; None if there is none."""
+        speculative = self.speculative_config
+        method = None if speculative is None else speculative.model_method
+        if speculative is None or method is None:
             return None
-        bundled = bundled_head() if self.speculative_config.reads_hidden else bundled_pair()[1]
-        return self.speculative_config.model or bundled
+        return speculative.model or method.bundled()
 
     @property
     def enable_kv_cache_events(self) -> bool:
-        """Whether the engine tells of its prefix cache."""
+        """True if the engine reports changes of its prefix cache as events."""
         return self.kv_events_config is not None and self.kv_events_config.enable_kv_cache_events
 
     @property
     def num_speculative_tokens(self) -> int:
-        """The engine's K: drafts per iteration at most, 0 without speculation."""
+        """Maximum number of drafts per iteration (the engine's K); 0 without speculation."""
         return 0 if self.speculative_config is None else self.speculative_config.most_speculative_tokens
 
     @property
     def plans_speculation(self) -> bool:
-        """Whether K is chosen launch by launch."""
+        """True if the engine chooses K anew for each step."""
         return self.speculative_config is not None and self.speculative_config.num_speculative_tokens == AUTO
 
     @property
     def rule(self) -> str:
-        """What verifies sampled drafts: `coupled`, or `rejection`, under which synthetic acceptance runs too."""
+        """Rule that verifies sampled drafts: `coupled` or `rejection`. Synthetic acceptance runs under `rejection`."""
         coupled = self.speculative_config is not None and self.speculative_config.rejection_sample_method == "coupled"
         return "coupled" if coupled else "rejection"
 
     @property
     def synthetic(self) -> bool:
-        """Whether acceptance is made up, for timing."""
+        """True if drafts are accepted at given rates, for timing."""
         return self.speculative_config is not None and self.speculative_config.rejection_sample_method == "synthetic"
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """Read the arguments of vLLM's `LLM(...)`: what is implemented, and the rest where it changes nothing.
+        """Build a configuration from the arguments of vLLM's `LLM(...)`. Arguments that are not implemented are
+        accepted at values that change nothing.
 
         Raises `UnsupportedConfigError` for an argument whose value specrs does not honour, `InvalidConfigError` for an
         unknown argument.
@@ -225,22 +227,16 @@ class EngineConfig(EngineOptions):
         return cls(**values)
 
 
-def bundled_pair() -> tuple[str, str]:
-    """Folders of the target and the draft that come with the package."""
-    from specrs.pair import DRAFT, TARGET
+def bundled_target() -> str:
+    """Return the folder of the target that comes with the package."""
+    from specrs.pair import TARGET
 
-    return str(TARGET), str(DRAFT)
-
-
-def bundled_head() -> str:
-    """Folder of the EAGLE-3 head that comes with the package, for the bundled target."""
-    from specrs.pair import EAGLE3
-
-    return str(EAGLE3)
+    return str(TARGET)
 
 
 def resolve_max_model_len(config: EngineConfig, max_position_embeddings: int) -> int:
-    """The engine's context in tokens. Raises `InvalidConfigError` if `max_model_len` is above the model's."""
+    """Return the maximum number of tokens of a request. Raises `InvalidConfigError` if `max_model_len` exceeds the
+    model's own maximum, `max_position_embeddings`."""
     asked = config.max_model_len
     if asked is not None and asked > max_position_embeddings:
         raise invalid(
@@ -253,9 +249,9 @@ def resolve_max_model_len(config: EngineConfig, max_position_embeddings: int) ->
 
 
 def resolve_draft_max_model_len(config: EngineConfig, draft_max_position_embeddings: int) -> int:
-    """The draft's context in tokens; a request beyond it goes on without drafts.
+    """Return the maximum number of tokens up to which the draft model drafts. A longer request goes on without drafts.
 
-    Raises `InvalidConfigError` if `speculative_config.max_model_len` is above the draft model's.
+    Raises `InvalidConfigError` if `speculative_config.max_model_len` exceeds the draft model's own maximum.
     """
     asked = None if config.speculative_config is None else config.speculative_config.max_model_len
     if asked is not None and asked > draft_max_position_embeddings:
@@ -268,9 +264,19 @@ def resolve_draft_max_model_len(config: EngineConfig, draft_max_position_embeddi
     return draft_max_position_embeddings if asked is None else asked
 
 
+def _of_device(option: str, device: str) -> tuple[str, object, bool, str]:
+    """Return the requirement that `device` is of the kind that has `option`, as a row for `_refuse_beside`."""
+    kind = options_of(EngineOptions)[option].device
+    assert kind is not None
+    return "device", device, may_be(device, kind), f"device={kind!r}"
+
+
 def _refuse_beside(field: str, value: object, neutral: str, others: Iterable[tuple[str, object, bool, str]]) -> None:
-    """Raises `UnsupportedConfigError` for `field` at `value` beside the first other setting, of (name, its value,
-    whether they go together, what would), that it does not go with; `neutral` goes with all."""
+    """Raise `UnsupportedConfigError` if another setting does not work with `field` at `value`.
+
+    Each of `others` is (name of the setting, its value, whether it works with `field`, values that do). The error names
+    the first that does not work. `neutral` is a value of `field` that works with all.
+    """
     for other, found, serves, allowed in others:
         if not serves:
             reason = f"not implemented with {other}={found!r}; allowed: {neutral}, or {allowed}"

@@ -12,26 +12,33 @@ from typing import Any
 
 from specrs.errors import SpecrsError, invalid
 from specrs.kv_events_config import KVEventsConfig
+from specrs.model_values import AT_LOAD, CACHE_DTYPE, DEFAULT_CPU_KV_CACHE_BYTES, MODEL_PATH, QUANTIZATION
 from specrs.options import Choice, Command, Integer, ListOf, Number, Settings, Switch, Text, Values, one_of, option
-from specrs.speculative_config import AT_LOAD, CACHE_DTYPE, MODEL_PATH, QUANTIZATION, SpeculativeConfig
+from specrs.speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
-DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
-"""Default size of the KV cache on a CPU in bytes. The pool is mapped lazily, so unused blocks cost no memory."""
 DEVICES = ("auto", "cpu", "cuda", "cuda:N")
 """Allowed devices. N is the number of a GPU, as torch counts them."""
+SPLIT_DRAFT_TRANSLATES_ON = "cpu"
+"""The kind of device whose ranks can compute parts of a draft model of another tokenizer."""
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 CPU_PREFILLS = ("exact", "amx")
+CPU_ACTIVATIONS = ("auto", "int16", "fp32", "bf16")
 MODEL_IMPLS = ("auto", "specrs", "transformers")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 STREAMING_PREFILL_STALL_MS = 75.0
 """Default of `max_prefill_stall_ms` where answers are streamed. If prompts take twice the predicted time and a decode
 step takes 100 ms, streams pause for 250 ms."""
 _POSITIONS = 1 << 24
-_EVERYWHERE: tuple[Command, ...] = ("serve", "generate", "bench")
+_EVERYWHERE: tuple[Command, ...] = ("serve", "chat", "generate", "bench")
 _MEASURED: tuple[Command, ...] = (*_EVERYWHERE, "forecast")
 _engine_option = partial(option, commands=("serve", "bench"))
 _serve_option = partial(option, commands=("serve",))
+
+
+def may_be(device: str, kind: str) -> bool:
+    """Return whether the option `device` names a device of `kind`, or may mean one because it is `auto`."""
+    return device == "auto" or device.partition(":")[0] == kind
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class EngineOptions:
         MODEL_PATH,
         "checkpoint folder, GGUF file, hub id, or owner/name:TYPE for a GGUF file of the hub",
         default_is="the bundled pair, in float32",
-        commands=("generate", "bench"),
+        commands=("bench",),
     )
     tokenizer: str | None = _engine_option(
         None, MODEL_PATH, "folder or hub id of the tokenizer", default_is="the model's"
@@ -97,7 +104,7 @@ class EngineOptions:
         Settings(SpeculativeConfig),
         'how to draft, as in \'{"model": "...", "num_speculative_tokens": 5}\', or one key at a time: '
         "--speculative-config.num_speculative_tokens=3",
-        default_is="nothing is drafted",
+        default_is="nothing is drafted, except by commands with --speculation",
         short="-sc",
         commands=_EVERYWHERE,
     )
@@ -151,8 +158,7 @@ class EngineOptions:
         default_is="that of --dtype",
         commands=_EVERYWHERE,
         details="`fp8` is `fp8_e4m3`. Both FP8 types take half the memory of 16 bits. A number is a float of 8 bits "
-        "times a scale per layer, which is the checkpoint's or 1. The text is that of a model that attends rounded K "
-        "and V.",
+        "times a scale per layer, which is the checkpoint's or 1. The text is that of a model with rounded K and V.",
     )
     max_model_len: int | None = option(
         None,
@@ -172,13 +178,13 @@ class EngineOptions:
     max_prefill_stall_ms: float | None = _engine_option(
         None,
         Number(0.0, 1e6),
-        "milliseconds that prompts may take of a step in which other requests decode",
+        "milliseconds of a step that prompts may take while other requests decode",
         note="0: no bound",
         default_is=f"{STREAMING_PREFILL_STALL_MS:g} where answers are streamed, else no bound",
         details="Answers are streamed by `AsyncLLM` and the server, not by `LLM`. The engine predicts times from "
         "earlier steps. At least 16 prompt tokens, and 512 tokens of drafts' catch-up, always go through. With a "
-        "bound, the machine's speed decides how a prompt is cut, and so the last bits of passes other than the exact "
-        "one.",
+        "bound, the machine's speed decides how a prompt is cut. Passes other than the exact one may then differ in "
+        "last bits.",
     )
     num_reserved_decode_tokens: int = _engine_option(
         64,
@@ -192,7 +198,7 @@ class EngineOptions:
         Integer(0, _POSITIONS),
         "steps of waiting that count as a priority better by 1",
         note="0: waiting does not count",
-        details="With aging, no request waits for ever for more important ones.",
+        details="With aging, no request waits for ever.",
     )
     block_size: int = _engine_option(16, Integer(1, 1024, power_of_two=True), "positions per KV block")
     num_gpu_blocks_override: int | None = _engine_option(
@@ -217,7 +223,7 @@ class EngineOptions:
         "processes that compute the target together",
         short="-tp",
         details="Each rank has its part of the weights and of the KV cache ([scaling](scaling.md)). The engine starts "
-        "the ranks, or torchrun has. On GPUs each has one. On a CPU, torch then computes the target's passes.",
+        "the ranks if torchrun has not. On GPUs, each rank has its own. On a CPU, torch computes the target's passes.",
     )
     distributed_timeout: float = _engine_option(
         60.0, Number(0.0, 86400.0, open_low=True), "seconds after which a rank that does not answer is lost"
@@ -225,7 +231,7 @@ class EngineOptions:
     launch_depth: int | None = _engine_option(
         None,
         Integer(1, 2),
-        "maximum steps planned before the oldest has ended",
+        "maximum steps in flight",
         default_is="1 on a CPU, 2 on a GPU",
         details="`async_scheduling=True` of vLLM is read as 2, False as 1.",
     )
@@ -245,31 +251,39 @@ class EngineOptions:
         commands=(*_MEASURED, "demo"),
         details="At start, the engine measures whether a model that fits in a cache gains by more than one thread.",
     )
-    cpu_bf16_rows: bool = _engine_option(
-        False,
-        Switch(),
-        "on a CPU: round activations to bf16 before they are multiplied by bf16 weights",
-        details="The error is at most 2^-8 of each number, and sums stay in fp32. Draft models and heads do the same. "
-        "The text is that of the model computed so, at any K.",
+    cpu_activations: str = _engine_option(
+        "auto",
+        Choice(CPU_ACTIVATIONS),
+        "on a CPU: type that activations are rounded to before they are multiplied by weights",
+        details="`int16` rounds blocks of 32 numbers to 16-bit integers. It multiplies them by the integers of "
+        "quantized weights. The error is at most 1/65024 of a block's largest number. `fp32` rounds nothing; quantized "
+        "weights become bf16 numbers at load. `bf16` needs bf16 weights; its error is at most 2^-8 of each number. "
+        "Sums are fp32 or exact. `auto` is `int16` for quantized weights, else `fp32`. The option holds for draft "
+        "models and heads, too. At any K, the text is that of a model with rounded activations.",
+        device="cpu",
     )
     cuda_fp8_rows: bool = _engine_option(
         False,
         Switch(),
         "on a GPU: round activations to FP8 before they are multiplied by FP8 weights",
-        details="Each number (e4m3) is within 1/16 of itself, or within 2^-10 of the scale. A scale is that of a row, "
-        "or of 128 of its inputs if the weights have such scales. Prompts then use the tensor cores for FP8. A decode "
-        "pass has six more kernels per layer. Draft models do the same, and the text is that of the model computed so.",
+        details="A rounded number (e4m3) is off by at most 1/16 of its size, or 2^-10 of the scale. Each row has a "
+        "scale, or each 128 inputs of a row if the weights have such scales. Prompts then use the tensor cores for "
+        "FP8. A decode pass has six more kernels per layer. The option holds for draft models, too. The text is that "
+        "of a model with rounded activations.",
+        device="cuda",
     )
     cpu_prefill: str = _engine_option(
         "exact",
         Choice(CPU_PREFILLS),
         "code that computes prompts on a CPU",
-        details="`exact` is the native pass: its bits do not depend on how a prompt is cut, nor on whether a token was "
-        "decoded before it was fed again. `amx` multiplies by the tiles of processors that have them, almost twice as "
-        "fast. Its bits do not depend on the cut either, but differ from decoding's. Text may therefore change after a "
-        "preemption or a prefix cache hit. Draft models catch up in the same way.",
+        details="`exact` is the native pass. Its bits do not depend on how a prompt is cut, and they equal "
+        "decoding's. `amx` uses the AMX tiles of processors that have them, almost twice as fast. Its bits do not "
+        "depend on the cut either, but differ from decoding's. Text may therefore change after a preemption or a "
+        "prefix cache hit. The option holds for draft models, too.",
     )
-    seed: int = _serve_option(0, Integer(-(2**63), 2**63 - 1), "number that requests without a seed derive theirs from")
+    seed: int = _serve_option(
+        0, Integer(-(2**63), 2**63 - 1), "number from which requests without a seed derive theirs"
+    )
     max_logprobs: int = _serve_option(
         20,
         Integer(-1, 2**31 - 1),
@@ -280,22 +294,23 @@ class EngineOptions:
         "raw_logprobs",
         Choice(LOGPROBS_MODES),
         "what log probabilities are",
-        details="`raw_logprobs` is the log-softmax of the model's logits. `processed_logprobs` is that of the logits "
+        details="`raw_logprobs` is the log-softmax of the model's logits. `processed_logprobs` is the log-softmax "
         "after masks, bias, penalties, temperature and filters. `raw_logits` and `processed_logits` are the logits "
-        "themselves.",
+        "before and after these.",
     )
     enable_lora: bool = _serve_option(
         False,
         Switch(),
         "requests may name a LoRA adapter",
-        details="Adapters are PEFT's, of the projections of the target's layers, on a CPU. The drafter drafts without "
-        "them.",
+        details="An adapter is a PEFT folder for projections of the target's layers. Adapters run on a CPU only. The "
+        "drafter does not use them.",
+        device="cpu",
     )
     max_loras: int = _serve_option(
         1,
         Integer(1, 1024),
-        "maximum different adapters of the requests that run at once",
-        details="A request with another adapter waits until one of them is free.",
+        "maximum different adapters among running requests",
+        details="A request with a further adapter waits until one of them is free.",
     )
     max_lora_rank: int = _serve_option(16, Integer(1, 512), "largest rank of an adapter")
     max_cpu_loras: int | None = _serve_option(

@@ -1,7 +1,7 @@
-"""Exceptions of specrs and the checks that raise them. Knows fields and ranges; knows no config and no request.
+"""Exceptions of specrs, and checks of values that raise them. Knows no configuration and no request.
 
-Every message about a value reads `field=value: what is allowed`, so that a user finds the argument, sees what arrived
-and what to write instead. Long values are cut, because a prompt may be an argument.
+Every message about a value reads `field=value: what is allowed`. A user sees which argument it was, what arrived and
+what to write instead. Long values are cut, because a prompt may be an argument.
 """
 
 from __future__ import annotations
@@ -49,44 +49,44 @@ __all__ = [
 
 
 class UnsupportedConfigError(InvalidConfigError, NotImplementedError):
-    """A setting that exists elsewhere, at a value that specrs does not implement."""
+    """Error for a setting that exists elsewhere, at a value that specrs does not implement."""
 
 
 class UnsupportedRequestError(InvalidRequestError, NotImplementedError):
-    """A request field that exists elsewhere, at a value that specrs does not implement."""
+    """Error for a request field that exists elsewhere, at a value that specrs does not implement."""
 
 
 class CheckpointError(InvalidConfigError):
-    """A checkpoint or tokenizer that is missing, broken, or of a kind that is not read."""
+    """Error for a checkpoint or tokenizer that is missing, broken, or of an unsupported kind."""
 
 
 class TokenizerMismatchError(InvalidConfigError):
-    """Draft and target tokenizers give different meanings to the same token ids."""
+    """Error for tokenizers of draft and target that give different meanings to the same token ids."""
 
 
 class UnsupportedModelError(CheckpointError, NotImplementedError):
-    """An architecture, or an option of one, that specrs does not implement."""
+    """Error for an architecture, or an option of one, that specrs does not implement."""
 
 
 class EngineError(SpecrsError):
-    """The engine failed, or ended a request for a reason other than its input, such as logits that are NaN."""
+    """Error of the engine: it failed, or ended a request for another reason than its input, such as NaN logits."""
 
 
 class EngineDeadError(EngineError):
-    """The engine is gone: it broke, or was shut down. No request can be made of it any more."""
+    """Error for calls to an engine that broke or was shut down. It accepts no more requests."""
 
 
 class RankLostError(EngineDeadError):
-    """The engine is gone because one of its ranks has ended, failed or hung."""
+    """Error of an engine that cannot go on because one of its ranks has ended, failed or hung."""
 
     def __init__(self, rank: int, size: int, what: str) -> None:
-        """`what` became of rank `rank` of `size`."""
+        """Make the error for rank `rank` of `size`. `what` says what happened to it."""
         super().__init__(f"rank {rank} of {size} {what}")
         self.rank, self.size = rank, size
 
 
 class QueueFullError(SpecrsError):
-    """As many requests wait and run as may; the same request can be made again later."""
+    """Error for a request that arrives when the maximum number of requests wait or run. It can be sent again later."""
 
 
 ErrorT = TypeVar("ErrorT", bound=SpecrsError)
@@ -98,7 +98,7 @@ _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxset = 8
 
 
 def short(value: object) -> str:
-    """`repr(value)`, cut to a length that fits in a message."""
+    """Return `repr(value)`, cut to a length that fits in a message."""
     try:
         return _REPR.repr(value)
     except ValueError:  # Python writes no integer of more than 4300 digits, wherever in the value it is
@@ -106,28 +106,31 @@ def short(value: object) -> str:
 
 
 def invalid(error: type[ErrorT], field: str, value: object, allowed: str) -> ErrorT:
-    """The exception for `field` at `value`; `allowed` says what may stand there instead. Returned, not raised."""
+    """Return (not raise) the exception for `field` at `value`. `allowed` says what may be set instead."""
     return error(f"{field}={short(value)}: {allowed}")
 
 
 def invalid_config(field: str, value: object, allowed: str) -> InvalidConfigError:
-    """`invalid` for a setting of the engine."""
+    """Return the `InvalidConfigError` for a setting of the engine: `field` at `value`. `allowed` says what may be set
+    instead."""
     return invalid(InvalidConfigError, field, value, allowed)
 
 
 def invalid_request(field: str, value: object, allowed: str) -> InvalidRequestError:
-    """`invalid` for a field of a request."""
+    """Return the `InvalidRequestError` for a field of a request: `field` at `value`. `allowed` says what may be set
+    instead."""
     return invalid(InvalidRequestError, field, value, allowed)
 
 
 NEAR = 0.75
-"""Least similarity, from 0 to 1, of a name that is suggested. At 0.6, difflib's own, "threads" suggests "headless"."""
+"""Minimum similarity, from 0 to 1, of a name that is suggested. At difflib's default of 0.6, "threads" suggests
+"headless"."""
 
 
 def near_names(name: str, known: Iterable[str], n: int = 3) -> list[str]:
-    """Up to `n` of the `known` names that `name` may have been meant for, the nearest first; empty if none is near.
+    """Return up to `n` of the `known` names that `name` may have been meant for, nearest first; empty if none is near.
 
-    Case, dashes, underscores and dots do not count. A name whose first half or more is `name` is near.
+    Case, dashes, underscores and dots do not count. A known name is near if `name` is its first half or more.
     """
     wanted = _plain(name)
     if not wanted:
@@ -144,7 +147,7 @@ def near_names(name: str, known: Iterable[str], n: int = 3) -> list[str]:
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest of the `known` names, empty if `value` is near none."""
+    """Return `; did you mean X?` for the nearest of the `known` names; empty if `value` is near none."""
     close = near_names(value, known, 1) if isinstance(value, str) else []
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -176,7 +179,8 @@ def rejects_unknown_arguments(error: type[SpecrsError]) -> Callable[[type[ClassT
 
 
 def unknown_key(error: type[ErrorT], where: str, key: object, known: Iterable[str]) -> ErrorT:
-    """The exception for a key that `where` does not have: close matches first, the whole list where it is short."""
+    """Return the exception for an unknown `key` of `where`. It names close matches, and all known keys if they are
+    few."""
     names = sorted(known)
     close = near_names(str(key), names)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"
@@ -188,7 +192,8 @@ def unknown_key(error: type[ErrorT], where: str, key: object, known: Iterable[st
 def check_int(
     error: type[SpecrsError], field: str, value: object, low: int, high: int | None = None, *, also: str = ""
 ) -> int:
-    """`value` as an int in `[low, high]` (no upper bound if None). A bool is not an int; `also` ends the message."""
+    """Return `value` as an int in `[low, high]`; without an upper bound if `high` is None. `also` ends the error
+    message. A bool is not an int. Raises `error` for any other value."""
     bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
     number: int | None = None
     if not isinstance(value, bool):
@@ -211,7 +216,8 @@ def check_number(
     open_low: bool = False,
     also: str = "",
 ) -> float:
-    """`value` as a finite float in `[low, high]`, or `(low, high]` with `open_low`. NaN and infinities never pass."""
+    """Return `value` as a finite float in `[low, high]`, or `(low, high]` with `open_low`. `also` ends the error
+    message. Raises `error` for any other value, NaN and infinities included."""
     if math.isinf(high):
         bounds = f"greater than {low:g}" if open_low else f"of at least {low:g}"
     else:
@@ -226,21 +232,23 @@ def check_number(
 
 
 def check_bool(error: type[SpecrsError], field: str, value: object) -> bool:
-    """`value` if it is True or False."""
+    """Return `value` if it is True or False. Raises `error` for any other value."""
     if not isinstance(value, bool):
         raise invalid(error, field, value, "must be True or False")
     return value
 
 
 def check_text(error: type[SpecrsError], field: str, value: object, *, also: str = "") -> str:
-    """`value` if it is a string with at least one character."""
+    """Return `value` if it is a string with at least one character. `also` ends the error message. Raises `error` for
+    any other value."""
     if not isinstance(value, str) or not value:
         raise invalid(error, field, value, f"must be a string that is not empty{also}")
     return value
 
 
 def check_choice(error: type[SpecrsError], field: str, value: object, choices: Iterable[str], *, also: str = "") -> str:
-    """`value` if it is one of `choices`. `also` follows them in the message."""
+    """Return `value` if it is one of `choices`. `also` follows them in the error message. Raises `error` for any other
+    value."""
     names = list(choices)
     if not isinstance(value, str) or value not in names:
         raise invalid(error, field, value, f"must be one of {', '.join(names)}{also}{did_you_mean(value, names)}")

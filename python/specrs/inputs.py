@@ -1,4 +1,4 @@
-"""Prompts in the forms that users write them, to token ids. Knows no engine and checks no limits."""
+"""Converts prompts, in the forms that users write, to token ids. Knows no engine and checks no limits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from specrs.tokenizer import Tokenizer
 
 
 class PromptDict(TypedDict, total=False):
-    """A prompt with its particulars: `prompt` (text) or `prompt_token_ids`, and a `cache_salt`.
+    """A prompt with options: `prompt` (text) or `prompt_token_ids`, and a `cache_salt`.
 
-    Where both text and ids are given, the ids count. Requests share cached prefixes only under the same salt.
+    If both text and ids are given, the ids count. Requests share cached prefixes only if they have the same salt.
     """
 
     prompt: str
@@ -29,7 +29,7 @@ _ALLOWED = 'must be a string, {"prompt": ...}, {"prompt_token_ids": [...]}, or a
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt read: its ids, and its text where it came as text."""
+    """A tokenized prompt: its ids, and its text if it was given as text."""
 
     token_ids: list[int]
     text: str | None = None
@@ -37,7 +37,8 @@ class Prompt:
 
 
 def is_one_prompt(prompts: object) -> bool:
-    """Whether `prompts` is one prompt rather than a list of them. A list of ids is one; an empty list is no prompt."""
+    """Return True if `prompts` is one prompt rather than a list of them. A list of ids is one prompt; an empty list is
+    none."""
     if isinstance(prompts, (str, Mapping)):
         return True
     if not isinstance(prompts, Sequence):
@@ -46,7 +47,7 @@ def is_one_prompt(prompts: object) -> bool:
 
 
 def read_prompt(prompt: PromptType, tokenizer: Tokenizer | None, max_tokens: int | None = None) -> Prompt:
-    """The ids of one prompt. Raises `InvalidRequestError` for what is no prompt, and for text that is far longer than
+    """Tokenize one prompt. Raises `InvalidRequestError` if it has no known form, and for text that is far longer than
     `max_tokens`."""
     if isinstance(prompt, str):
         return Prompt(_encode(prompt, tokenizer, max_tokens), prompt)
@@ -71,7 +72,7 @@ def read_prompt(prompt: PromptType, tokenizer: Tokenizer | None, max_tokens: int
 
 
 def prompt_text(prompt: object) -> str | None:
-    """The text of a prompt that may be bad, for the output that reports it."""
+    """Return the text of a prompt that may be bad, for the output that reports it; None if it has no text."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
 

@@ -1,4 +1,5 @@
-"""`KVEventsConfig`: events about the prefix cache, and where they are published, under vLLM's names. Opens nothing."""
+"""`KVEventsConfig`: whether and where events about the prefix cache are published, under vLLM's names. Opens
+nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ class KVEventsConfig:
     )
     max_queue_size: int = option(100_000, _COUNT, "payloads queued between engine and publisher")
     topic: str = option(
-        "", Text(empty=True), "first frame of each message, which subscribers choose by", default_is="empty"
+        "", Text(empty=True), "first frame of each message, by which subscribers filter", default_is="empty"
     )
 
     def __post_init__(self) -> None:
@@ -68,12 +69,13 @@ class KVEventsConfig:
 
     @property
     def publishes(self) -> bool:
-        """Whether events leave the process."""
+        """True if events are published, so that other processes can read them."""
         return self.enable_kv_cache_events and self.publisher in (None, "zmq")
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> KVEventsConfig:
-        """Read the dictionary of `kv_events_config` or `--kv-events-config`. Raises `InvalidConfigError`."""
+        """Build the configuration from the dictionary of `kv_events_config` or `--kv-events-config`. Raises
+        `InvalidConfigError` for an unknown key or a wrong value."""
         known = options_of(cls)
         for key in given:
             if key not in known:

@@ -1,4 +1,4 @@
-"""The front door: prompts in, texts out, on one engine in this process. Not for several threads at once."""
+"""The main Python interface: prompts in, texts out, with one engine in this process. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 from specrs.config import EngineConfig
 from specrs.engine.intake import Intake, take_grammar
 from specrs.engine.output_builder import OutputBuilder
+from specrs.engine.tokenizer import load_tokenizer
 from specrs.errors import (
     EngineError,
     InvalidRequestError,
@@ -25,7 +26,7 @@ from specrs.inputs import Prompt, PromptType, is_one_prompt, prompt_text
 from specrs.lora_request import LoRARequest
 from specrs.outputs import EngineStats, RequestOutput
 from specrs.sampling import SamplingParams
-from specrs.tokenizer import Tokenizer, load_tokenizer
+from specrs.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from specrs.engine.engine import Engine
@@ -40,8 +41,8 @@ _REFRESH_SECONDS = 0.2
 
 
 class TemplateOptions(TypedDict, total=False):
-    """What `LLM.chat` tells a chat template. `chat_template` stands in for the checkpoint's, `chat_template_kwargs` are
-    the template's own variables."""
+    """Options of `LLM.chat` for the chat template. `chat_template` replaces the checkpoint's; `chat_template_kwargs`
+    are variables that the template reads."""
 
     chat_template: str | None
     add_generation_prompt: bool
@@ -51,7 +52,7 @@ class TemplateOptions(TypedDict, total=False):
 
 
 class LLM:
-    """A target model, its draft, and the engine that runs them.
+    """A target model, its drafter, and the engine that runs them.
 
     ```python
     llm = LLM(model="...", speculative_config={"model": "...", "num_speculative_tokens": 5})
@@ -64,11 +65,12 @@ class LLM:
 
         The other arguments of vLLM's `LLM` are accepted at values that change nothing.
 
-        Raises `InvalidConfigError` (a `ValueError`) naming field, value and what is allowed; `UnsupportedConfigError`
-        for a value that is not implemented; `CheckpointError` and `TokenizerMismatchError` for what the files hold.
+        Raises `InvalidConfigError` (a `ValueError`) for a wrong value, with field, value and what is allowed;
+        `UnsupportedConfigError` for a value that is not implemented; `CheckpointError` and `TokenizerMismatchError` for
+        wrong files.
         """
         config = EngineConfig.from_kwargs(model=model, **settings)
-        # first, because it is quick and may refuse; weights may take minutes
+        # first, because it is quick and may reject; weights may take minutes
         tokenizer = load_tokenizer(config)
         from specrs.engine.build import build_engine
 
@@ -76,7 +78,8 @@ class LLM:
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Tokenizer | None = None) -> LLM:
-        """An `LLM` around an engine that exists. Without a tokenizer, prompts are ids and texts are empty."""
+        """Return an `LLM` that uses an existing engine. Without a tokenizer, prompts must be token ids and output texts
+        are empty."""
         llm = cls.__new__(cls)
         llm._take(engine, tokenizer)
         return llm
@@ -96,19 +99,23 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts; outputs in their order.
+        """Complete one prompt or several. Return one output per prompt, in the order of `prompts`.
 
-        A prompt is a string, `{"prompt": ...}`, `{"prompt_token_ids": [...]}` or a list of ids. `sampling_params` is
-        one for all or one each, None is `SamplingParams()`: random, at temperature 1. `lora_request` is the LoRA
-        adapter of all or of each, None is the base model; it is read when it is first asked for. `priority` is one
-        each, the lowest first. `use_tqdm` shows a progress bar, or makes one.
+        A bad request in a list fails alone: its outputs have `finish_reason` "error", `error` is the cause, and a
+        warning is logged. If a single prompt is bad, its error is raised instead, `InvalidRequestError` for bad input.
+        An exception or interrupt ends all requests of this call; the engine stays usable.
 
         With `n` completions of a prompt, `outputs[i]` of its output is completion i. Every completion has its own seed
-        (`specrs.sampling.derive_seed`): the same calls to a fresh engine with the same seed give the same texts.
+        (`specrs.sampling.derive_seed`). The same calls to a fresh engine with the same seed give the same texts.
 
-        A bad request in a list fails alone: its outputs have `finish_reason` "error", `error` says why, and a warning
-        is logged. A lone prompt raises instead, `InvalidRequestError` for bad input. An exception or interrupt ends all
-        requests of this call; the engine stays usable.
+        Args:
+            prompts: a prompt or a list of prompts. A prompt is a string, a list of ids, `{"prompt": ...}`, or
+                `{"prompt_token_ids": [...]}`.
+            sampling_params: one for all prompts, or one for each. None is `SamplingParams()`: random, at temperature 1.
+            use_tqdm: True shows a progress bar. A function is called to make the bar.
+            lora_request: the LoRA adapter of all prompts, or one for each. None is the base model. An adapter's files
+                are read at its first request.
+            priority: the priority of each prompt. Lower numbers run first.
         """
         lone = is_one_prompt(prompts)
         items: Sequence[Any] = [prompts] if lone else list(prompts)
@@ -123,7 +130,8 @@ class LLM:
         lora_request: LoRARequest | None = None,
         **template: Unpack[TemplateOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several; as `generate`, through a chat template.
+        """Answer one conversation (a list of messages) or several. A chat template turns each conversation into a
+        prompt, which is completed as by `generate`.
 
         A message is `{"role": ..., "content": ...}`.
         """
@@ -153,12 +161,13 @@ class LLM:
         *,
         lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt; an output each time tokens arrive, the last one with `finished`.
+        """Complete one prompt. Yields an output each time tokens arrive; the last one has `finished` set.
 
-        `outputs[i].text` is all text of completion i so far that no further token can change, and `delta` what it
-        gained; with `RequestOutputKind.DELTA` an output holds only what is new. With `n` completions, each output has
-        all of them. Raises at once for a bad request. Closing the
-        iterator ends the requests; other calls may run in between.
+        `outputs[i].text` is the text of completion i so far that no further token can change, and `delta` is the text
+        added since the previous output. With `RequestOutputKind.DELTA` an output holds only what is new. With `n`
+        completions, each output has all of them.
+
+        Raises at the call for a bad request. Closing the iterator ends the requests. Other calls may run in between.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
@@ -173,15 +182,15 @@ class LLM:
         return self._stream(requests)
 
     def stats(self) -> EngineStats:
-        """Figures of all requests since the start or the last `reset_stats`."""
+        """Return the statistics of all requests since the start or the last `reset_stats`."""
         return self.engine.stats()
 
     def reset_stats(self) -> None:
-        """Start counting anew."""
+        """Set all statistics to zero."""
         self.engine.reset_stats()
 
     def get_tokenizer(self) -> Tokenizer | None:
-        """The engine's tokenizer; None with `skip_tokenizer_init`."""
+        """Return the engine's tokenizer; None with `skip_tokenizer_init`."""
         return self.tokenizer
 
     def _complete(
@@ -197,7 +206,7 @@ class LLM:
         params = _one_each(sampling_params, len(items))
         priorities = _priorities(priority, len(items))
         loras = _loras(lora_request, len(items))
-        outputs: dict[int, RequestOutput] = {}  # by index: refused before they ran
+        outputs: dict[int, RequestOutput] = {}  # by index: rejected before they ran
         groups: dict[int, list[Request]] = {}  # by index: the completions of each prompt
         compiling: dict[int, Future[Grammar]] = {}  # by index: what a group waits for
         try:
@@ -236,7 +245,8 @@ class LLM:
         compiling: dict[int, Future[Grammar]],
         use_tqdm: bool | Callable[..., Any],
     ) -> None:
-        """Step until the requests of every group have ended; those of others advance with them. Empties `compiling`."""
+        """Run steps until the requests of every group have ended. Requests of other calls advance too. Removes finished
+        grammars from `compiling`."""
         group_of = {request.request_id: i for i, group in groups.items() for request in group}
         left = {i: len(group) for i, group in groups.items()}
         requests = [request for group in groups.values() for request in group]
@@ -269,7 +279,8 @@ class LLM:
     def _add_compiled(
         self, groups: Mapping[int, Sequence[Request]], compiling: dict[int, Future[Grammar]]
     ) -> list[Request]:
-        """Add the groups whose grammars are there; the requests that have ended instead, because theirs was refused."""
+        """Add the groups whose grammars are compiled to the engine. Return the requests that have ended instead because
+        their grammar was rejected."""
         ended: list[Request] = []
         for i in [i for i, compiled in compiling.items() if compiled.done()]:
             try:
@@ -285,8 +296,9 @@ class LLM:
             self.engine.add_request(request)
 
     def _step(self, *, compiling: bool = False) -> list[Request]:
-        """`compiling`: some wait for their grammars, so that the engine may run out: a step that settles a launch
-        planned ahead for requests that have ended since touches none."""
+        """Run one step and return the requests that it touched. `compiling` says that some requests still wait for
+        their grammars, so the engine may have nothing to run. A step may touch no request: it can settle work planned
+        for requests that have ended since."""
         touched = self.engine.step()
         if not touched and not compiling and not self.engine.has_unfinished():
             raise EngineError("the engine is idle, but requests have not ended")
@@ -315,7 +327,7 @@ class LLM:
             raise output.error
 
     def _abort(self, requests: Iterable[Request], error: SpecrsError | None = None) -> None:
-        """End the requests that have not ended; with an error, because of it."""
+        """End the requests that have not ended yet. With `error`, they end with that error."""
         for request in requests:
             if not request.finished:
                 if error is not None:
@@ -366,7 +378,7 @@ def _priorities(priority: object, count: int) -> list[int]:
 
 
 def _counts(requests: Sequence[Request]) -> tuple[int, int]:
-    """Output tokens so far, and requests that have ended."""
+    """Return the number of output tokens so far, and the number of requests that have ended."""
     return sum(request.num_output_tokens for request in requests), sum(request.finished for request in requests)
 
 
@@ -383,9 +395,9 @@ def _progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
 def _progress(requests: Sequence[Request], seconds: float) -> str:
     tokens = sum(request.num_output_tokens for request in requests)
     text = f"{tokens / max(seconds, 1e-9):.1f} tok/s"
-    books = [request.acceptance for request in requests]
-    drafts = sum(book.drafts for book in books)
+    statistics = [request.acceptance for request in requests]
+    drafts = sum(one.drafts for one in statistics)
     if drafts:
-        accepted = sum(book.accepted_tokens for book in books)
+        accepted = sum(one.accepted_tokens for one in statistics)
         text += f", acceptance length {1 + accepted / drafts:.2f}"
     return text

@@ -1,4 +1,4 @@
-"""A LoRA adapter as users name it, under vLLM's names, checked at construction. Reads no file."""
+"""A LoRA adapter that a request names, under vLLM's field names, checked at construction. Reads no file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ MAX_LORA_INT_ID = 2**32 - 1
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """Which adapter a request is computed with.
+    """LoRA adapter that a request is computed with.
 
-    `lora_name`: what answers, logs and KV events call it. `lora_int_id`: from 1, one for each adapter; an engine
-    refuses an id, name or path that it knows of another adapter. `lora_path`: folder or hub id of a PEFT adapter in
-    safetensors. `base_model_name`: what a server's `/v1/models` says that the adapter was made for; it changes nothing.
+    `lora_name`: its name in answers, logs and KV events. `lora_int_id`: number from 1 on, a different one for each
+    adapter. An engine rejects a request whose id, name or path contradicts an adapter that it knows. `lora_path`:
+    folder or hub id of a PEFT adapter in safetensors. `base_model_name`: model that the adapter was made for, as shown
+    by a server's `/v1/models`; it has no other effect.
 
-    Raises `InvalidRequestError` naming field, value and what is allowed.
+    Raises `InvalidRequestError` for a wrong value, with field, value and what is allowed.
     """
 
     lora_name: str
@@ -39,15 +40,15 @@ class LoRARequest:
 
     @property
     def name(self) -> str:
-        """`lora_name`; like what follows a name of vLLM's."""
+        """Name of the adapter; vLLM's name for `lora_name`."""
         return self.lora_name
 
     @property
     def path(self) -> str:
-        """`lora_path`."""
+        """Folder or hub id of the adapter; vLLM's name for `lora_path`."""
         return self.lora_path
 
     @property
     def adapter_id(self) -> int:
-        """`lora_int_id`."""
+        """Number of the adapter; vLLM's name for `lora_int_id`."""
         return self.lora_int_id

@@ -1,6 +1,6 @@
-"""Settings that are declared once: `option` makes a dataclass field that knows its values, default and help.
+"""Settings that are declared once. `option` makes a dataclass field that knows its allowed values, default and help.
 
-The check, the command line's flag, the row in docs/configuration.md and the range in the server's OpenAPI document are
+The check, the command line flag, the row in docs/configuration.md and the range in the server's OpenAPI document are
 derived from the declaration. Rules between two options are code of the dataclass that has them.
 """
 
@@ -24,30 +24,31 @@ from specrs.errors import (
     invalid,
 )
 
-Command = Literal["serve", "generate", "bench", "bench serve", "demo", "forecast", "tune"]
+Command = Literal["serve", "chat", "generate", "bench", "bench serve", "demo", "forecast", "tune"]
 """Commands with derived flags. `bench` stands for the kinds that run an engine in their own process."""
 
 
 class Values:
-    """The values that an option may have."""
+    """Allowed values of an option. Base of all kinds of values."""
 
     noun = "JSON"
-    """The type, for a table whose other columns do not say it."""
+    """Name of the type in a table that has no column for it."""
 
     def check(self, error: type[SpecrsError], field: str, value: Any, also: str = "") -> Any:
-        """Return `value` in its stored form, or raise `error`, whose message ends with `also`."""
+        """Return `value` in its stored form. Raises `error`, whose message ends with `also`, if it is not allowed."""
         raise NotImplementedError
 
     def allowed(self) -> str:
-        """Name the allowed values, as in `1 to 16` or `one of a, b`. Empty if the type says it all."""
+        """Return the allowed values in words, as in `1 to 16` or `one of a, b`. Empty if the type says it all."""
         return ""
 
 
 @dataclass(frozen=True)
 class Integer(Values):
-    """Integers from `low` to `high`, without an upper bound if that is None.
+    """Integers from `low` to `high`; without an upper bound if `high` is None.
 
-    `word`: a string that is allowed, too. `units`: a flag also reads `4k` and `4K`. `power_of_two`: no others.
+    `word`: a string that is also allowed. `units`: flags also accept `4k` and `4K`. `power_of_two`: only powers of two
+    are allowed.
     """
 
     low: int
@@ -58,7 +59,7 @@ class Integer(Values):
     noun = "integer"
 
     def check(self, error: type[SpecrsError], field: str, value: Any, also: str = "") -> Any:
-        """Return an int, or the word."""
+        """Return `value` as an int, or the allowed word. Raises `error` for any other value."""
         if self.word is not None:
             if isinstance(value, str) and value == self.word:
                 return value
@@ -70,7 +71,7 @@ class Integer(Values):
         return number
 
     def allowed(self) -> str:
-        """Name the range."""
+        """Return the allowed range in words."""
         bounds = f"at least {self.low}" if self.high is None else f"{_power(self.low)} to {_power(self.high)}"
         words = "" if self.word is None else f", or {self.word}"
         return f"{'a power of two, ' if self.power_of_two else ''}{bounds}{words}"
@@ -78,7 +79,7 @@ class Integer(Values):
 
 @dataclass(frozen=True)
 class Number(Values):
-    """Finite numbers from `low` to `high`; with `open_low`, `low` is not one of them."""
+    """Finite numbers from `low` to `high`. With `open_low`, `low` itself is not allowed."""
 
     low: float
     high: float = math.inf
@@ -86,11 +87,11 @@ class Number(Values):
     noun = "number"
 
     def check(self, error: type[SpecrsError], field: str, value: Any, also: str = "") -> float:
-        """Return a float."""
+        """Return `value` as a float. Raises `error` if it is not allowed."""
         return check_number(error, field, value, self.low, self.high, open_low=self.open_low, also=also)
 
     def allowed(self) -> str:
-        """Name the range."""
+        """Return the allowed range in words."""
         low, high = f"{self.low:.7g}", f"{self.high:.7g}"
         if math.isinf(self.high):
             return f"above {low}" if self.open_low else f"at least {low}"
@@ -104,20 +105,21 @@ class Switch(Values):
     noun = "on or off"
 
     def check(self, error: type[SpecrsError], field: str, value: Any, also: str = "") -> bool:
-        """Return a bool."""
+        """Return `value` if it is a bool. Raises `error` for any other value."""
         return check_bool(error, field, value)
 
 
 @dataclass(frozen=True)
 class Text(Values):
-    """A string, which is not empty unless `empty`. Error messages say what it names: `what`, as in `a hub id`."""
+    """A string, which must not be empty unless `empty` is set. `what` says in error messages what the string names, as
+    in `a hub id`."""
 
     what: str = ""
     empty: bool = False
     noun = "text"
 
     def check(self, error: type[SpecrsError], field: str, value: Any, also: str = "") -> str:
-        """Return the string. A path is read as the string that it has."""
+        """Return `value` if it is an allowed string. A path becomes a string. Raises `error` for any other value."""
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
         if self.empty:
@@ -129,9 +131,10 @@ class Text(Values):
 
 @dataclass(frozen=True)
 class Choice(Values):
-    """One of some names. `aliases` maps spellings to what is stored for them; those not in `names` are not listed.
+    """A name from a fixed set. `aliases` maps other spellings to the stored name; an alias outside of `names` is not
+    listed.
 
-    `unsupported`: other values exist elsewhere, so they raise `UnsupportedConfigError`.
+    With `unsupported`, other values exist elsewhere and raise `UnsupportedConfigError`.
     """
 
     names: tuple[str, ...]
@@ -140,7 +143,7 @@ class Choice(Values):
     noun = "text"
 
     def check(self, error: type[SpecrsError], field: str, value: Any, also: str = "") -> str:
-        """Return the name that is stored for `value`."""
+        """Return the stored name of `value`. Raises `error` if it is not allowed."""
         if isinstance(value, str) and value in self.aliases:
             return self.aliases[value]
         if self.unsupported and not (isinstance(value, str) and value in self.names):
@@ -149,37 +152,37 @@ class Choice(Values):
         return check_choice(error, field, value, self.names, also=also)
 
     def allowed(self) -> str:
-        """List the names."""
+        """Return the allowed names in words."""
         return one_of(self.names)
 
 
 @dataclass(frozen=True)
 class ListOf(Values):
-    """A list of at least one value, stored as a tuple. `what` names them in the plural, as in `batch sizes`."""
+    """A list of at least one value, stored as a tuple. `what` is the plural noun for its items, as in `batch sizes`."""
 
     each: Values
     what: str
     noun = "list"
 
     def check(self, error: type[SpecrsError], field: str, value: Any, also: str = "") -> tuple[Any, ...]:
-        """Return a tuple of checked values."""
+        """Return `value` as a tuple of checked items. Raises `error` if an item is not allowed."""
         if not isinstance(value, list | tuple) or not value:
             raise invalid(error, field, value, f"must be a list of {self.what}{also}")
         return tuple(self.each.check(error, f"{field}[{i}]", item) for i, item in enumerate(value))
 
     def allowed(self) -> str:
-        """Name the range of each value."""
+        """Return the range of the items in words."""
         return f"each {self.each.allowed()}" if self.each.allowed() else ""
 
 
 @dataclass(frozen=True)
 class Settings(Values):
-    """A dataclass `made` of options, or the dictionary that its `from_mapping` reads."""
+    """A dataclass of options (`made`), given as an object or as the dictionary that its `from_mapping` reads."""
 
     made: Any
 
     def check(self, error: type[SpecrsError], field: str, value: Any, also: str = "") -> Any:
-        """Return an object of the dataclass."""
+        """Return `value` as an object of the dataclass. Raises `error` for any other value."""
         if isinstance(value, self.made):
             return value
         if isinstance(value, Mapping):
@@ -189,12 +192,12 @@ class Settings(Values):
 
 @dataclass(frozen=True)
 class Object(Values):
-    """A dictionary of JSON. `example` is one, for messages."""
+    """A JSON dictionary. `example` is shown in error messages."""
 
     example: str
 
     def check(self, error: type[SpecrsError], field: str, value: Any, also: str = "") -> Mapping[str, Any]:
-        """Return the dictionary."""
+        """Return `value` if it is a dictionary. Raises `error` for any other value."""
         if not isinstance(value, Mapping):
             raise invalid(error, field, value, f"must be a dictionary, such as {self.example}{also}")
         return value
@@ -202,25 +205,26 @@ class Object(Values):
 
 @dataclass(frozen=True)
 class Checked(Values):
-    """Whatever `read` takes. It returns the stored form of a value, None included, or raises."""
+    """Values with a check of their own. `read` returns the stored form of a value, None included, or raises."""
 
     read: Callable[[Any], Any]
     words: str
     several: bool = False
-    """True if a flag may be given more than once."""
+    """True if the flag may be given more than once."""
 
     def check(self, error: type[SpecrsError], field: str, value: Any, also: str = "") -> Any:
-        """Return what `read` makes of it."""
+        """Return the result of `read(value)`."""
         return self.read(value)
 
     def allowed(self) -> str:
-        """Describe the values."""
+        """Return the allowed values in words."""
         return self.words
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A declared setting: its values and default, and the texts of its help and its row in docs/configuration.md.
+    """A declared setting: its allowed values and default, and the texts for its help and its row in
+    docs/configuration.md.
 
     `option` and `OptionTexts` describe the fields.
     """
@@ -236,11 +240,11 @@ class Option:
     flag_name: str | None = None
     short: str | None = None
     commands: tuple[Command, ...] = ()
-    methods: tuple[str, ...] = ()
+    device: str | None = None
 
     @property
     def flag(self) -> str:
-        """The flag, as in `--max-model-len`."""
+        """Command line flag of the option, as in `--max-model-len`."""
         return f"--{self.flag_name or self.name.replace('_', '-')}"
 
     def check(self, error: type[SpecrsError], field: str, value: Any) -> Any:
@@ -252,8 +256,8 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default in words. Empty for an option without one."""
-        shown = "" if self.default in (None, "", dataclasses.MISSING) else show(self.default, self.values)
+        """Return the default in words."""
+        shown = "" if self.default in (None, "") else show(self.default, self.values)
         return ", ".join(part for part in (shown, self.default_is) if part)
 
     def help_text(self, stated: str | None = None) -> str:
@@ -268,26 +272,26 @@ class Option:
 
 
 class OptionTexts(TypedDict, total=False):
-    """What `option` takes besides default and values."""
+    """Optional arguments of `option`, besides default and values."""
 
     note: str
-    """What else to know before choosing."""
+    """Further advice for choosing a value."""
     default_is: str
-    """What the default means, such as what None stands for."""
+    """Meaning of the default, such as what None stands for."""
     details: str
     """Sentences for docs/configuration.md."""
     flag_name: str
-    """The flag without its dashes, if that is not the field's name."""
+    """Name of the flag without its dashes, if it differs from the field's name."""
     short: str
     """vLLM's short form of the flag."""
     commands: tuple[Command, ...]
-    """The commands that have the flag."""
-    methods: tuple[str, ...]
-    """The methods of drafting that have the option; all without it."""
+    """Commands that have the flag."""
+    device: str
+    """Kind of device that has the option. Not set: all devices have it."""
 
 
 def option(default: Any, values: Values, help: str, *, none: bool = False, **texts: Unpack[OptionTexts]) -> Any:
-    """Make a dataclass field that is an option. `dataclasses.MISSING` as `default`: it has to be given.
+    """Make a dataclass field that is an option.
 
     `help`: what it sets, as a noun phrase without default and allowed values, which are added. `none`: None is allowed,
     too, as it is if it is the default.
@@ -297,11 +301,12 @@ def option(default: Any, values: Values, help: str, *, none: bool = False, **tex
 
 
 _FOUND: dict[type, Mapping[str, Option]] = {}
-"""Results of `options_of`, which is called for every request. mypy takes no dataclass for `functools.cache`."""
+"""Cache of `options_of`, which is called for every request. mypy does not allow a dataclass as an argument of
+`functools.cache`."""
 
 
 def options_of(owner: type) -> Mapping[str, Option]:
-    """The options of the dataclass `owner` by their names, in the order of its fields."""
+    """Return the options of the dataclass `owner` by name, in the order of its fields."""
     if owner not in _FOUND:
         _FOUND[owner] = {
             field.name: dataclasses.replace(field.metadata["option"], name=field.name)
@@ -323,12 +328,12 @@ def check_options(settings: Any, error: type[SpecrsError], where: str = "", *, b
 
 
 def one_of(values: Any) -> str:
-    """Name the allowed `values` in a help text."""
+    """Return the allowed `values` in words, for a help text."""
     return f"one of {', '.join(map(str, values))}"
 
 
 def show(value: Any, values: Values) -> str:
-    """Write a value as a flag would have it, as in `on`, `16M` or `1,2`."""
+    """Return a value as it is written in a flag, as in `on`, `16M` or `1,2`."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(values, Integer) and values.units and isinstance(value, int):
@@ -345,7 +350,7 @@ _UNITS = ((30, "G"), (20, "M"), (10, "K"))
 
 
 def _power(bound: int) -> str:
-    """A bound, as a power of two if it is a large one."""
+    """Return a bound as text; a large power of two as a power."""
     for less in (0, 1):
         size = abs(bound) + less
         if size >= 1 << 20 and size & (size - 1) == 0:

@@ -1,4 +1,4 @@
-"""What comes back to a user: texts, and figures about them. Derived figures are properties; nothing is stored twice."""
+"""Results for users: outputs with texts, and statistics. Derived statistics are properties; nothing is stored twice."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """What the engine says of one token: itself, and the n most likely at its position, the likeliest first.
+    """Log probability of one token, with the n most likely tokens at its position, most likely first.
 
-    `rank` is 1 for the most likely token; of equal ones the lowest id ranks first. `top_ids`, `top_logprobs`: `[n]`.
+    `rank` is 1 for the most likely token; of equally likely ones, the lowest id ranks first. `top_ids` and
+    `top_logprobs` have n entries each.
     """
 
     token_id: int
@@ -26,7 +27,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """What a user is told of one token at one position; `rank` is 1 for the most likely, `decoded_token` its text.
+    """Log probability of one token at one position; `rank` is 1 for the most likely, `decoded_token` its text.
 
     `logprob` is what the engine's `logprobs_mode` says. `decoded_token` is None without a tokenizer or `detokenize`.
     """
@@ -38,12 +39,12 @@ class Logprob:
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceFigures:
-    """The acceptance books of one request or of an engine.
+    """Acceptance statistics of one request or of an engine.
 
-    One draft is one iteration with at least one draft token. `acceptance_histogram[m]` counts the drafts of which
-    exactly m tokens were accepted, m from 0 to K; `draft_tokens` is the number of tokens drafted. Iterations count as
-    they ran, before a stop or `max_tokens` cut the text. `synthetic_acceptance`: drafts stood at given rates, for
-    timing; the text is not the target's.
+    One draft is one iteration with at least one draft token. `acceptance_histogram[m]` is the number of drafts of which
+    exactly m tokens were accepted, with m from 0 to K. `draft_tokens` is the number of tokens drafted. Iterations count
+    as they ran, before a stop or `max_tokens` cut the text. `synthetic_acceptance`: drafts were accepted at given
+    rates, for timing, and the text is not the target's.
     """
 
     draft_tokens: int = 0
@@ -52,17 +53,17 @@ class AcceptanceFigures:
 
     @property
     def drafts(self) -> int:
-        """Iterations that drafted."""
+        """Number of iterations that drafted at least one token."""
         return sum(self.acceptance_histogram)
 
     @property
     def accepted_tokens(self) -> int:
-        """Draft tokens that were accepted."""
+        """Number of draft tokens that were accepted."""
         return sum(m * count for m, count in enumerate(self.acceptance_histogram))
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per drafting iteration: 1 + accepted tokens / drafts; 1.0 if nothing was drafted."""
+        """Mean number of tokens per drafting iteration: 1 + accepted tokens / drafts; 1.0 if nothing was drafted."""
         return 1.0 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
     @property
@@ -72,7 +73,7 @@ class AcceptanceFigures:
 
     @property
     def accepted_per_position(self) -> list[int]:
-        """`[K]`: drafts whose i-th token was accepted."""
+        """`[K]`: for each draft position, the number of drafts whose token there was accepted."""
         return list(accumulate(reversed(self.acceptance_histogram[1:])))[::-1]
 
     @property
@@ -83,9 +84,11 @@ class AcceptanceFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMetrics(AcceptanceFigures):
-    """Figures of one prompt, of its n completions together: counts are sums, times those of the first token of all and
-    of the end of the last; `scheduled_time` is when the first of them began to run. Times are seconds of
-    `time.monotonic`, None for what did not happen.
+    """Figures of one prompt, over all its n completions. Counts are sums over the completions.
+
+    `scheduled_time` is when the first completion began to run, `first_token_time` when the first of all tokens came,
+    and `finish_time` when the last completion ended. Times are seconds of `time.monotonic`, None for what did not
+    happen.
     """
 
     num_cached_tokens: int = 0
@@ -107,7 +110,7 @@ class RequestMetrics(AcceptanceFigures):
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Seconds per token after the first, of all completions; None with fewer than two tokens."""
+        """Seconds per token after the first, over the tokens of all completions; None with fewer than two tokens."""
         seconds = _between(self.first_token_time, self.finish_time)
         if seconds is None or self.num_generated_tokens < 2:
             return None
@@ -116,14 +119,18 @@ class RequestMetrics(AcceptanceFigures):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats(AcceptanceFigures):
-    """Figures of an engine since its start or `reset_stats`.
+    """Statistics of an engine since its start or the last `reset_stats`.
 
-    `target_passes`, `draft_passes`: forward passes of each model, prefill chunks included. `num_cached_tokens`: prompt
-    tokens taken from the prefix cache. `num_preemptions`: requests that lost their blocks and were recomputed.
-    `num_running`, `num_waiting`: requests now. `num_blocks`, `num_free_blocks`: of the KV pool, now. `drafters`: the
-    acceptance books by drafter, under the names of `speculative_config.method`; they add up to the engine's.
-    `draft_errors`: how often each drafter has failed; a launch, or a request in it, then went on without its drafts.
-    `running_loras`, `waiting_loras`: names of the LoRA adapters of requests that run, and that wait, now.
+    - `target_passes`, `draft_passes`: number of forward passes of each model, prefill chunks included.
+    - `prompt_tokens`, `generation_tokens`: number of prompt tokens and of generated tokens.
+    - `num_cached_tokens`: number of prompt tokens taken from the prefix cache.
+    - `num_preemptions`: number of times that a request lost its blocks and was recomputed.
+    - `num_running`, `num_waiting`: number of requests now.
+    - `num_blocks`, `num_free_blocks`: number of blocks of the KV pool now.
+    - `drafters`: acceptance statistics of each drafter, by its `speculative_config.method`. They add up to the
+      engine's.
+    - `draft_errors`: number of failures of each drafter. The step, or one request in it, then went on without drafts.
+    - `running_loras`, `waiting_loras`: names of the LoRA adapters of requests that run or wait now.
     """
 
     draft_passes: int = 0
@@ -149,11 +156,11 @@ class EngineStats(AcceptanceFigures):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What one iteration drafted for a completion.
+    """Drafts of one iteration for one completion.
 
-    `start` is the index of its first token among all tokens of the completion, whatever `output_kind` says. The first
-    `num_accepted` tokens from there are drafts, as far as no stop and no limit cut them off, and the token after them
-    is the target's. `rejected_token_ids` are the drafts after the accepted ones, in their order.
+    `start` is the index of the first draft among all tokens of the completion, whatever `output_kind` says. The first
+    `num_accepted` tokens from there are drafts, unless a stop or limit cut them off. The token after them is the
+    target's. `rejected_token_ids` are the drafts after the accepted ones, in order.
     """
 
     start: int
@@ -162,7 +169,7 @@ class Draft:
 
     @property
     def num_drafted(self) -> int:
-        """Tokens drafted, K of this iteration."""
+        """Number of tokens that the iteration drafted (its K)."""
         return self.num_accepted + len(self.rejected_token_ids)
 
 
@@ -170,13 +177,17 @@ class Draft:
 class CompletionOutput:
     """One completion of a prompt.
 
-    `delta` is the text that this output adds to the one before it (all of it, if there is none). `text`, `token_ids`,
-    `logprobs` and `drafts` cover the whole completion so far; with `RequestOutputKind.DELTA`, only what is new.
-    `logprobs` has one dictionary for each of `token_ids`: the token itself first, then as many as were asked for, the
-    likeliest first; None unless they were asked for. `cumulative_logprob` is the sum over all tokens so far.
-    `drafts` has an entry for each iteration that drafted; None unless `return_drafts` asks for it.
-    `finish_reason`: None while it runs, then `stop`, `length`, `abort` or `error`. `stop_reason`: the stop string or
-    stop token id that ended it, None for an eos token.
+    `text`, `token_ids`, `logprobs` and `drafts` cover the whole completion so far; with `RequestOutputKind.DELTA`, only
+    what is new since the previous output.
+
+    - `index`: which of the prompt's n completions this is.
+    - `delta`: the text that this output adds to the previous one; all text if there is no previous one.
+    - `cumulative_logprob`: sum of the log probabilities of all tokens so far. None unless logprobs were requested.
+    - `logprobs`: a dictionary for each of `token_ids`: the token itself first, then the requested number of most
+      likely tokens, most likely first. None unless logprobs were requested.
+    - `drafts`: an entry for each iteration that drafted. None unless `return_drafts` was set.
+    - `finish_reason`: None while the completion runs, then `stop`, `length`, `abort` or `error`.
+    - `stop_reason`: the stop string or stop token id that ended it. None for an eos token and all other endings.
     """
 
     index: int = 0
@@ -190,17 +201,19 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
     def extend_back(self, earlier: CompletionOutput) -> None:
-        """Make this output cover what `earlier`, an unread output before it, covers. Mutates."""
+        """Prepend `earlier.delta` to `delta`, so that this output also covers `earlier`, a previous output that was not
+        read."""
         self.delta = earlier.delta + self.delta
 
 
 @dataclass(kw_only=True)
 class RequestOutput:
-    """A prompt and what became of it: `outputs[i]` is completion i of n.
+    """A prompt and its n completions: `outputs[i]` is completion i.
 
-    `error` says why, where a `finish_reason` is `error`; `prompt` is None for ids. `prompt_logprobs` has an entry for
-    each prompt token, as `CompletionOutput.logprobs`, None for the first, which nothing predicts. They are always
-    log-softmax of what the model gave, whatever `logprobs_mode`; None unless they were asked for, or not there yet.
+    `prompt` is None if the prompt was given as token ids. `error` is the cause if a `finish_reason` is `error`.
+    `prompt_logprobs` has a dictionary for each prompt token, like those in `CompletionOutput.logprobs`; it is None for
+    the first token, which nothing predicts. Prompt log probabilities are always log-softmax of the model's logits,
+    whatever `logprobs_mode` says. `prompt_logprobs` is None if they were not requested or are not computed yet.
     """
 
     request_id: str
@@ -213,7 +226,8 @@ class RequestOutput:
     error: SpecrsError | None = None
 
     def extend_back(self, earlier: RequestOutput) -> None:
-        """Make this output cover what `earlier`, an unread output before it, covers. Mutates."""
+        """Make every completion of this output also cover `earlier`, a previous output of the same request that was not
+        read."""
         for before, after in zip(earlier.outputs, self.outputs, strict=True):
             after.extend_back(before)
 
@@ -221,7 +235,7 @@ class RequestOutput:
     def from_error(
         cls, request_id: int, prompt: str | None, prompt_token_ids: list[int], error: SpecrsError, n: int = 1
     ) -> RequestOutput:
-        """The output of a prompt that was refused before its n completions ran."""
+        """Return the output of a prompt that was rejected before its `n` completions ran."""
         return cls(
             request_id=str(request_id),
             prompt=prompt,

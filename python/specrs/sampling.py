@@ -1,4 +1,4 @@
-"""`SamplingParams`: what one request may ask for, under vLLM's names and defaults. Nothing is sampled here."""
+"""`SamplingParams`: the sampling parameters of a request, under vLLM's names and defaults. Nothing is sampled here."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ MAX_SPECULATIVE_TOKENS = 16
 MAX_BAD_WORD_TOKENS = 32
 _INT32_MAX = 2**31 - 1
 _PENALTY = Number(-2.0, 2.0)
-_COMMANDS: tuple[Command, ...] = ("generate", "bench serve")
+_COMMANDS: tuple[Command, ...] = ("chat", "generate", "bench serve")
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream holds, under vLLM's names.
+    """Content of each output of a stream, under vLLM's names.
 
-    `CUMULATIVE`: the whole completion so far. `DELTA`: what is new since the output before. `FINAL_ONLY`: the whole
-    completion, and there is one output, the last.
+    `CUMULATIVE`: the whole completion so far. `DELTA`: what is new since the previous output. `FINAL_ONLY`: there is
+    only one output, at the end, with the whole completion.
     """
 
     CUMULATIVE = 0
@@ -54,7 +54,7 @@ class RequestOutputKind(Enum):
 
 
 def _read_output_kind(value: object) -> RequestOutputKind:
-    """The kind that `value` stands for: a `RequestOutputKind` of ours or of vLLM, or None for the default."""
+    """Convert `value` to a `RequestOutputKind`. It may be ours, vLLM's, or None for the default."""
     if value is None:
         return RequestOutputKind.CUMULATIVE
     if isinstance(value, Enum) and value.name in RequestOutputKind.__members__:
@@ -63,18 +63,26 @@ def _read_output_kind(value: object) -> RequestOutputKind:
     raise invalid(InvalidRequestError, "output_kind", value, f"must be a RequestOutputKind: {allowed}")
 
 
+CORE_NUMBERS = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs"),
+)
+"""Sampling parameters that are passed to `specrs.core.RequestSampling` unchanged."""
+
+
 @rejects_unknown_arguments(InvalidRequestError)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What one request may ask for. Immutable; `replace` makes a changed copy. Every value is checked at construction.
+    """Sampling parameters of a request. Immutable; `replace` makes a changed copy. Every value is checked at
+    construction.
 
-    Names and defaults are vLLM's. docs/configuration.md lists the parameters. `num_speculative_tokens` and
-    `return_drafts` are this project's own. No parameter means anything else because tokens are drafted.
+    Names and defaults are vLLM's. docs/configuration.md lists the parameters. Only `num_speculative_tokens` and
+    `return_drafts` are specrs' own. Every parameter has the same meaning with and without speculation.
 
-    vLLM's other parameters are accepted at their defaults and rejected otherwise. The few here that are not implemented
-    are rejected when the request is added (`reject_unimplemented`).
+    vLLM's other parameters are accepted at their defaults and rejected otherwise. The few fields here that are not
+    implemented are rejected when the request is added (`reject_unimplemented`).
 
-    Raises `InvalidRequestError` naming field, value and what is allowed.
+    Raises `InvalidRequestError` for a wrong value, with field, value and what is allowed.
     """
 
     n: int = option(
@@ -115,7 +123,7 @@ class SamplingParams:
         "number that samples are derived from",
         note="-1: none",
         default_is="one per request, from the engine's seed",
-        commands=("generate",),
+        commands=("chat", "generate"),
         details="Under the rule `coupled`, or without drafts, text depends on nothing but prompt, parameters and seed. "
         "Under `rejection` it also depends on how much each step drafted, which other requests may change.",
     )
@@ -140,7 +148,7 @@ class SamplingParams:
         Integer(1),
         "maximum tokens to generate",
         none=True,
-        commands=("generate",),
+        commands=("chat", "generate"),
         details="None is as many as the context holds.",
     )
     min_tokens: int = option(
@@ -157,7 +165,11 @@ class SamplingParams:
         default_is="no log probabilities",
     )
     prompt_logprobs: int | None = option(
-        None, Integer(-1), "the same for the prompt's tokens", note="-1: all", default_is="no log probabilities"
+        None,
+        Integer(-1),
+        "most likely tokens whose log probabilities are reported for each prompt token",
+        note="-1: all",
+        default_is="no log probabilities",
     )
     detokenize: bool = option(True, Switch(), "make text of the output")
     skip_special_tokens: bool = option(True, Switch(), "leave special tokens out of the text")
@@ -230,7 +242,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, without randomness."""
+        """True if the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
 
     @property
@@ -240,14 +252,15 @@ class SamplingParams:
         return self.stop
 
     def replace(self, **changes: Any) -> SamplingParams:
-        """A copy with `changes`, checked again."""
+        """Return a copy with `changes`, which is checked again."""
         for name in changes:
             if name not in FIELDS and name not in SAMPLING:
                 raise unknown_key(InvalidRequestError, "SamplingParams", name, FIELDS)
         return dataclasses.replace(self, **changes)
 
     def without(self, *names: str) -> SamplingParams:
-        """A copy with these fields at their defaults. Nothing is checked again: a default goes with any other value."""
+        """Return a copy with the fields `names` at their defaults. It is not checked again, because a default is valid
+        with any other value."""
         other = copy.copy(self)
         for name in names:
             object.__setattr__(other, name, getattr(_DEFAULTS, name))
@@ -255,17 +268,17 @@ class SamplingParams:
 
 
 FIELDS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
-"""Every field of `SamplingParams` with its default."""
+"""Default of every field of `SamplingParams`, by name."""
 
 
 def derive_seed(seed: int, *indices: int) -> int:
-    """A seed for one of many, `[-2**63, 2**63)`: of every index, the next seed is number `index` of the SplitMix64
-    sequence (Steele, Lea and Flood 2014) that starts at the one before.
+    """Derive one of many seeds from `seed`, in `[-2**63, 2**63)`. For each index in turn, the next seed is number
+    `index` of the SplitMix64 sequence (Steele, Lea and Flood 2014) that starts at the previous seed.
 
-    This is where all seeds come from. Of a prompt with `seed=s`, completion 0 samples with s itself and completion
-    i > 0 with `derive_seed(s, i)`. Of a prompt without, number j of its `LLM` (counted from 0 over all calls, refused
-    prompts included), completion i samples with `derive_seed(engine seed, j, i)`: a fresh engine with the same seed
-    gives the same calls the same text, and whether a prompt is refused changes no other seed.
+    All seeds come from here. For a prompt with `seed=s`, completion 0 uses s itself and completion i > 0 uses
+    `derive_seed(s, i)`. For prompt number j of an `LLM` without a seed, completion i uses `derive_seed(engine seed, j,
+    i)`. Prompts are counted from 0 over all calls, and rejected prompts count. So a fresh engine with the same seed
+    gives the same calls the same text, and a rejected prompt changes no other seed.
 
     For one seed, different indices never give the same result.
     """
@@ -284,11 +297,12 @@ _UINT64 = 2**64 - 1
 def tokenize_bad_words(
     words: Sequence[str], encode: Callable[[str], Sequence[int]], vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that `bad_words` forbid: each word as it is, and after a blank if that begins otherwise.
+    """Return the token sequences that `bad_words` forbid: each word as it is, and also after a blank if it does not
+    begin with one.
 
-    The blank is for the many vocabularies in which a word within a text is another token than at its start. `encode`
-    adds no special tokens. Raises `InvalidRequestError` for a word without tokens, of more than 32, or with ids outside
-    the model's vocabulary.
+    In many vocabularies, a word within a text is another token than at its start. `encode` adds no special tokens.
+    Raises `InvalidRequestError` for a word without tokens, of more than 32 tokens, or with ids outside the model's
+    vocabulary.
     """
     sequences: dict[tuple[int, ...], None] = {}
     for i, word in enumerate(words):
@@ -314,7 +328,8 @@ def tokenize_bad_words(
 
 
 def _check_vllm_only(values: Sequence[object]) -> None:
-    """Check the values of vLLM's other parameters, in the order of `SamplingParams` and of vllm_arguments.json."""
+    """Check the values of vLLM's other parameters, in the order of `SamplingParams` and of vllm_arguments.json. Raises
+    `InvalidRequestError` for a value that would have an effect."""
     for (name, argument), value in zip(SAMPLING.items(), values, strict=True):
         if not argument.accepts(value):
             raise UnsupportedRequestError(argument.reason(name, value))
@@ -327,10 +342,8 @@ _NOT_YET: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def reject_unimplemented(params: SamplingParams) -> None:
-    """Refuse, by name, values that are valid but that this version does not implement.
-
-    Raises `UnsupportedRequestError`. Nothing else knows what is missing.
-    """
+    """Raise `UnsupportedRequestError` for a value that is valid but not implemented in this version. Nothing else knows
+    what is missing."""
     for name, (implemented, allowed) in _NOT_YET.items():
         value = getattr(params, name)
         if not implemented(value):
@@ -339,11 +352,11 @@ def reject_unimplemented(params: SamplingParams) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What an engine can take, for `validate_request`.
+    """Limits of an engine that requests are checked against.
 
-    `vocab_size`: ids a prompt may hold are `[0, vocab_size)`, the target's. `num_speculative_tokens`: the engine's K, 0
-    without a draft. `eos_token_ids`: ids that end a text, of the checkpoint and its tokenizer.
-    `max_logprobs`: the most that `logprobs` may ask for, -1 is `vocab_size`.
+    `vocab_size`: number of the target's token ids. `num_speculative_tokens`: the engine's K; 0 without a drafter.
+    `eos_token_ids`: ids that end a text, from checkpoint and tokenizer. `max_logprobs`: the maximum for `logprobs`; -1
+    is `vocab_size`.
     """
 
     max_model_len: int
@@ -354,14 +367,15 @@ class RequestLimits:
 
 
 def max_constraint_len(vocab_size: int) -> int:
-    """Elements of a record that hold any one request's `allowed_token_ids`, `logit_bias` and `bad_words`."""
+    """Return the number of elements of a record that hold the `allowed_token_ids`, `logit_bias` and `bad_words` of any
+    request."""
     words = 2 * MAX_BAD_WORDS  # each as it is, and after a blank
     return 3 * vocab_size + words * (1 + MAX_BAD_WORD_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBounds:
-    """What a valid request comes to: `limit` tokens (prompt and output) at most, K drafts, and its stop ids, sorted."""
+    """Bounds of a valid request: at most `limit` tokens (prompt and output), K drafts, and its sorted stop ids."""
 
     limit: int
     num_speculative_tokens: int
@@ -369,9 +383,10 @@ class RequestBounds:
 
 
 def validate_request(prompt_token_ids: Sequence[int], params: SamplingParams, limits: RequestLimits) -> RequestBounds:
-    """Check a request against an engine, and return the bounds that follow. Changes nothing.
+    """Check a request against an engine's limits, and return its bounds. Changes nothing.
 
-    Raises `InvalidRequestError` (or its subclass `UnsupportedRequestError`) naming field, value and what is allowed.
+    Raises `InvalidRequestError` (or its subclass `UnsupportedRequestError`) for a wrong value, with field, value and
+    what is allowed.
     """
     error = InvalidRequestError
     reject_unimplemented(params)
@@ -429,7 +444,8 @@ def validate_request(prompt_token_ids: Sequence[int], params: SamplingParams, li
 
 
 def _check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Every id an integer in `[0, vocab_size)`; a bad one is named with its index. A bool is not an id."""
+    """Check that every id is an integer in `[0, vocab_size)`. Raises `InvalidRequestError` with the index of the first
+    bad id. A bool is not an id."""
     if {*map(type, ids)} <= {int} and (len(ids) == 0 or (min(ids) >= 0 and max(ids) < vocab_size)):
         return
     for i, item in enumerate(ids):

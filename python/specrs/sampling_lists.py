@@ -1,6 +1,5 @@
-"""Fields of a request that hold several values: texts, token ids, biases. Each function checks one and returns its
-stored form, or raises `InvalidRequestError` naming field, value and what is allowed.
-"""
+"""Checks of request fields that hold several values: texts, token ids, biases. Each function checks one field and
+returns its stored form. It raises `InvalidRequestError` for a wrong value, with field, value and what is allowed."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ from specrs.core import MAX_STOP_IDS
 from specrs.errors import InvalidRequestError, check_int, check_number, check_text, invalid, short
 
 MAX_STOP_TOKEN_IDS = MAX_STOP_IDS
-"""Stop ids of one request in all, the checkpoint's eos ids included: each row of device state holds this many."""
+"""Maximum number of stop ids of one request, the checkpoint's eos ids included. Each row of device state has room for
+this many."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
 MAX_BAD_WORDS = 256

@@ -1,4 +1,4 @@
-"""Small host values to the device without waiting for it. Knows nothing of what they mean."""
+"""Copies small host tensors to the device, and back, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from torch import Tensor
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """`values` of the host on `device`; on a GPU the copy is enqueued from page-locked memory and not waited for.
+    """Return `values` on `device`. On a GPU the copy is enqueued from page-locked memory and not waited for. On a CPU
+    it is `values` itself.
 
-    A copy from pageable memory would stall the stream behind every launch in flight. On a CPU it is `values` itself.
+    A copy from pageable memory would make the stream wait for every step in flight.
     """
-    if device.type != "cuda":
+    if device.type == values.device.type:
         return values
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(values: Tensor) -> Tensor:
-    """`values` in page-locked host memory, copied when the stream gets there: read it only behind a later event."""
-    if values.device.type != "cuda":
+    """Return a page-locked host tensor into which `values` are copied when the stream gets there. Read it only after a
+    later event."""
+    if not values.is_cuda:
         return values
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

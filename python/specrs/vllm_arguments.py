@@ -18,7 +18,7 @@ from specrs.errors import short
 
 @dataclass(frozen=True, slots=True)
 class VLLMArgument:
-    """One row of the file."""
+    """One row of vllm_arguments.json."""
 
     accepted: tuple[Any, ...] = ()
     short: str | None = None
@@ -29,7 +29,7 @@ class VLLMArgument:
         return any(type(value) is type(one) and value == one for one in self.accepted)
 
     def reason(self, field: str, value: Any) -> str:
-        """Describe what is wrong with `field=value`. Leaves the value out, which may be a secret, if it can."""
+        """Return what is wrong with `field=value`. Leaves the value out if possible, because it may be a secret."""
         if self.instead is not None:
             return f"{field}: not implemented; use {self.instead}"
         return f"{field}={short(value)}: not implemented; allowed: {' or '.join(map(repr, self.accepted))}"

@@ -173,7 +173,8 @@ def running(server: FakeServer) -> Iterator[FakeServer]:
 
 
 def main() -> None:
-    """As a program. `--die-once FILE` ends it within a request at K > 0, unless FILE is there; it makes it."""
+    """Run as a program. With `--die-once FILE` it ends within a request at K > 0 and makes FILE; if FILE is there, it
+    goes on."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
     parser.add_argument("--speculative-config", default="{}")

@@ -123,7 +123,8 @@ def test_acceptance_is_that_of_an_engine_at_that_k(tmp_path: Path, capsys: pytes
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_acceptance_does_not_depend_on_what_ran_before(method: str, tmp_path: Path) -> None:
-    """The same prompts come again at every K and temperature: suffix decoding must not draft what it wrote before."""
+    """Every K and temperature gets the same prompts, so suffix decoding must not draft from the outputs of runs
+    before."""
     argv = ["bench", "acceptance", "--num-prompts", "3", "--input-len", "32", "--output-len", "24", "--ignore-eos"]
     argv += ["--dtype", "float64", "--disable-tqdm", "--speculative-config", json.dumps({"method": method})]
     found = []

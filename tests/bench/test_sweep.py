@@ -167,6 +167,23 @@ def test_drafters_as_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
+    ("serve", "without"),
+    [([], 1), (["--serve-cmd", "bin/specrs serve m"], 1), (["--serve-cmd", "vllm serve m"], 0)],
+    ids=["ours", "specrs", "vllm"],
+)
+def test_vanilla_rows_of_specrs_are_measured_without_its_default_drafts(
+    serve: list[str], without: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["bench", "sweep", "--output", str(tmp_path / "x.parquet"), "--model", "m", "--k", "0,2", "--dry-run"]
+    argv += ["--drafter", '{"method": "ngram"}', "--max-concurrency", "1", "--tokenizer", str(TARGET)]
+    assert main([*argv, *serve]) == 0
+    vanilla, _, drafting, _ = capsys.readouterr().out.splitlines()
+    assert vanilla.count("--no-speculation") == without
+    assert "--speculative-config" in drafting
+    assert "--no-speculation" not in drafting
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--output", "x.csv"], "must end in .parquet"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_files import write_gguf
 from peers import engines, figures, goals, machine, prepare_gguf, prompts, run_llama_cpp, settings, tables
 from peers.job import Job
 from specrs.cli.demo.chats import CHATS
@@ -91,7 +92,7 @@ def test_ratios_and_goals() -> None:
     assert found["first token by exact prompts, of the best peer's"].value == 2.0
     assert found["first token by amx prompts, of the best peer's"].value == 0.5
     rows = tables.rows_of(SETTING, lines, {"passes_per_s": {"float32": 1.0, "bfloat16": 4000.0}, "stored": "bfloat16"})
-    assert rows[2] == ("| specrs | float32 | 0 | 1,000 (900 to 5,000) | 2.00 | 2.00 |  | 2.0 (2.0 to 2.0) |  | 0.25 |")
+    assert rows[2] == "| specrs | float32 | 0 | 1,000 (900 to 5,000) | 2.00 | 2.00 |  | 2.0 (2.0 to 2.0) |  | 0.25 |  |"
 
 
 def test_windows_have_their_length_and_differ() -> None:
@@ -127,6 +128,45 @@ def test_drafts_from_the_text_are_asked_for_by_name() -> None:
     assert "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 5" in command
     assert job.drafts
     assert not replace(job, method="").drafts
+
+
+def test_files_are_read_by_both_engines(tmp_path: Path) -> None:
+    """specrs and llama.cpp load the same file, OpenVINO a folder of its own; K and V are the engines' choice."""
+    lines = settings.SETS["qwen3-files-2"].lines
+    loaded = {engines.model_path(line, "qwen3-0.6b-shape", tmp_path).name for line in lines}
+    files = {f"qwen3-0.6b-shape-{kind}.gguf" for kind in ("q4_0", "q8_0", "q4_k_m")}
+    assert loaded == {*files, "qwen3-0.6b-shape-int4"}
+    assert {line.engine for line in lines if line.dtype == "q4_0"} == {"specrs", "llama.cpp"}
+    job = Job(
+        model="m.gguf", draft=None, k=0, dtype="q4_0", threads=2, batch=1, new_tokens=8, sampled=False, peers="p",
+        cpu_prefill="exact", warm=[], groups=[[[5]]],
+    )  # fmt: skip
+    assert job.is_quantized
+    assert not replace(job, dtype="bfloat16").is_quantized
+    assert "-ctk f16 -ctv f16" in " ".join(run_llama_cpp.command(job, 1))
+
+
+def test_files_are_held_to_their_goals() -> None:
+    of = settings.Line
+    lines = [
+        measured(of("specrs", 0, "q4_0"), 130.0, first_ms=100.0),
+        measured(of("llama.cpp", 0, "q4_0"), 100.0, first_ms=50.0),
+        measured(of("specrs", 0, "q8_0"), 10.0),
+    ]
+    speed, first, *others = goals.goals("smollm2-files-1", lines, {"q4_0": 200.0})
+    assert (speed.value, speed.sign, speed.bar, speed.met) == (1.3, ">=", 1.25, True)
+    assert (first.value, first.sign, first.bar, first.met) == (2.0, "<=", 0.95, False)
+    assert all(goal.met is None for goal in others)
+    assert {name for name in settings.SETS if "files" in name} <= set(goals.GOALS)
+    rows = tables.rows_of(settings.SETS["smollm2-files-1"], lines, {"passes_per_s": {"q4_0": 200.0}, "stored": "file"})
+    assert rows[2].endswith("| 100.0 (100.0 to 100.0) |  | 0.65 |  |")
+    assert rows[4].endswith("|  |  |  |"), "a file whose size is not known has no limit"
+
+
+def test_prompts_of_a_file_are_by_its_tokenizer(tmp_path: Path) -> None:
+    path = write_gguf(TARGET, tmp_path / "model.gguf", "BF16")
+    setting = settings.SETS["gemma3-files-1"]
+    assert prompts.make_prompts(setting, path) == prompts.make_prompts(setting, TARGET)
 
 
 def test_chats_are_held_to_their_goals() -> None:
@@ -264,6 +304,7 @@ def test_llama_server_is_asked_and_ended(tmp_path: Path, monkeypatch: pytest.Mon
     run_llama_cpp.main(job)
     found = json.loads(result.read_text(encoding="utf-8"))
     assert found["versions"] == {"llama.cpp": "1 (abc)"}
+    assert found["peak_bytes"] > 1 << 20
     one, two = found["groups"]
     assert one == {"ids": [[5] * 8], "first_s": 0.25, "total_s": 1.0, "first_tokens": 1, "passes": 4}
     assert (two["ids"], two["passes"]) == ([[7] * 8, [8] * 8], 8)

@@ -13,7 +13,7 @@ from specrs.vllm_arguments import ENGINE, REJECTED, SERVER
 
 
 def speculative_config(*argv: str) -> object:
-    return parser().parse_args(spell(["generate", "x", *argv])).speculative_config
+    return parser().parse_args(spell(["generate", "--prompt", "x", *argv])).speculative_config
 
 
 @pytest.mark.parametrize(
@@ -48,15 +48,17 @@ def test_speculative_config_merges_and_the_later_value_holds() -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["generate", "x", "--speculative-config", "{model: 1}"], "'{model: 1}' is not JSON"),
-        (["generate", "x", "--speculative-config", "[5]"], "'[5]' is not a JSON object"),
-        (["generate", "x", "--max-tokens", "many"], "invalid int value: 'many'"),
+        (["generate", "--prompt", "x", "--speculative-config", "{model: 1}"], "'{model: 1}' is not JSON"),
+        (["generate", "--prompt", "x", "--speculative-config", "[5]"], "'[5]' is not a JSON object"),
+        (["generate", "--prompt", "x", "--max-tokens", "many"], "invalid int value: 'many'"),
         (
-            ["generate", "x", "--max-tok", "3"],
-            "specrs generate: error: unrecognized arguments: --max-tok 3; did you mean --max-tokens? "
+            ["generate", "--prompt", "x", "--max-tok", "3"],
+            "specrs generate: error: unrecognized arguments: --max-tok; did you mean --max-tokens? "
             "(see specrs generate --help)",
         ),
-        (["generate", "x", "y"], "specrs generate: error: unrecognized arguments: y (see specrs generate --help)"),
+        (["generate", "m", "y"], "specrs generate: error: unrecognized arguments: y (see specrs generate --help)"),
+        (["serve", "--help=zzz"], "--help=zzz: no flag has this in its name (see"),
+        (["serve", "--help=threds"], "--help=threds: no flag has this in its name; did you mean --threads? (see"),
         (
             ["serve", "--max-modellen=8k"],
             "specrs serve: error: unrecognized arguments: --max-modellen=8k; did you",
@@ -79,17 +81,17 @@ def test_speculative_config_merges_and_the_later_value_holds() -> None:
         (["serve", "--cudagraph-capture-sizes"], "argument --cudagraph-capture-sizes: expected at least one argument"),
         (["serve", "--cudagraph-capture-sizes", "1,2"], "--cudagraph-capture-sizes: invalid int value: '1,2'"),
         (["--zzz"], "specrs: error: unrecognized arguments: --zzz (see specrs --help)"),
-        (["generate", "x", "--max-model-len", "8q"], "'8q' is not a number of tokens, such as 4096 or 4K"),
+        (["generate", "--prompt", "x", "--max-model-len", "8q"], "'8q' is not a number of tokens, such as 4096 or 4K"),
         (["bench", "throughput", "--max-model-len", "8q"], "'8q' is not a number of tokens"),
         (["demo", "--k", "1,,3"], "'1,,3' is not a list of different numbers from 1 to 16"),
         (["demo", "--k", "0,1"], "'0,1' is not a list of different numbers from 1 to 16"),
         (["demo", "--k", "17"], "'17' is not a list of different numbers from 1 to 16"),
         (["demo", "--k", "3,3"], "'3,3' is not a list of different numbers from 1 to 16"),
-        (["sever"], "specrs: error: argument COMMAND: invalid choice: 'sever'; did you mean serve? (choose from gen"),
+        (["sever"], "specrs: error: argument COMMAND: invalid choice: 'sever'; did you mean serve? (choose from chat"),
         (["sevre"], "did you mean serve?"),
         (["demos"], "did you mean demo?"),
         (["convert_head", "x"], "did you mean convert-head?"),
-        (["zzz"], "invalid choice: 'zzz' (choose from generate, serve, bench, "),
+        (["zzz"], "invalid choice: 'zzz' (choose from chat, generate, serve, bench, "),
         (["bench", "throughputs"], "argument KIND: invalid choice: 'throughputs'; did you mean throughput?"),
         (["serve", "--thread=2"], "--thread=2; did you mean --threads? (see"),
         (["serve", "--headles"], "unrecognized arguments: --headles (see"),
@@ -155,19 +157,31 @@ def test_near_names_are_known_and_the_same_name_is_first(name: str, known: list[
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["generate", "x", "--max-model-len", "8k"], "max_model_len=8000: "),
-        (["generate", "x", "--max-tokens", "0"], "specrs generate: error: max_tokens=0: "),
-        (["generate", "x", "--temperature", "nan"], "specrs generate: error: temperature=nan: "),
-        (["generate", "x", "--speculative-config.num_speculative_tokens=17"], "num_speculative_tokens=17: "),
-        (["generate", "x", "--speculative-config.num_drafts=3"], "unknown key 'num_drafts'"),
-        (["generate", "x", "--dtype", "int8"], "dtype='int8': "),
+        (["generate", "--prompt", "x", "--max-model-len", "8k"], "max_model_len=8000: "),
+        (["generate", "--prompt", "x", "--max-tokens", "0"], "specrs generate: error: max_tokens=0: "),
+        (["generate", "--prompt", "x", "--temperature", "nan"], "specrs generate: error: temperature=nan: "),
+        (
+            ["generate", "--prompt", "x", "--speculative-config.num_speculative_tokens=17"],
+            "num_speculative_tokens=17: ",
+        ),
+        (["generate", "--prompt", "x", "--speculative-config.num_drafts=3"], "unknown key 'num_drafts'"),
+        (["generate", "--prompt", "x", "--dtype", "int8"], "dtype='int8': "),
+        (["generate", "def f(x):"], "MODEL='def f(x):': is no folder, GGUF file or hub id; give the text as --prompt"),
+        (["chat", "m", "--model", "n"], "--model='n': must equal MODEL=m, or be left out"),
+        (
+            ["chat", "--no-speculation", "-sc.method=suffix"],
+            "--no-speculation=True: contradicts --speculative-config",
+        ),
+        (["serve", "m", "--no-speculation", "--spec-tokens=3"], "contradicts --speculative-config; leave one of them"),
+        (["chat", "--temperature", "nan"], "specrs chat: error: temperature=nan: "),
+        (["chat", "--chat-template", "{% if"], "--chat-template='{% if': is no Jinja template"),
         (
             ["serve", "--tool-call-parser", "hermse"],
             "--tool-call-parser='hermse': must be one of hermes, ",
         ),
         (["serve", "--tool-call-parser", "hermse"], ", or None; did you mean hermes?"),
-        (["generate", "x", "--model", "/nowhere/at all"], "/nowhere/at all"),
-        (["generate", ""], "prompt"),
+        (["generate", "--prompt", "x", "--model", "/nowhere/at all"], "/nowhere/at all"),
+        (["generate", "--prompt", ""], "prompt"),
         (
             ["demo", "--speculative-config", '{"num_speculative_tokens": 3}'],
             "--speculative-config num_speculative_tokens=3: must come from --k",
@@ -180,7 +194,7 @@ def test_near_names_are_known_and_the_same_name_is_first(name: str, known: list[
         ),
     ],
 )
-def test_refused_values_are_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejected_values_are_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line

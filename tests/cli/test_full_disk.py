@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 COMMANDS = {
-    "generate": "generate word --max-tokens 4",
+    "generate": "generate --prompt word --max-tokens 4",
     "bench": "bench acceptance --num-prompts 2 --output-len 4",
     "forecast": "forecast --draft-ms 1 --target-ms 10 --acceptance-rates 0.6,0.4",
     "demo": "demo --k 1 --max-tokens 4",

@@ -47,7 +47,7 @@ def test_text_figures_and_streaming(
     stdout = Recorder()
     monkeypatch.setattr(sys, "stdout", stdout)
     options = [f"--speculative-config.num_speculative_tokens={drafts}", "--dtype", "float64"]
-    assert main(["generate", PROMPT, "--max-tokens", str(TOKENS), *options]) == 0
+    assert main(["generate", "--prompt", PROMPT, "--max-tokens", str(TOKENS), *options]) == 0
     assert stdout.getvalue() == expected + "\n"
     parts = [text for text in dict.fromkeys(stdout.flushed) if text]
     assert len(parts) > TOKENS // (drafts + 1) // 2
@@ -74,7 +74,7 @@ def test_prompt_from_stdin(expected: str, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_stop(expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     word = expected.split()[2]
-    assert main(["generate", PROMPT, "--max-tokens", str(TOKENS), "--dtype=float64", "--stop", word]) == 0
+    assert main(["generate", "--prompt", PROMPT, "--max-tokens", str(TOKENS), "--dtype=float64", "--stop", word]) == 0
     captured = capsys.readouterr()
     assert captured.out == expected[: expected.index(word)] + "\n"
     assert figures(captured.err)["Generated tokens"].endswith("(stop)")
@@ -82,7 +82,7 @@ def test_stop(expected: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_sampled_text_is_the_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     def sampled(seed: int) -> str:
-        argv = ["generate", PROMPT, "--max-tokens", "16", "--temperature=0.9", "--top-p=0.95", "--top-k=50"]
+        argv = ["generate", "--prompt", PROMPT, "--max-tokens", "16", "--temperature=0.9", "--top-p=0.95", "--top-k=50"]
         assert main([*argv, "--min-p=0.01", f"--seed={seed}"]) == 0
         return capsys.readouterr().out
 
@@ -93,7 +93,7 @@ def test_sampled_text_is_the_seeds(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     command = "from specrs.cli import main; import sys; sys.exit(main())"
-    argv = [sys.executable, "-c", command, "generate", PROMPT, "--max-tokens", "64", "--ignore-eos"]
+    argv = [sys.executable, "-c", command, "generate", "--prompt", PROMPT, "--max-tokens", "64", "--ignore-eos"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -12,22 +12,27 @@ import specrs.engine_options
 import specrs.llm
 import specrs.speculative_config
 import torch
+from specrs.backends.cuda.device import CUDA_DTYPES
 from specrs.bench.figures import FORMATS
 from specrs.bench.metrics import GOODPUT, LATENCIES
 from specrs.cli import main, parser
 from specrs.cli.bench.serve import find_target
+from specrs.cli.help_text import invocation, plain, short
 from specrs.config import EngineConfig
 from specrs.errors import EngineError, InvalidConfigError
 from specrs.forecast.roofline import WEIGHT_BITS, cache_dtype, gpu_of
+from specrs.model_values import AT_LOAD, QUANTIZATIONS
 from specrs.models.loader import load_config, resolve_dtype
 from specrs.models.quantization import table
+from specrs.options import options_of
 from specrs.pair import TARGET
+from specrs.sampling import SamplingParams
 from specrs.server import run
 from specrs.server.options import ServerOptions
-from specrs.speculative_config import AT_LOAD, QUANTIZATIONS, SpeculativeConfig
+from specrs.speculative_config import SpeculativeConfig
 from specrs.vllm_arguments import REJECTED
 
-ENGINE = ["serve", "generate", "bench throughput", "bench latency", "bench acceptance", "demo", "forecast"]
+ENGINE = ["serve", "chat", "generate", "bench throughput", "bench latency", "bench acceptance", "demo", "forecast"]
 
 
 def commands(top: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -78,7 +83,7 @@ def backend(value: str) -> object:
 
 
 def tuned(value: str) -> object:
-    return resolve_dtype(value, load_config(TARGET), "cuda")
+    return resolve_dtype(value, load_config(TARGET), CUDA_DTYPES)
 
 
 def of_server(field: str) -> Callable[[str], bool]:
@@ -87,9 +92,11 @@ def of_server(field: str) -> Callable[[str], bool]:
 
 CHECKS: dict[str, Callable[[str], bool]] = {
     **{field: of_engine(field) for field in (
-        "device", "dtype", "load_format", "model_impl", "quantization", "kv_cache_dtype", "cpu_prefill",
-        "logprobs_mode",
+        "device", "load_format", "model_impl", "quantization", "kv_cache_dtype", "cpu_prefill",
+        "cpu_activations", "logprobs_mode",
     )},
+    # Other spellings are taken and not listed.
+    "dtype": lambda value: value not in specrs.engine_options._DTYPE.aliases and of_engine("dtype")(value),
     "--spec-method": raises_nothing(lambda value: SpeculativeConfig(method=value, num_speculative_tokens=1)),
     **{field: of_server(field) for field in (
         "generation_config", "tool_call_parser", "reasoning_parser", "uvicorn_log_level",
@@ -154,7 +161,15 @@ def shown_default(action: argparse.Action) -> object:
 
 
 UNSTATED = (None, "", argparse.SUPPRESS)
-STATED = [x for x in SHOWN if "default: " in str(x[1].help) and shown_default(x[1]) not in UNSTATED]
+OF_CHECKPOINT = {("chat", name) for name in options_of(SamplingParams)}
+"""Defaults that a checkpoint may have; tests/cli/test_chat.py checks them."""
+STATED = [
+    (name, action)
+    for name, action in SHOWN
+    if "default: " in str(action.help)
+    and shown_default(action) not in UNSTATED
+    and (name, action.dest) not in OF_CHECKPOINT
+]
 
 
 @pytest.mark.parametrize(("command", "action"), [pytest.param(*x, id=f"{x[0]} {x[1].dest}") for x in STATED])
@@ -187,7 +202,7 @@ def test_threads_reach_the_engine_and_torch(command: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(run, "run_server", serve)
     set_to: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
-    more = {"generate": ["x"], "forecast": ["--measure"]}.get(command, [])
+    more = {"generate": ["--prompt", "x"], "forecast": ["--measure"]}.get(command, [])
     ended = pytest.raises(SystemExit) if command == "serve" else nullcontext()
     with ended:
         assert main([*command.split(), *more, "--threads", "3"]) == 2
@@ -202,7 +217,7 @@ def test_threads_reach_the_engine_and_torch(command: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("threads", ["0", "-1"])
-@pytest.mark.parametrize("command", ["generate x", "bench latency", "demo", "forecast --measure"])
+@pytest.mark.parametrize("command", ["chat", "generate --prompt x", "bench latency", "demo", "forecast --measure"])
 def test_no_threads_are_an_error(command: str, threads: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), f"--threads={threads}"]) == 2
     assert f"--threads={threads}: must be an integer of at least 1" in capsys.readouterr().err
@@ -221,3 +236,60 @@ def test_what_a_rejected_flag_is_told_to_use_exists(instead: str) -> None:
     assert option in COMMANDS["serve"]._option_string_actions
     assert not key or key in {field.name for field in dataclasses.fields(SpeculativeConfig)}
     assert value in ("", "auto")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_short_help_has_a_line_for_each_flag(command: str) -> None:
+    """Lines have at most 80 characters. Hidden flags and defaults are left out."""
+    lines = short(COMMANDS[command], 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    for action in COMMANDS[command]._actions:
+        starting = [line for line in lines if line.startswith(f"  {invocation(action)} ")]
+        assert len(starting) == (action.help != argparse.SUPPRESS), action.option_strings
+    assert not any("default:" in line for line in lines)
+
+
+def test_the_short_help_of_a_terminal_is_as_wide_as_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    widths = []
+    for columns in ("60", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        with pytest.raises(SystemExit):
+            main(["serve", "--help", "m"])
+        widths.append(max(map(len, capsys.readouterr().out.splitlines())))
+    assert widths[0] <= 60 < widths[1] <= 200
+
+
+def words(text: str) -> str:
+    """The words of a wrapped text."""
+    return " ".join(text.split())
+
+
+def test_the_whole_help_has_every_text_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--help=all"])
+    assert ended.value.code == 0
+    # argparse breaks lines at hyphens, too
+    text = capsys.readouterr().out.replace("-\n", "- ")
+    for action in COMMANDS["serve"]._actions:
+        if action.help != argparse.SUPPRESS:
+            assert words(plain(action)).replace(" ", "") in words(text).replace(" ", ""), action.dest
+
+
+@pytest.mark.parametrize("word", ["--max-num", "max_num", "max-num"])
+def test_the_help_of_a_word_has_the_flags_with_it(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", f"--help={word}"])
+    text = capsys.readouterr().out
+    found = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
+    assert found == ["--max-num-seqs", "--max-num-batched-tokens", "--max-num-queued-reqs"]
+    assert "default: 256" in text
+
+
+def test_help_takes_no_argument_that_follows(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["generate", "--help", "all"], ["generate", "-h", "m"]):
+        with pytest.raises(SystemExit) as ended:
+            main(argv)
+        assert ended.value.code == 0
+        assert "--help=all: every flag in full" in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """Every option has its flag in each command that it names, and no flag of an option is written by hand."""
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 import yaml
 from specrs.cli import main, parser
 from specrs.cli.arguments import spell
+from specrs.cli.model_flags import DEFAULT_TEXT_DRAFTS
 from specrs.config import EngineConfig
 from specrs.engine_options import EngineOptions
 from specrs.kv_events_config import KVEventsConfig
@@ -24,6 +24,7 @@ from .test_help import COMMANDS
 
 WORDS = {
     "serve": ["serve"],
+    "chat": ["chat"],
     "generate": ["generate"],
     "bench": ["bench throughput", "bench latency", "bench acceptance"],
     "bench serve": ["bench serve"],
@@ -35,14 +36,13 @@ WORDS = {
 NO_FLAG = {"model": "MODEL of serve, whose --model is the same"}
 """Options of an engine without a derived flag in serve, and what there is instead."""
 BY_HAND = {
-    ("serve", "--model"): "the positional MODEL has the help",
+    **{(name, "--model"): "the positional MODEL has the help" for name in ("serve", "chat", "generate")},
+    ("chat", "--chat-template"): "of a conversation in the terminal",
     ("demo", "--model"): "defaults of a command that compares drafters",
     ("forecast", "--model"): "the help says what --measure and --target-ms do with it",
     ("bench serve", "--model"): "a name that a server lists",
     ("convert-head", "--revision"): "of a head",
     ("tune", "--model"): "several models, of which config.json is read",
-    ("bench serve", "--tokenizer"): "the client's",
-    ("bench sweep", "--tokenizer"): "the client's",
     **{("bench serve", flag): "of the server that is measured" for flag in ("--host", "--port", "--served-model-name")},
     ("bench sweep", "--port"): "of the servers that are started",
     ("demo", "--speculative-config"): "without K, which comes from --k",
@@ -53,9 +53,10 @@ BY_HAND = {
     **{(f"bench {kind}", "--seed"): "of prompts" for kind in ("serve", "throughput", "latency", "acceptance", "sweep")},
     **{(name, "--max-tokens"): "per prompt" for name in ("demo", "forecast")},
     **{(f"bench {kind}", "--temperature"): "a list" for kind in ("acceptance", "sweep")},
-    ("bench throughput", "--ignore-eos"): "on by default",
 }
 """Flags that have the name of an option and are not derived from it, and why."""
+OTHERS_DEFAULTS = {"bench serve": "the server's", "chat": "the checkpoint's, for sampling"}
+"""Commands whose flags have defaults that the options do not declare, and whose they are."""
 OWNERS: tuple[type, ...] = (EngineOptions, SamplingParams, ServerOptions, HTTPLimits)
 
 
@@ -80,7 +81,7 @@ def test_every_command_has_the_flags_that_options_name(command: str, declared: O
     text = str(action.help).replace("%%", "%")
     assert text.startswith(declared.help)
     assert declared.values.allowed() in text
-    if action.default is None and command != "bench serve" and declared.default is not dataclasses.MISSING:
+    if action.default is None and command not in OTHERS_DEFAULTS:
         assert f"default: {declared.default_text}" in text
     assert declared.short is None or declared.short in action.option_strings
 
@@ -134,7 +135,7 @@ SERVED = [declared for declared in options_of(EngineOptions).values() if "serve"
 def test_flags_and_keys_of_the_file_reach_the_engine(
     declared: Option, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the same values that a program gives."""
+    """A flag or a file of flags gives an option the same value as a keyword argument does."""
     made: list[dict[str, Any]] = []
 
     def serve(engine: dict[str, Any], settings: object) -> int:
@@ -155,7 +156,8 @@ def test_flags_and_keys_of_the_file_reach_the_engine(
         argv = [declared.flag, *texts]
     assert main(["serve", *argv, "--model", "m"]) == 0
     name = declared.name
-    assert {**made[0], "model": None} == {"model": None, name: value}
+    drafts = {} if value == 2 and name == "launch_depth" else {"speculative_config": DEFAULT_TEXT_DRAFTS}
+    assert made[0] == {"model": "m", **drafts, name: value}
     assert declared.check(ValueError, name, made[0][name]) == declared.check(ValueError, name, value)  # type: ignore[arg-type]
 
 

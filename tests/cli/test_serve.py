@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from specrs.cli import main
+from specrs.cli.model_flags import DEFAULT_TEXT_DRAFTS
 from specrs.config import EngineConfig
 from specrs.server import run
 from specrs.server.run import ServerSettings
@@ -69,13 +70,15 @@ def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSetting
     more = "--max-num-batched-tokens 1k --num-gpu-blocks-override 9 --no-enable-prefix-caching --enforce-eager"
     policy = "--long-prefill-token-threshold 1K --num-reserved-decode-tokens 128 --priority-aging-launches 50"
     stall = "--max-prefill-stall-ms 62.5"
-    cpu = "--kv-cache-dtype fp8 --cpu-prefill amx --no-cpu-bf16-rows --no-cuda-fp8-rows -tp 2 --distributed-timeout 7.5"
+    cpu = "--kv-cache-dtype fp8 --cpu-prefill amx --cpu-activations fp32 --no-cuda-fp8-rows -tp 2"
+    cpu += " --distributed-timeout 7.5"
     given = [*flags.split(), *more.split(), *policy.split(), *stall.split(), *cpu.split()]
     given += ["--cudagraph-capture-sizes", "1", "2", "8"]
     assert main(["serve", "m/m", *given, "--max-logprobs", "5"]) == 0
     ((config, _),) = served
     assert config == EngineConfig(
         model="m/m",
+        speculative_config=DEFAULT_TEXT_DRAFTS,  # type: ignore[arg-type]
         tokenizer="t",
         revision="r",
         dtype="bfloat16",
@@ -94,6 +97,7 @@ def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSetting
         cudagraph_capture_sizes=(1, 2, 8),
         kv_cache_dtype="fp8_e4m3",
         cpu_prefill="amx",
+        cpu_activations="fp32",
         tensor_parallel_size=2,
         distributed_timeout=7.5,
         max_logprobs=5,
@@ -111,10 +115,11 @@ def test_every_flag_of_the_server(
     ((config, settings),) = served
     assert config.uses_bundled_target
     assert config.dtype == "float32"
-    assert config.num_speculative_tokens == 5
+    assert config.plans_speculation
     assert settings == ServerSettings(
         host="::1",
         port=0,
+        ui=True,
         api_keys=["a", "b", "c", "d"],
         served_model_names=("x", "y"),
         max_num_queued_reqs=9,
@@ -127,7 +132,7 @@ def test_every_flag_of_the_server(
 
 
 def test_short_forms(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
-    """Of flags that have a meaning here, and of those that are served at their defaults."""
+    """Short flags, both those with an effect here and those that are accepted at their defaults."""
     given = ["-tp", "2", "-q", "fp8", "-sc", '{"method": "ngram"}', "-sc.num_speculative_tokens=3"]
     assert main(["serve", "Qwen/Qwen3-4B", *given]) == 0
     defaults = "-pp 1 -dp 1 -dcp 1 -asc 1 -ep False -cc {} -cc=0"
@@ -136,11 +141,11 @@ def test_short_forms(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
     assert (config.tensor_parallel_size, config.quantization) == (2, "fp8")
     assert config.speculative_config is not None
     assert (config.speculative_config.method, config.num_speculative_tokens) == ("ngram", 3)
-    assert plain == EngineConfig(model="Qwen/Qwen3-4B")
+    assert plain == EngineConfig(model="Qwen/Qwen3-4B", speculative_config=DEFAULT_TEXT_DRAFTS)  # type: ignore[arg-type]
 
 
 def test_keys_of_the_speculation_as_flags(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
-    """As newer versions of vLLM spell them; what comes later holds."""
+    """Flags that newer versions of vLLM have; the last one given wins."""
     assert main(["serve", "m/m", "--spec-method", "draft_model", "--spec-model", "d/d", "--spec-tokens", "auto"]) == 0
     assert main(["serve", "--spec-tokens=3"]) == 0
     assert main(["serve", "-sc", '{"num_speculative_tokens": 3}', "--spec-tokens", "2"]) == 0
@@ -235,7 +240,7 @@ def test_flags_without_meaning_are_served_at_their_defaults(served: list[tuple[E
         (["--async-scheduling", "--launch-depth", "1"], "async_scheduling=True: contradicts launch_depth=1"),
     ],
 )
-def test_refused_values_are_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejected_values_are_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", *argv]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("specrs serve: error: ")

@@ -1,20 +1,27 @@
-"""A row's parameter columns and steps, derived a second time from what the documentation says of each; and that names
-listed in Python are those of the core."""
+"""A row's parameter columns and steps, derived a second time from what the documentation says of each; names in Python
+are those of the core, and ranges lie within the core's."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from module_files import load_file
 from specrs import core
-from specrs.runner.ring import Header
-from specrs.verify.params import Steps
+from specrs.backends.ring import Header
+from specrs.options import Number, options_of
+from specrs.sampling import SamplingParams
+from specrs.verify.params import SamplingRows, Steps
+
+ROOT = Path(__file__).parents[2]
 
 ANY = st.floats(-2.0, 2.0)
+NUMBERS = [name for name, declared in options_of(SamplingParams).items() if isinstance(declared.values, Number)]
 
 PARAMS = st.fixed_dictionaries(
     {},
@@ -79,6 +86,34 @@ def test_columns(params: dict[str, object], dtype: type[np.floating]) -> None:
     assert not bits >> len(core.STEPS)
 
 
-@pytest.mark.parametrize(("listed", "names"), [(Header, core.HEADER_FIELDS), (Steps, core.STEPS)])
-def test_dataclasses_have_the_cores_names(listed: type, names: tuple[str, ...]) -> None:
-    assert tuple(field.name for field in dataclasses.fields(listed)) == names
+def test_the_fields_in_python_are_generated_from_the_cores_names() -> None:
+    made = load_file("record_fields", ROOT / "scripts/record_fields.py")
+    assert (ROOT / "python/specrs/record_fields.py").read_text() == made.module(), "run `make generate`"
+
+
+def test_fields_are_the_elements_and_bits_that_have_their_names() -> None:
+    header = Header.of(np.arange(100, 100 + len(core.HEADER_FIELDS) + 3))
+    assert {name: getattr(header, name) for name in core.HEADER_FIELDS} == {
+        name: 100 + i for i, name in enumerate(core.HEADER_FIELDS)
+    }
+    rows = SamplingRows(torch.arange(2.0, 2.0 + len(core.PARAM_COLUMNS)).repeat(3, 1))
+    for i, name in enumerate(core.PARAM_COLUMNS):
+        assert getattr(rows, name).tolist() == [[True if name == "greedy" else 2.0 + i]] * 3
+    for i, name in enumerate(core.STEPS):
+        assert Steps.of(1 << i) == Steps(**{name: True})
+        assert Steps.of(1 << i) | Steps(greedy=True) == Steps(**{"greedy": True, name: True})
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_core_takes_every_number_that_users_may_give(name: str) -> None:
+    """The core's guard is wider than the ranges that `SamplingParams` declares."""
+    values = options_of(SamplingParams)[name].values
+    assert isinstance(values, Number)
+    least = math.nextafter(values.low, math.inf) if values.open_low else values.low
+    scheduler = core.Scheduler(
+        max_num_seqs=1, max_model_len=8, num_blocks=2, block_size=4, max_num_batched_tokens=8, num_speculative_tokens=0
+    )
+    for request_id, value in enumerate((least, values.high)):
+        SamplingParams(**{name: value})
+        sampling = core.RequestSampling(**{name: value})
+        scheduler.add_request(request_id, np.array([1, 2]), limit=8, sampling=sampling)

@@ -1,4 +1,4 @@
-"""The binding of the parts that embedders use alone: slots, blocks, hashes, acceptance books."""
+"""The binding of the parts that embedders use alone: slots, blocks, hashes, acceptance statistics."""
 
 from typing import Any
 
@@ -156,31 +156,32 @@ def test_an_eviction_is_known_before_it_happens() -> None:
     assert (pool.next_eviction(), pool.block_hash(0), pool.block_hash(5)) == (None, None, None)
 
 
-def test_acceptance_books() -> None:
-    books = AcceptanceTracker(3)
-    assert (books.acceptance_length, books.acceptance_rate, books.per_position) == (1.0, 0.0, [0.0, 0.0, 0.0])
+def test_acceptance_statistics() -> None:
+    statistics = AcceptanceTracker(3)
+    assert (statistics.acceptance_length, statistics.acceptance_rate) == (1.0, 0.0)
+    assert statistics.per_position == [0.0, 0.0, 0.0]
     for drafted, accepted in [(3, 3), (3, 1), (2, 0), (0, 0), (2, 2)]:
-        books.record(drafted, accepted)
-    assert (books.drafts, books.draft_tokens, books.accepted_tokens) == (4, 10, 6)
-    assert (books.acceptance_length, books.acceptance_rate) == (2.5, 0.6)
-    assert books.histogram == [1, 1, 1, 1]
-    assert books.accepted_per_position == [3, 2, 1]
-    assert books.per_position == [0.75, 0.5, 0.25]
-    assert books.num_speculative_tokens == 3
-    books.reset()
-    assert (books.drafts, books.histogram) == (0, [0, 0, 0, 0])
+        statistics.record(drafted, accepted)
+    assert (statistics.drafts, statistics.draft_tokens, statistics.accepted_tokens) == (4, 10, 6)
+    assert (statistics.acceptance_length, statistics.acceptance_rate) == (2.5, 0.6)
+    assert statistics.histogram == [1, 1, 1, 1]
+    assert statistics.accepted_per_position == [3, 2, 1]
+    assert statistics.per_position == [0.75, 0.5, 0.25]
+    assert statistics.num_speculative_tokens == 3
+    statistics.reset()
+    assert (statistics.drafts, statistics.histogram) == (0, [0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("counts", [(4, 0), (2, 3), (-1, 0), (2, -1)])
 def test_impossible_acceptance_changes_nothing(counts: tuple[int, int]) -> None:
-    books = AcceptanceTracker(3)
+    statistics = AcceptanceTracker(3)
     with pytest.raises(core.InvalidAcceptanceError, match=r"(drafted|accepted) = "):
-        books.record(*counts)
-    assert books.drafts == 0
+        statistics.record(*counts)
+    assert statistics.drafts == 0
 
 
 @pytest.mark.parametrize("k", [-1, 1025, 1 << 60])
-def test_acceptance_books_have_bounds(k: int) -> None:
+def test_acceptance_statistics_have_bounds(k: int) -> None:
     with pytest.raises(core.InvalidConfigError, match=f"num_speculative_tokens = {k} "):
         AcceptanceTracker(k)
 

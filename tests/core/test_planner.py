@@ -20,7 +20,7 @@ def planner(rows: int = 4, draft_ms: float = 0.1, k: int = K) -> core.Speculatio
     return core.SpeculationPlanner(max_num_seqs=rows, num_speculative_tokens=k, costs=costs)
 
 
-def scheduler_for(*drafters: core.CachedDrafter | core.NgramProposer) -> core.Scheduler:
+def scheduler_for(*drafters: core.CachedDrafter | core.HostDrafter) -> core.Scheduler:
     return core.Scheduler(
         max_num_seqs=4,
         max_model_len=32,
@@ -130,7 +130,7 @@ def test_sizes_are_checked() -> None:
             core.SpeculationPlanner(**(good | {field: value}))  # type: ignore[arg-type]
 
 
-def test_a_planner_of_another_size_is_refused_by_the_scheduler() -> None:
+def test_a_planner_of_another_size_is_rejected_by_the_scheduler() -> None:
     scheduler = scheduler_for(core.CachedDrafter(max_model_len=32))
     scheduler.speculate(planner())
     for other in (planner(rows=5), planner(k=2)):
@@ -173,7 +173,7 @@ def launches(draw: st.DrawFn) -> Launch:
         k = draw(st.integers(0, K))
         drafted = draw(st.integers(0, k))
         flags = core.FLAG_NOTHING_DRAFTED if k and not drafted and draw(st.booleans()) else 0
-        kind = draw(st.sampled_from([core.DRAFTER_DEVICE, core.DRAFTER_NGRAM])) if k else core.DRAFTER_DEVICE
+        kind = draw(st.sampled_from([core.DRAFTER_DEVICE, core.DRAFTERS.index("ngram")])) if k else core.DRAFTER_DEVICE
         entries.append((row, k, kind, drafted, draw(st.integers(0, drafted)), flags))
     chunks = st.just(0) | st.integers(1, 2)
     return entries, draw(chunks), draw(chunks)
@@ -182,7 +182,9 @@ def launches(draw: st.DrawFn) -> Launch:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(launches(), max_size=4), st.booleans(), st.booleans(), st.floats(0.5, 9.0))
 def test_a_scheduler_tells_what_settle_would(told: list[Launch], on_device: bool, on_host: bool, ms: float) -> None:
-    scheduler = scheduler_for(*[core.CachedDrafter(max_model_len=32)] * on_device, *[core.NgramProposer()] * on_host)
+    scheduler = scheduler_for(
+        *[core.CachedDrafter(max_model_len=32)] * on_device, *[core.HostDrafter("ngram")] * on_host
+    )
     by_scheduler, by_hand = planner(), planner()
     for entries, num_prefill, num_draft_chunks in told:
         # What is not written holds anything.

@@ -70,10 +70,10 @@ def test_one_request_from_prompt_to_length() -> None:
     assert scheduler.plan(record) == core.PLAN_IDLE
     assert not scheduler.has_unfinished()
     assert scheduler.num_free_blocks == scheduler.num_blocks == 16
-    books = scheduler.acceptance()
-    assert books.drafts > 0
-    assert books.acceptance_length == 1.0
-    books.reset()
+    statistics = scheduler.acceptance()
+    assert statistics.drafts > 0
+    assert statistics.acceptance_length == 1.0
+    statistics.reset()
     assert scheduler.acceptance().drafts > 0, "acceptance() is a copy"
     assert scheduler.reset_prefix_cache()
 
@@ -142,7 +142,7 @@ def test_request_errors_name_field_and_value(parameters: dict[str, Any], message
     assert not scheduler.has_unfinished()
 
 
-def test_a_limit_beyond_the_pool_is_refused() -> None:
+def test_a_limit_beyond_the_pool_is_rejected() -> None:
     scheduler = Scheduler(**CONFIG | {"num_blocks": 3})
     scheduler.add_request(1, PROMPT, limit=12)
     with pytest.raises(core.InvalidRequestError, match="limit = 13, which needs 4 blocks"):
@@ -339,7 +339,7 @@ def test_kv_events_and_extra_keys() -> None:
 
 
 @pytest.mark.parametrize("keys", [[(9, b"x")], [(-1, b"x")], [(2, b"x"), (1, b"x")], [(0, b"")]])
-def test_wrong_extra_keys_are_refused(keys: list[tuple[int, bytes]]) -> None:
+def test_wrong_extra_keys_are_rejected(keys: list[tuple[int, bytes]]) -> None:
     scheduler = Scheduler(**CONFIG)
     with pytest.raises(core.InvalidRequestError, match="extra_keys"):
         scheduler.add_request(0, np.arange(9), limit=10, extra_keys=keys)

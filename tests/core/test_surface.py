@@ -91,10 +91,12 @@ def test_the_classes_are_known() -> None:
         "CpuPool",
         "CpuWeights",
         "HiddenDrafter",
+        "HostDrafter",
         "KVEventBatch",
         "NgramProposer",
         "Output",
         "Outputs",
+        "PackedMatrix",
         "RequestSampling",
         "RequestView",
         "Sampler",
@@ -102,7 +104,6 @@ def test_the_classes_are_known() -> None:
         "SlotMapper",
         "SpeculationPlanner",
         "SuffixCache",
-        "SuffixDrafter",
         "TextDrafter",
         "TokenDecoder",
     ]
@@ -126,10 +127,12 @@ INSTANCES = [
     core.CpuPool(1),
     cpu_parts.weights(),
     core.HiddenDrafter(max_model_len=8, max_draft_lag=4),
+    core.HostDrafter("suffix", max_tree_depth=4),
     EVENTS[core.KVEventBatch],
     core.NgramProposer(),
     core.Output(0, [1]),
     core.Outputs(),
+    core.PackedMatrix("Q8_0", np.zeros((1, 34), np.uint8)),
     core.RequestSampling(),
     SEEN,
     core.Sampler(8),
@@ -137,7 +140,6 @@ INSTANCES = [
     core.SlotMapper(4),
     core.SpeculationPlanner(max_num_seqs=1, num_speculative_tokens=1, costs=core.CostModel([1], [0, 1], [[2.0, 3.0]])),
     core.SuffixCache(),
-    core.SuffixDrafter(),
     core.TextDrafter(),
     core.TokenDecoder(TOKENIZER),
 ]
@@ -180,7 +182,7 @@ def test_constants() -> None:
     assert (core.FLAG_NOTHING_DRAFTED, core.FLAG_NO_TOKEN_ALLOWED) == (8, 16)
     reasons = (core.FINISH_NONE, core.FINISH_STOP, core.FINISH_LENGTH, core.FINISH_ABORT, core.FINISH_ERROR)
     assert reasons == (0, 1, 2, 3, 4)
-    assert (core.DRAFTER_DEVICE, core.DRAFTER_NGRAM, core.DRAFTER_SUFFIX) == (0, 1, 2)
+    assert (core.DRAFTERS, core.DRAFTER_DEVICE) == (("device", "ngram", "suffix"), 0)
     purposes = (core.PURPOSE_DRAFT, core.PURPOSE_ACCEPT, core.PURPOSE_RECOVER, core.PURPOSE_GUMBEL)
     assert purposes == (0, 1, 2, 3)
 

@@ -23,6 +23,7 @@ from specrs.cli.arguments import spell
 from . import curl
 
 ROOT = Path(__file__).parents[2]
+MAKEFILES = ["Makefile", "environments/targets.mk", "scripts/checks.mk"]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
 LANGUAGES = {"python", "sh", "json", ""}
 OTHERS = {"torchrun", "vllm-router", "export", "for", "done"}
@@ -83,7 +84,8 @@ def test_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         except SystemExit:
             pytest.fail(capsys.readouterr().err)
     elif name == "make":
-        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        makefiles = "".join((ROOT / path).read_text() for path in MAKEFILES)
+        targets = {name for names in re.findall(r"^([\w -]+):", makefiles, re.MULTILINE) for name in names.split()}
         assert {word for word in rest if "=" not in word} <= targets
     elif name == "pip":
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -127,7 +129,7 @@ def test_python(block: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _is_there(block: str) -> None:
-    """Of what is not installed here: that our modules define what the block imports."""
+    """Check a block whose packages are not installed: our modules define what it imports from them."""
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("specrs"):
             source = (ROOT / "python" / f"{node.module.replace('.', '/')}.py").read_text()

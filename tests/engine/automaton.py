@@ -19,7 +19,7 @@ class Automaton:
     """States in which the text may end."""
 
     def matcher(self, stop_ids: Sequence[int]) -> AutomatonMatcher:
-        """As `Grammar.matcher`."""
+        """Return a new matcher at the start state, as `Grammar.matcher` does."""
         return AutomatonMatcher(self, frozenset(stop_ids))
 
     def allowed(self, tokens: Sequence[int], stop_ids: frozenset[int]) -> set[int]:
@@ -39,7 +39,7 @@ class AutomatonMatcher:
         self._states: list[int | None] = [0]  # None: the text has ended
 
     def fill_mask(self, out: NDArray[np.int32]) -> None:
-        """As `GrammarMatcher.fill_mask`."""
+        """Write the tokens that may come next as bits into `out`, as `GrammarMatcher.fill_mask` does."""
         state, allowed = self._states[-1], self._stop_ids
         if state is not None:
             following = self._automaton.following[state]
@@ -49,7 +49,7 @@ class AutomatonMatcher:
         out[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
     def accept(self, token_id: int) -> bool:
-        """As `GrammarMatcher.accept`."""
+        """Advance by a token; False, and no change, if it may not come next. Stands for `GrammarMatcher.accept`."""
         state = self._states[-1]
         if token_id in self._stop_ids:
             if state not in (None, *self._automaton.complete) and token_id not in self._automaton.following[state]:
@@ -62,5 +62,5 @@ class AutomatonMatcher:
         return True
 
     def rollback(self, num_tokens: int) -> None:
-        """As `GrammarMatcher.rollback`."""
+        """Undo the last `num_tokens` accepted tokens, as `GrammarMatcher.rollback` does."""
         del self._states[len(self._states) - num_tokens :]

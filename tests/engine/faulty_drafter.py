@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from native_calls import NativeCalls
 from numpy.typing import NDArray
+from specrs.backends.cpu.runner import CpuRunner
 from specrs.drafters.cpu import CpuDrafter
-from specrs.runner.cpu import CpuRunner
 
 Raises = Callable[[int], bool]
 """Whether the drafter's pass of this number raises."""
@@ -24,7 +24,8 @@ class Faulty:
     """The passes of the drafters of engines that are made after this, some of which raise."""
 
     def __init__(self, raises: Raises, patch: pytest.MonkeyPatch, here: Callable[[], bool] = lambda: True) -> None:
-        """Those that `raises` says, in threads of which `here` is true. Passes are numbered from 1 in each thread."""
+        """Make passes raise as `raises` says, in threads where `here()` is true. Passes are numbered from 1 in each
+        thread."""
         self.raised = 0
         self._raises, self._here = raises, here
         self._count = threading.local()  # where ranks are threads, each has a drafter

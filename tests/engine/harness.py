@@ -7,14 +7,15 @@ from pathlib import Path
 
 import torch
 from checkpoints import edit_json, make_checkpoint, perturb_checkpoint
-from hf_reference import generate, load
+from hf_reference import generate_all, load
 from hypothesis import strategies as st
+from specrs.backends.blueprint import Blueprint
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
-from specrs.engine.blueprint import Blueprint
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
-from specrs.engine.weights import Weights, load_weights
+from specrs.engine.weights import load_weights
 from specrs.sampling import SamplingParams
 
 VOCAB = 211
@@ -73,7 +74,7 @@ def make_bank(folder: Path, family: str = "qwen3", *, tie: bool = True, **fields
     }
     model = load(target)
     prompts = make_prompts()
-    continuations = [generate(model, prompt, LONGEST) for prompt in prompts]
+    continuations = generate_all(model, prompts, LONGEST)
     # Stop ids that do occur: each first seen in another prompt's text, some way into it.
     eos = sorted({text[at] for text, at in zip(continuations[4::5], (6, 12, 25), strict=False)})
     edit_json(target / "generation_config.json", eos_token_id=eos)
@@ -81,8 +82,8 @@ def make_bank(folder: Path, family: str = "qwen3", *, tie: bool = True, **fields
 
 
 def native_bank(bank: Bank, dtype: str) -> Bank:
-    """The same prompts for native passes, whose text must be that of K = 0 to the bit: each prompt alone, in one
-    chunk, without a draft. How it compares to transformers' is another test's to say."""
+    """Return `bank` with the texts of native passes at K = 0: each prompt alone, in one chunk, without a draft. Other
+    runs must equal them to the bit. Other tests compare them with transformers."""
     continuations = []
     for i, prompt in enumerate(bank.prompts):
         engine = make_engine(bank.target, None, k=0, dtype=dtype, max_num_batched_tokens=512)
@@ -207,7 +208,7 @@ def assert_idle(engine: Engine) -> None:
 
 def poison(engine: Engine) -> None:
     """Fill both KV caches with NaN: whatever is read without having been written shows."""
-    has_draft_kv = engine.drafter is not None and not engine.drafter.on_host
+    has_draft_kv = hasattr(engine.drafter, "kv_cache")
     caches = [engine.runner.kv_cache] + ([engine.drafter.kv_cache] if has_draft_kv else [])
     for cache in caches:
         for part in (*cache.k, *cache.v):

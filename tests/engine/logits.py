@@ -38,7 +38,7 @@ LOGITS = {"logprobs_mode": "raw_logits", "max_logprobs": -1}
 @functools.cache
 def alone(target: Path, prompt: tuple[int, ...], dtype: str, bf16_rows: bool = False) -> np.ndarray:
     """The logits of the prompt's text without drafts, in one chunk on one thread."""
-    fields = LOGITS | {"max_num_batched_tokens": 512, "threads": 1, "cpu_bf16_rows": bf16_rows}
+    fields = LOGITS | {"max_num_batched_tokens": 512, "threads": 1, "cpu_activations": "bf16" if bf16_rows else "auto"}
     engine = make_engine(target, None, k=0, dtype=dtype, **fields)
     job = with_logits(0, list(prompt), 0, 0, 24)
     engine.add_request(job)

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 import torch
+from specrs.backends.extras import ExtrasLookup
+from specrs.backends.ring import Header, Ring, RingSlot
 from specrs.config import EngineConfig
 from specrs.core import FINISH_LENGTH, FINISH_NONE, CachedDrafter, Scheduler
 from specrs.engine.engine import Engine
 from specrs.engine.parts import EngineParts
 from specrs.engine.request import Request
-from specrs.runner.extras import ExtrasLookup
-from specrs.runner.ring import Header, Ring, RingSlot
 from specrs.sampling import RequestLimits
 from specrs.speculative_config import SpeculativeConfig
 from specrs.verify.token_logprobs import TokenLogprobs

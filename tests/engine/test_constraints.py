@@ -16,13 +16,14 @@ from checkpoints import edit_json, make_checkpoint, make_eagle3, perturb_checkpo
 from hf_reference import load
 from hypothesis import event, example, given
 from hypothesis import strategies as st
+from specrs.backends.ring import Header, RingSlot
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.core import FLAG_DRAFT_NON_FINITE, InvalidRequestError
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
-from specrs.engine.weights import Weights, load_weights
-from specrs.runner.ring import Header, RingSlot
+from specrs.engine.weights import load_weights
 from specrs.sampling import SamplingParams
 from sweep import sweep
 

@@ -3,20 +3,24 @@
 Other tests set `threads` and sizes, so only these see the measurements that an engine makes at its start.
 """
 
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import FAMILIES, make_checkpoint, perturb_checkpoint
+from checkpoints import FAMILIES, edit_json, make_checkpoint, make_eagle3, perturb_checkpoint
+from hf_reference import generate_all, load
 from specrs import LLM, SamplingParams
+from specrs.backends.cpu import threads as engine_threads
 from specrs.core import CpuDecoder
-from specrs.engine import threads as engine_threads
-from specrs.models.dense_native import NativeDense
+from specrs.models.native_decoder import NativeDecoder
 from specrs.models.registry import FAMILIES as REGISTRY
 
-VOCAB, WINDOW = 211, 9
+from engine.other_vocabulary import rename
+
+VOCAB, WINDOW, TOKENS = 211, 9, 12
 PROMPTS = [[5, 7, 11, 13] * 6, [17, 3], list(range(VOCAB))]
 """Longer than the window, shorter than it, and one in which n-grams of one token find every token."""
 WINDOWED: dict[str, dict[str, object]] = {
@@ -31,6 +35,16 @@ WINDOWED: dict[str, dict[str, object]] = {
 """Windows of the families that have them by their fields; Gemma 3 and gpt-oss of `FAMILIES` have some already."""
 KINDS = [*FAMILIES, *(f"{family}+window" for family in WINDOWED)]
 DTYPES = ["float32", "bfloat16"]
+DRAFTERS: dict[str, dict[str, object]] = {
+    "draft model": {"model": "draft", "num_speculative_tokens": "auto"},
+    "parallel": {"model": "parallel", "parallel_drafting": True, "num_speculative_tokens": 3},
+    "other vocabulary": {"model": "renamed", "use_heterogeneous_vocab": True, "num_speculative_tokens": 3},
+    "n-gram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 3},
+    "eagle3": {"method": "eagle3", "model": "head", "num_speculative_tokens": 3},
+    "list": {"method": "ngram,draft_model", "prompt_lookup_min": 1, "model": "draft", "num_speculative_tokens": 3},
+}
+"""A `speculative_config` of every method, with the name of a folder as its model."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +56,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """Target and draft of a kind in `KINDS`, made when first asked for."""
+    """Target and draft of a kind in `KINDS`, made when first asked for. Next to them are a head and other drafts."""
     made: dict[str, tuple[Path, Path]] = {}
 
     def pair(kind: str) -> tuple[Path, Path]:
@@ -51,16 +65,26 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
             shape = {"vocab": VOCAB, "hidden": 48, "intermediate": 40, "kv_heads": 2, "head_dim": 12, "layers": 2}
             fields = WINDOWED[family] if windowed else {}
             target = make_checkpoint(folder / "target", family, seed=1, **shape, **fields)  # type: ignore[arg-type]
-            made[kind] = target, perturb_checkpoint(target, folder / "draft", noise=0.05, seed=2)
+            make_eagle3(folder / "head", target, seed=3, layer_ids=[0, 1])
+            draft = perturb_checkpoint(target, folder / "draft", noise=0.05, seed=2)
+            edit_json(shutil.copytree(draft, folder / "parallel") / "config.json", mask_token_id=VOCAB - 1)
+            rename(draft, folder / "renamed", dropped=12)
+            made[kind] = target, draft
         return made[kind]
 
     return pair
 
 
+@pytest.fixture(scope="module")
+def texts(folders: Callable[[str], tuple[Path, Path]]) -> Callable[[str, str], list[list[int]]]:
+    """Return the texts that a kind of model writes in a dtype without drafts."""
+    return functools.cache(lambda kind, dtype: write(folders(kind)[0], dtype)[0])
+
+
 def write(model: Path, dtype: str, **settings: object) -> tuple[list[list[int]], LLM]:
     """The greedy tokens of every prompt, and the engine that wrote them."""
     llm = LLM(model=str(model), dtype=dtype, **settings)
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs], llm
 
@@ -70,18 +94,31 @@ def test_every_family_is_swept() -> None:
     assert set(FAMILIES) == {family.model_type for family in REGISTRY.values()}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_is_transformers_own(
+    kind: str, folders: Callable[[str], tuple[Path, Path]], texts: Callable[[str, str], list[list[int]]]
+) -> None:
+    """In float32. transformers computes in float64: no token of these depends on rounding."""
+    assert texts(kind, "float32") == generate_all(load(folders(kind)[0]), PROMPTS, TOKENS)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_family_starts_and_drafts_change_no_text(
-    kind: str, dtype: str, folders: Callable[[str], tuple[Path, Path]]
+def test_drafts_change_no_text(
+    kind: str,
+    dtype: str,
+    drafter: str,
+    folders: Callable[[str], tuple[Path, Path]],
+    texts: Callable[[str, str], list[list[int]]],
 ) -> None:
-    target, draft = folders(kind)
-    text, _ = write(target, dtype)
-    assert [len(tokens) for tokens in text] == [12] * len(PROMPTS)
-    for method in ({"model": str(draft)}, {"method": "ngram", "prompt_lookup_min": 1}):
-        drafted, llm = write(target, dtype, speculative_config={"num_speculative_tokens": 3, **method})
-        assert drafted == text
-        assert llm.stats().draft_tokens > 0
+    target, _ = folders(kind)
+    speculative = dict(DRAFTERS[drafter])
+    if "model" in speculative:
+        speculative["model"] = str(target.parent / str(speculative["model"]))
+    drafted, llm = write(target, dtype, speculative_config=speculative)
+    assert drafted == texts(kind, dtype)
+    assert llm.stats().draft_tokens > 0 or speculative["num_speculative_tokens"] == "auto"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,9 +156,9 @@ def test_a_measured_pass_is_fed_what_a_step_feeds(
     target, _ = folders(kind)
     _, llm = write(target, "float32")
     model = llm.engine.runner.target
-    assert isinstance(model, NativeDense)
+    assert isinstance(model, NativeDecoder)
     fed: list[dict[str, Any]] = []
-    on_pool = NativeDense.on_pool
+    on_pool = NativeDecoder.on_pool
 
     class Watched:
         """A decoder that keeps what its passes are fed."""
@@ -133,12 +170,12 @@ def test_a_measured_pass_is_fed_what_a_step_feeds(
             fed.append({"slots": slots, **groups})
             self.decoder.forward(tokens, positions, slots, *rest, **groups)  # type: ignore[arg-type]
 
-    def watched(model: NativeDense, *args: object, **settings: object) -> NativeDense:
+    def watched(model: NativeDecoder, *args: object, **settings: object) -> NativeDecoder:
         measured = on_pool(model, *args, **settings)  # type: ignore[arg-type]
         measured.decoder = Watched(measured.decoder)  # type: ignore[assignment]
         return measured
 
-    monkeypatch.setattr(NativeDense, "on_pool", watched)
+    monkeypatch.setattr(NativeDecoder, "on_pool", watched)
     assert engine_threads.pass_seconds(model, 2) > 0
     groups = 1 if model.kv_groups is None else len(model.kv_groups.windows)
     others = fed[0]["group_slots"]
@@ -153,13 +190,13 @@ def test_bf16_rows_are_measured_as_they_are_served(
     """The passes that choose the threads round rows where the engine's passes do."""
     folder = make_checkpoint(tmp_path / "even", vocab=224, hidden=64, intermediate=64, head_dim=32, kv_heads=1)
     measured: list[bool] = []
-    on_pool = NativeDense.on_pool
+    on_pool = NativeDecoder.on_pool
 
-    def watched(model: NativeDense, *args: object, **settings: object) -> NativeDense:
+    def watched(model: NativeDecoder, *args: object, **settings: object) -> NativeDecoder:
         measured.append(bool(settings.get("bf16_rows")))
         return on_pool(model, *args, **settings)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(NativeDense, "on_pool", watched)
-    LLM(model=str(folder), dtype="bfloat16", cpu_bf16_rows=True)
+    monkeypatch.setattr(NativeDecoder, "on_pool", watched)
+    LLM(model=str(folder), dtype="bfloat16", cpu_activations="bf16")
     assert measured == [True, True, True]
     shutil.rmtree(folder)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from checkpoints import first_layers, make_checkpoint, make_eagle3
-from hf_reference import generate, load
+from hf_reference import generate_all, load
 from hypothesis import given
 from hypothesis import strategies as st
-from specrs.engine.blueprint import Blueprint
+from specrs.backends.blueprint import Blueprint
 from sweep import sweep
 
 from engine.harness import (
@@ -30,12 +30,12 @@ from engine.harness import (
 from engine.test_equivalence import engine_settings
 
 Windows = tuple[int | None, ...]
-"""Of each layer; None: it sees all positions. Others are the same."""
+"""Windows of some layers, None where a layer sees all positions. All windows of a model are equal."""
 MakeBank = Callable[[Windows, Windows, str], Bank]
 
 
 def fields_of(windows: Windows) -> dict[str, object]:
-    """Of config.json."""
+    """Return the fields of config.json for these windows."""
     sizes = [window for window in windows if window is not None]
     kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
     return {"use_sliding_window": bool(sizes), "sliding_window": sizes[0] if sizes else None, "layer_types": kinds}
@@ -52,7 +52,7 @@ def bank_of(tmp_path_factory: pytest.TempPathFactory) -> MakeBank:
             folder / f"{windows}", "qwen3", seed=1, vocab=VOCAB, layers=len(windows), **fields_of(windows)
         )
         model, prompts = load(path), make_prompts()[3:12]
-        return Bank(path, {}, prompts, [generate(model, prompt, 24) for prompt in prompts], [])
+        return Bank(path, {}, prompts, generate_all(model, prompts, 24), [])
 
     @functools.cache
     def native(windows: Windows) -> Bank:

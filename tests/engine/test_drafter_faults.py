@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from specrs.backends.ring import Header, RingSlot
 from specrs.core import DRAFTER_DEVICE, FLAG_DRAFT_NON_FINITE
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
-from specrs.runner.ring import Header, RingSlot
 from sweep import sweep
 
 from engine.faulty_drafter import Faulty
@@ -69,7 +69,7 @@ def make_engine(drafts: Drafts, name: str, dtype: str, k: int, **fields: Any) ->
     return bank, engine
 
 
-def watch_books(engine: Engine) -> list[int]:
+def watch_integrity(engine: Engine) -> list[int]:
     """Return a list that fills with the flags of all sequences that decode.
 
     After every launch the scheduler's invariants must hold, and KV that row state calls valid for a draft model must
@@ -108,7 +108,7 @@ def test_any_pass_may_raise(name: str, dtype: str, data: st.DataObject, drafts: 
     with pytest.MonkeyPatch.context() as patch:
         faulty = Faulty(broken.__contains__, patch)
         bank, engine = make_engine(drafts, name, dtype, k, **fields)
-    flags = watch_books(engine)
+    flags = watch_integrity(engine)
     reported = data.draw(st.sampled_from([{}, {"logprobs": 1}]), label="reported")
     run_greedy(engine, bank, data.draw(greedy_jobs(bank, k), label="requests"), k, **reported)
     stats = engine.stats()
@@ -128,7 +128,7 @@ def test_drafts_go_on_after_a_failure(
         with pytest.MonkeyPatch.context() as patch:
             faulty = Faulty(broken.__contains__, patch)
             bank, engine = make_engine(drafts, name, dtype, 3, launch_depth=depth)
-        flags = watch_books(engine)
+        flags = watch_integrity(engine)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             job = request(0, bank.prompts[5], k=None, max_tokens=40, engine_k=3, ignore_eos=True)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from specrs.engine.blueprint import DRAFT_MODEL_LAG
-from specrs.runner.callable_model import CallableModel
+from specrs.backends.cpu.callable_model import CallableModel
+from specrs.drafters.draft_model import DRAFT_MODEL_LAG
 from sweep import sweep
 
 from engine.conftest import FAMILIES

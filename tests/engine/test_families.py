@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from checkpoints import FAMILIES, make_checkpoint, perturb_checkpoint
-from hf_reference import generate, load
+from hf_reference import generate, generate_all, load
 from hypothesis import given
 from hypothesis import strategies as st
+from specrs.backends import blueprint
+from specrs.backends.blueprint import Blueprint
 from specrs.core import CachedDrafter
-from specrs.engine import blueprint
-from specrs.engine.blueprint import Blueprint
 from specrs.engine.weights import load_weights
 from sweep import sweep
 
@@ -44,7 +44,7 @@ def make_bank(folder: Path, family: str) -> Bank:
         "plain": make_checkpoint(folder / "plain", "qwen3", seed=3, vocab=VOCAB, kv_heads=1, hidden=32, layers=1),
     }
     model, prompts = load(target), make_prompts()[:9]
-    return Bank(target, drafts, prompts, [generate(model, prompt, LONGEST) for prompt in prompts], eos=[])
+    return Bank(target, drafts, prompts, generate_all(model, prompts, LONGEST), eos=[])
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +114,9 @@ def test_costs_count_experts_that_a_row_is_sent_to(bank_of: Callable[[str, str],
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     assert weights.target.num_parameters == sum(sizes.values()) - experts * 3 / 5
     (declared,) = Blueprint(made, weights)._declared(None)
-    assert weights.draft is not None
+    assert weights.drafter is not None
     assert isinstance(declared, CachedDrafter)
-    assert declared.cost_ratio == pytest.approx(weights.draft.num_parameters / weights.target.num_parameters)
+    assert declared.cost_ratio == pytest.approx(weights.drafter.model.num_parameters / weights.target.num_parameters)
 
 
 def test_chunks_deep_in_a_context_cost_what_the_model_takes(

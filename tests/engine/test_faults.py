@@ -13,9 +13,9 @@ from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.errors import EngineError
 from specrs.models.base import HiddenStates, Model
-from specrs.models.dense import Dense
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.torch_decoder import TorchDecoder
 from specrs.sampling import SamplingParams
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
@@ -25,9 +25,11 @@ from engine.harness import VOCAB, Bank, assert_idle, config, make_engine, reques
 
 def poison_request(engine: Engine, monkeypatch: pytest.MonkeyPatch, marker: int, model: Model | None) -> None:
     """Let `model` answer NaN in every row of a request whose fed tokens contain `marker`, and write NaN to its KV."""
-    forward = Dense.forward
+    forward = TorchDecoder.forward
 
-    def faulty(self: Dense, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
+    def faulty(
+        self: TorchDecoder, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()
+    ) -> HiddenStates:
         hidden = forward(self, inputs, kv_cache, hidden_layers)
         if self is model:
             for start, end in zip(inputs.q_start.tolist(), inputs.q_start[1:].tolist(), strict=False):
@@ -35,7 +37,7 @@ def poison_request(engine: Engine, monkeypatch: pytest.MonkeyPatch, marker: int,
                     hidden.final[start:end] = torch.nan
         return hidden
 
-    monkeypatch.setattr(Dense, "forward", faulty)
+    monkeypatch.setattr(TorchDecoder, "forward", faulty)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -81,9 +83,11 @@ def test_a_poisoned_chunk_is_never_shared_before_its_prompt_ends(
     engine = make_engine(bank.target, None, k=0, max_num_batched_tokens=20, launch_depth=depth)
     jobs = [request(i, bank.prompts[i], k=None, max_tokens=20, engine_k=0, ignore_eos=True) for i in (6, 5)]
     calls = 0
-    forward = Dense.forward
+    forward = TorchDecoder.forward
 
-    def faulty(self: Dense, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
+    def faulty(
+        self: TorchDecoder, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()
+    ) -> HiddenStates:
         nonlocal calls
         hidden = forward(self, inputs, kv_cache, hidden_layers)
         calls += 1
@@ -91,7 +95,7 @@ def test_a_poisoned_chunk_is_never_shared_before_its_prompt_ends(
             hidden.final[:] = torch.nan
         return hidden
 
-    monkeypatch.setattr(Dense, "forward", faulty)
+    monkeypatch.setattr(TorchDecoder, "forward", faulty)
     for job in jobs:
         engine.add_request(job)
     run(engine)
@@ -132,7 +136,8 @@ def test_a_fault_behind_the_last_layer_that_sees_all_is_seen(
 def test_a_draft_that_answers_nan_costs_drafts_not_text(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(bank.target, bank.drafts["close"], k=3)
     marker = bank.continuations[5][4]
-    poison_request(engine, monkeypatch, marker, engine.weights.draft)
+    assert engine.weights.drafter is not None
+    poison_request(engine, monkeypatch, marker, engine.weights.drafter.model)
     job = request(0, bank.prompts[5], k=3, max_tokens=40, engine_k=3, ignore_eos=True)
     engine.add_request(job)
     run(engine)
@@ -156,7 +161,7 @@ def test_a_fault_in_a_launch_ends_its_requests_and_leaves_the_engine_usable(
         raise fault
 
     with monkeypatch.context() as patch:
-        patch.setattr(Dense, "forward", fail)
+        patch.setattr(TorchDecoder, "forward", fail)
         with pytest.raises(type(fault)):
             engine.step()
     assert [job.finish_reason for job in jobs] == ["error", "error", None, None]
@@ -183,7 +188,7 @@ def test_abort_waiting_running_and_in_flight(bank: Bank, depth: int) -> None:
         assert jobs[i].output_token_ids == bank.continuations[i][:30]
 
 
-def test_a_refused_request_leaves_nothing_behind(bank: Bank) -> None:
+def test_a_rejected_request_leaves_nothing_behind(bank: Bank) -> None:
     engine = make_engine(bank.target, None, k=0)
     engine.add_request(request(0, bank.prompts[1], k=None, max_tokens=4, engine_k=0))
     with pytest.raises(InvalidRequestError, match=r"prompt"):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from specrs.config import EngineConfig
 from specrs.engine.weights import load_weights
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, UnsupportedModelError
-from specrs.models.dense_native import NativeDense
 from specrs.models.generic import GenericModel
+from specrs.models.native_decoder import NativeDecoder
 from sweep import sweep
 
 from engine.harness import (
@@ -105,10 +105,10 @@ def test_auto_takes_transformers_for_what_specrs_does_not_know(
     assert [r.message for r in caplog.records] == [
         f"{unknown}: specrs knows no GPT2LMHeadModel: transformers' modules compute it, with our attention"
     ]
-    assert isinstance(load_weights(config(known, None, k=0, dtype="float32")).target, NativeDense)
+    assert isinstance(load_weights(config(known, None, k=0, dtype="float32")).target, NativeDecoder)
     asked = load_weights(config(known, known, k=1, model_impl="transformers"))
-    assert isinstance(asked.target, GenericModel)
-    assert isinstance(asked.draft, GenericModel)
+    assert all(isinstance(model, GenericModel) for model in asked.models)
+    assert len(asked.models) == 2
     with pytest.raises(UnsupportedModelError, match=r"architectures=\['GPT2LMHeadModel'\]: not implemented"):
         load_weights(config(unknown, None, k=0, model_impl="specrs"))
 

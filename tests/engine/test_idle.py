@@ -1,4 +1,4 @@
-"""An engine that has nothing to do settles what is in flight and checks its books."""
+"""An engine that has nothing to do settles what is in flight and checks its state."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ PROMPT = {"prompt_token_ids": [1, 2, 3]}
 
 
 class Checked:
-    """A scheduler whose check is counted, and fails once its books are corrupt."""
+    """A scheduler whose check is counted, and fails once its state is corrupt."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -91,7 +91,7 @@ def test_checks_take_a_hundredth_of_the_time(engine: Engine) -> None:
     assert checks(engine) == 1
 
 
-def test_generate_finds_corrupt_books(engine: Engine) -> None:
+def test_generate_finds_a_corrupt_state(engine: Engine) -> None:
     engine.scheduler.corrupt = True  # type: ignore[attr-defined]
     with pytest.raises(IntegrityError, match="block 3"):
         LLM.from_engine(engine).generate([PROMPT], PARAMS, use_tqdm=False)

@@ -14,18 +14,19 @@ from models.harness import Feeder
 from models.native_passes import tensors_of
 from safetensors.torch import load_file, save_file
 from specrs.arrays import BFLOAT16, FLOAT8_E4M3
+from specrs.backends.blueprint import Blueprint
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
-from specrs.engine.blueprint import Blueprint
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
-from specrs.engine.weights import Weights, load_weights
+from specrs.engine.weights import load_weights
 from specrs.errors import SpecrsError, UnsupportedConfigError
 from specrs.kernels.kv_codes import FRACTIONS
 from specrs.kernels.kv_scales import UNSCALED, KVScales
-from specrs.models.dense_native import NativeDense
 from specrs.models.kv_dtypes import SCALE_NAMES, read_kv_scales
 from specrs.models.loader import load_config, open_checkpoint
+from specrs.models.native_decoder import NativeDecoder
 from specrs.models.shards import Shard, ShardedTensors
 from specrs.sampling import SamplingParams
 from sweep import sweep
@@ -226,7 +227,7 @@ def test_native_codes_are_those_of_torch(pair: tuple[Path, dict[str, Path]], tmp
     for eager in (False, True):
         made = EngineConfig(model=str(folder), dtype="float32", kv_cache_dtype=name, enforce_eager=eager)
         model = load_weights(made).target
-        assert isinstance(model, NativeDense) != eager
+        assert isinstance(model, NativeDecoder) != eager
         feeder = Feeder(model)
         logits.append(feeder.feed_chunks(PROMPTS[5][:50], [30, 20]))
         layers = feeder.cache.layers if eager else tensors_of(feeder.cache).layers
@@ -248,8 +249,8 @@ def test_a_head_s_codes(tmp_path: Path, layout: str) -> None:
     head = make_eagle3(tmp_path / "head", target, layout, seed=3)
     made = config(target, head, k=3, method="eagle3", dtype="float32", kv_cache_dtype="fp8")
     weights, texts = load_weights(made), []
-    assert weights.head is not None
-    assert weights.head.allocate_cache(1, 4).layers[0].dtype == FLOAT8_E4M3
+    assert weights.drafter is not None
+    assert weights.drafter.model.allocate_cache(1, 4).layers[0].dtype == FLOAT8_E4M3
     for k in (3, 0):
         engine = build_engine(made, weights)
         assert engine.runner.is_native
@@ -262,7 +263,7 @@ def test_a_head_s_codes(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["bfloat16", "float16"])
-def test_numbers_of_another_type_are_refused(pair: tuple[Path, dict[str, Path]], value: str) -> None:
+def test_numbers_of_another_type_are_rejected(pair: tuple[Path, dict[str, Path]], value: str) -> None:
     target, drafts = pair
     names = "allowed: 'auto', 'fp8', 'fp8_e4m3' or 'fp8_e5m2'"
     reason = re.escape(f"kv_cache_dtype='{value}': not implemented for a model computed in float32; {names}")

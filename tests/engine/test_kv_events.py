@@ -7,12 +7,12 @@ from types import ModuleType
 import pytest
 from checkpoints import make_checkpoint
 from specrs import LLM, SamplingParams
+from specrs.backends.cpu.runner import CpuRunner
 from specrs.config import EngineConfig
 from specrs.core import BlockRemoved, BlockStored, KVEventBatch
 from specrs.engine import build
 from specrs.engine.build import build_engine
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
-from specrs.runner.cpu import CpuRunner
 
 from engine.harness import assert_idle
 
@@ -74,7 +74,7 @@ def test_zmq_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         LLM(kv_events_config={"enable_kv_cache_events": True}, max_model_len=64)
 
 
-def test_kv_groups_are_refused_by_name(tmp_path: Path) -> None:
+def test_kv_groups_are_rejected(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "m", "gemma3_text", seed=1, layers=6, sliding_window_pattern=3)
     settings = {"model": str(folder), "block_size": 4, "dtype": "float64", "skip_tokenizer_init": True}
     settings |= {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}

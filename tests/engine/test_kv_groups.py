@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models.native_passes import tensors_of
 from numpy.typing import NDArray
+from specrs.backends.blueprint import Blueprint
 from specrs.core import FINISH_LENGTH, HEADER_FIELDS, PLAN_LAUNCH
-from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Engine
-from specrs.models.dense import Dense
+from specrs.models.torch_decoder import TorchDecoder
 from sweep import sweep
 
 from engine.harness import (
@@ -55,7 +55,7 @@ def mixed_bank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def banks(mixed_bank: Bank) -> dict[str, Bank]:
-    """The same for either runner; the native one's texts are those of all layers in one group."""
+    """Banks by dtype. The native runner's texts come from an engine with all layers in one group."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Blueprint, "with_kv_groups", lambda made: made)
         native = {dtype: native_bank(mixed_bank, dtype) for dtype in ("float32", "bfloat16")}
@@ -113,7 +113,7 @@ def test_a_prefix_is_found_in_all_groups(either: Bank, draft: str | None) -> Non
 
 
 def kv_bytes(engine: Engine) -> int:
-    """Of the target's cache, without the scratch block."""
+    """Bytes of the target's KV cache without the scratch block."""
     tensors = {layer.data_ptr(): layer for layer in tensors_of(engine.runner.kv_cache).layers}.values()
     return sum(layer[:-1].numel() * layer.element_size() for layer in tensors)
 
@@ -132,63 +132,67 @@ def test_memory_for_what_is_held_is_enough(either: Bank) -> None:
     assert len(of_layers) == (made.weights.target.num_layers + 2) // 3
 
 
+def make_long_target(folder: Path, length: int) -> Path:
+    """Five of six layers with windows of a 32nd of the context."""
+    small = {"kv_heads": 1, "group": 1, "head_dim": 16, "hidden": 32, "intermediate": 32}
+    fields = {"layers": 6, "sliding_window_pattern": 6, "sliding_window": length // 32}
+    return make_checkpoint(folder, "gemma3_text", vocab=64, max_position_embeddings=length, **small, **fields)  # type: ignore[arg-type]
+
+
 @pytest.fixture(scope="module")
 def long_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five of six layers with windows of 1,024 in a context of 32,768."""
-    small = {"kv_heads": 1, "group": 1, "head_dim": 16, "hidden": 32, "intermediate": 32}
-    fields = {"layers": 6, "sliding_window_pattern": 6, "sliding_window": 1024, "max_position_embeddings": 1 << 15}
-    folder = tmp_path_factory.mktemp("long")
-    return make_checkpoint(folder, "gemma3_text", vocab=64, **small, **fields)  # type: ignore[arg-type]
+    return make_long_target(tmp_path_factory.mktemp("long"), 1 << 15)
 
 
 LONG = {"max_model_len": 1 << 15, "max_num_seqs": 1, "max_num_batched_tokens": 2048, "block_size": 16}
 
 
-@pytest.mark.parametrize(("on_gpu", "chunk"), [(False, 2048), (True, 512), (True, 1024)])
-def test_a_quarter_of_the_memory_for_32k_positions(
-    long_target: Path, on_gpu: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("depth", "chunk"), [(1, 2048), (2, 512), (2, 1024)])
+def test_a_quarter_of_the_memory_for_32k_positions(long_target: Path, depth: int, chunk: int) -> None:
     """By what a request holds at most, a launch of so many tokens and all; on a GPU two are in flight."""
-    monkeypatch.setattr(Blueprint, "on_gpu", property(lambda _self: on_gpu))
-    several, one = blueprints(long_target, max_num_batched_tokens=chunk)
-    assert several.depth == 1 + on_gpu
+    several, one = blueprints(long_target, depth, max_num_batched_tokens=chunk)
+    assert several.depth == depth
     grouped, whole = (peak_blocks(made, 1 << 15) * made.bytes_per_block for made in (several, one))
     assert grouped <= 0.25 * whole, grouped / whole
 
 
 def test_a_quarter_of_the_memory_is_enough_with_launches_in_flight(
-    long_target: Path, monkeypatch: pytest.MonkeyPatch
+    long_target: Path,
 ) -> None:
     """A row that is short of blocks has the launches before it settled first."""
-    monkeypatch.setattr(Blueprint, "on_gpu", property(lambda _self: True))
-    several, one = blueprints(long_target)
+    several, one = blueprints(long_target, 2)
     blocks = int(0.25 * one.least_blocks * one.bytes_per_block) // several.bytes_per_block
     assert peak_blocks(several, 1 << 15) > blocks
     assert peak_blocks(several, 1 << 15, blocks) <= blocks
 
 
-def blueprints(target: Path, **fields: object) -> tuple[Blueprint, Blueprint]:
+def blueprints(target: Path, depth: int, **fields: object) -> tuple[Blueprint, Blueprint]:
     """In KV groups, and with all layers in one."""
     made = config(target, None, k=0, **(LONG | fields))
-    one = Blueprint(made, weights(target, None, "float64"))
+    one = Blueprint(made, weights(target, None, "float64"), depth)
     several = one.with_kv_groups()
-    assert isinstance(several.weights.target, Dense)
+    assert isinstance(several.weights.target, TorchDecoder)
     assert len(several.window_groups) == 5
     return several, one
 
 
-def test_the_native_runner_serves_32k_positions_in_a_quarter_of_the_memory(long_target: Path) -> None:
-    """By the bytes of the cache that a request runs in to the end of its context, and its text in one group."""
-    prompt = [3 + i * i % 61 for i in range((1 << 15) - 24)]
+def test_the_native_runner_serves_a_whole_context_in_a_quarter_of_the_memory(tmp_path: Path) -> None:
+    """By the bytes of the cache that a request runs in to the end of its context, and its text in one group. An eighth
+    of the 32k positions above, of the window and of a step's tokens: attention then takes a sixtieth of the time."""
+    length = 1 << 12
+    target = make_long_target(tmp_path, length)
+    sizes = LONG | {"max_model_len": length, "max_num_batched_tokens": 256}
+    prompt = [3 + i * i % 61 for i in range(length - 24)]
     texts: list[list[int]] = []
     taken: list[int] = []
     for in_one_group in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if in_one_group:
                 patch.setattr(Blueprint, "with_kv_groups", lambda made: made)
-            made = config(long_target, None, k=0, dtype="float32", **LONG)
-            least = Blueprint(made, weights(long_target, None, "float32")).with_kv_groups().least_blocks
-            engine = make_engine(long_target, None, k=0, dtype="float32", num_gpu_blocks_override=least, **LONG)
+            made = config(target, None, k=0, dtype="float32", **sizes)
+            least = Blueprint(made, weights(target, None, "float32")).with_kv_groups().least_blocks
+            engine = make_engine(target, None, k=0, dtype="float32", num_gpu_blocks_override=least, **sizes)
         assert engine.runner.is_native
         poison(engine)
         job = request(0, prompt, k=0, max_tokens=24, engine_k=0, ignore_eos=True)

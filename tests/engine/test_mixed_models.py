@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint, perturb_checkpoint
+from specrs.backends.weights import Weights
 from specrs.engine.build import build_engine
 from specrs.engine.request import Request
-from specrs.engine.weights import Weights, load_weights
+from specrs.engine.weights import load_weights
 from specrs.sampling import SamplingParams
 
 from engine.harness import VOCAB, config, make_prompts, poison, run
@@ -57,7 +58,7 @@ def loaded(target: Path, draft: Path, kind: str) -> Weights:
 
 def texts(folders: tuple[Path, Path], target: str, draft: str, k: int, temperature: float) -> tuple[list[Request], int]:
     """Requests that have run, and how many drafts stood."""
-    weights = replace(loaded(*folders, target), draft=loaded(*folders, draft).draft)
+    weights = replace(loaded(*folders, target), drafter=loaded(*folders, draft).drafter)
     fields: dict[str, Any] = {"max_num_batched_tokens": 24, "block_size": 8} | KINDS[target]
     engine = build_engine(config(*folders, k=3, rule="coupled", **fields), weights)
     assert engine.runner.is_native == target.startswith("native")

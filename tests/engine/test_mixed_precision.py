@@ -19,15 +19,17 @@ from gguf_files import write_gguf
 from models.native_passes import numbers_of
 from quantized_files import compressed, fp8_block, gptq
 from specrs.arrays import BFLOAT16, FLOAT32
+from specrs.backends.cpu.weights import load_native
+from specrs.backends.cuda.fit import check_weights_fit
+from specrs.backends.cuda.loader import QuantizedLoader
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
-from specrs.engine.weights import Weights, check_weights_fit, load_weights
+from specrs.engine.weights import load_weights
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, UnsupportedModelError
-from specrs.kernels.coded_weight import CodedWeight
+from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.loader import open_checkpoint
-from specrs.models.native_loader import load_native
 from specrs.models.quantization.base import QuantizedTensors
-from specrs.models.torch_loader import CodedLoader
 
 from engine.harness import config, make_prompts, request, run
 
@@ -59,7 +61,7 @@ def loaded(target: Path, draft: Path | None, dtype: str) -> Weights:
 
 
 def text(target: Path, draft: Path | None, k: int, dtype: str) -> list[list[int]]:
-    """Of eight prompts at once."""
+    """Generate the token ids of eight prompts at once."""
     engine = build_engine(config(target, draft, k=k, dtype=dtype), loaded(target, draft, dtype))
     assert engine.runner.is_native
     jobs = [
@@ -80,15 +82,16 @@ def test_text_is_that_of_no_drafts(of_target: str, of_draft: str, checkpoints: d
 
 
 def test_each_has_its_own_precision(checkpoints: dict[str, dict[str, Path]], caplog: pytest.LogCaptureFixture) -> None:
-    """Codes stay codes; what becomes numbers is bf16, and float32 only where the dtype says so."""
+    """Integers are packed; what becomes numbers is bf16, and float32 only if the dtype says so."""
     caplog.set_level(logging.INFO, "specrs")
     made = load_weights(config(checkpoints["target"]["int4"], checkpoints["draft"]["fp8"], k=1, dtype="auto"))
-    codes = {part.codes.dtype for part in made.target.weights.layers[0].qkv.parts}  # type: ignore[attr-defined]
-    parts = {part.dtype for part in made.draft.weights.layers[0].qkv.parts}  # type: ignore[union-attr]
-    assert (codes, parts) == ({np.dtype(np.uint8)}, {BFLOAT16})
+    target, draft = made.models
+    packed = {part.kind for part in target.weights.layers[0].qkv.parts}
+    parts = {part.dtype for part in draft.weights.layers[0].qkv.parts}
+    assert (packed, parts) == ({"INT4"}, {BFLOAT16})
     said = [record.getMessage() for record in caplog.records]
-    assert any("14 matrices stay codes, 0 become bfloat16" in line for line in said)
-    assert any("0 matrices stay codes, 13 become bfloat16 when they are loaded: 0.00 GiB" in line for line in said)
+    assert any("14 matrices are packed, 0.00 GiB; 0 become bfloat16" in line for line in said)
+    assert any("0 matrices are packed, 0.00 GiB; 13 become bfloat16 when they are loaded" in line for line in said)
     made = load_weights(config(checkpoints["draft"]["fp8"], None, k=0, dtype="float32"))
     assert {part.dtype for part in made.target.weights.layers[0].qkv.parts} == {FLOAT32}  # type: ignore[attr-defined]
 
@@ -161,9 +164,9 @@ def test_what_a_gpu_needs_room_for(
     path = checkpoints["target"][of]
     model, checkpoint = open_checkpoint(path, None, "auto")
     assert isinstance(checkpoint, QuantizedTensors)
-    made = CodedLoader(model, checkpoint, torch.bfloat16, torch.device("cpu")).load()
+    made = QuantizedLoader(model, checkpoint, torch.bfloat16, torch.device("cpu")).load()
     projections = [getattr(layer, name) for layer in made.layers for name in ("qkv", "o", "gate_up", "down")]
-    coded = [weight for weight in projections if isinstance(weight, CodedWeight)]
+    coded = [weight for weight in projections if isinstance(weight, QuantizedWeight)]
     assert len(coded) >= len(projections) - 1
     saved = sum(2 * math.prod(weight.shape) - weight.codes.nbytes for weight in coded)
     untied = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size

@@ -1,7 +1,7 @@
 """Native models through the engine: the bits of logits, requests of every kind side by side, threads and their end.
 
 The lossless sweeps (`test_equivalence`, `test_sampling`, `test_ngram`) run on them as they do on models of torch.
-`runner/test_native` compares launches with those of the reference.
+`backends/test_native` compares launches with those of the reference.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from specrs import LLM, AsyncLLM
 from specrs.arrays import BFLOAT16, FLOAT32
+from specrs.backends.cpu import threads as engine_threads
+from specrs.backends.cpu.threads import choose_threads, physical_cores, usable_processors
+from specrs.backends.cpu.weights import load_native
 from specrs.config import EngineConfig
-from specrs.engine import threads as engine_threads
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
-from specrs.engine.threads import choose_threads, physical_cores, usable_processors
 from specrs.engine.weights import load_weights
 from specrs.errors import InvalidConfigError, SpecrsError, UnsupportedConfigError
-from specrs.models.dense import Dense
-from specrs.models.dense_native import NativeDense
-from specrs.models.native_loader import load_native
+from specrs.models.native_decoder import NativeDecoder
+from specrs.models.torch_decoder import TorchDecoder
 from specrs.pair.prompts import PROMPTS
 from specrs.sampling import SamplingParams
 from sweep import sweep
@@ -72,7 +72,7 @@ def test_logits_are_the_same_bits(
         max_num_batched_tokens=data.draw(st.sampled_from([7, 33, 64, 512]), label="budget"),
         max_num_seqs=data.draw(st.sampled_from([1, 3, 8]), label="rows"),
         num_gpu_blocks_override=data.draw(st.sampled_from([blocks, blocks + 2, 8 * blocks]), label="blocks"),
-        cpu_bf16_rows=bf16_rows,
+        cpu_activations="bf16" if bf16_rows else "auto",
         **LOGITS,
     )
     poison(engine)
@@ -112,21 +112,21 @@ def test_logits_are_transformers_own_within_rounding(native_qwen_bank: Bank, nat
 def test_bf16_rows_need_bf16_weights(native_qwen_bank: Bank, native_llama_bank: Bank, tmp_path: Path) -> None:
     """Draft models are no exception; float32 models whose matrices bf16 holds are served."""
     bank = native_qwen_bank
-    words = r"^cpu_bf16_rows=True: not implemented for these weights: .* = fp32 .*; allowed: False$"
+    words = r"^cpu_activations='bf16': not implemented for these weights: .* = fp32 .*; allowed: 'auto' or 'fp32'$"
     for target, draft, dtype in ((bank.target, None, "float32"), (native_llama_bank.target, bank.target, "auto")):
         weights = load_weights(config(target, draft, k=1, dtype=dtype))
         with pytest.raises(UnsupportedConfigError, match=words):
-            build_engine(config(target, draft, k=1, dtype=dtype, cpu_bf16_rows=True), weights)
+            build_engine(config(target, draft, k=1, dtype=dtype, cpu_activations="bf16"), weights)
     # As float64 by its own word, and by torch.
     folder = make_checkpoint(tmp_path / "float64", dtype=torch.float64, vocab=211)
-    with pytest.raises(UnsupportedConfigError, match=r"^cpu_bf16_rows=True: not implemented with dtype='float64'"):
-        build_engine(config(folder, None, k=0, dtype="auto", cpu_bf16_rows=True))
+    with pytest.raises(UnsupportedConfigError, match=r"^cpu_activations='bf16': not implemented with dtype='float64'"):
+        build_engine(config(folder, None, k=0, dtype="auto", cpu_activations="bf16"))
     folder = make_checkpoint(tmp_path / "generic", vocab=211)
-    fields = {"dtype": "bfloat16", "model_impl": "transformers", "cpu_bf16_rows": True}
-    with pytest.raises(UnsupportedConfigError, match="a model that torch computes; allowed: False"):
+    fields = {"dtype": "bfloat16", "model_impl": "transformers", "cpu_activations": "bf16"}
+    with pytest.raises(UnsupportedConfigError, match="a model that torch computes; allowed: 'auto' or 'fp32'"):
         build_engine(config(folder, None, k=0, **fields))
     engine = build_engine(
-        config(checkpoint(tmp_path / "kept", torch.float32), None, k=0, dtype="float32", cpu_bf16_rows=True)
+        config(checkpoint(tmp_path / "kept", torch.float32), None, k=0, dtype="float32", cpu_activations="bf16")
     )
     assert "bf16_rows=True" in repr(engine.runner.target.decoder)  # type: ignore[attr-defined]
 
@@ -139,7 +139,7 @@ def _has_tiles() -> bool:
 def test_prompts_by_tiles_are_the_same_bits_however_they_are_cut(native_qwen_bank: Bank) -> None:
     """Logits of prompts and of what follows, by any chunks and at any K; not those of exact.
 
-    Where the processor has no tiles they are refused by name. `rust/cpu/tests` holds them to a reference on any.
+    Where the processor has no tiles they are rejected. `rust/cpu/tests` holds them to a reference on any.
     """
     bank = native_qwen_bank
     fields = LOGITS | {"dtype": "bfloat16", "enable_prefix_caching": False}
@@ -180,7 +180,7 @@ def test_bf16_rows_of_the_bundled_models() -> None:
     for method in (None, "draft_model", "eagle3"):
         speculative = method and {"method": method, "num_speculative_tokens": 3}
         for rows in (False, True):
-            llm = LLM(dtype="float32", cpu_bf16_rows=rows, speculative_config=speculative)
+            llm = LLM(dtype="float32", cpu_activations="bf16" if rows else "auto", speculative_config=speculative)
             outputs = llm.generate(list(PROMPTS[:3]), params, use_tqdm=False)
             if rows:
                 texts.append([output.outputs[0].token_ids for output in outputs])
@@ -232,8 +232,8 @@ def test_which_runner_serves(native_qwen_bank: Bank) -> None:
     ):
         engine = make_engine(bank.target, bank.drafts["close"], k=2, **fields)
         assert engine.runner.is_native is native
-        models = [engine.weights.target, engine.weights.draft]
-        assert all(isinstance(model, NativeDense if native else Dense) for model in models)
+        models = engine.weights.models
+        assert all(isinstance(model, NativeDecoder if native else TorchDecoder) for model in models)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
@@ -326,7 +326,7 @@ def test_more_threads_than_the_process_may_use(native_qwen_bank: Bank, monkeypat
 def test_how_many_threads(native_qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_threads, "physical_cores", lambda: PROCESSORS)
     model = weights(native_qwen_bank.target, None, "float32").target
-    assert isinstance(model, NativeDense)
+    assert isinstance(model, NativeDecoder)
     monkeypatch.setenv("SPECRS_NUM_THREADS", str(PROCESSORS))
     assert choose_threads(EngineConfig(), [model]) == PROCESSORS
     assert choose_threads(EngineConfig(threads=1), [model]) == 1
@@ -369,7 +369,8 @@ def checkpoint(folder: Path, dtype: torch.dtype, change: float = 0.0) -> Path:
 
 
 def test_what_bf16_holds_exactly_is_kept_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The same logits as from fp32, to the bit, and a line that says so; one number that is none changes that."""
+    """Weights in fp32 that bf16 holds exactly are kept in bf16: same logits to the bit, and a log line. One inexact
+    number keeps fp32."""
     caplog.set_level(logging.INFO, "specrs")
     folders = {
         name: checkpoint(tmp_path / name, dtype, change)

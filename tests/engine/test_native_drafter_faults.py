@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from specrs.backends.cpu.runner import CpuRunner
+from specrs.backends.ring import Header, RingSlot
 from specrs.core import DRAFTER_DEVICE, FLAG_DRAFT_NON_FINITE
 from specrs.drafters.cpu import CpuDrafter
 from specrs.models.native_cache import NativeKVCache, native_cache
-from specrs.runner.cpu import CpuRunner
-from specrs.runner.ring import Header, RingSlot
 from sweep import sweep
 
 from engine.harness import Bank, greedy_jobs, request, run, run_greedy
-from engine.test_drafter_faults import DRAFTERS, Drafts, Engine, make_engine, watch_books
+from engine.test_drafter_faults import DRAFTERS, Drafts, Engine, make_engine, watch_integrity
 from engine.test_drafter_faults import drafts as drafts
 from engine.test_equivalence import engine_settings
 
@@ -69,7 +69,7 @@ def test_any_launch_may_fail(name: str, data: st.DataObject, drafts: Drafts) -> 
     most = max(8 * 128 // size, 1)
     blocks = data.draw(st.integers(0, most // 2), label="blocks of the drafter")
     bank, engine = engine_of(drafts, name, k, blocks, **fields)
-    flags = watch_books(engine)
+    flags = watch_integrity(engine)
     with pytest.MonkeyPatch.context() as patch:
         failed = count_faults(engine, patch)
         run_greedy(engine, bank, data.draw(greedy_jobs(bank, k), label="requests"), k)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import FinishReason, Request
-from specrs.engine.weights import Weights
 from specrs.sampling import SamplingParams
 from sweep import sweep
 

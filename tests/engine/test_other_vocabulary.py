@@ -59,7 +59,7 @@ def test_drafts_and_counts_are_those_of_a_plain_script(either: Bank, tmp_path: P
     eos = to_draft[0]
     shared = [i for i, own in enumerate(to_draft) if own is not None]
     engine, drafts, accepted, unknown = make_engine(either, renamed.path, k), 0, 0, 0
-    for i in range(10):
+    for i in range(5):
         prompt, text = either.prompts[i], either.expected(i, LONGEST)
         engine.add_request(request(i, prompt, k=None, max_tokens=LONGEST, engine_k=k))
         run(engine)
@@ -104,7 +104,7 @@ def test_rejection_draws_are_the_targets_own(dtype: str, tmp_path: Path) -> None
     target = make_checkpoint(tmp_path / "target", seed=5, **shape)
     draft = rename(make_checkpoint(tmp_path / "plain", seed=6, **shape), tmp_path / "draft", dropped=4)
     engine = with_rule(build_engine(translated(target, draft.path, 3, dtype, **TWO_TOKENS)), "rejection")
-    check_two_token_draws(engine, target, 3, 8_000)
+    check_two_token_draws(engine, target, 3, 8_000 if dtype == "float32" else 3_000)
 
 
 def test_shared_tokens_stand_for_the_same_bytes(tmp_path: Path) -> None:
@@ -155,6 +155,6 @@ def test_wrong_input(qwen_bank: Bank, tmp_path: Path, monkeypatch: pytest.Monkey
     edit_json(stranger.path / "tokenizer_config.json", remove=("eos_token", "unk_token"))
     with pytest.raises(TokenizerMismatchError, match="no unk_token and no eos_token"):
         load_weights(translated(target, stranger.path, 2, "float64"))
-    monkeypatch.setattr("specrs.engine.weights.shared_ids", lambda target, draft: [])
+    monkeypatch.setattr("specrs.drafters.other_tokenizer.shared_ids", lambda target, draft: [])
     with pytest.raises(TokenizerMismatchError, match=r"speculative_config\.model=.*shares no token"):
         load_weights(translated(target, renamed.path, 2, "float64"))

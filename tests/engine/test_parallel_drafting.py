@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 from checkpoints import edit_json, make_checkpoint
-from hf_reference import Books, count_parallel_acceptance
+from hf_reference import Statistics, count_parallel_acceptance
 from hypothesis import given
 from hypothesis import strategies as st
+from specrs.backends.ring import Header, RingSlot
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
+from specrs.drafters.parallel import LoadedParallel
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
-from specrs.engine.weights import Weights, load_weights
+from specrs.engine.weights import load_weights
 from specrs.errors import InvalidConfigError
-from specrs.runner.ring import Header, RingSlot
 from sweep import sweep
 
 from engine.harness import LONGEST, Bank, config, greedy_jobs, native_bank, poison, request, run, submit
@@ -41,13 +43,14 @@ def parallel(target: Path, draft: Path, k: int, dtype: str, **fields: object) ->
 
 
 def make_engine(bank: Bank, k: int, **fields: object) -> Engine:
-    """The same with the bank's draft, on weights loaded once."""
+    """Make an engine with the bank's parallel draft, on weights that are loaded once."""
     made = parallel(bank.target, bank.drafts["parallel"], k, bank.dtype, **fields)
     key = (str(bank.target), bank.dtype)
     if key not in WEIGHTS:
         WEIGHTS[key] = load_weights(made)
     engine = build_engine(made, WEIGHTS[key])
-    assert engine.weights.mask_token_id == MASK
+    assert isinstance(engine.weights.drafter, LoadedParallel)
+    assert engine.weights.drafter.mask_token_id == MASK
     assert engine.runner.is_native == (bank.dtype == "float32")
     return engine
 
@@ -73,7 +76,7 @@ def test_greedy_text(dtype: str, data: st.DataObject, banks: dict[str, Bank]) ->
 def test_drafts_and_counts_are_those_of_a_plain_script(dtype: str, k: int, banks: dict[str, Bank]) -> None:
     bank = banks[dtype]
     target, draft = loaded(bank.target), loaded(bank.drafts["parallel"])
-    engine, books, short = make_engine(bank, k), Books(), 0
+    engine, statistics, short = make_engine(bank, k), Statistics(), 0
     seen: list[tuple[int, list[int]]] = []
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
@@ -87,8 +90,8 @@ def test_drafts_and_counts_are_those_of_a_plain_script(dtype: str, k: int, banks
             tokens = engine.runner.state.tokens[row, n : n + drafted].tolist()
             seen.append((accepted if emitted > accepted else drafted, tokens))
 
-    for i, prompt in enumerate(bank.prompts[:8]):
-        text, expected = count_parallel_acceptance(target, draft, MASK, prompt, LONGEST, k, bank.eos, books)
+    for i, prompt in enumerate(bank.prompts[:5]):
+        text, expected = count_parallel_acceptance(target, draft, MASK, prompt, LONGEST, k, bank.eos, statistics)
         short += len(prompt) + 1 > k + 1
         seen.clear()
         engine.watch = watch
@@ -100,13 +103,13 @@ def test_drafts_and_counts_are_those_of_a_plain_script(dtype: str, k: int, banks
         for (rejected, drafts), theirs in zip(seen, expected, strict=True):
             assert drafts[:rejected] + drafts[rejected + 1 :] == theirs[:rejected] + theirs[rejected + 1 :]
     stats = engine.stats()
-    assert stats.drafts == books.drafts
-    assert stats.draft_tokens == books.draft_tokens
-    assert stats.accepted_tokens == books.accepted_tokens
-    assert stats.accepted_per_position == books.per_position
+    assert stats.drafts == statistics.drafts
+    assert stats.draft_tokens == statistics.draft_tokens
+    assert stats.accepted_tokens == statistics.accepted_tokens
+    assert stats.accepted_per_position == statistics.per_position
     # One pass an iteration that drafts, and at most one for a prompt that the first pass does not cover.
     assert 0 <= stats.draft_passes - stats.drafts <= short
-    assert books.per_position[min(k, 5) - 1] > 0, "drafts from masks must stand now and then"
+    assert statistics.per_position[min(k, 5) - 1] > 0, "drafts from masks must stand now and then"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,7 +137,7 @@ def test_rejection_draws_are_the_targets_own(dtype: str, tmp_path: Path) -> None
     )
     edit_json(draft / "config.json", mask_token_id=15)
     engine = with_rule(build_engine(parallel(target, draft, 3, dtype, **TWO_TOKENS)), "rejection")
-    check_two_token_draws(engine, target, 3, 6_000)
+    check_two_token_draws(engine, target, 3, 6_000 if dtype == "float32" else 3_000)
 
 
 def test_wrong_input(banks: dict[str, Bank], tmp_path: Path) -> None:

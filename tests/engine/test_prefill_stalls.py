@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+from specrs.backends.ring import Header, RingSlot
 from specrs.engine.request import Request
-from specrs.runner.ring import Header, RingSlot
 from specrs.sampling import SamplingParams
 
 from engine.scripted_runner import VOCAB, ScriptedRunner, make_engine, told

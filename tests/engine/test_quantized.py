@@ -1,4 +1,4 @@
-"""Engines with INT8 and INT4 weights: their text is that of the numbers that the codes stand for, at any K."""
+"""Engines with weights quantized at load: their text is that of the numbers that the integers stand for, at any K."""
 
 from __future__ import annotations
 
@@ -14,28 +14,34 @@ import torch
 from checkpoints import make_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from models.harness import Feeder
 from models.native_passes import numbers_of
 from safetensors.torch import load_file, save_file
 from specrs.arrays import FLOAT32, FLOAT64
+from specrs.backends.cpu.weights import Rounding, load_native
+from specrs.backends.cuda.loader import QuantizedLoader
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
+from specrs.core import PackedMatrix
 from specrs.engine import weights as engine_weights
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
-from specrs.engine.weights import Weights, load_weights
+from specrs.engine.weights import load_weights
 from specrs.errors import CheckpointError, UnsupportedConfigError
-from specrs.kernels.coded_weight import CodedWeight
-from specrs.models.dense import Dense
-from specrs.models.dense_native import NativeDense
+from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.loader import open_checkpoint
-from specrs.models.native_loader import load_native
-from specrs.models.quantization.at_load import IntegersAtLoad
-from specrs.models.stored import QuantizedWeight, StackedWeight
-from specrs.models.torch_loader import CodedLoader
+from specrs.models.native_decoder import NativeDecoder
+from specrs.models.quantization.at_load import quantized_at_load
+from specrs.models.stored import PackedWeight, StackedWeight
+from specrs.models.torch_decoder import TorchDecoder
 
 from engine.harness import Bank, config, request, run
 from engine.logits import LOGITS, logits_of, with_logits
 
-KINDS = ("int8", "int4")
+KINDS = ("int8", "int4", "q8_0", "q4_0")
+LARGEST = {"int8": 0.5 / 127, "int4": 0.5 / 7, "q8_0": 0.57 / 127, "q4_0": 1 / 8}
+"""Largest error of a weight over the largest weight of its matrix, with scales of fp16 where they are not the least."""
+BITS = {"int8": 8, "int4": 4, "q8_0": 8, "q4_0": 4}
 
 
 @functools.cache
@@ -109,13 +115,13 @@ def test_drafts_change_no_bit(family: str, data: st.DataObject, request_bank: di
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantized_model_is_the_model_of_its_numbers(kind: str, native_qwen_bank: Bank, tmp_path: Path) -> None:
-    """Written to a checkpoint, they give the same logits to the bit; the weights that they were made from do not."""
+    """Written to a checkpoint, they give the same logits: to the bit with fp32 activations, within their rounding with
+    16-bit integers. The weights that they were made from do not."""
     target, prompt = native_qwen_bank.target, tuple(native_qwen_bank.prompts[4])
-    made = weights(target, None, "float32", kind, None).target
-    assert isinstance(made, NativeDense)
     folder = tmp_path / "numbers"
     shutil.copytree(target, folder)
     tensors = load_file(folder / "model.safetensors")
+    made = load_native(target, dtype="float32", quantization=kind)
     for i, layer in enumerate(made.weights.layers):
         for weight, names in (
             (layer.qkv, [f"self_attn.{x}_proj" for x in "qkv"]),
@@ -123,36 +129,46 @@ def test_a_quantized_model_is_the_model_of_its_numbers(kind: str, native_qwen_ba
             (layer.gate_up, ["mlp.gate_proj", "mlp.up_proj"]),
             (layer.down, ["mlp.down_proj"]),
         ):
-            assert isinstance(weight, QuantizedWeight)
+            assert isinstance(weight, PackedWeight)
             for name, part in zip(names, weight.parts, strict=True):
+                assert isinstance(part, PackedMatrix)
                 full = f"model.layers.{i}.{name}.weight"
                 made_of = torch.from_numpy(part.numbers())
                 spread = (tensors[full] - made_of).abs().max() / tensors[full].abs().max()
-                assert 0 < spread <= (0.5 / 127 if kind == "int8" else 0.5 / 7) * (1 + 1 / 128)
+                assert 0 < spread <= LARGEST[kind] * (1 + 1 / 128)
                 tensors[full] = made_of
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    logits = alone(target, prompt, "float32", kind)[0]
-    assert np.array_equal(logits, alone(folder, prompt, "float32", None)[0])
-    assert not np.array_equal(logits[:1], alone(target, prompt, "float32", None)[0][:1])
+
+    def logits(path: Path, quantization: str | None, activations: str) -> torch.Tensor:
+        rounding = Rounding(activations=activations)
+        model = load_native(path, dtype="float32", quantization=quantization, rounding=rounding)
+        return Feeder(model).feed_chunks(list(prompt), [len(prompt)])
+
+    numbers = logits(folder, None, "fp32")
+    assert torch.equal(logits(target, kind, "fp32"), numbers)
+    size = numbers.abs().max()
+    assert 0 < (logits(target, kind, "auto") - numbers).abs().max() < 1e-3 * size
+    assert (logits(target, None, "fp32") - numbers).abs().max() > 1e-2 * size
 
 
 def test_what_is_quantized(native_qwen_bank: Bank) -> None:
     """The projections of the target's layers, and of the draft's where that is asked for; not embedding and head."""
     bank = native_qwen_bank
-    for kind, draft_kind in (("int8", None), ("int4", "int8"), (None, "int4")):
+    for kind, draft_kind in (("int8", None), ("int4", "int8"), ("q4_0", "q8_0"), (None, "int4")):
         made = weights(bank.target, bank.drafts["small"], "float32", kind, draft_kind)
-        for model, its in ((made.target, kind), (made.draft, draft_kind)):
-            assert isinstance(model, NativeDense)
+        for model, its in zip(made.models, (kind, draft_kind), strict=True):
+            assert isinstance(model, NativeDecoder)
             assert model.dtype == FLOAT32, "of the KV cache"
             w = model.weights
             assert isinstance(w.lm_head, StackedWeight)
             assert w.embedding.dtype == FLOAT32
             for layer in w.layers:
                 for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                    assert isinstance(weight, StackedWeight if its is None else QuantizedWeight)
-                    if isinstance(weight, QuantizedWeight):
-                        dtypes = {part.codes.dtype for part in weight.parts}
-                        assert dtypes == {np.dtype(np.int8 if its == "int8" else np.uint8)}
+                    assert isinstance(weight, StackedWeight if its is None else PackedWeight)
+                    if isinstance(weight, PackedWeight):
+                        kinds = {part.kind for part in weight.parts if isinstance(part, PackedMatrix)}
+                        assert its is not None
+                        assert kinds == {its.upper()}
 
 
 def test_groups_are_the_largest_that_divide(tmp_path: Path) -> None:
@@ -161,9 +177,11 @@ def test_groups_are_the_largest_that_divide(tmp_path: Path) -> None:
     )
     (layer,) = load_native(folder, quantization="int4").weights.layers
     for weight, size, group in ((layer.qkv, 128, 128), (layer.o, 96, 32), (layer.down, 192, 64)):
-        assert isinstance(weight, QuantizedWeight)
+        assert isinstance(weight, PackedWeight)
         assert weight.shape[1] == size
-        assert {part.scales.shape[1] for part in weight.parts} == {size // group}
+        for part in weight.parts:
+            outputs = -(-part.shape[0] // 16) * 16
+            assert part.nbytes == outputs * (size // 2 + 2 * size // group)
 
 
 def status(field: str) -> int:
@@ -184,11 +202,10 @@ def test_memory(kind: str, tmp_path: Path) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, anonymous = status("VmRSS"), status("RssAnon")
     model = load_native(folder, dtype="float32", quantization=kind)
-    codes = matrices if kind == "int8" else matrices // 2
-    scales = sum(2 * weight.parts[0].scales.size for weight in ())
+    codes = matrices * BITS[kind] // 8
     kept = model.weights.embedding.nbytes
     num_bytes = model.num_bytes - model.weights.lm_head.num_bytes
-    assert codes < num_bytes <= codes * (1.01 if kind == "int8" else 1.13) + scales
+    assert codes < num_bytes <= codes * {"int8": 1.01, "int4": 1.13, "q8_0": 1.08, "q4_0": 1.15}[kind]
     slack = 12 << 20
     assert 2 * matrices > codes + slack, "a copy in bf16 would show"
     assert status("VmHWM") - before < file + codes + kept + slack
@@ -206,6 +223,40 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
         CheckpointError, match=rf"broken: {name} cannot be quantized: {name}\[3, 5\] = NaN is not allowed"
     ):
         load_native(folder, quantization="int8")
+
+
+@pytest.mark.parametrize(("kind", "value"), [("q4_0", torch.nan), ("q4_0", torch.inf), ("q4_0", 6e5), ("q8_0", 9e6)])
+def test_a_weight_that_no_block_holds_is_named(kind: str, value: float, tmp_path: Path) -> None:
+    """An eighth of the largest weight, or a 127th of it with Q8_0, must be a number of fp16."""
+    folder = make_checkpoint(tmp_path / "broken", layers=1, with_tokenizer=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    reason = r"largest weight is (nan|inf|600000|9e\+06), and must be 0 or from .* to (524032|8.31901e\+06); use int8"
+    name = r"model\.layers\.0\.mlp\.up_proj\.weight"
+    with pytest.raises(CheckpointError, match=rf"broken: {name} cannot be quantized to Q._0: its {reason}"):
+        load_native(folder, quantization=kind)
+
+
+def test_weights_that_fp16_scales_would_lose(tmp_path: Path) -> None:
+    """A matrix of tiny numbers is named; a block of them, or a matrix of zeros, becomes zeros."""
+    folder = make_checkpoint(tmp_path / "tiny", layers=1, with_tokenizer=False)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors["model.layers.0.mlp.gate_proj.weight"][:] = 0
+    tensors[name][1, :32] *= 1e-30
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (layer,) = load_native(folder, quantization="q8_0").weights.layers
+    gate, up = numbers_of(layer.gate_up)[: len(tensors[name])], numbers_of(layer.gate_up)[len(tensors[name]) :]
+    assert not gate.any()
+    assert not up[1, :32].any()
+    assert up[1, 32:].any()
+    tensors[name] *= 1e-6
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=rf"{name} cannot be quantized to Q8_0: its largest weight is .*; use int8"
+    ):
+        load_native(folder, quantization="q8_0")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -227,15 +278,19 @@ def test_log_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     load_native(folder, dtype="float32", quantization="int8")
     said = [record.getMessage() for record in caplog.records]
-    assert said == [f"{folder}: embedding, LM head and routers are kept as bfloat16, which holds them exactly"]
+    assert said == [
+        f"{folder}: embedding, LM head and routers are kept as bfloat16, which holds them exactly",
+        f"{folder}: 7 matrices are packed, 0.00 GiB; 0 become float32 when they are loaded, 0.00 GiB",
+    ]
 
 
 def test_models_that_make_no_groups(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "odd", hidden=96, intermediate=168, layers=1, with_tokenizer=False)
     even = make_checkpoint(tmp_path / "even", layers=1, with_tokenizer=False)
-    reason = r"odd has intermediate_size = 168, groups need a multiple of 32; allowed: None or 'int8'"
-    with pytest.raises(UnsupportedConfigError, match=rf"^quantization='int4': .*{reason}"):
-        load_weights(EngineConfig(model=str(folder), device="cpu", quantization="int4"))
+    reason = r"odd has intermediate_size = 168, groups need a multiple of 32; allowed: None, 'fp8' or 'int8'"
+    for kind in ("int4", "q8_0", "q4_0"):
+        with pytest.raises(UnsupportedConfigError, match=rf"^quantization='{kind}': .*{reason}"):
+            load_weights(EngineConfig(model=str(folder), device="cpu", quantization=kind))
     load_weights(EngineConfig(model=str(folder), device="cpu", quantization="int8"))
     speculative = {"model": str(folder), "num_speculative_tokens": 2, "quantization": "int4"}
     with pytest.raises(UnsupportedConfigError, match=rf"^speculative_config.quantization='int4': .*{reason}"):
@@ -244,33 +299,35 @@ def test_models_that_make_no_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_passes_have_the_same_numbers(kind: str, tmp_path: Path) -> None:
-    """Those of a float64 model, which reads numbers, and the codes of a GPU, in words of their own. Of 96 inputs, which
-    no INT4 of a GPU has units for, codes are INT8 there."""
+    """A float64 model and the codes of a GPU hold the same numbers as native passes. No INT4 format of a GPU has units
+    for 96 inputs, so those weights are INT8 there."""
     folder = make_checkpoint(
         tmp_path / "model", hidden=128, intermediate=96, layers=1, dtype=torch.float64, with_tokenizer=False
     )
     (native,) = load_native(folder, dtype="float32", quantization=kind).weights.layers
     made = load_weights(EngineConfig(model=str(folder), device="cpu", quantization=kind)).target
-    assert isinstance(made, Dense)
+    assert isinstance(made, TorchDecoder)
     assert made.dtype == FLOAT64
     (plain,) = made.weights.layers
     config, checkpoint = open_checkpoint(folder, None, "auto")
-    codes = IntegersAtLoad(checkpoint, kind)
-    (coded,) = CodedLoader(config, codes, torch.float32, torch.device("cpu")).load().layers
-    bits = {name: codes.coded_bits(f"model.layers.0.{name}.weight") for name in ("self_attn.q_proj", "mlp.down_proj")}
-    assert bits == {"self_attn.q_proj": int(kind[3:]), "mlp.down_proj": 8}
+    codes = quantized_at_load(checkpoint, kind)
+    (coded,) = QuantizedLoader(config, codes, torch.float32, torch.device("cpu")).load().layers
+    bits = {
+        name: codes.quantized_bits(f"model.layers.0.{name}.weight") for name in ("self_attn.q_proj", "mlp.down_proj")
+    }
+    assert bits == {"self_attn.q_proj": BITS[kind], "mlp.down_proj": 8}
     for name in ("qkv", "o", "gate_up", "down"):
         numbers = torch.from_numpy(numbers_of(getattr(native, name)))
         assert torch.equal(getattr(plain, name).dequantized().double(), numbers)
         weight = getattr(coded, name)
-        assert isinstance(weight, CodedWeight)
-        assert weight.coding.kind == ("int8" if name in ("o", "down") else kind)
+        assert isinstance(weight, QuantizedWeight)
+        assert weight.coding.kind == ("int8" if name in ("o", "down") or BITS[kind] == 8 else "int4")
         assert torch.equal(weight.dequantized(), numbers)
 
 
-def test_what_a_gpu_cannot_group_is_refused_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_gpu_cannot_group_is_rejected_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint(tmp_path / "odd", hidden=96, intermediate=168, layers=1, with_tokenizer=False)
     monkeypatch.setattr(engine_weights, "resolve_device", lambda _: "cuda:0")
-    monkeypatch.setattr(engine_weights, "check_weights_fit", lambda *_: None)
+    monkeypatch.setattr("specrs.backends.cuda.fit.check_weights_fit", lambda *_: None)
     with pytest.raises(UnsupportedConfigError, match=r"^quantization='int4': .*odd has intermediate_size = 168"):
         load_weights(EngineConfig(model=str(folder), quantization="int4"))

@@ -188,7 +188,8 @@ def joint_distribution(target: Path, prompt: list[int], temperature: float) -> n
 
 
 def z_score(counts: np.ndarray, expected: np.ndarray) -> float:
-    """Of the chi-square statistic against its degrees of freedom; cells under 5 expected draws are one cell."""
+    """Return the chi-square statistic in standard deviations from its degrees of freedom. Cells under 5 expected draws
+    are one cell."""
     counts, expected = counts.ravel(), expected.ravel()
     small = expected < 5
     counts = np.append(counts[~small], counts[small].sum())
@@ -207,10 +208,9 @@ def check_two_token_draws(engine: Engine, target: Path, k: int, draws: int, leas
     """The first three tokens that an engine over 16 ids samples `draws` times, two by two, against the target's exact
     distribution."""
     prompt, temperature = [3, 1, 4, 1, 5], 0.9
-    jobs = [
-        sampled(3 * i + 1, prompt, i, k, k, temperature=temperature, max_tokens=5, ignore_eos=True)
-        for i in range(draws)
-    ]
+    asked = {"temperature": temperature, "max_tokens": 5, "ignore_eos": True, "detokenize": False}
+    params = SamplingParams(num_speculative_tokens=k, **asked)
+    jobs = [Request(i, prompt, params, num_speculative_tokens=k, seed=i) for i in range(draws)]
     for job in jobs:
         engine.add_request(job)
     run(engine)
@@ -236,7 +236,8 @@ def test_two_token_draws_are_the_targets_own(
 ) -> None:
     target, draft = small_vocabulary
     engine = with_rule(build_engine(config(target, draft, k=k, dtype=dtype, **TWO_TOKENS)), rule)
-    check_two_token_draws(engine, target, k, 20_000)
+    # Both dtypes share the acceptance and the sampling; in float64 torch computes the passes, at four times the cost.
+    check_two_token_draws(engine, target, k, 20_000 if dtype == "float32" else 6_000)
 
 
 def test_logprobs_are_those_of_vanilla_decoding(qwen_bank: Bank) -> None:

@@ -1,79 +1,131 @@
-"""A window of a text gives what the whole text gives, and stays short."""
+"""A window of a text gives what the whole text gives, and reading a stream costs what is new in it."""
 
-import random
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server.test_logprob_texts import sentencepiece
 from specrs.core import Output
 from specrs.engine import text_window
+from specrs.engine.output_builder import OutputBuilder
+from specrs.engine.request import FinishReason, Request
 from specrs.engine.text_window import TextWindow
+from specrs.errors import InvalidRequestError
+from specrs.sampling import RequestOutputKind, SamplingParams
 from specrs.tokenizer import Tokenizer
 
 PIECES = ["a ", " ", "\n", "  b", "é", "日本", "🎉", "x🎉y", "def f(", "STOP", "ST", "<|endoftext|>"]
+STOPS = [(), ("STOP",), ("日本", "TSTO", " b"), ("abababababX",)]
 
 
 @given(
     st.lists(st.sampled_from(PIECES), max_size=40),
     st.lists(st.integers(0, 400), max_size=12),
-    st.sampled_from([(), ("STOP",), ("日本", "TSTO", " b")]),
+    st.sampled_from(STOPS),
     st.integers(0, 12),
     st.booleans(),
 )
 def test_a_window_gives_the_stable_text(
     tokenizer: Tokenizer, texts: list[str], noise: list[int], stop: tuple[str, ...], min_tokens: int, skip: bool
 ) -> None:
-    """Also where the tokens are bytes that are no text, and where the text is dropped as often as it can be."""
+    """Also where the tokens are bytes that are no text."""
     whole = tokenizer.encode("".join(texts), add_special_tokens=False)
     ids = [token for pair in zip(whole, [*noise, *whole], strict=False) for token in pair]
     prompt = tokenizer.encode("a 🎉")
+    for tokens in (whole, ids):
+        output = Output(
+            0, prompt, decoder=tokenizer.decoder, skip_special_tokens=skip, stop=list(stop), min_tokens=min_tokens
+        )
+        window = TextWindow(tokenizer.decoder, prompt, skip_special_tokens=skip, stop=stop)
+        text = ""
+        for token in tokens:
+            output.append([token])
+            if output.stop is not None:
+                break
+            text += window.add(token)
+            assert text == output.stable_text
+
+
+class Counted:
+    """An `Output` that counts the tokens which it decodes and the characters and tokens which it copies out.
+
+    It has nothing that copies the whole output.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.output = Output(*args, **kwargs)
+        self.decoded = self.copied = 0
+
+    def append(self, token_ids: list[int]) -> None:
+        self.decoded += len(token_ids)
+        self.output.append(token_ids)
+
+    def stable_text_from(self, start: int) -> tuple[str, int]:
+        text, end = self.output.stable_text_from(start)
+        self.copied += len(text)
+        return text, end
+
+    def token_ids(self, start: int) -> list[int]:
+        found = self.output.token_ids(start)
+        self.copied += len(found)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        assert name in ("finish_reason", "stop", "num_tokens", "acceptance", "first_token_time", "finish_time", "error")
+        return getattr(self.output, name)
+
+
+@given(st.lists(st.sampled_from(["ab", "abab", "a", "X", "🎉"]), max_size=60), st.sampled_from(STOPS))
+def test_each_token_of_a_window_is_decoded_once_and_each_character_copied_once(
+    tokenizer: Tokenizer, texts: list[str], stop: tuple[str, ...]
+) -> None:
+    """Also where any token may begin a stop string, so that some text is always held back."""
+    ids = tokenizer.encode("".join(texts), add_special_tokens=False)
+    made: list[Counted] = []
+
+    def make(*args: Any, **kwargs: Any) -> Counted:
+        made.append(Counted(*args, **kwargs))
+        return made[-1]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_window, "_LONG", 0)
-        for tokens in (whole, ids):
-            output = Output(
-                0, prompt, decoder=tokenizer.decoder, skip_special_tokens=skip, stop=list(stop), min_tokens=min_tokens
-            )
-            window = TextWindow(tokenizer.decoder, prompt, skip_special_tokens=skip, stop=stop)
-            text = ""
-            for token in tokens:
-                output.append([token])
-                if output.stop is not None:
-                    break
-                text += window.add(token)
-                assert text == output.stable_text
+        patch.setattr(text_window, "Output", make)
+        window = TextWindow(tokenizer.decoder, (), skip_special_tokens=True, stop=stop)
+        text = "".join(map(window.add, ids))
+    (counted,) = made
+    assert (counted.decoded, counted.copied) == (len(ids), len(text))
 
 
-def test_blanks_are_no_start_of_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sentencepiece decoder drops the blank before the first word that it sees."""
-    monkeypatch.setattr(text_window, "_LONG", 0)
-    tokenizer = sentencepiece(tmp_path / "t")
-    ids = [token for count in range(9) for token in tokenizer.encode("a" + " " * count + "b", add_special_tokens=False)]
-    window = TextWindow(tokenizer.decoder, (), skip_special_tokens=True)
-    assert "".join(map(window.add, ids)) == tokenizer.decode(ids)
+@given(
+    st.lists(st.sampled_from(["ab", "abab", "a", "X", "🎉"]), max_size=60),
+    st.sampled_from(STOPS),
+    st.sampled_from([RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA]),
+)
+def test_each_character_of_a_stream_is_read_once(
+    tokenizer: Tokenizer, texts: list[str], stop: tuple[str, ...], kind: RequestOutputKind
+) -> None:
+    ids = tokenizer.encode("".join(texts), add_special_tokens=False)
+    request = Request(0, [1, 2], SamplingParams(stop=stop, output_kind=kind), decoder=tokenizer.decoder)
+    counted = Counted(0, [1, 2], decoder=tokenizer.decoder, stop=list(stop))
+    request.output = counted  # type: ignore[assignment]
+    builder, told, text = OutputBuilder([request], None), [], ""
+    for token in ids:
+        counted.append([token])
+        completion = builder.build().outputs[0]
+        told += completion.token_ids if kind is RequestOutputKind.DELTA else completion.token_ids[len(told) :]
+        text += completion.delta
+    counted.output.finish(2)
+    ending = builder.build().outputs[0]
+    assert ending.finish_reason == FinishReason.LENGTH
+    whole = counted.output
+    assert (told, text + ending.delta) == (ids[: whole.num_tokens], whole.text)
+    assert counted.copied == whole.num_tokens + len(whole.text)
 
 
-def test_invalid_bytes_are_no_start_of_a_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decoder gives up the first of many bytes that are no text while the last ones still begin a character."""
-    monkeypatch.setattr(text_window, "_LONG", 0)
-    emoji = tokenizer.encode("🎉", add_special_tokens=False)
-    assert len(emoji) == 4
-    for count in range(25, 40):
-        window = TextWindow(tokenizer.decoder, (), skip_special_tokens=True)
-        output = Output(0, (), decoder=tokenizer.decoder)
-        ids = [*tokenizer.encode("abc"), *emoji[:1] * count, *emoji, *tokenizer.encode("abc")]
-        output.append(ids)
-        assert "".join(map(window.add, ids)) == output.text
-        assert "🎉abc" in output.text
-
-
-@pytest.mark.parametrize("stop", [(), ("a stop string", "zz")])
-def test_a_window_stays_short(tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-    """Random tokens, many of them a part of a character."""
-    chance, window = random.Random(0), TextWindow(tokenizer.decoder, (), skip_special_tokens=True, stop=stop)
-    lengths = []
-    for _ in range(20_000):
-        window.add(chance.randrange(1, 2000))
-        lengths.append(len(window._output.text))
-    assert max(lengths) < 2000
+def test_a_text_is_read_from_an_end_that_was_returned(tokenizer: Tokenizer) -> None:
+    output = Output(0, (), decoder=tokenizer.decoder)
+    output.append(tokenizer.encode("é", add_special_tokens=False))
+    assert output.stable_text_from() == ("é", 2)
+    assert output.stable_text_from(2) == ("", 2)
+    for start in (1, 3):
+        with pytest.raises(InvalidRequestError, match=f"start = {start} is not allowed"):
+            output.stable_text_from(start)

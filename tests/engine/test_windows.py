@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from specrs.engine.blueprint import Blueprint
+from specrs.backends.blueprint import Blueprint
 from specrs.errors import InvalidConfigError
 from sweep import sweep
 
@@ -37,7 +37,7 @@ def window_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
 
 @pytest.fixture(scope="module")
 def banks(window_bank: Bank) -> dict[str, Bank]:
-    """The same for either runner."""
+    """Banks by dtype, float64 for torch and the others for native passes."""
     native = {dtype: native_bank(window_bank, dtype) for dtype in ("float32", "bfloat16")}
     return {"float64": window_bank} | native
 

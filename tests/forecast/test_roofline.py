@@ -33,7 +33,8 @@ def pair(folders: tuple[Path, Path], gpu: str = "H200", **fields: Any) -> Roofli
 
 
 def test_measured_passes_within_two_percent(folders: tuple[Path, Path]) -> None:
-    """Of a commit whose passes had more kernels: rotation was one, and for a single row the combining of splits."""
+    """Passes measured at a commit with more kernels: rotation was one, and combining the splits of a single row
+    another."""
     roofline, measured = pair(folders), json.loads(MEASURED.read_text())
     passes, target, draft = measured["passes"], 452, 172
 
@@ -65,8 +66,8 @@ def test_measured_time_per_token_of_up_to_256_requests_within_ten_percent(folder
 
 
 def test_published_passes(folders: tuple[Path, Path]) -> None:
-    """Of vLLM on an H100: both models alone, and a verification of four drafts in a trace. Its draft waits for a host,
-    which the model of the time does not have."""
+    """Passes that vLLM takes on an H100: both models alone, and a verification of four drafts in a trace. vLLM's draft
+    waits for a host, which the forecast leaves out."""
     roofline = pair(folders, "H100")
     assert roofline.target_pass(1, 0).ms(roofline.gpu) / 23.65 - 1 == pytest.approx(-0.03, abs=0.01)
     assert roofline.draft_pass(1).ms(roofline.gpu) / 2.27 - 1 == pytest.approx(-0.22, abs=0.01)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from checkpoints import FAMILIES, edit_json, make_checkpoint, make_eagle3, perturb_checkpoint
 from engine.other_vocabulary import rename
+from specrs.backends.cuda.runner import CudaRunner
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
-from specrs.kernels.coded_weight import CodedWeight
 from specrs.kernels.coding import Coding
 from specrs.kernels.cuda import fp8_rows, scaled_linear
 from specrs.kernels.cuda.device import limits_of
-from specrs.runner.cuda.runner import CudaRunner
+from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.speculative_config import SpeculativeConfig
 
 from .texts import GREEDY, VOCAB, K, generate, share_of_equal
@@ -51,7 +51,8 @@ def build(target: Path, speculative: dict[str, Any], device: str = "cuda", **fie
 
 
 def assert_texts(target: Path, speculative: dict[str, Any], *, near: float = 0.95, **fields: Any) -> None:
-    """The same texts in graphs with drafts, without drafts, and by torch on the CPU; only near-ties may differ."""
+    """Check that texts from graphs with drafts equal those without drafts and torch's on the CPU. Only near-ties may
+    differ."""
     engine = build(target, speculative, **fields)
     texts = generate(engine, [GREEDY] * 4)
     assert engine.stats().accepted_tokens > 0
@@ -111,11 +112,11 @@ def test_rows_in_fp8(tmp_path: Path) -> None:
 @pytest.mark.parametrize("coding", [Coding("fp8", 1024), Coding("fp8", 128, 128)])
 @pytest.mark.parametrize("rows", [65, 66, 300])
 def test_products_of_rows_in_fp8(coding: Coding, rows: int) -> None:
-    """Against the law in float64, where the device has them."""
+    """Products of rows rounded to e4m3 are near the reference in float64, where the device has them."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 120, (512, 1024), generator=generator, dtype=torch.uint8)
     scales = torch.rand(-(-512 // coding.outputs), 1024 // coding.group, generator=generator) + 0.5
-    held = CodedWeight.of(values, scales, coding)
+    held = QuantizedWeight.of(values, scales, coding)
     weight = replace(held, fp8_rows=True)
     on_device = weight.to(torch.device("cuda"))
     if not scaled_linear.serves(on_device, limits_of(torch.device("cuda"))):

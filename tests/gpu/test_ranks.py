@@ -10,12 +10,12 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
 from parallel.test_exchanges import exchange
+from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.ranks import LeadingRunner
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.errors import RankLostError
-from specrs.runner.cuda.runner import CudaRunner
-from specrs.runner.ranks import LeadingRunner
 from specrs.sampling import SamplingParams
 from specrs.speculative_config import SpeculativeConfig
 

@@ -4,13 +4,13 @@ import warnings
 
 import pytest
 import torch
+from specrs.backends.cuda.decoder import CudaDecoder
+from specrs.backends.cuda.drafters.model import ModelPasses
+from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.cuda.shapes import Buckets
 from specrs.core import InvalidResultsError
-from specrs.drafters.draft_model import DraftModel
 from specrs.engine.engine import Engine
 from specrs.errors import EngineError
-from specrs.models.dense_cuda import CudaDense
-from specrs.runner.cuda.runner import CudaRunner
-from specrs.runner.cuda.shapes import Buckets
 from specrs.sampling import SamplingParams
 
 from .conftest import MakeEngine
@@ -113,9 +113,9 @@ def poison(runner: CudaRunner) -> None:
     tensors = [t for name, t in ctx.buffers.tensors().items() if name != "uniform_start"] + [ctx.record.results]
     scratch = ctx.scratch
     tensors += [getattr(scratch, name) for name in scratch.__slots__]
-    assert isinstance(ctx.drafter, DraftModel)
+    assert isinstance(ctx.drafter, ModelPasses)
     for model in (ctx.target, ctx.drafter.model):
-        assert isinstance(model, CudaDense)
+        assert isinstance(model, CudaDecoder)
         for name in ("hidden", "normed", "delta", "qkv", "attended", "gate_up", "activated", "partials", "stats"):
             tensors.append(getattr(model.workspace, name))
     for tensor in tensors:
@@ -183,8 +183,8 @@ def test_every_graph_is_captured(make_engine: MakeEngine) -> None:
     buckets = Buckets([1, 2, 4, 8], K)
     for shape in buckets.whole_shapes():
         assert shape in graphs
-    for batch, i, tail in buckets.draft_passes():
-        assert ("draft", batch, i, tail) in graphs
+    for batch, i, logits_mode in buckets.draft_passes():
+        assert ("draft", batch, i, logits_mode) in graphs
     for batch, rows, greedy in buckets.verify_passes():
         assert ("verify", batch, rows, greedy) in graphs
 

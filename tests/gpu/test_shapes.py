@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 from kernels.cuda.tolerance import assert_argmax
+from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.kernels.linear import DenseWeight, Weight
 from specrs.kernels.rotary import inverse_frequencies, signed_frequencies
 from specrs.models.config import ModelConfig, parse_config
-from specrs.models.dense_cuda import CudaDense
-from specrs.models.dense_weights import LayerWeights
+from specrs.models.decoder_weights import LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.torch_weights import TorchLayer, TorchWeights
@@ -132,7 +132,7 @@ def test_prefill_then_verification(
 ) -> None:
     c = config(*shape)
     weights = decoder(c, dtype, device)
-    model = CudaDense.allocate(weights, max_rows=600, max_seqs=4)
+    model = CudaDecoder.allocate(weights, max_rows=600, max_seqs=4)
     ids = torch.randint(0, c.vocab_size, (531,), device=device, generator=torch.Generator(device).manual_seed(1))
     cache = KVCache.allocate(c, len(ids) // BLOCK + 1, BLOCK, dtype, device)
     for layer in cache.layers:

@@ -1,4 +1,4 @@
-"""The example of a host around the parts: its text is the same for every K, and its books agree with the text."""
+"""The example of a host around the parts: its text is the same for every K, and its statistics agree with the text."""
 
 import subprocess
 import sys
@@ -21,11 +21,11 @@ def host() -> ModuleType:
 @pytest.mark.parametrize("k", [1, 2, 4, 7])
 def test_text_does_not_depend_on_k(host: ModuleType, k: int) -> None:
     vanilla, _ = host.generate(PROMPT, 60, 0)
-    text, books = host.generate(PROMPT, 60, k)
+    text, statistics = host.generate(PROMPT, 60, k)
     assert text == vanilla
     assert len(set(text)) > 5
-    assert books.drafts + books.accepted_tokens == len(text) - 1, "the first token is the prompt's pass"
-    assert 0 < books.accepted_tokens < books.draft_tokens
+    assert statistics.drafts + statistics.accepted_tokens == len(text) - 1, "the first token is the prompt's pass"
+    assert 0 < statistics.accepted_tokens < statistics.draft_tokens
 
 
 def test_it_runs_as_a_script() -> None:

@@ -33,8 +33,8 @@ def test_texts_are_the_targets_own(host: ModuleType, k: int, depth: int) -> None
     texts, scheduler = host.generate(PROMPTS, 30, k, depth)
     assert texts == [alone(host, prompt, 30) for prompt in PROMPTS]
     assert len({token for text in texts for token in text}) > 10
-    books = scheduler.acceptance()
-    assert (0 < books.accepted_tokens < books.draft_tokens) == (k > 0)
+    statistics = scheduler.acceptance()
+    assert (0 < statistics.accepted_tokens < statistics.draft_tokens) == (k > 0)
     assert scheduler.num_cached_tokens > 0
     assert (scheduler.num_free_blocks, scheduler.has_unfinished()) == (scheduler.num_blocks, False)
     scheduler.check_integrity()

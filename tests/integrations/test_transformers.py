@@ -165,7 +165,7 @@ def test_sampling_follows_torchs_seed(pair: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_experts_are_refused_by_name(tmp_path: Path, family: str) -> None:
+def test_experts_are_rejected(tmp_path: Path, family: str) -> None:
     """transformers holds all experts of a layer as one tensor, which is no checkpoint's."""
     model = load(make_checkpoint(tmp_path / "target", family, seed=1))
     words = rf"architectures=\['{type(model).__name__}'\]: not implemented; allowed: .* without experts"

@@ -21,7 +21,7 @@ MAX_LEN, DEPTH = 48, 8
 
 
 def vllm_config(k: int = 5, least: int | None = 1, most: int | None = 3, **fields: Any) -> Any:
-    """As much of vLLM's configuration as is read."""
+    """Make the part of vLLM's configuration that the proposers read."""
     defaults = {
         "num_speculative_tokens": k,
         "suffix_decoding_max_tree_depth": DEPTH,
@@ -122,8 +122,8 @@ def test_the_better_way_is_taken_and_learned() -> None:
     """Where the last occurrence misleads and the most frequent does not, suffix drafts are taken, and the other way."""
     best = vllm.BestProposer(vllm_config())
     for way, other in (("suffix", "ngram"), ("ngram", "suffix")):
-        best._books[way].stood, best._books[other].stood = 5.0, 0.1
-        best._books[way].expected = best._books[other].expected = 5.0
+        best._statistics[way].stood, best._statistics[other].stood = 5.0, 0.1
+        best._statistics[way].expected = best._statistics[other].expected = 5.0
         batch = Batch()
         batch.texts = [[1, 2, 3, 1, 2, 3, 1, 2, 0, 1, 2]]
         batch.sampled = [[2]]
@@ -131,11 +131,11 @@ def test_the_better_way_is_taken_and_learned() -> None:
         alone = {"suffix": vllm.SuffixProposer(vllm_config()), "ngram": vllm.NgramProposer(vllm_config())}[way]
         assert [draft] == batch.step(alone)
         assert draft[0] == (3 if way == "suffix" else 0)
-        before = best._books["suffix"].stood
+        before = best._statistics["suffix"].stood
         batch.texts[0].extend([3, 1])
         batch.sampled = [[3, 1]]
         batch.step(best)
-        assert best._books["suffix"].stood > before, "what came is what suffix drafts said, verified or not"
+        assert best._statistics["suffix"].stood > before, "what came is what suffix drafts said, verified or not"
         best.reset()
 
 

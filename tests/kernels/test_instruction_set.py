@@ -42,7 +42,7 @@ def test_these_tests_run_under_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_empty_name_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As make and CI hand variables on that are not set."""
+    """An empty variable counts as not set: make and CI pass unset variables on as empty."""
     monkeypatch.setenv(VARIABLE, "")
     assert chosen() == {}
     monkeypatch.setenv(VARIABLE, "sse9")

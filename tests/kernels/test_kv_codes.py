@@ -13,7 +13,7 @@ BIAS = {3: 7, 2: 15}
 
 
 def worth(code: int, fraction: int) -> float:
-    """Of a code below 128, by the definition of floats of 8 bits (Micikevicius et al. 2022)."""
+    """Return the number of a code below 128, by the definition of 8-bit floats (Micikevicius et al. 2022)."""
     exponent, rest = divmod(code, 1 << fraction)
     if exponent == 0:
         return math.ldexp(rest, 1 - BIAS[fraction] - fraction)
@@ -21,8 +21,8 @@ def worth(code: int, fraction: int) -> float:
 
 
 def table(fraction: int) -> list[float]:
-    """Of the finite codes that are not negative, in their order: the last of e4m3 is NaN, of e5m2 the last four are
-    infinity and NaN."""
+    """Return the numbers of the finite non-negative codes, ascending. The last code of e4m3 is NaN; the last four of
+    e5m2 are infinity and NaN."""
     return [worth(code, fraction) for code in range(127 if fraction == 3 else 124)]
 
 
@@ -47,7 +47,7 @@ def bits(x: Tensor) -> list[int]:
 def test_the_nearest_code(codes: torch.dtype, values: list[float], scale: float, dtype: torch.dtype) -> None:
     x = torch.tensor(values, dtype=dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    # One rounding of a quotient, which is the law; to float32 first where torch converts float64 by way of it.
+    # One rounding of a quotient, which is the rule; to float32 first where torch converts float64 by way of it.
     exact = (x.to(wide) / scale).float().tolist()
     assert bits(encode(x, scale, codes)) == [nearest(value, FRACTIONS[codes]) for value in exact]
 

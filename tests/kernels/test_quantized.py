@@ -1,4 +1,4 @@
-"""INT8 and INT4 weights: what quantizing costs at most, the numbers of codes, bytes, refusals."""
+"""INT8 and INT4 weights: what quantizing costs at most, what packed integers stand for, bytes, wrong input."""
 
 from __future__ import annotations
 
@@ -9,35 +9,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.arrays import BFLOAT16, FLOAT64, Array, bits
-from specrs.core import InvalidBufferError, quantize_weight
-from specrs.models.stored import Codes, QuantizedWeight
+from specrs.core import InvalidBufferError, PackedMatrix, quantize_weight
+from specrs.models.quantization.grouped import Grouped
+from specrs.models.stored import PackedWeight
 
 
-def quantized(weight: Array, group: int | None = None) -> Codes:
+def quantized(weight: Array, group: int | None = None) -> Grouped:
     """INT4 by groups, INT8 where `group` is None."""
     out, size = weight.shape
-    if group is None:
-        codes: Array = np.full((out, size), 99, np.int8)
-    else:
-        codes = np.full((out, size // 2), 99, np.uint8)
+    integers = np.full((out, size), 99, np.int8)
     scales = np.full((out, 1 if group is None else size // group), np.nan, BFLOAT16)
-    quantize_weight("w", bits(weight), codes, bits(scales))
-    return Codes(codes, scales)
+    quantize_weight("w", bits(weight), 127 if group is None else 7, integers, bits(scales))
+    return Grouped(integers, scales.astype(np.float32))
 
 
-def numbers(w: Codes) -> np.ndarray:
-    """What codes and scales stand for, element by element as the layout is described, float64."""
-    codes, scales = w.codes, w.scales.astype(FLOAT64)
-    out, size = w.shape
+def numbers(w: Grouped) -> np.ndarray:
+    """Multiply each integer by the scale of its group, element by element: float64 `[out, in]`."""
+    out, size = w.values.shape
     made = np.empty((out, size))
     for row in range(out):
         for i in range(size):
-            if codes.dtype == np.int8:
-                code = int(codes[row, i])
-            else:
-                byte = int(codes[row, i // 32 * 16 + i % 16])
-                code = (byte % 16 if i % 32 < 16 else byte // 16) - 8
-            made[row, i] = code * scales[row, i * scales.shape[1] // size]
+            made[row, i] = int(w.values[row, i]) * float(w.scales[row, i * w.scales.shape[1] // size])
     return made
 
 
@@ -60,42 +52,97 @@ def test_numbers_are_within_half_a_scale(data: st.DataObject) -> None:
     assert not exact[2].any()
 
 
-@pytest.mark.parametrize("group", [None, 32])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_shape_and_bytes(group: int | None, with_bias: bool) -> None:
-    parts = tuple(quantized(np.ones((out, 64), np.float32), group) for out in (5, 3))
-    w = QuantizedWeight(parts, (np.ones(5, np.float32), np.ones(3, np.float32)) if with_bias else None)
-    assert w.shape == (8, 64)
-    scale_bytes, bias_bytes = 2 * 8 * (1 if group is None else 2), 4 * 8 if with_bias else 0
-    assert w.num_bytes == 8 * 64 // (1 if group is None else 2) + scale_bytes + bias_bytes
+INTEGERS = st.sampled_from([(-8, 7), (-128, 127), (-15, 0), (40, 55), (0, 0)])
 
 
-INT8, INT4, U16, F32 = np.int8, np.uint8, np.uint16, np.float32
+@given(st.data())
+def test_packed_numbers_are_those_given(data: st.DataObject) -> None:
+    """Exactly, whatever the scales' type, the range of a group's integers, and the group."""
+    group, groups = 32 * data.draw(st.integers(1, 5), label="group"), data.draw(st.integers(1, 4), label="groups")
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32), label="seed"))
+    ranges = data.draw(st.lists(INTEGERS, min_size=1, max_size=3), label="ranges")
+    out = data.draw(st.integers(1, 35), label="out")
+    values = np.empty((out, groups, group), np.int16)
+    for cell in np.ndindex(out, groups):
+        low, high = ranges[int(generator.integers(len(ranges)))]
+        values[cell] = generator.integers(low, high, group, endpoint=True)
+    dtype = data.draw(st.sampled_from([np.float16, BFLOAT16, np.float32]), label="dtype")
+    scales = generator.standard_normal((out, groups)).astype(dtype).astype(np.float32)
+    grouped = Grouped(values.reshape(out, -1), scales)
+    packed = grouped.packed()
+    assert packed is not None
+    assert np.array_equal(packed.numbers(), numbers(grouped).astype(np.float32))
+    narrow = values.min() >= -8 and values.max() <= 7
+    width = (values.max(2) - values.min(2)).max()
+    assert packed.kind == ("INT4" if narrow or (width < 16 and dtype != np.float32) else "INT8")
 
 
 @pytest.mark.parametrize(
-    ("codes", "scales", "message"),
+    "given",
     [
-        (
-            ((2, 32), np.int16),
-            ((2, 1), U16),
-            r"^codes: dtype is int16, expected int8 \(INT8\), or uint8 with two",
-        ),
-        (((2, 31), INT8), ((2, 1), U16), r"^codes: shape is \[2, 31\], expected \[2, 32\]$"),
-        (((2, 32), INT4), ((2, 1), U16), r"^codes: shape is \[2, 32\], expected \[2, 16\]$"),
-        (((2, 32), INT8), ((2, 1), F32), r"^scales: dtype is float32, expected uint16 with the bits of bfloat16$"),
-        (((2, 32), INT8), ((3, 1), U16), r"^scales: shape is \[3, 1\], expected \[2, groups\]$"),
-        (((2, 32), INT8), ((2, 2), U16), r"^w = 64 elements is not allowed: expected 128 elements$"),
-        (
-            ((2, 16), INT4),
-            ((2, 2), U16),
-            r"^scales = 4 elements is not allowed: expected 2 x groups of a multiple",
-        ),
+        Grouped(np.zeros((2, 48), np.int16), np.ones((2, 3), np.float32)),
+        Grouped(np.zeros((2, 64), np.int16), np.ones((2, 2), np.float32), np.zeros(64, np.int64)),
+        Grouped(np.full((2, 64), 128, np.int16), np.ones((2, 2), np.float32)),
+        Grouped(np.full((2, 64), -129, np.int16), np.ones((2, 2), np.float32)),
+        Grouped(np.full((2, 64), 127, np.int16), np.full((2, 2), 1e37, np.float32)),
     ],
 )
-def test_arrays_that_do_not_fit(codes: tuple[Any, ...], scales: tuple[Any, ...], message: str) -> None:
+def test_what_no_layout_holds(given: Grouped) -> None:
+    """Groups of 16, groups in another order, integers of 9 bits, numbers beyond fp32."""
+    assert given.packed() is None
+
+
+@pytest.mark.parametrize("group", [None, 32])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_shape_and_bytes(group: int | None, with_bias: bool) -> None:
+    """Outputs are packed by sixteen; a scale has two bytes and serves as many blocks as a group has, a power of two."""
+    weight = np.linspace(-1, 1, 37 * 64, dtype=np.float32).reshape(64, 37).T.copy()
+    made = [quantized(part, group).packed() for part in (weight[:5], weight[5:])]
+    parts = tuple(part for part in made if part is not None)
+    w = PackedWeight(parts, (np.ones(5, np.float32), np.ones(32, np.float32)) if with_bias else None)
+    assert w.shape == (37, 64)
+    scale_bytes, bias_bytes = 2 * 48 * (1 if group is None else 2), 4 * 37 if with_bias else 0
+    assert w.num_bytes == 48 * 64 // (1 if group is None else 2) + scale_bytes + bias_bytes
+
+
+INT8, U16, F32 = np.int8, np.uint16, np.float32
+
+
+@pytest.mark.parametrize(
+    ("largest", "codes", "scales", "message"),
+    [
+        (7, ((2, 32), np.uint8), ((2, 1), U16), r"^codes: dtype is uint8, expected int8$"),
+        (127, ((2, 31), INT8), ((2, 1), U16), r"^codes: shape is \[2, 31\], expected \[2, 32\]$"),
+        (8, ((2, 32), INT8), ((2, 1), U16), r"^largest = 8 is not allowed: expected 7 \(INT4\) or 127 \(INT8\)$"),
+        (7, ((2, 32), INT8), ((2, 1), F32), r"^scales: dtype is float32, expected uint16 with the bits of bfloat16$"),
+        (7, ((2, 32), INT8), ((3, 1), U16), r"^scales: shape is \[3, 1\], expected \[2, groups\]$"),
+        (7, ((2, 32), INT8), ((2, 3), U16), r"^scales = 6 elements is not allowed: expected 2 x groups of a multiple"),
+    ],
+)
+def test_arrays_that_do_not_fit(largest: int, codes: tuple[Any, ...], scales: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InvalidBufferError, match=message):
-        quantize_weight("w", np.ones((2, 32), np.float32), np.zeros(*codes), np.zeros(*scales))
+        quantize_weight("w", np.ones((2, 32), np.float32), largest, np.zeros(*codes), np.zeros(*scales))
+
+
+@pytest.mark.parametrize(
+    ("values", "scales", "message"),
+    [
+        (np.zeros((2, 32), np.int8), np.ones((2, 1), F32), r"^values: dtype is int8, expected int16$"),
+        (np.zeros((2, 32), np.int16), np.ones((2, 1)), r"^scales: dtype is float64, expected float32$"),
+        (np.zeros((2, 32), np.int16), np.ones((1, 1), F32), r"^scales: shape is \[1, 1\], expected \[2, groups\]$"),
+        (
+            np.zeros((2, 48), np.int16),
+            np.ones((2, 3), F32),
+            r"^matrix's scales = 6 elements .* multiple of 32 among",
+        ),
+        (np.zeros((2, 32), np.int16), np.full((2, 1), np.inf, F32), r"^matrix's scales = inf is not allowed"),
+        (np.full((2, 32), 200, np.int16), np.ones((2, 1), F32), r"^matrix's values = integers from 200 to 200 is not"),
+        (np.zeros((2, 64), np.int16)[:, ::2], np.ones((2, 1), F32), r"^values: .*contiguous"),
+    ],
+)
+def test_integers_that_cannot_be_packed(values: Array, scales: Array, message: str) -> None:
+    with pytest.raises(InvalidBufferError, match=message):
+        PackedMatrix.grouped(values, scales)
 
 
 def test_weights_that_have_no_codes() -> None:
@@ -103,4 +150,4 @@ def test_weights_that_have_no_codes() -> None:
         weight = np.ones((2, 32), np.float32)
         weight[1, 7] = bad
         with pytest.raises(InvalidBufferError, match=r"^up_proj\[1, 7\] = .* expected a number of less than 2\^127$"):
-            quantize_weight("up_proj", weight, np.zeros((2, 32), np.int8), np.zeros((2, 1), np.uint16))
+            quantize_weight("up_proj", weight, 127, np.zeros((2, 32), np.int8), np.zeros((2, 1), np.uint16))

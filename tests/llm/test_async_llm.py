@@ -302,8 +302,8 @@ def test_an_event_loop_that_went_away(llm: AsyncLLM, engine: ScriptedEngine, gat
 
 
 def test_the_same_texts_as_llm() -> None:
-    settings: dict[str, Any] = {"speculative_config": {"num_speculative_tokens": 3}, "dtype": "float64", "seed": 3}
-    settings["max_prefill_stall_ms"] = 0  # how soon the two of n=2 draft must not hang on the machine's speed
+    settings: dict[str, Any] = {"speculative_config": {"num_speculative_tokens": 3}, "seed": 3}
+    settings["max_prefill_stall_ms"] = 0  # how soon the two of n=2 draft must not depend on the machine's speed
     prompts = ["def add(a, b):", "class Stack:", [5, 6, 7], "import"]
     each = [
         GREEDY.replace(max_tokens=20, logprobs=2),
@@ -373,7 +373,7 @@ def test_what_was_told_of_a_request_is_freed_without_a_collection(llm: AsyncLLM,
         gc.enable()
 
 
-def test_a_refused_grammar_is_freed_without_a_collection(llm: AsyncLLM) -> None:
+def test_a_rejected_grammar_is_freed_without_a_collection(llm: AsyncLLM) -> None:
     """Its fault knows the frames that it came through, and futures on the way know it."""
     freed = threading.Event()
 

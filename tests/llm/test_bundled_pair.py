@@ -15,7 +15,7 @@ from specrs.pair.prompts import PROMPTS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SPECULATIVE = {"num_speculative_tokens": 4}
-SETTINGS: dict[str, Any] = {"dtype": "float64", "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -218,7 +218,7 @@ def test_too_few_blocks_for_one_request() -> None:
         ({"revision": "main"}, "^revision='main': must be None, because .* is a folder"),
     ],
 )
-def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidConfigError, match=message):
         LLM(**settings)
 

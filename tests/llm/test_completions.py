@@ -103,7 +103,7 @@ def test_the_same_calls_have_the_same_seeds(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", None])
-def test_a_refused_prompt_changes_no_other_seed(tokenizer: Tokenizer, bad: Any) -> None:
+def test_a_rejected_prompt_changes_no_other_seed(tokenizer: Tokenizer, bad: Any) -> None:
     def calls(middle: Any) -> dict[str | None, int]:
         engine = ScriptedEngine()
         llm = LLM.from_engine(cast(Any, engine), tokenizer)
@@ -143,7 +143,7 @@ def test_metrics_are_sums_over_completions(llm: LLM, engine: ScriptedEngine) -> 
     assert metrics.finish_time == max(cast(float, time[2]) for time in times)
 
 
-def test_a_refused_prompt_has_as_many_outputs(llm: LLM, engine: ScriptedEngine) -> None:
+def test_a_rejected_prompt_has_as_many_outputs(llm: LLM, engine: ScriptedEngine) -> None:
     bad, good = llm.generate(["", "a"], RANDOM.replace(n=3), use_tqdm=False)
     assert [(one.index, one.finish_reason, one.token_ids) for one in bad.outputs] == [
         (i, "error", []) for i in range(3)

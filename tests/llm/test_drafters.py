@@ -1,4 +1,4 @@
-"""Every drafter and some lists on the bundled target: the text is that of K = 0, and the books add up by drafter."""
+"""Every drafter and some lists on the bundled target: text as with K = 0, and statistics add up by drafter."""
 
 from functools import cache
 from typing import Any
@@ -38,7 +38,7 @@ def plain() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_text_and_books(method: str) -> None:
+def test_text_and_statistics(method: str) -> None:
     keys = LOOKUP if "ngram" in method else {}
     found, llm = texts(method=method, num_speculative_tokens=4, rejection_sample_method="coupled", **keys)
     assert found == plain()

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def alone() -> LLM:
     """The draft model as a target."""
-    return LLM(str(DRAFT), dtype="float64", max_model_len=256, max_num_seqs=16)
+    return LLM(str(DRAFT), max_model_len=256, max_num_seqs=16)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_drafts_are_what_the_draft_model_writes(alone: LLM, depth: int) -> None:
-    """Behind the same tokens, in float64 and without randomness."""
+    """Drafts follow the same tokens and are drawn without randomness."""
     speculative = {"num_speculative_tokens": K}
-    llm = LLM(speculative_config=speculative, launch_depth=depth, dtype="float64", max_model_len=256, max_num_seqs=4)
+    llm = LLM(speculative_config=speculative, launch_depth=depth, max_model_len=256, max_num_seqs=4)
     starts, drafted, lengths, rejected = [], [], [], 0
     for output in llm.generate(list(PROMPTS[:4]), PARAMS, use_tqdm=False):
         (completion,) = output.outputs

@@ -17,7 +17,7 @@ from specrs.sampling import derive_seed
 
 RANDOM = SamplingParams(temperature=0.8, seed=11, max_tokens=24)
 GREEDY = RANDOM.replace(temperature=0.0)
-SETTINGS: dict[str, Any] = {"dtype": "float64", "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
 def make_llm(rule: str, **settings: Any) -> LLM:
@@ -193,7 +193,7 @@ def test_logprobs_of_the_vocabulary() -> None:
 def test_neighbours_have_the_logprobs_they_ask_for(llm: LLM, rule: str) -> None:
     wanted = [RANDOM.replace(logprobs=count) for count in (None, 0, 5)]
     outputs = generate(llm, [PROMPTS[0]] * 3, wanted)
-    if rule == "coupled":  # under the other a text hangs on how many drafts each has
+    if rule == "coupled":  # under the other a text depends on how many drafts each has
         assert len({tuple(ids(output)[0]) for output in outputs}) == 1
     assert outputs[0].outputs[0].logprobs is None
     assert {len(entry) for entry in logprobs(outputs[1])} == {1}
@@ -201,7 +201,7 @@ def test_neighbours_have_the_logprobs_they_ask_for(llm: LLM, rule: str) -> None:
 
 
 def test_modes_of_logprobs() -> None:
-    """The same text four times: what its tokens are said to be worth."""
+    """Four modes of log probabilities for one text: how they relate to each other."""
     params = RANDOM.replace(top_k=4, logit_bias={10: 3.0}, logprobs=20, max_tokens=6)
     found = {}
     for mode in LOGPROBS_MODES:
@@ -270,7 +270,7 @@ BAD: list[dict[str, Any]] = [
 ]
 
 
-def test_refused_requests_leave_their_neighbours_alone(rule: str) -> None:
+def test_rejected_requests_leave_their_neighbours_alone(rule: str) -> None:
     alone = [ids(output) for output in generate(make_llm(rule), PROMPTS[:3], RANDOM)]
     bad = [RANDOM.replace(n=2, **fields) for fields in BAD]
     prompts = [PROMPTS[0], *PROMPTS[3:6], PROMPTS[1], *PROMPTS[3:6], PROMPTS[2]]

@@ -131,7 +131,7 @@ def test_a_launch_ahead_settles_while_a_streams_grammar_compiles(
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
-def test_a_refused_grammar_fails_alone(llm: LLM, engine: ScriptedEngine, compiler: Compiler, when: str) -> None:
+def test_a_rejected_grammar_fails_alone(llm: LLM, engine: ScriptedEngine, compiler: Compiler, when: str) -> None:
     def refuse(running: ScriptedEngine) -> None:
         if running.num_steps == (0 if when == "at once" else 20):
             compiler.futures["("].set_exception(REFUSAL)
@@ -145,7 +145,7 @@ def test_a_refused_grammar_fails_alone(llm: LLM, engine: ScriptedEngine, compile
     assert not engine.live
 
 
-def test_a_lone_refused_grammar_raises(llm: LLM, engine: ScriptedEngine, compiler: Compiler) -> None:
+def test_a_lone_rejected_grammar_raises(llm: LLM, engine: ScriptedEngine, compiler: Compiler) -> None:
     compiler.futures["("] = Future()
     compiler.futures["("].set_exception(REFUSAL)
     with pytest.raises(InvalidRequestError, match="refused"):
@@ -155,7 +155,7 @@ def test_a_lone_refused_grammar_raises(llm: LLM, engine: ScriptedEngine, compile
     assert engine.seen == []
 
 
-def test_nothing_compiles_for_a_request_that_is_refused_anyway(llm: LLM, compiler: Compiler) -> None:
+def test_nothing_compiles_for_a_request_that_is_rejected_anyway(llm: LLM, compiler: Compiler) -> None:
     llm.generate(["", "x"], [structured("a"), structured("b", stop_token_ids=[4096])], use_tqdm=False)
     assert compiler.asked == []
 

@@ -154,7 +154,7 @@ def test_generate_needs_no_torch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(folder)
-    argv = ["generate", native_cases.TEXTS[0], "--max-tokens", "12", *model]
+    argv = ["generate", "--prompt", native_cases.TEXTS[0], "--max-tokens", "12", *model]
     done = python(environment, "-c", MAIN, *argv)
     assert done.returncode == 0, done.stderr
     assert main(argv) == 0

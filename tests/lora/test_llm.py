@@ -18,7 +18,7 @@ from .adapters import Spec, merge, write_adapter
 
 PROMPTS = ["def add(a, b):", "The quick brown fox", "import os\n\n"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
-SETTINGS: dict[str, Any] = {"dtype": "float64", "max_model_len": 256, "max_num_seqs": 8}
+SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def texts(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, list[str]]:
-    """Of the base model and each adapter's merged one, without drafts."""
+    """Texts without drafts, of the base model and of each adapter merged into it."""
     folder = tmp_path_factory.mktemp("merged")
     models = {None: TARGET} | {name: merge(TARGET, path, folder / name) for name, path in folders.items()}
     outputs = {

@@ -1,4 +1,4 @@
-"""Adapters that cannot be read, or mean what is not implemented, are refused by name; ids stand for one adapter."""
+"""Adapters that cannot be read, or mean what is not implemented, are rejected; ids stand for one adapter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specrs import LoRARequest, SpecrsError
 from specrs.config import EngineConfig
 from specrs.engine.loras import LoRAStore
 from specrs.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
-from specrs.models.dense import Dense
+from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
 
 from .adapters import PREFIX, Spec, write_adapter
@@ -31,11 +31,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Path) -> Dense:
+def model(checkpoint: Path) -> TorchDecoder:
     return load_model(checkpoint)
 
 
-def store(model: Dense, rank: int = 16, kept: int = 1) -> LoRAStore:
+def store(model: TorchDecoder, rank: int = 16, kept: int = 1) -> LoRAStore:
     return LoRAStore(model, max_lora_rank=rank, max_cpu_loras=kept)
 
 
@@ -77,7 +77,7 @@ def request(path: Path, number: int = 1, name: str | None = None) -> LoRARequest
     ],
 )
 def test_what_the_configuration_says(
-    fields: dict[str, Any], error: type[SpecrsError], says: str, checkpoint: Path, model: Dense, tmp_path: Path
+    fields: dict[str, Any], error: type[SpecrsError], says: str, checkpoint: Path, model: TorchDecoder, tmp_path: Path
 ) -> None:
     path = write_adapter(tmp_path / "adapter", checkpoint, SPEC, **fields)
     with pytest.raises(error, match=says):
@@ -99,7 +99,7 @@ def test_what_the_configuration_says(
     ],
 )
 def test_what_the_tensors_are(
-    change: dict[str, torch.Tensor | None], says: str, checkpoint: Path, model: Dense, tmp_path: Path
+    change: dict[str, torch.Tensor | None], says: str, checkpoint: Path, model: TorchDecoder, tmp_path: Path
 ) -> None:
     path = write_adapter(tmp_path / "adapter", checkpoint, SPEC)
     tensors = load_file(path / "adapter_model.safetensors") | change
@@ -109,7 +109,7 @@ def test_what_the_tensors_are(
         store(model).load(request(path))
 
 
-def test_files_that_are_not_there(checkpoint: Path, model: Dense, tmp_path: Path) -> None:
+def test_files_that_are_not_there(checkpoint: Path, model: TorchDecoder, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lora_path='/.*nowhere': must be a folder or a hub id"):
         store(model).load(request(tmp_path / "nowhere"))
     path = write_adapter(tmp_path / "adapter", checkpoint, SPEC)
@@ -125,7 +125,7 @@ def test_files_that_are_not_there(checkpoint: Path, model: Dense, tmp_path: Path
 
 
 def test_an_id_stands_for_one_adapter(
-    checkpoint: Path, model: Dense, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    checkpoint: Path, model: TorchDecoder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "specrs")
     a, b = (write_adapter(tmp_path / name, checkpoint, SPEC, seed=i) for i, name in enumerate("ab"))
@@ -152,7 +152,7 @@ def test_an_id_stands_for_one_adapter(
         loras.load(request(a))
 
 
-def test_the_one_not_asked_for_longest_goes(checkpoint: Path, model: Dense, tmp_path: Path) -> None:
+def test_the_one_not_asked_for_longest_goes(checkpoint: Path, model: TorchDecoder, tmp_path: Path) -> None:
     folders = [write_adapter(tmp_path / name, checkpoint, SPEC, seed=i) for i, name in enumerate("abc")]
     loras = store(model, kept=2)
     for number in (1, 2, 1, 3):
@@ -184,7 +184,7 @@ def test_requests(fields: dict[str, Any], says: str) -> None:
         ({"device": "cuda"}, "enable_lora=True: not implemented with device='cuda'; allowed: False, or device='cpu'"),
         ({"tensor_parallel_size": 2}, "enable_lora=True: not implemented with tensor_parallel_size=2"),
         ({"model_impl": "transformers"}, "enable_lora=True: not implemented with model_impl='transformers'"),
-        ({"cpu_bf16_rows": True}, "enable_lora=True: not implemented with cpu_bf16_rows=True"),
+        ({"cpu_activations": "bf16"}, "enable_lora=True: not implemented with cpu_activations='bf16'"),
         ({"max_loras": 0}, "max_loras=0"),
         ({"max_lora_rank": 513}, "max_lora_rank=513: must be an integer from 1 to 512"),
         ({"max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras=2: must be at least max_loras=3, or None"),
@@ -197,7 +197,7 @@ def test_settings(fields: dict[str, Any], says: str) -> None:
         EngineConfig.from_kwargs(enable_lora=True, **fields)
 
 
-def test_config_files_are_read_as_json(checkpoint: Path, model: Dense, tmp_path: Path) -> None:
+def test_config_files_are_read_as_json(checkpoint: Path, model: TorchDecoder, tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "adapter", checkpoint, SPEC)
     for text in ("[]", "{", json.dumps({"r": 4})):
         (path / "adapter_config.json").write_text(text, encoding="utf-8")

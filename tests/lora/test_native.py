@@ -1,4 +1,4 @@
-"""Adapters in the native pass of a CPU: what rows of each are, and that their text hangs on nothing else."""
+"""Adapters in the native pass of a CPU: what rows of each are, and that their text depends on nothing else."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from checkpoints import make_checkpoint
 from models.harness import Feeder
 from specrs import LLM, LoRARequest, SamplingParams
+from specrs.backends.cpu.weights import load_native
 from specrs.core import InvalidBufferError
-from specrs.models.dense_native import NativeDense
 from specrs.models.lora_loader import load_lora
-from specrs.models.native_loader import load_native
+from specrs.models.native_decoder import NativeDecoder
 from specrs.models.torch_loader import load_model
 from specrs.pair import TARGET
 
@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def test_rows_are_their_adapters(
     family: str, dtype: str, quantization: str | None, tolerance: float, tmp_path: Path
 ) -> None:
-    """Of codes and bf16 within what these are off the checkpoint's numbers, far below what adapters change."""
+    """Adapters on bf16 and quantized weights stay within their rounding error, far below what adapters change."""
     sizes: dict[str, Any] = {"hidden": 64, "head_dim": 16, "intermediate": 96, "kv_heads": 2, "with_tokenizer": False}
     checkpoint = make_checkpoint(tmp_path / "base", family, seed=1, **sizes, **FAMILIES[family])
     leaves = tuple(leaves_of(checkpoint))
@@ -78,7 +78,7 @@ def texts(folders: list[Path], jobs: list[tuple[int, int]], k: int, batch: int) 
         speculative_config={"num_speculative_tokens": 5, "rejection_sample_method": "coupled"},
     )
     assert llm.engine.runner.is_native
-    assert isinstance(llm.engine.weights.target, NativeDense)
+    assert isinstance(llm.engine.weights.target, NativeDecoder)
     loras = [None, *(LoRARequest(f"a{i}", i, str(path)) for i, path in enumerate(folders, 1))]
     same: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "num_speculative_tokens": k}
     kinds = [
@@ -110,7 +110,7 @@ def test_text_is_the_merged_models(folders: list[Path], tmp_path: Path) -> None:
         assert [o.outputs[0].text for o in found] == [o.outputs[0].text for o in expected]
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_is_rejected(tmp_path: Path) -> None:
     checkpoints = [make_checkpoint(tmp_path / str(n), seed=1, hidden=n, with_tokenizer=False) for n in (32, 64)]
     own, other = (load_native(path, dtype="float32") for path in checkpoints)
     path = write_adapter(tmp_path / "adapter", checkpoints[1], Spec(("q_proj",)), seed=1)

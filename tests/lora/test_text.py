@@ -14,14 +14,14 @@ from engine.harness import VOCAB, poison, run
 from engine.test_equivalence import engine_settings
 from engine.test_ngram import make_engine as make_ngram_engine
 from engine.test_sampling import SAMPLED, sampled, with_rule
-from hf_reference import generate, load
+from hf_reference import generate_all, load
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs import LoRARequest
+from specrs.backends.recording import Recording
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.errors import EngineError
-from specrs.runner.recording import Recording
 from sweep import sweep
 
 from .adapters import Spec, merge, write_adapter
@@ -62,7 +62,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     adapters = [write_adapter(folder / f"{i}", target, spec, seed=i) for i, spec in enumerate(SPECS, 1)]
     merged = [target, *(merge(target, path, folder / f"merged {path.name}") for path in adapters)]
     prompts = harness.make_prompts()[2:9]
-    continuations = [[generate(load(model), prompt, LONGEST) for prompt in prompts] for model in merged]
+    continuations = [generate_all(load(model), prompts, LONGEST) for model in merged]
     assert len({str(texts) for texts in continuations}) == len(merged)
     return Adapted(target, drafts, adapters, merged, prompts, continuations)
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from checkpoints import LLAMA3_ROPE, LONG_ROPE, make_checkpoint
 from kernels.cuda.tolerance import assert_near
+from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.kernels.linear import DenseWeight, Weight
 from specrs.models.base import HiddenStates
-from specrs.models.dense import Dense
-from specrs.models.dense_cuda import CudaDense
-from specrs.models.dense_weights import ExpertWeights
+from specrs.models.decoder_weights import ExpertWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
 from specrs.models.torch_weights import TorchExperts, TorchLayer, TorchWeights
 from torch import Tensor
@@ -27,7 +27,7 @@ LONG_ROPE_OF_4 = LONG_ROPE | {
     "long_factor": [2.0, 3.0, 4.0, 6.0],
     "partial_rotary_factor": 0.5,
 }
-"""Of half a head of 16, cosines scaled."""
+"""RoPE that rotates half of a head of 16 features and scales cosines."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen2": ("qwen2", {"tie": False}),
@@ -47,7 +47,7 @@ LENGTH = 90
 
 
 @functools.cache
-def load(folder: Path, name: str, dtype: torch.dtype) -> Dense:
+def load(folder: Path, name: str, dtype: torch.dtype) -> TorchDecoder:
     family, fields = FAMILIES[name]
     shape = {"hidden": 40, "intermediate": 56, "vocab": 83, "kv_heads": 2, "group": 2, "head_dim": 16} | fields
     path = folder / name.replace(" ", "_")
@@ -56,8 +56,8 @@ def load(folder: Path, name: str, dtype: torch.dtype) -> Dense:
     return load_model(path, dtype=dtype)
 
 
-def as_on_a_gpu(model: Dense) -> TorchWeights:
-    """The same weights as `pack` leaves them on a GPU."""
+def as_on_a_gpu(model: TorchDecoder) -> TorchWeights:
+    """Return the model's weights in the layout that `pack` gives them on a GPU."""
 
     def layer(w: TorchLayer) -> TorchLayer:
         linears = {name: dense(getattr(w, name), model.weights.dtype) for name in ("qkv", "o", "gate_up", "down")}
@@ -83,7 +83,7 @@ def dense(w: Weight, dtype: torch.dtype) -> DenseWeight:
     return DenseWeight(w.dequantized().to(dtype), w.bias)
 
 
-class Poisoned(CudaDense):
+class Poisoned(CudaDecoder):
     """With every buffer but the counters NaN before every pass."""
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
@@ -97,7 +97,7 @@ class Poisoned(CudaDense):
         out = torch.full((hidden.shape[0], self.vocab_size + 3), torch.nan)[:, :-3]
         return super().compute_logits(hidden, out)
 
-    def poison(self: CudaDense) -> None:
+    def poison(self: CudaDecoder) -> None:
         buffers = [getattr(self.workspace, f.name) for f in dataclasses.fields(self.workspace)]
         if self.workspace.experts is not None:
             buffers += self.workspace.experts.tensors
@@ -106,8 +106,8 @@ class Poisoned(CudaDense):
                 buffer.fill_(torch.nan)
 
 
-def on_device(model: Dense, num_hidden_layers: int = 0) -> Poisoned:
-    made = CudaDense.allocate(as_on_a_gpu(model), max_rows=LENGTH, max_seqs=4, num_hidden_layers=num_hidden_layers)
+def on_device(model: TorchDecoder, num_hidden_layers: int = 0) -> Poisoned:
+    made = CudaDecoder.allocate(as_on_a_gpu(model), max_rows=LENGTH, max_seqs=4, num_hidden_layers=num_hidden_layers)
     return Poisoned(made.weights, made.workspace)
 
 

@@ -23,9 +23,9 @@ class Feeder:
     seed: int = 0
     hidden_layers: tuple[int, ...] = ()
     entries: Tensor | None = None
-    """Of the last pass."""
+    """Hidden states that the last pass read at the entry of `hidden_layers`."""
     adapters: dict[int, LoRAAdapter] = field(default_factory=dict)
-    """Of requests that have one."""
+    """Adapters by request; requests without one are left out."""
     cache: Any = field(init=False)
     table: Tensor = field(init=False)
 

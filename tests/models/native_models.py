@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 from specrs.arrays import FLOAT32, Array
+from specrs.drafters.eagle3.config import Eagle3Config
+from specrs.drafters.eagle3.native import NativeEagle3Head
+from specrs.drafters.eagle3.weights import HeadWeights
 from specrs.kernels.frequencies import inverse_frequencies, signed_frequencies
 from specrs.models.config import ModelConfig
-from specrs.models.dense_native import NativeDense
-from specrs.models.dense_weights import DenseWeights, LayerWeights, NativeWeights
-from specrs.models.eagle3_config import Eagle3Config
-from specrs.models.eagle3_native import NativeEagle3Head
-from specrs.models.eagle3_weights import HeadWeights
+from specrs.models.decoder_weights import DecoderWeights, LayerWeights, NativeWeights
+from specrs.models.native_decoder import NativeDecoder
 from specrs.models.stored import StackedWeight
 
 
@@ -69,7 +69,7 @@ def weights(c: ModelConfig, embedding: Array, lm_head: Array, scale: float, seed
         )
         for _ in range(c.num_layers)
     )
-    return DenseWeights(
+    return DecoderWeights(
         config=c,
         dtype=FLOAT32,
         embedding=embedding,
@@ -80,16 +80,16 @@ def weights(c: ModelConfig, embedding: Array, lm_head: Array, scale: float, seed
     )
 
 
-def random_model(vocab_size: int, seed: int, windows: Sequence[int | None] = (None,)) -> NativeDense:
+def random_model(vocab_size: int, seed: int, windows: Sequence[int | None] = (None,)) -> NativeDecoder:
     """Logits of a few units, so that drafts of another such model are sometimes right."""
     generator = np.random.default_rng(seed)
     c = config(vocab_size, windows=windows)
     ends = [normal(generator, vocab_size, c.hidden_size) for _ in range(2)]
-    return NativeDense(weights(c, *ends, 0.3, seed))
+    return NativeDecoder(weights(c, *ends, 0.3, seed))
 
 
 def random_head(
-    target: NativeDense, vocab_size: int, seed: int, *, fc_norm: bool, norm_output: bool
+    target: NativeDecoder, vocab_size: int, seed: int, *, fc_norm: bool, norm_output: bool
 ) -> NativeEagle3Head:
     """A head of `target` over a random choice of its ids; it reads what enters its layers and what leaves them."""
     generator = np.random.default_rng(seed)
@@ -129,7 +129,7 @@ def random_head(
     )
 
 
-def table_model(following: Mapping[int, int], vocab_size: int, *, not_finite: int | None = None) -> NativeDense:
+def table_model(following: Mapping[int, int], vocab_size: int, *, not_finite: int | None = None) -> NativeDecoder:
     """After token t comes `following[t]`, else 0, whatever stood before; after `not_finite` nothing is finite."""
     c = config(vocab_size, hidden_size=vocab_size)
     embedding, lm_head = np.eye(vocab_size, dtype=FLOAT32), np.zeros((vocab_size, vocab_size), FLOAT32)
@@ -137,4 +137,4 @@ def table_model(following: Mapping[int, int], vocab_size: int, *, not_finite: in
         lm_head[following.get(token, 0), token] = 1.0
     if not_finite is not None:
         embedding[not_finite] = np.nan
-    return NativeDense(weights(c, embedding, lm_head, 0.0, 0))
+    return NativeDecoder(weights(c, embedding, lm_head, 0.0, 0))

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from specrs.core import PackedMatrix
+from specrs.drafters.eagle3.native import NativeEagle3Head
 from specrs.models.base import HiddenStates
-from specrs.models.dense_native import NativeDense
-from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.native_cache import NativeKVCache
+from specrs.models.native_decoder import NativeDecoder
 from specrs.models.native_inputs import NativeInputs
-from specrs.models.stored import Codes, NativeWeight
+from specrs.models.stored import NativeWeight
 from specrs.models.torch_arrays import to_torch
 from torch import Tensor
 
@@ -29,24 +30,25 @@ def tensors_of(cache: NativeKVCache | KVCache) -> KVCache:
 class TensorPasses:
     """A native decoder whose passes take and return tensors. All else is the decoder's."""
 
-    def __init__(self, native: NativeDense) -> None:
+    def __init__(self, native: NativeDecoder) -> None:
         self.native = native
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.native, name)
 
     def forward(self, inputs: PassInputs, kv_cache: Any, hidden_layers: Sequence[int] = ()) -> HiddenStates:
-        """See `TorchModel`; like what follows."""
+        """Run a pass by the native model, as `TorchModel.forward`: its final and, if asked for, its layers' hidden
+        states."""
         final, entries = self.native.forward(native_inputs(inputs), kv_cache, hidden_layers)
         return HiddenStates(torch.from_numpy(final), None if entries is None else torch.from_numpy(entries))
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `TorchModel`."""
+        """Return the native model's logits `[N, V]`, or write their first columns into `out`."""
         logits = torch.from_numpy(self.native.compute_logits(hidden.numpy()))
         return logits if out is None else out.copy_(logits[:, : out.shape[1]])
 
     def compute_argmax(self, hidden: Tensor, ids: Tensor, top: Tensor, num_ids: int | None = None) -> None:
-        """See `TorchModel`."""
+        """Write the ids and logits of each row's largest logit into `ids` and `top`."""
         for into, found in zip((ids, top), self.native.compute_argmax(hidden.numpy(), num_ids), strict=True):
             into.copy_(torch.from_numpy(found))
 
@@ -102,12 +104,12 @@ class TensorHead:
 def numbers_of(weight: NativeWeight) -> Any:
     """The parts of a projection above each other as numbers, `[out, in]` float64."""
     return np.concatenate(
-        [(part.numbers() if isinstance(part, Codes) else part).astype(np.float64) for part in weight.parts]
+        [(part.numbers() if isinstance(part, PackedMatrix) else part).astype(np.float64) for part in weight.parts]
     )
 
 
 def over_tensors(model: Any) -> Any:
     """A decoder or head, or if it is native what feeds it tensors."""
-    if isinstance(model, NativeDense):
+    if isinstance(model, NativeDecoder):
         return TensorPasses(model)
     return TensorHead(model) if isinstance(model, NativeEagle3Head) else model

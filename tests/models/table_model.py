@@ -1,6 +1,6 @@
 """A model of two tables: the logits at a position depend on its token and on the one before, read from the cache.
 
-Shares no code with `models.dense`; what a runner may ask of any model is `TorchModel` alone. Holds no tests.
+Shares no code with `models.torch_decoder`; what a runner may ask of any model is `TorchModel` alone. Holds no tests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TableModel(TorchModel):
     before: Tensor
     dtype: np.dtype[Any] = FLOAT32
     device: torch.device = CPU
-    device_type: str = "cpu"
+    device_name: str = "cpu"
     max_position_embeddings: int = 64
     num_layers: int = 1
     eos_token_ids: tuple[int, ...] = ()
@@ -57,9 +57,6 @@ class TableModel(TorchModel):
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         return KVCache([torch.full((num_blocks + 1, block_size), -1)], block_size)
-
-    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> TorchModel:
-        return self
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         flat = kv_cache.layers[0].view(-1)

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from backends.cuda_engines import serve_by_cuda
+from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
-from specrs.engine.blueprint import Blueprint
+from specrs.drafters.draft_model import LoadedDraftModel
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
-from specrs.engine.weights import Weights
-from specrs.runner.cuda.runner import CudaRunner
 from specrs.sampling import SamplingParams
 from specrs.speculative_config import SpeculativeConfig
 
@@ -28,7 +29,7 @@ def make(draft: TableModel | None, rule: str = "rejection", **fields: Any) -> En
         speculative = SpeculativeConfig(num_speculative_tokens=K, rejection_sample_method=rule)
     shape = {"max_num_seqs": 3, "block_size": 4, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 60}
     config = EngineConfig(speculative_config=speculative, device="cpu", **(shape | fields))
-    return build_engine(config, Weights(TARGET, draft))
+    return build_engine(config, Weights(TARGET, None if draft is None else LoadedDraftModel(draft)))
 
 
 def generate(engine: Engine, params: SamplingParams) -> list[list[int]]:
@@ -72,7 +73,7 @@ def test_a_draft_that_is_the_target_is_never_rejected() -> None:
 
 def test_on_the_cuda_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels interpreted; the model itself is the same."""
-    monkeypatch.setattr(Blueprint, "on_gpu", property(lambda _self: True))
+    serve_by_cuda(monkeypatch)
     engine = make(DRAFTS["near"], max_model_len=40)
     assert isinstance(engine.runner, CudaRunner)
     prompts = PROMPTS[:2]

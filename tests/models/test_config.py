@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import LLAMA3_ROPE, LONG_ROPE, YARN_ROPE, make_checkpoint
 from specrs.arrays import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
+from specrs.backends.table import BACKENDS
 from specrs.errors import CheckpointError, UnsupportedModelError
 from specrs.models.config import ModelConfig, parse_config
 from specrs.models.loader import load_config, resolve_dtype
@@ -224,7 +225,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("raw", "fields", "named"), UNSUPPORTED, ids=[named for _, _, named in UNSUPPORTED])
-def test_unsupported_is_refused_by_name(raw: dict[str, Any], fields: dict[str, Any], named: str) -> None:
+def test_unsupported_is_rejected(raw: dict[str, Any], fields: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModelError, match="allowed: ") as fault:
         parse_config(raw | fields)
     assert named in str(fault.value)
@@ -342,7 +343,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "named"), MALFORMED, ids=[named for _, named in MALFORMED])
-def test_malformed_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+def test_malformed_is_rejected(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match="must be ") as fault:
         parse_config(QWEN3 | fields)
     assert str(fault.value).startswith("config.json: ")
@@ -351,7 +352,7 @@ def test_malformed_is_refused_by_name(fields: dict[str, Any], named: str) -> Non
 
 
 @pytest.mark.parametrize("rope", [LLAMA3_ROPE, LONG_ROPE, YARN_ROPE, {"rope_type": "linear", "factor": 2.0}])
-def test_any_value_of_any_rope_field_is_refused_or_computes(rope: dict[str, Any]) -> None:
+def test_any_value_of_any_rope_field_is_rejected_or_computes(rope: dict[str, Any]) -> None:
     wrong = [None, "x", True, [], {}, -1, 0, 1, 2**31, 10**400, 1e-300, 1e308, math.nan, [1.0] * 24, ["x"] * 24]
     refused = 0
     others = {"rope_theta", "attention_factor", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
@@ -392,7 +393,7 @@ def test_heads_that_do_not_divide() -> None:
 )
 def test_dtype(asked: str | np.dtype[Any], stored: str | None, device: str, expected: np.dtype[Any]) -> None:
     config = parse_config(QWEN3 | {"dtype": stored})
-    assert resolve_dtype(asked, config, device) == expected
+    assert resolve_dtype(asked, config, BACKENDS[device].dtypes) == expected
 
 
 @pytest.mark.parametrize(
@@ -403,9 +404,9 @@ def test_dtype(asked: str | np.dtype[Any], stored: str | None, device: str, expe
         ("auto", "float64", "cuda", "dtype='float64': not implemented on device cuda; allowed: float32, bfloat16, "),
     ],
 )
-def test_dtype_is_refused_by_name(asked: str, stored: str | None, device: str, message: str) -> None:
+def test_dtype_is_rejected(asked: str, stored: str | None, device: str, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"^{message}"):
-        resolve_dtype(asked, parse_config(QWEN3 | {"dtype": stored}), device)
+        resolve_dtype(asked, parse_config(QWEN3 | {"dtype": stored}), BACKENDS[device].dtypes)
 
 
 def test_gpt_oss() -> None:

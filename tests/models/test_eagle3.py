@@ -10,13 +10,13 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, make_eagle3
 from eagle3_reference import Head, read, speculate
-from hf_reference import Books, load
+from hf_reference import Statistics, load
+from specrs.backends.cpu.eagle3 import load_eagle3
+from specrs.backends.cpu.weights import load_native
 from specrs.core import InvalidBufferError
-from specrs.models.eagle3 import load_eagle3
-from specrs.models.eagle3_head import Eagle3Head
-from specrs.models.eagle3_native import NativeEagle3Head
+from specrs.drafters.eagle3.head import Eagle3Head
+from specrs.drafters.eagle3.native import NativeEagle3Head
 from specrs.models.inputs import PassInputs
-from specrs.models.native_loader import load_native
 from specrs.models.torch_arrays import NUMPY_DTYPES, TORCH_DTYPES
 from specrs.models.torch_loader import load_model
 from specrs.pair import EAGLE3, TARGET
@@ -88,10 +88,10 @@ def expected(folder: Path, name: str) -> tuple[list[int], Tensor, list[int], Ten
 def test_the_bundled_head_drafts_what_the_script_does(native: bool) -> None:
     """A prompt in two chunks; and it is a head of this target: some of its first drafts are the target's choice."""
     prompt: list[int] = Tokenizer.from_file(str(TARGET / "tokenizer.json")).encode(PROMPTS[0]).ids
-    target, books = load(TARGET), Books()
+    target, statistics = load(TARGET), Statistics()
     reference = Head(EAGLE3, target)
-    speculation = speculate(target, reference, prompt, 40, 3, [], books)
-    assert books.per_position[0] > 0.25 * books.drafts
+    speculation = speculate(target, reference, prompt, 40, 3, [], statistics)
+    assert statistics.per_position[0] > 0.25 * statistics.drafts
     model = load_native(TARGET, dtype="float32") if native else load_model(TARGET, dtype="float64")
     made = over_tensors(load_eagle3(EAGLE3, model))
     for r in speculation.rounds[:: 1 + len(speculation.rounds) // 4]:
@@ -208,16 +208,16 @@ def test_native_passes_refuse_what_does_not_fit(folder: Path) -> None:
         InvalidBufferError, match=r"k_start\[0\] = 9 is not allowed: expected 0 to 8, the position of row 0"
     ):
         feeder.feed([1], [8], torch.zeros(1, 64))
-    with pytest.raises(InvalidBufferError, match=r"^beside = 32 elements is not allowed: expected 64 elements"):
+    with pytest.raises(InvalidBufferError, match=r"^eagle3 = 32 elements is not allowed: expected 64 elements"):
         feeder.feed([1], [9], torch.zeros(1, 32))
     one = np.zeros(1, np.int64)
     call = [one, one, one, np.array([0, 1]), np.zeros((1, 1), np.int64), feeder.cache.native]
     final = np.zeros((1, 64), np.float32)
-    with pytest.raises(InvalidBufferError, match=r"^beside = missing is not allowed: expected some"):
+    with pytest.raises(InvalidBufferError, match=r"^eagle3 = missing is not allowed: expected some"):
         native.decoder.forward(*call, final)
     call[-1] = target.allocate_cache(1, 4).native
-    with pytest.raises(InvalidBufferError, match=r"^beside = given is not allowed: expected none: it is no head"):
-        target.decoder.forward(*call, final, beside=final.copy())
+    with pytest.raises(InvalidBufferError, match=r"^eagle3 = given is not allowed: expected none: it is no head"):
+        target.decoder.forward(*call, final, eagle3=final.copy())
 
 
 @pytest.mark.parametrize("first", [1, 17, LENGTH - 2])

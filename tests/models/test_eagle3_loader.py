@@ -12,12 +12,12 @@ import pytest
 import torch
 from checkpoints import edit_json, make_checkpoint, make_eagle3
 from safetensors.torch import load_file, save_file
+from specrs.backends.cpu.eagle3 import load_eagle3
+from specrs.backends.cpu.weights import load_native
 from specrs.cli import main
+from specrs.drafters.eagle3.head import Eagle3Head
 from specrs.errors import CheckpointError, InvalidConfigError, SpecrsError, UnsupportedModelError
-from specrs.models.dense import Dense
-from specrs.models.eagle3 import load_eagle3
-from specrs.models.eagle3_head import Eagle3Head
-from specrs.models.native_loader import load_native
+from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
 from torch import Tensor
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def target(folder: Path) -> Dense:
+def target(folder: Path) -> TorchDecoder:
     return load_model(folder / "target")
 
 
@@ -51,7 +51,7 @@ def plain(folder: Path, tmp_path: Path) -> Path:
     return shutil.copytree(folder / "llama", tmp_path / "plain")
 
 
-def load(path: Path, target: Dense, **options: Any) -> Eagle3Head:
+def load(path: Path, target: TorchDecoder, **options: Any) -> Eagle3Head:
     return load_eagle3(path, target, **options)
 
 
@@ -71,7 +71,7 @@ def layer_field(path: Path, **fields: Any) -> str:
     return "transformer_layer_config."
 
 
-def test_what_a_head_says(folder: Path, target: Dense) -> None:
+def test_what_a_head_says(folder: Path, target: TorchDecoder) -> None:
     head = load(folder / "llama", target)
     assert head.aux_layer_ids == (2, 3, 4)
     assert (head.hidden_size, head.vocab_size) == (32, VOCAB)
@@ -83,13 +83,13 @@ def test_what_a_head_says(folder: Path, target: Dense) -> None:
     assert head.allocate_cache(3, 16).layers[0].shape == (4, 2, 2, 16, 20)
 
 
-def test_ids_ascend_where_all_are_drafted(folder: Path, target: Dense, tmp_path: Path) -> None:
+def test_ids_ascend_where_all_are_drafted(folder: Path, target: TorchDecoder, tmp_path: Path) -> None:
     head = load(make_eagle3(tmp_path / "head", folder / "target"), target)
     assert head.target_ids.tolist() == list(range(90))
 
 
 def test_weights_are_the_targets_where_they_are_left_out_or_the_same(
-    folder: Path, target: Dense, tmp_path: Path
+    folder: Path, target: TorchDecoder, tmp_path: Path
 ) -> None:
     shared = load(make_eagle3(tmp_path / "shared", folder / "target"), target)
     assert shared.weights.embedding is target.weights.embedding
@@ -108,14 +108,14 @@ def test_a_native_target(folder: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(found, load(path, dense).compute_logits(x), rtol=0, atol=1e-5)
 
 
-def test_known_tensors_that_are_not_read(copy: Path, target: Dense) -> None:
+def test_known_tensors_that_are_not_read(copy: Path, target: TorchDecoder) -> None:
     change(copy, verifier_norm__weight=torch.zeros(1), verifier_lm_head__weight=torch.zeros(1))
     change(copy, remove=("t2d",))
     load(copy, target)
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "norm.weight", "lm_head.weight", "{}mlp.up_proj.weight"])
-def test_a_missing_tensor(copy: Path, target: Dense, name: str) -> None:
+def test_a_missing_tensor(copy: Path, target: TorchDecoder, name: str) -> None:
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in load_file(copy / "model.safetensors") else "layers.0."
     name = name.format(prefix)
     change(copy, remove=(name,))
@@ -124,25 +124,25 @@ def test_a_missing_tensor(copy: Path, target: Dense, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fc_norm__0__weight", "layers__1__hidden_norm__weight", "input_norm__weight", "x"])
-def test_a_tensor_that_is_left_over(copy: Path, target: Dense, name: str) -> None:
+def test_a_tensor_that_is_left_over(copy: Path, target: TorchDecoder, name: str) -> None:
     change(copy, **{name: torch.zeros(32)})
     with pytest.raises(CheckpointError, match=f"{name.replace('__', '.')} is not part of this architecture"):
         load(copy, target)
 
 
-def test_the_other_layouts_names(folder: Path, target: Dense, plain: Path) -> None:
+def test_the_other_layouts_names(folder: Path, target: TorchDecoder, plain: Path) -> None:
     shutil.copyfile(folder / "speculators" / "model.safetensors", plain / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"midlayer\..* and 7 more are missing"):
         load(plain, target)
 
 
-def test_a_misshapen_tensor(copy: Path, target: Dense) -> None:
+def test_a_misshapen_tensor(copy: Path, target: TorchDecoder) -> None:
     change(copy, fc__weight=torch.zeros(32, 64))
     with pytest.raises(CheckpointError, match=r"fc\.weight has shape \(32, 64\), config\.json makes it \(32, 96\)"):
         load(copy, target)
 
 
-def test_older_names_of_norms(folder: Path, target: Dense, tmp_path: Path) -> None:
+def test_older_names_of_norms(folder: Path, target: TorchDecoder, tmp_path: Path) -> None:
     path = make_eagle3(tmp_path / "head", folder / "target", fc_norm=True)
     expected = load(path, target).weights.fc_norm
     tensors = load_file(path / "model.safetensors")
@@ -165,7 +165,7 @@ def test_older_names_of_norms(folder: Path, target: Dense, tmp_path: Path) -> No
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type='yarn': not implemented; allowed: 'default'"),
     ],
 )
-def test_fields_of_the_layer(copy: Path, target: Dense, fields: dict[str, Any], message: str) -> None:
+def test_fields_of_the_layer(copy: Path, target: TorchDecoder, fields: dict[str, Any], message: str) -> None:
     where = layer_field(copy, **fields)
     with pytest.raises(SpecrsError, match="^" + re.escape(f"{copy}/config.json: {where}{message}")):
         load(copy, target)
@@ -191,13 +191,13 @@ def test_fields_of_the_layer(copy: Path, target: Dense, fields: dict[str, Any], 
         ),
     ],
 )
-def test_fields_of_the_head(copy: Path, target: Dense, fields: dict[str, Any], message: str) -> None:
+def test_fields_of_the_head(copy: Path, target: TorchDecoder, fields: dict[str, Any], message: str) -> None:
     edit_json(copy / "config.json", **fields)
     with pytest.raises(SpecrsError, match="^" + re.escape(f"{copy}/config.json: {message}")):
         load(copy, target)
 
 
-def test_a_head_of_a_narrower_target(plain: Path, target: Dense) -> None:
+def test_a_head_of_a_narrower_target(plain: Path, target: TorchDecoder) -> None:
     edit_json(plain / "config.json", remove=("target_hidden_size",), hidden_size=16)
     with pytest.raises(CheckpointError, match="hidden_size=16: must be 32, the target's hidden_size"):
         load(plain, target)
@@ -215,20 +215,20 @@ def test_a_head_of_a_narrower_target(plain: Path, target: Dense) -> None:
         ({"speculators_model_type": "eagle3"}, "transformer_layer_config=None: must be an object"),
     ],
 )
-def test_another_architecture(plain: Path, target: Dense, fields: dict[str, Any], message: str) -> None:
+def test_another_architecture(plain: Path, target: TorchDecoder, fields: dict[str, Any], message: str) -> None:
     edit_json(plain / "config.json", **fields)
     with pytest.raises(SpecrsError, match=message):
         load(plain, target)
 
 
-def test_another_kind_of_layer(folder: Path, target: Dense, tmp_path: Path) -> None:
+def test_another_kind_of_layer(folder: Path, target: TorchDecoder, tmp_path: Path) -> None:
     path = shutil.copytree(folder / "speculators", tmp_path / "head")
     layer_field(path, model_type="mistral")
     with pytest.raises(UnsupportedModelError, match=r"layer_config\.model_type='mistral': .*'llama' or 'qwen3'"):
         load(path, target)
 
 
-def test_a_target_as_head(folder: Path, target: Dense, tmp_path: Path) -> None:
+def test_a_target_as_head(folder: Path, target: TorchDecoder, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model", "llama", layers=1, hidden=48, head_dim=8, vocab=90)
     edit_json(path / "config.json", hidden_size=32)
     with pytest.raises(CheckpointError, match=r"fc\.weight.* missing"):
@@ -243,7 +243,7 @@ def test_a_target_as_head(folder: Path, target: Dense, tmp_path: Path) -> None:
         (5, -4, r"d2t\[5\]=-4: must be at least \d+, so that ids of the target increase"),
     ],
 )
-def test_a_table_of_other_ids(copy: Path, target: Dense, at: int, value: int, message: str) -> None:
+def test_a_table_of_other_ids(copy: Path, target: TorchDecoder, at: int, value: int, message: str) -> None:
     table = load_file(copy / "model.safetensors")["d2t"]
     table[at] = value
     change(copy, d2t=table)
@@ -252,13 +252,13 @@ def test_a_table_of_other_ids(copy: Path, target: Dense, at: int, value: int, me
 
 
 @pytest.mark.parametrize("table", [torch.zeros(39, dtype=torch.int64), torch.zeros(40), torch.zeros(40, 1).long()])
-def test_a_misshapen_table(copy: Path, target: Dense, table: Tensor) -> None:
+def test_a_misshapen_table(copy: Path, target: TorchDecoder, table: Tensor) -> None:
     change(copy, d2t=table)
     with pytest.raises(CheckpointError, match=r"d2t='\(.*\) of \w+': must be \(40,\) of int64"):
         load(copy, target)
 
 
-def test_no_table(copy: Path, target: Dense) -> None:
+def test_no_table(copy: Path, target: TorchDecoder) -> None:
     change(copy, remove=("d2t",))
     with pytest.raises(
         CheckpointError, match=r"draft_vocab_size=40: must be 90, the target's ids, where the file has no"
@@ -281,24 +281,26 @@ def test_too_few_layers(folder: Path, tmp_path: Path) -> None:
         ({"rope_theta": 0}, r"speculative_config\.rope_theta=0: must be a finite number greater than 0"),
     ],
 )
-def test_overrides_that_cannot_be(folder: Path, target: Dense, options: dict[str, Any], message: str) -> None:
+def test_overrides_that_cannot_be(folder: Path, target: TorchDecoder, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidConfigError, match=message):
         load(folder / "llama", target, **options)
 
 
-def test_overrides(copy: Path, target: Dense) -> None:
+def test_overrides(copy: Path, target: TorchDecoder) -> None:
     head = load(copy, target, aux_hidden_state_layer_ids=[0, 1, 6], rope_theta=7)
     assert head.aux_layer_ids == (0, 1, 6)
     assert head.weights.config.layer.rope_theta == 7.0
 
 
-def logged(caplog: pytest.LogCaptureFixture, path: Path, target: Dense, **options: Any) -> str:
+def logged(caplog: pytest.LogCaptureFixture, path: Path, target: TorchDecoder, **options: Any) -> str:
     with caplog.at_level(logging.INFO, "specrs"):
         load(path, target, **options)
     return caplog.text
 
 
-def test_the_reading_of_explicit_ids_is_logged(copy: Path, target: Dense, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reading_of_explicit_ids_is_logged(
+    copy: Path, target: TorchDecoder, caplog: pytest.LogCaptureFixture
+) -> None:
     assert "eagle_aux" not in logged(caplog, copy, target)
     edit_json(copy / "config.json", eagle_aux_hidden_state_layer_ids=[5, 1, 1, 2])
     text = logged(caplog, copy, target)
@@ -308,12 +310,12 @@ def test_the_reading_of_explicit_ids_is_logged(copy: Path, target: Dense, caplog
     assert "eagle_aux" not in logged(caplog, copy, target, aux_hidden_state_layer_ids=[0, 1, 2])
 
 
-def test_nested_ids(copy: Path, target: Dense) -> None:
+def test_nested_ids(copy: Path, target: TorchDecoder) -> None:
     edit_json(copy / "config.json", eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
     assert load(copy, target).aux_layer_ids == (0, 1, 2)
 
 
-def test_a_missing_theta_is_logged(plain: Path, target: Dense, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_theta_is_logged(plain: Path, target: TorchDecoder, caplog: pytest.LogCaptureFixture) -> None:
     assert "rope_theta" not in logged(caplog, plain, target)
     edit_json(plain / "config.json", remove=("rope_theta",))
     assert "rope_theta is missing; taken as 10000" in logged(caplog, plain, target)
@@ -321,7 +323,7 @@ def test_a_missing_theta_is_logged(plain: Path, target: Dense, caplog: pytest.Lo
 
 
 def test_a_missing_residual_is_logged(
-    folder: Path, target: Dense, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, target: TorchDecoder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = shutil.copytree(folder / "speculators", tmp_path / "head")
     assert "norm_before_residual" not in logged(caplog, path, target)
@@ -335,7 +337,7 @@ def as_pickle(path: Path, name: str = "pytorch_model.bin", **others: Any) -> Non
 
 
 def test_a_pickled_head_is_converted(
-    copy: Path, target: Dense, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    copy: Path, target: TorchDecoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = load(copy, target)
     as_pickle(copy)

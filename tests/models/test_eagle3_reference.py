@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_eagle3
-from eagle3_reference import Books, Head, read, speculate
+from eagle3_reference import Head, Statistics, read, speculate
 from hf_reference import generate, load
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
@@ -82,12 +82,12 @@ def test_its_rows_are_those_of_layers_of_transformers(
 @pytest.mark.parametrize("k", [1, 4])
 def test_its_text_is_that_of_plain_generation(target: Path, tmp_path: Path, k: int) -> None:
     path = make_eagle3(tmp_path, target, vocab=60)
-    model, books, prompt = load(target), Books(), list(range(1, 20))
+    model, statistics, prompt = load(target), Statistics(), list(range(1, 20))
     head = Head(path, model)
-    found = speculate(model, head, prompt, 30, k, [], books)
+    found = speculate(model, head, prompt, 30, k, [], statistics)
     assert found.tokens == generate(model, prompt, 30)
-    assert books.draft_tokens == sum(len(r.drafts) for r in found.rounds)
-    assert books.accepted_tokens == sum(r.accepted for r in found.rounds) == sum(books.per_position)
+    assert statistics.draft_tokens == sum(len(r.drafts) for r in found.rounds)
+    assert statistics.accepted_tokens == sum(r.accepted for r in found.rounds) == sum(statistics.per_position)
     # What a round drafts is a function of the text before it.
     with torch.inference_mode():
         for r in found.rounds[::7]:

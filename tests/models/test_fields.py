@@ -21,9 +21,9 @@ from specrs.models import experts as experts_module
 from specrs.models import layers as layers_module
 from specrs.models import registry as registry_module
 from specrs.models import rope as rope_module
-from specrs.models.dense import Dense
 from specrs.models.fields import NEUTRAL, WITHOUT_EFFECT
 from specrs.models.registry import FAMILIES
+from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
 from transformers import PreTrainedConfig
 
@@ -214,7 +214,7 @@ def quiet() -> Iterator[None]:
     transformers.logging.set_verbosity(before)
 
 
-def ours(folder: Path) -> tuple[Dense | None, str]:
+def ours(folder: Path) -> tuple[TorchDecoder | None, str]:
     """The model, or None and the message of the refusal."""
     try:
         # As long as the texts here: LongRoPE depends on it.

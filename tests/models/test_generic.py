@@ -92,7 +92,7 @@ def test_hidden_states(tmp_path: Path) -> None:
 
 
 def test_what_a_pass_reads(tmp_path: Path) -> None:
-    """Of experts two in four; of an embedding that is not the LM head's nothing."""
+    """A pass reads two of four experts, and no embedding unless the LM head uses it."""
     path = make_generic(tmp_path / "experts", "olmoe")
     model = load_generic(path, dtype="float64")
     sizes = {name: p.numel() for name, p in load(path).named_parameters()}
@@ -157,7 +157,7 @@ def test_a_model_that_computes_otherwise_is_named(tmp_path: Path, monkeypatch: p
         ),
     ],
 )
-def test_fields_that_are_refused(fields: dict[str, Any], error: type[Exception], words: str, tmp_path: Path) -> None:
+def test_fields_that_are_rejected(fields: dict[str, Any], error: type[Exception], words: str, tmp_path: Path) -> None:
     path = make_generic(tmp_path, "starcoder2")
     edit_json(path / "config.json", **fields)
     with pytest.raises(error, match=words):

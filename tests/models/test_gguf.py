@@ -21,14 +21,14 @@ from gguf_files import WRITTEN, dequantized, gguf_name, with_tokens, write_gguf,
 from safetensors.torch import load_file, save_file
 from specrs import LLM, SamplingParams
 from specrs.arrays import BFLOAT16, FLOAT32
+from specrs.backends.cpu.weights import Rounding, load_native
 from specrs.errors import CheckpointError, TokenizerMismatchError, UnsupportedModelError
 from specrs.models.gguf.checkpoint import GGUFCheckpoint, gguf_config, gguf_path
 from specrs.models.gguf.file import open_gguf
 from specrs.models.gguf.tokenizer import gguf_tokenizer
 from specrs.models.gguf.types import TYPES
 from specrs.models.loader import load_config
-from specrs.models.native_loader import load_native
-from specrs.models.stored import QuantizedWeight, StackedWeight
+from specrs.models.stored import StackedWeight
 from specrs.models.torch_loader import load_model
 from specrs.tokenizer import Tokenizer, check_same_tokenizer, shared_ids
 from transformers import CohereTokenizer, GPT2Tokenizer, GPTNeoXTokenizer, Qwen2Tokenizer
@@ -36,7 +36,7 @@ from transformers import CohereTokenizer, GPT2Tokenizer, GPTNeoXTokenizer, Qwen2
 from models.harness import Feeder
 
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-PACKED = {"Q8_0": np.int8, "Q6_K": np.int8, "Q4_0": np.uint8}
+GROUPED = ("Q8_0", "Q6_K", "Q4_0", "MXFP4")
 PROMPTS = [[1, 2, 3], [40, 50, 60, 70]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SIZES = {"hidden": 256, "intermediate": 512, "head_dim": 64, "kv_heads": 2, "layers": 1}
@@ -102,31 +102,28 @@ def test_logits_are_those_of_the_package_s_numbers(kind: str, wide: Path, tmp_pa
     assert torch.equal(logits(path), expected)
     size = expected.abs().max()
     for exact, bound in ((True, 2e-5), (False, 2e-2)):
-        model = load_native(path, dtype="float32", exact=exact)
+        model = load_native(path, dtype="float32", rounding=Rounding(exact, "fp32"))
         found = Feeder(model).feed_chunks([3, 1, 4, 1, 5, 9, 2, 6], [8])
         assert (found - expected).abs().max() < bound * size
         weight = model.weights.layers[0].qkv
-        if kind in PACKED:
-            assert isinstance(weight, QuantizedWeight)
-            assert {part.codes.dtype.type for part in weight.parts} == {PACKED[kind]}
-        else:
-            assert isinstance(weight, StackedWeight)
-            halved = kind == "BF16" or not (exact or kind in ("F32", "F16"))
-            assert {part.dtype for part in weight.parts} == {BFLOAT16 if halved else FLOAT32}
+        assert isinstance(weight, StackedWeight)
+        halved = kind == "BF16" or not (exact or kind in ("F32", "F16"))
+        assert {part.dtype for part in weight.parts} == {BFLOAT16 if halved else FLOAT32}
 
 
-@pytest.mark.parametrize("kind", PACKED)
-def test_packed_codes_are_the_package_s_numbers(kind: str, wide: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", GROUPED)
+def test_integers_are_the_package_s_numbers(kind: str, wide: Path, tmp_path: Path) -> None:
+    """Integers times scales, which GPU kernels read, are the numbers of the package gguf."""
     path = write_gguf(wide, tmp_path / "model.gguf", kind)
     checkpoint = GGUFCheckpoint(path)
     for name in load_file(wide / "model.safetensors"):
         if name.endswith("norm.weight"):
             continue
-        codes, order = checkpoint.codes(name), checkpoint._order(name)
-        assert codes is not None
+        grouped, order = checkpoint.raw(name), checkpoint._order(name)
+        assert grouped is not None
         expected = dequantized(path, gguf_name(name)).numpy()
         expected = expected if order is None else expected[order]
-        assert np.array_equal(codes.numbers(), expected)
+        assert np.array_equal(grouped.numbers(), expected)
         assert np.array_equal(checkpoint.mapped(name), expected)
 
 
@@ -155,9 +152,11 @@ def test_types_that_need_the_package(wide: Path, tmp_path: Path, monkeypatch: py
     paths = {kind: write_gguf(wide, tmp_path / f"{kind}.gguf", kind) for kind in ("BF16", "Q4_0", "Q6_K", "Q4_K")}
     monkeypatch.setitem(sys.modules, "gguf", None)
     for kind in ("BF16", "Q4_0", "Q6_K"):
-        load_native(paths[kind])
+        load_native(paths[kind], rounding=Rounding(activations="fp32"))
     with pytest.raises(UnsupportedModelError, match=r"^model=.*Q4_K need the package gguf.*pip install gguf"):
-        load_native(paths["Q4_K"])
+        load_native(paths["Q4_K"], rounding=Rounding(activations="fp32"))
+    for path in paths.values():
+        load_native(path)
 
 
 def test_tokenizer_is_the_checkpoint_s(tmp_path: Path) -> None:
@@ -187,7 +186,7 @@ def test_tokenizer_is_the_checkpoint_s(tmp_path: Path) -> None:
     assert Tokenizer(str(both)).encode("a", add_special_tokens=False) == theirs.encode("a")
 
 
-@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "tekken"])
+@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o"])
 def test_text_is_split_as_the_file_says(pre: str, tmp_path: Path) -> None:
     """Digits, contractions and line breaks split differently; expressions are those of the models' tokenizer.json."""
     from specrs.models.gguf.byte_level import SPLITS
@@ -234,7 +233,7 @@ def test_text_is_normalized_as_by_the_class_of_transformers(pre: str, theirs: An
         ("tokenizer__ggml__merges", ["q zz"], r"tokenizer\.ggml\.merges\[0\]='q zz': no tokens of the vocabulary"),
     ],
 )
-def test_tokenizers_that_are_refused(field: str, value: object, message: str, tmp_path: Path) -> None:
+def test_tokenizers_that_are_rejected(field: str, value: object, message: str, tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source", layers=1)
     path = write_gguf(source, tmp_path / "model.gguf", **{field: value})
     with pytest.raises(CheckpointError, match=message):
@@ -244,8 +243,14 @@ def test_tokenizers_that_are_refused(field: str, value: object, message: str, tm
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("general__architecture", "rwkv7", r"general\.architecture='rwkv7': not implemented; allowed: llama, qwen2"),
-        ("qwen3__rope__scaling__type", "yarn", r"qwen3\.rope\.scaling\.type='yarn': not implemented; allowed: 'none'"),
+        (
+            "general__architecture",
+            "rwkv7",
+            r"general\.architecture='rwkv7': not implemented; allowed: llama, mi",
+        ),
+        ("qwen3__rope__scaling__type", "ntk", r"qwen3\.rope\.scaling\.type='ntk': not implemented; allowed: 'none'"),
+        ("qwen3__attention__scale", 0.5, r"model\.gguf: qwen3\.attention\.scale=0\.5: not implemented; allowed: 0"),
+        ("qwen3__future__field", 1, r"model\.gguf: qwen3\.future\.field=1: not implemented; allowed: a file without"),
         ("qwen3__expert_count", 8, r"qwen3\.expert_count=8: not implemented; allowed: 0"),
         ("qwen3__attention__sliding_window", 64, r"sliding_window=64: not implemented"),
         ("qwen3__attention__value_length", 16, r"value_length=16: not implemented; allowed: 48"),
@@ -254,8 +259,12 @@ def test_tokenizers_that_are_refused(field: str, value: object, message: str, tm
         ("qwen3__block_count", 3, r"model\.layers\.2\..* are missing"),
         ("qwen3__block_count", 1, r"model\.layers\.1\..* are not part of this architecture"),
         ("qwen3__feed_forward_length", 96, r"mlp\.\w+\.weight has shape"),
-        ("split__count", 2, r"split\.count=2: not implemented"),
-        ("split__count", "two", r"split\.count='two': not implemented"),
+        (
+            "split__count",
+            2,
+            r"model\.gguf: split\.count=2: must be 1 or missing; parts of a model are called NAME-0",
+        ),
+        ("split__count", "two", r"model\.gguf: split\.count='two': must be 1 or missing"),
         ("general__alignment", "x", r"general\.alignment='x': must be a power of two"),
         ("qwen3__embedding_length", "wide", r"model\.gguf: qwen3\.embedding_length='wide': must be an integer of at"),
         ("qwen3__attention__head_count", 0, r"qwen3\.attention\.head_count=0: must be an integer of at least 1"),
@@ -263,7 +272,7 @@ def test_tokenizers_that_are_refused(field: str, value: object, message: str, tm
         ("tokenizer__ggml__eos_token_id", "end", r"tokenizer\.ggml\.eos_token_id='end': must be an id"),
     ],
 )
-def test_models_that_are_refused(field: str, value: object, message: str, tmp_path: Path) -> None:
+def test_models_that_are_rejected(field: str, value: object, message: str, tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source", with_tokenizer=False)
     path = write_gguf(source, tmp_path / "model.gguf", **{field: value})
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
@@ -392,7 +401,7 @@ def test_damage(wide: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_damaged_header_is_refused_or_read(seed: int, tmp_path: Path) -> None:
+def test_any_damaged_header_is_rejected_or_read(seed: int, tmp_path: Path) -> None:
     """Bytes of the header that are something else raise what specrs raises, and end."""
     source = make_checkpoint(tmp_path / "source", layers=1)
     path = write_gguf(source, tmp_path / "model.gguf")
@@ -414,8 +423,8 @@ def refusal(read: Callable[[Path], object], path: Path) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_any_value_of_any_field_is_refused_or_read(
+@pytest.mark.parametrize("family", ["llama", "qwen3", "granite"])
+def test_any_value_of_any_field_is_rejected_or_read(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A field of another type, or of a value that is none, raises what specrs raises, under the field's name."""

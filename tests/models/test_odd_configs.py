@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from checkpoints import edit_json
 from specrs.config import EngineConfig
+from specrs.engine.tokenizer import load_tokenizer
 from specrs.errors import CheckpointError
 from specrs.models.checkpoint import MAX_JSON
 from specrs.models.loader import load_config
-from specrs.tokenizer import load_tokenizer
 from tokenizer_files import copy_of_pair
 
 

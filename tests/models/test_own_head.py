@@ -13,14 +13,14 @@ from checkpoints import edit_json, make_checkpoint
 from hf_reference import load
 from quantized_files import gptq
 from safetensors.torch import load_file, save_file
+from specrs.backends.cpu.weights import load_native
+from specrs.backends.cuda.fit import check_weights_fit
 from specrs.config import EngineConfig
-from specrs.engine.weights import check_weights_fit
+from specrs.core import PackedMatrix
 from specrs.errors import CheckpointError, InvalidConfigError
 from specrs.integrations import transformers as integration
 from specrs.models.checkpoint import SINGLE
 from specrs.models.loader import stored_config
-from specrs.models.native_loader import load_native
-from specrs.models.stored import Codes
 from specrs.models.torch_loader import load_model
 
 from models.harness import Feeder
@@ -127,7 +127,10 @@ def test_a_quantized_head(tied: Path, tmp_path: Path) -> None:
     assert not model.config.tie_word_embeddings
     assert not native.config.tie_word_embeddings
     (part,) = native.weights.lm_head.parts
-    for head in (model.weights.lm_head.dequantized().numpy(), part.numbers() if isinstance(part, Codes) else part):
+    for head in (
+        model.weights.lm_head.dequantized().numpy(),
+        part.numbers() if isinstance(part, PackedMatrix) else part,
+    ):
         np.testing.assert_allclose(head, expected, rtol=1e-6)
     numbers = tmp_path / "gptq.numbers"
     plain = load_file(numbers / SINGLE) | {HEAD: torch.from_numpy(expected.copy())}

@@ -34,7 +34,7 @@ ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_fa
 """Keys that transformers puts into `rope_parameters`."""
 WINDOWS = ("sliding_window", "use_sliding_window", "sliding_window_pattern", "layer_types")
 KINDS = ["sliding_attention"]
-"""Of the layers of a family that does not say them."""
+"""Kinds of layers of a family whose config.json does not name them."""
 DECLARED = {
     "model_type": "the architecture says it",
     "max_window_layers": "of windows, which use_sliding_window=false switches off",
@@ -75,8 +75,8 @@ def test_there_is_one_of_every_family() -> None:
 
 
 def shrunk(raw: dict[str, Any]) -> dict[str, Any]:
-    """The same keys with small sizes: heads, their dimension where `head_dim` is not said, layers and their kinds stay
-    what they are in relation to each other, a window is one that the text here is longer than."""
+    """Return the config's keys with small sizes. Heads, their dimension unless `head_dim` gives it, layers and their
+    kinds keep their relations. A window is shorter than the text here."""
     heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
     head_dim = raw.get("head_dim", raw["hidden_size"] // heads)
     small = {

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from checkpoints import edit_json, make_checkpoint
 from quantized_files import awq, compressed, fp8_block, gptq
 from safetensors.torch import load_file, save_file
 from specrs.arrays import BFLOAT16, FLOAT32
+from specrs.backends.cpu.weights import Rounding, load_native
+from specrs.core import PackedMatrix
 from specrs.errors import CheckpointError, UnsupportedModelError
 from specrs.models.loader import load_config
-from specrs.models.native_loader import load_native
 from specrs.models.quantization import table
-from specrs.models.stored import QuantizedWeight, StackedWeight
+from specrs.models.stored import PackedWeight, StackedWeight
 from specrs.models.torch_arrays import to_torch
 from specrs.models.torch_loader import load_model
 
@@ -27,7 +27,7 @@ from models.harness import Feeder
 
 Make = Callable[[Path, Path], Path]
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
-FORMATS: dict[str, tuple[Make, torch.dtype | None]] = {
+FORMATS: dict[str, tuple[Make, str | None]] = {
     "fp8-block": (fp8_block, None),
     "fp8-uneven-block": (lambda s, p: fp8_block(s, p, block=(48, 80)), None),
     "ct-fp8-tensor": (lambda s, p: compressed(s, p, "float-quantized", strategy="tensor", **FP8), None),
@@ -36,11 +36,11 @@ FORMATS: dict[str, tuple[Make, torch.dtype | None]] = {
         lambda s, p: compressed(s, p, "float-quantized", strategy="block", block_structure=[128, 128], **FP8),
         None,
     ),
-    "ct-int8-channel": (lambda s, p: compressed(s, p, "int-quantized", num_bits=8, strategy="channel"), np.int8),
-    "ct-int8-tensor": (lambda s, p: compressed(s, p, "int-quantized", num_bits=8, strategy="tensor"), np.int8),
+    "ct-int8-channel": (lambda s, p: compressed(s, p, "int-quantized", num_bits=8, strategy="channel"), "INT8"),
+    "ct-int8-tensor": (lambda s, p: compressed(s, p, "int-quantized", num_bits=8, strategy="tensor"), "INT8"),
     "ct-int8-group": (
         lambda s, p: compressed(s, p, "naive-quantized", num_bits=8, strategy="group", group_size=32),
-        np.int8,
+        "INT8",
     ),
     "ct-int8-asymmetric": (
         lambda s, p: compressed(s, p, "int-quantized", num_bits=8, strategy="channel", symmetric=False),
@@ -48,15 +48,15 @@ FORMATS: dict[str, tuple[Make, torch.dtype | None]] = {
     ),
     "ct-int4-group": (
         lambda s, p: compressed(s, p, "pack-quantized", num_bits=4, strategy="group", group_size=32),
-        np.uint8,
+        "INT4",
     ),
     "ct-int4-channel": (
         lambda s, p: compressed(s, p, "pack-quantized", num_bits=4, strategy="channel"),
-        np.uint8,
+        "INT4",
     ),
     "ct-int4-asymmetric": (
         lambda s, p: compressed(s, p, "pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False),
-        np.int8,
+        "INT8",  # its scales are fp32
     ),
     "ct-int4-act-order": (
         lambda s, p: compressed(s, p, "pack-quantized", ordered=True, num_bits=4, strategy="group", group_size=32),
@@ -77,23 +77,23 @@ FORMATS: dict[str, tuple[Make, torch.dtype | None]] = {
     ),
     "ct-int8-packed": (
         lambda s, p: compressed(s, p, "pack-quantized", num_bits=8, strategy="group", group_size=32),
-        np.int8,
+        "INT8",
     ),
     "ct-nvfp4": (
         lambda s, p: compressed(
             s, p, "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
         ),
-        np.int8,
+        None,
     ),
-    "gptq-4": (gptq, np.uint8),
-    "gptq-4-all": (lambda s, p: gptq(s, p, group=-1), np.uint8),
-    "gptq-4-asymmetric": (lambda s, p: gptq(s, p, sym=False), np.int8),
-    "gptq-4-v2": (lambda s, p: gptq(s, p, sym=False, version="gptq_v2"), np.int8),
+    "gptq-4": (gptq, "INT4"),
+    "gptq-4-all": (lambda s, p: gptq(s, p, group=-1), "INT4"),
+    "gptq-4-asymmetric": (lambda s, p: gptq(s, p, sym=False), "INT4"),
+    "gptq-4-v2": (lambda s, p: gptq(s, p, sym=False, version="gptq_v2"), "INT4"),
     "gptq-4-act-order": (lambda s, p: gptq(s, p, desc_act=True), None),
-    "gptq-8": (lambda s, p: gptq(s, p, bits=8), np.int8),
-    "awq": (awq, np.int8),
+    "gptq-8": (lambda s, p: gptq(s, p, bits=8), "INT8"),
+    "awq": (awq, "INT4"),
 }
-"""How each is written, and what the native pass reads: the type of codes, or None where it reads numbers."""
+"""How each is written, and what native passes pack it as, or None if they read numbers."""
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
@@ -123,22 +123,23 @@ def logits(path: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_logits_are_those_of_the_dequantized_model(name: str, written: Callable[[str], Path]) -> None:
-    """float64 within rounding of float32 numbers, the native pass within that of its sums, bf16 ones within 2^-8."""
+    """float64 within rounding of float32 numbers, native passes within that of sums or of 16-bit activations, and bf16
+    ones within 2^-8."""
     path = written(name)
     expected = logits(path.with_name(path.name + ".numbers"))
     size = expected.abs().max()
     assert (logits(path) - expected).abs().max() < 2e-6 * size
-    for exact, bound in ((True, 2e-5), (False, 3e-2)):
-        model = load_native(path, dtype="float32", exact=exact)
+    for exact, activations, bound in ((True, "fp32", 2e-5), (True, "auto", 1e-3), (False, "auto", 3e-2)):
+        model = load_native(path, dtype="float32", rounding=Rounding(exact, activations))
         found = Feeder(model).feed_chunks(TOKENS, [8])
         assert (found - expected).abs().max() < bound * size
         weight = model.weights.layers[1].gate_up
-        if FORMATS[name][1] is None:
+        if FORMATS[name][1] is None or activations == "fp32":
             assert isinstance(weight, StackedWeight)
             assert {part.dtype for part in weight.parts} == {FLOAT32 if exact else BFLOAT16}
         else:
-            assert isinstance(weight, QuantizedWeight)
-            assert {part.codes.dtype.type for part in weight.parts} == {FORMATS[name][1]}
+            assert isinstance(weight, PackedWeight)
+            assert {part.kind for part in weight.parts if isinstance(part, PackedMatrix)} == {FORMATS[name][1]}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -151,9 +152,9 @@ def test_numbers_are_the_reference_s(name: str, written: Callable[[str], Path]) 
         if key.endswith("_proj.weight"):
             found = to_torch(checkpoint.mapped(key)).double()
             torch.testing.assert_close(found, numbers, rtol=2**-22, atol=1e-12)
-            codes = checkpoint.codes(key) if checkpoint.is_quantized(key) else None
-            if codes is not None:
-                assert torch.equal(to_torch(codes.numbers()).double(), found)
+            packed = checkpoint.packed(key) if checkpoint.is_quantized(key) else None
+            if packed is not None:
+                assert torch.equal(to_torch(packed.numbers()).double(), found)
 
 
 def table_checkpoint(path: Path) -> Any:
@@ -298,7 +299,7 @@ def test_a_bias_of_zeros_that_the_layer_does_not_have(source: Path, tmp_path: Pa
         ),
     ],
 )
-def test_configs_that_are_refused(fields: dict[str, Any], message: str, source: Path, tmp_path: Path) -> None:
+def test_configs_that_are_rejected(fields: dict[str, Any], message: str, source: Path, tmp_path: Path) -> None:
     path = gptq(source, tmp_path / "model")
     edit_json(path / "config.json", quantization_config=fields)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
@@ -325,7 +326,7 @@ def test_configs_that_are_refused(fields: dict[str, Any], message: str, source: 
         ),
     ],
 )
-def test_groups_that_are_refused(
+def test_groups_that_are_rejected(
     weights: dict[str, Any], form: str, message: str, source: Path, tmp_path: Path
 ) -> None:
     path = gptq(source, tmp_path / "model")
@@ -362,8 +363,8 @@ def test_targets_by_name_come_before_linear(source: Path, tmp_path: Path) -> Non
     assert torch.equal(logits(path), expected)
 
 
-def test_fused_projections_stay_codes_only_together(source: Path, tmp_path: Path) -> None:
-    """One of q, k and v that is not quantized: the three become numbers, the rest stays codes."""
+def test_fused_projections_may_be_partly_quantized(source: Path, tmp_path: Path) -> None:
+    """One of q, k and v that is not quantized stays as it is; the others are packed."""
     path = FORMATS["ct-int8-channel"][0](source, tmp_path / "model")
     layer = "model.layers.1.self_attn.k_proj"
     weight = load_file(source / "model.safetensors")[f"{layer}.weight"]
@@ -371,9 +372,10 @@ def test_fused_projections_stay_codes_only_together(source: Path, tmp_path: Path
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     edit_json(path / "config.json", quantization_config=config | {"ignore": ["lm_head", layer]})
     first, second = load_native(path, dtype="float32").weights.layers
-    assert isinstance(first.qkv, QuantizedWeight)
-    assert isinstance(second.qkv, StackedWeight)
-    assert isinstance(second.o, QuantizedWeight)
+    assert [isinstance(part, PackedMatrix) for part in first.qkv.parts] == [True, True, True]
+    assert [isinstance(part, PackedMatrix) for part in second.qkv.parts] == [True, False, True]
+    found = Feeder(load_native(path, dtype="float32")).feed_chunks(TOKENS, [8])
+    assert (found - logits(path)).abs().max() < 1e-3 * found.abs().max()
     numbers = path.with_name("model.numbers")
     tensors = load_file(numbers / "model.safetensors")
     save_file(tensors | {f"{layer}.weight": weight.double()}, numbers / "model.safetensors", metadata={"format": "pt"})

@@ -7,7 +7,7 @@ import torch
 from checkpoints import FAMILIES as MADE
 from checkpoints import make_checkpoint
 from quantized_files import compressed
-from specrs.models.native_loader import load_native
+from specrs.backends.cpu.weights import load_native
 from specrs.models.registry import FAMILIES
 from specrs.models.support import table
 from specrs.models.torch_loader import load_model

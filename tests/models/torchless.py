@@ -18,19 +18,20 @@ BLOCK_SIZE = 4
 def logits_of(case: dict[str, Any]) -> Any:
     """The logits of a prompt, of rows of an adapter, or of a head's first drafts, `[8, ids]` float32.
 
-    A case has `source`, and may have `load`, arguments of `load_native`; `kv`, a type of codes for K and V in the
-    cache; `head` and `lora`, folders.
+    A case has `source`, and may have `load`, arguments of `load_native`; `exact`, whether what passes cannot read keeps
+    its dtype; `kv`, a type of codes for K and V in the cache; `head` and `lora`, folders.
     """
     import numpy as np
-    from specrs.models.eagle3 import load_eagle3
-    from specrs.models.eagle3_native import NativeEagle3Head
+    from specrs.backends.cpu.eagle3 import load_eagle3
+    from specrs.backends.cpu.weights import Rounding, load_native
+    from specrs.drafters.eagle3.native import NativeEagle3Head
     from specrs.models.kv_dtypes import CODES
     from specrs.models.lora_loader import load_lora
     from specrs.models.native_inputs import NativeInputs
-    from specrs.models.native_loader import load_native
 
     kv = case.get("kv")
-    model = load_native(case["source"], **case.get("load", {}), cache_dtype=None if kv is None else CODES[kv])
+    codes, rounding = None if kv is None else CODES[kv], Rounding(exact=case.get("exact", True))
+    model = load_native(case["source"], **case.get("load", {}), cache_dtype=codes, rounding=rounding)
     count = len(TOKENS)
     table = np.array([[2, 0, 1]])
     positions = np.arange(count)

@@ -9,20 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import specrs.engine.build_cuda as build_cuda
+import specrs.backends.cuda.build as build_cuda
+from backends.cuda_engines import Graphs, K, serve_by_cuda
+from backends.test_cuda_drafters import GREEDY, PROMPTS, SAMPLED, Bench, bench  # noqa: F401 (a fixture)
 from engine.faulty_drafter import BrokenError
 from numpy.typing import NDArray
-from runner.cuda_engines import Graphs, K
-from runner.test_cuda_drafters import GREEDY, PROMPTS, SAMPLED, Bench, bench  # noqa: F401 (a fixture)
-from specrs.engine.blueprint import Blueprint
+from specrs.backends.cuda.context import entries_of
+from specrs.backends.cuda.graphs import tasks
+from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.ranks import LeadingRunner
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.errors import RankLostError
 from specrs.parallel.ranks import HostExchanges
-from specrs.runner.cuda.context import entries_of
-from specrs.runner.cuda.graphs import tasks
-from specrs.runner.cuda.runner import CudaRunner
-from specrs.runner.ranks import LeadingRunner
 from specrs.sampling import SamplingParams
 from torch import Tensor
 
@@ -48,7 +47,7 @@ def on_two_ranks(
     config = replace(config, enforce_eager=True)
     assert config.speculative_config is not None
     speculative = replace(config.speculative_config, draft_tensor_parallel_size=degree)
-    monkeypatch.setattr(Blueprint, "on_gpu", property(lambda _self: True))
+    serve_by_cuda(monkeypatch)
     with engine_on_threads(replace(config, speculative_config=speculative), exit_code=exit_code) as engine:
         assert isinstance(engine.runner, LeadingRunner)
         assert isinstance(engine.runner.runner, CudaRunner)

@@ -10,21 +10,22 @@ from typing import cast
 import pytest
 import torch
 import torch.distributed as dist
+from backends.test_trace import CUDA, Watch, fake_decoder
 from checkpoints import make_checkpoint
-from runner.test_trace import CUDA, Watch, fake_decoder
+from specrs.backends.blueprint import Blueprint
+from specrs.backends.cuda import iteration
+from specrs.backends.cuda.build import make_buckets, make_context
+from specrs.backends.cuda.chunks import prompt_pass
+from specrs.backends.cuda.context import Context, entries_of
+from specrs.backends.cuda.graphs import tasks
+from specrs.backends.cuda.sampling.sampling_state import SamplingState
+from specrs.backends.cuda.shapes import ChunkShape, LogitsMode, Shape
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
-from specrs.engine.blueprint import Blueprint
-from specrs.engine.build_cuda import make_buckets, make_context
-from specrs.engine.weights import Weights
+from specrs.drafters.draft_model import LoadedDraftModel
 from specrs.kernels.linear import DenseWeight
 from specrs.parallel.exchanges import Exchanges, GroupExchanges, SymmetricExchanges
 from specrs.parallel.ranks import Ranks
-from specrs.runner.cuda import iteration
-from specrs.runner.cuda.chunks import prompt_pass
-from specrs.runner.cuda.context import Context, entries_of
-from specrs.runner.cuda.graphs import tasks
-from specrs.runner.cuda.sampling_state import SamplingState
-from specrs.runner.cuda.shapes import ChunkShape, Shape, Tail
 from specrs.speculative_config import SpeculativeConfig
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -100,7 +101,7 @@ def make(target: Path, rank: int, exchanges: Exchanges, degree: int, max_num_seq
     )
     model = fake_decoder(target, torch.bfloat16, ranks=ranks)
     draft = fake_decoder(target, torch.bfloat16, ranks=ranks if degree > 1 else None)
-    blueprint = Blueprint(config, Weights(model, draft))
+    blueprint = Blueprint(config, Weights(model, LoadedDraftModel(draft)))
     sampling = SamplingState(max_num_seqs, IDS, torch.float32, CUDA)
     ctx = make_context(blueprint, blueprint.scheduler(20), sampling, 20)
     entries = entries_of(ctx.record.views, "num_decode")
@@ -112,10 +113,10 @@ def exchanged(watch: Watch) -> list[str]:
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric memory", "NCCL"])
-@pytest.mark.parametrize("tail", [Tail.GREEDY, Tail.SAMPLED])
+@pytest.mark.parametrize("logits_mode", [LogitsMode.GREEDY, LogitsMode.SAMPLED])
 @pytest.mark.parametrize("degree", [1, SIZE])
 def test_a_pass_has_two_sums_a_layer(
-    symmetric: bool, tail: Tail, degree: int, group: dist.ProcessGroup, target: Path
+    symmetric: bool, logits_mode: LogitsMode, degree: int, group: dist.ProcessGroup, target: Path
 ) -> None:
     """One for the embedding, and one gathering for the vocabulary; the same on both ranks, in one order. A draft of
     degree 1 exchanges nothing."""
@@ -125,7 +126,7 @@ def test_a_pass_has_two_sums_a_layer(
             exchanges = FakeMemory(CUDA, group) if symmetric else GroupExchanges()
             ctx, _ = make(target, rank, exchanges, degree)
             with Watch(PARTS) as watch:
-                iteration.run(ctx, Shape(4, K, 4 * (K + 1), tail), entries_of(ctx.record.views, "num_decode"))
+                iteration.run(ctx, Shape(4, K, 4 * (K + 1), logits_mode), entries_of(ctx.record.views, "num_decode"))
         found.append(exchanged(watch))
     one, other = found
     a_pass = [ONE_SHOT if symmetric else ALL_REDUCE] * (1 + 2 * LAYERS) + [ALL_GATHER]
@@ -173,7 +174,7 @@ def test_what_symmetric_memory_takes(dtype: torch.dtype, staged: bool, group: di
 
 @pytest.mark.usefixtures("group")
 def test_a_whole_head_has_the_targets_types(target: Path) -> None:
-    """Of a target in parts on GPUs, whose LM head stays in 16 bits."""
+    """Whole LM head and embedding of a target in parts on GPUs: both stay in 16 bits."""
     with FakeTensorMode():
         model = fake_decoder(target, torch.bfloat16, ranks=cast("Ranks", Rank(0, GroupExchanges())))
         head, embedding = model.whole_lm_head(), model.whole_embedding()

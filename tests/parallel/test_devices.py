@@ -6,17 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import specrs.engine.build_cuda as build_cuda
 import torch
+from backends.cuda_engines import CUDA
 from checkpoints import make_checkpoint
 from engine.harness import Bank, make_bank
 from engine.harness import config as engine_config
+from specrs.backends.base import Backend
+from specrs.backends.blueprint import Blueprint
+from specrs.backends.cpu.backend import CpuBackend
+from specrs.backends.cuda import device as devices
+from specrs.backends.cuda import kv_memory
+from specrs.backends.cuda.fit import check_weights_fit
+from specrs.backends.table import device_of_rank
 from specrs.config import EngineConfig
-from specrs.engine import device as devices
-from specrs.engine.blueprint import Blueprint
 from specrs.engine.build import build_engine
-from specrs.engine.device import device_of_rank
-from specrs.engine.weights import check_weights_fit, load_weights
+from specrs.engine.plan import plan_engine
+from specrs.engine.weights import load_weights
 from specrs.errors import InvalidConfigError, SpecrsError, UnsupportedModelError
 from specrs.models.loader import load_config
 from specrs.models.shards import Shard
@@ -32,7 +37,7 @@ from parallel.threads import on_ranks
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch would find them."""
+    """Make torch find two GPUs."""
     for name, value in {
         "is_available": True,
         "device_count": 2,
@@ -41,7 +46,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(devices, "has_c_compiler", lambda: True)
-    monkeypatch.setattr(devices, "_has_driver", lambda: True)
+    monkeypatch.setattr(devices, "has_driver", lambda: True)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +84,7 @@ def test_what_no_rank_can_have(device: str, place: tuple[int, int], message: str
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_more_ranks_than_gpus_are_refused_before_any_is_started(bank: Bank) -> None:
+def test_more_ranks_than_gpus_are_rejected_before_any_is_started(bank: Bank) -> None:
     config = engine_config(bank.target, None, k=0, tensor_parallel_size=4)
 
     def lead(*_: Any) -> Any:
@@ -90,7 +95,7 @@ def test_more_ranks_than_gpus_are_refused_before_any_is_started(bank: Bank) -> N
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_norms_over_all_heads_are_refused_before_any_is_started(tmp_path: Path) -> None:
+def test_norms_over_all_heads_are_rejected_before_any_is_started(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path, "olmo2", kv_heads=2)
     config = EngineConfig(model=str(target), tensor_parallel_size=2, device="cuda")
     with pytest.raises(UnsupportedModelError, match=r"^tensor_parallel_size=2: .* all ranks on a GPU; allowed: 1$"):
@@ -163,19 +168,27 @@ def test_weights_of_a_rank_fit_where_all_do_not(degree: int, bank: Bank, monkeyp
 
 @pytest.mark.parametrize(("degree", "draft_heads"), [(1, 2), (2, 1)])
 def test_blocks_by_both_degrees(degree: int, draft_heads: int, bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what weights, buffers and graphs leave: a part of the target's heads, and the draft's whole or in part."""
+    """Blocks that fit in what weights, buffers and graphs leave: a part of the target's heads, and all or a part of the
+    draft's."""
     config = degree_of(engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2), degree)
     config = replace(config, num_gpu_blocks_override=None, gpu_memory_utilization=0.75, max_num_seqs=64)
     total, used, graphs = 32 * 2**20, 5 * 2**20, 3 * 2**20
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (total - used, total))
-    monkeypatch.setattr(build_cuda, "_measure", lambda _blueprint: (used, graphs))
-    found = on_ranks(2, lambda ranks: build_cuda.measure_num_blocks(Blueprint(config, load_weights(config, ranks))))
+    monkeypatch.setattr(kv_memory, "_measure", lambda _blueprint: (used, graphs))
+    found = on_ranks(2, lambda ranks: CUDA.num_blocks(Blueprint(config, load_weights(config, ranks))))
     of_a_head = 2 * config.block_size * 48 * 2 * 8  # layers, positions, numbers, K and V, bytes
     assert found == [(24 * 2**20 - used - graphs) // (of_a_head * (1 + draft_heads))] * 2
 
 
 def test_the_least_of_all_ranks_decides(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specrs.engine.follow.num_blocks", lambda _blueprint: 33)
+    class Smaller(CpuBackend):
+        def num_blocks(self, blueprint: Blueprint) -> int:
+            return 33
+
+    def plan(*given: Any) -> tuple[Backend, Blueprint]:
+        return Smaller(), plan_engine(*given)[1]
+
+    monkeypatch.setattr("specrs.engine.follow.plan_engine", plan)
     assert not on_other_rank()
     config = engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2)
     with engine_on_threads(replace(config, num_gpu_blocks_override=40)) as engine:
@@ -184,7 +197,7 @@ def test_the_least_of_all_ranks_decides(bank: Bank, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_draft_of_another_vocabulary_in_parts_is_refused_on_gpus() -> None:
+def test_a_draft_of_another_vocabulary_in_parts_is_rejected_on_gpus() -> None:
     speculative = {"use_heterogeneous_vocab": True, "draft_tensor_parallel_size": 2, "num_speculative_tokens": 3}
     settings: dict[str, Any] = {"speculative_config": speculative, "tensor_parallel_size": 2}
     EngineConfig.from_kwargs(device="cpu", **settings)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_eagle3
-from specrs.models.eagle3 import load_eagle3
+from specrs.backends.cpu.eagle3 import load_eagle3
 from specrs.models.inputs import PassInputs
 from specrs.models.torch_loader import load_model
 from specrs.parallel.ranks import Ranks

@@ -16,15 +16,15 @@ from engine.test_equivalence import engine_settings
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs import LLM, SamplingParams
+from specrs.backends.blueprint import Blueprint
+from specrs.backends.cpu.runner import CpuRunner
+from specrs.backends.ranks import LeadingRunner
+from specrs.backends.ring import Header, RingSlot
 from specrs.config import EngineConfig
 from specrs.drafters.cpu import CpuDrafter
-from specrs.engine.blueprint import Blueprint
 from specrs.engine.weights import load_weights
 from specrs.errors import CheckpointError, RankLostError
 from specrs.parallel.ranks import Ranks
-from specrs.runner.cpu import CpuRunner
-from specrs.runner.ranks import LeadingRunner
-from specrs.runner.ring import Header, RingSlot
 from specrs.tokenizer import Tokenizer
 from sweep import sweep
 from torch import Tensor
@@ -61,7 +61,7 @@ def bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
 
 
 def degree_of(config: EngineConfig, degree: int) -> EngineConfig:
-    """The same with a draft of this degree."""
+    """Return `config` with a draft of this degree of tensor parallelism."""
     assert config.speculative_config is not None
     speculative = replace(config.speculative_config, draft_tensor_parallel_size=degree)
     return replace(config, speculative_config=speculative)
@@ -203,7 +203,7 @@ def test_a_drafter_that_fails_costs_its_drafts(
 
 
 def test_ranks_that_come_to_other_results_end(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where processors of two kinds draft: the other rank drafts other tokens."""
+    """Ranks that draft different tokens, as processors of two kinds may, end with an error."""
     source = CpuRunner._draft_source
 
     def other(runner: CpuRunner, drafter: CpuDrafter) -> Any:
@@ -229,7 +229,7 @@ def test_ranks_that_come_to_other_results_end(bank: Bank, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("at", random.Random(0).sample(range(1, 200), 20))
 def test_a_rank_that_fails_anywhere(at: int, bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a random exchange: every request of rank 0 ends with an error that names it, and the books agree."""
+    """At a random exchange: every request of rank 0 ends with an error that names it; the scheduler's state agrees."""
     config = engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2, distributed_timeout=1.0)
     gather = Ranks.gather
 

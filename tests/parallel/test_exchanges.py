@@ -51,7 +51,7 @@ def test_those_of_the_host() -> None:
     assert on_ranks(3, work) == [([6.0, 12.0, 24.0], [[0.0], [1.0], [2.0]])] * 3
 
 
-def test_a_process_with_a_group_of_its_own_is_refused() -> None:
+def test_a_process_with_a_group_of_its_own_is_rejected() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         ranks = Ranks.__new__(Ranks)

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from specrs.core import Scheduler
+from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.cuda.slots import TensorSlot
+from specrs.backends.ranks import LeadingRunner, checksum
+from specrs.backends.ring import Header, Ring, RingSlot
+from specrs.core import HEADER_FIELDS, Scheduler
 from specrs.engine.follow import Reporter
 from specrs.errors import RankLostError
 from specrs.parallel.connection import DID, Connection, DisconnectedError, ExchangeError, Kind
 from specrs.parallel.ranks import Ranks
 from specrs.parallel.team import Team
-from specrs.runner.cuda.runner import CudaRunner
-from specrs.runner.cuda.slots import TensorSlot
-from specrs.runner.ranks import LeadingRunner, checksum
-from specrs.runner.ring import Header, Ring, RingSlot
 
 from parallel.threads import on_ranks
 
@@ -47,7 +47,7 @@ def make_ring(depth: int = 2) -> Ring:
         assert isinstance(slot, TensorSlot)
         slot.done = Done()  # type: ignore[assignment]
         slot.record[:] = 0
-        slot.record[1] = 1  # one entry
+        slot.record[HEADER_FIELDS.index("num_decode")] = 1
         slot.results[:] = number
     return ring
 
@@ -163,9 +163,8 @@ class Enqueuing:
 def lead(ranks: Ranks, connection: Connection) -> LeadingRunner:
     team = Team({1: connection}, timeout=1.0)
     team.ranks = ranks
-    layout = {"prefill_slot": (8, 8), "prefill_token": (0, 8), "upload_token": (16, 8), "draft_slot": (24, 8)}
     runner: Any = Enqueuing(ranks)
-    return LeadingRunner(runner, team, layout, team.close)
+    return LeadingRunner(runner, team, team.close)
 
 
 def listen(theirs: Connection) -> None:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from checkpoints import FAMILIES, make_checkpoint
 from quantized_files import awq, fp8_block
+from specrs.backends.cuda.loader import QuantizedLoader
 from specrs.models.loader import open_checkpoint
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.shards import Shard
 from specrs.models.tensors import tensor_shapes
-from specrs.models.torch_loader import CodedLoader, Loader
+from specrs.models.torch_loader import Loader
 from specrs.models.torch_weights import TorchWeights
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -87,6 +88,6 @@ def test_codes_are_cut_before_they_are_given(quantize: Any, sizes: dict[str, int
     config, checkpoint = open_checkpoint(tmp_path / "codes", None, "auto")
     assert isinstance(checkpoint, QuantizedTensors)
     with Device() as device:
-        weights = CodedLoader(config, checkpoint, torch.bfloat16, torch.device("meta"), Shard(1, 2)).load()
+        weights = QuantizedLoader(config, checkpoint, torch.bfloat16, torch.device("meta"), Shard(1, 2)).load()
         held = device.held
     assert device.peak <= held + in_pieces(weights)

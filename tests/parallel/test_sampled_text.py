@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from specrs import LLM, CompletionOutput, RequestOutput, SamplingParams
 from specrs.config import EngineConfig
+from specrs.engine.tokenizer import load_tokenizer
 from specrs.engine.weights import load_weights
-from specrs.tokenizer import load_tokenizer
 from sweep import sweep
 from verify.test_processing import requests as processing
 

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from specrs.backends.cpu.host import StepHost
+from specrs.backends.extras import RequestExtras
 from specrs.core import STEPS
 from specrs.errors import EngineError
 from specrs.parallel.ranks import ExchangeError, Ranks
-from specrs.runner.extras import RequestExtras
-from specrs.runner.host import StepHost
 from torch import Tensor
 
 from parallel.threads import on_ranks
 
 VOCAB = 70
 HEAD_PREFILL, CATCH_UP, DRAFT = STAGES = 1, 2, 4
-"""As the core numbers them."""
+"""Numbers of the stages as the core has them."""
 
 
 class Fault(Exception):
@@ -292,7 +292,8 @@ def test_a_rank_that_is_given_up_is_not_waited_for() -> None:
 
 
 def test_numbers_and_arrays_of_all_ranks() -> None:
-    """Of every rank in their order; an array is written where it is."""
+    """Numbers are gathered from all ranks in their order; an array of rank 0 is written into every rank's own
+    memory."""
 
     def work(ranks: Ranks) -> tuple[list[int], list[int], bool]:
         array = np.full((2, 2), 5 * ranks.rank - 1, dtype=np.int32)[0]

@@ -73,3 +73,9 @@ def test_the_build_installs_no_development_packages() -> None:
     lines = [line for line in (ROOT / "Makefile").read_text().splitlines() if "maturin develop" in line]
     assert [line for line in lines if "--group build" not in line] == []
     assert lines
+
+
+def test_classifiers_name_the_pythons_that_are_supported() -> None:
+    named = re.findall(r"Python :: 3\.(\d+)", "\n".join(PROJECT["project"]["classifiers"]))
+    low, high = re.findall(r"3\.(\d+)", PROJECT["project"]["requires-python"])
+    assert list(map(int, named)) == list(range(int(low), int(high)))

@@ -28,6 +28,8 @@ def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         "from specrs.cli import main\ntry: main(['forecast', '--help'])\nexcept SystemExit: pass",
         "import specrs.forecast",
         "from specrs.cli import main\ntry: main(['--version'])\nexcept SystemExit: pass",
+        "from specrs.cli import main\nmain(['doctor'])",
+        "from specrs.cli import main\nmain(['completion', 'bash'])",
         "from specrs.cli import main\ntry: main(['generate', '--max-tokens', 'x'])\nexcept SystemExit: pass",
     ],
 )

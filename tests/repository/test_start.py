@@ -30,7 +30,7 @@ def test_it_runs_and_drafts_are_accepted(page: dict[str, Any]) -> None:
     assert {1, 5} <= set(emitted), "iterations that accept nothing, and all"
 
 
-def test_its_iterations_meet_the_law(page: dict[str, Any]) -> None:
+def test_its_iterations_keep_the_rules(page: dict[str, Any]) -> None:
     """K_r, n' and draft_len' of every iteration, from what it fed to the draft and to the target."""
     fed: dict[Any, list[range]] = {}
     forward = page["Model"].forward

@@ -8,13 +8,16 @@ PACKAGE = ROOT / "python/specrs"
 
 
 EXAMPLES = {
+    "scripts/architecture_picture.py",
+    "scripts/prose.py",
     *("scripts/train_pair.py", "scripts/train_eagle3.py", "scripts/eagle3_text.py"),
     *("examples/host_loop.py", "examples/scheduler.py"),
 }
 
 
 def modules() -> set[str]:
-    """As the page writes them: modules of the package relative to it, all else relative to the repository."""
+    """Return all modules as the page names them: the package's relative to it, all others relative to the
+    repository."""
     python = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py*") if path.suffix in (".py", ".pyi")}
     kernels = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels").rglob("*.py")}
     rust = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("rust/*/src/**/*.rs")}

@@ -80,7 +80,7 @@ def migrated(frontend: Router) -> dict[str, float]:
     return {kind: float(count) for kind, count in found}
 
 
-def test_what_is_not_implemented_is_refused(dynamo: tuple[Router, list[subprocess.Popen[bytes]]]) -> None:
+def test_what_is_not_implemented_is_rejected(dynamo: tuple[Router, list[subprocess.Popen[bytes]]]) -> None:
     frontend, _ = dynamo
     for outcome in streams(frontend, ["Count"] * 4, {**BODY, "logprobs": 2}):
         assert outcome.failed

@@ -140,7 +140,7 @@ def test_replicas_by_queue_length(running: list[int], waiting: list[int], queued
         ({"server": {"port": 80}}, "'port'"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(args: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_rejected(args: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecrsError, match=message) as refused:
         build_openai_app(args)
     assert isinstance(refused.value, InvalidConfigError)

@@ -8,13 +8,13 @@ from specrs.llm import LLM
 from .harness import Server, serving
 
 K = 5
-SETTINGS = ("--dtype", "float64", "--max-model-len", "512", "--max-num-seqs", "16", "--disable-uvicorn-access-log")
+SETTINGS = ("--max-model-len", "512", "--max-num-seqs", "16", "--disable-uvicorn-access-log")
 
 
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Server]:
-    """float64, so that what runs beside a request, or before it, changes no text."""
-    with serving(*SETTINGS) as server:
+    """At defaults: native passes give a request the same text, whatever runs next to it or before it."""
+    with serving(*SETTINGS, "--spec-tokens", str(K)) as server:
         yield server
 
 
@@ -28,5 +28,5 @@ def server(shared: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def llm() -> LLM:
-    """The same engine in this process."""
-    return LLM(dtype="float64", max_model_len=512, max_num_seqs=16, speculative_config={"num_speculative_tokens": K})
+    """An engine in this process with the settings of the server under test."""
+    return LLM(max_model_len=512, max_num_seqs=16, speculative_config={"num_speculative_tokens": K})

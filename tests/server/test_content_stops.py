@@ -95,7 +95,7 @@ def test_demanded_calls_may_hold_stop_strings(tokenizer: Tokenizer, choice: Any)
 
 
 def test_the_engine_ends_what_a_stop_string_ended(tokenizer: Tokenizer) -> None:
-    """As stopped, and not as aborted; it writes no text that is not told."""
+    """A request ended by a stop string counts as stopped, not as aborted, and generates nothing more."""
     engine = Script(tokenizer, "a STOP" + " b" * 500, "c" * 20)
     answer = ask(engine, tokenizer, "chat", {**BODY, "stop": "STOP", "n": 2, "max_tokens": 1000}, BOTH)
     first, second = answer.answer["choices"]

@@ -177,7 +177,7 @@ def test_what_routers_ask(server: Server) -> None:
         assert 0 < loads["loads"][0]["token_usage"] < 1
 
 
-def test_http_2_is_refused_at_once(server: Server) -> None:
+def test_http_2_is_rejected_at_once(server: Server) -> None:
     """A router's probe for gRPC on the same port."""
     with server.connect() as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")

@@ -103,7 +103,7 @@ def test_a_server_tells_what_it_runs_and_how_it_fares(monkeypatch: pytest.Monkey
     assert re.search(
         r"\[-\] Model \S+: float32 on cpu, 256 tokens of context, up to 2 requests at once; KV cache of 512", text
     )
-    assert re.search(r"\[-\] Speculation: draft_model with \S+, K = 5", text)
+    assert re.search(r"\[-\] Speculation: draft_model with \S+, K = auto", text)
     assert re.search(r"\[me\] .*POST /v1/completions", text)
 
 

@@ -22,12 +22,12 @@ STOP = ["a stop string that never comes"]
 
 
 def reader() -> MessageReader:
-    """Of messages that are content and nothing else."""
+    """Make a reader of messages that are content and nothing else."""
     return MessageReader(None, None, parallel=True, include_reasoning=True, named=False, new_call_id=lambda: "call")
 
 
 class Reasoning(MessageReader):
-    """Of messages whose reasoning does not end."""
+    """Reads messages whose reasoning does not end."""
 
     def __init__(self) -> None:
         super().__init__(None, None, parallel=True, include_reasoning=True, named=False, new_call_id=lambda: "call")

@@ -1,12 +1,20 @@
-"""The page of `--ui` as it is served, and streams that say who wrote each token. `make test-browser` runs the page."""
+"""The chat page as it is served, and streams that say who wrote each token. `make test-browser` runs the page."""
 
 import base64
 import hashlib
 import re
 from collections.abc import Iterator
+from html.parser import HTMLParser
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from specrs.server.app import build_app
+from specrs.server.context import CORSSettings
+from specrs.server.limits import HTTPLimits
+from specrs.server.options import ServerOptions
+from specrs.server.page import page
+from starlette.routing import Route
 
 from .conftest import K
 from .harness import Server, serving
@@ -18,7 +26,7 @@ def paged() -> Iterator[Server]:
         yield server
 
 
-def test_the_page_loads_nothing_and_runs_only_its_own(paged: Server, server: Server) -> None:
+def test_the_page_loads_nothing_and_runs_only_its_own(paged: Server) -> None:
     answer = paged.get("/")
     assert answer.status == 200
     assert answer.headers["content-type"].startswith("text/html")
@@ -33,9 +41,92 @@ def test_the_page_loads_nothing_and_runs_only_its_own(paged: Server, server: Ser
     assert policy == expected
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
-    assert not re.findall(r"https?:|//[a-z]|\bsrc=|\bhref=|@import|innerHTML|\bon[a-z]+=|style=", html)
     assert paged.get("/v1/models").status == 401
-    assert server.get("/").status == 404
+
+
+LOADS = r"https?:/|[\"'(]//[a-z]|\bsrc\s*=|\bhref=|url\(|@import|\bimport\b|\bon[a-z]+=|style="
+"""Ways to load something, or to run something that is not the page's own script."""
+MARKUP = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|setHTML|srcdoc|\beval\b|new Function"
+"""Ways to make markup or code from text."""
+
+
+def test_one_file_makes_no_markup_from_text() -> None:
+    assert not re.findall(f"{LOADS}|{MARKUP}", page())
+
+
+class Controls(HTMLParser):
+    """Reads the page's controls: their attributes, and the texts of labels and buttons."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.controls: list[dict[str, str]] = []
+        self.labels: dict[str, str] = {}
+        self._label: str | None = None
+        self._button: dict[str, str] | None = None
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        if tag == "label":
+            self._label = values["for"]
+            self.labels[self._label] = ""
+        if tag in ("button", "input", "select", "textarea"):
+            self.controls.append(values)
+            if tag == "button":
+                self._button = values | {"text": ""}
+                self.controls[-1] = self._button
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "label":
+            self._label = None
+        if tag == "button":
+            self._button = None
+
+    def handle_data(self, data: str) -> None:
+        if self._label is not None:
+            self.labels[self._label] += data.strip()
+        if self._button is not None:
+            self._button["text"] += data.strip()
+
+
+def test_every_control_has_a_label_and_a_tooltip() -> None:
+    reader = Controls()
+    reader.feed(page())
+    assert len(reader.controls) > 25
+    for control in reader.controls:
+        named = control.get("text") or control.get("aria-label") or reader.labels.get(control.get("id", ""))
+        assert named, control
+        assert control["data-tip"].endswith((".", ").")), control
+        assert max(len(sentence.split()) for sentence in re.split(r"[.:;] ", control["data-tip"])) <= 25, control
+
+
+@pytest.mark.parametrize(
+    ("host", "ui", "served"),
+    [
+        ("127.0.0.1", None, True),
+        ("localhost", None, True),
+        ("::1", None, True),
+        ("0.0.0.0", None, False),
+        ("10.0.0.7", None, False),
+        ("example.org", None, False),
+        ("0.0.0.0", True, True),
+        ("127.0.0.1", False, False),
+    ],
+)
+def test_the_page_is_on_where_only_this_machine_can_reach_it(host: str, ui: bool | None, served: bool) -> None:
+    assert ServerOptions(host=host, ui=ui).serves_page == served
+
+
+def test_a_server_without_the_page_has_no_route_for_it() -> None:
+    context: Any = SimpleNamespace(ui=False, version="1", model_names=["m"], adapters={}, profiler=None)
+    context.cors, context.limits, context.api_keys = CORSSettings(), HTTPLimits(), ()
+    for context.ui in (True, False):
+        paths = {route.path for route in build_app(context).routes if isinstance(route, Route)}
+        assert ("/" in paths) == context.ui
+
+
+def test_a_server_on_a_loopback_address_has_the_page(server: Server) -> None:
+    assert server.get("/").status == 200
+    server.wait_for_line(r"Chat on http://127\.0\.0\.1:\d+/$")
 
 
 ASKED = {

@@ -30,7 +30,7 @@ TEMPLATE = (
     "{% endfor %}{% endfor %}"
 )
 CALLS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
-SETTINGS = ("--dtype", "float64", "--max-model-len", "512", "--disable-uvicorn-access-log")
+SETTINGS = ("--max-model-len", "512", "--disable-uvicorn-access-log")
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 
 def make_llm(k: int, rule: str = "coupled", **settings: Any) -> LLM:
-    # float64: the same text to the last bit, whatever else is in the launch
-    settings = {"dtype": "float64", "max_model_len": 1200, "max_num_seqs": 24} | settings
+    # A native pass gives a row the same bits, whatever else is in the step.
+    settings = {"max_model_len": 1200, "max_num_seqs": 24} | settings
     return LLM(speculative_config={"num_speculative_tokens": k, "rejection_sample_method": rule}, **settings)
 
 
@@ -113,7 +113,6 @@ def test_drafts_from_the_text_know_no_grammar(rule: str) -> None:
     llm, vanilla = (
         LLM(
             speculative_config={"num_speculative_tokens": k, "rejection_sample_method": rule, **lookup},
-            dtype="float64",
             max_model_len=1200,
         )
         for k in (5, 0)
@@ -170,7 +169,7 @@ def test_drafts_after_the_end_of_an_object_harm_nothing(method: str, rule: str) 
     )
     lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if method == "ngram" else {}
     asked = {"num_speculative_tokens": 5, "rejection_sample_method": rule, "method": method, **lookup}
-    llm = LLM(speculative_config=asked, dtype="float64", max_model_len=1200)
+    llm = LLM(speculative_config=asked, max_model_len=1200)
     both = [params.replace(num_speculative_tokens=0), params]
     plain, drafted = (output.outputs[0] for output in llm.generate(["a = 1\nb = 2\n"] * 2, both, use_tqdm=False))
     assert (drafted.token_ids, drafted.finish_reason) == (plain.token_ids, plain.finish_reason)

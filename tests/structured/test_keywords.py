@@ -60,7 +60,7 @@ def test_an_ignored_keyword_is_the_only_one_that_a_text_may_violate(
 
 @pytest.mark.parametrize("where", ["items", "properties", "anyOf", "$defs"])
 @pytest.mark.parametrize("schema", REFUSED, ids=lambda schema: "-".join(schema))
-def test_every_other_keyword_is_refused_with_its_place(
+def test_every_other_keyword_is_rejected_with_its_place(
     tokenizer: Tokenizer, schema: dict[str, Any], where: str
 ) -> None:
     outer, place = {

@@ -185,7 +185,7 @@ def test_without_stop_ids_eos_follows(tokenizer: Tokenizer, compiled: Callable[.
     assert matcher.accept(EOS)
 
 
-def test_without_any_stop_id_a_request_is_refused(compiled: Callable[..., Grammar]) -> None:
+def test_without_any_stop_id_a_request_is_rejected(compiled: Callable[..., Grammar]) -> None:
     grammar = compiled(regex="a")
     without = Grammar(grammar._start, VOCAB_SIZE, grammar._end_token_id, None)
     with pytest.raises(InvalidRequestError, match=r"^stop_token_ids=\[\]: .*no eos token"):
@@ -230,7 +230,7 @@ def test_what_the_library_gives_up_on_ends_and_can_be_taken_back(
     np.testing.assert_array_equal(mask_of(matcher), mask_of(from_scratch(grammar, [letter] * 3, [EOS])))
 
 
-def test_wrong_calls_are_refused(compiled: Callable[..., Grammar]) -> None:
+def test_wrong_calls_are_rejected(compiled: Callable[..., Grammar]) -> None:
     matcher = compiled(regex="a+").matcher([EOS])
     for out in (np.zeros(NUM_WORDS + 1, np.int32), np.zeros((1, NUM_WORDS), np.int32), np.zeros(NUM_WORDS, np.int64)):
         with pytest.raises(SpecrsError, match=r"^out=.*: must be int32 of shape \(64,\)"):

@@ -42,12 +42,12 @@ from specrs.structured.params import MAX_CHOICES, MAX_SPECIFICATION_LENGTH
         ),
     ],
 )
-def test_wrong_values_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_wrong_values_are_rejected(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         StructuredOutputsParams(**fields)
 
 
-def test_what_vllm_has_and_specrs_has_not_is_refused_by_name() -> None:
+def test_what_vllm_has_and_specrs_has_not_is_rejected() -> None:
     with pytest.raises(UnsupportedRequestError, match=r"^structured_outputs\.structural_tag='\{\}': not implemented"):
         StructuredOutputsParams(structural_tag="{}")
 

@@ -60,6 +60,6 @@ def test_bad_words_are_packed_to_the_right() -> None:
         ([[1, 2, 3, 4]], r"bad_words\[0\]: 4 tokens, allowed are 1 to 3"),
     ],
 )
-def test_words_that_do_not_fit_are_refused(words: list[list[int]], message: str) -> None:
+def test_words_that_do_not_fit_are_rejected(words: list[list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack_bad_words(words, 2, 3)

@@ -56,7 +56,7 @@ def test_no_top_tokens() -> None:
     assert got.rank.tolist() == [1, 5]
 
 
-def test_unknown_modes_are_refused() -> None:
+def test_unknown_modes_are_rejected() -> None:
     with pytest.raises(
         ValueError, match=r"logprobs_mode: 'cooked', allowed are raw_logprobs, processed_logprobs, raw_logits"
     ):

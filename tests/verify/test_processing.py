@@ -227,12 +227,12 @@ def test_agrees_with_transformers(dtype: torch.dtype) -> None:
         (Constraints(bias_ids=torch.zeros((1, 1), dtype=torch.int64)), "bias: None, must hold a bias for each"),
     ],
 )
-def test_half_given_constraints_are_refused(given_constraints: Constraints, message: str) -> None:
+def test_half_given_constraints_are_rejected(given_constraints: Constraints, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         constrain(torch.zeros((1, 4)), given_constraints)
 
 
-def test_penalties_without_counts_are_refused() -> None:
+def test_penalties_without_counts_are_rejected() -> None:
     rows, steps = sampling_rows([Request(presence_penalty=1.0)])
     with pytest.raises(ValueError, match="counts: None, must be the token counts of the rows"):
         process_logits(torch.zeros((1, 4)), rows, union(steps))

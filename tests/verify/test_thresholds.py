@@ -196,7 +196,7 @@ def test_rows_without_a_distribution_raise_nothing_and_touch_no_neighbour(apply:
     assert torch.equal(after[[0, 2]], before[[0, 2]])
 
 
-def test_other_dtypes_are_refused() -> None:
+def test_other_dtypes_are_rejected() -> None:
     with pytest.raises(
         TypeError, match=r"logits: dtype torch\.bfloat16, allowed are torch\.float32 and torch\.float64"
     ):

@@ -70,4 +70,4 @@ def test_specrs_answers_in_an_empty_environment(python: Path) -> None:
     assert run(python.parent / "specrs", "--version").strip() == f"specrs {VERSION}"
     installed = run(python, "-m", "pip", "list", "--format=freeze").split()
     assert not [line for line in installed if line.startswith(("torch", "triton", "transformers", "nvidia"))]
-    assert run(python.parent / "specrs", "generate", "def add(a, b):", "--max-tokens", "8").strip()
+    assert run(python.parent / "specrs", "generate", "--prompt", "def add(a, b):", "--max-tokens", "8").strip()

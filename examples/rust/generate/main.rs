@@ -72,7 +72,7 @@ fn generate(prompt: &str, options: &Options<'_>, mut deliver: impl FnMut(&str)) 
     };
     scheduler.add_request(0, &ids, &params)?;
 
-    let mut state = OwnedRowState::new(&config, 0);
+    let mut state = OwnedRowState::new(&config);
 
     let (mode, vocab_size) = (LogprobsMode::default(), decoder.weights().shape().vocab_size);
     let mut iteration = Iteration::new(config, Rule::Rejection, None, mode, vocab_size)?;

@@ -1,1 +1,2 @@
-"""Measuring: servers from outside, engines from inside, sweeps over both, and pictures of them. Forecasts nothing."""
+"""Measurements of servers from outside and of engines from inside, sweeps over both, and charts of the results.
+Forecasts nothing."""

@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 SIX_HOURS = 6 * 60 * 60
 BACKENDS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-"""Backend -> its endpoint. `vllm` is another name of `openai`, as in vLLM."""
+"""For each backend, the path of its endpoint. `vllm` is another name of `openai`, as in vLLM."""
 
 
 class ServerGone(Exception):
-    """There is no server at the address any more."""
+    """Exception that says that no server answers at the address any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where requests go and what all of them say. `sampling` is what was asked for; the rest is the server's."""
+    """Server and endpoint of requests, and the fields that all requests share. `sampling` holds the sampling parameters
+    that the user set; the server chooses the others."""
 
     base_url: str
     endpoint: str
@@ -40,11 +41,11 @@ class Target:
 
     @property
     def url(self) -> str:
-        """The whole address."""
+        """Address that requests go to: base URL and endpoint."""
         return self.base_url.rstrip("/") + self.endpoint
 
     def payload(self, sample: Sample) -> dict[str, Any]:
-        """The body of a request."""
+        """Return the JSON body of the request for `sample`."""
         body: dict[str, Any] = {"model": self.model}
         if self.chat:
             body["messages"] = [{"role": "user", "content": sample.prompt}]
@@ -59,7 +60,7 @@ class Target:
 
 
 def session(max_concurrency: int | None) -> aiohttp.ClientSession:
-    """A client that opens as many connections as there are requests at once. To be closed by the caller."""
+    """Return a client that opens up to `max_concurrency` connections; None: any number. The caller closes it."""
     import aiohttp
 
     connector = aiohttp.TCPConnector(limit=max_concurrency or 0, keepalive_timeout=60)
@@ -77,9 +78,9 @@ async def send(
     record: RequestRecord,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> None:
-    """Stream one request into `record`, which keeps what came before a failure.
+    """Stream one request and record its events in `record`. After a failure, `record` keeps what came before.
 
-    Raises `ServerGone` if no server answers; then, too, `record.error` says why.
+    Raises `ServerGone` if no server answers; `record.error` then has the reason, too.
     """
     import aiohttp
 
@@ -108,7 +109,7 @@ async def send(
 
 
 class _Malformed(Exception):
-    """A message that is no OpenAI chunk, or one that says what failed."""
+    """Exception for a message that is no OpenAI chunk, or that reports an error."""
 
 
 def _read(message: str, arrived: int, record: RequestRecord) -> None:
@@ -130,7 +131,7 @@ def _read(message: str, arrived: int, record: RequestRecord) -> None:
 
 
 async def _messages(response: aiohttp.ClientResponse, clock: Callable[[], int]) -> AsyncIterator[tuple[int, str]]:
-    """The data of server-sent events, with the time at which the network delivered their end."""
+    """Yield the data of each server-sent event, with the time at which the network delivered its end."""
     buffer = b""
     async for chunk in response.content.iter_any():
         arrived = clock()
@@ -148,7 +149,7 @@ def _data(event: bytes) -> Iterator[str]:
 
 
 def error_message(text: str) -> str:
-    """What an error body says, OpenAI's form or not, cut to a length that fits in a line."""
+    """Return the message of an error body, in OpenAI's form or not, cut to a length that fits in a line."""
     try:
         data = json.loads(text)
         message = data["error"]["message"] if isinstance(data["error"], dict) else data["error"]
@@ -160,7 +161,8 @@ def error_message(text: str) -> str:
 async def wait_ready(
     client: aiohttp.ClientSession, target: Target, timeout_seconds: float, pause: float = 1.0
 ) -> str | None:
-    """Ask for one token until it comes; None then, else the last failure after `timeout_seconds` (0: one try)."""
+    """Ask the server for one token until it answers. Return None if it did, otherwise the last failure after
+    `timeout_seconds` (0: one try)."""
     sample = Sample("Hi", 1)  # none of the prompts that are measured: a server may remember it
     deadline = time.monotonic() + timeout_seconds
     while True:

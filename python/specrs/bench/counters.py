@@ -1,4 +1,4 @@
-"""A server's acceptance counters, read from /metrics before and after a run. Knows the names; keeps no series."""
+"""Acceptance counters of a server, read from /metrics before and after a run. Knows their names; stores no series."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
 
 @dataclass(frozen=True)
 class SpecDecodeCounters:
-    """Drafts, tokens drafted and accepted, and acceptances by position (from 0), over all of a server's engines."""
+    """Numbers of drafts, of tokens drafted and accepted, and of accepted tokens by position (from 0), over all engines
+    of a server."""
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -21,7 +22,7 @@ class SpecDecodeCounters:
     accepted_per_position: Mapping[int, int] = field(default_factory=dict)
 
     def since(self, before: SpecDecodeCounters) -> SpecDecodeCounters:
-        """What was counted between `before` and this."""
+        """Return the counts between `before` and this snapshot."""
         positions = self.accepted_per_position
         return SpecDecodeCounters(
             self.drafts - before.drafts,
@@ -47,7 +48,7 @@ class SpecDecodeCounters:
 
 
 def parse(text: str) -> SpecDecodeCounters | None:
-    """The counters in a Prometheus exposition, summed over other labels; None if there are none."""
+    """Return the counters in a Prometheus text, summed over other labels; None if it has none."""
     totals = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
     positions: dict[int, int] = {}
     found = False

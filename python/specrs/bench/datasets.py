@@ -1,4 +1,4 @@
-"""Prompts to measure with: local files, hub data sets, random tokens, the bundled prompts. Sends nothing."""
+"""Prompts for measurements: local files, hub data sets, random tokens, and the bundled prompts. Sends nothing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ DEFAULT_OUTPUT_LEN = 256
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One prompt and how many tokens to generate for it. `instruction`: it is a user's turn, not text to continue.
+    """One prompt, and the number of tokens to generate for it. `instruction`: the prompt is a user's turn, not text to
+    continue.
 
-    `prompt` is text, or token ids where the prompt is exactly those.
+    `prompt` is text, or token ids if exactly these ids are wanted.
     """
 
     prompt: str | tuple[int, ...]
@@ -32,10 +33,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetConfig:
-    """Which prompts. `path` is a file or a hub name; `input_len` cuts prompts, or is the length of random ones.
+    """Choice of prompts. `path` is a file or hub name. `input_len` is the length to which prompts are cut, or the
+    length of random ones.
 
-    `range_ratio` r spreads random lengths evenly over `[len * (1 - r), len * (1 + r)]`. `num_prompts` prompts are taken
-    in an order that `seed` decides; a smaller data set is repeated.
+    With `range_ratio` r, lengths of random prompts are uniform over `[len * (1 - r), len * (1 + r)]`. `num_prompts`
+    prompts are taken in an order that depends on `seed`; a smaller data set is repeated.
     """
 
     name: str
@@ -61,14 +63,14 @@ class DatasetConfig:
 
     @property
     def label(self) -> str:
-        """How results name the data: the file or the last part of the hub name, else the kind."""
+        """Name of the data in results: the file, the last part of the hub name, or the kind of data."""
         return self.name if self.path is None else Path(self.path).stem
 
 
 def load(config: DatasetConfig, tokenizer: Tokenizer | None) -> list[Sample]:
-    """The prompts, `num_prompts` of them. Random, bundled and cut ones need a tokenizer.
+    """Load `num_prompts` prompts. Random, bundled and cut prompts need a tokenizer.
 
-    Raises `InvalidConfigError` for data that are not there, empty, or of another form, naming the line.
+    Raises `InvalidConfigError` for data that are missing, empty or of another form; the message names the line.
     """
     if tokenizer is None and (config.name in ("random", "bundled") or config.input_len is not None):
         what = f"--dataset-name {config.name}" if config.input_len is None else "--input-len"
@@ -131,7 +133,7 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any], Tokeni
     "sharegpt": (("conversations",), _conversation),
     "custom": (("prompt",), _prompt),
 }
-"""What a record of each format must have, and how it becomes a prompt."""
+"""For each format, the fields that a record must have, and the function that turns it into a prompt."""
 NAMES = ("random", "bundled", "hf", *FORMATS)
 
 
@@ -166,7 +168,7 @@ def _read(config: DatasetConfig, tokenizer: Tokenizer | None) -> list[Sample]:
 
 
 def _records(path: Path) -> Iterable[tuple[int, Any]]:
-    """Numbered records of a JSON array or of JSON lines."""
+    """Yield the records of a JSON array or of JSON lines, with their numbers."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -220,7 +222,7 @@ def _random(config: DatasetConfig, tokenizer: Tokenizer, rng: random.Random) -> 
 
 
 def _bundled(config: DatasetConfig, tokenizer: Tokenizer, rng: random.Random) -> list[Sample]:
-    """Windows of the bundled prompts joined: Python that the bundled pair continues as it was trained to."""
+    """Return windows of the joined bundled prompts: Python, which the bundled pair was trained to continue."""
     from specrs.pair.prompts import PROMPTS
 
     ids = tokenizer.encode("\n\n\n".join(PROMPTS))

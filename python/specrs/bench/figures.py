@@ -1,6 +1,6 @@
-"""The figures that people decide on speculation by, drawn from a sweep's rows. matplotlib is imported only here.
+"""Charts for choosing speculation settings, drawn from a sweep's rows. matplotlib is imported only here.
 
-A column of panels per workload (analysis, data set, temperature). Speed-ups are in output tokens per second.
+Each workload (analysis, data set, temperature) has a column of panels. Speed-ups are in output tokens per second.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ FORMATS = ("png", "svg", "pdf")
 _METRICS = (("p99_ttft", "P99 TTFT (ms)"), ("p99_tpot", "P99 TPOT (ms)"), ("p99_itl", "P99 ITL (ms)"))
 _MARKERS = "osD^vP*X"
 SPEEDUP = "speed-up over vanilla\n(output tokens per second)"
-"""What an axis says of `speedup`."""
+"""Label of an axis that shows `speedup`."""
 
 
 class Sweep:
-    """Rows by workload, with a colour and marker for each drafter and the K at which drafters are compared."""
+    """Rows of a sweep by workload, with a colour and marker for each drafter, and the K at which drafters are
+    compared."""
 
     def __init__(self, rows: Sequence[SweepRow], k: int | None = None) -> None:
-        """`k` is the K of comparisons; None takes each workload's own. Raises `InvalidConfigError` as `series`."""
+        """Group `rows`. `k` is the K of comparisons; None chooses one for each workload. Raises `InvalidConfigError` if
+        no row has drafts, and if a workload has no vanilla row."""
         self.workloads: dict[tuple[str, str, float, int], list[Series]] = {}
         found = series(rows)
         # drafters of the method that the first figures are about come first
@@ -41,23 +43,24 @@ class Sweep:
             raise invalid_config("--k", k, "must be a K that was measured")
 
     def methods(self, workload: tuple[str, str, float, int]) -> set[str]:
-        """The methods measured on a workload."""
+        """Return the methods that were measured on a workload."""
         return {item.method for item in self.workloads[workload]}
 
 
 def speedup(item: Series, concurrency: int, k: int) -> float:
-    """Output tokens per second over vanilla's."""
+    """Return output tokens per second at `k`, divided by vanilla's."""
     rows = item.rows[concurrency]
     return rows[k].output_token_throughput / item.vanilla[concurrency].output_token_throughput
 
 
 def best(item: Series, concurrency: int) -> int:
-    """The K of the highest speed-up."""
+    """Return the K with the highest speed-up at a concurrency."""
     return max(item.ks(concurrency), key=lambda k: speedup(item, concurrency, k))
 
 
 def _common_k(items: Sequence[Series]) -> int:
-    """The K at which the drafters' highest speed-ups are highest, of those that all drafters have, or of any."""
+    """Return the K at which to compare drafters: the one with the highest geometric mean of the drafters' best
+    speed-ups. Only K that all drafters have are candidates, or any K if there is none."""
     measured = [{k for c in item.concurrencies for k in item.ks(c)} for item in items]
     candidates = set.intersection(*measured) or set.union(*measured)
 
@@ -73,7 +76,8 @@ def _common_k(items: Sequence[Series]) -> int:
 
 
 def draw(sweep: Sweep, numbers: Iterable[int], folder: Path, suffix: str) -> tuple[list[Path], list[str]]:
-    """Write the figures; returns their paths, and why others were left out. Raises `InvalidConfigError`."""
+    """Write the charts `numbers` into `folder`. Return their paths, and the reasons why others were left out. Raises
+    `InvalidConfigError` if a chart cannot be drawn or written."""
     if suffix not in FORMATS:
         raise invalid_config("--format", suffix, f"must be one of {', '.join(FORMATS)}")
     paths, left_out = [], []
@@ -97,11 +101,11 @@ def draw(sweep: Sweep, numbers: Iterable[int], folder: Path, suffix: str) -> tup
 
 
 class _NothingToDraw(Exception):
-    """The rows have nothing that the figure is about."""
+    """Exception that says that no row has the data for a chart."""
 
 
 def _best_k(sweep: Sweep, chosen: Callable[[Series], bool], title: str) -> Any:
-    """Speed-up against concurrency, at each point the K that is best there."""
+    """Draw speed-up against concurrency, with the best K at each point, for the series that `chosen` accepts."""
     columns = {w: [item for item in items if chosen(item)] for w, items in sweep.workloads.items()}
     columns = {workload: items for workload, items in columns.items() if items}
     if not columns:
@@ -130,7 +134,7 @@ def _other_methods(sweep: Sweep) -> Any:
 
 
 def _by_k(sweep: Sweep) -> Any:
-    """Speed-up against K: a row of panels per drafter, a line per concurrency."""
+    """Draw speed-up against K: a row of panels per drafter, a line per concurrency."""
     from matplotlib import colormaps
 
     depth = max(map(len, sweep.workloads.values()))
@@ -148,7 +152,7 @@ def _by_k(sweep: Sweep) -> Any:
             _parity(panel)
             panel.set_title(f"{panel.get_title()}\n{_name(item)}" if line == 0 else _name(item), fontsize=9)
             panel.set(xlabel="number of speculative tokens K", ylabel=SPEEDUP)
-            # beside the panel: the lines fill all of it
+            # next to the panel: the lines fill all of it
             panel.legend(title="concurrency", fontsize=7, title_fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
         for line in range(len(items), depth):
             panels[line][column].set_axis_off()
@@ -156,7 +160,7 @@ def _by_k(sweep: Sweep) -> Any:
 
 
 def _compared(sweep: Sweep) -> Any:
-    """Every drafter at one K."""
+    """Draw the speed-up of every drafter at the same K."""
     figure, panels = _panels(sweep.workloads, 1, "4. Methods at the same K")
     for panel, (workload, items) in zip(panels[0], sweep.workloads.items(), strict=True):
         k = sweep.k[workload]
@@ -171,7 +175,7 @@ def _compared(sweep: Sweep) -> Any:
 
 
 def _acceptance(sweep: Sweep) -> Any:
-    """Acceptance length against K: the mean over concurrencies, and the least and most."""
+    """Draw acceptance length against K: the mean over concurrencies, the minimum and the maximum."""
     figure, panels = _panels(sweep.workloads, 1, "5. Acceptance length against K")
     drawn = False
     for panel, items in zip(panels[0], sweep.workloads.values(), strict=True):
@@ -199,7 +203,7 @@ def _acceptance(sweep: Sweep) -> Any:
 
 
 def _throughput(sweep: Sweep) -> Any:
-    """Output tokens per second of every drafter at one K, and of vanilla."""
+    """Draw output tokens per second of every drafter at one K, and of vanilla."""
     figure, panels = _panels(sweep.workloads, 1, "6. Output token throughput")
     for panel, (workload, items) in zip(panels[0], sweep.workloads.items(), strict=True):
         _with_vanilla(sweep, panel, workload, items, lambda row: row.output_token_throughput)
@@ -210,7 +214,7 @@ def _throughput(sweep: Sweep) -> Any:
 
 
 def _latencies(sweep: Sweep) -> Any:
-    """99th percentiles of TTFT, TPOT and ITL of every drafter at one K, and of vanilla."""
+    """Draw the 99th percentiles of TTFT, TPOT and ITL of every drafter at one K, and of vanilla."""
     figure, panels = _panels(sweep.workloads, len(_METRICS), "7. 99th percentiles, logarithmic")
     for line, (name, label) in enumerate(_METRICS):
         for panel, (workload, items) in zip(panels[line], sweep.workloads.items(), strict=True):
@@ -262,13 +266,13 @@ def _style(sweep: Sweep, item: Series) -> dict[str, Any]:
 
 
 def _name(item: Series) -> str:
-    """The drafter, with its method where the name does not say it."""
+    """Return the name of the drafter, with its method if the name does not include it."""
     name = item.draft_model.rstrip("/").rpartition("/")[2]
     return name if item.method.lower() in name.lower() or item.method == DRAFT_MODEL else f"{name} ({item.method})"
 
 
 def _concurrency(panel: Any, items: Sequence[Series]) -> None:
-    """A logarithmic axis with a tick at each measured concurrency."""
+    """Set a logarithmic axis with a tick at each measured concurrency."""
     from matplotlib.ticker import NullLocator
 
     ticks = sorted({c for item in items for c in item.concurrencies})
@@ -285,7 +289,7 @@ def _integers(panel: Any) -> None:
 
 
 def _logarithmic(panel: Any) -> None:
-    """A logarithmic axis of milliseconds with plain numbers."""
+    """Set a logarithmic axis of milliseconds with plain numbers."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     panel.set_yscale("log")
@@ -309,4 +313,4 @@ FIGURES: Mapping[int, tuple[str, Callable[[Sweep], Any]]] = {
     6: ("throughput", _throughput),
     7: ("latencies", _latencies),
 }
-"""Number -> name of the file, and what draws it."""
+"""For each chart's number, the name of its file and the function that draws it."""

@@ -1,4 +1,4 @@
-"""Figures of a run from the records of its requests, as `vllm bench serve` defines them. Measures nothing."""
+"""Metrics of a run, computed from the records of its requests as `vllm bench serve` defines them. Measures nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GOODPUT = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class Distribution:
-    """Milliseconds `[n]`, possibly none: then every figure is 0, as in vLLM."""
+    """Distribution of n values in milliseconds. If n is 0, every statistic is 0, as in vLLM."""
 
     values: NDArray[np.float64]
 
@@ -38,13 +38,13 @@ class Distribution:
         return float(self.values.std()) if self.values.size else 0.0
 
     def percentile(self, percent: float) -> float:
-        """Linear between the two values next to it."""
+        """Return a percentile, interpolated linearly between the two values next to it."""
         return float(np.percentile(self.values, percent)) if self.values.size else 0.0
 
 
 @dataclass(frozen=True)
 class ServeMetrics:
-    """Figures of one run. Only requests that succeeded count, except in `failed`. `duration` is seconds."""
+    """Metrics of one run. Only requests that succeeded count, except in `failed`. `duration` is in seconds."""
 
     completed: int
     failed: int
@@ -52,9 +52,10 @@ class ServeMetrics:
     total_input: int
     total_output: int
     good: int
-    """Requests within every goodput limit."""
+    """Number of requests within all goodput limits."""
     peak_output_throughput: float
-    """Tokens in the busiest of the seconds since the first request; a request's chunks share its tokens evenly."""
+    """Maximum number of tokens in one second, counted in whole seconds from the first request. A request's chunks share
+    its tokens evenly."""
     peak_concurrency: int
     ttft: Distribution
     tpot: Distribution
@@ -68,7 +69,7 @@ class ServeMetrics:
 
     @property
     def request_goodput(self) -> float:
-        """Requests within the limits per second."""
+        """Requests within all goodput limits, per second."""
         return self.good / self.duration
 
     @property
@@ -82,7 +83,7 @@ class ServeMetrics:
         return (self.total_input + self.total_output) / self.duration
 
     def latency(self, name: str) -> Distribution:
-        """The distribution of one of `LATENCIES`."""
+        """Return the distribution of `name`, one of `LATENCIES`."""
         distribution: Distribution = getattr(self, name)
         return distribution
 
@@ -90,9 +91,10 @@ class ServeMetrics:
 def compute(
     records: Sequence[RequestRecord], duration_ns: int, goodput: Mapping[str, float] | None = None
 ) -> ServeMetrics:
-    """Figures of a run that took `duration_ns`. `goodput` are limits in milliseconds by name.
+    """Compute the metrics of a run that took `duration_ns`. `goodput` maps names of latencies to limits in
+    milliseconds.
 
-    A request with fewer than two tokens has no TPOT, and counts as 0 against a limit on it.
+    A request with fewer than two tokens has no TPOT, which counts as 0 against a limit.
     """
     done = [record for record in records if record.success]
     limits = goodput or {}
@@ -118,7 +120,8 @@ def compute(
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """`ttft:200 tpot:50` as limits in milliseconds. Raises `InvalidConfigError` for other names and forms."""
+    """Parse limits such as `ttft:200 tpot:50`, in milliseconds. Raises `InvalidConfigError` for unknown names and wrong
+    forms."""
     limits: dict[str, float] = {}
     for pair in pairs:
         name, colon, text = pair.partition(":")
@@ -151,7 +154,8 @@ def _peak_tokens(done: Sequence[RequestRecord]) -> float:
 
 
 def _peak_concurrency(done: Sequence[RequestRecord]) -> int:
-    """Most requests at once; one that ends as another starts does not overlap it."""
+    """Return the maximum number of requests in flight at once. A request that ends as another starts does not overlap
+    it."""
     changes = sorted([(record.start, 1) for record in done] + [(record.events[-1], -1) for record in done])
     running = peak = 0
     for _, change in changes:

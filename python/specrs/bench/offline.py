@@ -1,4 +1,5 @@
-"""Measuring an engine in this process: throughput of many requests, latency of one batch, acceptance. Loads nothing."""
+"""Measures an engine in this process: throughput of many requests, latency of one batch, and acceptance. Loads
+nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ Prompts = Sequence[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """`num_requests` requests in `seconds`, from the first to the last token."""
+    """Result of completing `num_requests` requests in `seconds`, from the first to the last token."""
 
     num_requests: int
     prompt_tokens: int
@@ -48,7 +49,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class AcceptancePoint:
-    """Acceptance of one K at one temperature."""
+    """Acceptance statistics at one K and temperature."""
 
     k: int
     temperature: float
@@ -56,7 +57,8 @@ class AcceptancePoint:
 
 
 def throughput(llm: LLM, prompts: Prompts, params: Sequence[SamplingParams], use_tqdm: bool = True) -> Throughput:
-    """Complete all prompts at once. Raises `EngineError` where one was refused: the others would be no measurement."""
+    """Complete all prompts at once and measure. Raises `EngineError` if a request was rejected, because the others
+    would be no measurement."""
     llm.reset_stats()
     began = time.perf_counter()
     outputs = llm.generate(list(prompts), list(params), use_tqdm=use_tqdm)
@@ -82,7 +84,7 @@ def latencies(
     num_iters_warmup: int,
     advance: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Seconds of each of `num_iters` runs of one batch, after `num_iters_warmup` that do not count."""
+    """Return the seconds of each of `num_iters` runs of one batch, after `num_iters_warmup` runs that do not count."""
     seconds = []
     for number in range(num_iters_warmup + num_iters):
         began = time.perf_counter()
@@ -101,9 +103,10 @@ def acceptance(
     temperatures: Sequence[float],
     use_tqdm: bool = True,
 ) -> list[AcceptancePoint]:
-    """Acceptance of each K at each temperature over the same prompts. `params` are the rest of the sampling, one each.
+    """Measure acceptance at each K and temperature over the same prompts. `params` holds the other sampling parameters
+    of each prompt.
 
-    K is a setting of each request, at most the engine's. Raises `EngineError` as `throughput`.
+    K is a setting of each request, at most the engine's. Raises `EngineError` if a request was rejected.
     """
     points = []
     for temperature in temperatures:
@@ -120,9 +123,9 @@ def _figures(llm: LLM) -> AcceptanceFigures:
 
 @contextlib.contextmanager
 def profiled(folder: Path | None) -> Iterator[Path | None]:
-    """Write a torch profiler trace of what runs inside into `folder`, and yield its path. None: no trace.
+    """Write a torch profiler trace of the context's code into `folder`, and yield its path. None: no trace.
 
-    The trace has Chrome's format. Profiling costs time: figures of such a run are no measurement.
+    The trace has Chrome's format. Profiling costs time, so the times of such a run are no measurement.
 
     Raises `InvalidConfigError` if torch is not installed.
     """

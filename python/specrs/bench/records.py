@@ -1,6 +1,7 @@
-"""What a client saw of one request: when it was sent, when something came. Knows no server and computes no means.
+"""Events of one request as the client saw them: when it was sent, and when each chunk arrived. Knows no server and
+computes no means.
 
-Times are integer nanoseconds of one clock, so that a figure computed from them again is the same.
+Times are integer nanoseconds of one clock, so metrics that are computed again are exactly equal.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """One request. `events[i]` is when the i-th streamed chunk with a choice arrived; one chunk may hold many tokens.
+    """Events of one request. `events[i]` is the time at which the i-th streamed chunk with a choice arrived; one chunk
+    may hold many tokens.
 
-    Definitions are those of `vllm bench serve`: TTFT is from sending to the first chunk, ITL between chunks, latency to
-    the last chunk, TPOT what a token after the first took of the time after the first chunk.
+    Definitions are those of `vllm bench serve`. TTFT is the time from sending to the first chunk, ITL the time between
+    chunks, and latency the time to the last chunk. TPOT is the time from the first to the last chunk, per token after
+    the first.
     """
 
     start: int = 0
@@ -22,26 +25,26 @@ class RequestRecord:
     output_tokens: int = 0
     text: str = ""
     error: str | None = "not sent"
-    """Why it failed; None if it ended as it should."""
+    """Reason for a failure; None if the request succeeded."""
 
     @property
     def success(self) -> bool:
-        """Whether it ended as it should, with at least one chunk."""
+        """True if the request ended without an error and with at least one chunk."""
         return self.error is None and bool(self.events)
 
     @property
     def ttft(self) -> int:
-        """Nanoseconds to the first chunk."""
+        """Nanoseconds from sending to the first chunk."""
         return self.events[0] - self.start
 
     @property
     def latency(self) -> int:
-        """Nanoseconds to the last chunk."""
+        """Nanoseconds from sending to the last chunk."""
         return self.events[-1] - self.start
 
     @property
     def itls(self) -> list[int]:
-        """Nanoseconds between chunks; one fewer than there are chunks."""
+        """Nanoseconds between consecutive chunks, one value fewer than there are chunks."""
         return [after - before for before, after in zip(self.events, self.events[1:], strict=False)]
 
     @property

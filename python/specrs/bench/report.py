@@ -1,4 +1,5 @@
-"""A run against a server as text, line for line as `vllm bench serve` prints it, and as JSON with its names."""
+"""Report of a run against a server: as text, line by line as `vllm bench serve` prints it, and as JSON with vLLM's
+names."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _HEADINGS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """What the block shows: which latencies, which percentiles of them, and whether goodput was asked for."""
+    """Content of the report: latencies, their percentiles, and whether goodput is shown."""
 
     percentile_metrics: Sequence[str] = ("ttft", "tpot", "itl")
     percentiles: Sequence[float] = (99.0,)
@@ -34,7 +35,7 @@ class ReportOptions:
 
 
 def block(metrics: ServeMetrics, counters: SpecDecodeCounters | None, options: ReportOptions) -> str:
-    """The output block. The section on speculative decoding is there if the server drafted."""
+    """Return the report as text. It has a section on speculative decoding if the server drafted."""
     lines = [
         f"{' Serving Benchmark Result ':=^{WIDTH}}",
         _count("Successful requests:", metrics.completed),
@@ -98,10 +99,11 @@ def _number(label: str, value: float) -> str:
 def record(
     run: Run, metrics: ServeMetrics, options: ReportOptions, settings: Mapping[str, Any], detailed: bool
 ) -> dict[str, Any]:
-    """The run as `--save-result` writes it. `partial` marks one that the server or the user ended early.
+    """Return the run as JSON values, in the form that `--save-result` writes. `partial` marks a run that the server or
+    the user ended early.
 
-    `detailed` adds a list per request: `events_ns` has nanoseconds from the start of the run, the sending first and
-    then every chunk; the other lists follow from it and from `output_lens`, in vLLM's units (seconds).
+    `detailed` adds lists with a value per request. `events_ns` has nanoseconds from the start of the run: the time of
+    sending, then that of every chunk. The other lists follow from it and from `output_lens`, in vLLM's units (seconds).
     """
     result: dict[str, Any] = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -155,7 +157,7 @@ def record(
 
 
 def save(result: Mapping[str, Any], folder: Path, name: str) -> Path:
-    """Write the result as JSON. Raises `InvalidConfigError` where that fails."""
+    """Write the result as JSON and return its path. Raises `InvalidConfigError` if the file cannot be written."""
     path = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A sweep's results as rows of a parquet file. Reads and writes; measures nothing.
+"""Results of a sweep as rows of a parquet file. Reads and writes; measures nothing.
 
 Times are milliseconds, durations seconds, acceptance rates percent, throughputs per second.
 """
@@ -17,13 +17,13 @@ from specrs.errors import invalid_config
 from specrs.extras import require
 
 VANILLA = "None"
-"""How the columns `sd_method` and `draft_model` say that nothing was drafted."""
+"""Value of the columns `sd_method` and `draft_model` in rows without drafts."""
 _SETTINGS = b"specrs.sweep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRow:
-    """One measurement: the columns of the file, in their order. Acceptance is None without drafts."""
+    """One measurement: the columns of the file, in order. Acceptance is None without drafts."""
 
     dataset: str
     temp: float
@@ -51,36 +51,41 @@ class SweepRow:
 
     @property
     def vanilla(self) -> bool:
-        """Whether nothing was drafted."""
+        """True if nothing was drafted."""
         return self.sd_method == VANILLA
 
     @property
     def workload(self) -> tuple[str, str, float, int]:
-        """What rows must share to be compared at one concurrency: analysis, data set, temperature, tp."""
+        """Workload: (analysis, data set, temperature, number of tensor parallel ranks). Rows are compared only within
+        one workload."""
         return (self.analysis, self.dataset, self.temp, self.tp)
 
     @property
     def output_len(self) -> float:
-        """Mean tokens generated per request."""
+        """Mean number of tokens generated per request."""
         return self.output_token_throughput * self.benchmark_duration_s / self.n_reqs
 
     @property
     def latency_ms(self) -> float:
-        """Mean time of a request: its first token, then `output_len - 1` more."""
+        """Mean milliseconds of a request: the time to its first token, and `output_len - 1` times the time per
+        token."""
         return self.mean_ttft + (self.output_len - 1) * self.mean_tpot
 
     @property
     def mean_in_flight(self) -> float:
-        """Requests in flight on average, by Little's law: less than `concurrency` where places wait for arrivals."""
+        """Mean number of requests in flight, by Little's law. It is less than `concurrency` if the client had to wait
+        for arrivals."""
         return self.req_throughput * self.latency_ms / 1e3
 
 
 LEAST_TAKEN = 0.75
-"""Of the places, taken on average. A run that keeps them taken loses less to its last requests."""
+"""Minimum share of `concurrency` that must be in flight on average. Below it, arrivals limit a row's throughput, not
+the server."""
 
 
 def arrivals_warning(rows: Sequence[SweepRow]) -> str | None:
-    """What to tell of rows whose throughput is that of the arrivals, not of the server; None where there are none."""
+    """Return a warning about rows whose throughput is limited by arrivals, not by the server; None if there are
+    none."""
     limited = [row for row in rows if row.mean_in_flight < LEAST_TAKEN * row.concurrency]
     if not limited:
         return None
@@ -97,7 +102,8 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(SweepRow))
 
 
 def read(path: Path) -> list[SweepRow]:
-    """The rows of a file. Raises `InvalidConfigError` for a file that is not there, is no parquet or lacks a column."""
+    """Read the rows of a file. Raises `InvalidConfigError` if the file is missing, is no parquet file or lacks a
+    column."""
     table = _table(path)
     missing = [name for name in COLUMNS if name not in table.column_names]
     if missing:
@@ -115,14 +121,16 @@ def read(path: Path) -> list[SweepRow]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings that `write` put beside the rows; empty for a file of another program. Raises as `read`."""
+    """Read the settings that `write` stored with the rows; empty for a file of another program. Raises
+    `InvalidConfigError` if the file is missing or is no parquet file."""
     metadata = _table(path).schema.metadata or {}
     settings: dict[str, Any] = json.loads(metadata.get(_SETTINGS, b"{}"))
     return settings
 
 
 def write(path: Path, rows: Sequence[SweepRow], settings: Mapping[str, Any]) -> None:
-    """Replace the file by one with these rows, at once: a reader finds the old rows or the new ones."""
+    """Replace the file by one with these rows and settings, atomically: a reader sees either the old or the new
+    rows."""
     pyarrow, parquet = _pyarrow(path)
     types = {str: pyarrow.string(), float: pyarrow.float64(), int: pyarrow.int64()}
     hints = get_type_hints(SweepRow)

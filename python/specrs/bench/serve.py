@@ -1,4 +1,5 @@
-"""One run against a server: arrivals, concurrency, counters before and after. Starts no server and prints nothing."""
+"""One run of requests against a server: arrivals, concurrency, and the server's counters before and after. Starts no
+server and prints nothing."""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig:
-    """How requests arrive. `request_rate` per second; infinite: all at once. `burstiness` shapes the gaps (gamma).
+    """Pattern of arrivals. `request_rate` is per second; infinite: all at once. `burstiness` is the shape of the
+    gamma-distributed gaps.
 
-    At `burstiness` 1 arrivals are a Poisson process, below more bursty, above more even. `max_concurrency` requests are
-    in flight at most; others wait here, unsent.
+    At `burstiness` 1 arrivals are a Poisson process; below 1 they are more bursty, above 1 more even. At most
+    `max_concurrency` requests are in flight; others wait unsent in the client.
     """
 
     max_concurrency: int | None = None
@@ -52,9 +54,10 @@ class LoadConfig:
 
 @dataclass
 class Run:
-    """What happened: a record per sample, in their order; nanoseconds from the first to the last; counters of it.
+    """Result of a run: a record per sample in order, the nanoseconds from the first to the last request, and the
+    server's counters for that time.
 
-    `gone` says why the server did not answer from some moment on; nothing was sent after it.
+    `gone` is the reason why the server no longer answered; nothing was sent afterwards.
     """
 
     records: list[RequestRecord] = field(default_factory=list)
@@ -65,7 +68,8 @@ class Run:
 
 
 def arrivals(config: LoadConfig, count: int) -> NDArray[np.float64]:
-    """Seconds after the start at which each of `count` requests arrives; the last at `count / request_rate`."""
+    """Return the seconds after the start at which each of `count` requests arrives; the last one at `count /
+    request_rate`."""
     if np.isinf(config.request_rate):
         return np.zeros(count)
     rng = np.random.default_rng(config.seed)
@@ -84,10 +88,10 @@ async def run(
     advance: Callable[[RequestRecord], None] = lambda record: None,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> None:
-    """Send every sample and wait for all. `advance` is called as each ends.
+    """Send every sample and wait for all. `advance` is called when a request ends.
 
-    `result` is filled as it goes, so that who interrupts this has what came until then. Raises `EngineError` when the
-    server does not answer at the beginning; when it dies later, `result.gone` says so.
+    `result` is filled during the run, so an interrupted caller has the requests until then. Raises `EngineError` if the
+    server does not answer at the beginning. If it stops answering later, `result.gone` is set.
     """
     async with session(config.max_concurrency) as client:
         failure = await wait_ready(client, target, config.ready_check_timeout_sec)
@@ -111,9 +115,11 @@ async def run(
 def measure(
     target: Target, samples: Sequence[Sample], config: LoadConfig, tokenizer: Tokenizer | None, *, progress: bool = True
 ) -> Run:
-    """`run` with a progress bar; interrupted, it returns what there is. Counts what the server did not.
+    """Run all samples with a progress bar. If interrupted, return the requests until then. Counts tokens that the
+    server did not count.
 
-    Raises `EngineError` as `run`, and `KeyboardInterrupt` before anything was measured.
+    Raises `EngineError` if the server does not answer at the beginning, and `KeyboardInterrupt` if interrupted before
+    anything was measured.
     """
     from tqdm import tqdm
 
@@ -144,7 +150,8 @@ def measure(
 
 
 def count_tokens(sample: Sample, record: RequestRecord, tokenizer: Tokenizer | None) -> None:
-    """Fill in what the server did not report: by the tokenizer, else the output as one token per chunk."""
+    """Set the token counts that the server did not report: by the tokenizer, or without one as one output token per
+    chunk."""
     if record.success and not record.output_tokens:
         ids = [] if tokenizer is None else tokenizer.encode(record.text, add_special_tokens=False)
         record.output_tokens = len(ids) or len(record.events)
@@ -203,7 +210,7 @@ async def _main(
 
 
 async def _counters(client: aiohttp.ClientSession, target: Target) -> SpecDecodeCounters | None:
-    """None where the server has no such metrics, or none at all."""
+    """Return the server's acceptance counters; None if it has no such metrics."""
     import aiohttp
 
     try:
@@ -214,7 +221,7 @@ async def _counters(client: aiohttp.ClientSession, target: Target) -> SpecDecode
 
 
 async def _profile(client: aiohttp.ClientSession, target: Target, what: str) -> None:
-    """Tell the server to start or stop its profiler. Raises `EngineError` where it has none."""
+    """Ask the server to start or stop its profiler (`what`). Raises `EngineError` if it has none."""
     import aiohttp
 
     path = f"/{what}_profile"

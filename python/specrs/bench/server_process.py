@@ -1,4 +1,5 @@
-"""A server as a child process: started, waited for, stopped with all it started. Knows no requests."""
+"""Runs a server as a child process: starts it, waits until it is ready, and stops it with all its children. Sends no
+requests except to see whether it is ready."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ TAIL = 5
 
 @dataclass
 class ServerProcess:
-    """A running server; `log` has what it printed."""
+    """A running server process. `log` is the file with its output."""
 
     command: Sequence[str]
     base_url: str
@@ -30,7 +31,8 @@ class ServerProcess:
     process: subprocess.Popen[bytes]
 
     def wait_ready(self, timeout_seconds: float, path: str = "/health") -> None:
-        """Return when `path` answers 200. Raises `EngineError` if the process ends before, or takes longer."""
+        """Wait until the server answers 200 at `path`. Raises `EngineError` if the process ends first, or is not ready
+        within `timeout_seconds`."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             if self.process.poll() is not None:
@@ -46,20 +48,21 @@ class ServerProcess:
             time.sleep(0.2)
 
     def ended(self, within_seconds: float = 2.0) -> bool:
-        """Whether the process has ended, or does so in the next moments: its connections break before it is gone."""
+        """Return True if the process has ended or ends within `within_seconds`. Its connections may break shortly
+        before it is gone."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(within_seconds)
         return self.process.poll() is not None
 
     def died(self, how: str) -> EngineError:
-        """The error for a server that is no use any more: its exit code and the end of its log."""
+        """Return an error with the server's exit code and the end of its log. `how` says what failed."""
         code = self.process.poll()
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-TAIL:]
         state = "" if code is None else f" with exit code {code}"
         return EngineError(f"the server ended {how}{state}: {' | '.join(lines) or 'nothing printed'} (log: {self.log})")
 
     def stop(self) -> None:
-        """End the process and its children: a request to stop, then force."""
+        """Stop the process and its children: first by a signal that they can handle, then by force."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
         try:
@@ -74,9 +77,10 @@ class ServerProcess:
 def serving(
     command: Sequence[str], port: int, log: Path, environment: Mapping[str, str], timeout_seconds: float
 ) -> Iterator[ServerProcess]:
-    """Start `command`, wait until it is ready, and stop it at the end. Its output goes to `log`.
+    """Start `command`, wait until it is ready, and stop it when the context ends. Its output goes to the file `log`.
 
-    Raises `InvalidConfigError` if it cannot be started or the port is taken, `EngineError` as `wait_ready`.
+    Raises `InvalidConfigError` if the command cannot be started or the port is taken, `EngineError` if the process ends
+    before it is ready or is not ready within `timeout_seconds`.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -106,7 +110,7 @@ def serving(
 
 
 def free_port() -> int:
-    """A port that no socket listens on."""
+    """Return a port on which no socket listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,5 @@
-"""Drafter x K x temperature x concurrency: a server each, a row each. Resumes where it stopped; draws nothing."""
+"""Sweep over drafters, K, temperatures and concurrencies: one server per drafter and K, one row per measurement.
+Resumes where it stopped; draws nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from specrs.errors import EngineError, InvalidConfigError, check_int, invalid_co
 
 @dataclass(frozen=True)
 class Drafter:
-    """A `--speculative-config` without `num_speculative_tokens`, and how results call it."""
+    """A `--speculative-config` without `num_speculative_tokens`, with its name in results."""
 
     method: str
     name: str
@@ -27,25 +28,25 @@ class Drafter:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One server: a drafter at one K. `drafter` is None and K 0 for vanilla."""
+    """Configuration of one server: a drafter at one K. Vanilla has no drafter and K = 0."""
 
     drafter: Drafter | None
     k: int
 
     @property
     def speculative_config(self) -> dict[str, Any] | None:
-        """What the server is started with; None for vanilla."""
+        """Speculative configuration that the server is started with; None for vanilla."""
         return None if self.drafter is None else {**self.drafter.config, "num_speculative_tokens": self.k}
 
     @property
     def name(self) -> str:
-        """How progress and logs call it."""
+        """Name of the setting in progress lines and logs."""
         return "vanilla" if self.drafter is None else f"{self.drafter.method}-{self.drafter.name}-K{self.k}"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement on a server."""
+    """One measurement on a server, at a temperature and a concurrency."""
 
     temperature: float
     concurrency: int
@@ -53,11 +54,13 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """What to measure and how results name it. Vanilla is always measured, first: it is what speed-ups are over.
+    """Measurements of a sweep, and their names in results. Vanilla is always measured, first, because speed-ups are
+    relative to it.
 
-    Every cell is measured `num_runs` times, in rounds over all servers, so that a machine that drifts hits all alike.
+    Every cell is measured `num_runs` times, in rounds over all servers, so that a machine that drifts affects all
+    equally.
 
-    `fixed` is what every cell shares; a file is only continued by a sweep with the same.
+    `fixed` holds the settings that all cells share. A file is continued only by a sweep with the same ones.
     """
 
     drafters: Sequence[Drafter]
@@ -84,17 +87,17 @@ class SweepPlan:
 
     @property
     def settings(self) -> list[Setting]:
-        """The servers, vanilla first."""
+        """Settings of the servers, vanilla first."""
         drafted = [Setting(drafter, k) for drafter in self.drafters for k in self.ks if k]
         return [Setting(None, 0), *drafted]
 
     @property
     def cells(self) -> list[Cell]:
-        """What is measured on each server."""
+        """Measurements on each server."""
         return [Cell(temperature, c) for temperature in self.temperatures for c in self.concurrencies]
 
     def count(self, rows: Sequence[SweepRow], setting: Setting, cell: Cell) -> int:
-        """How often this cell has been measured."""
+        """Return how often this cell has been measured with this setting."""
         method, name = (VANILLA, VANILLA) if setting.drafter is None else (setting.drafter.method, setting.drafter.name)
         wanted = (method, name, setting.k, cell.temperature, cell.concurrency, self.dataset, self.analysis, self.tp)
         return sum(
@@ -104,11 +107,12 @@ class SweepPlan:
 
 
 Measure = Callable[[Setting, Sequence[Cell]], Iterator[tuple[Cell, Run]]]
-"""Starts a server for a setting, yields a run for each cell in turn, and stops the server when it is closed."""
+"""Function that starts a server for a setting, yields a run for each cell in turn, and stops the server when it is
+closed."""
 
 
 def start(path: Path, plan: SweepPlan, restart: bool) -> list[SweepRow]:
-    """The rows that are there already. Raises `InvalidConfigError` where the file is of another sweep."""
+    """Return the rows that the file already has. Raises `InvalidConfigError` if the file belongs to another sweep."""
     if restart or not path.exists():
         return []
     settings = read_settings(path)
@@ -130,10 +134,10 @@ def sweep(
     restart: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[SweepRow]:
-    """Measure every cell that has no row yet; the file has each row as soon as it is measured.
+    """Measure every cell that has no row yet. Each row is written to the file at once.
 
-    A run that broke off is kept beside the file, in `*.partial.jsonl`, and its cell is measured again the next time.
-    Raises `EngineError` then: the cells after it would break off too.
+    A run that broke off is kept next to the file, in `*.partial.jsonl`, and `EngineError` is raised, because later
+    cells would break off, too. The next sweep measures the cell again.
     """
     rows = start(path, plan, restart)
     done, total = 0, plan.num_runs * len(plan.settings) * len(plan.cells)
@@ -168,7 +172,7 @@ def _line(row: SweepRow, done: int, total: int) -> str:
 
 
 def _broken(path: Path, setting: Setting, cell: Cell, run: Run, metrics: ServeMetrics) -> EngineError:
-    """Keep what there is of a run, and say what happened to it."""
+    """Save the requests of a run that broke off, and return an error that says why it did."""
     errors = [record.error for record in run.records if record.error is not None]
     partial = path.with_suffix(".partial.jsonl")
     kept = {

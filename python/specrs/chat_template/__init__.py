@@ -1,4 +1,4 @@
-"""Chats to text by a chat template, which runs in a sandbox (`sandbox.py`). Loads no tokenizer."""
+"""Renders chats to text by a chat template, which runs in a sandbox (`sandbox.py`). Loads no tokenizer."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ RENDER_ARGUMENTS = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Names that `chat_template_kwargs` may not have: those of transformers' arguments, and `messages`."""
+"""Names that `chat_template_kwargs` may not have: the arguments of transformers' function, and `messages`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt's text. `warnings`: one sentence for each part of the request that the template leaves out."""
+    """Text of a prompt. `warnings` has one sentence for each part of the request that the template leaves out."""
 
     text: str
     warnings: tuple[str, ...] = ()
 
 
 def render(arguments: Mapping[str, Any]) -> Rendered:
-    """Render one conversation; `arguments` are `Tokenizer.chat_arguments`.
+    """Render one conversation. `arguments` are those of `Tokenizer.chat_arguments`.
 
-    The messages are changed first where the template could not show them as they are (`conversation.fit`).
+    Messages that the template could not show as they are are changed first (`conversation.fit`).
 
-    Raises `InvalidRequestError` when the template fails, and for messages that it cannot show.
+    Raises `InvalidRequestError` if the template fails, and for messages that it cannot show.
     """
     from specrs.chat_template.sandbox import show  # jinja2 is imported when it is needed
 
@@ -77,7 +77,7 @@ def render(arguments: Mapping[str, Any]) -> Rendered:
 
 @lru_cache(maxsize=16)
 def _traits(chat_template: str, special_tokens: str) -> Traits:
-    """The traits of a template; `special_tokens` is JSON, because a dictionary has no hash."""
+    """Return the cached traits of a template. `special_tokens` is JSON, because a dictionary has no hash."""
     from specrs.chat_template.sandbox import show
 
     tokens = json.loads(special_tokens)
@@ -90,7 +90,7 @@ def _traits(chat_template: str, special_tokens: str) -> Traits:
 
 
 def _variables(chat_template: str) -> frozenset[str]:
-    """Names that the template reads from what it is called with. Raises jinja2's errors for a broken template."""
+    """Return the names of variables that the template reads. Raises jinja2's errors for a broken template."""
     from jinja2.meta import find_undeclared_variables
 
     from specrs.chat_template.sandbox import compile_template
@@ -100,7 +100,8 @@ def _variables(chat_template: str) -> frozenset[str]:
 
 
 def _words(chat_template: str) -> frozenset[str]:
-    """Names and strings of the template's code, not of the text that it writes. Raises jinja2's errors."""
+    """Return names and strings in the template's code, without the text that it writes. Raises jinja2's errors for a
+    broken template."""
     from specrs.chat_template.sandbox import compile_template
 
     tokens = compile_template(chat_template).environment.lex(chat_template)

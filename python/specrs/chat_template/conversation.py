@@ -18,15 +18,17 @@ _MARK = "qzxpart{}end"
 def fit(
     messages: list[Message], traits: Traits, render: Callable[[list[Message]], str]
 ) -> tuple[list[Message], list[str]]:
-    """The messages for a template with these traits, and a warning for each part that it leaves out. Mutates nothing.
+    """Return the messages in a form for a template with these traits, and a warning for each part that it leaves out.
+    Mutates nothing.
 
-    - Arguments of calls become objects; text that is none stays text where the template shows text, else it is `{}`.
+    - Arguments of calls become objects. Text that is no JSON object stays text if the template shows text, else it
+      becomes `{}`.
     - A message without content gets `""`, or what the template needs to show the calls of such a message.
-    - `developer` becomes `system` where the template does not know it, and the other way round.
-    - Instructions become one, the first message, where `render` does not show all of them in their places.
-    - Instructions become the beginning of the first user message where the template raises an error for `system`.
+    - `developer` becomes `system` if the template does not know it, and the other way round.
+    - Instructions become one, the first message, if `render` does not show all of them in their places.
+    - Instructions become the beginning of the first user message if the template raises an error for `system`.
 
-    Raises `InvalidRequestError` for calls that are none, for instructions that have no user message to go to, and for
+    Raises `InvalidRequestError` for malformed calls, for instructions that have no user message to go to, and for
     messages that `check_message` rejects.
     """
     fitted, dropped, warnings = [], [], []
@@ -49,7 +51,7 @@ def fit(
 
 
 def _role(index: int, role: str, traits: Traits) -> tuple[str, list[str]]:
-    """The role under which the template shows an instruction, and a warning where it shows none."""
+    """Return the role under which the template shows an instruction, and a warning if it shows none."""
     if traits.system == "shown":
         return ("developer" if role == "developer" and traits.developer else "system"), []
     if traits.developer:
@@ -58,7 +60,8 @@ def _role(index: int, role: str, traits: Traits) -> tuple[str, list[str]]:
 
 
 def _all_shown(messages: list[Message], render: Callable[[list[Message]], str]) -> bool:
-    """Render the conversation with a mark in the place of each instruction, and look for the marks."""
+    """Return True if the template shows every instruction in its place. Renders the conversation with marks instead of
+    the instructions, and looks for the marks."""
     marks: list[str] = []
     marked = []
     for message in messages:
@@ -74,7 +77,7 @@ def _all_shown(messages: list[Message], render: Callable[[list[Message]], str]) 
 
 
 def _merged(messages: list[Message]) -> list[Message]:
-    """The conversation with all instructions in its first message, in their order."""
+    """Return the conversation with all instructions in its first message, in order."""
     first, *others = (message for message in messages if message["role"] in INSTRUCTIONS)
     texts = [text for message in (first, *others) if (text := message["content"])]
     rest = [message for message in messages if message["role"] not in INSTRUCTIONS]
@@ -82,9 +85,9 @@ def _merged(messages: list[Message]) -> list[Message]:
 
 
 def _folded(given: list[Message], messages: list[Message]) -> list[Message]:
-    """The conversation with all instructions at the beginning of its first user message, in their order.
+    """Return the conversation with all instructions at the beginning of its first user message, in order.
 
-    `given`: the same messages as the client sent them, for the error if no user message is there.
+    `given` are the messages as the client sent them, for the error if there is no user message.
     """
     texts = [text for message in messages if message["role"] in INSTRUCTIONS and (text := message["content"])]
     rest = [message for message in messages if message["role"] not in INSTRUCTIONS]
@@ -109,7 +112,7 @@ def _with_content(message: Message, traits: Traits) -> Message:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """A message whose reasoning is there under both of its names."""
+    """Return a message that has its reasoning under both names."""
     for name in ("reasoning", "reasoning_content"):
         if message.get(name) is not None:
             return {**message, "reasoning": message[name], "reasoning_content": message[name]}
@@ -150,7 +153,7 @@ def _arguments(given: str | Mapping[str, Any] | None, traits: Traits) -> str | d
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """The JSON object that `text` is; None for any other text. Blank text stands for no arguments."""
+    """Return the JSON object in `text`; None for any other text. Blank text is an empty object."""
     try:
         value = json.loads(text if text.strip() else "{}")
         plain = json.dumps(value, ensure_ascii=False)

@@ -6,9 +6,9 @@ from specrs.chat_template.traits import Message, Traits
 from specrs.errors import invalid_request, near_names, short
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that every conversation may have. Others need a template that knows them."""
+"""Roles that every conversation may have. Other roles need a template that knows them."""
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
-"""Keys that have a meaning here or in OpenAI's API."""
+"""Keys of messages with a meaning here or in OpenAI's API."""
 _OF_CLIENTS = frozenset(
     {
         "annotations",
@@ -22,14 +22,14 @@ _OF_CLIENTS = frozenset(
         "thinking_blocks",
     }
 )
-"""Keys that clients copy from an answer into the next request. They are left alone."""
+"""Keys that clients copy from an answer into the next request. They are ignored without a warning."""
 
 
 def check_message(index: int, message: Message, traits: Traits) -> list[str]:
-    """A warning for each key of a message that nothing reads. Keys with empty values give none.
+    """Return a warning for each key of a message that nothing reads. Keys with empty values give none.
 
-    Raises `InvalidRequestError` for a role that the template does not know, and for a key that nothing reads in a
-    message without content and calls.
+    Raises `InvalidRequestError` for a role that the template does not know, and for an unread key in a message without
+    content and calls.
     """
     role = message["role"]
     if role not in ROLES and not traits.knows_role(role):

@@ -1,6 +1,6 @@
-"""The jinja2 sandbox in which chat templates run. A template can neither reach Python's internals nor change its input.
+"""jinja2 sandbox in which chat templates run. A template can neither reach Python's internals nor change its input.
 
-It has what transformers gives a template: the same tags, filters, globals and variables, so that texts are equal.
+Templates get the same tags, filters, globals and variables as in transformers, so that the texts are equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jinja2.utils import Namespace
 _END = "END_OF_THE_FINAL_MESSAGE "
 """Text that marks where the final message ends. Its last space shows whether the template trims contents."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names under which a message may carry its reasoning; the first that is there counts."""
+"""Names under which a message may have its reasoning, in order of preference."""
 
 
 def show(
@@ -39,7 +39,7 @@ def show(
 
     With `continue_final_message`, the text ends where the content of the last message ends.
 
-    Raises jinja2's errors for a template that is broken or that refuses the messages, whatever else its code raises,
+    Raises jinja2's errors for a template that is broken or that rejects the messages, whatever else its code raises,
     and ValueError if the text does not have the final message to continue.
     """
     template = compile_template(chat_template)
@@ -64,7 +64,7 @@ def show(
 
 
 def _before_end(text: str, final: str) -> str:
-    """`text` up to the mark. Without spaces at its end, if the template trims the content."""
+    """Return `text` up to the end mark, without trailing spaces if the template trims the content."""
     at = text.rfind(_END.strip())
     if at < 0 or final.strip() not in text:
         raise ValueError("continue_final_message: the chat template does not show all of the final message")
@@ -77,7 +77,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A copy of `value` of JSON's types and tuples.
+    """Return a copy of `value` that consists of JSON's types and tuples.
 
     Objects have methods that a sandbox does not know. Fields of dataclasses and pydantic models become dictionaries,
     NumPy's scalars become numbers, and anything else becomes text that names its type, such as `<Image>`.
@@ -103,7 +103,7 @@ def plain(value: Any) -> Any:
 
 @lru_cache(maxsize=32)
 def compile_template(text: str) -> Template:
-    """The template of a text; its environment has the sandbox's rules. Raises jinja2's errors for a broken one."""
+    """Compile a template in an environment with the sandbox's rules. Raises jinja2's errors for a broken template."""
     return _environment().from_string(text)
 
 
@@ -121,7 +121,7 @@ def _environment() -> Environment:
 
 
 class _Generation(Extension):
-    """The block `{% generation %}`, which marks what the model wrote. Here it shows its text and no more."""
+    """Extension for the block `{% generation %}`, which marks what the model wrote. Here it only shows its text."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it as an attribute of the instance
 
@@ -135,7 +135,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """The global `dict`. The class itself would give a template more than its two constructors."""
+    """Global `dict` of templates. Python's own class would give a template more than its two constructors."""
 
     def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
         return dict(*args, **items)
@@ -145,7 +145,8 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """The global `namespace`. Names that begin with an underscore would reach Python's internals."""
+    """Global `namespace` of templates. It rejects names that begin with an underscore, which would reach Python's
+    internals."""
 
     def __init__(*args: Any, **items: Any) -> None:  # no parameter `self`, so that an item may have the name
         self, *rest = args
@@ -175,5 +176,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson`. jinja2's own escapes characters of HTML, and sorts keys."""
+    """Filter `tojson`. jinja2's own filter escapes characters of HTML and sorts keys."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 Message: TypeAlias = dict[str, Any]
 
 _MARK = "qzxmark"
-"""A text that `shows` finds. It has lower-case letters alone."""
+"""Text that probes insert and that `shows` looks for. It has only lower-case letters."""
 _OTHER_ROLE = "qzxrole"
 _OBJECT = {"key": _MARK}
 _TEXT = json.dumps(_OBJECT)
 _CUT_OFF = _TEXT[:-1]
-"""The arguments of a call that ended too early. Quoted as a JSON string it would read differently."""
+"""Arguments of a call that ended too early. Quoted as a JSON string they would look different."""
 _TOOL = {
     "type": "function",
     "function": {
@@ -28,9 +28,9 @@ _USER: Message = {"role": "user", "content": "Hello"}
 
 
 class Traits:
-    """Answers questions about one template. Each is answered once, when it is first asked.
+    """Properties of one template. Each is determined once, at its first use.
 
-    A probe that the template refuses counts as one that does not show its mark.
+    If the template rejects a probe, the probe counts as not shown.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Traits:
         variables: Callable[[], frozenset[str]],
         words: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
-        """`render` gives the text of messages and tools, `variables` the names that the template reads, and `words` all
-        names and strings of its code.
+        """Prepare to probe a template. `render` returns the text of messages and tools, `variables` the names that the
+        template reads, and `words` all names and strings of its code.
 
-        All may raise anything.
+        All three may raise any exception.
         """
         self._render = render
         self._variables = variables
@@ -53,7 +53,7 @@ class Traits:
         """Names of the variables that the template reads; empty for a template that cannot be parsed."""
         try:
             return self._variables()
-        except Exception:  # the error is told when the conversation itself is rendered
+        except Exception:  # the error is reported when the conversation itself is rendered
             return frozenset()
 
     @cached_property
@@ -61,12 +61,12 @@ class Traits:
         """Names and strings of the template's code; empty for a template that cannot be parsed."""
         try:
             return self._words()
-        except Exception:  # the error is told when the conversation itself is rendered
+        except Exception:  # the error is reported when the conversation itself is rendered
             return frozenset()
 
     @cached_property
     def system(self) -> str:
-        """How the template treats a first message with the role `system`: "shown", "dropped", or "raises"."""
+        """Treatment of a first message with the role `system` by the template: "shown", "dropped", or "raises"."""
         text = self._first("system")
         if text is None:
             # a template that also fails without the message tells its own error
@@ -120,7 +120,7 @@ class Traits:
         return self._show([_USER, {"role": role, "content": _MARK}])
 
     def _has_form(self, role: str, *, first: bool) -> bool:
-        """True if a message with this role is shown, and other than one with a made-up role."""
+        """Return True if a message with this role is shown, and differently from one with a made-up role."""
         show = self._first if first else self._second
         text = show(role)
         if text is None or not shows(text, _MARK):
@@ -135,7 +135,7 @@ class Traits:
         return self._show([_USER, calling, result], [_TOOL])
 
     def _show(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str | None:
-        """The text, or None where the template fails."""
+        """Render messages. Return the text, or None if the template fails."""
         try:
             return self._render(messages, tools)
         except Exception:  # a template is a program, and raises what it likes
@@ -143,5 +143,5 @@ class Traits:
 
 
 def shows(text: str | None, part: str) -> bool:
-    """True if `part` stands in `text`, in whatever case. A template may change the case of what it shows."""
+    """Return True if `text` contains `part` in upper or lower case. A template may change the case of what it shows."""
     return text is not None and part.casefold() in text.casefold()

@@ -1,50 +1,65 @@
-"""The `specrs` command: finds the subcommand and turns errors into one line. What a subcommand does is its module's."""
+"""The `specrs` command: finds the subcommand and turns errors into one line. Each subcommand has a module."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 
 from specrs.cli.arguments import Parser, spell
 from specrs.cli.config_file import with_config_file
+from specrs.cli.help_text import short
 from specrs.errors import SpecrsError
 
 USAGE_ERROR, OUTPUT_ERROR, INTERRUPTED = 2, 1, 130
 
 _NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-"""What a write fails with where nothing is wrong with the program."""
+"""Error numbers of writes that fail for a reason outside of the program, such as a full disk."""
 
 
-COMMANDS = ("generate", "serve", "bench", "forecast", "tune", "convert-head", "demo")
-"""The subcommands, in the order of the help. Each is a module here, with `_` in place of `-`."""
+COMMANDS = {
+    "chat": "chat with a model in the terminal",
+    "generate": "continue one prompt",
+    "serve": "serve a model over HTTP",
+    "bench": "measure servers and engines, sweep over K and load",
+    "forecast": "forecast the speed-up of every K",
+    "tune": "time kernel configurations for models on this GPU",
+    "convert-head": "convert a pickled EAGLE-3 head to safetensors",
+    "demo": "the bundled pair: plain decoding against K drafts",
+    "doctor": "what this machine can serve, what is missing, and how to add it",
+    "completion": "completion of this command line, for a shell",
+}
+"""Subcommands and their purpose, in the order of the help. Each is a module here, with `_` instead of `-`."""
 
 
-def parser(*commands: str) -> Parser:
-    """Return the parser of these subcommands, or of all of them without arguments.
+def parser(commands: Collection[str] = COMMANDS.keys()) -> Parser:
+    """Return the parser of all subcommands. Only `commands` get their arguments.
 
-    One subcommand's parser takes a fraction of the time, because the modules of the others are not imported. A
-    subcommand's `run` takes the parsed arguments and returns nothing.
+    The modules of the others are not imported, which saves most of the time. A subcommand's `run` takes the parsed
+    arguments and returns nothing.
     """
     top = Parser(prog="specrs", description="Speculative decoding: a small model guesses ahead for a large one.")
     top.add_argument("--version", action="store_true", help="print the version and exit")
-    group = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for name in commands or COMMANDS:
-        module = import_module(f"specrs.cli.{name.replace('-', '_')}")
-        command = group.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run, parser=command)
+    group = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
+    for name, summary in COMMANDS.items():
+        command = group.add_parser(name, help=summary)
+        if name in commands:
+            module = import_module(f"specrs.cli.{name.replace('-', '_')}")
+            command.description = module.DESCRIPTION
+            module.add_arguments(command)
+            command.set_defaults(run=module.run, parser=command)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0; after one line on stderr 2 for what a user can put right, 1 where
-    what it wrote did not fit on the disk, or could not be written otherwise."""
+    """Run one command and return its exit code. 0: success. 2: the user can fix the problem. 1: the output could not be
+    written, for example because the disk is full. For 1 and 2, one line on stderr gives the reason."""
     given = spell(sys.argv[1:] if argv is None else argv)
-    top = parser(*(name for name in given[:1] if name in COMMANDS))
+    top = parser([name for name in given[:1] if name in COMMANDS])
     if given[:1] == ["serve"]:
         try:
             given = with_config_file(given)
@@ -60,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"specrs {version('specrs')}")
         return 0
     if arguments.command is None:
-        top.print_help(sys.stderr)
+        sys.stderr.write(short(top, shutil.get_terminal_size().columns))
         return USAGE_ERROR
     try:
         arguments.run(arguments)
@@ -86,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """What is left to write goes nowhere: Python flushes at exit, and would complain again."""
+    """Discard the output that is still buffered, because Python would try to write it at exit and complain again."""
     sink = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,4 +1,5 @@
-"""Command line arguments as vLLM spells them, on argparse. Checks syntax; values are checked where they are used."""
+"""Parses command line arguments in vLLM's syntax with argparse. Checks syntax; values are checked where they are
+used."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Never
 
+from specrs.cli.help_text import HELP, HelpAction
 from specrs.errors import near_names
 
 
@@ -16,16 +18,17 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, exit code 2. Options are never guessed from a prefix."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+        super().__init__(allow_abbrev=False, add_help=False, **settings)
+        self.add_argument("-h", "--help", action=HelpAction, nargs="?", metavar="all|WORD", help=HELP)
 
     def error(self, message: str) -> Never:
-        """Print `message` and where to look, and exit."""
+        """Print `message` and a hint to the help, and exit with code 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def refuse(self, unknown: Sequence[str]) -> Never:
-        """Print the `unknown` arguments and the options that they may have been meant for, and exit.
+        """Print the `unknown` arguments with similar options, and exit with code 2.
 
-        Only options that --help shows are suggested: hidden ones are rejected, or have no effect.
+        Only options that --help shows are suggested. Hidden ones are rejected or have no effect.
         """
         flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
         meant = [near_names(flag, self._shown_options(), 1) for flag in flags]
@@ -38,7 +41,8 @@ class Parser(argparse.ArgumentParser):
         return [option for action in shown for option in action.option_strings]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raise `ArgumentError` for a value, or a command, that is not one of `action.choices`, with the nearest."""
+        """Raise `ArgumentError` if a value or command is not one of `action.choices`. The error suggests the nearest
+        choice."""
         if action.choices is None or value in action.choices:
             return
         names = list(map(str, action.choices))
@@ -47,7 +51,11 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint} (choose from {', '.join(names)})")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, but an on-off option may carry its value: `--enforce-eager true`, `--enforce-eager=False`."""
+        """Parse as argparse does, and let an on-off option carry its value: `--enforce-eager true`,
+        `--enforce-eager=False`.
+
+        `--help` takes a value only after `=`.
+        """
         return super().parse_known_args(self._read_switches(sys.argv[1:] if args is None else args), namespace)
 
     def _read_switches(self, argv: Sequence[str]) -> list[str]:
@@ -59,7 +67,9 @@ class Parser(argparse.ArgumentParser):
                 return [*read, argument, *rest]
             option, equals, value = argument.partition("=")
             action = self._option_string_actions.get(option)
-            if isinstance(action, argparse.BooleanOptionalAction):
+            if isinstance(action, HelpAction) and not equals:
+                argument = "--help="  # so that it takes no argument that follows
+            elif isinstance(action, argparse.BooleanOptionalAction):
                 if not equals and rest and rest[0].lower() in _SWITCH:
                     equals, value = "=", rest.pop(0)
                 if equals:
@@ -75,7 +85,7 @@ _SWITCH = {"true": True, "false": False}
 
 
 class MergeJSON(argparse.Action):
-    """A JSON object; given again, it adds to what is there, key by key, and the later value holds."""
+    """Action for a JSON object. If the flag is given again, its keys are merged, and later values win."""
 
     def __call__(
         self,
@@ -94,7 +104,7 @@ class MergeJSON(argparse.Action):
 
 
 class MergeKey(argparse.Action):
-    """A value of one key, `const`, of a `MergeJSON` with the same `dest`."""
+    """Action for one key, `const`, of a `MergeJSON` with the same `dest`."""
 
     def __call__(
         self,
@@ -111,11 +121,11 @@ def _merge(namespace: argparse.Namespace, dest: str, given: dict[str, Any]) -> N
 
 
 def spell(argv: Sequence[str]) -> list[str]:
-    """Bring spellings that vLLM knows into the one that argparse does; text after `--` is left as it is.
+    """Convert spellings that vLLM accepts to those that argparse accepts. Text after `--` is left as it is.
 
-    `--max_tokens` is `--max-tokens`. `--speculative-config.model=x`, or with a space for `=`, is
-    `--speculative-config={"model": "x"}`, and so is `-sc.model=x` with a short form; the value is read as JSON where it
-    can be, else it is a string.
+    `--max_tokens` becomes `--max-tokens`. `--speculative-config.model=x`, or with a space for `=`, becomes
+    `--speculative-config={"model": "x"}`, and so does `-sc.model=x` with a short form. The value is read as JSON if
+    possible, else it is a string.
     """
     spelled: list[str] = []
     rest = list(argv)
@@ -138,11 +148,11 @@ def spell(argv: Sequence[str]) -> list[str]:
 
 
 _DOTTED = re.compile(r"-[A-Za-z]+\.")
-"""A short form with a key behind it; -.5 is none."""
+"""Pattern of a short form with a key after it, such as `-sc.model`. `-.5` does not match."""
 
 
 def json_or_text(text: str) -> Any:
-    """`text` as JSON if it is JSON, else as it is."""
+    """Return `text` parsed as JSON, or `text` itself if it is no JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -150,7 +160,8 @@ def json_or_text(text: str) -> Any:
 
 
 def human_int(text: str) -> int:
-    """A number, or one with a unit as vLLM reads them: `2k` is 2000, `2K` 2048; m, g and M, G likewise."""
+    """Parse an integer with an optional unit, as vLLM does: `2k` is 2000, `2K` is 2048; m, g, M and G work in the same
+    way."""
     units = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
     try:
         return round(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(text)
@@ -159,7 +170,7 @@ def human_int(text: str) -> int:
 
 
 def drafts_list(text: str) -> list[int]:
-    """`1,3,5` as numbers of draft tokens, each from 1 to 16, in the order given, none twice."""
+    """Parse `1,3,5` as numbers of draft tokens. Each must be from 1 to 16 and occur once; the order is kept."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -170,7 +181,7 @@ def drafts_list(text: str) -> list[int]:
 
 
 def sizes(text: str) -> list[int]:
-    """`1,4,16` as ascending numbers of at least 1."""
+    """Parse `1,4,16` as numbers of at least 1, and return them in ascending order."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -181,7 +192,7 @@ def sizes(text: str) -> list[int]:
 
 
 def floats(text: str) -> list[float]:
-    """`1.8,2.4` as numbers."""
+    """Parse `1.8,2.4` as a list of numbers."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
@@ -189,7 +200,7 @@ def floats(text: str) -> list[float]:
 
 
 def pairs(text: str) -> dict[int, float]:
-    """`1=1.8,4=3.28` as numbers by K."""
+    """Parse `1=1.8,4=3.28` as numbers by K."""
     try:
         found = [(int(k), float(value)) for k, _, value in (part.partition("=") for part in text.split(","))]
     except ValueError:

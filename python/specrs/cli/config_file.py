@@ -1,4 +1,4 @@
-"""`--config file.yaml`: flags from a file, before those of the command line. Checks no values."""
+"""`--config file.yaml`: flags from a file; those of the command line take precedence. Checks no values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from specrs.errors import invalid_config
 
 
 def with_config_file(argv: Sequence[str]) -> list[str]:
-    """`argv` of a command, its name and MODEL first, if it has one, with the flags of `--config` behind them.
+    """Return `argv` of a command with the flags of `--config` inserted after its name and MODEL, if it has one.
 
-    A key is a flag without its dashes; true and false turn it on and off, lists are several values, and mappings JSON.
+    A key is a flag without its dashes. true and false turn it on and off, lists are several values, and mappings are
+    JSON.
 
     Raises `InvalidConfigError` for a file that cannot be read or is no mapping of flags.
     """
@@ -28,7 +29,7 @@ def with_config_file(argv: Sequence[str]) -> list[str]:
             rest.append(value)
     if path is None:
         return rest
-    # a list at the end of the file would take a MODEL behind it as one value more
+    # a list at the end of the file would take a MODEL after it as one value more
     first = 2 if len(rest) > 1 and not rest[1].startswith("-") else 1
     return [*rest[:first], *(part for key, value in _read(path).items() for part in _flag(key, value)), *rest[first:]]
 

@@ -1,4 +1,4 @@
-"""`specrs convert-head`: pickled weights of a drafting head as safetensors. Starts no engine."""
+"""`specrs convert-head`: converts pickled weights of a drafting head to safetensors. Starts no engine."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from pathlib import Path
 
 from specrs.extras import require
 
-SUMMARY = "convert a pickled EAGLE-3 head to safetensors"
 DESCRIPTION = (
-    "Write the pickled weights (.bin, .pt, .pth) of a head, and its config.json, as a folder with safetensors, which "
-    "is what engines read. Pickles are read by torch's weights-only loader, which rebuilds tensors and runs no code."
+    "Convert an EAGLE-3 head with pickled weights (.bin, .pt, .pth) to a folder with safetensors and config.json. "
+    "Engines read such folders, but no pickles. Torch's weights-only loader reads the pickles: it rebuilds "
+    "tensors and runs no code."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Add the options of `specrs convert-head`."""
     parser.add_argument("source", metavar="SOURCE", help="folder or hub id of the head")
     parser.add_argument("output", metavar="FOLDER", type=Path, help="folder to write; must not have safetensors")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Convert. Raises `SpecrsError` for what cannot be read."""
+    """Convert the weights. Raises `SpecrsError` if they cannot be read or written."""
     require("torch", "transformers", "specrs convert-head")
     from specrs.models.pickles import convert_pickles
 

@@ -1,55 +1,55 @@
-"""`specrs generate`: one prompt in, its text streamed to stdout, figures on stderr. Many prompts are `specrs.LLM`'s."""
+"""`specrs generate`: continues one prompt. The text is streamed to stdout, statistics go to stderr. For many prompts,
+use `specrs.LLM`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from typing import Any
 
-from specrs.errors import invalid_request
-from specrs.outputs import RequestMetrics
+from specrs.cli.model_flags import ABOUT_DRAFTS, add_model, engine_settings
+from specrs.errors import invalid_config, invalid_request
 from specrs.sampling import SamplingParams
 
-SUMMARY = "continue one prompt"
-BUNDLED_DRAFTS = 5
 DESCRIPTION = (
-    "Continue one prompt. The text goes to stdout as it is made, figures about the speculation to stderr after it. "
-    f"Without --model the bundled pair answers, with {BUNDLED_DRAFTS} draft tokens: it continues Python code. Another "
-    "model drafts nothing without --speculative-config."
-)
+    "Continue one prompt, without a chat template. The text goes to stdout as it is generated, statistics of the "
+    "speculation go to stderr afterwards. Without MODEL the bundled pair answers, which continues Python code. "
+) + ABOUT_DRAFTS
 _SAMPLING: dict[str, Any] = {"temperature": 0.0, "seed": 0, "max_tokens": 128}
-"""Defaults of this command. The text is greedy, and the same each time."""
+"""Defaults of this command: the text is greedy, and the same each time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options, vLLM's where vLLM has them."""
+    """Add the options of `specrs generate`, with vLLM's names if vLLM has them."""
     from specrs.cli.option_flags import add_flags
     from specrs.engine_options import EngineOptions
 
-    parser.add_argument("prompt", nargs="?", help="text to continue, not a model (see --model); default: stdin")
-    add_flags(parser.add_argument_group("sampling"), SamplingParams, "generate", **_SAMPLING)
-    add_flags(parser.add_argument_group("engine"), EngineOptions, "generate")
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue; default: all of stdin")
+    sampling = parser.add_argument_group("sampling")
+    engine = parser.add_argument_group("engine")
+    add_model(parser, engine)
+    add_flags(sampling, SamplingParams, "generate", **_SAMPLING)
+    add_flags(engine, EngineOptions, "generate")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Generate and print. Raises `SpecrsError` for what the engine refuses."""
+    """Generate and print. Raises `SpecrsError` if the engine rejects a setting or the prompt."""
     from specrs.cli.option_flags import given_options
     from specrs.engine_options import EngineOptions
 
-    settings = given_options(arguments, EngineOptions, "generate")
-    if arguments.model is None:
-        drafter = settings.get("speculative_config", {})
-        settings["speculative_config"] = {"num_speculative_tokens": BUNDLED_DRAFTS, **drafter}
-        settings.setdefault("dtype", "float32")
+    _check_model(arguments.model_tag)
+    settings = engine_settings(arguments, given_options(arguments, EngineOptions, "generate"))
     # Checked before the model is loaded: what is wrong with the request should not cost that.
     params = SamplingParams(**given_options(arguments, SamplingParams, "generate"))
     prompt = _prompt(arguments.prompt)
 
+    from specrs.cli.answer_figures import table
     from specrs.cli.threads import set_torch_threads
     from specrs.llm import LLM
 
-    set_torch_threads(arguments.threads, bundled=arguments.model is None)
+    set_torch_threads(arguments.threads, bundled=settings["model"] is None)
     llm = LLM(max_num_seqs=1, **settings)
     output = None
     start = time.perf_counter()
@@ -60,11 +60,17 @@ def run(arguments: argparse.Namespace) -> None:
     sys.stdout.write("\n")
     sys.stdout.flush()
     if output is not None:
-        print("\n" + figures(output.metrics, output.outputs[0].finish_reason, seconds), file=sys.stderr)
+        print("\n" + table(output.metrics, output.outputs[0].finish_reason, seconds), file=sys.stderr)
+
+
+def _check_model(given: str | None) -> None:
+    """Raise `InvalidConfigError` if MODEL has blanks and is no file, because it was meant as the prompt."""
+    if given is not None and any(letter.isspace() for letter in given) and not os.path.exists(given):
+        raise invalid_config("MODEL", given, "is no folder, GGUF file or hub id; give the text as --prompt")
 
 
 def _prompt(given: str | None) -> str:
-    """The argument, or all of stdin."""
+    """Return the prompt: the argument, or all of stdin."""
     if given is not None:
         return given
     if sys.stdin.isatty():
@@ -73,30 +79,3 @@ def _prompt(given: str | None) -> str:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise invalid_request("prompt", "stdin", f"must be {error.encoding} text: {error.reason}") from None
-
-
-def figures(metrics: RequestMetrics, finish_reason: str | None, seconds: float) -> str:
-    """What is worth knowing about one request, a line each. Speculation is left out where nothing was drafted."""
-    count = metrics.num_generated_tokens
-    rows: list[tuple[str, Any]] = [
-        ("Generated tokens:", f"{count} ({finish_reason})"),
-        ("Output token throughput (tok/s):", f"{count / seconds:.1f}"),
-    ]
-    if metrics.time_to_first_token is not None:
-        rows.append(("Time to first token (ms):", f"{1e3 * metrics.time_to_first_token:.1f}"))
-    if metrics.time_per_output_token is not None:
-        rows.append(("Time per output token (ms):", f"{1e3 * metrics.time_per_output_token:.2f}"))
-    if metrics.drafts:
-        shares = " ".join(f"{100 * share:.1f}" for share in metrics.per_position)
-        rows += [
-            ("Acceptance length:", f"{metrics.acceptance_length:.2f}"),
-            ("Acceptance rate (%):", f"{100 * metrics.acceptance_rate:.1f}"),
-            ("Per-position acceptance (%):", shares),
-            ("Drafts:", metrics.drafts),
-            ("Draft tokens:", metrics.draft_tokens),
-            ("Accepted tokens:", metrics.accepted_tokens),
-            # Beside the acceptance length, which leaves out passes that nothing was drafted for. Drafts behind a stop
-            # count as accepted.
-            ("Tokens per pass of the target:", f"{count / max(count - metrics.accepted_tokens, metrics.drafts):.2f}"),
-        ]
-    return "\n".join(f"{name:<40} {value}" for name, value in rows)

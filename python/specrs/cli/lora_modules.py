@@ -1,4 +1,4 @@
-"""`--lora-modules` of `specrs serve`, as vLLM spells it: names and paths of LoRA adapters. Reads no adapter."""
+"""Reads `--lora-modules` of `specrs serve`, in vLLM's syntax: names and paths of LoRA adapters. Reads no adapter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _ALLOWED = 'must be NAME=PATH, or JSON as in \'{"name": "sql", "path": "adapters
 
 
 def read_lora_modules(given: Sequence[str], *, enable_lora: bool) -> list[LoRARequest]:
-    """The adapters that are given, numbered from 1. Raises InvalidConfigError."""
+    """Return the adapters of the flag, numbered from 1. Raises InvalidConfigError for wrong syntax, a repeated name,
+    and without `enable_lora`."""
     modules = [(text, module) for text in given for module in _modules(text)]
     if modules and not enable_lora:
         raise invalid_config("--lora-modules", given[0], "needs --enable-lora")

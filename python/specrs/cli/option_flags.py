@@ -1,4 +1,4 @@
-"""Flags of declared options (`specrs.options`). Parses values, and leaves checks to the dataclass of the options."""
+"""Flags of declared options (`specrs.options`). Parses values; the dataclass of the options checks them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from specrs.cli.arguments import MergeJSON, human_int, json_or_text
 from specrs.engine_options import EngineOptions
 from specrs.options import (
     Checked,
+    Choice,
     Command,
     Integer,
     ListOf,
@@ -17,19 +18,21 @@ from specrs.options import (
     Option,
     Settings,
     Switch,
+    Text,
     Values,
     options_of,
     show,
 )
 
 MODEL = options_of(EngineOptions)["model"].help
-"""Help of flags that name a model."""
+"""Help text of flags that name a model."""
 
 
 def add_flags(to: argparse._ActionsContainer, owner: type, command: Command, **defaults: Any) -> None:
-    """Add the flags that `command` has of the options of the dataclass `owner` to the parser or group `to`.
+    """Add the flags that `command` has for the options of the dataclass `owner` to the parser or group `to`.
 
-    A flag's default is None, which leaves the option's own. `defaults` are options of other defaults for this command.
+    A flag's default is None, which leaves the option's own default. `defaults` are options with other defaults in this
+    command.
     """
     declared = options_of(owner)
     assert defaults.keys() <= declared.keys()
@@ -50,25 +53,26 @@ def add_flag(
         stated = show(default, declared.values)
     shown = declared.help_text(stated).replace("%", "%%")
     names = [declared.flag, *([declared.short] if declared.short else [])]
-    to.add_argument(
+    action = to.add_argument(
         *names, **{"dest": declared.name, "default": default, "help": shown, **_parsing(declared), **settings}
     )
+    action.brief = declared.help  # type: ignore[attr-defined]  # of the short help (`specrs.cli.help_text`)
 
 
 def given_options(arguments: argparse.Namespace, owner: type, command: Command) -> dict[str, Any]:
-    """The options of `owner` whose flags `command` has and that were given, or have a default of the command."""
+    """Return the options of `owner` that were given as flags of `command`, or that have a default in this command."""
     names = [name for name, declared in options_of(owner).items() if command in declared.commands]
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 def json_list_or_text(text: str) -> Any:
-    """The list that `text` is in JSON, else `text` as it is: `null` is an origin of web pages."""
+    """Return the JSON list in `text`, or `text` itself if it is no list: `null` is an origin of web pages."""
     found = json_or_text(text)
     return found if isinstance(found, list) else text
 
 
 def _parsing(declared: Option) -> dict[str, Any]:
-    """How argparse reads the values of an option."""
+    """Return the arguments of argparse that let it read an option's values."""
     match declared.values:
         case Switch():
             return {"action": argparse.BooleanOptionalAction}
@@ -81,11 +85,15 @@ def _parsing(declared: Option) -> dict[str, Any]:
         case ListOf(each=Integer()):
             return {"nargs": "+", "type": int, "metavar": "N"}
         case ListOf():
-            return {"nargs": "+"}
+            return {"nargs": "+", "metavar": "TEXT"}
+        case Choice():
+            return {"metavar": "NAME"}
+        case Text():
+            return {"metavar": "TEXT"}
         case Settings() | Object():
             return {"action": MergeJSON, "metavar": "JSON"}
         case Checked(several=True):
-            return {"action": "append"}
+            return {"action": "append", "metavar": "TEXT"}
         case Values(noun="JSON"):
             return {"type": json_list_or_text, "metavar": "JSON"}
         case _:

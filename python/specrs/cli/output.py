@@ -1,4 +1,4 @@
-"""Files that a command writes at its end: checks of pictures before the work, and JSON. Draws nothing."""
+"""Output files of commands: checks in advance whether charts can be written, and writes JSON. Draws nothing."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_picture(path: Path) -> None:
-    """Check, before anything is measured, that a picture can be written to `path`. Raises `InvalidConfigError`."""
+    """Check, before anything is measured, that a chart can be written to `path`. Raises `InvalidConfigError` if not."""
     require("matplotlib", "bench", f"--plot={path}")
     if path.suffix.lower() not in FORMATS:
         raise invalid_config("--plot", str(path), f"must end in {', '.join(FORMATS)}")
@@ -23,7 +23,7 @@ def check_picture(path: Path) -> None:
 
 
 def write_json(option: str, path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` into the file that `option` names. Raises `InvalidConfigError` where that fails."""
+    """Write `content` as JSON into the file that `option` names. Raises `InvalidConfigError` if that fails."""
     try:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:

@@ -1,16 +1,16 @@
-"""`specrs serve`: vLLM's flags, to an engine and a server. Values are checked where they are used."""
+"""`specrs serve`: passes vLLM's flags to an engine and a server. Values are checked where they are used."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specrs.cli.model_flags import ABOUT_DRAFTS, add_model, engine_settings
 from specrs.errors import InvalidConfigError, check_number, invalid_config
 from specrs.extras import require
 
@@ -18,18 +18,16 @@ if TYPE_CHECKING:
     from specrs.server.limits import HTTPLimits
     from specrs.server.options import ServerOptions
 
-SUMMARY = "serve a model over HTTP"
 DESCRIPTION = (
     "Serve a model over HTTP: OpenAI's API, with vLLM's flags, fields and metrics. Without MODEL the bundled pair is "
-    "served, in float32 and with 5 draft tokens."
-)
-BUNDLED_DRAFTS = 5
+    "served, in float32. "
+) + ABOUT_DRAFTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """vLLM's options, and those of specrs's own limits."""
+    """Add vLLM's options, and those of specrs' own limits."""
     from specrs.cli.arguments import MergeKey
-    from specrs.cli.option_flags import MODEL, add_flag, add_flags
+    from specrs.cli.option_flags import add_flag, add_flags
     from specrs.cli.vllm_flags import add_vllm_flags
     from specrs.engine_options import EngineOptions
     from specrs.options import options_of
@@ -37,16 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from specrs.server.options import ServerOptions
     from specrs.speculative_config import SpeculativeConfig
 
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help=f"{MODEL}; default: the bundled pair")
     engine = parser.add_argument_group("engine")
-    add = engine.add_argument
-    add("--model", help="the same as MODEL")
+    add_model(parser, engine)
     add_flags(engine, EngineOptions, "serve")
     for name, one in options_of(SpeculativeConfig).items():
         if "serve" in one.commands:
             shown = f"{one.help_text()}; the same as --speculative-config.{name}"
             add_flag(engine, one, dest="speculative_config", action=MergeKey, const=name, metavar="VALUE", help=shown)
-    add("--async-scheduling", action=argparse.BooleanOptionalAction, help="vLLM's name for a launch depth of 2")
+    engine.add_argument(
+        "--async-scheduling", action=argparse.BooleanOptionalAction, help="vLLM's name for a launch depth of 2"
+    )
     server = parser.add_argument_group("server")
     add_flags(server, ServerOptions, "serve")
     server.add_argument(
@@ -57,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Serve until a signal. Raises `SpecrsError` for what is refused before; exits with 1 if the engine breaks."""
+    """Serve until a signal arrives. Raises `SpecrsError` if a setting is rejected before. Exits with code 1 if the
+    engine breaks."""
     from specrs.cli.option_flags import given_options
     from specrs.cli.vllm_flags import check_server_flags
     from specrs.server.limits import HTTPLimits
@@ -65,17 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     given = vars(arguments)
     check_server_flags(given)
-    engine = _engine_arguments(given)
-    if None not in (arguments.model, arguments.model_tag) and arguments.model != arguments.model_tag:
-        raise invalid_config("--model", arguments.model, f"must equal MODEL={arguments.model_tag}, or be left out")
-    model = arguments.model if arguments.model_tag is None else arguments.model_tag
-    engine["model"] = model
-    if model is None:
-        engine.setdefault("dtype", "float32")
-        engine["speculative_config"] = {
-            "num_speculative_tokens": BUNDLED_DRAFTS,
-            **engine.get("speculative_config", {}),
-        }
+    engine = engine_settings(arguments, _engine_arguments(given))
     options = ServerOptions(**given_options(arguments, ServerOptions, "serve"))
     settings = _settings(options, HTTPLimits(**given_options(arguments, HTTPLimits, "serve")), engine)
 
@@ -86,13 +75,14 @@ def run(arguments: argparse.Namespace) -> None:
     log_to_stderr(LOG_LEVELS[options.uvicorn_log_level])
     if any("padded_drafter" in key.replace("-", "_") for key in engine.get("speculative_config", {})):
         logging.getLogger("specrs").info("disable_padded_drafter_batch has no effect: rows are never padded here")
-    set_torch_threads(arguments.threads, bundled=model is None)
+    set_torch_threads(arguments.threads, bundled=engine["model"] is None)
     code = run_server(engine, settings)
     if code:
         sys.exit(code)
 
 
 def _settings(options: ServerOptions, limits: HTTPLimits, engine: dict[str, Any]) -> Any:
+    from specrs.cli.chat_template_file import read_chat_template
     from specrs.cli.lora_modules import read_lora_modules
     from specrs.server.context import CORSSettings
     from specrs.server.options import API_KEY_VARIABLES
@@ -106,7 +96,7 @@ def _settings(options: ServerOptions, limits: HTTPLimits, engine: dict[str, Any]
         served_model_names=options.served_model_name or (),
         lora_modules=tuple(read_lora_modules(options.lora_modules or (), enable_lora=bool(engine.get("enable_lora")))),
         api_keys=[key for key in keys if key],
-        chat_template=_chat_template(options.chat_template),
+        chat_template=read_chat_template(options.chat_template),
         use_generation_config=options.generation_config == "auto",
         max_num_queued_reqs=options.max_num_queued_reqs,
         shutdown_timeout=options.shutdown_timeout,
@@ -120,7 +110,7 @@ def _settings(options: ServerOptions, limits: HTTPLimits, engine: dict[str, Any]
             exclude_when_none=options.exclude_tools_when_tool_choice_none,
         ),
         chat_template_kwargs=options.default_chat_template_kwargs or {},
-        ui=options.ui,
+        ui=options.serves_page,
         root_path=options.root_path.rstrip("/"),
         tls=_tls(options),
         cors=CORSSettings(
@@ -136,7 +126,7 @@ def _settings(options: ServerOptions, limits: HTTPLimits, engine: dict[str, Any]
 
 
 def _tls(options: ServerOptions) -> Any:
-    """Files of TLS, read once so that a wrong one ends the start; None without a certificate."""
+    """Return the TLS files. Loads them once, so that a wrong file ends the start. None without a certificate."""
     import ssl
 
     from specrs.server.run import TLSSettings
@@ -175,7 +165,7 @@ def _log_interval() -> float:
 
 
 def _profiler_folder(given: Mapping[str, Any] | None) -> Path | None:
-    """Where traces go, made; None without a profiler."""
+    """Create the folder for traces and return it; None without a profiler."""
     if given is None:
         return None
     folder = given.get("torch_profiler_dir")
@@ -189,26 +179,8 @@ def _profiler_folder(given: Mapping[str, Any] | None) -> Path | None:
     return Path(folder)
 
 
-def _chat_template(given: str | None) -> str | None:
-    """The text of a template that is given as such, or as a file."""
-    if given is None:
-        return given
-    try:
-        text = given if "{" in given else Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as fault:
-        raise invalid_config("--chat-template", given, f"must be a file, or a Jinja template: {fault}") from None
-    import jinja2
-
-    try:  # as transformers renders it, whose own tag marks what an assistant wrote, and changes nothing
-        plain = re.sub(r"{%-?\s*(?:end)?generation\s*-?%}", "", text)
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
-    except jinja2.TemplateSyntaxError as fault:
-        raise invalid_config("--chat-template", given, f"is no Jinja template: {fault.message}") from None
-    return text
-
-
 def _engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `LLM` that were given, vLLM's others included."""
+    """Return the arguments of `LLM` that were given, vLLM's other arguments included."""
     from specrs.engine_options import EngineOptions
     from specrs.options import options_of
     from specrs.vllm_arguments import ENGINE

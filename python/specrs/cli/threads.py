@@ -1,5 +1,5 @@
-"""The number of threads that torch takes in a command's process. A native pass has the engine's own threads
-(`specrs.engine.threads`)."""
+"""Sets the number of torch's threads in a command's process. Native passes have threads of their own
+(`specrs.backends.cpu.threads`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from specrs.errors import InvalidConfigError, check_int
 
 
 def set_torch_threads(threads: int | None, *, bundled: bool) -> None:
-    """Set the number of threads that torch takes if the command comes to use it. Imports nothing.
+    """Set the number of threads that torch will use if the command imports it. Imports nothing.
 
-    The number is `threads`, the value of --threads. Without one it is 1 for the bundled pair, unless OMP_NUM_THREADS is
-    set. Other models keep torch's own choice. If torch is not imported yet, this sets OMP_NUM_THREADS, which torch
-    reads when it is.
+    The number is `threads`, the value of --threads. If it is None, it is 1 for the bundled pair, unless OMP_NUM_THREADS
+    is set; other models keep torch's own choice. If torch is not imported yet, this sets OMP_NUM_THREADS, which torch
+    reads at import.
 
     A torch pass of the pair takes a few milliseconds in hundreds of operations. A second thread gains little there. If
-    another program holds its core, each operation waits for it, and the pass takes ten times as long.
+    another program occupies its core, each operation waits for it, and the pass takes ten times as long.
 
     Raises `InvalidConfigError` for less than one thread.
     """

@@ -6,25 +6,23 @@ import argparse
 import math
 from pathlib import Path
 
+from specrs.backends.cuda.device import CUDA_DTYPES, KIND, require_packages
 from specrs.cli.option_flags import add_flags
 from specrs.engine_options import DTYPES, EngineOptions
 from specrs.errors import InvalidConfigError, check_int, invalid_config
-from specrs.extras import require
 from specrs.options import one_of
 
 _DTYPES = tuple(name for name in DTYPES if name != "float64")
-"""Types that a GPU computes in."""
-SUMMARY = "time kernel configurations for models on this GPU"
+"""Dtypes in which a GPU computes."""
 DESCRIPTION = (
-    "Time the configurations of the matrix products of one or more models, those of experts among them, on this "
-    "machine's CUDA device, and write the fastest into the table that every engine on such a device reads. Only "
-    "config.json of a model is needed. An engine reads the table when it starts; without an entry for its GPU and "
-    "shape it takes safe defaults."
+    "Time the matrix products of one or more models on this machine's CUDA device, experts included. Write the "
+    "fastest configurations into a table. An engine reads the table when it starts; without an entry for its GPU "
+    "and shape it takes safe defaults. Of a model, only config.json is needed."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Add the options of `specrs tune`."""
     parser.add_argument("--model", action="append", required=True, help="checkpoint folder or hub id; may be repeated")
     add_flags(parser, EngineOptions, "tune")
     parser.add_argument(
@@ -36,33 +34,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Time and write. Raises `SpecrsError` for what can't be done here."""
+    """Time the configurations and write the table. Raises `SpecrsError` if there is no GPU that can run them, or a file
+    cannot be written."""
     rows = check_int(InvalidConfigError, "rows", arguments.rows, 1, 64)
     jobs = None if arguments.jobs is None else check_int(InvalidConfigError, "jobs", arguments.jobs, 1, 1024)
-    require("torch", "cuda", "specrs tune")
+    require_packages("specrs tune")
     import torch
 
     if not torch.cuda.is_available():
-        raise invalid_config("device", "cuda", "specrs tune times kernels on a CUDA device, and torch finds none here")
+        raise invalid_config("device", KIND, "specrs tune times kernels on a CUDA device, and torch finds none here")
     from tqdm import tqdm
     from triton.runtime import driver
 
-    from specrs.engine.threads import physical_cores
+    from specrs.backends.cpu.threads import physical_cores
+    from specrs.backends.cuda.experts import expert_shapes
+    from specrs.backends.cuda.workspace import linear_shapes
     from specrs.kernels.cuda.compile_ahead import compile_ahead
     from specrs.kernels.cuda.configs import TABLE, LinearShape
     from specrs.kernels.cuda.device import limits_of
     from specrs.kernels.cuda.tuning import DeviceTimer, compile_trial, trials, tune, write_table
-    from specrs.models.cuda.experts import expert_shapes
-    from specrs.models.cuda.workspace import linear_shapes
     from specrs.models.loader import load_config, resolve_dtype
     from specrs.models.torch_arrays import TORCH_DTYPES
 
-    device = torch.device("cuda")
+    device = torch.device(KIND)
     limits = limits_of(device)
     shapes: dict[str, LinearShape] = {}
     for source in arguments.model:
         config = load_config(source, revision=arguments.revision)
-        dtype = TORCH_DTYPES[resolve_dtype(arguments.dtype, config, "cuda")]
+        dtype = TORCH_DTYPES[resolve_dtype(arguments.dtype, config, CUDA_DTYPES)]
         products = *linear_shapes(config, dtype, device).values(), *expert_shapes(config, dtype).values()
         shapes |= {shape.key: shape for shape in products}
     output, work = arguments.output or TABLE, trials(shapes.values(), rows, limits)

@@ -1,4 +1,5 @@
-"""Flags of `vllm serve` without a counterpart here, from the tables of `specrs.vllm_arguments`. Help shows none."""
+"""Flags of `vllm serve` without a counterpart here, from the tables of `specrs.vllm_arguments`. The help does not show
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class _Refuse(argparse.Action):
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every such flag that `parser` does not have: those that some values are accepted of, and rejected ones."""
+    """Add every flag of these tables that `parser` does not have: those with values that are accepted, and those that
+    are always rejected."""
     taken = {action.dest for action in parser._actions}
     for name, argument in {**ENGINE, **SERVER}.items():
         if name in taken:

@@ -1,31 +1,38 @@
-"""Draft models and heads on a CPU: what the iteration runs, and how often it ran. Computes nothing."""
+"""Draft models and heads on a CPU: what the iteration in Rust needs of them, and a counter of passes. Computes
+nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from specrs.drafters.text import Bridge
-from specrs.drafters.vocabulary import SharedVocabulary
+if TYPE_CHECKING:
+    from specrs.drafters.other_tokenizer.text import Bridge
+    from specrs.drafters.other_tokenizer.vocabulary import SharedVocabulary
 
 
 @dataclass(slots=True, kw_only=True)
 class CpuDrafter:
-    """A model, or an EAGLE-3 head, whose drafts `specrs.core.CpuIteration` draws.
+    """A model or EAGLE-3 head on a CPU, whose drafts `specrs.core.CpuIteration` draws.
 
-    The scheduler knows what it declares: `CachedDrafter`, `HiddenDrafter` or `TextDrafter`.
+    Its declaration to the scheduler is a `CachedDrafter`, `HiddenDrafter` or `TextDrafter`.
     """
 
     on_host: ClassVar[bool] = False
 
     model: Any
-    """A `Model`, or an EAGLE-3 head."""
+    """The draft model (`Model`) or EAGLE-3 head."""
     kv_cache: Any
     shared: SharedVocabulary | None = None
-    """With a tokenizer of its own: the tokens that it shares with the target."""
+    """Tokens that the tokenizers of draft model and target share, if the two differ and the model drafts tokens;
+    otherwise None."""
     bridge: Bridge | None = None
-    """With a tokenizer of its own that goes by text: reads and writes the target's texts."""
+    """Translator between the draft model's and the target's token ids, for a draft model that drafts text; otherwise
+    None."""
     text_limits: tuple[int, int, int] | None = None
-    """With a `bridge`: its context, the tokens that it is fed in a step, and the tokens of a block of its KV."""
+    """(maximum context, maximum tokens fed per step, tokens of a KV block) of a draft model that drafts text; otherwise
+    None."""
+    hidden_layers: tuple[int, ...] = ()
+    """Target layers at whose entry the drafter reads hidden states; () for a draft model."""
     num_passes: int = 0
-    """Forward passes so far; the engine sets it to 0."""
+    """Number of forward passes so far. The engine resets it to 0."""

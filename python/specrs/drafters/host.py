@@ -1,26 +1,23 @@
-"""Drafters on the host: a declaration, for the core proposes. Runs no model and sees no tokens."""
+"""Drafters on the host, from the runner's view: the Rust core proposes. Runs no model and sees no tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specrs.drafters.base import Proposal
+from specrs.core import HostDrafter
+
+ALWAYS_DRAFTS = HostDrafter("ngram", prompt_lookup_min=0)
+"""Drafter that proposes tokens for every text, to measure the cost of verifying them."""
+NEVER_DRAFTS = HostDrafter("ngram", prompt_lookup_min=1024, prompt_lookup_max=1024)
+"""Drafter that proposes nothing for short texts, to measure the other drafters of a list."""
 
 
 @dataclass(slots=True)
-class HostDrafter:
-    """Prompt lookup and suffix decoding: drafts what followed before, in the text itself or in others' outputs.
+class OnHost:
+    """Counter for drafts that `Scheduler.plan` has written into the record. Any `specrs.core.HostDrafter` may have
+    proposed them."""
 
-    `Scheduler.plan` looks it up (`specrs.core.NgramProposer`, `SuffixDrafter`) and writes the drafts into the record.
-    """
-
-    max_draft_lag: ClassVar[None] = None
-    num_unfed_drafts: ClassVar[None] = None
-    keeps_draft_kv: ClassVar[bool] = False
-    max_model_len: ClassVar[None] = None
-    hidden_layers: ClassVar[tuple[int, ...]] = ()
-    proposal: ClassVar[Proposal] = Proposal.POINT_MASS
     on_host: ClassVar[bool] = True
 
     num_passes: int = 0

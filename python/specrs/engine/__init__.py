@@ -1,1 +1,2 @@
-"""The loop: plan, launch, settle. Requests and their text; no tensors and no scheduling decisions."""
+"""The engine: its loop of plan, launch and settle, and its requests with their text. No tensors and no scheduling
+decisions."""

@@ -1,4 +1,5 @@
-"""From an EngineConfig to an engine: weights, a scheduler, a runner, and what launches cost. Serves nothing."""
+"""Builds an engine from an `EngineConfig`: loads weights, makes a scheduler and a runner, and measures the cost of
+steps. Serves nothing."""
 
 from __future__ import annotations
 
@@ -10,42 +11,40 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from specrs.backends.base import Backend, Runner, SlotType
+from specrs.backends.blueprint import Blueprint
+from specrs.backends.kv_memory import check_memory
+from specrs.backends.ranks import LeadingRunner
+from specrs.backends.ring import Ring
+from specrs.backends.table import backend_of, resolve_device
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.core import CostModel, Scheduler, SpeculationPlanner
-from specrs.engine.blueprint import Blueprint
-from specrs.engine.device import current, resolve_device
 from specrs.engine.engine import Engine
-from specrs.engine.head_check import HeadCheck
 from specrs.engine.kv_events import KVEventPublisher
-from specrs.engine.kv_memory import check_memory
 from specrs.engine.loras import LoRAStore
-from specrs.engine.parts import EngineParts, Runner
-from specrs.engine.runners import make_runner, num_blocks, slot_type
+from specrs.engine.parts import EngineParts
+from specrs.engine.plan import plan_engine
 from specrs.engine.warm_up import measure_costs
-from specrs.engine.weights import Weights, load_weights
+from specrs.engine.weights import load_weights
 from specrs.errors import UnsupportedConfigError, invalid
-from specrs.models.dense_weights import DenseFacts
 from specrs.parallel.connection import Kind
 from specrs.parallel.start import Meeting, lead
 from specrs.parallel.team import Team
-from specrs.runner.cpu import CpuRunner
-from specrs.runner.lora_rows import LoRARows
-from specrs.runner.ranks import LeadingRunner
-from specrs.runner.ring import Ring
 
 Lead = Callable[[int, float, str, dict[str, Any]], tuple[Team, Meeting]]
-"""`lead`, or what stands in for it where ranks are threads."""
+"""Type of the function `lead`, and of its substitutes that run ranks as threads."""
 
 
 def build_engine(config: EngineConfig, weights: Weights | None = None, lead: Lead = lead) -> Engine:
-    """Load the models of `config` (or share `weights`), allocate caches and row state, and measure what launches cost
-    where K is to be planned by it.
+    """Load the models of `config` (or share `weights`), and allocate caches and row state. If K is planned by cost,
+    measure the cost of steps.
 
-    With `tensor_parallel_size` of more than 1 the engine has ranks, which `lead` starts. In a process of torchrun that
-    is not rank 0 this does not return: it serves rank 0's launches, and ends the process when rank 0 does.
+    If `tensor_parallel_size` exceeds 1, `lead` starts the other ranks. In a process of torchrun that is not rank 0,
+    this function does not return: it runs rank 0's steps, and ends the process when rank 0 ends.
 
     Raises:
-        InvalidConfigError and its subclasses: what is wrong with the configuration or a checkpoint.
+        InvalidConfigError: the configuration or a checkpoint is wrong; often a subclass of this error.
         RankLostError: a rank did not start.
     """
     if config.tensor_parallel_size > 1:
@@ -55,9 +54,11 @@ def build_engine(config: EngineConfig, weights: Weights | None = None, lead: Lea
         from specrs.engine.build_ranks import build_on_ranks  # and torch
 
         return build_on_ranks(config, lead, _build)
-    with current(resolve_device(config.device) if weights is None else weights.device):
+    device = resolve_device(config.device) if weights is None else weights.device
+    backend = backend_of(device)
+    with backend.current(device):
         if weights is None:
-            check_memory(config)
+            check_memory(config, lambda: backend.free_memory(device))
             weights = load_weights(config)
         return _build(config, weights)
 
@@ -65,65 +66,68 @@ def build_engine(config: EngineConfig, weights: Weights | None = None, lead: Lea
 def _build(
     config: EngineConfig, weights: Weights, team: Team | None = None, end: Callable[[], None] | None = None
 ) -> Engine:
-    """Build an engine of loaded `weights`. `team`: the other ranks, which `end` ends."""
+    """Build an engine with loaded `weights`. `team` are the other ranks, which `end` ends."""
     if config.synthetic:
         warnings.warn(
             "rejection_sample_method='synthetic': drafts are accepted at given rates, for timing only; the text is "
             "not the target's",
             stacklevel=2,
         )
-    blueprint = Blueprint(config, weights).with_kv_groups()
+    backend, blueprint = plan_engine(config, weights)
     with contextlib.ExitStack() as undo:
-        engine = _assemble(blueprint, team, end, undo)
+        engine = _assemble(backend, blueprint, team, end, undo)
         undo.pop_all()
     return engine
 
 
 def _assemble(
-    blueprint: Blueprint, team: Team | None, end: Callable[[], None] | None, undo: contextlib.ExitStack
+    backend: Backend,
+    blueprint: Blueprint,
+    team: Team | None,
+    end: Callable[[], None] | None,
+    undo: contextlib.ExitStack,
 ) -> Engine:
-    """Make the parts of an engine and the engine. `undo` ends what has been started."""
+    """Make the parts of an engine and the engine itself. `undo` collects what has to be ended if a later part fails."""
     config = blueprint.config
-    blocks = num_blocks(blueprint)
+    blocks = backend.num_blocks(blueprint)
     if team is not None:
         blocks = min(blocks, *(ready["num_blocks"] for ready in team.collect(Kind.READY)))
         team.send(Kind.START, json.dumps({"num_blocks": blocks}).encode())
     scheduler = blueprint.scheduler(blocks)
-    own = make_runner(blueprint, scheduler, blocks, None if team is None else team.ranks)
-    undo.callback(own.close)
-    runner: Runner = own
+    loras = None
+    if config.enable_lora:
+        loras = LoRAStore(
+            blueprint.weights.decoder, max_lora_rank=config.max_lora_rank, max_cpu_loras=config.most_cpu_loras
+        )
+    ranks, find_adapter = None if team is None else team.ranks, None if loras is None else loras.get
+    runner = backend.make_runner(blueprint, scheduler, blocks, ranks, find_adapter)
+    undo.callback(runner.close)
     if team is not None:
         assert end is not None
-        runner = LeadingRunner(own, team, scheduler.record_layout(), end)
+        runner = LeadingRunner(runner, team, end)
+    make_slot = backend.slot_type(blueprint.device)
     planner = None
     if config.plans_speculation and blueprint.num_speculative_tokens:
-        costs, catch_up_ms = _measure(blueprint, scheduler, runner, blocks)
+        costs, catch_up_ms = _measure(blueprint, scheduler, runner, blocks, make_slot)
         planner = SpeculationPlanner(
             max_num_seqs=config.max_num_seqs,
             num_speculative_tokens=blueprint.num_speculative_tokens,
             costs=costs,
             catch_up_ms=catch_up_ms,
         )
-    loras = None
-    if config.enable_lora:
-        target = blueprint.weights.target
-        assert isinstance(target, DenseFacts)
-        assert isinstance(own, CpuRunner)
-        loras = LoRAStore(target, max_lora_rank=config.max_lora_rank, max_cpu_loras=config.most_cpu_loras)
-        own.loras = LoRARows(config.max_num_seqs, loras.get)
     publisher = None
     if config.kv_events_config is not None and config.kv_events_config.publishes:
         publisher = KVEventPublisher(config.kv_events_config)
         undo.callback(publisher.close)
-    head = blueprint.weights.head
+    drafter = blueprint.weights.drafter
     engine = Engine(
         replace(
-            make_parts(blueprint, scheduler, runner),
+            make_parts(blueprint, scheduler, runner, make_slot),
             planner=planner,
             team=team,
             loras=loras,
             publish=None if publisher is None else publisher.publish,
-            head_check=None if head is None else HeadCheck(str(config.draft), head.aux_layer_ids),
+            draft_check=None if drafter is None else drafter.check(str(config.draft)),
         )
     )
     if publisher is not None:
@@ -131,15 +135,17 @@ def _assemble(
     return engine
 
 
-def _measure(blueprint: Blueprint, scheduler: Scheduler, runner: Runner, blocks: int) -> tuple[CostModel, float]:
-    """Measure the cost of steps, and of a position of catch-up, with schedulers that end here.
+def _measure(
+    blueprint: Blueprint, scheduler: Scheduler, runner: Runner, blocks: int, make_slot: SlotType
+) -> tuple[CostModel, float]:
+    """Measure the cost of steps, and of a position of catch-up, with temporary schedulers.
 
-    Where drafters on the host are among others, `scheduler` learns what each kind of draft costs.
+    If drafters on the host are combined with others, `scheduler` is given the cost of each kind of draft.
     """
 
     def measured(drafter: str | None = None) -> tuple[CostModel, float]:
         own = blueprint.scheduler(blocks, measuring=drafter)
-        return measure_costs(make_parts(blueprint, own, runner))
+        return measure_costs(make_parts(blueprint, own, runner, make_slot))
 
     speculative = blueprint.config.speculative_config
     if speculative is None or not speculative.drafts_on_host:
@@ -157,7 +163,7 @@ def _measure(blueprint: Blueprint, scheduler: Scheduler, runner: Runner, blocks:
     return costs, catch_up_ms
 
 
-def make_parts(blueprint: Blueprint, scheduler: Scheduler, runner: Runner) -> EngineParts:
-    """All that an engine runs on, with a ring of its own."""
-    ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, slot_type(blueprint))
+def make_parts(blueprint: Blueprint, scheduler: Scheduler, runner: Runner, make_slot: SlotType) -> EngineParts:
+    """Return all parts of an engine, with a new ring of slots."""
+    ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, make_slot)
     return EngineParts(blueprint.config, blueprint.weights, blueprint.limits, scheduler, ring, runner)

@@ -1,4 +1,5 @@
-"""An engine on several ranks: starts the others, and builds rank 0's part. Serves nothing."""
+"""Builds an engine on several tensor parallel ranks: starts the other ranks, and builds rank 0's part. Serves
+nothing."""
 
 from __future__ import annotations
 
@@ -10,16 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from specrs.backends.cpu.threads import threads_of_rank
+from specrs.backends.table import backend_of
 from specrs.config import EngineConfig
-from specrs.engine.device import current
 from specrs.engine.engine import Engine
-from specrs.engine.follow import connect, serve_under_torchrun, threads_of_rank
+from specrs.engine.follow import connect, serve_under_torchrun
 from specrs.engine.weights import check_ranks, load_weights
 from specrs.parallel.connection import ExchangeError, Kind
 from specrs.parallel.start import torchrun_rank
 
 if TYPE_CHECKING:
-    from specrs.engine.weights import Weights
+    from specrs.backends.weights import Weights
     from specrs.parallel.start import Meeting
     from specrs.parallel.team import Team
 
@@ -52,7 +54,8 @@ def build_on_ranks(config: EngineConfig, lead: Lead, build: Build) -> Engine:
         torch.set_num_threads(config.threads)
         team.collect(Kind.HERE)
         team.ranks = connect(meeting, config)
-        with current(str(team.ranks.device)):
+        device = str(team.ranks.device)
+        with backend_of(device).current(device):
             return build(config, load_weights(config, team.ranks), team, end)
     except ExchangeError as fault:
         error = team.failed(fault)

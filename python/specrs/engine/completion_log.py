@@ -11,7 +11,7 @@ from specrs.outputs import CompletionOutput, Draft, Logprob
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far a completion was at some time: numbers of tokens, pieces of text, characters and drafts."""
+    """Position in a completion's log: numbers of tokens, pieces of text, characters and drafts."""
 
     tokens: int = 0
     pieces: int = 0
@@ -26,7 +26,7 @@ class CompletionLog:
     """
 
     def __init__(self, *, logprobs: bool, drafts: bool) -> None:
-        """`logprobs`, `drafts`: whether the completion has any; without, they are None in its outputs."""
+        """Start an empty log. Without `logprobs` or `drafts`, that field is None in the completion's outputs."""
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = [] if logprobs else None
         self.drafts: list[Draft] | None = [] if drafts else None
@@ -36,13 +36,13 @@ class CompletionLog:
         self._joined = (0, "")  # number of pieces, and their text
 
     def add_text(self, piece: str) -> None:
-        """Append text. Mutates."""
+        """Append a piece of text."""
         if piece:
             self._pieces.append(piece)
             self.num_characters += len(piece)
 
     def mark(self) -> Mark:
-        """Return how far the completion is now."""
+        """Return the current end of the log."""
         drafts = 0 if self.drafts is None else len(self.drafts)
         return Mark(len(self.token_ids), len(self._pieces), self.num_characters, drafts)
 
@@ -61,7 +61,7 @@ class CompletionLog:
 class LoggedCompletion(CompletionOutput):
     """A `CompletionOutput` that reads a `CompletionLog`. Each field is made when it is first read.
 
-    Copies and pickles of it are plain `CompletionOutput`s.
+    Copies and pickles are plain `CompletionOutput`s.
     """
 
     _log: CompletionLog
@@ -71,14 +71,14 @@ class LoggedCompletion(CompletionOutput):
 
     @classmethod
     def view(cls, log: CompletionLog, start: Mark, end: Mark, *, cumulative: bool, **ending: Any) -> LoggedCompletion:
-        """Return an output for what `log` has from `start` to `end`.
+        """Return an output for the part of `log` from `start` to `end`.
 
         Args:
-            log: of the completion.
-            start: the end of the output before this one.
-            end: how far this output goes.
-            cumulative: whether all fields but `delta` begin at the start of the completion.
-            ending: `index`, `cumulative_logprob`, `finish_reason` and `stop_reason`.
+            log: log of the completion.
+            start: end of the previous output.
+            end: end of this output.
+            cumulative: True if all fields but `delta` begin at the start of the completion.
+            ending: values of `index`, `cumulative_logprob`, `finish_reason` and `stop_reason`.
         """
         made = cls.__new__(cls)
         made.__dict__.update(ending, _log=log, _start=start, _end=end, _cumulative=cumulative)

@@ -1,4 +1,4 @@
-"""Constraints of one request that exclude each other. Masks no logits."""
+"""Detects requests whose constraints exclude every token. Masks no logits."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def reject_exclusive(
     matcher: GrammarMatcher | None,
     vocab_size: int,
 ) -> None:
-    """Reject a request that can never write a token. Changes nothing.
+    """Raise an error for a request that can never generate a token. Changes nothing.
 
     Looks at what holds from the first token on: allowed ids, bad words of one token, stop ids before `min_tokens`, and
-    the first mask of the grammar. `min_tokens` yields to a grammar that leaves nothing but stop ids.
+    the first mask of the grammar. `min_tokens` yields to a grammar that allows only stop ids.
 
     Args:
-        stop_ids: of the request, eos ids included.
+        stop_ids: stop ids of the request, eos ids included.
         bad_words_token_ids: `params.bad_words` as token sequences.
-        matcher: of `params.structured_outputs`, at its start.
-        vocab_size: ids are `[0, vocab_size)`.
+        matcher: matcher of `params.structured_outputs` at its start.
+        vocab_size: number of token ids.
 
     Raises:
-        InvalidRequestError: names the constraints, as few of them as exclude every token together.
+        InvalidRequestError: no token is allowed. Names a smallest set of constraints that excludes every token.
     """
     excluded: dict[str, NDArray[np.bool_]] = {}
     words = [word[0] for word in bad_words_token_ids if len(word) == 1]
@@ -64,9 +64,10 @@ def reject_exclusive(
 def no_token_allowed(
     params: SamplingParams, stop_ids: Sequence[int], position: int, num_output_tokens: int
 ) -> InvalidRequestError:
-    """The error of a request whose constraints exclude every token at `position`, after `num_output_tokens`.
+    """Return the error for a request whose constraints exclude every token at `position`, after `num_output_tokens`
+    tokens.
 
-    `stop_ids` are those of the request, eos ids included.
+    `stop_ids` are the stop ids of the request, eos ids included.
     """
     in_force = {
         ALLOWED: params.allowed_token_ids is not None,
@@ -81,7 +82,7 @@ def no_token_allowed(
 
 
 def _refusal(params: SamplingParams, names: Sequence[str], what: str) -> InvalidRequestError:
-    """The error that names the constraints `names`, at least one, with their values."""
+    """Return the error that names the constraints `names` with their values, and says `what` is wrong."""
     first, *others = names
     given = " and ".join(f"{name}={short(getattr(params, name))}" for name in others)
     excluded = f"{what}: with {given} it excludes every token" if others else f"{what}: it excludes every token"
@@ -89,14 +90,14 @@ def _refusal(params: SamplingParams, names: Sequence[str], what: str) -> Invalid
 
 
 def _marked(ids: Iterable[int], vocab_size: int) -> NDArray[np.bool_]:
-    """`[vocab_size]`, true at `ids`."""
+    """Return an array `[vocab_size]` that is True at `ids`."""
     marked = np.zeros(vocab_size, dtype=np.bool_)
     marked[[token for token in ids if token < vocab_size]] = True
     return marked
 
 
 def _first_mask(matcher: GrammarMatcher, vocab_size: int) -> NDArray[np.bool_]:
-    """`[vocab_size]`, true where the grammar allows the token as the next one."""
+    """Return an array `[vocab_size]` that is True for the tokens that the grammar allows next."""
     words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
     matcher.fill_mask(words)
     return np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size].astype(np.bool_)

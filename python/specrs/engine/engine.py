@@ -1,4 +1,4 @@
-"""The loop: plan -> launch -> settle. Owns requests, scheduler, ring and runner; computes nothing itself."""
+"""The engine's loop: plan, launch, settle. Owns requests, scheduler, ring and runner; computes nothing itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from functools import partial
 
 import numpy as np
 
+from specrs.backends.extras import RequestExtras
+from specrs.backends.ring import Header, RingSlot, section_arrays
 from specrs.core import (
     DRAFTER_DEVICE,
     FLAG_TARGET_NON_FINITE,
@@ -24,11 +26,9 @@ from specrs.engine.constraints import reject_exclusive
 from specrs.engine.faults import HOST_KINDS, DraftFaults
 from specrs.engine.parts import EngineParts, Watch
 from specrs.engine.request import FinishReason, Request
+from specrs.engine.token_logprobs import token_entries
 from specrs.errors import EngineDeadError, EngineError, SpecrsError, UnknownRequestError
 from specrs.outputs import AcceptanceFigures, EngineStats
-from specrs.runner.extras import RequestExtras
-from specrs.runner.logprobs import token_entries
-from specrs.runner.ring import Header, RingSlot, section_arrays
 from specrs.sampling import validate_request
 from specrs.tokenizer import Tokenizer, end_ids
 from specrs.verify.token_logprobs import TokenLogprobs
@@ -37,17 +37,18 @@ logger = logging.getLogger("specrs")
 
 
 class Engine:
-    """Runs requests to their end, `launch_depth` launches in flight.
+    """Runs requests to their end, with up to `launch_depth` steps in flight.
 
-    One `step` plans and enqueues until `launch_depth` launches are in flight, then settles the oldest: the host waits
-    for a launch only when a newer one is already enqueued (or at depth 1).
+    A call of `step` plans and enqueues until `launch_depth` steps are in flight, then settles the oldest. The host
+    therefore waits for a step only if a newer one is already enqueued (or at depth 1).
 
-    An interrupt may end any call between any two instructions. What is in flight and which requests live is therefore
-    the scheduler's to know, whose calls are whole; `_mend` compares, and brings the rest in line.
+    An interrupt may end any call between any two instructions. The scheduler's own calls are atomic, so its state is
+    the reference for what is in flight and which requests live. `_mend` compares the engine with it and repairs the
+    engine.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        """An engine over parts that no other engine uses; weights may be shared."""
+        """Create an engine from parts that no other engine uses. Weights may be shared."""
         self.config = parts.config
         self.weights = parts.weights
         self.limits = parts.limits
@@ -58,40 +59,40 @@ class Engine:
         self._faults = DraftFaults(self.scheduler, self._drafter_names)
         self.watch: Watch | None = None
         self.publish = parts.publish
-        self.head_check = parts.head_check
+        self.draft_check = parts.draft_check
         self.team = parts.team
         self.loras = parts.loras
         self.outputs = Outputs()
         self.requests: dict[int, Request] = {}
         self._reporting: dict[int, Request] = {}  # those of them with a grammar, or with log probabilities to report
         self._settled_at = 0.0
-        self._checked_at = 0  # launches when the books were last checked
+        self._checked_at = 0  # launches when the state was last checked
         self._check_after = 0.0  # by time.perf_counter
         self.runner.use_extras(partial(_extras, self.requests))  # holds no engine, so that one ends with its last use
         self.reset_stats()
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of a request, prompt and output."""
+        """Maximum number of tokens of a request, prompt and output together."""
         return self.limits.max_model_len
 
     @property
     def num_speculative_tokens(self) -> int:
-        """The most tokens that a request drafts in a launch, K."""
+        """Maximum number of tokens that a request drafts in a step (K)."""
         return self.limits.num_speculative_tokens
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype that the target computes in: what `dtype="auto"` stands for here."""
+        """Name of the dtype in which the target computes, which `dtype="auto"` stands for."""
         return str(self.weights.target.dtype)
 
     @property
     def depth(self) -> int:
-        """Launches planned and not yet settled."""
+        """Maximum number of steps that are planned and not yet settled."""
         return self.ring.depth
 
     def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        """End requests that are added later on the tokenizer's own end, too. Mutates `limits`."""
+        """Let requests that are added from now on also end at the tokenizer's eos token. Mutates `limits`."""
         ends = end_ids(self.limits.eos_token_ids, tokenizer, self.limits.vocab_size)
         self.limits = replace(self.limits, eos_token_ids=ends)
 
@@ -99,7 +100,7 @@ class Engine:
         """Queue a request.
 
         Raises:
-            InvalidRequestError and other SpecrsError: what is wrong with it; the engine is unchanged.
+            InvalidRequestError: the request is wrong; may be another SpecrsError. The engine is unchanged.
         """
         self._mend()
         params = request.params
@@ -133,31 +134,31 @@ class Engine:
 
     @property
     def drafter(self) -> DrafterCounts | None:
-        """What drafts, None without speculation."""
+        """The drafter, with its number of passes; None without speculation."""
         return self.runner.drafter
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request now; its blocks come back when the launches in flight that name it have settled.
+        """End a request now. Its blocks are freed when the steps in flight that use them have settled.
 
-        `reason`: what it has ended for, where its caller knows another one.
+        `reason` is the finish reason, if the caller has another than `abort`.
 
         Raises:
-            UnknownRequestError: no such request is running or waiting.
+            UnknownRequestError: no request with this id runs or waits.
         """
         self._mend()
         self.scheduler.abort(request_id)
         self._end(request_id, reason)
 
     def has_unfinished(self) -> bool:
-        """Whether a request waits or runs, or a launch is in flight."""
+        """Return True if a request waits or runs, or if a step is in flight."""
         return self.scheduler.has_unfinished()
 
     def step(self) -> list[Request]:
-        """Advance until one launch has settled; the requests that got tokens or ended, `[]` when there is nothing to
+        """Advance until one step has settled. Return the requests that got tokens or ended; `[]` if there is nothing to
         do.
 
-        An exception in a launch (a fault of the runner, an interrupt) ends the requests of that launch with
-        `finish_reason="error"` and is raised again; the engine stays usable.
+        An exception in a step (a fault of the runner, an interrupt) ends the requests of that step with
+        `finish_reason="error"` and is raised again. The engine stays usable.
         """
         self._mend()
         try:
@@ -167,14 +168,14 @@ class Engine:
             raise
 
     def settle_idle(self) -> None:
-        """Where no request lives any more: settle what is in flight, and check that the scheduler's books agree. For a
-        caller that has nothing else to do.
+        """Settle the steps in flight if no request lives any more, and check that the scheduler's state is consistent.
+        Callers use it when they have nothing else to do.
 
-        Checks once until something is launched again, and in a hundredth of the time at most: it takes some 0.1 us a
-        block.
+        The check runs once until the next step is launched, and takes at most a hundredth of the time; it needs about
+        0.1 us per block.
 
         Raises:
-            IntegrityError: they do not agree; a bug in specrs.
+            IntegrityError: the state is inconsistent, which is a bug in specrs.
         """
         self._mend()
         launched = self.scheduler.num_launches
@@ -190,18 +191,18 @@ class Engine:
             self._check_after = ended + 99.0 * (ended - begun)
 
     def close(self) -> None:
-        """End the threads of its runner. Nothing can be launched any more."""
+        """End the runner's threads. No step can be launched afterwards."""
         self.runner.close()
 
     def stats(self) -> EngineStats:
-        """The acceptance books and counters since the start or the last `reset_stats`; a snapshot."""
+        """Return a snapshot of the statistics and counters since the start or the last `reset_stats`."""
         total, *drafters = (
             AcceptanceFigures(
                 draft_tokens=now.draft_tokens - before.draft_tokens,
                 acceptance_histogram=[a - b for a, b in zip(now.histogram, before.histogram, strict=True)],
                 synthetic_acceptance=self.config.synthetic,
             )
-            for now, before in zip(self._books(), self._books_before, strict=True)
+            for now, before in zip(self._acceptance(), self._acceptance_before, strict=True)
         )
         return EngineStats(
             draft_tokens=total.draft_tokens,
@@ -242,14 +243,14 @@ class Engine:
         speculative = self.config.speculative_config
         return () if speculative is None else speculative.methods
 
-    def _books(self) -> list[AcceptanceTracker]:
-        """Of the engine, and of each of its drafters."""
+    def _acceptance(self) -> list[AcceptanceTracker]:
+        """Return the acceptance statistics of the engine, followed by those of each of its drafters."""
         kinds = [HOST_KINDS.get(name, DRAFTER_DEVICE) for name in self._drafter_names]
         return [self.scheduler.acceptance(), *map(self.scheduler.acceptance_of, kinds)]
 
     def reset_stats(self) -> None:
-        """Start counting anew; requests that run keep their own figures."""
-        self._books_before = self._books()
+        """Set the engine's statistics to zero. Requests that run keep their own statistics."""
+        self._acceptance_before = self._acceptance()
         self._faults_before = self._faults.counts()
         self._preemptions_before = self.scheduler.num_preemptions
         self._prompt_tokens = 0
@@ -260,7 +261,8 @@ class Engine:
             self.drafter.num_passes = 0
 
     def _depth(self) -> int:
-        """Launches in flight: one while a grammar needs the settled tokens before it can mask the next."""
+        """Return the maximum number of steps in flight now. It is 1 while a grammar needs the settled tokens before it
+        can mask the next."""
         return 1 if any(request.matcher for request in self._reporting.values()) else self.depth
 
     def _advance(self) -> list[Request]:
@@ -299,14 +301,15 @@ class Engine:
         slot.executed = header.launch_id
 
     def _in_flight(self) -> range:
-        """Ids of the launches in flight, the oldest first."""
+        """Ids of the steps in flight, oldest first."""
         planned = self.scheduler.num_launches
         return range(planned - self.scheduler.num_in_flight, planned)
 
     def _mend(self, fault: BaseException | None = None) -> None:
-        """Where a call was cut short, end the requests that it left half done, and settle all launches in flight.
+        """Repair the engine after a call was cut short: end the requests that it left half done, and settle all steps
+        in flight.
 
-        Changes nothing where all is in line. May itself be cut short, and called again.
+        Changes nothing if the engine is consistent. May itself be interrupted, and called again.
         """
         scheduler, in_flight = self.scheduler, self._in_flight()
         last = self.ring.slot(in_flight.start - 1)  # that settled
@@ -321,7 +324,7 @@ class Engine:
             error = fault
         live = set(scheduler.request_ids())
         if not delivered:
-            # Tokens and text have been delivered. Log probabilities are told again, a grammar cannot be.
+            # Tokens and text have been delivered. Log probabilities are reported again, a grammar cannot be.
             for request in self._report(last, whole=last.executed == in_flight.start - 1, accept=False):
                 if request.matcher is not None:
                     self._end(request.request_id, FinishReason.ERROR, error)
@@ -332,7 +335,7 @@ class Engine:
             self._settle(error)
 
     def _end(self, request_id: int, reason: FinishReason, error: SpecrsError | None = None) -> None:
-        """End a request that may live only here or only in the scheduler, or not at all."""
+        """End a request that may exist only in the engine, only in the scheduler, or in neither."""
         self.outputs.remove(request_id)
         self._reporting.pop(request_id, None)
         request = self.requests.get(request_id)
@@ -344,9 +347,9 @@ class Engine:
         self.requests.pop(request_id, None)
 
     def _settle(self, fault: SpecrsError | None = None) -> list[Request]:
-        """Settle the oldest launch in flight; the requests that got tokens or ended.
+        """Settle the oldest step in flight. Return the requests that got tokens or ended.
 
-        One that was not executed as a whole ends its requests because of `fault`.
+        If the step was not executed completely, its requests end with the error `fault`.
         """
         launch_id = self._in_flight().start
         slot = self.ring.slot(launch_id)
@@ -385,16 +388,18 @@ class Engine:
                 # Streams wait for what is reported, too. Chunks within verification cost next to nothing, and others
                 # would be taken for as cheap.
                 self.scheduler.time_launch(launch_id, 1e3 * (time.perf_counter() - begun))
-            if self.head_check is not None and self.head_check.settled(slot, header):
-                self.head_check = None
+            if self.draft_check is not None and self.draft_check.settled(slot.results_arrays, header.num_decode):
+                self.draft_check = None
             if self.watch is not None:
                 self.watch(slot, header, ms)
         return touched
 
     def _report(self, slot: RingSlot, *, whole: bool, accept: bool = True) -> list[Request]:
-        """Give log probabilities to the requests of a settled launch that want them, and tokens to their grammars.
+        """Give log probabilities to the requests of a settled step that want them, and new tokens to their grammars.
+        Return these requests.
 
-        A grammar that gives up ends its request. May be repeated for a launch, with `accept` once. Returns them.
+        If a grammar fails, its request ends. May be repeated for a step, but only once with `accept`. `whole` says that
+        the step was executed completely.
         """
         reported = []
         if whole:
@@ -425,7 +430,7 @@ class Engine:
         return reported
 
     def _learn(self, slot: RingSlot, ms: float | None) -> None:
-        """Tell the planner what became of a launch, and how long it took."""
+        """Report the outcome of a step, and its milliseconds, to the planner of K."""
         if self.planner is not None:
             self.scheduler.tell(self.planner, slot.record, slot.results, ms)
 
@@ -436,14 +441,16 @@ def _extras(requests: Mapping[int, Request], request_id: int) -> RequestExtras |
 
 
 def _cache_salt(request: Request) -> bytes:
-    """What other requests must share to share blocks: prompt logprobs compute every row: a salt of their own."""
+    """Return the salt for the request's block hashes. A request that wants prompt log probabilities gets a random salt,
+    so that no cached block is reused and every position is computed."""
     if request.params.prompt_logprobs is None:
         return request.cache_salt.encode()
     return f"prompt_logprobs of request {request.request_id}".encode() + secrets.token_bytes(8)
 
 
 def _record_prompt(request: Request, first: int, values: TokenLogprobs) -> None:
-    """Append what is new; a preempted request computes its prompt again."""
+    """Append the log probabilities of prompt tokens from `first` on that the request does not have yet. A preempted
+    request computes its prompt again."""
     known = request.prompt_logprobs
     if known is None or len(known) < first:
         return

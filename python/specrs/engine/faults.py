@@ -1,25 +1,27 @@
-"""Drafters that fail: counted, told once, left alone for a while. Runs nothing: their launches have gone on by then."""
+"""Handles drafters that fail: counts failures, logs the first, and pauses the drafter for some steps. The steps
+themselves went on without drafts."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 
-from specrs.core import DRAFTER_DEVICE, DRAFTER_NGRAM, DRAFTER_SUFFIX, Scheduler
-from specrs.runner.ring import DraftFault, Header, RingSlot
+from specrs.backends.ring import DraftFault, Header, RingSlot
+from specrs.core import DRAFTER_DEVICE, DRAFTERS, Scheduler
 
 logger = logging.getLogger("specrs")
-HOST_KINDS = {"ngram": DRAFTER_NGRAM, "suffix": DRAFTER_SUFFIX}
-"""Methods that draft on the host, as the core numbers them; the others draft on the device."""
+HOST_KINDS = {method: number for number, method in enumerate(DRAFTERS) if number != DRAFTER_DEVICE}
+"""For each method that drafts on the host, its number in the core. All other methods draft on the device."""
 LONGEST_PAUSE = 1023
-"""Launches without drafts of the device behind its drafter's failure, at most: 0, 1, 3, 7 and so on while it fails."""
+"""Maximum number of steps without drafts after the device's drafter has failed. The pauses are 0, 1, 3, 7 and so on
+while it keeps failing."""
 
 
 class DraftFaults:
-    """The failures of an engine's drafters."""
+    """Counter of failures of an engine's drafters."""
 
     def __init__(self, scheduler: Scheduler, drafters: Sequence[str]) -> None:
-        """`drafters` by their methods; one of them at most is on the device."""
+        """Start counting. `drafters` are the engine's methods; at most one of them drafts on the device."""
         self._scheduler = scheduler
         self._drafters = tuple(drafters)
         self._on_host = {name: kind for name, kind in HOST_KINDS.items() if name in self._drafters}
@@ -28,20 +30,21 @@ class DraftFaults:
         self._told: set[str] = set()
 
     def counts(self) -> list[int]:
-        """How often each drafter has failed."""
+        """Return the number of failures of each drafter."""
         on_host = {name: self._scheduler.draft_errors_of(kind)[0] for name, kind in self._on_host.items()}
         return [on_host.get(name, self._on_device) for name in self._drafters]
 
     def planned(self) -> None:
-        """Tell of drafters on the host that failed in a plan; the core has gone on without their drafts."""
+        """Log the first failure of each drafter on the host in the plans so far. The core has gone on without their
+        drafts."""
         for name, kind in self._on_host.items():
             failures, cause = self._scheduler.draft_errors_of(kind)
             if failures:
                 self._tell(name, cause)
 
     def launched(self, slot: RingSlot, header: Header) -> None:
-        """Look for a failure of the device's drafter in a launch that has been executed or enqueued. That went on
-        without drafts: so do later ones for a while, where it keeps failing."""
+        """Handle a failure of the device's drafter in a step that was executed or enqueued. The step went on without
+        drafts. If the drafter keeps failing, later steps also run without drafts for a while."""
         fault, slot.draft_fault = slot.draft_fault, None  # its traceback holds the tensors of the launch
         if fault is not None:
             self._failed(fault)
@@ -57,7 +60,7 @@ class DraftFaults:
         self._tell(next(name for name in self._drafters if name not in HOST_KINDS), fault.error)
 
     def _tell(self, drafter: str, cause: Exception | str | None) -> None:
-        """Once for each drafter."""
+        """Log the failure of a drafter, the first time only."""
         if drafter not in self._told:
             self._told.add(drafter)
             logger.warning(

@@ -1,4 +1,4 @@
-"""What a rank other than 0 does: it connects, loads its part, and runs every launch that rank 0 tells of. Plans
+"""Runs a rank other than 0: connects, loads its part of the weights, and runs every step that rank 0 sends. Plans
 nothing."""
 
 from __future__ import annotations
@@ -14,34 +14,32 @@ from typing import Any
 import numpy as np
 import torch
 
+from specrs.backends.ranks import checksum
+from specrs.backends.ring import Header, Ring, RingSlot
+from specrs.backends.table import backend_of, device_of_rank
 from specrs.config import EngineConfig
-from specrs.engine.blueprint import Blueprint
-from specrs.engine.device import current, device_of_rank, device_type
-from specrs.engine.runners import make_runner, num_blocks, slot_type
-from specrs.engine.threads import VARIABLE, physical_cores
+from specrs.engine.plan import plan_engine
 from specrs.engine.weights import load_weights
 from specrs.errors import SpecrsError
 from specrs.parallel.connection import BEGUN, DID, Beat, Connection, DisconnectedError, ExchangeError, Kind
-from specrs.parallel.gpus import connect_gpus
 from specrs.parallel.ranks import Ranks
-from specrs.parallel.start import Meeting, follow_under_torchrun, torchrun_rank
-from specrs.runner.ranks import checksum
-from specrs.runner.ring import Header, Ring, RingSlot
+from specrs.parallel.start import Meeting, follow_under_torchrun
 
 logger = logging.getLogger("specrs")
 
 
 def serve_under_torchrun(config: EngineConfig) -> int:
-    """On a rank other than 0: serve rank 0's launches; the exit code."""
+    """Run rank 0's steps in a torchrun process that is not rank 0. Return the exit code."""
     connection, meeting = follow_under_torchrun(config.tensor_parallel_size, config.distributed_timeout)
     return serve_rank(connection, lambda setup: meeting, lost=lambda: os._exit(1))
 
 
 def serve_rank(connection: Connection, meet: Callable[[dict[str, Any]], Meeting], *, lost: Callable[[], None]) -> int:
-    """Serve the launches that rank 0 tells of, until it ends; the exit code, 1 unless it has said so.
+    """Run the steps that rank 0 sends until it ends. Return the exit code: 0 if rank 0 has said that it ends, otherwise
+    1.
 
-    `meet`: where the ranks meet, from what rank 0 says first. `lost` is called in another thread when rank 0 is gone,
-    or when a launch on a GPU did not come to its end.
+    `meet` takes rank 0's first message and returns where the ranks meet. `lost` is called in another thread if rank 0
+    is gone, or if a step on a GPU did not finish.
     """
     rank = "a rank"
     try:
@@ -62,14 +60,14 @@ def serve_rank(connection: Connection, meet: Callable[[dict[str, Any]], Meeting]
 
 
 def tell_fault(connection: Connection, fault: BaseException) -> None:
-    """Tell rank 0 why this rank ends."""
+    """Send rank 0 the reason why this rank ends."""
     kind, what = (Kind.LOST, str(fault)) if isinstance(fault, ExchangeError) else (Kind.FAILED, repr(fault))
     with contextlib.suppress(DisconnectedError):
         connection.send(kind, what.encode())
 
 
 def _follow(connection: Connection, meeting: Meeting, config: EngineConfig, lost: Callable[[], None]) -> None:
-    """A rank other than 0, from its setup to the end of the engine."""
+    """Run this rank from its setup to the end of the engine."""
     assert config.threads is not None
     torch.set_num_threads(config.threads)
     connection.send_json(Kind.HERE, {})
@@ -77,21 +75,22 @@ def _follow(connection: Connection, meeting: Meeting, config: EngineConfig, lost
     with contextlib.closing(Beat(connection, lambda: BEGUN.pack(begun[0].num_begun if begun else 0), lost)):
         ranks = connect(meeting, config)
         begun.append(ranks)
-        with current(ranks.device):
+        device = str(ranks.device)
+        with backend_of(device).current(device):
             _serve(connection, ranks, config, lost)
         ranks.close()
 
 
 def _serve(connection: Connection, ranks: Ranks, config: EngineConfig, lost: Callable[[], None]) -> None:
-    blueprint = Blueprint(config, load_weights(config, ranks)).with_kv_groups()
-    connection.send_json(Kind.READY, {"num_blocks": num_blocks(blueprint)})
+    backend, blueprint = plan_engine(config, load_weights(config, ranks))
+    connection.send_json(Kind.READY, {"num_blocks": backend.num_blocks(blueprint)})
     started = connection.receive_news()
     if started.kind == Kind.END:
         return
     blocks = started.json()["num_blocks"]
     scheduler = blueprint.scheduler(blocks)  # plans nothing here, and knows the layout of records
-    runner = make_runner(blueprint, scheduler, blocks, ranks)
-    ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, slot_type(blueprint))
+    runner = backend.make_runner(blueprint, scheduler, blocks, ranks)
+    ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, backend.slot_type(blueprint.device))
     launches = 0
     with contextlib.closing(runner), contextlib.closing(Reporter(connection, runner.wait, lost)) as reporter:
         while (message := connection.receive_news()).kind == Kind.LAUNCH:
@@ -107,12 +106,12 @@ def _serve(connection: Connection, ranks: Ranks, config: EngineConfig, lost: Cal
 
 
 class Reporter:
-    """Tells rank 0 what came of each launch, in their order: of one that is enqueued in a thread of its own, because
-    the next is to be enqueued before it has ended."""
+    """Reporter of each step's outcome to rank 0, in order. A step that is only enqueued is reported from a thread,
+    because the next step is enqueued before it has ended."""
 
     def __init__(self, connection: Connection, wait: Callable[[RingSlot], None], lost: Callable[[], None]) -> None:
-        """`wait(slot)` returns when the launch in `slot` has ended. Where it raises, rank 0 is told, and `lost` called
-        in the thread."""
+        """Prepare to report. `wait(slot)` returns when the step in `slot` has ended. If it raises, rank 0 gets a
+        report, and the thread calls `lost`."""
         self._connection, self._wait, self._lost = connection, wait, lost
         self._queue: queue.SimpleQueue[tuple[int, RingSlot, Header] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -120,7 +119,8 @@ class Reporter:
         self._thread: threading.Thread | None = None
 
     def launched(self, number: int, slot: RingSlot, header: Header) -> None:
-        """A launch was executed or enqueued. Raises DisconnectedError."""
+        """Report step `number`, which was executed or enqueued. Raises DisconnectedError if rank 0 has closed the
+        connection or does not accept the message in time."""
         if not slot.is_enqueued:
             self._tell(number, slot, header)
             return
@@ -130,7 +130,7 @@ class Reporter:
         self._queue.put((number, slot, header))
 
     def wait_until_told(self, number: int) -> None:
-        """Return when rank 0 was told of launch `number`, and so of all before."""
+        """Wait until step `number`, and so all earlier ones, is reported to rank 0."""
         with self._changed:
             self._changed.wait_for(lambda: self._told >= number)
 
@@ -151,40 +151,21 @@ class Reporter:
                 return
 
     def close(self) -> None:
-        """Tell of what is enqueued, and end the thread."""
+        """Report the steps that are still enqueued, and end the thread."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
 
 
 def connect(meeting: Meeting, config: EngineConfig) -> Ranks:
-    """The connections to all other ranks; waits for them.
+    """Connect to all other ranks and return the connections. Waits for them.
 
     Raises:
-        ExchangeError: they did not come about.
-        InvalidConfigError: this rank has no device to itself.
+        ExchangeError: another rank has ended or did not connect in time.
+        InvalidConfigError: this rank shares its device with another one.
     """
     device = device_of_rank(config.device, meeting.size, meeting.place)
     timeout = meeting.exchange_timeout(config.distributed_timeout)
     ranks = Ranks(meeting.store, meeting.rank, meeting.size, address=meeting.address, timeout=timeout)
-    if device_type(device) == "cuda":
-        ranks.device = torch.device(device)
-        try:
-            with current(device):
-                ranks.exchanges = connect_gpus(ranks, meeting.store, ranks.device, timeout, meeting.place[1])
-        except RuntimeError as fault:
-            raise ExchangeError(f"rank {meeting.rank} could not connect to the other GPUs: {fault}") from fault
-        return ranks
-    speculative = config.speculative_config
-    if speculative is not None and not speculative.on_host:
-        ranks.connect_drafting()
+    backend_of(device).connect_ranks(ranks, device, meeting, config)
     return ranks
-
-
-def threads_of_rank(config: EngineConfig) -> int:
-    """Of torch's passes and of the native ones: as many as are asked for, else its share of the cores."""
-    for given in (config.threads, os.environ.get(VARIABLE), os.environ.get("OMP_NUM_THREADS")):
-        if isinstance(given, int) or (given is not None and given.strip().isdecimal()):
-            return max(1, int(given))
-    here = os.environ.get("LOCAL_WORLD_SIZE") if torchrun_rank() is not None else None
-    return max(1, physical_cores() // (config.tensor_parallel_size if here is None else int(here)))

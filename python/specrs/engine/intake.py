@@ -1,6 +1,6 @@
-"""From prompts and parameters to requests that no engine has seen yet. Adds none, and waits for no grammar.
+"""Turns prompts and parameters into requests for an engine. Adds none to it, and waits for no grammar.
 
-Its methods may be called from any thread: what they count, they count in one step.
+All functions may be called from any thread: their counters change atomically.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 
 class Intake:
-    """Numbers prompts and requests, and gives each request its seed, its decoder and its bad words."""
+    """Factory of requests. Numbers prompts and requests, and gives each request its seed, decoder and bad words."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, limits: RequestLimits, seed: int, loras: LoRAStore | None = None
     ) -> None:
-        """`seed` and `loras` are the engine's. Without a tokenizer, prompts are ids and texts are empty."""
+        """Start counting at 0. `seed` and `loras` are the engine's. Without a tokenizer, prompts must be token ids, and
+        texts are empty."""
         self.tokenizer = tokenizer
         self.texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._limits = limits
@@ -41,20 +42,25 @@ class Intake:
         self._prompts = itertools.count()
 
     def next_request_id(self) -> int:
-        """An id that no other request has."""
+        """Return a new request id."""
         return next(self._ids)
 
     def next_prompt(self) -> int:
-        """The number of a prompt, which its seeds are derived from where it has none."""
+        """Return the number of the next prompt. Seeds are derived from it if the request sets none."""
         return next(self._prompts)
 
     def read(self, prompt: PromptType) -> Prompt:
-        """The ids of one prompt. Raises `InvalidRequestError` as `read_prompt` does."""
+        """Tokenize a prompt. Raises `InvalidRequestError` if it has no known form, or if its text is far longer than
+        the context."""
         return read_prompt(prompt, self.tokenizer, self._limits.max_model_len)
 
     def lora(self, request: LoRARequest | None) -> LoRAAdapter | None:
-        """The adapter that a request asks for, read where it is not in memory: not for an event loop. Raises
-        `InvalidRequestError` and `CheckpointError` as `LoRAStore.load`."""
+        """Return the LoRA adapter of a request; None for the base model. May read files, so it must not run on an event
+        loop.
+
+        Raises `InvalidRequestError` if LoRA is off or the request contradicts a known adapter, `CheckpointError` if the
+        adapter cannot be read.
+        """
         if request is None:
             return None
         if not isinstance(request, LoRARequest):
@@ -71,9 +77,10 @@ class Intake:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> list[Request]:
-        """The n completions of prompt `number`, checked, without a grammar, with their adapter.
+        """Return the n completions of prompt `number` as checked requests, with their adapter and without a grammar.
 
-        Raises `InvalidRequestError` for what the engine's limits do not allow, and as `lora`.
+        Raises `InvalidRequestError` for values beyond the engine's limits, and for an adapter that may not be used;
+        `CheckpointError` if an adapter cannot be read.
         """
         tokenizer, limits = self.tokenizer, self._limits
         bounds = validate_request(prompt.token_ids, params, limits)
@@ -108,12 +115,12 @@ class Intake:
                 bounds=bounds,
             )
             requests.append(request)
-            # what the prompt's tokens are worth is told once, and costs a request its cached prefix
+            # log probabilities of the prompt are reported once, and costs a request its cached prefix
             params = params.without("prompt_logprobs")
         return requests
 
     def submit_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
-        """Begin to compile what `structured_outputs` asks for, beside this thread; None where it asks for nothing."""
+        """Start to compile the grammar of `structured_outputs`, without waiting. None if there is none."""
         if params.structured_outputs is None or self.tokenizer is None:
             return None
         from specrs.structured.grammar import submit_grammar
@@ -127,7 +134,7 @@ class Intake:
 
 
 def take_grammar(requests: Iterable[Request], compiled: Future[Grammar]) -> None:
-    """Give a compiled grammar to its requests. Raises what made it fail; waits where it is not there yet."""
+    """Wait for a compiled grammar and give it to its requests. Raises the error of a failed compilation."""
     try:
         grammar = compiled.result()
     finally:

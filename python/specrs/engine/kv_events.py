@@ -1,7 +1,7 @@
-"""Publishes KV events over ZeroMQ in vLLM's form, on a thread of its own. Decides nothing, never holds up the engine.
+"""Publishes KV events over ZeroMQ in vLLM's form, from its own thread. The engine never waits for it.
 
-A message is (topic, number, payload): numbers count from 0 in 8 bytes, big end first, and a subscriber that misses one
-asks the replay socket for all from that number on.
+A message is (topic, number, payload). Numbers count from 0, in 8 bytes, big-endian. A subscriber that misses a message
+asks the replay socket for all from its number on.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 CLOSE_TIMEOUT = 2.0
 """Seconds that `close` waits for the thread to send what is queued."""
 LINGER_MS = 1000
-"""That ZeroMQ tries to hand over what was sent, when it is closed."""
+"""Milliseconds for which ZeroMQ still tries to deliver sent messages after the socket is closed."""
 
 
 class KVEventPublisher:
-    """A PUB socket, and a ROUTER socket for replay where one is asked for.
+    """Publisher with a PUB socket, and a ROUTER socket for replay if the configuration asks for it.
 
     `publish` and `close` may be called from one thread at a time; `close` twice.
     """
@@ -72,11 +72,11 @@ class KVEventPublisher:
 
     @property
     def num_published(self) -> int:
-        """Batches that were handed over, which is the number of the next one."""
+        """Number of batches that were passed to `publish`, which is also the number of the next one."""
         return self._next
 
     def publish(self, batch: KVEventBatch) -> None:
-        """Queue a batch. Where the queue is full it is dropped; its number is missing then."""
+        """Queue a batch. If the queue is full, the batch is dropped, and subscribers see a gap in the numbers."""
         number, self._next = self._next, self._next + 1
         if len(self._queue) >= self._config.max_queue_size:
             if not self._overflowed:
@@ -87,7 +87,7 @@ class KVEventPublisher:
         self._ring()
 
     def close(self) -> None:
-        """Send what is queued, and end the thread."""
+        """Send the queued batches, and end the thread."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -151,7 +151,8 @@ class KVEventPublisher:
             self._sent.append(message)
 
     def _send_again(self, replay: zmq.Socket[bytes]) -> None:
-        """Answer one request: the number of the first payload that is wanted, behind an empty frame."""
+        """Answer one replay request. It consists of an empty frame and the number of the first payload that is
+        wanted."""
         client, *rest = replay.recv_multipart()
         if len(rest) != 2 or rest[0] or len(rest[1]) != 8:
             logger.warning("a request for KV events is not an empty frame and 8 bytes; it is not answered")

@@ -1,7 +1,7 @@
-"""The engine's own thread: takes requests in, steps the engine, and tells what came of them. Knows no event loop.
+"""Runs the engine in its own thread: accepts requests, runs steps, and delivers outputs. Knows no event loop.
 
-One thread owns the engine; all others speak to it through a queue. It ends with `stop`, or because the engine is
-broken.
+Only this thread uses the engine; all others send it commands through a queue. It ends with `stop`, or if the engine
+breaks.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("specrs")
 
 MAX_FAULTS = 3
-"""Launches that may fail one after another. A fault of one launch ends its requests; a broken device fails them all."""
+"""Number of consecutive failed steps after which the engine counts as broken. One failed step ends only its own
+requests; on a broken device all steps fail."""
 
 ResultT = TypeVar("ResultT")
 
 
 class Group:
-    """Prompts that are told of together: what one caller waits for, and what shares rows as one with other callers.
+    """Prompts of one caller, whose outputs are delivered together.
 
-    The engine's thread alone reads and changes it.
+    Only the engine's thread reads and changes it.
     """
 
     def __init__(self, prompts: Sequence[Sequence[Request]], texts: TokenTexts | None, owner: Any = None) -> None:
-        """`prompts[i]`: the completions of prompt i. `owner`: whom `deliver` is to tell; nothing else looks at it."""
+        """Prepare a group. `prompts[i]` are the completions of prompt i. `owner` tells `deliver` whom the outputs are
+        for; nothing else uses it."""
         self.owner = owner
         self.builders = [OutputBuilder(requests, texts) for requests in prompts]
         self.prompts = prompts
@@ -54,7 +56,7 @@ class Group:
 
 
 Updates: TypeAlias = list[tuple[Group, int, RequestOutput]]
-"""Group, index of the prompt in it, and the prompt's requests as they are now."""
+"""New outputs: each with its group and the index of its prompt in that group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,13 @@ class _Command:
 
 
 class EngineLoop(threading.Thread):
-    """Runs an engine. `add`, `abort` and `call` may be called from any thread, and return at once."""
+    """The thread that runs an engine. `add`, `abort` and `call` may be called from any thread, and return at once."""
 
     def __init__(self, engine: Engine, deliver: Callable[[Updates], None], on_end: Callable[[], None]) -> None:
-        """`deliver` is called in this thread, once per step, with all that is new; `on_end` when the engine is broken.
+        """Prepare the thread. `deliver` is called in it once per step, with all new outputs; `on_end` is called if the
+        engine breaks.
 
-        Neither may wait: the engine waits for them.
+        The engine waits for both functions, so they must not block.
         """
         super().__init__(name="specrs-engine", daemon=True)
         self.error: EngineDeadError | None = None
@@ -82,7 +85,7 @@ class EngineLoop(threading.Thread):
         self._prompt_builders: dict[int, OutputBuilder] = {}
         self._num_faults = 0
         self._stopping = False
-        # so that no command is queued behind the last one, where it would never be answered
+        # so that no command is queued after the last one, where it would never be answered
         self._ending = threading.Lock()
         self._ended = False
         if engine.team is not None:
@@ -91,22 +94,23 @@ class EngineLoop(threading.Thread):
                 self._fail(engine.team.error)
 
     def add(self, group: Group) -> Future[None]:
-        """Queue the requests of a group. The future raises what the engine says of one; abort the group then."""
+        """Queue the requests of a group. The future raises an error if the engine rejects a request; the caller then
+        aborts the group."""
         return self.call(lambda: self._add(group))
 
     def abort(self, group: Group) -> None:
-        """End what runs of a group. Nothing is told of it any more."""
+        """End all requests of a group that still run. Nothing more is delivered for it."""
         with contextlib.suppress(EngineDeadError):
             self._put(_Command(lambda: self._abort(group), None))
 
     def finish(self, group: Group, index: int, completion: int) -> None:
-        """End one completion of prompt `index` as stopped, and tell of it; nothing happens where it has ended."""
+        """End one completion of prompt `index` as stopped, and deliver its output. Does nothing if it has ended."""
         request = group.prompts[index][completion]
         with contextlib.suppress(EngineDeadError):
             self._put(_Command(lambda: self._finish(request), None))
 
     def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
-        """Run `function` in this thread, between two steps."""
+        """Run `function` in the engine's thread, between two steps."""
         outcome: Future[ResultT] = Future()
         try:
             self._put(_Command(function, outcome))
@@ -115,7 +119,7 @@ class EngineLoop(threading.Thread):
         return outcome
 
     def stop(self) -> None:
-        """End all requests, as aborted, and the thread. Returns at once; join the thread to wait."""
+        """Abort all requests and end the thread. Returns at once; join the thread to wait."""
 
         def stop() -> None:
             self._stopping = True
@@ -124,7 +128,7 @@ class EngineLoop(threading.Thread):
             self._put(_Command(stop, None))
 
     def run(self) -> None:
-        """The thread's work; `start` calls it."""
+        """Run the loop until it is stopped or the engine breaks. This is the thread's function; `start` calls it."""
         try:
             while not self._stopping:
                 self._obey()
@@ -139,7 +143,7 @@ class EngineLoop(threading.Thread):
         self._end()
 
     def _fail(self, error: EngineDeadError) -> None:
-        """End all requests, and the thread, because of `error`. May be called from any thread."""
+        """End all requests and the thread because of `error`. May be called from any thread."""
 
         def fail() -> None:
             raise error
@@ -154,7 +158,7 @@ class EngineLoop(threading.Thread):
             self._commands.put(command)
 
     def _obey(self) -> None:
-        """Run the commands that are there; without work, wait for one."""
+        """Run all queued commands. If the engine has no work, wait for one."""
         with contextlib.suppress(queue.Empty):
             while True:
                 idle = not (self._engine.has_unfinished() or self._stopping)
@@ -229,7 +233,7 @@ class EngineLoop(threading.Thread):
             builder.take_prompt()
 
     def _end(self) -> None:
-        """Tell everybody that waits; after this nothing is taken in."""
+        """Deliver the end to all callers that wait. No command is accepted afterwards."""
         error = self.error
         owners, self._owners = self._owners, {}
         prompts = {(id(group), i): (group, i) for group, i in owners.values()}

@@ -1,6 +1,6 @@
-"""The LoRA adapters of an engine: read when they are first asked for, and kept. Schedules nothing.
+"""LoRA adapters of an engine. An adapter is read at its first request, and kept. Schedules nothing.
 
-Its methods may be called from any thread.
+All methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from specrs.errors import invalid_request
 from specrs.lora_request import LoRARequest
 from specrs.models.checkpoint import resolve_folder
-from specrs.models.dense_weights import DenseFacts
+from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.errors import about
 from specrs.models.lora import LoRAAdapter
 from specrs.models.lora_config import FILE as CONFIG
@@ -24,16 +24,18 @@ from specrs.models.lora_loader import FILE, load_lora
 logger = logging.getLogger("specrs")
 
 _Identity = tuple[str, str, tuple[tuple[int, int], ...]]
-"""Name, path, and of both files size and time of the last change: what one id stands for."""
+"""Identity of an adapter: name, path, and size and modification time of its two files. An id always stands for the same
+identity."""
 
 
 class LoRAStore:
-    """Adapters of one model, by their ids.
+    """Store of one model's adapters, by id.
 
-    Those of the last `max_cpu_loras` different ids asked for are kept; others as long as a request has them.
+    The last `max_cpu_loras` different adapters that were requested are kept. Others are kept as long as a request uses
+    them.
     """
 
-    def __init__(self, model: DenseFacts, *, max_lora_rank: int, max_cpu_loras: int) -> None:
+    def __init__(self, model: DecoderFacts, *, max_lora_rank: int, max_cpu_loras: int) -> None:
         self._model, self._max_rank, self._most = model, max_lora_rank, max_cpu_loras
         self._recent: OrderedDict[int, LoRAAdapter] = OrderedDict()
         self._live: WeakValueDictionary[int, LoRAAdapter] = WeakValueDictionary()
@@ -41,14 +43,15 @@ class LoRAStore:
         self._lock = threading.Lock()
 
     def get(self, lora_int_id: int) -> LoRAAdapter:
-        """An adapter that a request has. Raises KeyError for any other."""
+        """Return the adapter with this id, which a request must be using. Raises KeyError if none is."""
         return self._live[lora_int_id]
 
     def load(self, request: LoRARequest) -> LoRAAdapter:
-        """The adapter of a request, read where it is not kept.
+        """Return the adapter of a request. It is read if it is not in memory.
 
-        An id stands for one adapter as long as the engine lives, because KV of its prefixes is found by it. Raises
-        InvalidRequestError where it stands for another, CheckpointError and its kin for an adapter that cannot be read.
+        An id stands for one adapter as long as the engine lives, because the KV of cached prefixes is found by it.
+        Raises InvalidRequestError if the id stands for another adapter, CheckpointError or a subclass if the adapter
+        cannot be read.
         """
         with self._lock:
             number = request.lora_int_id
@@ -94,7 +97,8 @@ class LoRAStore:
 
 
 def _stamps(folder: Path) -> tuple[tuple[int, int], ...]:
-    """Size and time of the last change of both files; (0, 0) of one that is missing, which reading tells."""
+    """Return size and modification time of the adapter's two files; (0, 0) for a missing file, which is reported when
+    it is read."""
     found = []
     for name in (CONFIG, FILE):
         try:

@@ -1,4 +1,4 @@
-"""From running requests to the outputs that users read."""
+"""Builds the outputs that users read from running requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from specrs.engine.completion_log import CompletionLog, LoggedCompletion, Mark
-from specrs.engine.text_window import TextWindow
 from specrs.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from specrs.sampling import RequestOutputKind
 
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class TokenTexts(dict[int, str]):
-    """The text of each token by itself, special ones included, decoded when it is first asked for.
+    """Texts of single tokens, special tokens included. Each is decoded when it is first needed.
 
-    Bytes that are no character by themselves are replacement characters, as in vLLM.
+    Bytes that are no character by themselves become replacement characters, as in vLLM.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -34,21 +33,21 @@ class TokenTexts(dict[int, str]):
         return self[token_id]
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, which may be a part of a character."""
+        """Return the bytes of a token, which may be a part of a character."""
         text = self[token_id]
         # what is no text by itself only the vocabulary knows
         return self._tokenizer.bytes_in_vocabulary(token_id) if "\ufffd" in text else text.encode()
 
 
 def metrics(requests: Sequence[Request]) -> RequestMetrics:
-    """The figures of the requests that complete one prompt, at least one."""
-    books = [request.acceptance for request in requests]
+    """Return the metrics of the requests that complete one prompt. There must be at least one."""
+    statistics = [request.acceptance for request in requests]
     scheduled = [request.scheduled_time for request in requests if request.scheduled_time is not None]
     started = [request.first_token_time for request in requests if request.first_token_time is not None]
     ended = [request.finish_time for request in requests if request.finish_time is not None]
     return RequestMetrics(
-        draft_tokens=sum(book.draft_tokens for book in books),
-        acceptance_histogram=[sum(counts) for counts in zip(*(book.histogram for book in books), strict=True)],
+        draft_tokens=sum(one.draft_tokens for one in statistics),
+        acceptance_histogram=[sum(counts) for counts in zip(*(one.histogram for one in statistics), strict=True)],
         synthetic_acceptance=requests[0].synthetic,
         num_cached_tokens=sum(request.num_cached_tokens or 0 for request in requests),
         num_generated_tokens=sum(request.num_output_tokens for request in requests),
@@ -60,10 +59,12 @@ def metrics(requests: Sequence[Request]) -> RequestMetrics:
 
 
 class OutputBuilder:
-    """Makes outputs of a prompt's requests as they run. An output costs what is new since the one before it."""
+    """Builder of outputs for the completions of one prompt. The cost of an output depends only on what is new since the
+    previous one."""
 
     def __init__(self, requests: Sequence[Request], texts: TokenTexts | None) -> None:
-        """`requests` are the completions of a prompt in their order, at least one; without `texts`, ids stay ids."""
+        """Prepare outputs. `requests` are the completions of a prompt in order, at least one. Without `texts`, tokens
+        have no text."""
         params = requests[0].params
         self._kind = params.output_kind
         self._requests = list(requests)
@@ -73,11 +74,11 @@ class OutputBuilder:
 
     @property
     def is_due(self) -> bool:
-        """Whether an output is to be built now: with `FINAL_ONLY`, not before all requests have ended."""
+        """True if an output may be built now. With `FINAL_ONLY`, that is after all requests have ended."""
         return self._kind is not RequestOutputKind.FINAL_ONLY or all(request.finished for request in self._requests)
 
     def build(self) -> RequestOutput:
-        """The requests as they are now. Mutates: what it has is not new the next time."""
+        """Return an output of all requests up to now. Mutates: the next output counts from here."""
         first = self._requests[0]
         return RequestOutput(
             request_id=str(first.request_id),
@@ -91,7 +92,8 @@ class OutputBuilder:
         )
 
     def fail(self, error: SpecrsError) -> RequestOutput:
-        """The end of all requests because of `error`, an engine's that cannot be asked for what is new."""
+        """Return the last output of all requests, which `error` has ended. It has no new tokens, because the engine
+        cannot be asked for them."""
         first = self._requests[0]
         return RequestOutput(
             request_id=str(first.request_id),
@@ -104,7 +106,8 @@ class OutputBuilder:
         )
 
     def take_prompt(self) -> None:
-        """Take in what is reported of the prompt so far: as a whole it would hold the engine for 20 us a token."""
+        """Read the prompt log probabilities that are reported so far. Reading them all at the end would block the
+        engine for 20 us per token."""
         entries, known = self._requests[0].prompt_logprobs, self._prompt_logprobs
         if entries is not None and len(entries) > len(known):
             known += [None if entry is None else self._dictionary(entry) for entry in entries[len(known) :]]
@@ -128,7 +131,7 @@ class OutputBuilder:
 
 
 class _Completion:
-    """One request, what was read of it so far, and how far it was told."""
+    """One request, what was read of it so far, and how much was delivered."""
 
     def __init__(self, request: Request, kind: RequestOutputKind) -> None:
         params = request.params
@@ -136,15 +139,15 @@ class _Completion:
         self._cumulative = kind is not RequestOutputKind.DELTA
         self._log = CompletionLog(logprobs=params.logprobs is not None, drafts=params.return_drafts)
         self._told = Mark()
-        self._window: TextWindow | None = None
-        self._is_whole = False  # the end of the text has been read
+        self._end = 0  # of the text that was read, in bytes
 
     def output(self, index: int, dictionary: Callable[[TokenLogprob], dict[int, Logprob]]) -> CompletionOutput:
-        """An output with what is new of the request. Mutates: it is not new the next time."""
+        """Return an output with what is new of the request. Mutates: the next output counts from here. `dictionary`
+        converts log probabilities."""
         request, log = self._request, self._log
-        new = request.output.token_ids(len(log.token_ids))
-        log.token_ids += new
-        log.add_text(self._new_text(new))
+        log.token_ids += request.output.token_ids(len(log.token_ids))
+        text, self._end = request.output.stable_text_from(self._end)
+        log.add_text(text)
         if log.logprobs is not None:
             for entry in (request.logprobs or [])[len(log.logprobs) :]:
                 log.logprobs.append(dictionary(entry))
@@ -155,7 +158,7 @@ class _Completion:
         return self._view(index, None if reason is None else reason.value, request.stop_reason)
 
     def failed(self, index: int) -> CompletionOutput:
-        """An output without news that has ended because of an error."""
+        """Return an output without news, which says that an error has ended the request."""
         return self._view(index, "error", None)
 
     def _view(self, index: int, finish_reason: str | None, stop_reason: int | str | None) -> CompletionOutput:
@@ -170,26 +173,3 @@ class _Completion:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
         )
-
-    def _new_text(self, token_ids: Sequence[int]) -> str:
-        """Return the text that the new tokens `token_ids` add and that no later token can change.
-
-        To read the text of an unfinished request copies all of it, so its new tokens are decoded once more instead.
-        """
-        request, params = self._request, self._request.params
-        if request.decoder is None:
-            return ""
-        if request.finished:
-            if self._is_whole:  # other completions of the prompt go on
-                return ""
-            self._is_whole = True
-            return request.stable_text[self._log.num_characters :]
-        if self._window is None:
-            self._window = TextWindow(
-                request.decoder,
-                request.prompt_token_ids,
-                skip_special_tokens=params.skip_special_tokens,
-                # with the stop string in the output, nothing of it is taken back
-                stop=() if params.include_stop_str_in_output else params.stop_strings,
-            )
-        return "".join(map(self._window.add, token_ids))

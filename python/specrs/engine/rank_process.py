@@ -1,5 +1,5 @@
-"""The process of a rank that rank 0 has started: `python -m specrs.engine.rank_process SOCKET SECONDS`. It ends with
-rank 0, whatever signals arrive: an interrupt at a terminal goes to all processes, and rank 0 decides."""
+"""Process of a rank that rank 0 has started: `python -m specrs.engine.rank_process SOCKET SECONDS`. It ignores signals
+and ends with rank 0, because an interrupt at a terminal reaches all processes and rank 0 decides."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ import sys
 
 
 def main() -> int:
-    """Serve the rank; the exit code."""
+    """Run the rank and return the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)

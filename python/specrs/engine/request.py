@@ -1,4 +1,4 @@
-"""One request: prompt, parameters, and its output, which the core keeps. Schedules nothing and holds no tensors."""
+"""A request with its prompt, parameters, and output, which the core stores. Schedules nothing and holds no tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specrs.core import (
 from specrs.engine.constraints import no_token_allowed
 from specrs.errors import EngineError, SpecrsError
 from specrs.outputs import Draft, TokenLogprob
-from specrs.sampling import RequestBounds, SamplingParams
+from specrs.sampling import CORE_NUMBERS, RequestBounds, SamplingParams
 
 if TYPE_CHECKING:
     from specrs.models.lora import LoRAAdapter
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; the strings that OpenAI-compatible clients know, and `error`."""
+    """Reason why a request ended: one of the strings that OpenAI-compatible clients know, or `error`."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -50,8 +50,8 @@ _CODES = {reason: code for code, reason in _REASONS.items()}
 
 
 class Request:
-    """A request from admission to its end. Its `output` grows at every settled launch that names it; what is read of it
-    here is read when asked for."""
+    """A request from its creation to its end. Each settled step adds to its `output`, which the core stores. Properties
+    read from it on demand."""
 
     def __init__(
         self,
@@ -70,16 +70,16 @@ class Request:
         lora: LoRAAdapter | None = None,
         bounds: RequestBounds | None = None,
     ) -> None:
-        """A request that no engine has seen yet.
+        """Create a request that no engine has seen yet.
 
         Args:
-            decoder: the tokenizer's; None for no text.
+            decoder: the tokenizer's decoder; None for no text.
             num_speculative_tokens: the engine's K, the size of the acceptance histogram.
-            seed: 64 bits that its random numbers depend on, with the position and nothing else.
+            seed: 64-bit seed. The request's random numbers depend only on it and on the position.
             bad_words_token_ids: `params.bad_words` as token sequences.
             grammar: `params.structured_outputs`, compiled.
-            lora: the adapter that it is computed with; None: the base model.
-            bounds: what `validate_request` returned for it; None where it was not checked yet: the engine checks it.
+            lora: LoRA adapter of the request; None: the base model.
+            bounds: result of `validate_request`; None: the engine will check the request.
         """
         self.request_id = request_id
         self.prompt = prompt
@@ -120,28 +120,28 @@ class Request:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the request ended, None while it has not."""
+        """Reason why the request ended; None while it runs or waits."""
         code = self.output.finish_reason
         return None if code is None else _REASONS[code]
 
     @property
     def finished(self) -> bool:
-        """Whether the request has ended, for whatever reason."""
+        """True if the request has ended, for whatever reason."""
         return self.output.finish_reason is not None
 
     @property
     def finish_time(self) -> float | None:
-        """When it ended, by time.monotonic."""
+        """Time at which the request ended, by time.monotonic; None while it runs or waits."""
         return self.output.finish_time
 
     @property
     def first_token_time(self) -> float | None:
-        """When its first token came, by time.monotonic."""
+        """Time of the request's first token, by time.monotonic; None if there is none yet."""
         return self.output.first_token_time
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop string or stop token id that ended it; None for an eos token, and where no stop did."""
+        """Stop string or stop token id that ended the request; None for an eos token and for all other endings."""
         stop = self.output.stop
         if stop is not None:
             return self.params.stop_strings[stop]
@@ -152,7 +152,7 @@ class Request:
 
     @property
     def error(self) -> SpecrsError | None:
-        """Why, where the `finish_reason` is `error`."""
+        """Error that ended the request, if its `finish_reason` is `error`; otherwise None."""
         if self._error is None and (told := self.output.error) is not None:
             if self.output.error_flags & FLAG_NO_TOKEN_ALLOWED:
                 made = self.num_output_tokens
@@ -164,20 +164,20 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """The length of `output_token_ids`, without making it."""
+        """Number of output tokens so far. Does not build `output_token_ids`."""
         return self.output.num_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Tokens of the output so far; the same list every time, longer."""
+        """Output tokens so far. Every call returns the same list, which grows."""
         known = self._token_ids
         known += self.output.token_ids(len(known))
         return known
 
     @property
     def drafts(self) -> list[Draft] | None:
-        """What was drafted, an entry for each iteration that drafted; the same list every time, longer. None unless
-        `return_drafts` asks for it."""
+        """Drafts so far, an entry for each iteration that drafted. Every call returns the same list, which grows. None
+        unless `return_drafts` is set."""
         known = self._drafts
         if known is not None:
             known += [Draft(*entry) for entry in self.output.drafts(len(known)) or ()]
@@ -195,23 +195,15 @@ class Request:
 
     @property
     def acceptance(self) -> AcceptanceTracker:
-        """A copy of the request's acceptance books."""
+        """A copy of the request's acceptance statistics."""
         return self.output.acceptance()
 
     def sampling(self) -> RequestSampling:
-        """What it asks of sampling, for the scheduler to put into records."""
+        """Return the request's sampling parameters in the form that the scheduler puts into records."""
         params, allowed = self.params, self.params.allowed_token_ids
         return RequestSampling(
             seed=self.seed,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            logprobs=params.logprobs,
-            prompt_logprobs=params.prompt_logprobs,
+            **{name: getattr(params, name) for name in CORE_NUMBERS},
             allowed_token_ids=None if allowed is None else np.fromiter(allowed, dtype=np.int64, count=len(allowed)),
             logit_bias={int(token): bias for token, bias in (params.logit_bias or {}).items()},
             bad_words_token_ids=self.bad_words_token_ids,
@@ -219,15 +211,16 @@ class Request:
         )
 
     def append(self, token_ids: list[int], *, ended_by_token: bool) -> bool:
-        """Take new tokens; true if a stop string ended the text among them (the rest is dropped).
+        """Append new tokens. Return True if a stop string among them ended the text; tokens after it are dropped.
 
-        With `ended_by_token` the last one is a stop token: an output token, but no text unless
-        `include_stop_str_in_output`. Launches deliver through `specrs.core.Outputs` instead.
+        With `ended_by_token` the last one is a stop token. It counts as an output token, but has text only with
+        `include_stop_str_in_output`. Steps deliver through `specrs.core.Outputs` instead.
         """
         return self.output.append(token_ids, ended_by_token=ended_by_token, now=time.monotonic())[1]
 
     def finish(self, reason: FinishReason, error: SpecrsError | None = None) -> None:
-        """End the request, and its text unless because of an error. The first end counts; an error, over any other."""
+        """End the request. Its text also ends, unless an error is the reason. The first reason counts, but an error
+        replaces any other."""
         if not self.finished or (reason is FinishReason.ERROR and self.finish_reason is not FinishReason.ERROR):
             self._error = error
             self.output.finish(_CODES[reason], now=time.monotonic())

@@ -1,4 +1,5 @@
-"""Measures the milliseconds of a launch by batch and K, on a runner that no engine has yet. Keeps only the costs."""
+"""Measures the milliseconds of a step by batch size and K, on a runner that no engine uses yet. Keeps only the
+costs."""
 
 from __future__ import annotations
 
@@ -8,30 +9,33 @@ from collections.abc import Callable
 
 import numpy as np
 
+from specrs.backends.ring import Header, RingSlot
 from specrs.core import PLAN_LAUNCH, CostModel, Outputs
 from specrs.engine.faults import DraftFaults
 from specrs.engine.parts import EngineParts, Watch
 from specrs.engine.request import Request
-from specrs.runner.cpu import CpuRunner
-from specrs.runner.ring import Header, RingSlot
 from specrs.sampling import SamplingParams
 
 SECONDS = 2.0
-"""Time to measure for, a last round apart; batches for which there is no time in it are not measured, but two are."""
+"""Seconds to spend on measuring, without the last round. Batch sizes that do not fit into this time are not measured,
+except for the first two."""
 NATIVE_SECONDS = 0.2
-"""The same where a launch is one call on a CPU: short, and alike."""
+"""Seconds to spend on measuring if a step is one call of the Rust core. Such steps are short, and take similar
+times."""
 LAUNCHES = 2
-"""Launches of each batch and K in a round; the fastest of all rounds counts, because noise only adds to it."""
+"""Number of steps of each batch size and K in a round. The fastest step of all rounds counts, because noise only adds
+time."""
 MAX_ROUNDS = 8
 PROMPT = 64
-"""Tokens of a request's prompt."""
+"""Number of tokens of each request's prompt."""
 
 
 class MeasuringLoop:
-    """Plans, launches and settles steps of made-up requests, and times each step as an engine does."""
+    """Loop that plans, launches and settles steps of artificial requests, and times each step as an engine does."""
 
     def __init__(self, parts: EngineParts) -> None:
-        """`parts`: with a scheduler and a ring that nothing else uses. The runner is an engine's afterwards."""
+        """Prepare to measure. The scheduler and ring of `parts` must be used by nothing else. An engine may use the
+        runner afterwards."""
         self.config = parts.config
         self.limits = parts.limits
         self.runner = parts.runner
@@ -39,7 +43,7 @@ class MeasuringLoop:
         self.live: set[int] = set()
         """Ids of the requests that have not ended."""
         self.watch: Watch | None = None
-        """Called with each launch that settled: its slot, its header, and its milliseconds."""
+        """Function that is called for each settled step with its slot, its header, and its milliseconds."""
         self._scheduler = parts.scheduler
         self._ring = parts.ring
         self._outputs = Outputs()
@@ -48,7 +52,8 @@ class MeasuringLoop:
         self._settled_at = 0.0
 
     def add_request(self, request: Request, limit: int, num_speculative_tokens: int) -> None:
-        """Queue a request that ends at `limit` tokens, prompt included, and drafts as told in each step."""
+        """Queue a request that ends at `limit` tokens, prompt included, with `num_speculative_tokens` drafts per
+        step."""
         self._scheduler.add_request(
             request.request_id,
             np.asarray(request.prompt_token_ids, dtype=np.int64),
@@ -60,7 +65,7 @@ class MeasuringLoop:
         self.live.add(request.request_id)
 
     def step(self) -> None:
-        """Advance until one launch has settled."""
+        """Advance until one step has settled."""
         scheduler = self._scheduler
         while scheduler.num_in_flight < self.depth:
             slot = self._ring.slot(scheduler.num_launches)
@@ -75,7 +80,7 @@ class MeasuringLoop:
             self._settle()
 
     def drop_requests(self) -> None:
-        """End all requests, and settle what is in flight."""
+        """End all requests, and settle the steps in flight."""
         for request_id in self.live:
             self._outputs.remove(request_id)
             self._scheduler.abort(request_id)
@@ -96,14 +101,14 @@ class MeasuringLoop:
 
 
 def measure_costs(parts: EngineParts) -> tuple[CostModel, float]:
-    """Measure what launches cost.
+    """Measure the cost of steps.
 
-    Returns milliseconds of launches that only decode, at batches 1, 2, 4, ... and K = 0, 1, 2, 3, 4, 8, ... and the
-    most, and milliseconds of each position of a draft catch-up chunk. Batches that there is no time for get what the
-    last two measured ones lead to expect; launches refine all of them.
+    Returns the milliseconds of steps that only decode, at batch sizes 1, 2, 4, ... and K = 0, 1, 2, 3, 4, 8, ... and
+    the maximum of both; and the milliseconds per position of a draft catch-up chunk. Batch sizes that there is no time
+    for are extrapolated from the last two measured ones. Real steps refine all costs later.
 
-    Runs requests of made-up tokens and drops them. They leave traces in the scheduler of `parts`, which is of no
-    further use, and in the runner's number of passes.
+    Runs requests of artificial tokens and drops them. The scheduler of `parts` cannot be used afterwards. The runner's
+    number of passes has changed.
     """
     loop = MeasuringLoop(parts)
     most, rows = loop.limits.num_speculative_tokens, loop.config.max_num_seqs
@@ -111,7 +116,7 @@ def measure_costs(parts: EngineParts) -> tuple[CostModel, float]:
     batches = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows})
     _measure(loop, 1, most)  # first calls allocate
     table = {(batch, k): math.inf for batch in batches for k in ks}
-    seconds = NATIVE_SECONDS if isinstance(loop.runner, CpuRunner) and loop.runner.is_native else SECONDS
+    seconds = NATIVE_SECONDS if loop.runner.is_native else SECONDS
     began, measured = time.perf_counter(), len(batches)
     for rounds in range(MAX_ROUNDS):
         for i, batch in enumerate(batches[:measured]):
@@ -135,7 +140,8 @@ def measure_costs(parts: EngineParts) -> tuple[CostModel, float]:
 
 
 def _smooth(ks: list[int], row: list[float]) -> list[float]:
-    """Costs at K >= 1 on the line `K * T_d + T_t` that fits them best: noise of one K would keep it out of use."""
+    """Replace the costs at K >= 1 by the line `K * T_d + T_t` that fits them best. Otherwise noise at one K could keep
+    it from ever being chosen."""
     if len(ks) < 4:
         return row
     times = np.array(row[1:])
@@ -146,7 +152,7 @@ def _smooth(ks: list[int], row: list[float]) -> list[float]:
 
 
 def _catch_up_ms(loop: MeasuringLoop, decode_ms: float) -> float:
-    """Of each position, the fixed part of a chunk included."""
+    """Measure the milliseconds per position of a catch-up chunk, its fixed part included."""
     found: list[float] = []
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
@@ -159,7 +165,8 @@ def _catch_up_ms(loop: MeasuringLoop, decode_ms: float) -> float:
 
 
 def _measure(loop: MeasuringLoop, batch: int, k: int) -> float:
-    """The fastest launch of `batch` requests with `k` drafts each; infinity where such a launch does not come about."""
+    """Return the milliseconds of the fastest step of `batch` requests with `k` drafts each; infinity if no such step
+    runs."""
     times: list[float] = []
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
@@ -174,7 +181,7 @@ def _measure(loop: MeasuringLoop, batch: int, k: int) -> float:
 def _run(
     loop: MeasuringLoop, batch: int, k: int, watch: Watch, done: Callable[[], bool], *, first_prompt: int = 0
 ) -> None:
-    """Run `batch` requests with `k` drafts each, until they end or there is enough."""
+    """Run `batch` requests with `k` drafts each, until they end or `done()` is true."""
     limits, config = loop.limits, loop.config
     tokens = (k + 1) * (LAUNCHES + loop.depth + 1)
     length = max(1, min(PROMPT, config.max_num_batched_tokens // (4 * batch), limits.max_model_len - tokens))

@@ -1,4 +1,4 @@
-"""Forecasting speculation: TPOT and speed-up of every K from a cost model and acceptance lengths. Serves nothing."""
+"""Forecasts of speculation: TPOT and speed-up at every K, from a cost model and acceptance lengths. Serves nothing."""
 
 from specrs.core import CostModel
 from specrs.forecast.acceptance import GeometricAcceptance, lengths_beyond, lengths_from_shares, lengths_up_to

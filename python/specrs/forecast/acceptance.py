@@ -1,4 +1,5 @@
-"""Acceptance lengths by K: measured, from shares per position, or from a fitted geometric curve. Measures nothing."""
+"""Acceptance lengths (AL) as a function of K, the number of drafts. They come from measurements, from acceptance rates
+per position, or from a fitted geometric curve. Measures nothing."""
 
 from __future__ import annotations
 
@@ -16,26 +17,27 @@ HORIZON = 64
 
 @dataclass(frozen=True, slots=True)
 class GeometricAcceptance:
-    """The share of drafts accepted up to position i is `first * ratio**i`.
+    """Geometric model of acceptance: the share of drafts accepted up to position i (from 0) is `first * ratio**i`.
 
     So AL(K) = 1 + first * (1 + ratio + ... + ratio^(K-1)).
 
-    With `first == ratio` each token is accepted with the same probability (Leviathan et al. 2023, equation 1). Data
-    show a first position that differs: the target corrects the token before it, not the draft.
+    With `first == ratio`, each token is accepted with the same probability (Leviathan et al. 2023, equation 1). In data
+    the first position differs, because the token before it was corrected by the target and is not a draft.
     """
 
     first: float
     ratio: float
 
     def length(self, k: int) -> float:
-        """Acceptance length with k drafts."""
+        """Return the acceptance length at `k` drafts: the expected number of tokens per iteration, from 1 to k + 1. The
+        target's own token counts."""
         return float(1.0 + self.first * _powers(np.array([self.ratio]), k)[0])
 
     @classmethod
     def fit(cls, lengths: Mapping[int, float]) -> GeometricAcceptance:
-        """Least squares through acceptance lengths by K, exact through two; through one, `first == ratio`.
+        """Fit the curve to acceptance lengths by K: least squares, exact through two; through one, `first == ratio`.
 
-        Raises `InvalidConfigError` without any, for a K below 1, and for a length that is not from 1 to K + 1.
+        Raises `InvalidConfigError` for no lengths, for a K below 1, and for a length that is not from 1 to K + 1.
         """
         check_lengths(lengths)
         if not lengths:
@@ -65,9 +67,10 @@ class GeometricAcceptance:
 
 
 def lengths_from_shares(shares: Sequence[float]) -> list[float]:
-    """AL at K = 1, 2, ... from the shares of drafts that were accepted up to each position (unconditional).
+    """Return the acceptance lengths at K = 1, 2, ... from the shares of drafts that were accepted up to each position
+    (unconditional).
 
-    Raises `InvalidConfigError` for a share outside [0, 1] and for one above the share before it.
+    Raises `InvalidConfigError` for a share outside [0, 1], and for a share above that of the previous position.
     """
     for i, share in enumerate(shares):
         check_number(InvalidConfigError, f"acceptance_rates[{i}]", share, 0.0, shares[i - 1] if i else 1.0)
@@ -75,14 +78,23 @@ def lengths_from_shares(shares: Sequence[float]) -> list[float]:
 
 
 def lengths_up_to(max_k: int, measured: Mapping[int, float]) -> list[float]:
-    """AL at K = 1 .. max_k: what was measured where it was, the fitted curve elsewhere. Raises as `fit`."""
+    """Return the acceptance lengths at K = 1 to `max_k`: the measured length if there is one, otherwise the fitted
+    curve's.
+
+    Raises `InvalidConfigError` for a K below 1, for a length that is not from 1 to K + 1, and if a curve is needed but
+    nothing was measured.
+    """
     check_lengths(measured)
     curve = GeometricAcceptance.fit(measured) if any(k not in measured for k in range(1, max_k + 1)) else None
     return [measured[k] if curve is None or k in measured else curve.length(k) for k in range(1, max_k + 1)]
 
 
 def lengths_beyond(max_k: int, measured: Mapping[int, float]) -> list[float]:
-    """AL at K = max_k + 1 .. 64 by the fitted curve, for the question where drafting stops paying. Raises as `fit`."""
+    """Return the acceptance lengths at K = max_k + 1 to 64 by the fitted curve. They show at which K drafting stops
+    paying.
+
+    Raises `InvalidConfigError` for no lengths, for a K below 1, and for a length that is not from 1 to K + 1.
+    """
     curve = GeometricAcceptance.fit(measured)
     return [curve.length(k) for k in range(max_k + 1, HORIZON + 1)]
 
@@ -96,6 +108,6 @@ def check_lengths(lengths: Mapping[int, float]) -> None:
 
 
 def _powers(ratio: NDArray[np.float64], k: int) -> NDArray[np.float64]:
-    """`1 + ratio + ... + ratio**(k - 1)` of each ratio."""
+    """Return `1 + ratio + ... + ratio**(k - 1)` for each number in `ratio`."""
     total: NDArray[np.float64] = (ratio[None, :] ** np.arange(k)[:, None]).sum(axis=0)
     return total

@@ -1,4 +1,4 @@
-"""Two cost models side by side, such as piecewise against full graphs. Compares; measures nothing."""
+"""Compares two cost models, such as piecewise and full graphs. Measures nothing."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """A pass of the draft, one of the target, and an iteration without drafts, in milliseconds."""
+    """Milliseconds of a draft pass, of a target pass, and of an iteration without drafts."""
 
     draft_ms: float
     target_ms: float
     vanilla_ms: float
 
     def model(self, growth: Sequence[float] = ()) -> CostModel:
-        """The line `ITL = K * T_d + T_t`. Raises `InvalidConfigError` for times that are not positive.
+        """Return the cost model `ITL = K * T_d + T_t`. Raises `InvalidConfigError` for times that are not positive.
 
-        `growth` is how much longer than T_t the target's pass takes at K = 1, 2, ...: `ITL = K * T_d + g_K * T_t`. A
-        mixture of experts reads more of them for more rows, see `verification_growth`.
+        `growth` is the factor g_K by which the target's pass takes longer than T_t at K = 1, 2, ...: `ITL = K * T_d +
+        g_K * T_t`. A mixture of experts reads more experts for more rows, see `verification_growth`.
         """
         line = CostModel.lines([1], [self.draft_ms], [self.target_ms], [self.vanilla_ms])
         if not growth:
@@ -36,10 +36,10 @@ class PassTimes:
 
 
 def verification_growth(config: ModelConfig, max_k: int) -> list[float]:
-    """How much more a target reads to verify K = 1, 2, ... `max_k` drafts than for a row: the expected weights of a
-    pass of K + 1 rows over those of one, 1 for a dense model; see `Experts.expected`.
+    """Return for K = 1 to `max_k` how many times as many weights a target reads to verify K drafts as for one row. It
+    is 1 for a dense model. The numbers are expected values, see `Experts.expected`.
 
-    The share of time that reading weights takes at batch 1, as on a GPU, is taken to be all of it.
+    Assumes that reading weights takes all of the time, as it nearly does at batch 1 on a GPU.
     """
     one = config.num_parameters_read(1)
     return [config.num_parameters_read(k + 1) / one for k in range(1, max_k + 1)]
@@ -47,7 +47,7 @@ def verification_growth(config: ModelConfig, max_k: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One quantity under both models, and by how much of the first the second is less."""
+    """One quantity in both cost models."""
 
     name: str
     first: float
@@ -55,14 +55,15 @@ class Reduction:
 
     @property
     def share(self) -> float:
-        """1 - second / first; negative where the second is more."""
+        """Share by which the second value is less than the first: 1 - second / first. Negative if it is more."""
         return 1.0 - self.second / self.first
 
 
 def pass_reductions(
     inside: PassTimes, alone: PassTimes, draft: str = "draft", target: str = "target"
 ) -> list[Reduction]:
-    """What each model gains if its pass inside speculation takes as long as alone. Raises for zero times."""
+    """Return the reduction for each model if its pass inside speculation took only as long as alone. Raises
+    `InvalidConfigError` for times that are not positive."""
     for name, value in (("draft_ms", inside.draft_ms), ("target_ms", inside.target_ms)):
         check_number(InvalidConfigError, name, value, 0.0, open_low=True)
     return [
@@ -72,6 +73,6 @@ def pass_reductions(
 
 
 def tpot_reductions(first: Forecast, second: Forecast) -> list[Reduction]:
-    """TPOT at each K from 1 on, where both have it."""
+    """Return the TPOT of both forecasts at each K from 1 on that both have."""
     pairs = zip(first.rows[1:], second.rows[1:], strict=False)
     return [Reduction(f"K = {one.k}", one.tpot_ms, other.tpot_ms) for one, other in pairs]

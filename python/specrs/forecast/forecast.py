@@ -1,4 +1,4 @@
-"""TPOT and speed-up of every K, from a cost model and acceptance lengths. The arithmetic is `CostModel`'s."""
+"""Forecasts TPOT and speed-up at every K from a cost model and acceptance lengths. `CostModel` does the arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from specrs.core import CostModel
 
 @dataclass(frozen=True, slots=True)
 class KForecast:
-    """One K. Milliseconds; `itl_ms` is a whole iteration, `tpot_ms` a token of it."""
+    """Forecast at one K. Times are in milliseconds: `itl_ms` is that of a whole iteration, `tpot_ms` that of one of its
+    tokens."""
 
     k: int
     itl_ms: float
@@ -21,7 +22,8 @@ class KForecast:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """`rows` begins with K = 0. `best_k` has the lowest TPOT; beyond `last_paying_k` drafting is slower than not."""
+    """Forecast for all K. `rows` begins with K = 0. `best_k` has the lowest TPOT; above `last_paying_k`, drafting is
+    slower than not drafting."""
 
     name: str
     batch: int
@@ -32,7 +34,7 @@ class Forecast:
 
     @property
     def best(self) -> KForecast:
-        """The row of `best_k`."""
+        """Row of `best_k`."""
         return self.rows[self.best_k]
 
 
@@ -43,9 +45,9 @@ def forecast(
     name: str = "forecast",
     beyond: Sequence[float] = (),
 ) -> Forecast:
-    """Apply `model` at `batch` to acceptance lengths at K = 1, 2, ....
+    """Forecast by `model` at batch size `batch`, with acceptance lengths at K = 1, 2, ....
 
-    `beyond` goes on with lengths that are only good for finding where drafting stops paying. Raises
+    `beyond` continues the acceptance lengths; it is only used to find where drafting stops paying. Raises
     `InvalidConfigError` for a length that is not from 1 to K + 1.
     """
     lengths = list(acceptance_lengths)

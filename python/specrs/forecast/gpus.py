@@ -1,47 +1,50 @@
-"""GPUs as the roofline sees them: published figures, and constants fitted to one of them. Measures nothing."""
+"""GPUs for the roofline model: published figures, and constants that were fitted to one of the GPUs. Measures
+nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MEMORY_SHARE = 0.887
-"""Of the published bandwidth, as a copy reaches it: 4.26 of 4.8 TB/s on an H200."""
+"""Share of the published bandwidth that a copy reaches: 4.26 of 4.8 TB/s on an H200."""
 COMPUTE_SHARE = 0.60
-"""Of the published dense bf16 rate, as products of many rows reach it."""
+"""Share of the published dense bf16 rate that products of many rows reach."""
 OVERLAP = 1.5
-"""Of b ms for bytes and f for flops a product takes `(b^p + f^p)^(1/p)`: 1 adds them, infinity is the longer one."""
+"""Exponent p of a product's time `(b^p + f^p)^(1/p)`, from b ms for bytes and f ms for flops. 1 adds both; infinity
+takes the longer one."""
 ATTENTION_SHARE = 0.62
-"""Of a copy's bandwidth, as attention over long contexts reaches it."""
+"""Share of a copy's bandwidth that attention over long contexts reaches."""
 PRODUCT_US = 3.0
-"""Of a product beyond its bytes and flops: the end of the kernel before, first loads, partial sums."""
+"""Microseconds that a matrix product takes in addition to its bytes and flops: the end of the previous kernel, first
+loads, partial sums."""
 KERNEL_US = 2.2
-"""Of a kernel that moves next to nothing."""
+"""Microseconds of a kernel that moves almost no data."""
 ATTENTION_US = 7.0
-"""Of attention beyond its bytes: dependent loads and a reduction."""
+"""Microseconds that attention takes in addition to its bytes: dependent loads and a reduction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Published figures of one GPU, dense rates without sparsity."""
+    """Published figures of one GPU. Rates are dense, without sparsity."""
 
     name: str
     tb_per_s: float
     bf16_tflops: float
     memory_gb: float
     capability: int
-    """Compute capability times ten."""
+    """Compute capability times ten, for example 90."""
     num_sms: int
     shared_kib: int
-    """That one thread block may have."""
+    """Maximum shared memory of one thread block, in KiB."""
 
     @property
     def bytes_per_us(self) -> float:
-        """As a copy moves them."""
+        """Bytes per microsecond that a copy reaches."""
         return 1e6 * self.tb_per_s * MEMORY_SHARE
 
     @property
     def flops_per_us(self) -> float:
-        """As products of many rows do them."""
+        """Floating-point operations per microsecond that products of many rows reach."""
         return 1e6 * self.bf16_tflops * COMPUTE_SHARE
 
 
@@ -55,4 +58,4 @@ GPUS = {
         Gpu("DGX Spark", 0.273, 125.0, 128.0, 121, 48, 99),
     )
 }
-"""By name. H100 is the SXM5 of 80 GB; memory of a DGX Spark is the CPU's, too."""
+"""GPUs by name. H100 is the SXM5 with 80 GB. A DGX Spark shares its memory with the CPU."""

@@ -1,4 +1,5 @@
-"""Passes of a draft and a target, each alone and inside speculation, on this machine. One request at a time."""
+"""Measures passes of a draft model and a target on this machine, each alone and inside speculation. One request at a
+time."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measured:
-    """Milliseconds between the outputs of a request: the draft alone, the target alone, and the target at each K.
+    """Milliseconds between the outputs of a request: of the draft model alone, the target alone, and the target at each
+    K.
 
-    Medians; means where drafts come from the host, which has none for some iterations. `draft_ms` is None for a
-    drafter that cannot run alone. Acceptance lengths count all iterations, those without drafts too.
+    The values are medians; for drafters on the host they are means, because some iterations have no drafts. `draft_ms`
+    is None for a drafter that cannot run alone. Acceptance lengths count all iterations, also those without drafts.
     """
 
     draft_ms: float | None
@@ -38,16 +40,18 @@ class Measured:
 
     @property
     def alone(self) -> PassTimes | None:
-        """Each model by itself; an iteration without drafts is a pass of the target. None if the draft cannot run."""
+        """Pass times of each model alone. An iteration without drafts takes as long as a pass of the target. None if
+        the drafter cannot run alone."""
         if self.draft_ms is None:
             return None
         return PassTimes(self.draft_ms, self.target_ms, self.target_ms)
 
     @property
     def inside(self) -> PassTimes:
-        """Slope and intercept of ITL against K; an iteration without drafts stays what the target takes alone.
+        """Pass times inside speculation: slope and intercept of ITL against K. An iteration without drafts takes as
+        long as a pass of the target alone.
 
-        Where drafts cost so little that noise makes the slope negative, it is 0 and the intercept the mean.
+        If drafts cost so little that noise makes the slope negative, the slope is 0 and the intercept is the mean.
         """
         if self.fit.slope < 0.0:
             return PassTimes(0.0, statistics.fmean(self.itl_ms.values()), self.target_ms)
@@ -65,10 +69,11 @@ def measure(
     advance: Callable[[str], None] = lambda name: None,
     **settings: Any,
 ) -> Measured:
-    """Stream every prompt through each setting, in turns, `rounds` times: a machine that drifts hits all alike.
+    """Stream every prompt through each setting, in turns, `rounds` times, so that a machine that drifts affects all
+    settings equally.
 
-    `settings` are other fields of `EngineConfig`; `advance` is called with a setting's name after each prompt. Raises
-    `InvalidConfigError` with fewer than two K, and for models that are not there.
+    `settings` are other fields of `EngineConfig`. `advance` is called with a setting's name after each prompt. Raises
+    `InvalidConfigError` for fewer than two K, and for models that are missing or wrong.
     """
     if len(set(ks)) < 2 or min(ks) < 1:
         raise invalid_config("k", list(ks), "must be at least two different numbers of draft tokens, for a line")
@@ -120,9 +125,10 @@ def measure(
 
 
 def _stream(llm: LLM, prompt: Any, params: SamplingParams, gaps: list[float]) -> tuple[int, int]:
-    """Seconds between the outputs of one request into `gaps`, all but the last: `max_tokens` may have cut it.
+    """Append the seconds between the outputs of one request to `gaps`, except the last, which `max_tokens` may have
+    cut.
 
-    Returns the tokens of its iterations, and how many of them were drafts.
+    Return the number of tokens of its iterations, and the number of these that were drafts.
     """
     times = []
     for output in llm.stream(prompt, params):

@@ -1,4 +1,4 @@
-"""Forecasts as pictures. matplotlib comes with the extra `specrs[bench]` and is imported only here."""
+"""Charts of forecasts. matplotlib comes with the extra `specrs[bench]` and is imported only here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Regression:
-    """ITL against K: the rows that the line was fitted through, others that were held back, and the line."""
+    """Regression of ITL against K: the rows that the line was fitted to, rows that were held back, and the line."""
 
     name: str
     fit: LineFit
@@ -32,7 +32,7 @@ def draw(
     measured_tpot: Mapping[int, float] | None = None,
     regression: Regression | None = None,
 ) -> None:
-    """Write TPOT against K with each curve's minimum crossed, and beside it the regression of ITL if there is one.
+    """Draw TPOT against K, with the minimum of each curve marked, and next to it the regression of ITL if there is one.
 
     `measured_tpot` are milliseconds by K, drawn as hollow circles.
     """

@@ -1,4 +1,4 @@
-"""A straight line through measurements, with its confidence band. Knows nothing of tokens."""
+"""Fits a straight line to measurements, with a confidence band. Knows nothing of tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from specrs.errors import InvalidConfigError, check_number, invalid_config
 
 @dataclass(frozen=True, slots=True)
 class LineFit:
-    """Least squares `y = slope * x + intercept` through n points; `sse` is the sum of squared residuals.
+    """Least-squares fit of `y = slope * x + intercept` to n points. `sse` is the sum of squared residuals.
 
-    `x_mean` and `sxx` (the sum of squared distances from it) say how well the x are spread.
+    `x_mean` is the mean of the x, `sxx` the sum of squared distances from it.
     """
 
     slope: float
@@ -28,7 +28,8 @@ class LineFit:
 
     @classmethod
     def through(cls, x: Sequence[float], y: Sequence[float]) -> LineFit:
-        """Raises `InvalidConfigError` with fewer than two different x, or values that are not finite."""
+        """Fit a line to points. Raises `InvalidConfigError` for fewer than two different x, and for values that are not
+        finite."""
         if len(x) != len(y):
             raise invalid_config("y", list(y), f"must have a value for each of the {len(x)} x")
         for name, values in (("x", x), ("y", y)):
@@ -46,15 +47,15 @@ class LineFit:
         return cls(slope, intercept, 1.0 - sse / total if total else 1.0, sse, float(xs.mean()), sxx, len(x))
 
     def at(self, x: float) -> float:
-        """The line at x."""
+        """Return the value of the line at x."""
         return self.slope * x + self.intercept
 
     def band(self, x: float, confidence: float = 0.95) -> float | None:
-        """Half the width of the confidence band of the line's value at x; None with fewer than three points."""
+        """Return half the width of the line's confidence band at x; None with fewer than three points."""
         return self._half_width(1.0 / self.n + (x - self.x_mean) ** 2 / self.sxx, confidence)
 
     def slope_band(self, confidence: float = 0.95) -> float | None:
-        """Half the width of the slope's confidence interval; None with fewer than three points."""
+        """Return half the width of the slope's confidence interval; None with fewer than three points."""
         return self._half_width(1.0 / self.sxx, confidence)
 
     def _half_width(self, leverage: float, confidence: float) -> float | None:
@@ -64,7 +65,8 @@ class LineFit:
 
 
 def t_quantile(confidence: float, freedom: int) -> float:
-    """The t for which Student's t of `freedom` degrees lies in [-t, t] with probability `confidence`.
+    """Return the t for which Student's t with `freedom` degrees of freedom lies in [-t, t] with probability
+    `confidence`.
 
     Raises `InvalidConfigError` unless 0 < confidence < 1 and freedom is at least 1.
     """
@@ -78,7 +80,7 @@ def t_quantile(confidence: float, freedom: int) -> float:
 
 
 def _t_probability(angle: float, freedom: int) -> float:
-    """P(|T| <= tan(angle) * sqrt(freedom)), Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    """Return P(|T| <= tan(angle) * sqrt(freedom)), by Abramowitz and Stegun 26.7.3 and 26.7.4."""
     cosine, total = math.cos(angle), 0.0
     term = cosine if freedom % 2 else 1.0
     for i in range(freedom % 2 + 2, freedom + 1, 2):

@@ -1,4 +1,4 @@
-"""Forecasts as text. Formats what it is given; computes nothing but means."""
+"""Forecasts as text. Formats values; computes only means."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specrs.forecast.sweeps import Departure, Prediction, Series
 
 
 def table(forecast: Forecast, measured_tpot: Mapping[int, float] | None = None) -> str:
-    """A row per K, the best one marked, and what follows from them."""
+    """Return a table with a row per K, the best one marked, and conclusions below it."""
     measured = measured_tpot or {}
     head = f"{'K':>4}{'ITL (ms)':>11}{'AL':>8}{'TPOT (ms)':>12}{'speed-up':>10}"
     lines = [forecast.name, head + ("  measured TPOT (ms)" if measured else "")]
@@ -33,14 +33,14 @@ def table(forecast: Forecast, measured_tpot: Mapping[int, float] | None = None) 
 
 
 def break_even(batch: int | None, batches: Sequence[int]) -> str:
-    """The break-even batch, where costs are known for more than one."""
+    """Return a line about the break-even batch size among `batches`; `batch` None says that there is none."""
     if batch is None:
         return f"break-even batch: none from {batches[0]} to {batches[-1]}: some K is faster in TPOT at all of them"
     return f"break-even batch: {batch}; from there on no K is faster in TPOT than no drafts"
 
 
 def line(fit: LineFit) -> str:
-    """The regression of ITL against K."""
+    """Return a line with the regression of ITL against K."""
     slope, intercept = fit.slope_band(), fit.band(0.0)
     bands = (f" +- {slope:.2f}", f" +- {intercept:.2f}") if slope is not None and intercept is not None else ("", "")
     # two points lie on any line through them
@@ -52,7 +52,7 @@ def line(fit: LineFit) -> str:
 
 
 def lines(fits: Mapping[int, LineFit], curves: Mapping[int, GeometricAcceptance]) -> str:
-    """The regression and the acceptance curve of each concurrency, a row each."""
+    """Return a table with the regression and the acceptance curve of each concurrency."""
     rows = [
         f"{'concurrency':>12}{'T_d (ms)':>16}{'T_t (ms)':>18}{'R^2':>9}   accepted at position i = 0, 1, ...",
     ]
@@ -66,7 +66,8 @@ def lines(fits: Mapping[int, LineFit], curves: Mapping[int, GeometricAcceptance]
 
 
 def passes(reductions: Sequence[Reduction]) -> str:
-    """The references' Table 1: each model inside speculation and alone."""
+    """Return a table of pass times: each model inside speculation and alone, with the reduction. Table 1 of the
+    references has the same form."""
     lines = [f"{'Model':<28}{'SD runtime':>13}{'Standalone runtime':>21}{'Runtime reduction':>20}"]
     for item in reductions:
         name = item.name if len(item.name) < 28 else "..." + item.name[-24:]
@@ -76,7 +77,7 @@ def passes(reductions: Sequence[Reduction]) -> str:
 
 
 def side_by_side(first: Forecast, second: Forecast) -> str:
-    """TPOT and speed-up of both at each K; the best of each marked."""
+    """Return a table with TPOT and speed-up of both forecasts at each K; the best K of each is marked."""
     head = f"{'K':>4}{'TPOT (ms)':>14}{'TPOT (ms)':>14}{'less by':>10}{'speed-up':>12}{'speed-up':>12}"
     names = f"{'':4}{first.name:>14}{second.name:>14}{'':10}{first.name:>12}{second.name:>12}"
     lines = [names, head]
@@ -94,7 +95,7 @@ def side_by_side(first: Forecast, second: Forecast) -> str:
 
 
 def predictions(series: Series, seen: Sequence[int], found: Mapping[int, Sequence[Prediction]]) -> str:
-    """Forecast against measured speed-up in TPOT, a row per concurrency."""
+    """Return a table of predicted and measured speed-ups in TPOT, with a row per concurrency."""
     lines = [
         f"{series.name}: speed-up in TPOT from the rows at K = {', '.join(map(str, seen))} and vanilla",
         f"{'concurrency':>12}{'mean error':>12}   K: forecast / measured",
@@ -106,7 +107,8 @@ def predictions(series: Series, seen: Sequence[int], found: Mapping[int, Sequenc
 
 
 def departures(items: Sequence[Departure]) -> str:
-    """Where the speed-up in throughput is not that in TPOT, a row per concurrency, at one K each."""
+    """Return a table that explains where the speed-up in throughput differs from that in TPOT, with a row per
+    concurrency, at one K each."""
     lines = [
         "output tokens per second = TPOT x what time to first token takes (prefill, queueing) x load:",
         f"{'concurrency':>12}{'K':>4}{'throughput':>12}{'TPOT':>8}{'first token':>13}{'load':>7}"
@@ -122,7 +124,7 @@ def departures(items: Sequence[Departure]) -> str:
 
 
 def record(forecast: Forecast) -> dict[str, Any]:
-    """A forecast as JSON has it."""
+    """Return a forecast as JSON values."""
     return {
         "name": forecast.name,
         "batch": forecast.batch,

@@ -1,7 +1,9 @@
-"""The time of a pass on a GPU from its kernels: bytes over bandwidth, flops over rate, and a fixed part of each kernel.
+"""Predicts the time of a pass on a GPU from its kernels: bytes over bandwidth, flops over rate, and a fixed part per
+kernel.
 
-The kernels are those that `models.dense_cuda` launches (`tests/runner/test_kernel_counts.py` counts both). Greedy
-iterations in bf16 as one graph, so that launches cost no host time; prefill, sampling and several GPUs are not in it.
+The kernels are those that `backends.cuda.decoder` launches (`tests/backends/test_kernel_counts.py` counts both).
+Iterations are greedy, in bf16, and one graph, so launches cost no host time. Prefill, sampling and several GPUs are not
+modelled.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING
 from specrs.core import CostModel
 from specrs.errors import InvalidConfigError, invalid_config
 from specrs.forecast.gpus import ATTENTION_SHARE, ATTENTION_US, GPUS, KERNEL_US, OVERLAP, PRODUCT_US, Gpu
-from specrs.speculative_config import CACHE_DTYPE
+from specrs.model_values import CACHE_DTYPE
 
 if TYPE_CHECKING:
     import torch
@@ -21,19 +23,20 @@ if TYPE_CHECKING:
     from specrs.kernels.cuda.device import DeviceLimits
     from specrs.models.config import ModelConfig
 
-WEIGHT_BITS: Mapping[str | None, float] = {None: 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.25}
-"""Of a weight, scales included: INT4 in groups of 128 inputs with fp32 scales."""
+WEIGHT_BITS: Mapping[str | None, float] = {None: 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.25, "q8_0": 9.0, "q4_0": 5.0}
+"""Bits per weight by quantization, with a GPU's fp32 scales: INT4 has groups of 128 inputs, Q8_0 and Q4_0 of 32."""
 _FEW, _CODED, _MLP, _LOGITS = 64, 256, 2048, 256
-"""Rows up to which products are fused; codes are read where they are; an MLP and logits run at once."""
+"""Maximum number of rows: for fused products (`_FEW`), for quantized weights that are read in place (`_CODED`), for one
+run of an MLP (`_MLP`), and for one run of logits (`_LOGITS`)."""
 _ALL_ROWS = 1 << 20
-"""So many that they choose every expert."""
+"""Number of rows so large that together they choose every expert."""
 FIRST_PASS_ROWS = 2
-"""Of each request in the first draft pass: the last two committed tokens."""
+"""Rows of each request in the first draft pass: the last two committed tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Kernels of one kind in a pass, all of them together."""
+    """All kernels of one kind in a pass."""
 
     name: str
     kernels: int
@@ -42,7 +45,7 @@ class Work:
     fixed_us: float
 
     def ms(self, gpu: Gpu) -> float:
-        """Milliseconds on `gpu`."""
+        """Return the milliseconds of these kernels on `gpu`."""
         rate = gpu.bytes_per_us * (ATTENTION_SHARE if self.name == "attention" else 1.0)
         work = float(((self.bytes / rate) ** OVERLAP + (self.flops / gpu.flops_per_us) ** OVERLAP) ** (1 / OVERLAP))
         return 1e-3 * (work + self.fixed_us)
@@ -50,33 +53,33 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass of one model over `rows` rows, its LM head and argmax included."""
+    """A pass of one model over `rows` rows, including its LM head and argmax."""
 
     rows: int
     work: Sequence[Work]
 
     @property
     def kernels(self) -> int:
-        """Launched, nodes of a graph."""
+        """Number of kernels of the pass, which are the nodes of its graph."""
         return sum(work.kernels for work in self.work)
 
     @property
     def bytes(self) -> float:
-        """Moved from and to memory."""
+        """Number of bytes that the pass moves from and to memory."""
         return sum(work.bytes for work in self.work)
 
     @property
     def flops(self) -> float:
-        """Two for each multiplication and addition."""
+        """Number of floating-point operations of the pass, two for each multiplication with addition."""
         return sum(work.flops for work in self.work)
 
     def ms(self, gpu: Gpu) -> float:
-        """Milliseconds on `gpu`."""
+        """Return the milliseconds of the pass on `gpu`."""
         return sum(work.ms(gpu) for work in self.work)
 
 
 def gpu_of(name: str) -> Gpu:
-    """The GPU called `name`, in any case. Raises `InvalidConfigError` for one that is not known."""
+    """Return the GPU called `name`, in upper or lower case. Raises `InvalidConfigError` for an unknown name."""
     found = {key.lower(): gpu for key, gpu in GPUS.items()}.get(name.lower().replace("_", " "))
     if found is None:
         raise invalid_config("--roofline", name, f"must be one of {', '.join(GPUS)}")
@@ -94,11 +97,12 @@ def model_pass(
     every_row: bool = True,
     kv_cache_dtype: str = "auto",
 ) -> Pass:
-    """A pass of `rows` rows of each of `batch` requests, which have `context` positions behind them; `every_row` has
-    logits, or the last of each request alone.
+    """Return a pass over `rows` rows of each of `batch` requests, which have `context` earlier positions. With
+    `every_row`, all rows have logits, otherwise the last row of each request.
 
-    `quantization`: of the projections, one of `WEIGHT_BITS`; embedding, LM head, router and experts stay bf16, as a
-    GPU keeps them. `kv_cache_dtype`: as `EngineConfig`'s. Raises `InvalidConfigError` for another.
+    `quantization`: of the projections, one of `WEIGHT_BITS`. Embedding, LM head, router and experts stay bf16, as on a
+    GPU. `kv_cache_dtype`: dtype of the KV cache, as in `EngineConfig`. Raises `InvalidConfigError` for an unknown value
+    of either.
     """
     if quantization not in WEIGHT_BITS:
         names = ", ".join(name for name in WEIGHT_BITS if name)
@@ -108,7 +112,8 @@ def model_pass(
 
 
 def cache_dtype(kv_cache_dtype: str) -> torch.dtype:
-    """Of K and V of a model in bf16. Raises `UnsupportedConfigError`."""
+    """Return the dtype of K and V in the cache of a bf16 model. Raises `UnsupportedConfigError` for a dtype that such a
+    model cannot have."""
     from specrs.arrays import BFLOAT16
     from specrs.models.kv_dtypes import resolve_cache_dtype
     from specrs.models.torch_arrays import TORCH_DTYPES
@@ -119,7 +124,7 @@ def cache_dtype(kv_cache_dtype: str) -> torch.dtype:
 
 
 def weight_bytes(config: ModelConfig, quantization: str | None = None) -> float:
-    """Memory of a model's weights, all experts and both embeddings among them."""
+    """Return the bytes of a model's weights, including all experts and both embeddings."""
     layers = config.num_layers * sum(n * k for n, k in _projections(config))
     every_expert = config.num_parameters_read(_ALL_ROWS)
     numbers = every_expert - layers + (not config.tie_word_embeddings) * config.vocab_size * config.hidden_size
@@ -127,14 +132,14 @@ def weight_bytes(config: ModelConfig, quantization: str | None = None) -> float:
 
 
 def kv_bytes(config: ModelConfig, kv_cache_dtype: str = "auto") -> float:
-    """Memory of a position's K and V."""
+    """Return the bytes of K and V of one position, over all layers."""
     numbers = 2.0 * config.num_layers * config.num_kv_heads * config.head_dim
     return numbers * cache_dtype(kv_cache_dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Iterations of a target and a draft on one GPU. `draft` None: no draft, so K = 0 alone."""
+    """Model of the iterations of a target and a draft model on one GPU. Without `draft`, only K = 0 is possible."""
 
     gpu: Gpu
     target: ModelConfig
@@ -143,15 +148,17 @@ class Roofline:
     draft_quantization: str | None = None
     context: int = 1024
     kv_cache_dtype: str = "auto"
-    """Of both."""
+    """Dtype of both models' KV caches, as in `EngineConfig`."""
 
     def target_pass(self, batch: int, k: int) -> Pass:
-        """Verification of `k` drafts of each request; without drafts a row of each."""
+        """Return the target's pass that verifies `k` drafts of each request; with k = 0, a pass over one row of each
+        request."""
         cached = self.kv_cache_dtype
         return model_pass(self.target, self.gpu, batch, k + 1, self.context, self.quantization, kv_cache_dtype=cached)
 
     def draft_pass(self, batch: int, rows: int = 1) -> Pass:
-        """A draft pass over `rows` rows of each request. Raises `InvalidConfigError` without a draft."""
+        """Return a draft pass over `rows` rows of each request. Raises `InvalidConfigError` if there is no draft
+        model."""
         if self.draft is None:
             raise invalid_config("--draft-model", None, "must be given for draft passes")
         return model_pass(
@@ -167,11 +174,13 @@ class Roofline:
 
     @property
     def _around(self) -> int:
-        """Kernels that prepare, accept and commit; layers of several windows have KV groups, and a kernel for them."""
+        """Number of kernels that prepare an iteration, accept and commit. Models whose layers have several windows need
+        one more, for their KV groups."""
         return 3 + (len(set(self.target.windows)) > 1)
 
     def kernels(self, batch: int, k: int) -> int:
-        """Of an iteration: its passes, and what prepares it, assembles drafts, accepts and commits."""
+        """Return the number of kernels of an iteration: those of its passes, and those that prepare it, assemble
+        drafts, accept and commit."""
         passes = self.target_pass(batch, k).kernels + self._around
         if k:
             first, later = self.draft_pass(batch, FIRST_PASS_ROWS).kernels, self.draft_pass(batch).kernels
@@ -179,7 +188,7 @@ class Roofline:
         return passes
 
     def iteration_ms(self, batch: int, k: int) -> float:
-        """Milliseconds of an iteration of `batch` requests with `k` drafts each."""
+        """Return the milliseconds of an iteration of `batch` requests with `k` drafts each."""
         ms = self.target_pass(batch, k).ms(self.gpu) + 1e-3 * self._around * KERNEL_US
         if k:
             first, later = self.draft_pass(batch, FIRST_PASS_ROWS), self.draft_pass(batch)
@@ -187,12 +196,13 @@ class Roofline:
         return ms
 
     def cost_model(self, batches: Sequence[int], max_k: int) -> CostModel:
-        """Costs at `batches` and K = 0 .. `max_k`. Raises `InvalidConfigError` for batches that do not increase."""
+        """Return the costs at batch sizes `batches` and K = 0 to `max_k`. Raises `InvalidConfigError` for batch sizes
+        that do not increase."""
         ks = list(range(max_k + 1))
         return CostModel(list(batches), ks, [[self.iteration_ms(batch, k) for k in ks] for batch in batches])
 
     def memory_gb(self, batch: int) -> float:
-        """Weights of both, and the KV of `batch` contexts."""
+        """Return the gigabytes of the weights of both models, and of the KV of `batch` contexts."""
         positions, cached = batch * self.context, self.kv_cache_dtype
         total = weight_bytes(self.target, self.quantization) + positions * kv_bytes(self.target, cached)
         if self.draft is not None:
@@ -201,7 +211,7 @@ class Roofline:
 
 
 def _projections(c: ModelConfig) -> list[tuple[int, int]]:
-    """`(outputs, inputs)` of a layer's attention and MLP; experts are not among them."""
+    """Return `(outputs, inputs)` of each matrix in a layer's attention and MLP, without experts."""
     q, kv, h = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
     attention = [(q + 2 * kv, h), (h, q)]
     return attention if c.experts is not None else [*attention, (2 * c.intermediate_size, h), (h, c.intermediate_size)]
@@ -209,7 +219,7 @@ def _projections(c: ModelConfig) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class _Layers:
-    """What a pass does, layer by layer."""
+    """Work of a pass, added up layer by layer."""
 
     c: ModelConfig
     gpu: Gpu
@@ -218,7 +228,7 @@ class _Layers:
     context: int
     quantization: str | None
     heads: int
-    """Rows that have logits."""
+    """Number of rows that have logits."""
     cache_dtype: torch.dtype
 
     @property
@@ -232,7 +242,7 @@ class _Layers:
         if rows <= _FEW and c.norms == "before" and c.experts is None:
             norms = 1
         else:
-            # Of streams normed behind blocks alone the first layer's is read as it is.
+            # Of streams normed after blocks alone the first layer's is read as it is.
             norms = 2 * layers + 1 - (c.norms == "behind")
         found.append(self._small("norms", norms, norms * 6 * rows * h))
         if rows > _FEW or not self._fuses_heads():
@@ -268,7 +278,8 @@ class _Layers:
         coded: bool = True,
         rows: int | None = None,
     ) -> Work:
-        """Products of a weight `[n, k]` of each of `layers` layers, by `kernels` (one a layer) of the pass's rows."""
+        """Return the work of multiplying the pass's rows with a weight `[n, k]` in each of `layers` layers. `kernels`
+        is the number of kernels; None: one per layer."""
         kernels = layers if kernels is None else kernels
         rows, weights = self.rows if rows is None else rows, float(n) * k
         moved = 2.0 * rows * (n + k)
@@ -309,15 +320,15 @@ class _Layers:
         return DeviceLimits(gpu.name, gpu.capability, gpu.num_sms, gpu.shared_kib * 1024)
 
     def _fuses_heads(self) -> bool:
-        """Whether the product of few rows writes heads as attention reads them."""
+        """Return True if the product of few rows also norms, rotates and caches attention heads."""
         import torch
 
-        from specrs.models.cuda.workspace import fused_heads
+        from specrs.backends.cuda.workspace import fused_heads
 
         return self.quantization is None and fused_heads(self.c, torch.bfloat16, self._limits()) > 0
 
     def _attention(self) -> Work:
-        """All layers' attention, combining kernels included."""
+        """Return the work of attention in all layers, including the kernels that combine partial results."""
         import torch
 
         from specrs.kernels.cuda.attention_config import AttentionConfig

@@ -1,4 +1,5 @@
-"""From the rows of a sweep to cost models, acceptance curves, and predictions of K that were not looked at."""
+"""Turns the rows of a sweep into cost models, acceptance curves, and predictions for values of K that were left out of
+the fit."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from specrs.forecast.acceptance import GeometricAcceptance
 from specrs.forecast.regression import LineFit
 
 Workload = tuple[str, str, float, int]
-"""Analysis, data set, temperature, tensor parallelism."""
+"""Workload: (analysis, data set, temperature, number of tensor parallel ranks). Rows of one workload are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A speed-up in TPOT, forecast and measured, at a K whose row the forecast has not seen."""
+    """Predicted and measured speed-up in TPOT at one K. The row of that K was not used for the prediction."""
 
     concurrency: int
     k: int
@@ -26,17 +27,18 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """forecast / measured - 1."""
+        """Relative error of the prediction: forecast / measured - 1."""
         return self.forecast / self.measured - 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Why a speed-up in output tokens per second is not the speed-up in TPOT: `throughput = tpot * first_token * load`.
+    """Factors of the speed-up in output tokens per second: `throughput = tpot * first_token * load`.
 
-    `first_token` is what time to first token takes from it (prefill, and queueing for a place in the batch): the
-    speed-up of a whole request over that of its decoding. `load` is the rest, how many requests were in flight and how
-    long they were: requests that arrive at a fixed rate leave a faster server idle, and the last ones run alone.
+    `tpot` is the speed-up in TPOT. `first_token` is the effect of the time to first token (prefill, and queueing for a
+    place in the batch): the speed-up of a whole request over that of its decoding. `load` is the rest, the effect of
+    how many requests were in flight and for how long. Requests that arrive at a fixed rate leave a faster server idle,
+    and the last ones run alone.
     """
 
     concurrency: int
@@ -51,7 +53,8 @@ class Departure:
 
 @dataclass(frozen=True)
 class Series:
-    """One drafter on one workload: `rows[concurrency][K]`, and `vanilla[concurrency]` beside them."""
+    """Rows of one drafter on one workload. `rows[concurrency][K]` are rows with drafts; `vanilla[concurrency]` are rows
+    without drafts."""
 
     method: str
     draft_model: str
@@ -61,22 +64,23 @@ class Series:
 
     @property
     def name(self) -> str:
-        """How tables and pictures call it."""
+        """Name of the series in tables and charts."""
         return f"{self.workload[0]}, {self.method}, {self.draft_model.rstrip('/').rpartition('/')[2]}"
 
     @property
     def concurrencies(self) -> list[int]:
-        """Those with drafts and with a vanilla row."""
+        """Concurrencies that have both rows with drafts and a vanilla row, ascending."""
         return sorted(set(self.rows) & set(self.vanilla))
 
     def ks(self, concurrency: int) -> list[int]:
-        """Numbers of draft tokens measured there."""
+        """Return the numbers of draft tokens measured at `concurrency`, ascending."""
         return sorted(self.rows[concurrency])
 
     def line(self, concurrency: int, ks: Sequence[int] | None = None) -> LineFit:
-        """ITL against K: slope T_d, intercept T_t. `ks` are the rows it may look at, all by default.
+        """Fit a line to ITL as a function of K at one concurrency. The slope is T_d, the time of a draft; the intercept
+        is T_t, the time of a target pass. `ks` are the rows to use; None: all.
 
-        Raises `InvalidConfigError` with fewer than two, for a K that is not there, and where ITL falls with K.
+        Raises `InvalidConfigError` for fewer than two rows, for a K without a row, and if ITL falls with K.
         """
         rows = self._rows(concurrency, ks)
         if len(rows) < 2:
@@ -93,7 +97,11 @@ class Series:
         return fit
 
     def acceptance(self, concurrency: int, ks: Sequence[int] | None = None) -> GeometricAcceptance:
-        """The geometric curve through the acceptance lengths. Raises as `line`, and for rows without one."""
+        """Fit a geometric curve to the acceptance lengths at one concurrency. `ks` are the rows to use; None: all.
+
+        Raises `InvalidConfigError` for fewer than two rows, for a K without a row, and for a row without an acceptance
+        length.
+        """
         lengths = {}
         for k, row in self._rows(concurrency, ks).items():
             if row.acceptance_length is None:
@@ -104,7 +112,12 @@ class Series:
         return GeometricAcceptance.fit(lengths)
 
     def cost_model(self, ks: Sequence[int] | None = None, only: Sequence[int] | None = None) -> CostModel:
-        """Lines of ITL at each concurrency (or `only` those), beside the TPOT of vanilla rows. Raises as `line`."""
+        """Return the cost model made of a line of ITL against K at each concurrency, with the TPOT of vanilla rows.
+        `only` limits the concurrencies, `ks` the rows with drafts.
+
+        Raises `InvalidConfigError` if a concurrency has fewer than two rows, if a K has no row, and if ITL falls with
+        K.
+        """
         batches = self.concurrencies if only is None else sorted(only)
         lines = [self.line(concurrency, ks) for concurrency in batches]
         return CostModel.lines(
@@ -115,7 +128,8 @@ class Series:
         )
 
     def predict(self, concurrency: int, ks: Sequence[int]) -> list[Prediction]:
-        """Speed-ups at the K that are not among `ks`, from the rows at `ks` and the vanilla row alone."""
+        """Predict the speed-ups at every measured K that is not in `ks`. Uses only the rows at `ks` and the vanilla
+        row."""
         model = self.cost_model(ks, [concurrency])
         curve = self.acceptance(concurrency, ks)
         plain = self.vanilla[concurrency].mean_tpot
@@ -126,7 +140,7 @@ class Series:
         ]
 
     def departure(self, concurrency: int, k: int) -> Departure:
-        """How the speed-up in throughput comes about at one measured K."""
+        """Return the factors of the throughput's speed-up at one measured K."""
         row, plain = self._rows(concurrency, [k])[k], self.vanilla[concurrency]
         throughput = row.output_token_throughput / plain.output_token_throughput
         tpot, latency = plain.mean_tpot / row.mean_tpot, plain.latency_ms / row.latency_ms
@@ -146,9 +160,10 @@ class Series:
 
 
 def series(rows: Sequence[SweepRow]) -> list[Series]:
-    """The drafters of a sweep, in the order in which they first appear. Of repeated rows that of the median TPOT holds.
+    """Group the rows of a sweep by drafter and workload, in the order in which they first appear. Of repeated rows, the
+    one with the median TPOT is used.
 
-    Raises `InvalidConfigError` where a workload has no vanilla row: there is nothing to compare with.
+    Raises `InvalidConfigError` if no row has drafts, and if a workload has no vanilla row to compare with.
     """
     vanilla: dict[Workload, dict[int, list[SweepRow]]] = {}
     found: dict[tuple[str, str, Workload], dict[int, dict[int, list[SweepRow]]]] = {}
@@ -175,5 +190,6 @@ def series(rows: Sequence[SweepRow]) -> list[Series]:
 
 
 def _median(runs: Sequence[SweepRow]) -> SweepRow:
-    """A run that was measured, so that its figures belong together: of an even number the faster of the middle two."""
+    """Return the run with the median TPOT; of an even number, the faster of the middle two. It is a run that was
+    measured, so its figures belong together."""
     return sorted(runs, key=lambda row: row.mean_tpot)[(len(runs) - 1) // 2]

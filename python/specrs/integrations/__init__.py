@@ -1,1 +1,2 @@
-"""specrs inside other stacks. One module a host; importing this folder imports none of them."""
+"""Adapters that run specrs inside other software. Each host has a module; importing this package imports none of
+them."""

@@ -25,9 +25,9 @@ from specrs.sampling import RequestOutputKind, SamplingParams
 SAMPLING = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"}
 )
-"""Of `sampling_options`, those that are `SamplingParams`' under the same name."""
+"""Fields of Dynamo's `sampling_options` that `SamplingParams` has under the same name."""
 STOPS = frozenset({"max_tokens", "min_tokens", "ignore_eos"})
-"""Likewise of `stop_conditions`."""
+"""Fields of Dynamo's `stop_conditions` that `SamplingParams` has under the same name."""
 _WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -38,10 +38,11 @@ _WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
 
 
 class Worker(LLMEngine):
-    """One engine behind Dynamo's frontend."""
+    """A specrs engine as a worker of NVIDIA Dynamo, whose frontend sends it requests."""
 
     def __init__(self, settings: Mapping[str, Any], name: str) -> None:
-        """`settings`: arguments of `LLM`; `name`: what requests call the model. Nothing is loaded yet."""
+        """Store the settings; nothing is loaded yet. `settings` are arguments of `LLM`; `name` is the model name in
+        requests."""
         self._settings = {**settings, "skip_tokenizer_init": True}
         self._name = name
         self._llm: AsyncLLM | None = None
@@ -49,7 +50,8 @@ class Worker(LLMEngine):
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Worker, WorkerConfig]:
-        """Read the command line; None is the process's own."""
+        """Build a worker and Dynamo's configuration of it from command line arguments. With None, reads the process's
+        own arguments."""
         parser = argparse.ArgumentParser(description="A worker of NVIDIA Dynamo.")
         parser.add_argument("--engine", default="{}", metavar="JSON", help="arguments of specrs.LLM")
         parser.add_argument("--served-model-name", help="what requests call the model; default: its folder or hub id")
@@ -75,7 +77,8 @@ class Worker(LLMEngine):
         return cls(settings, name), config
 
     async def start(self, worker_id: int) -> EngineConfig:
-        """Load the engine; what the router is told of it. Raises `InvalidConfigError` and its subclasses."""
+        """Load the engine. Return what Dynamo's router has to know of it. Raises `InvalidConfigError` or one of its
+        subclasses if a setting is wrong or a checkpoint cannot be loaded."""
         self._llm = AsyncLLM(**self._settings)
         config, stats = self._llm.config, await self._llm.stats()
         return EngineConfig(
@@ -91,10 +94,10 @@ class Worker(LLMEngine):
         )
 
     async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
-        """Run one request; a chunk each time tokens arrive, the last with its reason and usage.
+        """Run one request. Yields a chunk each time tokens arrive; the last one has the finish reason and usage.
 
-        Raises Dynamo's `InvalidArgument` for what is refused, by which a worker is not taken for a broken one, and what
-        ended a request, if not its end.
+        Raises Dynamo's `InvalidArgument` for a rejected request, so that Dynamo does not take the worker for broken. If
+        the engine ends the request with an error, that error is raised.
         """
         assert self._llm is not None
         prompt, sent = list(request["token_ids"]), 0
@@ -126,21 +129,22 @@ class Worker(LLMEngine):
                 self._streams.pop(context.id(), None)
 
     async def abort(self, context: Any) -> None:
-        """End a request whose client has gone."""
+        """End the request of `context`, because its client has disconnected."""
         stream = self._streams.get(context.id())
         if stream is not None:
             stream.close()
 
     async def cleanup(self) -> None:
-        """End the engine. May be called again."""
+        """Shut the engine down. May be called again."""
         if self._llm is not None:
             self._llm.shutdown()
 
 
 def sampling_params(request: Mapping[str, Any], room: int) -> SamplingParams:
-    """What Dynamo's preprocessor says of a request, as `SamplingParams`; `room` is the most tokens there are.
+    """Convert a request of Dynamo's preprocessor to `SamplingParams`. `room` is the maximum number of tokens that still
+    fit.
 
-    Raises `InvalidRequestError` for an option that is not implemented and not at a value without effect.
+    Raises `InvalidRequestError` for an option that is not implemented, unless its value has no effect.
     """
     fields: dict[str, Any] = {"max_tokens": room, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
     sampling, stops = request.get("sampling_options") or {}, request.get("stop_conditions") or {}

@@ -1,8 +1,9 @@
-"""Whether tensors have changed, judged by their bytes. Asks no version counter: writes through `.data` raise none.
+"""Detects whether tensors have changed, by hashing their bytes. Version counters are not used, because writes through
+`.data` do not raise them.
 
-The hash of words w_i of 64 bits is sum r_i (w_i xor (w_i >> 32)) mod 2^64, with random r_i that no write can know of
-(multilinear hashing, Carter and Wegman 1979). Folding the upper half onto the lower makes a lone flipped sign count in
-the lower bits, too, so that two different contents agree with a probability of at most 2^-32. Every byte is read.
+The hash of 64-bit words w_i is sum r_i (w_i xor (w_i >> 32)) mod 2^64, with random r_i that no write can know
+(multilinear hashing, Carter and Wegman 1979). The upper half is folded onto the lower, so that a single flipped sign
+also changes the lower bits. Two different contents agree with a probability of at most 2^-32. Every byte is read.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import torch
 from torch import Tensor
 
 _PIECE = {"cpu": 2**16}
-"""Words of one sum: on a CPU 512 KiB, so that what is written in between stays in a core's cache."""
+"""Number of words per partial sum, by kind of device. On a CPU a sum takes 512 KiB, so that partial results stay in a
+core's cache."""
 _LARGE_PIECE = 2**20
-"""On other devices, where every step is a launch."""
+"""Number of words per partial sum on devices that are not in `_PIECE`, where every operation is a kernel launch."""
 _SEED = secrets.randbits(63)
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> tuple[object, ...]:
-    """Dtype, shape, device and hash of every tensor; equal for equal contents. Mutates nothing."""
+    """Return dtype, shape, device and hash of every tensor. Equal contents give equal results. Mutates nothing."""
     kinds, hashes = [], []
     for tensor in tensors:
         kinds.append((tensor.dtype, tuple(tensor.shape), tensor.device))
@@ -32,7 +34,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> tuple[object, ...]:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bytes as `[n]` int64, filled up with zeros."""
+    """Return the bytes of a tensor as `[n]` int64, padded with zeros."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     missing = -flat.numel() % 8
     if missing or flat.storage_offset() % 8:
@@ -41,7 +43,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _hash(words: Tensor) -> Tensor:
-    """One int64 of `[n]` int64: sums of pieces, then of those sums, until there is one."""
+    """Return the hash of `[n]` int64: sums pieces, and then those sums, until one number is left."""
     size = _PIECE.get(words.device.type, _LARGE_PIECE)
     scratch = words.new_empty(min(size, words.numel()))
     level = 0
@@ -58,7 +60,7 @@ def _hash(words: Tensor) -> Tensor:
 
 @functools.cache
 def _random(level: int, size: int, device: torch.device) -> Tensor:
-    """`[size]` int64, any value, the same in every call of this process."""
+    """Return `[size]` random int64, the same in every call of this process for the same `level` and `size`."""
     generator = torch.Generator().manual_seed((_SEED + level) % 2**63)
     halves = torch.randint(-(2**31), 2**31, (2, size), generator=generator)
     return ((halves[0] << 32) ^ halves[1]).to(device)

@@ -1,4 +1,5 @@
-"""Arguments of transformers' `generate` that a callable `custom_generate` has to see: what is rejected, and streamers.
+"""Checks arguments of transformers' `generate` for a callable `custom_generate`: rejects unsupported ones, and handles
+streamers.
 
 Runs no model.
 """
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from specrs.engine.request import Request
 
 _IGNORED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "streamer")
-"""Arguments that are read, that `check_arguments` looks at, or that change no token."""
+"""Arguments that are used here, that `check_arguments` checks, or that change no token."""
 
 
 def check_arguments(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> None:
@@ -56,10 +57,10 @@ def _shape(value: object) -> str:
 
 
 def of_generate(name: str) -> Any:
-    """The argument `name` of the call of transformers' `generate` that is running; None outside of one.
+    """Return the argument `name` of the running call of transformers' `generate`; None if no call is running.
 
-    transformers drops `streamer` and `assistant_model` on the way to a callable `custom_generate`. A dropped
-    `TextIteratorStreamer` would never end, so they are looked up in the frame of `generate`.
+    transformers drops `streamer` and `assistant_model` before it calls `custom_generate`. A dropped
+    `TextIteratorStreamer` would never end, so they are looked up in the stack frame of `generate`.
     """
     frame, code = sys._getframe(1), _code_of_generate()
     while frame is not None and frame.f_code is not code:
@@ -76,8 +77,8 @@ def _code_of_generate() -> CodeType:
 
 
 class TokenStream:
-    """Hands new tokens to a streamer of transformers as its own loop does: for each position a tensor `[B]` int64 on
-    the CPU, as soon as every request has it or has ended; after its end a request has `pad`."""
+    """Passes new tokens to a streamer of transformers, as its own loop does: for each position a tensor `[B]` int64 on
+    the CPU, as soon as every request has a token there or has ended. Requests that have ended get `pad`."""
 
     def __init__(self, streamer: Any, requests: Sequence[Request], pad: int) -> None:
         """`streamer` has `put` and `end`, as transformers' `BaseStreamer`; None streams nothing."""
@@ -85,7 +86,7 @@ class TokenStream:
         self._sent = 0
 
     def advance(self) -> None:
-        """Hand over what is new."""
+        """Pass the tokens of all new complete positions to the streamer."""
         if self._streamer is None:
             return
         outputs = [request.output_token_ids for request in self._requests]

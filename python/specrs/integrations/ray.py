@@ -1,6 +1,7 @@
-"""specrs under Ray Serve: `build_openai_app` makes an application whose replicas each have an engine and its routes.
+"""Runs specrs under Ray Serve: `build_openai_app` makes an application whose replicas each have an engine and its
+routes.
 
-Starts no cluster and chooses no machines: that is Ray's. Needs `ray[serve]`, which `specrs[ray]` asks for.
+Starts no cluster and chooses no machines; Ray does that. Needs `ray[serve]`, which `specrs[ray]` installs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingContext
 
+from specrs.backends.table import backend_of
 from specrs.config import EngineConfig
 from specrs.errors import InvalidConfigError, check_int, invalid, unknown_key
 from specrs.server.app import build_app
@@ -21,36 +23,38 @@ from specrs.server.run import ServerSettings, close_context, make_context
 logger = logging.getLogger("specrs")
 
 DEFAULT_TARGET = 64
-"""Requests that run or wait, a replica, that autoscaling aims at unless told otherwise."""
+"""Default number of running and waiting requests per replica that autoscaling aims at."""
 MAX_ONGOING_REQUESTS = 1024
-"""Requests that Ray hands a replica before it waits for one to end; the engine's own queue batches them."""
+"""Maximum number of requests that Ray sends to a replica at once. The engine's own queue batches them."""
 DEPLOYMENT = "specrs"
 _ARGUMENTS = frozenset(
     {"engine", "server", "num_replicas", "autoscaling_config", "ray_actor_options", "max_ongoing_requests"}
 )
 
 _RAYS = frozenset({"host", "port", "root_path", "tls", "shutdown_timeout", "access_log", "log_stats_interval"})
-"""Fields of `ServerSettings` that say how a process listens, ends and logs, which is Ray's to do."""
+"""Fields of `ServerSettings` about how a process listens, ends and logs. Under Ray they may not be set, because Ray
+decides these things."""
 
 
 class Replica:
-    """One engine, and the application over it. Ray makes an actor of it."""
+    """One engine, and its ASGI application. Ray makes an actor of it."""
 
     def __init__(self, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:
-        """`engine`: arguments of `LLM`. `server`: fields of `ServerSettings`, but for Ray's own. Loads the weights."""
+        """Load the weights. `engine`: arguments of `LLM`. `server`: fields of `ServerSettings` that Ray does not set
+        itself."""
         self._context = make_context(engine, ServerSettings(**server))
 
     def __serve_build_asgi_app__(self) -> Any:
-        """What Ray sends requests to."""
+        """Return the ASGI application that Ray sends requests to."""
         return build_app(self._context)
 
     def check_health(self) -> None:
-        """Raises what broke the engine; Ray then replaces the replica."""
+        """Raise the error that broke the engine, if it is broken. Ray then replaces the replica."""
         if self._context.llm.error is not None:
             raise self._context.llm.error
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Figures of the engine's queue, for `queue_length_policy`."""
+        """Return statistics of the engine's queue, for `queue_length_policy`."""
         stats = await self._context.llm.stats()
         return {
             "num_requests_running": float(stats.num_running),
@@ -64,15 +68,15 @@ class Replica:
 
 
 class QueueLengthPolicy:
-    """An autoscaling policy of Ray Serve: as many replicas as bring the requests that engines run or hold waiting, and
-    those that no replica has taken yet, to `target` each."""
+    """Autoscaling policy of Ray Serve. It chooses the number of replicas so that each has `target` requests: those that
+    run or wait in an engine, and those that no replica has taken yet."""
 
     def __init__(self, target: float = DEFAULT_TARGET) -> None:
-        """`target`: requests a replica, above 0."""
+        """Set the target. `target`: number of requests per replica, above 0."""
         self.target = target
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """How many replicas there should be, within the bounds that Ray says; and no state."""
+        """Return the wanted number of replicas, within Ray's bounds, and an empty state."""
         figures = context.aggregated_metrics or {}
         engines = sum(
             value
@@ -85,21 +89,22 @@ class QueueLengthPolicy:
 
 
 def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
-    """An application with OpenAI's routes and the others of `specrs serve`, for `serve.run` or a Serve config file.
+    """Return an application with OpenAI's routes and the others of `specrs serve`, for `serve.run` or a Serve config
+    file.
 
     `args`:
         engine: arguments of `LLM`, such as `model`, `speculative_config` and `tensor_parallel_size`.
-        server: fields of `ServerSettings`, such as `served_model_names` and `api_keys`, but for those that say how a
+        server: fields of `ServerSettings`, such as `served_model_names` and `api_keys`, except those about how a
             process listens, ends and logs.
-        num_replicas: engines, 1 by default; not with `autoscaling_config`.
-        autoscaling_config: Ray Serve's, such as `{"min_replicas": 1, "max_replicas": 8}`. Its
-            `target_ongoing_requests` (64) is read by `QueueLengthPolicy` over the engines' own queues, unless it names
-            a `policy`.
-        ray_actor_options: what a replica needs; by default a CPU, and a GPU for each rank where `device` is a GPU.
-        max_ongoing_requests: requests that a replica is handed at once, 1024 by default.
+        num_replicas: number of engines, 1 by default; not with `autoscaling_config`.
+        autoscaling_config: Ray Serve's, such as `{"min_replicas": 1, "max_replicas": 8}`. Unless it names a `policy`,
+            `QueueLengthPolicy` aims at its `target_ongoing_requests` (64) over the engines' own queues.
+        ray_actor_options: resources of a replica; by default a CPU, and a GPU for each rank if `device` is a GPU.
+        max_ongoing_requests: maximum number of requests that a replica gets at once, 1024 by default.
 
     Raises:
-        InvalidConfigError: an argument that is unknown or wrong; of the engine's those that need no checkpoint.
+        InvalidConfigError: an argument is unknown or wrong. Arguments of the engine that depend on the checkpoint are
+            checked later.
     """
     for name in args:
         if name not in _ARGUMENTS:
@@ -140,8 +145,10 @@ def _check_server(given: Mapping[str, Any]) -> None:
 
 
 def _actor_options(config: EngineConfig, engine: Mapping[str, Any]) -> dict[str, Any]:
-    ranks = engine.get("tensor_parallel_size") or 1
-    return {"num_cpus": 1, "num_gpus": ranks if config.device.startswith("cuda") else 0}
+    # Where the device is left open, a replica is given no GPU, so that it runs on any node.
+    named = config.device != "auto"
+    gpus = (engine.get("tensor_parallel_size") or 1) * backend_of(config.device).gpus_per_rank if named else 0
+    return {"num_cpus": 1, "num_gpus": gpus}
 
 
 def _autoscaling(given: Mapping[str, Any]) -> dict[str, Any]:

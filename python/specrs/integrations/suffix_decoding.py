@@ -1,7 +1,7 @@
-"""`SuffixDecodingCache` under the API that vLLM's method "suffix" imports from `arctic_inference.suffix_decoding`.
+"""`SuffixDecodingCache` with the API that vLLM's method "suffix" imports from `arctic_inference.suffix_decoding`.
 
-`specrs.core.SuffixCache` does the work. Not there: tree drafts, `max_spec_offset`, and a context that is not the end of
-the request's own text; each is refused by name.
+`specrs.core.SuffixCache` does the work. Tree drafts, `max_spec_offset`, and a context that is not the end of the
+request's own text are not supported and rejected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _UNLIMITED = 2**31 - 1
 
 @dataclass
 class SuffixDecodingDraft:
-    """A chain of tokens: `parents[i]` is i - 1. `score` is the sum of their probabilities, `probs` only its mean."""
+    """A chain of draft tokens: `parents[i]` is i - 1. `score` is the sum of their probabilities; every entry of `probs`
+    is the mean."""
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -38,9 +39,10 @@ class _Active:
 
 
 class SuffixDecodingCache:
-    """Suffix trees of running requests, and one of all outputs. Request ids are anything hashable; mutated by calls.
+    """Suffix trees of running requests, and one over all outputs. Request ids may be any hashable values. Calls mutate
+    it.
 
-    `max_cached_requests`: outputs of ended requests that are kept, -1 for any number, 0 for none.
+    `max_cached_requests`: number of ended requests whose outputs are kept; -1 for any number, 0 for none.
     """
 
     def __init__(self, max_tree_depth: int = 64, max_cached_requests: int = -1) -> None:
@@ -54,17 +56,17 @@ class SuffixDecodingCache:
 
     @property
     def active_requests(self) -> KeysView[Hashable]:
-        """Ids of running requests."""
+        """Ids of the running requests."""
         return self._active.keys()
 
     @property
     def cached_requests(self) -> KeysView[Hashable]:
-        """Ids of requests whose output is kept, running ones among them unless none is."""
+        """Ids of requests whose output is kept. Running requests are among them, unless no outputs are kept."""
         self._forget_evicted()
         return (dict.fromkeys(self._cached) | (dict.fromkeys(self._active) if self.max_cached_requests else {})).keys()
 
     def start_request(self, req_id: Hashable, prompt_token_ids: Sequence[int] | np.ndarray) -> None:
-        """Take in a request with its prompt. Raises ValueError if it is running, or its output is kept."""
+        """Add a request with its prompt. Raises ValueError if it is already running, or if its output is kept."""
         if req_id in self._active or req_id in self.cached_requests:
             raise ValueError(f"req_id={req_id!r}: is running or cached; stop and evict it first")
         request = _Active(next(self._handles), _tokens(prompt_token_ids), [])
@@ -108,14 +110,14 @@ class SuffixDecodingCache:
         min_token_prob: float = 0.1,
         use_tree_spec: bool = False,
     ) -> SuffixDecodingDraft:
-        """The draft with the highest score for a running request whose text ends with `context`.
+        """Return the draft with the highest score for a running request whose text ends with `context`.
 
-        `max_spec_tokens`: the most tokens, None for the depth of the trees. `max_spec_factor` and `min_token_prob` are
-        those of the first call from then on.
+        `max_spec_tokens`: maximum number of tokens; None for the depth of the trees. `max_spec_factor` and
+        `min_token_prob` are fixed by the first call.
 
         Raises:
             ValueError: the request is not running, or its text does not end with `context`.
-            UnsupportedConfigError: what is not implemented, or differs from the first call.
+            UnsupportedConfigError: an argument is not implemented, or differs from the first call's.
         """
         request = self._running(req_id)
         for name, value, only in (("max_spec_offset", max_spec_offset, 0), ("use_tree_spec", use_tree_spec, False)):
@@ -148,7 +150,7 @@ class SuffixDecodingCache:
         return request
 
     def _with_settings(self, factor: float, least: float) -> SuffixCache:
-        """The core's cache, made at the first call, which says its settings, from what came before it."""
+        """Return the core's cache with these settings. The first call creates it, and adds what was added before."""
         if self._settings is None:
             most = self.max_cached_requests if self.max_cached_requests >= 0 else _UNLIMITED
             self._cache = SuffixCache(
@@ -173,7 +175,7 @@ class SuffixDecodingCache:
         return self._cache
 
     def _forget_evicted(self) -> None:
-        """Drop what the core has made room of."""
+        """Forget the requests whose outputs the core has evicted."""
         kept = len(self._cached)
         if self._cache is not None:
             kept = self._cache.stats()["num_cached_requests"]

@@ -4,10 +4,10 @@
 
     model.generate(**inputs, custom_generate=specrs_transformers.generate, draft_model=draft, max_new_tokens=100)
 
-The weights of `model` and `draft_model` are laid out for specrs' own forward pass and kept as long as the model lives.
-Every call reads all of them once (some 0.7 s per GB on one core, as long as a decode pass or two), and a model whose
-parameters have changed, in whatever way, is laid out anew, with an empty prefix cache. Greedy text is transformers'
-own, up to rounding.
+The weights of `model` and `draft_model` are converted for specrs' own forward pass, and kept as long as the model
+lives. Every call reads all of them once to detect changes (about 0.7 s per GB on one core, as long as a decode pass or
+two). A model whose parameters have changed is converted again, with an empty prefix cache. Greedy text is that of
+transformers, up to rounding.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ import torch
 from torch import Tensor
 
 from specrs.arrays import Array
+from specrs.backends.table import backend_of
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
+from specrs.drafters.draft_model import LoadedDraftModel
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
-from specrs.engine.weights import Weights
 from specrs.errors import EngineError, UnsupportedRequestError, invalid
 from specrs.integrations.fingerprint import fingerprint
 from specrs.integrations.hf_arguments import TokenStream, check_arguments, of_generate
 from specrs.models.config import parse_config
-from specrs.models.dense import Dense
 from specrs.models.errors import unsupported
 from specrs.models.torch_arrays import TORCH_DTYPES, to_numpy
+from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_tensors
 from specrs.sampling import MAX_SPECULATIVE_TOKENS, SamplingParams
 from specrs.speculative_config import SpeculativeConfig
@@ -51,7 +53,7 @@ _PROCESSORS = {
     "MinNewTokensLengthLogitsProcessor",
     "MinLengthLogitsProcessor",
 }
-"""What `generate` makes of the settings that are read here; any other processor is somebody's own."""
+"""Logits processors that `generate` makes from settings that are read here. Any other processor is the user's own."""
 _CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
@@ -65,7 +67,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
 }
-"""Settings that would change something else, with the values at which they do not."""
+"""Settings that are not supported, with the values at which they have no effect."""
 
 _ids = itertools.count()
 
@@ -83,17 +85,17 @@ def generate(
     """Continue `input_ids` `[B, L]` int64; called by `model.generate(..., custom_generate=generate)`.
 
     Args:
-        logits_processor: as `generate` made them of the settings; others are refused by name.
+        logits_processor: as `generate` made them of the settings; others are rejected.
         stopping_criteria: the same.
         generation_config: max_length, min_new_tokens, eos_token_id, pad_token_id, do_sample with temperature, top_k,
-            top_p, min_p, and repetition_penalty are read; settings that would change something else are refused.
+            top_p, min_p, and repetition_penalty are read; settings that would change something else are rejected.
         draft_model: a model with the same tokenizer; None decodes without drafts.
         num_speculative_tokens: K, 0 to 16.
         model_kwargs: `attention_mask` `[B, L]`, whose zeros on the left are padding. A `streamer` gets each position's
             tokens as soon as they are there. Other arguments that would change the text are rejected.
 
     Returns:
-        `[B, L + n]` int64 like transformers' own, padded behind the end of a sequence; with return_dict_in_generate
+        `[B, L + n]` int64 like transformers' own, padded after the end of a sequence; with return_dict_in_generate
         an output object that holds them. Sampling draws its seeds from torch's generator.
 
     Raises:
@@ -167,7 +169,7 @@ def _params(config: GenerationConfig, input_length: int) -> SamplingParams:
 
 
 def _pad_id(config: GenerationConfig) -> int:
-    """Id that fills rows after their end: `pad_token_id`, else the first end id, else 0."""
+    """Return the id that fills rows after their end: `pad_token_id`, else the first end id, else 0."""
     eos = config.eos_token_id
     return config.pad_token_id if config.pad_token_id is not None else eos if isinstance(eos, int) else (eos or [0])[0]
 
@@ -181,7 +183,7 @@ def _padded(input_ids: Tensor, outputs: list[list[int]], config: GenerationConfi
 
 
 class _StateDict:
-    """The tensors of a transformers model, as a `Checkpoint` gives those of a folder."""
+    """Tensors of a transformers model, with the interface of a `Checkpoint`, which reads those of a folder."""
 
     folder = "the transformers model"
 
@@ -210,14 +212,14 @@ class _StateDict:
 @dataclass
 class _Kept:
     contents: tuple[object, ...]
-    decoder: Dense
+    decoder: TorchDecoder
 
 
 _decoders: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
 _engines: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], Engine]] = weakref.WeakKeyDictionary()
 
 
-def _decoder(model: PreTrainedModel) -> Dense:
+def _decoder(model: PreTrainedModel) -> TorchDecoder:
     # Neither addresses nor version counters tell: a write through `parameter.data` changes none of them.
     contents = fingerprint(model.parameters())
     kept = _decoders.get(model)
@@ -225,7 +227,8 @@ def _decoder(model: PreTrainedModel) -> Dense:
         config = parse_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
         if config.experts is not None:
             raise unsupported("architectures", [config.architecture], "a model without experts")
-        kept = _Kept(contents, load_tensors(config, _StateDict(model), model.dtype, model.device))
+        dtypes = backend_of(str(model.device)).dtypes
+        kept = _Kept(contents, load_tensors(config, _StateDict(model), model.dtype, model.device, dtypes))
         _decoders[model] = kept
     return kept.decoder
 
@@ -243,5 +246,6 @@ def _engine(model: PreTrainedModel, draft_model: PreTrainedModel | None, num_spe
         speculative = None if draft is None else SpeculativeConfig(num_speculative_tokens=k)
         config = EngineConfig(speculative_config=speculative, device=str(target.device), max_num_seqs=64)
         engines.clear()  # one KV pool a model
-        engines[key] = build_engine(config, Weights(target, draft))
+        drafter = None if draft is None else LoadedDraftModel(draft)
+        engines[key] = build_engine(config, Weights(target, drafter))
     return engines[key]

@@ -1,13 +1,14 @@
-"""Drafts from the text for vLLM: n-gram, suffix, or whichever fares better, as vLLM's custom proposers.
+"""Drafts from the text for vLLM, as its custom proposers: n-gram, suffix, or whichever of them does better.
 
     LLM(model=..., speculative_config={
         "method": "custom_class", "model": "specrs.integrations.vllm.BestProposer", "num_speculative_tokens": 8})
 
-`NgramProposer` and `SuffixProposer` are the others. The `suffix_decoding_*` of the same dictionary are theirs; sizes of
-n-grams, which vLLM drops there for custom proposers, are `LLM(additional_config={"specrs": {"prompt_lookup_max": 4}})`.
-`register()` lets vLLM's own method "suffix" find
-`SuffixDecodingCache` here; where both packages are installed vLLM calls it by itself. vLLM verifies the drafts, so its
-text is its own. Imports neither vLLM nor torch.
+`NgramProposer` and `SuffixProposer` are the other classes. Options `suffix_decoding_*` go into the same dictionary.
+vLLM drops the sizes of n-grams there for custom proposers, so they go into `LLM(additional_config={"specrs":
+{"prompt_lookup_max": 4}})`.
+
+`register()` lets vLLM's own method "suffix" find `SuffixDecodingCache` here. If both packages are installed, vLLM calls
+it by itself. vLLM verifies the drafts, so specrs does not change its text. Imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ logger = logging.getLogger("specrs")
 _DEFAULT_PROMPT_LOOKUP = 5
 _NGRAM_KEYS = ("prompt_lookup_min", "prompt_lookup_max")
 _DECAY = 0.98
-"""How much of what is known of a way of drafting is left after another draft of it."""
+"""Factor by which a method's statistics decay with each of its drafts."""
 
 
 class _Text:
-    """One request's tokens as far as they have been seen."""
+    """Tokens of one request that were seen so far."""
 
     def __init__(self, request_id: int, tokens: np.ndarray) -> None:
         self.request_id = request_id
@@ -45,11 +46,11 @@ class _Text:
 
     @property
     def tokens(self) -> np.ndarray:
-        """`[n]` int64."""
+        """Tokens of the request, `[n]` int64."""
         return self._tokens[: self._length]
 
     def append(self, tokens: np.ndarray) -> None:
-        """Add what came."""
+        """Append new tokens to the text."""
         end = self._length + len(tokens)
         if end > len(self._tokens):
             self._tokens = np.concatenate((self.tokens, np.empty(2 * end - self._length, dtype=np.int64)))
@@ -58,14 +59,15 @@ class _Text:
 
 
 class _Proposer:
-    """What vLLM calls of a custom proposer. It names no requests, so texts are known by their tokens.
+    """Base of the custom proposers that vLLM calls. vLLM passes no request ids, so texts are recognized by their
+    tokens.
 
-    A row of vLLM's batch may move to another place between calls, end, or be recomputed. One whose tokens go on with
-    no known text is a new request; a text that no row goes on with has ended.
+    A row of vLLM's batch may move to another place between calls, end, or be recomputed. A row whose tokens continue no
+    known text is a new request. A text that no row continues has ended.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """Settings are `vllm_config.speculative_config`'s."""
+        """Read the settings in `vllm_config.speculative_config`."""
         self.config = vllm_config.speculative_config
         self.num_speculative_tokens = int(self.config.num_speculative_tokens)
         self.max_model_len = int(vllm_config.model_config.max_model_len)
@@ -74,7 +76,7 @@ class _Proposer:
         self.num_faults = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to load."""
+        """Do nothing: there is no model to load."""
 
     def propose(
         self,
@@ -83,9 +85,10 @@ class _Proposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts for each row of the batch: none for a row that sampled nothing, or has no room.
+        """Return drafts for each row of the batch; empty for a row that sampled nothing or has no room.
 
-        A fault of ours costs drafts: it is logged once and counted in `num_faults`, and all begins anew.
+        If drafting fails, there are no drafts: the failure is logged once, counted in `num_faults`, and all texts are
+        forgotten.
         """
         try:
             return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
@@ -140,31 +143,33 @@ class _Proposer:
         return rows
 
     def draft(self, text: _Text, most: int) -> list[int]:
-        """At most `most` > 0 drafts behind the text."""
+        """Return at most `most` > 0 draft tokens that continue the text."""
         raise NotImplementedError
 
     def started(self, text: _Text) -> None:
-        """A request began; its prompt is all there is."""
+        """Called for a new request. `text` is its prompt."""
 
     def appended(self, text: _Text, tokens: np.ndarray) -> None:
-        """These tokens are new at the end of the text."""
+        """Called after `tokens` were appended to `text`."""
 
     def ended(self, text: _Text) -> None:
-        """The request is gone."""
+        """Called when the request of `text` has ended."""
 
 
 def _goes_on(known: np.ndarray, now: np.ndarray, sampled: int) -> bool:
-    """Whether `now`, whose last `sampled` tokens are new, goes on from a known text."""
+    """Return True if `now`, whose last `sampled` tokens are new, continues the text `known`."""
     return len(known) == len(now) - sampled and np.array_equal(known, now[: len(known)])
 
 
 class NgramProposer(_Proposer):
-    """What followed the longest n-gram that ends the text, where it stood last before (prompt lookup)."""
+    """Proposer of the tokens that followed the last earlier occurrence of the longest n-gram at the end of the text
+    (prompt lookup)."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """`prompt_lookup_min` and `prompt_lookup_max`: with neither both are 5, with one of them both are that.
+        """Read `prompt_lookup_min` and `prompt_lookup_max`. If neither is set, both are 5; if one is set, both have its
+        value.
 
-        Raises `InvalidConfigError` for another key, or sizes that are none.
+        Raises `InvalidConfigError` for another key, or for wrong sizes.
         """
         super().__init__(vllm_config)
         given_config = vllm_config.additional_config
@@ -178,20 +183,22 @@ class NgramProposer(_Proposer):
         self._ngrams = core.NgramProposer(default if least is None else least, default if most is None else most)
 
     def draft(self, text: _Text, most: int) -> list[int]:
-        """See `_Proposer`."""
+        """Return at most `most` > 0 tokens that followed the text's last n-gram earlier in it."""
         return list(self._ngrams.propose(text.tokens, most).tolist())
 
 
 class SuffixProposer(_Proposer):
-    """What followed the end of the text most often, in it and in other requests' outputs (suffix decoding)."""
+    """Proposer of the tokens that followed the end of the text most often, in it and in other requests' outputs (suffix
+    decoding)."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """`suffix_decoding_max_tree_depth`, `_max_cached_requests`, `_max_spec_factor` and `_min_token_prob`."""
+        """Read `suffix_decoding_max_tree_depth`, `suffix_decoding_max_cached_requests`,
+        `suffix_decoding_max_spec_factor` and `suffix_decoding_min_token_prob`."""
         super().__init__(vllm_config)
         self.reset()
 
     def reset(self) -> None:
-        """Forget all texts, those of ended requests among them."""
+        """Forget all texts, also those of ended requests."""
         super().reset()
         self._cache = core.SuffixCache(
             max_tree_depth=self.config.suffix_decoding_max_tree_depth,
@@ -201,30 +208,30 @@ class SuffixProposer(_Proposer):
         )
 
     def draft(self, text: _Text, most: int) -> list[int]:
-        """See `_Proposer`."""
+        """Return at most `most` > 0 tokens that the suffix tree proposes."""
         return self.scored(text, most)[0]
 
     def scored(self, text: _Text, most: int) -> tuple[list[int], float]:
-        """Drafts, and how many the counts expect to stand."""
+        """Return drafts, and the number of them that is expected to be accepted, by the counts."""
         tokens, score, _ = self._cache.propose(text.request_id, most)
         return tokens.tolist(), float(score)
 
     def started(self, text: _Text) -> None:
-        """See `_Proposer`."""
+        """Add a request with its prompt to the suffix cache."""
         self._cache.start_request(text.request_id, text.tokens)
 
     def appended(self, text: _Text, tokens: np.ndarray) -> None:
-        """See `_Proposer`."""
+        """Append new tokens of a request to the suffix cache."""
         self._cache.append(text.request_id, tokens)
 
     def ended(self, text: _Text) -> None:
-        """See `_Proposer`."""
+        """End a request in the suffix cache, which may keep its output for others."""
         self._cache.stop_request(text.request_id)
 
 
-class _Books:
-    """How many drafts of one way stood, of those that it expected to. Both ways are judged by every text, whichever's
-    drafts were verified: the tokens that came say of either how far it was right."""
+class _Statistics:
+    """Decaying counts of accepted and expected drafts of one method. Both methods are judged on every text, whichever
+    drafted, because the tokens that came show how far each was right."""
 
     def __init__(self) -> None:
         self.stood, self.expected = 1.0, 1.0
@@ -239,13 +246,14 @@ class _Books:
 
 
 class BestProposer(SuffixProposer):
-    """Of n-gram and suffix drafts, for each request and step, those of which more are expected to stand."""
+    """Proposer of n-gram or suffix drafts. For each request and step it takes those of which more tokens are expected
+    to be accepted."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Settings are those of `NgramProposer` and `SuffixProposer`."""
+        """Read the settings of `NgramProposer` and `SuffixProposer`."""
         super().__init__(vllm_config)
         self._ngram = NgramProposer(vllm_config)
-        self._books = {"ngram": _Books(), "suffix": _Books()}
+        self._statistics = {"ngram": _Statistics(), "suffix": _Statistics()}
 
     def reset(self) -> None:
         """Forget all texts and what was proposed for them."""
@@ -253,24 +261,24 @@ class BestProposer(SuffixProposer):
         self._proposed: dict[int, dict[str, tuple[list[int], float]]] = {}
 
     def draft(self, text: _Text, most: int) -> list[int]:
-        """See `_Proposer`."""
+        """Return at most `most` > 0 drafts of the better method, and remember both proposals for `appended`."""
         tokens = self._ngram.draft(text, most)
         proposed = {"suffix": self.scored(text, most), "ngram": (tokens, float(len(tokens)))}
         self._proposed[text.request_id] = proposed
-        best = max(proposed, key=lambda way: proposed[way][1] * self._books[way].ratio)
+        best = max(proposed, key=lambda way: proposed[way][1] * self._statistics[way].ratio)
         return proposed[best][0]
 
     def appended(self, text: _Text, tokens: np.ndarray) -> None:
-        """Judges what was proposed before by what came."""
+        """Judge both methods' last proposals by the tokens that came, then add these to the suffix cache."""
         for way, (drafts, expected) in self._proposed.pop(text.request_id, {}).items():
             if drafts:
                 pairs = zip(drafts, tokens.tolist(), strict=False)
                 stood = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-                self._books[way].record(expected, stood)
+                self._statistics[way].record(expected, stood)
         super().appended(text, tokens)
 
     def ended(self, text: _Text) -> None:
-        """See `_Proposer`."""
+        """Forget the request's proposals and end it in the suffix cache."""
         self._proposed.pop(text.request_id, None)
         super().ended(text)
 

@@ -1,7 +1,7 @@
-"""Protocols of models: `Model` for the engine, `TorchModel` for runners that compute by torch. Implements none.
+"""Protocols of models: `Model` for the engine, `TorchModel` for runners that compute with torch. Implements none.
 
 `Model` has the facts that every model states, in plain numbers. `TorchModel` adds passes over torch tensors. The native
-decoder of a CPU has passes of its own, which the Rust core runs: see `dense_native`.
+decoder of a CPU has its own passes, which the Rust core runs: see `native_decoder`.
 """
 
 from __future__ import annotations
@@ -17,121 +17,142 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from specrs.core import CpuDecoder, CpuPool
     from specrs.models.inputs import PassInputs
     from specrs.models.kv_cache import KVCache
 
 
 class HiddenStates(NamedTuple):
-    """What a pass over N rows leaves; views that the next pass may overwrite."""
+    """Hidden states of a pass over N rows. The next pass may overwrite this memory."""
 
     final: Tensor
-    """[N, hidden] of the model's dtype, after the final norm: what `compute_logits` takes."""
+    """[N, hidden] of the model's dtype, after the final norm: the argument of `compute_logits`."""
     entries: Tensor | None
-    """[N, L, hidden], the residual stream where it enters each layer asked for, in that order; None where L = 0."""
+    """[N, L, hidden]: the residual stream at the input of each of the L requested layers, in the order of the request.
+    None for L = 0."""
 
 
 class Model(Protocol):
-    """Weights on one device. Read-only, so it may serve several caches at once."""
+    """Weights on one device. Passes do not change them, so one model may serve several caches at once."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of activations, and of the KV cache unless that has codes."""
+        """Dtype of activations, and of the KV cache unless that is quantized to FP8."""
 
     @property
-    def device_type(self) -> str:
-        """`cpu` or `cuda`: where its weights are."""
+    def device_name(self) -> str:
+        """Device that holds the weights: `cpu`, or `cuda:N`."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids that it knows, and logits of a row."""
+        """Number of token ids, and of logits per row."""
 
     @property
     def num_layers(self) -> int:
-        """Layers; `hidden_layers` of a pass are from 0 to this less one."""
+        """Number of layers. `hidden_layers` of a pass may name 0 to this number; the number itself means the last
+        layer's output."""
 
     @property
     def max_position_embeddings(self) -> int:
-        """Positions that it was made for."""
+        """Number of positions that the model was trained for."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text."""
+        """Token ids that end a text."""
 
     @property
     def num_parameters(self) -> int:
-        """Weights that a pass reads: what its cost is compared by."""
+        """Number of weights that a pass over one row reads. The engine compares the cost of models by it."""
 
     @property
     def states_dtype(self) -> np.dtype[Any]:
-        """Type of the hidden states that a pass leaves."""
+        """Dtype of the hidden states that a pass returns."""
         return self.dtype
 
     @property
     def attention_ratio(self) -> float:
-        """Multiplications of attending to one position, of those of a token's products: how prompts get slower with
-        their length. Here that of a model of 135 M parameters."""
+        """Multiplications of attention per context position, divided by those of all matrix products of one token.
+        Prompts get slower with length by this ratio. The default is the ratio of a model with 135 M parameters."""
         return 1 / 4096
 
     @property
     def sliding_window(self) -> int | None:
-        """The last positions that its layers attend, where each has a window: the largest; None: some attend all."""
+        """Largest sliding window in tokens if every layer has one. None if some layer attends to all positions."""
         return None
 
     @property
     def ends_in_window(self) -> bool:
-        """Whether its last layer may not attend all positions: then the last row of a chunk may be finite where K or V
-        of a position before it are not."""
+        """True if the last layer may use a sliding window. A NaN in K or V outside the window does not reach the last
+        row of a chunk, so every row has to be checked."""
         return True
 
     @property
     def kv_groups(self) -> KVGroups | None:
-        """The groups that its passes look for KV by; None: all layers are in one."""
+        """KV groups by which passes look up blocks. None: all layers are in one group."""
         return None
 
+    @property
+    def kv_group_sizes(self) -> Sequence[int]:
+        """Numbers of layers per KV group that `with_kv_groups` accepts. Empty if the passes do not support groups."""
+        return ()
+
+    def with_kv_groups(self, size: int) -> Model:
+        """Return the model with its layers in KV groups of at most `size` layers, a number from `kv_group_sizes`."""
+        return self
+
+    decoder: CpuDecoder | None = None
+    """Native passes on a CPU, run by the Rust core. None: torch computes the passes."""
+
+    def on_pool(self, pool: CpuPool, *, bf16_rows: bool = False, prompt_tiles: bool = False) -> Model:
+        """Return a model with the same weights whose passes run on the threads of `pool`; `self` if torch computes the
+        passes.
+
+        `bf16_rows` rounds rows to bf16 before every product. `prompt_tiles` multiplies rows of prompts with AMX tiles.
+        Raises `specrs.core.InvalidConfigError` on a machine without tiles, `InvalidBufferError` for weights that are
+        not bf16.
+        """
+        return self
+
     def bytes_per_block(self, block_size: int) -> int:
-        """Bytes of KV of one block: of all layers, or of those of a group."""
+        """Return the bytes of K and V in one block: of all layers, or of the layers of one KV group."""
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> Any:
-        """Return a zeroed cache of its own kind: `KVCache` of torch's models, `NativeKVCache` of native ones."""
+        """Return a zeroed cache: a `KVCache` for torch models, a `NativeKVCache` for native ones."""
 
 
 class TorchModel(Model, Protocol):
     """A model whose passes take and return torch tensors.
 
-    Passes run under `torch.inference_mode()`. `compute_argmax` has a body here, for models that have nothing faster.
+    Passes run under `torch.inference_mode()`. `compute_argmax` has a default here, for models without a faster way.
     """
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device that holds the weights."""
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """See `Model`."""
-
-    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> TorchModel:
-        """Return the same model with persistent buffers for one pass at a time, which a CUDA graph can hold.
-
-        Its passes have at most `max_rows` rows and `num_hidden_layers` hidden layers, and argmaxes of at most 17 rows
-        of each of `max_seqs` requests. Itself where it needs none.
-        """
+        """Return a zeroed cache of `num_blocks` blocks of `block_size` positions, and a scratch block."""
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         """Feed N rows. Writes K and V of every row with a slot into `kv_cache` and changes nothing else.
 
-        Rows at position -1 give finite values that mean nothing. `hidden_layers` are the layers whose entries are
-        returned with the final states (EAGLE-3 reads three: Li et al. 2025).
+        Rows at position -1 are masked: their output is finite but meaningless. `hidden_layers` are the layers whose
+        inputs are returned with the final states (EAGLE-3 reads three: Li et al. 2025).
         """
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the logits of final hidden states `[L, hidden]`: fp32, float64 for float64 models.
+        """Return the logits of final hidden states `[L, hidden]`: fp32, or float64 for float64 models.
 
-        Written into `out` `[L, ids]` where given, which may have fewer columns than the vocabulary: the first ids.
+        With `out` `[L, ids]`, the logits are written into it. If it has fewer columns than the vocabulary, it gets
+        those of the first ids.
         """
 
     def compute_argmax(self, hidden: Tensor, ids: Tensor, top: Tensor, num_ids: int | None = None) -> None:
-        """Write the most probable token of each row of `hidden` `[L, hidden]` and its logit: `[L]` int64 and `[L]`.
+        """Write the most probable token of each row of `hidden` `[L, hidden]` into `ids` `[L]` int64, and its logit
+        into `top` `[L]`.
 
-        The lowest id in a tie; the logit is NaN if the row has a NaN. `num_ids` looks at the first ids only.
+        The lowest id wins a tie. The logit is NaN if the row has a NaN. With `num_ids`, only the first ids are
+        candidates.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: where they are, which tensors they hold. Builds no model. Reads no pickle."""
+"""Finds and reads the safetensors files of a model folder. Builds no model, reads no pickle."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from specrs.arrays import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, Array, converted
 from specrs.errors import CheckpointError, invalid, short
-from specrs.models.hub import did_you_mean, hub_error
+from specrs.models.hub import did_you_mean, download_bar, hub_error
 from specrs.models.shard_index import place
 
 logger = logging.getLogger("specrs")
@@ -25,9 +25,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHER_WEIGHTS = ("adapter_", "consolidated")
-"""How files of other weights begin: a LoRA adapter, and the same model in its author's layout."""
+"""Beginnings of file names that hold other weights: a LoRA adapter, or the same model in its author's layout."""
 DTYPES = ("F64", "F32", "BF16", "F16")
-"""Of weights that are numbers, in safetensors' words."""
+"""Safetensors' names of the dtypes that unquantized weights may have."""
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     **{f"F{8 * size}": np.dtype(f"f{size}") for size in (2, 4, 8)},
     **{f"{sign}{8 * size}": np.dtype(f"{sign.lower()}{size}") for sign in "IU" for size in (1, 2, 4, 8)},
@@ -37,20 +37,21 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E5M2": FLOAT8_E5M2,
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-"""By safetensors' names."""
+"""NumPy dtype for each dtype name of safetensors."""
 MAX_JSON = 64 << 20
-"""Bytes of a JSON file that describes a model; the largest indices of shards have five million."""
+"""Largest size in bytes of a JSON file that describes a model. The largest index of shards has about 5 MB."""
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
 _OTHER_COPIES = ["consolidated*", "original/*", "*/*"]
-"""The same weights in the layout of the model's author, and folders of exports: gigabytes that are never read."""
+"""Patterns of files that are never downloaded: copies of the weights in the author's layout, and exports in
+subfolders."""
 
 
 def resolve_folder(source: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the folder of `source`: a folder, or a hub id, whose files are downloaded first.
+    """Return the folder of `source`, a folder or a hub id. The files of a hub id are downloaded first.
 
-    Of a hub repository only safetensors, JSON and tokenizer files are fetched; with `weights=False` no safetensors.
-    Raises CheckpointError if there is no such folder or repository, if it is gated, if the hub cannot be reached, or
-    for a `revision` of a folder.
+    Only the hub's safetensors, JSON and tokenizer files are downloaded; with `weights=False`, no safetensors. Raises
+    CheckpointError if there is no such folder or repository, if it is gated, or if the hub cannot be reached. A folder
+    must not have a `revision`.
     """
     path = Path(source)
     if path.is_dir():
@@ -74,7 +75,11 @@ def resolve_folder(source: str | Path, revision: str | None = None, *, weights: 
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                text, revision=revision, allow_patterns=patterns, ignore_patterns=_OTHER_COPIES
+                text,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=_OTHER_COPIES,
+                tqdm_class=download_bar(),
             )
         )
     except Exception as fault:
@@ -82,9 +87,9 @@ def resolve_folder(source: str | Path, revision: str | None = None, *, weights: 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`. Raises CheckpointError if it is missing or no JSON object, is no regular file,
-    which may have no end, or is larger than MAX_JSON."""
-    with contextlib.suppress(OSError):  # which reading tells
+    """Return the JSON object in `path`. Raises CheckpointError if the file is missing, is larger than MAX_JSON, holds
+    no JSON object, or is not a regular file (a pipe may never end)."""
+    with contextlib.suppress(OSError):  # read_text below reports it
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JSON:
             raise CheckpointError(f"{path}: must be a regular file of at most {MAX_JSON >> 20} MiB")
@@ -100,7 +105,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Checkpoint:
-    """The tensors in a folder of safetensors files, one file or several with an index. Opened, not yet read."""
+    """Tensors in a folder of safetensors files: one file, or several with an index. Tensor data is read on demand."""
 
     def __init__(self, folder: Path) -> None:
         """Open the files. Raises CheckpointError if one is missing or damaged, or if there are only pickled weights."""
@@ -116,7 +121,7 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: damaged or truncated: {fault}") from fault
         self.placement = place(folder, weight_map, {name: list(file.entries) for name, file in files.items()})
         self.unlisted = self.placement.unlisted
-        """Tensors that the index does not list. They are read where the model has them and ignored elsewhere."""
+        """Tensors that the index does not list. They are read if the model has them and ignored otherwise."""
         self._files = {name: files[file] for name, file in self.placement.files.items()}
 
     def check(
@@ -125,10 +130,11 @@ class Checkpoint:
         optional: Mapping[str, tuple[int, ...]],
         not_checked: Sequence[str] = (),
     ) -> None:
-        """Check that exactly the `expected` tensors are there, each with its shape, and perhaps `optional` ones.
+        """Check that all `expected` tensors are there, and nothing else but `optional` ones; check shapes and dtypes.
 
-        Those `not_checked` may be there in any shape and type. Buffers of RoPE frequencies are ignored, because they
-        are computed, and so are tensors that the index does not list. Raises CheckpointError that names the tensors.
+        Tensors in `not_checked` may have any shape and dtype. Buffers of RoPE frequencies are ignored, because
+        frequencies are computed, and so are tensors that the index does not list. Raises CheckpointError, which names
+        the tensors.
         """
         self.placement.check(self.folder, (*expected, *optional))
         found = self.entries()
@@ -139,19 +145,19 @@ class Checkpoint:
                 raise CheckpointError(f"{self.folder}: {name} is {found[name][1]}, allowed are {', '.join(DTYPES)}")
 
     def entries(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and type, in safetensors' words, of every tensor."""
+        """Return the shape and the safetensors dtype name of every tensor."""
         return {name: file.entries[name] for name, file in self._files.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def read(self, name: str, dtype: np.dtype[Any]) -> Array:
-        """Return one tensor as `dtype`; see `Tensors`. Raises CheckpointError for a type that is not known."""
+        """Return the tensor `name` converted to `dtype`. Raises CheckpointError for a file dtype that is not known."""
         return converted(self.mapped(name), dtype)
 
     def mapped(self, name: str) -> Array:
-        """Return one tensor in the dtype of the file, whose pages it maps: a private copy only of those that are
-        written. Raises CheckpointError for a type that is not known."""
+        """Return the tensor `name` in the file's dtype as a view of the mapped file. Writing to it copies the written
+        pages and never changes the file. Raises CheckpointError for a dtype that is not known."""
         try:
             return self._files[name].mapped(name)
         except KeyError as fault:
@@ -159,14 +165,14 @@ class Checkpoint:
 
 
 class SafetensorsFile:
-    """One safetensors file, mapped. Its header is checked by the library of that name."""
+    """One memory-mapped safetensors file. The safetensors library checks its header."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file. Raises SafetensorError for one that is damaged, OSError for one that cannot be read."""
+        """Map the file. Raises SafetensorError if it is damaged, OSError if it cannot be read."""
         with safe_open(str(path), framework="np") as checked:
             slices = {name: checked.get_slice(name) for name in checked.keys()}  # noqa: SIM118, it is no dictionary
             self.entries = {name: (tuple(view.get_shape()), str(view.get_dtype())) for name, view in slices.items()}
-            """Shape and type, in safetensors' words, of every tensor."""
+            """Shape and safetensors dtype name of every tensor."""
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
@@ -174,7 +180,7 @@ class SafetensorsFile:
         self._places = {name: [8 + length + offset for offset in header[name]["data_offsets"]] for name in self.entries}
 
     def mapped(self, name: str) -> Array:
-        """Return a view of a tensor's pages. Raises KeyError for a type that numpy does not know."""
+        """Return a view of a tensor's pages. Raises KeyError for a dtype that NumPy does not have."""
         shape, kind = self.entries[name]
         first, end = self._places[name]
         return self._pages[first:end].view(_NUMPY_DTYPES[kind]).reshape(shape)
@@ -187,7 +193,8 @@ def check_tensors(
     optional: Mapping[str, tuple[int, ...]],
     not_checked: Sequence[str] = (),
 ) -> None:
-    """Check names and shapes that were `found`; see `Checkpoint.check`."""
+    """Check the names and shapes in `found`. All `expected` tensors must be there, and nothing else but `optional` and
+    `not_checked` ones. Raises CheckpointError, which names the tensors of `folder`."""
     missing = [name for name in expected if name not in found]
     if missing:
         raise CheckpointError(f"{folder}: {_some(missing)} missing")
@@ -202,9 +209,11 @@ def check_tensors(
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files of weights, and the file that the index names for each tensor; {}: there is one file.
+    """Return the files with weights, and the index as a map from tensor to file name. The map is empty if there is one
+    file.
 
-    As in transformers, `model.safetensors` comes before an index that does not name it, which is a stale one.
+    `model.safetensors` wins over an index that does not name it, because such an index is stale. transformers does this
+    too.
     """
     index, single = folder / INDEX, folder / SINGLE
     if single.is_file():
@@ -232,7 +241,8 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """`weight_map` of the file `index`: the file of each tensor. Raises CheckpointError for one that is none."""
+    """Return the `weight_map` of the index file: the file name of each tensor. Raises CheckpointError if it is
+    malformed."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map={short(weight_map)}: must map tensor names to file names")

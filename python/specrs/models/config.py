@@ -1,10 +1,10 @@
-"""What config.json says, read by ourselves and checked field by field. Reads no weights and no tokenizer.
+"""Parser of config.json. Checks each field. Reads no weights and no tokenizer.
 
-transformers is not asked: it fills gaps with defaults and ignores fields that it does not know, and a decoder that
-ignores a field computes another model. Both of its layouts are read: `rope_theta`, `rope_scaling`, `torch_dtype`
-(version 4) and `rope_parameters`, `dtype` (version 5); a file that has both must say the same in both. `fields.py` has
-the fields that are not read. Of generation_config.json the stop ids are read here, and sampling parameters by the
-server; the rest says how to sample, which is for the request to say.
+transformers does not parse it for us, because it fills gaps with defaults and ignores unknown fields. A decoder that
+ignores a field computes another model. Both of its layouts are read: version 4 has `rope_theta`, `rope_scaling` and
+`torch_dtype`, version 5 has `rope_parameters` and `dtype`. If a file has both, they must agree. `fields.py` lists the
+fields that are not read. From generation_config.json this module reads the stop ids; the server reads the sampling
+parameters, and nothing else is used.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,8 @@ from specrs.models.values import flag, number, optional_number, size
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder: embedding, `num_layers` x (attention, gated MLP), final norm, LM head. Immutable and checked."""
+    """Configuration of a decoder: embedding, `num_layers` x (attention, gated MLP or experts), final norm, LM head.
+    Immutable and checked."""
 
     architecture: str
     vocab_size: int
@@ -42,46 +43,51 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     checkpoint_dtype: str | None
-    """`dtype` of config.json, without the prefix `torch.`; None where it says nothing."""
+    """`dtype` of config.json without the prefix `torch.`. None if the file names none."""
     eos_token_ids: tuple[int, ...]
-    """Ids that end a text; those of generation_config.json where it names any, as in transformers' `generate`."""
+    """Token ids that end a text: from generation_config.json if it names any, as in transformers' `generate`, else from
+    config.json."""
     mask_token_id: int | None
-    """What a draft model for parallel drafting is fed in place of drafts; None where it is none."""
+    """Token that a draft model for parallel drafting reads in place of drafts. None for other models."""
     windows: tuple[int | None, ...] = ()
-    """Of each layer, the last positions that a row sees, its own among them; None: all. (): all layers see all."""
+    """Sliding window of each layer in tokens, including the row's own token; None: the layer attends to all. Empty: all
+    layers do."""
     ropes: tuple[Rope | None, ...] = ()
-    """Of each layer; None: none. (): all have that of `rope_theta` and `rope_scaling`."""
+    """RoPE of each layer; None: the layer has no RoPE. Empty: all layers use `rope_theta` and `rope_scaling`."""
     partial_rotary_dim: int | None = None
-    """Features of a head that are rotated, its first; None: all."""
+    """Number of features of a head that RoPE rotates, from the first on. None: all."""
     qk_norm_whole: bool = False
-    """What `qk_norm` norms is all query heads as one and all key heads as one, not each."""
+    """True if `qk_norm` is one norm over all query heads and one over all key heads. False: it norms each head by
+    itself."""
     norms: Norms = "before"
     norm_offset: float = 0.0
-    """What is added to the weights of norms as they are read."""
+    """Number that is added to the weights of norms when they are loaded."""
     activation: str = "silu"
-    """Of the MLP: `silu` or `gelu_pytorch_tanh`."""
+    """Activation of the MLP: `silu` or `gelu_pytorch_tanh`."""
     fused_projections: bool = False
-    """The checkpoint has q, k and v as one tensor, and so gate and up."""
+    """True if the checkpoint stores q, k and v as one tensor, and gate and up as one tensor."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    """Of what attention and MLP add to the residual stream."""
+    """Factor on the outputs of attention and MLP before they are added to the residual stream."""
     attention_multiplier: float | None = None
-    """Of scores; None: one over the root of `head_dim`."""
+    """Factor on attention scores. None: 1 / sqrt(head_dim)."""
     logits_scaling: float = 1.0
-    """Logits are divided by it."""
+    """Number that logits are divided by."""
     sinks: bool = False
-    """Each query head has a score more, of no position and with a value of zero."""
+    """True if each query head has an attention sink: one more score in the softmax, with no position and a value of
+    zero."""
     experts: Experts | None = None
-    """Layers with experts in place of the MLP; None: there are none."""
+    """Sizes of the experts that replace the MLP in some or all layers. None: there are no experts."""
 
     @property
     def num_parameters(self) -> int:
-        """Weights that a forward pass of one row reads: of experts those that it is sent to, of an untied input
-        embedding nothing, else all."""
+        """Number of weights that a pass over one row reads. Counts only the experts that a row uses, and the input
+        embedding only if the LM head shares it."""
         return round(self.num_parameters_read(1))
 
     def num_parameters_read(self, rows: int) -> float:
-        """The same of `rows` rows, expected: see `Experts.expected`."""
+        """Return the expected number of weights that a pass over `rows` rows reads. Counts the experts that some row
+        uses (`Experts.expected`), and the input embedding only if the LM head shares it."""
         q, kv, h, i = (
             self.num_heads * self.head_dim,
             self.num_kv_heads * self.head_dim,
@@ -107,37 +113,39 @@ class ModelConfig:
 
     @property
     def attention_ratio(self) -> float:
-        """Multiplications of attending to one position, of those that a token's products take before the LM head.
-        Layers with a window count nothing: behind it they attend no more positions."""
+        """Multiplications of attention per context position, divided by those of one token's matrix products without
+        the LM head. Layers with a sliding window count as 0, because their cost stops growing once the window is
+        full."""
         full = self.windows.count(None) if self.windows else self.num_layers
         products = self.num_parameters - self.vocab_size * self.hidden_size
         return full * 2 * self.num_heads * self.head_dim / products
 
     @property
     def rotary_dim(self) -> int:
-        """Features of a head that are rotated, its first."""
+        """Number of features of a head that RoPE rotates, from the first on."""
         return self.head_dim if self.partial_rotary_dim is None else self.partial_rotary_dim
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor on attention scores."""
         return self.head_dim**-0.5 if self.attention_multiplier is None else self.attention_multiplier
 
     def rope_of(self, layer: int) -> Rope | None:
-        """The rotation of a layer; None: none."""
+        """Return the RoPE of a layer; None if it has none."""
         return self.ropes[layer] if self.ropes else (self.rope_theta, self.rope_scaling)
 
     @property
     def rope_magnitude(self) -> float:
-        """What cos and sin of its angles are multiplied by."""
+        """Factor on the cos and sin of RoPE angles."""
         return rope_magnitude(self.rope_scaling)
 
     def for_length(self, max_model_len: int | None) -> "ModelConfig":
-        """The same for texts of up to so many tokens, which LongRoPE depends on; None: of any length it allows."""
+        """Return the configuration for texts of up to `max_model_len` tokens. Only LongRoPE depends on it. None: keep
+        the model's own length."""
         if max_model_len is None or not isinstance(self.rope_scaling, LongRopeScaling):
             return self
         scaling = replace(self.rope_scaling, max_length=max_model_len)
-        # Of layers that differ, those that are not rotated do.
+        # Layers without RoPE, and layers with another scaling, stay as they are.
         ropes = tuple(rope and (rope[0], scaling if rope[1] == self.rope_scaling else rope[1]) for rope in self.ropes)
         return replace(self, rope_scaling=scaling, ropes=ropes)
 
@@ -147,9 +155,9 @@ def parse_config(
 ) -> ModelConfig:
     """Build a ModelConfig from the objects in config.json and generation_config.json (None: there is no such file).
 
-    `rope_kinds` are the kinds of RoPE that its passes know.
+    `rope_kinds` are the kinds of RoPE that the caller's passes support.
 
-    Raises UnsupportedModelError for what is not implemented and CheckpointError for what is no model; each names the
+    Raises UnsupportedModelError for what is not implemented and CheckpointError for malformed values. Each names the
     field, its value and what is allowed.
     """
     architecture, family = family_of(raw.get("architectures"))
@@ -167,7 +175,7 @@ def parse_config(
     hidden, heads = size(raw, "hidden_size"), size(raw, "num_attention_heads")
     default = heads if family.kv_heads_default else family.num_key_value_heads
     if default is not None and "num_key_value_heads" in raw:
-        default = heads  # null is one for each head
+        default = heads  # null: one KV head for each query head
     kv_heads = size(raw, "num_key_value_heads", default)
     if heads % kv_heads:
         raise malformed("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
@@ -221,7 +229,7 @@ def parse_config(
 
 
 def _multipliers(raw: Mapping[str, Any], family: Family, hidden: int) -> dict[str, float]:
-    """Of embeddings, residuals, scores and logits."""
+    """Return the fields of ModelConfig that multiply embeddings, residuals and scores, or divide logits."""
     made: dict[str, float] = {}
     if family.multipliers:
         fields = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
@@ -234,7 +242,8 @@ def _multipliers(raw: Mapping[str, Any], family: Family, hidden: int) -> dict[st
 
 
 def _rotary_factor(raw: Mapping[str, Any]) -> float:
-    """The share of a head's features that are rotated: the RoPE object's where it says one."""
+    """Return the share of a head's features that RoPE rotates. The RoPE object's value wins over the top-level
+    field."""
     factor = None
     for name in ("rope_scaling", "rope_parameters"):
         rope = raw.get(name)
@@ -274,8 +283,8 @@ def _head_dim(raw: Mapping[str, Any], family: Family, hidden: int, heads: int) -
 
 
 def stop_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
-    """Ids that end a text: those of generation_config.json where it names any, else those of config.json. Raises
-    CheckpointError."""
+    """Return the token ids that end a text: from generation_config.json if it names any, else from config.json. Raises
+    CheckpointError for ids outside the vocabulary."""
     for source, file in ((generation, "generation_config.json"), (raw, "config.json")):
         value = source.get("eos_token_id")
         if value is None:
@@ -289,11 +298,12 @@ def stop_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], vocab: int) 
 
 
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Names of the mask token of parallel drafting; the first that is there counts, as in vLLM."""
+"""Fields that may name the mask token of parallel drafting. The first that is present counts, as in vLLM."""
 
 
 def mask_token_id(raw: Mapping[str, Any]) -> int | None:
-    """The mask token of a draft model for parallel drafting, None where there is none. Raises CheckpointError."""
+    """Return the mask token of a draft model for parallel drafting; None if it has none. Raises CheckpointError if the
+    field is no token id."""
     vocab = size(raw, "vocab_size")
     for field in MASK_TOKEN_FIELDS:
         value = raw.get(field)

@@ -1,4 +1,4 @@
-"""Weights of random numbers, for measuring speed where a model's own are not at hand. Reads no file."""
+"""Random weights, for measuring speed without a model's files. Reads no file."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from specrs.models.config import ModelConfig
 from specrs.models.tensors import tensor_shapes
 
 STD = 0.02
-"""Standard deviation of the weights, as models are initialised: activations of any number of layers stay finite."""
+"""Standard deviation of the random weights. Activations stay finite through any number of layers."""
 
 
 class DummyCheckpoint:
-    """Stands in for a `Checkpoint` of a configuration; norms are 1, all else is drawn."""
+    """Stand-in for a `Checkpoint` of a configuration. Norms are 1, all other tensors are random."""
 
     folder = "dummy weights"
 
     def __init__(self, config: ModelConfig) -> None:
         self.shapes = tensor_shapes(config)
-        """Of every tensor, by name."""
+        """Shape of every tensor, by name."""
         self._generator = np.random.default_rng(0)
 
     def __contains__(self, name: str) -> bool:
         return name in self.shapes
 
     def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
-        """Nothing can be missing."""
+        """Do nothing: a dummy has every tensor."""
 
     def read(self, name: str, dtype: np.dtype[Any]) -> Array:
-        """Return `mapped` as `dtype`."""
+        """Return the tensor `name` as `dtype`: 1 for norms, random otherwise."""
         return converted(self.mapped(name), dtype)
 
     def mapped(self, name: str) -> Array:
-        """Return a tensor of the right shape in float32, the same for the same order of calls."""
+        """Return the tensor `name` in float32. Values depend on the order of calls, and are the same for the same
+        order."""
         shape = self.shapes[name]
         if is_norm(name):
             return np.ones(shape, FLOAT32)
@@ -46,5 +47,5 @@ class DummyCheckpoint:
 
 
 def is_norm(name: str) -> bool:
-    """Whether a tensor is the weights of a norm, which are 1."""
+    """Return whether a tensor holds the weights of a norm."""
     return name.endswith("norm.weight")

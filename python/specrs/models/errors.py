@@ -1,4 +1,4 @@
-"""How a model that cannot be served says so. Defines no exception: those are `specrs.errors`."""
+"""Errors for models that cannot be served. The exception classes are in `specrs.errors`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,18 +8,18 @@ from specrs.errors import CheckpointError, UnsupportedModelError, short
 
 
 def unsupported(field: str, value: object, allowed: str) -> UnsupportedModelError:
-    """The exception for a field of config.json whose value is not implemented. Returned, not raised."""
+    """Return the exception for a field of config.json whose value is not implemented."""
     return UnsupportedModelError(f"config.json: {field}={short(value)}: not implemented; allowed: {allowed}")
 
 
 def malformed(field: str, value: object, allowed: str, *, file: str = "config.json") -> CheckpointError:
-    """The exception for a value that no model can have. Returned, not raised."""
+    """Return the exception for a field whose value no model can have."""
     return CheckpointError(f"{file}: {field}={short(value)}: must be {allowed}")
 
 
 @contextmanager
 def of_folder(folder: Path) -> Iterator[None]:
-    """What is wrong with a config.json inside is raised with its folder: an engine reads several."""
+    """Add the folder's path to errors about config.json that are raised inside. An engine reads several folders."""
     try:
         yield
     except CheckpointError as fault:
@@ -30,9 +30,9 @@ def of_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def about(model: str, revision: str, *others: str) -> Iterator[None]:
-    """Name the fields that the user set in `CheckpointError`s from inside, which call them `model` and `revision`.
+    """Rename `model` and `revision` in `CheckpointError`s from inside to the fields that the user set.
 
-    `others` are further names of `model` inside.
+    `others` are further names that the code inside uses for `model`.
     """
     try:
         yield
@@ -44,5 +44,6 @@ def about(model: str, revision: str, *others: str) -> Iterator[None]:
 
 
 OF_TARGET = ("model", "revision")
+"""Arguments of `about` for the target."""
 OF_DRAFT = ("speculative_config.model", "speculative_config.revision", "tokenizer")
-"""Arguments of `about` for the target, and for the draft's model and tokenizer."""
+"""Arguments of `about` for the draft's model and tokenizer."""

@@ -1,4 +1,5 @@
-"""What config.json says of experts, and how many of them a pass reads. Computes no layer."""
+"""Parser of the fields of config.json about experts, and the expected number of experts that a pass reads. Computes no
+layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +10,11 @@ from specrs.models.registry import ExpertFields
 from specrs.models.values import flag, number, size
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
-"""Names of one field."""
+"""Two names of the field for the number of experts in a layer."""
 
 
 class ClampedSwiglu(NamedTuple):
-    """See `kernels.activation.clamped_swiglu`."""
+    """Parameters of the clamped SwiGLU activation (gpt-oss), `kernels.activation.clamped_swiglu`."""
 
     alpha: float
     limit: float
@@ -21,40 +22,47 @@ class ClampedSwiglu(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Layers whose MLP is one of `count` for each row: the `per_token` of the largest router logits, added by weight.
+    """Sizes and rules of layers with `count` experts. Each row uses the `per_token` experts with the largest router
+    logits.
 
-    The weights are the softmax of the router's logits over all experts, in fp32 (Fedus et al. 2021, eq. 1).
+    Their outputs are added with weights: the softmax of the router's logits over all experts, in fp32 (Fedus et al.
+    2021, eq. 1).
     """
 
     count: int
     per_token: int
     intermediate_size: int
     norm_topk_prob: bool
-    """Weights of the chosen ones are divided by their sum."""
+    """True if the weights of the chosen experts are divided by their sum."""
     layers: tuple[bool, ...]
-    """Whether each layer has experts; others have an MLP."""
+    """For each layer, True if it has experts; False: it has an MLP."""
     block: str
-    """See `ExpertFields`; like what follows."""
+    """Prefix of the tensor names of router and experts within a layer."""
     projections: tuple[str, str, str]
+    """Names of the gate, up and down projection of an expert."""
     router: str = "gate"
+    """Name of the router."""
     biases: bool = False
+    """True if router and experts have biases."""
     softmax_of_chosen: bool = False
+    """True if weights are the softmax of the chosen logits only."""
     stacked: bool = False
+    """True if the checkpoint stores all experts of a layer in one tensor per projection."""
     swiglu: ClampedSwiglu | None = None
-    """The activation of experts; None: the model's."""
+    """Parameters of the experts' clamped SwiGLU. None: experts use the model's activation."""
 
     def expected(self, rows: int) -> float:
-        """Different experts of a layer that `rows` rows are sent to, expected where every choice is as likely as any
-        other and rows choose on their own: `E (1 - (1 - k / E)^rows)` of E experts, k for each row.
+        """Return the expected number of different experts of a layer that `rows` rows use.
 
-        So a verification of K + 1 rows reads more weights than a pass of one. Rows of one text choose alike, and read
-        fewer than this.
+        Assumes that rows choose independently and all choices are equally likely: `E (1 - (1 - k / E)^rows)` for E
+        experts and k per row. Verifying K + 1 rows therefore reads more weights than a pass over one row. Rows of one
+        text choose alike and use fewer experts than this.
         """
         return self.count * (1 - (1 - self.per_token / self.count) ** rows)
 
 
 def parse_experts(raw: Mapping[str, Any], fields: ExpertFields, num_layers: int) -> Experts:
-    """Raises CheckpointError by field and value."""
+    """Return the experts that config.json describes. Raises CheckpointError, which names field and value."""
     given = [name for name in EXPERT_COUNTS if raw.get(name) is not None]
     if len(given) == 2 and raw[given[0]] != raw[given[1]]:
         raise malformed(given[1], raw[given[1]], f"{given[0]}={raw[given[0]]}")

@@ -1,16 +1,16 @@
-"""The fields of config.json that are not read: which would make another model, and which have no effect and why.
+"""Fields of config.json that are not read: those that would make another model, and those without effect and why.
 
-What transformers does with config.json decides, because text is compared with its text. Its configuration of a family
-takes every field as an attribute, and the code of all families asks some attributes by name. Each such attribute, and
-each field of the config.json of a published model, is read by `models/config.py` or is in one of these tables; tests
-check both. Other fields, which a trainer or uploader left, are read by neither and ignored.
+transformers is the reference, because our text is compared with its text. A configuration class of transformers turns
+every field into an attribute, and the code shared by all families reads some attributes by name. Each such attribute,
+and each field in the config.json of a published model, is read by `models/config.py` or is in one of these tables;
+tests check both. Other fields, left by a trainer or uploader, are ignored.
 
-No code of a checkpoint is ever run. `auto_map` names such code; the decoder of the family that `architectures` names is
-used, as in transformers with `trust_remote_code=False`, and its tensors are checked by name and shape.
+No code of a checkpoint is ever run. `auto_map` names such code. As in transformers with `trust_remote_code=False`, the
+decoder of the family in `architectures` is used, and its tensors are checked by name and shape.
 """
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    # The code of all families asks for these.
+    # Code shared by all families of transformers reads these.
     "is_causal": (None, True),
     "attention_chunk_size": (None,),
     "per_layer_config": (None, {}),
@@ -22,7 +22,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "transformers_weights": (None, "model.safetensors"),
     "partial_rotary_factor": (None, 1, 1.0),
     "is_encoder_decoder": (None, False),
-    # These belong to other families; a checkpoint that says them is not what its architecture says.
+    # These belong to other families. A checkpoint that sets them is not the architecture that it names.
     "add_cross_attention": (None, False),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
@@ -34,10 +34,10 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_mrope": (None, False),
     "shared_expert_intermediate_size": (None, 0),
 }
-"""Fields that would make another model of any family, with the values at which they do not."""
+"""Fields that would change the model in any family, with the values at which they change nothing."""
 
 _HEADS = "of classification heads"
-_OUTPUTS = "of what a call of the model returns beside logits"
+_OUTPUTS = "of what a call of the model returns with its logits"
 _TRAINING = "of training"
 _ROUTER = "of a loss that trains routers"
 _SPEED = "of how something is computed, not what"
@@ -62,7 +62,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "chunk_size_feed_forward": _SPEED,
     "pretraining_tp": _SPEED,
     "pad_token_id": "a row of the embedding that training leaves alone",
-    "bos_token_id": "of prompts without a token, which are refused",
+    "bos_token_id": "of prompts without a token, which are rejected",
     "auto_map": "names code of the checkpoint, which is never run",
     "transformers_version": _HISTORY,
     "_name_or_path": _HISTORY,
@@ -78,4 +78,4 @@ WITHOUT_EFFECT: dict[str, str] = {
     "_flash_attn_2_enabled": _SPEED,
     "use_flash_attn": _SPEED,
 }
-"""Fields that a configuration of transformers has and that change no logit, with the reason."""
+"""Fields of transformers' configurations that change no logit, with the reason."""

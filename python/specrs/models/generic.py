@@ -1,8 +1,8 @@
-"""Any causal model of transformers: its own modules, with their attention replaced by ours over the paged KV cache.
+"""Any causal model of transformers: its modules, with attention replaced by ours over the paged KV cache.
 
-The rows of a pass are a batch of N texts of one token each, so that modules see the shapes that they see when they
-decode. Attention is replaced through transformers' public interface for it, and so are masks: what a model says of who
-sees what arrives as a function of two positions. Knows no family; what does not fit is refused by `generic_loader`.
+The N rows of a pass are fed as a batch of N texts of one token each, the shapes that modules see when they decode.
+Attention and masks are replaced through transformers' public interfaces. A model's mask arrives as a function of two
+positions. Knows no family; `generic_loader` rejects what does not fit.
 """
 
 from __future__ import annotations
@@ -37,35 +37,37 @@ from specrs.models.kv_cache import KVCache
 from specrs.models.torch_arrays import NUMPY_DTYPES, TORCH_DTYPES
 
 ATTENTION = "specrs_paged"
-"""Under this name transformers knows our attention and our masks."""
+"""Name under which transformers knows the attention and mask functions of this module."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one call of attention in a pass is given."""
+    """Head counts and head sizes of one attention call."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Of queries and keys."""
+    """Number of features of a query or key head."""
     value_dim: int
+    """Number of features of a value head."""
 
     @property
     def cached_dim(self) -> int:
-        """Numbers of a position and head in the cache, for K and for V; the shorter of them ends in zeros."""
+        """Number of features that the cache holds for each head of K and of V: the larger of `head_dim` and
+        `value_dim`. The shorter one is padded with zeros."""
         return max(self.head_dim, self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What modules hand from where masks are made to where they are used."""
+    """The value that modules pass as `attention_mask` from `_mask`, which makes it, to `_attention`, which uses it."""
 
     visibility: Visibility
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of attention: q `[N, heads, D]`, k `[N, kv_heads, D]`, v `[N, kv_heads, Dv]`."""
+    """Arguments of one call of attention: q `[N, heads, D]`, k `[N, kv_heads, D]`, v `[N, kv_heads, Dv]`."""
 
     query: Tensor
     key: Tensor
@@ -78,12 +80,13 @@ class Call:
 
 class _Attends(Protocol):
     def attend(self, call: Call) -> Tensor:
-        """`[N, heads, Dv]`"""
+        """Return the attention output, `[N, heads, Dv]`."""
 
 
 _PASS: ContextVar[_Attends] = ContextVar("pass")
+"""Object that computes attention for the pass that is running in this thread."""
 _FINAL: ContextVar[Tensor] = ContextVar("final")
-"""What attends in the pass under way in this thread."""
+"""Final hidden states that `_States` returns in this thread."""
 
 
 def _attention(
@@ -95,7 +98,10 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer; q, k, v `[N, heads, 1, D]`, the output `[N, 1, heads, Dv]`."""
+    """Attention that transformers calls in every layer, with q, k, v `[N, heads, 1, D]`. Returns `[N, 1, heads, Dv]`.
+
+    Raises UnsupportedModelError for attention that the paged kernels do not compute.
+    """
     name, is_causal = type(module).__name__, options.get("is_causal")
     if options.get("position_bias") is not None:
         raise UnsupportedModelError(f"{name} adds a bias for each distance to its attention scores")
@@ -110,7 +116,11 @@ def _attention(
 
 
 def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Mask | None:
-    """What transformers calls for each kind of mask of a pass. `local_size` is the window's or the chunk's size."""
+    """Mask factory that transformers calls for each kind of mask of a pass. `local_size` is the size of a window or
+    chunk.
+
+    Returns None for plain causal attention.
+    """
     if local_size is None:
         return None
     first = torch.tensor(0)
@@ -127,7 +137,7 @@ AttentionMaskInterface.register(ATTENTION, _mask)
 
 @contextmanager
 def attending(by: _Attends) -> Iterator[None]:
-    """Passes of models with our attention are attended by `by`."""
+    """Context in which `by` computes the attention of passes."""
     token = _PASS.set(by)
     try:
         yield
@@ -137,12 +147,12 @@ def attending(by: _Attends) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Probe:
-    """Attends nothing; keeps what the layers' calls look like."""
+    """Recorder of the shapes of attention calls. Its output has the right shape, but meaningless values."""
 
     shapes: list[LayerShape] = field(default_factory=list)
 
     def attend(self, call: Call) -> Tensor:
-        """See `_Attends`."""
+        """Record the shape of `call` and return values in the shape of an output, `[N, heads, Dv]`."""
         heads, kv_heads, value_dim = call.query.shape[1], call.key.shape[1], call.value.shape[2]
         self.shapes.append(LayerShape(heads, kv_heads, call.query.shape[2], value_dim))
         return call.value.repeat_interleave(heads // kv_heads, dim=1)
@@ -150,7 +160,7 @@ class Probe:
 
 @dataclass(slots=True)
 class _PagedPass:
-    """The attention of one pass over a cache, layer by layer."""
+    """Attention of one pass over a paged KV cache, called layer by layer."""
 
     inputs: PassInputs
     kv_cache: KVCache
@@ -159,21 +169,21 @@ class _PagedPass:
     plans: dict[tuple[AttentionShape, int | None], AttentionPlan] = field(default_factory=dict)
 
     def attend(self, call: Call) -> Tensor:
-        """See `_Attends`."""
+        """Write K and V of the next layer into the cache, and return its attention output `[N, heads, Dv]`."""
         shape, cache = self.shapes[self.layer], self.kv_cache.layers[self.layer]
         self.layer += 1
         dim = shape.cached_dim
         q, k, v = (F.pad(x, (0, dim - x.shape[2])) for x in (call.query, call.key, call.value))
         plan = self._plan(shape, call.mask, q.dtype)
         write_kv(torch.cat((k, v), dim=1), cache, plan)
-        # Zeros behind q and k change no score.
+        # Zeros after the features of q and k change no score.
         out = paged_attention(q, cache, plan, call.scale, sinks=call.sinks, softcap=call.softcap)
         return out.view(-1, shape.num_heads, dim)[:, :, : shape.value_dim]
 
     def _plan(self, layer: LayerShape, mask: Mask | None, dtype: torch.dtype) -> AttentionPlan:
         dtypes = dtype, self.kv_cache.layers[0].dtype
         shape = AttentionShape(layer.num_heads, layer.num_kv_heads, layer.cached_dim, self.kv_cache.block_size, *dtypes)
-        # Masks live as long as the pass, so their identity is theirs alone.
+        # Masks live as long as the pass, so their ids are unique.
         key = (shape, None if mask is None else id(mask))
         if key not in self.plans:
             p = self.inputs
@@ -189,7 +199,8 @@ def _output_embeddings(model: Any) -> Any:
 
 
 def decoder_name(model: PreTrainedModel) -> str:
-    """What a causal model calls the part that gives final states."""
+    """Return the attribute of a causal model that holds its decoder, which computes final states. Raises
+    UnsupportedModelError if there is none."""
     name = next((name for name in (model.base_model_prefix, "model") if name in model._modules), None)
     if name is None:
         raise UnsupportedModelError("its decoder cannot be told from its LM head")
@@ -198,7 +209,7 @@ def decoder_name(model: PreTrainedModel) -> str:
 
 @dataclass
 class _Output(ModelOutput):
-    """What causal models read of their decoder's output."""
+    """Decoder output with the attributes that causal models read."""
 
     last_hidden_state: Tensor | None = None
     past_key_values: None = None
@@ -209,24 +220,27 @@ class _Output(ModelOutput):
 
 
 class _States(nn.Module):
-    """Stands where a causal model has its decoder, and gives states that are there already."""
+    """Replacement for a causal model's decoder that returns states computed earlier (`_FINAL`)."""
 
     @property
     def decoder(self) -> _States:
-        """Some models call this part of theirs."""
+        """This module. Some causal models reach their decoder through this name."""
         return self
 
     def forward(self, *_: Any, **__: Any) -> _Output:
-        """Whatever it is fed."""
+        """Return the states in `_FINAL`, whatever the arguments are."""
         return _Output(last_hidden_state=_FINAL.get())
 
 
 class Head:
-    """From final states to logits by the model's own code, which may scale or cap them."""
+    """LM head of a causal model. It computes logits of final states with the model's own code, which may scale or cap
+    them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Shares the weights of `model`, but for a LM head in bf16, of which it has one in fp32: see
-        `Dense.compute_logits`."""
+        """Share the weights of `model`, except a bf16 LM head, which is copied to fp32.
+
+        bf16 logits would often tie at the top: see `TorchDecoder.compute_logits`.
+        """
         self._model = copy.copy(model)
         modules = dict(model._modules)
         modules[decoder_name(model)] = _States()
@@ -234,14 +248,14 @@ class Head:
         name = next((name for name, module in modules.items() if module is output), None)
         self.dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         if model.dtype == torch.bfloat16 and name is not None:
-            # Its weight is that of the embedding where they are tied: a copy.
+            # A copy, because a tied LM head shares its weight with the embedding.
             modules[name] = copy.deepcopy(output).float()
         else:
             self.dtype = model.dtype
         self._model.__dict__["_modules"] = modules
 
     def logits(self, states: Tensor) -> Tensor:
-        """`[L, vocab]` of `[L, hidden]`, fp32 or float64."""
+        """Return logits `[L, vocab]` of states `[L, hidden]`: fp32, or float64 for float64 models."""
         ids = torch.zeros((len(states), 1), dtype=torch.int64, device=states.device)
         # Engines in several threads may share a model.
         token = _FINAL.set(states.to(self.dtype).unsqueeze(1))
@@ -254,10 +268,10 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class GenericFacts:
-    """What a model is beside its weights."""
+    """Facts about a model other than its weights."""
 
     shapes: tuple[LayerShape, ...]
-    """Of the calls of attention of a pass, in their order."""
+    """Shape of each attention call of a pass, in order."""
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     vocab_size: int
@@ -267,76 +281,77 @@ class GenericModel(TorchModel):
     """A causal model of transformers on a CPU, with our attention set."""
 
     def __init__(self, module: PreTrainedModel, facts: GenericFacts) -> None:
-        """`module` has our attention and must not be written while this lives."""
+        """Wrap `module`, which has our attention. It must not be changed while this object lives."""
         self.module = module
         self._decoder: Any = getattr(module, decoder_name(module))
         self._facts = facts
         self._head = Head(module)
         self._num_parameters = active_parameters(module)
         self.cache_dtype: np.dtype[Any] = NUMPY_DTYPES[module.dtype]
-        """Type of K and V in the cache. Codes have a scale of 1."""
+        """Dtype of K and V in the cache. If that is FP8, their scales are 1."""
 
     @property
     def vocab_size(self) -> int:
-        """See `Model`; like what follows."""
+        """Number of token ids, and of logits per row."""
         return self._facts.vocab_size
 
     @property
     def max_position_embeddings(self) -> int:
-        """See `Model`."""
+        """Number of positions that the model was trained for."""
         return self._facts.max_position_embeddings
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """See `Model`."""
+        """Token ids that end a text."""
         return self._facts.eos_token_ids
 
     @property
     def num_parameters(self) -> int:
-        """See `active_parameters`."""
+        """Number of weights that a pass over one row reads: see `active_parameters`."""
         return self._num_parameters
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """See `Model`."""
+        """Dtype of weights and activations."""
         return NUMPY_DTYPES[self.module.dtype]
 
     @property
-    def device_type(self) -> str:
-        """See `Model`."""
-        return self.module.device.type
+    def device_name(self) -> str:
+        """Device that holds the weights, as a string."""
+        return str(self.module.device)
 
     @property
     def device(self) -> torch.device:
-        """See `Model`."""
+        """Device that holds the weights."""
         return self.module.device
 
     @property
     def num_layers(self) -> int:
-        """See `Model`."""
+        """Number of layers."""
         layers: int = self.module.config.get_text_config(decoder=True).num_hidden_layers
         return layers
 
     def bytes_per_block(self, block_size: int) -> int:
-        """See `Model`."""
+        """Return the bytes of K and V of one block over all layers."""
         numbers = sum(2 * shape.num_kv_heads * shape.cached_dim for shape in self._facts.shapes)
         return numbers * block_size * self.cache_dtype.itemsize
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """See `Model`. Layers may be of different shapes."""
+        """Return a zeroed cache of `num_blocks` blocks of `block_size` positions, and a scratch block. Layers may
+        differ in shape."""
         layers = [(shape.num_kv_heads, shape.cached_dim) for shape in self._facts.shapes]
         return KVCache.of_layers(layers, num_blocks, block_size, TORCH_DTYPES[self.cache_dtype], self.device)
 
-    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> TorchModel:
-        """See `Model`."""
-        return self
-
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
-        """See `Model`."""
+        """Feed N rows. Writes K and V of every row with a slot into `kv_cache` and changes nothing else.
+
+        Rows at position -1 are masked: their output is finite but meaningless. `hidden_layers` are the layers whose
+        inputs are returned with the final states.
+        """
         with attending(_PagedPass(inputs, kv_cache, self._facts.shapes)):
             output = self._decoder(
                 input_ids=inputs.input_ids.unsqueeze(1),
-                # A masked row is fed at a position that every model has.
+                # Masked rows have position -1. They are fed at 0, which every model has.
                 position_ids=inputs.positions.clamp(min=0).unsqueeze(1),
                 use_cache=False,
                 output_hidden_states=bool(hidden_layers),
@@ -348,14 +363,15 @@ class GenericModel(TorchModel):
         return HiddenStates(output.last_hidden_state[:, 0], entries)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Model`."""
+        """Return the logits of final hidden states `[L, hidden]`. With `out` `[L, ids]`, write those of the first ids
+        into it."""
         logits = self._head.logits(hidden)
         return logits if out is None else out.copy_(logits[:, : out.shape[1]])
 
 
 def active_parameters(model: PreTrainedModel) -> int:
-    """Weights that a pass reads for one token: no input embedding that the LM head does not share, and of experts those
-    that a token is sent to."""
+    """Return the number of weights that a pass reads for one token. Counts only the experts that a token uses, and the
+    input embedding only if the LM head shares it."""
     config = model.config.get_text_config(decoder=True)
     experts = [getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
     total = next((count for count in experts if count), None)

@@ -1,5 +1,8 @@
-"""From a folder or hub id to a model that transformers computes with our attention. What does not fit is refused by
-name, and a short text is fed both ways before a model is taken: what no rule here foresees shows in its logits."""
+"""Loader of models that transformers computes with our attention, from a folder or hub id.
+
+Rejects what does not fit, with the reason. Before it returns a model, it feeds a short text with transformers'
+attention and with ours, and compares the logits. So it also notices what no rule here foresees.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,13 @@ from specrs.models.torch_arrays import TORCH_DTYPES
 logger = logging.getLogger("specrs")
 
 PROBE = 12
-"""Tokens of the text that is fed both ways, in two passes of ours."""
+"""Number of tokens in the text for comparing logits. Our attention gets it in two passes."""
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Of its logits, relative to their norm: transformers takes some softmaxes in fp32 in float64 models, too."""
+"""Largest allowed difference of logits, relative to their norm. Not tighter in float64, because transformers takes some
+softmaxes in fp32 there too."""
 _NO_CODE = "null, or architectures of transformers: no code of checkpoints is run"
 _SCALINGS_BY_LENGTH = ("longrope",)
-"""RoPE whose frequencies change with the longest text of a batch."""
+"""Kinds of RoPE whose frequencies change with the longest text of a batch."""
 
 
 def load_generic(
@@ -49,17 +53,20 @@ def load_generic(
     kv_cache_dtype: str = "auto",
     field: str = "kv_cache_dtype",
 ) -> GenericModel:
-    """Load the causal model of a folder or hub id onto the CPU; `dtype` as in `loader.load_model`. `dummy` weights are
-    those that transformers initialises a model with, the same each time. `field` is that of `kv_cache_dtype`, see
-    `resolve_cache_dtype`.
+    """Load the causal model of a folder or hub id onto the CPU.
 
-    Raises CheckpointError, or UnsupportedModelError for what does not fit, by name.
+    `dtype` is float32, float64, bfloat16 or auto: float32, or float64 for a float64 checkpoint. With `load_format`
+    `dummy`, transformers initialises the weights, the same way each time. `field` names the option of `kv_cache_dtype`
+    in errors.
+
+    Raises CheckpointError if a file is missing or wrong, or UnsupportedModelError with the reason why the model cannot
+    be served.
     """
     folder = resolve_folder(source, revision, weights=load_format != "dummy")
     raw = read_config(folder)
     config = _config(folder, raw)
     name = _check_config(folder, raw, config)
-    resolved = named_dtype(str(dtype).removeprefix("torch."), raw_dtype(raw), "cpu")
+    resolved = named_dtype(str(dtype).removeprefix("torch."), raw_dtype(raw))
     cache_dtype = resolve_cache_dtype(field, kv_cache_dtype, resolved)
     with _silent():
         module: PreTrainedModel = _load(folder, config, TORCH_DTYPES[resolved], load_format)
@@ -76,7 +83,7 @@ def load_generic(
 
 
 def raw_dtype(raw: dict[str, Any]) -> str | None:
-    """`dtype` of a config.json, also of a text model inside."""
+    """Return the `dtype` of a config.json, or of the text model in it. None: it names none."""
     inner = raw.get("text_config")
     for place in (raw, inner if isinstance(inner, dict) else {}):
         for field in ("dtype", "torch_dtype"):
@@ -105,7 +112,8 @@ def _config(folder: Path, raw: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _check_config(folder: Path, raw: dict[str, Any], config: PreTrainedConfig) -> str:
-    """The name of its class. Raises for what shows before weights are read."""
+    """Return the name of the model's class. Raises UnsupportedModelError for a model that cannot be served, as far as
+    its configuration shows."""
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if isinstance(name, list | tuple):
         name = next((n for n in name if n in (raw.get("architectures") or ())), name[0])
@@ -137,7 +145,7 @@ def _check_config(folder: Path, raw: dict[str, Any], config: PreTrainedConfig) -
 
 
 def _load(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, load_format: str) -> Any:
-    """The model as transformers has it, with all its weights."""
+    """Return the model as transformers loads it. Raises CheckpointError if weights are missing or have other shapes."""
     auto: Any = AutoModelForCausalLM
     if load_format == "dummy":
         with torch.random.fork_rng(devices=()):
@@ -169,7 +177,8 @@ def _load(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, load_forma
 
 
 def _adapted(module: PreTrainedModel, positions: int, stops: tuple[int, ...], vocab_size: int) -> GenericModel:
-    """Sets our attention and compares. Raises UnsupportedModelError with the reason alone."""
+    """Replace the module's attention by ours and compare logits with and without it. Raises UnsupportedModelError,
+    whose text is only the reason, if the model cannot be served."""
     decoder: Any = module._modules[decoder_name(module)]
     if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
         raise UnsupportedModelError("it takes no position_ids")
@@ -195,7 +204,7 @@ def _adapted(module: PreTrainedModel, positions: int, stops: tuple[int, ...], vo
 
 
 def _unfit(kind: type[PreTrainedModel]) -> str | None:
-    """What of the class does not fit; None: nothing that shows there."""
+    """Return the reason why the class `kind` cannot be served, as far as its code shows; None if there is none."""
     if getattr(kind, "_is_stateful", False):
         return "it has recurrent layers, whose state takes no drafts back"
     if not kind._can_set_attn_implementation():
@@ -224,7 +233,7 @@ def _shapes(decoder: Any) -> tuple[LayerShape, ...]:
 
 
 def _fed(model: GenericModel, ids: Tensor) -> Tensor:
-    """Its logits for `ids`, in two passes over blocks that are not in order."""
+    """Return the logits of `ids`, computed in two passes over blocks in reverse order."""
     block_size, n = 4, len(ids)
     blocks = -(-n // block_size)
     cache = model.allocate_cache(blocks, block_size)
@@ -247,7 +256,7 @@ def _fed(model: GenericModel, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """transformers shows bars and warns of what is checked here."""
+    """Silence transformers' progress bars, and its warnings about things that this module checks itself."""
     log: Any = transformers.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

@@ -1,16 +1,16 @@
-"""Errors of the Hugging Face hub as one sentence of cause and one of remedy. Downloads nothing."""
+"""Errors of the Hugging Face hub, each as one cause and one remedy, and the hub's progress bars. Downloads nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from specrs.errors import CheckpointError, SpecrsError, invalid, near_names
 
 ErrorT = TypeVar("ErrorT", bound=SpecrsError)
 _TRANSPORT = {"ConnectionError", "TimeoutError", "TransportError", "RequestException"}
-"""Classes, by name, of faults on the way to the hub: Python's, httpx's and requests'."""
+"""Names of exception classes for failed connections to the hub: Python's, httpx's and requests'."""
 
 
 def hub_error(
@@ -23,11 +23,11 @@ def hub_error(
     error: type[ErrorT] = CheckpointError,  # type: ignore[assignment]
     repo_type: str = "model",
 ) -> ErrorT:
-    """The exception to raise for what asking the hub raised. Returned, not raised.
+    """Return the exception to raise for `fault`, which a request to the hub raised.
 
-    It tells apart a repository or revision that is not there, one that is gated, a rejected token, HF_HUB_OFFLINE, and
-    a hub that cannot be reached. `source` is the value of `field` as the user gave it, and `repository` the hub id in
-    it, `source` itself by default. `repo_type` is `model` or `dataset`.
+    It distinguishes a missing repository or revision, a gated one, a rejected token, HF_HUB_OFFLINE, and a hub that
+    cannot be reached. `source` is the value of `field` as the user gave it, and `repository` the hub id in it, by
+    default `source`. `repo_type` is `model` or `dataset`.
     """
     from huggingface_hub import constants, get_token
     from huggingface_hub import errors as hub
@@ -78,9 +78,23 @@ def hub_error(
     return invalid(error, field, source, reason)
 
 
+def download_bar() -> Any:
+    """Return the hub's class of progress bars for downloads of several files, changed to show only on a terminal.
+
+    The hub's own bar for the number of files is written into logs too.
+    """
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class TerminalBar(tqdm):
+        def __init__(self, *values: Any, **named: Any) -> None:
+            super().__init__(*values, **named | {"disable": named.get("disable") or None})  # type: ignore[no-untyped-call]
+
+    return TerminalBar
+
+
 def did_you_mean(source: str, repository: str | None = None, repo_type: str = "model") -> str:
-    """`did you mean X? ` for the nearest folder or .gguf file beside `source`, or repository in the hub's cache; empty
-    if none is near."""
+    """Return `did you mean X? ` with the name nearest to `source`: a folder or .gguf file in the same folder, or a
+    repository in the hub's cache. Empty if none is near."""
     path = Path(source)
     beside = [] if source.endswith("..") else _entries(path.parent)
     local = [str(path.parent / name) for name in near_names(path.name, beside, 1)]
@@ -112,7 +126,7 @@ def _cached() -> list[str]:
 
 
 def _chain(fault: BaseException) -> Iterator[BaseException]:
-    """`fault` and its causes: the hub's client raises one error from another."""
+    """Yield `fault` and its causes, because the hub's client raises one error from another."""
     seen: set[int] = set()
     each: BaseException | None = fault
     while each is not None and id(each) not in seen:

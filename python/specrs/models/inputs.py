@@ -1,4 +1,4 @@
-"""The inputs of one forward pass. Data only: no derived fields, no device."""
+"""Inputs of one forward pass with torch. Data only: no derived fields."""
 
 from dataclasses import dataclass
 
@@ -9,23 +9,26 @@ from specrs.models.lora import AdapterRows
 
 @dataclass(frozen=True, slots=True)
 class ChunkRows:
-    """Chunks of S prompts behind the rows of a pass's B requests, which attend by themselves; int64 tensors."""
+    """Chunks of S prompts in a pass, after the rows of its B requests. They have their own attention call. int64
+    tensors."""
 
     first: int
-    """The pass's row that the chunks begin at."""
+    """Index of the first row of the pass that belongs to the chunks."""
     q_start: Tensor
-    """[S + 1] as `PassInputs.q_start`, counted from that row."""
+    """[S + 1] ascending: chunk s has the rows from `q_start[s]` to before `q_start[s + 1]`, counted from row
+    `first`."""
     block_table: Tensor
-    """[S, max_blocks]"""
+    """[S, max_blocks] block ids of each chunk's request."""
     group_tables: Tensor | None
-    """[G - 1, S, max_blocks]"""
+    """[G - 1, S, max_blocks] block ids in the KV groups after the first. None: there is one group."""
     max_q_len: int
-    """Host upper bound of rows per chunk."""
+    """Upper bound, known on the host, of the rows of a chunk."""
     batch: int
-    """Requests that the attention of the others is cut up for, at most B: what their sums' order is without chunks."""
+    """Number of requests, at most B, for which the attention of the other rows is split. It fixes the order of their
+    sums, so chunks do not change it."""
 
     def in_group(self, group: int) -> Tensor:
-        """Block table [S, max_blocks] of a group."""
+        """Return the block table of a KV group, [S, max_blocks]."""
         if group == 0:
             return self.block_table
         assert self.group_tables is not None
@@ -34,43 +37,46 @@ class ChunkRows:
 
 @dataclass(frozen=True, slots=True)
 class PassInputs:
-    """One forward pass over N flat rows of B requests; all tensors int64 on the model's device, none is mutated.
+    """Inputs of one forward pass over N flat rows of B requests. int64 tensors on the model's device; none is mutated.
 
     Row i of request b, `q_start[b] <= i < q_start[b + 1]`, feeds `input_ids[i]` at p = `positions[i]` and writes its K
     and V to `slots[i]`, which is `block_table[b, p // block_size] * block_size + p % block_size` (see `SlotMapper`). It
-    attends the keys at positions 0..p of request b, all of which were written before or are written by this pass.
+    attends to the keys at positions 0..p of request b, which were written earlier or are written by this pass.
     """
 
     input_ids: Tensor
-    """[N] token ids; of a masked row anything inside the vocabulary."""
+    """[N] token ids. A masked row may have any id of the vocabulary."""
     positions: Tensor
-    """[N] positions; -1: the row is masked, its output is finite and means nothing."""
+    """[N] positions. -1: the row is masked, and its output is finite but meaningless."""
     slots: Tensor
-    """[N] KV slots; -1 writes into the scratch block, which is never read."""
+    """[N] KV slots. -1 writes into the scratch block, which is never read."""
     q_start: Tensor
-    """[B + 1] ascending, first 0; rows from `q_start[B]` on belong to no request and are treated as masked."""
+    """[B + 1] ascending, first 0. Rows from `q_start[B]` on belong to no request and are treated as masked."""
     block_table: Tensor
-    """[B, max_blocks] block ids, the rows of these B requests; entries past a request's context are never used."""
+    """[B, max_blocks] block ids of the B requests. Entries past a request's context are never used."""
     max_q_len: int
-    """Host upper bound of rows per request."""
+    """Upper bound, known on the host, of the rows of a request."""
     max_context: int
-    """Host upper bound of position + 1."""
+    """Upper bound, known on the host, of position + 1."""
     k_start: Tensor | None = None
-    """[B] the first key that a request's rows attend; None: 0. Models with a window in every layer alone are given it:
-    what lies before it has left the windows of all passes to come."""
+    """[B] first position whose KV a request's rows attend to. None: 0. Only a draft model's passes set it, because its
+    KV may begin after position 0 if all layers have a sliding window. Earlier positions have left the windows of all
+    later passes."""
     group_slots: Tensor | None = None
-    """[G - 1, N] KV slots in the groups behind the first (`KVGroups`), as `slots` in the first; None: there is one."""
+    """[G - 1, N] KV slots in the KV groups after the first, as `slots` is for the first. None: there is one group."""
     group_tables: Tensor | None = None
-    """[G - 1, B, max_blocks] their block ids, as `block_table`. Entries before a group's window mean nothing."""
+    """[G - 1, B, max_blocks] block ids in the KV groups after the first. Entries before a group's window are
+    meaningless."""
     prompts: bool = False
-    """All rows are of prompts, or of what a draft catches up with."""
+    """True if all rows are tokens of prompts, or tokens that a draft model catches up with."""
     chunks: ChunkRows | None = None
-    """Chunks whose rows are behind those of the B requests. For `CudaDense` alone."""
+    """Prompt chunks whose rows follow those of the B requests. Only `CudaDecoder` supports them."""
     adapters: tuple[AdapterRows, ...] = ()
-    """By LoRA adapter the rows that are computed with it; those of none are the base model's. Dense decoders alone."""
+    """For each LoRA adapter, the rows that use it. Other rows use the base model. Only `TorchDecoder` and `CudaDecoder`
+    support them."""
 
     def in_group(self, group: int) -> tuple[Tensor, Tensor]:
-        """Slots [N] and block table [B, max_blocks] of a group."""
+        """Return the slots [N] and the block table [B, max_blocks] of a KV group."""
         if group == 0:
             return self.slots, self.block_table
         assert self.group_slots is not None

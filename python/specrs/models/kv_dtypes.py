@@ -1,4 +1,4 @@
-"""Types, scales and sizes of K and V in a KV cache. Holds no cache."""
+"""Dtypes, scales and sizes of K and V in a KV cache. Allocates none."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from specrs.models.kv_groups import KVGroups
 from specrs.models.tensors import Readable
 
 CODES: dict[str, np.dtype[Any]] = {"fp8_e4m3": FLOAT8_E4M3, "fp8_e5m2": FLOAT8_E5M2}
-"""Values of `kv_cache_dtype` that mean codes."""
+"""FP8 dtypes of a quantized KV cache, by the value of `kv_cache_dtype`."""
 SCALE_NAMES = ("{x}_scale", "attn.{x}_scale", "{x}_proj.{x}_scale", "qkv_proj.{x}_scale", "{x}_proj.output_scale")
-"""Names that quantizers give the scale of x, k or v, after `self_attn.`"""
+"""Names that quantizers give the scale of K or V (x is k or v), after `self_attn.`"""
 
 
 def resolve_cache_dtype(field: str, kv_cache_dtype: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type of K and V in the cache of a model of `dtype`. Raises UnsupportedConfigError naming `field` for
-    numbers of another type than the model's."""
+    """Return the dtype of K and V in the cache of a model of `dtype`. Raises UnsupportedConfigError, which names
+    `field`, for a dtype that is neither the model's nor FP8."""
     name = str(dtype)
     if kv_cache_dtype in ("auto", name):
         return dtype
@@ -33,10 +33,10 @@ def resolve_cache_dtype(field: str, kv_cache_dtype: str, dtype: np.dtype[Any]) -
 
 
 def read_kv_scales(checkpoint: Readable, attention: str) -> KVScales:
-    """Return the scales of the layer whose tensors' names begin with `attention`.
+    """Return the KV scales of the layer whose attention tensors have names that begin with `attention`.
 
-    They are 1 where there are none; where there is one it is both, as older quantizers wrote it. Raises CheckpointError
-    for what is no scale of a whole tensor.
+    A scale that is missing equals the other one, as older quantizers stored only one; both are 1 if both are missing.
+    Raises CheckpointError for a scale that is not one positive number.
     """
     found: list[float | None] = []
     for x in "kv":
@@ -61,14 +61,15 @@ def read_kv_scales(checkpoint: Readable, attention: str) -> KVScales:
 def kv_shape(
     config: ModelConfig, num_blocks: int, block_size: int, groups: KVGroups | None = None
 ) -> tuple[int, int, int, int, int, int]:
-    """Return the shape of all layers of a cache: `[layers, num_blocks, 2, kv_heads, block_size, head_dim]`.
+    """Return the shape of a whole cache: `[layers, num_blocks, 2, kv_heads, block_size, head_dim]`.
 
-    With `groups` its layers are those that a block has room for: a block is one of any group.
+    With `groups`, a block holds the layers of one KV group, so `layers` is the size of a group.
     """
     num_layers = config.num_layers if groups is None else groups.layers_per_block
     return num_layers, num_blocks, 2, config.num_kv_heads, block_size, config.head_dim
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, itemsize: int, groups: KVGroups | None = None) -> int:
-    """Return the bytes of one block over all layers, or over those of a group, K and V of `itemsize` bytes each."""
+    """Return the bytes of one block, with K and V numbers of `itemsize` bytes: of all layers, or with `groups` of one
+    KV group."""
     return math.prod(kv_shape(config, 1, block_size, groups)) * itemsize

@@ -1,5 +1,5 @@
-"""Which layers of a model share KV blocks: groups by window, and how a group's layers share memory with the others'.
-Hands out no blocks."""
+"""KV groups of a model: layers with the same sliding window share block tables, and groups share memory. Assigns no
+blocks."""
 
 from __future__ import annotations
 
@@ -7,34 +7,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_PARTS = 8
-"""Groups that layers of one window are cut into at most: each has a block table and its blocks in every record."""
+"""Largest number of groups for layers of one window. Each group adds a block table and its block ids to every
+record."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroups:
-    """The layers of a model in G groups. A block is `block_size` positions of one group's layers, of one size in all.
+    """The layers of a model in G groups. A block has `block_size` positions of one group's layers; all blocks have one
+    size.
 
-    Layers at the same place of their groups share a tensor: of a block it holds the layer whose group the block is in.
+    Layers at the same place of their groups share a tensor. Each block of the tensor holds K and V of the layer whose
+    group the block belongs to.
     """
 
     windows: tuple[int | None, ...]
-    """Of each group; the first has none, or the longest."""
+    """Sliding window of each group in tokens. The first group has none (None) or the longest."""
     of_layer: tuple[int, ...]
-    """The group of each layer."""
+    """Index of each layer's group."""
     places: tuple[int, ...]
-    """The place of each layer in its group."""
+    """Index of each layer within its group."""
 
     @property
     def layers_per_block(self) -> int:
-        """Layers whose KV a block has room for."""
+        """Number of layers whose K and V fit in a block."""
         return max(self.places) + 1
 
 
 def group_sizes(windows: Sequence[int | None]) -> list[int]:
-    """Layers a group may have, the most first; none where all layers attend to all positions.
+    """Return the numbers of layers that a group may have, largest first. Empty if all layers attend to all positions.
 
-    Those that do are the first group, and no group has more. Where each layer has a window, the first group may be one
-    kind of layers, or a part of all: what else is in it, a draft's KV, may be kept longer.
+    If some layers attend to all positions, they form the first group, and no group is larger. If every layer has a
+    window, the first group holds all layers of the longest window, or fewer: its blocks may live longer, for a draft's
+    KV.
     """
     full, layers = list(windows).count(None), len(windows)
     if full or not layers:
@@ -44,9 +48,9 @@ def group_sizes(windows: Sequence[int | None]) -> list[int]:
 
 
 def kv_groups(windows: Sequence[int | None], size: int) -> KVGroups:
-    """Groups of at most `size` layers, one of `group_sizes`, each of one window.
+    """Return groups of at most `size` layers, a number from `group_sizes`. Layers of a group have the same window.
 
-    A block wastes memory in the last group of a window alone.
+    Only the last group of each window may be smaller, and wastes memory in its blocks.
     """
     kinds = sorted(set(windows), key=lambda window: (window is not None, -(window or 0)))
     of_group: list[int | None] = []

@@ -1,5 +1,5 @@
-"""Reads, fuses and lays out the tensors of a decoder, whatever holds them. Small work on norms is done in numpy here; a
-subclass says what arrays and projections become."""
+"""Base classes that read, fuse and lay out the tensors of a decoder. Norms are computed here with NumPy; subclasses
+decide what arrays and projections become."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specrs.arrays import FLOAT32, FLOAT64, Array, converted
 from specrs.kernels.frequencies import Powers, rounded_powers, signed_frequencies
 from specrs.kernels.kv_scales import UNSCALED
 from specrs.models.config import ModelConfig
-from specrs.models.dense_weights import D, DenseWeights, ExpertWeights, LayerWeights, T, W
+from specrs.models.decoder_weights import D, DecoderWeights, ExpertWeights, LayerWeights, T, W
 from specrs.models.experts import Experts
 from specrs.models.kv_dtypes import read_kv_scales
 from specrs.models.rope import Rope, frequencies
@@ -25,11 +25,12 @@ class LayerReader(ABC, Generic[T, W]):
     """Reads, fuses and lays out the tensors of decoder layers."""
 
     checkpoint: Readable
+    """Source of the tensors."""
     kv_codes = False
-    """Whether K and V are cached as codes, which have scales."""
+    """True if K and V are cached in FP8, so that their scales are read."""
 
     def layer(self, prefix: str, c: ModelConfig) -> LayerWeights[T, W]:
-        """Return the decoder layer whose names begin with `prefix`."""
+        """Return the decoder layer whose tensor names begin with `prefix`."""
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         before, after, before_mlp, after_mlp = (
             None if name is None else self.place(self.norm(prefix + name, c)) for name in norm_names(c)
@@ -53,56 +54,56 @@ class LayerReader(ABC, Generic[T, W]):
         )
 
     def qk_norm(self, attention: str, c: ModelConfig) -> Array:
-        """Return the norms of queries and keys, `[heads + kv_heads, head_dim]`; see `LayerWeights`."""
+        """Return the norms of queries and keys, `[heads + kv_heads, head_dim]`, as `LayerWeights.qk_norm` describes."""
         q, k = self.norm(attention + "q_norm", c), self.norm(attention + "k_norm", c)
         if c.qk_norm_whole:
             return np.concatenate((q, k)).reshape(-1, c.head_dim)
         return np.concatenate((np.tile(q, (c.num_heads, 1)), np.tile(k, (c.num_kv_heads, 1))))
 
     def norm(self, name: str, c: ModelConfig) -> Array:
-        """Return the weights of the norm `name`."""
+        """Return the weights of the norm `name`, with the configuration's `norm_offset` added."""
         weight = self.vector(f"{name}.weight")
         return _computed(weight, lambda wide: wide + c.norm_offset) if c.norm_offset else weight
 
     def vector(self, name: str) -> Array:
-        """Return a small tensor as `vector_dtype`."""
+        """Return the small tensor `name` as `vector_dtype`."""
         return self.checkpoint.read(name, self.vector_dtype)
 
     @property
     @abstractmethod
     def vector_dtype(self) -> np.dtype[Any]:
-        """Type of norms."""
+        """Dtype in which norms are stored."""
 
     @abstractmethod
     def place(self, array: Array) -> T:
-        """Return `array` where the model is, of the same type."""
+        """Return `array` on the model's device, with its dtype unchanged."""
 
     @abstractmethod
     def read(self, name: str) -> T:
-        """Return the tensor `name`, which is no projection, where the model is."""
+        """Return the tensor `name`, which is not a projection, on the model's device."""
 
     @abstractmethod
     def matrix(self, name: str) -> T:
-        """Return the matrix `name`, an embedding or the LM head, where the model is."""
+        """Return the embedding or LM head `name` on the model's device."""
 
     @abstractmethod
     def linear(self, names: list[str], *, bias: bool) -> W:
-        """Return the projections `names`, which share an input, as one."""
+        """Return the projections `names`, which share an input, fused into one."""
 
     @abstractmethod
     def experts(self, prefix: str, experts: Experts) -> ExpertWeights[T, W]:
-        """Return the experts of a layer, and their router."""
+        """Return the router and experts of the layer whose tensor names begin with `prefix`."""
 
     @abstractmethod
     def nothing(self) -> W:
-        """Return what stands in place of a projection that a layer does not have."""
+        """Return an empty projection, for layers that do not have one."""
 
     def powers(self) -> Powers:
-        """Return what makes the powers of theta that frequencies are of; see `kernels.frequencies`."""
+        """Return the function that computes powers of theta for RoPE frequencies: see `kernels.frequencies`."""
         return rounded_powers
 
     def signed(self, rope: Rope, rotary_dim: int) -> T:
-        """Return signed frequencies, `[rotary_dim]` float32."""
+        """Return the signed RoPE frequencies of `rope`, `[rotary_dim]` float32."""
         return self.place(signed_frequencies(frequencies(rope, rotary_dim, self.powers())))
 
 
@@ -110,15 +111,16 @@ class ModelReader(LayerReader[T, W], Generic[T, W, D]):
     """A `LayerReader` of all tensors of one model, or of one rank's part of it."""
 
     config: ModelConfig
-    """The whole model's."""
+    """Configuration of the whole model."""
     held: ModelConfig
-    """With the heads and features that are here."""
+    """Configuration with the heads and features that this rank holds."""
     dtype: D
+    """Dtype of activations."""
     cache_dtype: D | None = None
-    """See `DenseWeights`."""
+    """Dtype of K and V in the cache. None: `dtype`."""
 
-    def load(self) -> DenseWeights[T, W, D]:
-        """Read everything. Raises as the checkpoint's `check`."""
+    def load(self) -> DecoderWeights[T, W, D]:
+        """Check and read all tensors. Raises CheckpointError for tensors that are missing, unknown or misshapen."""
         c = self.config
         self.check()
         embedding = self.matrix(EMBEDDING)
@@ -126,7 +128,7 @@ class ModelReader(LayerReader[T, W], Generic[T, W, D]):
         rotaries = {rope: None if rope is None else self.signed(rope, c.rotary_dim) for rope in c.ropes}
         layers = tqdm(range(c.num_layers), desc="Loading layers", delay=2.0, disable=None)
         final_norm = self.norm(FINAL_NORM.removesuffix(".weight"), c)
-        return DenseWeights(
+        return DecoderWeights(
             config=self.held,
             dtype=self.dtype,
             embedding=embedding,
@@ -139,16 +141,17 @@ class ModelReader(LayerReader[T, W], Generic[T, W, D]):
         )
 
     def check(self) -> None:
-        """Check names and shapes. Raises CheckpointError."""
+        """Check the names and shapes of all tensors. Raises CheckpointError for tensors that are missing, unknown or
+        misshapen."""
         c = self.config
         self.checkpoint.check(tensor_shapes(c), {LM_HEAD: (c.vocab_size, c.hidden_size)})
 
     @abstractmethod
     def lm_head(self, weight: T) -> W:
-        """Return the LM head, of its matrix."""
+        """Return the LM head whose weights are `weight`."""
 
 
 def _computed(array: Array, compute: Callable[[Array], Array]) -> Array:
-    """Return what `compute` makes of `array` in float32 at least, rounded once to the type of `array`."""
+    """Apply `compute` to the array in float32 or wider, and round the result once to the array's dtype."""
     wide = FLOAT64 if array.dtype == FLOAT64 else FLOAT32
     return converted(compute(converted(array, wide)), array.dtype)

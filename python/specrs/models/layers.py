@@ -1,4 +1,5 @@
-"""What config.json says of single layers: which have a window, and which RoPE each has. Knows no weights."""
+"""Parser of per-layer fields of config.json: which layers have a sliding window, and the RoPE of each. Reads no
+weights."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,9 +18,10 @@ Ropes: TypeAlias = tuple[Rope | None, ...]
 def parse_layers(
     raw: Mapping[str, Any], family: Family, num_layers: int, facts: RopeFacts, rotary_factor: float
 ) -> tuple[Rope, Ropes, Windows]:
-    """The model's RoPE, and RoPE and window of each layer, as `ModelConfig` has them.
+    """Return the model's RoPE, then RoPE and window of each layer as in `ModelConfig`.
 
-    Raises UnsupportedModelError and CheckpointError, by field and value.
+    Raises UnsupportedModelError for a value that is not implemented, CheckpointError for a malformed one; both name
+    field and value.
     """
     rotated = _rotated(raw, num_layers) if family.unrotated_layers else (True,) * num_layers
     kinds, window = _kinds(raw, family, num_layers, facts.max_positions, rotated)
@@ -36,7 +38,8 @@ def parse_layers(
 def _kinds(
     raw: Mapping[str, Any], family: Family, num_layers: int, max_positions: int, rotated: tuple[bool, ...]
 ) -> tuple[list[str], int | None]:
-    """The kind of each layer, and the window of those that slide; None where it hides nothing."""
+    """Return the kind of attention of each layer, and the size of sliding windows. The size is None if no text is long
+    enough for a window to hide a position."""
     switched = family.windows in ("switched", "chosen", "unrotated")
     off = switched and not flag(raw, "use_sliding_window")
     value = raw.get("sliding_window", family.sliding_window)
@@ -71,7 +74,7 @@ def _kinds(
 
 
 def _pattern(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Whether each layer has a window: all but every `sliding_window_pattern`-th."""
+    """Return whether each layer has a window: all but every `sliding_window_pattern`-th."""
     every = size(raw, "sliding_window_pattern", 6)
     older = raw.get("_sliding_window_pattern")
     if older not in (None, every) and raw.get("layer_types") is None:
@@ -80,7 +83,7 @@ def _pattern(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 def _rotated(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer is rotated."""
+    """Return whether each layer has RoPE."""
     given = raw.get("no_rope_layers")
     if given is None:
         every = size(raw, "no_rope_layer_interval", 4)
@@ -91,7 +94,8 @@ def _rotated(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
 
 
 def _two_ropes(raw: Mapping[str, Any], facts: RopeFacts, local_theta: float) -> tuple[Rope, Rope]:
-    """That of full layers and that of sliding ones: in `rope_parameters` by kind, or in fields of their own."""
+    """Return the RoPE of layers without a window and the RoPE of layers with one. They are in `rope_parameters`, by
+    kind of layer, or in `rope_scaling` and `rope_local_base_freq`."""
     ropes, full = raw.get("rope_parameters"), f"rope_parameters.{FULL}"
     if ropes is None:
         ropes, full = {FULL: raw.get("rope_scaling")}, "rope_scaling"

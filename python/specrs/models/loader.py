@@ -1,4 +1,5 @@
-"""The configuration of a folder, hub id or GGUF file, and where its tensors come from. Builds no model."""
+"""Reader of a model's configuration, and of the tensors' source, from a folder, hub id or GGUF file. Builds no
+model."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,16 +28,29 @@ from specrs.models.tensors import EMBEDDING, LM_HEAD, Named, Tensors, tensor_sha
 
 logger = logging.getLogger("specrs")
 DTYPES: dict[str, np.dtype[Any]] = {str(dtype): dtype for dtype in (FLOAT32, FLOAT64, BFLOAT16, FLOAT16)}
-"""By the values of `dtype`."""
-_ELSEWHERE = {"cpu": "float16", "cuda": "float64"}
-"""What a device does not serve: half precision is slow on CPUs and emulated, the GPU kernels have no float64."""
+"""Dtypes that a model may be computed in, by the value of the option `dtype`."""
+
+
+class DeviceDtypes(NamedTuple):
+    """Dtypes in which one kind of device computes: all of `DTYPES` but one."""
+
+    kind: str
+    """Name of the device in messages."""
+    unsupported: str
+    """The dtype in which the device does not compute."""
+    auto_widens: bool
+    """True if `auto` means float32 for checkpoints of 16 bit. False: `auto` is the checkpoint's dtype."""
+
+
+CPU_DTYPES = DeviceDtypes("cpu", unsupported="float16", auto_widens=True)
+"""Dtypes of CPUs, where 16 bit arithmetic is slow or emulated."""
 
 
 def load_config(source: str | Path, *, revision: str | None = None) -> ModelConfig:
-    """Read and check the configuration of a folder, hub id or GGUF file; of a hub id no weights are downloaded, but for
-    GGUF files, which hold it.
+    """Return the checked configuration of a folder, hub id or GGUF file.
 
-    Raises CheckpointError, or UnsupportedModelError for what is not implemented.
+    Weights of a hub id are not downloaded, except GGUF files, which hold the configuration. Raises CheckpointError if a
+    file is missing or malformed, or UnsupportedModelError for what is not implemented.
     """
     file = gguf_path(source, revision)
     return _read_config(resolve_folder(source, revision, weights=False)) if file is None else gguf_config(file)
@@ -45,7 +59,7 @@ def load_config(source: str | Path, *, revision: str | None = None) -> ModelConf
 def check_is_model(source: str | Path, *, revision: str | None = None) -> None:
     """Check that `source` is a GGUF file, or a folder or hub id with a readable config.json.
 
-    Of a hub id no weights are downloaded, but for GGUF files. Raises CheckpointError.
+    Weights of a hub id are not downloaded, except GGUF files. Raises CheckpointError if it is none of them.
     """
     if gguf_path(source, revision) is not None:
         return
@@ -61,9 +75,11 @@ def check_is_model(source: str | Path, *, revision: str | None = None) -> None:
 
 
 def stored_config(source: str | Path, *, revision: str | None = None, load_format: str = "auto") -> ModelConfig:
-    """`load_config`, untied where the weights of a folder hold an LM head of their own, see `with_own_head`.
+    """Return the configuration of `load_config`, untied if the weights in a folder hold a different LM head: see
+    `with_own_head`.
 
-    Weights of a hub id are not downloaded for it. Raises as `load_model`.
+    Weights of a hub id are not downloaded. Raises CheckpointError if a file is missing or malformed, or
+    UnsupportedModelError for what is not implemented.
     """
     config = load_config(source, revision=revision)
     if load_format == "dummy" or not config.tie_word_embeddings or not Path(source).is_dir():
@@ -72,8 +88,8 @@ def stored_config(source: str | Path, *, revision: str | None = None, load_forma
 
 
 def is_known_family(source: str | Path, *, revision: str | None = None) -> bool:
-    """Whether a folder or hub id says an architecture of `registry.FAMILIES`; a GGUF file is for our readers. Raises
-    CheckpointError."""
+    """Return whether a folder or hub id names an architecture of `registry.FAMILIES`. True for GGUF files, which have
+    their own table. Raises CheckpointError if config.json is missing or malformed."""
     if gguf_path(source, revision) is not None:
         return True
     raw = read_json(resolve_folder(source, revision, weights=False) / "config.json")
@@ -81,8 +97,8 @@ def is_known_family(source: str | Path, *, revision: str | None = None) -> bool:
 
 
 def load_mask_token_id(source: str | Path, *, revision: str | None = None) -> int | None:
-    """What a draft model of any family is fed in place of drafts; None where it is none for parallel drafting. Raises
-    CheckpointError."""
+    """Return the token that a draft model for parallel drafting reads in place of drafts. None for other models. Raises
+    CheckpointError if config.json is missing or malformed."""
     if gguf_path(source, revision) is not None:
         return None
     raw = read_json(resolve_folder(source, revision, weights=False) / "config.json")
@@ -92,7 +108,11 @@ def load_mask_token_id(source: str | Path, *, revision: str | None = None) -> in
 def open_checkpoint(
     source: str | Path, revision: str | None, load_format: str
 ) -> tuple[ModelConfig, Checkpoint | QuantizedTensors | DummyCheckpoint]:
-    """The configuration of a folder, hub id or GGUF file, and where its tensors come from. Raises as `load_model`."""
+    """Return the configuration of a folder, hub id or GGUF file, and the source of its tensors.
+
+    Reads tensor data only to compare a tied LM head with the embedding. Raises CheckpointError if a file is missing or
+    malformed, or UnsupportedModelError for what is not implemented.
+    """
     file = gguf_path(source, revision)
     if file is not None:
         config = gguf_config(file)
@@ -107,10 +127,10 @@ def open_checkpoint(
 
 
 def with_own_head(config: ModelConfig, tensors: Named, has_same_head: Callable[[], bool]) -> ModelConfig:
-    """Return `config`, untied if it says that embeddings are tied and the tensors hold an LM head that differs.
+    """Return `config`, untied if it says that embeddings are tied but the tensors hold an LM head that differs.
 
-    As in transformers, the tensors are believed. `has_same_head` says whether their LM head equals their embedding.
-    Raises CheckpointError for tensors that are not those of `config`.
+    transformers believes the tensors too. `has_same_head` returns whether the LM head equals the embedding. Raises
+    CheckpointError if the tensors do not fit `config`.
     """
     if not config.tie_word_embeddings:
         return config
@@ -134,7 +154,8 @@ def _has_same_head(tensors: Tensors) -> bool:
 
 
 def _same_numbers(one: Array, other: Array) -> bool:
-    """Whether two matrices of a shape and any types are equal. Compares some rows at a time: the first often tell."""
+    """Return whether two matrices of one shape and any dtypes are equal. Compares some rows at a time, because the
+    first rows often differ already."""
     wide = FLOAT64 if FLOAT64 in (one.dtype, other.dtype) else FLOAT32
     rows = max(1, (1 << 20) // one.shape[1])
     for first in range(0, len(one), rows):
@@ -144,28 +165,35 @@ def _same_numbers(one: Array, other: Array) -> bool:
     return True
 
 
-def resolve_dtype(dtype: str | np.dtype[Any], config: ModelConfig, device_type: str) -> np.dtype[Any]:
-    """Return the dtype to compute in on a `cpu` or a GPU (`cuda`); `auto` is the checkpoint's on a GPU.
+def resolve_dtype(dtype: str | np.dtype[Any], config: ModelConfig, device: DeviceDtypes = CPU_DTYPES) -> np.dtype[Any]:
+    """Return the dtype in which `device` computes a model of `config`.
 
-    On a CPU `auto` is float32, and float64 for a float64 checkpoint. Raises UnsupportedModelError for any other.
+    `auto` is the checkpoint's dtype. On a CPU it is float32, or float64 for a float64 checkpoint. Raises
+    UnsupportedModelError for a dtype in which the device does not compute.
     """
-    return named_dtype(dtype, config.checkpoint_dtype, device_type)
+    return named_dtype(dtype, config.checkpoint_dtype, device)
 
 
-def named_dtype(dtype: str | np.dtype[Any], checkpoint_dtype: str | None, device_type: str) -> np.dtype[Any]:
-    """Return the dtype to compute in, see `resolve_dtype`, where config.json says `checkpoint_dtype`."""
+def named_dtype(
+    dtype: str | np.dtype[Any], checkpoint_dtype: str | None, device: DeviceDtypes = CPU_DTYPES
+) -> np.dtype[Any]:
+    """Return the dtype in which `device` computes a model whose config.json names `checkpoint_dtype`.
+
+    `auto` is the checkpoint's dtype, float32 if it names none. If `device.auto_widens`, it is float32, or float64 for a
+    float64 checkpoint. Raises UnsupportedModelError for a dtype in which the device does not compute.
+    """
     name = str(dtype)
     if name == "auto":
         name = checkpoint_dtype or "float32"
-        if device_type == "cpu" and name != "float64":
+        if device.auto_widens and name != "float64":
             name = "float32"
     if name not in DTYPES:
         given = "" if str(dtype) != "auto" else f" (dtype='auto' and config.json says {checkpoint_dtype})"
         raise invalid(UnsupportedModelError, "dtype", name, f"must be one of auto, {', '.join(DTYPES)}{given}")
-    if name == _ELSEWHERE.get(device_type):
+    if name == device.unsupported:
         allowed = ", ".join(other for other in DTYPES if other != name)
         raise invalid(
-            UnsupportedModelError, "dtype", name, f"not implemented on device {device_type}; allowed: {allowed}"
+            UnsupportedModelError, "dtype", name, f"not implemented on device {device.kind}; allowed: {allowed}"
         )
     return DTYPES[name]
 

@@ -1,6 +1,6 @@
-"""What LoRA adapters add to projections of some rows of a pass. Reads no file and knows no request.
+"""LoRA adapters, applied to the projections of some rows of a pass. Reads no file and knows no request.
 
-What a projection gives is `W x + s B (A x)` (Hu et al. 2021), of rows that have the adapter; `s` is in B.
+For rows with the adapter, a projection returns `W x + s B (A x)` (Hu et al. 2021). The scale `s` is multiplied into B.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Matrix: TypeAlias = Any
-"""An array of numpy's for a native model, a tensor for one of torch's."""
+"""A NumPy array for a native model, a tensor for a torch model."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRAPart:
-    """What an adapter adds to one module of a layer."""
+    """Matrices A and B of an adapter for one module of a layer."""
 
     a: Matrix
-    """[r, inputs]"""
+    """Matrix A, [r, inputs]."""
     b: Matrix
-    """[outputs, r], times the scale"""
+    """Matrix B times the scale, [outputs, r]."""
     first: int
-    """The first row of the layer's matrix that is the module's."""
+    """First row of the layer's fused matrix that belongs to the module."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoRAAdapter:
-    """An adapter's matrices, in the dtype and on the device of its model."""
+    """Matrices of an adapter, in the dtype and on the device of its model."""
 
     name: str
     id: int
     layers: tuple[Mapping[str, tuple[LoRAPart, ...]], ...]
-    """Of each layer, by the names of `LayerWeights`."""
+    """For each layer the parts of the adapter, by the projection's name in `LayerWeights`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The rows of a pass of torch's that an adapter is for."""
+    """Rows of a torch pass that use one adapter."""
 
     adapter: LoRAAdapter
-    """Its matrices are tensors."""
+    """The adapter, with tensors as matrices."""
     rows: Tensor
-    """[n] int64, each once."""
+    """[n] int64 row indices, without duplicates."""
 
     def add_(self, out: Tensor, x: Tensor, layer: int, projection: str) -> None:
-        """Add what the adapter makes of these rows of `x` `[N, inputs]` to theirs of `out` `[N, outputs]`; mutates
+        """Add the adapter's output for its rows of `x` `[N, inputs]` to these rows of `out` `[N, outputs]`. Mutates
         `out`."""
         parts = self.adapter.layers[layer].get(projection)
         if not parts:

@@ -1,4 +1,4 @@
-"""What adapter_config.json of a PEFT adapter says, checked field by field. Reads no tensor."""
+"""Parser of adapter_config.json of a PEFT adapter. Checks each field. Reads no tensor."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "velora_config": (None, {}),
     "kasa_config": (None,),
     "monteclora_config": (None,),
-    # Others change the base model's weights, which the adapter then goes with.
+    # Other values change the base model's weights, and the adapter fits only the changed weights.
     "init_lora_weights": (None, True, False, "gaussian", "eva"),
 }
-"""Fields that would make another adapter, with the values at which they do not."""
+"""Fields that would make another kind of adapter, with the values at which they do not."""
 
 Modules = tuple[str, ...] | str
-"""Names that modules end in, or an expression that the whole name of one matches."""
+"""Suffixes of module names, or a regular expression that matches whole module names."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRAConfig:
-    """Ranks and scales of an adapter's modules, which are named as in the base model's checkpoint.
+    """Ranks and scales of an adapter's modules. Modules have the names of the base model's checkpoint.
 
     LoRA: Hu et al. 2021; scales by the root of the rank: Kalajdzievski 2023.
     """
@@ -58,17 +58,17 @@ class LoRAConfig:
     alpha_pattern: Mapping[str, float]
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module's two matrices."""
+        """Return the rank of a module's two matrices."""
         return next((rank for key, rank in self.rank_pattern.items() if _ends_in(module, key)), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What the product of a module's two matrices is multiplied by."""
+        """Return the factor on the product of a module's two matrices."""
         alpha = next((alpha for key, alpha in self.alpha_pattern.items() if _ends_in(module, key)), self.alpha)
         rank = self.rank_of(module)
         return float(alpha / (rank**0.5 if self.use_rslora else rank))
 
     def has(self, module: str) -> bool:
-        """Whether `target_modules` and what limits them name a module, a projection of a layer."""
+        """Return whether the adapter applies to `module`, a projection of a layer."""
         if _is_of(module, self.exclude_modules):
             return False
         if self.target_modules != "all-linear" and not _is_of(module, self.target_modules):
@@ -78,8 +78,8 @@ class LoRAConfig:
 
 
 def read_lora_config(folder: Path) -> LoRAConfig:
-    """The configuration of the adapter in `folder`. Raises CheckpointError for what no adapter has, and
-    UnsupportedModelError for what is not implemented; fields that only training reads are ignored."""
+    """Return the configuration of the adapter in `folder`. Fields that only training reads are ignored. Raises
+    CheckpointError for malformed values, and UnsupportedModelError for what is not implemented."""
     path = folder / FILE
     raw = read_json(path)
 
@@ -87,7 +87,7 @@ def read_lora_config(folder: Path) -> LoRAConfig:
         return invalid(CheckpointError, f"{path}: {field}", raw.get(field), f"must be {allowed}")
 
     for field, neutral in _NEUTRAL.items():
-        # of equal values of another type, 0 and False
+        # The type is compared too, because 0 == False.
         if field in raw and not any(raw[field] == value and type(raw[field]) is type(value) for value in neutral):
             reason = f"not implemented; allowed: {' or '.join(map(repr, neutral))}"
             raise invalid(UnsupportedModelError, f"{path}: {field}", raw[field], reason)

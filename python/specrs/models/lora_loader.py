@@ -1,4 +1,4 @@
-"""From a folder to a LoRA adapter of a dense decoder: names, ranks and shapes of its matrices. Computes nothing."""
+"""Loader of LoRA adapters for decoders, from a PEFT folder. Checks names, ranks and shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specrs.arrays import FLOAT64, converted
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid
 from specrs.models.checkpoint import DTYPES, SafetensorsFile
 from specrs.models.config import ModelConfig
-from specrs.models.dense_weights import DenseFacts
+from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.lora import LoRAAdapter, LoRAPart
 from specrs.models.lora_config import LoRAConfig, read_lora_config
 from specrs.models.tensors import tensor_shapes
@@ -25,24 +25,24 @@ _PARTS = {
     "o_proj": "o",
     "down_proj": "down",
 }
-"""What a layer calls the matrix (`LayerWeights`) that has a projection's outputs as rows, by the projection's name."""
+"""Name in `LayerWeights` of the fused matrix that holds a projection, by the projection's name in checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a module's outputs are."""
+    """Position of a module in a layer's fused matrix."""
 
     layer: int
     projection: str
-    """A matrix of `LayerWeights`."""
+    """Name of the matrix in `LayerWeights`."""
     first: int
-    """The first row of it that is the module's."""
+    """First row of the matrix that belongs to the module."""
     outputs: int
     inputs: int
 
 
 def places(config: ModelConfig) -> dict[str, Place]:
-    """The modules of a model that adapters may have, by their names."""
+    """Return the modules of a model that adapters may change, by their names."""
     found: dict[str, Place] = {}
     rows: dict[tuple[int, str], int] = {}
     for name, shape in tensor_shapes(config).items():
@@ -57,11 +57,11 @@ def places(config: ModelConfig) -> dict[str, Place]:
     return found
 
 
-def load_lora(folder: Path, model: DenseFacts, *, name: str, lora_int_id: int, max_lora_rank: int) -> LoRAAdapter:
-    """Read the PEFT adapter in `folder` for `model`, in whose dtype and on whose device it is.
+def load_lora(folder: Path, model: DecoderFacts, *, name: str, lora_int_id: int, max_lora_rank: int) -> LoRAAdapter:
+    """Read the PEFT adapter in `folder`, in the dtype and on the device of `model`.
 
-    Every tensor is checked before the first is read: that `target_modules` name it, that none of those is missing, and
-    shapes. Raises CheckpointError, or UnsupportedModelError for what is not implemented.
+    Names, ranks and shapes of all tensors are checked before any data is read. Raises CheckpointError if a file is
+    missing or does not fit the model, or UnsupportedModelError for what is not implemented.
     """
     config, known = read_lora_config(folder), places(model.config)
     path = folder / FILE
@@ -77,7 +77,7 @@ def load_lora(folder: Path, model: DenseFacts, *, name: str, lora_int_id: int, m
     layers: list[dict[str, tuple[LoRAPart, ...]]] = [{} for _ in range(model.num_layers)]
     for module, (a, b) in names.items():
         place, scale = known[module], config.scale_of(module)
-        # multiplied before it is rounded to the model's dtype
+        # Scale in float64, so that rounding to the model's dtype happens once.
         scaled = converted(file.mapped(b), FLOAT64) * scale
         part = LoRAPart(model.place(file.mapped(a)), model.place(scaled), place.first)
         parts = layers[place.layer]
@@ -92,7 +92,8 @@ def _check(
     known: Mapping[str, Place],
     max_lora_rank: int,
 ) -> dict[str, tuple[str, str]]:
-    """Return the names of A and B by module; `entries` has the shape and type of every tensor."""
+    """Check the tensors of an adapter, and return the names of A and B for each module. `entries` has the shape and
+    dtype name of every tensor."""
     found: dict[str, dict[str, str]] = {}
     for name in entries:
         module, _, kind = name.removeprefix(_PREFIX).removesuffix(".weight").partition(".lora_")

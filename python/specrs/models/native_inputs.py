@@ -1,6 +1,6 @@
-"""Inputs and outputs of one pass of a native model that is called by itself.
+"""Inputs and outputs of one native pass, for callers in Python: tests and measurements.
 
-Steps of an engine feed passes in the Rust core.
+Steps of an engine build the inputs of passes in the Rust core.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class NativeInputs:
-    """One forward pass over N flat rows of B requests; contiguous int64 arrays, none is mutated.
+    """Inputs of one forward pass over N flat rows of B requests. Contiguous int64 arrays; none is mutated.
 
     Row i of request b, `q_start[b] <= i < q_start[b + 1]`, feeds `input_ids[i]` at p = `positions[i]` and writes its K
-    and V to `slots[i]`. It attends the keys at positions 0..p of request b.
+    and V to `slots[i]`. It attends to the keys at positions 0..p of request b.
     """
 
     input_ids: Ints
-    """[N] token ids; of a masked row anything inside the vocabulary."""
+    """[N] token ids. A masked row may have any id of the vocabulary."""
     positions: Ints
-    """[N] positions; -1: the row is masked, its output is finite and means nothing."""
+    """[N] positions. -1: the row is masked, and its output is finite but meaningless."""
     slots: Ints
-    """[N] KV slots; -1 writes into the scratch block, which is never read."""
+    """[N] KV slots. -1 writes into the scratch block, which is never read."""
     q_start: Ints
-    """[B + 1] ascending, first 0; rows from `q_start[B]` on belong to no request and are treated as masked."""
+    """[B + 1] ascending, first 0. Rows from `q_start[B]` on belong to no request and are treated as masked."""
     block_table: Ints
-    """[B, max_blocks] block ids; those after a request's context are never used."""
+    """[B, max_blocks] block ids of the B requests. Entries past a request's context are never used."""
     k_start: Ints | None = None
-    """[B] the first key that a request's rows attend; None: 0."""
+    """[B] first key position that a request's rows attend to. None: 0."""
     group_slots: Ints | None = None
-    """[G - 1, N] KV slots in the groups after the first, as `slots` in the first; None: there is one."""
+    """[G - 1, N] KV slots in the KV groups after the first, as `slots` is for the first. None: there is one group."""
     group_tables: Ints | None = None
-    """[G - 1, B, max_blocks] their block ids, as `block_table`."""
+    """[G - 1, B, max_blocks] block ids in the KV groups after the first. None: there is one group."""
     prompts: bool = False
-    """All rows are of prompts, or of what a draft catches up with."""
+    """True if all rows are tokens of prompts, or tokens that a draft model catches up with."""
     adapters: Sequence[tuple[LoRAAdapter, list[int]]] = ()
-    """By LoRA adapter the rows that are computed with it."""
+    """For each LoRA adapter, the rows that use it. Other rows use the base model."""
 
 
 class NativeStates(NamedTuple):
-    """What a pass over N rows leaves, float32."""
+    """Hidden states of a pass over N rows, float32."""
 
     final: Array
-    """[N, hidden], after the final norm: what `compute_logits` takes."""
+    """[N, hidden], after the final norm: the argument of `compute_logits`."""
     entries: Array | None
-    """[N, L, hidden], the residual stream where it enters each layer asked for, in that order; None where L = 0."""
+    """[N, L, hidden]: the residual stream at the input of each of the L requested layers, in the order of the request.
+    None for L = 0."""

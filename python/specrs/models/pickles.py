@@ -1,7 +1,7 @@
-"""Pickled weights as safetensors: asked for by a user, never done on the way. Pickles are read without running code.
+"""Converter of pickled weights to safetensors for `specrs convert-head`. Engines never read pickles.
 
-`torch.load(weights_only=True)` rebuilds tensors and refuses every other object, so a file can hold wrong numbers and
-nothing worse. Engines read safetensors only.
+`torch.load(weights_only=True)` rebuilds tensors and rejects every other object. So a file can hold wrong numbers, but
+it cannot run code.
 """
 
 import pickle
@@ -14,17 +14,18 @@ from torch import Tensor
 
 from specrs.errors import CheckpointError, invalid
 from specrs.models.checkpoint import SINGLE
-from specrs.models.hub import hub_error
+from specrs.models.hub import download_bar, hub_error
 
 PICKLES = (".bin", ".pt", ".pth")
 _CONFIG = "config.json"
 
 
 def convert_pickles(source: str | Path, out: Path, revision: str | None = None) -> int:
-    """Write the pickled tensors of a folder or hub id, and its config.json, into the folder `out`; the tensors' number.
+    """Write the pickled tensors of a folder or hub id, and its config.json, into the folder `out`. Return the number of
+    tensors.
 
-    `out` is made where it is missing, and must not have weights. Raises CheckpointError for what cannot be read, for
-    objects that are no tensors, and for a name that is in several files.
+    `out` is created if it is missing, and must not hold safetensors files. Raises CheckpointError for a file that
+    cannot be read, for objects other than tensors, and for a name that is in several files.
     """
     if any(out.glob("*.safetensors")):
         raise invalid(CheckpointError, "output", str(out), "must be a folder without safetensors files")
@@ -39,7 +40,7 @@ def convert_pickles(source: str | Path, out: Path, revision: str | None = None) 
         for name, tensor in _read(path).items():
             if name in tensors:
                 raise CheckpointError(f"{path}: {name} is in another file, too")
-            tensors[name] = tensor.contiguous().clone()  # tied ones share memory, which safetensors have not
+            tensors[name] = tensor.contiguous().clone()  # Tied tensors share memory, which safetensors does not allow.
     out.mkdir(parents=True, exist_ok=True)
     if folder.resolve() != out.resolve():
         shutil.copyfile(folder / _CONFIG, out / _CONFIG)
@@ -54,7 +55,9 @@ def _folder(source: str | Path, revision: str | None) -> Path:
 
     patterns = [_CONFIG, *(f"*{suffix}" for suffix in PICKLES)]
     try:
-        found = huggingface_hub.snapshot_download(str(source), revision=revision, allow_patterns=patterns)
+        found = huggingface_hub.snapshot_download(
+            str(source), revision=revision, allow_patterns=patterns, tqdm_class=download_bar()
+        )
     except Exception as fault:
         raise hub_error(fault, str(source), revision=revision, field="source") from fault
     return Path(found)

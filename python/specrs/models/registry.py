@@ -1,4 +1,4 @@
-"""The table of model families. A family is a row of this table: all share one decoder; what differs is data."""
+"""Table of model families. All families share one decoder; a row of the table says how a family differs."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -7,108 +7,128 @@ from specrs.models.errors import unsupported
 from specrs.models.rope import KINDS
 
 Norms: TypeAlias = Literal["before", "behind", "around"]
-"""Where a layer's norms are: before attention and MLP, behind them (their outputs are normed before they are added to
-the residual stream), or both."""
+"""Place of a layer's norms. `before`: before attention and MLP. `behind`: after them, so that their outputs are normed
+before they are added to the residual stream. `around`: both."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertFields:
-    """How a family of mixtures of experts says what it has, and what it calls their tensors."""
+    """Fields of config.json and tensor names with which a family describes its experts."""
 
     count: str
-    """The field of how many there are in a layer."""
+    """Field for the number of experts in a layer."""
     default_count: int
+    """Number of experts in a layer if the field is missing."""
     default_per_tok: int
+    """Number of experts that a row uses if `num_experts_per_tok` is missing."""
     intermediate_size: str
+    """Field for the intermediate size of an expert."""
     default_intermediate_size: int | None
+    """Intermediate size if the field is missing. None: the field is required."""
     block: str
-    """Of a layer, the prefix of its router `gate` and of `experts.N`."""
+    """Prefix of the tensor names of router and `experts.N` within a layer."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of the gate, up and down projection of an expert."""
     norm_topk_prob: bool = False
-    """Weights of the chosen experts always add up to 1; False: where the field `norm_topk_prob` is true."""
+    """True if the weights of the chosen experts always add up to 1. False: only if the field `norm_topk_prob` is
+    true."""
     dense_layers: bool = False
-    """Some layers have a plain MLP: those in `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
+    """True if some layers have an MLP: those in `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
     router: str = "gate"
-    """What the router is called."""
+    """Name of the router."""
     biases: bool = False
-    """Router and experts have biases."""
+    """True if router and experts have biases."""
     softmax_of_chosen: bool = False
-    """Weights are the softmax of the chosen logits: what `norm_topk_prob` makes of that of all, up to rounding."""
+    """True if weights are the softmax of the chosen logits only. Up to rounding, `norm_topk_prob` gives the same
+    weights."""
     clamped: bool = False
-    """Experts have a clamped SwiGLU, of `swiglu_alpha` and `swiglu_limit`."""
+    """True if experts use the clamped SwiGLU, with `swiglu_alpha` and `swiglu_limit`."""
     stacked: bool = False
-    """A checkpoint has all experts of a layer in one tensor a projection: see `models.stacked`."""
+    """True if a checkpoint stores all experts of a layer in one tensor per projection: see `models.stacked`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an architecture fixes, and which fields of config.json it lets vary.
+    """Properties that an architecture fixes, and the fields of config.json that it lets vary.
 
-    Defaults are those of transformers for a field that config.json leaves out; `None` means that it must be there
-    (or, for `head_dim`, that it is derived as hidden_size / num_attention_heads).
+    Defaults are transformers' values for a field that config.json leaves out. None means that the field is required;
+    for `head_dim`, that it is derived as hidden_size / num_attention_heads.
     """
 
     model_type: str
-    """What config.json calls the family; transformers goes by it where `architectures` says something else."""
+    """Name of the family in config.json. transformers uses it even if `architectures` names another one."""
     models: str
-    """What the models are called."""
+    """Names of the models of this family, for the table in docs/supported.md."""
     qk_norm: Literal["heads", "whole"] | None = None
-    """RMSNorm before RoPE over each query and key head, or over all query heads as one and all key heads as one."""
+    """RMSNorm of queries and keys before RoPE: of each head, or over all query heads and over all key heads as a whole.
+    None: there is none."""
     qkv_bias: bool = False
-    """q, k and v projections always have a bias, o never; `attention_bias` does not exist."""
+    """True if q, k and v projections always have a bias and o never. The field `attention_bias` does not exist then."""
     has_attention_bias: bool = False
-    """`attention_bias` may be true: q, k, v and o projections then have a bias."""
+    """True if `attention_bias` may be true. Then q, k, v and o projections have a bias."""
     attention_bias: bool = False
-    """Where the field is missing."""
+    """Value of `attention_bias` if the field is missing."""
     sinks: bool = False
-    """Each query head has a score of its own that takes its share of every softmax and adds nothing."""
+    """True if each query head has an attention sink: a score that takes its share of the softmax and adds nothing."""
     has_mlp_bias: bool = False
-    """`mlp_bias` may be true: gate, up and down projections then have a bias."""
+    """True if `mlp_bias` may be true. Then gate, up and down projections have a bias."""
     head_dim: int | None = None
+    """Number of features per head if the field is missing. None: hidden_size / num_attention_heads."""
     kv_heads_default: bool = False
-    """A missing `num_key_value_heads` means as many as query heads."""
+    """True if a missing `num_key_value_heads` means one KV head for each query head."""
     num_key_value_heads: int | None = None
-    """So many where the field is missing."""
+    """Number of KV heads if the field is missing."""
     windows: Literal["all", "switched", "chosen", "unrotated", "pattern", "alternating"] | None = None
-    """Layers with a sliding window: `all` where `sliding_window` is a number, `switched`: and `use_sliding_window` is
-    true, or `chosen` ones, where
-    `use_sliding_window` is true, too: those that `layer_types` names, or from `max_window_layers` on. `unrotated`: the
-    same, or those without RoPE. `pattern`: those that `layer_types` names, or all but every sixth
-    (`sliding_window_pattern`). `alternating`: those that `layer_types` names, or every second, the first among them.
-    None: it has none."""
+    """Rule for the layers that have a sliding window. None: no layer has one.
+
+    - `all`: every layer, if `sliding_window` is a number.
+    - `switched`: every layer, if `use_sliding_window` is true.
+    - `chosen`: if `use_sliding_window` is true, the layers that `layer_types` names, or layers from `max_window_layers`
+      on.
+    - `unrotated`: if `use_sliding_window` is true, the layers that `layer_types` names, or layers without RoPE.
+    - `pattern`: layers that `layer_types` names, or all but every sixth (`sliding_window_pattern`).
+    - `alternating`: layers that `layer_types` names, or every second, starting with the first.
+    """
     sliding_window: int | None = None
+    """Size of sliding windows in tokens if the field is missing."""
     max_window_layers: int = 28
+    """First layer with a window, for `chosen` windows, if the field is missing."""
     norms: Norms = "before"
     norm_offset: float = 0.0
-    """What is added to the weights of norms."""
+    """Number that is added to the weights of norms when they are loaded."""
     act_field: str = "hidden_act"
+    """Field for the activation of the MLP."""
     activation: str = "silu"
     """The one value that `act_field` may have."""
     fused_projections: bool = False
-    """q, k and v are one tensor, and so are gate and up."""
+    """True if checkpoints store q, k and v as one tensor, and gate and up as one tensor."""
     partial_rotary: bool = False
-    """`partial_rotary_factor` may be less than 1."""
+    """True if `partial_rotary_factor` may be less than 1."""
     rope_theta: float = 10000.0
     rope_kinds: tuple[str, ...] = KINDS
+    """Values of `rope_type` that the family may have."""
     rope_default: tuple[tuple[str, object], ...] = ()
-    """The RoPE object where config.json has none."""
+    """Fields of the RoPE object for a config.json that has neither `rope_parameters` nor `rope_scaling`. Empty: plain
+    RoPE."""
     original_positions: int | None = None
-    """Of `original_max_position_embeddings`."""
+    """Value of `original_max_position_embeddings` if the field is missing."""
     local_rope_theta: float | None = None
-    """Layers with a window have RoPE of their own, with this theta where config.json says none."""
+    """Theta of a second RoPE, for layers with a window, if config.json names none. None: all layers share one RoPE."""
     unrotated_layers: bool = False
-    """Some layers have no RoPE: those with 0 in `no_rope_layers`, or every fourth (`no_rope_layer_interval`)."""
+    """True if some layers have no RoPE: those with 0 in `no_rope_layers`, or every fourth
+    (`no_rope_layer_interval`)."""
     multipliers: bool = False
-    """`embedding_multiplier`, `residual_multiplier`, `attention_multiplier` and `logits_scaling` are read."""
+    """True if `embedding_multiplier`, `residual_multiplier`, `attention_multiplier` and `logits_scaling` are read."""
     scaled_embedding: bool = False
-    """Embeddings are multiplied by the root of `hidden_size`."""
+    """True if embeddings are multiplied by sqrt(hidden_size)."""
     query_pre_attn_scalar: int | None = None
-    """Scores are divided by the root of that field instead of the root of `head_dim`."""
+    """Value of the field `query_pre_attn_scalar` if it is missing. Attention scores are divided by its square root.
+    None: by sqrt(head_dim)."""
     rms_norm_eps: float = 1e-6
     tied: bool = False
-    """A missing `tie_word_embeddings` means true."""
+    """True if a missing `tie_word_embeddings` means true."""
     experts: ExpertFields | None = None
-    """In place of an MLP, layers have experts and a router that chooses among them."""
+    """Description of the experts that replace the MLP. None: layers have an MLP."""
     neutral: tuple[tuple[str, tuple[object, ...]], ...] = ()
     """Fields of this family that are not read, with the values at which they have no effect."""
 
@@ -260,7 +280,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def is_known(architectures: object) -> bool:
-    """Whether the `architectures` field of a config.json names a family of this table."""
+    """Return whether the `architectures` field of a config.json names a family of this table."""
     if not isinstance(architectures, list) or len(architectures) != 1:
         return False
     return isinstance(architectures[0], str) and architectures[0] in FAMILIES

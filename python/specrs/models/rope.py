@@ -1,8 +1,8 @@
-"""RoPE as config.json says it: the kinds of scaling, their frequencies, and how they are read. Rotates nothing.
+"""RoPE in config.json: the kinds of scaling, their frequencies, and the parser of their fields. Rotates nothing.
 
-A kind is a class: what it holds, `frequencies`, and `magnitude`, which cos and sin are multiplied by. In transformers
-some change with the length of a batch. Here they depend on the model's or the engine's length alone, as in vLLM,
-because keys in the cache are not rotated again: see `LongRopeScaling`.
+Each kind of scaling is a class with `frequencies` and with `magnitude`, the factor on cos and sin. In transformers some
+kinds change with the length of a batch. Here they depend on the length of the model or engine only, as in vLLM, because
+cached keys are not rotated again: see `LongRopeScaling`.
 """
 
 import math
@@ -20,7 +20,7 @@ from specrs.models.values import flag, is_number, number, optional_number, size
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Scaling of RoPE frequencies of Llama 3.1 and later; see `kernels.frequencies.inverse_frequencies`."""
+    """RoPE scaling of Llama 3.1 and later, by wavelength: see `kernels.frequencies.inverse_frequencies`."""
 
     factor: float
     low_freq_factor: float
@@ -29,49 +29,50 @@ class Llama3Scaling:
 
     @property
     def magnitude(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor on cos and sin: 1."""
         return 1.0
 
     def frequencies(self, dim: int, theta: float, powers: Powers) -> Array:
-        """`[dim / 2]` float32."""
+        """Return the scaled frequencies, `[dim / 2]` float32."""
         return inverse_frequencies(dim, theta, **asdict(self), powers=powers)
 
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """All frequencies divided by `factor` (Chen et al. 2023, position interpolation)."""
+    """RoPE scaling that divides all frequencies by `factor` (position interpolation, Chen et al. 2023)."""
 
     factor: float
 
     @property
     def magnitude(self) -> float:
-        """See `Llama3Scaling`; like what follows."""
+        """Factor on cos and sin: 1."""
         return 1.0
 
     def frequencies(self, dim: int, theta: float, powers: Powers) -> Array:
-        """See `Llama3Scaling`."""
+        """Return the scaled frequencies, `[dim / 2]` float32."""
         return inverse_frequencies(dim, theta, powers=powers) / np.float32(self.factor)
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """Frequencies that change with texts beyond `max_position_embeddings`, which there are none of here."""
+    """RoPE scaling that changes frequencies only for texts beyond `max_position_embeddings`. The engine has no such
+    texts, so it changes nothing."""
 
     factor: float
 
     @property
     def magnitude(self) -> float:
-        """See `Llama3Scaling`; like what follows."""
+        """Factor on cos and sin: 1."""
         return 1.0
 
     def frequencies(self, dim: int, theta: float, powers: Powers) -> Array:
-        """See `Llama3Scaling`."""
+        """Return the unscaled frequencies, `[dim / 2]` float32."""
         return inverse_frequencies(dim, theta, powers=powers)
 
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023); see `kernels.frequencies.yarn_frequencies`."""
+    """RoPE scaling of YaRN (Peng et al. 2023): see `kernels.frequencies.yarn_frequencies`."""
 
     factor: float
     beta_fast: float
@@ -79,9 +80,10 @@ class YarnScaling:
     truncate: bool
     original_max_position_embeddings: int
     magnitude: float
+    """Factor on cos and sin."""
 
     def frequencies(self, dim: int, theta: float, powers: Powers) -> Array:
-        """See `Llama3Scaling`."""
+        """Return the scaled frequencies, `[dim / 2]` float32."""
         length = self.original_max_position_embeddings
         ramp = (self.beta_fast, self.beta_slow)
         return yarn_frequencies(dim, theta, self.factor, ramp, length, truncate=self.truncate, powers=powers)
@@ -89,22 +91,23 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """LongRoPE (Ding et al. 2024): each frequency divided by a factor of its own.
+    """RoPE scaling of LongRoPE (Ding et al. 2024), which divides each frequency by its own factor.
 
-    There are two sets, for texts up to `original_max_position_embeddings` and for longer ones. transformers takes that
-    of the longest text of a batch, and computes a text anew that grows longer. Here the set is that of the longest text
-    that the engine serves, so a text of an engine does not change with what is beside it.
+    There are two sets of factors: for texts up to `original_max_position_embeddings` tokens, and for longer ones.
+    transformers uses the set of the longest text in a batch, and recomputes a text that outgrows the first set. Here
+    the set depends on the longest text that the engine serves. So a text does not change with the rest of its batch.
     """
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
     original_max_position_embeddings: int
     magnitude: float
+    """Factor on cos and sin."""
     max_length: int
-    """Of the longest text."""
+    """Number of tokens of the longest text that the engine serves."""
 
     def frequencies(self, dim: int, theta: float, powers: Powers) -> Array:
-        """See `Llama3Scaling`."""
+        """Return the scaled frequencies, `[dim / 2]` float32."""
         short = self.max_length <= self.original_max_position_embeddings
         factors = np.array(self.short_factor if short else self.long_factor, FLOAT32)
         return np.float32(1) / (factors * powers(dim, theta))
@@ -112,17 +115,18 @@ class LongRopeScaling:
 
 Scaling: TypeAlias = Llama3Scaling | LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling
 Rope: TypeAlias = tuple[float, Scaling | None]
-"""theta and scaling."""
+"""Theta, and the scaling of frequencies (None: they are not scaled)."""
 
 
 def rope_magnitude(scaling: Scaling | None) -> float:
-    """What cos and sin of angles are multiplied by."""
+    """Return the factor on cos and sin of RoPE angles."""
     return 1.0 if scaling is None else scaling.magnitude
 
 
 @np.errstate(all="ignore")
 def frequencies(rope: Rope, dim: int, powers: Powers = rounded_powers) -> Array:
-    """`[dim / 2]` float32; `powers` are those of theta, see `kernels.frequencies`."""
+    """Return the frequencies of `rope`, `[dim / 2]` float32. `powers` computes the powers of theta: see
+    `kernels.frequencies`."""
     theta, scaling = rope
     if scaling is None:
         return inverse_frequencies(dim, theta, powers=powers)
@@ -131,16 +135,18 @@ def frequencies(rope: Rope, dim: int, powers: Powers = rounded_powers) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class RopeFacts:
-    """What a model's config.json says beside its RoPE objects that they depend on."""
+    """Facts from outside the RoPE objects of config.json that parsing them needs."""
 
     max_positions: int
+    """Number of positions that the model was trained for."""
     theta: float
-    """Where nothing says one."""
+    """Theta if config.json names none."""
     rotary_dim: int
+    """Number of features of a head that RoPE rotates."""
     original_positions: int | None
-    """`original_max_position_embeddings` beside the objects, or the family's default for it."""
+    """`original_max_position_embeddings` at the top level of config.json, or else the family's default for it."""
     kinds: tuple[str, ...]
-    """`rope_type` that the family has."""
+    """Values of `rope_type` that are allowed."""
 
 
 _FIELDS = (
@@ -162,13 +168,15 @@ _FIELDS = (
     "long_factor",
 )
 KINDS = ("default", "llama3", "linear", "dynamic", "yarn", "longrope")
-"""`rope_type` of most families."""
+"""Values of `rope_type` that most families allow."""
 
 
 def parse_rope(raw: Mapping[str, Any], facts: RopeFacts, partial_rotary_factor: float = 1.0) -> Rope:
-    """(theta, scaling) from `rope_parameters` or `rope_scaling`, and `rope_theta` where they lack it.
+    """Return theta and scaling from `rope_parameters` or `rope_scaling`, and from `rope_theta` if they lack it.
 
-    transformers takes `rope_scaling` where a file has both, so one that is at odds with `rope_parameters` is refused.
+    transformers prefers `rope_scaling` if a file has both, so one that contradicts `rope_parameters` is rejected.
+    Raises UnsupportedModelError for a value that is not implemented, CheckpointError for a malformed one; both name
+    field and value.
     """
     names = [name for name in ("rope_parameters", "rope_scaling") if raw.get(name) not in (None, {})]
     found = [parse_object(raw, name, raw.get(name), facts) for name in names or ["rope_parameters"]]
@@ -178,7 +186,7 @@ def parse_rope(raw: Mapping[str, Any], facts: RopeFacts, partial_rotary_factor: 
         given = raw[name].get("partial_rotary_factor")
         if given is not None and given != partial_rotary_factor:
             raise unsupported(f"{name}.partial_rotary_factor", given, f"{partial_rotary_factor:g}")
-    # Some versions of transformers take this one, others the one of the object.
+    # Some versions of transformers read the top-level field, others the field of the object.
     length, used = raw.get("original_max_position_embeddings"), getattr(found[0][1], _LENGTH, None)
     if used is not None and length not in (None, used):
         raise unsupported(_LENGTH, length, f"{used}, as in {names[0]}")
@@ -189,7 +197,12 @@ _LENGTH = "original_max_position_embeddings"
 
 
 def parse_object(raw: Mapping[str, Any], name: str, rope: object, facts: RopeFacts) -> Rope:
-    """The same of one object `rope`, called `name`; `raw` may have a `rope_theta` beside it."""
+    """Return theta and scaling from one RoPE object, which messages call `name`. `raw` is the object that holds it and
+    may have a `rope_theta`.
+
+    Raises UnsupportedModelError for a value that is not implemented, CheckpointError for a malformed one; both name
+    field and value.
+    """
     if rope is None:
         rope = {}
     if not isinstance(rope, Mapping):
@@ -267,7 +280,9 @@ def _llama3(source: Mapping[str, Any], name: str) -> Llama3Scaling:
 
 
 def _yarn_magnitude(source: Mapping[str, Any], factor: float) -> float:
-    """0.1 ln(factor) + 1 (Peng et al. 2023, eq. 22), or the quotient of two such with weights of their own."""
+    """Return the magnitude of YaRN: 0.1 ln(factor) + 1 (Peng et al. 2023, eq. 22). If both `mscale` and
+    `mscale_all_dim` are there, return the quotient of two such terms, each with one of them as a weight on 0.1
+    ln(factor)."""
 
     def of(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,4 +1,4 @@
-"""Which file each tensor of a checkpoint is read from, where its index and its files may disagree. Reads no file."""
+"""Choice of the file from which each tensor is read, for indices that disagree with their files. Reads no file."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ logger = logging.getLogger("specrs")
 
 
 class Placement(NamedTuple):
-    """Where tensors are."""
+    """File of each tensor, and the tensors on which index and files disagree."""
 
     files: dict[str, str]
-    """The name of the file that each tensor is read from."""
+    """Name of the file from which each tensor is read."""
     unlisted: frozenset[str]
-    """Tensors that the index does not list. They are read where the model has them and ignored elsewhere."""
+    """Tensors that the index does not list. They are read if the model has them and ignored otherwise."""
     stale: frozenset[str]
-    """Tensors that other files hold, too. Those copies are not read."""
+    """Tensors that are also in files that the index does not name for them. Those copies are not read."""
     ambiguous: dict[str, list[str]]
-    """Tensors in several files, none of which the index names for them, with those files. They are not in `files`."""
+    """Tensors that are in several files, none of which the index names for them; with those files. They are not in
+    `files`."""
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
         """Raise CheckpointError for the first of `names` that is ambiguous."""
@@ -36,10 +37,10 @@ class Placement(NamedTuple):
 
 
 def place(folder: Path, weight_map: Mapping[str, str], found: Mapping[str, Collection[str]]) -> Placement:
-    """Choose the file of each tensor and log where index and files disagree.
+    """Choose the file of each tensor, and log where index and files disagree.
 
-    `weight_map` is the index: the file of each tensor; empty where there is none. `found` has the names of the tensors
-    of each file. The index decides where its file holds the tensor. Otherwise the tensor is read from the one file
+    `weight_map` is the index: the file name of each tensor; empty if there is no index. `found` has the names of the
+    tensors in each file. The index decides if its file holds the tensor. Otherwise the tensor is read from the one file
     that holds it.
     """
     holders: dict[str, list[str]] = {}

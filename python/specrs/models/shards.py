@@ -1,9 +1,9 @@
-"""Which part of a model a rank holds: of its tensors, and of the sizes that config.json says. Exchanges nothing.
+"""The part of a model that a tensor parallel rank holds: of its tensors and of its sizes. Exchanges nothing.
 
-Attention is split by heads and the MLP, of a layer or of an expert, by its intermediate features: projections into
-them by rows, those out of them by columns (Shoeybi et al. 2019), so that a layer has two sums. Fewer KV heads than
-ranks are held by several ranks each. The vocabulary is split by rows, in parts of equal size, behind the last of which
-there are rows of zeros. Norms and the experts' router are whole everywhere.
+Attention is split by heads, and an MLP or expert by its intermediate features. Projections into them are split by rows,
+projections out of them by columns, so a layer has two sums over ranks (Shoeybi et al. 2019). If there are fewer KV
+heads than ranks, several ranks hold the same head. The vocabulary is split by rows into parts of equal size; the last
+part is padded with rows of zeros. Every rank holds all norms and the experts' router.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from specrs.models.tensors import EMBEDDING, LM_HEAD, Tensors, tensor_shapes
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of rank `rank` of `size`."""
+    """The part of a model that rank `rank` of `size` ranks holds."""
 
     rank: int
     size: int
 
     def of_config(self, c: ModelConfig) -> ModelConfig:
-        """`c` with the heads and features of this rank; the vocabulary is the whole one."""
+        """Return `c` with the heads and features of this rank. The vocabulary size stays that of the whole model."""
         experts = c.experts
         if experts is not None:
             experts = replace(experts, intermediate_size=experts.intermediate_size // self.size)
@@ -42,26 +42,27 @@ class Shard:
         )
 
     def kv_heads(self, c: ModelConfig) -> tuple[int, int]:
-        """The first of this rank's KV heads, and how many."""
+        """Return the index of this rank's first KV head, and the number of its KV heads."""
         count = max(1, c.num_kv_heads // self.size)
         return self.rank * c.num_kv_heads // self.size, count
 
     def tensor_shapes(self, c: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of what this rank holds of a checkpoint of `c`."""
+        """Return names and shapes of the tensors that this rank holds of a checkpoint of `c`."""
         shapes = tensor_shapes(self.of_config(c))
         rows = -(-c.vocab_size // self.size)
         return shapes | {name: (rows, c.hidden_size) for name in (EMBEDDING, LM_HEAD) if name in shapes}
 
 
-def check_cuda_ranks(c: ModelConfig, field: str, size: int) -> None:
-    """Raises UnsupportedModelError, which names `field`, for a model whose parts a GPU's kernels do not compute."""
+def check_norms_of_ranks(c: ModelConfig, field: str, size: int) -> None:
+    """Raise UnsupportedModelError, which names `field`, if the model's norms span the heads of several ranks, which GPU
+    kernels cannot do."""
     if c.qk_norm_whole:
         reason = "not implemented for norms over the query and key heads of all ranks on a GPU; allowed: 1"
         raise invalid(UnsupportedModelError, field, size, reason)
 
 
 def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
-    """Raises UnsupportedConfigError, which names `field`, for a model that `size` ranks cannot split."""
+    """Raise UnsupportedConfigError, which names `field`, if `size` ranks cannot split the model in `source`."""
     sizes = {"num_attention_heads": c.num_heads}
     if c.experts is None or not all(c.experts.layers):
         sizes["intermediate_size"] = c.intermediate_size
@@ -78,13 +79,13 @@ def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Which part of a tensor a rank holds: slices of it above each other, and after them rows of zeros."""
+    """The part of a tensor that a rank holds: slices of it, concatenated by rows, then rows of zeros."""
 
     slices: tuple[tuple[slice, ...], ...]
     zero_rows: int = 0
 
     def of(self, whole: Array) -> Array:
-        """Return the part of `whole`, in memory of its own."""
+        """Return the part of `whole` as a copy."""
         parts = [whole[place] for place in self.slices]
         if self.zero_rows:
             parts.append(np.zeros((self.zero_rows, *whole.shape[1:]), whole.dtype))
@@ -92,41 +93,41 @@ class Cut:
 
 
 class ShardedTensors:
-    """The tensors of a checkpoint, of each the part of one rank."""
+    """Tensors of a checkpoint, each cut to the part of one rank."""
 
     def __init__(self, whole: Tensors, config: ModelConfig, shard: Shard) -> None:
-        """`config` is that of the whole model."""
+        """Cut the tensors of `whole` for `shard`. `config` is the whole model's."""
         self._whole, self._cuts = whole, Cuts(config, shard)
 
     @property
     def folder(self) -> Path | str:
-        """What messages call it."""
+        """Name of the checkpoint in messages."""
         return self._whole.folder
 
     def __contains__(self, name: str) -> bool:
         return name in self._whole
 
     def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise if what is `required` is not there in its shape, as a whole."""
+        """Raise CheckpointError if a `required` tensor is missing. Shapes are those of the whole model."""
         self._whole.check(required, optional)
 
     def read(self, name: str, dtype: np.dtype[Any]) -> Array:
-        """Return this rank's part of one tensor as `dtype`."""
+        """Return this rank's part of the tensor `name` as `dtype`."""
         return converted(self.mapped(name), dtype)
 
     def mapped(self, name: str) -> Array:
-        """Return this rank's part of one tensor in the file's type, in memory of its own unless all of it is the
-        rank's."""
+        """Return this rank's part of the tensor `name` in the file's dtype: a copy, or the whole tensor if every rank
+        holds all of it."""
         whole = self._whole.mapped(name)
         cut = self._cuts.of(name, whole.shape)
         return whole if cut is None else cut.of(whole)
 
 
 class Cuts:
-    """Where a rank's parts are in the tensors of a checkpoint."""
+    """Rules for cutting each tensor of a checkpoint to the part of one rank."""
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        """`config` is that of the whole model."""
+        """Make the rules of `shard` for the whole model's `config`."""
         self._config, self._shard = config, shard
         c = config
         gate, up, down = ("gate_proj", "up_proj", "down_proj") if c.experts is None else c.experts.projections
@@ -146,11 +147,11 @@ class Cuts:
             self._by_leaf |= {"q_norm": self._even, "k_norm": self._kv}
 
     def of(self, name: str, shape: tuple[int, ...]) -> Cut | None:
-        """Return the part of the tensor `name`, which has `shape`; None: all of it."""
+        """Return the part of the tensor `name`, which has `shape`. None: the rank holds all of it."""
         module, kind = name.rsplit(".", 1) if "." in name else ("", name)
         if kind == "sinks":
             return self._even(shape, kind)
-        # A scale of K or V is that of all heads.
+        # A scale of K or V holds for all heads, so every rank needs it.
         cut = self._by_leaf.get(module.rsplit(".", 1)[-1]) if kind in ("weight", "bias") else None
         if cut is None or (cut == self._columns and kind == "bias" and self._shard.rank == 0):
             return None
@@ -160,7 +161,7 @@ class Cuts:
         return Cut((self._even_rows(0, shape[0]),))
 
     def _even_rows(self, first: int, size: int) -> tuple[slice]:
-        """The part of `size` rows from `first` on."""
+        """Return this rank's equal share of the `size` rows from `first` on."""
         rows = size // self._shard.size
         return (slice(first + self._shard.rank * rows, first + (self._shard.rank + 1) * rows),)
 
@@ -168,7 +169,7 @@ class Cuts:
         return Cut((self._kv_rows(0, shape[0]),))
 
     def _kv_rows(self, first: int, size: int) -> tuple[slice]:
-        """The part of `size` rows from `first` on, which are those of all KV heads."""
+        """Return this rank's share of the `size` rows from `first` on, which belong to all KV heads."""
         head, count = self._shard.kv_heads(self._config)
         rows = size // self._config.num_kv_heads
         return (slice(first + head * rows, first + (head + count) * rows),)
@@ -183,7 +184,8 @@ class Cuts:
         return Cut((self._even_rows(0, size), self._even_rows(size, size)))
 
     def _columns(self, shape: tuple[int, ...], kind: str) -> Cut:
-        """Of a bias zeros, except on rank 0, which has all of it: it is in the sum once."""
+        """Return this rank's columns of a matrix. The whole bias is on rank 0, and zeros on others, so it is added
+        once."""
         if kind == "bias":
             return Cut((), shape[0])
         columns = shape[1] // self._shard.size

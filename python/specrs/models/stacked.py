@@ -1,8 +1,9 @@
-"""The experts of checkpoints that have those of a layer in one tensor a projection, each under a name of its own.
+"""Reader of checkpoints that store all experts of a layer in one tensor per projection, as gpt-oss does.
 
-gpt-oss has `experts.gate_up_proj` `[experts, in, 2 out]`, gates and values taking turns, and `experts.down_proj`
-`[experts, in, out]`, biases `[experts, ..]` behind `_bias`, and codes with outputs before inputs behind `_blocks` and
-`_scales`. Here they are `experts.3.gate_proj.weight` `[out, in]`, `.bias`, `.blocks` and `.scales`, as views.
+gpt-oss has `experts.gate_up_proj` `[experts, in, 2 out]`, with gate and up features alternating, and
+`experts.down_proj` `[experts, in, out]`. Biases `[experts, ..]` end in `_bias`. Quantized weights, with outputs before
+inputs, end in `_blocks` and `_scales`. Here each expert's projection gets its own name, `experts.3.gate_proj.weight`
+`[out, in]`, `.bias`, `.blocks` or `.scales`, and its tensor is a view.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from specrs.models.checkpoint import Checkpoint
 _STACKED = re.compile(r"(?P<experts>.*\.experts)\.(?P<projection>gate_up|down)_proj(?P<kind>|_bias|_blocks|_scales)")
 _KINDS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
 _PARTS = {"gate_up": (("gate_proj", 0, 2), ("up_proj", 1, 2)), "down": (("down_proj", 0, 1),)}
-"""Name, first output and step of what a tensor holds."""
+"""Projections in a stacked tensor: name, first output and step between outputs."""
 
 
 class _View(NamedTuple):
-    """Where a tensor of one expert is."""
+    """Position of one expert's tensor in a stacked tensor."""
 
     name: str
-    """In the file."""
+    """Name of the stacked tensor in the file."""
     expert: int
     first: int
     step: int
     turned: bool
-    """Inputs come before outputs."""
+    """True if the stacked tensor has inputs before outputs."""
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         sizes = list(whole[1:])
@@ -44,10 +45,10 @@ class _View(NamedTuple):
 
 
 class StackedCheckpoint(Checkpoint):
-    """The tensors of a folder; those of experts are of one expert and one projection each, in strides of the file's."""
+    """Tensors of a folder in which each tensor of experts is split by expert and projection, as strided views."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the files. Raises as `Checkpoint`."""
+        """Open the files. Raises CheckpointError if one is missing or damaged, or if there are only pickled weights."""
         super().__init__(folder)
         self._views: dict[str, _View] = {}
         for name, (shape, _) in super().entries().items():
@@ -62,7 +63,7 @@ class StackedCheckpoint(Checkpoint):
         self.unlisted |= {own for own, view in self._views.items() if view.name in self.unlisted}
 
     def entries(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """See `Checkpoint`; like what follows."""
+        """Return the shape and the safetensors dtype name of every tensor, with one name per expert and projection."""
         whole = super().entries()
         split = {view.name for view in self._views.values()}
         views = {name: (view.shape(whole[view.name][0]), whole[view.name][1]) for name, view in self._views.items()}
@@ -72,6 +73,6 @@ class StackedCheckpoint(Checkpoint):
         return name in self._views or super().__contains__(name)
 
     def mapped(self, name: str) -> Array:
-        """See `Checkpoint`."""
+        """Return the tensor `name` in the file's dtype. Raises CheckpointError for a dtype that is not known."""
         view = self._views.get(name)
         return super().mapped(name) if view is None else view.of(super().mapped(view.name))

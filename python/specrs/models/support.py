@@ -1,6 +1,6 @@
-"""The table of families, formats and devices: what runs where. Made from the registry; decides nothing itself."""
+"""Table of model families, formats and devices for docs/supported.md, derived from the registry."""
 
-from specrs.models.gguf.config import ARCHITECTURES
+from specrs.models.gguf.architectures import READ
 from specrs.models.quantization.table import AT_LOAD, methods_of
 from specrs.models.registry import FAMILIES, Family
 
@@ -18,8 +18,7 @@ YES, NO = "yes", "no"
 
 
 def row(architecture: str, family: Family) -> tuple[str, ...]:
-    """The cells of a family."""
-    files = {known.name for known in ARCHITECTURES.values()}
+    """Return the cells of a family's row."""
     methods = methods_of(stacked=family.experts is not None and family.experts.stacked)
     return (
         f"`{architecture}`",
@@ -29,11 +28,11 @@ def row(architecture: str, family: Family) -> tuple[str, ...]:
         YES,
         ", ".join(f"`{method}`" for method in methods),
         ", ".join(f"`{name}`" for name in AT_LOAD),
-        YES if architecture in files else NO,
+        YES if architecture in READ else NO,
     )
 
 
 def table() -> str:
-    """The table in Markdown, as docs/supported.md has it."""
+    """Return the table in Markdown, as docs/supported.md has it."""
     rows = [_HEADER, ("---",) * len(_HEADER), *(row(name, family) for name, family in FAMILIES.items())]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

@@ -1,4 +1,4 @@
-"""Names and shapes of the tensors of a checkpoint, and what gives them. Reads none."""
+"""Names and shapes of a model's tensors in a checkpoint, and protocols of their sources. Reads no tensor."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", 
 
 
 class Named(Protocol):
-    """Names and shapes of the tensors of a model, wherever they come from."""
+    """Source of tensors that knows their names and checks their shapes."""
 
     @property
     def folder(self) -> Path | str:
-        """What messages call it."""
+        """Name of the source in messages."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]], /) -> None:
-        """Raise if what is `required` is not there in its shape."""
+        """Raise CheckpointError if a `required` tensor is missing or has another shape, or if one is neither required
+        nor `optional`."""
 
 
 class Readable(Named, Protocol):
-    """Where the tensors of a model come from, wherever its matrices are."""
+    """Source of tensors that it copies or maps into host memory, converted to a dtype."""
 
     def read(self, name: str, dtype: np.dtype[Any], /) -> Array:
-        """Return one tensor as `dtype` in the host's memory, which may be that of the file."""
+        """Return the tensor `name` as `dtype` in host memory, which may be a mapped file."""
 
 
 class Tensors(Readable, Protocol):
-    """Where the tensors of a model come from, as arrays in the host's memory."""
+    """Source of tensors that also gives them in its own dtype, as arrays in host memory."""
 
     def mapped(self, name: str) -> Array:
-        """Return one tensor where it lies and in the type that it has there. Pages of a file are read when touched;
-        what is written to them does not reach the file."""
+        """Return the tensor `name` in place and in the source's dtype. Pages of a file are read when they are touched.
+        Writes do not reach the file."""
 
 
 def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that a checkpoint of `c` must hold."""
+    """Return names and shapes of the tensors that a checkpoint of `c` must hold."""
     h, q, kv, i = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, h), FINAL_NORM: (h,)}
     if not c.tie_word_embeddings:
@@ -86,7 +87,8 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def norm_names(c: ModelConfig) -> tuple[str | None, str | None, str | None, str | None]:
-    """A layer's norms before and behind attention, before and behind the MLP; None where there is none."""
+    """Return the names of a layer's four norms: of attention's input and output, and of the MLP's input and output.
+    None: it has no such norm."""
     if c.norms == "before":
         return "input_layernorm", None, "post_attention_layernorm", None
     behind = "post_attention_layernorm", "post_feedforward_layernorm"

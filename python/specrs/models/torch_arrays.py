@@ -1,4 +1,4 @@
-"""Between NumPy arrays, which readers of checkpoints return, and torch tensors, which torch's models hold."""
+"""Conversions between NumPy arrays and torch tensors that share memory."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ TORCH_DTYPES: dict[np.dtype[np.generic], torch.dtype] = {
     FLOAT8_E4M3: torch.float8_e4m3fn,
     FLOAT8_E5M2: torch.float8_e5m2,
 }
-"""torch's name of each floating-point type."""
+"""torch dtype of each floating-point NumPy dtype."""
 
 NUMPY_DTYPES = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
-"""The reverse of `TORCH_DTYPES`."""
+"""NumPy dtype of each floating-point torch dtype."""
 
 
 def to_torch(array: Array) -> Tensor:
-    """Return a tensor over the memory of `array`, which must be writable or never written to through the tensor."""
+    """Return a tensor over the memory of `array`. Read-only arrays are allowed if the tensor is never written to."""
     tensor = torch.from_numpy(bits(array))
     wanted = TORCH_DTYPES.get(array.dtype)
     return tensor if wanted is None or wanted == tensor.dtype else tensor.view(wanted)
 
 
 def to_numpy(tensor: Tensor) -> Array:
-    """Return an array over the memory of `tensor`, which is on the CPU."""
+    """Return an array over the memory of `tensor`, which must be on the CPU."""
     ours = NUMPY_DTYPES.get(tensor.dtype)
     if ours is None or ours in (FLOAT32, FLOAT64, FLOAT16):
         return tensor.numpy()

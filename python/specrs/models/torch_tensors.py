@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as torch's models read them, on any device, and random ones drawn there."""
+"""Tensors of a checkpoint as torch tensors on any device, and random ones for dummy weights."""
 
 from __future__ import annotations
 
@@ -21,48 +21,49 @@ CPU = torch.device("cpu")
 
 
 class TorchTensors(Readable, Protocol):
-    """Where the tensors of one of torch's models come from."""
+    """Source of tensors for a torch model."""
 
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return one tensor as `dtype` on `device`."""
+        """Return the tensor `name` as `dtype` on `device`."""
 
 
 def torch_tensors(tensors: Tensors, config: ModelConfig, shard: Shard | None) -> TorchTensors:
-    """Return the tensors of a checkpoint of `config`, of each the part of `shard`; None: all of it."""
+    """Return the tensors of a checkpoint of `config`, each cut to the part of `shard`. None: whole tensors."""
     if isinstance(tensors, DummyCheckpoint):
         return TorchDummy(config, shard)
     return TorchArrays(tensors if shard is None else ShardedTensors(tensors, config, shard))
 
 
 class TorchArrays:
-    """The tensors of a checkpoint, which are in the host's memory. A device holds those alone that are asked for."""
+    """Tensors of a checkpoint in host memory. Each is copied to a device when it is asked for."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
 
     @property
     def folder(self) -> Path | str:
-        """What messages call it."""
+        """Name of the checkpoint in messages."""
         return self._tensors.folder
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
     def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
-        """See `Named`."""
+        """Raise CheckpointError if a `required` tensor is missing or has another shape, or if one is neither required
+        nor `optional`."""
         self._tensors.check(required, optional)
 
     def read(self, name: str, dtype: np.dtype[Any]) -> Array:
-        """See `TorchTensors`."""
+        """Return the tensor `name` as `dtype` in host memory."""
         return self._tensors.read(name, dtype)
 
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `TorchTensors`. On a CPU its memory may be the file's."""
+        """Return the tensor `name` as `dtype` on `device`. On a CPU it may share memory with the mapped file."""
         return to_torch(self._tensors.mapped(name)).to(device=device, dtype=dtype)
 
 
 class TorchDummy(DummyCheckpoint):
-    """Random tensors that are drawn whole on the device that asks for them: a host would take minutes."""
+    """Random tensors, drawn on the device that asks for them, because drawing them on the host would take minutes."""
 
     def __init__(self, config: ModelConfig, shard: Shard | None) -> None:
         super().__init__(config)
@@ -70,15 +71,16 @@ class TorchDummy(DummyCheckpoint):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def mapped(self, name: str) -> Array:
-        """See `DummyCheckpoint`; a rank's part."""
+        """Return this rank's part of the tensor `name` in float32 on the host."""
         return to_numpy(self.tensor(name, torch.float32, CPU))
 
     def read(self, name: str, dtype: np.dtype[Any]) -> Array:
-        """See `TorchTensors`."""
+        """Return this rank's part of the tensor `name` as `dtype` on the host."""
         return to_numpy(self.tensor(name, TORCH_DTYPES[dtype], CPU))
 
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `TorchTensors`; the same for the same order of calls."""
+        """Return this rank's part of the tensor `name`. Values depend on the order of calls, and are the same for the
+        same order."""
         shape = self.shapes[name]
         if is_norm(name):
             whole = torch.ones(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The weights of a dense decoder as torch holds them, and what they say of it. Computes nothing."""
+"""Weights of a decoder as torch tensors, and the facts that follow from them. Computes nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from specrs.arrays import Array
-from specrs.kernels.coded_weight import CodedWeight
 from specrs.kernels.linear import Weight
+from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.base import TorchModel
-from specrs.models.dense_weights import DenseFacts, DenseWeights, ExpertWeights, LayerWeights
+from specrs.models.decoder_weights import DecoderFacts, DecoderWeights, ExpertWeights, LayerWeights
 from specrs.models.kv_cache import KVCache
 from specrs.models.torch_arrays import NUMPY_DTYPES, to_torch
+from specrs.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
 TorchExperts: TypeAlias = ExpertWeights[Tensor, Weight]
@@ -23,62 +24,73 @@ TorchLayer: TypeAlias = LayerWeights[Tensor, Weight]
 
 
 @dataclass(frozen=True, slots=True)
-class TorchWeights(DenseWeights[Tensor, Weight, torch.dtype]):
-    """Weights of a dense decoder on one device, or one rank's part of them. The LM head of a bf16 model on a CPU is
-    fp32, see `Dense.compute_logits`."""
+class TorchWeights(DecoderWeights[Tensor, Weight, torch.dtype]):
+    """Weights of a decoder on one device, or one rank's part of them. The LM head of a bf16 model on a CPU is fp32: see
+    `TorchDecoder.compute_logits`."""
 
     device: torch.device = CPU
+    """Device that holds the weights."""
 
 
 def has_fp8_rows(weights: TorchWeights) -> bool:
-    """Whether products of some layer are of rows rounded to FP8."""
+    """Return whether some layer rounds rows to FP8 before its products."""
     projections = [w for layer in weights.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    return any(isinstance(w, CodedWeight) and w.fp8_rows for w in projections)
+    return any(isinstance(w, QuantizedWeight) and w.fp8_rows for w in projections)
 
 
 def with_fp8_rows(weights: TorchWeights) -> TorchWeights:
-    """Return the same weights; those in FP8 are multiplied with rows rounded to FP8."""
+    """Return the same weights, whose FP8 matrices are multiplied with rows rounded to FP8."""
 
     def of(w: Weight) -> Weight:
-        return replace(w, fp8_rows=True) if isinstance(w, CodedWeight) and w.coding.kind == "fp8" else w
+        return replace(w, fp8_rows=True) if isinstance(w, QuantizedWeight) and w.coding.kind == "fp8" else w
 
     made = [replace(w, qkv=of(w.qkv), o=of(w.o), gate_up=of(w.gate_up), down=of(w.down)) for w in weights.layers]
     return replace(weights, layers=tuple(made))
 
 
-class TorchFacts(DenseFacts, TorchModel):
-    """What a dense decoder is that torch computes."""
+class TorchHeld:
+    """Members `dtype`, `cache_dtype` and `device` for decoders and EAGLE-3 heads whose weights are torch tensors."""
 
-    weights: TorchWeights
+    weights: Any
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """See `Model`; like what follows."""
+        """Dtype of activations, and of the KV cache unless that is quantized to FP8."""
         return NUMPY_DTYPES[self.weights.dtype]
 
     @property
     def cache_dtype(self) -> np.dtype[Any]:
-        """See `DenseFacts`."""
+        """Dtype of K and V in the cache."""
         return NUMPY_DTYPES[self._cached]
 
     @property
     def device(self) -> torch.device:
-        """See `TorchModel`."""
-        return self.weights.device
-
-    @property
-    def device_type(self) -> str:
-        """See `Model`."""
-        return self.weights.device.type
-
-    def place(self, array: Array) -> Tensor:
-        """See `DenseFacts`."""
-        return to_torch(array).to(self.weights.device, self.weights.dtype)
-
-    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """See `Model`."""
-        return KVCache.allocate(self.config, num_blocks, block_size, self._cached, self.device, self.kv_groups)
+        """The device that holds the weights."""
+        device: torch.device = self.weights.device
+        return device
 
     @property
     def _cached(self) -> torch.dtype:
-        return self.weights.cache_dtype or self.weights.dtype
+        cached: torch.dtype = self.weights.cache_dtype or self.weights.dtype
+        return cached
+
+
+class TorchFacts(TorchHeld, DecoderFacts, TorchModel):
+    """Facts of `TorchModel` that follow from a decoder's configuration and weights."""
+
+    weights: TorchWeights
+    ranks: Ranks | None
+    """Tensor parallel ranks, each with a part of the weights and of the KV cache. None: there is one rank."""
+
+    @property
+    def device_name(self) -> str:
+        """Device that holds the weights: `cpu`, or `cuda:N`."""
+        return str(self.weights.device)
+
+    def place(self, array: Array) -> Tensor:
+        """Return `array` as a tensor in the model's dtype on its device."""
+        return to_torch(array).to(self.weights.device, self.weights.dtype)
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Return a zeroed cache of `num_blocks` blocks of `block_size` positions, and a scratch block."""
+        return KVCache.allocate(self.config, num_blocks, block_size, self._cached, self.device, self.kv_groups)

@@ -1,4 +1,4 @@
-"""Values of fields of config.json, checked. Knows no field."""
+"""Readers of single values of config.json, with checks. Knows no field."""
 
 import sys
 from collections.abc import Mapping
@@ -7,11 +7,12 @@ from typing import Any
 from specrs.models.errors import malformed, unsupported
 
 MAX_SIZE = 2**31 - 1
-"""Of what is counted in 32 bits somewhere."""
+"""Largest size or count, because some are stored in 32 bits."""
 
 
 def size(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """An integer of at least 1 that 31 bits hold. Raises CheckpointError; like what follows."""
+    """Return an integer from 1 to MAX_SIZE; `default` if the field is missing or null. Raises CheckpointError for any
+    other value."""
     value = raw.get(field)
     value = default if value is None else value
     if type(value) is not int or value < 1:
@@ -22,7 +23,8 @@ def size(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
 
 
 def number(raw: Mapping[str, Any], field: str, default: float | None = None) -> float:
-    """A finite number above 0. `default` is of a field that is missing, not of one that is null."""
+    """Return a finite number above 0; `default` if the field is missing, but not if it is null. Raises CheckpointError
+    for any other value."""
     value = raw.get(field, default)
     if not is_number(value):
         raise malformed(field, value, "a finite number greater than 0")
@@ -30,17 +32,19 @@ def number(raw: Mapping[str, Any], field: str, default: float | None = None) -> 
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number above 0 that a float holds; JSON's integers may have any number of digits."""
+    """Return True if `value` is a number above 0 that fits a float. Integers in JSON may be too large."""
     return isinstance(value, int | float) and type(value) is not bool and 0 < value <= sys.float_info.max
 
 
 def optional_number(raw: Mapping[str, Any], field: str) -> float | None:
-    """The same, None where the field is missing or null."""
+    """Return a finite number above 0; None if the field is missing or null. Raises CheckpointError for any other
+    value."""
     return None if raw.get(field) is None else number(raw, field)
 
 
 def flag(raw: Mapping[str, Any], field: str, *, allowed: bool = True, default: bool = False) -> bool:
-    """True or false; raises UnsupportedModelError for true where that is not `allowed`."""
+    """Return a boolean; `default` if the field is missing or null. Raises UnsupportedModelError for true if `allowed`
+    is False, and CheckpointError for a value that is no boolean."""
     value = raw.get(field)
     if value is not None and type(value) is not bool:
         raise malformed(field, value, "true or false")

@@ -1,11 +1,12 @@
-"""Where the bundled pair lies: paths only, nothing is loaded here.
+"""Paths of the bundled pair. Loads nothing.
 
-A 5.2 M parameter target and a 0.46 M parameter draft (Qwen3 architecture, one tokenizer of 2,048 tokens), trained on
-the sources of the Python standard library by `scripts/train_pair.py`. They continue Python code; they do not chat.
+The pair is a target of 5.2 M parameters and a draft model of 0.46 M (Qwen3 architecture, one tokenizer of 2,048
+tokens). Both were trained on the sources of the Python standard library by `scripts/train_pair.py`. They continue
+Python code; they do not chat.
 
-Beside them an EAGLE-3 head of the target, 1.0 M parameters with 1,280 ids to draft, by `scripts/train_eagle3.py
---num-prompts 1024 --layers 1 3 5 --draft-vocab-size 1280 --intermediate-size 384 --num-heads 2 --num-kv-heads 1
---passes 4 --steps 580 --lr 2e-3`.
+With them comes an EAGLE-3 head of the target, 1.0 M parameters with 1,280 ids to draft. It was trained by
+`scripts/train_eagle3.py --num-prompts 1024 --layers 1 3 5 --draft-vocab-size 1280 --intermediate-size 384 --num-heads 2
+--num-kv-heads 1 --passes 4 --steps 580 --lr 2e-3`.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Prompts for the bundled pair: beginnings of Python files, written for this project, 60 to 150 tokens each."""
+"""Prompts for the bundled pair: beginnings of Python files, written for this project, of 60 to 150 tokens each."""
 
 from typing import Final
 

@@ -18,30 +18,31 @@ from specrs.errors import EngineError
 
 _HEAD = struct.Struct("<BI")
 _SMALL = 4096
-"""Bytes up to which a message is sent in one piece."""
+"""Maximum number of body bytes that are sent in one call together with the message's header."""
 BEGUN = struct.Struct("<Q")
-"""Exchanges that a rank has begun."""
+"""Body of ALIVE messages from other ranks: the number of exchanges that the rank has begun."""
 DID = struct.Struct("<QI")
-"""Launches before it, and a checksum of its results."""
+"""Body of DONE messages: the number of steps before this one, and a checksum of its results."""
 
 
 class Kind(IntEnum):
-    """What a message says."""
+    """Kind of a message between ranks."""
 
     SETUP = 1
     """From rank 0, JSON: what to serve."""
     HERE = 9
-    """To rank 0, JSON: it has read what it is to serve, and connects to the others now."""
+    """To rank 0, JSON: the rank has read its setup and connects to the other ranks now."""
     READY = 2
-    """To rank 0, JSON: connected and loaded; the KV blocks that fit."""
+    """To rank 0, JSON: the rank is connected and loaded; holds the number of KV blocks that fit in its memory."""
     START = 3
-    """From rank 0, JSON: the KV blocks of all ranks."""
+    """From rank 0, JSON: the number of KV blocks that every rank allocates."""
     LAUNCH = 4
-    """From rank 0: the part of a record that is read."""
+    """From rank 0: the used part of a step's record."""
     DONE = 10
-    """To rank 0: what came of a launch, as `DID`."""
+    """To rank 0: the outcome of a step, packed as `DID`."""
     ALIVE = 5
-    """Either way, while there is nothing else to say; from other ranks with the exchanges that they have begun."""
+    """In both directions, if there is nothing else to send. From other ranks it holds the number of exchanges that they
+    have begun."""
     FAILED = 6
     """To rank 0, text: the exception that ends the rank."""
     LOST = 7
@@ -51,7 +52,7 @@ class Kind(IntEnum):
 
 
 class Message(NamedTuple):
-    """What arrived."""
+    """A message that arrived from another rank."""
 
     kind: Kind
     body: bytes
@@ -62,34 +63,39 @@ class Message(NamedTuple):
 
 
 class ExchangeError(EngineError):
-    """An exchange among ranks that did not come about: another rank has ended or hangs."""
+    """Error of an exchange among ranks that failed because another rank has ended or hangs."""
 
 
 class DisconnectedError(EngineError):
-    """The other side is gone, or did not answer in time: what became of it, as "has closed its connection"."""
+    """Error of a connection whose other side has closed it or did not answer in time. The message says which, as in
+    "has closed its connection"."""
 
 
 class Connection:
-    """One end. `send` may be called from several threads, `receive` from one."""
+    """One end of a socket connection between two ranks. `send` may be called from several threads, `receive` from
+    one."""
 
     def __init__(self, end: socket.socket, timeout: float) -> None:
-        """`timeout`: seconds that the other side may take to send or take something."""
+        """Wrap the socket `end`. `timeout`: seconds that the other side may take to send or accept data."""
         end.settimeout(timeout)
         self.socket = end
         self.timeout = timeout
         self._sending = threading.Lock()
 
     def send(self, kind: Kind, body: bytes | memoryview = b"") -> None:
-        """Send a message. Raises DisconnectedError."""
+        """Send a message. Raises DisconnectedError if the other side has closed the connection or does not accept the
+        message in time."""
         with self._sending:
             self._send(kind, body)
 
     def send_json(self, kind: Kind, content: object) -> None:
-        """The same with JSON as body."""
+        """Send `content` as a JSON message. Raises DisconnectedError if the other side has closed the connection or
+        does not accept the message in time."""
         self.send(kind, json.dumps(content).encode())
 
     def send_alive(self, body: bytes = b"") -> None:
-        """Say that this side is there, unless another thread is saying something. Raises DisconnectedError."""
+        """Send an ALIVE message, unless another thread is sending. Raises DisconnectedError if the other side has
+        closed the connection or does not accept the message in time."""
         if self._sending.acquire(blocking=False):
             try:
                 self._send(Kind.ALIVE, body)
@@ -108,12 +114,14 @@ class Connection:
             raise self._lost(fault) from fault
 
     def receive(self) -> Message:
-        """The next message. Raises DisconnectedError."""
+        """Wait for the next message and return it. Raises DisconnectedError if the other side has closed the connection
+        or sends nothing in time."""
         kind, length = _HEAD.unpack(self._read(_HEAD.size))
         return Message(Kind(kind), bytes(self._read(length)))
 
     def receive_news(self) -> Message:
-        """The next message that is not ALIVE. Raises DisconnectedError."""
+        """Wait for the next message that is not ALIVE and return it. Raises DisconnectedError if the other side has
+        closed the connection or sends nothing in time."""
         while (message := self.receive()).kind == Kind.ALIVE:
             pass
         return message
@@ -136,17 +144,18 @@ class Connection:
         return DisconnectedError(f"did not answer for {self.timeout:g} s" if slow else f"is lost: {fault}")
 
     def close(self) -> None:
-        """Close the socket; the other side sees it. May be called twice, from any thread."""
+        """Close the socket, which the other side notices. May be called twice, from any thread."""
         with contextlib.suppress(OSError):  # the other side was first
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
 
 class Beat:
-    """A thread that says every so often that a rank is there, until it cannot; then it calls `lost`."""
+    """Thread that regularly sends ALIVE messages for its rank. When a message cannot be sent, it calls `lost` and
+    ends."""
 
     def __init__(self, connection: Connection, state: Callable[[], bytes], lost: Callable[[], None]) -> None:
-        """`state()` gives the body of its messages."""
+        """Start the thread. `state()` returns the body of each ALIVE message."""
         self._stop = threading.Event()
         self._connection, self._state, self._lost = connection, state, lost
         self._thread = threading.Thread(target=self._run, name="specrs-rank-alive", daemon=True)

@@ -1,7 +1,7 @@
-"""What ranks exchange of tensors that are where they compute: sums, and gathered parts. Decides no sizes.
+"""Exchanges of tensors among ranks, on the device that holds them: sums and gathered parts. Decides no sizes.
 
-On a GPU an exchange is enqueued on the current stream, waits for nothing on the host and allocates nothing, so a graph
-holds it. Every rank enqueues the same ones in the same order.
+On a GPU an exchange is enqueued on the current stream, does not wait on the host and allocates nothing, so it can be
+part of a graph. Every rank enqueues the same exchanges in the same order.
 """
 
 from __future__ import annotations
@@ -13,78 +13,83 @@ import torch.distributed as dist
 from torch import Tensor
 
 ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)
-"""What torch's one-shot sum adds."""
+"""Dtypes that torch's one-shot all-reduce supports."""
 
 
 class Exchanges(Protocol):
-    """The exchanges of one rank's passes, for tensors of one kind of device."""
+    """Exchanges of one rank's passes, for tensors on one kind of device."""
 
     def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        """Sums of up to `rows` rows of `width` numbers are to come. All ranks say so at once, before they capture."""
+        """Prepare for sums of up to `rows` rows of `width` numbers. All ranks call it at the same point, before they
+        capture graphs."""
 
     def part(self, out: Tensor) -> Tensor:
-        """Where this rank is to write its part of a sum into `out` `[N, width]` contiguous: of the same shape, perhaps
-        `out` itself. Holds until the next `sum`."""
+        """Return the tensor into which this rank writes its part of a sum for `out` `[N, width]`, contiguous. It has
+        the shape of `out`, may be `out` itself, and is valid until the next `sum`."""
 
     def sum(self, out: Tensor) -> None:
         """Write the sum of every rank's `part(out)` into `out`: the same bits on all ranks."""
 
     def gather(self, x: Tensor, found: Tensor) -> None:
-        """Write `x` of every rank, in their order, into `found` `[size, *x.shape]`; both are contiguous."""
+        """Write `x` of every rank, in the order of ranks, into `found` `[size, *x.shape]`. Both are contiguous."""
 
     def abort(self) -> None:
-        """End the exchanges that run or wait, because a rank is lost. From any thread."""
+        """End the exchanges that run or wait, because a rank is lost. May be called from any thread."""
 
     def close(self) -> None:
-        """There are no more exchanges. All ranks have come to the end of theirs."""
+        """Release what the exchanges hold. Called once all ranks have finished their last exchange."""
 
 
 class GroupExchanges:
-    """By the default process group, on a GPU NCCL's. A sum's order is NCCL's choice, by its size; what a rank gets are
-    the bits that the others get, because each number is added up in one place."""
+    """Exchanges by torch's default process group, which is NCCL's on a GPU. NCCL chooses a sum's order by its size. All
+    ranks get the same bits, because each number is added up in one place."""
 
     def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        """Nothing: see `Exchanges`, like what follows."""
+        """Do nothing: NCCL sums in place and needs no memory that other ranks read."""
 
     def part(self, out: Tensor) -> Tensor:
-        """`out`."""
+        """Return `out`, where this rank writes its part of a sum."""
         return out
 
     def sum(self, out: Tensor) -> None:
-        """In place."""
+        """Sum `out` `[N, width]` over all ranks, in place."""
         dist.all_reduce(out)
 
     def gather(self, x: Tensor, found: Tensor) -> None:
-        """One all-gather."""
+        """Write `x` of every rank, in the order of ranks, into `found` by one all-gather."""
         dist.all_gather_into_tensor(found.view(-1), x.view(-1))
 
     def abort(self) -> None:
-        """Kernels of NCCL that wait for another rank end."""
+        """Abort the process group, which ends NCCL kernels that wait for another rank. May be called from any
+        thread."""
         if dist.group.WORLD is not None:
             dist.group.WORLD.abort()
 
     def close(self) -> None:
-        """Destroy the group."""
+        """Destroy the process group, if there is one."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 class SymmetricExchanges(GroupExchanges):
-    """The same, but sums of few rows by torch's symmetric memory: one kernel on every rank reads the parts of all and
-    adds them in rank order.
+    """Exchanges by NCCL, except that sums of few rows use torch's symmetric memory. One kernel on every rank reads the
+    parts of all ranks and adds them in the order of ranks.
 
-    A part is written where the others read it, so nothing is copied. The kernel waits for the others before it reads
-    and before it ends, so the next product may write there.
+    A rank writes its part where the others read it, so nothing is copied. The kernel waits for the other ranks before
+    it reads and before it ends, so the next product may overwrite the part.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        """`group`: the default one."""
+        """Prepare exchanges on `device`. `group` is the default process group, whose ranks share the memory."""
         self._device, self._group = device, group
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        """Allocate what the others read, and exchange where it is. Waits for them; raises RuntimeError where GPUs
-        cannot read each other's memory."""
+        """Allocate memory for sums of up to `rows` rows of `width` numbers, and exchange its addresses with the other
+        ranks. Does nothing for a dtype that the one-shot kernel does not support, or if enough is reserved.
+
+        Waits for all ranks. Raises RuntimeError if the GPUs cannot read each other's memory.
+        """
         held = self._buffers.get((width, dtype))
         if dtype in ONE_SHOT_DTYPES and (held is None or len(held) < rows):
             self._buffers[width, dtype] = self._allocate(rows, width, dtype)
@@ -101,12 +106,15 @@ class SymmetricExchanges(GroupExchanges):
         return None if buffer is None or len(out) > len(buffer) else buffer[: len(out)]
 
     def part(self, out: Tensor) -> Tensor:
-        """Memory that the others read, of as many rows as were reserved; of more `out`."""
+        """Return the tensor into which this rank writes its part of a sum for `out` `[N, width]`. It has the shape of
+        `out` and lies in memory that the other ranks read. Returns `out` itself if N exceeds the reserved rows, or if
+        nothing was reserved for this width and dtype."""
         staged = self._staged(out)
         return out if staged is None else staged
 
     def sum(self, out: Tensor) -> None:
-        """One shot, or by NCCL where no part was staged."""
+        """Write the sum of every rank's `part(out)` into `out`. Uses the one-shot kernel if the parts lie in shared
+        memory, otherwise NCCL."""
         staged = self._staged(out)
         if staged is None:
             super().sum(out)

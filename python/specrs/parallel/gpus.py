@@ -1,4 +1,4 @@
-"""How the exchanges of a GPU come about: NCCL's, and symmetric memory where all ranks can have it. Makes none."""
+"""Sets up the exchanges of GPUs: NCCL's, and symmetric memory if all ranks can use it. Performs none."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ logger = logging.getLogger("specrs")
 
 
 def connect_gpus(ranks: Ranks, store: Store, device: torch.device, timeout: float, num_local: int) -> GroupExchanges:
-    """Exchanges among GPUs, this rank's being `device`; waits for the others, which do the same.
+    """Return the exchanges among GPUs. `device` is this rank's GPU. Waits for the other ranks, which call it at the
+    same time.
 
-    NCCL's, and for sums of few rows symmetric memory where all ranks can have it. `num_local`: ranks on this machine.
+    NCCL does the exchanges, except that sums of few rows use symmetric memory if all ranks can. `num_local`: number of
+    ranks on this machine.
 
     Raises:
-        InvalidConfigError: this process has a default process group already.
+        InvalidConfigError: this process already has a default process group.
         RuntimeError: NCCL could not connect.
     """
     if dist.is_initialized():
@@ -59,5 +61,5 @@ def _reads_peers(device: torch.device, num_local: int) -> bool:
 
 
 def _all(ranks: Ranks, holds: bool) -> bool:
-    """Whether it holds on every rank."""
+    """Return True if `holds` is True on every rank."""
     return bool(ranks.gather(torch.tensor([holds])).all())

@@ -1,9 +1,10 @@
-"""What ranks exchange while they compute: sums and parts of tensors of the host. Starts no process and watches none.
+"""Exchanges among ranks while they compute: sums and gathered parts of host tensors. Starts no process and watches
+none.
 
-Tensors of a GPU have `exchanges` of their own, beside which these connections stay. A sum is taken by every rank from
-all parts, in the order of ranks: all have the same bits, and they depend neither on timing nor on how many rows there
-are. A ring, which gloo's own all-reduce is, adds in an order that depends on where in the tensor an element lies, and
-gains nothing for the few rows of a decode pass.
+Tensors on a GPU have their own `exchanges`; these connections remain next to them. For a sum, every rank adds all parts
+in the order of ranks. So all ranks have the same bits, which depend neither on timing nor on the number of rows. A
+ring, which gloo's own all-reduce uses, adds in an order that depends on an element's place in the tensor. It also gains
+nothing for the few rows of a decode pass.
 """
 
 from __future__ import annotations
@@ -28,30 +29,30 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """One rank of `size`, and its connections to all others. For one thread at a time."""
+    """One rank of `size`, and its connections to all others. Use it from one thread at a time."""
 
     def __init__(self, store: Store, rank: int, size: int, *, address: str, timeout: float) -> None:
         """Connect to the other ranks, which do the same with the same `store`. Waits for them.
 
         Args:
-            address: what to listen on, at a port that the system chooses: 127.0.0.1 for ranks of one machine.
-            timeout: seconds that an exchange may take.
+            address: address to listen on, at a port that the system chooses; 127.0.0.1 for ranks of one machine.
+            timeout: maximum seconds of an exchange.
 
         Raises:
-            ExchangeError: the others did not come within `timeout` seconds.
+            ExchangeError: another rank did not connect within `timeout` seconds.
         """
         self.rank, self.size = rank, size
         self.device = torch.device("cpu")
-        """Where this rank computes."""
+        """Device on which this rank computes."""
         self.exchanges: Exchanges = HostExchanges(self)
-        """Those of tensors that are there."""
+        """Exchanges of tensors on this rank's device."""
         self.given_up = threading.Event()
-        """Set where another rank is known to be lost: it is waited for no longer."""
+        """Set when another rank is known to be lost. Exchanges then stop waiting for it."""
         self.num_begun = 0
-        """Exchanges so far, the running one included: of ranks that wait for each other, the one that is waited for has
-        begun fewer."""
+        """Number of exchanges so far, including the running one. If ranks wait for each other, the rank that has begun
+        fewer is the one that the others wait for."""
         self.waiting_since: float | None = None
-        """By time.monotonic, when the running exchange began; None: none runs."""
+        """Start of the running exchange, by time.monotonic; None: none runs."""
         self._store, self._address, self._timeout = store, address, timeout
         self._num_drafting = 0
         self._drafting: dist.ProcessGroupGloo | None = None
@@ -67,11 +68,13 @@ class Ranks:
             raise ExchangeError(f"rank {self.rank} could not connect to the others: {fault}") from fault
 
     def connect_drafting(self) -> None:
-        """Connect to the other ranks for `drafting`; anew, where that has failed on one of them. All do it at once.
+        """Connect to the other ranks for `drafting`, or again after that has failed on one of them. All ranks call it
+        at once.
 
-        Returns when all are connected: a rank whose drafter fails at once closes its connections, and another that
-        were still connecting to it would wait for it until the timeout. Raises as `__init__`, and soon where `given_up`
-        is set.
+        Returns when all are connected. Otherwise a rank whose drafter fails at once would close its connections while
+        another rank still connects to it and waits until the timeout.
+
+        Raises ExchangeError if a rank did not connect in time, and soon if `given_up` is set.
         """
         self._drafting = None
         self._num_drafting += 1
@@ -90,8 +93,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def drafting(self) -> Iterator[None]:
-        """Exchanges inside go over connections of their own. Where the block raises, they end: so another rank's
-        exchange in it fails, too, soon, and those outside stay in step."""
+        """Context whose exchanges use connections of their own. If the block raises, these connections are closed.
+        Another rank's exchange in its block then soon fails, too, and exchanges outside the block stay in step."""
         group = self._group
         self._group = self._drafting
         try:
@@ -103,7 +106,7 @@ class Ranks:
             self._group = group
 
     def gather(self, x: Tensor) -> Tensor:
-        """`[size, *x.shape]`: `x` of every rank, in their order; shape and dtype are the same on all.
+        """Return `x` of every rank in the order of ranks, `[size, *x.shape]`. Shape and dtype must be the same on all.
 
         Raises:
             ExchangeError: another rank has ended, or did not answer in time.
@@ -117,19 +120,22 @@ class Ranks:
         return found
 
     def add_(self, x: Tensor) -> Tensor:
-        """The sum of `x` of every rank, written to `x`. Raises as `gather`."""
+        """Add `x` of all ranks, write the sum to `x` and return it. Raises ExchangeError if another rank has ended or
+        does not answer in time."""
         return _add(self.gather(x).unbind(0), x)
 
     def side_by_side(self, x: Tensor, width: int) -> Tensor:
-        """`[N, width]` from `x` `[N, W]` of every rank, columns in the order of ranks; of the last ones only so many
-        as there are. Raises as `gather`."""
+        """Concatenate the columns of `x` `[N, W]` of all ranks, in the order of ranks, and cut the result to `[N,
+        width]`. Raises ExchangeError if another rank has ended or does not answer in time."""
         parts = self.gather(x)
         return parts.movedim(0, 1).reshape(len(x), self.size * x.shape[1])[:, :width].contiguous()
 
     def look_up(self, table: Tensor, ids: Tensor) -> Tensor:
-        """Rows `ids` `[N]` of a table whose rows every rank has `len(table)` of, in their order: `[N, *]`.
+        """Return the rows `ids` `[N]` of a table that is split over the ranks by rows: `[N, *]`. Each rank has
+        `len(table)` rows, in the order of ranks.
 
-        The sum is exact: all parts but one are 0. Raises as `gather`.
+        The result is a sum over ranks, which is exact because all parts but one are 0. Raises ExchangeError if another
+        rank has ended or does not answer in time.
         """
         own = ids - self.rank * len(table)
         elsewhere = (own < 0) | (own >= len(table))
@@ -137,24 +143,27 @@ class Ranks:
         return self.add_(rows)
 
     def gather_numbers(self, number: int) -> list[int]:
-        """Return `number` of every rank, in their order. Raises as `gather`."""
+        """Return `number` of every rank, in the order of ranks. Raises ExchangeError if another rank has ended or does
+        not answer in time."""
         numbers: list[int] = self.gather(torch.tensor([number])).view(-1).tolist()
         return numbers
 
     def take_first_array(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Write rank 0's `array` into `array` of every rank, and return it. Raises as `gather`."""
+        """Write rank 0's `array` into `array` of every rank, and return it. Raises ExchangeError if another rank has
+        ended or does not answer in time."""
         self.take_first(torch.from_numpy(array))
         return array
 
     def take_first(self, x: Tensor) -> Tensor:
-        """`x` of rank 0, written to `x` of every rank. Raises as `gather`."""
+        """Write `x` of rank 0 to `x` of every rank, and return it. Raises ExchangeError if another rank has ended or
+        does not answer in time."""
         return x.copy_(self.gather(x)[0])
 
     def wait_for(self, done: Callable[[], bool]) -> None:
-        """Return when `done()`: what was enqueued on a device, with exchanges in it, has come to its end.
+        """Wait until `done()` returns True, which says that work enqueued on a device, with exchanges in it, has ended.
 
         Raises:
-            ExchangeError: another rank is lost, or it took too long.
+            ExchangeError: another rank is lost, or the work took too long.
         """
         end = time.monotonic() + self._timeout
         with self._waiting():
@@ -166,12 +175,12 @@ class Ranks:
                 time.sleep(20e-6)
 
     def give_up(self) -> None:
-        """Another rank is lost: nothing waits for it any longer. From any thread."""
+        """Stop waiting for other ranks, because one is lost. May be called from any thread."""
         self.given_up.set()
         self.exchanges.abort()
 
     def close(self) -> None:
-        """There are no more exchanges of what is on a device; where a rank is lost, they were ended."""
+        """Close the exchanges of the device, unless a rank is lost, in which case they were aborted."""
         if not self.given_up.is_set():
             self.exchanges.close()
 
@@ -196,35 +205,37 @@ class Ranks:
 
 
 class HostExchanges:
-    """Over the connections of `Ranks`, which take tensors of the host: what Triton's interpreter runs with."""
+    """Exchanges of host tensors over the connections of `Ranks`. Passes under Triton's interpreter use them."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
     def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        """Nothing: see `Exchanges`, like what follows."""
+        """Do nothing: sums over host connections need no memory that other ranks read."""
 
     def part(self, out: Tensor) -> Tensor:
-        """`out`."""
+        """Return `out`, where this rank writes its part of a sum."""
         return out
 
     def sum(self, out: Tensor) -> None:
-        """In rank order."""
+        """Sum `out` `[N, width]` over all ranks in the order of ranks, in place. Raises ExchangeError if another rank
+        has ended or does not answer in time."""
         self._ranks.add_(out)
 
     def gather(self, x: Tensor, found: Tensor) -> None:
-        """Waits for the others. Raises ExchangeError."""
+        """Write `x` of every rank, in the order of ranks, into `found`. Waits for the other ranks. Raises ExchangeError
+        if another rank has ended or does not answer in time."""
         found.copy_(self._ranks.gather(x))
 
     def abort(self) -> None:
-        """Nothing: who waits looks at `Ranks.given_up`, or fails when a connection closes."""
+        """Do nothing: a rank that waits checks `Ranks.given_up`, or fails when a connection closes."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing: `Ranks` closes its connections."""
 
 
 def _add(parts: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Their sum in this order, written to `out`."""
+    """Write the sum of at least two `parts`, added in their order, to `out` and return it."""
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out.add_(part)

@@ -1,8 +1,8 @@
-"""How ranks come about: processes started by rank 0, or those of torchrun. Loads nothing and serves nothing.
+"""Starts ranks as processes of rank 0, or finds those of torchrun. Loads nothing and serves nothing.
 
-Processes of one machine meet by a file in a folder that only this user may read, and by sockets that they inherit; what
-they listen on, for their exchanges, is 127.0.0.1, at ports that the system chooses. Those of torchrun meet by its own
-rendezvous; on several machines they listen at the address that leads to MASTER_ADDR.
+Processes on one machine meet by a file in a folder that only this user may read, and by sockets that they inherit. For
+their exchanges they listen on 127.0.0.1, at ports that the system chooses. Processes of torchrun meet by its
+rendezvous. On several machines they listen at the address that leads to MASTER_ADDR.
 """
 
 from __future__ import annotations
@@ -34,45 +34,48 @@ _KEY = "specrs/rank-0"
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where ranks meet for their exchanges: what `Ranks` is made of."""
+    """Rendezvous of the ranks for their exchanges: the arguments from which `Ranks` is made."""
 
     store: Store
     rank: int
     size: int
     address: str
     local: tuple[int, int] | None = None
-    """Which of how many ranks on its machine; None: all are there."""
+    """(rank, number of ranks) on this machine; None: all ranks are on it."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """`(rank, ranks)` among those of its machine, of which each has a GPU."""
+        """(rank, number of ranks) on this machine, where each rank has a GPU."""
         return (self.rank, self.size) if self.local is None else self.local
 
     def exchange_timeout(self, timeout: float) -> float:
-        """Seconds for an exchange: a little more than those in which a rank counts as hanging, so that it is named."""
+        """Return the maximum seconds of an exchange: a little more than those after which a rank counts as hanging, so
+        that the error can name it."""
         return timeout + 2.0
 
 
 def torchrun_rank() -> int | None:
-    """This process's rank among several of torchrun; None where it is none of them."""
+    """Return this process's rank if torchrun started it with others, otherwise None."""
     size = os.environ.get("WORLD_SIZE", "")
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdecimal() and size.isdecimal() and int(size) > 1 else None
 
 
 def own_place(size: int) -> tuple[int, int]:
-    """`Meeting.place` of this process, rank 0 of those that it is to start, or one of torchrun's."""
+    """Return (rank, number of ranks) on this machine for this process, which is rank 0 of the ranks that it will start,
+    or one of torchrun's."""
     if torchrun_rank() is None:
         return 0, size
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def lead(size: int, timeout: float, module: str, setup: dict[str, Any]) -> tuple[Team, Meeting]:
-    """Start `size - 1` processes that run `module`, or find those of torchrun, and hand `setup` to them.
+    """Start `size - 1` processes that run `module`, or find those of torchrun, and send them `setup`. Return them and
+    the place where they meet.
 
     Raises:
         InvalidConfigError: torchrun started another number of processes.
-        RankLostError: one of them ended at once.
+        RankLostError: one of the processes ended at once.
     """
     if torchrun_rank() is not None:
         meeting = _torchrun(size, timeout)
@@ -92,7 +95,10 @@ def lead(size: int, timeout: float, module: str, setup: dict[str, Any]) -> tuple
 
 
 def follow_under_torchrun(size: int, timeout: float) -> tuple[Connection, Meeting]:
-    """On a rank of torchrun other than 0: its connection to rank 0. Raises as `lead`."""
+    """Connect to rank 0 from another rank of torchrun. Return the connection and the place where the ranks meet.
+
+    Raises InvalidConfigError if torchrun started another number of processes.
+    """
     meeting = _torchrun(size, timeout)
     where, port, token = meeting.store.get(_KEY).decode().rsplit(" ", 2)
     connection = Connection(socket.create_connection((where, int(port)), timeout=START_TIMEOUT), timeout)
@@ -101,7 +107,7 @@ def follow_under_torchrun(size: int, timeout: float) -> tuple[Connection, Meetin
 
 
 def follow(setup: dict[str, Any]) -> Meeting:
-    """In a process that rank 0 started, with what it was told."""
+    """Return the place where the ranks meet, in a process that rank 0 started with the settings `setup`."""
     return Meeting(_file_store(setup["store"], setup["size"]), setup["rank"], setup["size"], LOCAL)
 
 
@@ -149,7 +155,7 @@ def _torchrun(size: int, timeout: float) -> Meeting:
 
 
 def _own_address(world: int) -> str:
-    """127.0.0.1 where all ranks are on this machine, else the address that leads to MASTER_ADDR."""
+    """Return 127.0.0.1 if all ranks are on this machine, else this machine's address towards MASTER_ADDR."""
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
         return LOCAL
     family, _, _, _, address = socket.getaddrinfo(
@@ -185,7 +191,7 @@ def _accept(meeting: Meeting, timeout: float) -> dict[int, Connection]:
 
 
 def _hello(accepted: socket.socket, token: str) -> int | None:
-    """Which rank connected; None: something else did."""
+    """Return the rank that connected; None if something else did."""
     accepted.settimeout(5.0)
     said = b""
     try:

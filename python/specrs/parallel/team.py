@@ -1,7 +1,8 @@
-"""The other ranks as rank 0 sees them: tells them what to run, and watches whether they are there. Computes nothing.
+"""The other tensor parallel ranks, as rank 0 sees them. Sends them steps and watches whether they respond. Computes
+nothing.
 
-What ends one rank ends all: rank 0 closes the connections, and each of the others ends when it sees that, or because it
-is killed. The rank that is named is the one that ended first, failed by itself, or is waited for by the others.
+If one rank ends, all end: rank 0 closes the connections, and each of the others ends when it sees that, or is killed.
+The error names the rank that ended first, failed by itself, or is waited for by the others.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from specrs.parallel.ranks import Ranks  # and torch
 
 START_TIMEOUT = 120.0
-"""Seconds that a process has for its first message, at least: it loads torch before."""
+"""Minimum number of seconds that a process has for its first message, because it loads torch before."""
 GRACE = 2.0
-"""Seconds that ranks have to end by themselves."""
+"""Seconds that ranks have to end by themselves before they are killed."""
 
 
 @dataclass(slots=True)
@@ -43,7 +44,8 @@ class _Member:
 
 
 class Team:
-    """Ranks 1 to `size - 1`. For one thread at a time, which `watch` does not count as."""
+    """Ranks 1 to `size - 1`, seen from rank 0. Use it from one thread at a time; its own watching thread does not
+    count."""
 
     def __init__(
         self,
@@ -53,18 +55,22 @@ class Team:
         processes: Mapping[int, subprocess.Popen[bytes]] | None = None,
         folder: Path | None = None,
     ) -> None:
-        """`connections` by rank, and the `processes` that were started here; `folder` is removed at the end.
+        """Start to watch the ranks.
 
-        `timeout`: seconds without an answer, in which a rank counts as hanging.
+        Args:
+            connections: connection to each rank.
+            timeout: seconds without an answer after which a rank counts as hanging.
+            processes: processes of ranks that were started here; killed if they do not end.
+            folder: folder to remove at the end.
         """
         now, started = time.monotonic(), processes or {}
         self._members = {rank: _Member(end, now, started.get(rank)) for rank, end in connections.items()}
         self._timeout, self._folder = timeout, folder
         self.ranks: Ranks | None = None
-        """Rank 0's own exchanges, once it is connected."""
+        """Exchanges of rank 0 with the other ranks. None until it is connected to them."""
         self.error: RankLostError | None = None
         self.on_error: Callable[[RankLostError], None] | None = None
-        """Called in a thread of its own when a rank is lost."""
+        """Function that is called with the error, from the watching thread, when a rank is lost."""
         self._changed = threading.Condition()
         self._done: dict[int, int] = {}  # rank 0's checksums, until all others have been compared
         self._closing = False
@@ -73,11 +79,11 @@ class Team:
 
     @property
     def size(self) -> int:
-        """Ranks, this one included."""
+        """Number of ranks, including rank 0."""
         return 1 + len(self._members)
 
     def send(self, kind: Kind, body: bytes | memoryview = b"") -> None:
-        """Tell every rank. Raises RankLostError."""
+        """Send a message to every other rank. Raises RankLostError if a rank has ended or does not respond."""
         self.check()
         for rank, member in self._members.items():
             try:
@@ -86,7 +92,8 @@ class Team:
                 raise self.failed(fault, rank) from fault
 
     def setup(self, content: Callable[[int], dict[str, Any]]) -> None:
-        """Tell every rank what it is to serve. Raises as `send`."""
+        """Send every other rank its setup, `content(rank)`. Raises RankLostError if a rank has ended or does not
+        respond."""
         for rank, member in self._members.items():
             try:
                 member.connection.send_json(Kind.SETUP, content(rank))
@@ -94,7 +101,8 @@ class Team:
                 raise self.failed(fault, rank) from fault
 
     def collect(self, kind: Kind) -> list[Any]:
-        """The next message of every rank, read as JSON; waits for them. Raises RankLostError."""
+        """Wait for the next message of every other rank, which must be of `kind`, and return the messages read as JSON.
+        Raises RankLostError if a rank has ended or does not respond."""
         found = []
         for rank, member in self._members.items():
             with self._changed:
@@ -107,20 +115,20 @@ class Team:
         return found
 
     def done(self, launch: int, checksum: int) -> None:
-        """Note what came of a launch on rank 0. Every other rank's checksum must be the same: a draft that each of
-        them computes by itself is the same only where their processors and libraries compute alike."""
+        """Record the checksum of step `launch` on rank 0. Every other rank must report the same checksum. Each rank
+        computes drafts by itself, and they agree only if their processors and libraries compute alike."""
         with self._changed:
             self._done[launch] = checksum
             self._compare()
 
     def check(self) -> None:
-        """Raises RankLostError if a rank is lost."""
+        """Raise RankLostError if a rank is lost."""
         if self.error is not None:
             raise self.error
 
     def failed(self, fault: BaseException, rank: int = 0) -> RankLostError:
-        """What to raise where something failed on rank 0, or in speaking to `rank`: it names the rank that is the
-        cause. Ends all ranks."""
+        """Return the error to raise after `fault` happened on rank 0, or while it communicated with `rank`. The error
+        names the rank that caused it. Ends all ranks."""
         if rank or isinstance(fault, ExchangeError):
             with self._changed:
                 # the rank that is lost may be seen a moment later than what it was waited for
@@ -137,8 +145,8 @@ class Team:
     def close(self) -> None:
         """End all ranks and wait for them. May be called again, and after a failure.
 
-        None is told to end before all have come to the end of the last launch: a rank that ends resets its connections,
-        from which another one may still have to read.
+        First waits until all ranks have finished the last step. A rank that ends resets its connections, and another
+        rank may still have to read from them.
         """
         with self._changed:
             if threading.current_thread() is not self._thread:
@@ -153,7 +161,8 @@ class Team:
         self._reap()
 
     def _watch(self) -> None:
-        """The thread's work: hear every rank, tell it that this one is there, and judge."""
+        """Run the watching thread: receive messages of every rank, send ALIVE messages to them, and find ranks that are
+        lost. On a loss, calls `on_error` and waits until all processes have ended."""
         every = min(0.25, self._timeout / 8)
         with selectors.DefaultSelector() as selector:
             for rank, member in self._members.items():
@@ -224,11 +233,12 @@ class Team:
             self._fail(self._waited_for(), f"did not answer for {self._timeout:g} s: it hangs")
 
     def _waited_for(self) -> int:
-        """The rank that has begun the fewest exchanges."""
+        """Return the rank that has begun the fewest exchanges, which the others wait for."""
         return min(self._members, key=lambda rank: self._members[rank].begun)
 
     def _fail(self, rank: int, what: str) -> None:
-        """Note what ended rank `rank`, the first that did, and end the others."""
+        """Record that `rank` was lost first, because of `what`, and end the other ranks. Does nothing if a rank was
+        lost before."""
         with self._changed:
             if self.error is None:
                 self.error = RankLostError(rank, self.size, what)
@@ -242,7 +252,8 @@ class Team:
             self._changed.notify_all()
 
     def _reap(self) -> None:
-        """Wait for the ranks; processes that do not end are killed."""
+        """Wait until the processes of all ranks have ended, and kill those that do not end in time. Then close all
+        connections and remove the folder."""
         end = time.monotonic() + GRACE
         for member in self._members.values():
             process = member.process
@@ -260,7 +271,8 @@ class Team:
 
 
 def _hear_out(connection: Connection, end: float) -> None:
-    """Until the other side closes: one that is in its last launch takes a closed connection for a rank that is lost."""
+    """Read messages until the other side closes the connection or `end` has passed. A rank in its last step would take
+    a connection that closes earlier for a lost rank."""
     with contextlib.suppress(DisconnectedError, ValueError, OSError):
         connection.socket.settimeout(GRACE)
         while time.monotonic() < end:

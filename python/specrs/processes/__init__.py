@@ -1,1 +1,1 @@
-"""Child processes for work on untrusted input: started and asked (`child`), and what bounds them (`limits`)."""
+"""Child processes for work on untrusted input: `child` starts and asks them, `limits` restrains them."""

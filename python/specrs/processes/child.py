@@ -1,6 +1,6 @@
-"""A child process that answers one line of JSON with another, within a time limit. Knows nothing of what it answers.
+"""A child process that answers one line of JSON with another, within a time limit. Knows nothing of the content.
 
-For work on untrusted input (grammars, chat templates): a thread cannot be ended, a process can.
+It is for work on untrusted input (grammars, chat templates): a thread cannot be ended, a process can.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specrs.errors import EngineError
 
 
 class Child:
-    """One child process. Not thread-safe: for one thread at a time."""
+    """One child process. Not thread-safe: use it from one thread at a time."""
 
     def __init__(self, script: str, setup: bytes, *, purpose: str, start_timeout: float) -> None:
         """Run `script`, a path, and hand it `setup`, one line; it answers when it is ready.
@@ -41,7 +41,8 @@ class Child:
             raise EngineError(f"{purpose}: the process did not start")
 
     def ask(self, message: bytes, timeout: float) -> dict[str, Any] | None:
-        """Its answer to a message of one line; None if it ended, by itself or because `timeout` seconds were over."""
+        """Send a message of one line and return the answer. None if the process ended by itself, or was killed because
+        `timeout` seconds had passed."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -66,7 +67,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """True if the process runs."""
         return self._process.poll() is None
 
     def kill(self) -> None:

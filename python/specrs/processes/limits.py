@@ -1,4 +1,4 @@
-"""What a process sets on itself: memory, priority, time, open files. Starts nothing."""
+"""Limits that a process sets on itself: memory, priority, time, open files. Starts nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NICENESS = 5
 
 
 def restrain(memory: int, niceness: int = NICENESS) -> None:
-    """Limit this process to `memory` bytes of address space, and give way to others by `niceness`."""
+    """Limit this process to `memory` bytes of address space, and lower its priority by `niceness`."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # not every system has them
         import resource
 
@@ -22,9 +22,9 @@ def restrain(memory: int, niceness: int = NICENESS) -> None:
 
 
 def allow_open_files(number: int) -> int | None:
-    """Let this process have `number` files and sockets open, as far as the system allows: the limit that now holds.
+    """Let this process open `number` files and sockets, as far as the system allows. Return the limit that now holds.
 
-    None where the system has no such limit.
+    None if the system has no such limit.
     """
     try:
         import resource
@@ -45,7 +45,8 @@ def allow_open_files(number: int) -> int | None:
 
 @contextlib.contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """End this process if what follows takes longer: its parent, which would kill it, may have been killed."""
+    """End this process if the context takes longer than `seconds`. The parent would kill it, but may have been killed
+    itself."""
     timer = getattr(signal, "setitimer", None)  # not every system has it
     if timer is not None:
         timer(signal.ITIMER_REAL, seconds)

@@ -1,1 +1,2 @@
-"""A slow implementation of a step by torch, which tests compare others with. Production imports none of it."""
+"""Slow and short implementations of a step and of a decoder. Tests compare the others with them; no engine runs
+them."""

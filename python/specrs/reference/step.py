@@ -1,248 +1,278 @@
-"""A planned launch, executed by torch op by op. Plans nothing and settles nothing."""
+"""A planned step in plain torch: uploads, prompt chunks, catch-up chunks, one decode iteration, in this order.
+
+The rules are those of docs/start.md, applied to one sequence after the other. A record is all that a step needs, and
+the results are all that it reports. Nothing here plans or settles steps.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from specrs.core import PURPOSE_ACCEPT
-from specrs.drafters.base import Drafter, HiddenInputs, device_drafter, drafted_on_host, host_drafts
-from specrs.drafters.draft_model import ModelPasses
-from specrs.models.base import TorchModel
-from specrs.models.inputs import PassInputs
-from specrs.models.kv_cache import KVCache
-from specrs.models.torch_arrays import TORCH_DTYPES
-from specrs.reference.accept import accept, at_rates, update
-from specrs.reference.iteration import Drafted, Scored, draft, place, prepare, verify
-from specrs.runner.cuda.entries import Iteration
-from specrs.runner.cuda.hidden_rows import HiddenRows
-from specrs.runner.cuda.logprobs import entry_logprobs, prompt_logprobs
-from specrs.runner.cuda.noise import Noise
-from specrs.runner.cuda.prefill import (
-    catch_up_inputs,
-    caught_up,
-    chunk_faults,
-    flag_chunks,
-    last_chunks,
-    last_rows,
-    prefill_inputs,
+from specrs.backends.extras import ExtrasLookup, no_extras
+from specrs.backends.ring import Header, RingSlot
+from specrs.core import (
+    DRAFTER_DEVICE,
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_STOP,
+    FLAG_CAPACITY,
+    FLAG_DRAFT_NON_FINITE,
+    FLAG_NO_TOKEN_ALLOWED,
+    FLAG_TARGET_NON_FINITE,
+    LOGPROBS_NONE,
+    MAX_STOP_IDS,
+    PURPOSE_DRAFT,
+    PURPOSE_GUMBEL,
 )
-from specrs.runner.cuda.row_state import RowState
-from specrs.runner.cuda.sampling_state import EntrySampling, SamplingState
-from specrs.runner.cuda.slots import Results, TensorSlot
-from specrs.runner.cuda.uploads import apply_uploads
-from specrs.runner.extras import ExtrasLookup
-from specrs.runner.ring import Header
-from specrs.verify.synthetic import accept_at_rates
+from specrs.models.base import TorchModel
+from specrs.models.kv_cache import KVCache
+from specrs.reference.drafting import Drafter
+from specrs.reference.rows import Grammar, Iteration, Row, pass_inputs
+from specrs.reference.sampling import Record, Request, accept_at_rates, largest, token_logprobs, verify
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result of verifying the drafts of one iteration."""
+
+    num_accepted: int
+    token: int
+    """Token after the accepted drafts."""
+    adjusted: list[Tensor]
+    """Rows of the target's logits after masks, biases and penalties."""
+    fault: int = 0
+    """FLAG_* bits of a fault that ends the request before it emits anything; 0: no fault."""
 
 
 class ReferenceRunner:
-    """Runs launches on row state: uploads, prefill chunks, draft catch-up chunks, one decode iteration, in order.
-
-    A drafter that fails ends the launch.
-    """
+    """Runner that executes steps with plain torch, on rows of its own. If a drafter fails, the step fails."""
 
     def __init__(
         self,
         target: TorchModel,
         kv_cache: KVCache,
         drafter: Drafter | None,
-        state: RowState,
-        sampling: SamplingState,
+        tables: Tensor,
         *,
-        block_size: int,
         rule: str,
         rates: Sequence[float] | None = None,
-        logprobs_mode: str,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
-        """`rule` verifies the entries that sample: `rejection` or `coupled`. With `rates` drafts stand at these
-        unconditional rates by position, whatever the models say: for timing only."""
-        self.target = target
-        self.kv_cache = kv_cache
-        self.drafter = drafter
-        self.state = state
-        self.sampling = sampling
-        self.block_size = block_size
-        self.rule = rule
-        self.rates = None if rates is None else torch.tensor(rates, dtype=sampling.params.values.dtype)
-        self._noise = Noise(sampling.seeds, sampling.vocab_size, sampling.params.values.dtype)
-        self.logprobs_mode = logprobs_mode
-        self.num_target_passes = 0
-        self.k_start: Tensor | None = None  # [R + 1] int64, from where on a row's drafter reads KV; None: from 0
-        self.hidden: HiddenRows | None = None
-        if isinstance(drafter, ModelPasses) and drafter.model.sliding_window is not None:
-            self.k_start = torch.zeros(state.limit.shape[0], dtype=torch.int64)
-        self._behind: tuple[PassInputs, HiddenInputs] | None = None  # a pass that a launch left over
-        if drafter is not None and drafter.hidden_layers:
-            self.hidden = HiddenRows.allocate(
-                state.limit.shape[0] - 1,
-                (drafter.max_draft_lag or 0) - device_drafter(drafter).token_offset,
-                len(drafter.hidden_layers),
-                device_drafter(drafter).hidden_size,
-                TORCH_DTYPES[target.states_dtype],
-                torch.device("cpu"),
-            )
+        """Prepare to run steps.
 
-    def launch(self, slot: TensorSlot, header: Header) -> None:
-        """Execute the launch planned in `slot.record`; mutates row state, both KV caches and the slot's results."""
-        if header.num_admitted:
-            self.sampling.remember(slot.views, header.num_admitted)
-        self._execute(slot, header)
+        Args:
+            drafter: drafter that runs passes; None: drafts are in the record, or there are none.
+            tables: `[R, G, max_blocks]` int64, the blocks of every row in each KV group; steps mutate it.
+            rule: rule that verifies sampled sequences, `rejection` or `coupled`.
+            rates: rates at which drafts are accepted by position, whatever the models say; for timing only.
+        """
+        self.target, self.kv_cache, self.drafter, self.tables = target, kv_cache, drafter, tables
+        self.rule, self.rates, self.logprobs_mode = rule, rates, logprobs_mode
+        self.rows: dict[int, Row] = {}
+        self.extras: ExtrasLookup = no_extras
+        """Function that finds the grammar of a request id."""
 
     @torch.inference_mode()
-    def _execute(self, slot: TensorSlot, header: Header) -> None:
+    def launch(self, slot: RingSlot, header: Header) -> None:
+        """Execute the step planned in `slot.record`; mutates rows, both KV caches and the slot's results."""
+        record = {name: section.tolist() for name, section in slot.record_arrays.items()}
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
-        self._feed_behind()
-        apply_uploads(self.state, self.sampling, slot.views, slot.views, header)
-        if self.hidden is not None and header.num_admitted:
-            self.hidden.admit(slot.views, header.num_admitted)
-        if self.k_start is not None and header.num_admitted:
-            self.k_start.index_fill_(0, slot.views["admit_row"][: header.num_admitted], 0)
-        entries = self._prefill(slot, header) if header.num_prefill else None
-        if header.num_draft_chunks:
-            self._catch_up(slot, header, entries)
-        if header.num_decode:
-            self._decode(slot, header)
+        if self.drafter is not None:
+            self.drafter.begin_step()
+        self._upload(record, header)
+        states = {}
+        for chunk in range(header.num_prefill):
+            row = record["entry_row"][header.num_decode + chunk]
+            states[row] = self._prefill(slot, record, chunk, header.num_decode + chunk, self.rows[row])
+        for chunk in range(header.num_draft_chunks):
+            row = record["draft_chunk_row"][chunk]
+            self._catch_up(record, chunk, self.rows[row], states.get(row))
+        for index in range(header.num_decode):
+            self._decode(slot, record, index, self.rows[record["entry_row"][index]], synthetic=header.max_k > 0)
 
-    def use_extras(self, lookup: ExtrasLookup) -> None:
-        """Where to find what no record can say of a request."""
-        self.sampling.extras = lookup
+    def _upload(self, record: Record, header: Header) -> None:
+        """Write the block updates, and begin the rows of admitted requests."""
+        for i in range(header.num_block_updates):
+            group = record["block_group"][i] if self.tables.shape[1] > 1 else 0
+            self.tables[record["block_row"][i], group, record["block_index"][i]] = record["block_id"][i]
+        tokens = iter(record["upload_token"])
+        for i in range(header.num_admitted):
+            row = record["admit_row"][i]
+            stops = record["admit_stop_ids"][i * MAX_STOP_IDS : (i + 1) * MAX_STOP_IDS]
+            self.rows[row] = Row(
+                request=Request.read(record, i),
+                tokens=list(islice(tokens, record["admit_num_tokens"][i])),
+                limit=record["admit_limit"][i],
+                min_len=record["admit_min_len"][i],
+                stop_ids=[stop for stop in stops if stop >= 0],
+                tables=self.tables[row],
+                draft_len=record["admit_draft_len"][i],
+            )
 
-    def wait(self, slot: TensorSlot) -> None:
-        """A launch has ended when it returns."""
-
-    def close(self) -> None:
-        """It has nothing to end."""
-
-    def _feed_behind(self) -> None:
-        """Feed a drafter that reads hidden states what the prompt chunks of the launch before have left to it."""
-        behind, self._behind = self._behind, None
-        if behind is not None:
-            device_drafter(self.drafter).feed(*behind)
-
-    def _catch_up(self, slot: TensorSlot, header: Header, entries: Tensor | None) -> None:
-        """The launch's draft chunks, for a drafter that reads hidden states those of its prompt chunks' `entries`."""
-        if self.hidden is not None:
-            behind = self.hidden.chunks(self.state, slot.views, slot.views, header, entries)
-            self._behind = behind
-            caught_up(self.state, slot.views, header)
-            return
-        views, windowed = slot.views, self.k_start is not None
-        inputs = catch_up_inputs(self.state, views, views, header, windowed=windowed)
-        if self.k_start is not None:
-            chunks = slice(0, header.num_draft_chunks)
-            self.k_start.index_copy_(0, views["draft_chunk_row"][chunks], views["draft_chunk_k_start"][chunks])
-        if inputs is not None:
-            device_drafter(self.drafter).feed(inputs)
-        caught_up(self.state, views, header)
-
-    @property
-    def _hidden_layers(self) -> tuple[int, ...]:
-        return () if self.drafter is None else self.drafter.hidden_layers
-
-    def _prefill(self, slot: TensorSlot, header: Header) -> Tensor | None:
-        """The prompt chunks; their hidden states for the drafter, `[num_prefill_tokens, L, hidden]`."""
-        inputs = prefill_inputs(self.state, slot.views, slot.views, header)
-        hidden, states = self.target.forward(inputs, self.kv_cache, self._hidden_layers)
-        self.num_target_passes += 1
-        results = slot.results_view.narrow(header.num_decode, header.num_prefill)
-        for tensor in results.tensors():
-            tensor.zero_()
-        prompt_logprobs(slot, header, hidden, self.target.compute_logits, self.state, self.sampling)
-        at = last_rows(slot.views, header)
-        last = hidden[at]
-        if self.target.ends_in_window:
-            last += chunk_faults(hidden, slot.views, header)
-        flag_chunks(last, results.flags)
-        chunks = last_chunks(slot.views, header)
-        if not chunks:
+    def _prefill(self, slot: RingSlot, record: Record, chunk: int, index: int, row: Row) -> Tensor | None:
+        """Feed a prompt chunk, and draw the first token if it ends the prompt. Return the target's hidden states `[N,
+        L, hidden]` for an EAGLE-3 head; None without one."""
+        request, n = row.request, len(row.tokens)
+        fed = slice(*record["prefill_q_start"][chunk : chunk + 2])
+        tokens, positions = record["prefill_token"][fed], record["prefill_position"][fed]
+        final, states = self._feed(row, tokens, positions, prompts=True)
+        wanted = row.tokens[positions[0] + 1 : min(positions[-1] + 2, request.prompt_len)]
+        if request.prompt_logprobs != LOGPROBS_NONE and wanted:
+            values = self.target.compute_logits(final[: len(wanted)]).log_softmax(1)
+            found = token_logprobs(list(values), wanted, request.prompt_logprobs)
+            slot.prompt_logprobs.append((request.request_id, positions[0] + 1, found))
+        is_finite = bool(final.isfinite().all())
+        if not record["chunk_is_last"][chunk]:
+            report(slot, index, flags=0 if is_finite else FLAG_TARGET_NON_FINITE)
             return states
-        # The end of a prompt is an iteration without drafts: its last hidden row gives the distribution of position n.
-        entries = torch.tensor(chunks, dtype=torch.int64) + header.num_decode
-        it = prepare(
-            self.state,
-            slot.views["entry_row"][entries],
-            [0] * len(chunks),
-            slot.views["entry_capacity"][entries],
-            block_size=self.block_size,
-            max_context=int(slot.views["entry_n_upper"][entries].max()),
-            drafter=None,
-        )
-        final = Results(*(torch.empty_like(tensor[: len(chunks)]) for tensor in results.tensors()))
-        drafted = Drafted(torch.zeros_like(it.num_tokens), None)
-        logits = self.target.compute_logits(last[chunks])
-        scored = Scored(logits, it.num_tokens - 1, it.rows.new_empty(len(chunks), 0))
-        sampling = self.sampling.for_entries(self.state, it, it.rows.tolist(), slot, header.num_decode)
-        self._finish(slot, entries, it, scored, drafted, sampling, final)
-        for mine, theirs in zip(results.tensors(), final.tensors(), strict=True):
-            mine[chunks] = theirs
-        if self.hidden is not None and states is not None:
-            self.hidden.keep_last(it.rows, it.num_tokens - 1, states[at[chunks]])
+        it = Iteration(index, row, n, self._grammar(row))
+        if self._runs(slot, it, record["entry_capacity"][index]):
+            self._finish(slot, it, self.target.compute_logits(final[-1:]), is_finite=is_finite)
+        if states is not None:
+            row.hidden, row.hidden_start = [states[-1]], n - 1
         return states
 
-    def _decode(self, slot: TensorSlot, header: Header) -> None:
-        entries = slice(0, header.num_decode)
-        mixes = self.drafter is not None and not self.drafter.on_host and len(slot.views["draft_token"]) > 0
-        on_host = drafted_on_host(slot.views, header.num_decode) if mixes else None
-        it = prepare(
-            self.state,
-            slot.views["entry_row"][entries],
-            slot.views["entry_k"][entries].tolist(),
-            slot.views["entry_capacity"][entries],
-            block_size=self.block_size,
-            max_context=int((slot.views["entry_n_upper"][entries] + slot.views["entry_k"][entries]).max()),
-            drafter=self.drafter,
-            on_host=on_host,
-        )
-        sampling = self.sampling.for_entries(self.state, it, it.rows.tolist(), slot)
-        if not header.max_k or self.drafter is None:
-            drafted = Drafted(torch.zeros_like(it.num_tokens), None)
-        elif self.drafter.on_host:
-            proposed = host_drafts(slot.views, self.state.limit.shape[0] - 1)[entries, : header.max_k]
-            drafted = place(self.state, it, proposed, sampling)
-        else:
-            if on_host is not None:
-                proposed = host_drafts(slot.views, self.state.limit.shape[0] - 1)[entries, : header.max_k]
-                place(self.state, it, proposed, sampling, on_host)
-            drafter, k_start = device_drafter(self.drafter), self.k_start
-            drafted = draft(self.state, it, drafter, sampling, self.rule, on_host, self.hidden, k_start)
-        scored = self._verify(it)
-        results = slot.results_view.narrow(0, header.num_decode)
-        index = torch.arange(header.num_decode)
-        self._finish(slot, index, it, scored, drafted, sampling, results)
-        if self.hidden is not None and scored.entries is not None:
-            self.hidden.keep_verified(self.state, it, scored.entries, on_host)
+    def _catch_up(self, record: Record, chunk: int, row: Row, states: Tensor | None) -> None:
+        """Feed the drafter committed tokens whose KV it lacks. `states` are the target's hidden states of a prompt
+        chunk."""
+        assert self.drafter is not None
+        start, length, k_start = (record[f"draft_chunk_{name}"][chunk] for name in ("start", "len", "k_start"))
+        fed = slice(*record["draft_q_start"][chunk : chunk + 2])
+        # Where the slot is -1, another request has written the KV.
+        places = zip(record["draft_position"][fed], record["draft_slot"][fed], strict=True)
+        self.drafter.catch_up(row, start, length, [position for position, slot in places if slot >= 0], k_start, states)
+        row.draft_len = start + length
 
-    def _verify(self, it: Iteration) -> Scored:
-        self.num_target_passes += 1
-        return verify(self.state, it, self.target, self.kv_cache, self._hidden_layers)
+    def _decode(self, slot: RingSlot, record: Record, index: int, row: Row, *, synthetic: bool) -> None:
+        """Run one iteration of one row: draft, verify, accept, report."""
+        drafter, n = self.drafter, len(row.tokens)
+        by_passes = drafter is not None and record["entry_drafter"][index] == DRAFTER_DEVICE
+        k = min(record["entry_k"][index], row.limit - 1 - n)
+        if drafter is not None and by_passes:
+            k = min(k, drafter.max_model_len + 1 - n) if drafter.is_ready(row) else 0
+        k = max(k, 0)
+        it = Iteration(index, row, n, self._grammar(row), by_passes)
+        if not self._runs(slot, it, record["entry_capacity"][index] - k):
+            return
+        if drafter is not None and by_passes and k:
+            drafter.draft(row, k, lambda logits: self._choose(it, logits))
+        elif k:
+            first = index * (slot.tokens.shape[1] - 1)
+            for draft in record["draft_token"][first : first + k]:
+                it.add(draft)
+        final, states = self._feed(row, [row.tokens[-1], *it.drafts], range(n - 1, n + k))
+        self._finish(slot, it, self.target.compute_logits(final), synthetic=synthetic)
+        grown = len(row.tokens)
+        if drafter is not None and states is not None and grown > n:
+            # What the drafts were made of is given up, and what would leave the new no room.
+            if (k and by_passes) or grown - 1 - row.hidden_start > drafter.num_kept:
+                row.hidden, row.hidden_start = [], n - 1
+            row.hidden = [*row.hidden, *states[: grown - n]]
+
+    def _feed(
+        self, row: Row, tokens: Sequence[int], positions: Sequence[int], *, prompts: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        inputs = pass_inputs(row, tokens, positions, self.kv_cache.block_size, prompts=prompts)
+        return self.target.forward(inputs, self.kv_cache, () if self.drafter is None else self.drafter.hidden_layers)
+
+    def _grammar(self, row: Row) -> Grammar | None:
+        if not row.active or "extras" not in row.request.steps:
+            return None
+        extras = self.extras(row.request.request_id)
+        assert extras is not None, "a record alone cannot be replayed if a request has a grammar"
+        return Grammar(extras.matcher, self.target.vocab_size)
+
+    def _runs(self, slot: RingSlot, it: Iteration, capacity: int) -> bool:
+        """Return True if the row is active and its n tokens fit into `capacity`. Otherwise report the fault and end the
+        row."""
+        row = it.row
+        if row.active and it.n <= capacity:
+            return True
+        report(slot, it.index, flags=FLAG_CAPACITY if row.active else 0)
+        row.active = False
+        return False
+
+    def _choose(self, it: Iteration, logits: Tensor) -> int:
+        """Draw the next draft from the drafter's logits `[V]`, and store the distribution that it was drawn from."""
+        request, i = it.row.request, len(it.drafts)
+        if not math.isfinite(logits.max()):
+            it.flags = FLAG_DRAFT_NON_FINITE
+        adjusted = it.adjust(logits, i)
+        if self.rule == "rejection":
+            it.q.append(request.filter(adjusted).softmax(0))
+        it.add(request.draw(adjusted, it.n + i, PURPOSE_DRAFT if it.q else PURPOSE_GUMBEL))
+        return it.drafts[-1]
+
+    def _verify(self, it: Iteration, logits: Tensor, *, is_finite: bool, synthetic: bool) -> Verdict:
+        """Verify the drafts by the target's `logits` `[k + 1, V]`. `is_finite` says whether the rows before them are
+        finite; with `synthetic`, drafts are accepted at given rates."""
+        request, drafts = it.row.request, it.drafts
+        adjusted = [it.adjust(row, i) for i, row in enumerate(logits)]
+        m, token = verify(request, adjusted, it.n, drafts, it.q)
+        if self.rates is not None and synthetic:
+            m = accept_at_rates(self.rates[: len(drafts)], request.seed, it.n)
+            token = largest(adjusted[m])
+        # Plain decoding reaches rows 0 to m, so only these are judged. A row without an allowed token ends there.
+        tops = [float(row.max()) for row in logits]
+        empty = [i for i in range(m + 1) if math.isfinite(tops[i]) and float(adjusted[i].max()) == -math.inf]
+        reached = empty[0] if empty else m
+        fault = 0 if is_finite and all(map(math.isfinite, tops[: reached + 1])) else FLAG_TARGET_NON_FINITE
+        if empty and reached == 0:
+            fault |= FLAG_NO_TOKEN_ALLOWED
+        elif empty:
+            m, token = reached - 1, drafts[reached - 1]
+        return Verdict(m, token, adjusted, fault)
 
     def _finish(
-        self,
-        slot: TensorSlot,
-        entries: Tensor,
-        it: Iteration,
-        scored: Scored,
-        drafted: Drafted,
-        sampling: EntrySampling,
-        results: Results,
+        self, slot: RingSlot, it: Iteration, logits: Tensor, *, is_finite: bool = True, synthetic: bool = False
     ) -> None:
-        verdict = accept(it, scored, drafted, sampling)
-        if self.rates is not None and it.max_k:
-            at = it.num_tokens[:, None] + torch.arange(it.max_k)
-            uniforms = self._noise.uniform(it.rows, at, PURPOSE_ACCEPT)
-            verdict = at_rates(
-                self.state, it, verdict, accept_at_rates(self.rates[: it.max_k], uniforms, it.num_drafts)
-            )
-        if sampling.grammar is not None:
-            sampling.grammar.finish()
-        update(self.state, it, verdict, drafted, results, sampling.min_len)
-        if sampling.num_logprobs is not None:
-            slot.logprobs.update(
-                entry_logprobs(
-                    self.logprobs_mode, entries.tolist(), scored.logits, verdict.adjusted, verdict.tokens, sampling
-                )
-            )
+        """Verify the drafts, commit tokens, apply stops and the limit, and report.
+
+        Args:
+            logits: the target's logits, `[k + 1, V]`.
+            is_finite: True if the rows before them are finite.
+            synthetic: True if drafts are accepted at the given rates, if there are any.
+        """
+        row, n, k = it.row, it.n, len(it.drafts)
+        verdict = self._verify(it, logits, is_finite=is_finite, synthetic=synthetic)
+        flags, m = it.flags | verdict.fault, verdict.num_accepted
+        if it.grammar is not None:
+            it.grammar.finish()
+        if verdict.fault:
+            row.active = False
+            report(slot, it.index, flags=flags)
+            return
+        tokens = [*it.drafts[:m], verdict.token]
+        min_len = 0 if it.grammar is not None else row.min_len  # a grammar masks stop ids itself
+        stops = [i for i, token in enumerate(tokens) if n + i >= min_len and token in row.stop_ids]
+        tokens = tokens[: stops[0] + 1] if stops else tokens
+        row.tokens = row.tokens + tokens
+        row.active = not stops and len(row.tokens) < row.limit
+        if k and it.by_passes and self.drafter is not None:
+            row.draft_len = self.drafter.draft_len_after(n, k, len(row.tokens))
+        reason = FINISH_STOP if stops else FINISH_NONE if row.active else FINISH_LENGTH
+        numbers = {"num_emitted": len(tokens), "num_accepted": m, "num_drafted": k, "finish_reason": reason}
+        report(slot, it.index, flags=flags, **numbers)
+        slot.tokens[it.index, m + 1 : k + 1] = it.drafts[m:]
+        slot.tokens[it.index, : len(tokens)] = tokens
+        if row.request.logprobs != LOGPROBS_NONE:
+            values = [self._reported(row.request, raw, own) for raw, own in zip(logits, verdict.adjusted, strict=True)]
+            slot.logprobs[it.index] = token_logprobs(values[: len(tokens)], tokens, row.request.logprobs)
+
+    def _reported(self, request: Request, raw: Tensor, adjusted: Tensor) -> Tensor:
+        """Return the values of a row `[V]` that `logprobs_mode` reports."""
+        values = raw if self.logprobs_mode.startswith("raw") else request.filter(adjusted)
+        return values.log_softmax(0) if self.logprobs_mode.endswith("logprobs") else values
+
+
+def report(slot: RingSlot, index: int, **numbers: int) -> None:
+    """Write `numbers` into the results of sequence `index`, and 0 into its other results."""
+    for name in ("flags", "num_emitted", "num_accepted", "num_drafted", "finish_reason"):
+        slot.results_arrays[name][index] = numbers.get(name, 0)

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API, under vLLM's names, around an `AsyncLLM`. Decides nothing about tokens."""
+"""HTTP server with OpenAI's API, under vLLM's names, for an `AsyncLLM`. Has no influence on tokens."""

@@ -1,4 +1,4 @@
-"""A `tool_choice` that narrows the tools: the chat that has only those tools."""
+"""Turns a chat whose `tool_choice` allows only some tools into a chat that has only those tools."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from specrs.server.protocol import AllowedToolChoice, ChatCompletionRequest
 
 
 def narrowed(body: ChatCompletionRequest) -> ChatCompletionRequest:
-    """`body` with the allowed tools alone, in prompt and parser, and with the choice's mode. Mutates nothing.
+    """Return a copy of `body` that has only the allowed tools, with the mode of its `tool_choice`. Prompt and parser
+    then know no other tools.
 
-    Raises `InvalidRequestError` for an allowed tool that is none of `tools`.
+    Raises `InvalidRequestError` if an allowed tool is not in `tools`.
     """
     choice = body.tool_choice
     if not isinstance(choice, AllowedToolChoice):

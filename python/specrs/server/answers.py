@@ -1,4 +1,4 @@
-"""What OpenAI's two endpoints answer with: choices and chunks of completions, choices and chunks of chats.
+"""Bodies of OpenAI's two endpoints, made from engine outputs: choices of whole answers, and chunks of streams.
 
 Turns outputs into dictionaries. Generates nothing and sends nothing.
 """
@@ -25,9 +25,10 @@ from specrs.server.usage import tokens_of
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One request being answered: its head, and how far each completion has been sent.
+    """State of one request that is being answered: its fields, and how far each completion has been sent.
 
-    Outputs hold what is new (`RequestOutputKind.DELTA`). Of a whole answer, they hold all at the end.
+    In a stream, each output holds what is new (`RequestOutputKind.DELTA`). In a whole answer, the one output holds
+    everything.
     """
 
     model: str
@@ -41,13 +42,13 @@ class Answer:
     _sent: dict[tuple[int, int], bool] = field(default_factory=dict)  # by prompt and completion: whether to its end
 
     operation_name = ""
-    """`gen_ai.operation.name` of its spans."""
+    """Value of `gen_ai.operation.name` in the request's trace spans."""
     object_name = ""
     chunk_name = ""
     id_prefix = ""
 
     def head(self, *, chunk: bool) -> dict[str, Any]:
-        """The fields that every answer and every chunk begins with."""
+        """Return the fields that every answer (or, with `chunk`, every chunk of a stream) begins with."""
         return {
             "id": f"{self.id_prefix}-{self.request_id}",
             "object": self.chunk_name if chunk else self.object_name,
@@ -56,8 +57,8 @@ class Answer:
         }
 
     def read(self, index: int, output: RequestOutput, finish: Callable[[int, int], None]) -> RequestOutput:
-        """Count what is new of prompt `index`, and return the part of it that is to be sent. Called with each output in
-        turn.
+        """Count the new tokens of prompt `index` in `output`, and return the part of `output` to send. Called with each
+        output in turn.
 
         `finish(index, completion)` ends a completion in the engine.
         """
@@ -68,41 +69,42 @@ class Answer:
         return output
 
     def cut(self, index: int, output: RequestOutput) -> RequestOutput:
-        """The part to be sent of a whole output of prompt `index`, all of which was read."""
+        """Return the part to send of `output`, the whole output of prompt `index` after all of it was read."""
         return output
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all completions so far that count."""
+        """Number of tokens of all completions so far, as reported in the usage."""
         return sum(self._num_tokens.values())
 
     def prompt_fields(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
-        """Fields of the prompts that vLLM has beside `choices`: of an answer, and of the first chunk of a stream."""
+        """Return vLLM's extra fields about the prompts, which stand next to `choices` in an answer and in a stream's
+        first chunk. `outputs` are by prompt index."""
         return {}
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Tokens that are reasoning, of all that was told so far; None where no token can be."""
+        """Number of reasoning tokens among all tokens sent so far. None if the endpoint has no reasoning."""
         return None
 
     def choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """The finished completions of prompt `index`."""
+        """Return a choice for each finished completion of prompt `index`."""
         raise NotImplementedError
 
     def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """What is new of each completion of prompt `index`, a choice each; those without news are left out."""
+        """Return a choice for each completion of prompt `index` that has something new to send."""
         raise NotImplementedError
 
     def _choice_index(self, index: int, completion: CompletionOutput) -> int:
         return index * self.asked.params.n + completion.index
 
     def _is_news(self, index: int, completion: CompletionOutput, ids: Sequence[int]) -> bool:
-        """Whether there is more to send of a completion than was sent. `ids` are its new tokens."""
+        """Return True if a completion has something to send: new tokens `ids`, or an end that was not sent yet."""
         ended = completion.finish_reason is not None and not self._sent.get((index, completion.index))
         return bool(ids) or ended
 
     def _send(self, index: int, completion: CompletionOutput) -> bool:
-        """Note that what is new of a completion is sent. Returns whether this is the first of it. Mutates."""
+        """Record that the news of a completion are sent. Return True if nothing of it was sent before."""
         key = index, completion.index
         first = key not in self._sent
         self._sent[key] = completion.finish_reason is not None
@@ -112,7 +114,8 @@ class Answer:
         return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
     def _tokens(self, completion: CompletionOutput, ids: Sequence[int]) -> dict[str, Any]:
-        """Fields with `ids`, and with the drafts of a completion, where the body asks for any."""
+        """Return the fields that the body asked for of the tokens `ids` and of a completion's drafts. Empty if it asked
+        for none."""
         body, fields = self.body, dict[str, Any]()
         if body.return_token_ids:
             fields["token_ids"] = list(ids)
@@ -136,9 +139,9 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionAnswer(Answer):
-    """`POST /v1/completions`. `decoder`: the tokenizer's; None for no text.
+    """Answer of `POST /v1/completions`. `decoder` is the tokenizer's decoder; None if texts are empty.
 
-    `prompt_offsets`: where the tokens of each prompt begin in its text, for those that are told with the completion.
+    `prompt_offsets`: for each prompt, where its tokens begin in its text. Used if the prompt is returned too (`echo`).
     """
 
     echo: bool = False
@@ -208,7 +211,7 @@ class CompletionAnswer(Answer):
     def _offsets_of(
         self, index: int, output: RequestOutput, completion: CompletionOutput, ids: Sequence[int]
     ) -> list[int]:
-        """Where the new tokens of a completion begin in the text of its choice."""
+        """Return where the new tokens `ids` of a completion begin in the text of its choice, in characters."""
         key = index, completion.index
         if key not in self._offsets:
             skip = self.asked.params.skip_special_tokens
@@ -229,9 +232,10 @@ class CompletionAnswer(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatAnswer(Answer):
-    """`POST /v1/chat/completions`. `new_reader` makes what reads a completion whose text is more than content.
+    """Answer of `POST /v1/chat/completions`. `new_reader` makes a reader for a completion whose text may hold reasoning
+    or tool calls. None: all text is content.
 
-    `decode` gives the text of token ids as completions have it.
+    `decode` returns the text of token ids, as it stands in completions.
     """
 
     decode: Callable[[Sequence[int]], str]
@@ -261,7 +265,8 @@ class ChatAnswer(Answer):
     def _read(
         self, index: int, output: RequestOutput, completion: CompletionOutput, finish: Callable[[int, int], None]
     ) -> CompletionOutput:
-        """The completion up to a stop string in its content."""
+        """Return the completion up to a stop string in its content. Ends the completion in the engine if it has just
+        stopped."""
         key, params = (index, completion.index), self.asked.params
         if key not in self._stopped:
             assert self.new_reader is not None

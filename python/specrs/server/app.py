@@ -1,4 +1,4 @@
-"""The ASGI application: routes, keys, and what each request passes through on its way to its endpoint."""
+"""ASGI application of the server: its routes, its check of API keys, and the handling that all endpoints share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specrs.errors import SpecrsError
-from specrs.server import endpoints, info, protocol, responses
+from specrs.server import info, protocol
 from specrs.server.body import Gone, parse, read_body
 from specrs.server.context import Context, CORSSettings
 from specrs.server.dispositions import WARNINGS, unused, warn, warning_header
@@ -39,6 +39,7 @@ from specrs.server.metrics import CONTENT_TYPE
 from specrs.server.openapi import openapi
 from specrs.server.page import page_route
 from specrs.server.responses_protocol import ResponsesRequest
+from specrs.server.routes import POSTS
 
 logger = logging.getLogger("specrs")
 
@@ -52,7 +53,7 @@ _STREAM_HEADERS = [
 
 
 def build_app(context: Context) -> Starlette:
-    """The application of one server."""
+    """Build the ASGI application of a server."""
     document = json.dumps(openapi(context.version, [*context.model_names, *context.adapters])).encode()
 
     async def described(_: Request) -> Response:
@@ -75,7 +76,7 @@ def build_app(context: Context) -> Starlette:
         return Route(path, endpoint, methods=["POST"])
 
     def get(path: str, answer: Callable[..., Any]) -> Route:
-        """`answer` takes what the path names, and gives what is sent as JSON, or an awaitable of it."""
+        """Make a GET route. `answer` takes the path's parameters and returns the JSON answer, or an awaitable of it."""
 
         async def endpoint(request: Request) -> Response:
             try:
@@ -86,9 +87,6 @@ def build_app(context: Context) -> Starlette:
             return Response(json.dumps(content).encode(), media_type="application/json")
 
         return Route(path, endpoint, methods=["GET"])
-
-    def post(path: str, model: type[protocol.Body], handle: Callable[..., Awaitable[Result]]) -> Route:
-        return Route(path, PostEndpoint(context, model, handle), methods=["POST"])
 
     profiler = context.profiler
     extra = []
@@ -110,11 +108,7 @@ def build_app(context: Context) -> Starlette:
             get("/v1/loads", partial(info.loads, context)),
             *(get(path, partial(info.model_info, context)) for path in ("/model_info", "/get_model_info")),
             *(get(path, partial(info.server_info, context)) for path in ("/server_info", "/get_server_info")),
-            post("/v1/completions", protocol.CompletionRequest, endpoints.completions),
-            post("/v1/chat/completions", protocol.ChatCompletionRequest, endpoints.chat_completions),
-            post("/v1/responses", ResponsesRequest, responses.responses),
-            post("/tokenize", protocol.TokenizeRequest, endpoints.tokenize),
-            post("/detokenize", protocol.DetokenizeRequest, endpoints.detokenize),
+            *(Route(row.path, PostEndpoint(context, row.body, row.handle), methods=["POST"]) for row in POSTS),
         ],
         middleware=[
             *_cors(context.cors),
@@ -143,8 +137,8 @@ def _cors(settings: CORSSettings) -> list[Middleware]:
 
 
 class KeyCheck:
-    """Lets requests in that carry a key, and all where there is none to carry. `/health` and `/ping` are open, and
-    so is the page, which asks for the key."""
+    """Middleware that rejects requests without a valid API key, if the server has keys. `/health`, `/ping` and the chat
+    page need no key; the page asks the user for it."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], *, ui: bool = False) -> None:
         self._app = app
@@ -152,7 +146,7 @@ class KeyCheck:
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
+        """Pass the request on, or answer 401 if its key is missing or wrong."""
         path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
         closed = scope["type"] == "http" and self._digests and path not in self._open
         if closed and not self._knows(scope):
@@ -171,7 +165,7 @@ class KeyCheck:
 
 
 class PostEndpoint:
-    """Reads a body, has it handled, and sends what comes of it, for as long as the client is there."""
+    """ASGI endpoint that reads a body, calls its handler and sends the answer. It stops when the client disconnects."""
 
     def __init__(self, context: Context, model: type[protocol.Body], handle: Callable[..., Awaitable[Result]]) -> None:
         self._context = context
@@ -179,9 +173,9 @@ class PostEndpoint:
         self._handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. `X-Request-Id` comes back as it was given, or made here; the answer's id has it, too.
+        """Answer one request. The answer has the request's `X-Request-Id`, or a new one, as header and in its id.
 
-        `X-Warning` names what of the request has no effect.
+        The header `X-Warning` names fields of the request that have no effect.
         """
         context = self._context
         name = _request_id(scope)
@@ -232,7 +226,7 @@ class PostEndpoint:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; cancel it when the client goes away."""
+    """Run `work`. Cancel it if the client disconnects."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -268,7 +262,7 @@ async def _exception(_: Request, fault: Exception) -> Response:
 
 
 def _request_id(scope: Scope) -> str:
-    """What the client calls its request, where it says so in words that an id may have; else a new name."""
+    """Return the client's `X-Request-Id` if it has allowed characters and length, otherwise a new id."""
     values = [value for header, value in scope["headers"] if header == b"x-request-id"]
     given = values[0].decode("latin-1") if len(values) == 1 else ""
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,4 +1,5 @@
-"""Bodies of requests: read within a size and a time, parsed into a model, off the event loop where they are large."""
+"""Reads and parses request bodies: within limits of size and time, large ones in a thread so that the event loop goes
+on."""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Gone(Exception):
-    """The client closed its connection."""
+    """Exception that says that the client has closed its connection."""
 
 
 async def read_body(scope: Scope, receive: Receive, limits: HTTPLimits) -> bytes:
-    """The whole body. Raises `APIError` 413 or 408, and `Gone`.
+    """Read the whole body. Raises `APIError` 413 if it is too long, 408 if it takes too long, and `Gone` if the client
+    disconnects.
 
-    Of a body that is too long the rest is not read here; the connection drops what still comes.
+    The rest of a body that is too long is not read here. The connection discards it.
     """
     headers = dict(scope["headers"])
     length = headers.get(b"content-length", b"0")
@@ -52,7 +54,8 @@ async def read_body(scope: Scope, receive: Receive, limits: HTTPLimits) -> bytes
 
 
 async def parse(model: type[ModelT], body: bytes, in_thread: InThread) -> ModelT:
-    """The body as `model`. Raises `APIError` 400 for what it is not, and 413 for more values than may be parsed."""
+    """Parse `body` as `model`. Raises `APIError` 400 if it does not fit the model, and 413 if it has more values than
+    may be parsed."""
     _check_values(body)
     try:
         if len(body) < LARGE_BODY:
@@ -65,7 +68,8 @@ async def parse(model: type[ModelT], body: bytes, in_thread: InThread) -> ModelT
 
 
 def _check_values(body: bytes) -> None:
-    """Raise `APIError` 413 for a body of too many values: as many commas outside of strings, or as many quotes."""
+    """Raise `APIError` 413 if the body seems to hold more than `MAX_VALUES` values. The estimate counts quotes, and
+    commas outside of strings."""
     values = body.count(b'"')
     if values <= MAX_VALUES and body.count(b",") > MAX_VALUES:
         # with many escapes in its strings it takes as long to tell them apart as to parse them

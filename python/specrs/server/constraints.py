@@ -1,4 +1,5 @@
-"""What a grammar holds a completion to: a response format, structured outputs, demanded calls, or calls or a format.
+"""Chooses the grammar that the text of an answer must follow. It comes from a response format, from structured outputs,
+from demanded tool calls, or from a format that leaves the model the choice of calling tools.
 
 Compiles nothing and reads no text.
 """
@@ -20,22 +21,24 @@ from specrs.structured.schemas import drop_ignored
 from specrs.tokenizer import Tokenizer
 
 WHITE_SPACE = " ?"
-"""White space between the parts of a demanded call."""
+"""Grammar of the white space that may stand between the parts of a demanded call: one blank or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """`grammar`: what the text is held to; None: nothing. `openings`: what calls begin with where the text is either
-    calls or the format's JSON, empty if no call can be written; None: calls may stand anywhere.
-    """
+    """The form that a request demands of the text of its answer."""
 
     grammar: StructuredOutputsParams | None = None
+    """Grammar that the text must follow; None: any text."""
     openings: tuple[tuple[str, ...], ...] | None = None
+    """Strings that tool calls begin with, if the text is either calls or the format's JSON. Empty: no call can be
+    written. None: calls may stand anywhere in the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A schema for all of a message's content. `options`: white space, as fields of `StructuredOutputsParams`."""
+    """JSON schema that all of a message's content must follow. `options` says which white space is allowed, as fields
+    of `StructuredOutputsParams`."""
 
     part: SchemaPart
     options: dict[str, Any]
@@ -43,17 +46,18 @@ class _Format:
 
 
 def content_constraint(body: SamplingBody, names: FieldNames) -> Constraint:
-    """The constraint of a body without tools. Raises `InvalidRequestError` for fields that contradict each other."""
+    """Return the constraint of a body without tools. `names` are the field names for errors. Raises
+    `InvalidRequestError` for fields that contradict each other."""
     wanted = _wanted(body, names)
     return _told(Constraint(wanted.alone if isinstance(wanted, _Format) else wanted))
 
 
 def chat_constraint(body: SamplingBody, tools: ToolUse, names: FieldNames, tokenizer: Tokenizer | None) -> Constraint:
-    """The constraint of a chat.
+    """Return the constraint of a chat.
 
-    A demanded call has its own grammar, and the format is dropped for this turn. Where the model may choose, the text
-    is calls or the format's JSON. `regex`, `choice` and `grammar` of structured_outputs are about the whole text, so
-    they hold as they are.
+    A demanded call has its own grammar, and the response format does not apply. If the model may choose to call tools,
+    the text is either calls or JSON of the response format. `regex`, `choice` and `grammar` of structured_outputs apply
+    to the whole text, calls included.
 
     Raises `InvalidRequestError` for fields that contradict each other.
     """
@@ -78,7 +82,7 @@ def chat_constraint(body: SamplingBody, tools: ToolUse, names: FieldNames, token
 
 
 def _told(constraint: Constraint) -> Constraint:
-    """`constraint` itself, after a warning to the client for each field whose keywords the grammar does not enforce."""
+    """Return `constraint` unchanged. Warns the client of each schema keyword that the grammar does not enforce."""
     grammar, fields = constraint.grammar, dict[str, dict[str, None]]()
     parts: tuple[SchemaPart, ...] = ()
     if isinstance(grammar, ComposedGrammar):
@@ -116,7 +120,7 @@ def _calls_or_format(wanted: _Format, tools: ToolUse, tokenizer: Tokenizer | Non
 
 
 def _wanted(body: SamplingBody, names: FieldNames) -> _Format | StructuredOutputsParams | None:
-    """What `body` says of the content."""
+    """Return what `body` demands of the content: a JSON schema, another grammar, or None for any text."""
     outputs, wanted = body.structured_outputs, body.response_format
     if wanted is not None and wanted.type != "json_schema" and wanted.json_schema is not None:
         sent = wanted.json_schema.model_dump(by_alias=True, exclude_unset=True)
@@ -176,6 +180,6 @@ def _composed(start: str, rules: CallRules, options: dict[str, Any]) -> Composed
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Text of each special token -> its id."""
+    """Return the ids of special tokens by their text."""
     added = tokenizer.backend.get_added_tokens_decoder()
     return {token.content: token_id for token_id, token in added.items() if token.special}

@@ -1,6 +1,6 @@
-"""Stop strings in the content of a message. Knows no token and no parser.
+"""Finds stop strings in the content of a message. Handles no tokens and parses no text.
 
-Reasoning and calls may hold a stop string; it ends a completion only where the content has it.
+Reasoning and tool calls may contain a stop string. Only one in the content ends the completion.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from specrs.server.parsers.base import Content, Event
 
 
 class ContentStops:
-    """Looks for stop strings in contents. One that a call interrupts is none."""
+    """Finder of stop strings in the content of a completion. A stop string that a tool call interrupts does not
+    count."""
 
     def __init__(self, strings: Sequence[str], *, include: bool) -> None:
-        """`include`: the content ends after the stop string, not before it."""
+        """Start to look for `strings`. With `include`, the content ends after the stop string, otherwise before it."""
         self.found: str | None = None
-        """The stop string that ended the content."""
+        """Stop string that ended the content. None: none was found yet."""
         self.active = True
-        """Whether text that comes now may complete a stop string."""
+        """True if the next text may complete a stop string."""
         self._strings = strings
         self._include = include
         self._longest = max(map(len, strings), default=1)
@@ -27,18 +28,18 @@ class ContentStops:
         self._length = 0
         self._begin = 0  # of the content since the last call
         self._told = 0
-        self._window = ""  # the end of the content: what is not told, and what may be a part of a stop string
+        self._window = ""  # the end of the content: what is not sent yet, and what may be a part of a stop string
         self._window_start = 0
 
     @property
     def content(self) -> str:
-        """All content so far, with the stop string."""
+        """Content of the message so far, including the stop string."""
         return "".join(self._pieces)[: self._length]
 
     def filter(self, events: Sequence[Event], *, final: bool) -> list[Event]:
-        """The events that may be told: content up to the stop string, and nothing after it. Mutates.
+        """Return the events that may be sent: content up to the stop string, and nothing after it. Mutates this finder.
 
-        What may become a stop string is held back; `final`: no more will come.
+        Text that may be the beginning of a stop string is held back, unless `final` says that no more text follows.
         """
         told: list[Event] = []
         for event in events:
@@ -76,7 +77,7 @@ class ContentStops:
         return self._tell(self._length - self._held())
 
     def _held(self) -> int:
-        """Characters at the end that may begin a stop string."""
+        """Return the number of characters at the end of the content that may begin a stop string."""
         if self._include:
             return 0
         longest = min(self._longest - 1, self._length - self._begin)

@@ -1,4 +1,4 @@
-"""What every endpoint of one server shares."""
+"""State that all endpoints of one server share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from specrs.server.tracing import Tracing
 
 @dataclass(frozen=True, slots=True)
 class CORSSettings:
-    """Which web pages may ask, as starlette's CORSMiddleware has it; without `origins` none may."""
+    """Web pages that may use the server, as arguments of starlette's CORSMiddleware. Without `origins`, no page of
+    another origin may."""
 
     origins: Sequence[str] = ()
     methods: Sequence[str] = ("*",)
@@ -31,8 +32,10 @@ class CORSSettings:
 
 @dataclass(kw_only=True)
 class Context:
-    """`model_names`: what a request may call the model, the first one is what answers call it. `defaults`: sampling
-    parameters of requests that do not say. `api_keys`: empty lets everybody in.
+    """Engine, settings and helpers of one server.
+
+    `model_names`: names of the base model in requests; answers use the first. `defaults`: sampling parameters for
+    requests that do not set them. `api_keys`: keys that requests must have; empty: no key is needed.
     """
 
     llm: AsyncLLM
@@ -56,17 +59,18 @@ class Context:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:
-        """Raise a 404 for another model's name; none is this one's."""
+        """Raise a 404 `APIError` if `name` is neither a model nor an adapter of this server. None stands for the base
+        model."""
         if name and name not in self.model_names and name not in self.adapters:
             served = short([*self.model_names, *self.adapters])
             raise APIError(404, f"The model `{name[:200]}` does not exist; served: {served}.", param="model")
 
     def lora_request(self, name: str | None) -> LoRARequest | None:
-        """The adapter that is called so; None: the base model is."""
+        """Return the LoRA adapter called `name`. None: the request asks for the base model."""
         return self.adapters.get(name or "")
 
     def check_open(self) -> None:
-        """Raise a 503 when nothing new is taken in."""
+        """Raise a 503 `APIError` if the server no longer accepts requests."""
         if self.llm.error is not None:
             raise self.llm.error
         if self.draining:

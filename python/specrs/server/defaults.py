@@ -1,4 +1,5 @@
-"""Sampling parameters that a checkpoint recommends, in its generation_config.json. A request's own hold before them."""
+"""Default sampling parameters that a checkpoint recommends in its generation_config.json. A request's own values take
+precedence."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def checkpoint_defaults(config: EngineConfig) -> dict[str, Any]:
-    """What the target's checkpoint says of the parameters above, without those that say the default.
+    """Return the sampling parameters that the target's generation_config.json sets, without those that equal the
+    server's defaults.
 
-    Raises `CheckpointError` for a file that cannot be read, or with values that no request may have.
+    Raises `CheckpointError` if the file cannot be read, or if a value is not allowed in requests.
     """
     from specrs.models.checkpoint import resolve_folder
     from specrs.models.gguf.checkpoint import gguf_path

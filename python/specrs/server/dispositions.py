@@ -1,6 +1,6 @@
-"""What becomes of fields of a request's body that have no effect here: taken with a warning, or rejected with a reason.
+"""Declares request fields that have no effect here: either accepted with a warning, or rejected with a reason.
 
-The declarations stand at the fields themselves, as metadata of the models in `protocol` and `responses_protocol`.
+The declarations are metadata of the fields of the models in `protocol` and `responses_protocol`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ logger = getLogger("specrs")
 WARNINGS: ContextVar[list[str]] = ContextVar("warnings")
 """Warnings about the request that the current task serves. Its answer carries them in the header `X-Warning`."""
 _MAX_HEADER = 1000
-"""Characters of the header. Proxies bound all headers of an answer together, often to 4 KiB."""
+"""Maximum number of characters of the header `X-Warning`. Proxies limit all headers of an answer together, often to 4
+KiB."""
 _MAX_GIVEN = 100
-"""Warnings about one request. The header has no place for as many."""
+"""Maximum number of warnings about one request. The header cannot hold more."""
 _MAX_LOGGED = 1000
-"""Different warnings that are logged, each once; clients send the same fields with every request."""
+"""Maximum number of different warnings that are logged, each once. Clients send the same fields with every request."""
 _logged: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class NoEffect:
-    """Metadata of a field that is taken and changes nothing. Values other than null and `silent` give a warning.
+    """Metadata of a field that is accepted and has no effect. Values other than null and `silent` give a warning.
 
     `reason` completes the warning "field: has no effect; ...".
     """
@@ -41,7 +42,7 @@ class NoEffect:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Metadata of a field of which nothing is implemented. Values other than null and `allowed` are an error.
+    """Metadata of a field that is not implemented. Values other than null and `allowed` are an error.
 
     `reason` completes the error "field=value: not implemented; ..." and says what to do instead.
     """
@@ -50,24 +51,24 @@ class Rejected:
     allowed: tuple[object, ...] = ()
 
     def check(self, given: object) -> object:
-        """The value itself. Raises `PydanticCustomError` unless it is allowed."""
+        """Return `given` unchanged. Raises `PydanticCustomError` unless it is null or an allowed value."""
         # 0 equals False, and 1 True
         if given is None or any(type(given) is type(value) and given == value for value in self.allowed):
             return given
         raise PydanticCustomError("not_implemented", "not implemented; {reason}", {"reason": self.reason})
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """A schema whose only check is `check`."""
+        """Return a pydantic schema that accepts any value that passes `check`."""
         return core_schema.no_info_plain_validator_function(self.check)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """The allowed values."""
+        """Return the JSON schema of the field: its allowed values."""
         return {"enum": [None, *self.allowed]}
 
 
 @cache
 def dispositions(model: type[BaseModel]) -> Mapping[str, NoEffect | Rejected]:
-    """The fields of a model that have no effect, by their names in JSON."""
+    """Return the fields of `model` that have no effect, by their JSON names."""
     return {
         field.alias or name: entry
         for name, field in model.model_fields.items()
@@ -77,9 +78,10 @@ def dispositions(model: type[BaseModel]) -> Mapping[str, NoEffect | Rejected]:
 
 
 def unused(body: BaseModel, at: str = "") -> Iterator[str]:
-    """A warning for each field of `body`, and of the models in it, that was given and has no effect.
+    """Yield a warning for each field that was given and has no effect, in `body` and the models inside it. `at` is the
+    path of `body`.
 
-    A list with `places` gives the index that each of its items had in the body.
+    A list with `places` gives the index that each of its items had in the request.
     """
     declared = dispositions(type(body))
     for name, field in type(body).model_fields.items():
@@ -96,7 +98,8 @@ def unused(body: BaseModel, at: str = "") -> Iterator[str]:
 
 
 def warn(text: str, *, log: bool = True) -> None:
-    """Tell the client of a part of its request that has no effect. With `log`, log it the first time."""
+    """Add a warning for the client about a part of its request that has no effect. With `log`, also log it the first
+    time."""
     given = WARNINGS.get([])
     if text in given or len(given) == _MAX_GIVEN:
         return
@@ -107,7 +110,7 @@ def warn(text: str, *, log: bool = True) -> None:
 
 
 def warning_header() -> list[tuple[bytes, bytes]]:
-    """The header `X-Warning` with the warnings of the current request; empty without any."""
+    """Return the header `X-Warning` with the warnings of the current request. Empty if there are none."""
     text = "; ".join(WARNINGS.get([])).encode("ascii", "backslashreplace").decode()
     text = "".join(letter if letter.isprintable() else " " for letter in text)
     text = text if len(text) <= _MAX_HEADER else text[: _MAX_HEADER - 3] + "..."

@@ -1,4 +1,4 @@
-"""Answers as JSON, in one piece or without holding up streams. Knows no endpoint."""
+"""Encodes answers as JSON, either in one piece or in parts that let streams go on in between. Knows no endpoint."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from typing import Any
 
 
 def encode(value: object) -> bytes:
-    """In one piece, without spaces."""
+    """Encode `value` as JSON in one piece, without spaces."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def encode_in_parts(value: Any, depth: int = 0) -> bytes:
-    """The same bytes in many short writes: json holds the interpreter, and with it every stream, until it has written
-    what it got. Each field of each choice is a write of its own, of log probabilities each 64 positions, half a
-    millisecond."""
+    """Encode `value` as `encode` does, in many short writes.
+
+    json blocks the interpreter, and with it every stream, until it has written its argument. So each field of each
+    choice is written separately. Log probabilities are written 64 positions at a time, which takes half a millisecond
+    each.
+    """
     if isinstance(value, dict) and depth < 4:  # the answer, a choice, its log probabilities
         fields = (encode(key) + b":" + encode_in_parts(item, depth + 1) for key, item in value.items())
         return b"{" + b",".join(fields) + b"}"

@@ -1,4 +1,4 @@
-"""The endpoints: from a parsed body to an answer. What generation and chat templates are is elsewhere."""
+"""Handlers of the endpoints that generate or tokenize: from a parsed body to an answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Result = dict[str, Any] | Generation
 
 
 async def completions(context: Context, body: CompletionRequest) -> Result:
-    """`POST /v1/completions`."""
+    """Answer `POST /v1/completions`. Returns the answer, or a generation that streams it."""
     context.check_model(body.model)
     asked = completion_params(body, context.defaults)
     given = split_prompts(body.prompt, asked.params.n)
@@ -50,7 +50,7 @@ async def completions(context: Context, body: CompletionRequest) -> Result:
 
     def read() -> tuple[list[Prompt], list[str], list[list[int]]]:
         prompts = [read_one(item) for item in given]
-        # ids that are no tokens are refused when the prompt is queued, and have no text
+        # ids that are no tokens are rejected when the prompt is queued, and have no text
         texts = [_text(tokenizer, prompt, context.llm.limits.vocab_size) for prompt in prompts] if body.echo else []
         offsets = []
         if body.echo and asked.params.prompt_logprobs is not None:
@@ -73,7 +73,7 @@ async def completions(context: Context, body: CompletionRequest) -> Result:
 
 
 async def chat_completions(context: Context, body: ChatCompletionRequest) -> Result:
-    """`POST /v1/chat/completions`."""
+    """Answer `POST /v1/chat/completions`. Returns the answer, or a generation that streams it."""
     given_as = "max_tokens" if body.max_completion_tokens is None or body.max_tokens else "max_completion_tokens"
     fields = replace(CHAT_FIELDS, renamed={**CHAT_FIELDS.renamed, "max_tokens": given_as})
     with fields.errors():
@@ -83,7 +83,8 @@ async def chat_completions(context: Context, body: ChatCompletionRequest) -> Res
 async def prepare_chat(
     context: Context, body: ChatCompletionRequest, fields: FieldNames = CHAT_FIELDS
 ) -> tuple[ChatAnswer, list[Prompt]]:
-    """The answer that a chat will fill, and its prompt. Raises what is wrong with the body; `fields` are its names."""
+    """Return the empty answer of a chat, and its prompts. `fields` are the field names for errors. Raises
+    `InvalidRequestError` if the body is wrong."""
     context.check_model(body.model)
     body = narrowed(body)
     tools = read_tools(body, context.tools, fields)
@@ -110,7 +111,7 @@ async def prepare_chat(
 
 
 async def tokenize(context: Context, body: TokenizeRequest) -> Result:
-    """`POST /tokenize`."""
+    """Answer `POST /tokenize`."""
     context.check_model(body.model)
     tokenizer = _tokenizer(context)
     if (body.prompt is None) == (body.messages is None):
@@ -134,7 +135,7 @@ async def tokenize(context: Context, body: TokenizeRequest) -> Result:
 
 
 async def detokenize(context: Context, body: DetokenizeRequest) -> Result:
-    """`POST /detokenize`."""
+    """Answer `POST /detokenize`."""
     context.check_model(body.model)
     tokenizer, size = _tokenizer(context), context.llm.limits.vocab_size
     for i, token in enumerate(body.tokens):
@@ -150,9 +151,10 @@ async def chat_prompt(
     tools: list[Tool] | None,
     fields: FieldNames = CHAT_FIELDS,
 ) -> Prompt:
-    """The prompt that the chat template makes of `messages` and `tools`. `fields` are the names in warnings.
+    """Render `messages` and `tools` with the chat template and return the prompt. `fields` are the field names in
+    warnings.
 
-    Raises `InvalidRequestError` for what it refuses.
+    Raises `InvalidRequestError` if the template rejects the chat.
     """
     tokenizer = _tokenizer(context)
     assert context.templates is not None
@@ -181,14 +183,15 @@ async def chat_prompt(
 
 
 def _hints(body: ChatCompletionRequest | TokenizeRequest) -> dict[str, str]:
-    """Fields of a chat that its template may read as variables, unless the request sets the variable itself."""
+    """Return the fields of a chat that its template may read as variables. A variable that the request sets itself
+    takes precedence."""
     values = {name: getattr(body, name, None) for name in ("reasoning_effort", "verbosity")}
     own = body.chat_template_kwargs or {}
     return {name: value for name, value in values.items() if value is not None and name not in own}
 
 
 def token_text(context: Context, body: SamplingBody) -> TokenText:
-    """How a body wants tokens written."""
+    """Return a function that writes a token id as text, in the form that the body asks for."""
     if body.return_tokens_as_token_ids or context.llm.tokenizer is None:
         return "token_id:{}".format
     return context.llm.token_text
@@ -205,7 +208,8 @@ async def _generate(context: Context, answer: Answer, prompts: Sequence[Prompt])
 
 
 def check_size(context: Context, answer: Answer, prompts: Sequence[Prompt]) -> None:
-    """Raise `InvalidRequestError` for what could never be answered, or only by a part."""
+    """Raise `InvalidRequestError` if a request asks for more completions than may be queued, more tokens than fit into
+    the context, or more prompt log probabilities than are allowed."""
     params, limits = answer.asked.params, context.llm.limits
     most, count = context.llm.max_num_queued_reqs, len(prompts) * params.n
     if most is not None and count > most:
@@ -245,7 +249,8 @@ def _text(tokenizer: Tokenizer | None, prompt: Prompt, vocab_size: int) -> str:
 
 
 def _offsets(tokenizer: Tokenizer | None, prompt: Prompt, text: str) -> list[int]:
-    """Where the tokens of a prompt begin in `text`. A prompt without a text has all of them at its beginning."""
+    """Return where each token of a prompt begins in `text`, in characters. A prompt without text has all its tokens at
+    0."""
     if tokenizer is None or not text:
         return [0] * len(prompt.token_ids)
     return prompt_offsets(tokenizer, prompt.token_ids, text)

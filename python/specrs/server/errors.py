@@ -24,7 +24,7 @@ from specrs.errors import (
 
 RETRY_AFTER_SECONDS = 1
 ADD_HEADER = "with curl, add -H 'Content-Type: application/json'"
-"""What to do about a body that is not sent as JSON. Without it `curl -d` names a form."""
+"""Remedy in errors about a body that is not sent as JSON. Without this header, `curl -d` sends a form."""
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
@@ -40,13 +40,13 @@ _TYPES = {
 # The field that a message of `specrs.errors` begins with: `field=value: ...` or `field: ...`.
 _FIELD = re.compile(r"([A-Za-z_][\w.]*)(?:\[[^\]=]*\][\w.]*)*(?:=|: )")
 _MAX_FIELD = 100
-"""Characters of a field's name that are told."""
+"""Maximum number of characters of a field name in an error."""
 _MAX_ERRORS = 3
-"""Faults of one body that are told."""
+"""Maximum number of problems of one body that an error message lists."""
 
 
 class APIError(Exception):
-    """An answer that is an error."""
+    """Error that is sent to the client as an HTTP response."""
 
     def __init__(
         self,
@@ -64,27 +64,28 @@ class APIError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What is sent as JSON."""
+        """JSON body of the response."""
         kind = _TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": int(self.status)}}
 
     @property
     def encoded(self) -> bytes:
-        """The body as bytes."""
+        """JSON body of the response as bytes."""
         return json.dumps(self.body).encode()
 
     def response(self) -> Response:
-        """The whole answer."""
+        """Return the error as an HTTP response."""
         return Response(self.encoded, int(self.status), self.headers, "application/json")
 
 
 def unavailable(message: str) -> APIError:
-    """A 503 that says when to come again."""
+    """Return a 503 error whose header says after how many seconds to try again."""
     return APIError(HTTPStatus.SERVICE_UNAVAILABLE, message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 def api_error(fault: BaseException) -> APIError:
-    """What a client is told of an exception. Only what is about its own request is told in words of the exception."""
+    """Convert an exception to the error that the client sees. Only errors of the client's own request keep the
+    exception's message."""
     if isinstance(fault, APIError):
         return fault
     if isinstance(fault, InvalidRequestError):
@@ -104,9 +105,9 @@ def api_error(fault: BaseException) -> APIError:
 
 
 def validation_error(fault: ValidationError, model: type[BaseModel] | None = None) -> APIError:
-    """What is wrong with a body, field by field, as specrs says such things.
+    """Convert pydantic's errors about a body to an error in specrs' style, field by field.
 
-    `model`: what the body was read as; its fields are suggested for unknown ones.
+    `model` is the class that the body was read as. Its field names are suggested for unknown fields.
     """
     known = [field.alias or name for name, field in model.model_fields.items()] if model is not None else []
     # the input, url and context of pydantic's own errors may hold the whole body
@@ -116,17 +117,17 @@ def validation_error(fault: ValidationError, model: type[BaseModel] | None = Non
 
 
 def _of_branches(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """One fault where each branch of a union has one about the same value: that of the branch whose type the value has,
-    else the types of all branches."""
+    """Merge pydantic's errors of several union branches about one value into one. It is the error of the branch whose
+    type the value has; if there is none, an error that lists the types of all branches."""
     found: list[ErrorDetails] = []
-    refused: dict[tuple[str | int, ...], list[ErrorDetails]] = {}  # by the union's place: branches of another type
+    rejected: dict[tuple[str | int, ...], list[ErrorDetails]] = {}  # by the union's place: branches of another type
     for detail in details:
         *above, last = detail["loc"] or ("",)
         if _is_branch(last) and detail["type"].endswith("_type"):
-            refused.setdefault(tuple(above), []).append(detail)
+            rejected.setdefault(tuple(above), []).append(detail)
         else:
             found.append(detail)
-    for place, others in refused.items():
+    for place, others in rejected.items():
         if not any(detail["loc"][: len(place)] == place for detail in found):
             first, *more = others
             types = [detail["msg"].removeprefix("Input should be ") for detail in more]
@@ -164,8 +165,8 @@ def _describe(detail: ErrorDetails, known: Sequence[str]) -> str:
 
 
 def _is_branch(part: str | int) -> bool:
-    """Whether a part of a location is pydantic's name of a union's branch, and no field, which begins with a small
-    letter."""
+    """Return True if a part of an error location is pydantic's name of a union branch: `str`, `int`, `float`, `bool`, a
+    class, or a name with a bracket or hyphen. All other parts are fields or indices."""
     if not isinstance(part, str):
         return False
     return part in ("str", "int", "float", "bool") or "[" in part or "-" in part or part[:1].isupper()

@@ -1,4 +1,4 @@
-"""Runs what a request asks for, and answers as a whole or as a stream. Knows no endpoint."""
+"""Runs what a request asks for in the engine, and answers as a whole or as a stream. Knows no endpoint."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ logger = logging.getLogger("specrs")
 DONE = b"data: [DONE]\n\n"
 
 News = list[tuple[int, RequestOutput]]
-"""Prompts that have news, by index."""
+"""New outputs of a request, each with the index of its prompt."""
 
 
 class Generation:
-    """One request on its way through the engine. Close it, or use it as a context manager."""
+    """One request while the engine runs it. Close it, or use it as a context manager."""
 
     def __init__(self, context: Context, answer: Answer) -> None:
         self._llm = context.llm
@@ -47,7 +47,8 @@ class Generation:
             self._report = asked != "none"
 
     async def start(self, prompts: Sequence[Prompt], lora_request: LoRARequest | None) -> None:
-        """Queue the prompts, for the base model or an adapter. Raises what is wrong with them; then nothing runs."""
+        """Queue the prompts, for the base model or an adapter. Raises `InvalidRequestError` if one is wrong; then none
+        runs."""
         observers = [self._metrics.observer()]
         trace = None if self._tracing is None else self._tracing.request(self._answer, len(prompts))
         if trace is not None:
@@ -73,7 +74,7 @@ class Generation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End what still runs."""
+        """End all completions that still run."""
         left = self._num_prompts - sum(output.finished for output in self._last.values())
         if self._stream is not None:
             self._stream.close()
@@ -82,7 +83,7 @@ class Generation:
             self._trace.close()
 
     async def whole(self) -> dict[str, Any]:
-        """The answer, when all has ended. Raises `APIError` for what failed."""
+        """Wait until all completions have ended, and return the answer. Raises `APIError` if one failed."""
         assert self._stream is not None
         while news := await self._stream.get():
             for index, output in news:
@@ -110,9 +111,9 @@ class Generation:
         return self._with_metrics(answer)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: for each completion a chunk per iteration that brought it tokens, then `[DONE]`.
+        """Yield server-sent events: for each completion a chunk per iteration that brought it tokens, then `[DONE]`.
 
-        A failure is an event too. Several chunks that are there at once are given out together.
+        A failure is sent as an event. Chunks that are ready at the same time are yielded together.
         """
         tells_prompts, last_usage = self._answer.body.tells_prompts, self._last_usage
         try:
@@ -134,7 +135,8 @@ class Generation:
         yield DONE
 
     async def choices(self) -> AsyncIterator[list[dict[str, Any]]]:
-        """The choices of the chunks to come, those of each iteration together. Raises `APIError` for what failed."""
+        """Yield the choices of new chunks, one list per iteration of the engine. Raises `APIError` if a completion
+        failed."""
         async for news in self._news():
             yield self._choices(news)
 
@@ -148,7 +150,7 @@ class Generation:
         return found
 
     def _events(self, news: News, encode: Callable[[Any], bytes]) -> bytes:
-        """The events of one iteration, one behind the other."""
+        """Return the server-sent events of one iteration as one piece of bytes."""
         options = self._answer.body.stream_options
         head, chunks = self._answer.head(chunk=True), []
         for choice in self._choices(news):
@@ -169,7 +171,7 @@ class Generation:
 
     @property
     def _last_usage(self) -> bool:
-        """Whether a chunk behind all others has the usage."""
+        """True if the stream ends with a chunk that holds the usage."""
         options = self._answer.body.stream_options
         return options is not None and bool(options.include_usage)
 

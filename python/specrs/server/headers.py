@@ -1,4 +1,4 @@
-"""What a request's header must be before anything reads its body. Checks no keys."""
+"""Checks the headers of a request before its body is read. Checks no keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from specrs.server.limits import HTTPLimits
 
 
 class HeaderCheck:
-    """Refuses headers that are too long, bodies whose end is said twice, and bodies that are said to be no JSON."""
+    """Middleware that rejects requests whose headers are too long, whose body length is given twice, or whose content
+    type is not JSON."""
 
     def __init__(self, app: ASGIApp, limits: HTTPLimits) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Tools of OpenAI's API that its servers run themselves. This server runs none: it leaves them out, with a warning."""
+"""Tools that OpenAI's servers run themselves. This server runs none: it leaves them out with a warning."""
 
 from __future__ import annotations
 
@@ -31,35 +31,36 @@ HOSTED_TOOLS = frozenset(
         "web_search_preview_2025_03_11",
     }
 )
-"""Types of tools other than `function`. `custom` is among them: its input is a text that nothing here parses."""
+"""Types of tools that the server does not run: all but `function`. `custom` is among them, because its input is free
+text that no parser here reads."""
 
 
 def is_hosted(tool: object) -> bool:
-    """Whether a tool, or the choice of one, is of a type that the server does not run."""
+    """Return True if a tool, or a choice of a tool, has a type that the server does not run."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     return isinstance(kind, str) and kind in HOSTED_TOOLS
 
 
 class RunnableTools(list[Any]):
-    """The `tools` of a body that the server can offer.
+    """The `tools` of a body that the server can offer to the model.
 
-    `places`: the index that each had in the body. `left_out`: the types of the others.
+    `places`: the index that each tool had in the body. `left_out`: the types of the tools that were left out.
     """
 
     def __init__(self, tools: list[Any]) -> None:
-        """`tools` are functions, and hosted tools as they were sent."""
+        """Take `tools` of a body, functions and hosted tools, and keep only the functions."""
         super().__init__(tool for tool in tools if not is_hosted(tool))
         self.places = [i for i, tool in enumerate(tools) if not is_hosted(tool)]
         self.left_out = [str(tool["type"]) for tool in tools if is_hosted(tool)]
 
 
 def tool_or_hosted(tool: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """One of the `tools` of a body: validated, or as it is if the server does not run it."""
+    """Validate one of the `tools` of a body. A tool that the server does not run is returned as it is."""
     return tool if is_hosted(tool) else validate(tool)
 
 
 def runnable_tools(tools: list[Any] | None) -> RunnableTools | None:
-    """The `tools` of a body without those that the server does not run; each of them gives a warning."""
+    """Return the `tools` of a body without those that the server does not run. Each tool left out gives a warning."""
     if tools is None:
         return None
     for i, tool in enumerate(tools):
@@ -69,12 +70,13 @@ def runnable_tools(tools: list[Any] | None) -> RunnableTools | None:
 
 
 def left_out(tools: list[Any] | None) -> list[str]:
-    """The types of the tools that `runnable_tools` left out of the `tools` of a body."""
+    """Return the types of the tools that `runnable_tools` left out of the `tools` of a body."""
     return tools.left_out if isinstance(tools, RunnableTools) else []
 
 
 def runnable_choice(choice: Any) -> Any:
-    """The `tool_choice` of a body. Raises `PydanticCustomError` if it demands a tool that the server does not run."""
+    """Return the `tool_choice` of a body. Raises `PydanticCustomError` if it demands a tool that the server does not
+    run."""
     if is_hosted(choice):
         raise PydanticCustomError("not_implemented", "this server runs no such tool; name a function of tools")
     return choice

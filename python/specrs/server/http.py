@@ -1,7 +1,7 @@
-"""uvicorn's h11 protocol with deadlines: no client holds a connection by sending or reading nothing, or little.
+"""uvicorn's h11 protocol with deadlines. No client can hold a connection by sending or reading nothing, or very slowly.
 
-h11 and not httptools, because that takes headers of any length. Everything said here, before a request reaches the
-application, is said in JSON like the rest.
+httptools is not used because it accepts headers of any length. Errors that occur before a request reaches the
+application are JSON, too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ logger = logging.getLogger("specrs")
 
 
 class DeadlineProtocol(H11Protocol):
-    """One connection.
+    """One HTTP connection with deadlines.
 
     A request's header must be complete `header_timeout` seconds after the connection was made, or after its first byte
-    on a connection that is kept; its body `body_timeout` seconds after the header. The application answers a late body
-    itself; here is what closes the connection if that does not. A client that leaves the send buffer full for
-    `write_timeout` seconds is cut off, and so is one that does not take the rest of what it asked for.
+    on a connection that is kept. Its body must be complete `body_timeout` seconds after the header. The application
+    answers a late body itself; if it does not, this class closes the connection. A client that leaves the send buffer
+    full for `write_timeout` seconds is cut off, and so is one that does not read the rest of its answer.
     """
 
     limits = HTTPLimits()
@@ -61,7 +61,7 @@ class DeadlineProtocol(H11Protocol):
 
     @property
     def is_silent(self) -> bool:
-        """Whether it has sent nothing yet, or nothing since its last answer."""
+        """True if the client has sent nothing yet, or nothing since its last answer."""
         return self._silent_since is not None and not self.transport.is_closing()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -117,7 +117,8 @@ class DeadlineProtocol(H11Protocol):
             self._refuse(APIError(400, "This is no HTTP/1.1 request."))
 
     def _follow(self) -> None:
-        """Set the deadline of what is awaited from the client now; nothing is, while it waits for an answer."""
+        """Set the deadline for what is awaited from the client now. While the client waits for its answer there is
+        none."""
         state = self.conn.their_state
         if state is not self._read_state:
             self._cancel_read_deadline()
@@ -127,7 +128,7 @@ class DeadlineProtocol(H11Protocol):
     def _expect(self, state: Any) -> None:
         self._cancel_read_deadline()
         self._read_state = state
-        # behind the application's own deadline for the body
+        # after the application's own deadline for the body
         seconds = self.limits.header_timeout if state is h11.IDLE else self.limits.body_timeout + 1.0
         self._read_deadline = self.loop.call_later(seconds, self._late)
 
@@ -143,7 +144,7 @@ class DeadlineProtocol(H11Protocol):
         self.transport.abort()
 
     def _refuse(self, error: APIError) -> None:
-        """Answer without the application, and close."""
+        """Answer with `error` without calling the application, and close the connection."""
         if self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -159,7 +160,8 @@ class DeadlineProtocol(H11Protocol):
         self._abort_later()
 
     def _abort_later(self) -> None:
-        """Closing waits until everything is sent, which a client can hold up."""
+        """Cut the connection off if closing takes too long. Closing waits until everything is sent, which a client can
+        hold up."""
         if self._close_deadline is None and self.transport.is_closing():
             self._close_deadline = self.loop.call_later(self.limits.write_timeout, self.transport.abort)
 

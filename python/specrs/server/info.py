@@ -1,4 +1,4 @@
-"""What routers and operators ask of a server, in vLLM's and SGLang's words. Serves no tokens."""
+"""Answers of the endpoints that routers and operators read, under vLLM's and SGLang's names. Generates no tokens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from specrs.server.context import Context
 
 
 def models(context: Context) -> dict[str, Any]:
-    """`GET /v1/models`."""
+    """Answer `GET /v1/models`."""
     return {"object": "list", "data": [model(context, name) for name in (*context.model_names, *context.adapters)]}
 
 
 def model(context: Context, name: str) -> dict[str, Any]:
-    """`GET /v1/models/{name}`. Raises a 404 `APIError` for a name that is not this server's."""
+    """Answer `GET /v1/models/{name}`. Raises a 404 `APIError` if the server has no model or adapter of that name."""
     context.check_model(name or "/")  # no name is no name of its own here
     lora, base = context.lora_request(name), context.model_names[0]
     return {
@@ -29,13 +29,14 @@ def model(context: Context, name: str) -> dict[str, Any]:
 
 
 async def load(context: Context) -> dict[str, Any]:
-    """`GET /load`, as vLLM's: requests that run or wait."""
+    """Answer `GET /load` in vLLM's form: the number of requests that run or wait."""
     stats = await context.llm.stats()
     return {"server_load": stats.num_running + stats.num_waiting}
 
 
 async def loads(context: Context) -> dict[str, Any]:
-    """`GET /v1/loads`, as SGLang's: what runs, waits and fills the KV pool, in tokens; one rank."""
+    """Answer `GET /v1/loads` in SGLang's form: running and waiting requests, and the tokens in the KV pool. There is
+    always one rank."""
     stats, block_size = await context.llm.stats(), context.llm.config.block_size
     held = stats.num_blocks - stats.num_free_blocks
     figures = {
@@ -62,7 +63,7 @@ async def loads(context: Context) -> dict[str, Any]:
 
 
 def model_info(context: Context) -> dict[str, Any]:
-    """`GET /model_info`, as SGLang's."""
+    """Answer `GET /model_info` in SGLang's form."""
     config = context.llm.config
     return {
         "model_path": config.target,
@@ -73,7 +74,8 @@ def model_info(context: Context) -> dict[str, Any]:
 
 
 async def server_info(context: Context) -> dict[str, Any]:
-    """`GET /server_info`: what the server was started with and has made of it, under vLLM's names and SGLang's."""
+    """Answer `GET /server_info`: the settings of the server and their effective values, under vLLM's and SGLang's
+    names."""
     config, limits = context.llm.config, context.llm.limits
     stats, speculative = await context.llm.stats(), config.speculative_config
     return {

@@ -1,4 +1,5 @@
-"""Items in the `input` of a response: keys that nothing reads, and items of tools that the server does not run."""
+"""Checks items in the `input` of a Responses request. Finds keys that the server does not read, and items of tools that
+it does not run."""
 
 from __future__ import annotations
 
@@ -34,9 +35,10 @@ HOSTED_ITEMS = frozenset(
         "web_search_call",
     }
 )
-"""Types of items that tools other than functions make. A client sends them back from an earlier answer of OpenAI's."""
+"""Types of items that hosted tools make, that is, tools other than functions. Clients send them back from an earlier
+answer of OpenAI's."""
 _MAX_UNREAD = 20
-"""Unread keys of one body that are told."""
+"""Maximum number of ignored keys of one body that warnings name."""
 _OF_ALL = ("type", "id", "status", *sorted(CACHE_MARKS))
 _ITEM_KEYS: dict[str, tuple[str, ...]] = {
     "message": (*_OF_ALL, "role", "content", "phase"),
@@ -44,23 +46,23 @@ _ITEM_KEYS: dict[str, tuple[str, ...]] = {
     "function_call_output": (*_OF_ALL, "call_id", "output", "caller"),
     "reasoning": (*_OF_ALL, "summary", "content", "encrypted_content"),
 }
-"""Type of an item -> keys that are read here, or that an answer of OpenAI's has."""
+"""For each type of item, the keys that this server reads or that OpenAI's answers have."""
 _PART_KEYS = ("type", "text", "refusal", "annotations", "logprobs", "parsed", *sorted(CACHE_MARKS))
 
 
 def item_type(item: dict[str, Any]) -> Any:
-    """The type of an item, as it was sent. An item without one is a message."""
+    """Return the type of an item as the client sent it. An item without a type is a message."""
     return item.get("type") or "message"
 
 
 def is_hosted_item(item: dict[str, Any]) -> bool:
-    """True if a tool that the server does not run made the item."""
+    """Return True if the item comes from a tool that the server does not run."""
     kind = item_type(item)
     return isinstance(kind, str) and kind in HOSTED_ITEMS
 
 
 def item_warnings(items: list[dict[str, Any]]) -> Iterator[str]:
-    """A warning for the types of items that are left out, and one for each of the first keys that nothing reads.
+    """Yield a warning for the types of items that are left out, and one for each of the first ignored keys.
 
     The items are valid otherwise. Keys with empty values give no warning.
     """
@@ -76,7 +78,7 @@ def item_warnings(items: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _unread(items: list[dict[str, Any]]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Place, key and known keys for each key that nothing reads."""
+    """Yield (path, key, known keys of the item's type) for each key that the server ignores."""
     for i, item in enumerate(items):
         if is_hosted_item(item):
             continue

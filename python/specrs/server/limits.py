@@ -1,4 +1,4 @@
-"""What one connection or one request may cost the server. Enforced where each is named; only bounds live here."""
+"""Limits on what one connection or one request may cost the server. Only the values: other modules enforce them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from specrs.errors import InvalidConfigError
 from specrs.options import Integer, Number, check_options, option
 
 MAX_PROMPTS = 1024
-"""Prompts of one request, as in vLLM."""
+"""Maximum number of prompts of one request, as in vLLM."""
 MAX_COMPLETIONS = 4096
-"""Prompts times `n` of one request."""
+"""Maximum number of completions of one request: prompts times `n`."""
 MAX_MESSAGES = 4096
 MAX_REQUEST_ID_LENGTH = 128
 MAX_PROMPT_LOGPROBS = 2**18
-"""Of all prompts of one request; each takes some 400 bytes until the answer is sent."""
+"""Maximum number of prompt log probabilities over all prompts of one request. Each takes about 400 bytes until the
+answer is sent."""
 MAX_VALUES = 1_000_000
-"""Of one body. The parser holds the interpreter: 5 million numbers in 16 MB stopped every other stream for a second."""
+"""Maximum number of JSON values in one body. The parser blocks the interpreter: 5 million numbers in 16 MB stopped
+every other stream for a second."""
 MAX_TOOLS = 128
-"""As in OpenAI's API."""
+"""Maximum number of tools of one request, as in OpenAI's API."""
 MAX_FUNCTION_NAME_LENGTH = 256
 SEND_BUFFER = 128 * 1024
-"""Bytes that the system holds for one client that has not taken them; the process itself holds another 64 KiB."""
+"""Maximum number of bytes that the operating system buffers for a client that does not read. The process itself buffers
+another 64 KiB."""
 LARGE_BODY = 64 * 1024
-"""Bytes; longer bodies are parsed off the event loop."""
+"""Number of bytes above which a body is parsed in a thread, so that the event loop goes on."""
 
 
 _SECONDS = Number(0.0, open_low=True)
@@ -31,7 +34,8 @@ _SECONDS = Number(0.0, open_low=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HTTPLimits:
-    """Bounds of one connection in bytes and seconds. Raises `InvalidConfigError`, which names the flag of `serve`."""
+    """Limits of one connection, in bytes and seconds. Raises `InvalidConfigError` for a wrong value; the message names
+    the flag of `serve`."""
 
     max_body_size: int = option(16 << 20, Integer(1024, units=True), "bytes of a request's body", commands=("serve",))
     max_header_size: int = option(

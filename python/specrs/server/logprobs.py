@@ -1,4 +1,4 @@
-"""Log probabilities in the forms of OpenAI's two endpoints, and vLLM's of prompts."""
+"""Formats log probabilities as OpenAI's two endpoints do, and those of prompts as vLLM does."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from specrs.outputs import Logprob
 
 LEAST = -9999.0
-"""Stands for minus infinity, which JSON cannot write; vLLM's value."""
+"""Number that stands for minus infinity, which JSON cannot write. vLLM uses the same value."""
 
 TokenText = Callable[[int], str]
-"""The text of a token by itself."""
+"""Function that returns the text of a single token."""
 TokenBytes = Callable[[int], bytes]
-"""The bytes that a token stands for, which may be a part of a character."""
+"""Function that returns the bytes of a token, which may be a part of a character."""
 
 
 def completion_logprobs(
@@ -24,11 +24,11 @@ def completion_logprobs(
     *,
     top: bool,
 ) -> dict[str, Any]:
-    """The `logprobs` of a completion.
+    """Return the `logprobs` object of a completion.
 
-    `entries[i]` has the log probabilities at `token_ids[i]`, None where nothing predicts it. `offsets[i]` is where that
-    token begins in the choice's text, in characters. `top`: with the most likely tokens at each position; the token
-    itself is among them.
+    `entries[i]` has the log probabilities at `token_ids[i]`; None if nothing predicts that token. `offsets[i]` is where
+    the token begins in the choice's text, in characters. With `top`, the object also has the most likely tokens at each
+    position, with the token itself among them.
     """
     texts = []
     values: list[float | None] = []
@@ -60,7 +60,7 @@ def chat_logprobs(
     token_bytes: TokenBytes,
     top: int,
 ) -> dict[str, Any]:
-    """The `logprobs` of a chat message, with the `top` most likely tokens at each position."""
+    """Return the `logprobs` object of a chat message, with the `top` most likely tokens at each position."""
 
     def told(token_id: int, logprob: Logprob) -> dict[str, Any]:
         return {
@@ -84,7 +84,8 @@ def chat_logprobs(
 
 
 def prompt_logprobs(entries: Sequence[Mapping[int, Logprob] | None]) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: per prompt token, ids to log probability, rank and text."""
+    """Return vLLM's `prompt_logprobs`: for each prompt token, a dictionary from token ids to log probability, rank and
+    text."""
     return [
         None
         if entry is None

@@ -1,5 +1,5 @@
-"""Log lines of a server: their form, the request that each is about, what was loaded, and one line every ten seconds
-under load. Measures nothing: figures are the engine's."""
+"""Log lines of a server: their format, with the id of the request; what was loaded; and a line of statistics every ten
+seconds under load. Measures nothing: statistics are the engine's."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("specrs")
 
 INTERVAL = 10.0
-"""Seconds between two lines of figures."""
+"""Seconds between two log lines with statistics."""
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
-"""The request that a task serves; lines that are about none say `-`."""
+"""Id of the request that the current task serves, for log lines. `-` outside of requests."""
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s [%(request_id)s] %(message)s"
 
 
 class RequestIdFilter(logging.Filter):
-    """Gives each record the `request_id` of the task that logs it."""
+    """Logging filter that adds the current task's `request_id` to each record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Mutates the record; keeps all."""
+        """Set `record.request_id`. Return True, so that no record is dropped."""
         record.request_id = REQUEST_ID.get()
         return True
 
 
 def log_to_stderr(uvicorn_level: int) -> None:
-    """Log this process's lines, specrs' own from INFO on, to standard error."""
+    """Log to standard error: specrs' records from INFO on, uvicorn's from `uvicorn_level` on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RequestIdFilter())
     handler.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
@@ -44,7 +44,7 @@ def log_to_stderr(uvicorn_level: int) -> None:
 
 
 async def log_what_runs(llm: AsyncLLM) -> None:
-    """One line for the model and its memory, one for how it drafts."""
+    """Log one line about the model and its memory, and one about how it drafts."""
     config, limits, stats = llm.config, llm.limits, await llm.stats()
     logger.info(
         "Model %s: %s%s on %s%s, %d tokens of context, up to %d requests at once; KV cache of %d tokens in blocks of "
@@ -69,9 +69,10 @@ async def log_what_runs(llm: AsyncLLM) -> None:
 
 
 async def log_figures(llm: AsyncLLM, interval: float) -> None:
-    """Every `interval` seconds a line of figures, if anything ran. Until it is cancelled.
+    """Log a line of statistics every `interval` seconds if requests ran. Runs until it is cancelled.
 
-    Raises `EngineDeadError` when there is no engine any more."""
+    Raises `EngineDeadError` if the engine has ended.
+    """
     before, then = await llm.stats(), time.monotonic()
     while True:
         await asyncio.sleep(interval)
@@ -83,7 +84,8 @@ async def log_figures(llm: AsyncLLM, interval: float) -> None:
 
 
 def figures(before: EngineStats, now: EngineStats, seconds: float) -> str | None:
-    """What ran in the `seconds` between two snapshots of an engine, and what runs now; None if nothing did or does."""
+    """Return a line about what ran in the `seconds` between two snapshots of the engine's statistics, and what runs
+    now. None if nothing ran or runs."""
     prompt = now.prompt_tokens - before.prompt_tokens
     output = now.generation_tokens - before.generation_tokens
     if not (prompt or output or now.num_running or now.num_waiting):

@@ -1,4 +1,5 @@
-"""Fields of messages and their parts that no chat template reads: left out with a warning, moved, or rejected."""
+"""Handles fields of messages and their parts that no chat template reads: drops them with a warning, moves or rejects
+them."""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ from specrs.errors import invalid_request
 from specrs.server.dispositions import warn
 
 CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
-"""Keys by which messages and their parts mark the end of a prefix that is to be cached."""
+"""Keys of messages and parts that mark the end of a prefix to cache. The prefix cache here needs no marks."""
 _REPLACED = {"audio": "messages are text alone; leave it out", "function_call": "not implemented; use tool_calls"}
 
 
 def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a chat as templates read them. Mutates nothing.
+    """Return the messages of a chat in the form that templates read. Mutates nothing.
 
-    Marks of caches give a warning. A refusal is the content of a message that has none.
+    Cache marks are dropped with a warning. A refusal becomes the content of a message that has none.
 
-    Raises `InvalidRequestError` for forms of messages that no longer exist.
+    Raises `InvalidRequestError` for message forms that no longer exist.
     """
     return [_message(i, message) for i, message in enumerate(messages)]
 
@@ -37,7 +38,7 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_marks(field: str, given: dict[str, Any]) -> dict[str, Any]:
-    """A message or part without its marks of caches. Each kind of mark gives one warning about `field`."""
+    """Return a message or part without its cache marks. Each kind of mark gives one warning about `field`."""
     for name in sorted(CACHE_MARKS.intersection(given)):
         if given[name] is not None:
             warn(f"{field}: {name} has no effect; cached prefixes are found without it")

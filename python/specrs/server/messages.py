@@ -1,4 +1,5 @@
-"""From the text of a completion to what a chat answers: reasoning, content, calls. Parses nothing itself."""
+"""Splits the text of a completion into the fields of a chat message: reasoning, content and tool calls. The parsers
+themselves are in `parsers`."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from specrs.server.parsers.base import CallStart, Content, Event, ToolParser
 from specrs.server.parsers.reasoning import ReasoningParser
 
 REASONING = ("reasoning", "reasoning_content")
-"""Names of a message's reasoning: vLLM's, and the older one that other servers and clients have."""
+"""Names of the field for a message's reasoning: vLLM's, and the older one of other servers and clients."""
 
 
 class MessageReader:
-    """Reads one completion as it is written."""
+    """Reader of one completion's text, which comes in pieces."""
 
     def __init__(
         self,
@@ -26,7 +27,8 @@ class MessageReader:
         named: bool,
         new_call_id: Callable[[], str],
     ) -> None:
-        """`parallel` False: calls after the first are left out. `named`: the one call was demanded by its name."""
+        """Start to read a completion. Without `parallel`, calls after the first are dropped. `named` says that the
+        request demands a call of one named function."""
         self._reasoning = reasoning
         self._tools = tools
         self._most_calls = None if parallel else 1
@@ -37,10 +39,11 @@ class MessageReader:
         self._new_reasoning: list[str] = []  # not taken yet
         self._new_events: list[Event] = []
         self.stops: ContentStops | None = None
-        """What ends the content at a stop string; None where the engine ends the text."""
+        """Finder of stop strings in the content. None: the engine checks stop strings."""
 
     def feed(self, text: str, *, final: bool) -> None:
-        """Read `text`, for `take` to tell; `final`: the completion has ended. After a stop string nothing is read."""
+        """Read `text`, which follows what was read before; `take` returns the result. `final` says that the completion
+        has ended. After a stop string, nothing is read."""
         if self.stops is not None and self.stops.found is not None:
             return
         reasoning, answer = ("", text) if self._reasoning is None else self._reasoning.feed(text, final=final)
@@ -55,12 +58,13 @@ class MessageReader:
         self._new_events += events if self.stops is None else self.stops.filter(events, final=final)
 
     def delta(self, text: str, *, final: bool) -> dict[str, Any]:
-        """What `text` adds to the message, as OpenAI's deltas have it; `final`: the completion has ended."""
+        """Read `text` and return what it adds to the message, as a delta in OpenAI's format. `final` says that the
+        completion has ended."""
         self.feed(text, final=final)
         return self.take()
 
     def take(self) -> dict[str, Any]:
-        """What was read since the last time, as OpenAI's deltas have it."""
+        """Return what was read since the last call, as a delta in OpenAI's format."""
         delta: dict[str, Any] = {}
         reasoning, self._new_reasoning = "".join(self._new_reasoning), []
         events, self._new_events = self._new_events, []
@@ -71,12 +75,12 @@ class MessageReader:
         return delta | ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
 
     def message(self, text: str) -> dict[str, Any]:
-        """The message that a whole text is, without its role."""
+        """Return the message, without its role, of a completion's whole `text`."""
         self.feed(text, final=True)
         return self.take_message()
 
     def take_message(self) -> dict[str, Any]:
-        """The message that all that was read is, without its role."""
+        """Return the message, without its role, of everything that was read."""
         delta = self.take()
         message = {"content": delta.get("content"), "refusal": None}
         if message["content"] is None and "tool_calls" not in delta:
@@ -89,15 +93,17 @@ class MessageReader:
 
     @property
     def reasoning_length(self) -> int | None:
-        """Characters from the start of the text to the end of the reasoning, marks included; None while it goes on."""
+        """Number of characters from the start of the text to the end of the reasoning, marks included. None while the
+        reasoning goes on."""
         return 0 if self._reasoning is None else self._reasoning.length
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Why a completion ended whose text ended for `reason`. A call by name ends in "stop", as in OpenAI's API."""
+        """Return OpenAI's finish reason for a completion whose text ended for `reason`: "tool_calls" if it stopped
+        after tool calls. A call of a function that the request names ends with "stop", as in OpenAI's API."""
         return "tool_calls" if reason == "stop" and self._num_calls and not self._named else reason
 
     def _calls(self, events: Iterable[Event]) -> Iterable[dict[str, Any]]:
-        """A delta for each call that is begun or goes on."""
+        """Yield a delta for each tool call that begins or continues in `events`."""
         found: dict[int, dict[str, Any]] = {}
         arguments: dict[int, list[str]] = {}
         for event in events:

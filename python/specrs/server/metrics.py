@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names. Counts of tokens are the engine's own; times are taken as outputs arrive."""
+"""Prometheus metrics under vLLM's names. Token counts come from the engine; times are measured when outputs arrive."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Metrics:
     """All metrics of one server, in a registry of its own."""
 
     def __init__(self, llm: AsyncLLM, model_name: str) -> None:
-        """`model_name` is the label that every metric carries, with `engine`, which is always 0."""
+        """Create the metrics. Each has the label `model_name`, and the label `engine`, which is always 0."""
         self._llm = llm
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
@@ -67,7 +67,8 @@ class Metrics:
             self._success.labels(*values, reason)
 
     def observer(self) -> Callable[[int, RequestOutput], None]:
-        """What one request's stream tells its times to. Its outputs are `RequestOutputKind.DELTA`."""
+        """Return a function that records the times of one request. It is called with the prompt's index and each
+        output, which must be `RequestOutputKind.DELTA`."""
         last: dict[tuple[int, int], float] = {}  # when tokens last came
 
         def observe(index: int, output: RequestOutput) -> None:
@@ -90,18 +91,18 @@ class Metrics:
         return observe
 
     def cut_off(self, completions: int) -> None:
-        """Count completions that their client left."""
+        """Count completions whose client disconnected before they ended."""
         self._success.labels(*self._labels.values(), "abort").inc(completions)
 
     async def render(self) -> bytes:
-        """All metrics as text. Of a broken engine, what it said last."""
+        """Return all metrics as text. If the engine is broken, its last known values."""
         with contextlib.suppress(EngineDeadError):
             self._engine.stats = await self._llm.stats()
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    """The engine's own figures, as of the last scrape."""
+    """Prometheus collector of the engine's statistics, as of the last scrape."""
 
     def __init__(self, llm: AsyncLLM, labels: dict[str, str]) -> None:
         self.stats = EngineStats()

@@ -1,4 +1,5 @@
-"""The server's OpenAPI document. Request bodies are `protocol`'s models; answers are written out here."""
+"""OpenAPI document of the server. Request schemas come from the models in `protocol`; answer schemas are written
+here."""
 
 from __future__ import annotations
 
@@ -7,9 +8,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from specrs.server import protocol
 from specrs.server.messages import REASONING
-from specrs.server.responses_protocol import ResponsesRequest
+from specrs.server.routes import POSTS
 
 _STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 _JSON = "application/json"
@@ -165,14 +165,7 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def openapi(version: str, model_names: Sequence[str]) -> dict[str, Any]:
-    """OpenAPI 3.1 of every endpoint of a server whose model has these names."""
-    bodies: tuple[tuple[str, type[protocol.Body], str, bool, str], ...] = (
-        ("/v1/completions", protocol.CompletionRequest, "Completion", True, "Complete prompts."),
-        ("/v1/chat/completions", protocol.ChatCompletionRequest, "ChatCompletion", True, "Answer a conversation."),
-        ("/v1/responses", ResponsesRequest, "Response", True, "Answer a conversation, in items."),
-        ("/tokenize", protocol.TokenizeRequest, "Tokens", False, "Token ids of a text or a conversation."),
-        ("/detokenize", protocol.DetokenizeRequest, "Text", False, "Text of token ids."),
-    )
+    """Return the OpenAPI 3.1 document of all endpoints. `model_names` are the names of the server's model."""
     paths: dict[str, Any] = {
         "/health": {"get": _operation("Whether the engine runs.", {}, ("503",))},
         "/metrics": {"get": _operation("Prometheus metrics.", {"text/plain": {"schema": _STRING}}, ("401",))},
@@ -191,18 +184,19 @@ def openapi(version: str, model_names: Sequence[str]) -> dict[str, Any]:
     ):
         paths[path] = {"get": _operation(summary, {_JSON: {"schema": _ref(answer)}}, ("401", "503"))}
     paths["/ping"] = dict.fromkeys(("get", "post"), paths["/health"]["get"])
-    for path, model, answer, streams, summary in bodies:
-        content: dict[str, Any] = {_JSON: {"schema": _ref(answer)}}
-        if streams:
+    for row in POSTS:
+        answered = _ref(row.answer) if isinstance(row.answer, str) else row.answer
+        content: dict[str, Any] = {_JSON: {"schema": answered}}
+        if row.streams:
             content["text/event-stream"] = {}
-        operation = _operation(summary, content, ("400", "401", "404", "408", "413", "500", "503"))
-        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(model.__name__)}}}
-        paths[path] = {"post": operation}
-    models = [(model, "validation") for _, model, _, _, _ in bodies]
+        operation = _operation(row.summary, content, ("400", "401", "404", "408", "413", "500", "503"))
+        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(row.body.__name__)}}}
+        paths[row.path] = {"post": operation}
+    models = [(row.body, "validation") for row in POSTS]
     names = {"anyOf": [{"enum": ["", *model_names]}, {"type": "null"}], "default": None}
     _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    for model, *_ in models:
-        schemas["$defs"][model.__name__]["properties"]["model"] = names
+    for row in POSTS:
+        schemas["$defs"][row.body.__name__]["properties"]["model"] = names
     return {
         "openapi": "3.1.0",
         "info": {"title": "specrs", "version": version},

@@ -1,4 +1,5 @@
-"""The flags of `specrs serve` that are a server's own, each declared once. `specrs.server.limits` has those of HTTP."""
+"""Flags of `specrs serve` about the server itself, each declared once. The flags of HTTP limits are in
+`specrs.server.limits`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from typing import Any
 
 from specrs.errors import InvalidConfigError, SpecrsError, invalid
@@ -22,13 +24,13 @@ LOG_LEVELS = {
     "debug": logging.DEBUG,
     "trace": 5,
 }
-"""Levels of Python's logging, by uvicorn's names."""
+"""Python's logging levels by uvicorn's names."""
 _option = partial(option, commands=("serve",))
 
 
 @dataclass(frozen=True)
 class _Texts(Values):
-    """A list of texts, or one text. Stored as a tuple."""
+    """Option type for a list of texts, or a single text. Stored as a tuple."""
 
     def check(self, error: type[SpecrsError], field: str, value: Any, also: str = "") -> tuple[str, ...]:
         texts = [value] if isinstance(value, str) else value
@@ -39,7 +41,7 @@ class _Texts(Values):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Flags of a server. Immutable and checked at construction; messages name flags.
+    """Flags of the server itself. Immutable and checked at construction; error messages name flags.
 
     Raises `InvalidConfigError` for a wrong value, and for `enable_auto_tool_choice` without a parser.
     """
@@ -60,8 +62,8 @@ class ServerOptions:
     api_key: Sequence[str] | None = option(
         None,
         ListOf(Text(empty=True), "keys"),
-        "keys of which requests must carry one",
-        note=f"those of {' and '.join(API_KEY_VARIABLES)} count, too",
+        "accepted keys; each request needs one",
+        note=f"the keys in {' and '.join(API_KEY_VARIABLES)} count, too",
         default_is="none",
         commands=("serve",),
         details="Keys are asked for on every path but `/health` and `/ping`, and compared in constant time.",
@@ -93,7 +95,7 @@ class ServerOptions:
         None, Text(), "PEM file of the certificate's key", default_is="the certificate's file"
     )
     ssl_ca_certs: str | None = _option(
-        None, Text(), "PEM file of the certificates that clients' are checked against", default_is="none"
+        None, Text(), "PEM file of the authorities that may sign client certificates", default_is="none"
     )
     ssl_cert_reqs: int = _option(
         0,
@@ -101,18 +103,23 @@ class ServerOptions:
         "whether clients must have a certificate",
         note="0 no, 1 if they send one, 2 yes",
     )
-    ui: bool = _option(False, Switch(), "a page to chat at /, coloured by which model wrote what")
+    ui: bool | None = _option(
+        None,
+        Switch(),
+        "a chat page at /, which shows what speculation does",
+        default_is="on if --host is a loopback address",
+    )
     root_path: str = _option("", Text(empty=True), "path under which a proxy shows this server", default_is="/")
     allowed_origins: Sequence[str] = option(
         (), _Texts(), "origins of web pages that may send requests (CORS)", default_is="none", commands=("serve",)
     )
     allowed_methods: Sequence[str] = option(
-        ("*",), _Texts(), "HTTP methods of these pages", default_is="all", commands=("serve",)
+        ("*",), _Texts(), "HTTP methods of requests from web pages", default_is="all", commands=("serve",)
     )
     allowed_headers: Sequence[str] = option(
-        ("*",), _Texts(), "HTTP headers of these pages", default_is="all", commands=("serve",)
+        ("*",), _Texts(), "HTTP headers of requests from web pages", default_is="all", commands=("serve",)
     )
-    allow_credentials: bool = _option(False, Switch(), "these pages may send the browser's cookies and keys")
+    allow_credentials: bool = _option(False, Switch(), "web pages may send the browser's cookies and keys")
     generation_config: str = _option(
         "auto",
         Choice(("auto", "vllm")),
@@ -146,8 +153,21 @@ class ServerOptions:
         None, Text(), "URL of a collector of OpenTelemetry traces", default_is="no traces"
     )
 
+    @property
+    def serves_page(self) -> bool:
+        """True if the server serves the chat page. `ui` decides; if it is not set, the page is served only if `host`
+        can be reached from this machine alone."""
+        return _is_loopback(self.host) if self.ui is None else self.ui
+
     def __post_init__(self) -> None:
         check_options(self, InvalidConfigError, by_flag=True)
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             needed = f"needs --tool-call-parser, one of {', '.join(TOOL_PARSERS)}"
             raise invalid(InvalidConfigError, "--enable-auto-tool-choice", True, needed)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,4 +1,4 @@
-"""The page of `--ui`: one file with its own style and script, and a policy under which nothing else runs."""
+"""The chat page at `/`: joins its parts into one file, and sets a policy under which nothing else loads or runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-_FILE = Path(__file__).with_name("page.html")
+_FOLDER = Path(__file__).with_name("page_files")
+_SCRIPTS = ("dom", "stream", "markdown", "run_view", "figures", "history", "export", "chat")
+"""Parts of the page's script, in order. A part may use what earlier parts declare; the last one starts the page."""
+
+
+def page() -> str:
+    """Return the page as one HTML text that includes its style and script."""
+    style = (_FOLDER / "style.css").read_text(encoding="utf-8")
+    scripts = [(_FOLDER / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS]
+    html = (_FOLDER / "page.html").read_text(encoding="utf-8")
+    html = html.replace("<style></style>", f"<style>\n{style}</style>")
+    return html.replace("<script></script>", "<script>\n" + "\n".join(['"use strict";', *scripts]) + "</script>")
 
 
 def policy(html: str) -> str:
-    """A Content-Security-Policy that lets this page's own script and style run, and it ask its own server."""
+    """Return the Content-Security-Policy of `html`: only its own script and style run, and it asks only its server."""
     sources = []
     for tag, directive in (("script", "script-src"), ("style", "style-src")):
         (inner,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
@@ -26,8 +37,8 @@ def policy(html: str) -> str:
 
 
 def page_route() -> Route:
-    """`GET /`."""
-    html = _FILE.read_text(encoding="utf-8")
+    """Return the route `GET /`, which answers with the page and its policy."""
+    html = page()
     headers = {
         "Content-Security-Policy": policy(html),
         "X-Content-Type-Options": "nosniff",
@@ -35,7 +46,7 @@ def page_route() -> Route:
         "Cache-Control": "no-cache",
     }
 
-    async def page(_: Request) -> Response:
+    async def answer(_: Request) -> Response:
         return Response(html, headers=headers, media_type="text/html")
 
-    return Route("/", page, methods=["GET"])
+    return Route("/", answer, methods=["GET"])

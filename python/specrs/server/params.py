@@ -1,4 +1,4 @@
-"""From a request's body to prompts and `SamplingParams`. Reads no text and starts nothing."""
+"""Turns a request body into prompts and `SamplingParams`. Starts nothing."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ _SAME = [
     for name in options_of(SamplingParams)
     if name in SamplingBody.model_fields and name not in ("structured_outputs", "spaces_between_special_tokens")
 ]
-"""Fields of a body that are handed to `SamplingParams` under the same name. The first of the two that are left out has
-other sources as well, the second has only one value."""
+"""Fields of a body that are passed to `SamplingParams` under the same name. `structured_outputs` is left out because
+other fields set it too, `spaces_between_special_tokens` because it has only one value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body asks for. `silent`: the one token that the engine generates, because it must, is not told.
+    """Sampling parameters that a request body asks for.
 
-    `stops_in_content`: the stop strings end the content of messages, which the engine does not know.
+    `silent`: `max_tokens` is 0. The engine generates one token because it must, and the token is not sent.
+    `stops_in_content`: stop strings end the content of messages. The engine cannot check them, because it does not know
+    what is content.
     """
 
     params: SamplingParams
@@ -39,12 +41,13 @@ class Asked:
 
     @property
     def engine_params(self) -> SamplingParams:
-        """What the engine is asked for."""
+        """Sampling parameters for the engine. Stop strings that only end the content are left out."""
         return self.params.without("stop") if self.stops_in_content else self.params
 
 
 def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> Asked:
-    """`defaults` are the checkpoint's own sampling parameters. Raises `InvalidRequestError`."""
+    """Return the sampling parameters of a completion request. `defaults` are the checkpoint's recommended parameters.
+    Raises `InvalidRequestError` if a field is out of range or fields contradict each other."""
     fields = _sampling_fields(body, defaults, content_constraint(body, CHAT_FIELDS).grammar)
     fields["max_tokens"] = 16 if body.max_tokens is None else max(1, body.max_tokens)
     if body.logprobs is not None:
@@ -60,9 +63,11 @@ def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> A
 def chat_params(
     body: ChatCompletionRequest, defaults: Mapping[str, Any], tools: ToolUse, grammar: StructuredOutputsParams | None
 ) -> Asked:
-    """What a chat asks for; `grammar` holds its text. Without a number of tokens, the text may fill the context.
+    """Return the sampling parameters of a chat whose text `grammar` constrains. If the request sets no number of
+    tokens, the text may fill the context.
 
-    `defaults` are the checkpoint's own sampling parameters. Raises `InvalidRequestError`.
+    `defaults` are the checkpoint's recommended parameters. Raises `InvalidRequestError` if a field is out of range or
+    fields contradict each other.
     """
     fields = _sampling_fields(body, defaults, grammar)
     if tools.keeps_special_tokens:
@@ -90,9 +95,11 @@ def _sampling_fields(
 
 
 def split_prompts(given: Any, n: int) -> list[str | list[int]]:
-    """The prompts of a completion request: text, ids, or a list of either; null is a text without letters.
+    """Return the prompts of a completion request. `given` is text, token ids, or a list of texts or lists of ids; null
+    is an empty text.
 
-    Raises `InvalidRequestError`.
+    Raises `InvalidRequestError` if `given` has another form or is empty, and for too many prompts or completions
+    (prompts times `n`).
     """
     prompts: list[Any]
     if given is None or isinstance(given, str):
@@ -120,7 +127,8 @@ def _no_prompt(given: object) -> InvalidRequestError:
 
 
 def read_text(tokenizer: Tokenizer | None, text: str, *, special: bool, salt: str, max_tokens: int) -> Prompt:
-    """Text as a prompt; `special`: with what the checkpoint puts around a sequence. Takes time; not for an event loop.
+    """Tokenize `text` to a prompt. With `special`, add the tokens that the checkpoint puts around a sequence. `salt`
+    separates its cached blocks. May take long, so it must not run on an event loop.
 
     Raises `InvalidRequestError` without a tokenizer, and for text that is far longer than `max_tokens`.
     """

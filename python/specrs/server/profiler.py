@@ -1,4 +1,5 @@
-"""A torch profiler over the engine, started and stopped by requests. Only there where the server was given a folder."""
+"""Torch profiler for the engine, which requests start and stop. Exists only if the server was given a folder for
+traces."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ logger = logging.getLogger("specrs")
 
 
 class Profiler:
-    """Writes a trace of what the engine's thread does between `start` and `stop` into `folder`, in Chrome's format."""
+    """Profiler that writes a trace of the engine thread's work between `start` and `stop` into `folder`, in Chrome's
+    format."""
 
     def __init__(self, llm: AsyncLLM, folder: Path) -> None:
         self._llm = llm
@@ -22,7 +24,7 @@ class Profiler:
         self._profile: Any = None
 
     async def start(self) -> None:
-        """Begin a trace. Raises a 400 while one is being made."""
+        """Begin a trace. Raises a 400 `APIError` if one is already running."""
         if self._profile is not None:
             raise APIError(400, "The profiler is running already.")
         import torch
@@ -34,7 +36,8 @@ class Profiler:
         await self._llm.in_engine(self._profile.start)
 
     async def stop(self) -> None:
-        """End the trace and write it. Raises a 400 where none was begun, a 500 where it does not fit on the disk."""
+        """End the trace and write it. Raises a 400 `APIError` if none is running, a 500 if it could not be written to
+        disk."""
         profile, self._profile = self._profile, None
         if profile is None:
             raise APIError(400, "The profiler is not running.")
@@ -55,7 +58,8 @@ class Profiler:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the last field of a trace is there: torch says nothing where it cannot write one, or a part of it."""
+    """Return True if the file has a trace's last field. torch reports no error if it can write the file only in
+    part."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

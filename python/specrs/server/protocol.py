@@ -1,7 +1,7 @@
-"""Bodies of requests, field by field: OpenAI's and vLLM's names. Checks shapes; ranges are `SamplingParams`' to check.
+"""Request bodies of OpenAI's and vLLM's endpoints, field by field. Checks types; `SamplingParams` checks ranges.
 
-A field that exists elsewhere and has no effect here says at its declaration what becomes of it (`dispositions`): it is
-taken with a warning, or rejected with a reason. An unknown field is rejected.
+A field that exists elsewhere and has no effect here declares what happens to it (`dispositions`): it is accepted with a
+warning, or rejected with a reason. Unknown fields are rejected.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
 
 
 def only(value: object) -> Any:
-    """Validates a field that has no meaning here: `value` changes nothing, any other is refused."""
+    """Return pydantic's metadata for a field without meaning here: only `value` is accepted, and it changes nothing."""
 
     def check(given: object) -> object:
         # 0 equals False, and 1 True
@@ -87,7 +87,7 @@ Never = Annotated[bool, only(False), WithJsonSchema({"const": False})] | None
 
 
 class Body(BaseModel):
-    """A request's body: JSON types are taken as they are, unknown fields are refused."""
+    """Base of request bodies. JSON types are not converted, and unknown fields are rejected."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -95,7 +95,8 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """`include_usage`: a last chunk with the usage. `continuous_usage_stats`: the usage in every chunk."""
+    """Options of a stream. `include_usage`: a last chunk has the usage. `continuous_usage_stats`: every chunk has
+    it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -105,7 +106,7 @@ class StreamOptions(BaseModel):
 
 
 class JSONSchema(BaseModel):
-    """The schema of a `response_format`. `strict` may be given either way: a schema is always kept to."""
+    """The schema of a `response_format`. `strict` is ignored, because a schema is always enforced."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -116,7 +117,7 @@ class JSONSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's way to ask for structured output."""
+    """Form of the answer that a request demands: text, a JSON object, or JSON by a schema."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -125,7 +126,7 @@ class ResponseFormat(BaseModel):
 
 
 class FunctionDefinition(BaseModel):
-    """A function that a model may call. `strict` may be given either way: see docs/server.md for what is held to it."""
+    """A function that a model may call. `strict` is ignored; docs/server.md says when arguments are enforced."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -137,7 +138,7 @@ class FunctionDefinition(BaseModel):
 
 
 class Tool(BaseModel):
-    """One of `tools`."""
+    """A function that the model may call, one of a request's `tools`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -151,11 +152,12 @@ Tools = Annotated[
     Field(max_length=MAX_TOOLS),
     AfterValidator(runnable_tools),
 ]
-"""Functions that the model may call. Tools that the server does not run are left out, with a warning."""
+"""Type of the field `tools`: functions that the model may call. Tools that the server does not run are left out, with a
+warning."""
 
 
 class FunctionName(BaseModel):
-    """The function of a `tool_choice` that names one."""
+    """Name of the function in a `tool_choice`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -172,7 +174,7 @@ class NamedToolChoice(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """Those of `tools` that may be called: each is `{"type": "function", "function": {"name": ...}}`."""
+    """Subset of `tools` that may be called. Each item is `{"type": "function", "function": {"name": ...}}`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -181,7 +183,7 @@ class AllowedTools(BaseModel):
 
 
 class AllowedToolChoice(BaseModel):
-    """A `tool_choice` that narrows the tools."""
+    """A `tool_choice` that allows only some of the tools."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -190,9 +192,8 @@ class AllowedToolChoice(BaseModel):
 
 
 def choice_discriminator(allowed: str, named: str) -> Discriminator:
-    """Tells apart the forms of a `tool_choice` by their tags: "Mode" for a text, `allowed` for one that narrows the
-    tools, `named` for one that demands a function.
-    """
+    """Return a discriminator for the forms of a `tool_choice`. Its tags are "Mode" for a text, `allowed` for an object
+    that lists allowed tools, and `named` for one that demands a function."""
 
     def tag(choice: object) -> str:
         if isinstance(choice, str):
@@ -211,15 +212,25 @@ ToolChoice = Annotated[
 ]
 
 
-class SamplingBody(Body):
-    """What completions and chat have in common. null means the default, whatever the field."""
+class DrawBody(Body):
+    """Fields of every body that generates text and that say how tokens are drawn. null means the default."""
 
-    n: int | None = ranged("n")
     temperature: float | None = ranged("temperature")
     top_p: float | None = ranged("top_p")
     top_k: int | None = ranged("top_k")
     min_p: float | None = ranged("min_p")
     seed: int | None = ranged("seed")
+    num_speculative_tokens: int | None = ranged("num_speculative_tokens")
+
+
+DRAW_FIELDS = tuple(name for name in DrawBody.model_fields if name not in Body.model_fields)
+"""Names of the fields that `DrawBody` adds."""
+
+
+class SamplingBody(DrawBody):
+    """Fields that completions and chats share. null means the default, for every field."""
+
+    n: int | None = ranged("n")
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
@@ -235,7 +246,6 @@ class SamplingBody(Body):
     structured_outputs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = ranged("prompt_logprobs")
-    num_speculative_tokens: int | None = ranged("num_speculative_tokens")
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -273,18 +283,18 @@ class SamplingBody(Body):
 
     @property
     def tells_prompts(self) -> bool:
-        """Whether the answer has log probabilities of prompts, and so may be large."""
+        """True if the answer has log probabilities of prompts, and may therefore be large."""
         echoed = getattr(self, "echo", None) and getattr(self, "logprobs", None) is not None
         return bool(echoed) or self.prompt_logprobs is not None
 
     @property
     def gives_max_tokens(self) -> bool:
-        """Whether it says how many tokens it wants."""
+        """True if the body sets a number of tokens."""
         return any(getattr(self, name, None) is not None for name in ("max_tokens", "max_completion_tokens"))
 
 
 class CompletionRequest(SamplingBody):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: PromptField
     max_tokens: int | None = ranged("max_tokens", low=0)
@@ -298,7 +308,7 @@ class CompletionRequest(SamplingBody):
 
 
 class ChatCompletionRequest(SamplingBody):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = ranged("max_tokens")
@@ -337,7 +347,7 @@ class ChatCompletionRequest(SamplingBody):
 
 
 class TokenizeRequest(Body):
-    """`POST /tokenize`: a `prompt`, or the `messages` of a chat."""
+    """Body of `POST /tokenize`: a `prompt`, or the `messages` of a chat."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
@@ -351,6 +361,6 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """`POST /detokenize`."""
+    """Body of `POST /detokenize`."""
 
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -1,4 +1,4 @@
-"""Ranges of sampling parameters in request bodies, from the declarations of `SamplingParams`."""
+"""Pydantic fields for sampling parameters in request bodies, with the ranges that `SamplingParams` declares."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specrs.options import Integer, Number, options_of
 from specrs.sampling import SamplingParams
 
 MAX_INTEGER = 2**31 - 1
-"""Largest integer that a body may have where `SamplingParams` has no bound."""
+"""Largest integer in a body for parameters that `SamplingParams` does not bound."""
 
 
 def ranged(name: str, *, low: int | None = None) -> Any:

@@ -1,4 +1,5 @@
-"""`POST /v1/responses`: a chat told as OpenAI's items and events. What the chat is, and its text, is elsewhere's."""
+"""Answers `POST /v1/responses` by reporting a chat as OpenAI's items and events. Other modules make the chat and its
+text."""
 
 from __future__ import annotations
 
@@ -25,26 +26,31 @@ Event = dict[str, Any]
 
 @dataclass
 class Items:
-    """The items that deltas of a message make, and the events that tell of them. One is open at a time."""
+    """Output items made from a chat's deltas, with the events about them. At most one item is open at a time."""
 
     done: list[dict[str, Any]] = field(default_factory=list)
     _open: dict[str, Any] | None = None
     _texts: list[str] = field(default_factory=list)  # of the open item
 
     def add(self, delta: dict[str, Any]) -> list[Event]:
-        """What a delta of a chat adds."""
+        """Return the events for one delta of a chat. Arguments of the open call come first, because they were written
+        before other text."""
         events: list[Event] = []
+        calls = list(delta.get("tool_calls", ()))
+        while calls and "id" not in calls[0]:
+            events += self._grow(calls.pop(0)["function"]["arguments"])
         for key, kind in (("reasoning_content", "reasoning"), ("content", "message")):
             if delta.get(key):
                 events += self._switch(kind) + self._grow(delta[key])
-        for call in delta.get("tool_calls", ()):
+        for call in calls:
             if "id" in call:
                 events += self._switch("function_call", call)
             events += self._grow(call["function"]["arguments"])
         return events
 
     def close(self, *, cut_off: bool = False) -> list[Event]:
-        """End the open item; it is incomplete if its text was cut off. A call with all its arguments is complete."""
+        """Close the open item and return its events. With `cut_off`, its text was cut off and the item is incomplete;
+        but a call with all its arguments is complete."""
         item, self._open = self._open, None
         if item is None:
             return []
@@ -126,7 +132,7 @@ def _logprobs(name: str) -> Event:
 
 
 class ResponseGeneration(Generation):
-    """A chat that is told as a response."""
+    """A chat generation that is reported as a response."""
 
     def __init__(self, context: Context, answer: Answer, body: ResponsesRequest) -> None:
         super().__init__(context, answer)
@@ -134,7 +140,7 @@ class ResponseGeneration(Generation):
         self._context = context
 
     async def whole(self) -> dict[str, Any]:
-        """The response, when all has ended. Raises `APIError` for what failed."""
+        """Wait until all has ended, and return the response. Raises `APIError` if the chat failed."""
         chat = await super().whole()
         (choice,) = chat["choices"]
         items = Items()
@@ -145,7 +151,7 @@ class ResponseGeneration(Generation):
         return self._response(items, choice["finish_reason"])
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events, numbered; the last one has the whole response. A failure is an event too."""
+        """Yield numbered server-sent events; the last one has the whole response. A failure is an event, too."""
         number, items, reason = 0, Items(), None
 
         def encode(events: list[Event]) -> bytes:
@@ -224,7 +230,7 @@ def _dumped(choice: Any) -> Any:
 
 
 async def responses(context: Context, body: ResponsesRequest) -> dict[str, Any] | Generation:
-    """`POST /v1/responses`."""
+    """Answer `POST /v1/responses`. Returns the response, or a generation that streams it."""
     chat = as_chat(body)
     fields = replace(RESPONSE_FIELDS, messages=message_places(body))
     with fields.errors():

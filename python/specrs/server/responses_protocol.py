@@ -13,10 +13,11 @@ from specrs.server.input_items import is_hosted_item, item_type, item_warnings
 from specrs.server.limits import MAX_FUNCTION_NAME_LENGTH, MAX_MESSAGES, MAX_REQUEST_ID_LENGTH, MAX_TOOLS
 from specrs.server.message_fields import without_marks
 from specrs.server.protocol import (
-    Body,
+    DRAW_FIELDS,
     CacheKey,
     CacheOptions,
     ChatCompletionRequest,
+    DrawBody,
     Label,
     Moderation,
     ReasoningEffort,
@@ -29,7 +30,7 @@ from specrs.server.ranges import ranged
 
 
 class FunctionTool(BaseModel):
-    """One of `tools`."""
+    """A function that the client offers in `tools`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -76,7 +77,7 @@ ToolChoice = Annotated[
 
 
 class ReasoningOptions(BaseModel):
-    """`effort` goes to chat templates that read `reasoning_effort`."""
+    """The field `reasoning`. `effort` is passed to chat templates that read `reasoning_effort`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -94,7 +95,7 @@ class ReasoningOptions(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream. The last event always has the usage."""
+    """Options of a stream. Unlike in chats there is none for usage, which the last event always has."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -102,7 +103,7 @@ class StreamOptions(BaseModel):
 
 
 class TextFormat(BaseModel):
-    """What the text must be."""
+    """Format that the text must have: plain text, a JSON object, or JSON by a schema."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -114,7 +115,7 @@ class TextFormat(BaseModel):
 
 
 class TextOptions(BaseModel):
-    """`format`: what the text must be. `verbosity` goes to chat templates that read it."""
+    """The field `text`. `format` is the format of the text; `verbosity` is passed to chat templates that read it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -133,14 +134,12 @@ Included = Literal[
 ]
 
 
-class ResponsesRequest(Body):
-    """`POST /v1/responses`. null means the default, whatever the field."""
+class ResponsesRequest(DrawBody):
+    """Body of `POST /v1/responses`. null means the default, for every field."""
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = ranged("max_tokens")
-    temperature: float | None = ranged("temperature")
-    top_p: float | None = ranged("top_p")
     tools: Annotated[
         list[Annotated[FunctionTool, WrapValidator(tool_or_hosted)]] | None,
         Field(max_length=MAX_TOOLS),
@@ -155,14 +154,10 @@ class ResponsesRequest(Body):
     truncation: Literal["auto", "disabled"] | None = None  # a prompt that does not fit is an error
 
     # vLLM's, as for chats
-    top_k: int | None = ranged("top_k")
-    min_p: float | None = ranged("min_p")
-    seed: int | None = ranged("seed")
     chat_template_kwargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = Field(None, ge=-(2**63), lt=2**63)
     cache_salt: str | None = Field(None, max_length=1024)
-    num_speculative_tokens: int | None = ranged("num_speculative_tokens")
     request_id: str | None = Field(None, max_length=MAX_REQUEST_ID_LENGTH, pattern=r"^[\x21-\x7e]*$")
 
     # labels that the response repeats
@@ -192,17 +187,18 @@ class ResponsesRequest(Body):
 
 
 _SAME = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "parallel_tool_calls", "stream", "cache_salt"),
-    *("chat_template_kwargs", "structured_outputs", "priority", "num_speculative_tokens", "request_id"),
+    *DRAW_FIELDS,
+    *("model", "parallel_tool_calls", "stream", "cache_salt"),
+    *("chat_template_kwargs", "structured_outputs", "priority", "request_id"),
 )
 _FUNCTION = {"name", "description", "parameters", "strict"}
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Types of parts, each with the key of its text."""
+"""Content part types, each with the field that holds its text."""
 
 
 def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
-    """The chat that `body` asks for. Raises `InvalidRequestError` for items of `input` that are none."""
+    """Convert `body` to a chat request. Raises `InvalidRequestError` if an item of `input` is not valid."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     fields["max_completion_tokens"] = body.max_output_tokens
     fields["messages"] = [message for _, message in _messages(body)]
@@ -231,7 +227,8 @@ def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
 
 
 def _choice(choice: str | NamedTool | AllowedTools | None) -> Any:
-    """The `tool_choice` of a chat."""
+    """Convert the `tool_choice` of a Responses request to that of a chat request, which nests a function's name in
+    `function`. Strings are kept."""
     if isinstance(choice, NamedTool):
         return _function(choice.model_dump())
     if isinstance(choice, AllowedTools):
@@ -241,17 +238,19 @@ def _choice(choice: str | NamedTool | AllowedTools | None) -> Any:
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function's name as chats have it; other tools as they are."""
+    """Convert a function tool to the form of chat requests, `{"type": "function", "function": {"name": ...}}`. Other
+    tools are kept."""
     return {"type": "function", "function": {"name": tool.get("name")}} if tool.get("type") == "function" else tool
 
 
 def message_places(body: ResponsesRequest) -> list[str]:
-    """The field of `body` that each message of `as_chat` comes from: `instructions`, `input` or one of its items."""
+    """Return the field of `body` that each message of `as_chat` comes from: `instructions`, `input` or one of its
+    items."""
     return [place for place, _ in _messages(body)]
 
 
 def _messages(body: ResponsesRequest) -> list[tuple[str, dict[str, Any]]]:
-    """Each message of the chat with the field that it comes from."""
+    """Return the messages of the chat that `body` asks for, each with the field that it comes from."""
     messages: list[tuple[str, dict[str, Any]]] = []
     if body.instructions:
         messages.append(("instructions", {"role": "system", "content": body.instructions}))
@@ -304,7 +303,7 @@ def _call(at: str, item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning(at: str, item: dict[str, Any]) -> list[str]:
-    """The texts of a reasoning item. An item that has a summary alone, or encrypted content, has none."""
+    """Return the texts of a reasoning item. An item with only a summary or encrypted content has none."""
     parts = item.get("content") or []
     if not isinstance(parts, list):
         raise invalid_request(f"{at}['content']", parts, "must be a list of parts of type reasoning_text")

@@ -1,4 +1,4 @@
-"""The life of a server process: bind, load, serve, drain, end. What is served is `app`'s."""
+"""Lifecycle of a server process: bind, load, serve, drain, end. The application itself is in `app`."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ from specrs.server.tracing import Tracing
 logger = logging.getLogger("specrs")
 
 FAILURE_GRACE = 3.0
-"""Seconds that a server without an engine goes on to answer 503, so that a health check sees why."""
+"""Seconds that a server whose engine is broken still answers 503, so that a health check sees the reason."""
 ABORT_TIMEOUT = 10.0
-"""Seconds that a launch in flight may take to settle at the end; then the process ends without it."""
+"""Maximum seconds for a step in flight to settle at the end. Then the process ends without waiting for it."""
 OTHER_FILES = 128
-"""Open files that are no connections: weights, pipes of children, the event loop's own."""
+"""Number of open files that are not connections: weights, pipes of child processes, the event loop's own."""
 SWITCH_INTERVAL = 0.001
-"""Seconds after which a thread that computes in Python lets another go on. With Python's own 5 ms a stream waits a
-tenth of a second for some tokens while another thread writes a quarter of a million log probabilities."""
+"""Interpreter switch interval in seconds: how long a thread may run Python code while others wait. With Python's 5 ms,
+some tokens of a stream wait a tenth of a second while another thread writes 250,000 log probabilities."""
 LINGER = 2.0
-"""Seconds that clients have to take the end of their answers, once the engine has ended."""
+"""Seconds that clients have to read the end of their answers after the engine has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class TLSSettings:
-    """Files, as PEM. `key` None: it is in the certificate's. `cert_reqs`: 0 none, 1 optional, 2 required."""
+    """Paths of PEM files for TLS. `key` None: the key is in the certificate's file. `cert_reqs`: client certificates
+    are not requested (0), optional (1) or required (2)."""
 
     certificate: str
     key: str | None = None
@@ -64,13 +65,13 @@ class TLSSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What a user can set on a server beside its engine. `port` 0 takes a free one."""
+    """Settings of a server beyond those of its engine. `port` 0 takes a free port."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_names: Sequence[str] = ()
     lora_modules: Sequence[LoRARequest] = ()
-    """Adapters that are read at the start, and that requests may name as their model."""
+    """LoRA adapters that are loaded at the start, and that requests may name as their model."""
     api_keys: Sequence[str] = ()
     chat_template: str | None = None
     use_generation_config: bool = True
@@ -78,7 +79,7 @@ class ServerSettings:
     shutdown_timeout: float = 0.0
     access_log: bool = True
     log_stats_interval: float | None = INTERVAL
-    """Seconds between two lines of figures under load; None: no such lines."""
+    """Seconds between two log lines with statistics under load; None: no such lines."""
     report_speculation: bool = False
     tools: ToolSettings = field(default_factory=ToolSettings)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -92,12 +93,13 @@ class ServerSettings:
 
 
 def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> int:
-    """Serve until a signal or a broken engine; the exit code: 0, or 1 for the latter.
+    """Serve until a signal arrives or the engine breaks. Return the exit code: 0 after a signal, 1 if the engine broke.
 
-    SIGTERM or SIGINT: nothing new is taken in, what runs may go on for `shutdown_timeout` seconds, then it is aborted.
-    A second signal aborts at once.
+    On SIGTERM or SIGINT, no new requests are accepted. Running requests may go on for `shutdown_timeout` seconds and
+    are then aborted. A second signal aborts them at once.
 
-    Raises `InvalidConfigError` and its subclasses, before anything is served.
+    Raises `InvalidConfigError` or a subclass before anything is served, if a setting is wrong or a checkpoint cannot be
+    loaded.
     """
     config = EngineConfig.from_kwargs(**engine_settings)
     if torchrun_rank() not in (None, 0):
@@ -128,9 +130,9 @@ def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> 
 
 
 def make_context(engine_settings: Mapping[str, Any], settings: ServerSettings) -> Context:
-    """Load an engine, and make what a server's application needs beside it. `close_context` ends it.
+    """Load an engine, and create everything else that the server's application needs. `close_context` ends it.
 
-    Raises `InvalidConfigError` and its subclasses.
+    Raises `InvalidConfigError` or a subclass if a setting is wrong or a checkpoint cannot be loaded.
     """
     config = EngineConfig.from_kwargs(**engine_settings)
     tracing = None if settings.otlp_traces_endpoint is None else Tracing(settings.otlp_traces_endpoint)
@@ -180,7 +182,7 @@ def _adapters(modules: Sequence[LoRARequest], names: Sequence[str]) -> dict[str,
 
 
 def close_context(context: Context) -> bool:
-    """End its engine and processes; whether the engine has ended within `ABORT_TIMEOUT` seconds."""
+    """End the context's engine and child processes. Return True if the engine ended within `ABORT_TIMEOUT` seconds."""
     if context.templates is not None:
         context.templates.close()
     if context.tracing is not None:
@@ -191,12 +193,12 @@ def close_context(context: Context) -> bool:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are `_Process`'s."""
+        """Do nothing, so that uvicorn leaves signals alone: `_Process` handles them."""
         yield
 
 
 class _Process:
-    """One event loop's worth of serving."""
+    """The server inside one event loop, from start to end."""
 
     def __init__(self, context: Context, settings: ServerSettings, listener: socket.socket) -> None:
         self._context = context
@@ -225,7 +227,7 @@ class _Process:
         )
 
     async def serve(self) -> bool:
-        """Serve to the end; whether it ended because the engine broke."""
+        """Serve until the end. Return True if it ended because the engine broke."""
         loop = asyncio.get_running_loop()
         stop, abort, dead = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -275,7 +277,7 @@ class _Process:
         logger.info("Application startup complete.")
 
     async def _drained(self) -> None:
-        """Wait until every answer is on its way."""
+        """Wait until the answers to all requests are sent."""
         while self._server.server_state.tasks:
             await asyncio.sleep(0.02)
 
@@ -292,7 +294,7 @@ def _tls_options(tls: TLSSettings | None) -> dict[str, Any]:
 
 
 async def _first(*waits: Any) -> None:
-    """Wait for one of several; the others are cancelled."""
+    """Wait until one of `waits` is done, and cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -308,7 +310,8 @@ def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
 
 
 def _fit_connections(limits: HTTPLimits) -> HTTPLimits:
-    """No more connections than this process may open: one beyond cannot even be told so, and accepting spins."""
+    """Return `limits` with no more connections than this process may have open files. A connection beyond that could
+    not even get an error, and the accept loop would spin."""
     wanted = limits.max_connections
     files = allow_open_files(wanted + OTHER_FILES)
     if files is None or files - OTHER_FILES >= wanted:
@@ -341,7 +344,8 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _cannot_listen(host: str, port: int, fault: OSError | OverflowError) -> InvalidConfigError:
-    """The error for what the system refused: about `host` where it is no address of this machine, else about `port`."""
+    """Return the error for an address that cannot be bound. It names `host` if that is no address of this machine, else
+    `port`."""
     reason = getattr(fault, "strerror", None) or fault
     if isinstance(fault, socket.gaierror) or getattr(fault, "errno", None) == errno.EADDRNOTAVAIL:
         return invalid_config("host", host, f"is no address to listen on: {reason}; use an address of this machine")

@@ -1,6 +1,7 @@
-"""Reads the completion of a chat token by token, and says after which token a stop string in its content ends it.
+"""Reads a chat completion token by token, and finds the token at which a stop string in its content ends it.
 
-The engine knows no content, so it gets no stop strings of chats whose text is more than content.
+If a chat's text may hold more than content, the engine does not check its stop strings, because it cannot tell what is
+content.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from specrs.server.messages import MessageReader
 
 
 class StoppedCompletion:
-    """One completion as it runs, read by `reader` token by token until a stop string ends its content."""
+    """A running completion, read by `reader` token by token until a stop string ends its content."""
 
     def __init__(self, new_reader: Callable[[], MessageReader], window: TextWindow, params: SamplingParams) -> None:
         """Start before the first token.
 
         Args:
             new_reader: makes a reader of a message.
-            window: after the prompt of the completion.
-            params: with the stop strings, `min_tokens` and `include_stop_str_in_output` of the request.
+            window: text window after the prompt of the completion.
+            params: the request's parameters; `stop`, `min_tokens` and `include_stop_str_in_output` are used.
         """
         self.reader = new_reader()
         self.reader.stops = self._stops = ContentStops(params.stop_strings, include=params.include_stop_str_in_output)
@@ -37,16 +38,16 @@ class StoppedCompletion:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended it."""
+        """True if a stop string has ended the completion."""
         return self._num_tokens is not None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, up to the stop string."""
+        """Number of tokens so far, up to the stop string."""
         return len(self._texts) if self._num_tokens is None else self._num_tokens
 
     def read(self, new: CompletionOutput) -> CompletionOutput:
-        """Read what is new of the completion, and return what of it counts. Mutates the reader."""
+        """Read the new tokens of the completion, and return the part before its end. Mutates the reader."""
         before, final = len(self._texts), new.finish_reason is not None
         self._unread += new.delta
         for i, token_id in enumerate(new.token_ids, start=1):
@@ -59,7 +60,7 @@ class StoppedCompletion:
         return self._cut(new, max(0, self.num_tokens - before)) if self.stopped else new
 
     def cut(self, whole: CompletionOutput) -> CompletionOutput:
-        """The part that counts of the whole completion, all of which was read."""
+        """Return the part up to the stop string of `whole`, the whole completion, all of which was read."""
         return whole if self._num_tokens is None else self._cut(whole, self._num_tokens)
 
     def _read_token(self, token_id: int, *, final: bool) -> None:
@@ -85,12 +86,12 @@ class StoppedCompletion:
         self._num_tokens = count
 
     def _content(self, text: str, wanted: str) -> str:
-        """The content of a text that ends here, as far as it is compared with `wanted`."""
+        """Return the content that `text` would have if it ended here, cut to the length of `wanted`."""
         content = self._new_reader().message(text).get("content") or ""
         return content[: len(wanted)]
 
     def _cut(self, completion: CompletionOutput, count: int) -> CompletionOutput:
-        """The first `count` tokens of an output, with the stop string as its end."""
+        """Return the first `count` tokens of an output, ended by the stop string."""
         return CompletionOutput(
             index=completion.index,
             text=completion.text,

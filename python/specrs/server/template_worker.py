@@ -1,7 +1,7 @@
-"""A process that renders chat templates, one after another, until its input ends. Runs by path.
+"""Child process that renders chat templates, one after another, until its input ends. It is run by path.
 
-A line in, a line out, each JSON: `{"memory", "seconds"}` gives `{}`, then each `Tokenizer.chat_arguments` gives
-`{"text", "warnings"}` or `{"error"}`.
+It reads and writes JSON lines. The first line is `{"memory", "seconds"}`, its answer `{}`. Each further line has the
+`Tokenizer.chat_arguments` of one chat; its answer is `{"text", "warnings"}` or `{"error"}`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specrs.processes.limits import alarm, restrain
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer lines from standard input until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches every process; the server ends this one
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer

@@ -1,4 +1,5 @@
-"""Chat templates, rendered in child processes with a time limit: a template is a program, and nothing ends a thread."""
+"""Renders chat templates in child processes with a time limit. A template is a program, and a thread that runs one
+cannot be stopped."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ from specrs.server import template_worker
 from specrs.tokenizer import Tokenizer
 
 RENDER_TIMEOUT = 5.0
-"""Seconds that a template may take."""
+"""Maximum seconds for rendering one chat."""
 START_TIMEOUT = 60.0
-"""Seconds that a worker may take to start."""
+"""Maximum seconds for starting a worker process."""
 MEMORY_LIMIT = 2 * 2**30
-"""Bytes of address space of a worker."""
+"""Maximum bytes of address space of a worker process."""
 MAX_WORKERS = 2
 
 
 class TemplateRenderer:
-    """Renders chats as `Tokenizer.render_chat` does, elsewhere."""
+    """Renderer of chats in worker processes. Gives the result of `Tokenizer.render_chat`."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: str | None) -> None:
-        """`chat_template` stands in for the checkpoint's. Starts the first worker."""
+        """Start the first worker. `chat_template` replaces the checkpoint's; None: the checkpoint's."""
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._threads = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="specrs-template")
@@ -38,9 +39,9 @@ class TemplateRenderer:
         self._threads.submit(lambda: self._keep(self._start()))
 
     async def render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Rendered:
-        """The prompt's text; `options` are `Tokenizer.chat_arguments`'.
+        """Return the text of the prompt for `messages`. `options` are those of `Tokenizer.chat_arguments`.
 
-        Raises `InvalidRequestError` for what the template refuses, and when it takes too long.
+        Raises `InvalidRequestError` if the template rejects the chat or takes too long.
         """
 
         def render() -> Rendered:
@@ -50,7 +51,7 @@ class TemplateRenderer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, render)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the worker processes."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for child in [*self._all]:
@@ -75,7 +76,8 @@ class TemplateRenderer:
             self._take_idle()
 
     def _take_idle(self) -> Child | None:
-        """An idle worker that runs; ends those that do not, and all once this is closed."""
+        """Return an idle worker that runs, or None. Ends idle workers that have died, and all of them once the renderer
+        is closed."""
         while True:
             try:
                 child = self._idle.get_nowait()

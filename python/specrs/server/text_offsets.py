@@ -1,4 +1,4 @@
-"""Where each token begins in a text, in characters. Generates nothing."""
+"""Computes where each token begins in a text, in characters. Generates nothing."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from specrs.engine.text_window import TextWindow
 from specrs.tokenizer import Tokenizer
 
 _SKIPPED = 8
-"""Characters of a prompt that a token may be searched in, where a normalizer has changed those before it."""
+"""Maximum number of characters of a prompt that are searched for a token's text, if a normalizer has changed the text
+before."""
 
 
 class TextOffsets:
-    """Where each token of a completion begins: the number of characters of the text before it."""
+    """Offsets of a completion's tokens: the number of characters of the text before each of them."""
 
     def __init__(self, window: TextWindow, start: int) -> None:
-        """`start`: characters before the completion, those of a prompt that is part of the text."""
+        """Start at the first token. `start` is the number of characters before the completion, if the text includes the
+        prompt."""
         self._window = window
         self._next = start
 
     def add(self, token_ids: Sequence[int]) -> list[int]:
-        """The offsets of the tokens that come next, `[len(token_ids)]`. Mutates."""
+        """Return the offsets of the next tokens, `[len(token_ids)]`. Mutates."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._next)
@@ -29,9 +31,9 @@ class TextOffsets:
 
 
 def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:
-    """Where each token of a prompt begins in its text, `[len(token_ids)]`.
+    """Return where each token of a prompt begins in its text, `[len(token_ids)]`.
 
-    Special tokens that the text does not show, such as a BOS token, have no width. Where a normalizer has changed the
+    Special tokens that the text does not show, such as a BOS token, have no width. If a normalizer has changed the
     text, a token begins where its own text next occurs.
     """
     decoded = TextWindow(tokenizer.decoder, (), skip_special_tokens=False)

@@ -1,4 +1,5 @@
-"""What a chat asks of tools and reasoning: checked, made into a schema, and read from what the model writes."""
+"""Tools and reasoning of a chat: checks what the request asks for, turns it into a schema, and chooses the parsers of
+the text."""
 
 from __future__ import annotations
 
@@ -23,9 +24,8 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, slots=True)
 class ToolSettings:
-    """Flags of a server: vLLM's `--enable-auto-tool-choice`, `--tool-call-parser`, `--reasoning-parser` and
-    `--exclude-tools-when-tool-choice-none`.
-    """
+    """Server flags about tools: vLLM's `--enable-auto-tool-choice`, `--tool-call-parser`, `--reasoning-parser` and
+    `--exclude-tools-when-tool-choice-none`."""
 
     auto_choice: bool = False
     tool_parser: str | None = None
@@ -35,9 +35,10 @@ class ToolSettings:
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """Names of fields in errors: a response is served as a chat, but its body has other fields.
+    """Names of request fields in errors. A response is served as a chat, but its body has other fields.
 
-    `json_schema` has the schema and its labels, `schema` the schema itself; `parameters` has `{}` for a tool's name.
+    `json_schema` is the field with the schema and its labels, `schema` the field with the schema itself. In
+    `parameters`, `{}` stands for a tool's name.
     """
 
     response_format: str = "response_format"
@@ -46,12 +47,12 @@ class FieldNames:
     parameters: str = "tools[{}].function.parameters"
     chosen_name: str = "tool_choice.function.name"
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Names of fields of the engine and of chats -> the names that were sent."""
+    """For fields of the engine and of chats, the names that the client sent."""
     messages: Sequence[str] = ()
-    """What was sent for each message, where that is no message of a chat."""
+    """For each message of the chat, the field that the client sent it in. Empty if the client sent a chat."""
 
     def sent(self, text: str) -> str:
-        """An error or a warning that begins with the name of a field, with the name that was sent."""
+        """Return an error or warning that begins with a field's name, with the name that the client sent."""
         at = _MESSAGE.match(text)
         if at is not None and self.messages:
             place = self.messages[int(at["index"])]
@@ -65,7 +66,7 @@ class FieldNames:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Raise the errors of requests with the names that were sent."""
+        """Context in which errors of requests are raised with the field names that the client sent."""
         try:
             yield
         except InvalidRequestError as fault:
@@ -90,7 +91,8 @@ RESPONSE_FIELDS = FieldNames(
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What one chat asks. `choice`: "none", "auto", "required" or "named"; `functions`: those that may be called."""
+    """Use of tools that one chat asks for. `choice` is "none", "auto", "required" or "named"; `functions` are those
+    that may be called."""
 
     choice: str
     functions: tuple[Function, ...]
@@ -100,16 +102,16 @@ class ToolUse:
 
     @property
     def keeps_special_tokens(self) -> bool:
-        """Whether the marks of a call may be special tokens, which the text must then have."""
+        """True if the marks of a call may be special tokens, which the text must then include."""
         return self.choice == "auto"
 
     def reader(
         self, prompt: str, *, constrained: bool, openings: Sequence[tuple[str, ...]] | None = None
     ) -> Callable[[], MessageReader] | None:
-        """A function that makes a reader for a completion of `prompt`; None where its text is all content.
+        """Return a function that makes a reader for a completion of `prompt`. None if all of its text is content.
 
-        `constrained`: a grammar holds the text, which then has reasoning only where it says so itself. `openings`: what
-        calls begin with if the text is either calls or content; None: calls may stand anywhere.
+        `constrained` says that a grammar constrains the text; it then has reasoning only after an explicit mark.
+        `openings`: what calls begin with if the text is either calls or content; None: calls may stand anywhere.
         """
         name = self.settings.reasoning_parser
         if name is None and self.choice == "none":
@@ -140,7 +142,7 @@ class ToolUse:
 
 
 def read_tools(body: ChatCompletionRequest, settings: ToolSettings, fields: FieldNames = CHAT_FIELDS) -> ToolUse:
-    """What `body` asks of tools. Raises `InvalidRequestError` for what contradicts itself or the server's flags."""
+    """Return what `body` asks of tools. Raises `InvalidRequestError` if it contradicts itself or the server's flags."""
     tools = body.tools or []
     functions = [
         # arguments are an object, also where the schema does not say so
@@ -183,5 +185,5 @@ def read_tools(body: ChatCompletionRequest, settings: ToolSettings, fields: Fiel
 
 
 def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """`tools` as chat templates read them; None without any."""
+    """Return `tools` in the form that chat templates read; None if there are none."""
     return [tool.model_dump(exclude_none=True) for tool in tools] if tools else None

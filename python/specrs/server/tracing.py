@@ -1,6 +1,7 @@
-"""OpenTelemetry: a span for each prompt that was completed, under vLLM's name and attributes. Sends nothing itself.
+"""OpenTelemetry tracing: a span for each prompt that was completed, under vLLM's name and attributes. Sends nothing
+itself.
 
-Spans go to a queue, and a thread of the SDK exports them: no stream waits for a collector, and none ends with it.
+Spans go to a queue, and a thread of the SDK exports them. No stream waits for a collector, and none fails with it.
 """
 
 from __future__ import annotations
@@ -26,23 +27,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("specrs")
 
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-PROTOCOLS = {"grpc": "grpc", "http/protobuf": "http"}
-"""Values of these variables, the first one the default as in vLLM, and the module of each exporter."""
+PROTOCOLS = ("grpc", "http/protobuf")
+"""Allowed values of the variables `PROTOCOL_VARIABLES`. The first one is the default, as in vLLM."""
 END_TIMEOUT = 2.0
-"""Seconds that the last spans may take at the end of the server; then they are given up."""
+"""Maximum seconds for exporting the last spans when the server ends. Spans left after that are dropped."""
 
 Attributes = dict[str, Any]
 
 
 class Tracing:
-    """The tracer of one server, and the thread that exports what it makes."""
+    """The tracer of one server, and the thread that exports its spans."""
 
     def __init__(self, endpoint: str) -> None:
-        """Export to `endpoint`, a URL, in the protocol that `PROTOCOL_VARIABLES` name; connects to nothing yet.
+        """Export to the URL `endpoint`, in the protocol that the environment variables of `PROTOCOL_VARIABLES` set.
+        Does not connect yet.
 
-        The SDK's other variables, such as OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS and OTEL_TRACES_SAMPLER, hold.
+        The SDK's other variables, such as OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS and OTEL_TRACES_SAMPLER, apply.
 
-        Raises `InvalidConfigError` for another protocol, and without the packages of `specrs[otel]`.
+        Raises `InvalidConfigError` for an unknown protocol, and without the packages of `specrs[otel]`.
         """
         exporter = _exporter(endpoint)
         from opentelemetry.sdk.resources import Resource
@@ -58,19 +60,21 @@ class Tracing:
         self._tracer = self._provider.get_tracer("specrs.server")
 
     def take_parent(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Make what `traceparent` and `tracestate` name the parent of the spans of this task."""
+        """Use the span that the headers `traceparent` and `tracestate` name as the parent of the current task's
+        spans."""
         from opentelemetry import context, propagate
 
         context.attach(propagate.extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers}))
 
     def request(self, answer: Answer, num_prompts: int) -> RequestTrace:
-        """What becomes the spans of a request that is being answered, with this task's parent."""
+        """Return an observer that makes the spans of a request that is being answered. Their parent is the current
+        task's."""
         from opentelemetry import context
 
         return RequestTrace(self._tracer, context.get_current(), answer, num_prompts)
 
     def close(self) -> None:
-        """Export what is left, for `END_TIMEOUT` seconds at most, and end the thread. Blocks."""
+        """Export the remaining spans, for at most `END_TIMEOUT` seconds, and end the thread. Blocks."""
         impatient = threading.Timer(END_TIMEOUT, self._exporter.shutdown)  # ends a wait for a collector that is gone
         impatient.daemon = True
         impatient.start()
@@ -79,7 +83,7 @@ class Tracing:
 
 
 class RequestTrace:
-    """The spans of one request, each made when its prompt has ended."""
+    """Spans of one request. Each is made when its prompt has ended."""
 
     def __init__(self, tracer: Any, parent: SpanContext, answer: Answer, num_prompts: int) -> None:
         self._tracer = tracer
@@ -89,14 +93,14 @@ class RequestTrace:
         self._running: dict[int, RequestOutput | None] = dict.fromkeys(range(num_prompts))
 
     def observe(self, index: int, output: RequestOutput) -> None:
-        """Told of every output of prompt `index`."""
+        """Record an output of prompt `index`. Must be called with every output; makes the prompt's span at its end."""
         self._running[index] = output
         if output.finished:
             del self._running[index]
             self._record(output)
 
     def close(self) -> None:
-        """Make the spans of prompts whose client has left."""
+        """Make the spans of prompts that have not ended because their client disconnected."""
         for output in self._running.values():
             self._record(output)
         self._running.clear()
@@ -144,7 +148,7 @@ class RequestTrace:
 
 
 def _usage(output: RequestOutput) -> Attributes:
-    """Tokens, under vLLM's names and under those that the conventions have by now."""
+    """Return the token counts as span attributes, under vLLM's names and under the current names of the conventions."""
     prompt, generated = len(output.prompt_token_ids), output.metrics.num_generated_tokens
     return {
         "gen_ai.usage.num_sequences": len(output.outputs),
@@ -157,7 +161,7 @@ def _usage(output: RequestOutput) -> Attributes:
 
 
 def _latencies(metrics: RequestMetrics, arrival: float, end: float) -> Attributes:
-    """Seconds."""
+    """Return latencies of a request in seconds, as span attributes."""
     scheduled, first = metrics.scheduled_time, metrics.first_token_time
     given = {
         "gen_ai.latency.time_in_queue": None if scheduled is None else scheduled - arrival,
@@ -171,7 +175,8 @@ def _latencies(metrics: RequestMetrics, arrival: float, end: float) -> Attribute
 
 
 def _speculation(metrics: RequestMetrics) -> Attributes:
-    """What was drafted; empty where nothing was."""
+    """Return the counts and acceptance lengths of a request's drafts as span attributes; empty if nothing was
+    drafted."""
     if not metrics.drafts:
         return {}
     return {
@@ -188,9 +193,14 @@ def _without_none(given: Attributes) -> Attributes:
 
 
 def _exporter(endpoint: str) -> _Exporter:
-    """The exporter of the wanted protocol. Raises `InvalidConfigError`."""
+    """Return an exporter that sends spans to `endpoint` in the protocol set by an environment variable of
+    `PROTOCOL_VARIABLES`, the first one that is not empty. The default is the first of `PROTOCOLS`.
+
+    Raises `InvalidConfigError` if the variable names another protocol, or if the packages of `specrs[otel]` are
+    missing.
+    """
     name = next((name for name in PROTOCOL_VARIABLES if os.environ.get(name)), PROTOCOL_VARIABLES[0])
-    protocol = os.environ.get(name) or next(iter(PROTOCOLS))
+    protocol = os.environ.get(name) or PROTOCOLS[0]
     if protocol not in PROTOCOLS:
         raise invalid_config(name, protocol, f"must be {' or '.join(PROTOCOLS)}")
     try:
@@ -204,9 +214,10 @@ def _exporter(endpoint: str) -> _Exporter:
 
 
 class _Exporter:
-    """An exporter that says once that it fails, and once that it works again, where the SDK has a line for each try.
+    """Wrapper of an exporter that logs once when exports fail and once when they work again. The SDK would log every
+    try.
 
-    A `SpanExporter` in all but its class, which is not there without the packages.
+    It has the methods of `SpanExporter` but does not inherit it, because the class is missing without the packages.
     """
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
@@ -218,7 +229,7 @@ class _Exporter:
         log.handlers, log.propagate = [self._said], False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send spans; waits for the collector, in the SDK's thread."""
+        """Send spans and return the result. Waits for the collector, in the SDK's thread."""
         result = self._inner.export(spans)
         failing = result.name != "SUCCESS"
         if failing and not self._failing:
@@ -229,16 +240,16 @@ class _Exporter:
         return result
 
     def shutdown(self) -> None:
-        """End a wait of `export`, and send nothing any more. May be called twice."""
+        """End a wait of `export`, and send nothing more. May be called twice."""
         self._inner.shutdown()
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Nothing waits here."""
+        """Flush the wrapped exporter. Nothing waits in this wrapper."""
         return bool(self._inner.force_flush(timeout_millis))
 
 
 class _LastLine(logging.Handler):
-    """Keeps the last line of a log."""
+    """Logging handler that keeps the last line."""
 
     text = "no reason given"
 

@@ -1,4 +1,4 @@
-"""What a request has used and how its speculation went, as answers report them. Counts nothing itself."""
+"""Token usage and speculation statistics of a request, in the form of answers. Counts nothing itself."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from specrs.outputs import AcceptanceFigures, RequestOutput
 
 
 def usage(outputs: Iterable[RequestOutput], *, completion_tokens: int, reasoning_tokens: int | None) -> dict[str, Any]:
-    """Tokens of all prompts of a request.
+    """Return the `usage` object of a request, over all its prompts.
 
-    `completion_tokens`: those of all completions that were sent. `reasoning_tokens`: those of them that are reasoning;
-    None for completions that are no messages.
+    `completion_tokens`: number of tokens of all completions that were sent. `reasoning_tokens`: number of these that
+    are reasoning; None for completions that are no messages.
     """
     prompt = cached = 0
     for output in outputs:
@@ -31,19 +31,20 @@ def usage(outputs: Iterable[RequestOutput], *, completion_tokens: int, reasoning
 
 
 def tokens_of(length: int, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
-    """How many of the first `token_ids` it takes to write `length` characters of their text."""
+    """Return the number of first `token_ids` whose text has at least `length` characters."""
     return bisect_left(range(len(token_ids)), length, key=lambda count: len(decode(token_ids[:count])))
 
 
 def speculation(outputs: Iterable[RequestOutput], num_speculative_tokens: int) -> dict[str, Any] | None:
-    """vLLM's `metrics`: the acceptance of all completions of a request together; None on an engine without a draft."""
+    """Return vLLM's `metrics` object: acceptance statistics over all completions of a request. None on an engine
+    without a drafter."""
     if num_speculative_tokens == 0:
         return None
-    books = [output.metrics for output in outputs]
+    statistics = [output.metrics for output in outputs]
     figures = AcceptanceFigures(
-        draft_tokens=sum(book.draft_tokens for book in books),
+        draft_tokens=sum(one.draft_tokens for one in statistics),
         acceptance_histogram=[
-            sum(counts) for counts in zip(*(book.acceptance_histogram for book in books), strict=True)
+            sum(counts) for counts in zip(*(one.acceptance_histogram for one in statistics), strict=True)
         ],
     )
     return {

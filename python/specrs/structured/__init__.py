@@ -1,7 +1,7 @@
-"""Structured output: what a request may ask of its text, and the masks that hold it to that. Samples nothing.
+"""Structured output: what a request may demand of its text, and the masks that enforce it. Samples nothing.
 
-`params` is what a user writes; `compiler` compiles it, after a trial in a process that can be killed (`worker`);
-`grammar` is the result, and `matcher` follows one request through it. Importing this imports only `params`.
+`params` has what a user writes. `compiler` compiles it, after a trial in a process that can be killed (`worker`).
+`grammar` is the result, and `matcher` follows one request through it. Importing this package imports only `params`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _HOME = {
     "GrammarMatcher": "matcher",
     "unpack_mask": "torch_masks",
 }
-"""Public name -> module; each is imported when it is first asked for. `torch_masks` needs torch."""
+"""For each public name, the module that has it. A module is imported when one of its names is first used. `torch_masks`
+needs torch."""
 
 __all__ = [
     "Grammar",

@@ -1,6 +1,7 @@
-"""Compiles grammars within a time limit, off the caller's thread: tried in a worker process, then built here.
+"""Compiles grammars within a time limit, without blocking the caller: first as a trial in a worker process, then in
+this process.
 
-One `Compiler` per tokenizer and vocabulary size, kept as long as the tokenizer. Follows no request.
+There is one `Compiler` per tokenizer and vocabulary size, kept as long as the tokenizer. Follows no request.
 """
 
 from __future__ import annotations
@@ -28,46 +29,48 @@ if TYPE_CHECKING:
 logger = logging.getLogger("specrs")
 
 COMPILE_TIMEOUT = 5.0
-"""Seconds a grammar may take to compile."""
+"""Maximum seconds for compiling a grammar."""
 MEMORY_LIMIT = 4 * 2**30
-"""Bytes of address space of a worker; its libraries and the tokenizer take a quarter at most."""
+"""Maximum bytes of address space of a worker. Its libraries and the tokenizer take at most a quarter of it."""
 START_TIMEOUT = 60.0
-"""Seconds a worker may take to start: it reads the tokenizer, of 150,000 tokens in about a second."""
+"""Maximum seconds for starting a worker. It reads the tokenizer, which takes about a second for 150,000 tokens."""
 MAX_WORKERS = 2
-"""Grammars compiled at a time. A hostile one keeps one worker busy until the time is up."""
+"""Maximum number of grammars that are compiled at a time. A hostile one occupies one worker until its time is up."""
 CACHE_SIZE = 128
-"""Compiled grammars kept, the least recently used leave first."""
+"""Maximum number of compiled grammars that are kept. The least recently used are dropped first."""
 MAX_LOGGED = 1000
-"""Different warnings that a compiler logs, each once."""
+"""Maximum number of different warnings that a compiler logs, each once."""
 
 _END = "<|specrs: the grammar is complete|>"
 
 
 class Start:
-    """A grammar before its first token."""
+    """A compiled grammar before its first token."""
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
-        """`grammar`: the worker's answer."""
+        """Build the grammar from the worker's answer, `grammar`."""
         self._tokenizer = tokenizer
         self._grammar = grammar
         self._matcher = worker.make_matcher(tokenizer, grammar)
         self.error = self._matcher.get_error() if self._matcher.is_error() else None
 
     def copy(self) -> LLMatcher:
-        """A matcher of its own. Its automata are those of all copies, so that each state is computed once."""
+        """Return a new matcher. It shares its automata with all copies, so each state is computed only once."""
         return self._matcher.deep_copy()
 
     def renew(self) -> LLMatcher:
-        """A copy whose automata start anew: they only grow, for all copies together, up to the library's limits."""
+        """Return a matcher with new, empty automata. Shared automata only grow, for all copies together, up to the
+        library's limits."""
         self._matcher = worker.make_matcher(self._tokenizer, self._grammar)
         return self.copy()
 
 
 class Compiler:
-    """Turns parameters into grammars for one tokenizer. Thread-safe."""
+    """Compiler of grammars for one tokenizer. Thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer, vocab_size: int) -> None:
-        """`vocab_size`: tokens of the model, at or above the tokenizer's number; the rest is padding."""
+        """Prepare to compile. `vocab_size`: number of the model's token ids, at least the tokenizer's; ids past the
+        tokenizer's are padding."""
         self._backend = backend
         self._vocab_size = vocab_size
         self._lock = threading.Lock()  # of cache and idle workers; never held for long, callers wait for it
@@ -83,9 +86,9 @@ class Compiler:
         self.end_token_id = -1
 
     def submit(self, params: StructuredOutputsParams) -> Future[Start]:
-        """The compiled grammar, which is shared.
+        """Start to compile a grammar, or find it in the cache. The result may be shared by requests.
 
-        The future raises `InvalidRequestError` for what is wrong with `params`, `EngineError` if no worker starts.
+        The future raises `InvalidRequestError` if `params` are wrong, `EngineError` if no worker starts.
         """
         key = params.specification()
         with self._lock:
@@ -99,7 +102,7 @@ class Compiler:
         return self._pool.submit(self._compile, params, key)
 
     def close(self) -> None:
-        """End the worker processes; what is still being compiled fails."""
+        """End the worker processes. Grammars that are still being compiled fail."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._closed = True
@@ -140,7 +143,7 @@ class Compiler:
         return start
 
     def _take(self, setup: bytes) -> Child:
-        """An idle worker that still runs, or a new one."""
+        """Return an idle worker that still runs, or a new one."""
         process = None
         with self._lock:
             while self._idle and process is None:
@@ -169,7 +172,7 @@ class Compiler:
             process.close()
 
     def _setup(self) -> tuple[LLTokenizer, bytes]:
-        """The library's tokenizer, and the first message of a worker; made once."""
+        """Return the library's tokenizer, and the first message to a worker. Both are made once."""
         with self._setup_lock:
             if self._tokenizer is None:
                 text, self.end_token_id = _with_end_token(self._backend)
@@ -181,10 +184,10 @@ class Compiler:
 
 
 def _with_end_token(backend: tokenizers.Tokenizer) -> tuple[str, int]:
-    """The tokenizer as JSON with one more token, and its id.
+    """Return the tokenizer as JSON with one more token, and that token's id.
 
-    The library wants one end token, and allows it where the text is complete. It gets one of its own: so a mask holds
-    what the grammar allows, and what ends a request stays the request's to say.
+    The library wants one end token, and allows it when the text is complete. It gets a token of its own. A mask thus
+    shows what the grammar allows, and the request's own stop ids decide how it ends.
     """
     import tokenizers
 
@@ -200,7 +203,7 @@ _COMPILERS_LOCK = threading.Lock()
 
 
 def compiler_of(tokenizer: Tokenizer, vocab_size: int) -> Compiler:
-    """The compiler of a tokenizer, made once; it ends with the tokenizer."""
+    """Return the compiler of a tokenizer and vocabulary size. It is made once and ends with the tokenizer."""
     with _COMPILERS_LOCK:
         sizes = _COMPILERS.setdefault(tokenizer, {})
         if vocab_size not in sizes:

@@ -1,7 +1,7 @@
-"""Grammars that the server composes: a Lark text around JSON schemas of one request. Compiles nothing.
+"""Grammars that the server composes: a Lark text that contains JSON schemas of one request. Compiles nothing.
 
-`StructuredOutputsParams` is what a user may ask for. A server has more than one schema where tools are offered next to
-a response format, and has to say in errors which field of the body a schema came from.
+`StructuredOutputsParams` is what a user may ask for. A server has several schemas if tools are offered together with a
+response format. Its errors have to say which field of the body a schema came from.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specrs.structured.params import MAX_SPECIFICATION_LENGTH, StructuredOutputs
 class SchemaPart:
     """One JSON schema of a composed grammar. `field`: the field of the request that it came from.
 
-    `schema`: JSON text. `closed`: objects allow only the properties that they list, where they do not say.
+    `schema`: JSON text. `closed`: objects that do not say otherwise allow only the properties that they list.
     """
 
     field: str
@@ -28,11 +28,11 @@ class SchemaPart:
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedGrammar(StructuredOutputsParams):
-    """A grammar in Lark's syntax. Immutable; `disable_any_whitespace` and `whitespace_pattern` hold for all of it.
+    """A grammar in Lark's syntax. Immutable; `disable_any_whitespace` and `whitespace_pattern` apply to all of it.
 
     `lark`: rules from `start` on. The rule `schema_i` stands for `parts[i]`. White space may stand between any two
-    terminals. `sources`: schemas that the rules take apart; an error in the rules or in a part of such a field names
-    the source. `checked`: fields of `sources` that have to compile by themselves.
+    terminals. `sources`: schemas that the rules write part by part. An error in the rules, or in a part with the same
+    field, names the source. `checked`: fields of `sources` whose schemas must also compile by themselves.
 
     Raises `InvalidRequestError` if the schemas are too long.
     """
@@ -50,7 +50,7 @@ class ComposedGrammar(StructuredOutputsParams):
             )
 
     def specification(self) -> str:
-        """All that a compiler needs, as JSON."""
+        """Everything that a compiler needs, as JSON."""
         values: dict[str, Any] = {
             "lark": self.lark,
             "parts": [[part.field, part.schema, part.closed] for part in self.parts],
@@ -62,7 +62,7 @@ class ComposedGrammar(StructuredOutputsParams):
         return json.dumps(values, sort_keys=True)
 
     def refusal(self, why: str, field: str | None = None) -> InvalidRequestError:
-        """The error to raise for `field`, which is a schema's or an option's; None: for the whole grammar."""
+        """Return the error for `field`, the field of a schema or an option; None: for the whole grammar."""
         schemas = {part.field: json.loads(part.schema) for part in (*self.parts, *self.sources)}
         if field is None and len(schemas) > 1:
             return InvalidRequestError(f"{self._whole}: {why}")

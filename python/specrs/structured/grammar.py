@@ -2,7 +2,7 @@
 
 The library is llguidance. It brings one abi3 wheel of 3 MB without dependencies (xgrammar: five, with a compiler's
 runtime), starts in milliseconds because its automata grow as the text does, takes tokens back, writes masks into a
-buffer of the caller's, refuses the schema keywords that it cannot enforce, and has limits for states and items.
+buffer of the caller's, rejects the schema keywords that it cannot enforce, and has limits for states and items.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Grammar:
-    """A grammar at its start, for any number of requests. Immutable."""
+    """A compiled grammar at its start, for any number of requests. Immutable."""
 
     def __init__(self, start: Start, vocab_size: int, end_token_id: int, eos_token_id: int | None) -> None:
         self.vocab_size = vocab_size
@@ -31,10 +31,10 @@ class Grammar:
         self._eos_token_id = eos_token_id
 
     def matcher(self, stop_ids: Sequence[int]) -> GrammarMatcher:
-        """A matcher for one request, whose end any of `stop_ids` marks.
+        """Return a matcher for one request, which any of `stop_ids` ends.
 
-        Without stop ids (`ignore_eos`) a complete text is followed by the tokenizer's eos token until the request's
-        length is reached: something must follow.
+        Without stop ids (`ignore_eos`), a complete text is followed by the tokenizer's eos token until the request
+        reaches its length, because some token must follow.
 
         Raises `InvalidRequestError` if there are no stop ids and the tokenizer has no eos token.
         """
@@ -49,10 +49,10 @@ class Grammar:
 
 
 def submit_grammar(params: StructuredOutputsParams, tokenizer: Tokenizer, vocab_size: int) -> Future[Grammar]:
-    """Compile beside the caller; at most `COMPILE_TIMEOUT` seconds once a worker is free.
+    """Start to compile a grammar without waiting. It takes at most `COMPILE_TIMEOUT` seconds once a worker is free.
 
-    `vocab_size` is the model's, at or above the tokenizer's: ids past the tokenizer's are never allowed. The future
-    raises `InvalidRequestError` naming the field and the library's reason; also when the time is over.
+    `vocab_size` is the model's, at least the tokenizer's; ids past the tokenizer's are never allowed. The future raises
+    `InvalidRequestError` with the field and the library's reason, also if the time is over.
     """
     compiler = compiler_of(tokenizer, vocab_size)
     outcome: Future[Grammar] = Future()
@@ -74,5 +74,6 @@ def submit_grammar(params: StructuredOutputsParams, tokenizer: Tokenizer, vocab_
 
 
 def compile_grammar(params: StructuredOutputsParams, tokenizer: Tokenizer, vocab_size: int) -> Grammar:
-    """`submit_grammar`, waited for. Raises what its future raises."""
+    """Compile a grammar and wait for it. Raises `InvalidRequestError` if the parameters are wrong or the time is over,
+    `EngineError` if no worker starts."""
     return submit_grammar(params, tokenizer, vocab_size).result()

@@ -1,7 +1,7 @@
-"""Follows the text of one request through its grammar: masks of what may come next, and ways back. Samples nothing.
+"""Follows the text of one request through its grammar: masks of the next tokens, and rollback. Samples nothing.
 
-A mask is `[ceil(V / 32)]` int32; token t may come next iff bit t % 32 of word t // 32 is set. Where the text is forced,
-the mask allows only the tokenizer's own spelling of it.
+A mask is `[ceil(V / 32)]` int32. Token t may come next if and only if bit t % 32 of word t // 32 is set. If the grammar
+leaves only one text, the mask allows only the tokenizer's own spelling of it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ ALL_ALLOWED = -1
 
 
 class GrammarMatcher:
-    """The grammar's state after the tokens accepted so far. For one thread at a time.
+    """State of a grammar after the tokens accepted so far. Use it from one thread at a time.
 
-    An accepted stop id ends it; from then on only stop ids are allowed, so that a row past the end has something to
-    write. A stop id that is also text, inside an incomplete text that could go on with it, is allowed and ends it too.
+    An accepted stop id ends the text. From then on only stop ids are allowed, because a row past its end still writes
+    tokens. A stop id that is also text, inside an incomplete text that could go on with it, is allowed and ends it,
+    too.
 
-    Where the library gives up on a text (its limits for ambiguity and automata), `fill_mask` allows only stop ids and
-    `accept` none, and `error` tells why: a token refused at settle ends the request with that reason.
+    If the library gives up on a text (its limits for ambiguity and automata), `fill_mask` allows only stop ids,
+    `accept` accepts no token, and `error` has the reason. A token that is rejected when a step settles ends the request
+    with that reason.
     """
 
     def __init__(self, start: Start, vocab_size: int, stop_ids: Sequence[int], end_token_id: int) -> None:
-        """`start`: the grammar. `end_token_id`: the library's own mark of a complete text."""
+        """Start before the first token. `start`: the compiled grammar. `end_token_id`: the library's own mark of a
+        complete text."""
         self.stop_ids = frozenset(stop_ids)
         self.error: str | None = None
-        """Why the library gave up at the last `fill_mask` or `accept` where it did."""
+        """Reason why the library gave up in the last `fill_mask` or `accept`; None if it did not."""
         self._start = start
         self._library = start.copy()
         self._vocab_size = vocab_size
@@ -55,7 +58,7 @@ class GrammarMatcher:
 
     @property
     def num_accepted(self) -> int:
-        """Tokens accepted and not taken back, stop ids included."""
+        """Number of tokens that were accepted and not rolled back, stop ids included."""
         return self._num_accepted
 
     def fill_mask(self, out: NDArray[np.int32]) -> None:
@@ -89,7 +92,7 @@ class GrammarMatcher:
         return True
 
     def rollback(self, num_tokens: int) -> None:
-        """Take the last `num_tokens` accepted tokens back."""
+        """Roll back the last `num_tokens` accepted tokens."""
         if not 0 <= num_tokens <= self._num_accepted:
             raise invalid(SpecrsError, "num_tokens", num_tokens, f"must be from 0 to num_accepted={self._num_accepted}")
         self._num_accepted -= num_tokens
@@ -102,7 +105,8 @@ class GrammarMatcher:
                 self._rebuild()
 
     def _library_mask(self, out: NDArray[np.int32]) -> bool:
-        """Write what the grammar allows, and stop ids where the text is complete; False if that is nothing."""
+        """Write the tokens that the grammar allows, and stop ids if the text is complete, into `out`. Return False if
+        no token is allowed."""
         self._library.unsafe_compute_mask_ptr(self._scratch_address, self._scratch.nbytes)
         if self._recovered():
             self._library.unsafe_compute_mask_ptr(self._scratch_address, self._scratch.nbytes)
@@ -122,10 +126,10 @@ class GrammarMatcher:
         return True
 
     def _recovered(self) -> bool:
-        """Whether the last call met a limit, and may be tried again.
+        """Return True if the last call met a limit of the library and may be tried again.
 
-        Limits may be met by what other texts, or rejected drafts, have added to the shared automata. With new ones the
-        outcome is this text's own.
+        Other texts, or rejected drafts, may have filled the shared automata. With new automata, the outcome depends
+        only on this text.
         """
         failed = self._library.is_error()
         if failed:
@@ -133,7 +137,8 @@ class GrammarMatcher:
         return failed
 
     def _give_up(self) -> bool:
-        """Whether the last call met a limit again; its reason goes to `error`, and the state is as before the call."""
+        """Return True if the last call met a limit again. Its reason goes to `error`, and the state becomes that before
+        the call."""
         failed = self._library.is_error()
         if failed:
             self.error = self._library.get_error().strip().partition("\n")[0]
@@ -141,32 +146,33 @@ class GrammarMatcher:
         return failed
 
     def _rebuild(self) -> None:
-        """The library's error state has no way back: read the text again, from the start."""
+        """Read the text again from the start, because the library's error state has no way back."""
         self._library = self._start.renew()
         self._library.try_consume_tokens(self._tokens)
 
 
 class GrammarCursor:
-    """One decode iteration of one request: mask rows 0..K, row i after the drafts d_1..d_i.
+    """Masks for one decode iteration of one request: rows 0..K, row i after the drafts d_1..d_i.
 
-    `start`, `advance` once per draft, `finish`. Rows behind a draft that is not allowed allow everything: verification
-    rejects that draft, so they are never reached.
+    Call `start`, `advance` once per draft, and `finish`. Rows after a draft that is not allowed allow everything:
+    verification rejects that draft, so they are never used.
     """
 
     def __init__(self, matcher: GrammarMatcher, rows: NDArray[np.int32]) -> None:
-        """`rows`: `[K + 1, ceil(V / 32)]` int32, written here; the caller's."""
+        """Prepare the iteration. `rows`: `[K + 1, ceil(V / 32)]` int32, a buffer of the caller that is written."""
         self._matcher = matcher
         self._rows = rows
         self._num_drafted = 0
         self._on_path = True
 
     def start(self) -> None:
-        """Write row 0, and everything allowed into the others."""
+        """Write the mask of row 0, and masks that allow everything into the other rows."""
         self._rows[1:] = ALL_ALLOWED
         self._matcher.fill_mask(self._rows[0])
 
     def advance(self, token_id: int) -> bool:
-        """Go on with the next draft and write its row; False if the grammar, here or before, does not allow it."""
+        """Add the next draft and write the mask of its row. Return False if the grammar does not allow this draft or an
+        earlier one."""
         self._on_path = self._on_path and self._matcher.accept(token_id)
         if self._on_path:
             self._num_drafted += 1
@@ -174,12 +180,12 @@ class GrammarCursor:
         return self._on_path
 
     def finish(self) -> None:
-        """Take the drafts back; the matcher stands where `start` found it."""
+        """Roll the drafts back, so that the matcher is as before `start`."""
         self._matcher.rollback(self._num_drafted)
         self._num_drafted = 0
         self._on_path = False
 
 
 def _bit(token_id: int) -> np.int32:
-    """The bit of a token in its word; bit 31 is the sign."""
+    """Return the bit of a token in its mask word. Bit 31 is the sign."""
     return np.uint32(1 << token_id % 32).view(np.int32)

@@ -1,4 +1,5 @@
-"""What a request may ask of its text's structure, under vLLM's names. Checks types and lengths; compiles nothing."""
+"""Demands that a request may make on its text's structure, under vLLM's names. Checks types and lengths; compiles
+nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from specrs.errors import (
 )
 
 MAX_SPECIFICATION_LENGTH = 1_000_000
-"""Characters of a schema, regex, grammar or of all choices together."""
+"""Maximum number of characters of a schema, regex or grammar, or of all choices together."""
 MAX_CHOICES = 20_000
 
 _FIELD = "structured_outputs"
@@ -28,20 +29,21 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 @rejects_unknown_arguments(InvalidRequestError)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the text of a request must be; exactly one of the first five. Immutable, checked at construction.
+    """Structure that the text of a request must have. Exactly one of the first five fields is set. Immutable, checked
+    at construction.
 
     `json`: a JSON schema, as a dictionary or as text. `uniqueItems`, `propertyNames` and unknown `format`s are ignored,
     with a warning in the log and, by the server, in `X-Warning`; other keywords that cannot be enforced are rejected.
-    `regex`: an expression in Rust's syntax (no look-around, no back-references) that the whole text matches.
-    `choice`: strings, one of which is the text. `grammar`: a context-free grammar in llguidance's dialect of Lark, or
-    in GBNF (llama.cpp's EBNF), told apart by their syntax. `json_object`: any JSON object.
+    `regex`: an expression in Rust's syntax (no look-around, no back-references) that the whole text matches. `choice`:
+    strings, one of which is the text. `grammar`: a context-free grammar in llguidance's dialect of Lark, or in GBNF
+    (llama.cpp's EBNF), which are distinguished by their syntax. `json_object`: any JSON object.
 
     For `json` and `json_object`: `disable_any_whitespace` writes JSON without any white space. `whitespace_pattern` is
-    a regex for the white space between two parts of it; the default allows one blank, or one or two line ends with at
-    most 20 blanks or tabs. `disable_additional_properties` allows objects whose schema lists properties only those
-    (where the schema itself does not say).
+    a regex for the white space between two parts of the JSON; the default allows one blank, or one or two line ends
+    with at most 20 blanks or tabs. With `disable_additional_properties`, objects whose schema lists properties allow
+    only those, unless the schema itself says otherwise.
 
-    Raises `InvalidRequestError` naming field, value and what is allowed; `UnsupportedRequestError` for
+    Raises `InvalidRequestError` for a wrong value, with field, value and what is allowed; `UnsupportedRequestError` for
     `structural_tag`, which vLLM has and specrs has not.
     """
 
@@ -84,24 +86,25 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The field that says what the text must be: json, regex, choice, grammar or json_object."""
+        """Name of the field that says what the text must be: json, regex, choice, grammar or json_object."""
         return next(name for name in _KINDS if getattr(self, name) not in (None, False))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> StructuredOutputsParams:
-        """The parameters in `values`, as a request's body has them; unknown keys are refused by name."""
+        """Build the parameters from `values`, a part of a request's body. Raises `InvalidRequestError` for an unknown
+        key or a wrong value."""
         for name in values:
             if name not in cls.__dataclass_fields__:
                 raise unknown_key(InvalidRequestError, _FIELD, name, cls.__dataclass_fields__)
         return cls(**values)
 
     def specification(self) -> str:
-        """All that a compiler needs, as JSON; equal parameters have equal specifications."""
+        """Everything that a compiler needs, as JSON. Equal parameters have equal specifications."""
         values = {name: getattr(self, name) for name in (self.kind, *_OPTIONS)}
         return json.dumps(values, sort_keys=True)
 
     def refusal(self, why: str, field: str | None = None) -> InvalidRequestError:
-        """What a caller raises, or ends a request with, for `field` of these parameters; None: for `kind`."""
+        """Return the error for `field` of these parameters, to raise or to end a request with; None: for `kind`."""
         name = field or self.kind
         return invalid(InvalidRequestError, f"{_FIELD}.{name}", getattr(self, name), why)
 
@@ -146,7 +149,7 @@ def _choices(value: object) -> tuple[str, ...]:
 
 
 def _schema(value: object) -> str:
-    """A schema as text: a dictionary that changes later changes no request."""
+    """Return a schema as text, so that later changes of a dictionary do not change the request."""
     if isinstance(value, Mapping):
         try:
             value = json.dumps(dict(value), allow_nan=False)

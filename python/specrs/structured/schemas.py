@@ -1,4 +1,5 @@
-"""JSON schemas before they become a grammar: what the grammar ignores, closed objects, and the place of a fault.
+"""Prepares JSON schemas for a grammar: removes keywords that grammars ignore, closes objects, and finds the place of an
+error.
 
 Compiles nothing itself. Imports only the standard library, because a worker process loads it.
 """
@@ -12,13 +13,13 @@ from typing import Any
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
-"""Values of `format` that the grammar library enforces; it takes "unknown" for any text."""
+"""Values of `format` that the grammar library enforces. With "unknown" it allows any text."""
 DATA_KEYWORDS = ("const", "enum", "default", "examples")
-"""Keywords whose value is data. A key in it is no keyword."""
+"""Keywords whose value is data: keys inside it are not keywords."""
 MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose value maps names to schemas. A key of it is a name, even if it reads like a keyword."""
+"""Keywords whose value maps names to schemas: its keys are names, even if they look like keywords."""
 LOCATE_SECONDS = 1.0
-"""Time that the search for a fault's place may take."""
+"""Maximum seconds to search for the place of an error."""
 
 
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -74,10 +75,11 @@ def drop_ignored(schema: Any) -> list[str]:
 
 
 def locate(schema: Any, fails: Callable[[Any], bool]) -> str:
-    """The place in `schema` without which it compiles, as keywords joined by dots; empty if there is no single one.
+    """Return the place in `schema` without which it compiles, as keywords joined by dots; empty if there is no single
+    one.
 
-    `fails` says whether a schema does not compile. Takes about `LOCATE_SECONDS` at most. Takes values out of `schema`
-    and puts them back, so the order of its keys changes.
+    `fails` returns True if a schema does not compile. Takes at most about `LOCATE_SECONDS`. Removes values from
+    `schema` and puts them back, so the order of its keys changes.
     """
     end = time.monotonic() + LOCATE_SECONDS
     path: list[str] = []
@@ -103,7 +105,8 @@ def locate(schema: Any, fails: Callable[[Any], bool]) -> str:
 
 
 def _steps(node: Any, path: list[str]) -> Iterator[tuple[Any, Any, Any, list[str]]]:
-    """Values inside `node`: container, key, what to put in its place (None: take it out), and its place in words."""
+    """Yield the values inside `node`, each as (container, key, replacement, path). The replacement None means to remove
+    the value."""
     if isinstance(node, list):
         # an alternative that allows anything would hide a fault of its neighbours
         neutral = {"type": "null"} if path and path[-1] in ("anyOf", "oneOf") else True

@@ -1,4 +1,4 @@
-"""Masks of grammars as torch's boolean masks, for passes that torch computes."""
+"""Converts grammar masks to torch's boolean masks, for passes that torch computes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def unpack_mask(words: Tensor, vocab_size: int) -> Tensor:
 
 @cache
 def _forbidden_bits(device: torch.device) -> Tensor:
-    """`[256]` int64: entry b holds eight bools, true where bit i of b is 0."""
+    """Return a table `[256]` int64: entry b holds eight bools, true if bit i of b is 0."""
     bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
     return bits.eq(0).view(torch.int64).squeeze(1).to(device)

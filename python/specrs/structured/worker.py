@@ -1,12 +1,13 @@
-"""A process that compiles grammars on trial, one after another, until its input ends. Decodes nothing.
+"""Child process that compiles grammars as a trial, one after another, until its input ends. Decodes nothing.
 
 llguidance's own limits do not cover every schema: `allOf` over 24 `anyOf` of two takes 80 s and 5 GB, in a thread that
-nothing can end. So each grammar is compiled here first; `compiler` kills the process when the time is up, and this
-process bounds its own memory and its priority. It runs by path and loads no torch.
+nothing can end. So each grammar is compiled here first. `compiler` kills the process when the time is up, and the
+process limits its own memory and priority. It is run by path and loads no torch.
 
-A line in, a line out, each JSON: `{"tokenizer", "vocab_size", "end", "memory", "seconds"}` gives `{}`, then each
-specification (`StructuredOutputsParams.specification`) gives `{"grammar": text for LLMatcher, "ignored": [[field,
-keywords]]}` or `{"error": reason, "field": name}`. Without `field`, or at null, the error is of the whole.
+It reads and writes JSON lines. The first line is `{"tokenizer", "vocab_size", "end", "memory", "seconds"}`, its answer
+`{}`. Each further line is a specification (`StructuredOutputsParams.specification`). Its answer is `{"grammar": text
+for LLMatcher, "ignored": [[field, keywords]]}` or `{"error": reason, "field": name}`. If `field` is missing or null,
+the error is about the whole specification.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LIMITS: dict[str, Any] = {
     "step_max_items": 10_000,
     "verbose_errors": False,  # else an error carries the whole grammar
 }
-"""Of `LLParserLimits`; the others keep the library's defaults."""
+"""Fields of `LLParserLimits` that are changed. The others keep the library's defaults."""
 
 
 WHITE_SPACE = r" |\n{1,2}[ \t]{0,20}"
@@ -35,12 +36,13 @@ WHITE_SPACE = r" |\n{1,2}[ \t]{0,20}"
 llama.cpp's JSON grammars have the same bound. A model may otherwise write white space until `max_tokens`.
 """
 MAX_PLACE = 200
-"""Characters of a keyword's place in a schema that an error shows."""
+"""Maximum number of characters of a keyword's place in a schema that an error shows."""
 _OBJECT = '{"type": "object"}'
 
 
 class Refused(ValueError):
-    """What is wrong with a specification. `field`: the part or option that it is about; None for the whole."""
+    """Exception that says what is wrong with a specification. `field`: the part or option that it is about; None for
+    the whole."""
 
     def __init__(self, why: str, field: str | None = None) -> None:
         super().__init__(why)
@@ -48,15 +50,16 @@ class Refused(ValueError):
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at its start, or in its error state where the grammar is none."""
+    """Return a matcher at its start; in its error state if `grammar` is invalid."""
     return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
 
 
 def build_grammar(specification: dict[str, Any], schemas: list[tuple[str | None, Any]]) -> tuple[str, list[list[Any]]]:
-    """The text for `LLMatcher`, and the fields whose schemas have keywords that the grammar ignores, with these.
+    """Return the text for `LLMatcher`, and the fields whose schemas have keywords that the grammar ignores, with these
+    keywords.
 
-    Adds to `schemas`: (field, None for the only one; the parsed schema as it is compiled). Raises `Refused`,
-    `ValueError` or `RecursionError` for what shows before the compilation.
+    Appends (field, parsed schema as it is compiled) to `schemas`; the field is None if there is only one schema. Raises
+    `Refused`, `ValueError` or `RecursionError` for faults that show before the compilation.
     """
     if "lark" in specification:
         return _composed(specification, schemas)
@@ -77,7 +80,7 @@ def build_grammar(specification: dict[str, Any], schemas: list[tuple[str | None,
 
 
 def reason(message: str) -> str:
-    """One line out of the library's many: the regex parser's own where there is one, else the first."""
+    """Return one line of the library's message: the regex parser's own if there is one, else the first."""
     if message.startswith("oneOf constraints are not supported"):
         return "oneOf needs alternatives that exclude each other; use anyOf"
     lines = [line.strip() for line in message.splitlines()] or [""]
@@ -87,9 +90,10 @@ def reason(message: str) -> str:
 
 
 def trial(tokenizer: LLTokenizer, specification: dict[str, Any]) -> dict[str, Any]:
-    """Compile, compute the first mask, accept a token of it.
+    """Compile a specification, compute the first mask and accept a token of it. Return the answer to send.
 
-    The mask shows a grammar that matches nothing, the token one that starts with more than the library follows.
+    The mask detects a grammar that matches nothing. The token detects a grammar that starts with more than the library
+    can follow.
     """
     schemas: list[tuple[str | None, Any]] = []
     sources: dict[str | None, Any] = {}
@@ -131,7 +135,7 @@ def trial(tokenizer: LLTokenizer, specification: dict[str, Any]) -> dict[str, An
 
 
 def _fault(tokenizer: LLTokenizer, grammar: str) -> str | None:
-    """Why a grammar cannot be used; None if it can."""
+    """Return the reason why a grammar cannot be used; None if it can."""
     matcher = make_matcher(tokenizer, grammar)
     if not matcher.is_error():
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -145,7 +149,7 @@ def _fault(tokenizer: LLTokenizer, grammar: str) -> str | None:
 
 
 def _schema_fault(tokenizer: LLTokenizer, schema: Any) -> str | None:
-    """Why a schema cannot be used, with the keyword's place in it; None if it can."""
+    """Return the reason why a schema cannot be used, with the keyword's place in it; None if it can."""
 
     def fault(candidate: Any) -> str | None:
         return _fault(tokenizer, LLMatcher.grammar_from_json_schema(json.dumps(candidate)))
@@ -160,9 +164,9 @@ def _schema_fault(tokenizer: LLTokenizer, schema: Any) -> str | None:
 
 
 def _read_schema(specification: dict[str, Any], schema: str, closed: bool) -> tuple[Any, list[str]]:
-    """The parsed schema with the library's options in it, and the keywords that were removed from it.
+    """Return the parsed schema with the library's options in it, and the keywords that were removed from it.
 
-    Raises `ValueError` if it is no schema.
+    Raises `ValueError` if the text is no schema.
     """
     try:
         parsed = json.loads(schema)
@@ -186,7 +190,7 @@ def _read_schema(specification: dict[str, Any], schema: str, closed: bool) -> tu
 
 
 def _white_space(specification: dict[str, Any]) -> str | None:
-    """The regex for the white space between two parts of JSON; None where there is none."""
+    """Return the regex for the white space between two parts of JSON; None if there is none."""
     if specification["disable_any_whitespace"]:
         return None
     return WHITE_SPACE if specification["whitespace_pattern"] is None else specification["whitespace_pattern"]
@@ -213,7 +217,7 @@ def _composed(specification: dict[str, Any], schemas: list[tuple[str | None, Any
 
 
 def _in_slashes(pattern: str) -> str:
-    """A regex as it stands between slashes in Lark."""
+    """Return a regex in the form that Lark has between slashes."""
     escapes = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
     return re.sub(r"\\.|[/\n\r]", lambda match: escapes.get(match[0], match[0]), pattern, flags=re.DOTALL)
 

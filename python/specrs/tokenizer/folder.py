@@ -19,7 +19,7 @@ from specrs.tokenizer.special_tokens import SpecialTokens, is_known_class
 from specrs.tokenizer.template_files import read_chat_template
 
 _OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "*.tiktoken", "tiktoken.model")
-"""Vocabularies that transformers converts when tokenizer.json is missing."""
+"""Files with vocabularies that transformers can convert if tokenizer.json is missing."""
 
 
 def folder_tokenizer(source: str, revision: str | None) -> TokenizerParts:
@@ -50,7 +50,7 @@ def folder_tokenizer(source: str, revision: str | None) -> TokenizerParts:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file."""
+    """Return the JSON object in a file; empty if there is no file."""
     return read_json(path) if os.path.lexists(path) else {}
 
 
@@ -64,7 +64,7 @@ def _refuse_remote_code(source: str, settings: Mapping[str, Any]) -> None:
 
 
 def _converted(source: str, folder: Path) -> TokenizerParts:
-    """The tokenizer that transformers makes of a folder without tokenizer.json."""
+    """Return the tokenizer that transformers makes from a folder without tokenizer.json."""
     if not any(next(folder.glob(pattern), None) for pattern in _OTHER_FILES):
         reason = "tokenizer.json is missing; allowed are fast tokenizers, or skip_tokenizer_init=True"
         raise invalid(CheckpointError, "tokenizer", source, reason)

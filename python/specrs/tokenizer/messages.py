@@ -1,4 +1,4 @@
-"""Checks the messages of a conversation and makes plain dictionaries of them. Renders nothing."""
+"""Checks the messages of a conversation and converts them to plain dictionaries. Renders nothing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from specrs.errors import UnsupportedRequestError, invalid, invalid_request
 
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of a content's parts, each with the key of its text."""
+"""Content part types, each with the field that holds its text."""
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return copies of `messages` whose contents are strings, without the keys that are None.
+    """Return copies of `messages` whose contents are strings, without keys that are None.
 
-    Raises `InvalidRequestError` for messages that are none, and without any, `UnsupportedRequestError` for contents
+    Raises `InvalidRequestError` for malformed messages and for an empty list, `UnsupportedRequestError` for contents
     other than text.
     """
     conversation = [_message(i, message) for i, message in enumerate(messages)]

@@ -11,16 +11,17 @@ _PROBES = (
     "Grüße, naïve café; 日本語 и русский 🎉",
     "  12345 67890\r\n\r\n\u00a0",
 )
-"""Texts on which draft and target must agree: words, code, other scripts, digits and white space split differently."""
+"""Texts that the tokenizers of draft and target must encode equally: words, code, other scripts, digits and white
+space."""
 
 
 def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
-    """Check that every id that both tokenizers have means the same to both.
+    """Check that every id that both tokenizers have means the same in both.
 
-    Each may have tokens more than the other, as padding and as added tokens: a draft neither proposes nor is fed ids
-    that its model has no row for.
+    Each tokenizer may have further tokens, as padding and as added tokens: a draft neither proposes nor is fed ids that
+    its model has no row for.
 
-    Raises `TokenizerMismatchError` that names the first difference.
+    Raises `TokenizerMismatchError` with the first difference.
     """
     reason = _vocabulary_difference(_used(target), _used(draft))
     if reason is None:
@@ -37,14 +38,14 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
 
 
 def _used(tokenizer: Tokenizer) -> dict[str, int]:
-    """Ids of the tokens that stand for text, by token."""
+    """Return the ids of the tokens that stand for text, by token."""
     vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
     return {token: token_id for token, token_id in vocab.items() if token_id not in tokenizer.unused_ids}
 
 
 def shared_ids(target: Tokenizer, draft: Tokenizer) -> list[tuple[int, int]]:
-    """Pairs (target's id, draft's id) of the tokens that both have: special ones of the same name, and BOS and EOS by
-    their role, others by the bytes that they stand for. Ascending, each id at most once; empty where there are none."""
+    """Return pairs (target's id, draft's id) of the tokens that both tokenizers have. Special tokens match by name, BOS
+    and EOS by role, others by their bytes. Pairs are ascending, and each id occurs at most once."""
     ours, theirs = _meanings(target), _meanings(draft)
     shared = {token_id: theirs[meaning] for meaning, token_id in ours.items() if meaning in theirs}
     for role in ("bos_token_id", "eos_token_id"):
@@ -55,7 +56,8 @@ def shared_ids(target: Tokenizer, draft: Tokenizer) -> list[tuple[int, int]]:
 
 
 def unknown_id(draft: Tokenizer) -> int:
-    """What a draft is fed for a token that its tokenizer does not have: its unknown token, or else its EOS.
+    """Return the id that the draft model is fed for a token that its tokenizer does not have: its unknown token, or
+    else its EOS.
 
     Raises `TokenizerMismatchError` if it has neither.
     """
@@ -70,7 +72,7 @@ def unknown_id(draft: Tokenizer) -> int:
 
 
 def _meanings(tokenizer: Tokenizer) -> dict[tuple[bool, bytes], int]:
-    """Ids by whether the token is an added one and the bytes that it stands for; the lowest id of several."""
+    """Return token ids by (whether it is an added token, its bytes). Of several such tokens, the lowest id is taken."""
     backend = tokenizer.backend
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     found: dict[tuple[bool, bytes], int] = {}
@@ -81,7 +83,8 @@ def _meanings(tokenizer: Tokenizer) -> dict[tuple[bool, bytes], int]:
 
 
 def _vocabulary_difference(target: dict[str, int], draft: dict[str, int]) -> str | None:
-    """The first id that both vocabularies have for different tokens, or token that both have under different ids."""
+    """Return a description of the first difference: an id with different tokens, or a token with different ids. None if
+    there is none."""
     ours, theirs = ({token_id: token for token, token_id in vocab.items()} for vocab in (target, draft))
     for token_id, token in sorted(ours.items()):
         other = theirs.get(token_id)

@@ -1,4 +1,4 @@
-"""What a tokenizer is made of, wherever it was read from. Reads no file."""
+"""Parts of a tokenizer, independent of the files they come from. Reads no file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     import tokenizers
 
 ChatTemplate: TypeAlias = str | dict[str, str] | None
-"""A template, several by name, or none."""
+"""A chat template, several by name, or none."""
 
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """A tokenizer and what its checkpoint says about it."""
+    """A tokenizer, and what its checkpoint says about it."""
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str] = field(default_factory=dict)

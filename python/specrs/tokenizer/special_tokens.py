@@ -1,15 +1,15 @@
-"""Special and added tokens as the JSON files next to tokenizer.json name them. Adds them to a tokenizer.
+"""Special and added tokens that the JSON files next to tokenizer.json list. Adds them to a tokenizer.
 
 The rules are transformers', so that ids are equal:
 
-- `added_tokens_decoder` of tokenizer_config.json lists added tokens. Only where it is missing, special_tokens_map.json
-  and added_tokens.json are read, and what they say counts more than tokenizer_config.json.
-- A token that is listed with other flags than in tokenizer.json gets the listed flags. Without
-  `added_tokens_decoder`, tokenizer.json lists its own tokens, and they count more than added_tokens.json.
+- `added_tokens_decoder` of tokenizer_config.json lists added tokens. Only if it is missing, special_tokens_map.json and
+  added_tokens.json are read, and they take precedence over tokenizer_config.json.
+- A token that is listed with other flags than in tokenizer.json gets the listed flags. Without `added_tokens_decoder`,
+  tokenizer.json lists its own tokens, which take precedence over added_tokens.json.
 - A listed token that has a role is special.
 - A token that tokenizer.json does not have gets the next free id, whatever id a file says.
 - A role that no file mentions has the token that the tokenizer's class has for it (`DEFAULTS`). Here, unlike in
-  transformers, that counts only if tokenizer.json has the token: a model has no embedding for another one.
+  transformers, that applies only if tokenizer.json has the token: a model has no embedding for another one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
 CLASSES = frozenset(
     {*DEFAULTS, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend", "BloomTokenizer", "T5Tokenizer"}
 )
-"""Classes of transformers for causal language models. None of them needs code of a checkpoint."""
+"""Names of transformers' classes for causal language models. None of them needs code of a checkpoint."""
 _CLASS_OF_MODEL = {
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
@@ -56,12 +56,12 @@ _CLASS_OF_MODEL = {
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
     "code_llama": "CodeLlamaTokenizer",
 }
-"""The class that a `model_type` of config.json stands for where no file names a class."""
+"""For each `model_type` of config.json, the tokenizer class that applies if no file names one."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class SpecialTokens:
-    """What the files of one folder say about special and added tokens."""
+    """Special and added tokens in the files of one folder."""
 
     def __init__(
         self,
@@ -98,7 +98,8 @@ class SpecialTokens:
         self._listed = self._added(added_tokens) if listed is None else self._decoded(listed)
 
     def add_to(self, backend: Tokenizer) -> tuple[dict[str, str], tuple[str, ...]]:
-        """Add the tokens that `backend` does not have yet, which mutates it. Returns those with a role, and others."""
+        """Add the tokens that `backend` does not have yet, which mutates it. Return the tokens with a role, and the
+        other special tokens."""
         there = backend.get_added_tokens_decoder()
         contents = {token.content for token in there.values()}
         defaults = {role: token for role, token in self._defaults.items() if token in contents}
@@ -150,7 +151,7 @@ class SpecialTokens:
 
 
 def class_name(settings: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
-    """The class of transformers that reads a tokenizer, without the ending `Fast`; None if no file names one.
+    """Return the name of the transformers class for a tokenizer, without the ending `Fast`; None if no file names one.
 
     `settings` is the content of tokenizer_config.json, `model` that of config.json.
     """
@@ -161,7 +162,7 @@ def class_name(settings: Mapping[str, Any], model: Mapping[str, Any]) -> str | N
 
 
 def is_known_class(name: object) -> bool:
-    """True for the name of a class of transformers, with or without the ending `Fast`."""
+    """Return True if `name` is a tokenizer class of transformers, with or without the ending `Fast`."""
     return isinstance(name, str) and bool({name, name.removesuffix("Fast"), f"{name}Fast"} & CLASSES)
 
 
@@ -170,7 +171,8 @@ def _extra(said: Mapping[str, Any]) -> Any:
 
 
 def _marked_special(value: object) -> object:
-    """A token of special_tokens_map.json. Those with flags are special without saying so."""
+    """Return a token of special_tokens_map.json with its flag set to special, which the file does not say for tokens
+    with flags."""
     if isinstance(value, list):
         return [_marked_special(item) for item in value]
     return {**value, "special": True} if isinstance(value, Mapping) and "content" in value else value

@@ -1,4 +1,4 @@
-"""Finds the chat templates of a folder, and the one of several that a conversation needs. Renders none."""
+"""Finds the chat templates of a folder, and chooses one for a conversation. Renders none."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def read_chat_template(folder: Path, settings: Mapping[str, Any]) -> ChatTemplat
 
 
 def choose_template(templates: ChatTemplate, chosen: str | None, *, has_tools: bool) -> str | None:
-    """Return the template of a conversation: `chosen`, a template or the name of one, or else the checkpoint's.
+    """Return the template for a conversation: `chosen`, which is a template or the name of one, or else the
+    checkpoint's.
 
-    Of several, the one named `tool_use` is for conversations with tools, and `default` for all others. None if there is
-    no template. Raises `InvalidRequestError` if none of several is the default.
+    Of several templates, `tool_use` is for conversations with tools, and `default` for all others. None if there is no
+    template. Raises `InvalidRequestError` if there are several and none is the default.
     """
     if not isinstance(templates, dict):
         return templates if chosen is None else chosen

@@ -1,6 +1,6 @@
-"""One checkpoint's tokenizer: text to ids and back, and chats to text. Runs no model.
+"""Tokenizer of one checkpoint: text to ids and back, and chats to text. Runs no model.
 
-The library `tokenizers` does the work. What the files say is read by `folder.py`, and by `models/gguf` for GGUF files.
+The library `tokenizers` does the work. `folder.py` reads the files, and `models/gguf` reads GGUF files.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from specrs.tokenizer.template_files import choose_template
 logger = logging.getLogger("specrs")
 
 _LONG_TEXT = 2**17
-"""Characters; shorter texts are encoded whatever their length, in tens of milliseconds."""
+"""Maximum number of characters of a text that is always encoded, which takes tens of milliseconds. Longer texts are
+checked first."""
 
 
 class Tokenizer:
-    """One tokenizer. Its methods may be called by several threads.
+    """Tokenizer of a checkpoint. Its methods may be called by several threads.
 
     `backend` is the `tokenizers.Tokenizer`. `special_tokens_map` has tokens by their role (`"eos_token"`),
     `extra_special_tokens` special ones without a role. `chat_template` is a template, several by name, or None.
@@ -77,9 +78,9 @@ class Tokenizer:
 
     @cached_property
     def decoder(self) -> TokenDecoder:
-        """The decoding half, which the core's texts share; made when it is first asked for.
+        """Decoder of the core, which turns ids into text. Made at its first use.
 
-        Raises `CheckpointError` for a decoder that is Python code, which has no JSON.
+        Raises `CheckpointError` for a decoder that is Python code, which has no JSON form.
         """
         try:
             return TokenDecoder(self.backend.to_str())
@@ -90,12 +91,13 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens with added ones; the models' embeddings may have more rows."""
+        """Number of tokens, added tokens included. Embeddings of models may have more rows."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def max_chars_per_token(self) -> int | None:
-        """The most characters that one token stands for; None where an unknown word of any length is one token."""
+        """Maximum number of characters that one token stands for. None if an unknown word of any length is one
+        token."""
         from tokenizers import models, pre_tokenizers
 
         vocab, model = self.backend.get_vocab(with_added_tokens=True), self.backend.model
@@ -114,13 +116,14 @@ class Tokenizer:
         return max(map(len, vocab)) * 4  # NFC and its kin make one character of up to four
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Ids of `text`, with what the checkpoint puts around a sequence (a BOS token) unless told otherwise.
+        """Return the ids of `text`. With `add_special_tokens`, they include what the checkpoint puts around a sequence,
+        such as a BOS token.
 
-        With `max_tokens`, a text that is far longer costs what its beginning does: 16 MB took 9 s and 3 GB before.
-        A text that is a little longer is encoded; its length is the caller's to check.
+        With `max_tokens`, a text that is far longer is rejected at the cost of its beginning: to encode 16 MB would
+        take 9 s and 3 GB. A text that is only a little longer is encoded; the caller has to check its length.
 
-        Raises `InvalidRequestError` if `text` is no text: not a string, or with lone surrogates; and where it is far
-        longer than `max_tokens`.
+        Raises `InvalidRequestError` if `text` is not a string or has lone surrogates, and if it is far longer than
+        `max_tokens`.
         """
         if not isinstance(text, str):
             raise invalid_request("prompt", text, "must be a string")
@@ -148,20 +151,21 @@ class Tokenizer:
             )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`, all at once."""
+        """Return the text of all `token_ids`."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def bytes_in_vocabulary(self, token_id: int) -> bytes:
-        """The bytes that the vocabulary's entry of a token stands for; empty for an id that it does not have.
+        """Return the bytes of a token's entry in the vocabulary; empty for an id that it does not have.
 
-        For byte-level tokenizers and those with a fallback to bytes. Other vocabularies may write a token otherwise
-        than it is decoded.
+        It works for byte-level tokenizers and for those with a fallback to bytes. Other vocabularies may write a token
+        differently from its decoded text.
         """
         token = self.backend.id_to_token(token_id)
         return b"" if token is None else self.bytes_of(token)
 
     def bytes_of(self, token: str) -> bytes:
-        """The bytes that a token of the vocabulary stands for. See `bytes_in_vocabulary` for what it cannot know."""
+        """Return the bytes of a token, given as the vocabulary writes it. Exact only for byte-level tokenizers and
+        those with a fallback to bytes."""
         if self._is_byte_level and all(symbol in _BYTE_OF_SYMBOL for symbol in token):
             return bytes(_BYTE_OF_SYMBOL[symbol] for symbol in token)
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -170,7 +174,8 @@ class Tokenizer:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        """Whether the vocabulary writes bytes as symbols. The decoder says so: its JSON alone, not the vocabulary's."""
+        """True if the vocabulary writes bytes as symbols, which the decoder shows. Reads only the decoder's JSON, not
+        the vocabulary's."""
         decoder = self.backend.decoder
         return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
@@ -184,12 +189,13 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation, by the checkpoint's template or `chat_template`, in a sandbox.
+        """Return the prompt of a conversation, rendered in a sandbox by the checkpoint's template or by
+        `chat_template`.
 
         Contents are strings, or lists of `{"type": "text", "text": ...}` parts, which are joined by newlines.
         `chat_template_kwargs` are the template's own variables. Messages that the template leaves out are logged.
 
-        Raises `InvalidRequestError` for messages that are none, without a template, and when the template fails.
+        Raises `InvalidRequestError` for malformed messages, without a template, and if the template fails.
         """
         rendered = render(
             self.chat_arguments(
@@ -216,9 +222,11 @@ class Tokenizer:
         tokenize: bool = True,
         **chat_template_kwargs: Any,
     ) -> list[int] | str:
-        """Ids of a conversation, or its text with `tokenize=False`; arguments and defaults are transformers'.
+        """Return the ids of a conversation, or its text with `tokenize=False`. Arguments and defaults are those of
+        transformers.
 
-        The text is that of `render_chat`, and this raises what `render_chat` raises.
+        The text is that of `render_chat`. Raises `InvalidRequestError` for malformed messages, without a template, and
+        if the template fails.
         """
         text = self.render_chat(
             conversation,
@@ -241,11 +249,11 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         hints: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Plain data from which `specrs.chat_template.render` makes the text of `render_chat`, in any process.
+        """Return plain data from which `specrs.chat_template.render` makes the text of `render_chat`, in any process.
 
-        `hints` are variables that the template gets where it reads them; each of the others gives a warning.
+        `hints` are variables that the template gets if it reads them; each of the others gives a warning.
 
-        Raises `InvalidRequestError` for messages that are none, and without a template.
+        Raises `InvalidRequestError` for malformed messages, and without a template.
         """
         template = choose_template(self.chat_template, chat_template, has_tools=tools is not None)
         if not template:
@@ -283,7 +291,8 @@ class Tokenizer:
 
 
 def _byte_symbols() -> dict[str, int]:
-    """What byte-level tokenizers write for a byte: itself where it is printable Latin-1, else U+0100 and on."""
+    """Return the byte of each symbol that byte-level tokenizers write. A byte is written as itself if it is printable
+    Latin-1, else as a character from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,1 +1,1 @@
-"""What accepts tokens: the verification rules over flat logits rows. Knows no models and no caches."""
+"""Verification rules, which accept draft tokens by flat rows of logits. Knows no models and no caches."""

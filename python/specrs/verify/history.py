@@ -1,8 +1,7 @@
-"""What a row has seen: token counts for penalties and the last tokens for bad words, drafts included. Changes no
-logits.
+"""History of a row: token counts for penalties, and the last tokens for bad words, drafts included. Changes no logits.
 
-Row i of a verification gives the distribution of position n + i, so its history is the committed tokens and d_1..d_i,
-as if those drafts had been written one by one; a drafting pass that draws d_{i+1} has the same history.
+Row i of a verification gives the distribution of position n + i. Its history is the committed tokens and d_1..d_i, as
+if those drafts had been written one by one. A drafting pass that draws d_{i+1} has the same history.
 """
 
 from __future__ import annotations
@@ -14,24 +13,25 @@ import torch
 from torch import Tensor
 
 OUTSIDE = -2
-"""Stands in a context for positions before the first token; equals no id and no padding."""
+"""Id in a context for positions before the first token. It equals no token id and no padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Occurrences by flat row and token."""
+    """Number of occurrences of each token, by flat row."""
 
     output: Tensor  # [N, V] int32, times each token occurs in the output
     prompt: Tensor  # [N, V] bool, whether it occurs in the prompt
 
 
 def count_tokens(history: Tensor, positions: Tensor, prompt_len: Tensor, vocab_size: int) -> TokenCounts:
-    """Counts of the tokens before each flat row's position; derived anew, so nothing has to be kept in step with it.
+    """Count the tokens before each flat row's position. The counts are computed anew each time, so nothing has to be
+    updated.
 
     Args:
-        history: tokens of each flat row's request, `[N, M]` int64, drafts behind the committed ones; M reaches the
-            largest position. What lies from a row's position on is ignored, but must be ids of the vocabulary.
-        positions: the position whose distribution the flat row gives, `[N]` int64.
+        history: tokens of each flat row's request, `[N, M]` int64, drafts after the committed ones. M reaches the
+            largest position. Tokens from a row's position on are ignored, but must be ids of the vocabulary.
+        positions: position whose distribution the flat row gives, `[N]` int64.
         prompt_len: `[N]` int64; tokens before it count as prompt.
     """
     column = torch.arange(history.shape[1], device=history.device)
@@ -45,21 +45,22 @@ def count_tokens(history: Tensor, positions: Tensor, prompt_len: Tensor, vocab_s
 
 
 def context_rows(tokens: Tensor, rows: Tensor, positions: Tensor, length: int) -> Tensor:
-    """The `length` tokens before each flat row's position, `[N, length]` int64, `OUTSIDE` before the first.
+    """Return the `length` tokens before each flat row's position, `[N, length]` int64, with `OUTSIDE` before the first
+    token.
 
     Args:
-        tokens: row state `[R, M]` int64; committed tokens and, behind them, this iteration's drafts.
+        tokens: row state `[R, M]` int64; committed tokens and, after them, this iteration's drafts.
         rows: state row of each flat row, `[N]` int64.
-        positions: the position whose distribution the flat row gives, `[N]` int64 (n + i in verification).
+        positions: position whose distribution the flat row gives, `[N]` int64 (n + i in verification).
     """
     index = positions[:, None] + torch.arange(-length, 0, device=positions.device)
     return torch.where(index >= 0, tokens[rows[:, None], index.clamp(min=0)], OUTSIDE)
 
 
 def pack_bad_words(words: Sequence[Sequence[int]], num_words: int, length: int) -> Tensor:
-    """Token sequences as `[num_words, length]` int64, right-aligned, -1 where unused.
+    """Return token sequences as `[num_words, length]` int64, right-aligned, -1 where unused.
 
-    Every word must have 1 to `length` ids and there may be at most `num_words`; a ValueError says which does not fit.
+    Raises ValueError if there are more than `num_words` sequences, or if one has not 1 to `length` ids.
     """
     if len(words) > num_words:
         raise ValueError(f"bad_words: {len(words)} sequences, allowed are at most {num_words}")

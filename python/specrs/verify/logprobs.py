@@ -11,17 +11,16 @@ from specrs.verify.thresholds import descending_keys
 from specrs.verify.token_logprobs import TokenLogprobs
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
-"""vLLM's names for what `logprobs` reports."""
+"""Values that `logprobs` can report, under vLLM's names."""
 
 
 def logprob_values(mode: LogprobsMode, raw: Tensor, processed: Tensor) -> Tensor:
-    """The values that a mode reports, `[N, V]`.
+    """Return the values `[N, V]` that `mode` reports.
 
-    `raw_logprobs` (vLLM's default) is log_softmax of what the model gave, before masks, penalties and temperature;
+    `raw_logprobs` (vLLM's default) is log_softmax of the model's logits, before masks, penalties and temperature.
     `processed_logprobs` is log_softmax after all of them, so tokens outside top-k, top-p or min-p are -inf. A greedy
     row's processed logits are those after the penalties, without temperature. `raw_logits` and `processed_logits` are
-    those logits themselves. All four are a function of the row's context, so they are the values of decoding without
-    drafts.
+    those logits themselves. All four depend only on the row's context, so they are the same as without drafts.
 
     Args:
         raw: `[N, V]`.

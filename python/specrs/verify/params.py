@@ -1,6 +1,6 @@
 """Sampling parameters as tensors, one entry per flat row, and host flags that say which steps a batch needs.
 
-Which columns and steps there are, and what a user's values make of them, the core says (`RequestSampling.columns`).
+The core defines the columns and steps, and converts a user's values to them (`RequestSampling.columns`).
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specrs.core import PARAM_COLUMNS, STEPS, RequestSampling
+from specrs.core import STEPS, RequestSampling
+from specrs.record_fields import ParamColumns, StepFlags
 from specrs.transfer import to_device
 
-_COLUMN = {name: i for i, name in enumerate(PARAM_COLUMNS)}
 
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """Parameters of N rows, in the form the steps use: each is a column `[N, 1]` of one tensor, so that it broadcasts
-    over logits `[N, V]`, and a batch's rows are gathered by one op.
+@dataclass(frozen=True)
+class SamplingRows(ParamColumns[Tensor]):
+    """Parameters of N rows. Each is a column `[N, 1]` of one tensor, so that it broadcasts over logits `[N, V]`, and a
+    batch's rows are gathered by one op.
 
     "Off" is a value that leaves a row as it is to the bit, so that a batch may run a step that only one row needs.
     A greedy row has top_k, top_p and min_p off: no filter removes the argmax, and the processed logprobs of a greedy
@@ -33,55 +32,21 @@ class SamplingRows:
     def allocate(
         cls, num_rows: int, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> SamplingRows:
-        """`num_rows` greedy rows with everything else off."""
+        """Return the parameters of `num_rows` greedy rows with all other steps off."""
         off, _ = RequestSampling(temperature=0.0).columns(_name(dtype))
         return cls(torch.tensor([off], dtype=dtype, device=device).repeat(num_rows, 1))
 
-    def _column(self, name: str) -> Tensor:
-        return self.values.narrow(1, _COLUMN[name], 1)
+    def column(self, index: int) -> Tensor:
+        """Return column `index` `[N, 1]`, a view in the logits' dtype."""
+        return self.values.narrow(1, index, 1)
 
     @property
     def greedy(self) -> Tensor:
-        """`[N, 1]` bool."""
-        return self._column("greedy") != 0
-
-    @property
-    def temperature(self) -> Tensor:
-        """Positive; 1 in greedy rows."""
-        return self._column("temperature")
-
-    @property
-    def top_k(self) -> Tensor:
-        """At least 1; inf is off. fp32 counts to 2^24."""
-        return self._column("top_k")
-
-    @property
-    def top_p(self) -> Tensor:
-        """In (0, 1); inf is off."""
-        return self._column("top_p")
-
-    @property
-    def log_min_p(self) -> Tensor:
-        """ln(min_p); -inf is off."""
-        return self._column("log_min_p")
-
-    @property
-    def repetition_penalty(self) -> Tensor:
-        """Positive; 1 is off."""
-        return self._column("repetition_penalty")
-
-    @property
-    def presence_penalty(self) -> Tensor:
-        """0 is off."""
-        return self._column("presence_penalty")
-
-    @property
-    def frequency_penalty(self) -> Tensor:
-        """0 is off."""
-        return self._column("frequency_penalty")
+        """`[N, 1]` bool, True for greedy rows."""
+        return super().greedy != 0
 
     def write(self, row: int, sampling: RequestSampling) -> Steps:
-        """Set one row from what a request asks for, as a record would; mutates the tensor.
+        """Set one row to the parameters of a request, as a record would. Mutates the tensor.
 
         Returns:
             The steps that this row needs.
@@ -91,7 +56,7 @@ class SamplingRows:
         return Steps.of(bits)
 
     def select(self, index: Tensor) -> SamplingRows:
-        """The rows `index` `[M]` int64, copied; an index may occur several times."""
+        """Return copies of the rows `index` `[M]` int64. An index may occur several times."""
         return SamplingRows(self.values.index_select(0, index))
 
 
@@ -99,35 +64,22 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Which steps some row of a batch needs, `specrs.core.STEPS` by name; known on the host, so that the others cost
-    nothing."""
+class Steps(StepFlags):
+    """Sampling steps that at least one row of a batch needs. The host knows them, so the other steps cost nothing."""
 
-    greedy: bool = False
-    random: bool = False
-    temperature: bool = False
-    top_k: bool = False
-    top_p: bool = False
-    min_p: bool = False
-    repetition: bool = False
-    counts: bool = False  # presence or frequency penalty
-    constraints: bool = False  # allowed ids, biases or bad words
-    min_tokens: bool = False  # stop ids are masked before it
-    logprobs: bool = False
-    extras: bool = False  # what no record can hold
+    __slots__ = ()
 
     @staticmethod
     @functools.cache
     def of(bits: int) -> Steps:
-        """The steps of `admit_steps`, or of several of them by `|`."""
+        """Return the steps of `admit_steps` bits. Bits of several requests may be combined by `|`."""
         return Steps(**{name: bool(bits >> i & 1) for i, name in enumerate(STEPS)})
 
     def __or__(self, other: Steps) -> Steps:
-        """What either needs."""
+        """Combine two sets of steps."""
         return Steps(**{name: getattr(self, name) or getattr(other, name) for name in STEPS})
 
     @property
     def penalties(self) -> bool:
-        """Whether token counts are needed."""
+        """True if token counts are needed."""
         return self.repetition or self.counts

@@ -59,13 +59,13 @@ def process_logits(
     counts: TokenCounts | None = None,
     coarse: bool = False,
 ) -> Tensor:
-    """Logits `[N, V]` whose softmax is the distribution that each row samples; a greedy row has all of it on its
+    """Return logits `[N, V]` whose softmax is the distribution that each row samples. A greedy row has all of it on its
     argmax.
 
     Args:
         logits: raw, `[N, V]` fp32 or float64.
         rows: parameters of the N rows, floats in the logits' dtype.
-        steps: the union over the rows' requests.
+        steps: union of the steps of all rows' requests.
         constraints: None if no row has any.
         counts: history of each flat row, `[N, V]`; needed if `steps.penalties`.
         coarse: for drafting, top_k and top_p cut on a grid (`apply_coarse_top_k_top_p`).
@@ -83,7 +83,8 @@ def adjust_logits(
     constraints: Constraints | None = None,
     counts: TokenCounts | None = None,
 ) -> Tensor:
-    """Masks, bias and penalties: all that can change an argmax. A batch of greedy rows needs no more than this."""
+    """Apply masks, bias and penalties, which are all steps that can change an argmax. A batch of greedy rows needs no
+    others."""
     adjusted = logits if constraints is None else constrain(logits, constraints)
     if not steps.penalties:
         return adjusted
@@ -93,7 +94,7 @@ def adjust_logits(
 
 
 def constrain(logits: Tensor, constraints: Constraints) -> Tensor:
-    """Forbid and bias tokens; `[N, V]`."""
+    """Return logits `[N, V]` after allowed ids, bad words, `min_tokens` and biases."""
     c = constraints
     out = logits.clone() if c.forbidden is None else logits.masked_fill(c.forbidden, -torch.inf)
     if c.bad_words is not None:
@@ -114,7 +115,8 @@ def constrain(logits: Tensor, constraints: Constraints) -> Tensor:
 
 
 def leaves_only_stops(forbidden: Tensor, stop_ids: Tensor) -> Tensor:
-    """Whether a grammar allows nothing but stop ids, `[N]` bool: there the text is complete, and `min_tokens` yields.
+    """Return `[N]` bool, True if a grammar allows only stop ids. The text is then complete, and `min_tokens` does not
+    apply.
 
     Args:
         forbidden: `[N, V]` bool, true where the grammar excludes the token.
@@ -132,8 +134,8 @@ def _forbid(logits: Tensor, ids: Tensor, where: Tensor) -> None:
 
 
 def penalize(logits: Tensor, rows: SamplingRows, steps: Steps, counts: TokenCounts) -> Tensor:
-    """Repetition (Keskar et al. 2019, section 4.1, with the sign rule), then frequency and presence penalty; `[N,
-    V]`."""
+    """Return logits `[N, V]` after the repetition penalty (Keskar et al. 2019, section 4.1, with the sign rule), then
+    frequency and presence penalty."""
     in_output = counts.output > 0
     if steps.repetition:
         scaled = torch.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
@@ -144,7 +146,8 @@ def penalize(logits: Tensor, rows: SamplingRows, steps: Steps, counts: TokenCoun
 
 
 def filter_logits(adjusted: Tensor, rows: SamplingRows, steps: Steps, *, coarse: bool = False) -> Tensor:
-    """Temperature, min_p, top_k, top_p: none changes the argmax. Greedy rows stay as they are; `[N, V]`."""
+    """Return logits `[N, V]` after temperature, min_p, top_k and top_p, none of which changes the argmax. Greedy rows
+    are unchanged."""
     out = adjusted / rows.temperature if steps.temperature else adjusted
     if steps.min_p:
         out = apply_min_p(out, rows.log_min_p)
@@ -155,9 +158,10 @@ def filter_logits(adjusted: Tensor, rows: SamplingRows, steps: Steps, *, coarse:
 
 
 def greedy_as_point_mass(logits: Tensor, greedy: Tensor) -> Tensor:
-    """Greedy rows (`greedy` `[N, 1]` bool) become 0 at the argmax, lowest id first, and -inf elsewhere; others stay.
+    """Replace greedy rows (`greedy` `[N, 1]` bool) by 0 at the argmax, the lowest id if several are equal, and -inf
+    elsewhere. Other rows are unchanged.
 
-    softmax then gives exactly 1 and 0, and any finite noise draws the argmax: the sampling rules need no case for
+    softmax then gives exactly 1 and 0, and any finite noise draws the argmax, so the sampling rules need no case for
     greedy rows.
     """
     best = logits.argmax(dim=-1, keepdim=True)

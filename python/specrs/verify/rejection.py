@@ -15,7 +15,7 @@ is no longer Gumbel.
 
 Keys of that noise, for the counter-based generator: drafts and uniforms by the position of the draft, the last draw
 by n, the iteration's start (once per iteration, so never twice, and it can be made before m is known), or by n + m,
-its own position. Draft noise and uniforms of a position behind the first rejection come up again in the next
+its own position. Draft noise and uniforms of a position after the first rejection come up again in the next
 iteration. That is no reuse: m and the emitted tokens depend only on d_1..d_{m+1} and u_1..u_{m+1}, so given these the
 later ones are as good as new.
 
@@ -43,20 +43,20 @@ def verify_rejection(
     uniforms: Tensor,
     noise: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Accept drafts and draw the token after them; `count_accepted`, then `draw_after`.
+    """Accept drafts by `count_accepted`, and draw the token after them by `draw_after`.
 
     Args:
-        target_probs: p, `[N, V]`; row q_start[b] + i is p_i of entry b.
-        q_start: `[B+1]` int64; entry b owns at least num_drafts[b] + 1 rows.
-        draft_probs: q, `[B, K, V]`; anything, NaN too, in columns from num_drafts on.
+        target_probs: p, `[N, V]`; row q_start[b] + i is p_i of sequence b.
+        q_start: `[B+1]` int64; sequence b has at least num_drafts[b] + 1 rows.
+        draft_probs: q, `[B, K, V]`; any values, also NaN, in columns from num_drafts on.
         draft_tokens: `[B, K]` int64, ids of the vocabulary; columns from num_drafts on are ignored.
         num_drafts: K_r, `[B]` int64, 0 <= K_r <= K.
         uniforms: `[B, K]` in (0, 1), at most 1 - 2^-24.
         noise: `[B, V]` standard Gumbel values.
 
     Returns:
-        `(num_accepted [B] int64, tokens [B, K+1] int64)`; columns of tokens past num_accepted are meaningless.
-        Nothing is mutated.
+        `(num_accepted [B] int64, tokens [B, K+1] int64)`; columns of tokens past num_accepted are meaningless. Nothing
+            is mutated.
     """
     accepted = count_accepted(target_probs, q_start, draft_probs, draft_tokens, num_drafts, uniforms)
     last = draw_after(target_probs, q_start, draft_probs, num_drafts, accepted, noise)
@@ -71,7 +71,8 @@ def count_accepted(
     num_drafts: Tensor,
     uniforms: Tensor,
 ) -> Tensor:
-    """m, the number of drafts before the first with u * q >= p, `[B]` int64. Arguments as in `verify_rejection`."""
+    """Return m `[B]` int64, the number of drafts before the first with u * q >= p. Arguments as in
+    `verify_rejection`."""
     k = draft_tokens.shape[1]
     if k == 0:
         return torch.zeros_like(num_drafts)
@@ -84,9 +85,10 @@ def count_accepted(
 def draw_after(
     target_probs: Tensor, q_start: Tensor, draft_probs: Tensor, num_drafts: Tensor, num_accepted: Tensor, noise: Tensor
 ) -> Tensor:
-    """The token after m accepted drafts, `[B]` int64: from norm(max(0, p_m - q_m)) if m < K_r, from p_m if m = K_r.
+    """Draw the token after m accepted drafts, `[B]` int64: from norm(max(0, p_m - q_m)) if m < K_r, from p_m if m =
+    K_r.
 
-    Where the residual is empty (p <= q everywhere, which rounding can make of p = q) it is drawn from p_m.
+    If the residual is empty (p <= q everywhere, which rounding can cause for p = q), the token is drawn from p_m.
     """
     p = target_probs.index_select(0, q_start[:-1] + num_accepted)
     k = draft_probs.shape[1]
@@ -100,12 +102,12 @@ def draw_after(
 
 
 def append_token(draft_tokens: Tensor, num_accepted: Tensor, last: Tensor) -> Tensor:
-    """`[B, K+1]` int64: drafts `[B, K]` with `last` `[B]` in column num_accepted."""
+    """Return `[B, K+1]` int64: drafts `[B, K]` with `last` `[B]` in column num_accepted."""
     column = torch.arange(draft_tokens.shape[1] + 1, device=last.device)
     padded = torch.cat((draft_tokens, last[:, None]), dim=1)
     return torch.where(column == num_accepted[:, None], last[:, None], padded)
 
 
 def row_index(q_start: Tensor, width: int) -> Tensor:
-    """Flat row of each column, `[B, width]` int64: q_start[b] + i, held at the entry's last row."""
+    """Return the flat row of each column, `[B, width]` int64: q_start[b] + i, but at most the sequence's last row."""
     return torch.minimum(q_start[:-1, None] + torch.arange(width, device=q_start.device), q_start[1:, None] - 1)

@@ -76,13 +76,14 @@ def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None
 
 
 def apply_coarse_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """`apply_top_k_top_p` in one search step, for drafting: the cut lies on a grid of 1/32 nat below the largest logit.
+    """`apply_top_k_top_p` in one search step, for drafting: the threshold lies on a grid of 1/32 nat below the largest
+    logit.
 
-    Keeps what the exact filter keeps, and the tokens up to e^(1/32) less probable than the last of those. Tokens more
-    than 32 nats below the largest are not told apart; none of them is ever drawn. Any q is lossless that is the q
-    drawn from. This one costs a third of the exact cut, and overlaps the target as much: sum(min(p, q)) of the bundled
-    pair at temperature 0.8, top_p 0.9 is 0.662 with either, and 0.640 if drafts are not filtered at all. Arguments and
-    result as there.
+    Keeps the tokens that the exact filter keeps, and tokens up to e^(1/32) less probable than the last of them. Tokens
+    more than 32 nats below the largest count as equal; none of them is ever drawn. Verification is lossless with any q
+    that the drafts were really drawn from. This q costs a third of the exact filter's. It overlaps the target as much:
+    sum(min(p, q)) of the bundled pair at temperature 0.8, top_p 0.9 is 0.662 with either filter, and 0.640 without
+    filtering drafts. Arguments and result are those of `apply_top_k_top_p`.
     """
     gap = logits - logits.amax(dim=-1, keepdim=True)
     # A NaN must not become an index.
@@ -120,11 +121,12 @@ def descending_keys(logits: Tensor) -> Tensor:
 
 
 def _search(keys: Tensor, bits: int, weights: Tensor, target: Tensor, *, relative: bool = False) -> Tensor:
-    """Smallest key c `[N, 1]` with sum(weights where key <= c) >= target; a key behind all others if none reaches it.
+    """Return the smallest key c `[N, 1]` with sum(weights where key <= c) >= target; a key after all others if none
+    reaches the target.
 
-    `relative` targets are shares of the row's total. `cell` is the prefix of c found so far. In later steps the first
-    cell also counts what lies before the prefix, and cells behind the last what lies behind it: the target is reached
-    inside, so neither moves the cell in which that happens.
+    With `relative`, targets are shares of the row's total. `cell` is the prefix of c found so far. In later steps the
+    first cell also counts keys before the prefix, and extra cells after the last count keys after it. The target is
+    reached inside, so neither moves the cell in which that happens.
     """
     shift, half = bits - _DIGIT, 1 << (_DIGIT - 1)
     sums = _cumulate((keys >> shift).add_(half), weights, 2 * half)
@@ -144,11 +146,11 @@ def _search(keys: Tensor, bits: int, weights: Tensor, target: Tensor, *, relativ
 
 @lru_cache(maxsize=16)
 def _behind(size: int, vocab_size: int, device: torch.device) -> Tensor:
-    """Cells for keys behind the prefix, `[V]`: 64 of them, because most of a row goes there, and additions to one cell
-    wait for each other (with one, a step over 6 rows of 2,048 takes 25 us longer)."""
+    """Return cells for keys after the prefix, `[V]`. There are 64 of them, because most of a row goes there, and
+    additions to one cell wait for each other. With one cell, a step over 6 rows of 2,048 takes 25 us longer."""
     return torch.arange(vocab_size, device=device) % _SPREAD + size
 
 
 def _cumulate(cells: Tensor, weights: Tensor, num_cells: int) -> Tensor:
-    """Sum of weights in cells 0..c, `[N, num_cells]`."""
+    """Return the sum of weights in cells 0..c, `[N, num_cells]`."""
     return weights.new_zeros((cells.shape[0], num_cells)).scatter_add_(1, cells, weights).cumsum_(dim=1)

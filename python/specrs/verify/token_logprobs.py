@@ -1,4 +1,4 @@
-"""Log probabilities of tokens as launches report them. Computes none."""
+"""Log probabilities of tokens, in the form in which steps report them. Computes none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities of N rows: of the token in question, and of the n most probable tokens.
+    """Log probabilities of N rows: of a given token, and of the n most probable tokens.
 
     Each field is a NumPy array, or a tensor of the host.
     """

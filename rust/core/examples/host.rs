@@ -1,8 +1,8 @@
-//! A host in plain Rust: `specrs-core` plans, a pretended device computes prompt chunks, catch-up chunks and decode iterations with
-//! paged KV, two launches in flight.
+//! Example of a host in plain Rust. `specrs-core` plans. A pretended device computes prompt chunks, catch-up chunks and
+//! decode iterations with paged KV, with two launches in flight.
 //!
-//! The "models" are functions of what lies in their caches, so the example needs no weights, and a wrong slot changes the text. All
-//! else is what a real host does.
+//! The "models" are functions of the contents of their caches, so the example needs no weights, and a wrong slot
+//! changes the text. Everything else is as in a real host.
 //!
 //! ```text
 //! cargo run -p specrs-core --example host
@@ -19,13 +19,13 @@ const ROWS: usize = 4;
 const BLOCK_SIZE: usize = 16;
 const NUM_BLOCKS: usize = 64;
 const MAX_LEN: usize = 256;
-/// Launches planned and not yet settled: while one runs, the next is planned.
+/// Number of launches planned and not yet settled: while one runs, the next is planned.
 const DEPTH: usize = 2;
 
-/// One model: its paged KV, which for a position is the token there, and what it makes of it.
+/// Model: its paged KV, which contains the token of each position, and its next token for such KV.
 struct Model {
     cache: Vec<i64>,
-    /// Whether it is right about two tokens of three only.
+    /// Whether the model is a draft, which is right about only two tokens of three.
     is_draft: bool,
 }
 
@@ -34,8 +34,8 @@ impl Model {
         Self { cache: vec![i64::MIN; NUM_BLOCKS * BLOCK_SIZE], is_draft }
     }
 
-    /// Feeds `tokens`, the last of the positions whose KV lies at `slots`; the next token after each. Their KV goes to `written`;
-    /// `NO_SLOT` is nowhere, because it is there already.
+    /// Feeds `tokens`, which are the last of the positions whose KV is at `slots`, and returns the next token after
+    /// each. Their KV is written to the slots `written`, where `NO_SLOT` skips KV that is there already.
     fn feed(&mut self, tokens: &[i64], slots: &[i64], written: &[i64]) -> Vec<i64> {
         for (&token, &slot) in tokens.iter().zip(written) {
             if slot != NO_SLOT {
@@ -46,20 +46,20 @@ impl Model {
         ends.map(|end| self.next(slots[..end].iter().map(|&slot| self.cache[slot as usize]))).collect()
     }
 
-    /// The token after positions with this KV.
+    /// Returns the token after positions with this KV.
     fn next(&self, kv: impl Iterator<Item = i64>) -> i64 {
         let token = kv.fold(1, |sum, value| (31 * sum + value) % 49_999);
         token + i64::from(self.is_draft && token % 3 == 0)
     }
 }
 
-/// What the device knows of a running request.
+/// Device state of a running request.
 #[derive(Clone, Default)]
 struct Row {
     tokens: Vec<i64>,
     limit: usize,
     draft_len: usize,
-    /// Its block table.
+    /// Block table of the request.
     blocks: Vec<i64>,
 }
 
@@ -76,14 +76,14 @@ impl Device {
         Ok(Self { target, draft, rows: vec![Row::default(); ROWS], mapper: SlotMapper::new(BLOCK_SIZE)? })
     }
 
-    /// Slots of the row's first `count` positions.
+    /// Returns the slots of the row's first `count` positions.
     fn slots(&self, row: usize, count: usize) -> Vec<i64> {
         let mut slots = vec![NO_SLOT; count];
         self.mapper.map_range(&self.rows[row].blocks, 0, &mut slots);
         slots
     }
 
-    /// Executes a planned launch; what it reports goes into `results`, by entry.
+    /// Executes a planned launch and writes its report into `results`, by entry.
     fn launch(&mut self, layout: &RecordLayout, record: &[i64], report: &ResultsLayout, results: &mut [i64]) {
         let at = layout.view(record);
         let header = specrs_core::scheduler::LaunchHeader::read(record);
@@ -154,7 +154,7 @@ impl Device {
         }
     }
 
-    /// The device judges ends; these requests have no stop tokens.
+    /// Appends new tokens of a row and reports them. The device judges ends; these requests have no stop tokens.
     fn emit(&mut self, row: usize, new: &[i64], entry: usize, report: &ResultsLayout, results: &mut [i64]) {
         let row = &mut self.rows[row];
         row.tokens.extend(new);
@@ -165,7 +165,7 @@ impl Device {
     }
 }
 
-/// Runs all requests to their end; new tokens go to `deliver` with the request's id.
+/// Runs all requests to their end and passes new tokens to `deliver` with the request's id.
 fn run(scheduler: &mut Scheduler, mut deliver: impl FnMut(i64, &[i64])) -> Result<(), Error> {
     let mut device = Device::new()?;
     let (record_layout, results_layout) = (*scheduler.record_layout(), *scheduler.results_layout());

@@ -1,11 +1,13 @@
-//! Acceptance books: how many drafted tokens the target accepted. Counts what the device reports and estimates nothing.
+//! Acceptance statistics: how many drafted tokens the target accepted. Counts what the device reports and estimates
+//! nothing.
 //!
-//! One iteration of one request with `drafted >= 1` is one *draft* of `drafted` tokens, `accepted` of them accepted, before
-//! stop tokens or length limits cut the text. All shares are over drafts or draft tokens, so requests at K = 0 do not dilute them.
+//! One iteration of one request with `drafted >= 1` is one *draft* of `drafted` tokens, `accepted` of them accepted,
+//! before stop tokens or length limits cut the text. All shares are over drafts or draft tokens, so requests at K = 0
+//! do not dilute them.
 
 use crate::error::Error;
 
-/// Books of drafts of up to `num_speculative_tokens` (K) tokens.
+/// Statistics of drafts of up to `num_speculative_tokens` (K) tokens.
 ///
 /// ```
 /// use specrs_core::AcceptanceTracker;
@@ -21,26 +23,27 @@ use crate::error::Error;
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AcceptanceTracker {
-    /// `histogram[m]`: drafts with exactly m accepted tokens, `[K + 1]`. Everything but `draft_tokens` follows from it.
+    /// `histogram[m]`: number of drafts with exactly m accepted tokens, `[K + 1]`. All statistics except `draft_tokens`
+    /// follow from it.
     histogram: Vec<u64>,
     draft_tokens: u64,
 }
 
 impl AcceptanceTracker {
-    /// Empty books for drafts of at most `num_speculative_tokens` tokens; 0 is allowed and then nothing can be recorded.
+    /// Makes empty statistics for drafts of at most `num_speculative_tokens` tokens; with 0 nothing can be recorded.
     pub fn new(num_speculative_tokens: usize) -> Self {
         Self { histogram: vec![0; num_speculative_tokens + 1], draft_tokens: 0 }
     }
 
-    /// K, the most tokens one draft can have.
+    /// Returns K, the maximum number of tokens in one draft.
     pub fn num_speculative_tokens(&self) -> usize {
         self.histogram.len() - 1
     }
 
-    /// Enters one iteration. `drafted == 0` is no draft and changes nothing.
+    /// Records one iteration. `drafted == 0` is no draft and changes nothing.
     ///
     /// # Errors
-    /// [`Error::InvalidAcceptance`] unless `accepted <= drafted <= K`; the books are unchanged.
+    /// [`Error::InvalidAcceptance`] unless `accepted <= drafted <= K`; the statistics are unchanged.
     pub fn record(&mut self, drafted: usize, accepted: usize) -> Result<(), Error> {
         let allowed = self.num_speculative_tokens();
         if drafted > allowed || accepted > drafted {
@@ -53,7 +56,7 @@ impl AcceptanceTracker {
         Ok(())
     }
 
-    /// These books less a part of them.
+    /// Returns these statistics without the drafts that `part` counts. `part` must be included in them.
     pub(crate) fn without(mut self, part: &Self) -> Self {
         self.draft_tokens -= part.draft_tokens;
         self.histogram.iter_mut().zip(&part.histogram).for_each(|(all, part)| *all -= part);
@@ -66,32 +69,33 @@ impl AcceptanceTracker {
         self.draft_tokens = 0;
     }
 
-    /// Iterations that drafted at least one token.
+    /// Returns the number of iterations that drafted at least one token.
     pub fn drafts(&self) -> u64 {
         self.histogram.iter().sum()
     }
 
-    /// Tokens drafted.
+    /// Returns the number of drafted tokens.
     pub fn draft_tokens(&self) -> u64 {
         self.draft_tokens
     }
 
-    /// Drafted tokens that the target accepted.
+    /// Returns the number of drafted tokens that the target accepted.
     pub fn accepted_tokens(&self) -> u64 {
         self.histogram.iter().zip(0..).map(|(&drafts, accepted)| drafts * accepted).sum()
     }
 
-    /// Mean tokens emitted per draft, the recovered or bonus token included: `1 + accepted / drafts`; 1 without drafts.
+    /// Returns the mean number of tokens emitted per draft, including the recovered or bonus token: `1 + accepted /
+    /// drafts`. It is 1 without drafts.
     pub fn acceptance_length(&self) -> f64 {
         1.0 + ratio(self.accepted_tokens(), self.drafts())
     }
 
-    /// `accepted / draft tokens`; 0 without drafts.
+    /// Returns the share of draft tokens that the target accepted; 0 without drafts.
     pub fn acceptance_rate(&self) -> f64 {
         ratio(self.accepted_tokens(), self.draft_tokens)
     }
 
-    /// `[K]`: drafts whose token i was accepted. Never increases with i.
+    /// Returns for each position i the number of drafts whose token i was accepted, `[K]`. It never increases with i.
     pub fn accepted_per_position(&self) -> Vec<u64> {
         let mut counts: Vec<u64> = self.histogram[1..].to_vec();
         for i in (1..counts.len()).rev() {
@@ -100,14 +104,14 @@ impl AcceptanceTracker {
         counts
     }
 
-    /// `[K]`: share of all drafts whose token i was accepted, unconditional: a draft too short to have a token i counts as
-    /// one without. Sums to `acceptance_length - 1`.
+    /// Returns for each position i the share of all drafts whose token i was accepted, `[K]`. The shares are
+    /// unconditional: a draft too short to have a token i counts as one without. They sum to `acceptance_length - 1`.
     pub fn per_position(&self) -> Vec<f64> {
         let drafts = self.drafts();
         self.accepted_per_position().into_iter().map(|accepted| ratio(accepted, drafts)).collect()
     }
 
-    /// `[K + 1]`: drafts by the number of their tokens that were accepted.
+    /// Returns the number of drafts by their number of accepted tokens, `[K + 1]`.
     pub fn histogram(&self) -> &[u64] {
         &self.histogram
     }
@@ -121,7 +125,7 @@ fn ratio(part: u64, whole: u64) -> f64 {
 mod tests {
     use super::*;
 
-    /// Every sequence of up to three records at K = 2, against a plain list of what was recorded.
+    /// Compares every sequence of up to three records at K = 2 with a plain list of the records.
     #[test]
     fn small_scope_against_a_list() {
         let entries: Vec<(usize, usize)> = (0..=2).flat_map(|d| (0..=d).map(move |a| (d, a))).collect();
@@ -168,7 +172,7 @@ mod tests {
         assert!((books.acceptance_length() - 3.0).abs() < 1e-12);
     }
 
-    /// What a part of the drafters recorded, taken from what all did, leaves what the others did: all counts of it.
+    /// Removing the records of some drafters from the statistics of all leaves exactly the records of the others.
     #[test]
     fn a_part_taken_away_leaves_the_other_part() {
         let records = [(3, 3, false), (3, 0, true), (2, 1, true), (1, 1, false), (3, 2, true), (1, 0, false)];

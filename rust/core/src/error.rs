@@ -1,4 +1,5 @@
-//! What can go wrong, as one enum. Messages name the field, the value and what is allowed; nothing here prints or logs.
+//! Errors of this crate, as one enum. Messages name the field, the value and the allowed values; nothing here prints or
+//! logs.
 
 use thiserror::Error as ThisError;
 
@@ -14,55 +15,55 @@ pub enum Error {
     InvalidConfig {
         /// Name of the setting.
         field: &'static str,
-        /// The value given.
+        /// Value that was passed in.
         value: String,
-        /// What is allowed.
+        /// Description of the allowed values.
         allowed: String,
     },
     /// A request can never be served as given.
     #[error("request {request_id}: {field} = {value} is not allowed: expected {allowed}")]
     InvalidRequest {
-        /// Id of the refused request.
+        /// Id of the rejected request.
         request_id: i64,
         /// Name of the parameter.
         field: &'static str,
-        /// The value given.
+        /// Value that was passed in.
         value: String,
-        /// What is allowed.
+        /// Description of the allowed values.
         allowed: String,
     },
     /// A request with this id is waiting or running.
     #[error("request_id = {request_id} is already live: expected an id that is neither waiting nor running")]
     DuplicateRequest {
-        /// The id given twice.
+        /// Id of the request that was added twice.
         request_id: i64,
     },
     /// No request with this id is waiting or running.
     #[error("request_id = {request_id} is not live: expected the id of a waiting or running request")]
     UnknownRequest {
-        /// The id given.
+        /// Id that no live request has.
         request_id: i64,
     },
     /// The operation needs a running request and this one is waiting.
     #[error("request_id = {request_id} is waiting: expected the id of a running request")]
     NotRunning {
-        /// The id given.
+        /// Id of the waiting request.
         request_id: i64,
     },
-    /// The pool has no block to give.
+    /// Every block of the pool is held.
     #[error("out of KV blocks: all {num_blocks} are referenced, expected at least 1 free")]
     OutOfBlocks {
-        /// Size of the pool.
+        /// Number of blocks in the pool.
         num_blocks: usize,
     },
     /// A block id is outside the pool, or its state does not allow the operation.
     #[error("block = {block} ({state}) is not allowed: expected {allowed}")]
     InvalidBlock {
-        /// The id given.
+        /// Block id that was passed in.
         block: i64,
-        /// What the pool knows about it.
+        /// State of the block in the pool.
         state: String,
-        /// What is allowed.
+        /// Description of the allowed values.
         allowed: &'static str,
     },
     /// A buffer has the wrong size or content for its role.
@@ -70,50 +71,50 @@ pub enum Error {
     InvalidBuffer {
         /// Name of the buffer.
         name: &'static str,
-        /// Its length, or the value found in it.
+        /// Length of the buffer, or the wrong value in it.
         value: String,
-        /// What is allowed.
+        /// Description of the allowed values.
         allowed: String,
     },
     /// A draft was recorded with impossible counts.
     #[error("drafted = {drafted}, accepted = {accepted} is not allowed: expected accepted <= drafted <= {allowed}")]
     InvalidAcceptance {
-        /// Tokens drafted.
+        /// Number of drafted tokens in the record.
         drafted: usize,
-        /// Tokens accepted.
+        /// Number of accepted tokens in the record.
         accepted: usize,
-        /// The most tokens a draft can have.
+        /// Maximum number of tokens in a draft.
         allowed: usize,
     },
-    /// Launches settle in the order in which they were planned.
+    /// A launch was settled out of order; launches settle in the order in which they were planned.
     #[error("launch_id = {launch_id} cannot settle now: expected {}", match expected {
         Some(id) => format!("{id}, the oldest launch in flight"),
         None => "a launch in flight, and there is none".to_owned(),
     })]
     SettleOrder {
-        /// The launch given.
+        /// Id of the launch that was passed in.
         launch_id: u64,
-        /// The launch whose turn it is, if any is in flight.
+        /// Id of the oldest launch in flight, which must settle next; `None` if no launch is in flight.
         expected: Option<u64>,
     },
-    /// The device reported something that its launch cannot have produced.
+    /// The device reported results that the launch cannot have produced.
     #[error("launch {launch_id}, entry {entry}: {field} = {value} is not allowed: expected {allowed}")]
     InvalidResults {
-        /// The launch being settled.
+        /// Id of the launch being settled.
         launch_id: u64,
         /// Index of the entry in the launch.
         entry: usize,
         /// Section of the results buffer.
         field: &'static str,
-        /// The value found.
+        /// Value found in the section.
         value: i64,
-        /// What is allowed.
+        /// Description of the allowed values.
         allowed: String,
     },
-    /// The books of this crate contradict each other: a bug in it.
+    /// The state of this crate contradicts itself, which is a bug in the crate.
     #[error("integrity: {what}")]
     Integrity {
-        /// The contradiction, with its numbers.
+        /// Description of the contradiction, with its numbers.
         what: String,
     },
 }
@@ -143,7 +144,7 @@ impl Error {
     }
 }
 
-/// Refuses a buffer that does not have exactly `expected` elements.
+/// Rejects a buffer that does not have exactly `expected` elements.
 pub(crate) fn check_len(name: &'static str, len: usize, expected: usize) -> Result<()> {
     if len == expected {
         return Ok(());

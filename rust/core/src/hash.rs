@@ -1,10 +1,13 @@
-//! Names of KV blocks by content: a keyed 128-bit hash of a block's tokens and everything before them. Stores nothing.
+//! Content hashes of KV blocks: a keyed 128-bit hash of a block's tokens and of all tokens before them. Stores nothing.
 //!
-//! `H_0 = SipHash'(salt)`, `H_{b+1} = SipHash(H_b, tokens of block b)`, SipHash-2-4 with 128-bit output (Aumasson and Bernstein
-//! 2012). The key keeps clients from constructing prompts that collide with another tenant's, the salt separates tenants and
-//! adapters that share the key. What KV depends on besides tokens (an image behind placeholder tokens, an adapter from some
-//! position on) is an extra key of its block: `H_b` is then `SipHash''(H_b, offset in the block, extra key)`, for each of them in
-//! order. A chain goes on from any `H_b`, so the caller may keep one and hash what follows later.
+//! `H_0 = SipHash'(salt)`, `H_{b+1} = SipHash(H_b, tokens of block b)`, SipHash-2-4 with 128-bit output (Aumasson and
+//! Bernstein 2012). The key keeps clients from constructing prompts that collide with another tenant's. The salt
+//! separates tenants and adapters that share the key.
+//!
+//! KV may depend on more than tokens, such as an image in place of placeholder tokens, or an adapter from some position
+//! on. Each such dependency is an extra key of its block: `H_b` is then `SipHash''(H_b, offset in the block, extra
+//! key)`, for each of them in order. A chain continues from any `H_b`, so the caller may keep one and hash later tokens
+//! from it.
 
 use std::hash::Hasher;
 
@@ -12,26 +15,27 @@ use siphasher::sip128::{Hasher128, SipHasher24};
 
 use crate::error::{Error, Result};
 
-/// Before a token that does not fit 32 bits.
+/// Word that is hashed before a token that does not fit 32 bits.
 pub(crate) const ESCAPE: u32 = u32::MAX;
 
-/// Name of a block's content and its prefix.
+/// Hash of a block's content and of all content before it.
 pub type BlockHash = u128;
 
-/// What the KV from a position on depends on besides the tokens. It enters the name of the position's block, and so those of all
-/// blocks behind it.
+/// Extra dependency of the KV from a position on, besides the tokens. It enters the hash of the position's block and
+/// thus of all blocks after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExtraKey<'a> {
-    /// Index of the token from which on it counts.
+    /// Index of the first token whose KV depends on the key.
     pub position: usize,
-    /// What names it, such as the hash of an image. At least one byte.
+    /// Bytes that identify the dependency, such as the hash of an image. At least one byte.
     pub key: &'a [u8],
 }
 
-/// Checks extra keys of so many tokens: positions that do not decrease and are a token's, keys that are not empty.
+/// Checks extra keys for `num_tokens` tokens: positions must be token indices and not decrease, and keys must not be
+/// empty.
 ///
 /// # Errors
-/// The index, the value and what is allowed.
+/// Index and value of the first wrong key, and a description of what is allowed.
 pub(crate) fn check_extra_keys(extra_keys: &[ExtraKey<'_>], num_tokens: usize) -> Result<(), (String, String)> {
     let mut least = 0;
     for (at, extra) in extra_keys.iter().enumerate() {
@@ -67,7 +71,7 @@ pub struct BlockHasher {
 }
 
 impl BlockHasher {
-    /// A hasher with the given key; engines whose caches should agree use the same key.
+    /// Makes a hasher with the given key. Engines whose prefix caches should agree must use the same key.
     pub fn new(key: &[u8; 16]) -> Self {
         // Keys of their own, so that neither a salt nor an extra key spells a parent and its tokens.
         Self {
@@ -77,15 +81,15 @@ impl BlockHasher {
         }
     }
 
-    /// Start of a chain: the parent of a sequence's first block.
+    /// Returns the start of a chain: the parent of a sequence's first block.
     pub fn root(&self, salt: &[u8]) -> BlockHash {
         let mut hasher = self.keyed_root;
         hasher.write(salt);
         hasher.finish128().as_u128()
     }
 
-    /// What to hash a block's tokens on from, in place of `parent`, where `key` counts from the block's token `offset` on. Several
-    /// are applied one after the other.
+    /// Returns the parent to use in place of `parent` for a block with an extra key, which counts from the block's
+    /// token `offset` on. Several keys are applied one after the other.
     pub fn with_extra_key(&self, parent: BlockHash, offset: usize, key: &[u8]) -> BlockHash {
         let mut hasher = self.keyed_extra;
         hasher.write(&parent.to_le_bytes());
@@ -94,17 +98,17 @@ impl BlockHasher {
         hasher.finish128().as_u128()
     }
 
-    /// What tells the hashes of a KV group's blocks from those of the first group's, by exclusive or.
+    /// Returns the tag of a KV group. The hash of a block in that group is the first group's hash XOR this tag.
     pub(crate) fn group_tag(&self, group: usize) -> BlockHash {
         self.with_extra_key(0, group, b"KV group")
     }
 
-    /// Hashes of the full blocks of `tokens`, which follow on from `parent`: a [`root`](Self::root), or the last hash of what came
-    /// before. Positions of extra keys count from `tokens[0]`.
+    /// Hashes the full blocks of `tokens`, which continue from `parent`: a [`root`](Self::root), or the last hash of
+    /// the blocks before. Positions of extra keys count from `tokens[0]`.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] if `block_size` is 0, [`Error::InvalidBuffer`] if positions of extra keys decrease or are not those
-    /// of tokens, or a key is empty.
+    /// [`Error::InvalidConfig`] if `block_size` is 0. [`Error::InvalidBuffer`] if positions of extra keys decrease or
+    /// are no token indices, or if a key is empty.
     pub fn hash_blocks(
         &self,
         parent: BlockHash,
@@ -130,7 +134,7 @@ impl BlockHasher {
         Ok(blocks.collect())
     }
 
-    /// Hash of the block that holds `tokens` after the block `parent`.
+    /// Returns the hash of the block that contains `tokens` after the block `parent`.
     pub fn chain(&self, parent: BlockHash, tokens: &[i64]) -> BlockHash {
         // Half the words of 64-bit tokens, so half the time; the escape keeps it unambiguous for any token.
         if tokens.iter().all(|&token| (0..i64::from(ESCAPE)).contains(&token)) {
@@ -150,13 +154,13 @@ impl BlockHasher {
         hasher.finish128().as_u128()
     }
 
-    /// [`chain`](Self::chain) of tokens below [`ESCAPE`].
+    /// Returns the hash of [`chain`](Self::chain) for tokens below [`ESCAPE`].
     pub(crate) fn chain_tokens(&self, parent: BlockHash, tokens: &[u32]) -> BlockHash {
         self.chain_words(parent, tokens, |token| token)
     }
 
-    /// Hashes bytes by the hundred: the hasher sets up and finishes partial words at every write, which for a write a token is two
-    /// thirds of the time.
+    /// Hashes words in groups of hundreds of bytes. The hasher sets up and finishes partial words at every write, which
+    /// takes two thirds of the time if every token is a write of its own.
     fn chain_words<T: Copy>(&self, parent: BlockHash, tokens: &[T], word: impl Fn(T) -> u32) -> BlockHash {
         const PARENT: usize = 16;
         const TOKENS: usize = 64;
@@ -214,7 +218,8 @@ mod tests {
         assert_eq!(a.chain(root, &[1, 2]), BlockHasher::new(&[0; 16]).chain(root, &[1, 2]));
     }
 
-    /// The bytes that are hashed, written out: the parent, then 4 bytes a token, however long the block is.
+    /// Compares with `SipHash` over the hashed bytes, written out: the parent, then 4 bytes per token, for any block
+    /// length.
     #[test]
     fn is_siphash_of_parent_and_tokens() {
         let hasher = BlockHasher::new(&[3; 16]);
@@ -230,7 +235,7 @@ mod tests {
         }
     }
 
-    /// Wherever the tokens are cut between two calls, with extra keys on both sides, the chain is the same.
+    /// Splits the tokens between two calls at every place, with extra keys on both sides; the chain is the same.
     #[test]
     fn goes_on_from_a_parent() {
         let hasher = BlockHasher::new(&[3; 16]);

@@ -1,4 +1,5 @@
-//! Decisions of speculative decoding: scheduling, KV blocks, slot mappings, acceptance books. No Python, no GPU, no I/O, no clock.
+//! Decisions of speculative decoding: scheduling, KV blocks, slot mappings, acceptance statistics. No Python, no GPU,
+//! no I/O, no clock.
 //!
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
@@ -21,7 +22,7 @@ pub use acceptance::AcceptanceTracker;
 pub use block_pool::BlockPool;
 pub use cost_model::{CostLine, CostModel};
 pub use drafts::{
-    Drafter, DrafterKind, HostDrafters, NgramProposer, SuffixCache, SuffixDraft, SuffixSettings, SuffixStats,
+    Drafter, DrafterKind, HostDrafters, NgramProposer, Number, SuffixCache, SuffixDraft, SuffixSettings, SuffixStats,
 };
 pub use error::{Error, Result};
 pub use hash::{BlockHash, BlockHasher, ExtraKey};

@@ -1,17 +1,18 @@
-//! Logarithm and exponential of this crate's own: the same bits on every machine, in loops that vectorise. Nothing else.
+//! Logarithm and exponential with the same bits on every machine, written so that loops vectorise.
 
-/// `n` below 2^52 as f64, by writing it into the mantissa of 2^52: SSE2 has no conversion for 64-bit integers.
+/// Converts `n` below 2^52 to f64 by writing it into the mantissa of 2^52, because SSE2 has no conversion for 64-bit
+/// integers.
 #[inline]
 pub(crate) fn to_f64(n: u64) -> f64 {
     f64::from_bits(0x4330_0000_0000_0000 | n) - 4_503_599_627_370_496.0
 }
 
-/// Natural logarithm of a positive normal f64, relative error below 2^-40.
+/// Computes the natural logarithm of a positive normal f64 with a relative error below 2^-40.
 ///
-/// `x = 2^exponent m` with m in `[sqrt(1/2), sqrt(2))`, and `ln m = 2 atanh(s) = 2 (s + s^3/3 + s^5/5 + ...)` with
-/// `s = (m - 1) / (m + 1)`, `s^2 <= 0.0295`. Not the standard library's `ln`: that one is the platform's, whose bits differ
-/// between machines, and a call per value. This one is branch-free over 64-bit adds, shifts and masks, so that loops
-/// vectorise on every x86-64, which takes a third off [`fill_gumbel`](crate::philox::fill_gumbel).
+/// `x = 2^exponent m` with m in `[sqrt(1/2), sqrt(2))`, and `ln m = 2 atanh(s) = 2 (s + s^3/3 + s^5/5 + ...)` with `s =
+/// (m - 1) / (m + 1)`, `s^2 <= 0.0295`. The standard library's `ln` calls the platform's, whose bits differ between
+/// machines, once per value. This function is branch-free over 64-bit adds, shifts and masks. So loops vectorise on
+/// every x86-64, which takes a third off [`fill_gumbel`](crate::philox::fill_gumbel).
 #[inline]
 pub(crate) fn ln(x: f64) -> f64 {
     const SQRT_HALF: u64 = 0x3FE6_A09E_667F_3BCD;
@@ -29,9 +30,10 @@ pub(crate) fn ln(x: f64) -> f64 {
     (exponent * std::f64::consts::LN_2 + (s + s)) + s * (z * (low + (z2 * z2) * high))
 }
 
-/// e^x for `x <= 0`, relative error below 2^-22; 0 below -87, where f32 has no normal value. e^0 is 1 exactly.
+/// Computes e^x for `x <= 0` with a relative error below 2^-22. The result is 0 below -87, where f32 has no normal
+/// value, and e^0 is 1 exactly.
 ///
-/// `x = n ln 2 + r` with `|r| <= ln 2 / 2`, and the Taylor series of e^r to r^7.
+/// The method is `x = n ln 2 + r` with `|r| <= ln 2 / 2`, and the Taylor series of e^r up to r^7.
 #[inline]
 pub(crate) fn exp_nonpositive(x: f32) -> f32 {
     // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.

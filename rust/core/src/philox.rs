@@ -1,8 +1,8 @@
 //! Counter-based random numbers: Philox4x32-10 and the uniform and Gumbel values that sampling draws from it.
 //!
-//! Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Every value is a pure function
-//! of `(seed, position, token, purpose)`; there is no state, so batch, preemption and replay cannot change a draw.
-//! This module does not derive seeds and does not sample.
+//! Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Every value is a pure
+//! function of `(seed, position, token, purpose)`; there is no state, so batch, preemption and replay cannot change a
+//! draw. This module does not derive seeds and does not sample.
 //!
 //! The layout is frozen: recorded outputs and the GPU twin depend on it.
 //!
@@ -16,22 +16,22 @@
 
 use crate::math::{ln, to_f64};
 
-/// What a random number is for. Different purposes at one `(seed, position)` are independent streams.
+/// Use of a random number. Different purposes at one `(seed, position)` are independent streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Purpose {
-    /// Draws the draft token from q.
+    /// Draw of a draft token from q.
     Draft = 0,
-    /// The uniform that accepts or rejects a draft token.
+    /// Uniform that accepts or rejects a draft token.
     Accept = 1,
-    /// Reserved: no rule draws with it; the token after the drafts has the noise of `Gumbel` under every rule.
+    /// Reserved and unused: the token after the drafts is drawn with the noise of `Gumbel` under every rule.
     Recover = 2,
-    /// The noise of the target's own draw, which the draft shares under the `coupled` rule.
+    /// Noise of the target's own draw, which the draft shares under the `coupled` rule.
     Gumbel = 3,
 }
 
 impl Purpose {
-    /// The purpose with this number, or `None` outside `0..=3`.
+    /// Returns the purpose with this number, or `None` outside `0..=3`.
     pub fn from_index(index: i64) -> Option<Self> {
         match index {
             0 => Some(Self::Draft),
@@ -46,7 +46,7 @@ impl Purpose {
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
-/// Philox4x32-10: four 32-bit words from a 128-bit counter and a 64-bit key.
+/// Computes Philox4x32-10: four 32-bit words from a 128-bit counter and a 64-bit key.
 #[inline]
 pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     let [mut c0, mut c1, mut c2, mut c3] = counter;
@@ -64,30 +64,32 @@ pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     [c0, c1, c2, c3]
 }
 
-/// The four words of tokens `4 * group .. 4 * group + 4`.
+/// Returns the four words of tokens `4 * group .. 4 * group + 4`.
 #[inline]
 fn words(seed: u64, position: u64, purpose: Purpose, group: u32) -> [u32; 4] {
     philox4x32([group, position as u32, (position >> 32) as u32, purpose as u32], [seed as u32, (seed >> 32) as u32])
 }
 
-/// The 32-bit word of one token.
+/// Returns the 32-bit word of one token.
 pub fn word(seed: u64, position: u64, purpose: Purpose, token: u32) -> u32 {
     words(seed, position, purpose, token / 4)[(token % 4) as usize]
 }
 
-/// Uniform in (0, 1): `((word >> 9) + 0.5) * 2^-23`, exact in f32, in `[2^-24, 1 - 2^-24]`.
+/// Converts a word to a uniform value in (0, 1): `((word >> 9) + 0.5) * 2^-23`, exact in f32, in `[2^-24, 1 - 2^-24]`.
 ///
-/// 23 bits and not 24: `(word >> 8) + 0.5` needs 25 significant bits, rounds, and reaches 1.0.
+/// It uses 23 bits, because with 24 bits `(word >> 8) + 0.5` needs 25 significant bits, is rounded, and reaches 1.0.
 #[inline]
 pub fn uniform_from_word(word: u32) -> f32 {
     ((word >> 9) as f32 + 0.5) * (1.0 / 8_388_608.0)
 }
 
-/// Standard Gumbel value `-ln(-ln((word + 0.5) * 2^-32))`, computed in f64 and rounded once to f32.
+/// Converts a word to a standard Gumbel value `-ln(-ln((word + 0.5) * 2^-32))`, computed in f64 and rounded once to
+/// f32.
 ///
-/// All 32 bits are used, not the 23 of [`uniform_from_word`]: a token of probability p is drawn when `-ln u` falls below
-/// about p, and a grid of 2^-23 would nearly never draw tokens under 1e-8, of which a vocabulary of 150,000 can hold 1e-3 in sum.
-/// Error: at most 1 ulp where `|g| >= 2^-16`, and an absolute 2^-40 closer to the root. Range: `[-3.14, 22.88]`.
+/// All 32 bits are used, unlike in [`uniform_from_word`]. A token of probability p is drawn when `-ln u` falls below
+/// about p. A grid of 2^-23 would almost never draw tokens under 1e-8, which can have a total probability of 1e-3 in a
+/// vocabulary of 150,000. The error is at most 1 ulp where `|g| >= 2^-16`, and 2^-40 absolute closer to the root. The
+/// range is `[-3.14, 22.88]`.
 #[inline]
 pub fn gumbel_from_word(word: u32) -> f32 {
     let u = (to_f64(u64::from(word)) + 0.5) * (1.0 / 4_294_967_296.0);
@@ -104,7 +106,8 @@ pub fn fill_gumbel(seed: u64, position: u64, purpose: Purpose, out: &mut [f32]) 
     fill(seed, position, purpose, out, gumbel_from_word);
 }
 
-/// Standard Gumbel values of `tokens`, ascending, into `out` of the same length; the values that [`fill_gumbel`] has for them.
+/// Writes the standard Gumbel values of `tokens`, which ascend, into `out`, which has the same length. They equal those
+/// of [`fill_gumbel`].
 ///
 /// # Panics
 /// If the lengths differ.
@@ -127,7 +130,8 @@ pub fn gumbel_of(seed: u64, position: u64, purpose: Purpose, tokens: &[u32], out
     }
 }
 
-/// Words first, values second: two plain loops over a small array vectorise, one mixed loop does not.
+/// Fills `out` with `value` of each token's word. It computes words first and values second, because two plain loops
+/// over a small array vectorise and one mixed loop does not.
 #[inline]
 fn fill(seed: u64, position: u64, purpose: Purpose, out: &mut [f32], value: impl Fn(u32) -> f32) {
     const GROUPS: usize = 16;
@@ -164,7 +168,7 @@ mod tests {
         }
     }
 
-    /// The layout table of the module, written out by hand against the published pi vector.
+    /// Checks the layout table of the module, written out by hand, against the published pi vector.
     #[test]
     fn frozen_layout() {
         let seed = 0x299F_31D0_A409_3822;
@@ -196,7 +200,8 @@ mod tests {
         }
     }
 
-    /// Against the standard library's f64 logarithms, `ln_1p` where u is near 1; words near the root g = 0 (u = 1/e) included.
+    /// Compares with the standard library's f64 logarithms (`ln_1p` where u is near 1), including words near u = 1/e,
+    /// the root of g.
     #[test]
     fn gumbel_is_accurate() {
         let root = (f64::exp(-1.0) * 4_294_967_296.0) as u32;
@@ -232,7 +237,7 @@ mod tests {
         }
     }
 
-    /// Means, variances and the correlation between streams that differ in one coordinate, each within 5 sigma.
+    /// Checks means, variances and the correlation between streams that differ in one coordinate, each within 5 sigma.
     #[test]
     fn moments_and_independence() {
         const N: usize = 1 << 16;

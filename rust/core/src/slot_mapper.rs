@@ -1,18 +1,18 @@
-//! Where a position's KV lives: `slot = block_table[position / block_size] * block_size + position % block_size`.
+//! KV slots of positions: `slot = block_table[position / block_size] * block_size + position % block_size`.
 //!
-//! This is the definition for the whole project; device kernels that compute slots are tested against it. It reads block
-//! tables and never allocates blocks.
+//! This is the definition for the whole project; device kernels that compute slots are tested against it. It reads
+//! block tables and never allocates blocks.
 
 use crate::error::{Error, check_len};
 
-/// Slot of a position that has no place; writing to it writes nothing.
+/// Slot of a position without a block; a write to it writes nothing.
 pub const NO_SLOT: i64 = -1;
 
-/// Not a block size: whichever the mapper has.
+/// Value of the const parameter `SIZE` for any block size; the mapper's own block size is used.
 const ANY: usize = 0;
 
-/// Calls a method that is generic in the block size. Dividing by a number that the compiler does not know is most of the time of a
-/// slot, so the usual sizes are known.
+/// Calls a method that is generic over the block size. Dividing by a number that the compiler does not know takes most
+/// of the time, so the usual sizes are constants.
 macro_rules! by_size {
     ($mapper:ident, $method:ident($($argument:expr),*)) => {
         match $mapper.block_size {
@@ -25,16 +25,16 @@ macro_rules! by_size {
     };
 }
 
-/// Maps positions to KV slots for blocks of `block_size` positions.
+/// Mapper of positions to KV slots, for blocks of `block_size` positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotMapper {
     block_size: usize,
-    /// Blocks whose slots all fit an i64.
+    /// Number of blocks whose slots all fit an i64.
     num_blocks: u64,
 }
 
 impl SlotMapper {
-    /// A mapper for blocks of `block_size` positions, at least 1.
+    /// Makes a mapper for blocks of `block_size` positions, at least 1.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] if `block_size` is 0.
@@ -45,13 +45,13 @@ impl SlotMapper {
         Ok(Self { block_size, num_blocks: i64::MAX as u64 / block_size as u64 })
     }
 
-    /// Positions per block.
+    /// Returns the number of positions per block.
     pub fn block_size(&self) -> usize {
         self.block_size
     }
 
-    /// The slot of `position`, or [`NO_SLOT`] if it is negative, beyond the table, in an entry without a block (< 0), or if the slot
-    /// would not fit an i64.
+    /// Returns the slot of `position`. Returns [`NO_SLOT`] if `position` is negative or beyond the table, if its entry
+    /// has no block (< 0), or if the slot would not fit an i64.
     ///
     /// ```
     /// use specrs_core::{NO_SLOT, SlotMapper};
@@ -66,7 +66,7 @@ impl SlotMapper {
         self.slot_sized::<ANY>(block_table, position)
     }
 
-    /// [`slot`](Self::slot) for blocks of `SIZE` positions.
+    /// Computes [`slot`](Self::slot) for blocks of `SIZE` positions.
     #[inline]
     fn slot_sized<const SIZE: usize>(&self, block_table: &[i64], position: i64) -> i64 {
         let size = if SIZE == ANY { self.block_size } else { SIZE };
@@ -82,7 +82,7 @@ impl SlotMapper {
         }
     }
 
-    /// `out[i]` for `positions[i]`.
+    /// Fills `out[i]` with the slot of `positions[i]`, for blocks of `SIZE` positions.
     #[inline]
     fn fill<const SIZE: usize>(&self, block_table: &[i64], positions: &[i64], out: &mut [i64]) {
         for (slot, &position) in out.iter_mut().zip(positions) {
@@ -90,7 +90,7 @@ impl SlotMapper {
         }
     }
 
-    /// Fills `out[i]` with the slot of `start + i`: one lookup per block, for prefill and catch-up chunks.
+    /// Fills `out[i]` with the slot of `start + i`. It does one lookup per block, for prefill and catch-up chunks.
     pub fn map_range(&self, block_table: &[i64], start: i64, out: &mut [i64]) {
         let size = i64::try_from(self.block_size).unwrap_or(i64::MAX);
         let (mut rest, mut position) = (out, start);
@@ -118,12 +118,14 @@ impl SlotMapper {
         Ok(())
     }
 
-    /// The batch form: rows `q_start[b]..q_start[b + 1]` belong to request b, whose table is row b of `block_tables`.
+    /// Maps positions of a batch: rows `q_start[b]..q_start[b + 1]` belong to request b, whose table is row b of
+    /// `block_tables`.
     ///
-    /// `block_tables` is `[B, width]` row-major, `q_start` `[B + 1]` from 0 to N without decreasing, `positions` and `out` `[N]`.
+    /// `block_tables` is `[B, width]` row-major, `q_start` `[B + 1]` from 0 to N without decreasing, `positions` and
+    /// `out` `[N]`.
     ///
     /// # Errors
-    /// [`Error::InvalidBuffer`] if a length or `q_start` disagrees with that; `out` is unchanged.
+    /// [`Error::InvalidBuffer`] if a length does not match, or `q_start` does not rise from 0 to N; `out` is unchanged.
     pub fn map_batch(
         &self,
         block_tables: &[i64],
@@ -181,7 +183,7 @@ mod tests {
 
     type Case = (&'static [i64], &'static [i64], &'static [i64], &'static str);
 
-    /// The definition by enumeration: walk the table's slots in order and number the positions.
+    /// Computes the slots by enumeration: walks the table's slots in order and numbers the positions.
     fn enumerate_slots(block_table: &[i64], block_size: usize) -> Vec<i64> {
         let mut slots = Vec::new();
         for &block in block_table {
@@ -192,7 +194,8 @@ mod tests {
         slots
     }
 
-    /// Every block size to 5, every table to 3 entries over {-1, 0, 1, 4}, every position from -6 to past the end, all forms.
+    /// Tests all forms with block sizes up to 5, tables of up to 3 entries over {-1, 0, 1, 4}, and positions from -6 to
+    /// past the end.
     #[test]
     fn small_scope() {
         let mut tables: Vec<Vec<i64>> = vec![vec![]];
@@ -225,7 +228,7 @@ mod tests {
         }
     }
 
-    /// Block ids up to the largest: a slot that does not fit is none, and nothing wraps.
+    /// Tests block ids up to the largest: a slot that does not fit is none, and nothing wraps.
     #[test]
     fn overflow() {
         for block_size in [1_usize, 3, 16, 1 << 40, i64::MAX as usize, usize::MAX] {

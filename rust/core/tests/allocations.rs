@@ -1,4 +1,4 @@
-//! No heap allocation in the steady state: while requests decode, `plan` and `settle` allocate nothing.
+//! Test that the steady state does not allocate: while requests decode, `plan` and `settle` make no heap allocation.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -12,7 +12,7 @@ thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Counts the allocations of each thread.
+/// Allocator that counts the allocations of each thread.
 struct Counting;
 
 // SAFETY: every call is passed on to the system's allocator as it came; counting touches a plain thread-local number.
@@ -48,7 +48,7 @@ struct Host {
     results: Vec<i64>,
     settled: Vec<i64>,
     launches: u64,
-    /// Of the requests on each row.
+    /// Token limits of the requests, by row.
     limits: [i64; BATCH],
 }
 
@@ -75,7 +75,8 @@ impl Host {
         self.scheduler.add_request(id, &prompt, &params).unwrap();
     }
 
-    /// One launch, `m` drafts accepted everywhere; allocations in the two calls.
+    /// Runs one launch in which every entry accepts `accepted` drafts. Returns the number of allocations in the two
+    /// calls.
     fn step(&mut self, accepted: usize) -> usize {
         let before = ALLOCATIONS.get();
         let outcome = self.scheduler.plan(&mut self.record).unwrap();

@@ -1,10 +1,11 @@
-//! The block pool against a model that keeps its state in plain vectors, over random operations on valid and invalid blocks.
+//! Comparison of the block pool with a model that keeps its state in plain vectors, over random operations on valid and
+//! invalid blocks.
 
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use specrs_core::{BlockPool, Error};
 
-/// What the pool's documentation says of one block.
+/// State of one block, as the pool's documentation describes it.
 #[derive(Clone, Default)]
 struct Block {
     holders: usize,
@@ -53,7 +54,7 @@ fn case() -> impl Strategy<Value = (usize, Vec<Op>)> {
 }
 
 impl Model {
-    /// The block if it exists and `allowed` holds of it.
+    /// Returns the block if it exists and `allowed` is true for it.
     fn get(&mut self, block: i64, allowed: impl Fn(&Block) -> bool) -> Option<(usize, &mut Block)> {
         let id = usize::try_from(block).ok()?;
         self.blocks.get_mut(id).filter(|block| allowed(block)).map(|block| (id, block))
@@ -138,7 +139,8 @@ impl Model {
         Ok(())
     }
 
-    /// Any free block will do; without one it must be the least recently freed cached block.
+    /// Checks an allocation. Any free block is right; without free blocks it must be the least recently freed cached
+    /// block.
     fn allocate(&mut self, done: specrs_core::Result<i64>) -> Result<(), TestCaseError> {
         let free = self.free();
         if free.is_empty() && self.cached.is_empty() {
@@ -155,7 +157,7 @@ impl Model {
         Ok(())
     }
 
-    /// Everything that the pool lets one see.
+    /// Compares everything that the pool shows.
     fn compare(&self, pool: &BlockPool) -> Result<(), TestCaseError> {
         for (id, block) in self.blocks.iter().enumerate() {
             let id = id as i64;
@@ -182,7 +184,7 @@ fn refused<T: std::fmt::Debug>(done: &specrs_core::Result<T>) -> Result<(), Test
     Ok(())
 }
 
-/// `SPECRS_OPERATIONS` sets how many operations are tried in all, 100,000 if it is not set.
+/// Returns the settings of the test. `SPECRS_OPERATIONS` sets the total number of operations, 100,000 by default.
 fn config() -> ProptestConfig {
     let operations = std::env::var("SPECRS_OPERATIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(100_000);
     let cases = operations / 100; // the mean length of a case

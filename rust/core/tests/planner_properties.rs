@@ -1,5 +1,5 @@
-//! The planner under random calls: what it answers is allowed, what it knows stays finite, wrong calls change nothing, and equal
-//! calls give equal answers. What it chooses is judged beside its code.
+//! Tests of the planner under random calls: its answers are allowed, its statistics stay finite, wrong calls change
+//! nothing, and equal calls give equal answers. Unit tests next to the code judge its choices.
 
 use proptest::prelude::*;
 use specrs_core::{CostLine, CostModel, SpeculationPlanner};
@@ -10,9 +10,10 @@ const ROWS: usize = 6;
 #[derive(Clone, Debug)]
 enum Op {
     Reset(usize),
-    /// By row: whether it is in the launch, its cap and its lag.
+    /// Decision, with each row's presence in the launch, its cap and its lag.
     Decide(Vec<(bool, i64, i64)>),
-    /// By entry: the share of its K drafted and of those accepted; the launch's time.
+    /// Settlement, with each entry's share of its K that is drafted and of its drafts that are accepted, and the
+    /// launch's time.
     Settle(Vec<(f64, f64)>, Option<f64>),
     TakeCollapsed,
     Wrong(usize),
@@ -33,7 +34,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Rows and their K, of a launch that was decided.
+/// Rows of a decided launch, and their K.
 type Launch = (Vec<i64>, Vec<i64>);
 
 fn apply(planner: &mut SpeculationPlanner, op: &Op, in_flight: &mut VecDeque<Launch>) -> Vec<i64> {

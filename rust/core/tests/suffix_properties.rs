@@ -1,10 +1,12 @@
-//! Drafts of a suffix cache against a counter that keeps the texts and counts their substrings one by one, under random calls.
+//! Comparison of a suffix cache's drafts with a counter that keeps the texts and counts their substrings one by one,
+//! under random calls.
 
 use proptest::prelude::*;
 use specrs_core::{Error, SuffixCache, SuffixSettings};
 
-/// Requests of random calls, and all that there are.
+/// Number of requests that random calls name.
 const IDS: i64 = 4;
+/// Number of requests in all.
 const ALL_IDS: i64 = 9;
 
 #[derive(Clone, Debug)]
@@ -48,12 +50,12 @@ fn settings() -> impl Strategy<Value = SuffixSettings> {
         })
 }
 
-/// Texts as they are, and nothing derived from them.
+/// Reference model that keeps the texts as they are and derives nothing from them.
 #[derive(Default)]
 struct Texts {
     /// Running requests: id, prompt, output.
     running: Vec<(i64, Vec<u32>, Vec<u32>)>,
-    /// Ended ones, oldest first: id and output.
+    /// Ended requests, oldest first: id and output.
     ended: Vec<(i64, Vec<u32>)>,
 }
 
@@ -66,7 +68,7 @@ impl Texts {
         self.running.iter().position(|request| request.0 == id)
     }
 
-    /// The draft, its score and its pattern's length, by the rule as `SuffixCache` documents it.
+    /// Returns the draft, its score and its pattern's length, by the rule that `SuffixCache` documents.
     fn propose(&self, settings: &SuffixSettings, place: usize, most: usize) -> (Vec<u32>, f64, usize) {
         let (_, prompt, output) = &self.running[place];
         let text = [prompt.as_slice(), output].concat();
@@ -108,7 +110,7 @@ impl Texts {
     }
 }
 
-/// Runs one call on both; what the cache drafts must be what the counter drafts.
+/// Runs one call on both, and checks that the cache drafts the same as the counter.
 fn apply(cache: &mut SuffixCache, texts: &mut Texts, op: &Op) {
     let settings = *cache.settings();
     let unknown = |request_id: i64| Err(Error::UnknownRequest { request_id });
@@ -201,7 +203,7 @@ proptest! {
         run(settings, &ops);
     }
 
-    /// What was the most frequent is not for good.
+    /// Checks that a token that was the most frequent loses that place when outputs are evicted.
     #[test]
     fn counts_fall_as_outputs_go(
         texts in prop::collection::vec(prop::collection::vec(0..6_u32, 2..20), 8),
@@ -216,7 +218,7 @@ proptest! {
         run(settings, &cached.chain(looks).collect::<Vec<_>>());
     }
 
-    /// Drafts depend on the texts alone, not on what else was in the cache before.
+    /// Checks that drafts depend on the texts alone, not on earlier contents of the cache.
     #[test]
     fn what_was_evicted_leaves_nothing_behind(
         settings in settings(),

@@ -1,4 +1,4 @@
-//! What can go wrong, as one enum. Messages name the field, the value and what is allowed.
+//! Errors of this crate, as one enum. Messages name the field, the value and the allowed values.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use thiserror::Error as ThisError;
@@ -10,31 +10,32 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Clone, Debug, PartialEq, Eq, ThisError)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument is outside its range, or does not fit the others.
+    /// An argument is outside its range, or does not match the others.
     #[error("{field} = {value} is not allowed: expected {allowed}")]
     Invalid {
         /// Name of the argument, with the layer or row where there are several.
         field: String,
-        /// The value given.
+        /// Value that was passed in.
         value: String,
-        /// What is allowed.
+        /// Description of the allowed values.
         allowed: String,
     },
-    /// What the core says of sampling.
+    /// The core rejected an argument of sampling.
     #[error(transparent)]
     Core(#[from] specrs_core::Error),
-    /// A pool of threads is used in a process forked off the one that made it: its threads stayed there.
+    /// A pool of threads is used in a process forked off the one that made it. Its threads exist only in the original
+    /// process.
     #[error("the pool's threads are in process {process}, not in its fork {this}: make the engine after the fork")]
     Forked {
-        /// The process that made the pool.
+        /// Id of the process that made the pool.
         process: u32,
-        /// The one that uses it.
+        /// Id of the process that uses the pool.
         this: u32,
     },
-    /// The process around an iteration failed in what it does for it.
+    /// The host of an iteration failed in one of its services.
     #[error("{message}")]
     Host {
-        /// What it said.
+        /// Message of the host.
         message: String,
     },
     /// A pool of threads is used after its end.
@@ -43,15 +44,16 @@ pub enum Error {
     /// A pass has panicked, which is a bug in specrs.
     #[error("a pass panicked: {message}")]
     Panicked {
-        /// What it said.
+        /// Message of the panic.
         message: String,
     },
 }
 
-/// What `part` returns, an error where it panics: for parts whose work space nothing reads that they have left half done.
+/// Returns the result of `part`, or an error if it panics. Nothing may later read work space that `part` left
+/// unfinished.
 ///
 /// # Errors
-/// [`Error::Panicked`], and those of `part`.
+/// [`Error::Panicked`] if `part` panics, and the errors of `part`.
 pub fn guarded<T>(part: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(part)).unwrap_or_else(|panic| {
         let said = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
@@ -68,7 +70,7 @@ impl Error {
     }
 }
 
-/// Refuses a length other than `expected`.
+/// Rejects a length other than `expected`.
 pub(crate) fn check_len(field: &str, len: usize, expected: usize) -> Result<()> {
     if len == expected {
         return Ok(());

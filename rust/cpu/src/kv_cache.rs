@@ -1,58 +1,60 @@
-//! The KV cache of one model: its memory and where a position lies in it. Knows no request.
+//! KV cache of one model: its memory and the location of each position. Knows no requests.
 
 use crate::error::{Error, Result, check_len};
 use crate::memory::{Bf16, MemoryMut};
-use crate::weights::{ModelShape, ValuesMut};
+use crate::shape::ModelShape;
+use crate::values::ValuesMut;
 use std::mem::discriminant;
 
 /// Sizes of a KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShape {
-    /// Blocks that can be handed out; one more, the last, is scratch and never read.
+    /// Number of blocks that can be allocated. The cache has one more block, the last, which is scratch and never read.
     pub num_blocks: usize,
-    /// Positions of a block.
+    /// Number of positions in a block.
     pub block_size: usize,
-    /// KV heads.
+    /// Number of KV heads.
     pub num_kv_heads: usize,
-    /// Features of a head.
+    /// Number of features in a head.
     pub head_dim: usize,
 }
 
 impl KvShape {
-    /// Elements of one layer, `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]`.
+    /// Returns the number of elements in one layer, `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]`.
     pub fn layer_len(&self) -> usize {
         (self.num_blocks + 1) * 2 * self.num_kv_heads * self.block_size * self.head_dim
     }
 
-    /// Slots that can be written and read: `num_blocks * block_size`.
+    /// Returns the number of slots that can be written and read: `num_blocks * block_size`.
     pub fn num_slots(&self) -> usize {
         self.num_blocks * self.block_size
     }
 }
 
-/// Which blocks a layer's KV is in, and whose memory.
+/// Group and memory of a layer's KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvLayer {
-    /// Its group: layers with one block table.
+    /// KV group of the layer: layers in one group share a block table.
     pub group: usize,
-    /// Its place in the group. Layers of the same place have the same memory, of which a block is of one group at a time.
+    /// Index of the layer in its group. Layers with the same index in different groups share memory, of which each
+    /// block belongs to one group at a time.
     pub place: usize,
 }
 
 /// Keys and values of every layer in blocks; slot s is block `s / block_size`, offset `s % block_size`.
 pub struct KvCache {
-    /// By place.
+    /// Memory of the layers, by place.
     pub(crate) places: Vec<ValuesMut>,
     pub(crate) layers: Vec<KvLayer>,
     pub(crate) shape: KvShape,
 }
 
 impl KvCache {
-    /// A cache on memory of others: per layer `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]` contiguous,
-    /// dimension 1 is K, V. All layers have one type, and are in one group.
+    /// Makes a cache in borrowed memory: per layer `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]`,
+    /// contiguous, where dimension 1 is K, V. All layers have one type and are in one group.
     ///
     /// # Errors
-    /// Where a size is 0, a layer has another length, or layers differ in type.
+    /// If a size is 0, a layer has a wrong length, or layers differ in type.
     pub fn new(shape: KvShape, layers: Vec<ValuesMut>) -> Result<Self> {
         let sizes =
             [("block_size", shape.block_size), ("num_kv_heads", shape.num_kv_heads), ("head_dim", shape.head_dim)];
@@ -71,10 +73,11 @@ impl KvCache {
         Ok(Self { places: layers, layers: own, shape })
     }
 
-    /// The same memory for the layers of a model in several groups: what were layers are places.
+    /// Assigns this memory to the layers of a model in several groups. The cache's layers so far become the places of
+    /// `layers`.
     ///
     /// # Errors
-    /// For a place that does not exist, two layers at one place of a group, and a group without layers before others.
+    /// If a place does not exist, two layers of a group have one place, or a group without layers comes before others.
     pub fn with_groups(self, layers: Vec<KvLayer>) -> Result<Self> {
         let num_groups = layers.iter().map(|layer| layer.group + 1).max().unwrap_or(0);
         for (i, layer) in layers.iter().enumerate() {
@@ -94,15 +97,15 @@ impl KvCache {
         Ok(Self { layers, ..self })
     }
 
-    /// G, groups of layers with block tables of their own.
+    /// Returns G, the number of KV groups (layers with a block table of their own).
     pub fn num_groups(&self) -> usize {
         self.layers.iter().map(|layer| layer.group).max().map_or(1, |last| last + 1)
     }
 
-    /// A zeroed cache of its own; bf16 where `bf16`.
+    /// Makes a zeroed cache with its own memory, in bf16 if `bf16`, else in fp32.
     ///
     /// # Errors
-    /// As [`KvCache::new`].
+    /// If a size is 0.
     pub fn allocate(shape: KvShape, num_layers: usize, bf16: bool) -> Result<Self> {
         let len = shape.layer_len();
         let layer = |_| {
@@ -115,17 +118,17 @@ impl KvCache {
         Self::new(shape, (0..num_layers).map(layer).collect())
     }
 
-    /// Its sizes.
+    /// Returns the sizes.
     pub fn shape(&self) -> &KvShape {
         &self.shape
     }
 
-    /// The memory of its layers, by place, whose elements a host may read and write between passes.
+    /// Returns the memory of the layers, by place, whose elements a host may read and write between passes.
     pub fn layers_mut(&mut self) -> &mut [ValuesMut] {
         &mut self.places
     }
 
-    /// Refuses a cache that is not of this model.
+    /// Rejects a cache whose sizes do not match the model.
     pub(crate) fn check(&self, shape: &ModelShape, num_layers: usize) -> Result<()> {
         let found = [self.layers.len(), self.shape.num_kv_heads, self.shape.head_dim];
         let expected = [num_layers, shape.num_kv_heads, shape.head_dim];

@@ -1,61 +1,63 @@
-//! One layer of a decoder: its weights, and what their shapes must be. Computes nothing.
+//! Layer of a decoder: its weights, and the checks of their shapes. Computes nothing.
 
 use crate::error::{Error, Result, check_len};
 use crate::linear::Linear;
-use crate::weights::{ModelShape, Values};
+use crate::shape::ModelShape;
+use crate::values::Values;
 
-/// What the MLP applies to its gate.
+/// Activation function that the MLP applies to its gate.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Activation {
-    /// `x / (1 + e^-x)`
+    /// `SiLU`: `x / (1 + e^-x)`
     #[default]
     Silu,
-    /// GELU, by its approximation with tanh.
+    /// GELU, in its approximation with tanh.
     GeluTanh,
-    /// `x / (1 + e^(-alpha x))` of a gate of at most `limit`, times 1 more than the value, from -limit to limit (`OpenAI` 2025,
-    /// gpt-oss).
+    /// Clamped `SwiGLU` (`OpenAI` 2025, gpt-oss): `x / (1 + e^(-alpha x))` of a gate x of at most `limit`, times 1 plus
+    /// the value, which is clamped to -limit to limit.
     ClampedSwiglu {
-        /// Of the sigmoid's argument.
+        /// Factor of the sigmoid's argument.
         alpha: f32,
-        /// Of gates and values.
+        /// Limit of gates and values.
         limit: f32,
     },
 }
 
-/// The norms of queries and keys before `RoPE`.
+/// Norms of queries and keys before `RoPE`.
 pub struct QkNorm {
-    /// `[head_dim]`, of each head; with `whole` `[heads head_dim]`.
+    /// Weight of the query norm: `[head_dim]` for each head, or with `whole` `[heads head_dim]`.
     pub q: Values,
-    /// The same of keys, `[head_dim]` or `[kv_heads head_dim]`.
+    /// Weight of the key norm: `[head_dim]` for each key head, or with `whole` `[kv_heads head_dim]`.
     pub k: Values,
-    /// All query heads are normed as one, and all key heads.
+    /// Whether all query heads are normed as one, and all key heads as one.
     pub whole: bool,
 }
 
-/// What a layer does behind its attention.
+/// MLP or experts of a layer, after its attention.
 pub enum Mlp {
-    /// The same for all rows.
+    /// One MLP for all rows.
     Dense {
-        /// `hidden -> 2 intermediate`: gate, then up.
+        /// Projection `hidden -> 2 intermediate`: gate, then up.
         gate_up: Linear,
-        /// `intermediate -> hidden`
+        /// Projection `intermediate -> hidden`.
         down: Linear,
     },
-    /// One of several for each row.
+    /// Experts, of which each row uses several.
     Experts(Experts),
 }
 
-/// A mixture of experts: each row is sent to those of its largest router logits, whose results are added by weight.
+/// Mixture of experts: each row is sent to the experts with its largest router logits, whose outputs are added by
+/// weight.
 ///
 /// The weights are the softmax of the router's logits over all experts (Fedus et al. 2021, eq. 1).
 pub struct Experts {
-    /// `hidden -> experts`; its rows are never rounded.
+    /// Projection `hidden -> experts`; its rows are never rounded.
     pub router: Linear,
-    /// Of each expert `hidden -> 2 intermediate`, gate, then up, and `intermediate -> hidden`.
+    /// Two projections per expert: `hidden -> 2 intermediate`, gate, then up, and `intermediate -> hidden`.
     pub experts: Vec<(Linear, Linear)>,
-    /// Experts of a row.
+    /// Number of experts per row.
     pub per_token: usize,
-    /// Weights of a row's experts are divided by their sum.
+    /// Whether the weights of a row's experts are divided by their sum.
     pub normalized: bool,
 }
 
@@ -88,34 +90,34 @@ impl Experts {
     }
 }
 
-/// One layer as it is handed over; norms are copied, projections are not.
+/// Weights of one layer as a caller passes them; norms are copied, projections are not.
 pub struct LayerWeights {
-    /// `[hidden]`, of what attention is fed; none: it is fed the residual stream as it is.
+    /// Weight of the norm before attention, `[hidden]`; `None` if attention is fed the residual stream without a norm.
     pub input_norm: Option<Values>,
-    /// `hidden -> (heads + 2 kv_heads) head_dim`: all q heads, then all k heads, then all v heads.
+    /// Projection `hidden -> (heads + 2 kv_heads) head_dim`: all q heads, then all k heads, then all v heads.
     pub qkv: Linear,
-    /// Of queries and keys.
+    /// Norms of queries and keys, if the model has them.
     pub qk_norm: Option<QkNorm>,
-    /// `[heads]`, of each query head a score more, of no position and with a value of zero.
+    /// Attention sinks, `[heads]`: an additional score of each query head, with no position and a value of zero.
     pub sinks: Option<Values>,
-    /// `heads head_dim -> hidden`
+    /// Output projection of attention, `heads head_dim -> hidden`.
     pub o: Linear,
-    /// `[hidden]`, of what attention adds to the residual stream.
+    /// Weight of the norm of the attention output before it is added to the residual stream, `[hidden]`.
     pub attention_output_norm: Option<Values>,
-    /// `[hidden]`, of what the MLP is fed, like `input_norm`.
+    /// Weight of the norm before the MLP, `[hidden]`; `None` if the MLP is fed the residual stream without a norm.
     pub post_attention_norm: Option<Values>,
     /// The MLP, or experts.
     pub mlp: Mlp,
-    /// `[hidden]`, of what the MLP adds to the residual stream.
+    /// Weight of the norm of the MLP output before it is added to the residual stream, `[hidden]`.
     pub mlp_output_norm: Option<Values>,
 }
 
-/// One layer as passes read it.
+/// Weights of one layer as passes read them.
 pub(crate) struct Layer {
     pub(crate) input_norm: Option<Vec<f32>>,
     pub(crate) qkv: Linear,
     pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
-    /// `qk_norm` is of all heads as one.
+    /// Whether `qk_norm` norms all heads as one.
     pub(crate) qk_norm_whole: bool,
     pub(crate) sinks: Option<Vec<f32>>,
     pub(crate) o: Linear,
@@ -123,16 +125,16 @@ pub(crate) struct Layer {
     pub(crate) post_attention_norm: Option<Vec<f32>>,
     pub(crate) mlp: Mlp,
     pub(crate) mlp_output_norm: Option<Vec<f32>>,
-    /// Which rotation; none: queries and keys stay as they are.
+    /// Index of the layer's rotation; `None` if queries and keys are not rotated.
     pub(crate) rotation: Option<usize>,
-    /// The last positions that a row sees; `usize::MAX`: all.
+    /// Number of last positions that a row attends; `usize::MAX` for all.
     pub(crate) window: usize,
-    /// Of K and V where they are cached as codes.
+    /// Scales of K and V if the cache is quantized.
     pub(crate) kv_scales: (f32, f32),
 }
 
 impl Layer {
-    /// All projections of layer `i` by name, but routers.
+    /// Returns all projections of layer `i` by name, except routers.
     pub(crate) fn projections(&self, i: usize) -> Vec<(String, &Linear)> {
         let mut named = vec![("qkv".to_owned(), &self.qkv), ("o".to_owned(), &self.o)];
         match &self.mlp {
@@ -151,7 +153,7 @@ impl Layer {
 }
 
 impl LayerWeights {
-    /// The weights of layer `i`, whose projection of q, k and v has so many inputs.
+    /// Checks the weights of layer `i`, whose projection of q, k and v has `inputs` inputs, and returns the layer.
     pub(crate) fn check(self, shape: &ModelShape, i: usize, inputs: usize) -> Result<Layer> {
         let layer = self;
         let (hidden, intermediate, dim) = (shape.hidden_size, shape.intermediate_size, shape.head_dim);

@@ -1,13 +1,15 @@
-//! Passes of dense decoders on a CPU: a forward pass over flat rows as one call, on memory that others own.
+//! Passes of dense decoders on a CPU: a forward pass over flat rows as one call, on borrowed memory.
 //!
-//! Weights are `[out, in]` as checkpoints have them, KV is paged. No Python, no scheduling, and no clock but that of a benchmark. A row's sums have one
-//! order, whatever the other rows of a pass, the threads and the instruction set: its logits are the same bits.
+//! Weights are `[out, in]` as in checkpoints, and KV is paged. The crate has no Python, no scheduling, and no clock
+//! except for benchmarks. A row's sums have one order, whatever the other rows of a pass, the threads and the
+//! instruction set, so its logits always have the same bits.
 
 #![deny(missing_docs)]
 #![deny(unsafe_code)]
 // A kernel that is not inlined into the function that has an instruction set's features is compiled without them.
 #![allow(clippy::inline_always)]
 
+mod blocks;
 mod decoder;
 mod error;
 mod isa;
@@ -21,22 +23,28 @@ mod memory;
 mod pass;
 mod pool;
 mod quantize;
+mod shape;
+mod values;
 mod weights;
 
+pub use blocks::{BlockType, Packed};
 pub use decoder::Decoder;
 pub use error::{Error, Result, guarded};
 pub use isa::{Isa, Tiles};
 pub use kv_cache::{KvCache, KvLayer, KvShape};
 pub use layer::{Activation, Experts, LayerWeights, Mlp, QkNorm};
-pub use linear::{INT4_UNIT, INT8_UNIT, Linear, Part, Weight};
+pub use linear::{Linear, Part, Weight};
 pub use lora::{Lora, LoraLayer, LoraPart};
 pub use memory::{Bf16, E4m3, E5m2, Memory, MemoryMut, Owner};
-pub use pass::{Beside, Entries, MAX_TILE_ROWS, Output, Pass};
+pub use pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass};
 pub use pool::Pool;
-pub use quantize::{quantize_int4, quantize_int8};
-pub use weights::{BesideWeights, ModelShape, Multipliers, Rotation, Values, ValuesMut, Weights};
+pub use quantize::quantize;
+pub use shape::ModelShape;
+pub use values::{Values, ValuesMut};
+pub use weights::{Eagle3Weights, Embedding, Multipliers, Rotation, Weights};
 
-/// Settings of a property with at most so many cases. Miri tries three, and cannot write failures to a file.
+/// Returns the settings of a property test with at most `most` cases. Miri tries three, and cannot write failures to a
+/// file.
 #[cfg(test)]
 fn cases(most: u32) -> proptest::test_runner::Config {
     let default = proptest::test_runner::Config::default();

@@ -1,40 +1,19 @@
 //! Projections: what a matrix is stored as, and how matrices that share an input lie above each other. Computes nothing.
 
+use crate::blocks::Packed;
 use crate::error::{Error, Result, check_len};
-use crate::isa::LANES;
 use crate::memory::{Bf16, Memory};
-use crate::weights::Values;
+use crate::values::Values;
+use std::sync::Arc;
 
-/// A group's inputs are a multiple of this: the codes of 32 INT4 weights lie together.
-pub const INT4_UNIT: usize = 32;
-/// A group's inputs are a multiple of this, or all: the codes of 16 INT8 weights are loaded together.
-pub const INT8_UNIT: usize = LANES;
-
-/// What a matrix `[outputs, inputs]` is stored as, row by row.
-///
-/// A quantized weight is the number code times scale in fp32, which holds it exactly where the scale is bf16 or fp16: a
-/// scale then has at most 11 significant bits and a code 7. Products have the bits that those with the same numbers in
-/// fp32 have.
+/// What a matrix `[outputs, inputs]` is stored as.
 pub enum Weight {
-    /// fp32
+    /// fp32, row by row.
     F32(Memory<f32>),
-    /// bf16
+    /// bf16, row by row.
     Bf16(Memory<Bf16>),
-    /// INT8, a scale for each output, or for each group of its inputs.
-    Int8 {
-        /// `[outputs, inputs]`
-        codes: Memory<i8>,
-        /// `[outputs, groups]`: one group, or groups with the same number of inputs, a multiple of 16.
-        scales: Values,
-    },
-    /// INT4, a scale for each group of an output's inputs.
-    Int4 {
-        /// `[outputs, inputs / 2]`: of 32 inputs 16 bytes, of which byte i is `code + 8` of input i in its lower half and
-        /// that of input 16 + i in its upper half.
-        codes: Memory<u8>,
-        /// `[outputs, groups]`; groups have the same number of inputs, a multiple of 32.
-        scales: Values,
-    },
+    /// Integers with scales. Activations are rounded to integers for products with them.
+    Packed(Arc<Packed>),
 }
 
 impl From<Values> for Weight {
@@ -52,8 +31,7 @@ impl Weight {
         match self {
             Self::F32(_) => "fp32",
             Self::Bf16(_) => "bf16",
-            Self::Int8 { .. } => "INT8",
-            Self::Int4 { .. } => "INT4",
+            Self::Packed(packed) => packed.kind(),
         }
     }
 
@@ -61,17 +39,12 @@ impl Weight {
         match self {
             Self::F32(memory) => check_len(name, memory.as_slice().len(), outputs * inputs),
             Self::Bf16(memory) => check_len(name, memory.as_slice().len(), outputs * inputs),
-            Self::Int8 { codes, scales } => {
-                check_len(&format!("{name}'s codes"), codes.as_slice().len(), outputs * inputs)?;
-                let name = format!("{name}'s scales");
-                if scales.len() == outputs {
+            Self::Packed(packed) => {
+                if (packed.outputs(), packed.inputs()) == (outputs, inputs) {
                     return Ok(());
                 }
-                check_groups(&name, scales.len(), outputs, inputs, INT8_UNIT)
-            }
-            Self::Int4 { codes, scales } => {
-                check_len(&format!("{name}'s codes"), codes.as_slice().len(), outputs * inputs / 2)?;
-                check_groups(&format!("{name}'s scales"), scales.len(), outputs, inputs, INT4_UNIT)
+                let given = format!("[{}, {}]", packed.outputs(), packed.inputs());
+                Err(Error::invalid(format!("{name}'s shape"), given, format!("[{outputs}, {inputs}]")))
             }
         }
     }
@@ -125,6 +98,11 @@ impl Linear {
     /// Output features of all parts.
     pub fn outputs(&self) -> usize {
         self.parts.iter().map(|part| part.outputs).sum()
+    }
+
+    /// Whether some part is packed, so that rows are rounded for it.
+    pub(crate) fn has_packed(&self) -> bool {
+        self.parts.iter().any(|part| matches!(part.weight, Weight::Packed(_)))
     }
 
     pub(crate) fn check(&self, name: &str, outputs: usize, inputs: usize) -> Result<()> {

@@ -1,28 +1,31 @@
-//! `LoRA` adapters (Hu et al. 2021): what rows of a pass that have one add to projections. Data and its checks; computes nothing.
+//! `LoRA` adapters (Hu et al. 2021), which add to the projections of the rows that have one. Data and its checks;
+//! computes nothing.
 
 use crate::error::{Error, Result};
 use crate::isa::LANES;
 use crate::layer::{Layer, Mlp};
 use crate::linear::Part;
-use crate::weights::{ModelShape, Values, Weights};
+use crate::shape::ModelShape;
+use crate::values::Values;
+use crate::weights::Weights;
 
-/// `B A`, added to some outputs of a projection.
+/// Product `B A` that is added to some outputs of a projection.
 pub struct LoraPart {
-    /// `[rank, inputs]`
+    /// Matrix A, `[rank, inputs]`.
     pub(crate) a: Part,
-    /// `[outputs, rank]`
+    /// Matrix B, `[outputs, rank]`.
     pub(crate) b: Part,
-    /// The first of these outputs among the projection's.
+    /// Index in the projection of the first output that the product is added to.
     pub(crate) first: usize,
     inputs: usize,
 }
 
 impl LoraPart {
-    /// `a` is `[rank, inputs]`, `b` `[outputs, rank]` with the adapter's scale in it; the first output is output `first` of the
-    /// projection.
+    /// Makes a part from `a` `[rank, inputs]` and `b` `[outputs, rank]`, which includes the adapter's scale. Its first
+    /// output is output `first` of the projection.
     ///
     /// # Errors
-    /// Where their elements are no multiple of the rank. `name` is the error's field.
+    /// If a number of elements is no multiple of the rank. `name` is the error's field.
     pub fn new(name: &str, a: Values, b: Values, rank: usize, first: usize) -> Result<Self> {
         for (matrix, len) in [("a", a.len()), ("b", b.len())] {
             if rank == 0 || len == 0 || !len.is_multiple_of(rank) {
@@ -34,31 +37,31 @@ impl LoraPart {
         Ok(Self { a: Part::new(a, None, rank), b: Part::new(b, None, outputs), first, inputs })
     }
 
-    /// Rows of A.
+    /// Returns the rank, which is the number of rows of A.
     pub(crate) fn rank(&self) -> usize {
         self.a.outputs
     }
 
-    /// Vectors of a row of `A x`.
+    /// Returns the number of vectors in a row of `A x`.
     pub(crate) fn vectors(&self) -> usize {
         self.rank().div_ceil(LANES)
     }
 }
 
-/// What an adapter adds to the projections of a layer.
+/// Parts that an adapter adds to the projections of a layer.
 #[derive(Default)]
 pub struct LoraLayer {
-    /// To q, k and v.
+    /// Parts of the projection of q, k and v.
     pub qkv: Vec<LoraPart>,
-    /// To the projection of what attention gives.
+    /// Parts of the output projection of attention.
     pub o: Vec<LoraPart>,
-    /// To gate and up of an MLP.
+    /// Parts of the gate and up projection of an MLP.
     pub gate_up: Vec<LoraPart>,
-    /// To its last projection.
+    /// Parts of the down projection of an MLP.
     pub down: Vec<LoraPart>,
 }
 
-/// Which projection of a layer.
+/// Name of a projection in a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Projection {
     Qkv,
@@ -110,19 +113,19 @@ impl LoraLayer {
     }
 }
 
-/// An adapter of a decoder.
+/// Adapter of a decoder.
 pub struct Lora {
     layers: Vec<LoraLayer>,
     shape: ModelShape,
-    /// Of a row of `A x` of all parts of a projection, at most.
+    /// Maximum number of 16-element vectors in a row of `A x`, over all parts of a projection.
     pub(crate) vectors: usize,
 }
 
 impl Lora {
-    /// An adapter for these weights.
+    /// Makes an adapter for these weights.
     ///
     /// # Errors
-    /// Where layers are not as many, or a part does not fit its projection; for parts of experts.
+    /// If the number of layers differs, a part does not match its projection, or a part is for experts.
     pub fn new(weights: &Weights, layers: Vec<LoraLayer>) -> Result<Self> {
         if layers.len() != weights.layers.len() {
             return Err(Error::invalid("layers", layers.len(), weights.layers.len().to_string()));
@@ -137,12 +140,12 @@ impl Lora {
         Ok(Self { layers, shape: weights.shape, vectors })
     }
 
-    /// What is added to a projection.
+    /// Returns the parts that are added to a projection.
     pub(crate) fn parts(&self, layer: usize, projection: Projection) -> &[LoraPart] {
         self.layers[layer].of(projection)
     }
 
-    /// Refuses to be used with other weights than those that it was checked against.
+    /// Rejects weights other than those that the adapter was made for.
     pub(crate) fn check(&self, weights: &Weights) -> Result<()> {
         let (made, given) = ((self.shape, self.layers.len()), (weights.shape, weights.layers.len()));
         if made == given {

@@ -1,98 +1,102 @@
-//! What a pass is fed and what it gives. Data and its checks; computes nothing.
+//! Inputs and outputs of a pass. Data and its checks; computes nothing.
 
 use crate::error::{Error, Result, check_len};
 use crate::kv_cache::{KvCache, KvShape};
 use crate::lora::Lora;
-use crate::weights::ModelShape;
+use crate::shape::ModelShape;
 use std::ops::Range;
 
-/// Rows that go through all layers together; longer passes are cut into tiles of as many, in order.
+/// Maximum number of rows that go through all layers together. Longer passes are cut into tiles of as many rows, in
+/// order.
 pub const MAX_TILE_ROWS: usize = 64;
 
-/// One pass over N flat rows.
+/// Pass over N flat rows.
 ///
-/// Row i feeds `tokens[i]` at `positions[i]`, writes its K and V to `slots[i]`, and attends the positions 0 to
-/// `positions[i]` of row `entries[i]` of the block table, or those of a layer's window: all of them were written before or
-/// are written by this pass. Rows of one entry have ascending positions.
+/// Row i feeds `tokens[i]` at `positions[i]` and writes its K and V to `slots[i]`. It attends the positions 0 to
+/// `positions[i]` of row `entries[i]` of the block table, or those within a layer's window. All of them were written
+/// before or are written by this pass. Rows of one entry have ascending positions.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Pass<'a> {
-    /// `[N]` ids; of a masked row anything.
+    /// Token ids, `[N]`; any value for a masked row.
     pub tokens: &'a [i64],
-    /// `[N]`; -1: the row is masked, attends nothing, and its output is finite and means nothing.
+    /// Positions, `[N]`. With -1 the row is masked: it attends nothing, and its output is finite and means nothing.
     pub positions: &'a [i64],
-    /// `[N]`; -1: K and V are not kept.
+    /// KV slots, `[N]`; with -1, K and V are not kept.
     pub slots: &'a [i64],
-    /// `[N]` row of the block table; of a masked row anything.
+    /// Row of the block table for each row, `[N]`; any value for a masked row.
     pub entries: &'a [usize],
-    /// `[rows, max_blocks]` block ids; entries past a row's position are never looked at.
+    /// Block ids, `[rows, max_blocks]`; entries after a row's position are never read.
     pub block_table: &'a [i64],
-    /// `[G - 1, N]` slots in the cache's groups behind the first; empty: there is one.
+    /// KV slots in the groups after the first, `[G - 1, N]`; empty if there is one group.
     pub group_slots: &'a [i64],
-    /// `[G - 1, rows, max_blocks]` their block ids; entries before the windows of a group's layers are never looked at, either.
+    /// Block ids in the groups after the first, `[G - 1, rows, max_blocks]`. Entries before the window of a group's
+    /// layers or after a row's position are never read.
     pub group_tables: &'a [i64],
-    /// Blocks of a row of the block table.
+    /// Number of blocks in a row of the block table.
     pub max_blocks: usize,
-    /// By row of the block table the first position that is attended, whatever a window has; empty: 0 for all.
+    /// First position that is attended, by row of the block table, even if a window is longer; empty for 0 everywhere.
     pub k_start: &'a [i64],
-    /// All rows are of prompts: a decoder [with tiles for them](crate::Decoder::with_prompt_tiles) multiplies them by tiles.
+    /// Whether all rows belong to prompts: a decoder [with tiles for them](crate::Decoder::with_prompt_tiles)
+    /// multiplies them by tiles.
     pub prompts: bool,
-    /// `[N]` the adapter that a row is computed with, None for none; empty: none has one.
+    /// Adapter of each row, `[N]`, `None` for no adapter; empty if no row has one.
     pub adapters: &'a [Option<&'a Lora>],
 }
 
-/// What a pass leaves beside K and V. `rows` are rows of the pass, ascending; only the first `num_ids` ids count.
+/// Output of a pass besides K and V. `rows` are rows of the pass, ascending; only the first `num_ids` ids count.
 #[derive(Debug)]
 pub enum Output<'a> {
-    /// Nothing.
+    /// No output.
     Nothing,
-    /// The final hidden states of `rows`, behind the final norm: what [`Decoder::logits`](crate::Decoder::logits) takes.
+    /// Final hidden states of `rows` after the final norm, as [`Decoder::logits`](crate::Decoder::logits) takes them.
     Hidden {
-        /// Rows asked for.
+        /// Requested rows.
         rows: &'a [usize],
-        /// `[rows, hidden_size]`
+        /// Hidden states, `[rows, hidden_size]`.
         hidden: &'a mut [f32],
     },
     /// Logits of `rows`.
     Logits {
-        /// Rows asked for.
+        /// Requested rows.
         rows: &'a [usize],
-        /// Ids from 0 on.
+        /// Number of ids, from 0 on.
         num_ids: usize,
-        /// `[rows, num_ids]`
+        /// Logits, `[rows, num_ids]`.
         logits: &'a mut [f32],
     },
-    /// The most probable token of `rows`, the lowest id in a tie, and its logit; the first NaN where there is one.
+    /// Most probable id of `rows`, the lowest in a tie, and its logit; the first NaN if there is one.
     Argmax {
-        /// Rows asked for.
+        /// Requested rows.
         rows: &'a [usize],
-        /// Ids from 0 on.
+        /// Number of ids, from 0 on.
         num_ids: usize,
-        /// `[rows]`
+        /// Most probable ids, `[rows]`.
         ids: &'a mut [i64],
-        /// `[rows]`
+        /// Logits of the most probable ids, `[rows]`.
         top: &'a mut [f32],
     },
 }
 
-/// Hidden states that a pass keeps on its way: the residual stream of all rows where it enters layers.
+/// Hidden states that a pass keeps: the residual stream of all rows as the input of some layers.
 #[derive(Debug)]
 pub struct Entries<'a> {
-    /// Layers in any order; their number itself is where the last one has left the stream, before the final norm.
+    /// Layers in any order. The number of layers stands for the stream after the last layer, before the final norm.
     pub layers: &'a [usize],
-    /// `[N, layers, hidden_size]`
+    /// Kept hidden states, `[N, layers, hidden_size]`.
     pub states: &'a mut [f32],
 }
 
-/// What a pass of an EAGLE-3 head is fed beside its tokens, which are those behind its positions.
+/// Input of an EAGLE-3 head's pass in addition to its tokens, which are those after its positions.
 #[derive(Clone, Copy, Debug)]
-pub struct Beside<'a> {
-    /// `[N, hidden_size]`: the target's states, fused, or what the pass before has left; of a masked row anything.
+pub struct Eagle3Input<'a> {
+    /// Hidden states, `[N, hidden_size]`: the target's states, fused, or the output of the pass before; any value for a
+    /// masked row.
     pub hidden: &'a [f32],
 }
 
-impl Beside<'_> {
+impl Eagle3Input<'_> {
     pub(crate) fn check(&self, pass: &Pass<'_>, shape: &ModelShape) -> Result<()> {
-        check_len("beside", self.hidden.len(), pass.len() * shape.hidden_size)
+        check_len("eagle3", self.hidden.len(), pass.len() * shape.hidden_size)
     }
 }
 
@@ -136,17 +140,17 @@ impl Output<'_> {
 }
 
 impl<'a> Pass<'a> {
-    /// Rows.
+    /// Returns the number of rows.
     pub fn len(&self) -> usize {
         self.tokens.len()
     }
 
-    /// Whether there are no rows.
+    /// Returns whether there are no rows.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
 
-    /// Slots of `rows` and the block table in a group.
+    /// Returns the slots of `rows` and the block table in a group.
     pub(crate) fn in_group(&self, group: usize, rows: &Range<usize>) -> (&'a [i64], &'a [i64]) {
         match group.checked_sub(1) {
             None => (&self.slots[rows.clone()], self.block_table),
@@ -158,8 +162,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Refuses whatever would read or write outside the weights, the cache and the output. `window_of`: the most positions
-    /// that a row attends in a group.
+    /// Rejects a pass that would read or write outside the weights, the cache and the output. `window_of` returns the
+    /// maximum number of positions that a row attends in a group.
     pub(crate) fn check(
         &self,
         shape: &ModelShape,
@@ -187,7 +191,8 @@ impl<'a> Pass<'a> {
         output.check(rows, shape, num_ids)
     }
 
-    /// Refuses what a group's layers would read or write outside the cache, of rows that are right in the first group.
+    /// Rejects a pass whose rows would read or write outside the cache in a group after the first. The rows must be
+    /// valid in the first group.
     fn check_group(&self, group: usize, kv: &KvShape, window: usize) -> Result<()> {
         let (slots, table) = self.in_group(group, &(0..self.len()));
         for (row, &slot) in slots.iter().enumerate() {
@@ -204,13 +209,13 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// The position of the row before, where it is of the same entry.
+    /// Returns the position of the row before, if it belongs to the same entry.
     fn below(&self, row: usize) -> Option<i64> {
         let before = row.checked_sub(1)?;
         (self.entries[before] == self.entries[row] && self.positions[before] != -1).then(|| self.positions[before])
     }
 
-    /// The first position that rows of an entry attend.
+    /// Returns the first position that rows of an entry attend.
     pub(crate) fn first(&self, entry: usize) -> usize {
         self.k_start.get(entry).map_or(0, |&first| first as usize)
     }
@@ -263,7 +268,7 @@ fn check_slot(slot: i64, kv: &KvShape, name: impl FnOnce() -> String) -> Result<
     Err(Error::invalid(name(), slot, format!("-1 to {}", kv.num_slots() as i64 - 1)))
 }
 
-/// Refuses ids among `from..=to` of a row's blocks that are none.
+/// Rejects invalid ids among blocks `from..=to` of a row.
 fn check_blocks(blocks: &[i64], from: usize, to: usize, kv: &KvShape, name: impl Fn(usize) -> String) -> Result<()> {
     for (i, &block) in blocks[..=to].iter().enumerate().skip(from) {
         if !usize::try_from(block).is_ok_and(|block| block < kv.num_blocks) {

@@ -1,7 +1,8 @@
-//! The threads that passes run on. A call runs one job after another, and threads claim the job's pieces. Knows no models.
+//! Pool of threads that passes run on. A call runs one job after another, and threads claim the job's pieces. Knows no
+//! models.
 //!
-//! A thread that is not running holds up no other thread unless it holds a piece: the others do its pieces, and a job ends when the
-//! threads that entered it have left. A thread that enters late finds the job closed.
+//! A thread that is not running delays other threads only while it holds a piece: the others do its remaining pieces. A
+//! job ends when the threads that entered it have left, and a thread that comes late finds the job closed.
 
 #![allow(unsafe_code)]
 
@@ -23,23 +24,26 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// A thread is late once the caller has waited this long in a session, and half as long as the thread has saved.
+/// Time that the caller must have waited in a session before a thread counts as late. The wait must also be half as
+/// long as the time that the thread has saved.
 ///
-/// Half, because threads share the memory's bandwidth: alone, the caller would have been faster than it was.
+/// It is half, because threads share the memory's bandwidth: alone, the caller would have been faster than it was.
 const LATE: Duration = Duration::from_millis(1);
-/// How long a thread that was late has no part in the work; four times as long each time that it soon is late again.
+/// Time that a late thread does no work at first. It is multiplied by four each time that the thread is soon late
+/// again.
 const SHORTEST_REST: Duration = Duration::from_millis(20);
+/// Maximum time that a late thread does no work.
 const LONGEST_REST: Duration = Duration::from_secs(1);
-/// The seat of a thread that has none.
+/// Seat of a thread that has none.
 const NO_SEAT: u64 = u64::MAX;
 
-/// A job; its arguments are the participant and the pieces that it claims, of which there is at least one.
+/// Function that does a job. Its arguments are the participant and the pieces that it claims, at least one.
 type Work<'a> = dyn Fn(usize, Pieces<'_>) + Sync + 'a;
 
-/// Threads that a pass is shared among, the caller's among them. Decoders may share one; calls wait for each other.
+/// Threads that a pass is shared among, including the caller's. Decoders may share a pool; calls wait for each other.
 ///
 /// A thread that loses its core to another process while it holds a piece keeps the others waiting for milliseconds. It
-/// then has no part in the work for a while, from 20 ms to 1 s. Results do not depend on who computes them.
+/// then does no work for a while, from 20 ms to 1 s. Results do not depend on the thread that computes them.
 pub struct Pool {
     threads: usize,
     process: u32,
@@ -47,10 +51,11 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// A pool of `threads` participants: the caller and `threads - 1` threads of its own, which end when it is dropped.
+    /// Makes a pool of `threads` participants: the caller and `threads - 1` threads of its own, which end when it is
+    /// dropped.
     ///
     /// # Errors
-    /// Where `threads` is 0 or above 256, or the system gives no more threads.
+    /// If `threads` is 0 or above 256, or the system gives no more threads.
     pub fn new(threads: usize) -> Result<Self> {
         if threads == 0 || threads > MAX_PARTS {
             return Err(Error::invalid("threads", threads, format!("1 to {MAX_PARTS}")));
@@ -72,13 +77,13 @@ impl Pool {
         Ok(Self { threads, process: std::process::id(), team: Mutex::new(team) })
     }
 
-    /// Participants at most, the caller among them.
+    /// Returns the maximum number of participants, including the caller.
     pub fn threads(&self) -> usize {
         self.threads
     }
 
-    /// Ends its threads, once no call uses it; passes of decoders that share it fail from then on. A pool without threads of
-    /// its own goes on.
+    /// Ends the pool's threads, once no call uses them; passes of decoders that share the pool then fail. A pool
+    /// without threads of its own goes on.
     pub fn close(&self) {
         if std::process::id() == self.process {
             let mut team = self.team.lock().unwrap_or_else(PoisonError::into_inner);
@@ -86,10 +91,10 @@ impl Pool {
         }
     }
 
-    /// Waits until no other call uses the pool.
+    /// Waits until no other call uses the pool, and returns its exclusive use.
     ///
     /// # Errors
-    /// In a process that was forked off the pool's: its threads are not here. Where it is closed.
+    /// If the process was forked off the pool's, because its threads exist only there, or if the pool is closed.
     pub(crate) fn enter(&self) -> Result<Session<'_>> {
         if self.threads > 1 && std::process::id() != self.process {
             return Err(Error::Forked { process: self.process, this: std::process::id() });
@@ -113,15 +118,16 @@ impl Drop for Pool {
     }
 }
 
-/// The only user of a pool for a while.
+/// Exclusive use of a pool by one call.
 pub(crate) struct Session<'a> {
     participants: usize,
     team: MutexGuard<'a, Team>,
     entered: Option<Instant>,
-    /// Nanoseconds that the caller waited for others which held a piece.
+    /// Nanoseconds that the caller waited for other participants that held a piece.
     waited: AtomicU64,
-    /// Pieces that the caller did, and that there were.
+    /// Number of pieces that the caller did.
     own: AtomicU64,
+    /// Number of pieces of all jobs.
     all: AtomicU64,
 }
 
@@ -131,18 +137,18 @@ impl<'a> Session<'a> {
         Self { participants, team, entered, waited, own, all }
     }
 
-    /// Participants of this session, the caller among them: 1 to the pool's threads.
+    /// Returns the number of participants in this session, including the caller: 1 to the pool's threads.
     pub(crate) fn participants(&self) -> usize {
         self.participants
     }
 
-    /// Has the pieces of a job done, each once, and returns when all are done. Participant t begins with the pieces
-    /// `first[t]..first[t + 1]` and goes on with others'.
+    /// Runs a job: the participants do each of its pieces once, and the call returns when all are done. Participant t
+    /// begins with the pieces `first[t]..first[t + 1]` and continues with pieces of others.
     ///
-    /// Calls `work` at most once for each participant, with pieces to do. The caller is participant 0.
+    /// Calls `work` at most once per participant, with at least one piece. The caller is participant 0.
     ///
     /// # Panics
-    /// Where one of them panics, after all have left.
+    /// If a participant panics, after all have left the job.
     pub(crate) fn run(&self, first: &[usize], work: &Work<'_>) {
         assert!(first.len() == self.participants + 1, "bounds of {} participants' pieces", self.participants);
         if self.participants == 1 {
@@ -172,9 +178,10 @@ impl<'a> Session<'a> {
         assert!(!shared.panicked.load(Ordering::Relaxed), "a thread of the pool panicked");
     }
 
-    /// Takes the seats of the `busy` threads, for which the caller has waited, if that cost more than they save.
+    /// Removes the seats of the `busy` threads, for which the caller has waited, if the waits cost more than the
+    /// threads save.
     ///
-    /// What a thread saves is the caller's working time for as many pieces as one of the others did.
+    /// The time that a thread saves is the caller's working time for as many pieces as one of the others did.
     fn note_wait(&self, waited: Duration, busy: impl Iterator<Item = usize>) {
         let nanos = waited.as_nanos() as u64;
         let total = Duration::from_nanos(self.waited.fetch_add(nanos, Ordering::Relaxed) + nanos);
@@ -199,7 +206,7 @@ impl Drop for Session<'_> {
     }
 }
 
-/// Closes the job when dropped, and waits until all threads have left it.
+/// Guard that closes the job when dropped, and waits until all threads have left it.
 struct Finish<'a, 'b>(&'a Session<'b>);
 
 impl Drop for Finish<'_, '_> {
@@ -217,14 +224,14 @@ impl Drop for Finish<'_, '_> {
     }
 }
 
-/// When a thread may work again.
+/// Pause of a thread that was late: its end and its length.
 #[derive(Clone, Copy, Default)]
 struct Rest {
     until: Option<Instant>,
     length: Duration,
 }
 
-/// The pool's own threads.
+/// Threads of the pool, with their pauses.
 #[derive(Default)]
 struct Team {
     shared: Arc<Shared>,
@@ -234,7 +241,7 @@ struct Team {
 }
 
 impl Team {
-    /// Gives seats to the threads that do not rest, and returns how many participants there are.
+    /// Gives seats to the threads that do not pause, and returns the number of participants.
     fn take_seats(&mut self, now: Instant) -> usize {
         let (mut participants, mut back) = (1, false);
         for (thread, rest) in self.shared.threads.iter().zip(&self.rests) {
@@ -250,7 +257,7 @@ impl Team {
         participants
     }
 
-    /// Sends the threads that were late to rest.
+    /// Begins or extends the pauses of the threads that were late.
     fn rest_the_late(&mut self, now: Instant) {
         for (thread, rest) in self.shared.threads.iter().zip(&mut self.rests) {
             if thread.late.swap(false, Ordering::Relaxed) {
@@ -277,7 +284,7 @@ impl Drop for Team {
     }
 }
 
-/// A cache line of its own, so that what one thread writes does not slow what others read.
+/// Value in a cache line of its own, so that writes of one thread do not slow reads of others.
 #[derive(Default)]
 #[repr(align(128))]
 struct Line<T>(T);
@@ -290,18 +297,18 @@ impl<T> std::ops::Deref for Line<T> {
     }
 }
 
-/// One of the pool's threads.
+/// State of one of the pool's threads.
 #[repr(align(128))]
 struct Thread {
-    /// Its number as participant, or [`NO_SEAT`]. Written by the caller between jobs.
+    /// Number of the thread as participant, or [`NO_SEAT`]. Written by the caller between jobs.
     seat: AtomicU64,
-    /// The epoch of the job that it is inside of, or about to enter; 0: none.
+    /// Epoch of the job that the thread is inside of or about to enter; 0 for none.
     inside: AtomicU64,
-    /// Whether it is to rest after this session.
+    /// Whether the thread pauses after this session.
     late: AtomicBool,
 }
 
-/// The job that is open or was last: its epoch, whether threads may enter it, and how many are inside.
+/// State of the open or last job: its epoch, whether threads may enter it, and the number of threads inside.
 #[derive(Default)]
 struct Job(AtomicU64);
 
@@ -310,13 +317,13 @@ impl Job {
     const OPEN: u64 = 0x1_0000;
     const EPOCH: u64 = 0x2_0000;
 
-    /// Begins the next job. The last one is closed and empty, so no other thread writes the word.
+    /// Begins the next job. The last job is closed and empty, so no other thread writes the word.
     fn open(&self) {
         let epoch = self.epoch() + 1;
         self.0.store((epoch * Self::EPOCH) | Self::OPEN, Ordering::SeqCst);
     }
 
-    /// Lets no thread enter from now on. Returns whether none is inside.
+    /// Closes the job for threads that have not entered. Returns whether none is inside.
     fn close(&self) -> bool {
         self.0.fetch_and(!Self::OPEN, Ordering::SeqCst) & Self::INSIDE == 0
     }
@@ -325,44 +332,44 @@ impl Job {
         self.0.load(Ordering::SeqCst) & Self::INSIDE == 0
     }
 
-    /// From 1 on.
+    /// Returns the epoch of the job; the first is 1.
     fn epoch(&self) -> u64 {
         self.0.load(Ordering::SeqCst) / Self::EPOCH
     }
 
-    /// Whether there is a job that may be entered and has another epoch than `seen`.
+    /// Returns whether there is a job that may be entered and has another epoch than `seen`.
     fn is_new(&self, seen: u64) -> bool {
         let word = self.0.load(Ordering::SeqCst);
         word & Self::OPEN != 0 && word / Self::EPOCH != seen
     }
 
-    /// Enters the job of this epoch. Returns false where it is closed.
+    /// Enters the job of this epoch. Returns false if it is closed.
     fn enter(&self, epoch: u64) -> bool {
         let enter = |word| (word & Self::OPEN != 0 && word / Self::EPOCH == epoch).then_some(word + 1);
         self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, enter).is_ok()
     }
 
-    /// Leaves it. Returns whether it is closed and no thread is inside any more.
+    /// Leaves the job. Returns whether it is closed and no thread is inside any more.
     fn leave(&self) -> bool {
         self.0.fetch_sub(1, Ordering::SeqCst) & (Self::OPEN | Self::INSIDE) == 1
     }
 }
 
-/// What the participants share.
+/// State that the participants share.
 #[derive(Default)]
 struct Shared {
     job: Line<Job>,
-    /// The job's work and its participants.
+    /// Work and number of participants of the job.
     work: UnsafeCell<Option<(&'static Work<'static>, usize)>>,
     unclaimed: Unclaimed,
     threads: Vec<Thread>,
     stop: AtomicBool,
     panicked: AtomicBool,
-    /// A job is open.
+    /// Signal that a job is open.
     start: Signal,
-    /// It is closed and empty.
+    /// Signal that the job is closed and empty.
     done: Signal,
-    /// A thread has a seat again.
+    /// Signal that a thread has a seat again.
     back: Signal,
     spins: usize,
 }
@@ -387,7 +394,7 @@ impl Shared {
         }
     }
 
-    /// What a thread of the pool does.
+    /// Runs the loop of a thread of the pool.
     fn serve(&self, index: usize) {
         let me = &self.threads[index];
         let stop = || self.stop.load(Ordering::SeqCst);

@@ -1,182 +1,95 @@
-//! The weights of a dense decoder, and what their shapes must be. Computes nothing.
+//! Weights of a dense decoder, and the checks of their shapes. Computes nothing.
 
+use crate::blocks::Packed;
 use crate::error::{Error, Result, check_len};
 use crate::kernels::{LEAST_WEIGHT, PAIRS};
 use crate::layer::{Activation, ExpertSizes, Layer, LayerWeights, Mlp};
 use crate::linear::{Linear, Weight};
-use crate::memory::{Bf16, E4m3, E5m2, Memory, MemoryMut};
+use crate::memory::Bf16;
+use crate::shape::ModelShape;
+use crate::values::Values;
+use std::sync::Arc;
 
-/// Read-only numbers of one of the types that weights have.
-pub enum Values {
-    /// fp32
-    F32(Memory<f32>),
-    /// bf16
-    Bf16(Memory<Bf16>),
+/// Embeddings `[vocab, hidden]`.
+pub enum Embedding {
+    /// Embeddings as numbers.
+    Values(Values),
+    /// Embeddings as blocks of a GGUF type, which may be those of a tied LM head.
+    Packed(Arc<Packed>),
 }
 
-impl Values {
-    /// Elements.
-    pub fn len(&self) -> usize {
+impl From<Values> for Embedding {
+    fn from(values: Values) -> Self {
+        Self::Values(values)
+    }
+}
+
+impl Embedding {
+    fn len(&self) -> usize {
         match self {
-            Self::F32(memory) => memory.as_slice().len(),
-            Self::Bf16(memory) => memory.as_slice().len(),
+            Self::Values(values) => values.len(),
+            Self::Packed(packed) => packed.outputs() * packed.inputs(),
         }
     }
 
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Elements from `start` on as f32, into all of `out`.
-    pub(crate) fn expand(&self, start: usize, out: &mut [f32]) {
+    /// Writes the embedding of `token`, fp32, into `out` `[hidden]`.
+    pub(crate) fn write(&self, token: usize, out: &mut [f32]) {
         match self {
-            Self::F32(memory) => out.copy_from_slice(&memory.as_slice()[start..][..out.len()]),
-            Self::Bf16(memory) => {
-                for (out, x) in out.iter_mut().zip(&memory.as_slice()[start..]) {
-                    *out = x.to_f32();
-                }
-            }
+            Self::Values(values) => values.expand(token * out.len(), out),
+            Self::Packed(packed) => packed.row(token, out),
         }
-    }
-
-    /// All elements as f32: a copy, for the short ones (norms, biases).
-    pub(crate) fn to_f32(&self) -> Vec<f32> {
-        let mut out = vec![0.0; self.len()];
-        self.expand(0, &mut out);
-        out
     }
 }
 
-/// Numbers that passes write, of one of the types that a KV cache has.
-pub enum ValuesMut {
-    /// fp32
-    F32(MemoryMut<f32>),
-    /// bf16
-    Bf16(MemoryMut<Bf16>),
-    /// FP8 codes of 3 bits of fraction, each times a scale of its layer.
-    E4m3(MemoryMut<E4m3>),
-    /// The same of 2 bits.
-    E5m2(MemoryMut<E5m2>),
-}
-
-impl ValuesMut {
-    /// Elements.
-    pub fn len(&self) -> usize {
-        match self {
-            Self::F32(memory) => memory.as_slice().len(),
-            Self::Bf16(memory) => memory.as_slice().len(),
-            Self::E4m3(memory) => memory.as_slice().len(),
-            Self::E5m2(memory) => memory.as_slice().len(),
-        }
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
-
-/// Sizes of a dense decoder, by the names of its config.json.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ModelShape {
-    /// Ids that it knows.
-    pub vocab_size: usize,
-    /// Width of the residual stream.
-    pub hidden_size: usize,
-    /// Features between gate, up and down.
-    pub intermediate_size: usize,
-    /// Query heads.
-    pub num_heads: usize,
-    /// KV heads, a divisor of `num_heads`.
-    pub num_kv_heads: usize,
-    /// Features of a head, even.
-    pub head_dim: usize,
-    /// Added to the mean square before its root.
-    pub rms_norm_eps: f32,
-}
-
-impl ModelShape {
-    /// Query heads of a KV head.
-    pub fn group(&self) -> usize {
-        self.num_heads / self.num_kv_heads
-    }
-
-    fn check(&self) -> Result<()> {
-        let sizes = [
-            ("vocab_size", self.vocab_size),
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_heads", self.num_heads),
-            ("num_kv_heads", self.num_kv_heads),
-            ("head_dim", self.head_dim),
-        ];
-        for (field, size) in sizes {
-            if size == 0 {
-                return Err(Error::invalid(field, size, "at least 1"));
-            }
-        }
-        if !self.num_heads.is_multiple_of(self.num_kv_heads) {
-            let allowed = format!("a divisor of num_heads = {}", self.num_heads);
-            return Err(Error::invalid("num_kv_heads", self.num_kv_heads, allowed));
-        }
-        if !self.head_dim.is_multiple_of(2) {
-            return Err(Error::invalid("head_dim", self.head_dim, "even, because RoPE rotates pairs"));
-        }
-        if !(self.rms_norm_eps >= 0.0 && self.rms_norm_eps.is_finite()) {
-            return Err(Error::invalid("rms_norm_eps", self.rms_norm_eps, "a finite number of at least 0"));
-        }
-        Ok(())
-    }
-}
-
-/// How some layers rotate queries and keys.
+/// Rotation of queries and keys in some layers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rotation {
-    /// `[P]`, at most half of `head_dim`: the angle of each pair at position 1, scaling included. Features behind the first
-    /// 2 P of a head are not rotated.
+    /// Angle of each pair at position 1, scaling included, `[P]`, with P at most half of `head_dim`. Features after the
+    /// first 2 P of a head are not rotated.
     pub frequencies: Vec<f32>,
-    /// What cosines and sines are multiplied by.
+    /// Factor of cosines and sines.
     pub magnitude: f32,
 }
 
-/// What a pass multiplies by, beside weights.
+/// Constant factors of a pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Multipliers {
-    /// Of embeddings.
+    /// Factor of embeddings.
     pub embedding: f32,
-    /// Of what attention and MLP add to the residual stream.
+    /// Factor of the outputs of attention and MLP before they are added to the residual stream.
     pub residual: f32,
-    /// Of attention scores.
+    /// Factor of attention scores.
     pub scores: f32,
 }
 
-/// What an EAGLE-3 head has beside a layer (Li et al. 2025): how it reads the target's hidden states.
-pub struct BesideWeights {
-    /// The target's layers at whose entry it reads hidden states, L of them.
+/// Weights of an EAGLE-3 head in addition to its layer (Li et al. 2025), with which it reads the target's hidden
+/// states.
+pub struct Eagle3Weights {
+    /// Layers of the target whose input states the head reads, L of them.
     pub hidden_layers: Vec<usize>,
-    /// `L target's hidden -> hidden`
+    /// Projection `L target's hidden -> hidden`.
     pub fc: Linear,
-    /// `[L target's hidden]`, of what `fc` is fed: a norm for all of it or, where `fc_norm_each`, for each layer's state.
+    /// Weight of the norm before `fc`, `[L target's hidden]`: one norm for all of it, or one for each layer's state if
+    /// `fc_norm_each`.
     pub fc_norm: Option<Values>,
-    /// See `fc_norm`.
+    /// Whether `fc_norm` norms each layer's state by itself, not all of them as one.
     pub fc_norm_each: bool,
-    /// `[hidden]`, of the hidden state, as `input_norm` is of the embedding.
+    /// Weight of the norm of the hidden state, `[hidden]`; the layer's `input_norm` norms the embedding.
     pub hidden_norm: Values,
-    /// The residual is the normed hidden state.
+    /// Whether the residual is the normed hidden state.
     pub norm_before_residual: bool,
-    /// A pass is fed what the pass before has left behind the final norm, not before it.
+    /// Whether a pass is fed the previous pass's state after the final norm, rather than before the norm.
     pub norm_output: bool,
-    /// The target's id of each of its own, ascending.
+    /// Target's id of each of the head's ids, ascending.
     pub target_ids: Vec<i64>,
 }
 
-/// The same as passes read it.
+/// Weights of an EAGLE-3 head in addition to its layer, in the form that passes read.
 pub(crate) struct Normed {
     pub(crate) hidden_layers: Vec<usize>,
     pub(crate) fc: Linear,
     pub(crate) fc_norm: Option<Vec<f32>>,
-    /// Inputs of `fc` that are normed together.
+    /// Number of inputs of `fc` that are normed together.
     pub(crate) together: usize,
     pub(crate) hidden_norm: Vec<f32>,
     pub(crate) before_residual: bool,
@@ -184,7 +97,7 @@ pub(crate) struct Normed {
     pub(crate) target_ids: Vec<i64>,
 }
 
-impl BesideWeights {
+impl Eagle3Weights {
     fn check(self, shape: &ModelShape, num_ids: usize) -> Result<Normed> {
         let (layers, inputs) = (self.hidden_layers.len(), self.fc.inputs);
         check_len("hidden_norm", self.hidden_norm.len(), shape.hidden_size)?;
@@ -220,8 +133,8 @@ impl BesideWeights {
 /// All weights of a dense decoder, checked against its shape. Read-only: several decoders may share them.
 pub struct Weights {
     pub(crate) shape: ModelShape,
-    pub(crate) beside: Option<Normed>,
-    pub(crate) embedding: Values,
+    pub(crate) eagle3: Option<Normed>,
+    pub(crate) embedding: Embedding,
     pub(crate) layers: Vec<Layer>,
     pub(crate) final_norm: Vec<f32>,
     pub(crate) lm_head: Linear,
@@ -232,14 +145,14 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// `embedding` is `[vocab, hidden]`, `lm_head` hidden -> vocab (of tied embeddings: the same memory),
-    /// `frequencies` `[head_dim / 2]` the angle of each pair at position 1, scaling included.
+    /// Makes the weights of a decoder: `embedding` is `[vocab, hidden]` and `lm_head` hidden -> vocab (the same memory
+    /// for tied embeddings). `frequencies` `[head_dim / 2]` has the angle of each pair at position 1, scaling included.
     ///
     /// # Errors
-    /// Where a size is impossible or a tensor does not fit the others.
+    /// If a size is impossible or a tensor does not match the others.
     pub fn new(
         shape: ModelShape,
-        embedding: Values,
+        embedding: impl Into<Embedding>,
         layers: Vec<LayerWeights>,
         final_norm: &Values,
         lm_head: Linear,
@@ -251,43 +164,44 @@ impl Weights {
         Ok(made)
     }
 
-    /// The weights of an EAGLE-3 head: one layer, whose `qkv` has `2 hidden` inputs, the normed embedding and the normed
-    /// hidden state; `lm_head` gives as many ids as it has outputs.
+    /// Makes the weights of an EAGLE-3 head. Its one layer has a `qkv` with `2 hidden` inputs: the normed embedding and
+    /// the normed hidden state. `lm_head` has one output per id.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// If a size is impossible or a tensor does not match the others.
     pub fn head(
         shape: ModelShape,
-        embedding: Values,
+        embedding: impl Into<Embedding>,
         layer: LayerWeights,
         final_norm: &Values,
         lm_head: Linear,
         frequencies: Vec<f32>,
-        beside: BesideWeights,
+        eagle3: Eagle3Weights,
     ) -> Result<Self> {
         lm_head.check("lm_head", lm_head.outputs().max(1), shape.hidden_size)?;
         if layer.input_norm.is_none() {
             return Err(Error::invalid("layers[0].input_norm", "none", "the norm of a head's embeddings"));
         }
-        let normed = beside.check(&shape, lm_head.outputs())?;
+        let normed = eagle3.check(&shape, lm_head.outputs())?;
         Self::build(shape, embedding, vec![layer], final_norm, lm_head, frequencies, Some(normed))
     }
 
     fn build(
         shape: ModelShape,
-        embedding: Values,
+        embedding: impl Into<Embedding>,
         layers: Vec<LayerWeights>,
         final_norm: &Values,
         lm_head: Linear,
         frequencies: Vec<f32>,
-        beside: Option<Normed>,
+        eagle3: Option<Normed>,
     ) -> Result<Self> {
         shape.check()?;
         let hidden = shape.hidden_size;
+        let embedding = embedding.into();
         check_len("embedding", embedding.len(), shape.vocab_size * hidden)?;
         check_len("final_norm", final_norm.len(), hidden)?;
         check_len("frequencies", frequencies.len(), shape.head_dim / 2)?;
-        let inputs = if beside.is_some() { 2 * hidden } else { hidden };
+        let inputs = if eagle3.is_some() { 2 * hidden } else { hidden };
         let layers = layers
             .into_iter()
             .enumerate()
@@ -305,7 +219,7 @@ impl Weights {
         let scores = 1.0 / (shape.head_dim as f32).sqrt();
         Ok(Self {
             shape,
-            beside,
+            eagle3,
             embedding,
             layers,
             final_norm: final_norm.to_f32(),
@@ -317,10 +231,11 @@ impl Weights {
         })
     }
 
-    /// The same where layers rotate in several ways: `layers` has the index of each one's rotation, or none.
+    /// Sets the rotations of layers that rotate in different ways: `layers` has the index of each layer's rotation, or
+    /// `None` for no rotation.
     ///
     /// # Errors
-    /// Where there are not as many as layers, an index is none, or a rotation has no or too many pairs.
+    /// If the number of layers differs, an index is out of range, or a rotation has no or too many pairs.
     pub fn with_rotations(mut self, rotations: Vec<Rotation>, layers: &[Option<usize>]) -> Result<Self> {
         check_len("rotations of layers", layers.len(), self.layers.len())?;
         let most = self.shape.head_dim / 2;
@@ -342,11 +257,11 @@ impl Weights {
         Ok(self)
     }
 
-    /// The same where layers attend the last positions alone: `windows` has how many each sees, a row's own among them, or
-    /// none where it sees all. No position before a window is read.
+    /// Sets the windows of layers. `windows` has the number of last positions that each layer attends, including a
+    /// row's own, or `None` for all positions. No position before a window is read.
     ///
     /// # Errors
-    /// Where there are not as many as layers, or one is 0.
+    /// If the number of layers differs, or a window is 0.
     pub fn with_windows(mut self, windows: &[Option<usize>]) -> Result<Self> {
         check_len("windows", windows.len(), self.layers.len())?;
         for (i, (layer, window)) in self.layers.iter_mut().zip(windows).enumerate() {
@@ -358,10 +273,10 @@ impl Weights {
         Ok(self)
     }
 
-    /// The same with this activation of the MLP; without, it is `SiLU`.
+    /// Sets the activation of the MLP. The default is `SiLU`.
     ///
     /// # Errors
-    /// Where a number of it is not finite and above 0.
+    /// If a number of the activation is not finite and above 0.
     pub fn with_activation(self, activation: Activation) -> Result<Self> {
         if let Activation::ClampedSwiglu { alpha, limit } = activation {
             check_multiplier("activation's alpha", alpha)?;
@@ -370,11 +285,11 @@ impl Weights {
         Ok(Self { activation, ..self })
     }
 
-    /// The same where a KV cache of codes has these scales, of each layer that of its keys and that of its values: a code is a
-    /// number divided by its scale. Without, they are 1; caches of numbers have none.
+    /// Sets the scales of a quantized KV cache, for each layer those of its keys and values. A code is a number divided
+    /// by its scale. The default is 1; caches that are not quantized ignore the scales.
     ///
     /// # Errors
-    /// Where there are not as many as layers, or one is not finite and above 0.
+    /// If the number of layers differs, or a scale is not finite and above 0.
     pub fn with_kv_scales(mut self, scales: &[(f32, f32)]) -> Result<Self> {
         check_len("kv_scales", scales.len(), self.layers.len())?;
         for (i, (layer, &(k, v))) in self.layers.iter_mut().zip(scales).enumerate() {
@@ -385,20 +300,21 @@ impl Weights {
         Ok(self)
     }
 
-    /// The most positions that a layer sees; none where some sees all.
+    /// Returns the maximum number of positions that a layer attends; `None` if some layer attends all.
     pub fn sliding_window(&self) -> Option<usize> {
         self.layers.iter().map(|layer| layer.window).max().filter(|&window| window != usize::MAX)
     }
 
-    /// Whether the last layer has a window: its K and V of a position may not be finite though rows behind the window are.
+    /// Returns whether the last layer has a window. Then K and V of a position may not be finite although rows after
+    /// the window are.
     pub(crate) fn ends_in_window(&self) -> bool {
         self.layers.last().is_some_and(|layer| layer.window != usize::MAX)
     }
 
-    /// The same with these multipliers; without, scores are divided by the root of `head_dim`.
+    /// Sets the multipliers. By default, scores are divided by the root of `head_dim`.
     ///
     /// # Errors
-    /// Where one is not finite and above 0.
+    /// If a multiplier is not finite and above 0.
     pub fn with_multipliers(self, multipliers: Multipliers) -> Result<Self> {
         check_multiplier("embedding multiplier", multipliers.embedding)?;
         check_multiplier("residual multiplier", multipliers.residual)?;
@@ -406,29 +322,30 @@ impl Weights {
         Ok(Self { multipliers, ..self })
     }
 
-    /// Of an EAGLE-3 head the target's layers at whose entry it reads hidden states, and their size; else none.
+    /// Returns the layers of the target whose input states an EAGLE-3 head reads, and the size of a state; empty and 0
+    /// for other models.
     pub fn hidden_layers(&self) -> (&[usize], usize) {
-        self.beside.as_ref().map_or((&[], 0), |head| (&head.hidden_layers, head.fc.inputs / head.hidden_layers.len()))
+        self.eagle3.as_ref().map_or((&[], 0), |head| (&head.hidden_layers, head.fc.inputs / head.hidden_layers.len()))
     }
 
-    /// Of an EAGLE-3 head the target's id of each of its own, ascending.
+    /// Returns the target's id of each id of an EAGLE-3 head, ascending; `None` for other models.
     pub fn target_ids(&self) -> Option<&[i64]> {
-        self.beside.as_ref().map(|head| &*head.target_ids)
+        self.eagle3.as_ref().map(|head| &*head.target_ids)
     }
 
-    /// Logits of a row: the vocabulary, or the ids of an EAGLE-3 head.
+    /// Returns the number of logits per row: the vocabulary, or the ids of an EAGLE-3 head.
     pub fn num_ids(&self) -> usize {
         self.lm_head.outputs()
     }
 
-    /// All projections by name.
-    fn projections(&self) -> impl Iterator<Item = (String, &Linear)> {
-        let fc = self.beside.iter().map(|beside| ("fc".to_owned(), &beside.fc));
+    /// Returns all projections by name.
+    pub(crate) fn projections(&self) -> impl Iterator<Item = (String, &Linear)> {
+        let fc = self.eagle3.iter().map(|eagle3| ("fc".to_owned(), &eagle3.fc));
         let layers = self.layers.iter().enumerate().flat_map(|(i, layer)| layer.projections(i));
         layers.chain(fc).chain([("lm_head".to_owned(), &self.lm_head)])
     }
 
-    /// Refuses what cannot be multiplied as pairs of bf16 numbers.
+    /// Rejects weights that cannot be multiplied as pairs of bf16 numbers.
     pub(crate) fn check_pairs(&self) -> Result<()> {
         for (name, linear) in self.projections() {
             if !linear.inputs.is_multiple_of(PAIRS) {
@@ -443,7 +360,7 @@ impl Weights {
         Ok(())
     }
 
-    /// Whether some bf16 weight is nearer to zero than instructions for pairs may have it.
+    /// Returns whether some bf16 weight is too close to zero for instructions that multiply pairs.
     pub(crate) fn has_tiny(&self) -> bool {
         let tiny = |x: &Bf16| x.to_f32().abs() < LEAST_WEIGHT && x.to_f32() != 0.0;
         self.projections().flat_map(|(_, linear)| &linear.parts).any(|part| match &part.weight {
@@ -452,12 +369,12 @@ impl Weights {
         })
     }
 
-    /// Its sizes.
+    /// Returns the sizes.
     pub fn shape(&self) -> &ModelShape {
         &self.shape
     }
 
-    /// Its layers' number.
+    /// Returns the number of layers.
     pub fn num_layers(&self) -> usize {
         self.layers.len()
     }

@@ -6,7 +6,7 @@ use specrs_core::Drafter;
 use specrs_core::sampling::{LogprobsMode, RequestSampling};
 use specrs_core::scheduler::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 use specrs_cpu::iteration::{Facts, Host, Iteration, Model, OwnedRowState, Rule, TextLimits, Translated, Translation};
-use specrs_cpu::{Beside, Entries, Error, Output, Pass, Result};
+use specrs_cpu::{Eagle3Input, Entries, Error, Output, Pass, Result};
 use std::collections::HashMap;
 
 const VOCAB: usize = 23;
@@ -67,7 +67,7 @@ impl Model for Reader {
     fn forward(
         &mut self,
         pass: &Pass<'_>,
-        _beside: Option<Beside<'_>>,
+        _beside: Option<Eagle3Input<'_>>,
         output: Output<'_>,
         _entries: Entries<'_>,
     ) -> Result<()> {
@@ -182,7 +182,7 @@ fn serve(kind: Kind, prompts: &[Vec<i64>], budget: usize, errs: usize, failing: 
     draft.failing = failing.to_vec();
     let pairs: Vec<(i64, i64)> = (0..VOCAB as i64).map(|token| (token, token + SHIFT)).collect();
     let mut translation = Translation::new(&pairs, 0, VOCAB).unwrap();
-    let mut state = OwnedRowState::new(&config, 0);
+    let mut state = OwnedRowState::new(&config);
     let mut iteration = Iteration::new(config, Rule::Coupled, None, LogprobsMode::default(), VOCAB).unwrap();
     if kind == Kind::Text {
         iteration = iteration.with_text_drafts(limits);

@@ -81,7 +81,7 @@ fn check(model: &Model, sequences: &[Vec<usize>], exact: &[Vec<Vec<u32>>], case:
     }
 }
 
-/// Of each test. `PROPTEST_CASES` takes fewer: for emulators and sanitizers.
+/// Cases of each test, at most 12. `PROPTEST_CASES` takes fewer: for emulators and sanitizers.
 fn config() -> ProptestConfig {
     let default = ProptestConfig::default();
     ProptestConfig { cases: default.cases.min(12), failure_persistence: None, ..default }
@@ -104,8 +104,8 @@ prop_compose! {
         window in 1..40_usize,
         seed in any::<u64>(),
     ) -> Model {
-        // INT4 and pairs of bf16 numbers lie by 32 inputs; other projections would not be by tiles.
-        let unit = if code_bits == 4 || bf16_rows || prompt_tiles { 32 } else { 1 };
+        // Packed weights and pairs of bf16 numbers lie by 32 inputs; other projections would not be by tiles.
+        let unit = if code_bits != 0 || bf16_rows || prompt_tiles { 32 } else { 1 };
         let (bf16, code_bits) = if bf16_rows { (true, 0) } else { (bf16, code_bits) };
         let shape = ModelShape {
             vocab_size,

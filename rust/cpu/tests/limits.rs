@@ -97,7 +97,7 @@ fn bits_of(logits: &[Vec<f32>]) -> Vec<u32> {
     logits.concat().iter().map(|x| x.to_bits()).collect()
 }
 
-/// The same weights and tokens give these bits on every machine.
+/// Weights and tokens give fixed bits on every machine.
 #[test]
 fn bits_are_frozen() {
     let mut hashes = Vec::new();
@@ -119,7 +119,8 @@ fn bits_are_frozen() {
     }
 }
 
-/// Of equal logits the lowest id is the most probable, wherever the others lie: in its vector, in another thread's share.
+/// The lowest id is the most probable of equal logits, wherever the others lie: in its vector, in another thread's
+/// share.
 #[test]
 fn ties_go_to_the_lowest_id() {
     let shape = specrs_cpu::ModelShape { vocab_size: 211, ..SMALL };

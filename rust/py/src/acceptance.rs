@@ -5,7 +5,8 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// As for a scheduler; the books allocate one count per token.
+/// Largest number of draft tokens (K) of a tracker, equal to that of a scheduler. It is limited because a tracker
+/// allocates one count per draft token.
 const MAX_SPECULATIVE_TOKENS: usize = 1 << 10;
 
 #[pyclass(frozen)]
@@ -16,7 +17,7 @@ impl AcceptanceTracker {
         Self(Mutex::new(books))
     }
 
-    /// K of some books, refused where it is too large to be one.
+    /// Converts the K of a tracker, and raises `InvalidConfig` if it is negative or too large.
     pub(crate) fn checked(py: Python<'_>, num_speculative_tokens: i64) -> PyResult<usize> {
         let k = size(py, Class::InvalidConfig, "num_speculative_tokens", num_speculative_tokens)?;
         if k > MAX_SPECULATIVE_TOKENS {

@@ -146,14 +146,15 @@ impl BlockHasher {
         self.0.hash_blocks(parent, token_ids.as_slice()?, block_size, &extra_keys).or_raise(py)
     }
 
-    /// Without the key, which is a secret: who knows it can build colliding prompts.
+    /// Returns the class's name without the key. The key is secret, because it allows building prompts with colliding
+    /// hashes.
     #[expect(clippy::unused_self, reason = "a Python method has one")]
     fn __repr__(&self) -> &'static str {
         "BlockHasher(hash_key=...)"
     }
 }
 
-/// The 16 bytes of a hash key.
+/// Converts a hash key to its 16 bytes.
 pub(crate) fn hash_key_bytes(py: Python<'_>, hash_key: &[u8]) -> PyResult<[u8; 16]> {
     hash_key.try_into().map_err(|_| {
         let message = format!("hash_key has {} bytes, which is not allowed: expected 16", hash_key.len());
@@ -161,10 +162,10 @@ pub(crate) fn hash_key_bytes(py: Python<'_>, hash_key: &[u8]) -> PyResult<[u8; 1
     })
 }
 
-/// Positions and keys as Python gives them.
+/// Positions and keys in the form that Python passes.
 pub(crate) type ExtraKeys = Vec<(i64, PyBackedBytes)>;
 
-/// Extra keys as the core takes them, which checks all but the sign.
+/// Converts extra keys to the core's form. The core checks everything except the sign of a position.
 pub(crate) fn extra_keys<'a>(
     py: Python<'_>,
     class: Class,

@@ -1,4 +1,5 @@
-//! Borrows numpy arrays as slices after checking dtype, rank, layout, size and writability, each with its own message.
+//! Borrowing of numpy arrays as slices, after checks of dtype, rank, layout, size and writability, each with its own
+//! message.
 //!
 //! Arrays are borrowed, never copied or converted: a copy would silently drop what the core writes.
 
@@ -9,7 +10,7 @@ use numpy::{
 };
 use pyo3::prelude::*;
 
-/// A read-only, C-contiguous view of `T` and rank `D`.
+/// Borrows a read-only, C-contiguous array of `T` and rank `D`.
 pub(crate) fn readonly<'py, T: Element, D: Dimension>(
     name: &str,
     array: &Bound<'py, PyAny>,
@@ -17,7 +18,7 @@ pub(crate) fn readonly<'py, T: Element, D: Dimension>(
     checked::<T, D>(name, array)?.try_readonly().map_err(|error| borrow_error(array.py(), name, &error))
 }
 
-/// A writable, C-contiguous view of `T` and rank `D`.
+/// Borrows a writable, C-contiguous array of `T` and rank `D`.
 pub(crate) fn readwrite<'py, T: Element, D: Dimension>(
     name: &str,
     array: &Bound<'py, PyAny>,
@@ -29,7 +30,7 @@ pub(crate) type In<'py> = PyReadonlyArray<'py, i64, Ix1>;
 pub(crate) type In2<'py> = PyReadonlyArray<'py, i64, Ix2>;
 pub(crate) type Out<'py> = PyReadwriteArray<'py, i64, Ix1>;
 
-/// Refuses an array that does not have exactly `expected` elements.
+/// Rejects an array that does not have exactly `expected` elements.
 pub(crate) fn check_len(py: Python<'_>, name: &str, len: usize, expected: usize) -> PyResult<()> {
     if len == expected {
         return Ok(());

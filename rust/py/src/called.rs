@@ -1,43 +1,43 @@
-//! Models whose passes Python computes: transformers' modules, ranks, float64.
+//! Models whose passes Python computes, such as transformers modules, models on several ranks, and float64 models.
 
 use crate::buffers::readonly;
-use crate::error::Class;
+use crate::error::{Class, cpu_to_py};
 use numpy::{Ix1, Ix2, Ix3, PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use specrs_core::sampling::largest;
+use specrs_core::sampling::{largest, lowest_id};
 use specrs_cpu::iteration::{Facts, Model};
-use specrs_cpu::{Beside, Entries, Error, Output, Pass, Result};
+use specrs_cpu::{Eagle3Input, Entries, Error, Output, Pass, Result};
 use std::sync::{Arc, Mutex};
 
-/// Exceptions that the host's code has raised in a step, each with the message of the error that stands for it.
+/// Exceptions that the host's code has raised in a step, each with the message of the error that represents it.
 #[derive(Clone, Default)]
 pub(crate) struct Raised(Arc<Mutex<Vec<(String, PyErr)>>>);
 
 impl Raised {
-    /// Forgets the exceptions of the step before.
+    /// Removes the exceptions of the previous step.
     pub(crate) fn clear(&self) {
         crate::cpu::lock(&self.0).clear();
     }
 
-    /// Keeps an exception; the error that stands for it.
+    /// Stores an exception and returns the error that represents it.
     pub(crate) fn keep(&self, raised: PyErr) -> Error {
         let message = raised.to_string();
         crate::cpu::lock(&self.0).push((message.clone(), raised));
         Error::Host { message }
     }
 
-    /// The exception that an error stands for.
+    /// Returns the exception that an error represents, or a new one for other errors.
     pub(crate) fn of(&self, py: Python<'_>, error: &Error) -> PyErr {
         let raised = crate::cpu::lock(&self.0);
         let found = match error {
             Error::Host { message } => raised.iter().find(|(said, _)| said == message),
             _ => None,
         };
-        found.map_or_else(|| crate::cpu::to_py(py, error), |(_, raised)| raised.clone_ref(py))
+        found.map_or_else(|| cpu_to_py(py, error), |(_, raised)| raised.clone_ref(py))
     }
 
-    /// An interrupt, which nothing may swallow.
+    /// Returns an interrupt among the exceptions, which must always be raised.
     pub(crate) fn interrupt(&self, py: Python<'_>) -> Option<PyErr> {
         let raised = crate::cpu::lock(&self.0);
         let found = raised.iter().find(|(_, raised)| !raised.is_instance_of::<pyo3::exceptions::PyException>(py));
@@ -45,7 +45,7 @@ impl Raised {
     }
 }
 
-/// A Python object with `forward`, `logits` and `fuse`; see `_CallableModel` in `_core.pyi`.
+/// Model as a Python object with `forward`, `logits` and `fuse`; see `_CallableModel` in `_core.pyi`.
 pub(crate) struct Called {
     object: Py<PyAny>,
     vocab_size: usize,
@@ -59,8 +59,10 @@ pub(crate) struct Called {
 }
 
 impl Called {
+    /// Wraps a Python object as a model.
+    ///
     /// # Errors
-    /// For an object without the sizes of a model.
+    /// If the object lacks one of a model's sizes.
     pub(crate) fn new(object: &Bound<'_, PyAny>, raised: Raised) -> PyResult<Self> {
         let size = |name: &str| object.getattr(name)?.extract::<usize>();
         let target_ids = object.getattr("target_ids")?;
@@ -83,11 +85,12 @@ impl Called {
         })
     }
 
-    /// One pass in Python. `wanted` are rows whose logits it returns, or with `keeps` whose hidden states it keeps.
+    /// Runs one pass in Python. `wanted` are the rows whose logits it returns, or with `keeps` whose hidden states it
+    /// keeps.
     fn pass(
         &mut self,
         pass: &Pass<'_>,
-        beside: Option<Beside<'_>>,
+        eagle3: Option<Eagle3Input<'_>>,
         (wanted, keeps): (&[usize], bool),
         entries: &mut Entries<'_>,
         logits: &mut Vec<f32>,
@@ -95,14 +98,14 @@ impl Called {
         let done = Python::attach(|py| {
             let inputs = pass_inputs(py, pass)?;
             let width = self.hidden_size;
-            let beside = match beside {
-                Some(beside) => Some(PyArray1::from_slice(py, beside.hidden).reshape([pass.len(), width])?),
+            let eagle3 = match eagle3 {
+                Some(eagle3) => Some(PyArray1::from_slice(py, eagle3.hidden).reshape([pass.len(), width])?),
                 None => None,
             };
             let wanted_rows = indices(py, wanted);
             let layers = entries.layers.to_vec();
             let returned =
-                self.object.bind(py).call_method1("forward", (inputs, wanted_rows, keeps, layers, beside))?;
+                self.object.bind(py).call_method1("forward", (inputs, wanted_rows, keeps, layers, eagle3))?;
             let (scores, states, finite): (Bound<'_, PyAny>, Bound<'_, PyAny>, Bound<'_, PyAny>) =
                 returned.extract()?;
             if !wanted.is_empty() && !keeps {
@@ -139,7 +142,7 @@ impl Model for Called {
     fn forward(
         &mut self,
         pass: &Pass<'_>,
-        beside: Option<Beside<'_>>,
+        eagle3: Option<Eagle3Input<'_>>,
         output: Output<'_>,
         mut entries: Entries<'_>,
     ) -> Result<()> {
@@ -148,7 +151,7 @@ impl Model for Called {
             Output::Logits { rows, .. } | Output::Argmax { rows, .. } | Output::Hidden { rows, .. } => *rows,
         };
         let mut scores = Vec::new();
-        self.pass(pass, beside, (rows, false), &mut entries, &mut scores)?;
+        self.pass(pass, eagle3, (rows, false), &mut entries, &mut scores)?;
         let all = scores.chunks_exact(self.num_ids);
         match output {
             Output::Logits { num_ids, logits, .. } => {
@@ -160,8 +163,7 @@ impl Model for Called {
                 for ((scores, id), top) in all.zip(ids).zip(top) {
                     let scores = &scores[..num_ids];
                     *top = largest(scores);
-                    let is_top = |x: &f32| if top.is_nan() { x.is_nan() } else { *x >= *top };
-                    *id = scores.iter().position(is_top).unwrap_or(0) as i64;
+                    *id = lowest_id(scores, *top) as i64;
                 }
             }
             Output::Nothing | Output::Hidden { .. } => {}
@@ -203,7 +205,7 @@ impl Model for Called {
     }
 }
 
-/// Copies an array of this shape into `out`.
+/// Copies an array of the given shape into `out`.
 fn copy<D: numpy::ndarray::Dimension>(
     name: &str,
     array: &Bound<'_, PyAny>,
@@ -224,7 +226,7 @@ fn indices<'py>(py: Python<'py>, rows: &[usize]) -> Bound<'py, PyArray1<i64>> {
     PyArray1::from_iter(py, rows.iter().map(|&row| row as i64))
 }
 
-/// A pass as the keywords of `PassInputs`, in arrays of their own. Rows of one sequence are next to each other.
+/// Converts a pass to the keywords of `PassInputs`, with new arrays. Rows of one sequence are next to each other.
 fn pass_inputs<'py>(py: Python<'py>, pass: &Pass<'_>) -> PyResult<Bound<'py, PyDict>> {
     let (mut q_start, mut rows) = (vec![0_i64], Vec::new());
     for i in 0..pass.len() {

@@ -1,30 +1,21 @@
-//! What passes on a CPU read and write: threads, weights, KV caches, in arrays of the caller.
+//! Threads, weights and KV caches of passes on a CPU, in arrays of the caller.
 
 use crate::buffers::readonly;
-use crate::error::{Class, size, to_py as core_to_py};
-use crate::tensors::{codes_mut, values, values_mut, weight as weight_of};
-use numpy::{Ix1, Ix2, Ix5, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
+use crate::error::{Class, cpu_to_py, size};
+use crate::tensors::{codes_mut, embedding as embedding_of, values, values_mut, weight as weight_of};
+use numpy::{Ix1, Ix5, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Activation, BesideWeights, Experts, KvCache, KvLayer, KvShape, LayerWeights, Linear, Mlp, ModelShape, Multipliers,
-    Part, Pool, QkNorm, Rotation, Values, Weights,
+    Activation, Eagle3Weights, Experts, Isa, KvCache, KvLayer, KvShape, LayerWeights, Linear, Mlp, ModelShape,
+    Multipliers, Part, Pool, QkNorm, Rotation, Tiles, Values, Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-/// The exception for an error of `specrs-cpu`.
-pub(crate) fn to_py(py: Python<'_>, error: &specrs_cpu::Error) -> PyErr {
-    match error {
-        specrs_cpu::Error::Core(error) => core_to_py(py, error),
-        specrs_cpu::Error::Invalid { .. } => Class::InvalidBuffer.error(py, error.to_string()),
-        _ => Class::Specrs.error(py, error.to_string()),
-    }
-}
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Threads that passes are shared among.
+/// Pool of threads that passes are shared among.
 #[pyclass(frozen)]
 pub(crate) struct CpuPool(pub(crate) Arc<Pool>);
 
@@ -51,17 +42,24 @@ impl CpuPool {
     }
 }
 
-/// Weights of a dense decoder, borrowed.
+#[pyfunction]
+pub(crate) fn cpu_instruction_sets() -> Vec<&'static str> {
+    let sets = Isa::available().into_iter().map(Isa::name);
+    Tiles::detect().map(|_| "amx").into_iter().chain(sets).collect()
+}
+
+/// Weights of a dense decoder, in borrowed arrays.
 #[pyclass(frozen)]
 pub(crate) struct CpuWeights(pub(crate) Arc<Weights>);
 
-/// A projection: its parts above each other, each a weight (an array, or codes and scales) and a bias or none.
+/// Projection as its parts, stacked by outputs. Each part has a weight (an array, or codes and scales) and an optional
+/// bias.
 type Projection<'py> = Vec<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>;
 
-/// Frequencies and magnitudes, and which of them each layer has.
+/// Rotations as pairs of frequencies and magnitude, and the index of each layer's rotation.
 type Rotations = (Vec<(Vec<f32>, f32)>, Vec<Option<usize>>);
 
-/// A layer's experts as Python hands them over.
+/// Experts of a layer in the form that Python passes.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct ExpertArrays<'py> {
@@ -92,7 +90,7 @@ impl ExpertArrays<'_> {
     }
 }
 
-/// One layer as Python hands it over.
+/// One layer in the form that Python passes.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct LayerArrays<'py> {
@@ -118,7 +116,7 @@ struct LayerArrays<'py> {
     mlp_output_norm: Option<Bound<'py, PyAny>>,
 }
 
-/// What an EAGLE-3 head has beside a layer, as Python hands it over.
+/// Weights of an EAGLE-3 head in addition to its layer, in the form that Python passes.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct HeadArrays<'py> {
@@ -133,8 +131,8 @@ struct HeadArrays<'py> {
 }
 
 impl HeadArrays<'_> {
-    /// `inputs` of `fc` are what its weight has in a row.
-    fn weights(self) -> PyResult<BesideWeights> {
+    /// Converts the arrays to weights of a head. The number of inputs of `fc` is the length of its weight's rows.
+    fn weights(self) -> PyResult<Eagle3Weights> {
         let mut inputs = 0;
         if let Some((weight, _)) = self.fc.first() {
             let Ok(&[_, width]) = weight.cast::<PyUntypedArray>().map(PyUntypedArrayMethods::shape) else {
@@ -145,7 +143,7 @@ impl HeadArrays<'_> {
         }
         let py = self.hidden_norm.py();
         let layer = |&layer: &i64| size(py, Class::InvalidBuffer, "hidden_layers", layer);
-        Ok(BesideWeights {
+        Ok(Eagle3Weights {
             hidden_layers: self.hidden_layers.iter().map(layer).collect::<PyResult<_>>()?,
             fc: linear("fc", inputs, &self.fc)?,
             fc_norm: self.fc_norm.map(|norm| vector("fc_norm", &norm)).transpose()?,
@@ -169,7 +167,7 @@ fn linear(name: &str, inputs: usize, parts: &Projection<'_>) -> PyResult<Linear>
         let bias = bias.as_ref().map(|bias| vector(&format!("{name}.parts[{i}].bias"), bias)).transpose()?;
         made.push(Part::new(weight, bias.as_ref(), outputs));
     }
-    Python::attach(|py| Linear::new(name, inputs, made).map_err(|error| to_py(py, &error)))
+    Python::attach(|py| Linear::new(name, inputs, made).map_err(|error| cpu_to_py(py, &error)))
 }
 
 fn layer(
@@ -261,7 +259,7 @@ impl CpuWeights {
         let clamped = |(alpha, limit)| Activation::ClampedSwiglu { alpha, limit };
         let activation = clamped_swiglu.map_or(activation, clamped);
         let frequencies: PyReadonlyArray<'_, f32, Ix1> = readonly("frequencies", frequencies)?;
-        let embedding = values::<Ix2>("embedding", embedding)?.0;
+        let embedding = embedding_of("embedding", embedding)?;
         let inputs = shape.hidden_size * if head.is_some() { 2 } else { 1 };
         let mut layers = layers
             .iter()
@@ -306,7 +304,7 @@ impl CpuWeights {
             })
             .and_then(|weights| weights.with_activation(activation))
             .map(|weights| Self(Arc::new(weights)))
-            .map_err(|error| to_py(py, &error))
+            .map_err(|error| cpu_to_py(py, &error))
     }
 
     fn __repr__(&self) -> String {
@@ -314,7 +312,7 @@ impl CpuWeights {
     }
 }
 
-/// A KV cache, borrowed.
+/// KV cache in borrowed arrays.
 #[pyclass(frozen)]
 pub(crate) struct CpuKVCache(pub(crate) Mutex<KvCache>);
 
@@ -361,7 +359,7 @@ impl CpuKVCache {
                 None => Ok(cache),
             })
             .map(|cache| Self(Mutex::new(cache)))
-            .map_err(|error| to_py(py, &error))
+            .map_err(|error| cpu_to_py(py, &error))
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {

@@ -1,15 +1,15 @@
 //! Passes of one model on a CPU, on arrays of the caller.
 
 use crate::buffers::{In, In2, Out, check_len, readonly, readwrite};
-use crate::cpu::{CpuKVCache, CpuPool, CpuWeights, lock, to_py};
-use crate::error::{Class, size};
+use crate::cpu::{CpuKVCache, CpuPool, CpuWeights, lock};
+use crate::error::{Class, cpu_to_py, size};
 use crate::lora::{GivenAdapters, by_row};
 use numpy::{Ix1, Ix2, Ix3, PyReadonlyArray, PyReadwriteArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use specrs_cpu::{Beside, Decoder, Entries, Output, Pass, Tiles, guarded};
+use specrs_cpu::{Decoder, Eagle3Input, Entries, Output, Pass, Tiles, guarded};
 use std::sync::{Arc, Mutex};
 
-/// A model's passes.
+/// Decoder that runs the passes of a model.
 #[pyclass(frozen)]
 pub(crate) struct CpuDecoder(pub(crate) Mutex<Decoder>);
 
@@ -26,7 +26,7 @@ impl CpuDecoder {
     ) -> PyResult<Self> {
         let made = Decoder::new(Arc::clone(&weights.0), Arc::clone(&pool.0));
         let made = if bf16_rows { made.and_then(Decoder::with_bf16_rows) } else { made };
-        let decoder = made.map_err(|error| to_py(py, &error))?;
+        let decoder = made.map_err(|error| cpu_to_py(py, &error))?;
         if !prompt_tiles {
             return Ok(Self(Mutex::new(decoder)));
         }
@@ -42,7 +42,7 @@ impl CpuDecoder {
     #[allow(clippy::needless_pass_by_value)] // extracted from Python objects
     #[pyo3(signature = (
         tokens, positions, slots, q_start, block_table, kv_cache, hidden, hidden_layers = vec![], entries = None,
-        beside = None, k_start = None, group_slots = None, group_tables = None, prompts = false, adapters = vec![]
+        eagle3 = None, k_start = None, group_slots = None, group_tables = None, prompts = false, adapters = vec![]
     ))]
     fn forward(
         &self,
@@ -56,15 +56,15 @@ impl CpuDecoder {
         hidden: &Bound<'_, PyAny>,
         hidden_layers: Vec<i64>,
         entries: Option<&Bound<'_, PyAny>>,
-        beside: Option<&Bound<'_, PyAny>>,
+        eagle3: Option<&Bound<'_, PyAny>>,
         k_start: Option<&Bound<'_, PyAny>>,
         group_slots: Option<&Bound<'_, PyAny>>,
         group_tables: Option<&Bound<'_, PyAny>>,
         prompts: bool,
         adapters: GivenAdapters<'_>,
     ) -> PyResult<()> {
-        let beside: Option<PyReadonlyArray<'_, f32, Ix2>> =
-            beside.map(|array| readonly("beside", array)).transpose()?;
+        let eagle3: Option<PyReadonlyArray<'_, f32, Ix2>> =
+            eagle3.map(|array| readonly("eagle3", array)).transpose()?;
         let k_start: Option<In<'_>> = k_start.map(|array| readonly("k_start", array)).transpose()?;
         let group_slots: Option<In2<'_>> = group_slots.map(|array| readonly("group_slots", array)).transpose()?;
         let group_tables: Option<PyReadonlyArray<'_, i64, Ix3>> =
@@ -102,8 +102,8 @@ impl CpuDecoder {
             Some(states) => states.as_slice_mut()?,
             None => &mut [],
         };
-        let beside = match &beside {
-            Some(array) => Some(Beside { hidden: array.as_slice()? }),
+        let eagle3 = match &eagle3 {
+            Some(array) => Some(Eagle3Input { hidden: array.as_slice()? }),
             None => None,
         };
         py.detach(|| {
@@ -112,19 +112,19 @@ impl CpuDecoder {
             let output = Output::Hidden { rows: &rows, hidden };
             let entries = Entries { layers: &layers, states };
             let (mut decoder, mut cache) = (lock(&self.0), lock(&kv_cache.0));
-            guarded(|| match beside {
-                Some(beside) => decoder.forward_beside(&pass, beside, &mut cache, output, entries),
+            guarded(|| match eagle3 {
+                Some(eagle3) => decoder.forward_eagle3(&pass, eagle3, &mut cache, output, entries),
                 None => decoder.forward_keeping(&pass, &mut cache, output, entries),
             })
         })
-        .map_err(|error| to_py(py, &error))
+        .map_err(|error| cpu_to_py(py, &error))
     }
 
     fn fuse(&self, py: Python<'_>, states: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>) -> PyResult<()> {
         let states: PyReadonlyArray<'_, f32, Ix3> = readonly("states", states)?;
         let mut out: PyReadwriteArray<'_, f32, Ix2> = readwrite("out", out)?;
         let (states, out) = (states.as_slice()?, out.as_slice_mut()?);
-        py.detach(|| guarded(|| lock(&self.0).fuse(states, out))).map_err(|error| to_py(py, &error))
+        py.detach(|| guarded(|| lock(&self.0).fuse(states, out))).map_err(|error| cpu_to_py(py, &error))
     }
 
     fn logits(&self, py: Python<'_>, hidden: &Bound<'_, PyAny>, logits: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -132,7 +132,7 @@ impl CpuDecoder {
         let mut logits: PyReadwriteArray<'_, f32, Ix2> = readwrite("logits", logits)?;
         let num_ids = logits.shape()[1];
         let (hidden, logits) = (hidden.as_slice()?, logits.as_slice_mut()?);
-        py.detach(|| guarded(|| lock(&self.0).logits(hidden, num_ids, logits))).map_err(|error| to_py(py, &error))
+        py.detach(|| guarded(|| lock(&self.0).logits(hidden, num_ids, logits))).map_err(|error| cpu_to_py(py, &error))
     }
 
     fn argmax(
@@ -148,7 +148,7 @@ impl CpuDecoder {
         let mut top: PyReadwriteArray<'_, f32, Ix1> = readwrite("top", top)?;
         let num_ids = size(py, Class::InvalidBuffer, "num_ids", num_ids)?;
         let (hidden, ids, top) = (hidden.as_slice()?, ids.as_slice_mut()?, top.as_slice_mut()?);
-        py.detach(|| guarded(|| lock(&self.0).argmax(hidden, num_ids, ids, top))).map_err(|error| to_py(py, &error))
+        py.detach(|| guarded(|| lock(&self.0).argmax(hidden, num_ids, ids, top))).map_err(|error| cpu_to_py(py, &error))
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {
@@ -163,7 +163,7 @@ impl CpuDecoder {
     }
 }
 
-/// The entry of each row, and its position, -1 for rows that belong to no entry.
+/// Returns the entry of each row, and its position, -1 for rows that belong to no entry.
 fn entries_of(py: Python<'_>, q_start: &[i64], positions: &[i64], count: usize) -> PyResult<(Vec<usize>, Vec<i64>)> {
     check_len(py, "positions", positions.len(), count)?;
     let ascending = q_start.windows(2).all(|pair| pair[0] <= pair[1]);

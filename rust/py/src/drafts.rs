@@ -1,11 +1,12 @@
-//! Drafters as schedulers know them, and those that propose on the host.
+//! Drafters as schedulers use them, and drafters that propose on the host.
 
 use crate::buffers::{In, readonly};
 use crate::error::{Class, OrRaise, size};
-use crate::suffix::settings;
 use numpy::PyArray1;
 use pyo3::prelude::*;
-use specrs_core::{Drafter, HostDrafters, SuffixSettings};
+use pyo3::types::PyDict;
+use specrs_core::scheduler::MAX_SPECULATIVE_TOKENS;
+use specrs_core::{Drafter, HostDrafters, Number};
 
 #[pyclass(frozen)]
 #[derive(Clone, Copy)]
@@ -93,9 +94,6 @@ impl TextDrafter {
     }
 }
 
-/// The most drafts of one proposal, as of a scheduler's K.
-pub(crate) const MAX_DRAFTS: usize = 1024;
-
 #[pyclass(frozen)]
 pub(crate) struct NgramProposer(specrs_core::NgramProposer);
 
@@ -127,8 +125,9 @@ impl NgramProposer {
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let token_ids: In<'_> = readonly("token_ids", token_ids)?;
         let k = size(py, Class::InvalidConfig, "num_speculative_tokens", num_speculative_tokens)?;
-        if k > MAX_DRAFTS {
-            let message = format!("num_speculative_tokens = {k} is not allowed: expected 0 to {MAX_DRAFTS}");
+        if k > MAX_SPECULATIVE_TOKENS {
+            let message =
+                format!("num_speculative_tokens = {k} is not allowed: expected 0 to {MAX_SPECULATIVE_TOKENS}");
             return Err(Class::InvalidConfig.error(py, message));
         }
         let mut drafts = vec![0; k];
@@ -143,35 +142,46 @@ impl NgramProposer {
     }
 }
 
+/// Drafter on the host: its method, and its settings by name.
 #[pyclass(frozen)]
-#[derive(Clone, Copy)]
-pub(crate) struct SuffixDrafter(SuffixSettings);
+pub(crate) struct HostDrafter {
+    #[pyo3(get)]
+    method: String,
+    settings: Vec<(String, Number)>,
+}
 
 #[pymethods]
-impl SuffixDrafter {
+impl HostDrafter {
     #[new]
-    #[pyo3(signature = (
-        *, max_tree_depth = 24, max_cached_requests = 10_000, max_spec_factor = 1.0, min_token_prob = 0.1,
-        max_memory_bytes = 1_073_741_824,
-    ))]
-    fn new(
-        py: Python<'_>,
-        max_tree_depth: i64,
-        max_cached_requests: i64,
-        max_spec_factor: f64,
-        min_token_prob: f64,
-        max_memory_bytes: i64,
-    ) -> PyResult<Self> {
-        settings(py, max_tree_depth, max_cached_requests, max_spec_factor, min_token_prob, max_memory_bytes).map(Self)
+    #[pyo3(signature = (method, **settings))]
+    fn new(py: Python<'_>, method: String, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+        let mut given = Vec::new();
+        for (name, value) in settings.into_iter().flatten() {
+            let number = value.extract().map(Number::Integer).or_else(|_| value.extract().map(Number::Float))?;
+            given.push((name.extract()?, number));
+        }
+        let drafter = Self { method, settings: given };
+        drafter.add_to(py, &mut HostDrafters::default())?;
+        Ok(drafter)
     }
 
     fn __repr__(&self) -> String {
-        let SuffixSettings { max_tree_depth, max_cached_requests, .. } = self.0;
-        format!("SuffixDrafter(max_tree_depth={max_tree_depth}, max_cached_requests={max_cached_requests})")
+        format!("HostDrafter(method={:?})", self.method)
     }
 }
 
-/// One of what `Scheduler(drafter=...)` takes.
+impl HostDrafter {
+    /// Adds this drafter to `drafters`. Returns whether it replaced one of the same method.
+    ///
+    /// # Errors
+    /// If the method or a setting is unknown, or a value is outside its range.
+    fn add_to(&self, py: Python<'_>, drafters: &mut HostDrafters) -> PyResult<bool> {
+        let given: Vec<_> = self.settings.iter().map(|(name, value)| (name.as_str(), *value)).collect();
+        drafters.add(&self.method, &given).or_raise(py)
+    }
+}
+
+/// One drafter in the argument `Scheduler(drafter=...)`.
 #[derive(FromPyObject)]
 pub(crate) enum OneDrafter<'py> {
     #[pyo3(transparent)]
@@ -181,12 +191,10 @@ pub(crate) enum OneDrafter<'py> {
     #[pyo3(transparent)]
     Text(PyRef<'py, TextDrafter>),
     #[pyo3(transparent)]
-    Ngram(PyRef<'py, NgramProposer>),
-    #[pyo3(transparent)]
-    Suffix(PyRef<'py, SuffixDrafter>),
+    Host(PyRef<'py, HostDrafter>),
 }
 
-/// What it takes, besides None.
+/// Argument `Scheduler(drafter=...)`, except None.
 #[derive(FromPyObject)]
 pub(crate) enum DrafterArgument<'py> {
     #[pyo3(transparent)]
@@ -196,8 +204,10 @@ pub(crate) enum DrafterArgument<'py> {
 }
 
 impl DrafterArgument<'_> {
+    /// Converts the argument to the drafter on the device and those on the host.
+    ///
     /// # Errors
-    /// For two of a kind.
+    /// If there are two drafters on the device, or two on the host with the same method.
     pub(crate) fn into_core(self, py: Python<'_>) -> PyResult<(Drafter, HostDrafters)> {
         let given = match self {
             Self::One(drafter) => vec![drafter],
@@ -206,8 +216,7 @@ impl DrafterArgument<'_> {
         let (mut device, mut host) = (Drafter::None, HostDrafters::default());
         for drafter in given {
             let taken = match drafter {
-                OneDrafter::Ngram(proposer) => host.ngram.replace(proposer.0).is_some(),
-                OneDrafter::Suffix(drafter) => host.suffix.replace(drafter.0).is_some(),
+                OneDrafter::Host(drafter) => drafter.add_to(py, &mut host)?,
                 OneDrafter::Text(drafter) => std::mem::replace(&mut device, drafter.0) != Drafter::None,
                 OneDrafter::Hidden(drafter) => {
                     let HiddenDrafter { max_model_len, max_draft_lag } = *drafter;
@@ -221,7 +230,7 @@ impl DrafterArgument<'_> {
                 }
             };
             if taken {
-                let message = "drafter = two of a kind is not allowed: expected at most one CachedDrafter, HiddenDrafter or TextDrafter, NgramProposer, SuffixDrafter each";
+                let message = "drafter = two of a kind is not allowed: expected at most one CachedDrafter, HiddenDrafter or TextDrafter, and one HostDrafter of each method";
                 return Err(Class::InvalidConfig.error(py, message));
             }
         }

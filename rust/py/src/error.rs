@@ -1,4 +1,4 @@
-//! The exception classes, and the one mapping from errors of the core to them.
+//! Exception classes, and the mapping of the core's errors to them.
 
 use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
@@ -6,7 +6,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyType};
 use specrs_core::Error;
 
-/// A class of the module; the discriminant indexes [`CLASSES`].
+/// Exception class of the module; the discriminant indexes [`CLASSES`].
 #[derive(Clone, Copy)]
 pub(crate) enum Class {
     Specrs,
@@ -25,7 +25,7 @@ pub(crate) enum Class {
     InvalidTokenizer,
 }
 
-/// Name, docstring, and whether the class is also a `ValueError`.
+/// Name and docstring of each class, and whether it is also a `ValueError`.
 const CLASSES: [(&str, &str, bool); 14] = [
     ("SpecrsError", "Base of every error that specrs raises on purpose.", false),
     ("InvalidConfigError", "A setting is outside its range.", true),
@@ -39,11 +39,12 @@ const CLASSES: [(&str, &str, bool); 14] = [
     ("InvalidAcceptanceError", "A draft was recorded with impossible counts.", false),
     ("SettleOrderError", "Launches settle in the order in which they were planned.", false),
     ("InvalidResultsError", "The device reported something that its launch cannot have produced.", false),
-    ("IntegrityError", "The books of the core contradict each other: a bug in specrs.", false),
+    ("IntegrityError", "The state of the scheduler or the block pool contradicts itself: a bug in specrs.", false),
     ("InvalidTokenizerError", "A tokenizer cannot be read, or fails on tokens.", false),
 ];
 
-/// Made at import. `create_exception!` has a single base, and two of these are also `ValueError`.
+/// Class objects, made at import. They are made here because `create_exception!` has a single base, and some of the
+/// classes are also `ValueError`.
 static TYPES: PyOnceLock<Vec<Py<PyType>>> = PyOnceLock::new();
 
 fn types(py: Python<'_>) -> PyResult<&[Py<PyType>]> {
@@ -66,7 +67,7 @@ fn types(py: Python<'_>) -> PyResult<&[Py<PyType>]> {
     TYPES.get_or_try_init(py, make).map(Vec::as_slice)
 }
 
-/// Adds the classes to the module.
+/// Adds the exception classes to the module.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
     for ((name, _, _), class) in CLASSES.iter().zip(types(py)?) {
@@ -76,7 +77,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 impl Class {
-    /// An instance of this class with `message`.
+    /// Makes an instance of this class with `message`.
     pub(crate) fn error(self, py: Python<'_>, message: impl Into<String>) -> PyErr {
         match types(py) {
             Ok(types) => PyErr::from_type(types[self as usize].bind(py).clone(), message.into()),
@@ -85,7 +86,7 @@ impl Class {
     }
 }
 
-/// The exception for an error of the core.
+/// Converts an error of the core to its exception.
 pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
     let class = match error {
         Error::InvalidConfig { .. } => Class::InvalidConfig,
@@ -105,7 +106,16 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
     class.error(py, error.to_string())
 }
 
-/// `result.or_raise(py)?` turns an error of the core into its exception.
+/// Converts an error of `specrs-cpu` to its exception.
+pub(crate) fn cpu_to_py(py: Python<'_>, error: &specrs_cpu::Error) -> PyErr {
+    match error {
+        specrs_cpu::Error::Core(error) => to_py(py, error),
+        specrs_cpu::Error::Invalid { .. } => Class::InvalidBuffer.error(py, error.to_string()),
+        _ => Class::Specrs.error(py, error.to_string()),
+    }
+}
+
+/// Conversion of a result: `result.or_raise(py)?` turns an error of the core into its exception.
 pub(crate) trait OrRaise<T> {
     fn or_raise(self, py: Python<'_>) -> PyResult<T>;
 }
@@ -116,7 +126,8 @@ impl<T> OrRaise<T> for Result<T, Error> {
     }
 }
 
-/// A size given as a Python int: negative ones get the error class and the field's name, not an `OverflowError`.
+/// Converts a Python int to a size. A negative value raises the given class with the field's name instead of
+/// `OverflowError`.
 pub(crate) fn size(py: Python<'_>, class: Class, field: &str, value: i64) -> PyResult<usize> {
     usize::try_from(value)
         .map_err(|_| class.error(py, format!("{field} = {value} is not allowed: expected at least 0")))

@@ -1,4 +1,4 @@
-//! The host of an iteration in Python: grammars, texts of other tokenizers, agreement among ranks.
+//! Host of an iteration in Python: grammars, texts of other tokenizers, agreement among ranks.
 
 use crate::buffers::readonly;
 use crate::called::Raised;
@@ -9,17 +9,19 @@ use pyo3::types::PyTuple;
 use specrs_cpu::iteration::{Host, Stage};
 use specrs_cpu::{Error, Result};
 
-/// A Python object with the methods of `_StepHost` in `_core.pyi`; None for steps that need none of them.
+/// Python object with the methods of `_StepHost` in `_core.pyi`; None for steps that need no host.
 pub(crate) struct PyHost {
     object: Option<Py<PyAny>>,
-    /// Whether it is told of the stages of a drafter.
+    /// Whether the object is called at the stages of a drafter.
     has_ranks: bool,
     raised: Raised,
 }
 
 impl PyHost {
+    /// Wraps a Python object as a host.
+    ///
     /// # Errors
-    /// For an object that does not say whether it has ranks.
+    /// If the object does not have `has_ranks`.
     pub(crate) fn new(py: Python<'_>, object: Option<Py<PyAny>>, raised: Raised) -> PyResult<Self> {
         let has_ranks = match &object {
             Some(object) => object.getattr(py, "has_ranks")?.extract(py)?,
@@ -41,7 +43,7 @@ impl PyHost {
         done.map_err(|raised| self.raised.keep(raised))
     }
 
-    /// Writes the mask that a method returns for two numbers.
+    /// Calls a method with two numbers and writes the mask that it returns.
     fn mask(&self, name: &str, numbers: (usize, i64), mask: &mut [u32]) -> Result<()> {
         let copy = |returned: &Bound<'_, PyAny>| {
             let words: PyReadonlyArray<'_, i32, Ix1> = readonly("mask", returned)?;

@@ -1,10 +1,10 @@
-//! A whole launch on a CPU in one call, on row state and record in arrays of the caller.
+//! Execution of a whole launch on a CPU in one call, on row state and record in arrays of the caller.
 
 use crate::buffers::{In, Out, readonly, readwrite};
 use crate::called::{Called, Raised};
-use crate::cpu::{CpuKVCache, lock, to_py};
+use crate::cpu::{CpuKVCache, lock};
 use crate::cpu_decoder::CpuDecoder;
-use crate::error::Class;
+use crate::error::{Class, cpu_to_py};
 use crate::host::PyHost;
 use crate::lora::{GivenAdapters, by_row};
 use crate::rows::Rows;
@@ -24,22 +24,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Launches that take longer let other threads of the interpreter run meanwhile. One that gives the interpreter lock up may wait
-/// a whole switch interval (5 ms) to get it back, many times what a launch of a small model takes.
+/// Duration from which a launch releases the interpreter lock. A thread that releases the lock may wait a whole switch
+/// interval (5 ms) to get it back, many times the duration of a small model's launch.
 const LONG: Duration = Duration::from_millis(2);
 
-/// Prompt tokens of a launch from which on it is taken to be long.
+/// Number of prompt tokens from which a launch is assumed to be long.
 const LONG_PROMPT: i64 = 64;
 
-/// How a drafter failed: the exception, and the blocks whose draft KV it has not written.
+/// Failure of a drafter: the exception, and the blocks whose draft KV was not written.
 type Fault<'py> = (PyErr, Bound<'py, PyArray1<i64>>);
 
 fn fault_of<'py>(py: Python<'py>, raised: &Raised, fault: DraftFault) -> Fault<'py> {
     (raised.of(py, &fault.error), fault.blocks.into_pyarray(py))
 }
 
-/// What a launch did: passes of the target and the draft, how the drafter failed, log probabilities of entries by index, and of
-/// prompts by request id and first position.
+/// Report of a launch in addition to its results: passes of the target and the draft, and the drafter's failure. It
+/// also has log probabilities of entries by index, and of prompts by request id and first position.
 type Done<'py> = ((usize, usize), Option<Fault<'py>>, Vec<(usize, Logprobs<'py>)>, Vec<(i64, usize, Logprobs<'py>)>);
 
 /// Log probabilities of tokens: values and ranks `[m]`, ids and values of the most probable ones `[m, n]`.
@@ -56,10 +56,10 @@ fn logprobs_of(py: Python<'_>, tokens: TokenLogprobs) -> PyResult<Logprobs<'_>> 
     ))
 }
 
-/// A native model: a decoder and its KV cache.
+/// Native model: a decoder and its KV cache.
 type Native = (Py<CpuDecoder>, Py<CpuKVCache>);
 
-/// Where the passes of a model are computed.
+/// Implementation of a model's passes: native or in Python.
 enum Source {
     Native(Native),
     Called(Box<Called>),
@@ -92,7 +92,7 @@ impl Source {
     }
 }
 
-/// What a step runs on.
+/// State that a step runs on.
 struct Running {
     iteration: Iteration,
     rows: Rows,
@@ -106,15 +106,15 @@ pub(crate) struct CpuIteration {
     running: Mutex<Running>,
     raised: Raised,
     has_draft: bool,
-    /// Whether passes are computed without the interpreter.
+    /// Whether passes run without the interpreter.
     native: bool,
-    /// Of row state.
+    /// Number of rows of state.
     rows: usize,
-    /// Whether the last launch was.
+    /// Whether the last launch took longer than [`LONG`].
     long: AtomicBool,
 }
 
-/// Tokens that both vocabularies have, as pairs (the target's id, the draft's), and what the draft is fed for others.
+/// Tokens in both vocabularies, as pairs (target's id, draft's id), and the draft's input for all other tokens.
 type SharedTokens = (Vec<(i64, i64)>, i64);
 
 #[pymethods]
@@ -172,7 +172,7 @@ impl CpuIteration {
         }
         let vocab_size = target.with(&[], |target| target.facts().vocab_size);
         let native = [Some(&target), draft.as_ref()].into_iter().flatten().all(|one| matches!(one, Source::Native(_)));
-        let known = |error| to_py(py, &error);
+        let known = |error| cpu_to_py(py, &error);
         let mut translation = match &shared_tokens {
             Some((pairs, unknown)) => Some(Translation::new(pairs, *unknown, vocab_size).map_err(known)?),
             None => None,
@@ -265,7 +265,7 @@ impl CpuIteration {
     }
 }
 
-/// What a launch did beside its results.
+/// Report of a launch in addition to its results.
 struct Launched {
     counts: Counts,
     fault: Option<DraftFault>,
@@ -273,7 +273,8 @@ struct Launched {
     prompt_logprobs: Vec<PromptLogprobs>,
 }
 
-/// Of a record; 0 where it is too short to say, which the launch finds.
+/// Returns the number of prompt tokens of a record's step. It is 0 if the record is too short, which the step itself
+/// reports as an error.
 fn num_prefill_tokens(record: &[i64]) -> i64 {
     if record.len() < HEADER_LEN { 0 } else { LaunchHeader::read(record).num_prefill_tokens as i64 }
 }

@@ -111,7 +111,7 @@ impl AllBlocksCleared {
     }
 }
 
-/// What nothing of Python's has been made of yet.
+/// Batch of KV events that were not converted to Python objects yet.
 #[pyclass(frozen)]
 pub(crate) struct KVEventBatch {
     pub(crate) batch: KvEventBatch,
@@ -136,7 +136,7 @@ impl KVEventBatch {
     }
 }
 
-/// Events of the core as a list of objects.
+/// Converts events of the core to a list of Python objects.
 pub(crate) fn to_list(py: Python<'_>, events: Vec<KvEvent>) -> PyResult<Bound<'_, PyList>> {
     let list = PyList::empty(py);
     for event in events {

@@ -1,7 +1,7 @@
 //! Python binding of `specrs-core`: conversions only, no decisions.
 //!
-//! Docstrings live in `python/specrs/_core.pyi`, once; two wheels hold the module, `specrs` and `specrs-core`. Every class is frozen with its state behind a mutex, so that threads can
-//! share it, on a free-threaded interpreter too.
+//! Docstrings are only in `python/specrs/_core.pyi`. Two wheels contain the module, `specrs` and `specrs-core`. Every
+//! class is frozen with its state in a mutex, so that threads can share it, also on a free-threaded interpreter.
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -24,6 +24,7 @@ mod iteration;
 mod kv_events;
 mod lora;
 mod outputs;
+mod packed;
 mod philox;
 mod planner;
 mod quantize;
@@ -48,11 +49,11 @@ mod _core {
     #[pymodule_export]
     use super::cost_model::CostModel;
     #[pymodule_export]
-    use super::cpu::{CpuKVCache, CpuPool, CpuWeights};
+    use super::cpu::{CpuKVCache, CpuPool, CpuWeights, cpu_instruction_sets};
     #[pymodule_export]
     use super::cpu_decoder::CpuDecoder;
     #[pymodule_export]
-    use super::drafts::{CachedDrafter, HiddenDrafter, NgramProposer, SuffixDrafter, TextDrafter};
+    use super::drafts::{CachedDrafter, HiddenDrafter, HostDrafter, NgramProposer, TextDrafter};
     #[pymodule_export]
     use super::iteration::CpuIteration;
     #[pymodule_export]
@@ -61,6 +62,8 @@ mod _core {
     use super::lora::CpuLora;
     #[pymodule_export]
     use super::outputs::{Output, Outputs, TokenDecoder};
+    #[pymodule_export]
+    use super::packed::PackedMatrix;
     #[pymodule_export]
     use super::philox::{philox_gumbel, philox_uniform};
     #[pymodule_export]
@@ -102,8 +105,8 @@ mod _core {
     }
 }
 
-/// Numbers that callers compare with, by name.
-const CONSTANTS: [(&str, i64); 23] = [
+/// Constants that callers compare numbers with, by name.
+const CONSTANTS: [(&str, i64); 21] = [
     ("LOGPROBS_ALL", core_sampling::LOGPROBS_ALL),
     ("LOGPROBS_NONE", core_sampling::LOGPROBS_NONE),
     ("MAX_STOP_IDS", core_sampling::MAX_STOP_IDS as i64),
@@ -118,8 +121,6 @@ const CONSTANTS: [(&str, i64); 23] = [
     ("FINISH_NONE", layout::FINISH_NONE),
     ("FINISH_STOP", layout::FINISH_STOP),
     ("DRAFTER_DEVICE", DrafterKind::Device as i64),
-    ("DRAFTER_NGRAM", DrafterKind::Ngram as i64),
-    ("DRAFTER_SUFFIX", DrafterKind::Suffix as i64),
     ("FINISH_LENGTH", layout::FINISH_LENGTH),
     ("FINISH_ABORT", specrs_text::FINISH_ABORT),
     ("FINISH_ERROR", layout::FINISH_ERROR),
@@ -129,9 +130,13 @@ const CONSTANTS: [(&str, i64); 23] = [
     ("PURPOSE_GUMBEL", Purpose::Gumbel as i64),
 ];
 
-/// Names by number: of header elements, of parameter columns, of steps.
-const NAMES: [(&str, &[&str]); 3] = [
+/// Names and descriptions, indexed by number, of drafters, header elements, parameter columns and sampling steps.
+const NAMES: [(&str, &[&str]); 7] = [
+    ("DRAFTERS", &DrafterKind::NAMES),
     ("HEADER_FIELDS", layout::HEADER_FIELDS),
+    ("HEADER_DOCS", layout::HEADER_DOCS),
     ("PARAM_COLUMNS", core_sampling::PARAM_COLUMNS),
+    ("PARAM_COLUMN_DOCS", core_sampling::PARAM_COLUMN_DOCS),
     ("STEPS", core_sampling::STEPS),
+    ("STEP_DOCS", core_sampling::STEP_DOCS),
 ];

@@ -1,17 +1,18 @@
 //! `LoRA` adapters of a decoder on a CPU, in arrays of the caller.
 
-use crate::cpu::{CpuWeights, to_py};
-use crate::error::{Class, size};
+use crate::cpu::CpuWeights;
+use crate::error::{Class, cpu_to_py, size};
 use crate::tensors::values;
 use numpy::Ix2;
 use pyo3::prelude::*;
 use specrs_cpu::{Lora, LoraLayer, LoraPart};
 use std::sync::Arc;
 
-/// What is added to some outputs of a projection: A, B times the scale, and the first of these outputs.
+/// Part of an adapter that is added to some outputs of a projection: A, B times the scale, and the first of these
+/// outputs.
 type Part<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, i64);
 
-/// What is added to a layer's projections.
+/// Parts of an adapter for a layer's projections.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct LayerParts<'py> {
@@ -21,14 +22,14 @@ struct LayerParts<'py> {
     down: Vec<Part<'py>>,
 }
 
-/// An adapter, borrowed.
+/// Adapter in borrowed arrays.
 #[pyclass(frozen)]
 pub(crate) struct CpuLora(Arc<Lora>);
 
-/// Adapters and the rows that have them.
+/// Adapters and the rows that use each of them.
 pub(crate) type GivenAdapters<'py> = Vec<(PyRef<'py, CpuLora>, Vec<usize>)>;
 
-/// By row its adapter; empty where none is given.
+/// Returns the adapter of each row; empty if no adapter is given.
 pub(crate) fn by_row(py: Python<'_>, given: &GivenAdapters<'_>, count: usize) -> PyResult<Vec<Option<Arc<Lora>>>> {
     if given.is_empty() {
         return Ok(Vec::new());
@@ -57,7 +58,7 @@ fn parts(py: Python<'_>, name: &str, given: &[Part<'_>]) -> PyResult<Vec<LoraPar
             return Err(Class::InvalidBuffer.error(py, message));
         }
         let first = size(py, Class::InvalidBuffer, "first", *first)?;
-        LoraPart::new(&name, a, b, rank, first).map_err(|error| to_py(py, &error))
+        LoraPart::new(&name, a, b, rank, first).map_err(|error| cpu_to_py(py, &error))
     };
     given.iter().enumerate().map(part).collect()
 }
@@ -77,7 +78,7 @@ impl CpuLora {
             })
         };
         let layers = layers.iter().enumerate().map(layer).collect::<PyResult<_>>()?;
-        Lora::new(&weights.0, layers).map(|lora| Self(Arc::new(lora))).map_err(|error| to_py(py, &error))
+        Lora::new(&weights.0, layers).map(|lora| Self(Arc::new(lora))).map_err(|error| cpu_to_py(py, &error))
     }
 
     fn __repr__(&self) -> String {

@@ -1,4 +1,4 @@
-//! `TokenDecoder`, `Output` and `Outputs` for Python: checks, conversions, and one call a launch.
+//! `TokenDecoder`, `Output` and `Outputs` for Python: checks, conversions, and one call per launch.
 
 use crate::acceptance::AcceptanceTracker;
 use crate::buffers::{In, Out, readonly, readwrite};
@@ -110,6 +110,16 @@ impl Output {
     #[getter]
     fn stable_text(&self, py: Python<'_>) -> String {
         self.core(py).stable_text().to_owned()
+    }
+
+    #[pyo3(signature = (start = 0))]
+    fn stable_text_from(&self, py: Python<'_>, start: usize) -> PyResult<(String, usize)> {
+        let core = self.core(py);
+        let Some(text) = core.stable_text_from(start) else {
+            let message = format!("start = {start} is not allowed: expected an end that an earlier call returned");
+            return Err(Class::InvalidRequest.error(py, message));
+        };
+        Ok((text.to_owned(), start + text.len()))
     }
 
     #[getter]

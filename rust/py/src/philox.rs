@@ -1,4 +1,4 @@
-//! Philox random numbers into float32 arrays of the caller.
+//! Philox random numbers, written into float32 arrays of the caller.
 
 use crate::buffers::{In, check_len, readonly, readwrite};
 use crate::error::Class;

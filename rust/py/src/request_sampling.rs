@@ -1,4 +1,4 @@
-//! What a request asks of sampling, for Python: owns what the core borrows.
+//! Sampling parameters of a request for Python, which own the data that the core borrows.
 
 use crate::buffers::{In, readonly};
 use crate::error::{Class, size};
@@ -6,10 +6,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use specrs_core::sampling::{LOGPROBS_NONE, LogitsDtype};
 
-/// Arguments are checked when a scheduler takes the request, whose id the message then names.
+/// Sampling parameters of a request. Arguments are checked when a scheduler takes the request, so that the message
+/// names its id.
 #[pyclass(frozen)]
 pub(crate) struct RequestSampling {
-    /// Everything but the lists.
+    /// All parameters except the lists.
     numbers: specrs_core::RequestSampling<'static>,
     allowed_token_ids: Option<Vec<i64>>,
     logit_bias_ids: Vec<i64>,
@@ -94,7 +95,7 @@ impl RequestSampling {
     }
 }
 
-/// By torch's and numpy's names.
+/// Converts a dtype's name, as in torch and numpy.
 pub(crate) fn parse_dtype(py: Python<'_>, name: &str) -> PyResult<LogitsDtype> {
     match name {
         "float32" => Ok(LogitsDtype::Float32),

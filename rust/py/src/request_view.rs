@@ -1,4 +1,4 @@
-//! What the scheduler knows of one request, for Python: a copy.
+//! View of a request in the scheduler, for Python: a copy.
 
 use numpy::{PyArray1, ToPyArray};
 use pyo3::prelude::*;

@@ -1,4 +1,4 @@
-//! Row state of an iteration in arrays of the caller.
+//! Row state of an iteration, in arrays of the caller.
 
 use crate::error::Class;
 use crate::tensors::numbers_mut;
@@ -10,7 +10,7 @@ use specrs_core::sampling::{MAX_STOP_IDS, NUM_PARAMS};
 use specrs_cpu::MemoryMut;
 use specrs_cpu::iteration::{HiddenRows, RowState};
 
-/// Row state in memory of the caller.
+/// Row state in arrays of the caller.
 pub(crate) struct Rows {
     num_tokens: MemoryMut<i64>,
     draft_len: MemoryMut<i64>,
@@ -28,15 +28,17 @@ pub(crate) struct Rows {
     hidden: Option<Hidden>,
 }
 
-/// What is kept for a drafter that reads hidden states.
+/// Hidden states that are kept for a drafter that reads them.
 struct Hidden {
     states: MemoryMut<f32>,
     start: MemoryMut<i64>,
 }
 
 impl Rows {
+    /// Borrows the arrays of a Python object.
+    ///
     /// # Errors
-    /// For what is missing, or has another dtype or shape than the rows of a scheduler with these settings.
+    /// If an array is missing, or has another dtype or shape than the rows of a scheduler with these settings.
     pub(crate) fn borrow(
         arrays: &Bound<'_, PyDict>,
         config: &specrs_core::SchedulerConfig,
@@ -74,7 +76,7 @@ impl Rows {
         })
     }
 
-    /// Borrowed for a launch.
+    /// Borrows the row state for a launch.
     pub(crate) fn state(&mut self) -> RowState<'_> {
         RowState {
             num_tokens: self.num_tokens.as_mut_slice(),

@@ -211,7 +211,7 @@ impl Sampler {
     }
 }
 
-/// Parameters and seeds of all rows.
+/// Sampling parameters and seeds of all rows.
 struct State<'py> {
     params: PyReadonlyArray<'py, f32, Ix2>,
     seeds: In<'py>,
@@ -232,7 +232,7 @@ impl<'py> State<'py> {
     }
 }
 
-/// Drafts of the requests of a launch.
+/// Drafts of all requests of a launch.
 struct Launch<'a> {
     q_start: &'a [i64],
     num_drafts: &'a [i64],

@@ -16,19 +16,20 @@ use specrs_core::scheduler::layout::Section;
 use specrs_core::{Drafter, DrafterKind, HostDrafters, Lora, PlanOutcome, RequestParams, SchedulerConfig};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// `plan` found nothing to do and nothing is in flight.
+/// Outcome of `plan`: nothing is to be done and nothing is in flight.
 pub(crate) const PLAN_IDLE: i64 = 0;
-/// `plan` wrote a launch into the record.
+/// Outcome of `plan`: the record contains a launch.
 pub(crate) const PLAN_LAUNCH: i64 = 1;
-/// `plan` needs a launch in flight to settle first.
+/// Outcome of `plan`: a launch in flight must settle first.
 pub(crate) const PLAN_SETTLE_FIRST: i64 = 2;
 
 #[pyclass(frozen)]
 pub(crate) struct Scheduler(Mutex<specrs_core::Scheduler>);
 
 impl Scheduler {
-    /// Calls stay attached to the interpreter: they take microseconds, and a thread that gives up the interpreter lock may
-    /// wait a whole switch interval (5 ms) to get it back, in the middle of the decode loop.
+    /// Locks the core's scheduler. Calls stay attached to the interpreter, because they take microseconds. A thread
+    /// that releases the interpreter lock may wait a whole switch interval (5 ms) to get it back, in the middle of the
+    /// decode loop.
     pub(crate) fn core(&self, py: Python<'_>) -> MutexGuard<'_, specrs_core::Scheduler> {
         self.0.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
     }
@@ -369,8 +370,7 @@ fn lora_of(py: Python<'_>, id: i64, name: &str) -> PyResult<Lora> {
 
 fn drafter_kind(py: Python<'_>, drafter: i64) -> PyResult<DrafterKind> {
     usize::try_from(drafter).ok().and_then(|index| DrafterKind::ALL.get(index)).copied().ok_or_else(|| {
-        let message =
-            format!("drafter = {drafter} is not allowed: expected DRAFTER_DEVICE, DRAFTER_NGRAM or DRAFTER_SUFFIX");
+        let message = format!("drafter = {drafter} is not allowed: expected 0 to {}", DrafterKind::ALL.len() - 1);
         Class::InvalidConfig.error(py, message)
     })
 }

@@ -1,16 +1,16 @@
 //! `SuffixCache` for Python: checks arrays and numbers, calls the core once, maps its error.
 
 use crate::buffers::{In, readonly};
-use crate::drafts::MAX_DRAFTS;
 use crate::error::{Class, OrRaise, size};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
 use specrs_core::SuffixSettings;
+use specrs_core::scheduler::MAX_SPECULATIVE_TOKENS;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Settings from Python's numbers, checked.
+/// Converts Python's numbers to settings and checks them.
 pub(crate) fn settings(
     py: Python<'_>,
     max_tree_depth: i64,
@@ -77,8 +77,9 @@ impl SuffixCache {
         num_speculative_tokens: i64,
     ) -> PyResult<(Bound<'py, PyArray1<i64>>, f64, usize)> {
         let k = size(py, Class::InvalidConfig, "num_speculative_tokens", num_speculative_tokens)?;
-        if k > MAX_DRAFTS {
-            let message = format!("num_speculative_tokens = {k} is not allowed: expected 0 to {MAX_DRAFTS}");
+        if k > MAX_SPECULATIVE_TOKENS {
+            let message =
+                format!("num_speculative_tokens = {k} is not allowed: expected 0 to {MAX_SPECULATIVE_TOKENS}");
             return Err(Class::InvalidConfig.error(py, message));
         }
         let mut drafts = vec![0; k];

@@ -5,12 +5,12 @@
 #![allow(unsafe_code)]
 
 use crate::buffers::{readonly, readwrite};
-use crate::cpu::to_py;
-use crate::error::Class;
+use crate::error::{Class, cpu_to_py};
+use crate::packed::PackedMatrix;
 use numpy::{Element, Ix2, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods, ndarray::Dimension};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
-use specrs_cpu::{Bf16, E4m3, E5m2, Memory, MemoryMut, Values, ValuesMut, Weight};
+use specrs_cpu::{Bf16, E4m3, E5m2, Embedding, Memory, MemoryMut, Values, ValuesMut, Weight};
+use std::sync::Arc;
 
 /// Which of two types an array's elements are: whether they are of the first. `expected` names both.
 fn is_first<A: Element, B: Element>(name: &str, array: &Bound<'_, PyAny>, expected: &str) -> PyResult<bool> {
@@ -34,11 +34,6 @@ fn is_bf16(name: &str, array: &Bound<'_, PyAny>) -> PyResult<bool> {
     is_first::<u16, f32>(name, array, "float32, or uint16 with the bits of bfloat16")
 }
 
-/// Whether an array holds INT4 codes, or those of INT8.
-pub(crate) fn is_int4(name: &str, array: &Bound<'_, PyAny>) -> PyResult<bool> {
-    is_first::<u8, i8>(name, array, "int8 (INT8), or uint8 with two codes each (INT4)")
-}
-
 /// Read-only numbers of rank `D`, and their shape.
 pub(crate) fn values<D: Dimension>(name: &str, array: &Bound<'_, PyAny>) -> PyResult<(Values, Vec<usize>)> {
     if is_bf16(name, array)? {
@@ -49,31 +44,23 @@ pub(crate) fn values<D: Dimension>(name: &str, array: &Bound<'_, PyAny>) -> PyRe
     Ok((Values::F32(memory), shape))
 }
 
-/// What a projection is stored as, and its outputs: an array, or a tuple of codes and scales.
+/// What a projection is stored as, and its outputs: an array, or a packed matrix.
 pub(crate) fn weight(name: &str, given: &Bound<'_, PyAny>) -> PyResult<(Weight, usize)> {
-    let Ok(pair) = given.cast::<PyTuple>() else {
-        let (values, shape) = values::<Ix2>(name, given)?;
-        return Ok((values.into(), shape[0]));
-    };
-    let (codes, scales): (Bound<'_, PyAny>, Bound<'_, PyAny>) = pair.extract()?;
-    let (name, of_scales) = (format!("{name}'s codes"), format!("{name}'s scales"));
-    let (scales, of_groups) = values::<Ix2>(&of_scales, &scales)?;
-    // Formats that keep them by group, then output, have as many.
-    let check = |outputs: usize| {
-        if of_groups[0] == outputs {
-            return Ok(());
-        }
-        let message = format!("{of_scales}: shape is {of_groups:?}, expected [{outputs}, groups]");
-        Err(Class::InvalidBuffer.error(given.py(), message))
-    };
-    if is_int4(&name, &codes)? {
-        let (codes, shape) = numbers::<u8, u8, Ix2>(&name, &codes)?;
-        check(shape[0])?;
-        return Ok((Weight::Int4 { codes, scales }, shape[0]));
+    if let Ok(packed) = given.cast::<PackedMatrix>() {
+        let packed = Arc::clone(&packed.get().0);
+        let outputs = packed.outputs();
+        return Ok((Weight::Packed(packed), outputs));
     }
-    let (codes, shape) = numbers::<i8, i8, Ix2>(&name, &codes)?;
-    check(shape[0])?;
-    Ok((Weight::Int8 { codes, scales }, shape[0]))
+    let (values, shape) = values::<Ix2>(name, given)?;
+    Ok((values.into(), shape[0]))
+}
+
+/// Embeddings: an array, or packed blocks.
+pub(crate) fn embedding(name: &str, given: &Bound<'_, PyAny>) -> PyResult<Embedding> {
+    match given.cast::<PackedMatrix>() {
+        Ok(packed) => Ok(Embedding::Packed(Arc::clone(&packed.get().0))),
+        Err(_) => Ok(values::<Ix2>(name, given)?.0.into()),
+    }
 }
 
 /// Elements `T` of rank `D` as `U`, which callers choose to be of the same layout, and their shape.
@@ -88,7 +75,7 @@ where
     let (address, len) = (view.as_slice()?.as_ptr().cast::<U>(), view.len());
     // SAFETY: the owner keeps the array, numpy moves no array's memory, and callers promise not to write weights. U is T,
     // or the bf16 of its bits.
-    let memory = unsafe { Memory::borrow(name, address, len, owner) }.map_err(|error| to_py(py, &error))?;
+    let memory = unsafe { Memory::borrow(name, address, len, owner) }.map_err(|error| cpu_to_py(py, &error))?;
     Ok((memory, view.shape().to_vec()))
 }
 
@@ -101,7 +88,7 @@ pub(crate) fn values_mut<D: Dimension>(name: &str, array: &Bound<'_, PyAny>) -> 
         let address = view.as_slice_mut()?.as_mut_ptr().cast::<Bf16>();
         // SAFETY: the owner keeps the array, numpy moves no array's memory; callers promise that no other thread uses it
         // during a call.
-        let memory = unsafe { MemoryMut::borrow(name, address, len, owner) }.map_err(|error| to_py(py, &error))?;
+        let memory = unsafe { MemoryMut::borrow(name, address, len, owner) }.map_err(|error| cpu_to_py(py, &error))?;
         return Ok((ValuesMut::Bf16(memory), shape));
     }
     let (memory, shape) = numbers_mut::<f32, D>(name, array)?;
@@ -126,7 +113,7 @@ pub(crate) fn codes_mut<D: Dimension>(
             MemoryMut::borrow(name, address.cast::<E5m2>(), len, owner).map(ValuesMut::E5m2)
         }
     };
-    Ok((memory.map_err(|error| to_py(py, &error))?, shape))
+    Ok((memory.map_err(|error| cpu_to_py(py, &error))?, shape))
 }
 
 /// Elements of rank `D` that a launch writes, and their shape.
@@ -140,6 +127,6 @@ where
     let (len, shape) = (view.len(), view.shape().to_vec());
     let address = view.as_slice_mut()?.as_mut_ptr();
     // SAFETY: as in `values_mut`.
-    let memory = unsafe { MemoryMut::borrow(name, address, len, owner) }.map_err(|error| to_py(py, &error))?;
+    let memory = unsafe { MemoryMut::borrow(name, address, len, owner) }.map_err(|error| cpu_to_py(py, &error))?;
     Ok((memory, shape))
 }

@@ -7,37 +7,39 @@ use std::sync::OnceLock;
 use tokenizers::Tokenizer;
 use tokenizers::tokenizer::{DecodeStreamError, step_decode_stream};
 
-/// What stands in a text for bytes that are none.
+/// Replacement character, which a text has in place of bytes that are not valid UTF-8.
 pub(crate) const REPLACEMENT: char = '\u{fffd}';
 
-/// Where a token's text depends on nothing but the token.
+/// Places at which a token's text depends only on the token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Local {
-    /// Nowhere that is known.
+    /// No place, as far as is known.
     Nowhere,
-    /// Behind any other text: the first token of a text may lose a space. The token is one to decode others behind.
+    /// Every place after other text; the first token of a text may lose a space. The id is that of a token after which
+    /// others are decoded.
     Behind(u32),
-    /// Everywhere.
+    /// Every place.
     Everywhere,
 }
 
-/// A token's own text.
+/// Text of one token, if it depends only on the token.
 #[derive(Debug)]
 pub(crate) struct Piece {
     pub(crate) text: Box<str>,
     pub(crate) special: bool,
 }
 
-/// The decoding half of a tokenizer, to be shared by all its requests.
+/// Decoding half of a tokenizer, which all its requests share.
 #[derive(Debug)]
 pub struct TokenDecoder {
     tokenizer: Tokenizer,
     local: Local,
-    /// By token id, made when first asked for. `None`: bytes of a character, or a token whose text depends on others.
+    /// Pieces by token id, each made on first use. `None`: bytes of a character, or a token whose text depends on
+    /// others.
     pieces: Vec<OnceLock<Option<Piece>>>,
 }
 
-/// The library's decoding of a stream of tokens, held between its steps.
+/// State of the library's decoding of a stream of tokens, kept between steps.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Stream {
     ids: Vec<u32>,
@@ -46,15 +48,15 @@ pub(crate) struct Stream {
 }
 
 impl Stream {
-    /// A stream that goes on behind `ids`, whose text it does not give out.
+    /// Makes a stream that continues after `ids`, whose text it does not return.
     pub(crate) fn behind(ids: &[u32]) -> Self {
         Self { ids: ids.to_vec(), ..Self::default() }
     }
 }
 
-/// What came of a step of a stream.
+/// Result of one step of a stream.
 pub(crate) enum Step {
-    /// Text.
+    /// New text.
     Text(String),
     /// No text yet: a character is not complete.
     Wait,
@@ -63,10 +65,11 @@ pub(crate) enum Step {
 }
 
 impl TokenDecoder {
-    /// From the JSON of `tokenizer.json`, of which the model's vocabulary, the added tokens and the decoder count.
+    /// Makes a decoder from the JSON of `tokenizer.json`. It uses the model's vocabulary, the added tokens and the
+    /// decoder.
     ///
     /// # Errors
-    /// [`Error::InvalidTokenizer`] if it cannot be read.
+    /// [`Error::InvalidTokenizer`] if the JSON cannot be read.
     pub fn from_json(json: &str) -> Result<Self> {
         let invalid = |error: &dyn std::fmt::Display| Error::InvalidTokenizer(error.to_string());
         let mut value: Value = serde_json::from_str(json).map_err(|error| invalid(&error))?;
@@ -92,7 +95,7 @@ impl TokenDecoder {
         Ok(decoder)
     }
 
-    /// Text of `ids`, all at once.
+    /// Decodes `ids`, all at once.
     ///
     /// # Errors
     /// [`Error::Decode`] if the decoder fails.
@@ -104,7 +107,8 @@ impl TokenDecoder {
             .map_err(|error| Error::Decode(error.to_string()))
     }
 
-    /// A token's own text, behind other text or, where `first`, at the beginning; `None` where it depends on more than that.
+    /// Returns a token's own text after other text, or at the beginning if `first`; `None` if its text depends on more
+    /// than that.
     #[inline]
     pub(crate) fn piece(&self, id: u32, first: bool) -> Option<&Piece> {
         if first && self.local != Local::Everywhere {
@@ -146,7 +150,7 @@ impl TokenDecoder {
         (!text.contains(REPLACEMENT)).then(|| Piece { text: text.into(), special })
     }
 
-    /// Whether a token's text is letters, so that nothing is stripped of it.
+    /// Returns whether a token's text consists of letters, so that no decoder strips a part of it.
     fn is_word(&self, id: u32) -> bool {
         let is_byte = self.tokenizer.id_to_token(id).is_none_or(|token| is_byte(&token));
         let text = self.decode(&[id], true).unwrap_or_default();
@@ -154,17 +158,19 @@ impl TokenDecoder {
     }
 }
 
-/// Some decoders panic on some tokens (one that strips both ends of a token which is all of what it strips): an error like others.
+/// Turns a panic of the decoder into an error. Some decoders panic on some tokens, for example one that strips both
+/// ends of a token that it strips completely.
 fn unless_panic<T>(decode: impl FnOnce() -> T) -> Result<T> {
     catch_unwind(AssertUnwindSafe(decode)).map_err(|_| Error::Decode("the decoder panicked".into()))
 }
 
-/// Whether a token is a byte, `<0x41>`, where the decoder has a fallback to bytes.
+/// Returns whether a token stands for a byte, `<0x41>`, in a decoder with a fallback to bytes.
 fn is_byte(token: &str) -> bool {
     token.len() == 6 && token.starts_with("<0x") && token.ends_with('>')
 }
 
-/// What the decoder's JSON says about it. Each kind that is named here decodes token by token; others may not.
+/// Derives from the decoder's JSON where a token's text depends only on the token. The listed kinds decode token by
+/// token; others may not.
 fn locality(decoder: &Value) -> Local {
     let kind = |decoder: &Value| decoder["type"].as_str().map(str::to_owned);
     let is_plain = |step: &Value| match kind(step).as_deref() {
@@ -184,7 +190,7 @@ fn locality(decoder: &Value) -> Local {
     }
 }
 
-/// One more than the largest id.
+/// Returns one more than the largest id of the tokenizer.
 fn num_ids(tokenizer: &Value) -> usize {
     let vocab = &tokenizer["model"]["vocab"];
     let of_model = match vocab {

@@ -1,45 +1,48 @@
-//! Token ids to text as they come, and stop strings in it. Knows one request's text; no stop ids, no ends but its own.
+//! Conversion of token ids to text as they come, and stop strings in that text. Knows one request's text, no stop ids,
+//! and no other ends.
 
 use crate::decoder::{REPLACEMENT, Step, Stream, TokenDecoder};
 use crate::error::{Error, Result};
 use crate::stops::Stops;
 use std::sync::Arc;
 
-/// Prompt tokens that the decoder sees before the output: enough for its first word to get its space, or to lose it.
+/// Number of prompt tokens that the decoder sees before the output. They suffice for the first word to get or lose its
+/// space.
 const CONTEXT: usize = 8;
-/// Tokens held back before what cannot become a character any more is given out; each step decodes all of them.
+/// Maximum number of tokens that are held back. Older tokens can no longer become a character and are returned. Each
+/// step decodes all held tokens.
 const MAX_PENDING: usize = 32;
-/// An unfinished UTF-8 character is at most three bytes, so at most three tokens.
+/// Maximum number of tokens of an unfinished UTF-8 character, which has at most three bytes.
 const MAX_CHAR_TOKENS: usize = 3;
 
-/// What a request asks of its text.
+/// Text parameters of a request.
 #[derive(Clone, Debug, Default)]
 pub struct TextParams {
     /// Whether special tokens have no text.
     pub skip_special_tokens: bool,
     /// Stop strings, none of them empty.
     pub stop: Vec<String>,
-    /// Whether the text ends behind the stop string that ended it, not before.
+    /// Whether the text includes the stop string that ended it.
     pub include_stop_str_in_output: bool,
     /// 0-based index of the first output token that may complete a stop string.
     pub min_tokens: usize,
 }
 
-/// What came of new tokens.
+/// Result of taking new tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Update {
-    /// Tokens taken: all, or those up to the one that completed a stop string.
+    /// Number of tokens taken: all, or those up to the one that completed a stop string.
     pub taken: usize,
     /// Index of the stop string that ended the text.
     pub stop: Option<usize>,
 }
 
-/// The text of one request's output, token by token.
+/// Text of one request's output, token by token.
 ///
-/// Text is what decoding all ids at once gives, except that a stop string ends it, and that the end of a stream of bytes which are
-/// no text may differ in its number of replacement characters. Bytes of an unfinished character are held back until it is
-/// complete, or until [`Self::finish`]. Where one token completes several stop strings, the one that ends first counts; among
-/// those, the longest.
+/// The text equals that of decoding all ids at once, except that a stop string ends it. If it ends in a run of bytes
+/// that are no text, the number of replacement characters may differ too. Bytes of an unfinished character are held
+/// back until it is complete, or until [`Self::finish`]. If one token completes several stop strings, the one that ends
+/// first counts; among those, the longest.
 #[derive(Debug)]
 pub struct Detokenizer {
     decoder: Arc<TokenDecoder>,
@@ -48,19 +51,20 @@ pub struct Detokenizer {
     text: String,
     num_tokens: usize,
     ended: bool,
-    /// Ids of the last piece of text: the decoder's context.
+    /// Ids of the last piece of text, which are the decoder's context.
     shown: Vec<u32>,
-    /// Ids taken and not yet text.
+    /// Ids that were taken but have no text yet.
     pending: Vec<u32>,
     stream: Stream,
-    /// Whether `stream` does not know of `shown`, which the tokens' own texts have moved on.
+    /// Whether `stream` does not know `shown`, because tokens with their own text came after its last step.
     stale: bool,
-    /// During an update with stop strings: length of the text after each token.
+    /// Length of the text after each token, during an update with stop strings.
     ends: Vec<usize>,
 }
 
 impl Detokenizer {
-    /// The last few of `prompt` are context for the decoder; their text is not part of the output.
+    /// Makes an empty text. The last few tokens of `prompt` are context for the decoder; their text is not part of the
+    /// output.
     ///
     /// # Errors
     /// [`Error::Decode`] if the prompt cannot be decoded.
@@ -89,22 +93,23 @@ impl Detokenizer {
         Ok(made)
     }
 
-    /// All text so far; ends before a stop string, or behind it with `include_stop_str_in_output`.
+    /// Returns all text so far. It ends before a stop string, or after it with `include_stop_str_in_output`.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// The part of the text that no further token can take back: a possible beginning of a stop string is left out.
+    /// Returns the part of the text that no further token can remove: a possible beginning of a stop string is left
+    /// out.
     pub fn stable_text(&self) -> &str {
         let held_back =
             if self.ended || self.params.include_stop_str_in_output { 0 } else { self.stops.held_back(&self.text) };
         &self.text[..self.text.len() - held_back]
     }
 
-    /// Takes new output ids. Those behind the one that completes a stop string are not taken.
+    /// Takes new output ids. Ids after the one that completes a stop string are not taken.
     ///
     /// # Errors
-    /// [`Error::Decode`] if they cannot be decoded; the text is then of no further use.
+    /// [`Error::Decode`] if the ids cannot be decoded; the text must not be used any more.
     pub fn update(&mut self, tokens: impl IntoIterator<Item = u32>) -> Result<Update> {
         // Where text begins that may complete a stop string. All tokens first, then one search: most find nothing.
         let mut from = None;
@@ -136,7 +141,7 @@ impl Detokenizer {
     /// Ends the text: bytes held back become replacement characters. A second call changes nothing.
     ///
     /// # Errors
-    /// [`Error::Decode`] if they cannot be decoded.
+    /// [`Error::Decode`] if the held tokens cannot be decoded.
     pub fn finish(&mut self) -> Result<()> {
         if std::mem::replace(&mut self.ended, true) || self.pending.is_empty() {
             return Ok(());
@@ -182,7 +187,7 @@ impl Detokenizer {
         }
     }
 
-    /// Gives out the first `count` pending ids as they are, and goes on behind them with a new stream.
+    /// Adds the text of the first `count` pending ids as they are, and continues after them with a new stream.
     fn flush(&mut self, count: usize) -> Result<()> {
         let tail = self.pending.split_off(count);
         let head = std::mem::take(&mut self.pending);
@@ -197,7 +202,7 @@ impl Detokenizer {
         tail.into_iter().try_for_each(|token| self.step(token))
     }
 
-    /// A new stream behind `shown`, which is not given out again.
+    /// Starts a new stream after `shown`, whose text is not returned again.
     fn restart(&mut self, shown: Vec<u32>) -> Result<()> {
         // Of context that ends in a replacement character, the library's stream would give out the text once more.
         let unusable = self.decoder.decode(&shown, self.params.skip_special_tokens)?.ends_with(REPLACEMENT);

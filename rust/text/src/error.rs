@@ -1,10 +1,10 @@
-//! What can go wrong with a tokenizer and its text.
+//! Errors of a tokenizer and its text.
 
-/// Why there is no text.
+/// Reason why a text cannot be produced.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The tokenizer's JSON is none, or holds what the library does not know.
+    /// The tokenizer's JSON is invalid, or contains parts that the library does not know.
     #[error("the tokenizer cannot be read: {0}")]
     InvalidTokenizer(String),
     /// The tokenizer's decoder failed on these tokens.
@@ -12,5 +12,5 @@ pub enum Error {
     Decode(String),
 }
 
-/// `Result` with this crate's error.
+/// Result with this crate's error.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -1,7 +1,7 @@
-//! What requests have produced: their tokens, the text as it comes, stop strings in it, how they ended.
+//! Output of requests: their tokens, the text as it comes, stop strings in it, and how they ended.
 //!
-//! One call takes what a launch settled and hands it to all its requests. No Python, no scheduling, no clock: the caller says what
-//! time it is. The decoding itself is the `tokenizers` crate's.
+//! One call takes the results of a settled launch and hands them to all its requests. The crate has no Python, no
+//! scheduling and no clock: the caller passes the time. The decoding itself is done by the `tokenizers` crate.
 
 #![deny(missing_docs)]
 

@@ -1,45 +1,45 @@
-//! What one request has produced, and how it ended.
+//! Output of one request, and how it ended.
 
 use crate::detokenizer::Detokenizer;
 use crate::error::Result;
 use specrs_core::AcceptanceTracker;
 use specrs_core::scheduler::layout::FINISH_ERROR;
 
-/// Finish reason: ended by the caller. No launch settles with it, so its number is none of theirs.
+/// Finish reason: ended by the caller. Settled launches never report this number.
 pub const FINISH_ABORT: i64 = 3;
 
-/// How a request ended.
+/// End of a request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct End {
-    /// `FINISH_*`.
+    /// Finish reason, `FINISH_*`.
     pub reason: i64,
-    /// When, by the caller's clock.
+    /// Time of the end, by the caller's clock.
     pub time: f64,
-    /// Why, where the reason is an error that its launch reported.
+    /// Message, if the reason is an error that the launch reported.
     pub error: Option<String>,
-    /// The `FLAG_*` bits with which its launch reported the error; 0 for every other end.
+    /// `FLAG_*` bits with which the launch reported the error; 0 for every other end.
     pub flags: i64,
 }
 
-/// What an iteration drafted for a request.
+/// Drafts of a request in one iteration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Draft {
-    /// The output token that the iteration began with, an index from 0.
+    /// Index of the output token that the iteration began with, from 0.
     pub start: usize,
-    /// Drafts that stood, before stops or the limit cut them.
+    /// Number of accepted drafts, before stops or the limit cut them.
     pub num_accepted: usize,
-    /// The drafts behind them.
+    /// Rejected drafts, which came after the accepted ones.
     pub rejected: Vec<u32>,
 }
 
-/// Output of one request: tokens, text, acceptance books, times, end.
+/// Output of one request: tokens, text, acceptance statistics, times, end.
 #[derive(Debug)]
 pub struct Output {
     request_id: i64,
     num_prompt_tokens: usize,
     tokens: Vec<u32>,
     detokenizer: Option<Detokenizer>,
-    /// Whether a stop token has text.
+    /// Whether a stop token is part of the text.
     shows_stop: bool,
     stop: Option<usize>,
     acceptance: AcceptanceTracker,
@@ -49,8 +49,8 @@ pub struct Output {
 }
 
 impl Output {
-    /// Nothing yet. Without a detokenizer there will be tokens and no text. `shows_stop`: a stop token that ends the request is part
-    /// of its text.
+    /// Makes an empty output. Without a detokenizer it will have tokens and no text. With `shows_stop`, a stop token
+    /// that ends the request is part of its text.
     pub fn new(
         request_id: i64,
         num_prompt_tokens: usize,
@@ -72,59 +72,65 @@ impl Output {
         }
     }
 
-    /// The same, keeping what was drafted for it. Launches that it is in must report the drafts that they reject.
+    /// Makes the output keep the drafts of its request. Steps with the request must report the drafts that they reject.
     #[must_use]
     pub fn keeping_drafts(mut self) -> Self {
         self.drafts = Some(Vec::new());
         self
     }
 
-    /// The request.
+    /// Returns the id of the request.
     pub fn request_id(&self) -> i64 {
         self.request_id
     }
 
-    /// Tokens of its prompt.
+    /// Returns the number of prompt tokens.
     pub fn num_prompt_tokens(&self) -> usize {
         self.num_prompt_tokens
     }
 
-    /// Its output tokens.
+    /// Returns the output tokens.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }
 
-    /// Its text; see [`Detokenizer::text`].
+    /// Returns the text so far; see [`Detokenizer::text`].
     pub fn text(&self) -> &str {
         self.detokenizer.as_ref().map_or("", Detokenizer::text)
     }
 
-    /// Its text that no further token can take back.
+    /// Returns the part of the text that no further token can remove.
     pub fn stable_text(&self) -> &str {
         self.detokenizer.as_ref().map_or("", Detokenizer::stable_text)
     }
 
-    /// Which stop string ended it.
+    /// Returns the stable text from byte `start` on, or `None` if `start` is after its end or within a character.
+    pub fn stable_text_from(&self, start: usize) -> Option<&str> {
+        self.stable_text().get(start..)
+    }
+
+    /// Returns the index of the stop string that ended the text.
     pub fn stop(&self) -> Option<usize> {
         self.stop
     }
 
-    /// How its drafts fared.
+    /// Returns the acceptance statistics of the request's drafts.
     pub fn acceptance(&self) -> &AcceptanceTracker {
         &self.acceptance
     }
 
-    /// The books, to record a draft.
+    /// Returns the acceptance statistics, writable, to record a draft.
     pub fn acceptance_mut(&mut self) -> &mut AcceptanceTracker {
         &mut self.acceptance
     }
 
-    /// What was drafted in each iteration that drafted, where that is kept.
+    /// Returns the drafts of each iteration that drafted, if they are kept.
     pub fn drafts(&self) -> Option<&[Draft]> {
         self.drafts.as_deref()
     }
 
-    /// Keeps the drafts of the iteration whose tokens come next, if any are kept: how many stood, and those that did not.
+    /// Keeps the drafts of the iteration whose tokens come next, if drafts are kept: the number of accepted drafts, and
+    /// the rejected ones.
     pub fn keep_draft(&mut self, num_accepted: usize, rejected: &[i64]) {
         let start = self.tokens.len();
         if let Some(drafts) = &mut self.drafts {
@@ -133,22 +139,24 @@ impl Output {
         }
     }
 
-    /// When its first token came.
+    /// Returns the time of the first token.
     pub fn first_token_time(&self) -> Option<f64> {
         self.first_token_time
     }
 
-    /// How it ended, if it did.
+    /// Returns the end of the request, if it has ended.
     pub fn end(&self) -> Option<&End> {
         self.end.as_ref()
     }
 
-    /// Takes new tokens; how many were taken, and whether a stop string ended the text among them. Those behind it are dropped.
+    /// Takes new tokens. Returns how many were taken, and whether a stop string among them ended the text. Tokens after
+    /// the stop string are dropped.
     ///
-    /// `ended_by_token`: the last is a stop token, which is an output token, but no text unless stops are shown.
+    /// With `ended_by_token`, the last token is a stop token. It is an output token, but no text unless the output
+    /// shows stops.
     ///
     /// # Errors
-    /// [`crate::Error::Decode`] if their text cannot be decoded; none is taken then.
+    /// [`crate::Error::Decode`] if the text of the tokens cannot be decoded; none is taken then.
     pub fn append(&mut self, tokens: &[i64], ended_by_token: bool, now: f64) -> Result<(usize, bool)> {
         if !tokens.is_empty() {
             self.first_token_time.get_or_insert(now);
@@ -165,12 +173,14 @@ impl Output {
         Ok((taken, self.stop.is_some()))
     }
 
-    /// Ends the request, and its text unless because of an error. The first end counts, and an error over any other.
+    /// Ends the request, and its text unless the reason is an error. The first end counts, but an error replaces any
+    /// other end.
     pub fn finish(&mut self, reason: i64, error: Option<String>, now: f64) {
         self.end_with(End { reason, time: now, error, flags: 0 });
     }
 
-    /// Ends the request because of an error that its launch reported with these `FLAG_*` bits; as [`finish`](Self::finish).
+    /// Ends the request because of an error that its launch reported with these `FLAG_*` bits. An error replaces any
+    /// other end.
     pub fn fail(&mut self, error: String, flags: i64, now: f64) {
         self.end_with(End { reason: FINISH_ERROR, time: now, error: Some(error), flags });
     }

@@ -1,4 +1,4 @@
-//! The outputs of all requests that run, and what a launch does to them. Settles nothing itself.
+//! Outputs of all running requests, and the effect of a launch on them. Settles nothing itself.
 
 use crate::output::Output;
 use rustc_hash::FxHashMap;
@@ -7,21 +7,22 @@ use specrs_core::scheduler::layout::{
 };
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Why a launch failed as a whole, where it did.
+/// Reason why a launch failed as a whole, if it did.
 pub type Fault<'a> = Option<&'a str>;
 
-/// What became of the requests of a launch, by id, in the order of its entries.
+/// Requests of a launch by id, grouped by the launch's effect on them, in the order of its entries.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Delivered {
-    /// Those that got tokens or ended.
+    /// Requests that received tokens or ended.
     pub touched: Vec<i64>,
-    /// Those of them that ended.
+    /// Requests that ended.
     pub ended: Vec<i64>,
-    /// Those of them that ended here, by a stop string or because of output that cannot be read: the scheduler still has them.
+    /// Requests that ended here, by a stop string or because their output cannot be decoded. The scheduler still has
+    /// them.
     pub stopped: Vec<i64>,
 }
 
-/// Outputs by request id, of requests that have not ended. An output may be read elsewhere at the same time.
+/// Outputs by request id, of requests that have not ended. Other threads may read an output at the same time.
 #[derive(Debug, Default)]
 pub struct Outputs {
     by_id: FxHashMap<i64, Arc<Mutex<Output>>>,
@@ -30,40 +31,41 @@ pub struct Outputs {
 }
 
 impl Outputs {
-    /// None.
+    /// Makes an empty collection.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Takes in the output of a request.
+    /// Adds the output of a request.
     pub fn insert(&mut self, request_id: i64, output: Arc<Mutex<Output>>) {
         self.by_id.insert(request_id, output);
     }
 
-    /// Gives up a request that ended otherwise; whether it was there.
+    /// Removes a request that ended in another way. Returns whether it was there.
     pub fn remove(&mut self, request_id: i64) -> bool {
         self.by_id.remove(&request_id).is_some()
     }
 
-    /// Requests that have not ended.
+    /// Returns the number of requests that have not ended.
     pub fn len(&self) -> usize {
         self.by_id.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no requests.
     pub fn is_empty(&self) -> bool {
         self.by_id.is_empty()
     }
 
-    /// Tokens handed to requests since the start.
+    /// Returns the number of tokens handed to requests since the start.
     pub fn num_tokens(&self) -> u64 {
         self.num_tokens
     }
 
-    /// Hands what `Scheduler::settle` wrote into `settled` to its requests, and corrects it: `num_new` is what a request kept,
-    /// `finish_reason` also tells of stop strings and of output that cannot be read.
+    /// Hands the settled results that `Scheduler::settle` wrote into `settled` to their requests, and corrects them.
+    /// `num_new` becomes the number of tokens that a request kept. `finish_reason` then also reports stop strings and
+    /// output that cannot be decoded.
     ///
-    /// `results` are those that were settled; `fault` says why all of the launch's requests end, where they do.
+    /// `results` are those that were settled; `fault` is the reason why all requests of the launch end, if they do.
     pub fn deliver(
         &mut self,
         (results_layout, results): (&ResultsLayout, &[i64]),
@@ -133,7 +135,7 @@ impl Outputs {
     }
 }
 
-/// What the device's flags mean.
+/// Describes the device's flags.
 #[cold]
 fn describe(output: &Output, flags: i64, fault: Fault<'_>) -> String {
     let id = output.request_id();

@@ -1,4 +1,4 @@
-//! Stop strings: where one ends a text, and how much of a text may yet become one.
+//! Stop strings: the end of a text at one, and the part of a text that may yet become one.
 
 /// Stop strings of one request, none of them empty.
 #[derive(Clone, Debug, Default)]
@@ -7,12 +7,12 @@ pub(crate) struct Stops {
     longest: usize,
 }
 
-/// A stop string in a text.
+/// Occurrence of a stop string in a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Found {
     pub(crate) end: usize,
     pub(crate) start: usize,
-    /// Which of the strings.
+    /// Index of the stop string.
     pub(crate) index: usize,
 }
 
@@ -26,7 +26,7 @@ impl Stops {
         self.strings.is_empty()
     }
 
-    /// The stop string that ends first behind byte `from` of `text`; of those the longest.
+    /// Finds the stop string that ends first after byte `from` of `text`; of several with that end, the longest.
     pub(crate) fn find(&self, text: &str, from: usize) -> Option<Found> {
         let text = text.as_bytes();
         let found = self.strings.iter().enumerate().filter_map(|(index, stop)| {
@@ -38,7 +38,7 @@ impl Stops {
         found.min()
     }
 
-    /// Bytes of the longest end of `text` that is the beginning of a stop string, but not all of it.
+    /// Returns the number of bytes in the longest end of `text` that is a proper beginning of a stop string.
     pub(crate) fn held_back(&self, text: &str) -> usize {
         let text = text.as_bytes();
         let is_beginning = |&len: &usize| {
@@ -49,7 +49,8 @@ impl Stops {
     }
 }
 
-/// Where `needle` first is in `text`. What is searched is a few tokens' text, too short for anything clever to pay.
+/// Returns the first position of `needle` in `text`. The text has only a few tokens, so a more complex search would not
+/// pay.
 fn position(text: &[u8], needle: &[u8]) -> Option<usize> {
     let (&first, rest) = needle.split_first()?;
     let last = text.len().checked_sub(needle.len())?;

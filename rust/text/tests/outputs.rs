@@ -1,4 +1,4 @@
-//! One launch handed to all its requests: tokens, books, ends.
+//! Tests of one launch handed to all its requests: tokens, statistics, ends.
 
 use serde_json::json;
 use specrs_core::SchedulerConfig;
@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 const K: usize = 2;
 const WORDS: [&str; 5] = ["a", "b", "c", "Ġ", "."];
 
-/// Request id, tokens, finish reason, drafted, accepted, flags.
+/// Entry of a launch: request id, tokens, finish reason, drafted, accepted, flags.
 type Entry<'a> = (i64, &'a [i64], i64, i64, i64, i64);
 
 struct Launch {
@@ -47,7 +47,7 @@ impl Launch {
         outputs.deliver(results, (&self.settled_layout, &mut self.settled), now, fault).clone()
     }
 
-    /// Request id, tokens kept and finish reason of entry `i`.
+    /// Returns the request id, the number of kept tokens and the finish reason of entry `i`.
     fn settled(&self, i: usize) -> (i64, i64, i64) {
         let at = |section: specrs_core::scheduler::layout::Section| self.settled[section.offset + i];
         (at(self.settled_layout.request_id), at(self.settled_layout.num_new), at(self.settled_layout.finish_reason))

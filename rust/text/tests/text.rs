@@ -1,4 +1,5 @@
-//! Text as it comes equals text decoded at once; stop strings end it where a search of the whole text would.
+//! Tests that text as it comes equals text decoded at once, and that stop strings end it as a search of the whole text
+//! would.
 
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -6,7 +7,8 @@ use serde_json::json;
 use specrs_text::{Detokenizer, Error, TextParams, TokenDecoder, Update};
 use std::sync::Arc;
 
-/// A word for each id: letters, a space before a letter, the two halves of é, the bytes of an emoji, a special token.
+/// Words of the tokenizer, by id: letters, a space before a letter, the two halves of é, the bytes of an emoji, a
+/// special token.
 const WORDS: [&str; 12] = ["a", "b", "c", "Ġa", "Ġ", "Ã", "©", "Ã©", "ðŁ", "ĺ", "Ģ", "<e>"];
 
 fn decoder() -> Arc<TokenDecoder> {
@@ -29,7 +31,7 @@ fn params(skip_special_tokens: bool, stop: &[&str], min_tokens: usize) -> TextPa
     TextParams { skip_special_tokens, stop, min_tokens, ..TextParams::default() }
 }
 
-/// `(tokens, end, start, index)` of the first stop in the text of `pieces`, by trying every end in turn.
+/// Finds the first stop in the text of `pieces` by trying every end in turn: `(tokens, end, start, index)`.
 fn search(pieces: &[&str], stops: &[&str], min_tokens: usize) -> Option<(usize, usize, usize, usize)> {
     let mut text = String::new();
     for (number, piece) in pieces.iter().enumerate() {
@@ -67,7 +69,7 @@ proptest! {
         prop_assert_eq!(text.text(), decoder.decode(&ids, skip).unwrap());
     }
 
-    /// More bytes that are no text than are held back, each a replacement character, and words before and after them.
+    /// Decodes more invalid bytes than are held back, each a replacement character, with words before and after them.
     #[test]
     fn long_runs_of_bytes_that_are_no_text_are_given_out_once(
         runs in prop::collection::vec((select(&[5_u32, 6, 8][..]), 0..100usize, prop::collection::vec(0..4u32, 1..4)), 1..4),

@@ -49,11 +49,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     plugins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
     lines = [f"{name} = {target}" for name, target in plugins.items()]
     (info / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'python'}:{info.parent}"}
+    environment.pop("OMP_NUM_THREADS", None)  # vLLM chooses its own
     # Not from the repository's root, where vLLM's children would find our folder `kernels`.
     done = subprocess.run(
         [str(PYTHON), str(HERE / "run_vllm.py")],
         input=json.dumps(request),
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'python'}:{info.parent}"},
+        env=environment,
         cwd=tmp_path_factory.mktemp("vllm"),
         capture_output=True,
         text=True,

@@ -1,11 +1,12 @@
 """Random row state and records of iterations, for the kernels that read and write them. Holds no tests."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
-from specrs.drafters.draft_model import DraftModel
-from specrs.runner.cuda.row_state import RowState
+from specrs.backends.cuda.row_state import RowState
+from specrs.kernels.cuda.row_state import Entries
 from torch import Tensor
 
 BLOCK_SIZE, MAX_LEN, MAX_K = 4, 40, 5
@@ -32,11 +33,39 @@ class Case:
         return torch.tensor(values + [77] * (self.batch + 3 - len(values)))
 
 
-class Drafter(DraftModel):
-    """What `prepare` asks of a drafter."""
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A sequence as the device prepares it."""
 
-    def __init__(self, max_model_len: int) -> None:
-        self.max_model_len = max_model_len
+    row: int
+    n: int
+    k: int  # K_r, after the device's guards
+    alive: bool
+    capacity: int
+    first: int  # flat row
+
+
+def planned(case: Case, max_draft_lag: int | None = 2, on_host: Sequence[bool] | None = None) -> list[Planned]:
+    """The sequences of a case, by the rule of docs/start.md; with `max_draft_lag` None the drafter starts anew."""
+    made, first, state = [], 0, case.state
+    for b, (row, k, capacity) in enumerate(zip(case.rows, case.planned, case.capacity, strict=True)):
+        n, alive, end = int(state.num_tokens[row]), bool(state.active[row]), int(state.limit[row]) - 1
+        ready = alive
+        if on_host is None or not on_host[b]:
+            end = min(end, case.draft_context + 1)
+            ready &= max_draft_lag is None or int(state.draft_len[row]) >= n - max_draft_lag
+        made.append(Planned(row, n, max(min(k, end - n), 0) if ready else 0, alive, capacity, first))
+        first += k + 1
+    return made
+
+
+def entries(case: Case, sequences: Sequence[Planned]) -> Entries:
+    """The sequences as kernels take them, and padding after them."""
+    padding = [Planned(case.state.num_tokens.shape[0] - 1, 0, 0, False, 0, sum(case.planned) + case.count)]
+    padded = [*sequences, *padding * (case.batch - case.count + 1)]
+    columns = {name: torch.tensor([int(getattr(one, name)) for one in padded]) for name in Planned.__slots__}
+    first = columns.pop("first")
+    return Entries(**{name: column[:-1] for name, column in columns.items()}, q_start=first)
 
 
 @st.composite

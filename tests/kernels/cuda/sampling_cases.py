@@ -35,7 +35,7 @@ def parameters(rows: list[dict[str, float]]) -> tuple[SamplingRows, Steps]:
 
 
 def wide(logits: Tensor) -> Tensor:
-    """The same rows in a buffer with a wider stride, NaN between them."""
+    """Copy `logits` into a buffer with a wider row stride and NaN between rows."""
     buffer = torch.full((logits.shape[0], logits.shape[1] + 3), torch.nan)
     buffer[:, : logits.shape[1]] = logits
     return buffer[:, : logits.shape[1]]

@@ -11,6 +11,7 @@ from specrs.kernels.cuda.accept import AtRates, accept_prefix, accept_prefix_ref
 from specrs.kernels.cuda.sampling_structs import Accepted, Drafted, RowParams
 from specrs.verify.coupled import verify_coupled
 from specrs.verify.processing import greedy_as_point_mass
+from sweep import sweep
 from torch import Tensor
 
 from kernels.cuda.sampling_cases import (
@@ -31,7 +32,7 @@ def check(accepted: Tensor, tokens: Tensor, expected_accepted: Tensor, expected_
         assert tokens[b, : m + 1].tolist() == expected_tokens[b, : m + 1].tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@sweep(40)
 @given(
     num_drafts=st.lists(st.integers(0, 5), min_size=1, max_size=6), spare=st.integers(0, 2), seed=st.integers(0, 999)
 )

@@ -58,10 +58,10 @@ def multiply_heads(module: ModuleType) -> tuple[Tensor, Tensor]:
     return torch.cat([*outs, cache.view(-1, weight.shape[0])]), scratch[1]
 
 
-def attend(module: ModuleType, splits: int = 3, turn: int = 1, heads: int = 4) -> tuple[Tensor, Tensor]:
+def attend(module: ModuleType, splits: int = 3, blocks_per_split: int = 1, heads: int = 4) -> tuple[Tensor, Tensor]:
     """Two requests of one row, their contexts in several splits each, combined by the last program, twice."""
     generator = torch.Generator().manual_seed(2)
-    config = AttentionConfig(1, 16, 16, splits, 4, 1, turn)
+    config = AttentionConfig(1, 16, 16, splits, 4, 1, blocks_per_split)
     cache = torch.randn(12, 2, 2, 16, 16, generator=generator)
     table = torch.tensor([[3, 1, 4, 0], [5, 9, 2, 6]])
     rows = module.AttentionRows(torch.tensor([60, 35]), torch.tensor([0, 1, 2]), table, 1)
@@ -71,8 +71,8 @@ def attend(module: ModuleType, splits: int = 3, turn: int = 1, heads: int = 4) -
     outs = []
     for _ in range(2):
         q, out = torch.randn(2, 16 * heads, generator=generator), torch.full((2, 16 * heads), torch.nan)
-        sight = module.Sight(0.25)
-        module.paged_attention(q, cache, rows, out, [*scratch, counters], sight, list(astuple(config)), False)
+        mask_params = module.MaskParams(0.25)
+        module.paged_attention(q, cache, rows, out, [*scratch, counters], mask_params, list(astuple(config)), False)
         outs.append(out)
     assert config.fused_lines(heads // 2) > 0, "the last program is to combine"
     return torch.cat(outs), counters
@@ -84,7 +84,7 @@ RUNS: dict[str, tuple[ModuleType, Run]] = {
     "heads": (skinny_linear, multiply_heads),
     "attention": (paged_attention, attend),
     "attention of groups of eight": (paged_attention, lambda module: attend(module, heads=16)),
-    "attention by turns": (paged_attention, lambda module: attend(module, 2, 2)),
+    "attention of long contexts": (paged_attention, lambda module: attend(module, 2, 2)),
 }
 
 
@@ -147,8 +147,8 @@ FAULTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "attention of groups of eight", [("tl.store(counters + tile, 0)", "pass")]),
     "a load without .cg in attention": ("attention", [(', cache_modifier=".cg"', "")]),
     "a counter of attention that stays": ("attention", [("tl.store(counters + tile, 0)", "pass")]),
-    "a counter of attention by turns that stays": (
-        "attention by turns", [("tl.store(counters + tile, 0)", "pass")]),
+    "a counter of attention of long contexts that stays": (
+        "attention of long contexts", [("tl.store(counters + tile, 0)", "pass")]),
     "no barrier in attention": ("attention", [("                tl.debug_barrier()\n", "")]),
 }  # fmt: skip
 

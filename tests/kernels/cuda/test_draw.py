@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from specrs.core import PURPOSE_DRAFT, PURPOSE_GUMBEL
 from specrs.kernels.cuda.draw import draw, draw_reference
@@ -11,6 +11,7 @@ from specrs.kernels.cuda.philox import fill_noise
 from specrs.kernels.cuda.sampling_structs import RowParams
 from specrs.verify.params import SamplingRows
 from specrs.verify.processing import greedy_as_point_mass
+from sweep import sweep
 from torch import Tensor
 
 from kernels.cuda.sampling_cases import CLEAR, gaps, noise_at, parameters, poisoned_scratch, wide
@@ -25,7 +26,7 @@ def run(
     return ids
 
 
-@settings(max_examples=15, deadline=None)
+@sweep(15)
 @given(
     v=st.sampled_from([1, 2, 16, 257, 1030, 2500]),
     temperatures=st.lists(st.sampled_from([0.0, 0.4, 1.0, 1.6]), min_size=1, max_size=3),

@@ -1,16 +1,18 @@
 """Rows rounded to FP8: by the definition, by the reference and by the kernel, interpreted."""
 
 import math
+from bisect import bisect_left
+from itertools import pairwise
 
 import pytest
 import torch
-from specrs.kernels.coded_weight import CodedWeight, fp8_rows
 from specrs.kernels.coding import Coding
 from specrs.kernels.cuda.fp8_rows import quantize_rows, round_rows
+from specrs.kernels.quantized_weight import QuantizedWeight, fp8_rows
 from torch import Tensor
 
-NUMBERS = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-"""Of the codes from 0 to 126, ascending."""
+NUMBERS: list[float] = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist()
+"""Numbers of the e4m3 codes from 0 to 126, ascending."""
 
 
 def rows_of(groups: int, group: int) -> Tensor:
@@ -19,7 +21,7 @@ def rows_of(groups: int, group: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, groups, group, generator=generator)
     x *= 2.0 ** torch.randint(-20, 20, (12, groups, 1), generator=generator)
-    middles = (NUMBERS[:-1] + NUMBERS[1:]) / 2
+    middles = torch.tensor([(one + other) / 2 for one, other in pairwise(NUMBERS)], dtype=torch.float64)
     x[0, 0] = middles[torch.randint(0, 126, (group,), generator=generator)].float()
     x[0, 0, 0] = 448
     x[1, 0] = 0
@@ -40,13 +42,19 @@ def defined(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
             while largest / 2.0**power > 448:
                 power += 1
             scales[row, g] = 2.0**power
+            rounded = [0.0] * len(own)
             for i, v in enumerate(own):
                 size, sign = abs(v) / 2.0**power, math.copysign(1, v)
-                near = [] if not math.isfinite(v) else (NUMBERS - size).abs().tolist()
-                nearest = [code for code, off in enumerate(near) if off == min(near)]
-                code = next((code for code in nearest if code % 2 == 0), nearest[0]) if nearest else None
-                made[row, g * group + i] = math.nan if code is None else sign * float(NUMBERS[code]) * 2.0**power
+                rounded[i] = sign * nearest(size) * 2.0**power if math.isfinite(v) else math.nan
+            made[row, g * group : (g + 1) * group] = torch.tensor(rounded, dtype=torch.float64)
     return made, scales
+
+
+def nearest(size: float) -> float:
+    """The number of `NUMBERS` nearest to `size`; of two, the one with the even code."""
+    above = min(bisect_left(NUMBERS, size), len(NUMBERS) - 1)
+    near = [(abs(NUMBERS[code] - size), code % 2, code) for code in (above - 1, above) if code >= 0]
+    return NUMBERS[min(near)[2]]
 
 
 @pytest.mark.parametrize(("groups", "group", "unit"), [(1, 96, 32), (3, 128, 128), (5, 64, 64), (2, 32, 64)])
@@ -71,7 +79,7 @@ def test_rows(groups: int, group: int, unit: int, dtype: torch.dtype) -> None:
     assert (places[:, len(x) :] == -1.5).all()
     coding = Coding("fp8", group)
     if coding.unit(x.shape[1]) == unit:
-        weight = CodedWeight.of(codes.view(torch.uint8), scales.float(), coding)
+        weight = QuantizedWeight.of(codes.view(torch.uint8), scales.float(), coding)
         expected = weight.codes.view(torch.uint8)
         assert torch.equal(made & 0x7F, expected & 0x7F)
         assert ((made == expected) | (made & 0x7F == 0x7F)).all()

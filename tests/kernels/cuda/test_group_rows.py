@@ -3,11 +3,12 @@ into poisoned buffers."""
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from specrs.kernels.cuda import group_rows
 from specrs.kernels.cuda.group_rows import GroupRows, prepare_groups
 from specrs.kernels.cuda.prepare import VerifyRows
+from sweep import sweep
 
 from kernels.cuda import test_prepare
 from kernels.cuda.row_states import BLOCK_SIZE, Case, cases
@@ -28,30 +29,31 @@ def run(case: Case, out: dict[str, torch.Tensor], further: int) -> tuple[GroupRo
     return made, tables
 
 
-@settings(max_examples=60)
+@sweep(60)
 @given(cases(), st.integers(1, 3), st.sampled_from([2, 64]))
 def test_prepare_groups(case: Case, further: int, step: int) -> None:
     """With steps of two rows and blocks a program has several."""
-    out, it = test_prepare.run(case), test_prepare.reference(case)
+    out, planned = test_prepare.run(case), test_prepare.sequences(case)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_BLOCK_ROWS", "_BLOCK_TABLE"):
             patch.setattr(group_rows, name, step)
         made, tables = run(case, out, further)
-    column = torch.arange(case.planned[0] + 1)
-    fed = torch.where(it.alive[:, None] & (column <= it.num_drafts[:, None]), it.num_tokens[:, None] - 1 + column, -1)
-    total = sum(case.planned) + case.count
-    for group, table in enumerate(tables):
-        own = table[case.rows]
-        slots = own.gather(1, (fed // BLOCK_SIZE).clamp(min=0)) * BLOCK_SIZE + fed % BLOCK_SIZE
-        slots[(fed < 0) | (fed >= it.capacity[:, None])] = -1
-        assert made.slots[group].tolist() == it.flat.take(slots).tolist() + [-1] * (case.num_rows - total)
+    for group, table in enumerate(tables.tolist()):
+        slots = [-1] * case.num_rows
+        for it in planned:
+            for i in range(it.k + 1 if it.alive else 0):
+                position = it.n - 1 + i
+                if position < it.capacity:
+                    block = table[it.row][position // BLOCK_SIZE]
+                    slots[it.first + i] = block * BLOCK_SIZE + position % BLOCK_SIZE
+        assert made.slots[group].tolist() == slots
         for entry in range(case.batch):
-            alive = entry < case.count and bool(it.alive[entry])
-            end = int(it.num_tokens[entry] + it.num_drafts[entry]) if alive else 0
-            blocks = min(-(-end // BLOCK_SIZE), table.shape[1])
-            written = made.tables[group, entry]
-            assert written[:blocks].equal(own[entry, :blocks] if alive else written[:0])
-            assert (written[blocks:] == POISON).all()
+            it = planned[entry] if entry < case.count else None
+            blocks = -(-(it.n + it.k) // BLOCK_SIZE) if it is not None and it.alive else 0
+            blocks = min(blocks, len(table[0]))
+            written = made.tables[group, entry].tolist()
+            assert written[:blocks] == ([] if it is None else table[it.row][:blocks])
+            assert set(written[blocks:]) <= {POISON}
 
 
 def test_one_group_launches_nothing() -> None:

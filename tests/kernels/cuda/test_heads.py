@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.configs import LinearConfig
@@ -13,6 +13,7 @@ from specrs.kernels.cuda.linear_product import MAX_ROWS, Product, scratch_sizes,
 from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope_reference
 from specrs.kernels.cuda.skinny_linear import skinny_linear
 from specrs.kernels.kv_codes import FRACTIONS, encode
+from sweep import sweep
 from torch import Tensor
 
 from .tolerance import assert_near
@@ -92,7 +93,7 @@ def own(x: Tensor, product: Product) -> Tensor:
     return every
 
 
-@settings(max_examples=25, deadline=None)
+@sweep(25)
 @given(
     rows=st.sampled_from([1, 2, 6, 17]),
     heads=st.sampled_from([(1, 1), (4, 2), (5, 1)]),
@@ -127,7 +128,7 @@ def test_heads_are_what_norm_and_rotation_make_of_the_product(
 
 @pytest.mark.parametrize("codes", FRACTIONS)
 def test_keys_and_values_as_codes(codes: torch.dtype) -> None:
-    """Those of the numbers that a cache of fp32 gets, by their scales."""
+    """A quantized cache gets the codes of the numbers, divided by their scales, that a cache of fp32 gets."""
     x, product = operands(4, 2, 3, 16, 32)
     of_heads: Any = product.heads
     numbers = run(x, product, 4)[1]
@@ -139,7 +140,7 @@ def test_keys_and_values_as_codes(codes: torch.dtype) -> None:
     assert torch.equal(q[:, :32], run(x, product, 4)[0][:, :32])
 
 
-def test_tiles_that_are_no_heads_are_refused() -> None:
+def test_tiles_that_are_no_heads_are_rejected() -> None:
     x, product = operands(2, 2, 1, 64, 32)
     config = LinearConfig(16, 16, 2, 4, 1)
     scratch = torch.zeros(4096), torch.zeros(8, dtype=torch.int32)

@@ -30,7 +30,7 @@ def encoded_kernel(x, scale, codes, FRACTION: tl.constexpr):  # type: ignore[no-
 
 
 def exact(codes: torch.dtype) -> Tensor:
-    """Of every code, infinity as NaN: nothing writes it."""
+    """Return the number of every code, float64. Infinity becomes NaN, because nothing writes it."""
     values = ALL.view(codes).double()
     return values.where(values.isfinite(), torch.nan)
 
@@ -67,7 +67,8 @@ def test_every_operand_is_used() -> None:
 @pytest.mark.parametrize("codes", FRACTIONS)
 @pytest.mark.parametrize("scale", [1.0, 0.037])
 def test_what_is_written(codes: torch.dtype, scale: float) -> None:
-    """The same codes as torch's conversion gives: of numbers, of ties and their neighbours, of what is too large."""
+    """Encoding equals torch's conversion: for numbers, ties and their neighbours, and for numbers that are too
+    large."""
     values = exact(codes).float()
     values = values[values.isfinite()]
     halves = (values[1:] + values[:-1]) / 2

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from specrs.kernels.cuda.attention_config import AttentionConfig
 from specrs.kernels.cuda.device import ABSENT, INTERPRETER
-from specrs.kernels.cuda.paged_attention import AttentionRows, Sight, paged_attention, paged_attention_reference
+from specrs.kernels.cuda.paged_attention import AttentionRows, MaskParams, paged_attention, paged_attention_reference
 from specrs.kernels.kv_scales import UNSCALED, KVScales
+from sweep import sweep
 from torch import Tensor
 
 from .tolerance import assert_near
@@ -66,7 +67,7 @@ class Pass:
                 self.cache[blocks[p // self.block_size], :, :, p % self.block_size] = values
 
         sinks = torch.randn(self.heads, generator=generator).to(self.dtype) if self.has_sinks else None
-        self.sight = Sight(self.dim**-0.5, self.window, sinks, self.kv_scales)
+        self.mask_params = MaskParams(self.dim**-0.5, self.window, sinks, self.kv_scales)
 
     def lowest(self, b: int) -> int:
         """The first position that any of a request's rows attends by its window."""
@@ -94,7 +95,7 @@ class Pass:
             AttentionRows(self.positions, self.q_start, self.table, self.max_q_len, self.k_start),
             out[:, : self.heads * self.dim],
             (torch.full((sizes[0],), NAN), torch.full((sizes[1],), NAN), counters),
-            self.sight,
+            self.mask_params,
             list(dataclasses.astuple(config)),
             False,
         )
@@ -105,7 +106,7 @@ class Pass:
     def reference(self, dtype: torch.dtype) -> Tensor:
         out = torch.empty(self.q.shape, dtype=dtype)
         where = self.positions, self.q_start, self.table
-        paged_attention_reference(self.q.to(dtype), self.cache, *where, out, self.sight, self.k_start)
+        paged_attention_reference(self.q.to(dtype), self.cache, *where, out, self.mask_params, self.k_start)
         return out
 
     def check(self, config: AttentionConfig) -> Tensor:
@@ -135,22 +136,22 @@ class Pass:
                     k, v = kv.repeat_interleave(self.heads // self.kv_heads, dim=2).unbind(1)
                     query = self.q[row].view(self.heads, 1, self.dim)
                     scores = (query @ k.permute(1, 2, 0)) * self.dim**-0.5
-                    if self.sight.sinks is not None:
-                        scores = torch.cat((scores, self.sight.sinks.view(-1, 1, 1)), dim=-1)
+                    if self.mask_params.sinks is not None:
+                        scores = torch.cat((scores, self.mask_params.sinks.view(-1, 1, 1)), dim=-1)
                     out[row] = (scores.softmax(-1)[..., : len(at)] @ v.transpose(0, 1)).reshape(-1)
         return out
 
 
-def cut(p: Pass, rows: int, splits: int, block_n: int = 16, turn: int = 1) -> AttentionConfig:
+def cut(p: Pass, rows: int, splits: int, block_n: int = 16, blocks_per_split: int = 1) -> AttentionConfig:
     lines = rows * p.heads // p.kv_heads
-    return AttentionConfig(rows, max(16, 1 << (lines - 1).bit_length()), block_n, splits, 4, 1, turn)
+    return AttentionConfig(rows, max(16, 1 << (lines - 1).bit_length()), block_n, splits, 4, 1, blocks_per_split)
 
 
 def span(start: int, end: int) -> list[int]:
     return list(range(start, end))
 
 
-@settings(max_examples=16, deadline=None)
+@sweep(24)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 60), st.integers(1, 6), st.integers(0, 3)).map(
@@ -187,7 +188,7 @@ def test_any_batch_and_cut(
     p.check(cut(p, *cuts))
 
 
-@settings(max_examples=12, deadline=None)
+@sweep(18)
 @given(
     codes=st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]),
     scales=st.tuples(*[st.sampled_from([1.0, 0.037, 1.7])] * 2).map(lambda pair: KVScales(*pair)),
@@ -216,10 +217,10 @@ def test_caches_of_codes(
 
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)])
 @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_codes_by_turns(codes: torch.dtype, heads: tuple[int, int]) -> None:
+def test_codes_of_long_contexts(codes: torch.dtype, heads: tuple[int, int]) -> None:
     """A long context in parts, which V's scale multiplies before they are added up, beside one that is a whole."""
     p = Pass([span(91, 97), [12]], *heads, codes=codes, kv_scales=KVScales(0.037, 1.7))
-    p.check(cut(p, 6, 4, turn=2))
+    p.check(cut(p, 6, 4, blocks_per_split=2))
 
 
 chosen = functools.partial(AttentionConfig.choose, limits=INTERPRETER, span=64)
@@ -266,7 +267,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 def test_nor_on_whether_they_have_more_splits() -> None:
     """Its context is one program's alone; beside rows whose contexts are two programs' it has parts of both."""
     together = Pass([span(29, 35), span(60, 66)])
-    config = cut(together, 6, 4, turn=2)
+    config = cut(together, 6, 4, blocks_per_split=2)
     out = together.check(config)
     for row, position in enumerate(range(29, 35)):
         alone = Pass([[position]])
@@ -275,13 +276,13 @@ def test_nor_on_whether_they_have_more_splits() -> None:
 
 
 def test_a_short_context_leaves_the_scratch_alone() -> None:
-    """Of splits by turns it is one program's, which writes its output: partial results would be half its bytes."""
+    """One program has a context of `blocks_per_split` blocks, and writes the output without partial results."""
     p, stored = Pass([[31], [12]], 8, 1), []
-    config = cut(p, 1, 4, turn=2)
+    config = cut(p, 1, 4, blocks_per_split=2)
     sizes = config.scratch_sizes(batch=2, max_q_len=1, num_kv_heads=1, head_dim=p.dim)
     scratch = (torch.full((sizes[0],), NAN), torch.zeros(sizes[1]), torch.zeros(sizes[2], dtype=torch.int32))
     out, rows = torch.empty_like(p.q), AttentionRows(p.positions, p.q_start, p.table, 1)
-    paged_attention(p.q, p.cache, rows, out, scratch, p.sight, list(dataclasses.astuple(config)), False)
+    paged_attention(p.q, p.cache, rows, out, scratch, p.mask_params, list(dataclasses.astuple(config)), False)
     stored = scratch[0].view(2, 4, -1).isfinite().any(-1)
     assert not stored.any()
     assert_near(out, p.reference(torch.float64), p.own())
@@ -294,7 +295,7 @@ def test_windows_of_verification_and_prefill(window: int) -> None:
     p = Pass([span(60, 66), span(0, 3)], window=window, has_sinks=window == 16)
     together = p.check(cut(p, 6, 3))
     alone = Pass([[65]], window=window)
-    alone.q, alone.cache, alone.table, alone.sight = p.q[5:6], p.cache, p.table[:1], p.sight
+    alone.q, alone.cache, alone.table, alone.mask_params = p.q[5:6], p.cache, p.table[:1], p.mask_params
     assert torch.equal(alone.run(cut(alone, 6, 3))[0], together[5])
     chunk = Pass([span(40, 71), [-1], [50]], window=window)
     chunk.check(cut(chunk, 4, 1))
@@ -326,11 +327,12 @@ def test_nan_of_a_request_stays_with_it(codes: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "splits", "turn"), [(1, 16, 1), (2, 8, 1), (5, 3, 1), (8, 16, 4), (16, 8, 16), (64, 2, 16), (256, 2, 16)]
+    ("batch", "splits", "blocks_per_split"),
+    [(1, 16, 1), (2, 8, 1), (5, 3, 1), (8, 16, 4), (16, 8, 16), (64, 2, 16), (256, 2, 16)],
 )
-def test_splits_follow_the_free_multiprocessors(batch: int, splits: int, turn: int) -> None:
+def test_splits_follow_the_free_multiprocessors(batch: int, splits: int, blocks_per_split: int) -> None:
     config = chosen_for_32b(batch=batch, max_q_len=6, span=10**6)
-    assert (config.splits, config.turn) == (splits, turn)
+    assert (config.splits, config.blocks_per_split) == (splits, blocks_per_split)
     assert (config.rows, config.block_m) == (6, 64)
 
 
@@ -340,10 +342,11 @@ def test_a_long_context_beside_short_ones_is_cut_up(batch: int, context: int) ->
     """Whatever the batch no program reads more than half of it, and up to 16 requests no more than an eighth."""
     config = chosen_for_32b(batch=batch, max_q_len=6, span=context)
     blocks = -(-context // config.block_n)
-    most = max(Counter(block // config.turn % config.splits for block in range(blocks)).values())
-    assert most <= blocks / (2 if batch > 32 else 4 if batch > 16 else 8 if batch > 5 or batch < 3 else 3) + config.turn
+    most = max(Counter(block // config.blocks_per_split % config.splits for block in range(blocks)).values())
+    parts = 2 if batch > 32 else 4 if batch > 16 else 8 if batch > 5 or batch < 3 else 3
+    assert most <= blocks / parts + config.blocks_per_split
     # Contexts of 1,000 tokens stay whole where programs are enough without.
-    assert -(-1000 // config.block_n) <= config.turn or batch < 9
+    assert -(-1000 // config.block_n) <= config.blocks_per_split or batch < 9
 
 
 def test_scratch_is_bounded() -> None:

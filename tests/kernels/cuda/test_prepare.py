@@ -1,12 +1,13 @@
-"""Inputs of an iteration: the kernels against the CPU loop's, integer for integer, into poisoned buffers."""
+"""Inputs of an iteration: kernels against the rules of docs/start.md, integer for integer, into poisoned buffers."""
 
 from dataclasses import dataclass
 from random import Random
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from specrs.core import DRAFTER_DEVICE, DRAFTER_NGRAM
+from specrs.backends.cuda.hidden_rows import HiddenRows
+from specrs.core import DRAFTER_DEVICE, DRAFTERS
 from specrs.kernels.cuda.prepare import (
     DraftRows,
     IterationInputs,
@@ -18,12 +19,10 @@ from specrs.kernels.cuda.prepare import (
     prepare_iteration,
 )
 from specrs.kernels.cuda.row_state import Entries
-from specrs.reference.iteration import prepare
-from specrs.runner.cuda.entries import Iteration
-from specrs.runner.cuda.hidden_rows import HiddenRows
+from sweep import sweep
 from torch import Tensor
 
-from kernels.cuda.row_states import BLOCK_SIZE, MAX_K, Case, Drafter, cases
+from kernels.cuda.row_states import BLOCK_SIZE, MAX_K, Case, Planned, cases, planned
 
 POISON = -(2**40)
 MASK = 89
@@ -86,7 +85,7 @@ def run(case: Case, emits: Tensor | None = None, kind: Kind = Kind(), chunks: in
     }
     drafters = None
     if kind.on_host is not None:
-        drafters = case.section(torch.where(kind.on_host, DRAFTER_NGRAM, DRAFTER_DEVICE).tolist())
+        drafters = case.section(torch.where(kind.on_host, DRAFTERS.index("ngram"), DRAFTER_DEVICE).tolist())
     prepare_iteration(
         state,
         PlannedEntries(
@@ -120,105 +119,105 @@ def entries_of(out: dict[str, Tensor]) -> Entries:
     return Entries(*(out[name] for name in ("row", "n", "k", "alive", "capacity", "q_start")))
 
 
-class HeadDrafter(Drafter):
-    hidden_layers = (0,)
+def sequences(case: Case, kind: Kind = Kind()) -> list[Planned]:
+    on_host = None if kind.on_host is None else kind.on_host.tolist()
+    return planned(case, kind.width if kind.hidden is None else None, on_host)
 
 
-def reference(case: Case, kind: Kind = Kind()) -> Iteration:
-    drafter = Drafter(case.draft_context) if kind.hidden is None else HeadDrafter(case.draft_context)
-    if kind.hidden is None:
-        drafter.max_draft_lag = kind.width  # type: ignore[misc]
-    return prepare(
-        case.state,
-        torch.tensor(case.rows),
-        case.planned,
-        torch.tensor(case.capacity),
-        block_size=BLOCK_SIZE,
-        max_context=1000,
-        drafter=drafter,
-        on_host=kind.on_host,
-    )
+def slot(case: Case, it: Planned, position: int) -> int:
+    """The KV slot of a position; -1 for a masked one, and beyond the row's blocks."""
+    if not 0 <= position < it.capacity:
+        return -1
+    return int(case.state.block_table[it.row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
 
 
-@settings(max_examples=80)
+@sweep(80)
 @given(st.data())
 def test_prepare(data: st.DataObject) -> None:
     case = data.draw(cases())
     kind = data.draw(kinds(case))
-    hidden = None
-    if kind.hidden is not None:
-        hidden = HiddenRows(*(getattr(kind.hidden, name).clone() for name in HiddenRows.__slots__))
-    out, it = run(case, kind=kind), reference(case, kind)
-    count, n, k, width = case.count, it.num_tokens, it.num_drafts, kind.width
-    assert out["row"].tolist() == case.rows + [case.state.num_tokens.shape[0] - 1] * (case.batch - count)
-    assert out["n"][:count].equal(n)
-    assert out["k"].tolist() == k.tolist() + [0] * (case.batch - count)
-    assert out["alive"].tolist() == it.alive.long().tolist() + [0] * (case.batch - count)
-    assert out["capacity"][:count].tolist() == case.capacity
-    total = sum(case.planned) + count
-    assert out["q_start"].tolist() == it.flat.q_start.tolist() + [total] * (case.batch - count)
-
-    # Verification, as runner.iteration.verify feeds it.
-    column = torch.arange(case.planned[0] + 1)
-    fed = torch.where(it.alive[:, None] & (column <= k[:, None]), n[:, None] - 1 + column, -1)
-    padding = [-1] * (case.num_rows - total)
-    assert out["verify_positions"].tolist() == it.flat.take(fed).tolist() + padding
-    assert out["verify_slots"].tolist() == it.flat.take(it.slots(fed)).tolist() + padding
-    assert out["verify_draws"][:total].equal(it.flat.take(n[:, None] + column))
-    assert out["verify_rows"][:total].equal(torch.tensor(case.rows)[it.flat.entry])
-    firsts = out["verify_ids"][it.flat.q_start[:-1]]
-    assert firsts.equal(case.state.tokens[case.rows, n - 1])
-    ids = out["verify_ids"]
-    assert ids.min() >= 0
-    assert ids.max() < 90
-
-    # Drafting, as runner.iteration.draft feeds it: columns 0..W-1 in pass 1, column W + i - 2 in pass i.
-    offset = 0 if hidden is None else 1
-    column = torch.arange(width - 1 + MAX_K)
-    live = k[:, None] >= (column - (width - 2)).clamp(min=1)
+    starts = None if kind.hidden is None else (kind.hidden.start.tolist(), kind.hidden.draft_start.tolist())
+    out, expected, state, count = run(case, kind=kind), sequences(case, kind), case.state, case.count
+    padding, total = case.batch - count, sum(case.planned) + count
+    assert out["row"].tolist() == case.rows + [state.num_tokens.shape[0] - 1] * padding
+    assert out["n"].tolist()[:count] == [it.n for it in expected]
+    assert out["k"].tolist() == [it.k for it in expected] + [0] * padding
+    assert out["alive"].tolist() == [it.alive for it in expected] + [0] * padding
+    assert out["capacity"].tolist()[:count] == case.capacity
+    assert out["q_start"].tolist() == [it.first for it in expected] + [total] * (padding + 1)
+    assert (out["verify_positions"][total:] == -1).all()
+    assert (out["verify_slots"][total:] == -1).all()
+    assert 0 <= out["verify_ids"].min() <= out["verify_ids"].max() < 90
     if kind.on_host is not None:
-        live &= ~kind.on_host[:, None]
-        assert out["on_host"].tolist() == kind.on_host.long().tolist() + [0] * (case.batch - count)
-    fed = torch.where(live, n[:, None] + (column - width - offset), -1).clamp(min=-1)
-    missing = case.state.draft_len[case.rows]
-    if hidden is not None and kind.hidden is not None and case.planned[0]:
-        missing = hidden.begin(case.state, it, live[:, 0])
-        fed.masked_fill_(fed < missing[:, None], -1)
-        assert kind.hidden.draft_start.equal(hidden.draft_start)
-        assert out["k_start"][:count].equal(hidden.draft_start[case.rows])
-    slots = it.slots(fed).masked_fill(fed < missing[:, None], -1)
+        assert out["on_host"].tolist() == kind.on_host.tolist() + [0] * padding
     if case.planned[0]:
-        rows = kind.sizes.first_pass_rows
-        assert out["first_positions"].view(-1, rows)[:count].equal(fed[:, :rows])
-        assert out["first_slots"].view(-1, rows)[:count].equal(slots[:, :rows])
-        assert (out["first_positions"].view(-1, rows)[count:] == -1).all()
-        tokens = case.state.tokens[torch.tensor(case.rows)[:, None], fed[:, :rows].clamp(min=0) + offset]
-        tokens[:, width:] = MASK
-        assert out["first_ids"].view(-1, rows)[:count].equal(torch.where(fed[:, :rows] >= 0, tokens, 0))
-    for i in range(2, case.planned[0] + 1):
-        assert out["draft_positions"][i - 1, :count].equal(fed[:, width + i - 2])
-        assert out["draft_slots"][i - 1, :count].equal(slots[:, width + i - 2])
-        assert (out["draft_positions"][i - 1, count:] == -1).all()
+        assert (out["first_positions"].view(case.batch, -1)[count:] == -1).all()
+    for b, (it, planned_k) in enumerate(zip(expected, case.planned, strict=True)):
+        for i in range(planned_k + 1):
+            row, position = it.first + i, it.n - 1 + i if it.alive and i <= it.k else -1
+            assert out["verify_positions"][row] == position
+            assert out["verify_slots"][row] == slot(case, it, position)
+            assert out["verify_draws"][row] == it.n + i
+            assert out["verify_rows"][row] == it.row
+        assert out["verify_ids"][it.first] == state.tokens[it.row, it.n - 1]
+        if it.alive:
+            blocks = min(-(-(it.n + it.k) // BLOCK_SIZE), state.block_table.shape[1])
+            assert out["table"][b, :blocks].equal(state.block_table[it.row, :blocks])
+        if case.planned[0]:
+            check_drafting(case, kind, out, b, it, starts)
+
+
+def check_drafting(
+    case: Case, kind: Kind, out: dict[str, Tensor], b: int, it: Planned, starts: tuple[list[int], list[int]] | None
+) -> None:
+    """Check what the draft passes of sequence `b` are fed.
+
+    `starts`: `start` and `draft_start` of the hidden rows before. None without hidden rows.
+    """
+    offset, draws = int(starts is not None), kind.on_host is None or not kind.on_host[b]
+    missing, tokens = int(case.state.draft_len[it.row]), case.state.tokens[it.row]
+    if starts is not None:
+        start, draft_start = (each[it.row] for each in starts)
+        if it.k and draws and missing < start:
+            draft_start = start  # it starts anew
+        assert kind.hidden is not None
+        assert kind.hidden.draft_start[it.row] == out["k_start"][b] == draft_start
+        missing = max(missing, start)
+
+    def fed(column: int) -> tuple[int, int]:
+        """Position and slot of a column: the first `width` end with n - 1 - offset, each later one is of a pass."""
+        position, pass_number = it.n + column - kind.width - offset, max(column - kind.width + 2, 1)
+        if not draws or it.k < pass_number or position < 0 or (starts is not None and position < missing):
+            return -1, -1
+        return position, slot(case, it, position) if position >= missing else -1
+
+    rows = kind.sizes.first_pass_rows
+    for column in range(rows):
+        at, (position, kv_slot) = b * rows + column, fed(column)
+        assert out["first_positions"][at] == position
+        assert out["first_slots"][at] == kv_slot
+        token = 0 if position < 0 else MASK if column >= kind.width else int(tokens[position + offset])
+        assert out["first_ids"][at] == token
     for i in range(1, case.planned[0] + 1):
-        assert out["draft_draws"][i - 1, :count].equal(n + i - 1)
+        assert out["draft_draws"][i - 1, b] == it.n + i - 1
+        if i > 1:
+            position, kv_slot = fed(kind.width + i - 2)
+            assert out["draft_positions"][i - 1, b] == position
+            assert out["draft_slots"][i - 1, b] == kv_slot
+            assert (out["draft_positions"][i - 1, case.count :] == -1).all()
 
-    for entry in range(count):
-        if it.alive[entry]:
-            blocks = min(-(-int(n[entry] + k[entry]) // BLOCK_SIZE), case.state.block_table.shape[1])
-            assert out["table"][entry, :blocks].equal(case.state.block_table[case.rows[entry], :blocks])
 
-
-@settings(max_examples=30)
+@sweep(30)
 @given(cases(max_k=0))
 def test_prepare_of_prompt_chunks(case: Case) -> None:
     emits = torch.tensor([entry % 2 for entry in range(case.batch)])
-    out, it = run(case, emits), reference(case)
-    assert out["alive"][: case.count].equal(it.alive.long() * emits[: case.count])
+    out, alive = run(case, emits), torch.tensor([it.alive for it in sequences(case)]).long()
+    assert out["alive"][: case.count].equal(alive * emits[: case.count])
     dead = out["alive"][: case.count] == 0
     assert (out["verify_positions"][: case.count][dead] == -1).all()
 
 
-@settings(max_examples=40)
+@sweep(40)
 @given(cases(), st.data())
 def test_prepare_of_chunks_behind_entries_that_decode(case: Case, data: st.DataObject) -> None:
     """Entries like the others, of which those that end no prompt do nothing."""
@@ -235,7 +234,7 @@ def test_prepare_of_chunks_behind_entries_that_decode(case: Case, data: st.DataO
         assert out[name].equal(torch.where(is_live != 0, plain[name], -1))
 
 
-@settings(max_examples=40)
+@sweep(40)
 @given(cases(), st.booleans(), st.randoms(use_true_random=False))
 def test_assemble(case: Case, mixes: bool, random: Random) -> None:
     k = case.planned[0]

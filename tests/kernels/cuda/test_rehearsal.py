@@ -32,7 +32,7 @@ fill_noise_kernel[(1,)](*[torch.zeros(4) for _ in fill_noise_kernel.arg_names])
 """
 
 
-def test_a_kernel_launched_on_the_hosts_tensors_is_refused() -> None:
+def test_a_kernel_launched_on_the_hosts_tensors_is_rejected() -> None:
     done = rehearse("-c", FAULTY)
     assert done.returncode == 1
     assert "fill_noise_kernel is launched on tensors of the host, past the shuttle" in done.stderr

@@ -100,7 +100,7 @@ class Batch:
         return accepted, tokens
 
     def probabilities(self, logits: Tensor, row_of: Tensor, *, coarse: bool) -> Tensor:
-        """Of the torch reference, float64; greedy rows as point masses."""
+        """Return the torch reference's probabilities, float64; greedy rows are point masses."""
         own = self.params.select(row_of)
         flags = {"top_k": self.steps.top_k, "top_p": self.steps.top_p, "min_p": self.steps.min_p}
         x, _ = sampling_cut_reference(logits, own, coarse=coarse, **flags)
@@ -300,7 +300,7 @@ def test_emitted_tokens_are_the_targets(sign: float) -> None:
         noise,
     )
 
-    # Nothing that the kernel is asked hangs on a rounding.
+    # Nothing that the kernel is asked depends on a rounding.
     residual = (p - q).clamp(min=0).log()
     drafted = drafts[:sample, 0]
     assert (u[:sample, 0] * q[drafted] - p[drafted]).abs().min() > CLEAR * q[drafted].min()

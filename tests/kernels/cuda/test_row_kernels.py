@@ -66,7 +66,7 @@ def test_embed_for_the_next_norm() -> None:
     read=st.booleans(),
 )
 def test_rms_norm(rows: int, width: int, dtype: torch.dtype, added: str, scale: float, read: bool) -> None:
-    """Of rows, of rows behind an addition, and the addition alone."""
+    """Norms of rows, norms after an addition, and the addition alone."""
     x, weight = random(rows, width, dtype=dtype) * scale, random(width, dtype=dtype)
     read = read or added == "no"
     residual = None if added == "no" else random(rows, width, dtype=dtype, seed=1) * scale

@@ -6,19 +6,21 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from specrs.kernels.cuda import sampling_scratch
 from specrs.kernels.cuda.sampling_cut import sampling_cut, sampling_cut_reference
 from specrs.kernels.cuda.sampling_structs import Cut as CutTensors
 from specrs.kernels.cuda.sampling_structs import Filters
 from specrs.verify.params import SamplingRows, Steps
+from sweep import sweep
 from torch import Tensor
 
 from kernels.cuda.sampling_cases import parameters, poisoned_scratch, wide
 
 TOLERANCE = 3e-6
-"""Of a sum of weights, relative: what the documented one is at these sizes, and the reference's own fp32 softmax."""
+"""Relative tolerance of a sum of weights: the documented one at these sizes, which covers the reference's fp32
+softmax."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,11 @@ def run(logits: Tensor, row_of: Tensor, params: SamplingRows, steps: Steps, *, c
 
 
 ALL = Steps(top_k=True, top_p=True, min_p=True)
-"""As in a graph, which is captured for whatever its rows will ask."""
+"""All filters, as in a captured graph, which has to serve any row."""
 
 
 def near_the_target(x: Tensor, kept: Tensor, top_p: float, eligible: Tensor) -> bool:
-    """Whether the threshold of top_p hangs on rounding: a cumulative sum lies within the tolerance of the target."""
+    """Whether the threshold of top_p depends on rounding: a cumulative sum lies within the tolerance of the target."""
     weights = (x.double() - x.double().max()).exp().where(eligible, 0.0)
     with_last = weights.where(kept, 0.0).sum()
     without = weights.where(kept & (x > x[kept].min()), 0.0).sum()
@@ -105,7 +107,7 @@ ROW = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=24, deadline=None)
+@sweep(24)
 @given(
     rows=st.lists(ROW, min_size=1, max_size=3),
     v=st.sampled_from([1, 2, 16, 257, 1030]),

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from specrs.kernels.cuda.configs import LinearConfig
 from specrs.kernels.cuda.linear_product import MAX_ROWS, Next, Product, scratch_sizes, skinny_linear_reference
 from specrs.kernels.cuda.skinny_linear import skinny_linear
+from sweep import sweep
 from torch import Tensor
 from torch.nn.functional import gelu as gelu_of
 from torch.nn.functional import silu
@@ -105,7 +106,7 @@ def check(ops: dict[str, Any], config: LinearConfig, **flags: Any) -> Tensor:
     return out
 
 
-@settings(max_examples=30, deadline=None)
+@sweep(30)
 @given(
     m=st.sampled_from([1, 2, 6, 16, 17, 33, 64]),
     n=st.integers(1, 70),
@@ -162,7 +163,7 @@ def test_output_is_rounded_once() -> None:
     assert_near(out, exact, ops["x"].float() @ ops["weight"].float().t())
 
 
-def test_operands_that_would_be_read_past_are_refused() -> None:
+def test_operands_that_would_be_read_past_are_rejected() -> None:
     ops = operands(3, 20, 64, torch.float32)
     config = LinearConfig(16, 16, 2, 4, 1)
     with pytest.raises(AssertionError, match="rows=65: must be from 1 to 64"):

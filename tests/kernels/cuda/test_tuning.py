@@ -11,6 +11,7 @@ import torch
 from checkpoints import make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from specrs.backends.cuda.experts import ExpertBuffers, expert_shapes
 from specrs.kernels.coding import Coding
 from specrs.kernels.cuda import configs
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, default_config, fit, linear_config, load_table
@@ -18,7 +19,6 @@ from specrs.kernels.cuda.device import INTERPRETER, DeviceLimits
 from specrs.kernels.cuda.grouped_linear import grouped_linear_reference
 from specrs.kernels.cuda.linear_product import Product, skinny_linear_reference
 from specrs.kernels.cuda.tuning import Operands, Trial, candidates, select, write_table
-from specrs.models.cuda.experts import ExpertBuffers, expert_shapes
 from specrs.models.loader import load_config
 
 from .launch import directly

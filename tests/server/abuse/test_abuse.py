@@ -34,7 +34,7 @@ def victim() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Of SmolLM2-135M's shape, with made-up weights."""
+    """A server of a model with SmolLM2-135M's shape and made-up weights."""
     folder = tmp_path_factory.mktemp("larger")
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}

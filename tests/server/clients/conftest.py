@@ -21,6 +21,7 @@ def pair() -> Iterator[Server]:
     with serving(
         # float64: texts of one request are compared across batches, in which fp32 rounds differently.
         *("--served-model-name", "pair", "--dtype", "float64", "--max-model-len", "512"),
+        *("--spec-tokens", "5"),
         "--disable-uvicorn-access-log",
         *("--per-request-spec-decode-metrics", "summary", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     ) as server:

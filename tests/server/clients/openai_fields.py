@@ -1,6 +1,6 @@
 """Prints the fields of requests that the openai package documents, as JSON: run by the interpreter of its environment.
 
-`python openai_fields.py > ../openai_fields.json` writes the list anew, for the version of `openai.lock`.
+`python openai_fields.py > ../openai_fields.json` writes the list anew, for the version of `environments/openai.lock`.
 """
 
 import json

@@ -128,7 +128,7 @@ def test_a_client_that_leaves_ends_its_span(traced: Server, collector: Collector
     assert 0 < span.attributes["gen_ai.usage.completion_tokens"] < 480
 
 
-def test_a_refused_request_has_none(traced: Server, collector: Collector) -> None:
+def test_a_rejected_request_has_none(traced: Server, collector: Collector) -> None:
     assert traced.post("/v1/completions", {**BODY, "prompt": [-1]}, **parent()).status == 400
     traced.complete(**BODY, request_id="after")
     (span,) = collector.take()
@@ -183,7 +183,7 @@ def test_without_a_collector_it_serves_and_ends(monkeypatch: pytest.MonkeyPatch)
         assert sum("127.0.0.1:1" in line for line in server.lines) <= 1
 
 
-def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_protocol_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json")
     with pytest.raises(InvalidConfigError, match=r"PROTOCOL='http/json': must be grpc or http/protobuf"):
         Tracing("http://127.0.0.1:1")

@@ -1,4 +1,4 @@
-"""`specrs bench`: finds the kind of measurement. What each does is its module's."""
+"""`specrs bench`: finds the kind of measurement. Each kind has a module."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from specrs.cli.bench import acceptance, latency, plot, serve, sweep, throughput
 
 __all__ = ["acceptance", "add_arguments", "latency", "plot", "run", "serve", "sweep", "throughput"]
 
-SUMMARY = "measure servers and engines, sweep over K and load, draw the results"
-DESCRIPTION = "Measure: a server (serve), an engine in this process (throughput, latency, acceptance), or many (sweep)."
+DESCRIPTION = (
+    "Measure a server (serve), an engine in this process (throughput, latency, acceptance), or many servers (sweep)."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A subcommand for each module."""
-    commands = parser.add_subparsers(dest="bench", metavar="KIND", required=True)
+    """Add a subcommand for each kind of measurement."""
+    commands = parser.add_subparsers(dest="bench", metavar="KIND", title="kinds", required=True)
     for module in (serve, throughput, latency, acceptance, sweep, plot):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION)
@@ -23,5 +24,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the kind that was asked for."""
+    """Run the chosen kind of measurement."""
     arguments.run_kind(arguments)

@@ -11,26 +11,32 @@ from specrs.cli.output import write_json
 
 SUMMARY = "acceptance length over a data set, by K and temperature"
 DESCRIPTION = (
-    "Complete a data set at several K and temperatures on an engine in this process and report acceptance: its length, "
-    "its rate, and how many drafts stand up to each position."
+    "Complete a data set at several K and temperatures on an engine in this process. Report the acceptance "
+    "length, the acceptance rate, and the share of drafts accepted up to each position."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Add the options of `specrs bench acceptance`."""
     options.add_engine(parser)
     options.add_dataset(parser, "bundled", "50")
-    parser.add_argument("--k", type=drafts_list, default=[1, 3, 5], metavar="LIST", help="default: 1,3,5")
-    parser.add_argument("--temperature", type=floats, default=[0.0, 1.0], metavar="LIST", help="default: 0,1")
+    parser.add_argument(
+        "--k", type=drafts_list, default=[1, 3, 5], metavar="LIST", help="numbers of draft tokens; default: 1,3,5"
+    )
+    parser.add_argument(
+        "--temperature", type=floats, default=[0.0, 1.0], metavar="LIST", help="temperatures; default: 0,1"
+    )
     options.add_sampling(parser, top_p=1.0)
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
     parser.add_argument("--skip-chat-template", action="store_true", help="send instructions as text to continue")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="also write the numbers")
+    parser.add_argument(
+        "--output-json", type=Path, metavar="FILE", help="JSON file that the numbers are also written to"
+    )
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and print. Raises `SpecrsError` for what cannot be run."""
+    """Measure and print. Raises `SpecrsError` for wrong options, and if a request is rejected."""
     from specrs.bench import datasets
     from specrs.bench.offline import acceptance
     from specrs.speculative_config import for_repeats
@@ -55,11 +61,11 @@ def run(arguments: argparse.Namespace) -> None:
         f"{'Target':<{width}}{'Draft':<{width}}{'K':>3}{'Temperature':>13}{'AL':>7}{'rate (%)':>10}   per position (%)"
     )
     for point in points:
-        books = point.figures
-        shares = " ".join(f"{100 * share:5.1f}" for share in books.per_position[: point.k])
+        statistics = point.figures
+        shares = " ".join(f"{100 * share:5.1f}" for share in statistics.per_position[: point.k])
         print(
-            f"{target:<{width}}{draft:<{width}}{point.k:>3}{point.temperature:>13.1f}{books.acceptance_length:>7.2f}"
-            f"{100 * books.acceptance_rate:>10.1f}   {shares}"
+            f"{target:<{width}}{draft:<{width}}{point.k:>3}{point.temperature:>13.1f}{statistics.acceptance_length:>7.2f}"
+            f"{100 * statistics.acceptance_rate:>10.1f}   {shares}"
         )
     if arguments.output_json is not None:
         rows = [

@@ -1,4 +1,4 @@
-"""`specrs bench latency`: how long one batch of random prompts takes on an engine in this process."""
+"""`specrs bench latency`: the time of one batch of random prompts on an engine in this process."""
 
 from __future__ import annotations
 
@@ -11,27 +11,33 @@ from specrs.cli.output import write_json
 from specrs.errors import InvalidConfigError, check_int
 
 SUMMARY = "an engine in this process: seconds of one batch"
-DESCRIPTION = "Run one batch of random prompts several times on an engine in this process and report how long it takes."
+DESCRIPTION = (
+    "Run one batch of random prompts several times on an engine in this process, and report how long it takes."
+)
 PERCENTS = (10, 25, 50, 75, 90, 99)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options, vLLM's where vLLM has them."""
+    """Add the options of `specrs bench latency`, with vLLM's names if vLLM has them."""
     options.add_engine(parser)
     parser.add_argument("--input-len", type=int, default=32, help="tokens of each prompt; default: 32")
     parser.add_argument("--output-len", type=int, default=128, help="tokens to generate; default: 128")
-    parser.add_argument("--batch-size", type=int, default=8, help="prompts; default: 8")
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts of a batch; default: 8")
     parser.add_argument("--num-iters", type=int, default=30, help="runs that count; default: 30")
-    parser.add_argument("--num-iters-warmup", type=int, default=10, help="runs before them; default: 10")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts; default: 0")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="also write the numbers")
+    parser.add_argument("--num-iters-warmup", type=int, default=10, help="runs before those that count; default: 10")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts; default: 0")
+    parser.add_argument(
+        "--output-json", type=Path, metavar="FILE", help="JSON file that the numbers are also written to"
+    )
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     parser.add_argument("--profile", action="store_true", help="only one run, with a torch profiler trace of it")
-    parser.add_argument("--profile-dir", type=Path, default=Path("profiles"), help="default: profiles")
+    parser.add_argument(
+        "--profile-dir", type=Path, default=Path("profiles"), help="folder of the profiles; default: profiles"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and print. Raises `SpecrsError` for what cannot be run."""
+    """Measure and print. Raises `SpecrsError` for wrong options, and if the batch cannot run."""
     import numpy as np
     from tqdm import tqdm
 

@@ -1,4 +1,4 @@
-"""Options that several kinds of measurement share: data sets, engines, where numbers go. Checks nothing by itself."""
+"""Options that several kinds of measurement share: data sets, engines, and output files. Checks nothing by itself."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 BACKEND = f"API of the server: {one_of(BACKENDS)}; openai and vllm are completions; default: openai"
-"""Help of flags that name the API that is measured."""
+"""Help text of flags that name the API to measure."""
 
 
 def add_dataset(parser: argparse.ArgumentParser, default: str, num_prompts: str) -> None:
-    """Which prompts, by vLLM's names."""
+    """Add the flags that choose the prompts, under vLLM's names."""
     from specrs.bench.datasets import NAMES
 
     group = parser.add_argument_group("prompts")
@@ -40,17 +40,18 @@ def add_dataset(parser: argparse.ArgumentParser, default: str, num_prompts: str)
     group.add_argument("--dataset-path", metavar="PATH", help="a .json or .jsonl file, or a hub name")
     group.add_argument("--hf-split", help="split of a hub data set; default: train")
     group.add_argument("--hf-subset", help="subset of a hub data set")
-    group.add_argument("--num-prompts", type=int, help=f"default: {num_prompts}")
-    group.add_argument("--input-len", type=int, help="cut prompts to so many tokens; random ones have as many")
+    group.add_argument("--num-prompts", type=int, help=f"number of prompts; default: {num_prompts}")
+    group.add_argument("--input-len", type=int, help="tokens that prompts are cut to; random prompts have as many")
     group.add_argument("--output-len", type=int, help="tokens to generate; default: the data set's")
     group.add_argument("--random-input-len", type=int, help="--input-len of random prompts; default: 1024")
     group.add_argument("--random-output-len", type=int, help="--output-len of random prompts; default: 128")
     group.add_argument("--random-range-ratio", type=float, default=0.0, help="spread of random lengths; default: 0")
-    group.add_argument("--seed", type=int, default=0, help="of the prompts and of arrivals; default: 0")
+    group.add_argument("--seed", type=int, default=0, help="seed of the prompts and of arrivals; default: 0")
 
 
 def dataset(arguments: argparse.Namespace, default: str, num_prompts: int) -> DatasetConfig:
-    """The data set that the options name. Raises `InvalidConfigError`."""
+    """Return the data set that the options name. Raises `InvalidConfigError` for options that contradict each other or
+    lack a file."""
     from specrs.bench.datasets import DatasetConfig
 
     name = arguments.dataset_name or ("hf" if arguments.dataset_path else default)
@@ -83,18 +84,20 @@ def dataset(arguments: argparse.Namespace, default: str, num_prompts: int) -> Da
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of an engine in this process. Prefix caching is off, so that no run helps the next."""
+    """Add the flags of an engine in this process. Its prefix caching is off by default, so that no run speeds up the
+    next."""
     add_flags(parser.add_argument_group("engine"), EngineOptions, "bench", enable_prefix_caching=False)
 
 
 def add_sampling(parser: argparse.ArgumentParser, **defaults: object) -> None:
-    """Add the flags of these sampling parameters, with the defaults that are given."""
+    """Add the flags of some sampling parameters. `defaults` are their names and defaults."""
     for name, default in defaults.items():
         add_flag(parser, options_of(SamplingParams)[name], default)
 
 
 def engine(arguments: argparse.Namespace, **settings: Any) -> LLM:
-    """The engine that the options describe, with prefix caching off unless asked for. `settings` override fields."""
+    """Build the engine that the options describe, with prefix caching off unless the user asks for it. `settings`
+    override options."""
     from specrs.cli.threads import set_torch_threads
     from specrs.llm import LLM
 
@@ -107,7 +110,8 @@ def engine(arguments: argparse.Namespace, **settings: Any) -> LLM:
 
 
 def prompts(samples: Sequence[Sample], tokenizer: Tokenizer, template: bool = True) -> list[list[int]]:
-    """Token ids of each sample; a user's turn goes through the chat template where there is one and it is wanted."""
+    """Return the token ids of each sample. A user's turn goes through the chat template if there is one and `template`
+    is set."""
     ids = []
     for sample in samples:
         if not isinstance(sample.prompt, str):
@@ -121,7 +125,7 @@ def prompts(samples: Sequence[Sample], tokenizer: Tokenizer, template: bool = Tr
 
 
 def percentiles(text: str) -> list[float]:
-    """`50,99` as percentiles."""
+    """Parse `50,99` as percentiles."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
@@ -132,7 +136,7 @@ def percentiles(text: str) -> list[float]:
 
 
 def counts(text: str) -> list[int]:
-    """`1,4,8` as different integers, none negative."""
+    """Parse `1,4,8` as different integers of at least 0."""
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
@@ -143,7 +147,7 @@ def counts(text: str) -> list[int]:
 
 
 def trace_folder(path: Path) -> Path:
-    """The folder for profiler traces, made. Raises `InvalidConfigError` where that fails."""
+    """Create the folder for profiler traces and return it. Raises `InvalidConfigError` if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -152,7 +156,8 @@ def trace_folder(path: Path) -> Path:
 
 
 def sampling_params(arguments: argparse.Namespace, samples: Sequence[Sample], **more: Any) -> list[SamplingParams]:
-    """One for each sample, each with a seed of its own; `more` are fields beside those of the options."""
+    """Return sampling parameters for each sample, each with its own seed. `more` are fields in addition to those of the
+    options."""
     return [
         SamplingParams(
             top_p=arguments.top_p,

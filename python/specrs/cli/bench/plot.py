@@ -1,4 +1,4 @@
-"""`specrs bench plot`: the figures of a sweep's parquet file."""
+"""`specrs bench plot`: charts from a sweep's parquet file."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from specrs.extras import require
 
 SUMMARY = "figures from a parquet file of a sweep"
 DESCRIPTION = (
-    "Draw a sweep: 1 speed-up of draft models against concurrency, 2 speed-up against K, 3 other methods against "
-    "concurrency, 4 methods at the same K, 5 acceptance length against K, 6 token throughput, 7 99th percentiles of "
-    "TTFT, TPOT and ITL."
+    "Draw figures of a sweep. Figures 1 and 3 show the speed-up by concurrency, of draft models and of other "
+    "methods. Figures 2 and 5 show speed-up and acceptance length by K. Figure 4 compares methods at the same K. "
+    "Figure 6 shows token throughput, and figure 7 the 99th percentiles of TTFT, TPOT and ITL."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Add the options of `specrs bench plot`."""
     parser.add_argument("file", type=Path, metavar="FILE", help="parquet file of specrs bench sweep")
-    parser.add_argument("--figures", type=options.counts, metavar="LIST", help="which; default: all, 1 to 7")
-    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="default: the file's name without .parquet")
-    parser.add_argument("--format", default="png", help="of the files: one of png, svg, pdf; default: png")
+    parser.add_argument("--figures", type=options.counts, metavar="LIST", help="figures to draw; default: all, 1 to 7")
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of the pictures; default: the file's name without .parquet",
+    )
+    parser.add_argument("--format", default="png", help="format of the files: one of png, svg, pdf; default: png")
     parser.add_argument("--k", type=int, help="K of figures 4, 6 and 7; default: where speed-ups are highest")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Draw. Raises `InvalidConfigError` for a file without the columns or the rows that figures need."""
+    """Draw the charts. Raises `InvalidConfigError` if the file lacks columns or rows that they need."""
     from specrs.bench.figures import FIGURES, Sweep, draw
     from specrs.bench.results import arrivals_warning, read
 

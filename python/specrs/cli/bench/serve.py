@@ -1,4 +1,5 @@
-"""`specrs bench serve`: requests to an OpenAI-compatible server, and the figures of `vllm bench serve`."""
+"""`specrs bench serve`: sends requests to an OpenAI-compatible server, and reports the metrics of `vllm bench
+serve`."""
 
 from __future__ import annotations
 
@@ -23,37 +24,41 @@ if TYPE_CHECKING:
     from specrs.tokenizer import Tokenizer
 
 BUNDLED_NAME = "bundled"
-"""What `specrs serve` calls the bundled pair where no model was named."""
+"""Model name that `specrs serve` gives the bundled pair."""
 _GOODPUT = "limits in ms, as in ttft:200 tpot:50; NAME is one of ttft, tpot, e2el"
 SUMMARY = "a running server: throughput, TTFT, TPOT, ITL, acceptance"
 DESCRIPTION = (
-    "Send prompts to an OpenAI-compatible server and report throughput, latencies and, where its /metrics has them, "
-    "the figures of speculative decoding. With --max-concurrency C the request rate is C per second and max(50, 10 C) "
-    "prompts are sent, unless told otherwise."
+    "Send prompts to an OpenAI-compatible server. Report throughput, latencies and, if its /metrics has them, "
+    "statistics of speculative decoding. With --max-concurrency C, the default request rate is C per second, and "
+    "the default number of prompts is max(50, 10 C)."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options, vLLM's where vLLM has them."""
+    """Add the options of `specrs bench serve`, with vLLM's names if vLLM has them."""
     server = parser.add_argument_group("server")
     server.add_argument("--backend", default="openai", help=options.BACKEND)
     server.add_argument("--endpoint-type", dest="backend", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    server.add_argument("--base-url", help="default: http://HOST:PORT")
-    server.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
-    server.add_argument("--port", type=int, default=8000, help="default: 8000")
-    server.add_argument("--endpoint", help="default: /v1/completions, /v1/chat/completions for openai-chat")
-    server.add_argument("--model", help="default: the first that the server lists")
-    server.add_argument("--served-model-name", help="name in requests; default: --model")
-    server.add_argument("--tokenizer", help="folder or hub id; default: --model, where it is one")
+    server.add_argument("--base-url", help="address of the server; default: http://HOST:PORT")
+    server.add_argument("--host", default="127.0.0.1", help="host of the server; default: 127.0.0.1")
+    server.add_argument("--port", type=int, default=8000, help="port of the server; default: 8000")
+    server.add_argument(
+        "--endpoint", help="path of the requests; default: /v1/completions, /v1/chat/completions for openai-chat"
+    )
+    server.add_argument("--model", help="model of the requests; default: the first that the server lists")
+    server.add_argument("--served-model-name", help="name of the model in requests; default: --model")
+    server.add_argument("--tokenizer", help="folder or hub id of the tokenizer; default: --model, where it is one")
     options.add_dataset(parser, "random", "1000, or max(50, 10 x concurrency)")
     parser.add_argument("--skip-chat-template", action="store_true", help="send instructions as text to continue")
     load = parser.add_argument_group("load")
-    load.add_argument("--request-rate", type=float, help="per second; default: --max-concurrency, else inf")
-    load.add_argument("--burstiness", type=float, default=1.0, help="1, the default, is a Poisson process")
+    load.add_argument("--request-rate", type=float, help="requests per second; default: --max-concurrency, else inf")
+    load.add_argument(
+        "--burstiness", type=float, default=1.0, help="burstiness of the arrivals; default: 1, a Poisson process"
+    )
     load.add_argument("--max-concurrency", type=int, help="requests in flight at most; default: no limit")
     load.add_argument("--num-warmups", type=int, default=0, help="requests before the measurement; default: 0")
     load.add_argument(
-        "--ready-check-timeout-sec", type=float, default=0.0, help="wait so long for the server; default: 0, one try"
+        "--ready-check-timeout-sec", type=float, default=0.0, help="seconds to wait for the server; default: 0, one try"
     )
     sampling = parser.add_argument_group("sampling")
     for one in options_of(SamplingParams).values():
@@ -66,20 +71,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="ttft,tpot,itl",
         help="latencies to report, with commas between: one of ttft, tpot, itl, e2el; default: ttft,tpot,itl",
     )
-    out.add_argument("--metric-percentiles", type=options.percentiles, default=[99.0], help="default: 99")
+    out.add_argument(
+        "--metric-percentiles",
+        type=options.percentiles,
+        default=[99.0],
+        help="percentiles of the latencies; default: 99",
+    )
     out.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help=_GOODPUT)
     out.add_argument("--save-result", action="store_true", help="write the figures as JSON")
-    out.add_argument("--save-detailed", action="store_true", help="with every request's times and text")
+    out.add_argument("--save-detailed", action="store_true", help="write every request's times and text, too")
     out.add_argument(
         "--result-dir", type=Path, default=Path(), help="folder of the figures; default: ., the current one"
     )
-    out.add_argument("--result-filename", help="default: made of backend, rate, concurrency, model and date")
+    out.add_argument(
+        "--result-filename", help="file of the results; default: made of backend, rate, concurrency, model and date"
+    )
     out.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     out.add_argument("--profile", action="store_true", help="have the server write a torch profiler trace of the run")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and print. Raises `SpecrsError` for wrong options and for a server that is not there or dies."""
+    """Measure and print. Raises `SpecrsError` for wrong options, and if the server does not answer or stops
+    answering."""
     from specrs.bench import datasets, report, serve
     from specrs.bench.metrics import LATENCIES, compute, parse_goodput
     from specrs.bench.serve import LoadConfig
@@ -145,12 +158,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def default_prompts(concurrency: int) -> int:
-    """How many prompts a concurrency is measured with."""
+    """Return the default number of prompts for a concurrency."""
     return max(50, 10 * concurrency)
 
 
 def announce(load: LoadConfig) -> None:
-    """What is about to happen, on stderr."""
+    """Print on stderr which load is about to be sent."""
     kind = "Poisson process" if load.burstiness == 1.0 else "gamma distribution"
     print(
         f"Traffic request rate: {load.request_rate:g}\nBurstiness factor: {load.burstiness:g} ({kind})\n"
@@ -160,7 +173,8 @@ def announce(load: LoadConfig) -> None:
 
 
 def find_target(arguments: argparse.Namespace) -> Target:
-    """Where requests go. Asks the server for a model if none is named. Raises `SpecrsError`."""
+    """Return the server and endpoint to measure. Asks the server for a model if none is named. Raises `SpecrsError` for
+    wrong options, and if the server has no model or does not answer."""
     from specrs.bench.client import BACKENDS, Target
 
     if arguments.backend not in BACKENDS:
@@ -191,7 +205,7 @@ def find_target(arguments: argparse.Namespace) -> Target:
 
 
 def first_model(base_url: str, timeout: float) -> str:
-    """The first model of `/v1/models`, waited for. Raises `EngineError` if there is none."""
+    """Wait for the server and return the first model of `/v1/models`. Raises `EngineError` if there is none."""
     import asyncio
     import time
 
@@ -217,7 +231,8 @@ def first_model(base_url: str, timeout: float) -> str:
 
 
 def find_tokenizer(name: str | None, model: str) -> Tokenizer | None:
-    """The tokenizer named, else the model's where there is one here. Raises `CheckpointError` for a named one."""
+    """Return the tokenizer called `name`; without a name, the model's if it is on this machine, else None. Raises
+    `CheckpointError` if a named one cannot be read."""
     from specrs.errors import CheckpointError
     from specrs.models.errors import about
     from specrs.pair import TARGET
@@ -236,7 +251,8 @@ def find_tokenizer(name: str | None, model: str) -> Tokenizer | None:
 
 
 def for_backend(samples: list[Sample], target: Target, tokenizer: Tokenizer | None, template: bool) -> list[Sample]:
-    """Prompts as the endpoint takes them: text for chats; for others, instructions through the template."""
+    """Return the samples in the form that the endpoint accepts: text for chats; otherwise instructions go through the
+    chat template."""
     from dataclasses import replace
 
     if not target.chat:

@@ -27,21 +27,22 @@ if TYPE_CHECKING:
 
 SUMMARY = "servers over drafters, K, concurrency and temperature, into a parquet file"
 DESCRIPTION = (
-    "Start a server for vanilla decoding and for each drafter at each K, measure it at each concurrency and "
-    "temperature as specrs bench serve does, and write a row for each to a parquet file. Run again, it goes on."
+    "Start a server for vanilla decoding, and one for each drafter at each K. Measure each at every concurrency "
+    "and temperature, as specrs bench serve does. Write a row per measurement to a parquet file. A second run "
+    "measures only what is missing."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Add the options of `specrs bench sweep`."""
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="the parquet file, made or continued"
     )
     servers = parser.add_argument_group("servers")
     servers.add_argument(
         "--serve-cmd",
-        help="as in 'vllm serve Qwen/Qwen3-32B'; --port and, with drafts, --speculative-config are added; "
-        "default: specrs serve with --model",
+        help="command that starts a server, as in 'vllm serve Qwen/Qwen3-32B'; --port and, with drafts, "
+        "--speculative-config are added; default: specrs serve with --model",
     )
     servers.add_argument("--model", help=f"{MODEL}, which is served; default: the bundled pair")
     servers.add_argument(
@@ -52,27 +53,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='a speculative config without K, as in \'{"method": "eagle3", "model": "..."}\'; may be given again; '
         "default: the bundled draft",
     )
-    servers.add_argument("--port", type=int, help="default: a free one for each server")
-    servers.add_argument("--server-timeout-sec", type=float, default=600.0, help="to become ready; default: 600")
+    servers.add_argument("--port", type=int, help="port of the servers; default: a free one for each server")
+    servers.add_argument(
+        "--server-timeout-sec",
+        type=float,
+        default=600.0,
+        help="seconds that a server may take to become ready; default: 600",
+    )
     servers.add_argument(
         "--tp", type=int, default=1, help="tensor parallelism of the servers, for the table; default: 1"
     )
     add_flag(servers, options_of(EngineOptions)["threads"], stated="that of specrs serve; not for --serve-cmd")
     swept = parser.add_argument_group("what is swept")
-    swept.add_argument("--k", type=options.counts, default=[0, 1, 3, 5], metavar="LIST", help="default: 0,1,3,5")
     swept.add_argument(
-        "--max-concurrency", type=options.counts, default=[1, 4, 8], metavar="LIST", help="default: 1,4,8"
+        "--k",
+        type=options.counts,
+        default=[0, 1, 3, 5],
+        metavar="LIST",
+        help="numbers of draft tokens; default: 0,1,3,5",
     )
-    swept.add_argument("--temperature", type=floats, default=[0.0], metavar="LIST", help="default: 0")
+    swept.add_argument(
+        "--max-concurrency",
+        type=options.counts,
+        default=[1, 4, 8],
+        metavar="LIST",
+        help="numbers of requests at once; default: 1,4,8",
+    )
+    swept.add_argument("--temperature", type=floats, default=[0.0], metavar="LIST", help="temperatures; default: 0")
     swept.add_argument(
         "--num-runs", type=int, default=1, help="times that everything is measured, in rounds; default: 1"
     )
     options.add_dataset(parser, "bundled for the bundled pair, else random", "max(50, 10 x concurrency)")
-    parser.add_argument("--tokenizer", help="folder or hub id; default: --model")
+    parser.add_argument("--tokenizer", help="folder or hub id of the tokenizer; default: --model")
     parser.add_argument("--skip-chat-template", action="store_true", help="send instructions as text to continue")
     parser.add_argument("--backend", default="openai", help=options.BACKEND)
-    parser.add_argument("--request-rate", type=float, help="per second; default: the concurrency")
-    parser.add_argument("--burstiness", type=float, default=1.0, help="default: 1, a Poisson process")
+    parser.add_argument("--request-rate", type=float, help="requests per second; default: the concurrency")
+    parser.add_argument(
+        "--burstiness", type=float, default=1.0, help="burstiness of the arrivals; default: 1, a Poisson process"
+    )
     parser.add_argument("--num-warmups", type=int, help="requests before each measurement; default: the concurrency")
     add_flag(parser, options_of(SamplingParams)["top_p"], stated="the server's")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
@@ -83,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Sweep. Raises `SpecrsError` for wrong options and for a server that fails; rows so far are in the file."""
+    """Run the sweep. Raises `SpecrsError` for wrong options, and if a server fails; the rows so far are in the file."""
     from specrs.bench.client import BACKENDS
     from specrs.bench.results import arrivals_warning
     from specrs.bench.sweep import SweepPlan, start, sweep
@@ -138,7 +156,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 class _Measure:
-    """Starts a server for a setting and measures cells on it."""
+    """Starts a server for a setting, and measures cells on it."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         from specrs.cli.bench.serve import find_tokenizer
@@ -222,6 +240,8 @@ def _command(arguments: argparse.Namespace, setting: Setting, port: int) -> list
     command += ["--port", str(port)]
     if setting.speculative_config is not None:
         command += ["--speculative-config", json.dumps(setting.speculative_config)]
+    elif arguments.serve_cmd is None or Path(command[0]).name == "specrs":
+        command.append("--no-speculation")  # other servers draft nothing unless they are told to
     return command
 
 

@@ -1,4 +1,4 @@
-"""`specrs bench throughput`: an engine in this process, all prompts at once."""
+"""`specrs bench throughput`: runs all prompts at once on an engine in this process."""
 
 from __future__ import annotations
 
@@ -9,24 +9,33 @@ from specrs.cli.bench import options
 from specrs.cli.output import write_json
 
 SUMMARY = "an engine in this process: requests and tokens per second"
-DESCRIPTION = "Complete all prompts at once on an engine in this process and report requests and tokens per second."
+DESCRIPTION = "Complete all prompts at once on an engine in this process. Report requests and tokens per second."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options, vLLM's where vLLM has them."""
+    """Add the options of `specrs bench throughput`, with vLLM's names if vLLM has them."""
     options.add_engine(parser)
     options.add_dataset(parser, "bundled for the bundled pair, else random", "1000, 50 for the bundled pair")
     options.add_sampling(parser, temperature=0.0, top_p=1.0)
-    parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="default: on")
+    parser.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go on after an end token; default: on",
+    )
     parser.add_argument("--skip-chat-template", action="store_true", help="send instructions as text to continue")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="also write the numbers")
+    parser.add_argument(
+        "--output-json", type=Path, metavar="FILE", help="JSON file that the numbers are also written to"
+    )
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     parser.add_argument("--profile", action="store_true", help="write a torch profiler trace into --profile-dir")
-    parser.add_argument("--profile-dir", type=Path, default=Path("profiles"), help="default: profiles")
+    parser.add_argument(
+        "--profile-dir", type=Path, default=Path("profiles"), help="folder of the profiles; default: profiles"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and print. Raises `SpecrsError` for what cannot be run."""
+    """Measure and print. Raises `SpecrsError` for wrong options, and if a request is rejected."""
     from specrs.bench import datasets
     from specrs.bench.offline import profiled, throughput
 
@@ -46,10 +55,11 @@ def run(arguments: argparse.Namespace) -> None:
     )
     print(f"Total num prompt tokens:  {found.prompt_tokens}")
     print(f"Total num output tokens:  {found.output_tokens}")
-    books = found.acceptance
-    if books.drafts:
-        shares = ", ".join(f"{100 * share:.2f}" for share in books.per_position)
-        print(f"Acceptance length: {books.acceptance_length:.2f}, rate: {100 * books.acceptance_rate:.2f} %, ", end="")
+    statistics = found.acceptance
+    if statistics.drafts:
+        shares = ", ".join(f"{100 * share:.2f}" for share in statistics.per_position)
+        print(f"Acceptance length: {statistics.acceptance_length:.2f}", end=", ")
+        print(f"rate: {100 * statistics.acceptance_rate:.2f} %", end=", ")
         print(f"per position: {shares} %")
     if trace is not None:
         print(f"trace: {trace}; its timing is no measurement")
@@ -61,6 +71,6 @@ def run(arguments: argparse.Namespace) -> None:
             "requests_per_second": found.requests_per_second,
             "tokens_per_second": found.total_tokens_per_second,
             "output_tokens_per_second": found.output_tokens_per_second,
-            "acceptance_length": books.acceptance_length if books.drafts else None,
+            "acceptance_length": statistics.acceptance_length if statistics.drafts else None,
         }
         write_json("--output-json", arguments.output_json, numbers)

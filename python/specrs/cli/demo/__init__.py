@@ -1,7 +1,7 @@
-"""`specrs demo`: the bundled pair over the bundled prompts, plain decoding against K drafts; or another model, against
-drafts from its text. `measure` measures.
+"""`specrs demo`: compares plain decoding with K drafts, for the bundled pair on the bundled prompts, or for another
+model with drafts from its text. `measure` does the measuring.
 
-One request at a time, greedy; prefix caching is off, so that no setting reads what another computed.
+Requests run one at a time and are greedy. Prefix caching is off, so that no setting reads what another computed.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ if TYPE_CHECKING:
     from specrs.cli.demo.measure import Prompt, Setting
     from specrs.tokenizer import Tokenizer
 
-SUMMARY = "the bundled pair: plain decoding against K drafts"
 DESCRIPTION = (
-    "Run the bundled target over the bundled prompts, alone, with drafts at several K, and with K as the engine "
-    "chooses it, and compare text, acceptance and tokens per second. The bundled draft drafts, or what "
-    "--speculative-config names. With --model that model answers instead, each drafter that needs no model of its own "
-    "beside it."
+    "Run the bundled target over the bundled prompts without drafts, with several K, and with K chosen by the "
+    "engine. Compare text, acceptance and tokens per second. The bundled draft drafts, or what "
+    "--speculative-config names. With --model, that model answers, once with each drafter that needs no draft "
+    "model."
 )
 CONTEXT = 1024
 FROM_TEXT = ("ngram", "suffix")
-"""What drafts for a model that nothing else is named for."""
+"""Drafting methods for a model for which no drafter is named."""
 PAIR_DRAFTS, TEXT_DRAFTS, HEAD_DRAFTS = [1, 3, 5, 7], [5], [3]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Add the options of `specrs demo`."""
     parser.add_argument(
         "--model",
-        help=f"another target: {MODEL}; n-grams and suffix decoding draft for it, unless --speculative-config names "
-        "another drafter; default: the bundled pair, in float32",
+        help=f"another target: {MODEL}. N-grams and suffix decoding draft for it, or what "
+        "--speculative-config names; default: the bundled pair, in float32",
     )
     parser.add_argument("--head", help="folder or hub id of an EAGLE-3 head of --model, which drafts, too")
     parser.add_argument(
@@ -59,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, print the report, and draw it if asked. Raises `SpecrsError` for what cannot be run."""
+    """Measure, print the report, and draw it if asked. Raises `SpecrsError` for wrong options, and if a request is
+    rejected."""
     from specrs.cli.demo import plot, report
     from specrs.cli.demo.measure import measure
     from specrs.cli.output import check_picture
@@ -108,7 +108,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _settings(arguments: argparse.Namespace, drafter: dict[str, Any], dtype: str) -> list[Setting]:
-    """Plain decoding, K drafts of one drafter or of each that is there, and as many as the engine chooses."""
+    """Return the settings to compare: plain decoding, each K with each available drafter, and K chosen by the
+    engine."""
     from specrs.cli.demo.measure import Setting
     from specrs.llm import LLM
     from specrs.speculative_config import AUTO, for_repeats
@@ -142,7 +143,7 @@ def _settings(arguments: argparse.Namespace, drafter: dict[str, Any], dtype: str
 
 
 def _named(arguments: argparse.Namespace) -> str | None:
-    """How the heading calls what drafts; None: the bundled draft model."""
+    """Return the drafter's name in the heading; None for the bundled draft model."""
     drafter = arguments.speculative_config or {}
     named = drafter.get("method", drafter.get("model"))
     if named is not None:
@@ -153,7 +154,7 @@ def _named(arguments: argparse.Namespace) -> str | None:
 
 
 def _prompts(model: str | None, tokenizer: Tokenizer | None) -> list[tuple[str, Prompt]]:
-    """What is shown of each prompt, and the prompt: chats for a model that has a template for them."""
+    """Return the label and content of each prompt. They are chats if the model has a chat template."""
     assert tokenizer is not None
     if model is None or not tokenizer.chat_template:
         from specrs.pair.prompts import PROMPTS

@@ -1,4 +1,4 @@
-"""What the demo asks a model that chats: questions, and tasks whose answers repeat what they were given. Texts only."""
+"""Prompts of the demo for chat models: questions, and tasks whose answers repeat their input. Only texts."""
 
 from typing import Final
 
@@ -26,4 +26,4 @@ CHATS: Final[tuple[str, ...]] = (
     f"Add a docstring to this function and write the whole function:\n\n{_CODE}",
     "Give me a recipe for a simple tomato soup, with a list of ingredients.",
 )
-"""A user's turn each, at most 120 tokens of a common tokenizer."""
+"""User turns, each of at most 120 tokens of a common tokenizer."""

@@ -1,4 +1,4 @@
-"""Runs every prompt at every setting, one request at a time, and times them. Prints nothing.
+"""Runs every prompt at every setting, one request at a time, and times the runs. Prints nothing.
 
 The settings take turns prompt by prompt, so that a machine that slows down slows all of them.
 """
@@ -21,35 +21,35 @@ if TYPE_CHECKING:
     from specrs.sampling import SamplingParams
 
 Prompt: TypeAlias = str | list[int]
-"""Text, or token ids."""
+"""A prompt: text, or token ids."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What one row of the demo runs on."""
+    """Settings of one row of the demo's table."""
 
     k: int | str
-    """As `Result.k`."""
+    """Number of drafts per iteration; 0 is plain decoding, `auto` lets the engine choose."""
     llm: LLM
     drafter: str = ""
-    """As `Result.drafter`."""
+    """Drafting method, if the rows use different ones."""
 
 
 @dataclass
 class Result:
-    """What one setting did over all prompts. Times are seconds."""
+    """Measurements of one setting over all prompts. Times are in seconds."""
 
     k: int | str
-    """Drafts per iteration, 0 for plain decoding; `auto`: as many as the engine chose for each launch."""
+    """Number of drafts per iteration; 0 is plain decoding. With `auto`, the engine chose it for each step."""
     drafter: str = ""
-    """Its method, where rows differ by it."""
+    """Drafting method of the setting, if the rows use different ones."""
     seconds: float = 0.0
     acceptance: AcceptanceFigures = field(default_factory=AcceptanceFigures)
     texts: list[str] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
 
     def add(self, output: RequestOutput, seconds: float) -> None:
-        """Count one finished request."""
+        """Add the texts, time and acceptance counts of one finished request."""
         self.texts.append(output.outputs[0].text)
         self.token_ids.append(output.outputs[0].token_ids)
         self.seconds += seconds
@@ -63,39 +63,40 @@ class Result:
 
     @property
     def name(self) -> str:
-        """How tables and pictures call this setting."""
+        """Name of this setting in tables and charts, for example `vanilla` or `K = 3`."""
         if self.k == 0:
             return "vanilla"
         return " ".join(filter(None, (self.drafter, AUTO if self.k == AUTO else f"K = {self.k}")))
 
     @property
     def mean_k(self) -> float:
-        """Drafts of an iteration that drafted, on average; 0 if none did."""
+        """Mean number of drafts per iteration that drafted; 0 if none did."""
         return self.acceptance.draft_tokens / self.acceptance.drafts if self.acceptance.drafts else 0.0
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens."""
+        """Number of generated tokens over all prompts."""
         return sum(map(len, self.token_ids))
 
     @property
     def tokens_per_iteration(self) -> float:
-        """Generated tokens over passes of the target that brought some; 1 for plain decoding."""
+        """Mean number of tokens per pass of the target. Passes that generated none are left out. 1 for plain
+        decoding."""
         accepted = sum(i * count for i, count in enumerate(self.acceptance.acceptance_histogram))
         return self.num_tokens / (self.num_tokens - accepted)
 
     @property
     def ms_per_iteration(self) -> float:
-        """Wall-clock milliseconds of such an iteration, prefill included."""
+        """Mean wall-clock milliseconds per pass of the target that generated tokens. Time for prefill is included."""
         return 1e3 * self.tokens_per_iteration / self.tokens_per_second
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over wall-clock time, prefill included."""
+        """Number of generated tokens per second of wall-clock time, prefill included."""
         return self.num_tokens / self.seconds
 
     def same_texts(self, other: Result) -> int:
-        """Prompts whose tokens are the same in both."""
+        """Return the number of prompts for which this setting and `other` generated the same tokens."""
         return sum(mine == theirs for mine, theirs in zip(self.token_ids, other.token_ids, strict=True))
 
 
@@ -105,9 +106,10 @@ def measure(
     params: SamplingParams,
     advance: Callable[[str, int], None],
 ) -> list[Result]:
-    """Run every prompt at every setting, in turns, and return a result for each in that order.
+    """Run every prompt at every setting. Return one result per setting, in the order of `settings`.
 
-    `advance(name, tokens)` is called after each request. Raises the error of a request that was refused.
+    Settings take turns prompt by prompt. `advance(name, tokens)` is called after each request. Raises the error of a
+    request that was rejected.
     """
     results = [Result(setting.k, setting.drafter) for setting in settings]
     for setting in settings:  # first calls allocate and pick kernels

@@ -1,4 +1,4 @@
-"""The demo's results as a picture. matplotlib comes with the extra `specrs[bench]` and is imported only here."""
+"""Chart of the demo's results. matplotlib comes with the extra `specrs[bench]` and is imported only here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def draw(results: Sequence[Result], caption: str, path: Path, model: str) -> None:
-    """Write the picture: left, tokens per second of each setting; right, acceptance by position at each K."""
+    """Write the chart: left, tokens per second of each setting; right, acceptance by position at each K."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter

@@ -1,4 +1,4 @@
-"""The demo's results as text. Formats what it is given; measures nothing."""
+"""The demo's results as text. Formats values; measures nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def machine(threads: int, dtype: str) -> str:
-    """Return what ran in one line: versions, processor, threads and dtype. torch is named if it was imported."""
+    """Return one line about the machine: versions, processor, threads and dtype. torch is named if it was imported."""
     torch = f"torch {version('torch')}, " if "torch" in sys.modules else ""
     return f"specrs {version('specrs')}, {torch}{_processor()}, {threads} thread{'s' if threads > 1 else ''}, {dtype}"
 
@@ -37,8 +37,8 @@ BUNDLED_DRAFT = "draft 0.46 M"
 def heading(
     num_prompts: int, max_tokens: int, threads: int, dtype: str, drafter: str | None = None, model: str | None = None
 ) -> str:
-    """What is about to run, on what. `drafter` says what drafts where it is not the bundled draft; `model` the target
-    where it is not the bundled one."""
+    """Return a heading that says what will run and on what. `drafter` and `model` name drafter and target if they are
+    not the bundled ones."""
     return (
         f"{machine(threads, dtype)}\n"
         f"{BUNDLED if model is None else model}, {drafter or BUNDLED_DRAFT}; "
@@ -47,7 +47,8 @@ def heading(
 
 
 def text(prompt: str, results: Sequence[Result]) -> str:
-    """One prompt and what was made of it; a second text only where it differs."""
+    """Return a prompt and the texts that the settings generated for it. Equal texts appear once, with the names of
+    their settings."""
     parts = [f"--- a prompt\n{prompt}"]
     shown: dict[str, list[str]] = {}
     for result in results:
@@ -59,7 +60,7 @@ def text(prompt: str, results: Sequence[Result]) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """A row per setting. Speed-up is against the first, which is plain decoding."""
+    """Return a table with a row per setting. Speed-ups are relative to the first row, plain decoding."""
     plain = results[0]
     deepest = max(result.k for result in results if isinstance(result.k, int))
     positions = "".join(f"{i:>6}" for i in range(1, deepest + 1))
@@ -73,9 +74,9 @@ def table(results: Sequence[Result]) -> str:
         gain = f"{result.tokens_per_second / plain.tokens_per_second:.2f}x"
         line = f"{result.name:<{width}}{speed:>9}{gain:>10}"
         if result.k:
-            books = result.acceptance
-            shares = "".join(f"{100 * share:6.1f}" for share in books.per_position[:deepest])
-            line += f"{books.acceptance_length:>12.2f}{100 * books.acceptance_rate:>12.1f} {shares}"
+            statistics = result.acceptance
+            shares = "".join(f"{100 * share:6.1f}" for share in statistics.per_position[:deepest])
+            line += f"{statistics.acceptance_length:>12.2f}{100 * statistics.acceptance_rate:>12.1f} {shares}"
         lines.append(line)
         if isinstance(result.k, str):
             drafted = f"{result.mean_k:.1f} drafts an iteration" if result.mean_k else "no drafts"
@@ -84,8 +85,8 @@ def table(results: Sequence[Result]) -> str:
 
 
 def explanation(results: Sequence[Result]) -> str:
-    """Two sentences for each drafter, made from the figures: what passes cost here, therefore which K pays. Empty where
-    nothing was drafted at a fixed K."""
+    """Return two sentences for each drafter that explain its results: what passes cost here, and therefore which K
+    pays. Empty if nothing was drafted at a fixed K."""
     plain = results[0]
     drafters: dict[str, list[Result]] = {}
     for result in results[1:]:
@@ -125,7 +126,7 @@ def _listed(items: Sequence[str]) -> str:
 
 
 def equality(results: Sequence[Result]) -> str:
-    """How many texts are the same as plain decoding's, token for token."""
+    """Return a sentence with the number of texts that equal those of plain decoding, token for token."""
     plain, others = results[0], results[1:]
     total = len(plain.texts) * len(others)
     same = sum(result.same_texts(plain) for result in others)

@@ -1,4 +1,5 @@
-"""`specrs forecast`: speed-ups of every K from pass times, from a sweep, or from what it measures here."""
+"""`specrs forecast`: predicts the speed-up at every K from pass times, from a sweep, or from measurements on this
+machine."""
 
 from __future__ import annotations
 
@@ -9,17 +10,16 @@ from specrs.cli.arguments import MergeJSON, drafts_list, floats, pairs, sizes
 from specrs.cli.option_flags import MODEL, add_flags
 from specrs.engine_options import EngineOptions
 from specrs.errors import InvalidConfigError, check_int, invalid_config
-from specrs.speculative_config import AT_LOAD, KV_CACHE_DTYPES
+from specrs.model_values import AT_LOAD, KV_CACHE_DTYPES
 
-SUMMARY = "speed-ups of every K, forecast from pass times, a sweep, a measurement, or a GPU's figures"
 DESCRIPTION = (
-    "Forecast time per output token, TPOT = (T_d * K + T_t) / AL, and the speed-up of every K. T_d and T_t, the passes "
-    "of draft and target, are given, fitted to the ITL of a sweep, measured here, or computed from the bytes and flops "
-    "of their kernels on a GPU; acceptance lengths AL are given or measured."
+    "Forecast time per output token, TPOT = (T_d * K + T_t) / AL, and the speed-up of every K. T_d and T_t are "
+    "the times of a pass of draft and target. They are given, fitted to the ITL of a sweep, measured here, or "
+    "computed for a GPU. The acceptance lengths AL are given or measured."
 )
 
 _CACHED = tuple(name for name in KV_CACHE_DTYPES if name != "float16")
-"""Types of the KV cache of a model in bf16."""
+"""Types of the KV cache that a bf16 model may have."""
 _GIVEN = {"vanilla_ms", "compare", "names", "acceptance_lengths", "acceptance_rates"}
 _USES = {
     "--sweep": {"sweep", "fit_k", "draft_model", "concurrency"},
@@ -34,11 +34,11 @@ _USES = {
     },
     "--target-ms": {"target_ms", "draft_ms", "observed_tpot", "model", *_GIVEN},
 }  # fmt: skip
-"""Where times come from -> the options that mean something then, beside those that always do."""
+"""For each source of times, the options that only apply to it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options: where times come from, where acceptance comes from, what to do with both."""
+    """Add the options: the source of pass times, the source of acceptance, and the output."""
     times = parser.add_argument_group("times")
     times.add_argument("--draft-ms", type=float, metavar="MS", help="T_d, a pass of the draft")
     times.add_argument("--target-ms", type=float, metavar="MS", help="T_t, a pass of the target")
@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     times.add_argument("--itl", type=pairs, metavar="K=MS,...", help="instead of both: a line through ITL at several K")
     times.add_argument(
-        "--compare", type=floats, metavar="T_d,T_t[,VANILLA]", help="a second cost model, set beside the first"
+        "--compare", type=floats, metavar="T_d,T_t[,VANILLA]", help="a second cost model, set next to the first"
     )
-    times.add_argument("--names", default="inside,alone", help="of the two; default: inside,alone")
+    times.add_argument("--names", default="inside,alone", help="names of the two cost models; default: inside,alone")
     accepted = parser.add_argument_group("acceptance")
     accepted.add_argument(
         "--acceptance-lengths",
@@ -71,17 +71,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="look at the rows of these K only, and compare with the others",
     )
-    sweep.add_argument("--draft-model", help="only this drafter; default: each; with --measure: the draft")
-    sweep.add_argument("--concurrency", type=int, help="only this one, with a table of every K; default: each")
+    sweep.add_argument("--draft-model", help="drafter whose rows are read; default: each; with --measure: the draft")
+    sweep.add_argument(
+        "--concurrency", type=int, help="concurrency whose rows are read, with a table of every K; default: each"
+    )
     computed = parser.add_argument_group("computed for a GPU")
     computed.add_argument(
         "--roofline",
         metavar="GPU",
         help="times from bytes, flops and kernels of --model and --draft-model on a GPU: one of H100, H200, B200, RTX "
-        "4090, DGX Spark; of models config.json is enough",
+        "4090, DGX Spark; config.json of a model is enough",
     )
     computed.add_argument(
-        "--batch", type=sizes, default=[1, 4, 16, 64, 256], metavar="LIST", help="requests; default: 1,4,16,64,256"
+        "--batch",
+        type=sizes,
+        default=[1, 4, 16, 64, 256],
+        metavar="LIST",
+        help="requests of a batch; default: 1,4,16,64,256",
     )
     computed.add_argument("--context", type=int, default=1024, help="positions of a request; default: 1024")
     for name, of in (("--quantization", "target"), ("--draft-quantization", "draft")):
@@ -93,24 +99,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument("--measure", action="store_true", help="each model alone and inside speculation, batch 1")
     measured.add_argument(
         "--model",
-        help=f"target: {MODEL}; default: the bundled pair, in float32. With --target-ms: T_t is that of one row, and a "
-        "verification takes longer by the experts that more rows read",
+        help=f"target: {MODEL}; default: the bundled pair, in float32. With --target-ms, T_t is the time of one row. A "
+        "verification adds the time of the experts that its other rows read",
     )
     measured.add_argument(
         "--speculative-config", action=MergeJSON, metavar="JSON", help="how to draft, without K (see --k)"
     )
     measured.add_argument("--k", type=drafts_list, default=[1, 3, 5], metavar="LIST", help="K to run; default: 1,3,5")
     measured.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt; default: 128")
-    measured.add_argument("--num-prompts", type=int, default=4, help="of the bundled prompts; default: 4")
+    measured.add_argument("--num-prompts", type=int, default=4, help="number of bundled prompts; default: 4")
     measured.add_argument("--rounds", type=int, default=3, help="times that the settings take turns; default: 3")
     add_flags(measured, EngineOptions, "forecast")
     parser.add_argument("--max-k", type=int, help="largest K of the forecast; default: the largest measured or given")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw TPOT against K, and the regression")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="JSON file that the numbers are also written to")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Forecast and print. Raises `InvalidConfigError` naming what is missing or wrong."""
+    """Forecast and print. Raises `InvalidConfigError` for an option that is missing or wrong."""
     if arguments.plot is not None:
         from specrs.cli.output import check_picture
 

@@ -1,4 +1,4 @@
-"""`specrs forecast` of one cost model: pass times as given, through given ITL, or measured here."""
+"""`specrs forecast` for one cost model: from given pass times, from given ITL, or measured here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print, draw and write. Raises `InvalidConfigError` naming what is missing or wrong."""
+    """Print, draw and write the forecast. Raises `InvalidConfigError` for an option that is missing or wrong."""
     from specrs.forecast import forecast, lengths_beyond, lengths_up_to, pass_reductions, report
     from specrs.forecast.compare import PassTimes
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _growth(arguments: argparse.Namespace, shown: int, max_k: int) -> list[float]:
-    """How much longer than T_t a verification takes, where T_t is a pass over one row of `--model`."""
+    """Return for each K how much longer a verification takes than T_t, the time of a pass of `--model` over one row."""
     if arguments.target_ms is None or arguments.model is None:
         return []
     from specrs.forecast import verification_growth
@@ -63,7 +63,7 @@ def _growth(arguments: argparse.Namespace, shown: int, max_k: int) -> list[float
 
 
 def _given(arguments: argparse.Namespace, lengths: dict[int, float]) -> tuple[PassTimes, Regression | None]:
-    """The cost model that the options spell out, and the line it came from."""
+    """Return the cost model that the options describe, and the line that was fitted for it, if any."""
     from specrs.core import CostModel
     from specrs.forecast import LineFit, PassTimes, lengths_up_to, report
     from specrs.forecast.plot import Regression
@@ -91,7 +91,7 @@ def _given(arguments: argparse.Namespace, lengths: dict[int, float]) -> tuple[Pa
 
 
 def acceptance(arguments: argparse.Namespace) -> dict[int, float]:
-    """Acceptance lengths by K as given, from the two options that give them."""
+    """Return the acceptance lengths by K, from whichever of the two options gives them."""
     from specrs.forecast import lengths_from_shares
 
     text, rates = arguments.acceptance_lengths, arguments.acceptance_rates

@@ -1,13 +1,14 @@
-"""`specrs forecast --roofline`: passes, K and batches of a pair on a GPU that need not be there. Measures nothing."""
+"""`specrs forecast --roofline`: predicts passes, K and batch sizes of a pair on a GPU that need not be present.
+Measures nothing."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from specrs.backends.cuda.device import require_packages
 from specrs.cli.output import write_json
 from specrs.errors import InvalidConfigError, check_int, invalid_config
-from specrs.extras import require
 
 if TYPE_CHECKING:
     from specrs.forecast import Forecast
@@ -17,8 +18,8 @@ _LONGEST_CONTEXT = 1 << 24
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print, draw and write. Raises `InvalidConfigError` naming what is missing or wrong."""
-    require("torch", "cuda", "specrs forecast --roofline")
+    """Print, draw and write the forecast. Raises `InvalidConfigError` for an option that is missing or wrong."""
+    require_packages("specrs forecast --roofline")
     from specrs.cli.forecast.one_model import acceptance
     from specrs.forecast import forecast, lengths_beyond, lengths_up_to, report
     from specrs.forecast.roofline import Roofline, gpu_of
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _passes(roofline: Roofline, batch: int, k: int) -> str:
-    """A row for each kind of pass."""
+    """Return a table with a row for each kind of pass."""
     lines = [f"{'pass':<28}{'rows':>6}{'kernels':>9}{'GB':>9}{'TFLOP':>9}{'ms':>9}"]
     for name, work in _kinds(roofline, batch, k).items():
         lines.append(
@@ -87,7 +88,7 @@ def _kinds(roofline: Roofline, batch: int, k: int) -> dict[str, Pass]:
 
 
 def _batches(roofline: Roofline, found: list[Forecast]) -> str:
-    """A row for each batch."""
+    """Return a table with a row for each batch size."""
     lines = [f"{'batch':>6}{'GB':>8}{'K = 0 (ms)':>12}{'best K':>8}{'TPOT (ms)':>11}{'speed-up':>10}{'tokens/s':>11}"]
     for item in found:
         best = item.best

@@ -1,4 +1,5 @@
-"""`specrs forecast --sweep`: lines through a sweep's rows, and what they say of rows held back. Measures nothing."""
+"""`specrs forecast --sweep`: fits lines to a sweep's rows, and compares their predictions with rows held back. Measures
+nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print, draw and write. Raises `InvalidConfigError` for a file or selection that does not work."""
+    """Print, draw and write the forecast. Raises `InvalidConfigError` for a file that cannot be read, and for a
+    selection without enough rows."""
     from specrs.bench.results import read
     from specrs.cli.output import write_json
     from specrs.forecast import report, series
@@ -42,7 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _overview(arguments: argparse.Namespace, item: Series) -> dict[str, Any]:
-    """Every concurrency in a few lines: costs, predictions, and where throughput departs from TPOT."""
+    """Print every concurrency in a few lines: costs, predictions, and where the speed-up in throughput differs from
+    that in TPOT. Return them as JSON values."""
     from specrs.forecast import report
 
     print(f"--- {item.name}")
@@ -91,7 +94,7 @@ def _overview(arguments: argparse.Namespace, item: Series) -> dict[str, Any]:
 
 
 def _detail(arguments: argparse.Namespace, item: Series, draw: bool) -> Forecast:
-    """One concurrency: every K, beside what was measured."""
+    """Print one concurrency: the forecast of every K, next to the measured values. Return the forecast."""
     from specrs.forecast import forecast, report
     from specrs.forecast.acceptance import HORIZON
     from specrs.forecast.plot import Regression

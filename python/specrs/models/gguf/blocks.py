@@ -1,6 +1,6 @@
-"""Types of GGML whose numbers are a code times a scale: their blocks as codes and scales.
+"""GGML types whose numbers are a code times a scale: splits their blocks into codes and scales.
 
-The package `gguf` makes numbers of other types, and tests compare with its numbers of these.
+The package `gguf` dequantizes the other types. Tests compare its numbers with those of this module.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from specrs.arrays import FLOAT16, FLOAT32, Array
-from specrs.models.quantization.grouped import Grouped
+from specrs.models.quantization.grouped import FP4, LARGEST_EXPONENT, Grouped
 
 
 def _halves(scales: Array) -> Array:
@@ -20,32 +20,34 @@ def _halves(scales: Array) -> Array:
 
 
 def _signed(codes: Array) -> Array:
-    """Return bytes as int8."""
+    """Return bytes viewed as int8."""
     return np.ascontiguousarray(codes).view(np.int8)
 
 
 def _nibbles(packed: Array) -> Array:
-    """Return of bytes `[.., n]` the lower halves, then the upper ones: int8 `[.., 2 n]`."""
+    """Return the lower halves of bytes `[.., n]`, followed by their upper halves: int8 `[.., 2 n]`."""
     return np.concatenate((packed & 15, packed >> 4), axis=-1).astype(np.int8)
 
 
 def q8_0(blocks: Array) -> Grouped:
-    """32 numbers in 34 bytes: an fp16 scale, int8 codes."""
+    """Split Q8_0 blocks: 32 numbers in 34 bytes, which are an fp16 scale and int8 codes."""
     of = blocks.reshape(len(blocks), -1, 34)
     return Grouped(_signed(of[..., 2:]).reshape(len(blocks), -1), _halves(of[..., :2]))
 
 
 def q4_0(blocks: Array) -> Grouped:
-    """32 numbers in 18 bytes: an fp16 scale, codes plus 8, of which byte i has those of numbers i and 16 + i."""
+    """Split Q4_0 blocks: 32 numbers in 18 bytes, which are an fp16 scale and 4-bit codes plus 8. Code byte i has the
+    codes of numbers i and 16 + i."""
     of = blocks.reshape(len(blocks), -1, 18)
     return Grouped((_nibbles(of[..., 2:]) - np.int8(8)).reshape(len(blocks), -1), _halves(of[..., :2]))
 
 
 def q6_k(blocks: Array) -> Grouped:
-    """256 numbers in 210 bytes: 128 bytes of lower halves, 64 of two upper bits, 16 int8 scales, an fp16 scale of them.
+    """Split Q6_K blocks: 256 numbers in 210 bytes. These are 128 bytes with lower halves of codes, 64 bytes with their
+    two upper bits, 16 int8 scales, and an fp16 scale of the scales.
 
-    A half of 128 numbers is four runs of 32: bytes 0 to 31 and 32 to 63 hold the lower halves of runs 0 and 1 below
-    those of runs 2 and 3; byte i of 32 has the upper bits of number i of each run.
+    Each 128 numbers are four runs of 32. Bytes 0 to 31 have the lower halves of run 0 in their low bits and of run 2 in
+    their high bits; bytes 32 to 63 those of runs 1 and 3. Byte i of 32 has the upper bits of number i of each run.
     """
     of = blocks.reshape(len(blocks), -1, 210)
     low = of[..., :128].reshape(*of.shape[:2], 2, 2, 32)
@@ -58,5 +60,17 @@ def q6_k(blocks: Array) -> Grouped:
     return Grouped(values.reshape(len(blocks), -1), scales.reshape(len(blocks), -1))
 
 
-GROUPED: dict[str, Callable[[Array], Grouped]] = {"Q8_0": q8_0, "Q4_0": q4_0, "Q6_K": q6_k}
-"""By GGML's name."""
+def mxfp4(blocks: Array) -> Grouped:
+    """Split MXFP4 blocks: 32 numbers in 17 bytes, which are the exponent of a power of two and e2m1 codes. Code byte i
+    has the codes of numbers i and 16 + i.
+
+    Exponents with which a number may be infinite become scales that are not finite.
+    """
+    of = blocks.reshape(len(blocks), -1, 17)
+    exponents = of[..., 0].astype(np.int32)
+    scales = np.where(exponents > LARGEST_EXPONENT, np.float32(np.nan), np.ldexp(np.float32(1), exponents - 128))
+    return Grouped(FP4[_nibbles(of[..., 1:])].reshape(len(blocks), -1), scales)
+
+
+GROUPED: dict[str, Callable[[Array], Grouped]] = {"Q8_0": q8_0, "Q4_0": q4_0, "Q6_K": q6_k, "MXFP4": mxfp4}
+"""For each GGML type that this module reads, the function that splits its blocks."""

@@ -1,7 +1,7 @@
-"""Byte-level BPE from a GGUF file.
+"""Builds a byte-level BPE tokenizer from a GGUF file.
 
-A file says by a name how text is normalized and split before merges. A tokenizer that splits otherwise gives other ids
-silently, so an unknown name is an error.
+A file names the rule by which text is normalized and split before merges. A wrong rule gives other ids without an
+error, so an unknown name is an error.
 """
 
 from __future__ import annotations
@@ -23,25 +23,31 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT2, _DIGITS = "gpt2", "digits"
-"""ByteLevel's own expression; each digit by itself before it."""
+"""Rules for splitting text: ByteLevel's own expression, and each digit by itself before it."""
 SPLITS = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "dbrx", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "tekken": _TEKKEN,
+    "gpt-4o": _GPT4O,
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jais", "mpt"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
 }
-"""How text is split before merges, by `tokenizer.ggml.pre`."""
+"""Rule for splitting text before merges, by `tokenizer.ggml.pre`."""
 NFC = frozenset({"qwen2", "deepseek-r1-qwen", "olmo", "mpt", "command-r"})
 """Values of `tokenizer.ggml.pre` whose tokenizers normalize text to NFC first, as their `tokenizer.json` does."""
 WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})
-"""Values of `tokenizer.ggml.pre` whose tokenizers look a word up before they merge its parts. They put BOS before a
-text where the file does not say."""
+"""Values of `tokenizer.ggml.pre` whose tokenizers look a whole word up before they merge its parts. If the file does
+not say otherwise, they put BOS before a text."""
 
 
 def byte_level(vocabulary: Vocabulary) -> Tokenizer:
-    """The tokenizer without added tokens and post-processor. Raises CheckpointError for what is not implemented."""
+    """Return the tokenizer without added tokens and post-processor. Raises CheckpointError for a kind of tokenizer that
+    is not implemented, and for wrong merges."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     file, ids = vocabulary.file, vocabulary.ids

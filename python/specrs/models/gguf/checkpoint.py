@@ -3,28 +3,33 @@ model."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from specrs.arrays import Array
+from specrs.core import InvalidBufferError, PackedMatrix
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid
 from specrs.models.checkpoint import check_tensors
 from specrs.models.config import ModelConfig, parse_config
+from specrs.models.gguf.architectures import architecture_of
 from specrs.models.gguf.blocks import GROUPED
-from specrs.models.gguf.config import ROPE_FACTORS, architecture_of, checkpoint_name, raw_config
+from specrs.models.gguf.config import raw_config
 from specrs.models.gguf.file import GGUFFile, TensorInfo, dequantize, open_gguf
+from specrs.models.gguf.names import places
+from specrs.models.gguf.splits import first_parts, part_names, whole_name
 from specrs.models.gguf.types import PLAIN
 from specrs.models.hub import hub_error
 from specrs.models.quantization.base import QuantizedTensors, bits_of
 from specrs.models.quantization.grouped import Grouped
-from specrs.models.stored import Codes
 
 
 def gguf_path(source: str | Path, revision: str | None = None) -> Path | None:
     """The file that `source` names: its path, a folder whose weights are one GGUF file, or `owner/name:TYPE`, whose one
-    file of that type is downloaded.
+    file of that type is downloaded. Of a model in several files, the first; all are downloaded.
 
     None for what is no GGUF file. Raises CheckpointError if there is none, or several.
     """
@@ -53,19 +58,18 @@ def _only_file(folder: Path, revision: str | None) -> Path | None:
 
     Raises CheckpointError that names the files if there are several.
     """
-    files = sorted(folder.glob("*.gguf"))
+    files = first_parts([file.name for file in folder.glob("*.gguf")])
     if not files or revision is not None or any(folder.glob("*.safetensors*")):
         return None
     if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        reason = f"holds several GGUF files; name one of them, for example {files[0]}: {names}"
+        reason = f"holds several GGUF files; name one of them, for example {folder / files[0]}: {', '.join(files)}"
         raise invalid(CheckpointError, "model", str(folder), reason)
-    return files[0]
+    return folder / files[0]
 
 
 def _hub_file(repository: str, revision: str | None, ending: str, text: str) -> Path:
-    """The one file with this `ending`; counted before it is downloaded, because each may take gigabytes. Where the hub
-    cannot be asked, that in its cache.
+    """The one file with this `ending`, or the first part of the one model whose files have it before their numbers;
+    counted before any is downloaded, because each may take gigabytes. Where the hub cannot be asked, that in its cache.
 
     Raises CheckpointError for `text` if there is none or several, and what the hub raises.
     """
@@ -81,94 +85,130 @@ def _hub_file(repository: str, revision: str | None, ending: str, text: str) -> 
             raise fault from fault.__cause__  # `from None` would drop it, and it tells what happened
         files = [str(path.relative_to(folder)) for path in folder.rglob("*")]
         where = f"what is here of the repository, which could not be asked ({type(fault).__name__})"
-    found = sorted(file for file in files if file.endswith(ending))
+    found = [file for file in first_parts(files) if whole_name(file).endswith(ending)]
     if len(found) != 1:
         names = ", ".join(found) or "none"
         raise invalid(CheckpointError, "model", text, f"must name one file *{ending} of {where}, found: {names}")
+    parts = part_names(found[0])
+    missing = [part for part in parts if part not in files]
+    if missing:
+        raise invalid(CheckpointError, "model", text, f"has {len(parts)} parts, and {where} lacks {missing[0]}")
     if folder is not None:
-        return folder / found[0]
-    return Path(huggingface_hub.hf_hub_download(repository, found[0], revision=revision))
+        return folder / parts[0]
+    first, *_ = [Path(huggingface_hub.hf_hub_download(repository, part, revision=revision)) for part in parts]
+    return first
 
 
 def gguf_config(path: Path) -> ModelConfig:
     """The configuration in the file. Raises CheckpointError, or UnsupportedModelError for what is not implemented."""
     try:
-        return parse_config(raw_config(open_gguf(path)))
+        config = parse_config(raw_config(open_gguf(path)))
     except CheckpointError as fault:
         raise type(fault)(str(fault).replace("config.json", str(path), 1)) from fault
+    # Files hold the sum of a norm's weights and its offset, in fp32 as the passes compute it.
+    return replace(config, norm_offset=0.0)
 
 
 class GGUFCheckpoint(QuantizedTensors):
-    """The tensors of one file. Blocks stay in the file until they are asked for."""
+    """The tensors of one file, or of one model in several. Blocks stay in the file until they are asked for."""
 
     def __init__(self, path: Path) -> None:
-        """Read the header. Raises as `open_gguf`."""
+        """Read the header. Raises as `open_gguf` and `gguf_config`."""
         self.folder = path
         self.file: GGUFFile = open_gguf(path)
-        self._names = {checkpoint_name(name): name for name in self.file.tensors if name != ROPE_FACTORS}
-        self._heads: dict[str, int] = {}
-        if architecture_of(self.file).interleaved:
-            raw = raw_config(self.file)
-            self._heads = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
+        self._places = places(self.file, architecture_of(self.file), gguf_config(path))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
+        return name in self._places
 
     def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
-        """See `QuantizedTensors`; types without numbers are refused by name."""
-        shapes = {name: self._info(name).shape for name in self._names}
+        """Check that exactly the `required` tensors, and perhaps `optional` ones, are there in their shapes.
+
+        Raises CheckpointError that names the tensors, UnsupportedModelError for a type that has no numbers.
+        """
+        shapes = {name: self._shape(name) for name in self._places}
         check_tensors(self.folder, shapes, required, optional)
-        for kind in {self._info(name).kind for name in self._names} - {*PLAIN, *GROUPED}:
+        for kind in {self._info(name).kind for name in self._places} - {*PLAIN, *GROUPED, *PackedMatrix.KINDS}:
             block = next(info.block for info in self.file.tensors.values() if info.kind == kind)
             try:
                 dequantize(np.zeros((1, block[1]), np.uint8), kind, self.folder)
             except UnsupportedModelError:
                 raise
             except (NotImplementedError, ValueError):
-                name = next(name for name in self._names if self._info(name).kind == kind)
+                name = next(name for name in self._places if self._info(name).kind == kind)
                 reason = f"{self.folder}: {name} is of type {kind}: not implemented by the package gguf"
                 raise UnsupportedModelError(reason) from None
 
     def is_quantized(self, name: str) -> bool:
-        """See `QuantizedTensors`."""
+        """Return whether the file has blocks of `name`, not numbers."""
         return self._info(name).kind not in PLAIN
 
     def mapped(self, name: str) -> Array:
-        """See `QuantizedTensors`."""
-        numbers = self.file.numbers(self._names[name])
+        """Return one tensor with its rows in the checkpoint's order.
+
+        It has the file's type where that is numbers, else it is float32, made each time. Raises as `GGUFFile.numbers`.
+        """
+        numbers = self.file.numbers(self._places[name].name, self._rows(name)).reshape(self._shape(name))
         order = self._order(name)
         return numbers if order is None else numbers[order]
 
-    def codes(self, name: str) -> Codes | None:
-        """See `QuantizedTensors`: of types that are a code times a scale."""
-        grouped = self.raw(name)
-        return None if grouped is None else grouped.codes()
+    def packed(self, name: str) -> PackedMatrix | None:
+        """Return the matrix `name` packed for a CPU; None for types that have no packed layout.
 
-    def coded_bits(self, name: str) -> int | None:
-        """See `QuantizedTensors`."""
+        The file's pages are given back. Raises CheckpointError for a scale that is not finite.
+        """
+        kind, tensor, rows = self._info(name).kind, self._places[name].name, self._rows(name)
+        if kind not in PackedMatrix.KINDS:
+            return None
+        order = self._order(name)
+        try:
+            made = PackedMatrix(kind, self.file.blocks(tensor)[rows], order)
+        except InvalidBufferError:
+            self.file.numbers(tensor, rows)  # raises, and says where
+            raise
+        self.file.release(tensor, rows)
+        return made
+
+    def quantized_bits(self, name: str) -> int | None:
+        """Return the bits of a weight that a GPU's kernels read as codes, at most; None where it becomes numbers."""
         kinds = {"Q4_0": ("int4", "int8"), "Q8_0": ("int8",), "Q6_K": ("int8",)}.get(self._info(name).kind, ())
-        return bits_of(kinds, 16 if self._info(name).kind == "Q6_K" else 32, self._info(name).shape[1])
+        return bits_of(kinds, 16 if self._info(name).kind == "Q6_K" else 32, self._shape(name)[1])
 
     def raw(self, name: str) -> Grouped | None:
-        """See `QuantizedTensors`, and `codes`."""
-        kind, blocks = self._info(name).kind, self.file.blocks(self._names[name])
+        """Return the codes and scales of `name`; None for types that are no code times a scale.
+
+        Raises CheckpointError for a scale that is not finite.
+        """
+        kind, rows = self._info(name).kind, self._rows(name)
         if kind not in GROUPED:
             return None
         order = self._order(name)
-        grouped = GROUPED[kind](blocks)
+        grouped = GROUPED[kind](self.file.blocks(self._places[name].name)[rows])
         if not np.isfinite(grouped.scales).all():
-            self.file.numbers(self._names[name])  # raises, and says where
+            self.file.numbers(self._places[name].name, rows)  # raises, and says where
         if order is not None:
             grouped = Grouped(grouped.values[order], grouped.scales[order])
         return grouped
 
     def _info(self, name: str) -> TensorInfo:
-        return self.file.tensors[self._names[name]]
+        return self.file.tensors[self._places[name].name]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shape = self._info(name).shape
+        return shape if self._places[name].expert is None else shape[1:]
+
+    def _rows(self, name: str) -> slice:
+        """Return the rows of the file's tensor that `name` has: all of them, or its expert's."""
+        expert = self._places[name].expert
+        if expert is None:
+            return slice(None)
+        rows = math.prod(self._shape(name)[:-1])
+        return slice(expert * rows, (expert + 1) * rows)
 
     def _order(self, name: str) -> Array | None:
         """Where rows of q and k are that rotate neighbours: in pairs by head; here the halves are apart."""
-        heads = self._heads.get(name.split(".")[-2])
+        heads = self._places[name].heads
         if heads is None:
             return None
-        rows = self._info(name).shape[0]
+        rows = self._shape(name)[0]
         return np.arange(rows).reshape(heads, rows // heads // 2, 2).transpose(0, 2, 1).reshape(-1)

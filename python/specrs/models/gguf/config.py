@@ -1,175 +1,134 @@
-"""What the metadata of a GGUF file says of a model, in the words of config.json; and what its tensors are called."""
+"""Converts the metadata of a GGUF file to the fields of a config.json."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from specrs.arrays import FLOAT64
-from specrs.errors import CheckpointError, UnsupportedModelError, invalid, short
-from specrs.kernels.frequencies import inverse_frequencies
+from specrs.errors import CheckpointError
+from specrs.models.gguf.architectures import Architecture, architecture_of
+from specrs.models.gguf.fields import Fields
 from specrs.models.gguf.file import GGUFFile
+from specrs.models.gguf.rope import rope_object
 from specrs.models.gguf.vocabulary import end_ids
-from specrs.models.values import number, size
+from specrs.models.layers import FULL, SLIDING
+from specrs.models.registry import ExpertFields
 
-ROPE_FACTORS = "rope_freqs.weight"
-"""What frequencies are divided by, where they are scaled as Llama 3.1's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """A family as GGUF files name it."""
-
-    name: str
-    """In `architectures` of config.json."""
-    interleaved: bool = False
-    """Rows of q and k are in the order in which RoPE rotates neighbours; config.json's rotates halves."""
-
-
-ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", interleaved=True),
-    "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen3": Architecture("Qwen3ForCausalLM"),
-}
-
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_SCALING = {"none", "", None}
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of every model that GGUF files have factors of: they are written, what they were made of is not."""
-
-
-def checkpoint_name(name: str) -> str:
-    """The name that a checkpoint of transformers gives the tensor `name`; an unknown one stays as it is."""
-    stem, _, kind = name.rpartition(".")
-    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if layer is not None and layer[2] in _LAYER:
-        return f"model.layers.{layer[1]}.{_LAYER[layer[2]]}.{kind}"
-    return f"{_TOP[stem]}.{kind}" if stem in _TOP else name
-
-
-def architecture_of(file: GGUFFile) -> Architecture:
-    """Raises UnsupportedModelError for one that is not in the table."""
-    name = file.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        reason = f"not implemented; allowed: {', '.join(ARCHITECTURES)} ({file.path})"
-        raise invalid(UnsupportedModelError, "general.architecture", name, reason)
-    return ARCHITECTURES[name]
+_GEMMA3_27B_LAYERS = 62
+"""Number of layers of Gemma 3 27B. Only this size does not divide attention scores by the root of the head's size."""
 
 
 def raw_config(file: GGUFFile) -> dict[str, Any]:
-    """What config.json of the same model says, for `models.config.parse_config`.
+    """Return the config.json of the same model, for `models.config.parse_config`.
 
-    Raises CheckpointError for what is missing or no size, UnsupportedModelError for what is not implemented.
+    Raises CheckpointError for a field that is missing or is no size, UnsupportedModelError for a value that is not
+    implemented.
     """
     architecture, prefix = architecture_of(file), file.metadata["general.architecture"]
-    values = _Fields(file, prefix)
+    family, values = architecture.family, Fields(file, prefix)
     heads, hidden = values.size("attention.head_count"), values.size("embedding_length")
+    layers, positions = values.size("block_count"), values.size("context_length")
     head_dim = values.size("attention.key_length", max(1, hidden // heads))
-    for field, expected in (
-        ("attention.value_length", head_dim),
-        ("rope.dimension_count", head_dim),
-        ("expert_count", 0),
-    ):
-        found = values.get(field, expected)
-        if found != expected:
-            raise invalid(UnsupportedModelError, f"{prefix}.{field}", found, f"not implemented; allowed: {expected}")
-    if "attention.sliding_window" in values:
-        raise values.unsupported("attention.sliding_window", "a file without it")
-    if values.get("rope.scaling.type") not in _SCALING:
-        raise values.unsupported("rope.scaling.type", "'none'")
-    for field in ("rope.scaling.factor", "rope.scale_linear"):
-        # Without a type the factor is that of linear scaling.
-        if values.get("rope.scaling.type") != "none" and values.get(field) not in (None, 0, 1):
-            raise values.unsupported(field, "1, or a file without it")
+    rotary_dim = values.size("rope.dimension_count", head_dim)
+    values.check_equal("attention.value_length", head_dim)
+    if not family.partial_rotary:
+        values.check_equal("rope.dimension_count", head_dim)
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path}: token_embd.weight is missing")
-    theta = values.number("rope.freq_base", 10000.0)
+    vocab = file.tensors["token_embd.weight"].shape[0]
+    values.check_equal("vocab_size", vocab)
     kinds = {info.kind for info in file.tensors.values()}
-    biased = any(name.endswith("attn_q.bias") for name in file.tensors)
-    return {
+    raw: dict[str, Any] = {
         "architectures": [architecture.name],
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": values.size("feed_forward_length"),
-        "num_hidden_layers": values.size("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": values.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": values.size("context_length"),
-        "rope_parameters": {"rope_theta": theta, **_scaling(file, head_dim, theta)},
+        "max_position_embeddings": positions,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "sliding_window": None,
         "dtype": "bfloat16" if "BF16" in kinds else "float16" if "F16" in kinds else "float32",
         "eos_token_id": end_ids(file.metadata),
-    } | ({"attention_bias": True} if biased and architecture.name != "Qwen2ForCausalLM" else {})
+        "sliding_window": None,
+    }
+    rope = rope_object(values, family, rotary_dim, positions)
+    if family.local_rope_theta is not None:
+        local = values.number("rope.freq_base_swa", family.local_rope_theta)
+        rope = {"full_attention": rope, "sliding_attention": {"rope_theta": local}}
+    elif "rope.freq_base_swa" in values:
+        values.check_equal("rope.freq_base_swa", values.get("rope.freq_base"))
+    raw["rope_parameters"] = rope
+    if family.original_positions is not None:
+        raw["original_max_position_embeddings"] = values.size("rope.scaling.original_context_length", positions)
+    if rotary_dim != head_dim:
+        raw["partial_rotary_factor"] = rotary_dim / head_dim
+    if family.multipliers:
+        raw |= _multipliers(values)
+    if family.query_pre_attn_scalar is not None:
+        raw["query_pre_attn_scalar"] = hidden // heads if layers == _GEMMA3_27B_LAYERS else head_dim
+    raw |= _windows(values, architecture, layers)
+    raw |= _mlp(values, family.experts)
+    raw |= _biases(file, architecture)
+    values.check_all_read()
+    return raw
 
 
-class _Fields:
-    """Fields of the architecture's own."""
-
-    def __init__(self, file: GGUFFile, prefix: str) -> None:
-        self.file, self.prefix = file, prefix
-
-    def __contains__(self, field: str) -> bool:
-        return f"{self.prefix}.{field}" in self.file.metadata
-
-    def __getitem__(self, field: str) -> Any:
-        if field not in self:
-            raise CheckpointError(f"{self.file.path}: {self.prefix}.{field} is missing, a model must have it")
-        return self.get(field)
-
-    def get(self, field: str, default: Any = None) -> Any:
-        value = self.file.metadata.get(f"{self.prefix}.{field}", default)
-        if isinstance(value, list):
-            if not value or any(other != value[0] for other in value):
-                raise self.unsupported(field, "the same in every layer")
-            return value[0]
-        return value
-
-    def size(self, field: str, default: int | None = None) -> int:
-        """An integer of at least 1."""
-        name = f"{self.prefix}.{field}"
-        return size({name: self[field] if default is None else self.get(field, default)}, name)
-
-    def number(self, field: str, default: float | None = None) -> float:
-        """A finite number above 0: the shortest decimal that a float32 stands for, as config.json has it."""
-        name = f"{self.prefix}.{field}"
-        value = number({name: self[field] if default is None else self.get(field, default)}, name)
-        return float(str(np.float32(value)))
-
-    def unsupported(self, field: str, allowed: str) -> UnsupportedModelError:
-        value = short(self.file.metadata[f"{self.prefix}.{field}"])
-        reason = f"{self.file.path}: {self.prefix}.{field}={value}: not implemented; allowed: {allowed}"
-        return UnsupportedModelError(reason)
+def _mlp(values: Fields, fields: ExpertFields | None) -> dict[str, Any]:
+    """Return the size of the MLP; for experts, their number, size, and the number that each row uses."""
+    if fields is None:
+        return {"intermediate_size": values.size("feed_forward_length")}
+    raw: dict[str, Any] = {
+        fields.count: values.size("expert_count"),
+        "num_experts_per_tok": values.size("expert_used_count"),
+    }
+    if fields.intermediate_size != "intermediate_size":
+        # Files of such a family have no layer with an MLP, and weights of chosen experts add up to 1.
+        raw |= {"norm_topk_prob": True, "intermediate_size": values.size("feed_forward_length")}
+        return raw | {fields.intermediate_size: values.size("expert_feed_forward_length")}
+    of = "expert_feed_forward_length" if "expert_feed_forward_length" in values else "feed_forward_length"
+    values.check_equal("feed_forward_length", values.size(of))
+    return raw | {"intermediate_size": values.size(of)}
 
 
-def _scaling(file: GGUFFile, head_dim: int, theta: float) -> dict[str, Any]:
-    """The scaling that `rope_freqs.weight` holds the result of. Raises UnsupportedModelError for another rule's."""
-    if ROPE_FACTORS not in file.tensors:
+def _windows(values: Fields, architecture: Architecture, layers: int) -> dict[str, Any]:
+    """Return the fields of config.json for the size of the sliding window and the layers that have one."""
+    period, window = architecture.window_period, values.get("attention.sliding_window", 0)
+    if period is None:
+        values.check_equal("attention.sliding_window", 0)
         return {}
-    found = file.numbers(ROPE_FACTORS).astype(FLOAT64).reshape(-1)
-    fields = _LLAMA3 | {"factor": float(found.max()) if len(found) else 1.0}
-    plain = inverse_frequencies(head_dim, theta).astype(FLOAT64)
-    if len(found) == len(plain) and found.min() > 0:
-        made = plain / inverse_frequencies(head_dim, theta, **fields).astype(FLOAT64)  # type: ignore[arg-type]
-        if float(np.abs(found / made - 1).max()) < 1e-4:
-            return {"rope_type": "llama3", **fields}
-    allowed = "the factors of rope_type llama3 with " + ", ".join(f"{name}={value}" for name, value in _LLAMA3.items())
-    raise UnsupportedModelError(f"{file.path}: {ROPE_FACTORS}: not implemented; allowed: {allowed}")
+    if window == 0 and type(window) is int:
+        return {"layer_types": [FULL] * layers} if period else {}
+    size = values.size("attention.sliding_window")
+    if not period:
+        return {"sliding_window": size}
+    pattern = values.raw("attention.sliding_window_pattern", period)
+    if type(pattern) is int and pattern >= 0:
+        pattern = [pattern == 0 or (layer + 1) % pattern != 0 for layer in range(layers)]
+    if not isinstance(pattern, list) or len(pattern) != layers or any(type(has) is not bool for has in pattern):
+        allowed = f"a number of layers, or true or false for each of {layers} layers"
+        raise values.unsupported("attention.sliding_window_pattern", allowed)
+    return {"sliding_window": size, "layer_types": [SLIDING if has else FULL for has in pattern]}
+
+
+def _multipliers(values: Fields) -> dict[str, Any]:
+    """Return the multipliers of Granite. Raises UnsupportedModelError for a model without RoPE."""
+    if values.get("rope.scaling.finetuned", True) is not True:
+        raise values.unsupported("rope.scaling.finetuned", "true, because false is a model without RoPE")
+    return {
+        "attention_multiplier": values.number("attention.scale"),
+        "embedding_multiplier": values.number("embedding_scale"),
+        "residual_multiplier": values.number("residual_scale"),
+        "logits_scaling": values.number("logit_scale"),
+    }
+
+
+def _biases(file: GGUFFile, architecture: Architecture) -> dict[str, Any]:
+    """Return which projections have biases, for families in which that varies."""
+    has = {
+        "attention_bias": any(name.endswith("attn_q.bias") for name in file.tensors),
+        "mlp_bias": any(name.endswith("ffn_up.bias") for name in file.tensors),
+    }
+    if architecture.family.qkv_bias:
+        del has["attention_bias"]
+    return {field: value for field, value in has.items() if value}

@@ -1,7 +1,7 @@
-"""A GGUF file: its metadata and where its tensors lie. Knows no model.
+"""Reads GGUF files: the metadata of a model, and where its tensors lie, in one file or several. Knows no model.
 
-The header is read here. The package `gguf` turns blocks of the types that `blocks` does not read into numbers; nothing
-else of it is used, and it is imported only for that.
+The header is read here. The package `gguf` is only used, and only imported, to dequantize types that `blocks` does not
+read.
 """
 
 from __future__ import annotations
@@ -20,57 +20,75 @@ import numpy as np
 from specrs.arrays import FLOAT32, Array, converted
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid, short
 from specrs.models.gguf.blocks import GROUPED
+from specrs.models.gguf.splits import check_parts, parts_of
 from specrs.models.gguf.types import PLAIN, TYPES
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Of scalars, by the number of their type."""
+"""Format of `struct` for each scalar type, by the type's number."""
 _STRING, _ARRAY = 8, 9
 _unpack_length = struct.Struct("<Q").unpack_from
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a file."""
+    """Location of one tensor in a GGUF file, with its shape and type."""
 
     shape: tuple[int, ...]
-    """As torch writes it: the last dimension lies together."""
+    """Shape in torch's order: numbers of the last dimension are adjacent."""
     kind: str
-    """GGML's name of its type."""
+    """Name of the tensor's GGML type, for example `Q4_K`."""
     block: tuple[int, int]
-    """Numbers of a block, and its bytes."""
+    """(numbers in a block, bytes in a block) of the tensor's type."""
     start: int
-    """Its first byte in the file."""
+    """Offset of the tensor's first byte in its file."""
+    part: int = 0
+    """Index of the tensor's file; 0 unless the model has several files."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
+        """Number of bytes that the tensor takes in the file."""
         return math.prod(self.shape) // self.block[0] * self.block[1]
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A file whose header has been read. Its tensors are pages of the file until they are touched."""
+    """A model whose header has been read. Its tensors are memory-mapped, and read from the files when they are
+    touched."""
 
     path: Path
+    """Path of the file, or of the first of several files."""
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
-    data: Array
-    """uint8, all bytes of the file."""
+    data: tuple[Array, ...]
+    """For each file, all its bytes as uint8, memory-mapped."""
 
     def blocks(self, name: str) -> Array:
-        """`[rows, bytes of a row]` of a tensor, mapped: what is written to it does not reach the file."""
+        """Return the blocks of a tensor, `[rows, bytes of a row]` uint8, as a view of the mapped file. Writing to it
+        does not change the file."""
         info = self.tensors[name]
         rows = math.prod(info.shape[:-1])
-        return self.data[info.start : info.start + info.num_bytes].reshape(rows, -1)
+        return self.data[info.part][info.start : info.start + info.num_bytes].reshape(rows, -1)
+
+    def release(self, name: str, rows: slice = slice(None)) -> None:
+        """Release the memory of `rows` of a tensor. Pages that are touched later are read from the file again."""
+        pages = getattr(self.data[self.tensors[name].part].base, "obj", None)
+        if not isinstance(pages, mmap.mmap) or not hasattr(pages, "madvise"):
+            return
+        whole, part = self.blocks(name), self.blocks(name)[rows]
+        first = self.tensors[name].start + whole.shape[1] * (rows.start or 0)
+        start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (first + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end:
+            pages.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def numbers(self, name: str, rows: slice = slice(None)) -> Array:
-        """Return `rows` of a tensor; mapped in the file's type where that is numbers, else float32 in memory of their
-        own.
+        """Return the numbers in `rows` of a tensor. They are a view of the mapped file if its type is a plain number,
+        otherwise dequantized float32.
 
-        Raises CheckpointError for a number that is not finite among those made, UnsupportedModelError where the package
-        gguf is needed and missing.
+        Raises CheckpointError for a dequantized number that is not finite, UnsupportedModelError if the package gguf is
+        needed and missing.
         """
         info, blocks = self.tensors[name], self.blocks(name)[rows]
         shape = (len(blocks), *info.shape[-1:])
@@ -89,18 +107,24 @@ class GGUFFile:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Read the header of a file; kept for as long as the file stays as it is.
+    """Read the header of the GGUF file `path`, or of all files of the model if `path` is the first of several.
 
-    Raises CheckpointError for what is no such file or is cut off, UnsupportedModelError for types that are not known.
+    The results for the last four models are cached. A file whose modification time or size has changed is read again.
+
+    Raises:
+        CheckpointError: a file is missing, is no GGUF file or is cut off; or the parts of a model are out of order.
+        UnsupportedModelError: a tensor has a type that is not implemented.
     """
-    status = path.stat()
-    return _open(path, status.st_mtime_ns, status.st_size)
+    stats = [(part, part.stat()) for part in parts_of(path)]
+    return _open(tuple((part, status.st_mtime_ns, status.st_size) for part, status in stats))
 
 
 def dequantize(blocks: Array, kind: str, path: Path) -> Array:
-    """Return the numbers of blocks `[rows, bytes]` of the file `path`: `[rows, numbers]` float32.
+    """Return the numbers of the blocks `[rows, bytes]` of GGML type `kind`, `[rows, numbers]` float32. `path` is the
+    file that error messages name.
 
-    Raises NotImplementedError for a type without numbers, UnsupportedModelError where the package gguf is missing.
+    Raises NotImplementedError if the package gguf cannot dequantize `kind`, UnsupportedModelError if that package is
+    missing.
     """
     try:
         from gguf import GGMLQuantizationType
@@ -114,8 +138,17 @@ def dequantize(blocks: Array, kind: str, path: Path) -> Array:
 
 
 @lru_cache(maxsize=4)
-def _open(path: Path, modified: int, size: int) -> GGUFFile:
-    del modified
+def _open(parts: tuple[tuple[Path, int, int], ...]) -> GGUFFile:
+    """Read the headers of `parts` for `open_gguf`. Each part is a path with its modification time in nanoseconds and
+    its size in bytes, so a file that has changed is read again."""
+    files = [_read(path, size, part) for part, (path, _, size) in enumerate(parts)]
+    check_parts([(file.path, file.metadata, file.tensors) for file in files])
+    tensors = {name: info for file in files for name, info in file.tensors.items()}
+    return GGUFFile(files[0].path, files[0].metadata, tensors, tuple(file.data[0] for file in files))
+
+
+def _read(path: Path, size: int, part: int) -> GGUFFile:
+    """Read the header of the GGUF file `path`, `size` bytes long. `part` is its index among the files of the model."""
     pages: mmap.mmap | bytes = b""
     if size:
         with path.open("rb") as file:
@@ -129,8 +162,6 @@ def _open(path: Path, modified: int, size: int) -> GGUFFile:
     if version not in _VERSIONS:
         raise CheckpointError(f"{path}: version={version}: allowed are GGUF versions {_VERSIONS} of this byte order")
     metadata = {reader.string(): reader.value(reader.scalars("I")[0]) for _ in range(num_fields)}
-    if metadata.get("split.count", 1) not in (0, 1):
-        raise invalid(UnsupportedModelError, "split.count", metadata["split.count"], f"not implemented ({path})")
     found: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(num_tensors):
         name = reader.string()
@@ -150,18 +181,18 @@ def _open(path: Path, modified: int, size: int) -> GGUFFile:
             allowed = ", ".join(kind.name for kind in TYPES.values())
             raise UnsupportedModelError(f"{path}: {name} has type {number}: not implemented; allowed: {allowed}")
         kind, *block = TYPES[number]
-        info = TensorInfo(shape, kind, (block[0], block[1]), start + offset)
-        if not shape or shape[-1] % block[0] or offset % 8:
+        info = TensorInfo(shape, kind, (block[0], block[1]), start + offset, part)
+        if not shape or 0 in shape or shape[-1] % block[0] or offset % 8:
             raise CheckpointError(f"{path}: {name} of {kind} has shape {shape}, no whole blocks of {block[0]}")
         if info.start + info.num_bytes > len(data):
             missing = info.start + info.num_bytes - len(data)
             raise CheckpointError(f"{path}: truncated: {name} ends {missing} bytes behind the end of the file")
         tensors[name] = info
-    return GGUFFile(path, metadata, tensors, data)
+    return GGUFFile(path, metadata, tensors, (data,))
 
 
 class _Reader:
-    """Reads a header from its place `at` on."""
+    """Reader of a GGUF header. `at` is the offset of the next byte that it reads."""
 
     def __init__(self, path: Path, data: mmap.mmap | bytes) -> None:
         self.path, self.data, self.at = path, data, 0
@@ -178,7 +209,8 @@ class _Reader:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """The next `count` strings. Vocabularies have 262,144, so each takes as few steps as can be."""
+        """Read `count` strings and advance past them. Vocabularies have up to 262,144 strings, so the loop does little
+        for each."""
         data, at, end, found = self.data, self.at, len(self.data), []
         try:
             for _ in range(count):

@@ -1,9 +1,9 @@
-"""Sentencepiece BPE from a GGUF file, without the library sentencepiece.
+"""Builds a sentencepiece BPE tokenizer from a GGUF file, without the library sentencepiece.
 
-Sentencepiece merges the two neighbours whose joined piece has the highest score, the leftmost of equal ones. Here that
-order is a list of merges, which cannot say "the leftmost" for two different pieces. Vocabularies in which two pieces
-that are merged have the same score are rejected. Each text between special tokens is encoded as sentencepiece encodes a
-whole text, its space in front included, which is what llama.cpp does.
+Sentencepiece merges the two neighbours whose joined piece has the highest score; of equal scores, the leftmost. Here
+that order is a list of merges, which cannot express "leftmost" for two different pieces. So vocabularies in which two
+merged pieces have the same score are rejected. Each text between special tokens is encoded as sentencepiece encodes a
+whole text, with a space in front, as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from tokenizers.normalizers import Normalizer
 
 _SPACE = "\u2581"
-"""The character that stands for a space in pieces of sentencepiece."""
+"""Character that stands for a space in pieces of sentencepiece."""
 
 
 def sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
-    """The tokenizer without added tokens and post-processor. Raises CheckpointError for what is not implemented."""
+    """Return the tokenizer without added tokens and post-processor. Raises CheckpointError for a kind of tokenizer that
+    is not implemented, and for wrong scores."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
     file, ids = vocabulary.file, vocabulary.ids
@@ -56,9 +57,9 @@ def sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Pairs of pieces in the order in which they are merged: by the score of the joined piece, highest first.
+    """Return pairs of pieces in the order in which they are merged: by the score of the joined piece, highest first.
 
-    Raises CheckpointError for scores that are missing or no numbers, and for two merged pieces with the same score.
+    Raises CheckpointError for scores that are missing or are no numbers, and for two merged pieces with the same score.
     """
     scores = vocabulary.file.metadata.get("tokenizer.ggml.scores")
     count = len(vocabulary.tokens)

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file. It is built from the file alone, whatever lies next to it."""
+"""Builds the tokenizer of a GGUF file from that file alone, whatever else its folder has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SENTENCEPIECE, _BYTE_LEVEL = "llama", "gpt2"
-"""Values of `tokenizer.ggml.model`."""
+"""Values of `tokenizer.ggml.model` that can be read."""
 
 
 class GGUFTokenizer(NamedTuple):
@@ -30,7 +30,7 @@ class GGUFTokenizer(NamedTuple):
 
 
 def gguf_tokenizer(path: Path) -> GGUFTokenizer:
-    """Read the file's tokenizer. Raises CheckpointError for one that is missing, damaged or not implemented."""
+    """Read the file's tokenizer. Raises CheckpointError if it is missing, damaged or not implemented."""
     file = open_gguf(path)
     kind, template = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.chat_template")
     if kind not in (_BYTE_LEVEL, _SENTENCEPIECE):
@@ -48,7 +48,7 @@ def gguf_tokenizer(path: Path) -> GGUFTokenizer:
 
 
 def _add_tokens(backend: Tokenizer, vocabulary: Vocabulary) -> None:
-    """Add the tokens that are looked for in a text before it is split: special and user-defined ones."""
+    """Add the tokens that are searched for in a text before it is split: special and user-defined ones."""
     from tokenizers import AddedToken
 
     backend.add_tokens(
@@ -61,7 +61,7 @@ def _add_tokens(backend: Tokenizer, vocabulary: Vocabulary) -> None:
 
 
 def _add_roles(backend: Tokenizer, roles: dict[str, str]) -> None:
-    """Add the tokens with a role that are of another type in the file: they are special all the same."""
+    """Add the tokens with a role as special tokens, even if the file gives them another type."""
     from tokenizers import AddedToken
 
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -69,7 +69,7 @@ def _add_roles(backend: Tokenizer, roles: dict[str, str]) -> None:
 
 
 def _put_around(backend: Tokenizer, vocabulary: Vocabulary, default_bos: bool) -> None:
-    """Put BOS and EOS around a text as `add_bos_token` and `add_eos_token` say.
+    """Let the tokenizer put BOS and EOS around a text, as `add_bos_token` and `add_eos_token` say.
 
     Raises CheckpointError if the file asks for a token that it does not name.
     """

@@ -1,4 +1,4 @@
-"""The types of tensors in GGUF files: their numbers, their names, and the sizes of their blocks. Reads no file."""
+"""Types of tensors in GGUF files: their numbers, names, and block sizes. Reads no file."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 from specrs.arrays import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 
 PLAIN: dict[str, np.dtype[Any]] = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16, "F64": FLOAT64}
-"""Types that are numbers; all others are blocks."""
+"""NumPy dtypes of the GGML types that are plain numbers. All other types are stored in blocks."""
 
 
 class TensorType(NamedTuple):
-    """How the numbers of a tensor are stored."""
+    """Storage of a tensor's numbers."""
 
     name: str
-    """GGML's."""
+    """GGML's name of the type."""
     numbers: int
-    """Numbers in a block."""
+    """Number of numbers in a block."""
     num_bytes: int
-    """Bytes of a block."""
+    """Number of bytes of a block."""
 
 
 TYPES: dict[int, TensorType] = {
@@ -59,4 +59,4 @@ TYPES: dict[int, TensorType] = {
     40: TensorType("NVFP4", 64, 36),
     41: TensorType("Q1_0", 128, 18),
 }
-"""By the number that files store."""
+"""Types by the number that GGUF files store for them."""

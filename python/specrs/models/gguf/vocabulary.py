@@ -1,4 +1,4 @@
-"""The vocabulary in a GGUF file: tokens, their types, special ids, and the ids that end a text. Splits no text."""
+"""Vocabulary of a GGUF file: tokens, their types, special ids, and the ids that end a text. Splits no text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from specrs.models.errors import malformed
 from specrs.models.gguf.file import GGUFFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Types of tokens, `tokenizer.ggml.token_type`. Unused ones are mostly padding (`[PAD32000]`) and have no text."""
+"""Types of tokens in `tokenizer.ggml.token_type`. Unused tokens are mostly padding (`[PAD32000]`) and have no text."""
 
 _DEFAULT_IDS = {"bos": (1, CONTROL), "eos": (2, CONTROL), "unknown": (0, UNKNOWN)}
-"""Id and type of sentencepiece's special tokens, for files that do not name them."""
+"""For sentencepiece's special tokens, (id, type) in files that do not name them."""
 
 _END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _END_NAMES = frozenset(
@@ -27,11 +27,12 @@ _END_NAMES = frozenset(
         *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
     }
 )
-"""Names that end a text in llama.cpp, whatever ids the file names. `</s>` is not among them: it is an HTML tag in some
-vocabularies, and where it is the end, the file names its id."""
+"""Names of tokens that end a text in llama.cpp, whatever ids the file names. `</s>` is not among them: in some
+vocabularies it is an HTML tag, and if it ends texts, the file names its id."""
 _MESSAGE_END = "<|end|>"
 _MESSAGE_FORMATS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
-"""Vocabularies with both tokens of a set write several messages in a turn, and `<|end|>` ends only one of them."""
+"""Sets of tokens. A vocabulary with both tokens of a set writes several messages in a turn, and `<|end|>` ends only one
+of them."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Vocabulary:
         return frozenset(i for i, kind in enumerate(self.kinds) if kind == UNUSED)
 
     def special(self, role: str) -> str | None:
-        """The token that the file names for a role (`bos`, `eos`, `unknown`, `padding`), None without one.
+        """Return the token that the file names for a role (`bos`, `eos`, `unknown`, `padding`); None if it names none.
 
         Raises CheckpointError for an id that no token has.
         """
@@ -66,7 +67,8 @@ class Vocabulary:
         return self.tokens[value]
 
     def flag(self, name: str, default: bool) -> bool:
-        """The file's `tokenizer.ggml.<name>`. Raises CheckpointError if it is neither true nor false."""
+        """Return the file's `tokenizer.ggml.<name>`; `default` if it is missing. Raises CheckpointError if it is
+        neither true nor false."""
         value = self.file.metadata.get(f"tokenizer.ggml.{name}", default)
         if type(value) is not bool:
             raise refused(self.file, f"tokenizer.ggml.{name}", value, "true or false")
@@ -74,7 +76,7 @@ class Vocabulary:
 
 
 def read_vocabulary(file: GGUFFile) -> Vocabulary:
-    """The tokens of a file. Raises CheckpointError for a list that is missing, empty or has a token twice."""
+    """Read the tokens of a file. Raises CheckpointError if the list is missing or empty, or has a token twice."""
     tokens = strings(file, "tokens")
     if not tokens:
         raise refused(file, "tokenizer.ggml.tokens", tokens, "a list of at least one string")
@@ -96,9 +98,10 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
 
 
 def special_id(metadata: Mapping[str, Any], role: str) -> Any:
-    """The id that the metadata name for a role, or sentencepiece's default where a token of the right type has it.
+    """Return the id that the metadata name for a role. If they name none, return sentencepiece's default, provided that
+    the token with this id has the right type; otherwise None.
 
-    The value is not checked. None: there is no such token.
+    The value is not checked.
     """
     value = metadata.get(f"tokenizer.ggml.{role}_token_id")
     if value is not None or metadata.get("tokenizer.ggml.model") != "llama" or role not in _DEFAULT_IDS:
@@ -110,10 +113,10 @@ def special_id(metadata: Mapping[str, Any], role: str) -> Any:
 
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Ids that end a text: those that the metadata name for it, and tokens whose names mean an end.
+    """Return the ids that end a text: those that the metadata name for it, and those of tokens whose names mean an end.
 
-    A name counts unless the token is of type normal, which ordinary text may be. Raises CheckpointError for an id that
-    is no integer.
+    Such a name does not count if the token's type is normal, because ordinary text may contain it. Raises
+    CheckpointError for an id that is no integer.
     """
     ids = {role: special_id(metadata, role) for role in _END_ROLES}
     for role, value in ids.items():
@@ -135,7 +138,7 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def strings(file: GGUFFile, name: str) -> list[str]:
-    """The file's `tokenizer.ggml.<name>`. Raises CheckpointError if it is no list of strings."""
+    """Return the list `tokenizer.ggml.<name>` of the file. Raises CheckpointError if it is no list of strings."""
     value = file.metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise refused(file, f"tokenizer.ggml.{name}", value, "a list of strings")
@@ -143,6 +146,6 @@ def strings(file: GGUFFile, name: str) -> list[str]:
 
 
 def refused(file: GGUFFile, field: str, value: object, allowed: str) -> CheckpointError:
-    """The error for a field of a tokenizer that cannot be built."""
+    """Return the error for a field because of which the tokenizer cannot be built."""
     also = "; or pass tokenizer=..., the folder or hub id of the model that the file was made of"
     return invalid(CheckpointError, field, value, f"not implemented; allowed: {allowed}{also} ({file.path})")

@@ -1,4 +1,4 @@
-"""Projections quantized as they are loaded, whatever checkpoint they come from: to FP8, or to INT8 or INT4 codes."""
+"""Quantization of projections while they are loaded, from any checkpoint: to FP8, INT8, INT4, or GGML's blocks."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from typing import Any
 import numpy as np
 
 from specrs.arrays import BFLOAT16, FLOAT32, Array, aligned, bits, converted
-from specrs.core import InvalidBufferError, quantize_weight
+from specrs.core import InvalidBufferError, PackedMatrix, quantize_weight
 from specrs.errors import CheckpointError
+from specrs.models.gguf.blocks import GROUPED
 from specrs.models.quantization.base import QuantizedTensors, bits_of
 from specrs.models.quantization.fp8 import quantized
-from specrs.models.quantization.grouped import Grouped, Raw, Scaled8
-from specrs.models.stored import Codes
+from specrs.models.quantization.grouped import PACKED_UNIT, Grouped, Raw, Scaled8
 
 PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
-"""How names of layers' projections end, experts' too; those of routers do not."""
+"""Endings of the names of projections, also those of experts. Routers have other names."""
 INT4_GROUPS = (128, 64, 32)
-"""INT4 has groups of the largest of them that divides the inputs."""
+"""Sizes of INT4 groups. The first that divides the number of inputs is used."""
+_RANGES = {kind: (codes * 2.0**-20, codes * 65504.0) for kind, codes in (("Q8_0", 127), ("Q4_0", 8))}
+"""Sizes that the largest weight of a matrix may have, by block type: fp16 holds its scale within a thirtieth."""
 
 
 class QuantizedAtLoad(QuantizedTensors):
-    """A checkpoint whose layers' projections have the numbers of another kind."""
+    """A checkpoint whose projections are quantized when they are read."""
 
     def __init__(self, tensors: Any) -> None:
-        """`tensors` is a checkpoint, whatever kind."""
+        """Wrap `tensors`, a checkpoint of any kind."""
         self.folder = tensors.folder
         self._tensors = tensors
 
@@ -35,15 +37,16 @@ class QuantizedAtLoad(QuantizedTensors):
         return name in self._tensors
 
     def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
-        """See `QuantizedTensors`; like what follows."""
+        """Check the wrapped checkpoint: all `required` tensors, nothing else but `optional` ones. Raises
+        CheckpointError."""
         self._tensors.check(required, optional)
 
     def is_quantized(self, name: str) -> bool:
-        """See `QuantizedTensors`."""
+        """Return whether the tensor `name` is a projection, which is quantized."""
         return name.endswith(PROJECTIONS)
 
     def mapped(self, name: str) -> Array:
-        """See `QuantizedTensors`."""
+        """Return the tensor `name`: projections quantized and dequantized to float32, others in the file's dtype."""
         if not self.is_quantized(name):
             plain: Array = self._tensors.mapped(name)
             return plain
@@ -51,23 +54,24 @@ class QuantizedAtLoad(QuantizedTensors):
 
     @abstractmethod
     def _numbers(self, name: str) -> Array:
-        """`mapped`, of a projection."""
+        """Return the projection `name`, quantized and dequantized, in float32."""
 
 
 class Float8AtLoad(QuantizedAtLoad):
-    """FP8 with a scale for each output."""
+    """A checkpoint whose projections are quantized to FP8, with a scale for each output."""
 
     def raw(self, name: str) -> Raw:
-        """See `QuantizedTensors`; like what follows."""
+        """Return the FP8 values and the scales of a projection. Raises CheckpointError for weights that are not
+        finite."""
         values, scales = self._quantized(name)
         return Scaled8(values, scales, values.shape[1])
 
-    def codes(self, name: str) -> Codes | None:
-        """None: the native pass reads no FP8."""
+    def packed(self, name: str) -> PackedMatrix | None:
+        """Return None, because native CPU passes read no FP8."""
         return None
 
-    def coded_bits(self, name: str) -> int | None:
-        """See `QuantizedTensors`."""
+    def quantized_bits(self, name: str) -> int | None:
+        """Return the bits per weight that GPU kernels read: 8."""
         return 8
 
     def _numbers(self, name: str) -> Array:
@@ -82,58 +86,114 @@ class Float8AtLoad(QuantizedAtLoad):
 
 
 class IntegersAtLoad(QuantizedAtLoad):
-    """INT8 by output, or INT4 by group: the same codes on every device."""
+    """A checkpoint whose projections are quantized to INT8 by output, or to INT4 by group. Codes are the same on every
+    device."""
 
     def __init__(self, tensors: Any, quantization: str) -> None:
-        """`quantization` is `int8` or `int4`."""
+        """Wrap `tensors`, a checkpoint of any kind. `quantization` is `int8` or `int4`."""
         super().__init__(tensors)
         self._int4 = quantization == "int4"
 
-    def codes(self, name: str) -> Codes:
-        """See `QuantizedTensors`; like what follows. Raises CheckpointError for weights that are not finite."""
-        return quantized_codes(self.folder, name, self._tensors.mapped(name), int4=self._int4)
+    def packed(self, name: str) -> PackedMatrix | None:
+        """Return a projection packed for native CPU passes. None for INT8 of inputs that are no multiple of 32. Raises
+        CheckpointError for weights that are not finite."""
+        return self.raw(name).packed()
 
-    def raw(self, name: str) -> Raw:
-        """See `QuantizedTensors`."""
-        codes = self.codes(name)
-        return Grouped(codes.values(), converted(codes.scales, FLOAT32))
+    def raw(self, name: str) -> Grouped:
+        """Return the integers and scales of a projection. Raises CheckpointError for weights that are not finite."""
+        return quantized_integers(self.folder, name, self._tensors.mapped(name), int4=self._int4)
 
-    def coded_bits(self, name: str) -> int | None:
-        """See `QuantizedTensors`."""
+    def quantized_bits(self, name: str) -> int | None:
+        """Return the bits per weight that GPU kernels read, at most. None if they read the dequantized matrix."""
         return bits_at_load("int4" if self._int4 else "int8", self._tensors.mapped(name).shape[1])
 
     def _numbers(self, name: str) -> Array:
-        return self.codes(name).numbers()
+        return self.raw(name).numbers()
+
+
+class BlocksAtLoad(QuantizedAtLoad):
+    """A checkpoint whose projections are quantized to a block type of GGML by the package gguf: integers by groups of
+    32 inputs, with fp16 scales."""
+
+    def __init__(self, tensors: Any, quantization: str) -> None:
+        """Wrap `tensors`, a checkpoint of any kind. `quantization` is `q8_0` or `q4_0`."""
+        super().__init__(tensors)
+        self._kind = quantization.upper()
+
+    def packed(self, name: str) -> PackedMatrix:
+        """Return a projection packed for native CPU passes. Raises CheckpointError for weights that fp16 scales cannot
+        hold."""
+        return PackedMatrix(self._kind, self._blocks(name))
+
+    def raw(self, name: str) -> Grouped:
+        """Return the integers and scales of a projection. Raises CheckpointError for weights that fp16 scales cannot
+        hold."""
+        return GROUPED[self._kind](self._blocks(name))
+
+    def quantized_bits(self, name: str) -> int | None:
+        """Return the bits per weight that GPU kernels read, at most. None if they read the dequantized matrix."""
+        return bits_at_load(self._kind.lower(), self._tensors.mapped(name).shape[1])
+
+    def _numbers(self, name: str) -> Array:
+        return self.raw(name).numbers()
+
+    def _blocks(self, name: str) -> Array:
+        """Return the blocks of a projection, uint8 `[out, bytes]`."""
+        from gguf import GGMLQuantizationType, quants  # which takes a quarter of a second
+
+        matrix = np.ascontiguousarray(converted(self._tensors.mapped(name), FLOAT32))
+        if matrix.shape[1] % PACKED_UNIT:
+            reason = f"{self._kind} needs a multiple of {PACKED_UNIT} inputs, and it has {matrix.shape[1]}"
+            raise CheckpointError(f"{self.folder}: {name} cannot be quantized: {reason}")
+        largest, (least, most) = np.abs(matrix).max(initial=0.0), _RANGES[self._kind]
+        if largest != 0 and not least <= largest <= most:
+            reason = f"its largest weight is {largest:g}, and must be 0 or from {least:g} to {most:g}; use int8"
+            raise CheckpointError(f"{self.folder}: {name} cannot be quantized to {self._kind}: {reason}")
+        with np.errstate(all="ignore"):  # blocks of tiny numbers become zeros
+            blocks: Array = quants.quantize(matrix, GGMLQuantizationType[self._kind])
+        return blocks
+
+
+def quantized_at_load(tensors: Any, quantization: str) -> QuantizedAtLoad:
+    """Return the checkpoint `tensors` with projections that are quantized to `quantization`, one of `AT_LOAD`, when
+    they are read."""
+    if quantization == "fp8":
+        return Float8AtLoad(tensors)
+    return (BlocksAtLoad if quantization.upper() in _RANGES else IntegersAtLoad)(tensors, quantization)
 
 
 def int4_group(size: int) -> int:
-    """Inputs of a group, of `size` inputs."""
+    """Return the number of inputs per INT4 group for a matrix with `size` inputs."""
     return next((group for group in INT4_GROUPS if size % group == 0), INT4_GROUPS[-1])
 
 
 def bits_at_load(quantization: str, size: int) -> int | None:
-    """Bits of a weight of `size` inputs on a GPU; None where it becomes numbers."""
+    """Return the bits per weight on a GPU for a matrix with `size` inputs. None if GPU kernels read the dequantized
+    matrix."""
     if quantization == "int4":
         return bits_of(("int4", "int8"), int4_group(size), size)
+    if quantization in ("q8_0", "q4_0"):
+        return bits_of(("int8",) if quantization == "q8_0" else ("int4", "int8"), PACKED_UNIT, size)
     return bits_of((quantization,), 0, size)
 
 
-def quantized_codes(folder: Path | str, name: str, matrix: Array, *, int4: bool) -> Codes:
-    """Return `matrix` `[out, in]` in INT4 by group, or in INT8 by output, symmetric, with scales of bf16.
+def quantized_integers(folder: Path | str, name: str, matrix: Array, *, int4: bool) -> Grouped:
+    """Return `matrix` `[out, in]` in INT4 by group, or in INT8 by output, symmetric, with scales that bf16 holds.
 
-    Raises CheckpointError naming the tensor of `folder` for weights that are not finite, or inputs that make no groups.
+    Raises CheckpointError, which names the tensor of `folder`, for weights that are not finite, or if the inputs do not
+    divide into groups.
     """
     if matrix.dtype not in (FLOAT32, BFLOAT16):
         matrix = converted(matrix, FLOAT32)
     matrix = aligned(matrix)
     out, size = matrix.shape
-    if int4:
-        codes, groups = np.empty((out, size // 2), np.uint8), size // int4_group(size)
-    else:
-        codes, groups = np.empty((out, size), np.int8), 1
-    scales = np.empty((out, groups), BFLOAT16)
+    group = int4_group(size) if int4 else size
+    if size % group:
+        reason = f"INT4 needs a multiple of {group} inputs, and it has {size}"
+        raise CheckpointError(f"{folder}: {name} cannot be quantized: {reason}")
+    integers, scales = np.empty((out, size), np.int8), np.empty((out, size // group), BFLOAT16)
     try:
-        quantize_weight(name, bits(matrix), codes, bits(scales))
+        quantize_weight(name, bits(matrix), 7 if int4 else 127, integers, bits(scales))
     except InvalidBufferError as fault:
         raise CheckpointError(f"{folder}: {name} cannot be quantized: {fault}") from fault
-    return Codes(codes, scales)
+    return Grouped(integers, converted(scales, FLOAT32))

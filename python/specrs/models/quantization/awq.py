@@ -1,4 +1,4 @@
-"""AWQ: INT4 by group with zero points, packed along the outputs in an order of their own."""
+"""AWQ format: INT4 by group with zero points, packed along the outputs in AWQ's own order."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ from specrs.models.quantization.modules import is_in, patterns
 from specrs.models.tensors import LM_HEAD
 
 _AT = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word, counted from its lowest bits, the codes of outputs 0 to 7 are."""
+"""Position within an int32 word of the codes of outputs 0 to 7, counted from the lowest bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class AWQ(GroupedFormat):
-    """`qweight` int32 `[in, out / 8]`, `qzeros` int32 `[groups, out / 8]`, `scales` `[groups, out]`."""
+    """AWQ tensors of a layer: `qweight` int32 `[in, out / 8]`, `qzeros` int32 `[groups, out / 8]`, `scales` `[groups,
+    out]`."""
 
     group: int
-    """Inputs of a group; -1: all."""
+    """Inputs per group. -1: all inputs."""
 
     def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
-        """See `LinearFormat`; like what follows."""
+        """Return the tensors that a layer `[out, size]` must have, by suffix of `name`. Raises CheckpointError if the
+        sizes do not divide."""
         groups = groups_of(name, "group_size", self.group if self.group > 0 else size, size)
         if out % 8:
             raise malformed("quantization_config.bits", 4, f"such that a multiple of 8 outputs of {name}")
@@ -48,26 +50,28 @@ class AWQ(GroupedFormat):
         }
 
     def raw(self, layer: Layer) -> Grouped:
-        """See `GroupedFormat`."""
+        """Return the layer's codes less zero points, and its scales. Raises CheckpointError for scales that are not
+        allowed."""
         codes, zeros = _columns(layer.read("qweight")), _columns(layer.read("qzeros"))
         values = codes - zeros.repeat(codes.shape[0] // zeros.shape[0], axis=0)
         grouped = Grouped(np.ascontiguousarray(values.T), np.ascontiguousarray(layer.scales("scales").T))
         return check_zero_scales(layer, "scales", grouped, by_group=True)
 
-    def coded_bits(self, size: int) -> int | None:
-        """See `LinearFormat`."""
+    def quantized_bits(self, size: int) -> int | None:
+        """Return the bits per weight that GPU kernels read, at most. None if they read the dequantized matrix."""
         return bits_of(("int4", "int8"), self.group, size)
 
 
 def _columns(packed: Array) -> Array:
-    """Return `[rows, out / 8]` words as `[rows, out]` codes, int8."""
+    """Unpack int32 words `[rows, out / 8]` to codes `[rows, out]`, int8."""
     words = unpack(packed, 4, 1).reshape(*packed.shape, 8)
     codes: Array = words[..., list(_AT)].reshape(len(packed), -1).astype(np.int8)
     return codes
 
 
 def scheme(raw: Mapping[str, Any]) -> Scheme:
-    """The `quantization_config` of `quant_method` awq. Raises UnsupportedModelError or CheckpointError by field."""
+    """Parse a `quantization_config` with `quant_method` awq. Raises UnsupportedModelError or CheckpointError, which
+    name the field."""
     at = "quantization_config."
     bits, version = raw.get("bits", 4), str(raw.get("version") or raw.get("format") or "gemm").lower()
     if bits != 4:

@@ -1,4 +1,4 @@
-"""What loaders ask of a checkpoint that holds codes, and what such a checkpoint asks of a format. Reads no file."""
+"""Interfaces of quantized checkpoints for loaders, and of quantization formats for checkpoints. Reads no file."""
 
 from __future__ import annotations
 
@@ -11,81 +11,89 @@ from typing import Any
 import numpy as np
 
 from specrs.arrays import FLOAT32, Array, converted
+from specrs.core import PackedMatrix
 from specrs.errors import CheckpointError
 from specrs.kernels.coding import LEAST_GROUP, Coding
 from specrs.models.quantization.grouped import Grouped, Raw
-from specrs.models.stored import Codes
 
 
 class QuantizedTensors(ABC):
-    """A checkpoint in which some matrices are codes and scales, under the names of one without."""
+    """A checkpoint in which some matrices are quantized. It has the tensor names of an unquantized one."""
 
     folder: Path
-    """What messages call it."""
+    """Name of the checkpoint in messages."""
 
     @abstractmethod
     def __contains__(self, name: str) -> bool: ...
 
     @abstractmethod
     def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise if what is `required` is not there in its shape, or if something is left over."""
+        """Raise CheckpointError if a `required` tensor is missing or has another shape, or if one is neither required
+        nor `optional`."""
 
     @abstractmethod
     def is_quantized(self, name: str) -> bool:
-        """Whether the file has codes for `name`, so that `mapped` makes its numbers."""
+        """Return whether the tensor `name` is quantized, so that `mapped` has to dequantize it."""
 
     @abstractmethod
     def mapped(self, name: str) -> Array:
-        """Return one tensor: in the file's type where the file holds its numbers, else float32, made each time.
+        """Return the tensor `name`: an unquantized one in the file's dtype, a quantized one dequantized to float32 in
+        each call.
 
-        Raises CheckpointError for scales that no format allows.
+        Raises CheckpointError for scales that the format does not allow.
         """
 
     @abstractmethod
-    def codes(self, name: str) -> Codes | None:
-        """Return the same numbers as the native pass reads them; None where its layouts cannot hold them."""
+    def packed(self, name: str) -> PackedMatrix | None:
+        """Return the quantized matrix `name` packed for native CPU passes. None if no packed layout holds it
+        exactly."""
 
     @abstractmethod
     def raw(self, name: str) -> Raw | None:
-        """Return the codes and scales of a quantized tensor; None where the file's are of another kind."""
+        """Return the codes and scales of a quantized tensor. None if neither `Grouped` nor `Scaled8` can hold them."""
 
     @abstractmethod
-    def coded_bits(self, name: str) -> int | None:
-        """Return the bits of a weight that a GPU's kernels read as codes, at most; None where it may become numbers.
-        Reads no tensor."""
+    def quantized_bits(self, name: str) -> int | None:
+        """Return the bits per weight, at most, that GPU kernels read for a quantized tensor. None if they may have to
+        read the dequantized matrix. Reads no tensor data."""
 
     def read(self, name: str, dtype: np.dtype[Any]) -> Array:
-        """Return `mapped` as `dtype`."""
+        """Return the tensor `name` converted to `dtype`; a quantized one is dequantized first."""
         return converted(self.mapped(name), dtype)
 
 
 FLOATS = ("F32", "BF16", "F16")
-"""Types that scales may have, in safetensors' words."""
+"""Safetensors' names of the dtypes that scales may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A tensor of a quantized layer."""
+    """Allowed shapes and dtypes of a tensor of a quantized layer."""
 
     shapes: tuple[tuple[int, ...], ...]
-    """Any of them."""
+    """Allowed shapes."""
     dtypes: tuple[str, ...] = FLOATS
+    """Allowed dtypes, by safetensors' names."""
     required: bool = True
+    """False if the tensor may be missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A quantized linear layer of a checkpoint, `[out, in]`, whose tensors are read when they are asked for."""
+    """A quantized linear layer `[out, in]` of a checkpoint. Its tensors are read when they are asked for."""
 
     name: str
     shape: tuple[int, int]
+    """Number of outputs and of inputs."""
     folder: Path
     read: Callable[[str], Array]
-    """The tensor of the layer with this suffix."""
+    """Returns the layer's tensor with a given suffix."""
     has: Callable[[str], bool]
+    """Returns whether the layer has a tensor with a given suffix."""
 
     def scales(self, suffix: str, *, zero: bool = True) -> Array:
-        """Return scales as float32. Raises CheckpointError if one is not finite, negative or, unless `zero`, 0."""
+        """Return the scales with `suffix` as float32. Raises CheckpointError if one is not finite, negative or, unless
+        `zero`, 0."""
         found = converted(self.read(suffix), FLOAT32)
         wrong = ~np.isfinite(found) | ((found < 0) if zero else (found <= 0))
         if wrong.any():
@@ -94,65 +102,73 @@ class Layer:
         return found
 
     def refused(self, suffix: str, array: Array, wrong: Array, allowed: str) -> CheckpointError:
-        """Return, and do not raise, the exception for the first of the numbers that are `wrong`."""
+        """Return the exception for the first number of `array` whose flag in `wrong` is set."""
         at = [int(i) for i in np.argwhere(wrong)[0]]
         value = array[tuple(at)].item()
         return CheckpointError(f"{self.folder}: {self.name}.{suffix}{at or ''}={value:g}: {allowed}")
 
 
 class LinearFormat(ABC):
-    """How the matrix of a linear layer `[out, in]` lies in a checkpoint."""
+    """Format of the matrix `[out, in]` of a linear layer in a checkpoint."""
 
     @abstractmethod
     def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
-        """By suffix of the layer's `name`. Raises CheckpointError where the format does not divide the sizes."""
+        """Return the tensors that a layer of `out` outputs and `size` inputs must have, by suffix of its `name`. Raises
+        CheckpointError if the format's groups or words do not divide these sizes."""
 
     @abstractmethod
     def numbers(self, layer: Layer) -> Array:
-        """Return the matrix, `[out, in]` float32. Raises CheckpointError for scales that are not allowed."""
+        """Return the dequantized matrix, `[out, in]` float32. Raises CheckpointError for scales that are not
+        allowed."""
 
-    def codes(self, layer: Layer) -> Codes | None:
-        """See `QuantizedTensors`."""
+    def packed(self, layer: Layer) -> PackedMatrix | None:
+        """Return the layer packed for native CPU passes. None if no packed layout holds it exactly."""
         return None
 
     def raw(self, layer: Layer) -> Raw | None:
-        """See `QuantizedTensors`."""
+        """Return the layer's codes and scales. None if neither `Grouped` nor `Scaled8` can hold them."""
         return None
 
-    def coded_bits(self, size: int) -> int | None:
-        """See `QuantizedTensors`, of a layer of `size` inputs."""
+    def quantized_bits(self, size: int) -> int | None:
+        """Return the bits per weight, at most, that GPU kernels read for a layer of `size` inputs. None if they may
+        have to read the dequantized matrix."""
         return None
 
 
 class GroupedFormat(LinearFormat):
-    """Codes times scales."""
+    """Format of integer codes times scales."""
 
     @abstractmethod
     def raw(self, layer: Layer) -> Grouped:
-        """Return the layer's codes and scales. Raises as `numbers`."""
+        """Return the layer's codes less zero points, and its scales. Raises CheckpointError for scales that are not
+        allowed."""
 
     def numbers(self, layer: Layer) -> Array:
-        """See `LinearFormat`."""
+        """Return the dequantized matrix, `[out, in]` float32. Raises CheckpointError for scales that are not
+        allowed."""
         return self.raw(layer).numbers()
 
-    def codes(self, layer: Layer) -> Codes | None:
-        """See `LinearFormat`."""
-        return self.raw(layer).codes()
+    def packed(self, layer: Layer) -> PackedMatrix | None:
+        """Return the layer packed for native CPU passes. None if no packed layout holds it exactly."""
+        return self.raw(layer).packed()
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What `quantization_config` says: which format each linear layer has."""
+    """Content of a `quantization_config`: the format of each linear layer."""
 
     method: str
+    """Name of the method, as `quant_method` has it."""
     format_of: Callable[[str], LinearFormat | None]
-    """By the layer's name; None: it is not quantized."""
+    """Returns the format of the layer with a given name. None: the layer is not quantized."""
     unused: tuple[str, ...] = ()
-    """Suffixes of tensors that a checkpoint may have besides and that change no weight: scales of activations."""
+    """Suffixes of further tensors that a checkpoint may have, and that change no weight: scales of activations, for
+    example."""
 
 
 def groups_of(name: str, field: str, group: int, size: int) -> int:
-    """How many groups of `group` inputs `size` has. Raises CheckpointError where it does not divide them."""
+    """Return the number of groups of `group` inputs among `size` inputs. Raises CheckpointError if they do not
+    divide."""
     if size % group:
         raise CheckpointError(
             f"config.json: quantization_config.{field}={group}: must divide the {size} inputs of {name}"
@@ -161,15 +177,22 @@ def groups_of(name: str, field: str, group: int, size: int) -> int:
 
 
 def bits_of(kinds: Sequence[str], group: int, size: int) -> int | None:
-    """Bits of the first of `kinds` of a `Coding` that holds `size` inputs in groups of `group`, 0 or -1: of all."""
+    """Return the bits of the first of `kinds` (of `Coding`) that can hold `size` inputs in groups of `group`. None if
+    none can.
+
+    With `group` 0 or -1, all inputs of an output share a scale.
+    """
     whole = group <= 0 or group >= size
     fits = (Coding(kind, size if whole else group) for kind in kinds if whole or group % LEAST_GROUP == 0)
     return next((coding.bits for coding in fits if coding.unit(size)), None)
 
 
 def check_zero_scales(layer: Layer, suffix: str, grouped: Grouped, *, by_group: bool = False) -> Grouped:
-    """`grouped`, unless codes other than 0 have a scale of 0: no quantizer writes that. The file's tensor `suffix` is
-    `grouped.scales`, or `by_group` its transpose `[groups, out]`; it may lack dimensions of 1."""
+    """Return `grouped`. Raises CheckpointError if codes other than 0 have a scale of 0, which no quantizer writes.
+
+    The file's tensor `suffix` is `grouped.scales`, or with `by_group` its transpose `[groups, out]`. It may lack
+    dimensions of 1.
+    """
     if not (grouped.scales == 0).any():
         return grouped
     lost = (grouped.spread() == 0) & (grouped.values != 0)

@@ -1,4 +1,4 @@
-"""A folder of safetensors with codes, under the names of one without. Knows no format."""
+"""Folder of safetensors with quantized matrices, under the tensor names of an unquantized model. Knows no format."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 import numpy as np
 
 from specrs.arrays import Array
+from specrs.core import PackedMatrix
 from specrs.errors import CheckpointError
 from specrs.models.checkpoint import DTYPES, Checkpoint, check_tensors
 from specrs.models.quantization.base import Expected, Layer, LinearFormat, QuantizedTensors, Scheme
 from specrs.models.quantization.grouped import Raw
-from specrs.models.stored import Codes
 from specrs.models.tensors import EMBEDDING
 
 
 class QuantizedCheckpoint(QuantizedTensors):
-    """The tensors of a folder whose config.json has a `quantization_config`."""
+    """Tensors of a folder whose config.json has a `quantization_config`."""
 
     def __init__(self, files: Checkpoint, scheme: Scheme) -> None:
         self.folder = files.folder
@@ -28,7 +28,8 @@ class QuantizedCheckpoint(QuantizedTensors):
         return name in self._layers or name in self._files
 
     def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
-        """See `QuantizedTensors`; every tensor of every format is checked, none is left over."""
+        """Check every tensor of every quantized layer, and all others: names, shapes and dtypes. Remembers the
+        quantized layers, which other methods need. Raises CheckpointError, also for tensors that are left over."""
         found = self._files.entries()
         plain, layers = dict(required), dict[str, Expected]()
         for name, shape in {**required, **optional}.items():
@@ -63,11 +64,12 @@ class QuantizedCheckpoint(QuantizedTensors):
                 raise CheckpointError(f"{self.folder}: {name} is {dtype}, quantization_config makes it {allowed}")
 
     def is_quantized(self, name: str) -> bool:
-        """See `QuantizedTensors`; like what follows."""
+        """Return whether the matrix `name` is quantized."""
         return name in self._layers
 
     def mapped(self, name: str) -> Array:
-        """See `QuantizedTensors`."""
+        """Return the tensor `name`: an unquantized one in the file's dtype, a quantized one dequantized to float32.
+        Raises CheckpointError for scales that are not allowed and weights that are not finite."""
         if name not in self._layers:
             return self._files.mapped(name)
         form, shape = self._layers[name]
@@ -77,20 +79,21 @@ class QuantizedCheckpoint(QuantizedTensors):
             raise self._layer(name, shape).refused("weight", made, ~finite, "weights must be finite")
         return made
 
-    def codes(self, name: str) -> Codes | None:
-        """See `QuantizedTensors`."""
+    def packed(self, name: str) -> PackedMatrix | None:
+        """Return a quantized matrix packed for native CPU passes. None if no packed layout holds it exactly."""
         form, shape = self._layers[name]
-        return form.codes(self._layer(name, shape))
+        return form.packed(self._layer(name, shape))
 
     def raw(self, name: str) -> Raw | None:
-        """See `QuantizedTensors`."""
+        """Return the codes and scales of a quantized matrix. None if neither `Grouped` nor `Scaled8` can hold them."""
         form, shape = self._layers[name]
         return form.raw(self._layer(name, shape))
 
-    def coded_bits(self, name: str) -> int | None:
-        """See `QuantizedTensors`."""
+    def quantized_bits(self, name: str) -> int | None:
+        """Return the bits per weight, at most, that GPU kernels read. None if they may have to read the dequantized
+        matrix."""
         form, (_, size) = self._layers[name]
-        return form.coded_bits(size)
+        return form.quantized_bits(size)
 
     def _format(self, name: str, shape: tuple[int, ...]) -> LinearFormat | None:
         if len(shape) != 2 or name == EMBEDDING:
@@ -100,7 +103,7 @@ class QuantizedCheckpoint(QuantizedTensors):
     def _unused(self, name: str) -> bool:
         if name.endswith(self._scheme.unused):
             return True
-        # some quantizers write the bias that a layer does not have
+        # Some quantizers write a bias of zeros for layers without bias.
         layer = name.removesuffix(".bias") + ".weight"
         return name.endswith(".bias") and layer in self._layers and not bool(self._files.mapped(name).any())
 

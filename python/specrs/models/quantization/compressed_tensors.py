@@ -1,5 +1,7 @@
-"""compressed-tensors: FP8, INT8, packed INT4 and INT8, and FP4 of NVIDIA, by groups of layers. Activations of such
-checkpoints are to be quantized as they arise; here they are not."""
+"""compressed-tensors format: FP8, INT8, packed INT4 and INT8, and NVIDIA's FP4, by groups of layers.
+
+Its checkpoints may ask for quantized activations too. Activations stay unquantized here.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,22 @@ from specrs.models.quantization.modules import is_in, patterns
 
 _FIELD = "quantization_config."
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized", "dense")
+"""Values of `format` that are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Int8(GroupedFormat):
-    """`weight` int8 times `weight_scale`, of all, for each output, or for each group of its inputs."""
+    """`weight` int8 times `weight_scale`: one scale for the matrix, for each output, or for each group of an output's
+    inputs."""
 
     group: int | None
-    """Inputs of a group; 0: all of an output; None: one scale for the matrix."""
+    """Inputs per group. 0: all inputs of an output. None: one scale for the matrix."""
     symmetric: bool
+    """False if there are zero points, in `weight_zero_point`."""
 
     def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
-        """See `LinearFormat`; like what follows."""
+        """Return the tensors that a layer `[out, size]` must have, by suffix of `name`. Raises CheckpointError if the
+        sizes do not divide."""
         shapes: tuple[tuple[int, ...], ...] = ((1,), ())
         if self.group is not None:
             groups = groups_of(name, "group_size", self.group or size, size)
@@ -48,37 +54,42 @@ class Int8(GroupedFormat):
         return made if self.symmetric else made | {"weight_zero_point": Expected(shapes, ("I8", "I32", "I64"))}
 
     def raw(self, layer: Layer) -> Grouped:
-        """See `GroupedFormat`."""
+        """Return the layer's codes less zero points, and its scales. Raises CheckpointError for scales that are not
+        allowed."""
         values, scales = layer.read("weight"), _by_output(layer.scales("weight_scale"), layer.shape[0])
         if not self.symmetric:
             zeros = _by_output(layer.read("weight_zero_point"), layer.shape[0]).astype(np.int16)
             values = values - zeros.repeat(layer.shape[1] // zeros.shape[1], axis=1)
         return check_zero_scales(layer, "weight_scale", Grouped(values, scales))
 
-    def coded_bits(self, size: int) -> int | None:
-        """See `LinearFormat`."""
+    def quantized_bits(self, size: int) -> int | None:
+        """Return the bits per weight that GPU kernels read. None for zero points and for groups that no kernel
+        reads."""
         return bits_of(("int8",), self.group or 0, size) if self.symmetric else None
 
 
 def _by_output(array: Array, out: int) -> Array:
-    """Return `[out, groups]` of whatever shape says it."""
+    """Return scales or zero points of any allowed shape as `[out, groups]`."""
     spread = np.full(out, array.reshape(-1)[0]) if array.size == 1 else array
     return np.ascontiguousarray(spread.reshape(out, -1))
 
 
 @dataclass(frozen=True, slots=True)
 class PackedInt(GroupedFormat):
-    """`weight_packed` int32 `[out, in * bits / 32]`, lowest bits first, codes plus half their number."""
+    """`weight_packed` int32 `[out, in * bits / 32]`, lowest bits first. A code is stored plus 2^(bits - 1)."""
 
     bits: int
+    """Bits of a code: 4 or 8."""
     group: int
-    """Inputs of a group; 0: all."""
+    """Inputs per group. 0: all inputs of an output."""
     symmetric: bool
+    """False if there are zero points, in `weight_zero_point`."""
     ordered: bool
-    """Whether `weight_g_idx` says which group an input is of."""
+    """True if `weight_g_idx` may say to which group each input belongs."""
 
     def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
-        """See `LinearFormat`; like what follows."""
+        """Return the tensors that a layer `[out, size]` must have, by suffix of `name`. Raises CheckpointError if the
+        sizes do not divide."""
         words = -(-size * self.bits // 32)
         groups = groups_of(name, "group_size", self.group or size, size)
         made = {
@@ -93,7 +104,8 @@ class PackedInt(GroupedFormat):
         return made
 
     def raw(self, layer: Layer) -> Grouped:
-        """See `GroupedFormat`."""
+        """Return the layer's codes less zero points, and its scales. Raises CheckpointError for scales, shapes or
+        groups that are not allowed."""
         (out, size), half = layer.shape, 1 << self.bits - 1
         shape = layer.read("weight_shape")
         if shape.tolist() != [out, size]:
@@ -115,19 +127,21 @@ class PackedInt(GroupedFormat):
             codes = codes - zeros[:, group_of]
         return check_zero_scales(layer, "weight_scale", Grouped(codes, scales, group_of if ordered else None))
 
-    def coded_bits(self, size: int) -> int | None:
-        """See `LinearFormat`."""
+    def quantized_bits(self, size: int) -> int | None:
+        """Return the bits per weight, at most, that GPU kernels read. None if they may have to read the dequantized
+        matrix."""
         held = (self.symmetric or self.bits == 4) and not self.ordered
         return bits_of(("int4", "int8")[self.bits == 8 :], self.group, size) if held else None
 
 
 @dataclass(frozen=True, slots=True)
 class NVFP4(GroupedFormat):
-    """`weight_packed` uint8 `[out, in / 2]` of e2m1, lower half first; `weight_scale` e4m3 by 16 inputs, divided by
-    `weight_global_scale`."""
+    """`weight_packed` uint8 `[out, in / 2]`, two e2m1 numbers per byte, lower half first. `weight_scale` e4m3 has a
+    scale for 16 inputs, which is divided by `weight_global_scale`."""
 
     def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
-        """See `LinearFormat`; like what follows."""
+        """Return the tensors that a layer `[out, size]` must have, by suffix of `name`. Raises CheckpointError if the
+        sizes do not divide."""
         return {
             "weight_packed": Expected(((out, size // 2),), ("U8",)),
             "weight_scale": Expected(((out, groups_of(name, "group_size", 16, size)),), (E4M3,)),
@@ -135,21 +149,22 @@ class NVFP4(GroupedFormat):
         }
 
     def raw(self, layer: Layer) -> Grouped:
-        """See `GroupedFormat`."""
+        """Return twice the e2m1 numbers as int8 codes, and half the scales. Raises CheckpointError for scales that are
+        not allowed."""
         packed = layer.read("weight_packed")
         codes = np.stack((packed & 15, packed >> 4), axis=-1).reshape(len(packed), -1)
         scales = layer.scales("weight_scale") / layer.scales("weight_global_scale", zero=False).reshape(1) / 2
-        # zeros are allowed: a group of small numbers has a scale that e4m3 rounds to 0
+        # Scales of 0 are allowed, because e4m3 rounds the scale of a group of small numbers to 0.
         return Grouped(FP4[codes], scales)
 
-    def coded_bits(self, size: int) -> int | None:
-        """See `LinearFormat`."""
+    def quantized_bits(self, size: int) -> int | None:
+        """Return the bits per weight that GPU kernels read, at most. None if they read the dequantized matrix."""
         return bits_of(("int8",), 16, size)
 
 
 def scheme(raw: Mapping[str, Any]) -> Scheme:
-    """The `quantization_config` of `quant_method` compressed-tensors. Raises UnsupportedModelError or CheckpointError
-    by field."""
+    """Parse a `quantization_config` with `quant_method` compressed-tensors. Raises UnsupportedModelError or
+    CheckpointError, which name the field."""
     status = raw.get("quantization_status", "compressed")
     if status not in ("compressed", "frozen"):
         raise unsupported(_FIELD + "quantization_status", status, "'compressed'")
@@ -177,6 +192,8 @@ def scheme(raw: Mapping[str, Any]) -> Scheme:
 
 
 def _format(at: str, group: Mapping[str, Any], overall: object) -> LinearFormat | None:
+    """Return the format of a group of layers; None: they are not quantized. `at` is the group's path in errors,
+    `overall` the file's `format`."""
     weights, form = group.get("weights"), group.get("format") or overall or "dense"
     if form not in FORMATS:
         raise unsupported(at + "format" if group.get("format") else _FIELD + "format", form, ", ".join(FORMATS))
@@ -189,7 +206,7 @@ def _format(at: str, group: Mapping[str, Any], overall: object) -> LinearFormat 
     at += "weights."
     bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
     size = weights.get("group_size")
-    if strategy is None:  # as the format's own reader has it
+    if strategy is None:  # as in the compressed-tensors library
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if weights.get("dynamic"):
         raise unsupported(at + "dynamic", weights["dynamic"], "false")

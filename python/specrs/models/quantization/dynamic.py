@@ -1,4 +1,4 @@
-"""`dynamic` of a GPTQ configuration: layers that are not quantized, or in another way than the others."""
+"""Parser of `dynamic` in a GPTQ configuration: layers that are not quantized, or differently from the others."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any
 from specrs.models.errors import malformed, unsupported
 
 _READ = ("bits", "group_size", "desc_act", "sym")
+"""Fields that a rule may change."""
 _OF_QUANTIZING = ("damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "act_group_aware")
-"""Fields that say how codes were found, and not what they stand for."""
+"""Fields of a rule that say how codes were computed, and do not change what they mean."""
 
 
 def overrides(raw: Mapping[str, Any]) -> list[tuple[re.Pattern[str], dict[str, Any] | None]]:
-    """Rules for single layers in the order in which they are tried; the first that matches a layer's name counts.
+    """Return the rules for single layers in the order in which they are tried. The first that matches a layer's name
+    counts.
 
-    Each is a pattern, which matches at the beginning of a name, and the fields that differ there, None: the layer is
-    not quantized. In the file a pattern begins with `-:` for the latter, and may begin with `+:` otherwise.
+    A rule is a pattern, which must match at the beginning of a name, and the fields that differ there. None instead of
+    fields: the layer is not quantized. In the file such a pattern begins with `-:`; others may begin with `+:`.
 
-    Raises CheckpointError or UnsupportedModelError by field.
+    Raises CheckpointError or UnsupportedModelError, which name the field.
     """
     at, given = "quantization_config.dynamic", raw.get("dynamic")
     if given is None:

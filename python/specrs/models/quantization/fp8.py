@@ -1,4 +1,4 @@
-"""FP8 weights (e4m3): one scale for the matrix, for each output, or for each block. Numbers are made once, at load."""
+"""FP8 format (e4m3): one scale for the matrix, for each output, or for each block."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ E4M3, E8M0 = "F8_E4M3", "F8_E8M0"
 
 @dataclass(frozen=True, slots=True)
 class Float8(LinearFormat):
-    """`weight` e4m3 times `scale`, which multiplies whatever it is called."""
+    """`weight` e4m3 times the tensor named `scale`, which is a factor even if its name says inverse."""
 
     scale: str = "weight_scale"
+    """Suffix of the tensor with scales."""
     block: tuple[int, int] | None = None
-    """Outputs and inputs of a block; None: see `channel`."""
+    """Outputs and inputs of a block. None: see `channel`."""
     channel: bool = False
-    """A scale for each output, else one for all."""
+    """Without blocks: True if each output has a scale, False if the matrix has one."""
 
     def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
-        """See `LinearFormat`; like what follows."""
+        """Return the tensors that a layer `[out, size]` must have, by suffix. Blocks at the edges may be cut off."""
         shapes: tuple[tuple[int, ...], ...] = ((), (1,))
         if self.block is not None:
             shapes = ((-(-out // self.block[0]), -(-size // self.block[1])),)
@@ -38,19 +39,21 @@ class Float8(LinearFormat):
         return {"weight": Expected(((out, size),), (E4M3,)), self.scale: Expected(shapes, (*FLOATS, E8M0))}
 
     def numbers(self, layer: Layer) -> Array:
-        """See `LinearFormat`."""
+        """Return the dequantized matrix, `[out, in]` float32. Raises CheckpointError for scales that are not
+        allowed."""
         scales, weight = layer.scales(self.scale, zero=False), converted(layer.read("weight"), FLOAT32)
-        with np.errstate(all="ignore"):  # what is not finite is the caller's to name
+        with np.errstate(all="ignore"):  # the caller reports weights that are not finite
             if self.block is None:
                 made: Array = weight * scales.reshape(-1, 1)
                 return made
-            # A block may be larger than the matrix: what is spread is no larger.
+            # A block may be larger than the matrix. Do not repeat scales beyond it.
             rows, columns = (min(n, m) for n, m in zip(self.block, layer.shape, strict=True))
             spread = scales.repeat(rows, axis=0)[: layer.shape[0]].repeat(columns, axis=1)
             return weight * spread[:, : layer.shape[1]]
 
     def raw(self, layer: Layer) -> Scaled8:
-        """See `LinearFormat`."""
+        """Return the FP8 values and scales. Raises CheckpointError for NaN weights and for scales that are not
+        allowed."""
         (out, size), weight = layer.shape, np.ascontiguousarray(layer.read("weight"))
         scales = layer.scales(self.scale, zero=False)
         invalid = np.isnan(weight)
@@ -60,13 +63,14 @@ class Float8(LinearFormat):
             return Scaled8(weight, np.resize(scales, (out, 1)), size)
         return Scaled8(weight, scales, min(self.block[1], size), self.block[0])
 
-    def coded_bits(self, size: int) -> int | None:
-        """See `LinearFormat`."""
+    def quantized_bits(self, size: int) -> int | None:
+        """Return the bits per weight that GPU kernels read, at most. None if they read the dequantized matrix."""
         return bits_of(("fp8",), 0 if self.block is None else self.block[1], size)
 
 
 def scheme(raw: Mapping[str, Any]) -> Scheme:
-    """The `quantization_config` of `quant_method` fp8. Raises UnsupportedModelError or CheckpointError by field."""
+    """Parse a `quantization_config` with `quant_method` fp8. Raises UnsupportedModelError or CheckpointError, which
+    name the field."""
     at = "quantization_config."
     if raw.get("fmt") not in (None, "e4m3"):
         raise unsupported(at + "fmt", raw["fmt"], "'e4m3'")
@@ -84,7 +88,8 @@ def scheme(raw: Mapping[str, Any]) -> Scheme:
 
 
 def block_of(field: str, value: object) -> tuple[int, int] | None:
-    """Outputs and inputs of a block. Raises CheckpointError for what is no block."""
+    """Return the outputs and inputs of a block, None for None. Raises CheckpointError for other values, which names
+    `field`."""
     if value is None:
         return None
     if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
@@ -93,9 +98,9 @@ def block_of(field: str, value: object) -> tuple[int, int] | None:
 
 
 def quantized(weight: Array) -> tuple[Array, Array]:
-    """Return `weight` `[out, in]` in FP8 and the scale of each output `[out, 1]` float32.
+    """Return `weight` `[out, in]` in FP8 and the scale of each output, `[out, 1]` float32.
 
-    The largest number of an output becomes 448, e4m3's largest.
+    The largest magnitude of an output becomes 448, the largest number of e4m3.
     """
     w = converted(weight, FLOAT32)
     scales = np.abs(w).max(axis=1, keepdims=True) / np.float32(448)

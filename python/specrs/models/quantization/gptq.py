@@ -1,4 +1,5 @@
-"""GPTQ: INT4 or INT8 by group, packed along the inputs; groups perhaps in the order in which inputs were quantized."""
+"""GPTQ format: INT4 or INT8 by group, packed along the inputs. Groups may be in the order of quantization
+(act-order)."""
 
 from __future__ import annotations
 
@@ -30,25 +31,28 @@ from specrs.models.tensors import LM_HEAD
 
 logger = logging.getLogger("specrs")
 _OFFSETS = {"gptq": 1, "gptq_v2": 0}
-"""What is added to stored zero points, by the `checkpoint_format`. A file without a name is read as `gptq`."""
+"""Number to add to stored zero points, by `checkpoint_format`. A file that names none is read as `gptq`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GPTQ(GroupedFormat):
-    """`qweight` int32 `[in * bits / 32, out]`, `qzeros` `[groups, out * bits / 32]`, `scales` `[groups, out]`,
-    `g_idx` `[in]`."""
+    """GPTQ tensors of a layer: `qweight` int32 `[in * bits / 32, out]`, `qzeros` int32 `[groups, out * bits / 32]`,
+    `scales` `[groups, out]`, `g_idx` int32 `[in]`."""
 
     bits: int
+    """Bits of a code: 4 or 8."""
     group: int
-    """Inputs of a group; -1: all."""
+    """Inputs per group. -1: all inputs."""
     desc_act: bool
+    """True if `g_idx` must say to which group each input belongs (act-order)."""
     layout: str
-    """The `checkpoint_format`, a key of `_OFFSETS`."""
+    """The file's `checkpoint_format`, a key of `_OFFSETS`."""
     sym: bool | None = None
-    """Whether all zero points are the middle of the codes, 8 or 128; None: the file does not say."""
+    """True if all zero points are the middle of the codes, 8 or 128. None: the file does not say."""
 
     def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
-        """See `LinearFormat`; like what follows."""
+        """Return the tensors that a layer `[out, size]` must have, by suffix of `name`. Raises CheckpointError if the
+        sizes do not divide."""
         each = 32 // self.bits
         groups = groups_of(name, "group_size", self.group if self.group > 0 else size, size)
         for wrong, field in ((size % each, "inputs"), (out % each, "outputs")):
@@ -64,7 +68,8 @@ class GPTQ(GroupedFormat):
         }
 
     def raw(self, layer: Layer) -> Grouped:
-        """See `GroupedFormat`."""
+        """Return the layer's codes less zero points, and its scales. Raises CheckpointError for scales or groups that
+        are not allowed."""
         scales = np.ascontiguousarray(layer.scales("scales").T)
         groups, size = scales.shape[1], layer.shape[1]
         group_of = None
@@ -83,10 +88,10 @@ class GPTQ(GroupedFormat):
         return check_zero_scales(layer, "scales", Grouped(values, scales, group_of), by_group=True)
 
     def _offset(self, folder: Path, stored: Array) -> int:
-        """What is added to the `stored` zero points of a layer.
+        """Return the number to add to the `stored` zero points of a layer.
 
-        With `sym` they are all the middle of the codes, or in the first version of the format one less, so the data
-        tells the version. It is believed before the name, which many files have wrong or lack.
+        With `sym`, all zero points are the middle of the codes, and version 1 of the format stores them less 1. So the
+        data shows the version. Data wins over the name in `checkpoint_format`, which many files lack or have wrong.
         """
         named, middle = _OFFSETS[self.layout], 1 << (self.bits - 1)
         low, high = int(stored.min()), int(stored.max())
@@ -101,8 +106,8 @@ class GPTQ(GroupedFormat):
             _warn(folder, f"{reason}, which is wrong if the file was written in the other version of the format")
         return named
 
-    def coded_bits(self, size: int) -> int | None:
-        """See `LinearFormat`."""
+    def quantized_bits(self, size: int) -> int | None:
+        """Return the bits per weight that GPU kernels read, at most. None if they read the dequantized matrix."""
         return None if self.desc_act else bits_of(("int4", "int8")[self.bits == 8 :], self.group, size)
 
 
@@ -113,7 +118,8 @@ def _warn(folder: Path, reason: str) -> None:
 
 
 def scheme(raw: Mapping[str, Any]) -> Scheme:
-    """The `quantization_config` of `quant_method` gptq. Raises UnsupportedModelError or CheckpointError by field."""
+    """Parse a `quantization_config` with `quant_method` gptq. Raises UnsupportedModelError or CheckpointError, which
+    name the field."""
     form = _format(raw)
     ignored = patterns("modules_to_not_convert", raw.get("modules_to_not_convert"))
     made = [(rule, None if fields is None else _format({**raw, **fields})) for rule, fields in overrides(raw)]
@@ -127,7 +133,7 @@ def scheme(raw: Mapping[str, Any]) -> Scheme:
 
 
 def _format(raw: Mapping[str, Any]) -> GPTQ:
-    """The format that the fields of `raw` describe."""
+    """Return the format that the fields of `raw` describe."""
     at = "quantization_config."
     bits, group = raw.get("bits"), raw.get("group_size", 128)
     layout = raw.get("checkpoint_format", raw.get("format"))
@@ -144,6 +150,6 @@ def _format(raw: Mapping[str, Any]) -> GPTQ:
 
 
 def check_group(group: object) -> None:
-    """Raises CheckpointError for a `group_size` that is none."""
+    """Raise CheckpointError unless `group` is a valid `group_size`."""
     if type(group) is not int or not (group == -1 or group > 0):
         raise malformed("quantization_config.group_size", group, "an integer of at least 1, or -1 for all inputs")

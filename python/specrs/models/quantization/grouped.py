@@ -1,4 +1,5 @@
-"""Codes and scales as quantized files hold them, in numpy: the common forms of their formats. Knows no file."""
+"""Quantized matrices as NumPy arrays of integers or FP8 and scales, which all formats are converted to. Reads no
+file."""
 
 from __future__ import annotations
 
@@ -7,55 +8,57 @@ from typing import TypeAlias
 
 import numpy as np
 
-from specrs.arrays import BFLOAT16, FLOAT32, Array, converted
-from specrs.models.stored import Codes
+from specrs.arrays import FLOAT32, Array
+from specrs.core import PackedMatrix
 
-INT4_UNIT, INT8_UNIT = 32, 16
-"""Inputs that a group of the native pass is a multiple of."""
+PACKED_UNIT = 32
+"""Sizes of groups of a packed matrix are multiples of this."""
 FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Twice the numbers of e2m1, by their codes."""
+"""Twice the e2m1 number of each 4 bit code, so that all are integers."""
+LARGEST_EXPONENT = 127 + 125
+"""Largest stored exponent of MXFP4 for which 6, the largest e2m1 number, times the scale still fits fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """A matrix `[out, in]`: weight [o, i] is `values[o, i] * scales[o, group of i]`."""
+    """A matrix `[out, in]` of integers: weight [o, i] is `values[o, i] * scales[o, group of i]`."""
 
     values: Array
     """int8 or int16 `[out, in]`: codes less their zero points."""
     scales: Array
-    """float32 `[out, groups]`"""
+    """float32 `[out, groups]`."""
     group_of: Array | None = None
-    """int64 `[in]`: each input's group; None: groups of the same number of inputs, one after the other."""
+    """int64 `[in]`, the group of each input. None: consecutive groups of equal size."""
 
     def spread(self) -> Array:
-        """Return the scales by input, `[out, in]`."""
+        """Return the scale of each input, `[out, in]`."""
         if self.group_of is not None:
             found: Array = self.scales[:, self.group_of]
             return found
         return self.scales.repeat(self.values.shape[1] // self.scales.shape[1], axis=1)
 
     def numbers(self) -> Array:
-        """Return the matrix, `[out, in]` float32, each product rounded once."""
-        with np.errstate(all="ignore"):  # scales that are not finite are the caller's to name
+        """Return the dequantized matrix, `[out, in]` float32, each product rounded once."""
+        with np.errstate(all="ignore"):  # the caller reports scales that are not finite
             made: Array = self.values.astype(FLOAT32) * self.spread()
         return made
 
-    def codes(self) -> Codes | None:
-        """Return the same numbers as the native pass reads them; None where none of its layouts holds them."""
-        (out, size), groups = self.values.shape, self.scales.shape[1]
-        group = size // groups
-        if self.group_of is not None:
+    def packed(self) -> PackedMatrix | None:
+        """Return the matrix packed for native CPU passes.
+
+        None for groups that are not consecutive or no multiple of 32 inputs, for integers beyond 8 bits, and for
+        numbers that are not finite.
+        """
+        group = self.values.shape[1] // self.scales.shape[1]
+        if self.group_of is not None or group % PACKED_UNIT or not self.values.size:
             return None
         low, high = int(self.values.min()), int(self.values.max())
-        rounded = converted(self.scales, BFLOAT16)
-        fits = np.array_equal(converted(rounded, FLOAT32), self.scales)
-        scales = rounded if fits else np.ascontiguousarray(self.scales)
-        if low >= -8 and high <= 7 and group % INT4_UNIT == 0:
-            halves = (self.values + 8).astype(np.uint8).reshape(out, size // 32, 2, 16)
-            return Codes((halves[:, :, 0] | halves[:, :, 1] << 4).reshape(out, size // 2), scales)
-        if low >= -128 and high <= 127 and (groups == 1 or group % INT8_UNIT == 0):
-            return Codes(np.ascontiguousarray(self.values.astype(np.int8, copy=False)), scales)
-        return None
+        if low < -128 or high > 127:
+            return None
+        with np.errstate(all="ignore"):
+            if not np.isfinite(self.scales * FLOAT32.type(max(-low, high, 1))).all():
+                return None
+        return PackedMatrix.grouped(np.ascontiguousarray(self.values, np.int16), np.ascontiguousarray(self.scales))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +70,17 @@ class Scaled8:
     scales: Array
     """float32 `[ceil(out / outputs), ceil(in / group)]`"""
     group: int
+    """Inputs that share a scale."""
     outputs: int = 1
+    """Outputs that share a scale."""
 
 
 Raw: TypeAlias = Grouped | Scaled8
-"""What a file holds of a quantized matrix."""
+"""Codes and scales of a quantized matrix, as files hold them."""
 
 
 def unpack(packed: Array, bits: int, axis: int) -> Array:
-    """Return the unsigned codes of `bits` bits in int32 words, lowest first, along `axis`: uint8."""
+    """Return the unsigned codes of `bits` bits that int32 words hold along `axis`, lowest bits first: uint8."""
     each = 32 // bits
     words = np.ascontiguousarray(np.moveaxis(packed, axis, -1)).view(np.uint8)
     if bits == 4:

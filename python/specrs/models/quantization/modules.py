@@ -1,4 +1,4 @@
-"""Lists of modules in a `quantization_config`: whether a linear layer is in one."""
+"""Lists of modules in a `quantization_config`, and whether they contain a linear layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from specrs.models.errors import malformed
 
 
 def patterns(field: str, value: Any) -> tuple[str, ...]:
-    """The list in `value`, None being empty. Raises CheckpointError for what is none."""
+    """Return the list `value` as a tuple, empty for None. Raises CheckpointError, which names `field`, for anything
+    else."""
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -25,9 +26,10 @@ def patterns(field: str, value: Any) -> tuple[str, ...]:
 
 
 def is_in(name: str, modules: Iterable[str]) -> bool:
-    """Whether the layer `name` is one of `modules`: by a pattern, by its name, or because it is in or ends with one.
+    """Return whether a layer is in a list of modules. An entry `re:PATTERN` must match the beginning of `name`; any
+    other entry must be whole components of it, anywhere.
 
-    Parts of a name are whole: `layers.1` is not `layers.10`.
+    `layers.1` does not stand for `layers.10`.
     """
     for module in modules:
         if module.startswith("re:"):

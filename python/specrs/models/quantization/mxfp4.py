@@ -1,4 +1,4 @@
-"""MXFP4, as gpt-oss has its experts in: e2m1 codes, a power of two for each 32 inputs. Quantizes nothing."""
+"""MXFP4 format of gpt-oss' experts: e2m1 codes, with a power of two as scale for each 32 inputs. Quantizes nothing."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from typing import Any
 
 import numpy as np
 
+from specrs.arrays import Array
+from specrs.core import PackedMatrix
 from specrs.models.quantization.base import Expected, GroupedFormat, Layer, LinearFormat, Scheme, groups_of
-from specrs.models.quantization.grouped import FP4, Grouped
+from specrs.models.quantization.grouped import FP4, LARGEST_EXPONENT, Grouped
 from specrs.models.quantization.modules import patterns
 
 GROUP = 32
-"""Inputs of a scale (OCP 2023, Microscaling formats, section 5.2)."""
-_LARGEST = 127 + 125
-"""Of a scale's exponent, so that 6 of it is a number of fp32."""
+"""Inputs that share a scale (OCP 2023, Microscaling formats, section 5.2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MXFP4(GroupedFormat):
-    """`blocks` uint8 `[out, in / 32, 16]`, lower halves first; `scales` uint8 `[out, in / 32]`, for 2^(s - 127)."""
+    """`blocks` uint8 `[out, in / 32, 16]`, two codes per byte, lower half first. `scales` uint8 `[out, in / 32]`; s
+    means 2^(s - 127)."""
 
     def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
-        """See `LinearFormat`; like what follows."""
+        """Return the tensors that a layer `[out, size]` must have, by suffix of `name`. Raises CheckpointError if the
+        sizes do not divide."""
         groups = groups_of(name, "group_size", GROUP, size)
         return {
             "blocks": Expected(((out, groups, GROUP // 2),), ("U8",)),
@@ -32,20 +34,39 @@ class MXFP4(GroupedFormat):
         }
 
     def raw(self, layer: Layer) -> Grouped:
-        """See `GroupedFormat`."""
-        blocks, exponents = layer.read("blocks"), layer.read("scales")
-        wrong = exponents > _LARGEST
-        if wrong.any():
-            allowed = f"must be at most {_LARGEST}: 255 is no number, and with others weights are infinite"
-            raise layer.refused("scales", exponents, wrong, allowed)
-        codes = np.stack((blocks & 15, blocks >> 4), axis=-1).reshape(len(blocks), -1)
-        # The codes are halves.
+        """Return twice the e2m1 numbers as int8 codes, and half the scales. Raises CheckpointError for scales that are
+        too large."""
+        blocks, exponents = layer.read("blocks"), self._exponents(layer)
+        # FP4 has doubled numbers, so scales are halved.
         scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
-        return Grouped(FP4[codes], scales)
+        return Grouped(FP4[_codes(blocks).reshape(len(blocks), -1)], scales)
+
+    def packed(self, layer: Layer) -> PackedMatrix:
+        """Return the layer packed for native CPU passes. Raises CheckpointError for scales that are too large."""
+        exponents, codes = self._exponents(layer), _codes(layer.read("blocks"))
+        # GGML's blocks of the same name: the exponent, then input i in the lower half of byte i, 16 + i in the upper.
+        halves = codes[..., :16] | codes[..., 16:] << 4
+        blocks = np.concatenate((exponents[..., None], halves), axis=-1)
+        return PackedMatrix("MXFP4", blocks.reshape(len(blocks), -1))
+
+    def _exponents(self, layer: Layer) -> Array:
+        """Return the stored exponents `[out, in / 32]`. Raises CheckpointError for those that are too large."""
+        exponents = layer.read("scales")
+        wrong = exponents > LARGEST_EXPONENT
+        if wrong.any():
+            allowed = f"must be at most {LARGEST_EXPONENT}: 255 is no number, and with others weights are infinite"
+            raise layer.refused("scales", exponents, wrong, allowed)
+        return exponents
+
+
+def _codes(blocks: Array) -> Array:
+    """Return the codes of `blocks` `[out, in / 32, 16]` in the order of the inputs, uint8 `[out, in / 32, 32]`."""
+    codes: Array = np.stack((blocks & 15, blocks >> 4), axis=-1).reshape(*blocks.shape[:2], GROUP)
+    return codes
 
 
 def scheme(raw: Mapping[str, Any]) -> Scheme:
-    """The `quantization_config` of `quant_method` mxfp4. Raises CheckpointError by field."""
+    """Parse a `quantization_config` with `quant_method` mxfp4. Raises CheckpointError, which names the field."""
     listed = patterns("modules_to_not_convert", raw.get("modules_to_not_convert"))
     ignored = [re.compile(".*".join(map(re.escape, item.split("*"))) + r"(\..*)?") for item in listed]
     form = MXFP4()

@@ -1,7 +1,7 @@
-"""The table of quantized formats: which there are, how each is read, and what each becomes on which device.
+"""Table of quantized formats: their parsers, and the form in which each device computes them.
 
-What `quantization=` may say follows from it: None reads what the checkpoint says, a method must be the checkpoint's
-own, and fp8, int8 and int4 of weights that are not quantized quantize them as they are loaded.
+It defines the values of `quantization=`. None accepts the checkpoint's own format. A method's name must be the
+checkpoint's. fp8, int8, int4, q8_0 and q4_0 quantize unquantized weights while they are loaded.
 """
 
 from __future__ import annotations
@@ -27,70 +27,79 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": awq.scheme,
     "mxfp4": mxfp4.scheme,
 }
-"""What reads a `quantization_config`, by its `quant_method`."""
+"""Parser of a `quantization_config` for each `quant_method`."""
 STACKED = ("mxfp4",)
-"""Those of checkpoints that have all experts of a layer in one tensor a projection; others are of other checkpoints."""
+"""Methods for checkpoints that store all experts of a layer in one tensor per projection. Other methods do not support
+these."""
 GGUF = "gguf"
-AT_LOAD = ("fp8", "int8", "int4")
-"""What weights that are not quantized can be made as they are loaded."""
+AT_LOAD = ("fp8", "int8", "int4", "q8_0", "q4_0")
+"""Formats to which unquantized weights can be quantized while they are loaded."""
 FIELDS = ("quantization_config", "compression_config")
-"""Where config.json has it; older checkpoints of compressed-tensors use the second name."""
+"""Fields of config.json that may hold the configuration. Older checkpoints of compressed-tensors use the second
+name."""
 OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files that older quantizers wrote in place of the field, with their `quant_method`."""
+"""Files that older quantizers wrote instead of the field, with their `quant_method`."""
 _AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
-"""What AWQ's own file calls fields."""
+"""Names of fields in AWQ's own file, with the names that `quantization_config` has for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A row of the table in docs/supported.md."""
+    """Row of the table in docs/supported.md."""
 
     method: str
+    """Value of `quantization`."""
     weights: str
+    """Description of the quantized weights."""
     cpu: str
-    """What the native pass of a CPU reads. `enforce_eager` and float64 read numbers, always."""
+    """Form that native CPU passes read. `enforce_eager` and float64 always read dequantized numbers."""
     cuda: str
-    """What the kernels of a GPU read; numbers are of the model's dtype."""
+    """Form that GPU kernels read. Dequantized numbers have the model's dtype."""
 
 
 _BF16 = "bf16, made at load"
 _NUMBERS = "numbers, made at load"
 _FP8 = "FP8 codes"
 _CODES_4, _CODES_8 = "INT4 codes", "INT8 codes"
+_PACKED_4, _PACKED_8, _PACKED = "INT4, packed", "INT8, packed", "the file's blocks, packed"
 TABLE = (
     Format("fp8", "e4m3, a scale for each block (Qwen3-FP8) or for the matrix", _BF16, _FP8),
     Format("compressed-tensors", "FP8: a scale for the matrix, each output or each block", _BF16, _FP8),
-    Format("compressed-tensors", "INT8 (W8A8, W8A16), symmetric", _CODES_8, _CODES_8),
+    Format("compressed-tensors", "INT8 (W8A8, W8A16), symmetric", _PACKED_8, _CODES_8),
     Format("compressed-tensors", "INT8, not symmetric", _BF16, _NUMBERS),
-    Format("compressed-tensors", "packed INT4 by group or output, symmetric", _CODES_4, _CODES_4),
-    Format("compressed-tensors", "packed INT4, not symmetric", _CODES_8, _CODES_4),
-    Format("compressed-tensors", "packed INT8, symmetric", _CODES_8, _CODES_8),
+    Format("compressed-tensors", "packed INT4 by group or output, symmetric", _PACKED_4, _CODES_4),
+    Format("compressed-tensors", "packed INT4, not symmetric", _PACKED_4, _CODES_4),
+    Format("compressed-tensors", "packed INT8, symmetric", _PACKED_8, _CODES_8),
     Format("compressed-tensors", "packed, act-order (`weight_g_idx`)", _BF16, _NUMBERS),
-    Format("compressed-tensors", "NVFP4", _CODES_8, _CODES_8),
-    Format("gptq", "4 bit, symmetric", _CODES_4, _CODES_4),
-    Format("gptq", "4 bit, not symmetric", _CODES_8, _CODES_4),
-    Format("gptq", "8 bit, symmetric", _CODES_8, _CODES_8),
+    Format("compressed-tensors", "NVFP4", _BF16, _CODES_8),
+    Format("gptq", "4 bit, symmetric", _PACKED_4, _CODES_4),
+    Format("gptq", "4 bit, not symmetric", _PACKED_4, _CODES_4),
+    Format("gptq", "8 bit, symmetric", _PACKED_8, _CODES_8),
     Format("gptq", "`desc_act` with groups out of order", _BF16, _NUMBERS),
-    Format("awq", "4 bit, gemm order", _CODES_8, _CODES_4),
-    Format("mxfp4", "experts in MXFP4 (gpt-oss)", _CODES_8, _NUMBERS),
+    Format("awq", "4 bit, gemm order", _PACKED_4, _CODES_4),
+    Format("mxfp4", "experts in MXFP4 (gpt-oss)", _PACKED, _NUMBERS),
     Format("gguf", "F32, F16, BF16", "as the file has them", _NUMBERS),
-    Format("gguf", "Q4_0", _CODES_4, _CODES_4),
-    Format("gguf", "Q8_0, Q6_K", _CODES_8, _CODES_8),
-    Format("gguf", "Q4_1, Q5_0, Q5_1, Q2_K to Q5_K, IQ and other types that the package `gguf` reads", _BF16, _NUMBERS),
-    Format("int4", "any of 16 or 32 bit, quantized at load", _CODES_4, _CODES_4),
-    Format("int8", "any of 16 or 32 bit, quantized at load", _CODES_8, _CODES_8),
+    Format("gguf", "Q4_0", _PACKED, _CODES_4),
+    Format("gguf", "Q8_0, Q6_K", _PACKED, _CODES_8),
+    Format("gguf", "MXFP4", _PACKED, _NUMBERS),
+    Format("gguf", "Q4_1, Q5_0, Q5_1, Q2_K to Q5_K, IQ4_NL, IQ4_XS", _PACKED, _NUMBERS),
+    Format("gguf", "other types that the package `gguf` reads", _BF16, _NUMBERS),
+    Format("int4", "any of 16 or 32 bit, quantized at load", _PACKED_4, _CODES_4),
+    Format("int8", "any of 16 or 32 bit, quantized at load", _PACKED_8, _CODES_8),
+    Format("q8_0", "any of 16 or 32 bit, quantized at load", _PACKED_8, _CODES_8),
+    Format("q4_0", "any of 16 or 32 bit, quantized at load", _PACKED_4, _CODES_4),
     Format("fp8", "any of 16 or 32 bit, quantized at load", _BF16, _FP8),
 )
 
 
 def methods_of(*, stacked: bool) -> tuple[str, ...]:
-    """What a checkpoint may be quantized by; see `STACKED`."""
+    """Return the methods for checkpoints with, or without, stacked experts: see `STACKED`."""
     return tuple(method for method in METHODS if (method in STACKED) == stacked)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder. Where it says nothing of quantized weights, `quantization_config` is what a file of its
-    own says (`OWN_FILES`). Raises CheckpointError."""
+    """Return the config.json of a folder. If it lacks a `quantization_config`, the content of one of `OWN_FILES` is
+    added as that field. Raises CheckpointError."""
     raw, path = read_json(folder / "config.json"), quantization_file(folder)
     if path is None or any(raw.get(field) is not None for field in FIELDS):
         return raw
@@ -99,13 +108,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def quantization_file(folder: Path) -> Path | None:
-    """The first of `OWN_FILES` in a folder."""
+    """Return the first of `OWN_FILES` in a folder; None if there is none."""
     return next((folder / name for name in OWN_FILES if (folder / name).is_file()), None)
 
 
 def scheme_of(raw: Mapping[str, Any]) -> Scheme | None:
-    """What config.json says of quantized weights; None: there are none. Raises UnsupportedModelError for an unknown
-    `quant_method`, else as its reader."""
+    """Return the quantization that config.json describes; None: weights are not quantized. Raises UnsupportedModelError
+    for an unknown `quant_method` or what is not implemented, and CheckpointError."""
     field = next((name for name in FIELDS if raw.get(name) is not None), None)
     if field is None:
         return None
@@ -119,7 +128,8 @@ def scheme_of(raw: Mapping[str, Any]) -> Scheme | None:
 
 
 def method_of(source: str | Path, revision: str | None) -> str | None:
-    """The method of the checkpoint's quantized weights; None where it has none. Raises as `scheme_of`."""
+    """Return the method by which a checkpoint's weights are quantized; None: they are not. Raises UnsupportedModelError
+    and CheckpointError."""
     file = gguf_path(source, revision)
     if file is not None:
         plain = all(info.kind in PLAIN for info in open_gguf(file).tensors.values())
@@ -129,13 +139,13 @@ def method_of(source: str | Path, revision: str | None) -> str | None:
 
 
 def resolve_quantization(
-    field: str, given: str | None, source: str, revision: str | None, device: str, *, load_format: str = "auto"
+    field: str, given: str | None, source: str, revision: str | None, *, load_format: str = "auto"
 ) -> str | None:
-    """What weights are quantized to as they are loaded: `given` of `field`, or None where the checkpoint's own hold.
+    """Return the format to quantize weights to while they are loaded. None: weights stay as the checkpoint has them.
 
-    Random weights (`dummy`) are numbers, whatever the checkpoint holds; its own method is no contradiction.
-
-    Raises UnsupportedConfigError where the two contradict each other, and for a device that serves neither.
+    `given` is the value of the option `field`. Random weights (`dummy`) are unquantized whatever the checkpoint holds,
+    so each format of `AT_LOAD` is allowed for them. Raises UnsupportedConfigError if `given` contradicts the
+    checkpoint.
     """
     method = None if load_format == "dummy" and given in (None, *AT_LOAD) else method_of(source, revision)
     if given is None or given == method:
@@ -152,7 +162,7 @@ def resolve_quantization(
 
 
 def table() -> str:
-    """The table in Markdown, as docs/supported.md has it."""
+    """Return the table in Markdown, as docs/supported.md has it."""
     lines = ["| `quantization` | weights | on a CPU they stay, or become | on a GPU |", "| --- | --- | --- | --- |"]
     lines += [f"| `{row.method.replace(', ', '`, `')}` | {row.weights} | {row.cpu} | {row.cuda} |" for row in TABLE]
     return "\n".join(lines)

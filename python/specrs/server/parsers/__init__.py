@@ -1,4 +1,5 @@
-"""Text of models, read as it is written: reasoning, tool calls, content. Generates nothing and knows no HTTP.
+"""Parsers of model output that arrives in pieces: reasoning, tool calls and content. They generate nothing and know no
+HTTP.
 
-A format is a file; `base` is what they share, `table` names them as vLLM's flags do.
+Each format has a file; `base` has what they share, and `table` lists them under the names of vLLM's flags.
 """

@@ -1,6 +1,7 @@
-"""What a JSON schema says of a single value: its types, the words of `enum`, the lengths of a text. Validates nothing.
+"""Reads what a JSON schema allows for a single value: its types, the values of `enum`, and the lengths of a text.
+Validates nothing.
 
-A schema is taken apart into plain ones, which have no references and no `allOf`, `anyOf` or `oneOf`.
+A schema is split into plain schemas, which have no references and no `allOf`, `anyOf` or `oneOf`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 from specrs.server.parsers.references import target
 
 MAX_DEPTH = 32
-"""Schemas inside schemas that are followed."""
+"""Maximum depth of schemas inside schemas."""
 MAX_STEPS = 10_000
-"""Schemas that are visited or merged to take one apart; words of an `enum` that is merged count, too."""
+"""Maximum number of schemas that are visited or merged to split one schema. Values of a merged `enum` count, too."""
 _ALTERNATIVES = ("anyOf", "oneOf")
 _COMBINING = ("$ref", "allOf", *_ALTERNATIVES)
 _JSON_TYPES: dict[type, str] = {
@@ -39,7 +40,7 @@ def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
-    """The JSON types that `schema` of the document `root` allows; empty if it names none.
+    """Return the JSON types that `schema` of the document `root` allows; empty if it names none.
 
     `enum` and `const` have the types of their values. A malformed `type` names none.
     """
@@ -51,7 +52,7 @@ def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
 
 
 def named_types(schema: dict[str, Any]) -> set[str]:
-    """The names in the keyword `type`; empty without it or if it is malformed."""
+    """Return the type names in the keyword `type`; empty if it is missing or malformed."""
     kinds = schema.get("type")
     if isinstance(kinds, str):
         return {kinds}
@@ -59,9 +60,9 @@ def named_types(schema: dict[str, Any]) -> set[str]:
 
 
 def words_of(schema: dict[str, Any]) -> list[Any] | None:
-    """The values of `enum` and `const` that `type`, `minLength` and `maxLength` allow.
+    """Return the values of `enum` and `const` that `type`, `minLength` and `maxLength` allow.
 
-    None without `enum` and `const`, or if `enum` is malformed.
+    None if the schema has neither `enum` nor `const`, or if `enum` is malformed.
     """
     words = _listed(schema)
     if words is None:
@@ -77,20 +78,21 @@ def words_of(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def lengths_of(schema: dict[str, Any]) -> tuple[int, int | None]:
-    """`minLength` and `maxLength`; 0 and None where one is missing or malformed."""
+    """Return `minLength` and `maxLength`; 0 and None if they are missing or malformed."""
     low, high = schema.get("minLength"), schema.get("maxLength")
     return (low if type(low) is int and low >= 0 else 0), (high if type(high) is int and high >= 0 else None)
 
 
 class _Splitter:
-    """Takes apart schemas of one document, within `MAX_STEPS`."""
+    """Splitter of the schemas of one document, which stops after `MAX_STEPS`."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._steps = MAX_STEPS
 
     def split(self, schema: Any, within: tuple[str, ...], depth: int) -> list[dict[str, Any]]:
-        """The alternatives of `schema`, which stands inside what the references `within` lead to."""
+        """Return the alternatives of `schema`. `within` are the references that were followed to reach it, `depth` its
+        nesting."""
         if schema is True:
             return [{}]
         if not isinstance(schema, dict) or depth > MAX_DEPTH or not self._step():
@@ -115,7 +117,7 @@ class _Splitter:
         return [one for one in merged if one is not None]
 
     def _merged(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any] | None:
-        """A plain schema for the values that fit both; None if there are none."""
+        """Return a plain schema for the values that fit both schemas; None if no value does."""
         merged = {**first, **second}
         kinds, others = named_types(first), named_types(second)
         if kinds and others:
@@ -151,7 +153,7 @@ class _Splitter:
 
 
 def _listed(schema: dict[str, Any]) -> list[Any] | None:
-    """The values that both `enum` and `const` allow; None without them."""
+    """Return the values that both `enum` and `const` allow; None if the schema has neither."""
     words, constant = schema.get("enum"), schema.get("const")
     if not isinstance(words, list):
         return [constant] if "const" in schema else None
@@ -161,7 +163,7 @@ def _listed(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _sorted_text(word: Any) -> str:
-    """JSON text that equal values share."""
+    """Return a JSON text that is the same for equal values."""
     return json.dumps(word, sort_keys=True)
 
 

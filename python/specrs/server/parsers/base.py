@@ -1,7 +1,7 @@
-"""What parsers of tool calls share: events, and text that is read piece by piece. Knows no format.
+"""Base of the tool call parsers: their events, and a buffer for text that arrives in pieces. Knows no format.
 
-Serving projects have such parsers (vLLM's and SGLang's in Python, crates of smg and Dynamo), each tied to types
-of tokenizers and requests of its own; these read text alone.
+Other serving projects have such parsers, too (vLLM and SGLang in Python, smg and Dynamo in Rust). Each is tied to its
+own tokenizer and request types; the parsers here read only text.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text that is no part of a call."""
+    """Event: text that belongs to no tool call."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call begins; what follows of `Arguments` is its own, until the next one begins."""
+    """Event: a tool call begins. `Arguments` events that follow belong to it, until the next call begins."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A piece of a call's arguments, which are JSON text as far as the model wrote JSON."""
+    """Event: a piece of a call's arguments. Together they are JSON text, as far as the model wrote JSON."""
 
     text: str
 
@@ -54,7 +54,8 @@ class ToolParser(ABC):
     """
 
     def __init__(self, functions: Sequence[Function] = ()) -> None:
-        """`functions`: those that the request offers. Without any, every name is taken for a function's."""
+        """Start with an empty buffer. `functions` are those that the request offers. If there are none, any name counts
+        as a function."""
         self._functions = {function.name: function for function in functions}
         self._buffer = ""  # read, and not yet decided on
         self._space = ""  # white space at the end of the content, dropped where a call follows
@@ -62,14 +63,14 @@ class ToolParser(ABC):
         self._called = False
 
     def feed(self, text: str) -> list[Event]:
-        """What `text`, which follows on what was fed before, shows."""
+        """Read `text`, which follows what was fed before, and return the new events."""
         self._buffer += text
         while self._step(final=False):
             continue
         return self._take_events()
 
     def finish(self) -> list[Event]:
-        """What is left, now that the text has ended."""
+        """Return the last events, now that the text has ended."""
         while self._step(final=True):
             continue
         if not self._called and self._space:
@@ -79,9 +80,10 @@ class ToolParser(ABC):
 
     @abstractmethod
     def _step(self, *, final: bool) -> bool:
-        """Decide on a part of the buffer and remove it; False if that needs more text. `final`: no more will come.
+        """Interpret a part of the buffer and remove it. Return False if that needs more text. `final` says that no more
+        follows.
 
-        A decision must not hang on where the buffer ends, unless `final`.
+        A decision must not depend on where the buffer ends, unless `final`.
         """
 
     def _take_events(self) -> list[Event]:
@@ -89,7 +91,7 @@ class ToolParser(ABC):
         return events
 
     def _say(self, text: str) -> None:
-        """`text` is content."""
+        """Add an event that `text` is content."""
         text = self._space + text
         kept = text.rstrip()
         self._space = text[len(kept) :]
@@ -97,21 +99,22 @@ class ToolParser(ABC):
             self._events.append(Content(kept))
 
     def _offers(self, name: str) -> bool:
-        """Whether `name` may be called. Each parser asks before it calls `_call`."""
+        """Return True if the function `name` may be called. Parsers check it before they call `_call`."""
         return not self._functions or name in self._functions
 
     def _call(self, name: str) -> None:
-        """A call of `name` begins."""
+        """Add an event that a call of `name` begins."""
         self._called, self._space = True, ""
         self._events.append(CallStart(name))
 
     def _argue(self, text: str) -> None:
-        """`text` is the next piece of its arguments."""
+        """Add an event that `text` is the next piece of the call's arguments."""
         if text:
             self._events.append(Arguments(text))
 
     def _take_until(self, *markers: str, final: bool) -> tuple[str, str | None]:
-        """The text before the first of `markers`, and which; both leave the buffer. None: as far as none can begin."""
+        """Remove the text before the first of `markers`, and the marker, from the buffer. Return both. Without a
+        marker, return the text that cannot belong to one, and None."""
         text, marker, self._buffer = split_at(self._buffer, *markers, final=final)
         return text, marker
 
@@ -119,14 +122,20 @@ class ToolParser(ABC):
         self._buffer = self._buffer.lstrip()
 
     def _starts_with(self, marker: str, *, final: bool) -> bool | None:
-        """Whether the buffer does; None if it may, once more has come."""
+        """Return whether the buffer begins with `marker`. None if that depends on text to come."""
         if self._buffer.startswith(marker):
             return True
         return None if not final and marker.startswith(self._buffer) else False
 
     def _skip_marker(self, marker: str, *, final: bool) -> bool:
-        """Drop white space and, where it follows, `marker`; False: it may follow, once more has come."""
+        """Remove white space and, if it follows, `marker` from the buffer. Return False if the marker may still follow
+        in text to come.
+
+        If the text ends inside `marker`, the part of it is removed too, because a token limit cut it off.
+        """
         self._skip_space()
+        if final and marker.startswith(self._buffer):
+            self._buffer = ""
         follows = self._starts_with(marker, final=final)
         if follows:
             self._buffer = self._buffer[len(marker) :]
@@ -134,10 +143,10 @@ class ToolParser(ABC):
 
 
 def split_at(text: str, *markers: str, final: bool) -> tuple[str, str | None, str]:
-    """The text before the first of `markers`, which one it is, and the text behind it.
+    """Return the text before the first of `markers`, that marker, and the text after it.
 
-    None: there is none so far; then the last part is the end of the text, which may be the beginning of one. No marker
-    may begin inside another.
+    If there is no marker, the marker is None, and the last text is the end of the text that may be the beginning of
+    one; it is empty if `final`. No marker may begin inside another.
     """
     found = [(place, marker) for marker in markers if (place := text.find(marker)) >= 0]
     if found:

@@ -1,4 +1,4 @@
-"""Calls next to a response format: a text is either calls or content, and its beginning says which."""
+"""Parser for texts that are either tool calls or a response format's JSON. The beginning of the text decides."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from specrs.server.parsers.base import Content, ToolParser
 
 
 class CallsOrContent(ToolParser):
-    """Reads a text that a grammar holds to calls or to the format.
+    """Reader of a text that a grammar constrains to tool calls or to the response format.
 
-    A mark of a call inside the content's strings begins no call. A call that was cut off before its name is dropped,
-    because its marks are no content.
+    A call mark inside the content's strings begins no call. A call that was cut off before its name is dropped, because
+    its marks are no content.
     """
 
     def __init__(self, parser: ToolParser, openings: Sequence[tuple[str, ...]]) -> None:
-        """`parser` reads calls. `openings`: terminals that calls begin with, white space between them."""
+        """Start to read. `parser` reads calls. `openings` are the sequences of terminals that calls begin with, with
+        white space between them."""
         super().__init__()
         self._parser = parser
         self._openings = openings
@@ -37,7 +38,7 @@ class CallsOrContent(ToolParser):
 
 
 def _begins(text: str, opening: tuple[str, ...]) -> bool | None:
-    """Whether `text` begins with `opening`; None if more text decides."""
+    """Return whether `text` begins with `opening`. None if that depends on text to come."""
     for terminal in opening:
         text = text.lstrip()
         if not text.startswith(terminal):

@@ -1,6 +1,7 @@
-"""Parsers of calls that a request demands; `constraints` has the grammars that hold the text to them.
+"""Parsers of tool calls that a request demands. `constraints` has the grammars for such texts.
 
-`tool_choice` "required": a list of `{"name", "parameters"}`. A named one: its arguments, and nothing else.
+With `tool_choice` "required", the text is a list of `{"name", "parameters"}`. With a named function, it is only that
+function's arguments.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from specrs.server.parsers.json_calls import JSONCallParser
 
 
 class RequiredParser(JSONCallParser):
-    """The list. Text that leaves it, which no grammar allows, becomes content."""
+    """Parser of a list of calls. Text that does not follow the format, which no grammar allows, becomes content."""
 
     _left = False
 
@@ -33,7 +34,7 @@ class RequiredParser(JSONCallParser):
 
 
 class NamedParser(ToolParser):
-    """All text is the arguments of the one function."""
+    """Parser for a call of one named function. The whole text is its arguments."""
 
     def _step(self, *, final: bool) -> bool:
         if not self._called:

@@ -1,7 +1,7 @@
-"""Tool calls as grammars: what the model may write as a call, in the format of each parser. Parses nothing.
+"""Grammars of tool calls: what the model may write as a call, in the format of each parser. Parses nothing.
 
-Needed where a response format binds the text: the text is then calls or the format's JSON. A grammar here is narrower
-than what its parser reads, because parsers forgive what models get wrong.
+They are needed if a response format constrains the text, which is then calls or JSON of the format. These grammars are
+stricter than the parsers, which accept mistakes of models.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from specrs.server.parsers.references import additional_schema, property_schema
 from specrs.structured.schemas import subschemas
 
 MAX_LENGTH_BOUND = 1000
-"""Largest `minLength` and `maxLength` that raw text is held to; an automaton counts the characters."""
+"""Largest `minLength` and `maxLength` that are enforced for unquoted text. An automaton has to count the characters."""
 
 
 @dataclass(slots=True)
 class CallRules:
-    """Rules of one grammar while it is written, in llguidance's dialect of Lark; the rule `calls` is the start.
+    """Rules of one grammar under construction, in llguidance's dialect of Lark. The rule `calls` is the start.
 
-    `special`: text of a special token -> its id. `schemas`: the grammar's schemas as (field of the request, schema);
-    the rule `schema_i` stands for item i. The caller may have put some there.
+    `special`: id of each special token, by its text. `schemas`: the grammar's schemas as (field of the request,
+    schema); the rule `schema_i` stands for item i. The caller may have added some.
     """
 
     functions: Sequence[Function]
@@ -36,28 +36,29 @@ class CallRules:
     schemas: list[Any] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     openings: list[tuple[str, ...]] = field(default_factory=list)
-    """Terminals that a text of calls may begin with, white space between them."""
+    """Sequences of terminals that calls may begin with, with white space between them."""
     left_out: list[str] = field(default_factory=list)
-    """Names of functions that the format cannot write a call of."""
+    """Names of functions whose calls this format cannot write."""
     sources: list[Function] = field(default_factory=list)
-    """Functions whose parameters the rules take apart. Errors are about these, not about the parts."""
+    """Functions whose parameters the rules write one by one. Errors name these functions, not the parts."""
     malformed: set[str] = field(default_factory=set)
-    """Places of `sources` with a keyword that no rule could read. The compiler has to check their schemas."""
+    """Fields of the request with a function of `sources` that has a keyword no rule could read. The compiler has to
+    check its schema."""
     not_enforced: dict[str, set[str]] = field(default_factory=dict)
-    """Place of a function -> keywords of its parameters that the rules leave out."""
+    """For each function's field in the request, the keywords of its parameters that the rules do not enforce."""
     _numbers: dict[int, int] = field(default_factory=dict)
 
     def mark(self, text: str) -> str:
-        """The terminal for a mark of the format: the special token where the tokenizer has one, else its text."""
+        """Return the terminal for a mark of the format: a special token if the tokenizer has it, otherwise the text."""
         token_id = self.special(text)
         return quoted(text) if token_id is None else f"<[{token_id}]>"
 
     def optional_mark(self, text: str) -> str:
-        """`mark` for a mark that may be left out, and that only models with such a token write."""
+        """Return the terminal for a mark that may be left out. Only models that have it as a special token write it."""
         return "" if self.special(text) is None else f"{self.mark(text)}?"
 
     def schema(self, place: str, schema: dict[str, Any]) -> str:
-        """The rule of a JSON value of `schema`."""
+        """Add `schema`, from the request's field `place`, and return the name of its rule."""
         if id(schema) not in self._numbers:
             self._numbers[id(schema)] = len(self.schemas)
             self.schemas.append((place, schema))
@@ -69,11 +70,11 @@ class CallRules:
         return name
 
     def several(self, name: str, one: str, separator: str = "") -> str:
-        """A rule of one `one`, or of several where calls may be parallel."""
+        """Return a rule for one `one`, or for several with `separator` if the request allows parallel calls."""
         return self.rule(name, f"{one} ({separator} {one})*" if self.parallel else one)
 
     def json_calls(self, key: str) -> str | None:
-        """The rule of `{"name": ..., key: {...}}`; None without functions."""
+        """Return the rule of a call `{"name": ..., key: {...}}`; None if there are no functions."""
         names = [
             " ".join(map(quoted, (quote(function.name), ",", quote(key), ":")))
             + " "
@@ -86,12 +87,12 @@ class CallRules:
 
 
 def quote(text: str) -> str:
-    """`text` as a JSON string."""
+    """Return `text` as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def quoted(text: str) -> str:
-    """`text` as a terminal of Lark."""
+    """Return `text` as a Lark terminal."""
     return json.dumps(text)
 
 
@@ -206,7 +207,7 @@ def _qwen3_coder(rules: CallRules) -> None:
 
 
 def required_calls(rules: CallRules) -> None:
-    """The list that `forced.RequiredParser` reads: `[{"name": ..., "parameters": {...}}]`."""
+    """Write the rules of the list that `forced.RequiredParser` reads: `[{"name": ..., "parameters": {...}}]`."""
     call = rules.json_calls("parameters")
     assert call is not None
     rules.several("listed", call, '","')
@@ -220,17 +221,18 @@ CALL_GRAMMARS: dict[str, Callable[[CallRules], None]] = {
     "pythonic": _pythonic,
     "qwen3_coder": _qwen3_coder,
 }
-"""Name of a tool parser -> function that writes the rules of its calls; without `openings` it could write none."""
+"""For each tool parser, the function that writes the rules of its calls. If it adds no `openings`, it could write
+none."""
 
 
 def _properties(rules: CallRules, function: Function) -> list[tuple[str, dict[str, Any], bool]] | None:
-    """Arguments that are written one by one: name, schema as a document of its own, whether it is required.
+    """Return the arguments that are written one by one, each as (name, schema as its own document, required).
 
-    Only `properties`, and `required` with `additionalProperties`, at the top of the parameters are read. What else
-    stands there, such as `anyOf`, holds no such call. Adds `function` to `rules.sources`, and to `rules.malformed` what
-    is no schema.
+    Only `properties`, `required` and `additionalProperties` at the top of the parameters are read. Other keywords
+    there, such as `anyOf`, are not enforced. Adds `function` to `rules.sources`, and to `rules.malformed` if a part of
+    its parameters is not a schema.
 
-    None if `patternProperties` may have the schema of a required name: no call is written then.
+    None if `patternProperties` may apply to a required name; then no call is written.
     """
     rules.sources.append(function)
     parameters = function.parameters
@@ -257,7 +259,7 @@ def _properties(rules: CallRules, function: Function) -> list[tuple[str, dict[st
 
 
 def _is_word(name: str) -> bool:
-    """Whether a format that ends a name with a blank or a bracket can write it."""
+    """Return True if `name` can be written in a format that ends names with a blank or bracket."""
     marks = ("{", mistral.ARGS, mistral.CALL_ID)
     return name.split() == [name] and not any(mark in name for mark in marks)
 
@@ -267,7 +269,7 @@ def _is_identifier(name: str) -> bool:
 
 
 def _is_json(schema: dict[str, Any]) -> bool:
-    """Whether Qwen3-Coder writes the values of a parameter as JSON."""
+    """Return True if Qwen3-Coder writes the values of a parameter as JSON."""
     return qwen3_coder.is_json(types_of(schema, schema))
 
 
@@ -305,7 +307,8 @@ def _raw_texts(rules: CallRules, function: Function, schema: dict[str, Any]) -> 
 _OF_TEXTS = frozenset({"pattern", "format"})
 _OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _UNREAD = frozenset({"not", "if", "oneOf", "$dynamicRef", "$recursiveRef"})
-"""Keywords that exclude texts and that `alternatives` does not read so. The compiler rejects them where it has to."""
+"""Keywords that exclude texts and that `alternatives` does not evaluate. The compiler rejects a schema with them if it
+has to."""
 
 
 def _left_out(rules: CallRules, function: Function, keywords: set[str] | frozenset[str]) -> None:
@@ -314,7 +317,8 @@ def _left_out(rules: CallRules, function: Function, keywords: set[str] | frozens
 
 
 def _is_malformed(schema: dict[str, Any]) -> bool:
-    """Whether a keyword that raw texts depend on has a value of the wrong type, or the lengths exclude each other."""
+    """Return True if a keyword that unquoted texts depend on has a value of the wrong type, or if the lengths
+    contradict each other."""
     kinds = schema.get("type", "string")
     names = kinds if isinstance(kinds, list) else [kinds]
     bounds = [schema[name] for name in ("minLength", "maxLength") if name in schema]

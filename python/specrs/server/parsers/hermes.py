@@ -1,4 +1,5 @@
-"""Tool calls of Hermes 2 Pro, Qwen2.5 and Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` each."""
+"""Parser of tool calls of Hermes 2 Pro, Qwen2.5 and Qwen3: `<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>`."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(JSONCallParser):
-    """Text, and calls between tags.
+    """Parser of a text with calls between tags.
 
-    A call without its closing tag ends where its object does. A tag that is written twice counts once. An object with a
-    brace too few or too many is read as if it had the right number.
+    A call without its closing tag ends where its JSON object ends. A tag that is written twice counts once. An object
+    with one brace too few or too many is read as if it had the right number.
     """
 
     _opening = ""  # the opening tag or tags before the call that is read

@@ -1,4 +1,5 @@
-"""Calls that are written as JSON objects, read character by character, so that arguments stream as they are written."""
+"""Reads tool calls that are written as JSON objects, character by character, so that arguments stream as they are
+written."""
 
 from __future__ import annotations
 
@@ -12,18 +13,20 @@ _ARGUMENTS = ("arguments", "parameters")
 _SCALARS = "-0123456789tfn"
 
 Reader = Generator[None, str, str]
-"""Is sent characters; returns the first one that it has no use for, or nothing."""
+"""Generator that receives characters. It returns the first character that it does not accept, or "" if it took all."""
 
 
 class CallReader:
-    """One object with a `name` and `arguments`, or `parameters`, in either order; other keys are passed over.
+    """Reader of one call: an object with `name` and `arguments` or `parameters`, in either order. Other keys are
+    skipped.
 
-    The call is announced when its name is known and its arguments begin. Arguments that are an object are given out as
-    they are written; those in a string are its text; none, or null, are `{}`.
+    The call is announced once its name is known and its arguments begin. Arguments that are an object are returned as
+    they are written. Arguments in a string are the string's text. Missing or null arguments are `{}`.
     """
 
     def __init__(self, offers: Callable[[str], bool] = lambda _: True) -> None:
-        """`offers(name)`: whether the function may be called. An object with another name is no call."""
+        """Start a call. `offers(name)` returns True if the function may be called. An object with another name is no
+        call."""
         self._offers = offers
         self.raw = ""  # all that was read, until the call is announced
         self.ended = False  # the object is complete, or is no such object
@@ -35,9 +38,10 @@ class CallReader:
         next(self._reader)
 
     def feed(self, text: str) -> int:
-        """Read on; how many characters were read. After `ended` nothing is.
+        """Read `text` and return the number of characters that were read. After `ended`, nothing is read.
 
-        A character that no such object has at its place is not read: it may begin the mark that follows the object.
+        A character that cannot stand at its place in a call's object is not read, because it may begin the mark after
+        the object.
         """
         for count, char in enumerate(text):
             if self.ended:
@@ -55,12 +59,12 @@ class CallReader:
         return len(text)
 
     def finish(self) -> None:
-        """End the object where it is. A call whose arguments are there needs no last brace."""
+        """End the object where it is. If the arguments are complete, the last brace may be missing."""
         self.ended = True
         self._announce(at_end=bool(self._arguments))
 
     def take(self) -> str:
-        """The arguments that have come since the last time."""
+        """Return the arguments that were read since the last call of `take`."""
         if not self.announced:
             return ""
         text, self._arguments = "".join(self._arguments), []
@@ -118,16 +122,17 @@ class CallReader:
 
 
 def value(first: str, tell: Callable[[str], None]) -> Reader:
-    """One JSON value that begins with `first`; `tell` hears each of its characters. Brackets are counted, not matched.
+    """Read one JSON value that begins with `first`. `tell` is called with each of its characters. Brackets are counted,
+    not matched.
 
-    Raises `ValueError` if no value begins so, and at a `<` outside of strings: it begins a mark.
+    Raises `ValueError` if no value begins with `first`, and at a `<` outside of strings, which begins a mark.
     """
     tell(first)
     return (yield from _rest(first, tell))
 
 
 def _rest(first: str, tell: Callable[[str], None]) -> Reader:
-    """The value behind its first character."""
+    """Read a JSON value after its first character `first`."""
     if first == '"':
         yield from _string(tell)
     elif first in "[{":
@@ -155,7 +160,7 @@ def _rest(first: str, tell: Callable[[str], None]) -> Reader:
 
 
 def _string(tell: Callable[[str], None]) -> Generator[None, str, None]:
-    """The rest of a string, its closing quote included."""
+    """Read the rest of a string, including its closing quote."""
     char = ""
     while char != '"':
         char = yield
@@ -165,7 +170,7 @@ def _string(tell: Callable[[str], None]) -> Generator[None, str, None]:
 
 
 def _decoded(first: str) -> Generator[None, str, str]:
-    """The string that begins with `first`."""
+    """Read a string that begins with `first`, and return it decoded."""
     if first != '"':
         raise ValueError
     parts = [first]
@@ -182,16 +187,16 @@ def _after_space() -> Generator[None, str, str]:
 
 
 class JSONCallParser(ToolParser):
-    """What formats share whose calls are such objects. Knows no marker."""
+    """Base of the parsers whose calls are JSON objects. Knows no markers."""
 
     _reader: CallReader | None = None
 
     def _begin_call(self) -> None:
-        """What the buffer begins with is read as a call."""
+        """Start to read the beginning of the buffer as a call."""
         self._reader = CallReader(self._offers)
 
     def _read_call(self, *, final: bool) -> bool:
-        """Read on in the call that was begun. False: it may go on, once more has come."""
+        """Continue to read the current call. Return False if it may continue in text to come."""
         reader = self._reader
         assert reader is not None
         announced = reader.announced
@@ -205,13 +210,14 @@ class JSONCallParser(ToolParser):
         return reader.ended
 
     def _drop_braces(self) -> None:
-        """Drop closing braces that follow on a call: the model wrote more than it had opened."""
+        """Drop closing braces after a call, which the model wrote although it had opened fewer."""
         rest = self._buffer.lstrip("}" + _SPACE)
         dropped = self._buffer[: len(self._buffer) - len(rest)]
         self._buffer = self._buffer[dropped.rfind("}") + 1 :]
 
     def _give_up(self) -> str:
-        """Leave the call; what was read of it, where it was not announced."""
+        """Stop reading the current call. Return the text that was read of it, or "" if the call was already
+        announced."""
         assert self._reader is not None
         raw, self._reader = self._reader.raw, None
         return raw

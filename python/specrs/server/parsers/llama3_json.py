@@ -1,6 +1,6 @@
-"""Tool calls of Llama 3.1 and later: `{"name": ..., "parameters": {...}}`, several with `;` between them.
+"""Parser of tool calls of Llama 3.1 and later: `{"name": ..., "parameters": {...}}`, with `;` between several.
 
-They are the whole text, or follow on `<|python_tag|>`.
+Calls are the whole text, or follow `<|python_tag|>`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ TAG = "<|python_tag|>"
 
 
 class Llama3JSONParser(JSONCallParser):
-    """Calls at the beginning of the text or behind the tag; text before the tag, and behind the last call."""
+    """Parser of calls at the beginning of a text or after the tag. Text before the tag and after the last call is
+    content."""
 
     _expects = True  # a call may begin here
     _tag = ""  # what led to it

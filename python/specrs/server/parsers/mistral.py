@@ -1,4 +1,5 @@
-"""Tool calls of Mistral models: `[TOOL_CALLS]` with a list of objects, or with a name and its arguments, one each.
+"""Parser of tool calls of Mistral models: `[TOOL_CALLS]` with a list of objects, or `[TOOL_CALLS]` with a name and its
+arguments for each call.
 
 The second form may have `[CALL_ID]...` and `[ARGS]` between the name and the arguments.
 """
@@ -11,7 +12,7 @@ TAG, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 class MistralParser(JSONCallParser):
-    """Text, and calls after tags. A tag that is written twice counts once."""
+    """Parser of a text with calls after tags. A tag that is written twice counts once."""
 
     _state = "text"
     _opening = ""  # the tag, and what of a list is before the call that is read

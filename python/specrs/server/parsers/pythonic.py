@@ -1,4 +1,5 @@
-"""Tool calls of Llama 3.2, Llama 4 and ToolACE: a Python list of calls, `[f(a=1), g(b="x")]`. Runs none."""
+"""Parser of tool calls of Llama 3.2, Llama 4 and ToolACE: a Python list of calls, `[f(a=1), g(b="x")]`. Executes no
+Python."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _NAMES = {"true": True, "false": False, "null": None}
 
 
 class PythonicParser(ToolParser):
-    """A text that begins with such a list; each call is told once it is complete. What follows the list is content."""
+    """Parser of a text that begins with a list of calls. Each call is reported once it is complete. Text after the list
+    is content."""
 
     _state = "begin"
     _seen = ""  # of the list: all before its first call, then what follows on the last one
@@ -56,7 +58,7 @@ class PythonicParser(ToolParser):
         return True
 
     def _ends_call(self, char: str) -> bool:
-        """Whether `char` is behind a call: a comma or the bracket of the list itself."""
+        """Return True if `char` ends a call: a comma, or the closing bracket of the list."""
         if self._quote:
             if self._escaped:
                 self._escaped = False
@@ -75,7 +77,7 @@ class PythonicParser(ToolParser):
         return char == "," and not self._depth and not self._quote
 
     def _end_call(self, char: str) -> None:
-        """End the call that was read, with the comma or bracket after it; "" where the text ends without one."""
+        """End the current call. `char` is the comma or bracket after it; "" if the text ends without one."""
         text = self._seen[self._begins :]
         found = read_call(text if char else text.strip().removesuffix(END))
         if found is not None and self._offers(found[0]):
@@ -90,7 +92,8 @@ class PythonicParser(ToolParser):
 
 
 def read_call(text: str) -> tuple[str, str] | None:
-    """The name and the arguments, as JSON, of a call with keywords whose values are literals; None if it is none."""
+    """Return the name and the JSON arguments of a call whose arguments are keywords with literals. None if `text` is no
+    such call."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # of escapes that Python does not know

@@ -1,7 +1,8 @@
-"""Tool calls of Qwen3-Coder: `<function=name><parameter=key>value</parameter></function>` between `<tool_call>` tags.
+"""Parser of tool calls of Qwen3-Coder: `<function=name><parameter=key>value</parameter></function>` between
+`<tool_call>` tags.
 
-Values are text; what they are as JSON is what the function's schema says. A tag inside a string of such JSON ends
-nothing. A missing `<tool_call>` or `</parameter>` is read as if it were there, because the models leave them out.
+Values are text; the function's schema says what JSON they stand for. A tag inside a string of such JSON ends nothing. A
+missing `<tool_call>` or `</parameter>` is tolerated, because the models leave them out.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _TAG = re.compile("|".join((END_PARAMETER, PARAMETER, END_FUNCTION)))
-"""What ends a value."""
+"""Pattern of the tags that end a parameter's value."""
 _STRING_OR_TAG = re.compile(rf'"(?:[^"\\\n]|\\[^\n]?)*(?P<end>"?)|(?P<tag>{_TAG.pattern})')
 """A JSON string on one line, with `end` if it is closed, or a tag."""
 
 
 class Qwen3CoderParser(ToolParser):
-    """Text and calls; each parameter is told once it is complete."""
+    """Parser of text and calls. Each parameter is reported once it is complete."""
 
     _state = "text"
     _function: Function | None = None
@@ -118,7 +119,7 @@ class Qwen3CoderParser(ToolParser):
         self._state = "text"
 
     def _back_to_text(self) -> None:
-        """What was read is no call."""
+        """Treat the text that was read as content, because it is no call."""
         self._say(self._opening)
         self._state = "text"
 
@@ -141,10 +142,11 @@ class Qwen3CoderParser(ToolParser):
 
 
 def split_value(text: str, *, quoted: bool, final: bool) -> tuple[str, str | None, str]:
-    """A value, the tag that ends it, and what follows; None for the tag if the value has not ended.
+    """Split `text` into a parameter's value, the tag that ends it, and the rest. The tag is None if the value has not
+    ended.
 
-    `quoted`: a tag inside a string of the value does not end the value. Strings have to end on their line, and the
-    value has to be JSON; otherwise the first tag ends the value. `final`: no more text will come.
+    With `quoted`, a tag inside a JSON string of the value does not end it. Strings must then end on their line and the
+    value must be JSON; otherwise the first tag ends the value. `final` says that no more text follows.
     """
     first = _TAG.search(text)
     if first is None:
@@ -160,7 +162,8 @@ def split_value(text: str, *, quoted: bool, final: bool) -> tuple[str, str | Non
 
 
 def _tag_after_strings(text: str, *, final: bool) -> re.Match[str] | None:
-    """The first tag outside of JSON strings; the first of all if a string does not end. None: more text decides."""
+    """Return the first tag outside of JSON strings, or the first tag of all if a string does not end. None if that
+    depends on text to come."""
     for found in _STRING_OR_TAG.finditer(text):
         if found["tag"]:
             return _TAG.match(text, found.start())
@@ -179,12 +182,13 @@ def _is_json_text(text: str) -> bool:
 
 
 def is_json(kinds: Set[str]) -> bool:
-    """Whether a value of these JSON types is written as JSON. Text stands for itself, and so does what is not known."""
+    """Return True if a value of the JSON types `kinds` is written as JSON. Strings and values of unknown type are
+    written as plain text."""
     return bool(kinds) and "string" not in kinds
 
 
 def _schema_of(parameters: dict[str, Any], key: str) -> dict[str, Any] | None:
-    """The schema of one parameter; None if it is not known or cannot be read."""
+    """Return the schema of the parameter `key`; None if there is none or it cannot be read."""
     if not isinstance(parameters.get("properties", {}), dict):
         return None
     try:
@@ -194,7 +198,7 @@ def _schema_of(parameters: dict[str, Any], key: str) -> dict[str, Any] | None:
 
 
 def _word(text: str, schema: dict[str, Any]) -> str | None:
-    """`text` as JSON if it writes a value of `enum` or `const` that is no string; None otherwise."""
+    """Return `text` as JSON if it is a value of `enum` or `const` other than a string; otherwise None."""
     words = [word for part in alternatives(schema, schema) for word in words_of(part) or ()]
     if text in [word for word in words if isinstance(word, str)]:
         return None

@@ -1,4 +1,4 @@
-"""Reasoning that a model writes before its answer, between `<think>` and `</think>`: told apart as it is written."""
+"""Separates the reasoning that a model writes between `<think>` and `</think>` from its answer, as the text arrives."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """Splits the text of one completion. However it is cut into pieces, both parts are the same."""
+    """Splitter of one completion into reasoning and answer. The result does not depend on how the text is cut into
+    pieces."""
 
     def __init__(self, *, opened: bool) -> None:
-        """`opened`: the text begins with reasoning even where it does not say so, because the prompt has said it."""
+        """Start a completion. With `opened`, it begins with reasoning although its text has no `<think>`, because the
+        prompt has it."""
         self._opened = opened
         self._state = "begin"
         self._buffer = ""
@@ -20,11 +22,12 @@ class ReasoningParser:
 
     @property
     def length(self) -> int | None:
-        """Characters from the start of the text to the end of the reasoning, marks included; None while it goes on."""
+        """Number of characters from the start of the text to the end of the reasoning, marks included; None while it
+        goes on."""
         return self._reasoned if self._state == "answer" else None
 
     def feed(self, text: str, *, final: bool) -> tuple[str, str]:
-        """Reasoning and answer that `text` adds; `final`: no more will come."""
+        """Read `text` and return the reasoning and the answer that it adds. `final` says that no more text follows."""
         self._buffer += text
         self._read += len(text)
         if self._state == "begin":
@@ -46,9 +49,9 @@ class ReasoningParser:
 
 
 def begins_with_reasoning(parser: str, prompt: str) -> bool:
-    """Whether a completion of `prompt` begins inside of reasoning, as `parser`'s models write it.
+    """Return True if a completion of `prompt` begins inside of reasoning, for models of the reasoning parser `parser`.
 
-    Templates that open the reasoning themselves end with `<think>`. DeepSeek-R1 reasons behind other prompts, too,
+    Templates that open the reasoning themselves end with `<think>`. DeepSeek-R1 reasons after other prompts, too,
     unless the prompt ends its reasoning.
     """
     end = prompt.rstrip()

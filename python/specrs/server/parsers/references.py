@@ -1,4 +1,4 @@
-"""Schemas of single arguments: a property of a function's parameters as a document of its own."""
+"""Makes the schema of a single argument, a property of a function's parameters, a document of its own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _PLACE = "#/$defs/parameters"
 
 
 def property_schema(parameters: dict[str, Any], name: str) -> dict[str, Any]:
-    """The schema of the argument `name`; if it has references, with all of `parameters` in it.
+    """Return the schema of the argument `name` as a document. If it has references, the document contains all of
+    `parameters`.
 
-    A name that `properties` does not have gets `additionalProperties`, or a schema without values where
-    `patternProperties` may stand for it. References are rewritten as pointers from the document's root; `$id` and
+    A name that is not in `properties` gets `additionalProperties`, or a schema that allows no value if
+    `patternProperties` may apply to it. References are rewritten as pointers from the document's root; `$id` and
     `$anchor` are left out.
 
     Raises `ValueError` if `$id` or a reference is no address, and `RecursionError` if the schema nests too deep.
@@ -34,12 +35,13 @@ def property_schema(parameters: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def additional_schema(parameters: dict[str, Any]) -> Any:
-    """The schema of names that are not in `properties`; False where `patternProperties` may stand for them."""
+    """Return the schema of arguments that `properties` does not name: `additionalProperties`, or False if there are
+    `patternProperties`."""
     return False if parameters.get("patternProperties") else parameters.get("additionalProperties", True)
 
 
 def target(reference: str, root: dict[str, Any]) -> Any:
-    """What a reference of a document from `property_schema` leads to; None if it leads nowhere."""
+    """Return what a reference leads to in the document `root` from `property_schema`; None if it leads nowhere."""
     found: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         key = _unescaped(part)
@@ -56,7 +58,7 @@ def _is_index(key: str) -> bool:
 
 
 def _addresses(schema: Any, base: str, pointer: str, *, names: bool = False) -> Iterator[tuple[str, str]]:
-    """Absolute address -> pointer from the root, for all resources and anchors of `schema`."""
+    """Yield (absolute address, pointer from the root) for all resources and anchors of `schema`."""
     if isinstance(schema, list):
         for i, item in enumerate(schema):
             yield from _addresses(item, base, f"{pointer}/{i}")
@@ -95,7 +97,8 @@ def _moved(schema: Any, base: str, targets: dict[str, str], *, names: bool = Fal
 
 
 def _target(reference: str, base: str, targets: dict[str, str]) -> str:
-    """Where a reference leads in the new document; unchanged if it leads nowhere in this one."""
+    """Return the pointer that a reference has in the new document. A reference that leads nowhere in it is
+    unchanged."""
     address, fragment = urldefrag(urljoin(base, reference) if not reference.startswith("#") else base + reference)
     if fragment and not fragment.startswith("/"):
         return targets.get(f"{address}#{fragment}", reference)

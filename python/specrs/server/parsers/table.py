@@ -1,4 +1,4 @@
-"""Parsers under the names that vLLM's flags have for them."""
+"""Table of the parsers, under the names of vLLM's flags."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ REASONING_PARSERS = ("deepseek_r1", "qwen3")
 
 
 def new_call_id(parser: str | None) -> str:
-    """An id that no other call has. Templates of Mistral models refuse ids that are not nine letters and digits."""
+    """Return a new unique id for a tool call. Templates of Mistral models accept only ids of nine letters and
+    digits."""
     if parser == "mistral":
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"

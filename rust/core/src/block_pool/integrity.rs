@@ -1,4 +1,4 @@
-//! The check that a pool's lists, marks and hash map agree.
+//! Check that a pool's lists, marks and hash map agree.
 
 use super::list::{self, ListId};
 use super::{BlockPool, UNCLAIMED};

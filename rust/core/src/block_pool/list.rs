@@ -4,7 +4,7 @@ use super::Block;
 
 const NONE: u32 = u32::MAX;
 
-/// A block's neighbours in its list.
+/// Links of a block to the previous and the next block in its list.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Link {
     prev: u32,
@@ -12,30 +12,32 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// Of a block in no list.
+    /// Link of a block that is in no list.
     pub(super) const NONE: Self = Self { prev: NONE, next: NONE };
 }
 
-/// One of the lists of a [`Lists`].
+/// Name of one of the two lists in a [`Lists`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ListId {
-    /// Blocks whose content cannot be found any more.
+    /// Blocks without a reference whose content can no longer be found by hash.
     Free,
     /// Unreferenced blocks whose content is in the prefix cache, least recently used first.
     Cached,
 }
 
-/// Sentinels, behind the pool's blocks: a ring needs no special cases at its ends.
+/// Number of sentinels, which are stored after the pool's blocks. A ring with a sentinel needs no special cases at its
+/// ends.
 pub(super) const SENTINELS: usize = 2;
 
-/// Lengths of the two lists. `blocks` is the pool's, its last [`SENTINELS`] elements the lists' ends.
+/// Lengths of the two lists. Methods take the pool's `blocks`, whose last [`SENTINELS`] elements are the ends of the
+/// lists.
 #[derive(Clone, Debug)]
 pub(super) struct Lists {
     len: [usize; 2],
 }
 
 impl Lists {
-    /// Two empty lists.
+    /// Makes two empty lists by linking each sentinel in `blocks` to itself.
     pub(super) fn new(blocks: &mut [Block]) -> Self {
         for list in [ListId::Free, ListId::Cached] {
             let sentinel = sentinel(blocks, list);
@@ -79,7 +81,7 @@ impl Lists {
         Some(first)
     }
 
-    /// Takes `element` out of `list`, which must hold it.
+    /// Removes `element` from `list`, which must contain it.
     #[inline]
     pub(super) fn remove(&mut self, blocks: &mut [Block], list: ListId, element: u32) {
         let Link { prev, next } = blocks[element as usize].link;
@@ -90,7 +92,8 @@ impl Lists {
     }
 }
 
-/// The elements of `list` in order; stops after one more than exist if the links form a wrong cycle.
+/// Iterates over the elements of `list` in order. If the links form a wrong cycle, it stops after one element more than
+/// exist.
 pub(super) fn iter(blocks: &[Block], list: ListId) -> impl Iterator<Item = u32> + '_ {
     let sentinel = sentinel(blocks, list);
     std::iter::successors(Some(blocks[sentinel as usize].link.next), |&current| {

@@ -1,4 +1,5 @@
-//! Who holds which KV block, and which blocks can be found again by content. Knows nothing of requests and holds no KV.
+//! Reference counts of KV blocks, and the prefix cache that finds blocks by content. Knows no requests and stores no
+//! KV.
 //!
 //! A block is in exactly one of three states:
 //!
@@ -8,9 +9,10 @@
 //! | held | >= 1 | if registered | the last `free` |
 //! | cached | 0 | yes | `share`, or eviction by `allocate` |
 //!
-//! `allocate` takes free blocks before it evicts the least recently freed cached one. Marks: a registered block has mark T (its
-//! target KV is valid); mark D says that its draft KV is valid too, for all or for one token behind the block. A registered block without D is written by one holder at
-//! a time, who has its *claim*. All operations are O(1) and, apart from construction, allocate nothing.
+//! `allocate` takes free blocks before it evicts the least recently freed cached one. A registered block has mark T:
+//! its target KV is valid. Mark D means that its draft KV is valid too, either in general or only before one given next
+//! token. A registered block without mark D is written by one holder at a time, which has its *claim*. All operations
+//! are O(1) and, apart from construction, allocate nothing.
 
 mod integrity;
 mod list;
@@ -24,10 +26,10 @@ use list::{Link, ListId, Lists, SENTINELS};
 use table::{Table, TableEntry};
 
 const UNCLAIMED: u32 = u32::MAX;
-/// No token: the draft KV of a block depends on none behind it.
+/// Value of [`Block::successor`] if the block's draft KV does not depend on the token after the block.
 const ANY: u32 = u32::MAX;
 
-/// One cache line: in a large pool every line that an operation looks at is a miss.
+/// State of one block, in one cache line: in a large pool, every line that an operation reads is a cache miss.
 #[derive(Clone, Debug)]
 #[repr(align(64))]
 struct Block {
@@ -35,7 +37,7 @@ struct Block {
     claimant: u32,
     registered: bool,
     has_draft: bool,
-    /// The token behind the block that its draft KV depends on, with mark D.
+    /// Token after the block on which its draft KV depends; meaningful only if `has_draft` is set.
     successor: u32,
     link: Link,
     entry: TableEntry,
@@ -53,7 +55,8 @@ impl Block {
     };
 }
 
-/// A cached block that was taken from the cache, and what it was there.
+/// Block that was evicted from the prefix cache, with the hash that it was registered under and whether its draft KV
+/// was valid.
 pub(crate) struct Evicted {
     pub(crate) block: i64,
     pub(crate) hash: BlockHash,
@@ -80,14 +83,14 @@ pub(crate) struct Evicted {
 /// ```
 #[derive(Clone, Debug)]
 pub struct BlockPool {
-    /// The pool's blocks, then the ends of the lists.
+    /// State of the pool's blocks, followed by the two ends of the lists.
     blocks: Vec<Block>,
     lists: Lists,
     by_hash: Table,
 }
 
 impl BlockPool {
-    /// A pool whose blocks are all free; the first allocations give 0, 1, 2, ...
+    /// Makes a pool whose blocks are all free; the first allocations return 0, 1, 2, ...
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] unless `1 <= num_blocks <= 2^31`.
@@ -103,22 +106,22 @@ impl BlockPool {
         Ok(Self { blocks, lists, by_hash: Table::new(num_blocks) })
     }
 
-    /// Blocks of the pool.
+    /// Returns the number of blocks in the pool.
     pub fn num_blocks(&self) -> usize {
         self.blocks.len() - SENTINELS
     }
 
-    /// Blocks that `allocate` can give: free ones and cached ones.
+    /// Returns the number of blocks that `allocate` can return: free and cached ones.
     pub fn num_free(&self) -> usize {
         self.lists.len(ListId::Free) + self.lists.len(ListId::Cached)
     }
 
-    /// Holders of `block`, or `None` if the pool has no such block.
+    /// Returns the number of holders of `block`, or `None` if the pool has no such block.
     pub fn ref_count(&self, block: i64) -> Option<usize> {
         self.get(block).map(|b| b.ref_count as usize)
     }
 
-    /// Gives a block with one holder. Its KV is stale and its marks are cleared.
+    /// Allocates a block with one holder. Its KV is stale, and it has neither mark T nor mark D.
     ///
     /// # Errors
     /// [`Error::OutOfBlocks`] if every block is held.
@@ -130,7 +133,8 @@ impl BlockPool {
         }
     }
 
-    /// [`Self::allocate`] where that evicts nothing.
+    /// Allocates a free block as [`Self::allocate`] does. Returns `None` if that would evict a cached block or no block
+    /// is left.
     #[inline]
     pub(crate) fn allocate_free(&mut self) -> Option<i64> {
         let id = self.lists.pop_front(&mut self.blocks, ListId::Free)?;
@@ -143,7 +147,8 @@ impl BlockPool {
         self.allocate_cached().map(|evicted| evicted.block)
     }
 
-    /// [`Self::allocate`] where no block is free, and what that evicts.
+    /// Evicts the least recently freed cached block and allocates it, as [`Self::allocate`] does when no block is free.
+    /// Returns the block with its former hash.
     #[inline]
     pub(crate) fn allocate_cached(&mut self) -> Result<Evicted> {
         let evicted = self.evict().ok_or(Error::OutOfBlocks { num_blocks: self.num_blocks() })?;
@@ -151,8 +156,8 @@ impl BlockPool {
         Ok(evicted)
     }
 
-    /// The cached block that the next `allocate` will evict, or `None` if it will take a free one or find none. Its KV is still
-    /// what [`Self::block_hash`] names, so the caller may copy it out first.
+    /// Returns the cached block that the next `allocate` will evict, or `None` if it will take a free block or find
+    /// none. The block's KV still matches [`Self::block_hash`], so the caller may copy it out first.
     #[inline]
     pub fn next_eviction(&self) -> Option<i64> {
         if self.lists.len(ListId::Free) > 0 {
@@ -185,11 +190,12 @@ impl BlockPool {
         Ok(())
     }
 
-    /// Takes a holder away. Without holders a registered block becomes the most recently used cached one, any other is
-    /// free. Free a sequence's blocks last to first, so that its tail is evicted before its head.
+    /// Removes one holder of `block`. A registered block without holders becomes the most recently used cached block;
+    /// any other block without holders becomes free. Free a sequence's blocks last to first, so that its tail is
+    /// evicted before its head.
     ///
     /// # Errors
-    /// [`Error::InvalidBlock`] if the block is not held (a double free) or it is not in the pool.
+    /// [`Error::InvalidBlock`] if the block is not held (a double free) or not in the pool.
     #[inline]
     pub fn free(&mut self, block: i64) -> Result<()> {
         let id = self.checked(block, "a held block", |b| b.ref_count > 0)?;
@@ -206,13 +212,13 @@ impl BlockPool {
         Ok(())
     }
 
-    /// The block registered under `hash`.
+    /// Returns the block that is registered under `hash`.
     pub fn lookup(&self, hash: BlockHash) -> Option<i64> {
         self.by_hash.find(&self.blocks, hash).map(i64::from)
     }
 
-    /// Sets mark T: the held `block` can be found under `hash` from now on. Returns false, and changes nothing, if another
-    /// block has that content already; the block then stays private to its holder.
+    /// Sets mark T: the held `block` can be found under `hash` from now on. Returns false, and changes nothing, if
+    /// another block has that content already; the block then stays private to its holder.
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if the block is not held, is registered already, or is not in the pool.
@@ -226,17 +232,17 @@ impl BlockPool {
         Ok(true)
     }
 
-    /// Whether `block` has mark T: its target KV is valid and it can be found by hash.
+    /// Returns whether `block` has mark T: its target KV is valid and it can be found by hash.
     pub fn is_registered(&self, block: i64) -> bool {
         self.get(block).is_some_and(|b| b.registered)
     }
 
-    /// The hash that `block` is registered under.
+    /// Returns the hash that `block` is registered under.
     pub fn block_hash(&self, block: i64) -> Option<BlockHash> {
         self.get(block).filter(|b| b.registered).map(|b| b.entry.hash())
     }
 
-    /// Whether `block` has mark D: its draft KV is valid.
+    /// Returns whether `block` has mark D: its draft KV is valid.
     pub fn has_draft(&self, block: i64) -> bool {
         self.get(block).is_some_and(|b| b.has_draft)
     }
@@ -254,11 +260,12 @@ impl BlockPool {
         Ok(())
     }
 
-    /// [`Self::mark_draft`] where the draft KV of the block's last position is made with the token behind the block, too: mark D then holds
-    /// for readers that go on with the token `successor`. `u32::MAX` stands for any.
+    /// Sets mark D (valid draft KV) on a registered held block and ends its claim. The draft KV of the block's last
+    /// position may depend on the token after the block. The mark then holds only for readers whose next token is
+    /// `successor`; `u32::MAX` stands for any token.
     ///
     /// # Errors
-    /// [`Error::InvalidBlock`] as there.
+    /// [`Error::InvalidBlock`] if the block is not held, not registered, or not in the pool.
     #[inline]
     pub fn mark_draft_before(&mut self, block: i64, successor: u32) -> Result<()> {
         self.mark_draft(block)?;
@@ -266,12 +273,12 @@ impl BlockPool {
         Ok(())
     }
 
-    /// Whether the draft KV of `block` is valid for a reader that goes on with the token `successor`.
+    /// Returns whether the draft KV of `block` is valid for a reader whose token after the block is `successor`.
     pub fn has_draft_before(&self, block: i64, successor: u32) -> bool {
         self.get(block).is_some_and(|b| b.has_draft && (b.successor == ANY || b.successor == successor))
     }
 
-    /// Takes mark D away; false if there is none.
+    /// Removes mark D (valid draft KV) from `block`. Returns false if the block has no such mark.
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if the block is not held or not in the pool.
@@ -280,10 +287,10 @@ impl BlockPool {
         Ok(std::mem::take(&mut self.blocks[id].has_draft))
     }
 
-    /// Takes mark D away from blocks, whether they are held, only cached or free.
+    /// Removes mark D (valid draft KV) from `blocks`, which may be held, cached or free.
     ///
     /// # Errors
-    /// [`Error::InvalidBlock`] if one is not in the pool; nothing has changed then.
+    /// [`Error::InvalidBlock`] if a block is not in the pool; no block has changed then.
     pub(crate) fn forget_drafts(&mut self, blocks: &[i64]) -> Result<()> {
         for &block in blocks {
             self.checked(block, "a block of the pool", |_| true)?;
@@ -294,8 +301,9 @@ impl BlockPool {
         Ok(())
     }
 
-    /// Takes the claim on writing the draft KV of a registered held block without mark D, for the holder `claimant`.
-    /// Returns whether the claim is now `claimant`'s; false if it is another's. `u32::MAX` stands for no claimant and never gets one.
+    /// Takes the claim on writing the draft KV of `block` for the holder `claimant`. The block must be registered and
+    /// held and lack mark D. Returns whether `claimant` now has the claim; false means that another holder has it.
+    /// `u32::MAX` stands for no claimant and never gets a claim.
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if the block is not held, not registered, has mark D, or is not in the pool.
@@ -310,12 +318,12 @@ impl BlockPool {
         Ok(claimant != UNCLAIMED && b.claimant == claimant)
     }
 
-    /// Who has the claim on `block`.
+    /// Returns the holder that has the claim on writing the draft KV of `block`.
     pub fn claimant(&self, block: i64) -> Option<u32> {
         self.get(block).map(|b| b.claimant).filter(|&claimant| claimant != UNCLAIMED)
     }
 
-    /// Gives `claimant`'s claim on `block` back; false if it has none.
+    /// Releases the claim of `claimant` on `block`. Returns false if `claimant` does not have it.
     pub fn release_claim(&mut self, block: i64, claimant: u32) -> bool {
         let held = claimant != UNCLAIMED && self.claimant(block) == Some(claimant);
         if held {

@@ -1,33 +1,35 @@
-//! A hash table threaded through the blocks: which block has which 128-bit name. Hands out no blocks.
+//! A hash table threaded through the blocks, which maps 128-bit hashes to blocks. Allocates no blocks.
 //!
-//! Not the standard library's: its entries are eight times the size of a chain's head here, each insertion and removal misses
-//! the cache in two places, and removals leave marks behind that it clears in one pause.
+//! It replaces the standard library's table, whose entries are eight times the size of a chain's head here. Each
+//! insertion and removal there misses the cache in two places, and removals leave tombstones that are cleared in one
+//! pause.
 
 use super::Block;
 use crate::hash::BlockHash;
 
 const NONE: u32 = u32::MAX;
 
-/// A block's name, while it is in the table.
+/// A block's hash and its link to the next block of the same chain.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TableEntry {
-    /// Low and high half; as one `u128` it would be aligned to 16 bytes and padded to 32.
+    /// Low and high half of the hash. One `u128` would be aligned to 16 bytes and pad the entry to 32.
     hash: [u64; 2],
     next: u32,
 }
 
 impl TableEntry {
-    /// Of a block that never was in the table.
+    /// Entry of a block that was never in the table.
     pub(super) const NONE: Self = Self { hash: [0; 2], next: NONE };
 
-    /// The hash that the block was last inserted under.
+    /// Returns the hash that the block was last inserted under.
     pub(super) fn hash(&self) -> BlockHash {
         let [low, high] = self.hash;
         u128::from(high) << 64 | u128::from(low)
     }
 }
 
-/// At most one block for each hash, at most one hash for each block. `blocks` is the pool's.
+/// Table with at most one block per hash and at most one hash per block. Methods take the pool's `blocks`, which
+/// contain the entries.
 #[derive(Clone, Debug)]
 pub(super) struct Table {
     heads: Vec<u32>,
@@ -36,7 +38,7 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// A table for so many blocks.
+    /// Makes an empty table for `num_blocks` blocks.
     pub(super) fn new(num_blocks: usize) -> Self {
         // One head in two leads nowhere when every block is registered, so most lookups that find nothing end there.
         let heads = (2 * num_blocks).next_power_of_two();
@@ -47,7 +49,7 @@ impl Table {
         self.len
     }
 
-    /// The block under `hash`.
+    /// Returns the block under `hash`.
     pub(super) fn find(&self, blocks: &[Block], hash: BlockHash) -> Option<u32> {
         let hash = halves(hash);
         let mut current = self.heads[self.head(hash)];
@@ -61,7 +63,7 @@ impl Table {
         None
     }
 
-    /// Puts `block`, which must not be in the table, under `hash`; false if another block is there.
+    /// Inserts `block`, which must not be in the table, under `hash`. Returns false if another block has that hash.
     pub(super) fn insert(&mut self, blocks: &mut [Block], hash: BlockHash, block: u32) -> bool {
         if self.find(blocks, hash).is_some() {
             return false;
@@ -74,7 +76,7 @@ impl Table {
         true
     }
 
-    /// Takes `block`, which must be in the table, out.
+    /// Removes `block`, which must be in the table.
     pub(super) fn remove(&mut self, blocks: &mut [Block], block: u32) {
         let TableEntry { hash, next } = blocks[block as usize].entry;
         let head = self.head(hash);
@@ -93,7 +95,7 @@ impl Table {
         self.len -= 1;
     }
 
-    /// Callers may register any hashes, so all bits count.
+    /// Returns the index of the chain for a hash. All bits count, because callers may register any hashes.
     fn head(&self, [low, high]: [u64; 2]) -> usize {
         ((low ^ high.rotate_left(32)).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> self.shift) as usize
     }
@@ -109,7 +111,7 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::HashMap;
 
-    /// Hashes that differ in one half, in one bit, or by what `head` folds together.
+    /// Generates hashes that differ in one half, in one bit, or only in bits that `head` folds together.
     fn hash() -> impl Strategy<Value = BlockHash> {
         let few = prop::sample::select(vec![0, 1, u128::MAX, 1 << 64, 1 << 96, (1 << 64) | (1 << 32), 1 << 127]);
         prop_oneof![3 => few, 1 => any::<u128>()]
@@ -146,7 +148,7 @@ mod tests {
         }
     }
 
-    /// A hundred hashes with one head: each is found, and leaves from any place of the chain.
+    /// Inserts a hundred hashes of one chain; each is found, and can be removed from any place of the chain.
     #[test]
     fn collisions_of_heads_forced() {
         let mut table = Table::new(100);

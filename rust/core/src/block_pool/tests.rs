@@ -1,9 +1,9 @@
-//! Each operation and its refusals, and what eviction takes first.
+//! Tests of each pool operation, of the calls that it rejects, and of the order of eviction.
 
 use super::BlockPool;
 use crate::error::Error;
 
-/// A contradiction, and how to bring it about.
+/// Name of a contradiction, and a function that brings it about in a pool.
 type Damage = (&'static str, fn(&mut BlockPool));
 
 #[allow(clippy::needless_pass_by_value)] // callers have no use for it either
@@ -127,7 +127,7 @@ fn equal_content_is_registered_once() {
     check(&pool);
 }
 
-/// Two contents under one hash: the second stays private to its holder, in every operation.
+/// Registers two contents under one hash: the second block stays private to its holder in every operation.
 #[test]
 fn hash_collision_forced() {
     let mut pool = BlockPool::new(3).unwrap();

@@ -1,4 +1,5 @@
-//! Which K a cost model chooses, and where drafting stops paying. Knows acceptance lengths as given, fits nothing.
+//! Choice of the best K by a cost model, and the batch size at which drafting stops paying. Acceptance lengths are
+//! inputs; nothing is fitted.
 
 use super::{CostModel, check_length};
 #[cfg(doc)]
@@ -6,7 +7,8 @@ use crate::error::Error;
 use crate::error::Result;
 
 impl CostModel {
-    /// The K of the lowest TPOT, 0 among them; of equal ones the smallest. `acceptance_lengths[i]` is AL at K = i + 1.
+    /// Returns the K with the lowest time per output token (TPOT), where 0 is a candidate and ties go to the smallest
+    /// K. `acceptance_lengths[i]` is the acceptance length at K = i + 1.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] unless each acceptance length at K is from 1 to K + 1.
@@ -22,22 +24,22 @@ impl CostModel {
         Ok(best.0)
     }
 
-    /// The largest of the given K that is still faster than no drafts, 0 if none is. Arguments and errors as
-    /// [`CostModel::best_k`].
+    /// Returns the largest K that is still faster than no drafts, or 0 if none is. `acceptance_lengths[i]` is the
+    /// acceptance length at K = i + 1.
     ///
     /// # Errors
-    /// As [`CostModel::best_k`].
+    /// [`Error::InvalidConfig`] unless each acceptance length at K is from 1 to K + 1.
     pub fn last_paying_k(&self, batch: usize, acceptance_lengths: &[f64]) -> Result<usize> {
         check(acceptance_lengths)?;
         let paying = |&(k, &length): &(usize, &f64)| self.ms(batch, k) / length < self.ms(batch, 0);
         Ok((1..).zip(acceptance_lengths).filter(paying).map(|(k, _)| k).last().unwrap_or(0))
     }
 
-    /// The smallest batch within the grid at which no K is faster than no drafts; `None` if there is none. Acceptance lengths
-    /// as in [`CostModel::best_k`]: they do not depend on the batch.
+    /// Returns the smallest batch size within the grid at which no K is faster than no drafts, or `None` if there is
+    /// none. `acceptance_lengths[i]` is the acceptance length at K = i + 1; it does not depend on the batch size.
     ///
     /// # Errors
-    /// As [`CostModel::best_k`].
+    /// [`Error::InvalidConfig`] unless each acceptance length at K is from 1 to K + 1.
     pub fn break_even_batch(&self, acceptance_lengths: &[f64]) -> Result<Option<usize>> {
         check(acceptance_lengths)?;
         let (first, last) = (self.batches[0], self.batches[self.batches.len() - 1]);

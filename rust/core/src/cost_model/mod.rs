@@ -1,29 +1,35 @@
-//! What an iteration costs, in milliseconds by batch size and K, and what follows: TPOT, speed-up, best K, break-even. Measures nothing.
+//! Cost of an iteration in milliseconds by batch size and K, and the TPOT, speed-up, best K and break-even batch that
+//! follow from it. Measures nothing.
 //!
-//! A grid of costs over batch sizes and numbers of draft tokens K. One iteration drafts K tokens and yields AL(K) tokens, the
-//! acceptance length at K, so `TPOT = ms / AL`, and the speed-up is over the iteration of the same batch without drafts.
-//! `ITL = K * T_d + T_t` (`T_d` a pass of the draft, `T_t` one of the target) is the special case of [`CostModel::lines`].
+//! A cost model is a grid over batch sizes and numbers of draft tokens K. One iteration drafts K tokens and yields
+//! AL(K) tokens, the acceptance length at K, so `TPOT = ms / AL`. The speed-up compares an iteration with one of the
+//! same batch without drafts. `ITL = K * T_d + T_t` (`T_d` is a pass of the draft, `T_t` one of the target) is the
+//! special case of [`CostModel::lines`].
 
 mod choice;
 
 use crate::error::{Error, Result};
 
-/// Far above any engine's batch; a search over all batches stays below a second.
+/// Maximum batch size of a grid. It is far above any engine's batch, and a search over all batches stays below a
+/// second.
 const MAX_BATCH: usize = 1 << 20;
 
-/// A straight cost line at one batch size, in milliseconds: K drafts cost `K * draft_ms + target_ms`, none `vanilla_ms`.
+/// A straight cost line at one batch size, in milliseconds: K drafts cost `K * draft_ms + target_ms`, and no drafts
+/// cost `vanilla_ms`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CostLine {
-    /// A pass of the draft, `T_d`; at least 0.
+    /// Time of one draft pass, `T_d`; at least 0.
     pub draft_ms: f64,
-    /// All of an iteration that does not grow with K, `T_t`; above 0.
+    /// Time of everything in an iteration that does not grow with K, `T_t`; above 0.
     pub target_ms: f64,
-    /// An iteration without drafts; above 0. Where speculation takes graphs or kernels away, it is less than `target_ms`.
+    /// Time of an iteration without drafts; above 0. It is less than `target_ms` if speculation rules out some graphs
+    /// or kernels.
     pub vanilla_ms: f64,
 }
 
 impl CostLine {
-    /// The `T_d` that explains an observed TPOT: `(tpot_ms * AL - T_t) / K`; negative where `T_t` alone takes longer than that.
+    /// Returns the `T_d` that explains an observed TPOT: `(tpot_ms * AL - T_t) / K`. It is negative if `T_t` alone
+    /// exceeds `tpot_ms * AL`.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] unless the times are finite and above 0, `k` is at least 1 and AL from 1 to `k + 1`.
@@ -40,25 +46,27 @@ impl CostLine {
 
 /// Milliseconds of an iteration by batch size and number of draft tokens.
 ///
-/// Between grid points costs are interpolated linearly. K = 0 stands apart: costs at K >= 1 come from the grid points with
-/// K >= 1 alone, wherever there are two of them. Beyond the last K or batch the last segment goes on, but never falls; before
-/// the first K >= 1 the first one does, but no lower than `T_t` = 0 allows; before the first batch the cost stays.
+/// Between grid points, costs are interpolated linearly. K = 0 is separate: costs at K >= 1 come only from grid points
+/// with K >= 1, if there are at least two. Beyond the last K or batch, the last segment continues but never falls.
+/// Before the first K >= 1, the first segment continues, but no lower than `T_t` = 0 allows. Before the first batch,
+/// the cost is constant.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CostModel {
-    /// `[B]`, increasing.
+    /// Batch sizes of the grid, `[B]`, increasing.
     batches: Vec<usize>,
-    /// `[N]`, increasing, beginning with 0.
+    /// Numbers of draft tokens of the grid, `[N]`, increasing, beginning with 0.
     ks: Vec<usize>,
-    /// `[B, N]`, row by row, finite and above 0.
+    /// Costs of the grid in milliseconds, `[B, N]`, row by row, finite and above 0.
     ms: Vec<f64>,
 }
 
 impl CostModel {
-    /// A grid: `ms[b * ks.len() + j]` is the cost of an iteration of `batches[b]` requests with `ks[j]` drafts each.
+    /// Makes a cost model of a grid: `ms[b * ks.len() + j]` is the cost of an iteration of `batches[b]` requests with
+    /// `ks[j]` drafts each.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] unless `batches` and `ks` increase, batches are 1 to 2^20, `ks` begins with 0, `ms` has a
-    /// cost for each pair, and all are finite and above 0.
+    /// [`Error::InvalidConfig`] unless `batches` and `ks` increase, batches are 1 to 2^20, and `ks` begins with 0. `ms`
+    /// must have a cost for each pair, finite and above 0.
     pub fn new(batches: &[usize], ks: &[usize], ms: &[f64]) -> Result<Self> {
         if batches.is_empty() || batches[0] == 0 || !increase(batches) || batches[batches.len() - 1] > MAX_BATCH {
             return Err(invalid("batches", batches, "increasing batch sizes, from 1 to 1048576"));
@@ -76,11 +84,11 @@ impl CostModel {
         Ok(Self { batches: batches.to_vec(), ks: ks.to_vec(), ms: ms.to_vec() })
     }
 
-    /// `ITL = K * T_d + T_t` at each batch size.
+    /// Makes a cost model of one straight line per batch size: `ITL = K * T_d + T_t`.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] unless `batches` is as in [`CostModel::new`] with a line each, `T_d` finite and at least 0,
-    /// the others finite and above 0.
+    /// [`Error::InvalidConfig`] unless `batches` increase from at least 1 to at most 2^20 and each has a line. `T_d`
+    /// must be finite and at least 0, the other times finite and above 0.
     pub fn lines(batches: &[usize], lines: &[CostLine]) -> Result<Self> {
         if lines.len() != batches.len() {
             return Err(Error::invalid_config("len(lines)", lines.len(), format!("{}, one a batch", batches.len())));
@@ -97,22 +105,23 @@ impl CostModel {
         Self::new(batches, &[0, 1, 2], &ms)
     }
 
-    /// `[B]`: batch sizes of the grid.
+    /// Returns the batch sizes of the grid, `[B]`.
     pub fn batches(&self) -> &[usize] {
         &self.batches
     }
 
-    /// `[N]`: numbers of draft tokens of the grid, 0 first.
+    /// Returns the numbers of draft tokens of the grid, `[N]`, 0 first.
     pub fn ks(&self) -> &[usize] {
         &self.ks
     }
 
-    /// `[B, N]`, row by row: the costs of the grid.
+    /// Returns the costs of the grid in milliseconds, `[B, N]`, row by row.
     pub fn table(&self) -> &[f64] {
         &self.ms
     }
 
-    /// Cost of one iteration of `batch` requests that draft `k` tokens each, in milliseconds. Batch 0 counts as 1.
+    /// Returns the cost of one iteration of `batch` requests that draft `k` tokens each, in milliseconds. Batch 0
+    /// counts as 1.
     pub fn ms(&self, batch: usize, k: usize) -> f64 {
         let (low, high, share) = bracket(&self.batches, batch);
         let first = self.row_ms(low, k);
@@ -120,7 +129,7 @@ impl CostModel {
         if share > 1.0 { last + (share - 1.0) * (last - first).max(0.0) } else { first + share * (last - first) }
     }
 
-    /// Milliseconds per output token at an acceptance length of `acceptance_length` tokens per iteration.
+    /// Returns the milliseconds per output token at an acceptance length of `acceptance_length` tokens per iteration.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] unless `acceptance_length` is from 1 to `k + 1`.
@@ -129,20 +138,21 @@ impl CostModel {
         Ok(self.ms(batch, k) / acceptance_length)
     }
 
-    /// TPOT without drafts over TPOT with `k` of them.
+    /// Returns the speed-up of `k` drafts: TPOT without drafts divided by TPOT with `k` of them.
     ///
     /// # Errors
-    /// As [`CostModel::tpot`].
+    /// [`Error::InvalidConfig`] unless `acceptance_length` is from 1 to `k + 1`.
     pub fn speedup(&self, batch: usize, k: usize, acceptance_length: f64) -> Result<f64> {
         Ok(self.ms(batch, 0) / self.tpot(batch, k, acceptance_length)?)
     }
 
-    /// Moves the grid towards a measured cost: each of the up to four grid points around `(batch, k)` by its share in the
-    /// interpolation times `weight`. On a grid point this is an exponential average with `weight` for the new value.
+    /// Moves the grid towards a measured cost. Each of the up to four grid points around `(batch, k)` moves by its
+    /// share in the interpolation times `weight`. On a grid point this is an exponential average with `weight` for the
+    /// new value.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] unless `batch` and `k` lie within the grid, `ms` is finite and above 0, and `weight` is above
-    /// 0 and at most 1; nothing has changed then.
+    /// [`Error::InvalidConfig`] unless `batch` and `k` lie within the grid, `ms` is finite and above 0, and `weight` is
+    /// in (0, 1]. Nothing has changed then.
     pub fn observe(&mut self, batch: usize, k: usize, ms: f64, weight: f64) -> Result<()> {
         let last = self.batches[self.batches.len() - 1];
         if batch < self.batches[0] || batch > last {
@@ -168,7 +178,7 @@ impl CostModel {
         Ok(())
     }
 
-    /// Cost at batch size `batches[row]`.
+    /// Returns the cost at batch size `batches[row]`, interpolated along K.
     fn row_ms(&self, row: usize, k: usize) -> f64 {
         let costs = &self.ms[row * self.ks.len()..(row + 1) * self.ks.len()];
         // With fewer than two points at K >= 1 the line starts at K = 0, for want of a better one.
@@ -212,8 +222,8 @@ fn check_length(field: &'static str, k: usize, value: f64) -> Result<()> {
     Err(Error::invalid_config(field, value, format!("a number from 1 to {} at K = {k}", k + 1)))
 }
 
-/// The two neighbours of `x` in increasing `points`, and how far between them it lies: above 1 beyond the last point, 0 on
-/// or before the first.
+/// Returns the indices of the two increasing `points` around `x`, and the share of the way between them. The share is 0
+/// on or before the first point, and above 1 beyond the last. With one point it is always 0.
 fn bracket(points: &[usize], x: usize) -> (usize, usize, f64) {
     let last = points.len() - 1;
     if last == 0 || x <= points[0] {
@@ -224,12 +234,12 @@ fn bracket(points: &[usize], x: usize) -> (usize, usize, f64) {
     (low, high, (x - points[low]) as f64 / (points[high] - points[low]) as f64)
 }
 
-/// A bracket in `ks[1..]` as one in `ks`.
+/// Converts a bracket in `ks[1..]` to one in `ks`.
 fn shifted((low, high, share): (usize, usize, f64)) -> (usize, usize, f64) {
     (low + 1, high + 1, share)
 }
 
-/// Index and share of each end of a bracket that has one.
+/// Iterates over the index and share of each end of a bracket whose share is not 0.
 fn corners((low, high, share): (usize, usize, f64)) -> impl Iterator<Item = (usize, f64)> {
     [(low, 1.0 - share), (high, share)].into_iter().filter(|(_, share)| *share > 0.0)
 }

@@ -9,7 +9,7 @@ fn line(draft_ms: f64, target_ms: f64, vanilla_ms: f64) -> CostLine {
     CostLine { draft_ms, target_ms, vanilla_ms }
 }
 
-/// A grid with its three arguments, costs in any order.
+/// Generates the three arguments of a grid, with costs in any order.
 fn grids() -> impl Strategy<Value = (Vec<usize>, Vec<usize>, Vec<f64>)> {
     let batches = proptest::collection::btree_set(1_usize..60, 1..5);
     let ks = proptest::collection::btree_set(1_usize..12, 0..5);

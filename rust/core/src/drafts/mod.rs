@@ -1,130 +1,77 @@
-//! What proposes drafts, as far as scheduling goes: what it needs before it drafts, and what an iteration leaves of its KV. Runs no
-//! drafter on a device.
+//! Drafters as far as scheduling is concerned: their requirements before they draft, and the valid part of their KV
+//! after an iteration. Runs no drafter on a device.
 
-mod ngram;
-mod suffix;
+mod host;
 
 use crate::error::{Error, Result};
-pub use ngram::NgramProposer;
-pub use suffix::{SuffixCache, SuffixDraft, SuffixSettings, SuffixStats};
+pub use host::{
+    DrafterKind, HostDrafters, NgramProposer, Number, SuffixCache, SuffixDraft, SuffixSettings, SuffixStats,
+};
+pub(crate) use host::{HostProposers, Proposal, Text};
 
-/// What proposes the drafts of a scheduler's requests on the device. The scheduler's books of draft KV follow from it.
+/// Drafter on the device that proposes for a scheduler's requests. It determines what the scheduler knows of draft KV.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Drafter {
-    /// Nothing: requests have the drafts of [`HostDrafters`], or none.
+    /// No drafter on the device: requests use [`HostDrafters`] or do not draft.
     #[default]
     None,
-    /// A model on the device with KV of its own, in the target's blocks, that catches up from tokens, in chunks. Pass 1 ends with
-    /// the last committed token; pass i feeds draft i - 1, or there is no other, see `mask_token_id`.
+    /// A draft model on the device with its own KV in the target's blocks, which catches up from tokens, in chunks.
+    /// Pass 1 ends with the last committed token. Pass i feeds draft i - 1, unless `mask_token_id` makes pass 1 the
+    /// only one.
     Cached {
-        /// Positions that it can take: a request that outgrows them goes on at K = 0. 1 to 2^31.
+        /// Number of positions that the draft model can take: a request that outgrows them goes on at K = 0. 1 to 2^31.
         max_model_len: usize,
-        /// Positions that its KV may lag behind a row's n tokens for it still to draft: its first pass feeds so many. At least 1.
+        /// Maximum number of positions that a row's draft KV may lag behind its n tokens so that the row still drafts.
+        /// The first pass feeds these positions. At least 1.
         max_draft_lag: usize,
-        /// With an id, 0 or above, one pass gives all drafts of a row: it feeds this id in place of drafts 1 to K - 1, and what KV it
-        /// writes for them is no use to later passes.
+        /// Token id that replaces drafts 1 to K - 1 in a single pass, if it is 0 or above. That pass yields all drafts
+        /// of a row, and the KV that it writes for the replaced drafts is not used again.
         mask_token_id: Option<i64>,
-        /// Cost of a catch-up token in tokens of the budget: its share of the target's parameters. Finite, above 0.
+        /// Cost of a catch-up token in tokens of the budget: the draft's share of the target's parameters. Finite,
+        /// above 0.
         cost_ratio: f64,
     },
-    /// A head on the device that reads the target's hidden states (EAGLE-3), with KV of its own in the target's blocks. KV of position p
-    /// is made of the target's hidden state there and of the token behind it. The hidden states that passes leave are kept for a
-    /// row's last `max_draft_lag - 1` positions before n - 1; where its KV lags further behind, those between are gone for good, and the
-    /// head starts anew: it attends from the first position whose hidden state it has. So it never catches up in chunks of its own: a
-    /// draft chunk is what a prompt chunk of the same launch leaves to the head, or of length 0 at position 0, to start anew.
+    /// A head on the device that reads the target's hidden states (EAGLE-3), with its own KV in the target's blocks.
+    /// The KV of position p is computed from the target's hidden state there and from the token at p + 1.
+    ///
+    /// The hidden states that passes leave are kept for a row's last `max_draft_lag - 1` positions before n - 1. If the
+    /// head's KV lags further, the states in between are lost, and the head starts anew. It then attends from the first
+    /// position whose hidden state is kept. So it never catches up in chunks of its own. A draft chunk is what a prompt
+    /// chunk of the same launch leaves to the head; one of length 0 at position 0 orders a new start.
     Hidden {
-        /// Positions that it can take, as for [`Drafter::Cached`].
+        /// Number of positions that the head can take: a request that outgrows them goes on at K = 0. 1 to 2^31.
         max_model_len: usize,
-        /// Positions that its KV may lag behind n for it to go on from there. At least K + 2, which a verification leaves, to 2^31.
+        /// Maximum number of positions that the head's KV may lag behind n so that it continues from there. At least
+        /// the lag after a verification, K + 2, and at most 2^31.
         max_draft_lag: usize,
     },
-    /// A model on the device with a tokenizer of its own, that reads and writes text. Its KV is its own affair, outside the target's blocks, so
-    /// there is none to catch up; how many drafts its text comes to is known when it is written: `num_drafted` may be less than K.
+    /// A draft model on the device with its own tokenizer, which reads and writes text. Its KV is outside the target's
+    /// blocks and needs no catch-up. The number of drafts is known only when its text is written, so `num_drafted` may
+    /// be less than K.
     Text,
 }
 
-/// What proposes drafts on the host, when a launch is planned, and has no KV: [`crate::Scheduler::plan`] writes them into the record. Needs
-/// the last launch settled, so one launch in flight at most.
-///
-/// Where a scheduler has several drafters, one on the device among them, each request has in each launch the one that promises the most.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct HostDrafters {
-    /// Looks for drafts in a request's own tokens.
-    pub ngram: Option<NgramProposer>,
-    /// Counts what followed in a request's own tokens and in the outputs of others. An output is one that drafted this way, or might have.
-    pub suffix: Option<SuffixSettings>,
-}
-
-impl HostDrafters {
-    /// Prompt lookup alone.
-    pub fn ngram(proposer: NgramProposer) -> Self {
-        Self { ngram: Some(proposer), suffix: None }
-    }
-
-    /// Suffix decoding alone.
-    pub fn suffix(settings: SuffixSettings) -> Self {
-        Self { ngram: None, suffix: Some(settings) }
-    }
-
-    /// Whether there is any.
-    pub fn is_some(&self) -> bool {
-        self.ngram.is_some() || self.suffix.is_some()
-    }
-
-    /// The one that a request has while it is alone; [`DrafterKind::Device`] without any.
-    pub(crate) fn first(&self) -> DrafterKind {
-        DrafterKind::ON_HOST.into_iter().find(|&kind| self.has(kind)).unwrap_or_default()
-    }
-
-    /// By [`DrafterKind`]: whether there is this one.
-    pub(crate) fn has(&self, kind: DrafterKind) -> bool {
-        match kind {
-            DrafterKind::Device => false,
-            DrafterKind::Ngram => self.ngram.is_some(),
-            DrafterKind::Suffix => self.suffix.is_some(),
-        }
-    }
-}
-
-/// Which drafter: how the record and the books number them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(u8)]
-#[non_exhaustive]
-pub enum DrafterKind {
-    /// [`Drafter`]; of entries without drafts, too.
-    #[default]
-    Device = 0,
-    /// [`HostDrafters::ngram`].
-    Ngram = 1,
-    /// [`HostDrafters::suffix`].
-    Suffix = 2,
-}
-
-impl DrafterKind {
-    /// All of them, by number.
-    pub const ALL: [Self; 3] = [Self::Device, Self::Ngram, Self::Suffix];
-    /// Those on the host.
-    pub(crate) const ON_HOST: [Self; 2] = [Self::Ngram, Self::Suffix];
-}
-
-/// Cost of a token of a head in tokens of the target, where it stands beside drafters on the host: one layer of many.
+/// Cost of a token of an EAGLE-3 head in tokens of the target, when the scheduler compares it with drafters on the
+/// host. A head is one layer of many.
 const HEAD_COST: f64 = 0.1;
 
-/// What follows from a drafter for every row: read for each, so not asked of the variants each time.
+/// Limits that a drafter sets for every row. They are computed once, because planning reads them for each row.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DraftBounds {
-    /// Whether there are drafters on the host besides.
+    /// Whether the scheduler also has drafters on the host.
     pub(crate) on_host: bool,
-    /// Whether it has KV to keep.
+    /// Whether the drafter has KV in the target's blocks.
     pub(crate) has_kv: bool,
-    /// Whether that KV is made of the target's hidden states, so that only launches that compute them write it.
+    /// Whether the draft KV is computed from the target's hidden states, so that only launches that compute them write
+    /// it.
     pub(crate) from_hidden: bool,
-    /// The position before which every draft lies, for want of positions in the drafter.
+    /// First position that no draft can have, because the drafter takes no more positions.
     pub(crate) end_of_drafts: usize,
-    /// Positions that draft KV may lag behind n and still draft; without KV it may be any number.
+    /// Maximum number of positions that a row's draft KV may lag behind its n tokens so that the row still drafts.
+    /// Unlimited for a drafter without KV.
     pub(crate) max_draft_lag: usize,
-    /// The furthest that draft KV lags behind n after an iteration that drafted, the largest `grown - draft_len_after(..)`.
+    /// Maximum lag of a row's draft KV after an iteration that drafted: the largest `grown - draft_len_after(..)`.
     pub(crate) lag_after_drafting: usize,
 }
 
@@ -142,12 +89,13 @@ impl DraftBounds {
 }
 
 impl Drafter {
-    /// A draft model: [`Drafter::Cached`] whose first pass feeds the two positions that lack KV after all drafts were accepted.
+    /// Makes a [`Drafter::Cached`] for a draft model. Its first pass feeds the two positions that lack KV after all
+    /// drafts were accepted.
     pub fn draft_model(max_model_len: usize, cost_ratio: f64) -> Self {
         Self::Cached { max_model_len, max_draft_lag: 2, mask_token_id: None, cost_ratio }
     }
 
-    /// What the planner asks of it for every row, at up to `num_speculative_tokens` drafts.
+    /// Returns the limits that the drafter sets for every row, with up to `num_speculative_tokens` drafts.
     pub(crate) fn bounds(&self, num_speculative_tokens: usize) -> DraftBounds {
         match *self {
             Self::None => DraftBounds::without_kv(),
@@ -172,7 +120,8 @@ impl Drafter {
         }
     }
 
-    /// Positions with valid draft KV after an iteration that drafted `k` > 0 tokens at `n` and left `grown`.
+    /// Returns the number of positions with valid draft KV after an iteration. The row had `n` tokens, drafted `k` > 0,
+    /// and has `grown` tokens afterwards.
     #[inline]
     pub fn draft_len_after(&self, n: usize, k: usize, grown: usize) -> usize {
         match self {
@@ -184,8 +133,8 @@ impl Drafter {
         }
     }
 
-    /// The first position whose hidden state is kept after an iteration that drafted `k` tokens at `n` and left `grown`, those from
-    /// `hidden_start` on being kept before; 0 where none are read.
+    /// Returns the first position whose hidden state is kept after an iteration. The row had `n` tokens and states from
+    /// `hidden_start` on, drafted `k`, and has `grown` tokens afterwards. 0 for drafters that read no hidden states.
     #[inline]
     pub fn hidden_start_after(&self, hidden_start: usize, n: usize, k: usize, grown: usize) -> usize {
         match *self {
@@ -196,7 +145,7 @@ impl Drafter {
         }
     }
 
-    /// Budget tokens of a catch-up token.
+    /// Returns the cost of a catch-up token in tokens of the budget.
     #[inline]
     pub(crate) fn cost_ratio(&self) -> f64 {
         match *self {
@@ -206,8 +155,10 @@ impl Drafter {
         }
     }
 
+    /// Checks the settings of the drafter for `k` drafts per launch; sizes may be at most `max_size`.
+    ///
     /// # Errors
-    /// [`Error::InvalidConfig`] naming the first setting outside its range, at `k` drafts a launch; sizes are at most `max_size`.
+    /// [`Error::InvalidConfig`] naming the first setting outside its range.
     pub(crate) fn validate(&self, k: usize, max_size: usize) -> Result<()> {
         let (max_model_len, max_draft_lag, least_lag) = match *self {
             Self::None | Self::Text => return Ok(()),

@@ -1,49 +1,53 @@
-//! Which K each request drafts in one launch: the most expected tokens per millisecond. Estimates and remembers nothing.
+//! The choice of K for each request of one launch: the most expected tokens per millisecond. Estimates and remembers
+//! nothing.
 //!
 //! With `c_i` requests that draft at least i tokens, a launch of B requests costs
-//! `ms(B, 0) + sum over i of (ms(c_i, i) - ms(c_i, i - 1))`, which is `ms(B, K)` where all draft K. Requests differ by one factor
-//! on the odds of acceptance, so the better of two is better at every position, and level i is drafted by the first requests in
-//! order of that factor. The ratio is maximised by Dinkelbach's iteration (Management Science 13(7), 1967): for a rate r, maximise
-//! `tokens - r * ms` level by level from the deepest, each with a running maximum; then r becomes what that choice yields.
-//! O(B K) a step. Exact where all may draft equally deep; with differing bounds still at least as good as any one K for all.
+//! `ms(B, 0) + sum over i of (ms(c_i, i) - ms(c_i, i - 1))`. That is `ms(B, K)` if all draft K. Requests differ by one
+//! factor on the odds of acceptance, so the better of two is better at every position. Level i is thus drafted by the
+//! first requests in order of that factor.
+//!
+//! The ratio of tokens to milliseconds is maximised by Dinkelbach's iteration (Management Science 13(7), 1967). For a
+//! rate r, it maximises `tokens - r * ms` level by level from the deepest, each with a running maximum; then r becomes
+//! the rate of that choice. A step is O(B K). The result is exact if all requests may draft equally deep. With
+//! differing bounds it is at least as good as any one K for all.
 
 use crate::cost_model::CostModel;
 
-/// Far more than it takes: rates grow superlinearly towards the best.
+/// Maximum number of Dinkelbach steps, far above the usual number: rates converge superlinearly.
 const MAX_STEPS: usize = 16;
 
-/// One request as the choice sees it, in order of `odds` descending.
+/// Request as the choice sees it. Candidates are sorted by `odds`, descending.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate {
-    /// Factor on the odds of acceptance at every position.
+    /// Factor on the odds of acceptance at every position, for this request.
     pub(super) odds: f64,
-    /// The most it may draft.
+    /// Maximum number of drafts.
     pub(super) cap: usize,
-    /// What its first draft costs besides, in milliseconds.
+    /// Extra cost of the request's first draft in milliseconds, such as the catch-up of its draft KV.
     pub(super) penalty: f64,
 }
 
-/// Buffers of the choice, kept between launches.
+/// Buffers of the choice, kept between launches so that they are allocated once.
 #[derive(Clone, Debug)]
 pub(super) struct Choice {
     k: usize,
-    /// Elements of a level, `max_rows + 1`.
+    /// Number of elements per level, `max_rows + 1`.
     stride: usize,
-    /// `[stride]`: `ms(b, 0)`; 0 for none.
+    /// Cost `ms(b, 0)` of a launch of b requests without drafts, `[stride]`; 0 for b = 0.
     base: Vec<f64>,
-    /// `[K, stride]`: `ms(c, i) - ms(c, i - 1)` at level i - 1; 0 for none.
+    /// Cost of level i, `ms(c, i) - ms(c, i - 1)`, by level i - 1 and number of requests c, `[K, stride]`; 0 for c = 0.
     steps: Vec<f64>,
-    /// `[K, stride]`: expected tokens that the first m candidates gain at a level.
+    /// Expected tokens that the first m candidates gain at a level, `[K, stride]`.
     gains: Vec<f64>,
-    /// `[K, stride]`: how many of the first m candidates may draft at a level.
+    /// Number of the first m candidates that may draft at a level, `[K, stride]`.
     counts: Vec<u32>,
-    /// `[stride]`: penalties of the first m candidates.
+    /// Sum of the penalties of the first m candidates, `[stride]`.
     penalties: Vec<f64>,
-    /// `[K, stride]`: the best number of candidates at a level, of at most m.
+    /// Best number of candidates at a level among at most m, `[K, stride]`.
     best: Vec<u32>,
-    /// `[stride]`: the most that deeper levels yield to at most m candidates.
+    /// Maximum value that deeper levels add for at most m candidates, `[stride]`.
     ahead: Vec<f64>,
-    /// `[stride]`: how likely each candidate's drafts stand up to a level.
+    /// Probability that each candidate's drafts up to a level are accepted, `[stride]`.
     reach: Vec<f64>,
     len: usize,
     depth: usize,
@@ -68,7 +72,7 @@ impl Choice {
         }
     }
 
-    /// Takes over the costs of `model`: exact at the grid's batch sizes and linear between them, as the model is.
+    /// Copies the costs of `model`. They are exact at the grid's batch sizes and linear between them, as in the model.
     pub(super) fn set_costs(&mut self, model: &CostModel) {
         let most = self.stride - 1;
         let mut low = 1;
@@ -86,17 +90,18 @@ impl Choice {
         }
     }
 
-    /// `ms(b, 0)`.
+    /// Returns the cost of a launch of `batch` requests without drafts, in milliseconds.
     pub(super) fn base_ms(&self, batch: usize) -> f64 {
         self.base[batch]
     }
 
-    /// What the draft at `level` costs for `count` requests.
+    /// Returns the extra cost in milliseconds of the draft at `level` for `count` requests.
     pub(super) fn step_ms(&self, level: usize, count: usize) -> f64 {
         self.steps[level * self.stride + count]
     }
 
-    /// Prepares for these candidates, in order of odds descending; `odds` are those of acceptance at each position.
+    /// Prepares the buffers for `candidates`, sorted by odds in descending order. `odds` are the overall odds of
+    /// acceptance at each position.
     pub(super) fn set_candidates(&mut self, candidates: &[Candidate], odds: &[f64]) {
         self.len = candidates.len();
         self.depth = candidates.iter().map(|candidate| candidate.cap).max().unwrap_or(0).min(self.k);
@@ -122,7 +127,7 @@ impl Choice {
         }
     }
 
-    /// Expected tokens per millisecond if the candidates draft `ks`.
+    /// Returns the expected tokens per millisecond if the candidates draft `ks`.
     pub(super) fn rate(&self, ks: &[usize]) -> f64 {
         let (mut tokens, mut ms) = (self.len as f64, self.base[self.len]);
         for level in 0..self.depth {
@@ -143,14 +148,15 @@ impl Choice {
         tokens / ms
     }
 
-    /// The best of one K for all, cut to what each may draft, and its rate. Where that comes to differing K, they cost `mixed` times
-    /// what they should.
+    /// Returns the best K for all candidates, each limited to its cap, and its rate. If caps make the K differ, the
+    /// launch costs `mixed` times the sum of its parts.
     pub(super) fn best_uniform(&self, mixed: f64) -> (usize, f64) {
         let best = |best: (usize, f64), (k, rate, _)| if rate > best.1 { (k, rate) } else { best };
         self.uniform(mixed).fold((0, 0.0), best)
     }
 
-    /// The best of `ks` for all below `pivot`, and from there on: K, rate and milliseconds. `ks` ascend; all may draft as many.
+    /// Returns the best element of `ks` below `pivot`, and the best at or above it: K, rate and milliseconds of each.
+    /// `ks` must ascend, and all candidates must be allowed to draft as many.
     pub(super) fn best_around(&self, pivot: usize, ks: impl Iterator<Item = usize>) -> [Option<(usize, f64, f64)>; 2] {
         let mut best: [Option<(usize, f64, f64)>; 2] = [None; 2];
         let mut all = self.uniform(1.0);
@@ -163,7 +169,7 @@ impl Choice {
         best
     }
 
-    /// One K for all after the other: K, rate and milliseconds.
+    /// Iterates over one K for all candidates, from 0 up: K, rate and milliseconds.
     fn uniform(&self, mixed: f64) -> impl Iterator<Item = (usize, f64, f64)> {
         let (mut tokens, mut ms) = (self.len as f64, self.base[self.len]);
         (0..=self.depth).map(move |k| {
@@ -180,7 +186,7 @@ impl Choice {
         })
     }
 
-    /// Writes the best K of each candidate and returns the rate; `guess` is a rate to begin with.
+    /// Writes the best K of each candidate into `ks` and returns the rate. `guess` is the rate to begin with.
     pub(super) fn solve(&mut self, guess: f64, ks: &mut [usize]) -> f64 {
         let mut rate = guess;
         for _ in 0..MAX_STEPS {
@@ -193,7 +199,7 @@ impl Choice {
         rate
     }
 
-    /// The choice that is best at `rate`, and its own rate.
+    /// Writes the best choice at `rate` into `ks` and returns that choice's own rate.
     fn improve(&mut self, rate: f64, ks: &mut [usize]) -> f64 {
         let len = self.len;
         self.ahead[..=len].fill(0.0);

@@ -1,32 +1,40 @@
-//! How likely drafts are to be accepted: by position over all requests, and one factor on the odds for each request.
+//! Estimates of the probability that drafts are accepted: by position over all requests, and one factor on the odds for
+//! each request.
 //!
-//! All figures are exponentially forgotten. The chance of a draft token is *conditional*: given that those before it stood. A request's
-//! factor compares what it was accepted with what the overall figures expected of it, so that a request with few drafts counts as
-//! the average one, and a change of K does not change the factor.
+//! All figures are exponentially forgotten. The chance of a draft token is *conditional* on the acceptance of the
+//! drafts before it. A request's factor compares its accepted drafts with the number that the overall figures expected.
+//! So a request with few drafts counts as an average one, and a change of K does not change the factor.
 
-/// Trials of a position after which half of what was known is forgotten, about: a rate of 0.7 is then known to 0.03. In a large batch
-/// this many launches' worth, so that one launch of 256 requests does not stand for everything.
+/// Number of trials of a position after which about half of the earlier evidence is forgotten. A rate of 0.7 is then
+/// known to 0.03.
 const OVERALL_TRIALS: f64 = 256.0;
+/// Minimum number of launches over which the earlier evidence of a position is forgotten, so that one launch of 256
+/// requests does not replace all of it.
 const OVERALL_LAUNCHES: f64 = 16.0;
-/// Acceptance that is assumed of the first position before anything is known, as the bundled pair has it. It counts [`PRIOR_TRIALS`].
+/// Acceptance assumed for the first position before any draft, measured with the bundled pair of models. It weighs
+/// [`PRIOR_TRIALS`].
 const FIRST_GUESS: f64 = 0.7;
-/// Trials that a position takes after the one before it: few, since deep positions are rarely reached and soon outweigh it.
+/// Number of trials with which a position starts from the chance of the position before it. The number is small,
+/// because deep positions are rarely reached and their own trials should soon outweigh it.
 const PRIOR_TRIALS: f64 = 4.0;
-/// Trials that a request takes after the average one: twelve accepted and twelve not. With 8, one lucky draft of K = 7 would double a
-/// new request's odds.
+/// Number of trials with which a request starts from the average: twelve accepted and twelve rejected. With 8, one
+/// lucky draft of K = 7 would double a new request's odds.
 const OWN_PRIOR_TRIALS: f64 = 24.0;
-/// Drafts after which a request's own past counts a third: a text that turns from code to prose is noticed within a paragraph.
+/// Number of drafts after which a request's own past counts a third: a text that turns from code to prose is noticed
+/// within a paragraph.
 const OWN_DRAFTS: f64 = 64.0;
-/// Bounds of a chance, so that odds stay finite: within a factor of 500 of even.
+/// Bounds of a chance, so that odds stay finite: within a factor of 500 of even odds.
 const CHANCES: (f64, f64) = (0.002, 0.998);
-/// A collapse is a first position that stands a quarter as often as before.
+/// Ratio of acceptance at the first position, after to before, that counts as a collapse.
 const COLLAPSE: f64 = 0.25;
-/// Logarithm of the likelihood ratio at which one is reported, and the highest chance that it reckons with: five misses in a row, each of
-/// which counts ln 4. A false alarm comes at most once in e^6 = 400 drafts (Page, 1954), and costs one rebuilt draft KV.
+/// Logarithm of the likelihood ratio at which a collapse is reported. A false alarm comes at most once in e^6 = 400
+/// drafts (Page, 1954) and costs one rebuild of draft KV.
 const SUSPICION: f64 = 6.0;
+/// Maximum chance that the likelihood ratio is computed with. At this chance each miss counts ln 4, so five misses in a
+/// row report a collapse.
 const SUSPECT_CHANCE: f64 = 0.8;
-/// Drafts before the next one may be found in the same request, as many as its past counts; doubles each time, so that a request
-/// whose draft is simply bad is rebuilt a few times and no more.
+/// Number of drafts after a collapse before another can be found in the same request, as many as its past counts. It
+/// doubles each time, so that a request with a poor draft is rebuilt only a few times.
 const FIRST_PATIENCE: u32 = 64;
 
 fn chance(accepted: f64, trials: f64) -> f64 {
@@ -39,11 +47,11 @@ struct Counts {
     accepted: f64,
 }
 
-/// Acceptance by position, over all requests.
+/// Statistics of acceptance by position, over all requests.
 #[derive(Clone, Debug)]
 pub(crate) struct Overall {
     positions: Vec<Counts>,
-    /// What the launch being recorded adds.
+    /// Counts of the launch being recorded, by position.
     fresh: Vec<Counts>,
     chances: Vec<f64>,
     odds: Vec<f64>,
@@ -61,17 +69,17 @@ impl Overall {
         overall
     }
 
-    /// Conditional acceptance by position.
+    /// Returns the conditional acceptance by position, `[K]`.
     pub(crate) fn chances(&self) -> &[f64] {
         &self.chances
     }
 
-    /// The same as odds.
+    /// Returns the conditional acceptance by position as odds, `[K]`.
     pub(crate) fn odds(&self) -> &[f64] {
         &self.odds
     }
 
-    /// Counts one draft towards the launch; `finish` brings it in.
+    /// Counts one draft of the current launch; `finish` adds the launch to the statistics.
     pub(crate) fn record(&mut self, drafted: usize, accepted: usize) {
         for (position, fresh) in self.fresh[..drafted.min(accepted + 1)].iter_mut().enumerate() {
             fresh.trials += 1.0;
@@ -79,7 +87,7 @@ impl Overall {
         }
     }
 
-    /// Forgets as much as is new, position by position, and takes in what is.
+    /// Adds the counts of the current launch, position by position. Earlier evidence loses as much weight as is added.
     pub(crate) fn finish(&mut self) {
         if self.fresh.first().is_none_or(|first| first.trials == 0.0) {
             return; // whatever is recorded tried the first position
@@ -94,7 +102,7 @@ impl Overall {
         self.estimate();
     }
 
-    /// Lets what is known of positions from `first` on count at most `trials` from here on.
+    /// Limits the weight of the evidence on positions from `first` on to `trials`.
     pub(crate) fn doubt(&mut self, first: usize, trials: f64) {
         for counts in &mut self.positions[first..] {
             let share = (trials / counts.trials.max(trials)).min(1.0);
@@ -117,13 +125,13 @@ impl Overall {
     }
 }
 
-/// What is known of one row's request.
+/// Statistics of one row's request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Own {
     counts: Counts,
-    /// Acceptances that the overall figures expected in its trials.
+    /// Number of acceptances that the overall figures expected in the request's trials.
     expected: f64,
-    /// Factor on the overall odds.
+    /// Factor on the overall odds for this request.
     pub(crate) odds: f64,
     /// Evidence of a collapse, a CUSUM statistic (Page, Biometrika 41, 1954).
     suspicion: f64,
@@ -141,7 +149,8 @@ impl Own {
         patience: FIRST_PATIENCE,
     };
 
-    /// Takes in one draft of at least one token; true if its acceptance has collapsed. What was known is forgotten then.
+    /// Records one draft of at least one token. Returns whether the request's acceptance has collapsed; its statistics
+    /// start again then.
     pub(crate) fn record(&mut self, drafted: usize, accepted: usize, chances: &[f64]) -> bool {
         let trials = drafted.min(accepted + 1);
         let first = self.odds * chances[0] / (1.0 - chances[0]);
@@ -157,8 +166,8 @@ impl Own {
         collapsed
     }
 
-    /// Half the prior's trials were accepted, of those observed and of those expected: little is learned where acceptance is nearly
-    /// sure, or nearly never.
+    /// Returns the factor on the odds. Half of the prior's trials count as accepted, both observed and expected, so
+    /// that little is learned where acceptance is almost sure or almost impossible.
     fn estimate(&self) -> f64 {
         let (Counts { trials, accepted }, prior) = (self.counts, OWN_PRIOR_TRIALS / 2.0);
         let observed = (accepted + prior) / (trials - accepted + prior);
@@ -166,7 +175,8 @@ impl Own {
         observed / expected
     }
 
-    /// Weighs one first position against `chance`, what it was until now.
+    /// Adds the acceptance of one first position to the evidence of a collapse, against `chance`, its estimate so far.
+    /// Returns whether the evidence is sufficient.
     fn suspect(&mut self, chance: f64, accepted: bool) -> bool {
         self.cooldown = self.cooldown.saturating_sub(1);
         let chance = chance.min(SUSPECT_CHANCE);

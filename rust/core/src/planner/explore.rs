@@ -1,28 +1,33 @@
-//! When a planner drafts otherwise than it would, to learn. Chooses nothing by what it learns.
+//! Exploration: when a planner drafts more or less than its choice to learn. Chooses nothing by the results.
 //!
-//! *Probes*: positions that no request drafts teach nothing, and at K = 0 none do. So time saves up [`super::PROBE_SHARE`] of itself
-//! until it pays for a probe: one request, in turn, drafts as much as it may, [`PROBE_DRAFTS`] times. A useless draft costs that
-//! share and no more, and one that becomes good is found.
+//! *Probes*: positions that no request drafts yield no evidence, and at K = 0 none do. So the planner saves
+//! [`super::PROBE_SHARE`] of the time until it pays for a probe: one request, in turn, drafts as much as it may,
+//! [`PROBE_DRAFTS`] times. A useless draft costs no more than that share, and a draft that becomes good is found.
 //!
-//! *Trials*: the costs of a K that is not in use are as wrong as when they were measured, and a machine that was busy then may have
-//! shown any. So [`super::TRIAL_SHARE`] of the time goes into launches at another K for all, by turns the best one below and above
-//! the chosen one. What they take is compared with the launches around them, not with what launches took when the table was made.
+//! *Trials*: the costs of a K that is not in use stay as they were measured, and the machine may have been busy then.
+//! So [`super::TRIAL_SHARE`] of the time goes into launches at another K for all requests, alternately the best one
+//! below and above the chosen K. Their times are compared with the launches around them, not with the times when the
+//! table was made.
 
 use super::SpeculationPlanner;
 
-/// What a trial is taken to cost at least, as a share of its launch: one launch in ten, where the other K promises the same.
+/// Minimum cost that is assumed for a trial, as a share of its launch. If the other K promises as much, one launch in
+/// ten is a trial.
 const TRIAL_FLOOR: f64 = 0.02;
-/// The most launches that a trial waits for its two times: one or two more, where draft KV has to catch up first.
+/// Maximum number of launches that a trial waits for its two times. One or two more are needed if draft KV has to catch
+/// up first.
 const TRIAL_LAUNCHES: u32 = 4;
-/// Drafts of a probe: of a draft whose first token stands half the time they show none in one probe of 256, so a good one is found at
-/// once. And the most launches that it waits for them, since draft KV may lag by a whole prompt.
+/// Number of drafts in a probe. A draft whose first token is accepted half the time shows no acceptance in one probe of
+/// 256, so a good one is found at once.
 const PROBE_DRAFTS: u32 = 8;
+/// Maximum number of launches that a probe waits for its drafts, because draft KV may lag by a whole prompt.
 const PROBE_LAUNCHES: u32 = 64;
-/// What old trials of a position that no request drafts count beside a probe's 8: as much at K = 0, where all that is known is old, and four
-/// times that behind a shorter K, where the positions before it are watched.
+/// Weight left to old trials of positions that no request drafts, when a probe of 8 drafts begins. At K = 0 it is the
+/// first number, as much as the probe, because all evidence is old. At a larger K it is the second, because earlier
+/// positions are still observed.
 const OLD_TRIALS: (f64, f64) = (8.0, 32.0);
 
-/// One request that drafts more than it would, to learn.
+/// Probe: one request that drafts more than the choice, to learn its acceptance.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Probe {
     pub(super) row: usize,
@@ -30,17 +35,19 @@ pub(super) struct Probe {
     launches: u32,
 }
 
-/// Launches at another K for all, to learn what it costs.
+/// Trial: launches at another K for all requests, to learn their cost.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Trial {
     pub(super) k: usize,
     launches: u32,
-    /// Its first launch has been timed. That one does not count: kernels and caches are not ready for a new K.
+    /// Whether the trial's first launch has been timed. Its time does not count, because kernels and caches are not
+    /// ready for a new K.
     pub(super) warm: bool,
 }
 
 impl SpeculationPlanner {
-    /// Goes on with a probe, or begins one where the credit pays for it; `ks` are what would be drafted without.
+    /// Continues a probe, or begins one if the saved time pays for it. `ks` holds the choice without a probe and is
+    /// changed for the probed request.
     pub(super) fn explore(&mut self, rows: &[i64], caps: &[i64], lags: &[i64], ks: &mut [i64]) {
         if let Some(probe) = &mut self.probe {
             probe.launches -= 1;
@@ -72,7 +79,8 @@ impl SpeculationPlanner {
         ks[at] = most;
     }
 
-    /// Goes on with a trial, or begins one where the credit pays for it; `ks` are what would be drafted without.
+    /// Continues a trial, or begins one if the saved time pays for it. `ks` holds the choice without a trial and is set
+    /// to the trial's K.
     pub(super) fn try_out(&mut self, caps: &[i64], lags: &[i64], ks: &mut [i64]) {
         let most = (caps.iter().copied().min().unwrap_or(0) as usize).min(self.k);
         if let Some(trial) = &mut self.trial {
@@ -104,7 +112,8 @@ impl SpeculationPlanner {
         ks.fill(k as i64);
     }
 
-    /// A launch at `k` for all was timed. True if it was the first of a trial, whose time does not count; the second ends the trial.
+    /// Notes that a launch with `k` drafts for all was timed. Returns true for the first launch of a trial, whose time
+    /// does not count; the second launch ends the trial.
     pub(super) fn time_trial(&mut self, k: usize) -> bool {
         match self.trial.as_mut().filter(|trial| trial.k == k) {
             Some(trial) if !trial.warm => {

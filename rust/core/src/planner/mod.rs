@@ -1,7 +1,8 @@
-//! How many tokens each request drafts in the next launch, none among the answers. Measures no time and runs nothing.
+//! The number of tokens that each request drafts in the next launch, possibly none. Measures no time and runs nothing.
 //!
-//! Two things go in: what launches cost ([`CostModel`], milliseconds by batch and K) and what became of drafts (`settle`). What comes
-//! out of `decide` is the K of each request that yields the most expected tokens per millisecond of the launch.
+//! The planner has two inputs: the costs of launches ([`CostModel`], milliseconds by batch and K) and the results of
+//! drafts (`settle`). `decide` returns the K of each request that yields the most expected tokens per millisecond of
+//! the launch.
 //!
 //! | file | knows |
 //! | --- | --- |
@@ -11,8 +12,9 @@
 //! | `explore` | when to look again: probes of drafts, trials of costs |
 //! | this one | when to change, whose draft KV is broken |
 //!
-//! *Mixed launches*, whose requests draft differently, may run slower than their parts (graphs and kernels are made for equal ones). By
-//! how much is learned as they happen, and one K for all is taken where that is too much.
+//! *Mixed launches*, whose requests draft different numbers, may run slower than their parts, because graphs and
+//! kernels are made for equal numbers. The planner learns by how much as such launches happen. If it is too much, all
+//! requests get one K.
 //!
 //! *Change*: a choice stays until another promises [`MARGIN`] more.
 
@@ -30,61 +32,64 @@ use estimates::{Overall, Own};
 use explore::{Probe, Trial};
 use times::LaunchTimes;
 
-/// What another choice must promise over the last one: 0.5 % more tokens per millisecond. A change costs a launch at kernels and
-/// caches that are not ready for it; estimates of steady requests move by less.
+/// Ratio by which another choice must be better than the last one: 0.5 % more tokens per millisecond. A change costs
+/// one launch with kernels and caches that are not ready for it. Estimates of steady requests move by less.
 const MARGIN: f64 = 0.005;
-/// What differing K must promise over one K for all: 3 %. The best of many estimates is too high on average: between alike requests
-/// their scatter alone promises something.
+/// Ratio by which differing K must be better than one K for all: 3 %. The best of many estimates is too high on
+/// average: even for requests that are alike, their scatter promises a gain.
 const MIXED_MARGIN: f64 = 0.03;
-/// The share of time that probes may cost: what a useless draft costs for good.
+/// Share of the time that probes may cost, which is the lasting cost of a useless draft.
 const PROBE_SHARE: f64 = 0.004;
-/// The share of time that trials may cost, in launches that are timed.
+/// Share of the time that trials may cost, in launches that are timed.
 const TRIAL_SHARE: f64 = 0.002;
-/// More at first, when nothing but a short measurement is known: 2 % falling with the launches. Five launches' time in all, what it
-/// takes to try each neighbouring K once or twice.
+/// Share of the time that trials may cost at first, when only a short measurement is known: 2 % falling with the number
+/// of launches. It adds up to about five launches, enough to try each neighbouring K once or twice.
 const EARLY_TRIALS: (f64, f64) = (2.0, 100.0);
-/// Launches over which closing the lag of a request's draft KV is spread: an answer of 64 to 128 tokens, the shortest that are usual.
+/// Number of launches over which the cost of catching up a request's draft KV is spread. It corresponds to an answer of
+/// 64 to 128 tokens, the shortest usual ones.
 const CATCH_UP_LAUNCHES: f64 = 32.0;
-/// Launches between looks at the refined costs: the table is written out for every batch, which takes as long as a decision.
+/// Number of launches between updates of the cost table. The table is written out for every batch size, which takes as
+/// long as a decision.
 const REFRESH_LAUNCHES: u32 = 16;
-/// No K chosen yet.
+/// Value for no K: none was chosen yet, or requests have different K.
 const NO_K: usize = usize::MAX;
 
 /// Chooses K for each request of each launch.
 ///
-/// Requests go by *row*: a number below `max_num_seqs` that is theirs while they run, as a [`crate::Scheduler`] gives it. The
-/// scheduler drives one by [`crate::Scheduler::speculate`]; on its own it takes `reset` for a new request on a row, `decide` before
-/// each launch, `settle` after it. With launches in flight what it knows is some launches old.
+/// Requests are named by *row*: a number below `max_num_seqs` that belongs to one request while it runs, as in
+/// [`crate::Scheduler`]. The scheduler drives a planner by [`crate::Scheduler::speculate`]. On its own, a planner needs
+/// `reset` for a new request on a row, `decide` before each launch and `settle` after it. With launches in flight, its
+/// statistics are some launches old.
 #[derive(Clone, Debug)]
 pub struct SpeculationPlanner {
     k: usize,
     times: LaunchTimes,
-    /// What a position of draft catch-up costs.
+    /// Cost in milliseconds of each position of a draft catch-up chunk.
     catch_up_ms: f64,
     since_refresh: u32,
-    /// The one K that was chosen for all last, `NO_K` where requests differ.
+    /// K that was last chosen for all requests, or `NO_K` if their K differed.
     uniform: usize,
-    /// Milliseconds saved up for trials.
+    /// Milliseconds saved for trials.
     trial_credit: f64,
-    /// Launches that were timed.
+    /// Number of launches that were timed.
     timed: u64,
     trial: Option<Trial>,
-    /// The last trial was of a K above the chosen one.
+    /// Whether the last trial was of a K above the chosen one.
     tried_above: bool,
     choice: Choice,
     overall: Overall,
     own: Vec<Own>,
-    /// By row: K of the last decision.
+    /// K of the last decision, by row.
     last: Vec<usize>,
-    /// Milliseconds saved up for probes.
+    /// Milliseconds saved for probes.
     credit: f64,
     probe: Option<Probe>,
     probed: usize,
     collapsed: Vec<i64>,
     rate: f64,
-    /// What the last choice promises.
+    /// Expected tokens per millisecond of the last choice.
     promised: f64,
-    /// By candidate in the caller's order, and in order of odds.
+    /// Row's index in the caller's order and key of its odds, by candidate.
     order: Vec<(u32, u32)>,
     candidates: Vec<Candidate>,
     ks: Vec<usize>,
@@ -93,12 +98,13 @@ pub struct SpeculationPlanner {
 }
 
 impl SpeculationPlanner {
-    /// A planner for rows below `max_num_seqs` and at most `num_speculative_tokens` (K) drafts, which knows nothing yet. `costs` are
-    /// those of launches that only decode; `catch_up_ms` is what each position of a draft catch-up chunk costs beside them.
+    /// Makes a planner without statistics for rows below `max_num_seqs` and at most `num_speculative_tokens` (K)
+    /// drafts. `costs` are those of launches that only decode; `catch_up_ms` is the additional cost of each position of
+    /// a draft catch-up chunk.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] unless `max_num_seqs` is 1 to 65536, `num_speculative_tokens` 1 to 1024, and `catch_up_ms` finite and
-    /// at least 0.
+    /// [`Error::InvalidConfig`] unless `max_num_seqs` is 1 to 65536, `num_speculative_tokens` 1 to 1024, and
+    /// `catch_up_ms` finite and at least 0.
     pub fn new(max_num_seqs: usize, num_speculative_tokens: usize, costs: CostModel, catch_up_ms: f64) -> Result<Self> {
         for (field, value, most) in
             [("max_num_seqs", max_num_seqs, 1 << 16), ("num_speculative_tokens", num_speculative_tokens, 1 << 10)]
@@ -144,27 +150,28 @@ impl SpeculationPlanner {
         })
     }
 
-    /// The most drafts it chooses.
+    /// Returns the maximum number of drafts that the planner chooses.
     pub fn num_speculative_tokens(&self) -> usize {
         self.k
     }
 
-    /// Rows that it knows.
+    /// Returns the number of rows.
     pub fn max_num_seqs(&self) -> usize {
         self.own.len()
     }
 
-    /// Costs as refined by now.
+    /// Returns the costs of launches, refined by their measured times.
     pub fn costs(&self) -> &CostModel {
         self.times.costs()
     }
 
-    /// `[K]`: chance of each draft token of an average request, given that those before it were accepted.
+    /// Returns the chance of each draft token of an average request, given that the drafts before it were accepted,
+    /// `[K]`.
     pub fn conditional_acceptance(&self) -> &[f64] {
         self.overall.chances()
     }
 
-    /// A new request runs on `row`: what was known of the last one is forgotten.
+    /// Starts the statistics of a new request on `row` and discards those of the request before it.
     ///
     /// # Errors
     /// [`Error::InvalidBuffer`] if there is no such row.
@@ -180,11 +187,13 @@ impl SpeculationPlanner {
 
     /// Chooses the K of each decoding request of the next launch into `ks`, in the order of `rows`.
     ///
-    /// `rows` are distinct. `caps` are the most drafts that each may have in this launch (its own bound, what its limit leaves), 0 for
-    /// none; above K counts as K. `lags` are positions that its draft KV would have to catch up first, 0 for none.
+    /// `rows` are distinct. `caps` are the maximum numbers of drafts of each request in this launch, 0 for none; values
+    /// above K count as K. `lags` are the positions that each request's draft KV would have to catch up first, 0 for
+    /// none.
     ///
     /// # Errors
-    /// [`Error::InvalidBuffer`] if the lengths differ, a row is not known, or a cap or lag is negative; nothing has changed then.
+    /// [`Error::InvalidBuffer`] if the lengths differ, a row is out of range, or a cap or lag is negative; nothing has
+    /// changed then.
     pub fn decide(&mut self, rows: &[i64], caps: &[i64], lags: &[i64], ks: &mut [i64]) -> Result<()> {
         self.check_rows(rows)?;
         for (name, values) in [("caps", caps), ("lags", lags), ("ks", &*ks)] {
@@ -213,12 +222,13 @@ impl SpeculationPlanner {
         Ok(())
     }
 
-    /// Learns what became of a launch: by decode entry its row, its K as decided, tokens `drafted` (K after the device's own
-    /// limits) and `accepted`. `ms` is how long the launch took, where it did nothing but decode.
+    /// Records the results of a launch. Each decode entry has its row, its K as decided, and its tokens `drafted` (K
+    /// after the device's own limits) and `accepted`. `ms` is the launch's duration if it did nothing but decode.
     ///
     /// # Errors
-    /// [`Error::InvalidBuffer`] if the lengths differ, a row is not known, a K is not 0 to the planner's, or `ms` is not a finite time
-    /// above 0; [`Error::InvalidAcceptance`] unless `accepted <= drafted <= K`. Nothing has changed then.
+    /// [`Error::InvalidBuffer`] if the lengths differ, a row is out of range, a K is not 0 to the planner's, or `ms` is
+    /// not a finite time above 0. [`Error::InvalidAcceptance`] unless `accepted <= drafted <= K`. Nothing has changed
+    /// then.
     pub fn settle(
         &mut self,
         rows: &[i64],
@@ -255,8 +265,8 @@ impl SpeculationPlanner {
         Ok(())
     }
 
-    /// The rows whose requests' acceptance has collapsed since the last call, each once: their draft KV is to be built again.
-    /// `settle` has forgotten what it knew of them.
+    /// Takes the rows whose requests' acceptance has collapsed since the last call, each once. Their draft KV should be
+    /// rebuilt; `settle` has already restarted their statistics.
     pub fn take_collapsed(&mut self) -> impl Iterator<Item = i64> + '_ {
         self.collapsed.drain(..)
     }
@@ -268,7 +278,7 @@ impl SpeculationPlanner {
         }
     }
 
-    /// Fills `candidates` in order of odds descending, those of equal odds in the order of `rows`.
+    /// Fills `candidates` in descending order of odds; equal odds stay in the order of `rows`.
     fn sort(&mut self, rows: &[i64], caps: &[i64], lags: &[i64]) {
         self.order.clear();
         // Positive floats are in the order of their bits.
@@ -283,7 +293,7 @@ impl SpeculationPlanner {
         }));
     }
 
-    /// Leaves the K of each candidate in `ks`: the best, unless what was chosen last is about as good.
+    /// Writes the K of each candidate into `ks`: the best choice, or the last one if it is about as good.
     fn choose(&mut self, rows: &[i64]) {
         let len = self.candidates.len();
         self.choice.set_candidates(&self.candidates, self.overall.odds());
@@ -314,12 +324,12 @@ impl SpeculationPlanner {
         self.promised = rate;
     }
 
-    /// What a launch with these K costs over the sum of its parts.
+    /// Returns the cost of a launch with these K, divided by the sum of its parts.
     fn cost_of_mixing(&self, ks: &[usize]) -> f64 {
         if ks.iter().all(|&k| k == ks[0]) { 1.0 } else { self.times.mixed() }
     }
 
-    /// Saves up for probes and trials, and refines the costs.
+    /// Adds to the credit of probes and trials, and refines the costs by the launch's time.
     fn settle_time(&mut self, ks: &[i64], ms: Option<f64>) {
         let parts = self.parts_ms(ks);
         self.credit += PROBE_SHARE * parts;
@@ -336,7 +346,7 @@ impl SpeculationPlanner {
         }
     }
 
-    /// What a launch with these K costs, by its parts.
+    /// Returns the cost of a launch with these K in milliseconds, as the sum of its parts.
     fn parts_ms(&mut self, ks: &[i64]) -> f64 {
         self.counts.fill(0);
         for &k in ks {

@@ -3,7 +3,7 @@ use super::*;
 use crate::CostLine;
 use proptest::prelude::*;
 
-/// Acceptance that depends on nothing but a seed: xorshift64*.
+/// Generator of random acceptance that depends only on a seed: xorshift64*.
 struct Chance(u64);
 
 impl Chance {
@@ -14,7 +14,7 @@ impl Chance {
         (self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Accepted tokens of a draft of `k`, each with `chance`.
+    /// Draws the number of accepted tokens in a draft of `k`, each accepted with `chance`.
     fn accepted(&mut self, k: i64, chance: f64) -> i64 {
         (0..k).take_while(|_| self.next() < chance).count() as i64
     }
@@ -25,7 +25,7 @@ fn lines(draft_ms: f64, target_ms: f64) -> CostModel {
     CostModel::lines(&[1, 64], &[line, line]).unwrap()
 }
 
-/// Rows 0 to B - 1, decided and settled launch after launch at given chances of acceptance.
+/// Planner and rows 0 to B - 1, for tests that decide and settle launch after launch with given chances of acceptance.
 struct Loop {
     planner: SpeculationPlanner,
     chance: Chance,
@@ -39,7 +39,8 @@ impl Loop {
         Self { planner, chance: Chance(0x9E37_79B9_7F4A_7C15), ks: vec![0; batch], probes: 0 }
     }
 
-    /// K of each row, the probe's apart; each accepts with `chances[row]`.
+    /// Runs one launch in which each row accepts with `chances[row]`. Returns the K of each row as chosen without the
+    /// probe.
     fn launch(&mut self, chances: &[f64]) -> Vec<i64> {
         let rows: Vec<i64> = (0..self.ks.len() as i64).collect();
         let (caps, lags) = (vec![self.planner.k as i64; rows.len()], vec![0; rows.len()]);
@@ -57,7 +58,7 @@ impl Loop {
     }
 }
 
-/// Tokens per millisecond, straight from the definition.
+/// Computes the expected tokens per millisecond straight from the definition.
 fn rate(costs: &CostModel, odds: &[f64], by_position: &[f64], penalties: &[f64], ks: &[usize]) -> f64 {
     let mut tokens = ks.len() as f64;
     for (&own, &k) in odds.iter().zip(ks) {
@@ -73,13 +74,13 @@ fn rate(costs: &CostModel, odds: &[f64], by_position: &[f64], penalties: &[f64],
     tokens / ms
 }
 
-/// All ways to give `caps.len()` requests 0 to their cap.
+/// Returns all ways to give each request a K from 0 to its cap.
 fn assignments(caps: &[usize]) -> Vec<Vec<usize>> {
     let Some((&last, first)) = caps.split_last() else { return vec![vec![]] };
     assignments(first).into_iter().flat_map(|ks| (0..=last).map(move |k| [&ks[..], &[k]].concat())).collect()
 }
 
-/// A grid of costs that rise with batch and K, with kinks.
+/// Generates grids of costs that rise with batch and K, with kinks.
 fn costs() -> impl Strategy<Value = CostModel> {
     proptest::collection::vec(0.05_f64..3.0, 12).prop_map(|steps| {
         let mut ms = vec![0.0; 12];
@@ -273,7 +274,7 @@ fn a_collapse_is_noticed_once_and_a_useless_draft_is_none() {
     assert_eq!(useless.planner.take_collapsed().count(), 0);
 }
 
-/// Drafts in which a request is not found collapsed twice.
+/// Number of drafts within which a request is not found collapsed twice.
 const FOLLOWING: usize = 60;
 
 #[test]
@@ -315,7 +316,8 @@ fn launch_times_refine_the_costs() {
     assert!((ratio(1) - 1.5).abs() < 0.05 && (ratio(2) - 2.0).abs() < 0.07, "{:?}", planner.costs());
 }
 
-/// Launches of `batch` rows on a machine of its own costs, each draft token accepted with `chance`. Times vary by up to a twentieth.
+/// Simulated machine with its own costs, on which launches of `batch` rows accept each draft token with `chance`. Times
+/// vary by up to a twentieth.
 struct Machine {
     engine: Loop,
     truth: CostModel,
@@ -327,7 +329,7 @@ impl Machine {
         Self { engine: Loop::new(batch, 5, believed), truth, chance }
     }
 
-    /// Tokens per millisecond over these launches.
+    /// Runs launches and returns their tokens per millisecond.
     fn run(&mut self, launches: usize) -> f64 {
         let batch = self.engine.ks.len();
         let (rows, caps, lags): (Vec<_>, _, _) = ((0..batch as i64).collect(), vec![5; batch], vec![0; batch]);
@@ -353,7 +355,7 @@ impl Machine {
         tokens / ms
     }
 
-    /// Tokens per millisecond at the best K for all.
+    /// Returns the tokens per millisecond at the best K for all.
     fn best(&self) -> f64 {
         let batch = self.engine.ks.len();
         let length = |k: usize| (0..=k).map(|i| self.chance.powi(i as i32)).sum::<f64>();
@@ -361,7 +363,7 @@ impl Machine {
     }
 }
 
-/// `T_v`, `T_t` and `T_d` at batches 1 and 4, where all take twice as long; the K of a table that was measured.
+/// Makes a cost model from `T_v`, `T_t` and `T_d` at batch 1, with twice the times at batch 4.
 fn machine(vanilla_ms: f64, target_ms: f64, draft_ms: f64) -> CostModel {
     let row = [
         vanilla_ms,

@@ -1,28 +1,33 @@
-//! What launches cost by now: a table that is given, and what the launches' own times say since. Measures and chooses nothing.
+//! Costs of launches: a given table, corrected by the measured times of launches. Measures and chooses nothing.
 
 use crate::cost_model::CostModel;
 
-/// Weight of one launch's time in how fast the machine is: a slow-down shows after some 16 launches, and one outlier moves it by
-/// [`TIME_BOUNDS`] times this at the most, 6 %.
+/// Weight of one launch's time in the estimate of the machine's speed. A slow-down shows after about 16 launches. One
+/// outlier moves the estimate by at most 6 %, this weight times the largest deviation in [`TIME_BOUNDS`].
 const MACHINE_WEIGHT: f64 = 0.06;
-/// Weight in the cost of its own batch and K. A quarter of the machine's, so that a drift is first taken for the machine's.
+/// Weight of one launch's time in the cost of its own batch and K. It is a quarter of [`MACHINE_WEIGHT`], so that a
+/// drift first counts as a change of the machine's speed.
 const TIME_WEIGHT: f64 = 0.015;
-/// Weight of a trial's time: a K that is not the chosen one is timed once in hundreds of launches, so one time has to count.
+/// Weight of a trial's time. A K that is not chosen is timed once in hundreds of launches, so a single time has to
+/// count.
 const TRIAL_WEIGHT: f64 = 0.2;
-/// A time counts between these multiples of what was expected: a page fault, another process or a clock change is not the launch.
+/// Bounds of a measured time as multiples of the expected time. Larger deviations come from page faults, other
+/// processes or clock changes, not from the launch.
 const TIME_BOUNDS: (f64, f64) = (0.5, 2.0);
-/// Weight of one mixed launch's time in what such launches take: ten, because few launches are mixed where they do not pay.
+/// Weight of one mixed launch's time in the cost of mixing. It corresponds to ten launches, because few launches are
+/// mixed if mixing does not pay.
 const MIXED_WEIGHT: f64 = 0.1;
-/// How far below and above the sum of its parts a mixed launch may be: wide above, since a host may have graphs for equal K alone.
+/// Bounds of a mixed launch's time as multiples of the sum of its parts. The upper bound is wide, because a host may
+/// have graphs for equal K only.
 const MIXED_BOUNDS: (f64, f64) = (0.5, 4.0);
 
-/// Milliseconds of launches by batch and K, refined as they are timed.
+/// Times of launches in milliseconds by batch and K, refined by measurements.
 #[derive(Clone, Debug)]
 pub(super) struct LaunchTimes {
     costs: CostModel,
-    /// How much slower the machine is by now than when `costs` were measured.
+    /// Ratio of the machine's current times to those of `costs`.
     scale: f64,
-    /// How much longer a launch takes whose requests draft differently than its parts.
+    /// Ratio of the time of a mixed launch, whose requests draft different numbers, to the sum of its parts.
     mixed: f64,
 }
 
@@ -31,30 +36,32 @@ impl LaunchTimes {
         Self { costs, scale: 1.0, mixed: 1.0 }
     }
 
-    /// Costs by now. Only their ratios mean anything: a machine that slows down as a whole does not change them.
+    /// Returns the current costs. Only their ratios mean anything: a machine that slows down as a whole does not change
+    /// them.
     pub(super) fn costs(&self) -> &CostModel {
         &self.costs
     }
 
-    /// What a launch costs whose requests differ, over the sum of its parts.
+    /// Returns the ratio of a mixed launch's time to the sum of its parts.
     pub(super) fn mixed(&self) -> f64 {
         self.mixed
     }
 
-    /// Whether times of such a batch say something of the table.
+    /// Returns whether the table covers this batch size, so that a launch's time can refine it.
     pub(super) fn covers(&self, batch: usize) -> bool {
         let batches = self.costs.batches();
         batch >= batches[0] && batch <= batches[batches.len() - 1]
     }
 
-    /// A launch whose requests drafted differently took `ms`; its parts cost `parts`.
+    /// Records the time `ms` of a mixed launch, whose parts cost `parts`.
     pub(super) fn observe_mixed(&mut self, ms: f64, parts: f64) {
         let factor = (ms / (self.scale * parts)).clamp(MIXED_BOUNDS.0, MIXED_BOUNDS.1);
         self.mixed += MIXED_WEIGHT * (factor - self.mixed);
     }
 
-    /// A launch of `batch` requests with `k` drafts each took `ms`. The `chosen` K tells of the machine, too: one that slows down slows
-    /// down every K, also those that are not tried now. The cost itself moves unless this is the first launch of a trial.
+    /// Records the time `ms` of a launch of `batch` requests with `k` drafts each. If `chosen`, the time also corrects
+    /// the machine's speed, which applies to every K. The cost itself is corrected unless this is the first launch of a
+    /// trial.
     pub(super) fn observe(&mut self, batch: usize, k: usize, ms: f64, chosen: bool, first_of_trial: bool) {
         let expected = self.costs.ms(batch, k);
         let surprise = (ms / (self.scale * expected)).clamp(TIME_BOUNDS.0, TIME_BOUNDS.1);

@@ -1,14 +1,15 @@
-//! Temperature, min-p, top-k and top-p of one row of logits, and what they leave. Draws nothing.
+//! Temperature, min-p, top-k and top-p of one row of logits, and the kept tokens with their probabilities. Draws
+//! nothing.
 
 use super::SamplingParams;
 use crate::math::exp_nonpositive;
 
-/// Cells per nat below the largest logit, rounded to the nearest.
+/// Number of cells per nat below the largest logit.
 const RESOLUTION: f32 = 32.0;
-/// Cells; the last one holds all that lies further down.
+/// Number of cells; the last one contains all logits that lie further down.
 const CELLS: usize = 1024;
 
-/// Work space for one row, and the tokens that the last row kept. No heap allocation after the first row.
+/// Work space for one row, and the tokens that the last row kept. Allocates nothing after the first row.
 #[derive(Debug, Default)]
 pub(super) struct Filter {
     scaled: Vec<f32>,            // [V] logits over temperature, -inf where removed
@@ -23,8 +24,8 @@ pub(super) struct Filter {
 }
 
 impl Filter {
-    /// Reads one row. Without a finite largest logit there is no distribution: token 0 is kept then, so that there is
-    /// something to draw; callers find such rows by [`largest`].
+    /// Filters one row and keeps its tokens. A row whose largest logit is not finite has no distribution; token 0 is
+    /// kept then, so that a token can be drawn. Callers find such rows by [`largest`].
     pub(super) fn read(&mut self, row: &[f32], params: &SamplingParams) {
         self.tokens.clear();
         self.logits.clear();
@@ -62,12 +63,12 @@ impl Filter {
         self.collect(max);
     }
 
-    /// Probability of the `index`-th kept token.
+    /// Returns the probability of the `index`-th kept token.
     pub(super) fn probability(&self, index: usize) -> f32 {
         (f64::from(self.weights[index]) / self.total) as f32
     }
 
-    /// Probability of a token, 0 if it was removed.
+    /// Returns the probability of a token, 0 if it was removed.
     pub(super) fn probability_of(&self, token: u32) -> f32 {
         self.tokens.binary_search(&token).map_or(0.0, |index| self.probability(index))
     }
@@ -82,7 +83,7 @@ impl Filter {
         self.scaled.iter_mut().for_each(|x| *x = if *x < lowest { f32::NEG_INFINITY } else { *x });
     }
 
-    /// The k-th largest logit.
+    /// Returns the k-th largest logit.
     fn kth_largest(&mut self, k: usize) -> f32 {
         self.counts.clear();
         self.counts.resize(CELLS, 0);
@@ -101,7 +102,7 @@ impl Filter {
         self.boundary.select_nth_unstable_by(k - before - 1, |a, b| b.0.total_cmp(&a.0)).1.0
     }
 
-    /// The largest logit t with `sum(p where x >= t) >= share * sum(p)`.
+    /// Returns the largest logit t with `sum(p where x >= t) >= share * sum(p)`.
     fn nucleus(&mut self, share: f64, max: f32) -> f32 {
         self.sums.clear();
         self.sums.resize(CELLS, 0.0);
@@ -128,7 +129,7 @@ impl Filter {
         self.boundary.last().map_or(f32::NEG_INFINITY, |last| last.0)
     }
 
-    /// Every logit that is left in `cell`.
+    /// Collects every remaining logit in `cell` into `boundary`, each with its weight.
     fn collect_boundary(&mut self, cell: usize, weight: impl Fn(f32) -> f32) {
         self.boundary.clear();
         for (cells, logits) in self.cells.chunks(STRIDE).zip(self.scaled.chunks(STRIDE)) {
@@ -154,10 +155,11 @@ impl Filter {
     }
 }
 
-/// Values looked at together: most strides hold nothing that is looked for, and a vector comparison tells.
+/// Number of values that are compared at once. Most strides contain no match, which a vector comparison shows.
 const STRIDE: usize = 16;
 
-/// The cell of a logit that lies `gap >= 0` below the largest. A conversion to integers that saturates takes twice as long.
+/// Returns the cell of a logit that lies `gap >= 0` below the largest. A conversion to integers that saturates takes
+/// twice as long.
 fn cell(gap: f32) -> u32 {
     // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
     const ROUND: f32 = 12_582_912.0;
@@ -165,7 +167,7 @@ fn cell(gap: f32) -> u32 {
     (if scaled < last { scaled } else { last } + ROUND).to_bits() - ROUND.to_bits()
 }
 
-/// A sum in eight lanes: one after the other, additions wait for each other.
+/// Sums the values in eight lanes, because additions one after the other wait for each other.
 fn sum(values: &[f64]) -> f64 {
     const LANES: usize = 8;
     let mut lanes = [0.0; LANES];
@@ -178,7 +180,7 @@ fn sum(values: &[f64]) -> f64 {
     lanes.iter().chain(rest).sum()
 }
 
-/// The largest value of a row, NaN if there is one in it; -inf of an empty row.
+/// Returns the largest value of a row, NaN if the row contains one, and -inf for an empty row.
 pub(super) fn largest(row: &[f32]) -> f32 {
     let (mut best, mut nan) = ([f32::NEG_INFINITY; STRIDE], [false; STRIDE]);
     let (strides, rest) = row.as_chunks::<STRIDE>();
@@ -192,7 +194,7 @@ pub(super) fn largest(row: &[f32]) -> f32 {
     if nan.contains(&true) || rest.iter().any(|x| x.is_nan()) { f32::NAN } else { max }
 }
 
-/// Index of the largest value, the lowest of equal ones; 0 if nothing compares.
+/// Returns the index of the largest value, the lowest of equal ones; 0 if no value compares.
 fn argmax(row: &[f32]) -> u32 {
     let max = largest(row);
     row.iter().position(|&x| x >= max).unwrap_or(0) as u32

@@ -1,29 +1,30 @@
 //! Log probabilities of emitted tokens and of the most probable ones. Chooses no tokens.
 //!
-//! The torch reference is `specrs.verify.logprobs`: the same ranks for the same values. Logarithms may differ from it in
-//! their last bits.
+//! The torch reference is `specrs.verify.logprobs`, which has equal ranks for equal values. Logarithms may differ from
+//! it in their last bits.
 
 use super::LOGPROBS_ALL;
 use super::filter::largest;
 use crate::math::{exp_nonpositive, ln};
 use std::cmp::Ordering;
 
-/// What `logprobs` reports, under vLLM's names.
+/// Values that `logprobs` reports, with vLLM's names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LogprobsMode {
-    /// `log_softmax` of what the model gave.
+    /// `log_softmax` of the model's logits.
     #[default]
     RawLogprobs,
-    /// What the model gave.
+    /// Logits of the model.
     RawLogits,
-    /// `log_softmax` after masks, penalties, temperature and filters. A greedy row has no temperature and no filters.
+    /// `log_softmax` of the logits after masks, penalties, temperature and filters. A greedy row has no temperature and
+    /// no filters.
     ProcessedLogprobs,
-    /// Logits after all of them.
+    /// Logits after masks, penalties, temperature and filters.
     ProcessedLogits,
 }
 
 impl LogprobsMode {
-    /// The mode of a name; `None` where there is none of it.
+    /// Returns the mode with this name, or `None` if there is none.
     pub fn of_name(name: &str) -> Option<Self> {
         Some(match name {
             "raw_logprobs" => Self::RawLogprobs,
@@ -34,37 +35,39 @@ impl LogprobsMode {
         })
     }
 
-    /// Whether it is about logits after masks, penalties, temperature and filters.
+    /// Returns whether the values come from logits after masks, penalties, temperature and filters.
     pub fn is_processed(self) -> bool {
         matches!(self, Self::ProcessedLogprobs | Self::ProcessedLogits)
     }
 
-    /// Whether it is about log probabilities, and not about logits.
+    /// Returns whether the values are log probabilities rather than logits.
     pub fn is_normalized(self) -> bool {
         matches!(self, Self::RawLogprobs | Self::ProcessedLogprobs)
     }
 }
 
-/// Top tokens up to which they are kept sorted while a row is read. More are selected and then sorted.
+/// Maximum number of top tokens that are kept sorted while a row is read. Larger numbers are selected first and then
+/// sorted.
 const INSERTED: usize = 64;
 
-/// Log probabilities of m tokens, n = `num_top` of the most probable ones for each.
+/// Log probabilities of m tokens, with the n = `num_top` most probable tokens for each.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TokenLogprobs {
-    /// n
+    /// n, the number of most probable tokens per token.
     pub num_top: usize,
-    /// `[m]`, of each token.
+    /// Log probability of each token, `[m]`.
     pub values: Vec<f32>,
-    /// `[m]`, 1 for the most probable; of equal tokens the lowest id ranks first.
+    /// Rank of each token, `[m]`, 1 for the most probable; of equally probable tokens the lowest id ranks first.
     pub ranks: Vec<i64>,
-    /// `[m, n]`, most probable first, in the order of ranks.
+    /// Ids of the most probable tokens, `[m, n]`, in the order of ranks.
     pub top_ids: Vec<i64>,
-    /// `[m, n]`
+    /// Log probabilities of the most probable tokens, `[m, n]`.
     pub top_values: Vec<f32>,
 }
 
 impl TokenLogprobs {
-    /// None yet, with room for `count`, and as many top ones as a request's `logprobs` says, over V ids.
+    /// Makes an empty list with room for `count` tokens over V ids. The number of top tokens follows from `logprobs`,
+    /// the request's parameter.
     pub fn with_top(logprobs: i64, vocab_size: usize, count: usize) -> Self {
         let num_top = if logprobs == LOGPROBS_ALL { vocab_size } else { (logprobs.max(0) as usize).min(vocab_size) };
         let mut empty = Self { num_top, ..Self::default() };
@@ -73,7 +76,7 @@ impl TokenLogprobs {
         empty
     }
 
-    /// Appends a token of a row `[V]` of values. `num_top` is at most V.
+    /// Appends the log probability of `token` from a row `[V]` of values. `num_top` must be at most V.
     pub fn push(&mut self, row: &[f32], token: usize) {
         let value = row[token];
         // Equal values rank by id.

@@ -1,8 +1,8 @@
 //! Sampling on a CPU: from rows of fp32 logits to drawn tokens, and the verification of drafts by both rules.
 //!
-//! The semantics are those of the torch reference (`specrs.verify`): the same cuts, noise and rules; probabilities differ from
-//! it in their last bits. What a row does not keep costs nothing after the cut, and verification ends at the first rejected
-//! draft. [`Sampler`] applies no masks, biases and penalties: [`LogitsProcessors`] have done so.
+//! The semantics are those of the torch reference (`specrs.verify`), with equal cuts, noise and rules; probabilities
+//! differ from it in their last bits. Removed tokens cost nothing after the cut, and verification ends at the first
+//! rejected draft. [`Sampler`] applies no masks, biases and penalties; [`LogitsProcessors`] apply them before it.
 
 mod filter;
 mod logprobs;
@@ -19,36 +19,22 @@ pub use logprobs::{LogprobsMode, TokenLogprobs, log_softmax};
 pub use processors::{LogitsProcessors, RowContext, TokenCounts};
 pub use request::*;
 
-/// How far below a row's least logit the ids are put that a drafter with ids of its own does not know. In fp32 that is probability 0 at
-/// temperatures up to 96; above it such a draft is merely one with its true q. It is finite, so that a request that allows none of the
-/// drafter's ids still has a distribution to draw from.
+/// Distance below a row's smallest logit at which a drafter's unknown target ids are placed. In fp32 this is
+/// probability 0 at temperatures up to 96. Above 96 such a draft still has its true q. The distance is finite, so that
+/// a request that allows none of the drafter's ids still has a distribution to draw from.
 pub const UNKNOWN_BELOW: f32 = 1e4;
 
-/// What sampling reads of a row's parameters.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SamplingParams {
-    /// Takes the largest logit, the lowest id of equal ones; the other fields do not count then.
-    pub greedy: bool,
-    /// Divides the logits; positive.
-    pub temperature: f32,
-    /// Keeps this many largest logits, ties at the cut too; infinity is off.
-    pub top_k: f32,
-    /// Keeps the largest logits that hold this share of the probability left by the others, in (0, 1); infinity is off.
-    pub top_p: f32,
-    /// Keeps tokens with `ln p >= ln max p + log_min_p`; minus infinity is off.
-    pub log_min_p: f32,
-}
-
-/// What came of the drafts of one request.
+/// Result of verifying the drafts of one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Verdict {
-    /// m, drafts that stand.
+    /// m, the number of accepted drafts.
     pub num_accepted: usize,
-    /// The token after them.
+    /// Token after the accepted drafts.
     pub token: u32,
 }
 
-/// Draws and verifies rows of V logits. Keeps work space, and no state between calls that a result depends on.
+/// Sampler that draws from and verifies rows of V logits. It keeps work space, but no state between calls that affects
+/// a result.
 ///
 /// ```
 /// use specrs_core::philox::Purpose;
@@ -70,7 +56,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler for rows of `vocab_size` logits.
+    /// Makes a sampler for rows of `vocab_size` logits.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] unless `1 <= vocab_size <= 2^31`.
@@ -81,12 +67,13 @@ impl Sampler {
         Ok(Self { vocab_size, filter: Filter::default(), noise: Vec::new(), residual: Vec::new() })
     }
 
-    /// V, logits per row.
+    /// Returns V, the number of logits per row.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
 
-    /// Draws one token, distributed as the filtered row: `argmax(x + g)` with the Gumbel noise of `(seed, position, purpose)`.
+    /// Draws one token from the distribution of the filtered row: `argmax(x + g)` with the Gumbel noise of `(seed,
+    /// position, purpose)`.
     ///
     /// A row whose largest logit is not finite gives some token of the vocabulary.
     ///
@@ -118,7 +105,7 @@ impl Sampler {
         Ok(())
     }
 
-    /// Writes what is left of a row after temperature and filters, `[V]` logits, minus infinity for removed tokens.
+    /// Writes the filtered row: `[V]` logits after temperature and filters, minus infinity for removed tokens.
     ///
     /// # Errors
     /// [`Error::InvalidBuffer`] if `row` or `out` does not have V elements.
@@ -137,13 +124,13 @@ impl Sampler {
         Ok(())
     }
 
-    /// The rule `rejection` (Leviathan et al. 2023, algorithm 1) for one request with K drafts.
+    /// Verifies K drafts of one request by the rule `rejection` (Leviathan et al. 2023, algorithm 1).
     ///
-    /// Draft i, of position `n + i`, stands if `u q < p` with the uniform of purpose *accept* at its position; the token after
-    /// m drafts is drawn with the noise of purpose *gumbel* at `n + m`: from `max(0, p - q)` after a rejection, else from the
-    /// row as [`draw`](Self::draw) draws it.
+    /// Draft i, at position `n + i`, is accepted if `u q < p` with the uniform of purpose *accept* at its position. The
+    /// token after m accepted drafts is drawn with the noise of purpose *gumbel* at `n + m`. It comes from `max(0, p -
+    /// q)` after a rejection, else from the row as in [`draw`](Self::draw).
     ///
-    /// `rows` is `[K + 1, V]` logits, `q` `[K, V]` the distributions that the drafts were drawn from.
+    /// `rows` is `[K + 1, V]` logits; `q` `[K, V]` has the distributions that the drafts were drawn from.
     ///
     /// # Errors
     /// [`Error::InvalidBuffer`] if a slice has another size or a draft is not in the vocabulary.
@@ -171,8 +158,8 @@ impl Sampler {
         self.finish(rows, params, seed, n, drafts.len())
     }
 
-    /// The rule `coupled` for one request with K drafts: every row is drawn as [`draw`](Self::draw) does with purpose *gumbel* at
-    /// its position, and a draft stands while it is what its row draws.
+    /// Verifies K drafts of one request by the rule `coupled`. Every row is drawn as [`draw`](Self::draw) does with
+    /// purpose *gumbel* at its position. Drafts are accepted up to the first one that differs from its row's draw.
     ///
     /// `rows` is `[K + 1, V]` logits.
     ///
@@ -196,7 +183,7 @@ impl Sampler {
         self.finish(rows, params, seed, n, drafts.len())
     }
 
-    /// The draw of row m, after m accepted drafts.
+    /// Draws the token from row m, after m accepted drafts.
     fn finish(&mut self, rows: &[f32], params: &SamplingParams, seed: u64, n: u64, m: usize) -> Result<Verdict> {
         let row = &rows[m * self.vocab_size..][..self.vocab_size];
         let token = self.draw(row, params, seed, n.wrapping_add(m as u64), Purpose::Gumbel)?;
@@ -221,7 +208,7 @@ impl Sampler {
         best(&self.filter.tokens, self.filter.logits.iter().zip(&self.noise).map(|(x, g)| x + g))
     }
 
-    /// From `max(0, p - q)`, or from p where that is empty, which rounding can make of p = q.
+    /// Draws from `max(0, p - q)`. If rounding leaves that empty because p = q, draws from p.
     fn draw_residual(&mut self, q: &[f32], seed: u64, position: u64) -> u32 {
         let tokens = &self.filter.tokens;
         self.residual.clear();
@@ -242,12 +229,20 @@ impl Sampler {
     }
 }
 
-/// The largest logit of a row, NaN if there is one in it: not finite for rows that have no distribution.
+/// Returns the largest logit of a row, or NaN if the row contains one. It is not finite for rows without a
+/// distribution.
 pub fn largest(row: &[f32]) -> f32 {
     filter::largest(row)
 }
 
-/// The token with the largest score, the first of equal ones.
+/// Returns the lowest id with a row's largest logit: the first NaN if the row has one, and 0 if the row is empty. `top`
+/// is the result of [`largest`] for the row.
+pub fn lowest_id(row: &[f32], top: f32) -> usize {
+    let is_top = |x: &f32| if top.is_nan() { x.is_nan() } else { *x >= top };
+    row.iter().position(is_top).unwrap_or(0)
+}
+
+/// Returns the token with the largest score, the first of equal ones.
 fn best(tokens: &[u32], scores: impl Iterator<Item = f32>) -> u32 {
     let (mut token, mut top) = (tokens[0], f32::NEG_INFINITY);
     for (&candidate, score) in tokens.iter().zip(scores) {

@@ -1,7 +1,8 @@
 //! Logits processors of one request: masks, biases and penalties of one row of logits, before it is sampled.
 //!
-//! The order is that of vLLM's sampler: `allowed_token_ids` and the grammar, `bad_words`, `min_tokens`, `logit_bias`, then
-//! repetition, frequency and presence penalty. The torch reference is `specrs.verify.processing`; both compute the same bits.
+//! The order is that of vLLM's sampler: `allowed_token_ids` and the grammar, `bad_words`, `min_tokens`, `logit_bias`,
+//! then repetition, frequency and presence penalty. The torch reference is `specrs.verify.processing`; both compute the
+//! same bits.
 
 use super::{
     LOGPROBS_NONE, NUM_PARAMS, PARAM_FREQUENCY_PENALTY, PARAM_PRESENCE_PENALTY, PARAM_REPETITION_PENALTY,
@@ -9,34 +10,34 @@ use super::{
 };
 use crate::scheduler::layout::RecordView;
 
-/// What one request asks to be done to its logits, and which log probabilities it wants.
+/// Logits processors of one request, and the log probabilities that it wants.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LogitsProcessors {
     /// Id of the request.
     pub request_id: i64,
-    /// A grammar masks its rows. The host has it; nothing here knows more of it.
+    /// Whether a grammar masks the request's rows. The host has the grammar and provides the masks.
     pub has_grammar: bool,
-    /// `logprobs` of the request: top tokens, `LOGPROBS_ALL` or [`LOGPROBS_NONE`].
+    /// Number of top tokens to report with each output token, `LOGPROBS_ALL` or [`LOGPROBS_NONE`].
     pub logprobs: i64,
-    /// `prompt_logprobs` of the request, likewise.
+    /// Number of top tokens to report with each prompt token, `LOGPROBS_ALL` or [`LOGPROBS_NONE`].
     pub prompt_logprobs: i64,
-    /// Stop ids are masked before `min_tokens`.
+    /// Whether stop ids are masked before `min_tokens`.
     masks_stops: bool,
-    /// Bit t % 32 of word t / 32 is set for the ids of `allowed_token_ids`.
+    /// Mask of `allowed_token_ids`: bit t % 32 of word t / 32 is set for an allowed id t. `None` allows all ids.
     allowed: Option<Box<[u32]>>,
     bad_words: Box<[Box<[i64]>]>,
     bias: Box<[(usize, f32)]>,
-    /// 1 is off.
+    /// Repetition penalty; 1 is off.
     repetition: f32,
-    /// 0 is off.
+    /// Frequency penalty; 0 is off.
     frequency: f32,
-    /// 0 is off.
+    /// Presence penalty; 0 is off.
     presence: f32,
     has_penalties: bool,
 }
 
 impl Default for LogitsProcessors {
-    /// A request that asks for nothing.
+    /// Makes processors that change no logits and report no log probabilities.
     fn default() -> Self {
         Self {
             request_id: -1,
@@ -55,34 +56,34 @@ impl Default for LogitsProcessors {
     }
 }
 
-/// What a row of logits follows, and what is excluded at its position.
+/// Context of a row of logits: the tokens before it, and the tokens excluded at its position.
 #[derive(Clone, Copy, Debug)]
 pub struct RowContext<'a> {
     /// All tokens before the row's position: prompt, output and drafts.
     pub tokens: &'a [i64],
-    /// How many of them are the prompt.
+    /// Number of `tokens` that belong to the prompt.
     pub prompt_len: usize,
-    /// The request's stop ids, -1 is padding.
+    /// Stop ids of the request; -1 is padding.
     pub stop_ids: &'a [i64],
-    /// The position lies before `min_tokens`.
+    /// Whether the position lies before `min_tokens`.
     pub is_before_min_len: bool,
-    /// `[ceil(V / 32)]` words of the grammar's mask: bit t % 32 of word t / 32 is set for ids that may come next.
+    /// Mask of the grammar, `[ceil(V / 32)]` words: bit t % 32 of word t / 32 is set for ids that may come next.
     pub grammar: Option<&'a [u32]>,
 }
 
-/// Work space of [`LogitsProcessors::apply`]: how often each token has occurred. All zero between calls.
+/// Work space of [`LogitsProcessors::apply`] with the number of occurrences of each token. All zero between calls.
 #[derive(Clone, Debug, Default)]
 pub struct TokenCounts {
-    /// `[V]`
+    /// Number of occurrences of each token in the output, `[V]`.
     output: Vec<u32>,
-    /// `[V]`
+    /// Whether each token occurs in the prompt, `[V]`.
     in_prompt: Vec<bool>,
-    /// Tokens that occurred, each once.
+    /// Ids of tokens that occurred, each once.
     seen: Vec<usize>,
 }
 
 impl LogitsProcessors {
-    /// Reads what request `index` of a record's admitted ones asks for; ids are below `vocab_size`.
+    /// Reads the processors of the record's admitted request `index`. Ids are below `vocab_size`.
     pub fn read(record: &RecordView<'_>, index: usize, vocab_size: usize) -> Self {
         let (steps, params) = (record.admit_steps[index], &record.admit_params[index * NUM_PARAMS..][..NUM_PARAMS]);
         let param = |column: usize| f64::from_bits(params[column] as u64) as f32;
@@ -131,7 +132,7 @@ impl LogitsProcessors {
         self.bad_words = lengths.iter().map(&mut word).collect();
     }
 
-    /// Whether [`apply`](Self::apply) may change a row of this request.
+    /// Returns whether [`apply`](Self::apply) may change a row of this request.
     pub fn change_logits(&self) -> bool {
         self.has_grammar
             || self.masks_stops
@@ -141,7 +142,7 @@ impl LogitsProcessors {
             || !self.bias.is_empty()
     }
 
-    /// Applies all of them to a row `[V]` of logits. Excluded tokens become minus infinity.
+    /// Applies all processors to a row `[V]` of logits. Excluded tokens become minus infinity.
     pub fn apply(&self, logits: &mut [f32], context: &RowContext<'_>, counts: &mut TokenCounts) {
         if let Some(allowed) = &self.allowed {
             keep_only(logits, allowed);
@@ -172,7 +173,8 @@ impl LogitsProcessors {
         }
     }
 
-    /// Repetition penalty (Keskar et al. 2019, section 4.1, with the sign rule), then frequency and presence penalty.
+    /// Applies the repetition penalty (Keskar et al. 2019, section 4.1, with the sign rule), then the frequency and
+    /// presence penalties.
     fn penalize(&self, logits: &mut [f32], context: &RowContext<'_>, counts: &mut TokenCounts) {
         counts.count(context, logits.len());
         for &token in &counts.seen {
@@ -212,7 +214,7 @@ impl TokenCounts {
     }
 }
 
-/// Adds to the logit of an id; nothing if the vocabulary does not have it.
+/// Adds `amount` to the logit of an id; does nothing if the vocabulary does not have the id.
 fn add(logits: &mut [f32], id: usize, amount: f32) {
     if let Some(logit) = logits.get_mut(id) {
         *logit += amount;
@@ -234,7 +236,7 @@ fn keep_only(logits: &mut [f32], mask: &[u32]) {
     }
 }
 
-/// Whether a mask over V ids has no id but some of `ids`, of which negative ones are padding.
+/// Returns whether a mask over V ids contains no ids except some of `ids`, of which negative ones are padding.
 fn leaves_only(mask: &[u32], vocab_size: usize, ids: &[i64]) -> bool {
     mask.iter().enumerate().all(|(index, &word)| {
         let inside = (vocab_size - 32 * index).min(32);

@@ -1,136 +1,143 @@
-//! What a request asks of sampling, and the numbers that a device keeps of it: a row of parameter columns and the steps that it needs.
-//! Every column, step and limit is listed here and nowhere else. Draws nothing.
+//! Sampling parameters of a request, and their form on a device: a row of parameter columns, and the sampling steps
+//! that the request needs. Every column, step and limit is listed only here. Draws nothing.
 
-use super::SamplingParams;
 use crate::error::{Error, Result};
 
-/// Temperatures under this are greedy: logits divided by less could overflow.
+/// Temperature below which a request is greedy, because logits divided by less could overflow.
 pub const GREEDY_BELOW: f64 = 1e-5;
-/// Stop tokens of one request that a row of device state holds.
+/// Maximum number of stop tokens of one request, which fit in a row of device state.
 pub const MAX_STOP_IDS: usize = 64;
-/// `logprobs` or `prompt_logprobs` of a request that wants none.
+/// Value of `logprobs` or `prompt_logprobs` for a request that wants no log probabilities.
 pub const LOGPROBS_NONE: i64 = -2;
-/// `logprobs` or `prompt_logprobs` of a request that wants those of the whole vocabulary.
+/// Value of `logprobs` or `prompt_logprobs` for a request that wants log probabilities of the whole vocabulary.
 pub const LOGPROBS_ALL: i64 = -1;
 
 macro_rules! columns {
-    ($($(#[$doc:meta])* $constant:ident = $name:literal,)*) => {
-        /// Counts the columns.
+    ($($(#[doc = $doc:literal])* $constant:ident = $name:literal,)*) => {
+        /// Enumerates the columns, so that each constant is a column's index.
         #[allow(non_camel_case_types, clippy::upper_case_acronyms)]
         #[repr(usize)]
         enum Column { $($constant,)* }
 
-        $($(#[$doc])* pub const $constant: usize = Column::$constant as usize;)*
+        $($(#[doc = $doc])* pub const $constant: usize = Column::$constant as usize;)*
 
         /// Names of the parameter columns by index.
         pub const PARAM_COLUMNS: &[&str] = &[$($name),*];
+
+        /// Descriptions of the parameter columns by index.
+        pub const PARAM_COLUMN_DOCS: &[&str] = &[$(concat!($($doc),*)),*];
     };
 }
 
 columns! {
-    /// 1 in greedy rows, else 0. Greedy rows have temperature 1 and all filters off.
+    /// 1 in greedy rows, else 0. Greedy rows have temperature 1 and no filter.
     PARAM_GREEDY = "greedy",
-    /// Positive.
+    /// Divisor of the logits, above 0. 1 is off.
     PARAM_TEMPERATURE = "temperature",
-    /// At least 1; infinity is off.
+    /// Number of tokens to keep, at least 1. Infinity is off. fp32 counts up to 2^24.
     PARAM_TOP_K = "top_k",
-    /// In (0, 1); infinity is off.
+    /// Share of probability to keep, in (0, 1). Infinity is off.
     PARAM_TOP_P = "top_p",
-    /// `ln(min_p)`; minus infinity is off.
+    /// `ln(min_p)`. Minus infinity is off.
     PARAM_LOG_MIN_P = "log_min_p",
-    /// Positive; 1 is off.
+    /// Repetition penalty, above 0. 1 is off.
     PARAM_REPETITION_PENALTY = "repetition_penalty",
-    /// 0 is off.
+    /// Presence penalty. 0 is off.
     PARAM_PRESENCE_PENALTY = "presence_penalty",
-    /// 0 is off.
+    /// Frequency penalty. 0 is off.
     PARAM_FREQUENCY_PENALTY = "frequency_penalty",
 }
 
-/// Parameter columns of a row.
+/// Number of parameter columns in a row.
 pub const NUM_PARAMS: usize = PARAM_COLUMNS.len();
 
 macro_rules! steps {
-    ($($(#[$doc:meta])* $constant:ident = $name:literal,)*) => {
-        /// Counts the bits.
+    ($($(#[doc = $doc:literal])* $constant:ident = $name:literal,)*) => {
+        /// Enumerates the steps, so that each constant is a step's bit.
         #[allow(non_camel_case_types, clippy::upper_case_acronyms)]
         enum Step { $($constant,)* }
 
-        $($(#[$doc])* pub const $constant: i64 = 1 << Step::$constant as i64;)*
+        $($(#[doc = $doc])* pub const $constant: i64 = 1 << Step::$constant as i64;)*
 
         /// Names of the steps by bit.
         pub const STEPS: &[&str] = &[$($name),*];
+
+        /// Descriptions of the steps by bit.
+        pub const STEP_DOCS: &[&str] = &[$(concat!($($doc),*)),*];
     };
 }
 
 steps! {
-    /// Takes the largest logit.
+    /// Take the largest logit.
     STEP_GREEDY = "greedy",
-    /// Draws.
+    /// Draw a token at random.
     STEP_RANDOM = "random",
-    /// Divides by a temperature.
+    /// Divide the logits by a temperature.
     STEP_TEMPERATURE = "temperature",
-    /// Keeps the k largest.
+    /// Keep the k largest logits.
     STEP_TOP_K = "top_k",
-    /// Keeps the largest that hold a share.
+    /// Keep the largest logits that hold a share of the probability.
     STEP_TOP_P = "top_p",
-    /// Keeps what is likely enough beside the largest.
+    /// Keep the tokens that are likely enough compared with the most likely one.
     STEP_MIN_P = "min_p",
-    /// Has a repetition penalty.
+    /// Apply a repetition penalty.
     STEP_REPETITION = "repetition",
-    /// Has a presence or frequency penalty.
+    /// Apply a presence or frequency penalty.
     STEP_COUNTS = "counts",
-    /// Has allowed ids, biases or bad words.
+    /// Apply allowed ids, biases or bad words.
     STEP_CONSTRAINTS = "constraints",
-    /// Does not write stop tokens before `min_tokens`.
+    /// Exclude stop tokens before `min_tokens`.
     STEP_MIN_TOKENS = "min_tokens",
-    /// Reports log probabilities.
+    /// Report log probabilities.
     STEP_LOGPROBS = "logprobs",
-    /// Needs what no record can hold.
+    /// Apply what no record can hold, such as a grammar.
     STEP_EXTRAS = "extras",
 }
 
-/// What the logits are computed in, which parameters are rounded to.
+/// Precision in which logits are computed and to which parameters are rounded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LogitsDtype {
-    /// 32 bits.
+    /// 32-bit floats.
     #[default]
     Float32,
-    /// 64 bits.
+    /// 64-bit floats.
     Float64,
 }
 
-/// What a request asks of sampling, under vLLM's names and with vLLM's defaults.
+/// Sampling parameters of a request, with vLLM's names and defaults.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RequestSampling<'a> {
-    /// Its random numbers depend on these 64 bits, the position and nothing else.
+    /// Seed of the request's random numbers, which depend only on these 64 bits and the position.
     pub seed: i64,
-    /// At least 0, finite; below [`GREEDY_BELOW`] greedy, and the parameters of randomness have no effect.
+    /// Divisor of the logits, finite and at least 0. Below [`GREEDY_BELOW`] the request is greedy, and the parameters
+    /// of randomness have no effect.
     pub temperature: f64,
-    /// Keeps this many; 0 is all.
+    /// Number of most probable tokens to keep; 0 keeps all.
     pub top_k: usize,
-    /// Above 0, at most 1.
+    /// Share of the probability to keep, above 0 and at most 1.
     pub top_p: f64,
-    /// 0 to 1.
+    /// Minimum probability of a kept token relative to the most probable one, 0 to 1.
     pub min_p: f64,
-    /// Above 0, finite.
+    /// Repetition penalty, finite and above 0; 1 is off.
     pub repetition_penalty: f64,
-    /// Finite.
+    /// Presence penalty, finite; 0 is off.
     pub presence_penalty: f64,
-    /// Finite.
+    /// Frequency penalty, finite; 0 is off.
     pub frequency_penalty: f64,
-    /// Most likely tokens to report beside each output token, [`LOGPROBS_NONE`] or [`LOGPROBS_ALL`].
+    /// Number of most probable tokens to report with each output token, [`LOGPROBS_NONE`] or [`LOGPROBS_ALL`].
     pub logprobs: i64,
-    /// The same of the prompt's tokens.
+    /// Number of most probable tokens to report with each prompt token, [`LOGPROBS_NONE`] or [`LOGPROBS_ALL`].
     pub prompt_logprobs: i64,
-    /// The only tokens that may be written; `None` for all.
+    /// Only ids that the output may contain; `None` allows all.
     pub allowed_token_ids: Option<&'a [i64]>,
-    /// Tokens whose logits something is added to.
+    /// Ids of tokens whose logits get a bias.
     pub logit_bias_ids: &'a [i64],
-    /// What is added to each of them; finite.
+    /// Bias of each id in `logit_bias_ids`; finite.
     pub logit_bias: &'a [f64],
-    /// Token sequences that are not written, none of them empty.
+    /// Token sequences that the output must not contain; none is empty.
     pub bad_words: &'a [Vec<i64>],
-    /// It needs what no record can hold, such as a compiled grammar; the host finds that by the request's id.
+    /// Whether the request needs data that no record can hold, such as a compiled grammar. The host finds it by the
+    /// request's id.
     pub has_extras: bool,
 }
 
@@ -157,14 +164,16 @@ impl Default for RequestSampling<'_> {
 }
 
 impl RequestSampling<'_> {
-    /// The greedy one, everything else off: what a padding row holds.
+    /// Returns greedy parameters with everything else off, which a padding row has.
     pub fn greedy() -> Self {
         Self { temperature: 0.0, ..Self::default() }
     }
 
-    /// The parameter columns, rounded to `dtype` where they are exact in it, and the `STEP_*` bits that they need.
+    /// Returns the parameter columns, rounded to `dtype` unless they are exact in it, and the `STEP_*` bits that they
+    /// need.
     ///
-    /// "Off" leaves a row as it is to the bit, so that a batch may run a step that only one row needs.
+    /// A parameter that is off leaves a row unchanged to the bit, so that a batch may run a step that only one row
+    /// needs.
     #[expect(clippy::float_cmp, reason = "a value is off where it is exactly that")]
     pub fn columns(&self, dtype: LogitsDtype) -> ([f64; NUM_PARAMS], i64) {
         let greedy = self.temperature < GREEDY_BELOW;
@@ -206,13 +215,13 @@ impl RequestSampling<'_> {
         (values.map(round), steps.iter().map(|&(bit, needed)| if needed { bit } else { 0 }).sum())
     }
 
-    /// Elements that allowed ids, biases and bad words take in a record.
+    /// Returns the number of elements that allowed ids, biases and bad words take in a record.
     pub(crate) fn num_constraints(&self) -> usize {
         let words: usize = self.bad_words.iter().map(|word| 1 + word.len()).sum();
         self.allowed_token_ids.map_or(0, <[i64]>::len) + 2 * self.logit_bias_ids.len() + words
     }
 
-    /// Those elements, in the order of the record.
+    /// Returns the elements of allowed ids, biases and bad words, in the order of the record.
     pub(crate) fn constraints(&self) -> Box<[i64]> {
         let lengths = self.bad_words.iter().map(|word| word.len() as i64);
         self.allowed_token_ids
@@ -226,8 +235,13 @@ impl RequestSampling<'_> {
             .collect()
     }
 
+    /// Checks the ranges that the computation needs: logits must stay finite, a distribution must not be empty, and ids
+    /// must index the vocabulary. A host checks narrower ranges of its own; specrs declares them once, as the options
+    /// of Python's `SamplingParams`.
+    ///
     /// # Errors
-    /// [`Error::InvalidRequest`] naming the first parameter outside its range; ids are those for which `is_token`.
+    /// [`Error::InvalidRequest`] naming the first parameter outside its range. An id is valid if `is_token` returns
+    /// true.
     pub(crate) fn validate(&self, request_id: i64, is_token: impl Fn(i64) -> bool) -> Result<()> {
         let least = f64::from_bits(1); // the smallest above 0
         let positive = least..=f64::MAX;
@@ -281,11 +295,27 @@ impl RequestSampling<'_> {
     }
 }
 
+/// Sampling parameters of a row, as the sampler uses them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SamplingParams {
+    /// Whether to take the largest logit, the lowest id of equal ones; the other fields do not count then.
+    pub greedy: bool,
+    /// Divisor of the logits; positive.
+    pub temperature: f32,
+    /// Number of largest logits to keep, including ties at the cut; infinity is off.
+    pub top_k: f32,
+    /// Share of the remaining probability to keep, in (0, 1); infinity is off.
+    pub top_p: f32,
+    /// Logarithm of the minimum ratio to the most probable token: tokens with `ln p >= ln max p + log_min_p` are kept.
+    /// Minus infinity is off.
+    pub log_min_p: f32,
+}
+
 impl SamplingParams {
-    /// The parameters in a row of columns.
+    /// Reads the parameters from a row of columns.
     ///
     /// # Panics
-    /// If there are fewer than [`NUM_PARAMS`].
+    /// If there are fewer than [`NUM_PARAMS`] columns.
     pub fn of_columns(columns: &[f32]) -> Self {
         Self {
             greedy: columns[PARAM_GREEDY] != 0.0,

@@ -1,4 +1,4 @@
-//! Cuts against sorts, draws against noise made for the whole row, verification against its definition.
+//! Tests of cuts against sorting, of draws against noise for the whole row, and of verification against its definition.
 
 use super::{Sampler, SamplingParams, Verdict, best};
 use crate::math::exp_nonpositive;
@@ -14,7 +14,7 @@ fn logit() -> impl Strategy<Value = f32> {
     prop_oneof![special, -20.0_f32..20.0, -2000.0_f32..2000.0]
 }
 
-/// Rows with ties that cross strides, and at least one finite logit.
+/// Generates rows with ties that cross strides, and at least one finite logit.
 fn row() -> impl Strategy<Value = Vec<f32>> {
     (prop::collection::vec(logit(), 1..24), 1..4_usize).prop_map(|(mut values, times)| {
         values[0] = if values[0].is_finite() { values[0] } else { 0.0 };
@@ -36,7 +36,7 @@ fn params() -> impl Strategy<Value = SamplingParams> {
     })
 }
 
-/// What the parameters keep, by sorting; `share` scales the share that top-p asks for.
+/// Returns the tokens that the parameters keep, by sorting; `share` scales the share that top-p asks for.
 fn sorted_cut(row: &[f32], params: &SamplingParams, share: f64) -> Vec<u32> {
     let mut kept: Vec<(u32, f32)> = (0..).zip(row.iter().map(|x| x / params.temperature)).collect();
     let max = kept.iter().map(|x| x.1).fold(f32::NEG_INFINITY, f32::max);
@@ -73,7 +73,7 @@ fn read(sampler: &mut Sampler, row: &[f32], params: &SamplingParams) -> Vec<u32>
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// A sum within rounding of the target may be cut on either side.
+    /// Compares the cut with a sort. A sum within rounding of the target may be cut on either side.
     #[test]
     fn the_exact_cut_is_that_of_a_sort(row in row(), params in params()) {
         let mut sampler = Sampler::new(row.len()).unwrap();
@@ -103,7 +103,7 @@ proptest! {
         prop_assert_eq!(greedy.unwrap() as usize, row.iter().position(|&x| x >= max).unwrap());
     }
 
-    /// Both rules against their definitions, written out over dense rows.
+    /// Compares both rules with their definitions, written out over dense rows.
     #[test]
     fn verification_is_its_definition(
         rows in prop::collection::vec(prop::collection::vec(-3.0_f32..3.0, 12), 1..5),
@@ -190,6 +190,21 @@ fn the_largest_logit_knows_nan_at_every_place() {
             assert!(super::largest(&row).is_nan(), "{i} of {len}");
             row[i] = -1.0;
         }
+    }
+}
+
+#[test]
+fn the_lowest_id_is_of_the_first_nan_or_the_first_of_equal_logits() {
+    let (low, high, nan) = (f32::NEG_INFINITY, f32::INFINITY, f32::NAN);
+    for (row, id) in [
+        (&[1.0, 3.0, 3.0][..], 1),
+        (&[-0.0, 0.0], 0),
+        (&[high, high], 0),
+        (&[low, low], 0),
+        (&[5.0, nan, 7.0, nan], 1),
+        (&[], 0),
+    ] {
+        assert_eq!(super::lowest_id(row, super::largest(row)), id, "{row:?}");
     }
 }
 

@@ -1,6 +1,6 @@
-//! Which waiting requests get a row. Admits in turn: a request that does not fit is not overtaken, unless it asks for log
-//! probabilities of its prompt, which take their turns beside others, and what one needs that waits for another's prefix
-//! or for its `LoRA` adapter's turn is kept for it.
+//! Admission of waiting requests to rows, in order of their turns. A request that does not fit is not overtaken. The
+//! exceptions are requests for log probabilities of the prompt, which take their turns next to others. A request that
+//! waits for a prefix of another, or for its `LoRA` adapter's turn, has its resources reserved.
 
 use super::Scheduler;
 use super::hidden::HiddenRow;
@@ -11,10 +11,12 @@ use crate::drafts::DrafterKind;
 use crate::error::Result;
 
 impl Scheduler {
-    /// Admits waiting requests while there are rows, prefill budget, upload and constraint room and blocks for them.
+    /// Admits waiting requests while there are rows, prefill budget, blocks, and room for uploads and constraints.
     ///
-    /// Beside running requests a newcomer needs blocks for its whole prompt and the output reserved for it, on top of what they will
-    /// ask for next, or it would be preempted over and over. Alone it is admitted with whatever there is: the pool holds any request.
+    /// Next to running requests, a new request needs blocks for its whole prompt and its reserved output. The blocks
+    /// that running requests will soon need come on top. Otherwise the new request would be preempted over and over.
+    /// Without running requests it is admitted with any number of free blocks, because the pool can hold any single
+    /// request.
     pub(super) fn admit(&mut self, plan: &mut Plan) -> Result<()> {
         if self.waiting.is_empty() || self.free_rows.is_empty() {
             return Ok(());
@@ -78,7 +80,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Gives a waiting request a row that holds the cached blocks `hits` of the first group and `group_hits` of the others.
+    /// Gives a waiting request a row that starts with the cached blocks `hits` of the first group and `group_hits` of
+    /// the others.
     fn open_row(&mut self, index: RequestIndex, hits: &[i64], group_hits: &[Vec<i64>]) -> Result<RowIndex> {
         let row = self.free_rows.pop().expect("a free row");
         let request = &mut self.requests[index];
@@ -123,13 +126,14 @@ impl Scheduler {
         Ok(row)
     }
 
-    /// Blocks of a request with its prompt, the token after it, and the output reserved for it.
+    /// Returns the number of blocks for a request's prompt, the token after it, and its reserved output.
     fn blocks_after_prompt(&self, num_tokens: usize, limit: usize) -> usize {
         self.config.blocks_for((num_tokens + 1 + self.config.num_reserved_decode_tokens).min(limit))
     }
 
-    /// Of `missing` blocks of each group those that a row takes which holds so many, by group: with a window it gives some back for others, but
-    /// not before it has taken what may come of this plan, `next` at most.
+    /// Returns the number of blocks that a row will take over all groups, given `missing` blocks in each. `num_held`
+    /// has the number of blocks that it holds by group. A group with a window takes no more than its window needs,
+    /// because it returns blocks. It takes `next` blocks, which this plan may add, before it returns any.
     fn blocks_to_come(&self, missing: usize, next: usize, num_held: impl Iterator<Item = usize>) -> usize {
         let of_group = |(group, held)| match self.config.most_blocks_held(group) {
             Some(most) => missing.min(most.saturating_sub(held).max(next)),
@@ -138,8 +142,8 @@ impl Scheduler {
         num_held.enumerate().map(of_group).sum()
     }
 
-    /// Blocks that the running rows will ask for: the rest of their prompts, one iteration of those that decode, and what is reserved. This plan
-    /// gives prompts `prefill_left` tokens at most.
+    /// Returns the number of blocks that running rows will ask for: the rest of their prompts, one iteration of the
+    /// decoding rows, and the reserved output. This plan gives prompts at most `prefill_left` tokens.
     fn growth_of_running(&self, prefill_left: usize) -> usize {
         let (config, block_size) = (&self.config, self.config.block_size);
         let iteration = config.blocks_for(config.num_speculative_tokens + 1);
@@ -165,8 +169,9 @@ impl Scheduler {
             .sum()
     }
 
-    /// Whether the request had better wait for the blocks behind its `hits`: a running one that begins alike computes them, and they
-    /// are at least what is left to compute then. Running requests go on without those that wait, so the wait ends.
+    /// Returns whether a request should wait for the blocks after its `hits`, because a running request with an equal
+    /// prefix is computing them. It waits if these blocks have at least as many tokens as would then be left to
+    /// compute. Running requests do not depend on waiting ones, so the wait ends.
     fn waits_for_prefix(&mut self, index: RequestIndex, hits: usize) -> bool {
         let block_size = self.config.block_size;
         let num_tokens = self.requests[index].tokens.len();
@@ -188,8 +193,9 @@ impl Scheduler {
         (shared - hits) * block_size >= (num_tokens - shared * block_size).max(block_size)
     }
 
-    /// Fills the plan's hits with the cached blocks of the longest known prefix, at most all tokens but the last, which must be fed to
-    /// the target to get the next one. With a window [`NO_BLOCK`] stands for those that no query behind the prefix will read.
+    /// Fills the plan's hits with the cached blocks of the longest known prefix. The prefix excludes the last token,
+    /// which must be fed to the target to get the next one. With a window, [`NO_BLOCK`] stands for blocks that no query
+    /// after the prefix will read.
     fn find_prefix(&mut self, index: RequestIndex, plan: &mut Plan) {
         plan.hits.clear();
         plan.group_hits.resize(self.config.window_groups.len(), Vec::new());
@@ -217,8 +223,8 @@ impl Scheduler {
         }
     }
 
-    /// The same of `most` blocks with windows: the longest prefix of which each group has what a query behind it reads, whatever became of the
-    /// blocks before that.
+    /// Finds the prefix hit of a model with windows, of at most `most` blocks. It is the longest prefix for which each
+    /// group has the blocks that a query after the prefix reads. Earlier blocks may be gone.
     fn find_windows(&mut self, index: RequestIndex, most: usize, plan: &mut Plan) {
         let (config, request) = (&self.config, &mut self.requests[index]);
         let first_read = |group, end| config.first_block_read(group, end * config.block_size + 1);

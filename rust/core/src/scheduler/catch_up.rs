@@ -1,6 +1,6 @@
-//! Which rows close the lag of their draft KV in the next launch, and which of them draft in it.
+//! Choice of the rows that close the lag of their draft KV in the next launch, and of those that draft in it.
 //!
-//! Draft KV lags behind after a prompt (prefill runs the target alone) and after launches at K = 0. With positions
+//! Draft KV lags after a prompt (prefill runs the target alone) and after launches at K = 0. With positions
 //!
 //! | range | draft KV |
 //! | --- | --- |
@@ -9,35 +9,39 @@
 //! | `[start, end)` | this launch's catch-up chunk |
 //! | `[target, n - 1)` | the first drafting pass writes it, if `end` reaches `target` |
 //!
-//! Blocks that others can find are written under a claim; a block claimed by another row ends the chunk, and the row goes on at
-//! K = 0 until the claim's holder has finished. A row takes its claims from the front of its table on and waits only for blocks
-//! behind them, so no two rows wait for each other. The claims of a row that drafts no more pass to the next that wants them.
+//! Blocks that others can find are written under a claim. A block claimed by another row ends the chunk, and the row
+//! goes on at K = 0 until the claim's holder has finished. A row takes claims from the front of its table and waits
+//! only for blocks after them, so no two rows wait for each other. The claims of a row that no longer drafts pass to
+//! the next row that wants them.
 //!
-//! The shortest lag goes first, so that a long one does not keep the others waiting. Every fourth launch goes by importance instead, so that the
-//! long one gets there, too: a share of each launch would not do, since a lag grows by a token a launch while it is open.
+//! The shortest lag goes first, so that a long one does not keep the others waiting. Every fourth launch goes by
+//! importance instead, so that the long lag is closed too. A share of each launch would not suffice, because a lag
+//! grows by one token per launch while it is open.
 
 use super::Scheduler;
 use super::plan::{DraftChunk, Lagging, Plan};
 use super::row::{Row, RowIndex, RowState};
 use crate::error::Result;
 
-/// One launch of so many goes by importance.
+/// Number of launches of which one catches up rows by importance instead of by lag.
 const IMPORTANCE_LAUNCHES: u64 = 4;
 
-/// Tokens that a launch catches up whatever they take: drafts of usual prompts then begin at the same token however fast the machine was, and
-/// with them stays the text that a seed gives by `rejection`.
+/// Number of tokens that a launch catches up regardless of their time. So drafts after usual prompts begin at the same
+/// token on machines of any speed, and a seed gives the same text under `rejection`.
 const LEAST_CAUGHT_UP: usize = 512;
 
-/// How far a row catches up in one launch: the positions of the table above.
+/// Positions that a row catches up in one launch, as in the table of the module.
 struct Gap {
     start: usize,
     end: usize,
-    /// `end` is the target, and the first drafting pass may write what is behind it.
+    /// Whether the row drafts in this launch: `end` is the target, and the first drafting pass may write the positions
+    /// after it.
     drafts: bool,
 }
 
 impl Scheduler {
-    /// Gives catch-up chunks within the draft's budget and one record; a launch's first chunk has at least one token.
+    /// Adds catch-up chunks within the draft's budget and the room of one record. The first chunk of a launch has at
+    /// least one token.
     pub(super) fn catch_up(&mut self, plan: &mut Plan) -> Result<()> {
         if plan.lagging.is_empty() {
             return Ok(());
@@ -64,7 +68,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// How much of `most` a row may catch up without chunks taking more than `ms`.
+    /// Returns how many of `most` tokens a row may catch up if all chunks together take at most `ms`.
     fn catch_up_within(&self, plan: &Plan, index: usize, most: usize, ms: f64) -> usize {
         let row_index = plan.decodes[plan.lagging[index].decode].row;
         let start = self.rows[row_index as usize].draft_len.max(self.held_from(row_index));
@@ -72,7 +76,7 @@ impl Scheduler {
         self.prefill_costs.fitting_draft(&plan.work, ratio, start, most, ms)
     }
 
-    /// Catches one row up by at most `most` tokens; how many it took.
+    /// Catches one row up by at most `most` tokens and returns their number.
     fn catch_up_row(&mut self, plan: &mut Plan, index: usize, most: usize) -> Result<usize> {
         let Lagging { decode, k, .. } = plan.lagging[index];
         let decode = &mut plan.decodes[decode];
@@ -110,7 +114,7 @@ impl Scheduler {
         Gap { start, end, drafts }
     }
 
-    /// Claims the blocks `[from, to)` of a row that others can find, so far as they have no mark D.
+    /// Claims those blocks `[from, to)` of a row that others can find and that have no mark D (valid draft KV).
     fn claim_blocks(&mut self, row_index: RowIndex, from: usize, to: usize) -> Result<()> {
         for index in from..to.min(self.rows[row_index as usize].num_registered) {
             let block = self.rows[row_index as usize].blocks[index];
@@ -124,7 +128,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Takes a row's claims from block `first` on; should it draft again, it has to catch up from there, since another writes them.
+    /// Releases a row's claims from block `first` on, because another row writes them. If the row drafts again, it has
+    /// to catch up from there.
     fn give_back_claims(&mut self, row_index: RowIndex, first: usize) {
         let row = &mut self.rows[row_index as usize];
         row.lower_draft_len(first * self.config.block_size);
@@ -133,7 +138,8 @@ impl Scheduler {
         }
     }
 
-    /// The end of the run of blocks with mark D at `position`; `position` itself if its block has none.
+    /// Returns the end of the run of blocks with mark D (valid draft KV) at `position`, or `position` itself if its
+    /// block has none.
     fn skip_drafted(&self, row: &Row, mut position: usize) -> usize {
         let block_size = self.config.block_size;
         while position < row.num_registered * block_size && self.pool.has_draft(row.blocks[position / block_size]) {
@@ -142,8 +148,8 @@ impl Scheduler {
         position
     }
 
-    /// The end of the last block with mark D from `position` on, so that the first drafting pass does not write into it;
-    /// `position` if there is none.
+    /// Returns the end of the last block with mark D (valid draft KV) from `position` on, or `position` if there is
+    /// none. The first drafting pass starts there, so that it does not write into marked blocks.
     fn after_drafted(&self, row: &Row, position: usize) -> usize {
         let block_size = self.config.block_size;
         (position / block_size..row.num_registered)
@@ -151,7 +157,8 @@ impl Scheduler {
             .map_or(position, |index| (index + 1) * block_size)
     }
 
-    /// The first position of `[start, end)` in a block whose draft KV another row is writing; `end` if there is none.
+    /// Returns the first position of `[start, end)` in a block whose draft KV another row is writing, or `end` if there
+    /// is none.
     fn first_claimed_by_other(&self, row_index: RowIndex, start: usize, end: usize) -> usize {
         let (block_size, row) = (self.config.block_size, &self.rows[row_index as usize]);
         let last = row.num_registered.min(end.div_ceil(block_size));
@@ -163,13 +170,14 @@ impl Scheduler {
             .map_or(end, |index| (index * block_size).max(start))
     }
 
-    /// Whether what a row has claimed is its own: it drafts, or may yet, or launches in flight name it after its end.
+    /// Returns whether a row keeps its claims: it drafts, may still draft, or has ended with launches in flight.
     fn keeps_claims(&self, row_index: RowIndex) -> bool {
         let row = &self.rows[row_index as usize];
         row.state == RowState::Closed || row.drafting > 0 || self.most_drafts(row, row.k) > 0
     }
 
-    /// Draft tokens that a row could use at once, for the budget: 0 while it waits for another row's claim.
+    /// Returns the number of draft tokens that a row could use at once, for the budget. It is 0 while the row waits for
+    /// another row's claim.
     pub(super) fn catch_up_demand(&self, row_index: RowIndex, n: usize) -> usize {
         let row = &self.rows[row_index as usize];
         let start = self.skip_drafted(row, row.draft_len.max(self.held_from(row_index)));
@@ -180,12 +188,12 @@ impl Scheduler {
         end - start
     }
 
-    /// Budget tokens that a draft chunk costs.
+    /// Returns the cost of a draft chunk of `tokens` tokens, in tokens of the budget.
     pub(super) fn draft_cost(&self, tokens: usize) -> usize {
         (tokens as f64 * self.config.drafter.cost_ratio()).ceil() as usize
     }
 
-    /// The longest draft chunk that costs at most `budget`.
+    /// Returns the length of the longest draft chunk that costs at most `budget`.
     fn draft_tokens(&self, budget: usize) -> usize {
         let tokens = (budget as f64 / self.config.drafter.cost_ratio()) as usize;
         // The division rounds; a step back restores the bound.

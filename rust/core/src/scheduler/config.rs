@@ -1,80 +1,88 @@
-//! Settings of a scheduler and the parameters of a request, and what is allowed for each.
+//! Settings of a scheduler and parameters of a request, with their allowed ranges.
+
+use std::sync::Arc;
 
 use crate::drafts::{Drafter, HostDrafters};
 use crate::error::{Error, Result};
 use crate::hash::ExtraKey;
 use crate::sampling::{LogitsDtype, RequestSampling};
 
-use super::loras::Lora;
-
 /// Largest number of tokens, positions or blocks in a [`SchedulerConfig`], so that products of two fit an `i64`.
 const MAX_SIZE: usize = 1 << 31;
+/// Maximum number of KV groups after the first.
 const MAX_FURTHER_GROUPS: usize = 1 << 10;
+/// Largest K, [`SchedulerConfig::num_speculative_tokens`].
+pub const MAX_SPECULATIVE_TOKENS: usize = 1 << 10;
 
-/// Settings of a [`super::Scheduler`]: begin with [`Self::new`] and set what differs, because fields come in minor versions. Numbers of tokens, positions and blocks are at most 2^31.
+/// Settings of a [`super::Scheduler`]. Begin with [`Self::new`] and set the fields that differ, because minor versions
+/// add fields. Numbers of tokens, positions and blocks are at most 2^31.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SchedulerConfig {
-    /// R: rows of device state, so the most requests that run at once. 1 to 65536.
+    /// R: number of rows of device state, and so the maximum number of running requests. 1 to 65536.
     pub max_num_seqs: usize,
-    /// M: the most tokens (prompt and output) of a request. At least 2.
+    /// M: maximum number of tokens of a request, prompt and output. At least 2.
     pub max_model_len: usize,
-    /// KV blocks in the pool. At least 1.
+    /// Number of KV blocks in the pool. At least 1.
     pub num_blocks: usize,
-    /// Positions per KV block. At least 1.
+    /// Number of positions per KV block. At least 1.
     pub block_size: usize,
-    /// C: tokens per launch that decode, prefill and draft chunks share. At least 1. Decode never waits for it, and prefill
-    /// and draft chunks always have a quarter of it.
+    /// C: number of tokens per launch that decode, prefill and draft chunks share. At least 1. Decoding never waits for
+    /// it, and prefill and draft chunks always have a quarter of it.
     pub max_num_batched_tokens: usize,
-    /// K: the most draft tokens of a request per launch, at most 1024; 0 for no speculation.
+    /// K: maximum number of draft tokens of a request per launch, at most 1024; 0 for no speculation.
     pub num_speculative_tokens: usize,
-    /// What proposes drafts on the device; without it and [`Self::host_drafters`] nothing drafts, whatever K is.
+    /// Drafter on the device. Without it and without [`Self::host_drafters`] no request drafts, whatever K is.
     pub drafter: Drafter,
-    /// What proposes drafts on the host.
+    /// Drafters on the host.
     pub host_drafters: HostDrafters,
-    /// The last positions that a query attends to, its own among them, where all layers of the target and of what drafts in its blocks
-    /// have a window: the largest of these. At least 2; blocks behind it come back while their request goes on. `None`: some layer
-    /// attends to all positions. With [`Self::window_groups`] only the layers of the first group count.
+    /// Largest window of the layers, if all layers of the target and of the drafter in its blocks have one. A window is
+    /// the number of last positions that a query attends to, its own included; at least 2. Blocks outside the window
+    /// return to the pool while their request runs. `None` if some layer attends to all positions. With
+    /// [`Self::window_groups`] only the layers of the first group count.
     pub sliding_window: Option<usize>,
-    /// Windows of further KV groups: layers of the target with block tables of their own, whose blocks come back behind the group's own window.
-    /// Each at least 2 and no longer than the first group's, at most 1024 of them; empty: all layers are in one group. A block of the pool is one of any group. The draft's layers are in
-    /// the first group, whose window is [`Self::sliding_window`].
+    /// Windows of further KV groups: layers of the target with their own block tables, whose blocks return to the pool
+    /// outside the group's own window. There are at most 1024, each at least 2 and no longer than the first group's
+    /// window; empty if all layers are in one group. A block of the pool belongs to any group. The draft's layers are
+    /// in the first group, whose window is [`Self::sliding_window`].
     pub window_groups: Vec<usize>,
-    /// Launches that may be planned and not yet settled. 1 to 1024.
+    /// Maximum number of launches that are planned and not yet settled. 1 to 1024.
     pub max_in_flight: usize,
-    /// W: elements that the constraints of a request (allowed ids, biases, bad words) may take in a record, and those of all that
-    /// a launch admits. 0 for none.
+    /// W: maximum number of elements that constraints (allowed ids, biases, bad words) take in a record. It limits one
+    /// request, and all requests admitted in one launch together. 0 for none.
     pub max_constraint_len: usize,
-    /// What logits are computed in.
+    /// Precision in which logits are computed.
     pub logits_dtype: LogitsDtype,
-    /// Positions of output that each running request has blocks for, or could get, when a newcomer is admitted. With 0 a full pool
-    /// admits requests that it preempts soon after; each reserved block a row costs that much concurrency while the pool is full.
+    /// Number of output positions for which each running request must have or get blocks when a new request is
+    /// admitted. With 0, a full pool admits requests that it soon preempts. Each reserved block per row costs that much
+    /// concurrency while the pool is full.
     pub num_reserved_decode_tokens: usize,
-    /// The most prompt tokens of a request in a launch; 0: three quarters of what is left when its turn comes, and what other prompts
-    /// leave of the rest.
+    /// Maximum number of prompt tokens of a request in a launch. With 0, a request may use three quarters of the tokens
+    /// left at its turn, plus whatever other prompts leave unused.
     pub long_prefill_token_threshold: usize,
-    /// The most milliseconds that prompt and draft chunks take of a launch in which requests decode, which wait for it, by the times that
-    /// [`super::Scheduler::time_launch`] is told; 16 tokens of prompts and 512 of drafts' catch-up go through in any case. 0 is no
-    /// bound. Finite.
+    /// Maximum time in milliseconds of prompt and draft chunks in a launch with decoding requests, which wait for them.
+    /// Times are learnt from [`super::Scheduler::time_launch`]. 16 prompt tokens and 512 catch-up tokens are allowed in
+    /// any case. 0 is no bound. Finite.
     pub max_prefill_stall_ms: f64,
-    /// What attending to one position costs, in what a token at the start of a context does: how much longer a chunk is taken to be
-    /// that is deep in its context, by [`Self::max_prefill_stall_ms`]. Layers with a window attend no more positions, and count
-    /// nothing. Finite and at least 0.
+    /// Cost of attending to one position, relative to the cost of a token at the start of a context. With it,
+    /// [`Self::max_prefill_stall_ms`] counts a chunk deep in its context as longer. Layers with a window attend to no
+    /// more positions and add nothing. Finite and at least 0.
     pub attention_cost_ratio: f64,
-    /// Launches by which a request must have arrived earlier to go before one of a priority better by 1; 0: priority always counts
-    /// more.
+    /// Number of launches that a request must have arrived earlier to go before one with a priority better by 1. With
+    /// 0, priority always counts more.
     pub priority_aging_launches: usize,
-    /// The most `LoRA` adapters of the requests that run at once, at most 1024; 0: no request has one.
+    /// Maximum number of different `LoRA` adapters among the running requests, at most 1024; 0 if no request has one.
     pub max_loras: usize,
     /// Whether requests share the KV of equal prefixes.
     pub enable_prefix_caching: bool,
-    /// Whether [`super::Scheduler::take_kv_events`] tells which blocks came into the prefix cache and left it.
+    /// Whether [`super::Scheduler::take_kv_events`] reports the blocks that entered and left the prefix cache.
     pub enable_kv_cache_events: bool,
     /// Key of the block hashes.
     pub hash_key: [u8; 16],
 }
 
 impl SchedulerConfig {
-    /// Settings with the given sizes, no speculation, prefix caching on, one launch in flight, 64 tokens reserved.
+    /// Makes settings with the given sizes, no speculation, prefix caching on, one launch in flight, and 64 reserved
+    /// tokens.
     pub fn new(
         max_num_seqs: usize,
         max_model_len: usize,
@@ -108,11 +116,13 @@ impl SchedulerConfig {
         }
     }
 
-    /// Blocks that hold `positions` positions.
+    /// Returns the number of blocks that hold `positions` positions.
     pub(super) fn blocks_for(&self, positions: usize) -> usize {
         positions.div_ceil(self.block_size)
     }
 
+    /// Checks that each setting is within its range.
+    ///
     /// # Errors
     /// [`Error::InvalidConfig`] naming the first setting outside its range.
     pub(super) fn validate(&self) -> Result<()> {
@@ -122,7 +132,7 @@ impl SchedulerConfig {
             ("num_blocks", self.num_blocks, 1, MAX_SIZE),
             ("block_size", self.block_size, 1, MAX_SIZE),
             ("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_SIZE),
-            ("num_speculative_tokens", self.num_speculative_tokens, 0, 1 << 10),
+            ("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS),
             ("sliding_window", self.sliding_window.unwrap_or(MAX_SIZE), 2, MAX_SIZE),
             ("max_in_flight", self.max_in_flight, 1, 1 << 10),
             ("max_constraint_len", self.max_constraint_len, 0, MAX_SIZE),
@@ -144,9 +154,6 @@ impl SchedulerConfig {
             }
         }
         self.validate_groups()?;
-        if let Some(suffix) = &self.host_drafters.suffix {
-            suffix.validate()?;
-        }
         if self.host_drafters.is_some() && self.max_in_flight > 1 {
             let allowed = "1 with a drafter on the host, which needs every token settled";
             return Err(Error::invalid_config("max_in_flight", self.max_in_flight, allowed));
@@ -173,29 +180,41 @@ impl SchedulerConfig {
     }
 }
 
-/// What a request asks for besides its prompt. End with `..RequestParams::default()`, because fields come in minor versions.
+/// `LoRA` adapter (Hu et al. 2021) of a request.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Lora {
+    /// Id of the adapter on the device, at least 1. Two adapters of a scheduler never have the same id.
+    pub id: u32,
+    /// Name of the adapter for users and routers.
+    pub name: Arc<str>,
+}
+
+/// Parameters of a request besides its prompt. End with `..RequestParams::default()`, because minor versions add
+/// fields.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RequestParams<'a> {
-    /// The most tokens it may reach, prompt and output: `min(prompt + max_tokens, max_model_len)`.
+    /// Maximum number of tokens of the request, prompt and output: `min(prompt + max_tokens, max_model_len)`.
     pub limit: usize,
-    /// Output tokens before which stop ids do not count.
+    /// Number of output tokens before which stop ids do not count.
     pub min_tokens: usize,
-    /// Draft tokens per launch, at most the engine's K; 0 never drafts.
+    /// Number of draft tokens per launch, at most the engine's K; 0 never drafts.
     pub num_speculative_tokens: usize,
-    /// Smaller values go first, ties by arrival.
+    /// Priority of the request: smaller values go first, ties by arrival.
     pub priority: i64,
-    /// Who asks for it together with others: requests of different callers share rows and blocks evenly, whatever each asks for, where
-    /// priorities are equal and do not age. `None`: it is asked for alone.
+    /// Id of the caller that sent the request. Requests of different callers share rows and blocks evenly if their
+    /// priorities are equal and do not age, however many each caller sends. `None`: the request counts as a caller of
+    /// its own.
     pub caller: Option<i64>,
     /// Tokens that end the output, at most [`crate::sampling::MAX_STOP_IDS`].
     pub stop_token_ids: &'a [i64],
-    /// How tokens are drawn. The scheduler passes it on to the device, in the record.
+    /// Sampling parameters, which the scheduler passes on to the device in the record.
     pub sampling: RequestSampling<'a>,
-    /// Requests share prefixes only with requests of the same salt.
+    /// Salt of the request's prefixes: requests share prefixes only with requests of the same salt.
     pub cache_salt: &'a [u8],
-    /// What it is computed with besides the target's weights; it shares prefixes only with requests of the same one. `None`: the base model.
+    /// `LoRA` adapter of the request, which shares prefixes only with requests of the same adapter. `None` for the base
+    /// model.
     pub lora: Option<&'a Lora>,
-    /// What the prompt's KV depends on besides its tokens, by position, which does not decrease; requests share the blocks from
-    /// there on only where these are equal too.
+    /// Extra dependencies of the prompt's KV besides its tokens, by position, which must not decrease. Requests share
+    /// blocks from that position on only if these are equal too.
     pub extra_keys: &'a [ExtraKey<'a>],
 }

@@ -1,18 +1,20 @@
-//! A drafter that fails: it costs drafts, never a request. Launches that were planned with drafts go on without them, which their results
-//! say (`num_drafted` 0); what they cannot say is told here.
+//! Drafters that fail, which costs drafts but never a request. Launches planned with drafts go on without them, and
+//! their results say so (`num_drafted` 0). Other consequences are reported by the calls in this file.
 
 use super::Scheduler;
 use crate::drafts::DrafterKind;
 use crate::error::{Error, Result};
 
 impl Scheduler {
-    /// Takes it that the device has not written the draft KV that a launch was to write into `blocks`: of the launch planned last, or, behind
-    /// prompt chunks for a head that reads hidden states, of the one before it. To be told before the next [`Self::plan`].
+    /// Notes that the device has not written the draft KV that a launch was to write into `blocks`. That launch is the
+    /// one planned last. For prompt chunks of a head that reads hidden states, it is the one before. Call this before
+    /// the next [`Self::plan`].
     ///
-    /// A draft model catches up from there; a head starts anew, with every row that shares one of the blocks. No block among them keeps mark D.
+    /// A draft model catches up from these blocks. A head starts anew, in every row that shares one of the blocks. No
+    /// block among them keeps mark D (valid draft KV).
     ///
     /// # Errors
-    /// [`Error::InvalidBlock`] if one is not in the pool; nothing has changed then.
+    /// [`Error::InvalidBlock`] if a block is not in the pool; nothing has changed then.
     pub fn draft_kv_not_written(&mut self, blocks: &[i64]) -> Result<()> {
         let mut lost = blocks.to_vec();
         lost.sort_unstable();
@@ -31,7 +33,7 @@ impl Scheduler {
         self.discard_from(broken)
     }
 
-    /// Lets the next `launches` launches draft nothing on the device, nor write draft KV; those on the host go on.
+    /// Stops drafting on the device and writing draft KV for the next `launches` launches. Drafters on the host go on.
     pub fn pause_drafting(&mut self, launches: u64) {
         self.drafting_from = self.next_launch_id.saturating_add(launches);
     }
@@ -41,8 +43,8 @@ impl Scheduler {
         self.next_launch_id < self.drafting_from
     }
 
-    /// How often a drafter on the host has failed, and how it did last; each time cost the drafts of one request in one launch. Prompt lookup
-    /// has nothing that can fail, and what happens on the device its host knows.
+    /// Returns how often a drafter on the host has failed, and its last error. Each failure cost one request its drafts
+    /// in one launch. Prompt lookup never fails, and the host already knows of failures on the device.
     pub fn draft_errors_of(&self, drafter: DrafterKind) -> (u64, Option<&Error>) {
         let (failures, last) = &self.host_drafts.errors[drafter as usize];
         (*failures, last.as_ref())

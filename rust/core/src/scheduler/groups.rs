@@ -1,12 +1,13 @@
-//! KV groups: layers that remember otherwise, by block tables and windows of their own. Holds those of the groups behind the first, whose table is in
-//! [`super::row::Row`], and says what each group's window is.
+//! KV groups: layers that keep a different part of the context have their own block tables and windows. This file holds
+//! the tables of all groups except the first, whose table is in [`super::row::Row`], and the window of each group.
 //!
-//! A block holds the KV of `block_size` positions of one group's layers, and one pool serves all groups. A row has a block of each group for the same
-//! positions, but for those that have left the group's window and come back. So what a row can still cover is counted in *columns*: a
-//! block of every group. Draft KV is in the first group alone, and with it mark D and its claims.
+//! A block holds the KV of `block_size` positions of one group's layers, and one pool serves all groups. A row has a
+//! block of each group for the same positions, except for blocks that left the group's window and returned to the pool.
+//! So the positions that a row can still cover are counted in *columns*: one block of every group. Draft KV is in the
+//! first group alone, together with mark D and its claims.
 //!
-//! A cached block is found by its content's hash and its group's tag. A prefix hit is the longest prefix that every group can serve; of a group with a
-//! window that takes the blocks of the last window.
+//! A cached block is found by the hash of its content and the tag of its group. A prefix hit is the longest prefix that
+//! every group can serve. A group with a window needs only the blocks of the last window.
 
 use super::plan::Plan;
 use super::row::{NO_BLOCK, RowIndex};
@@ -16,24 +17,24 @@ use crate::drafts::Drafter;
 use crate::error::Result;
 use crate::hash::{BlockHash, BlockHasher};
 
-/// A row's blocks in one group.
+/// Blocks of a row in one group.
 #[derive(Clone, Debug, Default)]
 pub(super) struct GroupTable {
-    /// As many as the row's in the first group, [`NO_BLOCK`] before `first_block`.
+    /// Blocks at the same indices as the row's blocks in the first group, [`NO_BLOCK`] before `first_block`.
     pub(super) blocks: Vec<i64>,
     pub(super) first_block: usize,
 }
 
-/// The groups behind the first; nothing where there is one.
+/// Block tables of all groups after the first; empty if there is only one group.
 #[derive(Clone, Debug)]
 pub(super) struct Groups {
-    /// What a hash is combined with to find a block of each group, `[G]`: 0 in the first.
+    /// Tags that are combined with a hash to find a block of each group, `[G]`; 0 for the first group.
     tags: Vec<BlockHash>,
-    /// `[R, G - 1]`.
+    /// Block tables by row and group, `[R, G - 1]`.
     tables: Vec<GroupTable>,
 }
 
-/// What launches call is not inlined: with one group they would only be longer by it.
+/// Functions that launches call are not inlined, because they would only lengthen the code for models with one group.
 impl Groups {
     pub(super) fn new(config: &SchedulerConfig, hasher: &BlockHasher) -> Self {
         let further = config.window_groups.len();
@@ -43,24 +44,24 @@ impl Groups {
         }
     }
 
-    /// Whether there is none behind the first.
+    /// Returns whether there is no group after the first.
     #[inline]
     pub(super) fn is_empty(&self) -> bool {
         self.tables.is_empty()
     }
 
-    /// Columns that `blocks` come to.
+    /// Returns the number of columns (one block of every group) that `blocks` free blocks make.
     #[inline]
     pub(super) fn columns(&self, blocks: usize) -> usize {
         if self.is_empty() { blocks } else { blocks / self.tags.len() }
     }
 
-    /// What the block of `group` with this content is found under.
+    /// Returns the hash under which the block of `group` with the content `hash` is found.
     pub(super) fn hash_in(&self, group: usize, hash: BlockHash) -> BlockHash {
         hash ^ self.tags[group]
     }
 
-    /// A row's tables.
+    /// Returns a row's block tables in the groups after the first.
     pub(super) fn of(&self, row: RowIndex) -> &[GroupTable] {
         let further = self.tags.len() - 1;
         &self.tables[row as usize * further..][..further]
@@ -71,7 +72,7 @@ impl Groups {
         &mut self.tables[row as usize * further..][..further]
     }
 
-    /// Gives a row that has just been opened cached blocks, by group, and room for `max_blocks`.
+    /// Gives a newly opened row the cached blocks of each group, and reserves memory for `max_blocks`.
     pub(super) fn open(
         &mut self,
         row: RowIndex,
@@ -101,7 +102,8 @@ impl Groups {
         Ok(())
     }
 
-    /// Offers the row's blocks at `index`, whose content has this hash, to the prefix cache.
+    /// Registers the row's blocks at `index` in the prefix cache, in the groups after the first. `hash` is the hash of
+    /// their content.
     #[inline(never)]
     pub(super) fn register(&self, row: RowIndex, index: usize, hash: BlockHash, pool: &mut BlockPool) -> Result<()> {
         for (table, tag) in self.of(row).iter().zip(&self.tags[1..]) {
@@ -110,7 +112,7 @@ impl Groups {
         Ok(())
     }
 
-    /// Gives a row's blocks behind the windows of `n` settled tokens back, first to last.
+    /// Returns a row's blocks that lie before the windows of `n` settled tokens to the pool, first to last.
     #[inline(never)]
     pub(super) fn return_blocks(
         &mut self,
@@ -128,7 +130,7 @@ impl Groups {
         Ok(())
     }
 
-    /// Gives all blocks of a row back, last to first.
+    /// Returns all blocks of a row to the pool, last to first.
     #[inline(never)]
     pub(super) fn release(&mut self, row: RowIndex, pool: &mut BlockPool) -> Result<()> {
         for table in self.of_mut(row) {
@@ -142,18 +144,19 @@ impl Groups {
 }
 
 impl SchedulerConfig {
-    /// G: groups of layers with block tables of their own.
+    /// Returns G, the number of KV groups (layers with a block table of their own).
     pub fn num_groups(&self) -> usize {
         1 + self.window_groups.len()
     }
 
-    /// Whether blocks come back while their request goes on.
+    /// Returns whether blocks return to the pool while their request runs.
     pub(super) fn has_windows(&self) -> bool {
         self.sliding_window.is_some() || !self.window_groups.is_empty()
     }
 
-    /// The window of a group, and how many positions before n, the last token's own among them, a launch may feed its layers of a row of n tokens. No draft's
-    /// first pass is among what reads the groups behind the first.
+    /// Returns the window of a group and its lag. The lag is how many positions before n, including the last token's
+    /// own, a launch may feed to the group's layers for a row of n tokens. Only the first group's lag includes the
+    /// positions of a draft's first pass.
     pub(super) fn window_of(&self, group: usize) -> Option<(usize, usize)> {
         if group > 0 {
             return Some((self.window_groups[group - 1], 1));
@@ -167,7 +170,8 @@ impl SchedulerConfig {
 }
 
 impl Scheduler {
-    /// A running request's blocks in a group, position by position, as [`super::RequestView::block_table`] has those of group 0. Empty while it waits.
+    /// Returns a running request's blocks in a group, in order of position, as [`super::RequestView::block_table`] does
+    /// for group 0. Empty while the request waits.
     ///
     /// # Errors
     /// [`crate::Error::UnknownRequest`] if the id is not live.
@@ -183,14 +187,15 @@ impl Scheduler {
         })
     }
 
-    /// Positions that a row can cover which has `num_blocks` blocks of each group.
+    /// Returns the number of positions that a row with `num_blocks` blocks of each group can cover, including the free
+    /// blocks of the pool.
     #[inline]
     pub(super) fn coverable(&self, num_blocks: usize) -> usize {
         (num_blocks + self.groups.columns(self.pool.num_free())) * self.config.block_size
     }
 
-    /// Adds to a record what it says of the groups behind the first: blocks beside those of the first group, whose entries are written, and
-    /// slots of prompt chunks.
+    /// Adds the groups after the first to a record whose entries for the first group are written: their block table
+    /// updates, and their slots of prompt chunks.
     pub(super) fn write_groups(&self, plan: &Plan, record: &mut [i64], header: &mut LaunchHeader) {
         let layout = self.record_layout;
         let of_first = header.num_block_updates;
@@ -219,7 +224,7 @@ impl Scheduler {
         }
     }
 
-    /// Blocks that a row holds, by group.
+    /// Returns the number of blocks that a row holds, by group.
     pub(super) fn num_held(&self, row_index: RowIndex) -> impl Iterator<Item = usize> + '_ {
         let row = &self.rows[row_index as usize];
         let further = self.groups.of(row_index).iter().map(|table| table.blocks.len() - table.first_block);

@@ -1,29 +1,32 @@
-//! The record's first section: counts of the launch, as a struct and by index.
+//! The record's first section: counts of the launch, as a struct and by index. Python's `Header` is generated from it.
 
-/// Elements of the header.
+/// Number of elements in the header.
 pub const HEADER_LEN: usize = 16;
 
 macro_rules! header {
-    ($($(#[$doc:meta])* $field:ident: $type:ty = $index:ident,)*) => {
+    ($($(#[doc = $doc:literal])* $field:ident: $type:ty = $index:ident,)*) => {
         /// Counts of a planned launch, as in the record's header.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         #[non_exhaustive]
         pub struct LaunchHeader {
-            $($(#[$doc])* pub $field: $type,)*
+            $($(#[doc = $doc])* pub $field: $type,)*
         }
 
-        /// Counts the elements.
+        /// Enumerates the elements, so that each constant is an element's index.
         #[allow(non_camel_case_types, clippy::upper_case_acronyms)]
         #[repr(usize)]
         enum Index { $($index,)* }
 
-        $($(#[$doc])* pub const $index: usize = Index::$index as usize;)*
+        $($(#[doc = $doc])* pub const $index: usize = Index::$index as usize;)*
 
-        /// Names of the header's elements by index; those behind them are 0.
+        /// Names of the header's elements by index. The elements after them are 0.
         pub const HEADER_FIELDS: &[&str] = &[$(stringify!($field)),*];
 
+        /// Descriptions of the header's elements by index.
+        pub const HEADER_DOCS: &[&str] = &[$(concat!($($doc),*)),*];
+
         impl LaunchHeader {
-            /// The header of a planned record.
+            /// Reads the header of a planned record.
             ///
             /// # Panics
             /// If `record` is shorter than a header.
@@ -40,21 +43,21 @@ macro_rules! header {
 }
 
 header! {
-    /// Id of the launch; launches are numbered from 0.
+    /// Id of the launch. Launches are numbered from 0.
     launch_id: u64 = HEADER_LAUNCH_ID,
-    /// Decode entries; they come first.
+    /// Decode entries. They come first.
     num_decode: usize = HEADER_NUM_DECODE,
     /// Prefill entries, after the decode entries.
     num_prefill: usize = HEADER_NUM_PREFILL,
     /// Tokens of all prefill chunks.
     num_prefill_tokens: usize = HEADER_NUM_PREFILL_TOKENS,
-    /// Draft catch-up chunks, those of length 0 included.
+    /// Draft catch-up chunks, including chunks of length 0.
     num_draft_chunks: usize = HEADER_NUM_DRAFT_CHUNKS,
     /// Tokens of all draft catch-up chunks.
     num_draft_tokens: usize = HEADER_NUM_DRAFT_TOKENS,
-    /// Requests that got their row in this launch.
+    /// Requests that get their row in this launch.
     num_admitted: usize = HEADER_NUM_ADMITTED,
-    /// Tokens to upload for them.
+    /// Tokens of the admitted requests, all of them uploaded.
     num_upload_tokens: usize = HEADER_NUM_UPLOAD_TOKENS,
     /// Block table entries to set.
     num_block_updates: usize = HEADER_NUM_BLOCK_UPDATES,
@@ -64,6 +67,8 @@ header! {
     num_preempted: usize = HEADER_NUM_PREEMPTED,
     /// Elements of the admitted requests' constraints.
     num_constraints: usize = HEADER_NUM_CONSTRAINTS,
+    /// Elements of the record up to the last one that this launch reads.
+    used_len: usize = HEADER_USED_LEN,
 }
 
 const _: () = assert!(HEADER_FIELDS.len() <= HEADER_LEN, "the header is full");

@@ -1,16 +1,20 @@
-//! What the scheduler knows of a drafter that reads the target's hidden states ([`crate::Drafter::Hidden`]): where its KV begins, what prompt
-//! chunks leave to it, and whose KV others may go on from. Plans no drafts.
+//! Scheduling of a drafter that reads the target's hidden states ([`crate::Drafter::Hidden`]). It knows the start of
+//! the drafter's KV, the work that prompt chunks leave to it, and the prefixes whose draft KV others may continue.
+//! Plans no drafts.
 //!
 //! | range of positions | of a row with n tokens |
 //! | --- | --- |
 //! | `[draft_start, draft_len)` | draft KV valid: made of the target's hidden states, and of KV from `draft_start` on |
 //! | `[hidden_start, n - 1)` | the target's hidden states are kept |
 //!
-//! KV is written where hidden states are at hand: behind a prompt chunk, in the launch that computes it, and by the first drafting pass,
-//! at `[hidden_start, n - 1)`. Where it would leave a gap behind `draft_len`, the head starts anew: `draft_start` is the first
-//! position written. So a row writes only into blocks that it computed itself, and needs no other's leave. Its claim on a
-//! block that it registered says that it is the one to set mark D, which it does while `draft_start` is 0; position p depends on token p + 1, so
-//! the mark holds for readers that go on behind the block with the same token.
+//! KV is written when hidden states are available: after a prompt chunk, in the launch that computes it, and by the
+//! first drafting pass, at `[hidden_start, n - 1)`. If that would leave a gap after `draft_len`, the head starts anew:
+//! `draft_start` is the first position written. So a row writes only into blocks that it computed itself, and needs no
+//! claim of another row.
+//!
+//! A row's claim on a block that it registered means that this row sets mark D (valid draft KV), which it does while
+//! `draft_start` is 0. The KV of position p depends on token p + 1, so the mark holds only for readers whose token
+//! after the block is the same.
 
 use super::Scheduler;
 use super::plan::{DraftChunk, Plan};
@@ -18,19 +22,20 @@ use super::request::RequestIndex;
 use super::row::{Entry, NO_BLOCK, RowIndex};
 use crate::error::Result;
 
-/// A row's books beside [`super::row::Row`]; there are none without such a drafter.
+/// State of a row for a drafter that reads hidden states, in addition to [`super::row::Row`]. Other drafters have no
+/// such state.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HiddenRow {
     pub(super) draft_start: usize,
-    /// Settled.
+    /// First position whose hidden state is kept, according to settled launches.
     pub(super) hidden_start: usize,
-    /// The next launch tells the device to start anew.
+    /// Whether the next launch orders the device to start the head anew.
     pub(super) restart: bool,
 }
 
 impl Scheduler {
-    /// Gives the head the hidden states of the plan's prompt chunks. The last position of a prompt is left to the first drafting
-    /// pass, because the token behind it is not known yet.
+    /// Plans draft chunks that give the head the hidden states of prompt chunks. The last position of a prompt is left
+    /// to the first drafting pass, because the token after it is not known yet.
     pub(super) fn feed_chunks(&mut self, plan: &mut Plan) {
         for decode in &plan.decodes {
             if std::mem::take(&mut self.hidden[decode.row as usize].restart) {
@@ -54,7 +59,7 @@ impl Scheduler {
         }
     }
 
-    /// What a draft chunk leaves.
+    /// Updates the row's draft positions for a planned draft chunk.
     pub(super) fn enter_chunk(&mut self, chunk: DraftChunk) {
         let row = &mut self.rows[chunk.row as usize];
         if row.draft_len < chunk.start || chunk.len == 0 {
@@ -63,7 +68,8 @@ impl Scheduler {
         row.draft_len = chunk.start + chunk.len;
     }
 
-    /// What an entry leaves, as the device reckons: it drafted `drafted` tokens at `n`.
+    /// Updates the row's draft and hidden positions after an entry that drafted `drafted` tokens at `n`, as the device
+    /// does.
     pub(super) fn settle_hidden(&mut self, entry: Entry, n: usize, drafted: usize) {
         let row = &mut self.rows[entry.row as usize];
         let hidden = &mut self.hidden[entry.row as usize];
@@ -83,7 +89,8 @@ impl Scheduler {
         }
     }
 
-    /// Takes the marks D of a row whose drafts were not finite: no other row is to go on from its KV.
+    /// Removes mark D (valid draft KV) from the blocks of a row whose drafts were not finite, so that no other row
+    /// continues from its KV.
     pub(super) fn unmark_broken(&mut self, row_index: RowIndex) -> Result<()> {
         let row = &self.rows[row_index as usize];
         for &block in row.registered_blocks() {
@@ -92,7 +99,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Blocks of a prefix hit whose draft KV a request can go on from.
+    /// Returns the number of leading blocks of a prefix hit whose draft KV the request can use. Draft KV made for another
+    /// next token does not count.
     pub(super) fn drafted_hits(&self, index: RequestIndex, hits: &[i64]) -> usize {
         let (block_size, request) = (self.config.block_size, &self.requests[index]);
         let next = |place: usize| request.tokens.get((place + 1) * block_size).copied();
@@ -103,8 +111,8 @@ impl Scheduler {
         hits.iter().enumerate().take_while(is_drafted).count()
     }
 
-    /// Gives up the last block of a prefix hit where that alone lacks mark D: to compute one block again costs less than a head that
-    /// knows nothing of what is before it.
+    /// Drops the last block of a prefix hit if only that block lacks mark D (valid draft KV). Computing one block again
+    /// costs less than a head without the context before it.
     pub(super) fn trim_hits(&self, index: RequestIndex, hits: &mut Vec<i64>) {
         let request = &self.requests[index];
         // Behind a window, in any group, the block before it would be missing then.

@@ -1,35 +1,39 @@
-//! Drafts that drafters on the host propose for the rows, looked for once for each length of a row; and which drafter a row has, where
-//! there are several.
+//! Drafts proposed on the host, searched for once per row and length, and the choice of a row's drafter if there are
+//! several.
 //!
-//! *The choice.* A drafter promises `(1 + E) / (1 + k * cost)` tokens for the time of a launch without drafts: E are the drafts expected to
-//! stand of the k that it has, by position over all requests and by one factor for this one, as the planner reckons; proposals of the host's
-//! by the length of their match too, because a long one says more than a drafter's name. A draft token costs its
-//! verification row, on the device a drafting pass besides, and the chunk that closes its lag. What a drafter on the host proposed is judged by
-//! what came of the launch, whether it was drafted or not; the one on the device is tried within a share of the time.
+//! *The choice.* A drafter promises `(1 + E) / (1 + k * cost)` tokens per time of a launch without drafts, where E is
+//! the expected number of accepted drafts among its k. E is estimated as in the planner: by position over all requests,
+//! times one factor for this request. Host proposals are also estimated by the length of their match, because a long
+//! match says more than the drafter's kind.
+//!
+//! A draft token costs its verification row. On the device it also costs a drafting pass and the chunk that closes the
+//! lag of the draft KV. Host proposals are compared with the launch's output, whether they were drafted or not. The
+//! drafter on the device is tried within a share of the time.
 
 use super::request::Request;
 use super::row::{Row, RowIndex};
 use super::{Scheduler, SchedulerConfig};
-use crate::drafts::{Drafter, DrafterKind, SuffixCache};
+use crate::drafts::{Drafter, DrafterKind, HostProposers, Proposal, Text};
 use crate::error::{Error, Result};
 use crate::planner::estimates::{Overall, Own};
 
-/// What a verification row costs of a launch without drafts, until a host says otherwise.
+/// Cost of a verification row as a share of a launch without drafts, until the host sets it.
 const ROW_COST: f64 = 1.0 / 32.0;
-/// What trials of the drafter on the device may take of the time of launches that it does not draft in, so that its chances stay known;
-/// and the launches' worth that they begin with.
+/// Credit for trials of the drafter on the device that is added whenever a row chooses other drafts. It keeps the
+/// statistics of the device's drafts current. The unit is the time of a launch without drafts.
 const DEVICE_TRIAL_SHARE: f64 = 0.01;
+/// Credit for trials of the drafter on the device at the start. The unit is the time of a launch without drafts.
 const FIRST_TRIALS: f64 = 4.0;
 const KINDS: usize = DrafterKind::ALL.len();
-/// Matches of 1, 2 or 3, 4 to 7, 8 to 15, and more tokens are judged apart.
+/// Number of match classes, which have separate statistics: matches of 1, 2 or 3, 4 to 7, 8 to 15, and more tokens.
 const MATCHES: usize = 5;
 
-/// What is known of the proposals for a row.
+/// Proposals for a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Looked {
-    /// The request's arrival and length that they are for.
+    /// Request (by its arrival) and its length for which the proposals were made.
     whose: Option<(u64, usize)>,
-    /// By drafter, its drafts and the class of their match.
+    /// Number of drafts and match class of each drafter's proposal.
     found: [Found; KINDS],
 }
 
@@ -40,37 +44,40 @@ struct Found {
 }
 
 impl Found {
-    fn new(len: usize, match_len: usize) -> Self {
+    fn new(Proposal { len, match_len }: &Proposal) -> Self {
+        let (len, match_len) = (*len, *match_len);
         Self { len, class: (match_len.max(1).ilog2() as usize).min(MATCHES - 1) }
     }
 }
 
-/// How drafts fared, by drafter.
+/// Statistics of accepted drafts by drafter, and costs of drafting.
 #[derive(Clone, Debug)]
 struct Books {
-    /// And by the class of their match; what the device drafts has none and is of the first.
+    /// Acceptance by drafter and match class. The device's drafts have no match and count in the first class.
     overall: [[Overall; MATCHES]; KINDS],
-    /// By row: the arrival of the request that it is of.
+    /// Statistics of each row's request by drafter, with the arrival of that request.
     own: Vec<(u64, [Own; KINDS])>,
-    /// What verifying 1, 2, .. drafts costs of a launch without drafts, `[K]`, and a drafting pass on the device.
+    /// Cost of verifying 1, 2, .. K drafts as shares of a launch without drafts, `[K]`.
     rows: Vec<f64>,
+    /// Cost of a drafting pass on the device as a share of a launch without drafts.
     pass: f64,
-    /// The same of each position of a chunk that closes a lag; all of it at least a pass.
+    /// Cost of each position of a chunk that closes a lag, as a share of a launch without drafts. A whole chunk costs
+    /// at least `pass`.
     catch_up: f64,
-    /// Launches' worth of time that trials may still take.
+    /// Time that trials of the drafter on the device may still take, in launches without drafts.
     trial_credit: f64,
 }
 
-/// The proposals; nothing without a drafter on the host.
+/// Proposals of the drafters on the host; empty without such drafters.
 #[derive(Clone, Debug, Default)]
 pub(super) struct HostDrafts {
-    /// `[R, drafters, K]`.
+    /// Proposed tokens, `[R, drafters, K]`.
     tokens: Vec<u32>,
     rows: Vec<Looked>,
-    pub(super) suffix: Option<SuffixCache>,
-    /// Where there are several drafters.
+    pub(super) proposers: HostProposers,
+    /// Statistics for the choice of a drafter; `None` unless there are several drafters.
     books: Option<Books>,
-    /// By drafter, how often it failed, and how it did last.
+    /// Number of failures of each drafter, and its last error.
     pub(super) errors: [(u64, Option<Error>); KINDS],
 }
 
@@ -95,18 +102,19 @@ impl HostDrafts {
         Ok(Self {
             tokens: vec![0; rows * KINDS * k],
             rows: vec![Looked::default(); rows],
-            suffix: drafters.suffix.map(SuffixCache::new).transpose()?,
+            proposers: HostProposers::start(&drafters)?,
             books: several.then(books),
             errors: Default::default(),
         })
     }
 
-    /// Whether a choice is made of what became of drafts.
+    /// Returns whether drafters are chosen by statistics of accepted drafts, which is the case if there are several.
     pub(super) fn learns(&self) -> bool {
         self.books.is_some()
     }
 
-    /// Takes in what became of a row's drafts: `drafted` with their counts and drafter, and `emitted` from where the proposals begin.
+    /// Records the results of a row's drafts: the numbers drafted and accepted, and the drafter. `emitted` are the
+    /// tokens from the position where the proposals begin; host proposals are compared with them.
     pub(super) fn learn(
         &mut self,
         row: RowIndex,
@@ -139,29 +147,27 @@ impl HostDrafts {
         }
     }
 
-    /// A launch has settled.
+    /// Adds the acceptance counts of a settled launch to the averages of each drafter and match class.
     pub(super) fn learned(&mut self) {
         if let Some(books) = &mut self.books {
             books.overall.as_flattened_mut().iter_mut().for_each(Overall::finish);
         }
     }
 
-    /// A request has ended; its output is kept for others.
+    /// Removes an ended request from every drafter on the host. An error is only counted: it may cost other requests
+    /// drafts, but never fails a request.
     pub(super) fn forget(&mut self, request: &Request) {
-        if let Some(suffix) = &mut self.suffix {
-            let id = request.order.1 as i64;
-            if suffix.is_running(id) {
-                // What fails here costs drafts of others, never a request.
-                let told = bring_up(suffix, request);
-                if let Err(error) = told.and(suffix.stop_request(id)) {
-                    count(&mut self.errors, DrafterKind::Suffix, error);
-                }
+        let Self { proposers, errors, .. } = self;
+        proposers.each(|kind, proposer| {
+            if let Err(error) = proposer.end(text_of(request)) {
+                count(errors, kind, error);
             }
-        }
+        });
     }
 
-    /// What `kind` promises for a row with `most` drafts, or, with `fewer`, with the best number up to that, behind a chunk over `lag`
-    /// positions: the number and the promise.
+    /// Returns the number of drafts of `kind` for a row and the tokens that it promises per time of a launch without
+    /// drafts. The number is `most`, or with `fewer` the best number up to `most`. A chunk over `lag` positions comes
+    /// first.
     fn promise(
         &self,
         row: RowIndex,
@@ -191,7 +197,7 @@ impl HostDrafts {
 }
 
 impl Books {
-    /// Of drafting and verifying so many, at least one.
+    /// Returns the cost of drafting and verifying `drafts` tokens, at least one, as a share of a launch without drafts.
     fn cost(&self, kind: DrafterKind, drafts: usize) -> f64 {
         self.rows[drafts - 1] + if kind == DrafterKind::Device { drafts as f64 * self.pass } else { 0.0 }
     }
@@ -200,7 +206,8 @@ impl Books {
         if lag == 0 { 0.0 } else { self.pass.max(lag as f64 * self.catch_up) }
     }
 
-    /// Whether a row that would have other drafts has `drafts` of the device behind a chunk over `lag` positions all the same.
+    /// Adds trial credit for a row that chose other drafts. Returns whether the credit now pays for `drafts` tokens of
+    /// the drafter on the device, after a chunk over `lag` positions. If so, the credit is spent.
     fn tries(&mut self, drafts: usize, lag: usize) -> bool {
         self.trial_credit += DEVICE_TRIAL_SHARE;
         let cost = self.cost(DrafterKind::Device, drafts) + self.catch_up_cost(lag);
@@ -212,35 +219,26 @@ impl Books {
     }
 }
 
-/// A drafter that fails costs the drafts of a launch.
+/// Counts a failure of a drafter on the host and keeps its error.
 #[cold]
 fn count(errors: &mut [(u64, Option<Error>); KINDS], kind: DrafterKind, error: Error) {
     let (failures, last) = &mut errors[kind as usize];
     (*failures, *last) = (*failures + 1, Some(error));
 }
 
-/// Tells the cache of a request's tokens that it has not seen.
-fn bring_up(suffix: &mut SuffixCache, request: &Request) -> Result<()> {
-    let (id, tokens) = (request.order.1 as i64, &request.tokens);
-    if !suffix.is_running(id) {
-        suffix.start_request(id, &tokens[..request.prompt_len])?;
-    }
-    let known = suffix.num_tokens(id)?;
-    match tokens.get(known..) {
-        Some(new) => suffix.append(id, new),
-        None => {
-            Err(Error::integrity(format!("the suffix tree of request {id} has {known} tokens of {}", tokens.len())))
-        }
-    }
+fn text_of(request: &Request) -> Text<'_> {
+    Text { id: request.order.1 as i64, tokens: &request.tokens, prompt_len: request.prompt_len }
 }
 
 impl Scheduler {
-    /// What drafts cost, as shares of a launch without any: a drafting pass on the device, verifying 1, 2, .. K drafts, and a position of a
-    /// chunk that closes a lag (at least a pass for all of them). By these a request's drafter is chosen where there are several; until
-    /// they are given, a pass costs what [`crate::Drafter`] says, a row 1/32, and a chunk a pass.
+    /// Sets the costs of drafts, as shares of a launch without drafts: a drafting pass on the device, verifying 1, 2,
+    /// .. K drafts, and a position of a chunk that closes a lag (the whole chunk costs at least a pass). With several
+    /// drafters, each request's drafter is chosen by these costs. Until they are set, a pass costs the drafter's ratio
+    /// in [`crate::Drafter`], a row 1/32, and a chunk a pass.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] unless all are finite and at least 0, and there are K of `rows`; nothing has changed then.
+    /// [`Error::InvalidConfig`] unless all costs are finite and at least 0 and `rows` has K elements; nothing has
+    /// changed then.
     pub fn set_draft_costs(&mut self, pass: f64, rows: Vec<f64>, catch_up: f64) -> Result<()> {
         let each = rows.iter().map(|&row| ("row_costs", row));
         for (field, value) in [("pass_cost", pass), ("catch_up_cost", catch_up)].into_iter().chain(each) {
@@ -258,7 +256,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// What there is of `most` drafts for a live row; `most` itself unless they come from the host.
+    /// Returns how many of `most` drafts the drafter of a live row has. That is `most` itself unless the drafts come
+    /// from the host.
     #[inline]
     pub(super) fn proposed(&mut self, row_index: RowIndex, most: usize) -> usize {
         let drafter = self.rows[row_index as usize].drafter;
@@ -269,42 +268,29 @@ impl Scheduler {
         self.host_drafts.rows[row_index as usize].found[drafter as usize].len.min(most)
     }
 
-    /// Looks for a live row's drafts where its length is new.
+    /// Searches for a live row's drafts on the host, unless it already has them for its present length.
     fn look(&mut self, row_index: RowIndex) {
         let (row, width, index) =
             (&self.rows[row_index as usize], self.config.num_speculative_tokens, row_index as usize);
         let request = &self.requests[row.request];
         let whose = Some((request.order.1, row.n));
-        let HostDrafts { tokens, rows, suffix, errors, .. } = &mut self.host_drafts;
+        let HostDrafts { tokens, rows, proposers, errors, .. } = &mut self.host_drafts;
         if rows[index].whose == whose {
             return;
         }
         let mut found = [Found::default(); KINDS];
-        // As many as it may ever ask for: a smaller K takes the first of them.
-        let mut out = |kind: DrafterKind, propose: &mut dyn FnMut(&mut [u32]) -> Result<Found>| match propose(
-            &mut tokens[(index * KINDS + kind as usize) * width..][..row.max_k as usize],
-        ) {
-            Ok(drafts) => found[kind as usize] = drafts,
-            Err(error) => count(errors, kind, error),
-        };
-        if let Some(ngram) = self.config.host_drafters.ngram {
-            out(DrafterKind::Ngram, &mut |drafts| {
-                let (len, match_len) = ngram.propose_matched(&request.tokens, drafts);
-                Ok(Found::new(len, match_len))
-            });
-        }
-        if let Some(suffix) = suffix {
-            let id = request.order.1 as i64;
-            out(DrafterKind::Suffix, &mut |drafts| {
-                bring_up(suffix, request)?;
-                let draft = suffix.propose(id, drafts)?;
-                Ok(Found::new(draft.len, draft.match_len))
-            });
-        }
+        proposers.each(|kind, proposer| {
+            // As many as it may ever ask for: a smaller K takes the first of them.
+            let drafts = &mut tokens[(index * KINDS + kind as usize) * width..][..row.max_k as usize];
+            match proposer.propose(text_of(request), drafts) {
+                Ok(proposal) => found[kind as usize] = Found::new(&proposal),
+                Err(error) => count(errors, kind, error),
+            }
+        });
         rows[index] = Looked { whose, found };
     }
 
-    /// Chooses whose drafts a live row has in the next launch, unless [`Self::choose_drafter_and_k`] has.
+    /// Chooses the drafter of a live row for the next launch, unless [`Self::choose_drafter_and_k`] has done so.
     pub(super) fn choose_drafter(&mut self, row_index: RowIndex) {
         if std::mem::take(&mut self.rows[row_index as usize].decided) {
             return;
@@ -316,7 +302,7 @@ impl Scheduler {
         }
     }
 
-    /// Chooses whose drafts a live row has in the next launch, and how many if they come from the host.
+    /// Chooses the drafter of a live row for the next launch, and the number of drafts if they come from the host.
     pub(super) fn choose_drafter_and_k(&mut self, row_index: RowIndex) {
         let k = self.choose(row_index, true);
         let row = &mut self.rows[row_index as usize];
@@ -363,7 +349,7 @@ impl Scheduler {
         best_k
     }
 
-    /// The first `k` drafts that `drafter` proposed for a row.
+    /// Returns the first `k` drafts that `drafter` proposed for a row.
     pub(super) fn host_drafts_of(&self, row_index: RowIndex, drafter: DrafterKind, k: usize) -> &[u32] {
         let place = row_index as usize * KINDS + drafter as usize;
         &self.host_drafts.tokens[place * self.config.num_speculative_tokens..][..k]
@@ -383,7 +369,7 @@ mod tests {
             SchedulerConfig { num_speculative_tokens: 2, host_drafters, ..SchedulerConfig::new(1, 32, 64, 2, 64) };
         let mut drafts = HostDrafts::new(&config).unwrap();
         let promised = |drafts: &mut HostDrafts, match_len: usize| {
-            drafts.rows[0].found[DrafterKind::Ngram as usize] = Found::new(2, match_len);
+            drafts.rows[0].found[DrafterKind::Ngram as usize] = Found::new(&Proposal { len: 2, match_len });
             drafts.promise(0, 0, DrafterKind::Ngram, 2, 0, false).1.to_bits()
         };
         assert_eq!(promised(&mut drafts, 1), promised(&mut drafts, 12), "nothing is known yet");
@@ -391,7 +377,7 @@ mod tests {
             // The proposal is 0, 0: it stands behind 12 tokens, and never behind one.
             for (match_len, emitted) in [(1, [7, 7, 7]), (12, [0, 0, 7])] {
                 drafts.rows[0] = Looked { whose: Some((0, 4)), found: [Found::default(); KINDS] };
-                drafts.rows[0].found[DrafterKind::Ngram as usize] = Found::new(2, match_len);
+                drafts.rows[0].found[DrafterKind::Ngram as usize] = Found::new(&Proposal { len: 2, match_len });
                 drafts.learn(0, (0, 4), (0, 0, DrafterKind::Device), &emitted);
                 drafts.learned();
             }

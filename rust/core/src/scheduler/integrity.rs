@@ -1,4 +1,4 @@
-//! The check that a scheduler's books agree with each other and with its pool.
+//! Check that a scheduler's state agrees with itself and with its pool.
 
 use super::Scheduler;
 use super::row::{NO_BLOCK, Row, RowState};
@@ -13,8 +13,8 @@ macro_rules! ensure {
 }
 
 impl Scheduler {
-    /// Checks that requests, rows, launches, block references, claims and the prefix cache agree. O(blocks + running tokens):
-    /// for tests, and when the engine idles.
+    /// Checks that requests, rows, launches, block references, claims and the prefix cache agree. O(blocks + running
+    /// tokens): for tests, and when the engine idles.
     ///
     /// # Errors
     /// [`Error::Integrity`] naming the first contradiction.

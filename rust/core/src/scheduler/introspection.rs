@@ -1,48 +1,48 @@
-//! What the scheduler knows of one request, by its id, for hosts that show or check it. Changes nothing.
+//! View of one request by its id, for hosts that show or check it. Changes nothing.
 
 use super::Scheduler;
 use crate::error::Result;
 
-/// Where a request is in its life.
+/// State of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RequestState {
-    /// It has no row: new, or preempted.
+    /// The request has no row: it is new or was preempted.
     Waiting,
-    /// It has a row, and target KV of tokens that it had on admission is still to be planned.
+    /// The request has a row, and target KV of tokens that it had on admission is still to be planned.
     Prefill,
-    /// It has a row and decodes.
+    /// The request has a row and decodes.
     Decode,
 }
 
-/// A request as [`Scheduler::request`] finds it. Lengths are the least that comes of the launches in flight if the request does not end
-/// in them; without launches in flight they are exact.
+/// View of a request, returned by [`Scheduler::request`]. Lengths are the smallest that the launches in flight can lead
+/// to if the request does not end in them. Without launches in flight they are exact.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RequestView<'a> {
-    /// Where it is.
+    /// State of the request.
     pub state: RequestState,
-    /// Its row of device state; none while it waits.
+    /// Row of device state; `None` while the request waits.
     pub row: Option<usize>,
-    /// Settled tokens: the prompt and the output so far.
+    /// Number of settled tokens: the prompt and the output so far.
     pub num_tokens: usize,
-    /// The most tokens that it may reach.
+    /// Maximum number of tokens of the request.
     pub limit: usize,
-    /// Positions with valid target KV; 0 while it waits.
+    /// Number of positions with valid target KV; 0 while the request waits.
     pub num_computed_tokens: usize,
-    /// Positions with valid draft KV; 0 while it waits.
+    /// Number of positions with valid draft KV; 0 while the request waits.
     pub num_draft_computed_tokens: usize,
-    /// Draft tokens that it asks for per launch now; 0 while it waits.
+    /// Number of draft tokens that the request currently asks for per launch; 0 while it waits.
     pub num_speculative_tokens: usize,
-    /// Launches in flight that name its row.
+    /// Number of launches in flight that name the request's row.
     pub num_in_flight: usize,
-    /// Its blocks, position by position; those beyond what the device was told of are reserved, and -1 stands for those
-    /// that came back behind its window. Empty while it waits.
+    /// Blocks of the request in order of position. Blocks that no launch has sent to the device are reserved. -1 stands
+    /// for blocks outside the window, which returned to the pool. Empty while the request waits.
     pub block_table: &'a [i64],
 }
 
 impl Scheduler {
-    /// What is known of a waiting or running request. O(1), copies nothing.
+    /// Returns a view of a waiting or running request, in constant time and without copies.
     ///
     /// # Errors
     /// [`crate::Error::UnknownRequest`] if the id is not live.
@@ -78,7 +78,7 @@ impl Scheduler {
         })
     }
 
-    /// Ids of the waiting requests, then of the running ones, each most important first.
+    /// Iterates over the ids of the waiting requests, then of the running ones, each most important first.
     pub fn request_ids(&self) -> impl Iterator<Item = i64> + '_ {
         let running = self.running.iter().map(|&row| self.rows[row as usize].request);
         self.waiting.values().copied().chain(running).map(|index| self.requests[index].id)

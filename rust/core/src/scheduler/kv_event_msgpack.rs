@@ -1,16 +1,16 @@
-//! KV events as routers read them: one batch of vLLM's, in `MessagePack`. Sends nothing.
+//! Encoding of KV events for routers: one batch in vLLM's format, in `MessagePack`. Sends nothing.
 //!
-//! A batch is the array `[timestamp, events, data_parallel_rank]`; an event is a map whose key `type` names it. Hashes are the lower
-//! 64 bits of a block's, which is what vLLM sends unless told otherwise, and what fits an integer of `MessagePack`.
+//! A batch is the array `[timestamp, events, data_parallel_rank]`; an event is a map whose key `type` names it. Hashes
+//! are the lower 64 bits of a block's hash. That is vLLM's default, and it fits an integer of `MessagePack`.
 
 use super::kv_events::KvEvent;
 use crate::hash::BlockHash;
 
 /// Encodes events as one batch.
 ///
-/// `timestamp` is in seconds since 1970. `sliding_window` is that of the scheduler's settings, whose blocks hold what it says. An extra
-/// key, and the cache salt before the first block's, is a string where it is UTF-8 and binary elsewhere; the offset at which an extra
-/// key begins is not told, as vLLM does not.
+/// `timestamp` is in seconds since 1970. `sliding_window` is the setting of the scheduler that stored the blocks. An
+/// extra key is a string if it is UTF-8 and binary otherwise; the same holds for the cache salt of a first block. The
+/// offset of an extra key is not encoded, as in vLLM.
 pub fn encode_kv_events(
     events: &[KvEvent],
     timestamp: f64,
@@ -28,7 +28,7 @@ pub fn encode_kv_events(
     out.bytes
 }
 
-/// `MessagePack`, as far as events need it: the shortest form of each value.
+/// Writer of `MessagePack`, as far as events need it: the shortest form of each value.
 #[derive(Default)]
 struct Writer {
     bytes: Vec<u8>,
@@ -116,7 +116,7 @@ impl Writer {
         }
     }
 
-    /// A key of a map; its value follows.
+    /// Writes a key of a map; its value must follow.
     fn entry(&mut self, key: &str) -> &mut Self {
         self.string(key);
         self
@@ -163,8 +163,9 @@ impl Writer {
         self.length(len, Some((0x80, 15)), None, 0xde);
     }
 
-    /// A length in the shortest of its forms: in the first byte (the byte of 0, and the most), in one byte behind it, in two, in four,
-    /// whose first byte is the next after that of two.
+    /// Writes a length in the shortest of its forms. `fixed` is the form within the first byte: the byte for 0 and the
+    /// maximum length. `one` and `two` are the first bytes of the forms with one and two more bytes; that of four more
+    /// bytes is `two + 1`.
     fn length(&mut self, len: usize, fixed: Option<(u8, usize)>, one: Option<u8>, two: u8) {
         match (fixed, one) {
             (Some((first, most)), _) if len <= most => self.bytes.push(first | len as u8),

@@ -1,83 +1,91 @@
-//! What came into the prefix cache and what left it, for routers that ask who holds which prefix, and for hosts that keep KV
-//! elsewhere. By value: the caller takes the events when it likes. Off unless enabled.
+//! Changes of the prefix cache, for routers that track which instance has which prefix, and for hosts that keep KV
+//! elsewhere. Events are stored by value, and the caller takes them at any time. Off unless enabled.
 //!
-//! `plan` evicts before its launch executes. So the events taken between the two name the blocks that the launch may overwrite, whose
-//! KV can still be copied out, on the launch's stream: no launch in flight names a block that is evicted.
+//! `plan` evicts blocks before its launch executes. So events taken between the two name the blocks that the launch may
+//! overwrite. Their KV can still be copied out on the launch's stream, because no launch in flight names an evicted
+//! block.
 
-use super::loras::Lora;
+use super::config::Lora;
 use super::request::Request;
 use super::{Scheduler, SchedulerConfig};
 use crate::block_pool::{BlockPool, Evicted};
 use crate::error::Result;
 use crate::hash::BlockHash;
 
-/// A change of what can be found by hash. Names are those of vLLM's KV events.
+/// Change of the blocks that can be found by hash, with the names of vLLM's KV events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KvEvent {
-    /// Consecutive blocks of one request can be found from now on: their target KV is valid.
+    /// Consecutive blocks of one request were stored: their target KV is valid, and they can be found.
     #[non_exhaustive]
     BlockStored {
-        /// The blocks.
+        /// Ids of the stored blocks.
         blocks: Vec<i64>,
-        /// Their hashes.
+        /// Hashes of the stored blocks.
         block_hashes: Vec<BlockHash>,
-        /// Hash of the block before the first of them; none at position 0.
+        /// Hash of the block before the first stored one; `None` at position 0.
         parent_block_hash: Option<BlockHash>,
-        /// Their tokens, `block_size` each.
+        /// Tokens of the stored blocks, `block_size` each.
         token_ids: Vec<u32>,
-        /// By block, the extra keys and the offset in it from which on each counts.
+        /// Extra keys of each stored block, with the offset in the block from which each counts.
         extra_keys: Vec<Vec<(usize, Box<[u8]>)>>,
-        /// The request's cache salt, where the first of them begins its text; further blocks have it through their parent's hash.
+        /// Cache salt of the request, if the first stored block begins its text. Later blocks depend on it through
+        /// their parent's hash.
         cache_salt: Box<[u8]>,
-        /// The adapter that they were computed with.
+        /// Adapter that the stored blocks were computed with.
         lora: Option<Lora>,
     },
-    /// Blocks can no longer be found. Their KV stays as it is until the next launch that is planned executes.
+    /// Blocks were removed and can no longer be found. Their KV is unchanged until the next planned launch executes.
     #[non_exhaustive]
     BlockRemoved {
-        /// The blocks.
+        /// Ids of the removed blocks.
         blocks: Vec<i64>,
-        /// The hashes that they had.
+        /// Hashes that the removed blocks had.
         block_hashes: Vec<BlockHash>,
-        /// Whether their draft KV was valid too.
+        /// Whether the draft KV of each removed block was valid too.
         has_draft: Vec<bool>,
     },
-    /// What was stored before counts no longer: the cache was reset, or so much happened since the events were last taken that they
-    /// were dropped. What follows is true again; blocks stored before may still be cached then, but no event will say so.
+    /// All blocks were removed, or earlier events were dropped because too many came since the last call. Later events
+    /// are correct again. After a drop, blocks stored before may still be cached, but no event will name them.
     AllBlocksCleared,
 }
 
-/// Changes of one block each, in the order in which they happened: what `plan` and `settle` write. Flat and in one buffer, so that a
-/// block costs them no allocation and a step one; [`KvEventBatch::to_events`] makes events of it, in another thread if the host likes.
+/// Changes of one block each, in order, as `plan` and `settle` record them. They are flat in one buffer, so that a
+/// block needs no allocation and a step needs one. [`KvEventBatch::to_events`] converts them to events, possibly in
+/// another thread.
 #[derive(Clone, Debug, Default)]
 pub struct KvEventBatch {
-    /// A change after another: its kind, and unless that is `CLEARED` the block and its hash; where one was stored, the hash of the
-    /// block before it, which means nothing in `STORED_FIRST`, and its tokens, `block_size` of them.
+    /// Changes one after another. Each begins with its kind. All kinds except `CLEARED` have the block and its hash.
+    /// Stored blocks also have the hash of the block before (meaningless in `STORED_FIRST`) and their `block_size`
+    /// tokens.
     words: Vec<u32>,
-    /// Where the change begins in `words`, offset in its block, and extra key.
+    /// Start of the change in `words`, offset in its block, and extra key.
     extra_keys: Vec<(usize, usize, Box<[u8]>)>,
-    /// Where the change begins in `words`, and cache salt; none where it is empty.
+    /// Start of the change in `words`, and cache salt; absent if the salt is empty.
     cache_salts: Vec<(usize, Box<[u8]>)>,
-    /// Where the change begins in `words`, and the adapter of its request; none of the base model's.
+    /// Start of the change in `words`, and adapter of its request; absent for the base model.
     loras: Vec<(usize, Lora)>,
     block_size: usize,
 }
 
+/// Kind of change: a block was stored whose request has a block before it.
 const STORED: u32 = 0;
-/// Of a block that begins its text.
+/// Kind of change: a block was stored that begins its text.
 const STORED_FIRST: u32 = 1;
+/// Kind of change: a block was removed whose draft KV was not valid.
 const REMOVED: u32 = 2;
-/// Of a block whose draft KV was valid.
+/// Kind of change: a block was removed whose draft KV was valid.
 const REMOVED_WITH_DRAFT: u32 = 3;
+/// Kind of change: all blocks were removed, or earlier changes were dropped.
 const CLEARED: u32 = 4;
-/// Words of a hash.
+/// Number of words in a hash.
 const HASH: usize = 4;
-/// Words before a stored block's tokens.
+/// Number of words before a stored block's tokens.
 const STORED_WORDS: usize = 2 + 2 * HASH;
+/// Number of words of a removed block.
 const REMOVED_WORDS: usize = 2 + HASH;
 
-/// A change, read back.
+/// Change as read back from the words.
 enum Change<'a> {
     Stored { block: i64, hash: BlockHash, parent: Option<BlockHash>, token_ids: &'a [u32] },
     Removed { block: i64, hash: BlockHash, has_draft: bool },
@@ -94,19 +102,19 @@ fn hash_of(words: &[u32]) -> BlockHash {
 }
 
 impl KvEventBatch {
-    /// An empty one with room for twice what `taken` holds, or more: growing costs more than the rest, and an allocator that was
-    /// given back as much before has it at hand.
+    /// Makes an empty batch with room for at least twice the changes of `taken`. Growing would cost more than
+    /// recording, and the allocator has memory of this size at hand.
     fn like(taken: &Self) -> Self {
         let room = (2 * taken.words.len()).next_power_of_two();
         Self { words: Vec::with_capacity(room), block_size: taken.block_size, ..Self::default() }
     }
 
-    /// Whether nothing happened.
+    /// Returns whether there are no changes.
     pub fn is_empty(&self) -> bool {
         self.words.is_empty()
     }
 
-    /// Where each change begins in `words`, and what it is.
+    /// Iterates over the changes, each with its start in `words`.
     fn changes(&self) -> impl Iterator<Item = (usize, Change<'_>)> {
         let mut at = 0;
         std::iter::from_fn(move || {
@@ -136,7 +144,7 @@ impl KvEventBatch {
         })
     }
 
-    /// The same as events, the changes of consecutive blocks in one.
+    /// Converts the changes to events; changes of consecutive blocks become one event.
     pub fn to_events(&self) -> Vec<KvEvent> {
         let mut events: Vec<KvEvent> = Vec::new();
         let (mut keys, mut salts) = (self.extra_keys.iter().peekable(), self.cache_salts.iter().peekable());
@@ -194,12 +202,12 @@ impl KvEventBatch {
     }
 }
 
-/// Changes since the last were taken: at most as many words as every block of the pool being removed and stored, which is what a
-/// launch and its settling can come to.
+/// Changes since the caller last took them. The maximum corresponds to every block of the pool being removed and
+/// stored, which one launch can cause.
 #[derive(Clone, Debug)]
 pub(super) struct KvEventLog {
     batch: KvEventBatch,
-    /// Words.
+    /// Maximum number of words.
     capacity: usize,
 }
 
@@ -209,7 +217,7 @@ impl KvEventLog {
         Self { batch, capacity: config.num_blocks * (REMOVED_WORDS + STORED_WORDS + config.block_size) }
     }
 
-    /// Notes what was evicted. Looks at no capacity: what is removed was stored.
+    /// Records an evicted block. It needs no check of the capacity, because the block was stored before.
     #[inline(never)] // out of the way of those who take no events
     fn removed(&mut self, evicted: &Evicted) {
         let &Evicted { block, hash, has_draft } = evicted;
@@ -217,7 +225,7 @@ impl KvEventLog {
         self.batch.words.extend_from_slice(&[REMOVED + u32::from(has_draft), block as u32, a, b, c, d]);
     }
 
-    /// Notes that the request's block `index` was registered under `hash`.
+    /// Records that the request's block `index` was registered under `hash`.
     #[inline(never)] // out of the way of those who take no events
     pub(super) fn stored(&mut self, block: i64, request: &Request, index: usize, hash: BlockHash) {
         // A caller who does not take events loses them, not memory; the first may be what was dropped before.
@@ -239,7 +247,7 @@ impl KvEventLog {
         }
     }
 
-    /// Notes what the change's block depends on besides its tokens.
+    /// Records the extra keys, cache salt and adapter of the change's block.
     #[cold]
     fn stored_of(&mut self, change: usize, request: &Request, index: usize) {
         let batch = &mut self.batch;
@@ -254,7 +262,7 @@ impl KvEventLog {
         }
     }
 
-    /// Notes that nothing is cached any more.
+    /// Records that no block is cached any more.
     #[cold]
     pub(super) fn cleared(&mut self) {
         self.batch = KvEventBatch { block_size: self.batch.block_size, ..KvEventBatch::default() };
@@ -262,7 +270,7 @@ impl KvEventLog {
     }
 }
 
-/// Allocates where no block is free, and notes what that evicts.
+/// Allocates a block by evicting a cached one, and records the eviction.
 #[inline]
 pub(super) fn allocate(pool: &mut BlockPool, events: Option<&mut KvEventLog>) -> Result<i64> {
     let evicted = pool.allocate_cached()?;
@@ -274,15 +282,18 @@ pub(super) fn allocate(pool: &mut BlockPool, events: Option<&mut KvEventLog>) ->
 }
 
 impl Scheduler {
-    /// What came into the prefix cache and left it since the last call, in order; nothing unless `enable_kv_cache_events` is set.
+    /// Takes the changes of the prefix cache since the last call, in order; empty unless `enable_kv_cache_events` is
+    /// set.
     ///
-    /// Taken after each `plan`, before its launch executes, [`KvEvent::BlockRemoved`] names the cached blocks that the launch may
-    /// overwrite. Who takes none for more than a launch may find [`KvEvent::AllBlocksCleared`] in place of what was dropped.
+    /// If events are taken after each `plan`, before its launch executes, [`KvEvent::BlockRemoved`] names the cached
+    /// blocks that the launch may overwrite. A caller that takes no events for longer may get
+    /// [`KvEvent::AllBlocksCleared`] in place of dropped events.
     pub fn take_kv_events(&mut self) -> Vec<KvEvent> {
         self.take_kv_event_batch().to_events()
     }
 
-    /// The same, of which no event was made yet: what costs the caller's thread least.
+    /// Takes the changes since the last call without converting them to events, which costs the caller's thread less.
+    /// [`take_kv_events`](Self::take_kv_events) returns them as events.
     pub fn take_kv_event_batch(&mut self) -> KvEventBatch {
         let Some(log) = &mut self.kv_events else { return KvEventBatch::default() };
         let next = KvEventBatch::like(&log.batch);

@@ -1,5 +1,5 @@
-//! Where things are in the three flat int64 buffers that the caller owns: the record of a launch, its results, and what came
-//! of them: offsets, and views of a buffer's sections by name. Nothing here writes a buffer.
+//! Layouts of the three flat int64 buffers that the caller owns: the record of a launch, its results, and the settled
+//! results. They consist of offsets, and of views of a buffer's sections by name. Nothing here writes a buffer.
 
 use std::ops::Range;
 
@@ -18,34 +18,34 @@ pub const FLAG_NOTHING_DRAFTED: i64 = 8;
 /// Result flag: the request's constraints exclude every token at its next position. The target's logits were finite.
 pub const FLAG_NO_TOKEN_ALLOWED: i64 = 16;
 
-/// Finish reason: the request goes on.
+/// Finish reason: none, because the request goes on.
 pub const FINISH_NONE: i64 = 0;
-/// Finish reason: a stop token, the last one delivered.
+/// Finish reason: a stop token, which is the last delivered token.
 pub const FINISH_STOP: i64 = 1;
-/// Finish reason: the request's limit.
+/// Finish reason: the request reached its limit.
 pub const FINISH_LENGTH: i64 = 2;
-/// Finish reason: a fault on the device. 3 was that of aborted requests, which are never settled.
+/// Finish reason: a fault on the device. The number 3 stands for aborted requests, which are never settled.
 pub const FINISH_ERROR: i64 = 4;
 
-/// A run of elements in a buffer.
+/// Section of a buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Section {
-    /// First element.
+    /// Index of the section's first element in the buffer.
     pub offset: usize,
-    /// Elements.
+    /// Number of elements in the section.
     pub len: usize,
 }
 
 impl Section {
-    /// The elements as a range of buffer indices.
+    /// Returns the section as a range of buffer indices.
     pub fn range(self) -> Range<usize> {
         self.offset..self.offset + self.len
     }
 
-    /// The section of `buffer`.
+    /// Returns the section of `buffer`.
     ///
     /// # Panics
-    /// If the buffer ends before it.
+    /// If the buffer ends before the section does.
     pub fn of_mut(self, buffer: &mut [i64]) -> &mut [i64] {
         &mut buffer[self.range()]
     }
@@ -61,7 +61,7 @@ macro_rules! layout {
         #[non_exhaustive]
         pub struct $name {
             $($(#[$field_doc])* pub $field: Section,)*
-            /// Elements of the whole buffer.
+            /// Number of elements in the whole buffer.
             pub size: usize,
         }
 
@@ -75,12 +75,12 @@ macro_rules! layout {
                 layout
             }
 
-            /// All sections by name, in buffer order.
+            /// Returns all sections by name, in buffer order.
             pub fn sections(&self) -> Vec<(&'static str, Section)> {
                 vec![$((stringify!($field), self.$field)),*]
             }
 
-            /// The sections of `buffer`, each a slice under its name.
+            /// Returns the sections of `buffer`, each a slice under its name.
             ///
             /// # Panics
             /// If the buffer is shorter than the layout.
@@ -99,26 +99,28 @@ macro_rules! layout {
 }
 
 layout! {
-    /// Sections of the record that `plan` writes. Of each section only the elements that the header counts are written.
+    /// Sections of the record that `plan` writes. Of each section, only as many elements are written as the header
+    /// counts.
     ///
-    /// R = `max_num_seqs`, C = `max_num_batched_tokens`, G = 1 + `window_groups`; U = `max_model_len` + C bounds uploads, X block updates
-    /// per launch, W = `max_constraint_len`. Sections that only a launch with admissions has come last.
+    /// R = `max_num_seqs`, C = `max_num_batched_tokens`, G = 1 + `window_groups`; U = `max_model_len` + C bounds
+    /// uploads, X block updates per launch, W = `max_constraint_len`. Sections that only a launch with admissions has
+    /// come last.
     RecordLayout => RecordView(r, c, g, u, x, w, host_drafts) {
-        /// Counts, `[HEADER_LEN]`; unused elements are 0.
+        /// Header: counts of the launch, `[HEADER_LEN]`; unused elements are 0.
         header: HEADER_LEN,
         /// Row of each entry, `[R]`: decode entries by K descending, then prefill chunks.
         entry_row: r,
         /// K of each entry, `[R]`; 0 for prefill chunks.
         entry_k: r,
-        /// Whose drafts the entry has, `[R]`: a `DrafterKind`; 0 where K is 0.
+        /// Kind of the drafter of each entry, `[R]`: a `DrafterKind`; 0 where K is 0.
         entry_drafter: r,
-        /// Positions that the row's block table covers in this launch, `[R]`.
+        /// Number of positions that the block table of each entry's row covers in this launch, `[R]`.
         entry_capacity: r,
-        /// Upper bound of the row's tokens at the start of this launch, `[R]`.
+        /// Upper bound of the tokens of each entry's row at the start of this launch, `[R]`.
         entry_n_upper: r,
         /// First position of prefill chunk j, which is entry `num_decode + j`, `[R]`.
         chunk_start: r,
-        /// Positions of prefill chunk j, at least 1, `[R]`.
+        /// Number of positions of prefill chunk j, at least 1, `[R]`.
         chunk_len: r,
         /// 1 if chunk j ends its prompt and emits a token, else 0, `[R]`.
         chunk_is_last: r,
@@ -126,82 +128,86 @@ layout! {
         prefill_q_start: r + 1,
         /// Row of each draft catch-up chunk, `[R]`.
         draft_chunk_row: r,
-        /// First position of the chunk: the row's `draft_len` before it, `[R]`.
+        /// First position of each draft catch-up chunk: the row's `draft_len` before the launch, `[R]`.
         draft_chunk_start: r,
-        /// Positions of the chunk, `[R]`; afterwards the row's `draft_len` is start + len, also for length 0.
+        /// Number of positions of each draft catch-up chunk, `[R]`. The row's `draft_len` becomes start + len, also for
+        /// length 0.
         draft_chunk_len: r,
-        /// First position whose draft KV the row's queries read from this chunk on, `[R]`: a window may have left what was before it. 0 without
-        /// windows, and of no meaning to a drafter that reads hidden states.
+        /// First position whose draft KV the row's queries read from this draft chunk on, `[R]`: a window may exclude
+        /// earlier KV. It is 0 without windows, and unused by a drafter that reads hidden states.
         draft_chunk_k_start: r,
         /// Start of each draft chunk among the draft tokens, `[R + 1]`.
         draft_q_start: r + 1,
-        /// Drafts of entry i from element `i * K` on, `entry_k` of them, `[R, K]`; `[0]` unless a drafter on the host proposes. Of entries that draft on the device
-        /// they mean nothing.
+        /// Drafts of entry i from element `i * K` on, `entry_k` of them, `[R, K]`; `[0]` unless a drafter on the host
+        /// proposes. Elements of entries that draft on the device mean nothing.
         draft_token: host_drafts,
         /// Ids of the requests preempted by this plan, `[R]`.
         preempted_request_id: r,
-        /// Row of each block table entry to set, `[X]`. Entries behind a row's window stay as they are, and are read no more.
+        /// Row of each block table entry to set, `[X]`. Entries before a row's window are not changed and no longer
+        /// read.
         block_row: x,
-        /// The KV group whose table it is in, `[X]`; `[0]` with one group.
+        /// KV group of each block table entry to set, `[X]`; `[0]` with one group.
         block_group: if g > 1 { x } else { 0 },
-        /// Its index in the row's table, `[X]`.
+        /// Index in the row's block table of each entry to set, `[X]`.
         block_index: x,
-        /// The block, `[X]`.
+        /// Block id of each block table entry to set, `[X]`.
         block_id: x,
         /// Token of each prefill row, `[C]`.
         prefill_token: c,
-        /// Its position, `[C]`.
+        /// Position of each prefill row, `[C]`.
         prefill_position: c,
-        /// Its KV slot in each group, `[G, C]`.
+        /// KV slot of each prefill row in each group, `[G, C]`.
         prefill_slot: g * c,
         /// Position of each draft chunk token, `[C]`; the token itself is in the row's state.
         draft_position: c,
-        /// Its KV slot in the first group, `[C]`; -1 where the block's draft KV is valid already.
+        /// KV slot of each draft chunk token in the first group, `[C]`; -1 where the block's draft KV is valid already.
         draft_slot: c,
         /// Row of each admitted request, `[R]`.
         admit_row: r,
-        /// Its id, `[R]`.
+        /// Id of each admitted request, `[R]`.
         admit_request_id: r,
-        /// Tokens it has, all of them uploaded, `[R]`.
+        /// Number of tokens of each admitted request, all of them uploaded, `[R]`.
         admit_num_tokens: r,
-        /// Those of them that are its prompt, `[R]`; more where it was preempted.
+        /// Number of prompt tokens of each admitted request, `[R]`. The prompt of a preempted request includes its
+        /// output so far.
         admit_prompt_len: r,
-        /// Positions with valid draft KV, `[R]`.
+        /// Number of positions with valid draft KV of each admitted request, `[R]`.
         admit_draft_len: r,
-        /// Its limit, `[R]`.
+        /// Maximum number of tokens of each admitted request, prompt and output, `[R]`.
         admit_limit: r,
-        /// Position from which stop tokens count, `[R]`: prompt and `min_tokens`.
+        /// Position from which stop tokens of each admitted request count, `[R]`: prompt and `min_tokens`.
         admit_min_len: r,
-        /// Positions with valid target KV from the prefix cache, `[R]`.
+        /// Number of positions with valid target KV from the prefix cache of each admitted request, `[R]`.
         admit_num_cached: r,
-        /// Id of its `LoRA` adapter, `[R]`; 0: none.
+        /// Id of the `LoRA` adapter of each admitted request, `[R]`; 0 for none.
         admit_lora: r,
-        /// Equal for requests of the same cache salt and adapter, `[R]`.
+        /// Number of the cache salt and adapter of each admitted request, `[R]`; equal numbers mean that both are
+        /// equal.
         admit_salt: r,
-        /// Its seed, `[R]`.
+        /// Seed of each admitted request, `[R]`.
         admit_seed: r,
-        /// `STEP_*` bits that it needs, `[R]`.
+        /// `STEP_*` bits that each admitted request needs, `[R]`.
         admit_steps: r,
-        /// Most likely tokens to report beside each output token, `LOGPROBS_NONE` or `LOGPROBS_ALL`, `[R]`.
+        /// Number of most likely tokens to report with each output token, `LOGPROBS_NONE` or `LOGPROBS_ALL`, `[R]`.
         admit_logprobs: r,
-        /// The same of its prompt's tokens, `[R]`.
+        /// Number of most likely tokens to report with each prompt token, `LOGPROBS_NONE` or `LOGPROBS_ALL`, `[R]`.
         admit_prompt_logprobs: r,
-        /// Its parameter columns, `[R, NUM_PARAMS]`, as bits of float64.
+        /// Parameter columns of each admitted request, `[R, NUM_PARAMS]`, as bits of float64.
         admit_params: r * NUM_PARAMS,
-        /// Its stop tokens, `[R, MAX_STOP_IDS]`, -1 behind them.
+        /// Stop tokens of each admitted request, `[R, MAX_STOP_IDS]`, followed by -1.
         admit_stop_ids: r * MAX_STOP_IDS,
-        /// Ids among its constraints that alone are allowed, `[R]`; -1: all are.
+        /// Number of allowed ids in the constraints of each admitted request, `[R]`; -1 if all ids are allowed.
         admit_num_allowed: r,
-        /// Biases among its constraints, `[R]`.
+        /// Number of biases in the constraints of each admitted request, `[R]`.
         admit_num_biases: r,
-        /// Bad words among its constraints, `[R]`.
+        /// Number of bad words in the constraints of each admitted request, `[R]`.
         admit_num_bad_words: r,
         /// Start of each admitted request's constraints, `[R + 1]`.
         admit_constraint_start: r + 1,
         /// Tokens of the admitted requests one after the other, `[U]`.
         upload_token: u,
-        /// Constraints of the admitted requests one after the other, `[W]`: allowed ids; ids with a bias; the biases as bits of
-        /// float64; the lengths of bad words; their tokens.
+        /// Constraints of the admitted requests one after the other, `[W]`. Each has its allowed ids, its ids with a
+        /// bias, the biases as bits of float64, the lengths of its bad words, and their tokens.
         constraint: w,
     }
 }
@@ -209,38 +215,40 @@ layout! {
 layout! {
     /// Sections of the results that the device reports, by entry.
     ResultsLayout => ResultsView(r, k1) {
-        /// Tokens emitted, `[R]`: accepted + 1, 1 for a prompt's last chunk, 0 for other chunks and ended rows.
+        /// Number of emitted tokens, `[R]`: accepted + 1, 1 for a prompt's last chunk, 0 for other chunks and ended
+        /// rows.
         num_emitted: r,
-        /// Draft tokens accepted, `[R]`.
+        /// Number of accepted draft tokens, `[R]`.
         num_accepted: r,
-        /// Draft tokens verified, `[R]`: K after the device's own limits.
+        /// Number of verified draft tokens, `[R]`: K after the device's own limits.
         num_drafted: r,
         /// `FLAG_*` bits, `[R]`.
         flags: r,
-        /// Whether these tokens end the row, as the device judges it, `[R]`: `FINISH_STOP` where the last one emitted is a stop token
-        /// at a position of at least `admit_min_len`, else `FINISH_LENGTH` where the row is at its limit, else `FINISH_NONE`. A stop
-        /// token of a request with `STEP_EXTRAS` may come earlier: where its grammar leaves nothing else.
+        /// Reason why these tokens end the row, as the device judges it, `[R]`. It is `FINISH_STOP` if the last emitted
+        /// token is a stop token at a position of at least `admit_min_len`. Otherwise it is `FINISH_LENGTH` if the row
+        /// is at its limit, and else `FINISH_NONE`. With `STEP_EXTRAS` a stop token may come earlier, if the grammar
+        /// allows nothing else.
         finish_reason: r,
-        /// Emitted tokens, `[R, K + 1]`; element i above `num_accepted`, up to `num_drafted`, is the i-th draft (from 1), which was rejected.
-        /// The scheduler reads what was emitted, and hosts may leave the rest as it is.
+        /// Emitted tokens, `[R, K + 1]`; element i above `num_accepted`, up to `num_drafted`, is the i-th draft (from
+        /// 1), which was rejected. The scheduler reads what was emitted, and hosts may leave the rest as it is.
         tokens: r * k1,
     }
 }
 
 layout! {
-    /// Sections of what `settle` tells: by entry, what came of it.
+    /// Sections of the settled results that `settle` writes, by entry.
     SettledLayout => SettledView(r) {
-        /// The entry's request, `[R]`; -1 if its results were dropped.
+        /// Request id of each entry, `[R]`; -1 if its results were dropped.
         request_id: r,
-        /// Tokens to deliver, the first so many of the entry's `tokens`, `[R]`.
+        /// Number of tokens to deliver of each entry, `[R]`: the first elements of its `tokens` in the results.
         num_new: r,
-        /// `FINISH_*`, `[R]`.
+        /// Finish reason of each entry, `[R]`: `FINISH_*`.
         finish_reason: r,
     }
 }
 
 impl RecordLayout {
-    /// The layout for these settings.
+    /// Computes the layout of the record for these settings.
     pub fn new(config: &SchedulerConfig) -> Self {
         let (r, c) = (config.max_num_seqs, config.max_num_batched_tokens);
         let u = config.max_model_len + c;
@@ -252,17 +260,34 @@ impl RecordLayout {
         let host_drafts = if config.host_drafters.is_some() { r * config.num_speculative_tokens } else { 0 };
         Self::from_sizes(r, c, groups, u, x, config.max_constraint_len, host_drafts)
     }
+
+    /// Returns the number of elements up to the last one that a launch with these counts reads. Most of a record is
+    /// room for prompts and admitted requests, which few launches have.
+    pub(super) fn used_len(&self, header: &LaunchHeader) -> usize {
+        let other_groups = self.prefill_slot.len - self.prefill_token.len;
+        let last_first = [
+            (self.constraint, header.num_constraints),
+            (self.upload_token, header.num_upload_tokens),
+            (self.draft_slot, header.num_draft_tokens),
+            (
+                self.prefill_slot,
+                if header.num_prefill_tokens > 0 { other_groups + header.num_prefill_tokens } else { 0 },
+            ),
+        ];
+        let last = last_first.into_iter().find(|&(_, len)| len > 0);
+        last.map_or(self.prefill_token.offset, |(section, len)| section.offset + len)
+    }
 }
 
 impl ResultsLayout {
-    /// The layout for these settings.
+    /// Computes the layout of the results for these settings.
     pub fn new(config: &SchedulerConfig) -> Self {
         Self::from_sizes(config.max_num_seqs, config.num_speculative_tokens + 1)
     }
 }
 
 impl SettledLayout {
-    /// The layout for these settings.
+    /// Computes the layout of the settled results for these settings.
     pub fn new(config: &SchedulerConfig) -> Self {
         Self::from_sizes(config.max_num_seqs)
     }

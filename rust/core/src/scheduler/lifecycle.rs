@@ -1,4 +1,4 @@
-//! How requests come, go, and lose their row.
+//! Lifecycle of requests: adding, ending and preempting them.
 
 use super::loras;
 use super::request::{Request, RequestIndex};
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::hash::check_extra_keys;
 use crate::sampling::MAX_STOP_IDS;
 
-/// Token ids are vocabulary indices; anything beyond 32 bits is a bug of the caller.
+/// Maximum token id. Token ids are vocabulary indices, so a value beyond 32 bits is a bug of the caller.
 const MAX_TOKEN: i64 = crate::hash::ESCAPE as i64 - 1;
 
 pub(super) fn is_token(token: i64) -> bool {
@@ -16,11 +16,11 @@ pub(super) fn is_token(token: i64) -> bool {
 }
 
 impl Scheduler {
-    /// Queues a request behind all waiting ones of its priority.
+    /// Adds a request to the queue, after all waiting requests of its priority.
     ///
     /// # Errors
-    /// [`Error::DuplicateRequest`] if the id is live; [`Error::InvalidRequest`] if a parameter is not allowed, among them a limit
-    /// that needs more blocks than the pool has.
+    /// [`Error::DuplicateRequest`] if the id is live. [`Error::InvalidRequest`] if a parameter is not allowed, for
+    /// example a limit that needs more blocks than the pool has.
     pub fn add_request(&mut self, request_id: i64, token_ids: &[i64], params: &RequestParams<'_>) -> Result<()> {
         self.validate(request_id, token_ids, params)?;
         // All requests age alike, so their order never changes: it is as if those that come later had less priority.
@@ -101,7 +101,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Ends a waiting or running request now. What is in flight for it will be dropped.
+    /// Ends a waiting or running request now. Results in flight for it will be dropped.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`] if the id is not live.
@@ -115,8 +115,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Sends a running request back to waiting, at its original place. What is in flight for it will be dropped; its settled
-    /// tokens stay, and their KV is computed again where the prefix cache no longer has it.
+    /// Returns a running request to its original place in the waiting queue. Results in flight for it will be dropped.
+    /// Its settled tokens stay, and their KV is computed again unless the prefix cache still has it.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`] if the id is not live, [`Error::NotRunning`] if it waits.
@@ -167,12 +167,12 @@ impl Scheduler {
         if self.rows[row as usize].in_flight == 0 { self.release(row) } else { Ok(()) }
     }
 
-    /// Where a request of this order is, or belongs, in the running order.
+    /// Returns the index in `running` at which a request of this order is or belongs.
     pub(super) fn running_place(&self, order: super::Order) -> usize {
         self.running.partition_point(|&row| self.requests[self.rows[row as usize].request].order < order)
     }
 
-    /// Takes a closed row that no launch in flight names back, with its blocks and claims.
+    /// Frees a closed row that no launch in flight names, and returns its blocks and claims to the pool.
     pub(super) fn release(&mut self, row: RowIndex) -> Result<()> {
         let lease = &mut self.rows[row as usize];
         // Last to first, so that the tail is evicted before the head.

@@ -1,28 +1,21 @@
-//! `LoRA` adapters: what names one, and how many may run at once. Knows no weights.
+//! `LoRA` adapters: the root of a request's block hashes, and the limit of adapters that run at once. Knows no weights.
 //!
-//! A launch computes every row with its own adapter, and each adapter costs it products of its own. So at most `max_loras`
-//! different ones run, and a request whose adapter would be one too many waits. No request of an adapter overtakes it, so
-//! its turn comes when those that run have ended; requests of the base model need no adapter and go on beside it.
+//! A launch computes every row with its own adapter, and each adapter adds products of its own. So at most `max_loras`
+//! different adapters run, and a request whose adapter would exceed that waits. No request with an adapter overtakes
+//! it, so it is admitted when running adapters end. Requests of the base model need no adapter and continue to be
+//! admitted.
 
 use std::collections::HashSet;
-use std::sync::Arc;
 
 use rustc_hash::FxBuildHasher;
 
 use super::Scheduler;
+use super::config::Lora;
 use super::request::RequestIndex;
 use crate::hash::{BlockHash, BlockHasher};
 
-/// A `LoRA` adapter (Hu et al. 2021) that a request is computed with.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Lora {
-    /// What the device knows it by, at least 1. Two adapters of a scheduler never have the same.
-    pub id: u32,
-    /// What users and routers call it.
-    pub name: Arc<str>,
-}
-
-/// Start of the chain of a request's hashes, so that no block is shared between adapters, or with the base model.
+/// Returns the start of a request's hash chain, which differs between adapters and the base model so that they share no
+/// blocks.
 pub(super) fn root(hasher: &BlockHasher, cache_salt: &[u8], lora: Option<&Lora>) -> BlockHash {
     let salted = hasher.root(cache_salt);
     // No extra key counts from an offset that is beyond all blocks.
@@ -32,30 +25,31 @@ pub(super) fn root(hasher: &BlockHasher, cache_salt: &[u8], lora: Option<&Lora>)
     })
 }
 
-/// The adapters that run, while requests are admitted.
+/// Adapters of the running requests, during admission.
 #[derive(Clone, Debug, Default)]
 pub(super) struct RunningLoras {
     ids: HashSet<u32, FxBuildHasher>,
-    /// A request waits for its turn: no adapter comes to those that run, and none is given to another request.
+    /// Whether a request waits for an adapter. Then no new adapter starts, and running adapters get no more requests.
     closed: bool,
 }
 
 impl RunningLoras {
-    /// Whether the request of this adapter may be admitted now; if not, none of an adapter behind it may.
+    /// Returns whether a request with this adapter may be admitted now. If not, no later request with an adapter may be
+    /// admitted either.
     pub(super) fn admits(&mut self, lora: Option<u32>, max_loras: usize) -> bool {
         let Some(id) = lora else { return true };
         self.closed |= !self.ids.contains(&id) && self.ids.len() >= max_loras;
         !self.closed
     }
 
-    /// A request of this adapter runs from now on.
+    /// Notes that a request with this adapter runs.
     pub(super) fn add(&mut self, lora: Option<u32>) {
         self.ids.extend(lora);
     }
 }
 
 impl Scheduler {
-    /// Adapters of the requests that run.
+    /// Returns the adapters of the running requests.
     pub(super) fn running_loras(&self) -> RunningLoras {
         let mut running = RunningLoras::default();
         if self.config.max_loras > 0 {
@@ -68,7 +62,7 @@ impl Scheduler {
         self.requests[index].lora.as_ref().map(|lora| lora.id)
     }
 
-    /// How many different ones run.
+    /// Returns the number of different adapters that run.
     pub(super) fn num_running_loras(&self) -> usize {
         self.running_loras().ids.len()
     }

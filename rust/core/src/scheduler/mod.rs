@@ -1,8 +1,8 @@
 //! The scheduler: which requests run, on which row and blocks, with how many drafts, in which launch.
 //!
-//! Continuous batching with chunked prefill and deferred drafting. `plan` writes one launch into a record, the caller executes it,
-//! `settle` takes the results; up to `max_in_flight` launches may be planned and not settled. No clock, no randomness: the
-//! same calls give the same records.
+//! Continuous batching with chunked prefill and deferred drafting. `plan` writes one launch into a record, the caller
+//! executes it, `settle` takes the results; up to `max_in_flight` launches may be planned and not settled. No clock, no
+//! randomness: the same calls give the same records.
 //!
 //! | file | decides |
 //! | --- | --- |
@@ -64,21 +64,20 @@ use crate::error::Error;
 use crate::error::Result;
 use crate::hash::BlockHasher;
 use crate::slot_mapper::SlotMapper;
-pub use config::{RequestParams, SchedulerConfig};
+pub use config::{Lora, MAX_SPECULATIVE_TOKENS, RequestParams, SchedulerConfig};
 pub use header::{HEADER_LEN, LaunchHeader};
 pub use introspection::{RequestState, RequestView};
 pub use kv_event_msgpack::encode_kv_events;
 use kv_events::KvEventLog;
 pub use kv_events::{KvEvent, KvEventBatch};
 use layout::{RecordLayout, ResultsLayout, SettledLayout};
-pub use loras::Lora;
 use request::{Order, RequestIndex, Requests};
 use row::{Launch, Row, RowIndex};
 
-/// What `plan` came to. Exhaustive, because a host that does not know an outcome cannot go on.
+/// Outcome of `plan`. The enum is exhaustive, because a host that does not know an outcome cannot go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanOutcome {
-    /// There is nothing to do and nothing in flight.
+    /// Nothing is to be done and nothing is in flight.
     Idle,
     /// Nothing can be planned before the oldest launch in flight has settled.
     SettleFirst,
@@ -86,7 +85,7 @@ pub enum PlanOutcome {
     Launch(LaunchHeader),
 }
 
-/// Plans launches and settles their results.
+/// Scheduler that plans launches and settles their results.
 ///
 /// A loop around it plans, executes and settles; `examples/host.rs` is a whole host.
 ///
@@ -120,7 +119,7 @@ pub enum PlanOutcome {
 #[derive(Clone, Debug)]
 pub struct Scheduler {
     config: SchedulerConfig,
-    /// Of `config.drafter`.
+    /// Limits that follow from `config.drafter`.
     drafts: DraftBounds,
     record_layout: RecordLayout,
     results_layout: ResultsLayout,
@@ -129,45 +128,45 @@ pub struct Scheduler {
     slot_mapper: SlotMapper,
     hasher: BlockHasher,
     acceptance: AcceptanceTracker,
-    /// The part of each drafter on the host in them.
+    /// Acceptance statistics of each drafter on the host, which `acceptance` includes.
     acceptance_on_host: [AcceptanceTracker; DrafterKind::ON_HOST.len()],
     requests: Requests,
     by_id: HashMap<i64, RequestIndex, FxBuildHasher>,
     /// Requests without a row, most important first.
     waiting: BTreeMap<Order, RequestIndex>,
-    /// Live requests with a caller.
+    /// Number of live requests with a caller.
     num_with_caller: usize,
     rows: Vec<Row>,
     free_rows: Vec<RowIndex>,
     /// Live rows, most important first.
     running: Vec<RowIndex>,
-    /// Oldest first.
+    /// Launches in flight, oldest first.
     launches: VecDeque<Launch>,
     spare_launches: Vec<Launch>,
-    /// The launch that settled last.
+    /// Id and work of the launch that settled last.
     settled: Option<(u64, prefill_costs::LaunchWork)>,
     prefill_costs: prefill_costs::PrefillCosts,
     next_launch_id: u64,
     next_arrival: u64,
     num_preemptions: u64,
     num_cached_tokens: u64,
-    /// The first launch that may draft on the device.
+    /// Id of the first launch that may draft on the device.
     drafting_from: u64,
     plan: plan::Plan,
-    /// While a launch settles, `[.., num_unpublished)`: what is to be published. One more than R.
+    /// Blocks to publish while a launch settles, of which `[.., num_unpublished)` are used. One element more than R.
     unpublished: Vec<settle::Publication>,
     num_unpublished: usize,
     speculation: speculation::Speculation,
     host_drafts: host_drafts::HostDrafts,
     groups: groups::Groups,
-    /// By row; empty unless the drafter reads hidden states.
+    /// State for drafters that read hidden states, by row; empty for other drafters.
     hidden: Vec<hidden::HiddenRow>,
-    /// `None` unless they are enabled.
+    /// Log of KV events; `None` unless events are enabled.
     kv_events: Option<KvEventLog>,
 }
 
 impl Scheduler {
-    /// A scheduler with no requests and all blocks free.
+    /// Makes a scheduler with no requests and all blocks free.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] naming the first setting that is not allowed.
@@ -219,77 +218,78 @@ impl Scheduler {
         })
     }
 
-    /// The settings.
+    /// Returns the settings.
     pub fn config(&self) -> &SchedulerConfig {
         &self.config
     }
 
-    /// Sections of the record that [`Self::plan`] writes.
+    /// Returns the sections of the record that [`Self::plan`] writes.
     pub fn record_layout(&self) -> &RecordLayout {
         &self.record_layout
     }
 
-    /// Sections of the results that [`Self::settle`] reads.
+    /// Returns the sections of the results that [`Self::settle`] reads.
     pub fn results_layout(&self) -> &ResultsLayout {
         &self.results_layout
     }
 
-    /// Sections that [`Self::settle`] writes.
+    /// Returns the sections of the settled results that [`Self::settle`] writes.
     pub fn settled_layout(&self) -> &SettledLayout {
         &self.settled_layout
     }
 
-    /// Requests without a row.
+    /// Returns the number of requests without a row.
     pub fn num_waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Requests with a row.
+    /// Returns the number of requests with a row.
     pub fn num_running(&self) -> usize {
         self.running.len()
     }
 
-    /// Launches planned since the start, which is the id of the next one.
+    /// Returns the number of launches planned since the start, which is the id of the next one.
     pub fn num_launches(&self) -> u64 {
         self.next_launch_id
     }
 
-    /// Launches planned and not yet settled.
+    /// Returns the number of launches planned and not yet settled.
     pub fn num_in_flight(&self) -> usize {
         self.launches.len()
     }
 
-    /// Blocks that no request holds, cached ones included.
+    /// Returns the number of blocks that no request holds, cached ones included.
     pub fn num_free_blocks(&self) -> usize {
         self.pool.num_free()
     }
 
-    /// Blocks of the pool.
+    /// Returns the number of blocks in the pool.
     pub fn num_blocks(&self) -> usize {
         self.pool.num_blocks()
     }
 
-    /// Times a running request went back to waiting.
+    /// Returns how often a running request was preempted.
     pub fn num_preemptions(&self) -> u64 {
         self.num_preemptions
     }
 
-    /// Prompt tokens whose target KV came from the prefix cache, counted when their request was first admitted.
+    /// Returns the number of prompt tokens whose target KV came from the prefix cache, counted when their request was
+    /// first admitted.
     pub fn num_cached_tokens(&self) -> u64 {
         self.num_cached_tokens
     }
 
-    /// Whether a request waits or runs, or a launch is in flight.
+    /// Returns whether a request waits or runs, or a launch is in flight.
     pub fn has_unfinished(&self) -> bool {
         !self.by_id.is_empty() || !self.launches.is_empty()
     }
 
-    /// The acceptance books of all settled launches.
+    /// Returns the acceptance statistics of all settled launches.
     pub fn acceptance(&self) -> &AcceptanceTracker {
         &self.acceptance
     }
 
-    /// The part of one drafter in them.
+    /// Returns the acceptance statistics of one drafter in all settled launches.
     pub fn acceptance_of(&self, drafter: DrafterKind) -> AcceptanceTracker {
         match drafter {
             DrafterKind::Device => {
@@ -299,7 +299,7 @@ impl Scheduler {
         }
     }
 
-    /// The block pool, to look at.
+    /// Returns the block pool, read-only.
     pub fn block_pool(&self) -> &BlockPool {
         &self.pool
     }

@@ -1,7 +1,8 @@
-//! What the next launch does. Decides for the running requests in order of importance; `admission` and `catch_up` add the rest.
+//! Planning of the next launch. Decides for the running requests in order of importance; `admission` and `catch_up` add
+//! the rest.
 //!
-//! Deciding may reserve blocks, preempt and let callers share, and nothing else until it is certain that a launch comes of it: a plan that ends in
-//! `SettleFirst` leaves only reservations behind, which the next plan finds.
+//! Until it is certain that a launch results, deciding may only reserve blocks, preempt, and let callers share. A plan
+//! that ends in `SettleFirst` leaves only reservations, which the next plan finds.
 
 use super::prefill_costs::LaunchWork;
 use super::request::RequestIndex;
@@ -15,8 +16,9 @@ pub(super) struct Decode {
     pub(super) row: RowIndex,
     pub(super) k: usize,
     pub(super) drafter: DrafterKind,
-    /// Upper bound of the row's tokens, and the positions that its blocks must cover.
+    /// Upper bound of the row's tokens.
     pub(super) n_upper: usize,
+    /// Number of positions that the row's blocks must cover.
     pub(super) covered: usize,
 }
 
@@ -34,57 +36,60 @@ pub(super) struct DraftChunk {
     pub(super) len: usize,
 }
 
-/// A decode entry that could draft if its draft KV were closer.
+/// Decode entry that could draft if its draft KV lagged less.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lagging {
-    /// Index in `Plan::decodes`; the K it wants.
+    /// Index of the entry in `Plan::decodes`.
     pub(super) decode: usize,
+    /// Number of drafts that the entry wants.
     pub(super) k: usize,
-    /// Draft tokens that it could use at once.
+    /// Number of draft tokens that the entry could catch up at once.
     pub(super) demand: usize,
 }
 
-/// Tokens for chunks, known once there is prefill work.
+/// Budget of chunks, computed once there is prefill work.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Budget {
-    /// For prefill and draft chunks together.
+    /// Number of tokens for prefill and draft chunks together.
     pub(super) chunks: usize,
     pub(super) prefill_left: usize,
-    /// Milliseconds that prompts may take; infinity where no request waits for them.
+    /// Milliseconds that prompts may take; infinity if no decoding request waits for them.
     prefill_ms: f64,
 }
 
-/// What the launch being planned does; kept between plans for its allocations.
+/// Content of the launch being planned, kept between plans to reuse its allocations.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Plan {
     pub(super) decodes: Vec<Decode>,
-    /// By importance, until `catch_up` sorts them.
+    /// Decode entries whose draft KV lags, by importance until `catch_up` sorts them.
     pub(super) lagging: Vec<Lagging>,
     pub(super) chunks: Vec<PrefillChunk>,
     pub(super) draft_chunks: Vec<DraftChunk>,
     pub(super) admitted: Vec<RowIndex>,
     pub(super) preempted: Vec<i64>,
-    /// Verification rows of the decode entries, counting lagging ones at the K they want.
+    /// Number of verification rows of the decode entries, counting lagging ones at the K they want.
     pub(super) decode_tokens: usize,
     pub(super) prefill_tokens: usize,
     pub(super) work: LaunchWork,
     pub(super) upload_tokens: usize,
-    /// Elements of the admitted requests' constraints.
+    /// Number of constraint elements of the admitted requests.
     pub(super) constraints: usize,
     pub(super) budget: Option<Budget>,
     /// Waiting requests that may be admitted, in turn.
     pub(super) queue: Vec<RequestIndex>,
-    /// A waiting request found too few blocks; stands until the next plan.
+    /// Whether a waiting request found too few blocks; kept until the next plan.
     pub(super) refused: bool,
-    /// Running rows that have their entries, the most important ones.
+    /// Number of running rows that have their entries, which are the most important ones.
     pub(super) num_placed: usize,
-    /// Blocks of the prefix hit being looked at: of the first group, and `[G - 1]` of the others.
+    /// Blocks of the current prefix hit in the first group.
     pub(super) hits: Vec<i64>,
+    /// Blocks of the current prefix hit in the other groups, `[G - 1]`.
     pub(super) group_hits: Vec<Vec<i64>>,
-    /// Of the counting sort of the decode entries: how many have each K, and the entries before it.
+    /// Counts for the counting sort of the decode sequences: first the number of sequences with each K, later the
+    /// number before it.
     pub(super) counts: Vec<usize>,
     pub(super) unsorted: Vec<Decode>,
-    /// Decode entries with blocks that the device does not know of.
+    /// Decode entries with blocks that no launch has sent to the device.
     pub(super) unsent: Vec<u32>,
 }
 
@@ -103,26 +108,26 @@ impl Plan {
         self.num_placed = 0;
     }
 
-    /// Blocks of the prefix hit being looked at, by group.
+    /// Iterates over the blocks of the current prefix hit, by group.
     pub(super) fn all_hits(&mut self) -> impl Iterator<Item = &mut Vec<i64>> {
         std::iter::once(&mut self.hits).chain(&mut self.group_hits)
     }
 }
 
-/// Whether a row drafts in the next launch.
+/// Decision whether a row drafts in the next launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Drafting {
-    /// No: it does not want to, or what is in flight hides how far its draft KV lags behind.
+    /// The row does not draft: it does not want to, or launches in flight hide how far its draft KV lags.
     Off,
-    /// Yes, this many tokens.
+    /// The row drafts this many tokens.
     Ready(usize),
-    /// Only once `catch_up` has looked at its draft KV.
+    /// The row drafts this many tokens if `catch_up` closes the lag of its draft KV.
     CatchUp(usize),
 }
 
 impl Scheduler {
-    /// Plans the next launch into `record`, which is then in flight until `settle`. Without [`PlanOutcome::Launch`] the record is
-    /// untouched.
+    /// Plans the next launch into `record`; the launch is then in flight until `settle`. `record` is unchanged unless
+    /// the outcome is [`PlanOutcome::Launch`].
     ///
     /// # Errors
     /// [`crate::Error::InvalidBuffer`] if `record` does not have its layout's size.
@@ -146,7 +151,7 @@ impl Scheduler {
         outcome
     }
 
-    /// False if launches in flight must settle before anything is planned.
+    /// Decides what the launch does. Returns false if launches in flight must settle first.
     fn decide(&mut self, plan: &mut Plan) -> Result<bool> {
         self.share(plan)?;
         if !self.place_running(plan)? {
@@ -165,8 +170,9 @@ impl Scheduler {
         Ok(true)
     }
 
-    /// Gives each running row its entry, most important first. A row short of blocks waits for launches in flight, whose ends may free
-    /// some; then it takes those of the row with the last turn; the least important row itself is left out.
+    /// Plans an entry for each running row, most important first. Returns false if a row that lacks blocks should wait
+    /// for launches in flight, whose end may free some. Without such launches it takes the blocks of the row with the
+    /// last turn. The least important row is left out instead.
     fn place_running(&mut self, plan: &mut Plan) -> Result<bool> {
         let mut place = 0;
         while let Some(&row) = self.running.get(place) {
@@ -189,7 +195,7 @@ impl Scheduler {
         Ok(true)
     }
 
-    /// False if the row is short of blocks even at K = 0.
+    /// Plans a decode entry for a row. Returns false if the row lacks blocks even at K = 0.
     fn place_decode(&mut self, plan: &mut Plan, row_index: RowIndex) -> Result<bool> {
         if self.rows[row_index as usize].rebuild {
             self.begin_rebuild(row_index);
@@ -218,7 +224,7 @@ impl Scheduler {
         Ok(true)
     }
 
-    /// False if the row is short of blocks for a single token.
+    /// Plans a prefill chunk for a row. Returns false if the row lacks blocks for a single token.
     fn place_chunk(&mut self, plan: &mut Plan, row_index: RowIndex) -> Result<bool> {
         let row = &self.rows[row_index as usize];
         let start = row.num_computed;
@@ -240,7 +246,7 @@ impl Scheduler {
         Ok(true)
     }
 
-    /// How much of `most` is left for a chunk of this request from `start` on.
+    /// Returns how many of `most` tokens the budget leaves for a chunk of this request from `start` on.
     pub(super) fn chunk_left(&self, plan: &mut Plan, index: RequestIndex, start: usize, most: usize) -> usize {
         let Budget { prefill_left, prefill_ms, .. } = *self.budget(plan);
         let most = most.min(prefill_left);
@@ -255,7 +261,7 @@ impl Scheduler {
         plan.chunks.push(chunk);
     }
 
-    /// Puts tokens of a row's prompt on the books.
+    /// Counts a chunk of a row's prompt towards the plan and its budget.
     fn take(&self, plan: &mut Plan, row: RowIndex, start: usize, len: usize) {
         let told = self.requests[self.rows[row as usize].request].tells_prompt();
         self.budget(plan).prefill_left -= len;
@@ -263,7 +269,8 @@ impl Scheduler {
         plan.work.add_chunk(told, start, len);
     }
 
-    /// The most that one prompt takes at first of the `left` tokens, so that a long one leaves some to those behind it.
+    /// Returns the maximum first share of one prompt in the `left` tokens, so that a long prompt leaves some to later
+    /// ones.
     pub(super) fn chunk_share(&self, left: usize) -> usize {
         match self.config.long_prefill_token_threshold {
             0 => left - left / 4,
@@ -271,7 +278,7 @@ impl Scheduler {
         }
     }
 
-    /// Gives what no other prompt took to those that were cut to their share.
+    /// Extends prompt chunks that were limited to their share by the tokens that other prompts left unused.
     fn top_up_chunks(&mut self, plan: &mut Plan) -> Result<()> {
         if self.config.long_prefill_token_threshold > 0 {
             return Ok(());
@@ -289,7 +296,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Whether a decoding row drafts, and how much. K is cut to what the device would draft at the row's shortest possible length.
+    /// Decides whether a decoding row drafts, and how much. K is limited to the drafts that the device would make at
+    /// the row's smallest possible length.
     fn drafting(&self, row: &Row) -> Drafting {
         let n = row.lower_bound();
         let k = self.most_drafts(row, row.k);
@@ -313,8 +321,8 @@ impl Scheduler {
         }
     }
 
-    /// What the device would draft of `k` at the row's shortest possible length, by the law of `docs/start.md`; 0 without a
-    /// drafter.
+    /// Returns how many of `k` tokens the device would draft at the row's smallest possible length, by the rules of
+    /// `docs/start.md`; 0 without a drafter.
     pub(super) fn most_drafts(&self, row: &Row, k: u32) -> usize {
         let on_device = row.drafter == DrafterKind::Device;
         if on_device && self.drafting_is_paused() {
@@ -324,12 +332,13 @@ impl Scheduler {
         (k as usize).min(end.saturating_sub(row.lower_bound()))
     }
 
-    /// Whether drafting would write into blocks that others can find, which takes a claim.
+    /// Returns whether drafting would write into blocks that others can find, which requires a claim.
     fn drafts_into_registered(&self, row: &Row) -> bool {
         self.drafts.has_kv && row.draft_len < row.num_registered * self.config.block_size
     }
 
-    /// Covers `min(n_upper + k, limit)` positions with blocks, or with a smaller K what can be had. `None`: not even K = 0.
+    /// Allocates blocks for `min(n_upper + k, limit)` positions and returns K. It returns a smaller K if there are too
+    /// few blocks, or `None` if there are too few even for K = 0.
     pub(super) fn reserve(&mut self, row: RowIndex, n_upper: usize, limit: usize, k: usize) -> Result<Option<usize>> {
         let block_size = self.config.block_size;
         let held = self.rows[row as usize].blocks.len();
@@ -362,8 +371,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// The chunk budget: what decode leaves of C, at least a quarter, and the time that it may take. Of both the draft keeps a quarter while
-    /// it has demand.
+    /// Computes the chunk budget on first use: the tokens of C that decoding leaves, at least a quarter, and the time
+    /// that chunks may take. The draft keeps a quarter of both while it has demand.
     pub(super) fn budget<'a>(&self, plan: &'a mut Plan) -> &'a mut Budget {
         plan.budget.get_or_insert_with(|| {
             let (mut decode_tokens, mut draft_cost) = (plan.decode_tokens, 0);
@@ -396,7 +405,8 @@ impl Scheduler {
         })
     }
 
-    /// Milliseconds that chunks may take in a launch that verifies so many tokens.
+    /// Returns the milliseconds that chunks may take in a launch that verifies `decode_tokens` tokens; infinity without
+    /// a bound.
     pub(super) fn most_ms(&self, decode_tokens: usize) -> f64 {
         let bound = self.config.max_prefill_stall_ms;
         if decode_tokens == 0 || bound == 0.0 { f64::INFINITY } else { bound }

@@ -1,33 +1,38 @@
-//! What prompt tokens cost, learnt from how long launches took, and how many fit into a time. Measures no time and plans nothing.
+//! Costs of prompt tokens, learnt from the times of launches, and the number of tokens that fit into a time. Measures
+//! no time and plans nothing.
 //!
-//! A launch's prompt work takes `rate * (tokens + attention * positions)` milliseconds, `positions` being those that the tokens attend to
-//! and `attention` [`crate::SchedulerConfig::attention_cost_ratio`]. The rate falls with the tokens of a launch, because weights are read
-//! once for all of them, and by steps where a device computes long chunks in another way; so there is one for each power of two, and never
-//! a larger one behind a smaller. What attention takes beyond its share goes into the rates: deep in a context fewer tokens fit, which
-//! have rates of their own.
+//! A launch's prompt work takes `rate * (tokens + attention * positions)` milliseconds. `positions` is the number of
+//! positions that the tokens attend to, and `attention` is [`crate::SchedulerConfig::attention_cost_ratio`]. The rate
+//! falls with the tokens of a launch, because weights are read once for all of them. It falls by steps if a device
+//! computes long chunks in another way. So there is a rate for each power of two, and never a larger one for more
+//! tokens.
+//!
+//! Attention beyond its share raises the rates: deep in a context fewer tokens fit, and those sizes have rates of their
+//! own.
 
 use super::Scheduler;
 use crate::error::{Error, Result};
 
-/// What prompts advance by in a launch however long that takes, or as much as they want: below it a launch costs as much, since the weights
-/// are read all the same.
+/// Number of prompt tokens that a launch may always compute, whatever their time. Fewer would cost as much, because the
+/// weights are read anyway.
 const LEAST_TOKENS: usize = 16;
-/// Powers of two of tokens in a launch: 2^31 at most.
+/// Number of powers of two of tokens in a launch; a launch has fewer than 2^32 tokens.
 const SIZES: usize = 32;
-/// Weight of one launch's time. Half: a launch that is twice as slow as expected is followed by one that is slower by a third.
+/// Weight of one launch's time in the rate. With a half, a launch that is twice as slow as expected is followed by one
+/// that is slower by a third.
 const WEIGHT: f64 = 0.5;
-/// A time counts between these multiples of what was expected. A single launch may be slow for reasons of its own (a page fault, a kernel
-/// that is compiled); it is never fast without being fast.
+/// Bounds of a measured time as multiples of the expected time. A single launch may be slow for external reasons (a
+/// page fault, a kernel that is compiled), but never fast without a reason.
 const BOUNDS: (f64, f64) = (1.0 / 16.0, 4.0);
-/// What sizes that were not met may cost beyond a larger one that was.
+/// Factor between the rate of the smallest measured size and the assumed rate of smaller sizes.
 const UNKNOWN: f64 = 2.0;
-/// The least of a launch's time that prompt tokens are taken for, whatever decoding is expected to take.
+/// Minimum share of a launch's time that is attributed to prompt tokens, whatever decoding is expected to take.
 const LEAST_PART: f64 = 0.125;
-/// Weight of a longer time in what decoding takes: low, because what is taken for decoding is not taken for prompts. A shorter one
-/// counts at once.
+/// Weight of a longer time in the estimate of decoding. It is low, because time attributed to decoding is not
+/// attributed to prompts. A shorter time counts fully at once.
 const DECODE_WEIGHT: f64 = 0.125;
 
-/// Prompt tokens and the positions that they attend to.
+/// Work of prompt tokens: their number and the positions that they attend to.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Work {
     tokens: f64,
@@ -40,7 +45,7 @@ impl Work {
         Self { tokens: len, positions: len * (start + 0.5 * len) }
     }
 
-    /// In tokens at the start of a context.
+    /// Returns the work in equivalent tokens at the start of a context.
     fn weight(self, attention: f64) -> f64 {
         self.tokens + attention * self.positions
     }
@@ -51,13 +56,13 @@ impl Work {
     }
 }
 
-/// What a launch computes beside drafting.
+/// Work of a launch other than drafting.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct LaunchWork {
-    /// Chunks of prompts, and draft chunks by the draft's cost ratio.
+    /// Work of prompt chunks, and of draft chunks times the draft's cost ratio.
     plain: Work,
-    /// Chunks of prompts whose log probabilities are asked for: each token costs an LM head, a search for the most probable and what the
-    /// host makes of them.
+    /// Work of prompt chunks whose log probabilities are reported. Each token also costs an LM head, a search for the
+    /// most probable tokens, and work of the host.
     told: Work,
     decode_tokens: usize,
 }
@@ -73,8 +78,8 @@ impl LaunchWork {
         self.plain.add(Work { tokens: cost_ratio * tokens, positions: cost_ratio * positions });
     }
 
-    /// The same beside the verification of `decode_tokens`.
-    pub(super) fn beside(self, decode_tokens: usize) -> Self {
+    /// Returns this work for a step that also verifies `decode_tokens` tokens.
+    pub(super) fn eagle3(self, decode_tokens: usize) -> Self {
         Self { decode_tokens, ..self }
     }
 
@@ -83,12 +88,13 @@ impl LaunchWork {
     }
 }
 
-/// What one kind of token costs.
+/// Costs of one kind of token.
 #[derive(Clone, Debug)]
 struct Costs {
-    /// By the power of two: milliseconds a token at the start of a context; `None` until there was a launch of this size.
+    /// Milliseconds per token at the start of a context, by power of two of the launch's tokens. `None` until a launch
+    /// of this size was timed.
     rates: [Option<f64>; SIZES],
-    /// Attending to one position in what a token costs.
+    /// Cost of attending to one position, relative to a token.
     attention: f64,
 }
 
@@ -101,7 +107,8 @@ impl Costs {
         (tokens.max(1.0) as u64).ilog2().min(SIZES as u32 - 1) as usize
     }
 
-    /// Of launches of `size`; between two that were met their geometric mean. `None` before anything was.
+    /// Returns the milliseconds per token in steps of `size`. Between two measured sizes it is their geometric mean;
+    /// `None` before any size was measured.
     fn rate(&self, size: usize) -> Option<f64> {
         let below = self.rates[..=size].iter().rev().find_map(|&rate| rate);
         let above = self.rates[size..].iter().find_map(|&rate| rate);
@@ -112,7 +119,8 @@ impl Costs {
         }
     }
 
-    /// Infinity before anything is known, so that nothing else goes through beside it.
+    /// Returns the milliseconds that `work` takes. It is infinite before any launch was timed, so that no other work is
+    /// planned next to it.
     fn ms(&self, work: Work) -> f64 {
         if work.tokens == 0.0 {
             return 0.0;
@@ -120,7 +128,8 @@ impl Costs {
         self.rate(Self::size_of(work.tokens)).unwrap_or(f64::INFINITY) * work.weight(self.attention)
     }
 
-    /// The longest chunk from `start` on, at most `most`, with which all takes at most `ms` behind `before`, each token at `ratio`.
+    /// Returns the length of the longest chunk from `start` on, at most `most`, so that `before` and the chunk together
+    /// take at most `ms`. Each token of the chunk costs `ratio` tokens.
     fn fitting(&self, before: Work, start: usize, ratio: f64, most: usize, ms: f64) -> usize {
         let (weight, attention) = (before.weight(self.attention), self.attention);
         let (first, last) = (Self::size_of(before.tokens), Self::size_of(before.tokens + ratio * most as f64));
@@ -161,7 +170,7 @@ impl Costs {
     }
 }
 
-/// What launches cost beside drafting, by what they took.
+/// Costs of a launch's work other than drafting, learnt from measured times.
 #[derive(Clone, Debug)]
 pub(super) struct PrefillCosts {
     plain: Costs,
@@ -171,13 +180,14 @@ pub(super) struct PrefillCosts {
 }
 
 impl PrefillCosts {
-    /// `attention`: see [`crate::SchedulerConfig::attention_cost_ratio`].
+    /// Makes costs without measurements. `attention` is [`crate::SchedulerConfig::attention_cost_ratio`].
     pub(super) fn new(attention: f64) -> Self {
         Self { plain: Costs::new(attention), told: Costs::new(attention), decode: None }
     }
 
-    /// The longest chunk from `start` on, at most `most`, with which the prompt work of a launch takes at most `ms`, but [`LEAST_TOKENS`] in
-    /// all. `told`: its log probabilities are asked for.
+    /// Returns the length of the longest chunk from `start` on, at most `most`, with which the prompt work of a launch
+    /// takes at most `ms`. It allows [`LEAST_TOKENS`] prompt tokens per launch in any case. With `told`, the chunk's
+    /// log probabilities are reported.
     pub(super) fn fitting(&self, work: &LaunchWork, told: bool, start: usize, most: usize, ms: f64) -> usize {
         let (costs, before, others) = if told {
             (&self.told, work.told, self.plain.ms(work.plain))
@@ -188,12 +198,13 @@ impl PrefillCosts {
         costs.fitting(before, start, 1.0, most, ms - others).max(least)
     }
 
-    /// The longest draft chunk from `start` on, at most `most`, with which chunks take at most `ms`.
+    /// Returns the length of the longest draft chunk from `start` on, at most `most`, with which all chunks take at
+    /// most `ms`.
     pub(super) fn fitting_draft(&self, work: &LaunchWork, ratio: f64, start: usize, most: usize, ms: f64) -> usize {
         self.plain.fitting(work.plain, start, ratio, most, ms - self.told.ms(work.told))
     }
 
-    /// What draft chunks of `tokens` target tokens' worth take.
+    /// Returns the milliseconds of draft chunks that cost as much as `tokens` target tokens.
     pub(super) fn draft_ms(&self, tokens: usize) -> f64 {
         self.plain.ms(Work { tokens: tokens as f64, positions: 0.0 })
     }
@@ -218,20 +229,22 @@ impl PrefillCosts {
         self.decode = Some((before + weight * (ms - before), tokens.max(1)));
     }
 
-    /// No more than what was measured, so that prompts are rather taken for slower than they are.
+    /// Returns the milliseconds of decoding `tokens` tokens. It never exceeds the measured time, so that prompts are
+    /// estimated as too slow rather than too fast.
     fn decode_ms(&self, tokens: usize) -> f64 {
         self.decode.map_or(0.0, |(ms, before)| ms * (tokens as f64 / before as f64).min(1.0))
     }
 }
 
 impl Scheduler {
-    /// Tells how long the launch that settled last took, from its beginning, or the end of the one before it, until all that waits for it has
-    /// been told. By that, plans take as many prompt tokens beside requests that decode as
-    /// [`crate::SchedulerConfig::max_prefill_stall_ms`] allows; without it the call does nothing.
+    /// Records how long the launch that settled last took. The time starts at its beginning or at the end of the launch
+    /// before it, and ends when all its waiting clients have their results. With these times, plans limit prompt tokens
+    /// next to decoding requests by [`crate::SchedulerConfig::max_prefill_stall_ms`]. If that setting is 0, the call
+    /// does nothing.
     ///
     /// # Errors
-    /// [`Error::SettleOrder`] if another launch settled last, [`Error::InvalidBuffer`] if `ms` is not a finite time above 0. Nothing has
-    /// changed then.
+    /// [`Error::SettleOrder`] if another launch settled last, [`Error::InvalidBuffer`] if `ms` is not a finite time
+    /// above 0. Nothing has changed then.
     pub fn time_launch(&mut self, launch_id: u64, ms: f64) -> Result<()> {
         let expected = self.settled.map(|(id, _)| id);
         let Some((_, work)) = self.settled.filter(|&(id, _)| id == launch_id) else {
@@ -253,7 +266,7 @@ mod tests {
 
     use super::*;
 
-    /// Launches' prompt tokens, where they start, and the milliseconds that they took.
+    /// Generates launches: prompt tokens, their start, and milliseconds.
     fn times() -> impl Strategy<Value = Vec<(usize, usize, f64)>> {
         proptest::collection::vec((1_usize..3000, 0_usize..20_000, 0.01_f64..5000.0), 0..12)
     }
@@ -266,7 +279,7 @@ mod tests {
         costs
     }
 
-    /// What attention costs: nothing, little, much.
+    /// Generates costs of attention: none, small, large.
     fn attentions() -> impl Strategy<Value = f64> {
         prop::sample::select(vec![0.0, 1.0 / 4096.0, 1.0 / 64.0])
     }
@@ -293,7 +306,7 @@ mod tests {
             } else {
                 prop_assert!(len == 0 || cost(len) <= ms * (1.0 + 1e-9), "{} ms of {ms}", cost(len));
                 let longer = (len + 1..=most).find(|&longer| cost(longer) <= ms * (1.0 - 1e-9));
-                prop_assert_eq!(longer, None, "beside {}", len);
+                prop_assert_eq!(longer, None, "eagle3 {}", len);
             }
         }
 
@@ -311,23 +324,23 @@ mod tests {
         let work = |len, decode_tokens| {
             let mut work = LaunchWork::default();
             work.add_chunk(false, 0, len);
-            work.beside(decode_tokens)
+            work.eagle3(decode_tokens)
         };
         let mut costs = PrefillCosts::new(0.25);
-        costs.observe(&LaunchWork::default().beside(8), 40.0);
+        costs.observe(&LaunchWork::default().eagle3(8), 40.0);
         costs.observe(&work(100, 8), 50.0);
         let rate = |costs: &PrefillCosts| costs.plain.rate(6).expect("a launch of 100 tokens");
         let expected = 10.0 / Work::of_chunk(0, 100).weight(0.25);
         assert!((rate(&costs) - expected).abs() < 1e-9, "{}", rate(&costs));
         // Decoding that was measured slow is at most seven eighths of a launch.
         let mut costs = PrefillCosts::new(0.25);
-        costs.observe(&LaunchWork::default().beside(8), 4000.0);
+        costs.observe(&LaunchWork::default().eagle3(8), 4000.0);
         costs.observe(&work(100, 8), 80.0);
         assert!((rate(&costs) - expected).abs() < 1e-9, "{}", rate(&costs));
         // It follows a shorter time at once, a longer one slowly, and is less for fewer tokens.
-        costs.observe(&LaunchWork::default().beside(8), 40.0);
+        costs.observe(&LaunchWork::default().eagle3(8), 40.0);
         assert!((costs.decode_ms(8) - 40.0).abs() < 1e-9);
-        costs.observe(&LaunchWork::default().beside(8), 80.0);
+        costs.observe(&LaunchWork::default().eagle3(8), 80.0);
         assert!((costs.decode_ms(8) - 45.0).abs() < 1e-9);
         assert!((costs.decode_ms(4) - 22.5).abs() < 1e-9 && (costs.decode_ms(64) - 45.0).abs() < 1e-9);
     }

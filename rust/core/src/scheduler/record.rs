@@ -1,4 +1,4 @@
-//! How a decided launch is written down, and put in flight.
+//! Writing of a decided launch into its record, which puts it in flight.
 
 use super::layout::{RecordLayout, Section};
 use super::plan::Plan;
@@ -8,12 +8,12 @@ use crate::drafts::DrafterKind;
 use crate::sampling::{MAX_STOP_IDS, NUM_PARAMS};
 
 impl Scheduler {
-    /// Writes `plan` into `record` and puts it in flight.
+    /// Writes `plan` into `record` and puts the launch in flight.
     pub(super) fn commit(&mut self, plan: &mut Plan, record: &mut [i64]) -> LaunchHeader {
         let mut launch = self.spare_launches.pop().unwrap_or_default();
         launch.id = self.next_launch_id;
         launch.entries.clear();
-        launch.work = plan.work.beside(plan.decode_tokens);
+        launch.work = plan.work.eagle3(plan.decode_tokens);
         self.next_launch_id += 1;
         let mut header = LaunchHeader {
             launch_id: launch.id,
@@ -34,6 +34,7 @@ impl Scheduler {
         }
         let preempted = self.record_layout.preempted_request_id.offset;
         record[preempted..preempted + plan.preempted.len()].copy_from_slice(&plan.preempted);
+        header.used_len = self.record_layout.used_len(&header);
         header.write(record);
         self.launches.push_back(launch);
         header
@@ -155,8 +156,8 @@ impl Scheduler {
         }
     }
 
-    /// Slots of a draft chunk. A block with mark D behind one without is fed again, since what follows it in the chunk attends to
-    /// it in the same pass, but not written again: others may read it.
+    /// Writes the slots of a draft chunk. A block with mark D (valid draft KV) after one without is fed again, because
+    /// later tokens of the chunk attend to it in the same pass. It is not written again, because others may read it.
     fn map_draft_slots(&self, row: RowIndex, start: usize, slots: &mut [i64]) {
         let (block_size, row) = (self.config.block_size, &self.rows[row as usize]);
         self.slot_mapper.map_range(&row.blocks, start as i64, slots);
@@ -217,7 +218,7 @@ impl Scheduler {
     }
 }
 
-/// What all entries have, by entry.
+/// Sections of the record with an element for each entry.
 struct Entries<'a> {
     row: &'a mut [i64],
     k: &'a mut [i64],
@@ -244,7 +245,7 @@ impl Entries<'_> {
     }
 }
 
-/// Block table entries for the device to set, the first `len` of them so far.
+/// Block table entries for the device to set, of which the first `len` are filled.
 struct BlockUpdates<'a> {
     row: &'a mut [i64],
     index: &'a mut [i64],
@@ -253,11 +254,11 @@ struct BlockUpdates<'a> {
 }
 
 impl BlockUpdates<'_> {
-    /// Adds the row's blocks that cover `positions`, without those of earlier records.
+    /// Adds the row's blocks that cover `positions`, except those sent in earlier records.
     #[inline]
     fn extend(&mut self, row_index: RowIndex, row: &mut Row, positions: usize, block_size: usize) {
         while row.num_sent * block_size < positions {
-            debug_assert!(self.len < self.row.len(), "block updates beyond what RecordLayout reckons with");
+            debug_assert!(self.len < self.row.len(), "block updates beyond what RecordLayout has room for");
             self.row[self.len] = i64::from(row_index);
             self.index[self.len] = row.num_sent as i64;
             self.block[self.len] = row.blocks[row.num_sent];
@@ -267,7 +268,7 @@ impl BlockUpdates<'_> {
     }
 }
 
-/// The sections that each entry writes to.
+/// Splits a record into the sections of entries and of block updates.
 fn split<'a>(layout: &RecordLayout, record: &'a mut [i64]) -> (Entries<'a>, BlockUpdates<'a>) {
     let RecordLayout { entry_row, entry_k, entry_drafter, entry_capacity, entry_n_upper, .. } = *layout;
     let RecordLayout { block_row, block_index, block_id, .. } = *layout;
@@ -291,7 +292,7 @@ fn write_positions(out: &mut [i64], start: usize) {
     }
 }
 
-/// Orders the decode entries by K descending, those of equal K by importance: a counting sort.
+/// Sorts the decode entries by K descending, those of equal K by importance, with a counting sort.
 fn sort_by_k(plan: &mut Plan, max_k: usize) {
     // As a rule all draft the same.
     if plan.decodes.is_sorted_by(|a, b| a.k >= b.k) {

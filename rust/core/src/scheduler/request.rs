@@ -1,50 +1,50 @@
-//! What the scheduler remembers of a request, from `add_request` to its end, and the slab that holds them.
+//! State of a request from `add_request` to its end, and the slab that holds all requests.
 
 use std::ops::{Index, IndexMut};
 
-use super::loras::Lora;
+use super::config::Lora;
 use crate::hash::{BlockHash, BlockHasher};
 use crate::sampling::{LOGPROBS_NONE, LogitsDtype, NUM_PARAMS, STEP_MIN_TOKENS};
 
-/// A request's place in the slab.
+/// Index of a request in the slab.
 pub(super) type RequestIndex = u32;
 
-/// Who goes first, the smaller one: priority, less what arriving earlier is worth, then arrival.
+/// Order of requests, smaller first: priority minus the bonus for arriving earlier, then arrival.
 pub(super) type Order = (i128, u64);
 
-/// What every launch looks at comes first, in one cache line.
+/// State of a request. Fields that every launch reads come first, in one cache line.
 #[derive(Clone, Debug)]
 #[repr(C, align(64))]
 pub(super) struct Request {
-    /// Settled tokens: the prompt, then the output. Never taken back, so a preempted request keeps them.
+    /// Settled tokens: the prompt, then the output. They are never removed, so a preempted request keeps them.
     pub(super) tokens: Vec<u32>,
     pub(super) id: i64,
     pub(super) limit: usize,
-    /// The draft's logits were not finite once; it does not draft again.
+    /// Whether the draft's logits were not finite once; the request then never drafts again.
     pub(super) draft_failed: bool,
-    /// It has had a row before.
+    /// Whether the request has had a row before.
     pub(super) admitted: bool,
 
     pub(super) stop_token_ids: Vec<i64>,
-    /// Output tokens before which stop ids do not count, after the prompt.
+    /// Number of tokens, prompt included, before which stop ids do not count.
     pub(super) min_len: usize,
     pub(super) order: Order,
     pub(super) caller: Option<i64>,
     pub(super) k: usize,
-    /// Its row while running.
+    /// Row of the request while it runs.
     pub(super) row: Option<u32>,
     pub(super) root: BlockHash,
     pub(super) cache_salt: Box<[u8]>,
-    /// By position, which does not decrease.
+    /// Extra keys by position, which does not decrease.
     extra_keys: Vec<(usize, Box<[u8]>)>,
-    /// Hashes of its first full blocks, computed once as far as they were needed.
+    /// Hashes of the request's first full blocks, as far as they were needed; each is computed once.
     hashes: Vec<BlockHash>,
     pub(super) prompt_len: usize,
     pub(super) sampling: Sampling,
     pub(super) lora: Option<Lora>,
 }
 
-/// What the record says of a request's sampling whenever it is admitted.
+/// Sampling parameters in the form that the record has whenever the request is admitted.
 #[derive(Clone, Debug)]
 pub(super) struct Sampling {
     pub(super) seed: i64,
@@ -107,14 +107,15 @@ impl Request {
         }
     }
 
-    /// Whether log probabilities of its prompt are asked for.
+    /// Returns whether log probabilities of the request's prompt are reported.
     pub(super) fn tells_prompt(&self) -> bool {
         self.sampling.prompt_logprobs != LOGPROBS_NONE
     }
 
     /// Appends the first `emitted` of `tokens`.
     ///
-    /// Copies all of them before it cuts: a loop over the emitted ones mispredicts its end, which costs more than the K tokens.
+    /// Copies all of them before it cuts: a loop over the emitted ones mispredicts its end, which costs more than the K
+    /// tokens.
     #[inline]
     pub(super) fn append(&mut self, tokens: &[i64], emitted: usize) {
         let n = self.tokens.len();
@@ -122,13 +123,14 @@ impl Request {
         self.tokens.truncate(n + emitted);
     }
 
-    /// Makes room for all that it may become, so that nothing is allocated while it runs; `width` tokens come at a time.
+    /// Reserves memory for all tokens that the request may reach, so that nothing is allocated while it runs. Up to
+    /// `width` tokens are appended at a time.
     pub(super) fn reserve(&mut self, block_size: usize, width: usize) {
         self.tokens.reserve_exact(self.limit + width - self.tokens.len());
         self.hashes.reserve_exact(self.limit / block_size - self.hashes.len());
     }
 
-    /// Hash of its full block `index`.
+    /// Returns the hash of the request's full block `index`.
     #[inline]
     pub(super) fn block_hash(&mut self, index: usize, block_size: usize, hasher: &BlockHasher) -> BlockHash {
         while self.hashes.len() <= index {
@@ -142,7 +144,7 @@ impl Request {
         self.hashes[index]
     }
 
-    /// What the block at `start` is hashed on from, its extra keys being part of it.
+    /// Returns the parent to hash the block at `start` on, which includes the block's extra keys.
     #[cold]
     pub(super) fn with_extra_keys(
         &self,
@@ -155,25 +157,25 @@ impl Request {
             .fold(parent, |parent, (offset, key)| hasher.with_extra_key(parent, offset, key))
     }
 
-    /// Whether it has any.
+    /// Returns whether the request has extra keys.
     pub(super) fn has_extra_keys(&self) -> bool {
         !self.extra_keys.is_empty()
     }
 
-    /// Offsets and extra keys of the block at `start`.
+    /// Returns the extra keys of the block at `start`, with their offsets in it.
     pub(super) fn extra_keys_of(&self, start: usize, block_size: usize) -> impl Iterator<Item = (usize, &[u8])> {
         let first = self.extra_keys.partition_point(|&(position, _)| position < start);
         let keys = self.extra_keys[first..].iter().take_while(move |&&(position, _)| position < start + block_size);
         keys.map(move |(position, key)| (position - start, &**key))
     }
 
-    /// Hash of the block before `index`, which has been computed; none before the first.
+    /// Returns the hash of the block before `index`, which must have been computed; `None` before the first block.
     pub(super) fn parent_hash(&self, index: usize) -> Option<BlockHash> {
         index.checked_sub(1).map(|parent| self.hashes[parent])
     }
 }
 
-/// Requests at stable indices; indices of removed ones are used again.
+/// Slab of requests at stable indices, which are reused after removal.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Requests {
     slots: Vec<Option<Request>>,

@@ -1,7 +1,8 @@
-//! A row of device state and the lease on it: who runs there, with which blocks, and what is in flight.
+//! Row of device state and the lease on it: the request that runs there, its blocks, and its launches in flight.
 //!
-//! The row index names the lease. A row is live while its request runs. When the request ends or is preempted, the row is closed: what
-//! is in flight for it will be dropped, and it keeps its blocks and claims until the last such launch has settled.
+//! The row index names the lease. A row is live while its request runs. When the request ends or is preempted, the row
+//! is closed. Its results in flight will be dropped, and it keeps its blocks and claims until the last such launch has
+//! settled.
 
 use super::prefill_costs::LaunchWork;
 use super::request::{Request, RequestIndex};
@@ -9,7 +10,7 @@ use crate::drafts::DrafterKind;
 
 pub(super) type RowIndex = u32;
 
-/// In place of a block that has come back to the pool.
+/// Value in a block table in place of a block that returned to the pool.
 pub(super) const NO_BLOCK: i64 = -1;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -20,53 +21,65 @@ pub(super) enum RowState {
     Closed,
 }
 
-/// Two cache lines in the order given: in a large batch every line that a launch looks at is a miss.
+/// State of a row. The field order keeps it within two cache lines, because in a large batch every line that a launch
+/// reads is a cache miss.
 #[derive(Clone, Debug, Default)]
 #[repr(C, align(64))]
 pub(super) struct Row {
-    /// Settled tokens and limit of the running request, the K that it drafts now, and the most it may: kept here too, so that planning
-    /// does not look at requests.
+    /// Number of settled tokens of the running request. It is a copy, so that planning does not read requests; the next
+    /// three fields are copies too.
     pub(super) n: usize,
+    /// Maximum number of tokens of the running request.
     pub(super) limit: usize,
+    /// K that the running request drafts now.
     pub(super) k: u32,
+    /// Maximum K of the running request.
     pub(super) max_k: u32,
-    /// The most tokens that entries in flight can emit.
+    /// Maximum number of tokens that entries in flight can emit.
     pub(super) emit_upper: u32,
-    /// Positions with valid draft KV after all planned launches. Exact while `drafting` is 0, otherwise a settled value.
+    /// Number of positions with valid draft KV after all planned launches. It is exact while `drafting` is 0, and a
+    /// settled value otherwise.
     pub(super) draft_len: usize,
-    /// Its block table's entries that the device knows of; later ones are reserved.
+    /// Number of block table entries that records have sent to the device; later ones are reserved.
     pub(super) num_sent: usize,
-    /// Entries in flight; those that emit tokens; those that draft on the device.
+    /// Number of entries in flight.
     pub(super) in_flight: u32,
+    /// Number of entries in flight that emit tokens.
     pub(super) emitting: u32,
+    /// Number of entries in flight that draft on the device.
     pub(super) drafting: u32,
-    /// The running request; meaningful while live.
+    /// Running request; meaningful only while the row is live.
     pub(super) request: RequestIndex,
 
-    /// Its block table, [`NO_BLOCK`] before `first_block`.
+    /// Block table of the row, [`NO_BLOCK`] before `first_block`.
     pub(super) blocks: Vec<i64>,
-    /// Tokens at admission: target prefill covers `[.., prefill_end)`, and `[.., num_computed)` of it is planned.
+    /// Number of tokens at admission, which the target prefills.
     pub(super) prefill_end: usize,
+    /// Number of tokens whose target prefill is planned.
     pub(super) num_computed: usize,
-    /// Blocks `[0, num_registered)` have been offered to the prefix cache or come from it.
+    /// Number of first blocks that were registered in the prefix cache or come from it.
     pub(super) num_registered: usize,
-    /// Blocks `[0, num_draft_marked)` need no further look for mark D.
+    /// Number of first blocks that are settled with regard to mark D (valid draft KV) and are not checked again.
     pub(super) num_draft_marked: usize,
-    /// Entries with K = 0 planned since the last one with K > 0: how much the lag after drafting may have grown.
+    /// Number of entries with K = 0 planned since the last one with K > 0. The lag after drafting may have grown by as
+    /// many tokens.
     pub(super) idle_drafts: u32,
     pub(super) state: RowState,
-    /// No planner has been told of the request yet.
+    /// Whether no planner has been asked about the request yet.
     pub(super) fresh: bool,
-    /// Whose drafts it has next, and whether [`super::Scheduler::speculate`] has said so for the next launch.
+    /// Drafter of the row in the next launch.
     pub(super) drafter: DrafterKind,
+    /// Whether [`super::Scheduler::speculate`] has chosen the drafter for the next launch.
     pub(super) decided: bool,
-    /// Its draft KV from block `num_draft_marked` on is to be built again, once no launch in flight drafts for it.
+    /// Whether the draft KV from block `num_draft_marked` on must be rebuilt, once no launch in flight drafts for the
+    /// row.
     pub(super) rebuild: bool,
-    /// `draft_len` moved and the device has not been told: its next chunk tells it, if need be a chunk without a position.
+    /// Whether `draft_len` moved without a chunk that tells the device. The row's next chunk does so, even if it has
+    /// length 0.
     pub(super) draft_len_moved: bool,
-    /// Blocks that lie behind every window to come, and are no longer its own.
+    /// Number of first blocks that lie before every window to come, and that returned to the pool.
     pub(super) first_block: usize,
-    /// The last launch with a catch-up chunk of its own.
+    /// Id of the last launch with a draft catch-up chunk of this row.
     pub(super) last_catch_up: u64,
 }
 
@@ -75,17 +88,17 @@ impl Row {
         self.num_computed < self.prefill_end
     }
 
-    /// Those of its blocks that have been registered or come from the prefix cache.
+    /// Returns the row's blocks that were registered or come from the prefix cache.
     pub(super) fn registered_blocks(&self) -> &[i64] {
         &self.blocks[self.first_block.min(self.num_registered)..self.num_registered]
     }
 
-    /// Fewest tokens the row has once everything in flight has happened.
+    /// Returns the smallest number of tokens that the row has once everything in flight has settled.
     pub(super) fn lower_bound(&self) -> usize {
         self.n + self.emitting as usize
     }
 
-    /// Takes it that draft KV is valid up to `end` at most.
+    /// Limits the valid draft KV to positions before `end`.
     pub(super) fn lower_draft_len(&mut self, end: usize) {
         if end < self.draft_len {
             self.draft_len = end;
@@ -93,7 +106,7 @@ impl Row {
         }
     }
 
-    /// Makes a free row live, with room for `max_blocks` blocks, so that it allocates nothing while it runs.
+    /// Makes a free row live and reserves memory for `max_blocks` blocks, so that it allocates nothing while it runs.
     pub(super) fn open(&mut self, index: RequestIndex, request: &Request, max_blocks: usize) {
         let mut blocks = std::mem::take(&mut self.blocks);
         blocks.clear();
@@ -115,39 +128,40 @@ impl Row {
     }
 }
 
-/// `Row::idle_drafts` where an entry in flight or before it was to draft and did not.
+/// Value of `Row::idle_drafts` if an entry in flight, or one before it, was to draft and did not.
 pub(super) const UNKNOWN_LAG: u32 = 1 << 30;
 
-/// One row's part in a launch.
+/// Part of one row in a launch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
     pub(super) row: RowIndex,
-    /// The most tokens it can emit: K + 1 of a decode entry, 1 of a prompt's last chunk, 0 of another chunk.
+    /// Maximum number of tokens that the entry can emit: K + 1 for a decode entry, 1 for a prompt's last chunk, 0 for
+    /// another chunk.
     pub(super) emit_upper: u32,
-    /// The end of a chunk that does not end its prompt.
+    /// End position of a prompt chunk that does not end its prompt.
     pub(super) chunk_end: u32,
-    /// Whose its drafts are.
+    /// Drafter of the entry's drafts.
     pub(super) drafter: DrafterKind,
 }
 
 impl Entry {
-    /// Draft tokens; 0 of a chunk.
+    /// Returns the number of draft tokens; 0 for a chunk.
     pub(super) fn k(self) -> u32 {
         self.emit_upper.saturating_sub(1)
     }
 
-    /// Whether drafts of its own making are in flight: their KV is written.
+    /// Returns whether the entry drafts on the device, so that its draft KV is written.
     pub(super) fn drafts_on_device(self) -> bool {
         self.emit_upper > 1 && self.drafter == DrafterKind::Device
     }
 
-    /// Whether it emits; if not, it is a chunk that does not end its prompt.
+    /// Returns whether the entry emits tokens. An entry that does not is a chunk that does not end its prompt.
     pub(super) fn emits(self) -> bool {
         self.emit_upper > 0
     }
 }
 
-/// A planned launch that has not settled.
+/// Planned launch that has not settled.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Launch {
     pub(super) id: u64,

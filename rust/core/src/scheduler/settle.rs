@@ -1,4 +1,4 @@
-//! What results mean: tokens, ends, acceptance books, and which blocks others may use from now on.
+//! Settling of results: tokens, ends, acceptance statistics, and the blocks that others may use from now on.
 
 use super::Scheduler;
 use super::layout::{self, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, ResultsLayout, Section};
@@ -8,11 +8,12 @@ use crate::drafts::DrafterKind;
 use crate::error::{Error, Result, check_len};
 use crate::sampling::STEP_EXTRAS;
 
-/// Flags after which a row's tokens mean nothing.
+/// Flags of results whose tokens mean nothing, so that the request ends with an error.
 const FATAL: i64 = layout::FLAG_TARGET_NON_FINITE | layout::FLAG_CAPACITY | layout::FLAG_NO_TOKEN_ALLOWED;
+/// All flags that a device may report.
 const ALL_FLAGS: i64 = FATAL | layout::FLAG_DRAFT_NON_FINITE | layout::FLAG_NOTHING_DRAFTED;
 
-/// What the device reports of one entry, besides its tokens.
+/// Counts, flags and finish reason that the device reports for one entry. Its tokens are passed separately.
 #[derive(Clone, Copy, Debug)]
 struct Report {
     emitted: i64,
@@ -22,7 +23,7 @@ struct Report {
     finish_reason: i64,
 }
 
-/// The sections of a results buffer.
+/// Sections of a results buffer.
 #[derive(Clone, Copy)]
 struct Reports<'a> {
     emitted: &'a [i64],
@@ -45,7 +46,7 @@ impl<'a> Reports<'a> {
         }
     }
 
-    /// Each entry's counts, and the `width` tokens that the buffer has room for.
+    /// Iterates over the entries: each entry's report, and the `width` tokens that the buffer has room for.
     fn iter(self, width: usize) -> impl Iterator<Item = (Report, &'a [i64])> {
         let counts = self.emitted.iter().zip(self.accepted).zip(self.drafted).zip(self.flags).zip(self.finish_reason);
         counts.zip(self.tokens.chunks_exact(width)).map(
@@ -56,33 +57,34 @@ impl<'a> Reports<'a> {
     }
 }
 
-/// What came of one entry.
+/// Settled result of one entry.
 struct Settled {
     request_id: i64,
     num_new: usize,
     finish_reason: i64,
 }
 
-/// Blocks of a row that may be complete by now.
+/// Row with blocks that may have become complete in the launch being settled.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Publication {
     row: RowIndex,
-    /// Positions with target KV that has settled.
+    /// Number of positions with settled target KV.
     target_len: u32,
-    /// Whether the row drafted in this launch, so that its draft KV up to `draft_len` has proved finite, or that KV is made of the
-    /// target's hidden states, which have.
+    /// Whether the draft KV up to `draft_len` is known to be finite. It is if the row drafted in this launch, or if the
+    /// draft KV is made of the target's finite hidden states.
     drafted: bool,
 }
 
 const DROPPED: Settled = Settled { request_id: -1, num_new: 0, finish_reason: FINISH_NONE };
 
 impl Scheduler {
-    /// Takes the results of the oldest launch in flight and writes what came of each entry into `settled`; elements beyond the
-    /// launch's entries are -1, 0 and 0.
+    /// Takes the results of the oldest launch in flight and writes the settled result of each entry into `settled`.
+    /// Elements after the launch's entries are -1, 0 and 0.
     ///
     /// # Errors
-    /// [`Error::SettleOrder`] if it is not this launch's turn, [`Error::InvalidBuffer`] if a buffer does not have its layout's size,
-    /// [`Error::InvalidResults`] if the launch cannot have had these results. Nothing has changed then.
+    /// [`Error::SettleOrder`] if another launch is the oldest in flight. [`Error::InvalidBuffer`] if a buffer does not
+    /// have its layout's size. [`Error::InvalidResults`] if the launch cannot have had these results. Nothing has
+    /// changed then.
     pub fn settle(&mut self, launch_id: u64, results: &[i64], settled: &mut [i64]) -> Result<()> {
         check_len("results", results.len(), self.results_layout.size)?;
         check_len("settled", settled.len(), self.settled_layout.size)?;
@@ -166,8 +168,9 @@ impl Scheduler {
         Ok(())
     }
 
-    /// What a device reports of a row that ends, or should have: it judges stop tokens and the limit, and this only whether that can
-    /// be. A row ends at its limit, or earlier behind a stop token that counts; then what it accepted behind that is left out.
+    /// Checks the report of a row that ends or should have ended. The device judges stop tokens and the limit; this
+    /// only checks whether its report is possible. A row ends at its limit, or earlier at a stop token that counts.
+    /// Tokens accepted after that stop token are left out.
     #[cold]
     fn validate_end(&self, index: usize, row: RowIndex, most: i64, report: &Report, tokens: &[i64]) -> Result<()> {
         let &Report { emitted, finish_reason, .. } = report;
@@ -281,8 +284,8 @@ impl Scheduler {
         Ok(Settled { request_id, num_new, finish_reason })
     }
 
-    /// Sets marks after an iteration or a chunk with finite results: T on blocks whose target KV is complete, D, if it drafted, on
-    /// those whose draft KV is. Looks at each block once.
+    /// Sets marks after an iteration or a chunk with finite results. Mark T is set on blocks whose target KV is
+    /// complete. If the row drafted, mark D is set on blocks whose draft KV is complete. Each block is checked once.
     fn publish(&mut self, publication: Publication) -> Result<()> {
         let Publication { row: row_index, target_len, drafted } = publication;
         let block_size = self.config.block_size;

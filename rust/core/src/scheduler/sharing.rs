@@ -1,10 +1,10 @@
-//! Whose turn it is where somebody asks for many requests at once: callers of one priority share rows and blocks,
-//! whatever each asks for.
+//! Fair turns between callers: callers with requests of one priority share rows and blocks, however many requests each
+//! sends.
 //!
-//! A request's turn is the number of its caller's requests that have, or get, a row before it. Smaller turns go first,
-//! and one that waits takes the row of a running one of a greater turn, so that callers come to hold the same number of
-//! rows as far as they ask for them. What gave up its row has the same turn when it waits, so none is taken back and
-//! forth. A request without a caller has turn 0: among such requests all of this changes nothing.
+//! A request's turn is the number of its caller's requests that get a row before it. Smaller turns go first, and a
+//! waiting request takes the row of a running one with a greater turn. So callers converge to the same number of rows,
+//! as far as they ask for them. A request that gave up its row has the same turn while it waits, so rows do not pass
+//! back and forth. A request without a caller has turn 0, so nothing changes among such requests.
 
 use std::collections::HashMap;
 
@@ -16,10 +16,10 @@ use super::request::{Order, RequestIndex};
 use super::row::RowIndex;
 use crate::error::Result;
 
-/// Who gets a row first, the smaller one: priority as in [`Order`], turn, arrival.
+/// Order in which requests get a row, smaller first: priority as in [`Order`], turn, arrival.
 pub(super) type Turn = (i128, usize, u64);
 
-/// Counts each caller's requests, from the most important on.
+/// Number of requests of each caller that were already counted, from the most important on.
 #[derive(Default)]
 struct Turns(HashMap<i64, usize, FxBuildHasher>);
 
@@ -35,8 +35,9 @@ impl Turns {
 }
 
 impl Scheduler {
-    /// Puts the waiting requests that this plan may admit into its queue, in turn: no more than there are free rows,
-    /// and one. Sorts all that wait while a caller has several live requests: some 100 us for 4096 of them.
+    /// Fills the plan's queue with the waiting requests that it may admit, in turn: at most one more than there are
+    /// free rows. It sorts all waiting requests while a caller has several live ones, which takes about 100 us for 4096
+    /// of them.
     pub(super) fn queue_by_turn(&self, plan: &mut Plan) {
         let most = self.free_rows.len() + 1;
         plan.queue.clear();
@@ -49,8 +50,8 @@ impl Scheduler {
         plan.queue.extend(queue.iter().take(most).map(|&(_, index)| index));
     }
 
-    /// Sends one running request back to waiting if another that waits has a smaller turn and found no row, or no
-    /// blocks in the last plan. One at a time: while a row is coming free, none.
+    /// Returns one running request to the waiting queue if a waiting one has a smaller turn and found no row, or no
+    /// blocks in the last plan. It returns at most one at a time, and none while a row is becoming free.
     pub(super) fn share(&mut self, plan: &mut Plan) -> Result<()> {
         let refused = std::mem::take(&mut plan.refused) || self.free_rows.is_empty();
         let coming_free = self.free_rows.len() + self.running.len() < self.rows.len();
@@ -68,8 +69,8 @@ impl Scheduler {
         }
     }
 
-    /// Of the running rows from `place` on the one with the last turn, which is the first to lose its blocks; one at
-    /// least must be there.
+    /// Returns the row with the last turn among the running rows from `place` on, of which there must be one. That row
+    /// is the first to lose its blocks.
     pub(super) fn last_by_turn(&self, place: usize) -> RowIndex {
         if self.num_with_caller == 0 {
             return self.running[self.running.len() - 1];

@@ -1,4 +1,5 @@
-//! K by a planner, launch by launch, and draft KV that is built again. Decides neither how deep to draft nor whose KV is broken.
+//! Choice of K by a planner for each launch, and rebuilding of draft KV. Decides neither how deep to draft nor whose KV
+//! is broken.
 
 use super::Scheduler;
 use super::layout::{FLAG_NOTHING_DRAFTED, LaunchHeader};
@@ -7,25 +8,28 @@ use crate::drafts::DrafterKind;
 use crate::error::{Error, Result, check_len};
 use crate::planner::SpeculationPlanner;
 
-/// What a planner is asked and what it answers, by decoding row; kept between launches for its allocations.
+/// Buffers for a planner's inputs and answers, by decoding row; kept between launches to reuse their allocations.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Speculation {
     rows: Vec<i64>,
     caps: Vec<i64>,
     lags: Vec<i64>,
     ks: Vec<i64>,
-    /// And what it is told: by decode entry the drafts verified, and those accepted.
+    /// Number of verified drafts by decode entry, an input of the planner.
     drafted: Vec<i64>,
+    /// Number of accepted drafts by decode entry, an input of the planner.
     accepted: Vec<i64>,
 }
 
 impl Scheduler {
     /// Lets `planner` choose the K of each request for the next [`Self::plan`], within the request's own
-    /// `num_speculative_tokens`, and rebuilds the draft KV of those whose acceptance it found collapsed. Without this call a request
-    /// keeps the K chosen last, its own at first. After the launch the planner needs its results: [`Self::tell`].
+    /// `num_speculative_tokens`. Also rebuilds the draft KV of requests whose acceptance the planner found collapsed.
+    /// Without this call a request keeps the K chosen last, at first its own. After the launch, pass its results to the
+    /// planner with [`Self::tell`].
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] if the planner's K or its number of rows is not this scheduler's; nothing has changed then.
+    /// [`Error::InvalidConfig`] if the planner's K or its number of rows is not this scheduler's; nothing has changed
+    /// then.
     pub fn speculate(&mut self, planner: &mut SpeculationPlanner) -> Result<()> {
         let config = &self.config;
         for (field, value, own) in [
@@ -84,12 +88,15 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Tells `planner` what became of a launch, by its record and its results, and that it took `ms`, which counts where it did nothing but
-    /// decode. An entry whose drafter had nothing to propose had a first draft that did not stand. Where drafters of both kinds draft, the
-    /// planner is of the device's: what the host's propose the scheduler judges itself.
+    /// Passes the results of a launch to `planner`, from its record and its results. `ms` is the launch's duration,
+    /// which counts if the launch did nothing but decode. An entry whose drafter had nothing to propose counts as one
+    /// rejected draft. With drafters on the device and on the host, the planner gets only the device's drafts; the
+    /// scheduler judges the host's itself.
     ///
     /// # Errors
-    /// [`Error::InvalidBuffer`] if a buffer does not have its layout's size, or as [`SpeculationPlanner::settle`]. Nothing has changed then.
+    /// [`Error::InvalidBuffer`] if a buffer does not have its layout's size, or if the planner rejects a row, a K or
+    /// `ms`. [`Error::InvalidAcceptance`] if counts of drafted and accepted tokens are impossible. Nothing has changed
+    /// then.
     pub fn tell(
         &mut self,
         planner: &mut SpeculationPlanner,
@@ -127,9 +134,9 @@ impl Scheduler {
         done
     }
 
-    /// Lets a running request's draft KV be written again from position 0, by catch-up chunks; a head that reads the target's hidden
-    /// states starts anew with those that it has. Its blocks lose their marks D, and
-    /// requests that went on from those blocks rebuild from there, too: draft KV computed from what is broken is broken.
+    /// Rebuilds a running request's draft KV from position 0, by catch-up chunks. A head that reads the target's hidden
+    /// states starts anew with the states that are kept. The request's blocks lose mark D (valid draft KV). Requests
+    /// that continued from those blocks rebuild too, because draft KV computed from broken KV is broken.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`] if the id is not live, [`Error::NotRunning`] if it waits.
@@ -138,15 +145,18 @@ impl Scheduler {
         self.discard_draft(row)
     }
 
-    /// Takes marks and claims from a row's registered blocks, and from those of rows that share a block so unmarked, behind it.
-    /// Where a head reads hidden states, rows that share a block begin again whether it was marked or not: a row whose drafts were
-    /// not finite has lost its marks, and others had gone on from them before. Launches in flight may still draft for them; they set
-    /// no marks, and the rows begin again once they have settled.
+    /// Removes marks and claims from a row's registered blocks, and from those of rows that share a block unmarked this
+    /// way, from that block on.
+    ///
+    /// For a head that reads hidden states, rows that share a block start anew whether it was marked or not. A row
+    /// whose drafts were not finite has lost its marks, and others may have continued from its blocks before. Launches
+    /// in flight may still draft for these rows; they set no marks, and the rows start anew after they have settled.
     fn discard_draft(&mut self, row: RowIndex) -> Result<()> {
         self.discard_from(vec![(row, 0)])
     }
 
-    /// The same of several rows, each from a block on.
+    /// Removes marks and claims from several rows, each from a block on, and from rows that share such a block. See
+    /// [`discard_draft`](Self::discard_draft).
     pub(super) fn discard_from(&mut self, mut broken: Vec<(RowIndex, usize)>) -> Result<()> {
         if !self.drafts.has_kv {
             return Ok(());
@@ -174,7 +184,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Begins the rebuilding that was asked for, unless a launch in flight still drafts for the row: the device would go on from it.
+    /// Begins a requested rebuild, unless a launch in flight still drafts for the row: the device would continue from
+    /// its KV.
     pub(super) fn begin_rebuild(&mut self, row_index: RowIndex) {
         let block_size = self.config.block_size;
         let row = &mut self.rows[row_index as usize];

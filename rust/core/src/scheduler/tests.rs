@@ -1,4 +1,4 @@
-//! That `check_integrity` sees contradictions; what the scheduler does is tested in `tests/scheduler`.
+//! Tests that `check_integrity` sees contradictions. `tests/scheduler` tests what the scheduler does.
 
 use super::layout::{FINISH_LENGTH, FINISH_NONE};
 use super::row::RowState;
@@ -6,10 +6,10 @@ use super::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 use crate::drafts::{Drafter, DrafterKind, HostDrafters, SuffixSettings};
 use crate::error::Error;
 
-/// A contradiction, and how to bring it about.
+/// Name of a contradiction, and a function that brings it about in a scheduler.
 type Damage = (&'static str, fn(&mut Scheduler));
 
-/// Two running requests, one waiting, a launch in flight, a closed row.
+/// Makes a scheduler with two running requests, one waiting, a launch in flight, and a closed row.
 fn busy() -> Scheduler {
     let config = SchedulerConfig {
         num_speculative_tokens: 2,
@@ -74,7 +74,7 @@ fn the_check_sees_each_contradiction() {
     }
 }
 
-/// A view's slices are the sections, in their order and without gaps.
+/// Checks that a view's slices are the sections, in their order and without gaps.
 #[test]
 fn views_are_the_sections_by_name() {
     let scheduler = busy();
@@ -98,7 +98,8 @@ fn views_are_the_sections_by_name() {
     assert_eq!(results.iter().filter(|&&value| value != 0).count(), 2);
 }
 
-/// One request of 10 tokens, in turn: the drafts that its launches were planned with, and how often its drafter failed.
+/// Runs one request of 10 tokens. Returns the numbers of drafts that its launches were planned with, and how often its
+/// drafter failed.
 fn run_alone(damage: fn(&mut Scheduler)) -> (Vec<usize>, u64) {
     let config = SchedulerConfig {
         num_speculative_tokens: 2,
@@ -135,7 +136,8 @@ fn a_drafter_on_the_host_that_fails_costs_drafts_and_is_counted() {
     assert!(planned[1..9].iter().all(|&k| k > 0), "{planned:?}");
     assert_eq!(failures, 0);
     // Its tree has tokens that the request never had.
-    let (broken, failures) = run_alone(|s| s.host_drafts.suffix.as_mut().unwrap().append(0, &[7; 99]).unwrap());
+    let (broken, failures) =
+        run_alone(|s| s.host_drafts.proposers.suffix.as_mut().unwrap().append(0, &[7; 99]).unwrap());
     assert_eq!(broken[..3], planned[..3]);
     assert!(broken[3..].iter().all(|&k| k == 0), "{broken:?}");
     assert!(failures as usize >= broken.len() - 4, "{failures} of {broken:?}");

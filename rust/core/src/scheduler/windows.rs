@@ -1,37 +1,43 @@
-//! KV behind a window: which blocks come back to the pool while their request goes on, and how many a row needs at most. Writes no record:
-//! the device's block table keeps the entry of a block that came back, and no query reads it.
+//! Windows of KV: the blocks that return to the pool while their request runs, and the maximum number that a row needs.
+//! Writes no record: the device's block table keeps the entry of a returned block, and no query reads it.
 //!
-//! With a window of W positions a query at position p reads the KV of `[p + 1 - W, p]`. Launches in flight, and those to come, feed a
-//! row of n settled tokens positions from n - `lag` on, where `lag` is 1 or what its drafter's first pass feeds; of a prompt those behind
-//! its last settled chunk. Positions before the first of these windows are read by no one, and whole blocks of them come back. Catch-up
-//! chunks alone begin further back: while one is in flight, nothing of its row comes back in the first group, where the draft's KV is.
+//! With a window of W positions, a query at position p reads the KV of `[p + 1 - W, p]`. Launches in flight and later
+//! ones feed a row of n settled tokens positions from n - `lag` on. `lag` is 1, or the number of positions that the
+//! drafter's first pass feeds. For a prompt they feed positions after its last settled chunk. No query reads positions
+//! before the first of these windows, and whole blocks of them return to the pool. Only catch-up chunks begin earlier:
+//! while one is in flight, no block of its row returns in the first group, which has the draft's KV.
 //!
-//! A drafter that catches up from tokens begins at the first position that its row still holds, if its KV ends before that. What its
-//! first queries miss of their windows is gone, so the record says where draft KV begins (`draft_chunk_k_start`).
+//! A drafter that catches up from tokens begins at the first position that its row still holds, if its KV ends before
+//! that. Its first queries lack a part of their windows, so the record says where draft KV begins
+//! (`draft_chunk_k_start`).
 
 use super::row::{Launch, NO_BLOCK, RowIndex, RowState};
 use super::{Scheduler, SchedulerConfig};
 use crate::error::Result;
 
 impl SchedulerConfig {
-    /// The first block of a group that a row of `n` settled tokens, or of `n - 1` computed ones of its prompt, may still read.
+    /// Returns the index of the first block of a group that a row of `n` settled tokens may still read. For a prompt,
+    /// `n` is the number of computed tokens plus 1.
     pub(super) fn first_block_read(&self, group: usize, n: usize) -> usize {
         self.window_of(group).map_or(0, |(window, lag)| (n + 1).saturating_sub(lag + window) / self.block_size)
     }
 
-    /// The most blocks that a row holds which feeds `len` positions, once everything in flight has settled.
+    /// Returns the maximum number of blocks that a row holds if it feeds `len` positions, once everything in flight has
+    /// settled.
     fn blocks_of_window(&self, (window, lag): (usize, usize), len: usize) -> usize {
         self.blocks_for(window + lag + len - 2) + 1
     }
 
-    /// Blocks without which a request of this limit does not get there, alone in the pool.
+    /// Returns the minimum number of blocks with which a request of `limit` tokens can reach its limit, alone in the
+    /// pool.
     pub(super) fn least_blocks(&self, limit: usize) -> usize {
         let all = self.blocks_for(limit);
         let of_group = |group| self.window_of(group).map_or(all, |window| all.min(self.blocks_of_window(window, 1)));
         (0..self.num_groups()).map(of_group).sum()
     }
 
-    /// The most blocks of a group that a row is reckoned to hold: with a whole launch's tokens ahead of its window.
+    /// Returns the maximum number of blocks of a group that a row is expected to hold, with a whole launch's tokens
+    /// ahead of its window. `None` for a group without a window.
     pub(super) fn most_blocks_held(&self, group: usize) -> Option<usize> {
         let len = self.max_num_batched_tokens + self.num_speculative_tokens + 1;
         self.window_of(group).map(|window| self.blocks_of_window(window, len))
@@ -39,13 +45,14 @@ impl SchedulerConfig {
 }
 
 impl Scheduler {
-    /// Blocks without which a request of `limit` tokens, prompt and output, does not get there, alone in the pool: in every group all of
-    /// its positions, or a window of them.
+    /// Returns the minimum number of blocks with which a request of `limit` tokens, prompt and output, can reach its
+    /// limit, alone in the pool. Each group needs blocks for all positions or for a window of them.
     pub fn least_blocks(&self, limit: usize) -> usize {
         self.config.least_blocks(limit)
     }
 
-    /// Gives the pool what the rows of a launch that has just settled need no more. Its blocks have been published.
+    /// Returns blocks that the rows of a just settled launch no longer need to the pool. The launch's blocks must have
+    /// been published.
     pub(super) fn return_behind_windows(&mut self, launch: &Launch) -> Result<()> {
         for entry in &launch.entries {
             let row = &self.rows[entry.row as usize];
@@ -61,7 +68,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Gives the row's blocks before block `first` back, first to last: of cached ones the head is evicted before the window.
+    /// Returns the row's blocks before block `first` to the pool, first to last, so that of cached blocks the earliest
+    /// are evicted first.
     fn return_blocks(&mut self, row_index: RowIndex, first: usize) -> Result<()> {
         let row = &mut self.rows[row_index as usize];
         for index in row.first_block..first {
@@ -73,7 +81,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Lets draft KV begin at the first position that the row holds, if it ends before that.
+    /// Moves the start of draft KV to the first position that the row holds, if the draft KV ends before it.
     pub(super) fn begin_at_window(&mut self, row_index: RowIndex) {
         let held_from = self.held_from(row_index);
         let row = &mut self.rows[row_index as usize];
@@ -82,7 +90,7 @@ impl Scheduler {
         }
     }
 
-    /// The first position of the blocks that a row holds.
+    /// Returns the first position of the blocks that a row holds.
     pub(super) fn held_from(&self, row_index: RowIndex) -> usize {
         self.rows[row_index as usize].first_block * self.config.block_size
     }

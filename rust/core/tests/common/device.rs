@@ -1,5 +1,6 @@
-//! A device that executes records on row state as the design's section 2 says, and panics where a real one would compute
-//! nonsense: KV read that was not written for exactly these tokens, writes beyond the block table or into blocks that others may read.
+//! Simulated device that executes records on row state by section 2 of the design. It panics where a real device would
+//! compute nonsense. Examples are reading KV that was not written for exactly these tokens, and writing beyond the
+//! block table or into blocks that others may read.
 //!
 //! The KV of a position is the hash of all tokens up to it, and its group, one number per slot and model.
 
@@ -14,15 +15,15 @@ use specrs_core::scheduler::layout::{
 use specrs_core::scheduler::{LaunchHeader, Scheduler, SchedulerConfig};
 use specrs_core::{Drafter, DrafterKind, HostDrafters};
 
-/// What a fault leaves in KV.
+/// Value of KV after a fault.
 const POISON: u64 = u64::MAX;
-/// What is in KV that was never written.
+/// Value of KV that was never written.
 const NEVER: u64 = 0;
 
-/// When stop tokens of a request count.
+/// Stop tokens of a request, and the position from which they count.
 #[derive(Clone, Debug, Default)]
 struct Stops {
-    /// Tokens, the prompt's included, before which they do not.
+    /// Number of tokens, prompt included, before which stop tokens do not count.
     min_len: usize,
     ids: Vec<i64>,
 }
@@ -32,21 +33,22 @@ struct Row {
     request_id: i64,
     active: bool,
     tokens: Vec<i64>,
-    /// `prefix[p]`: hash of tokens `0..=p`, which is the right KV of position p.
+    /// Hash of tokens `0..=p` for each position p, which is the right KV of that position.
     prefix: Vec<u64>,
     target_len: usize,
     draft_len: usize,
     limit: usize,
     capacity: usize,
-    /// By group.
+    /// Block tables of the row, by group.
     tables: Vec<Vec<i64>>,
-    /// What the scheduler says that it holds, by group, and the first position whose draft KV is read.
+    /// Blocks that the row holds according to the scheduler, by group.
     held: Vec<Vec<i64>>,
+    /// First position whose draft KV is read.
     k_start: usize,
     stops: Stops,
-    /// What its KV depends on besides tokens, by position.
+    /// Extra keys of the row's KV by position.
     extra_keys: Vec<(usize, Vec<u8>)>,
-    /// Its draft KV is poisoned; only this row may see that.
+    /// Whether the row's draft KV is poisoned; only this row may read it.
     draft_fault: bool,
 }
 
@@ -66,7 +68,7 @@ impl Row {
         if self.tokens.len() + ahead < self.stops.min_len { &self.stops.ids } else { &[] }
     }
 
-    /// Appends emitted tokens until one ends the row; how many it took, and why it ended.
+    /// Appends emitted tokens until one ends the row. Returns how many it took, and why it ended.
     fn emit(&mut self, tokens: &[i64]) -> (usize, i64) {
         for (i, &token) in tokens.iter().enumerate() {
             let stopped = self.tokens.len() >= self.stops.min_len && self.stops.ids.contains(&token);
@@ -80,7 +82,7 @@ impl Row {
     }
 }
 
-/// One entry's report.
+/// Report of one entry.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     pub emitted: Vec<i64>,
@@ -98,16 +100,16 @@ pub struct Device {
     target_kv: Vec<u64>,
     draft_kv: Vec<u64>,
     extra_keys: HashMap<i64, Vec<(usize, Vec<u8>)>>,
-    /// The row that each request was given last.
+    /// Row that each request was given last.
     row_of: HashMap<i64, usize>,
     /// Flags to raise for a request at its next entry that can raise them.
     pub faults: HashMap<i64, i64>,
-    /// Target and draft tokens computed, chunks included.
+    /// Number of target and draft tokens computed, chunks included.
     pub target_tokens: usize,
     pub draft_tokens: usize,
 }
 
-/// What a group's layers keep of a position.
+/// Returns the value that a group's layers keep for a position.
 fn in_group(group: usize, content: u64) -> u64 {
     content.wrapping_add(group as u64)
 }
@@ -143,8 +145,8 @@ impl Device {
         }
     }
 
-    /// Overwrites the draft KV of a running request with what belongs to no tokens, in the blocks that it shares with others, too:
-    /// reading it before it is written again panics. What another row has claimed is not this request's.
+    /// Overwrites the draft KV of a running request with values of no tokens, also in blocks shared with others.
+    /// Reading it before it is written again panics. Blocks that another row has claimed are left unchanged.
     pub fn corrupt_draft(&mut self, scheduler: &Scheduler, request_id: i64) {
         let pool = scheduler.block_pool();
         let Some(&row) = self.row_of.get(&request_id) else { return };
@@ -157,24 +159,24 @@ impl Device {
         }
     }
 
-    /// A row's valid target and draft KV, and its block table in the first group.
+    /// Returns a row's numbers of positions with valid target and draft KV, and its block table in the first group.
     pub fn row(&self, row: usize) -> (usize, usize, &[i64]) {
         let row = &self.rows[row];
         (row.target_len, row.draft_len, &row.tables[0])
     }
 
-    /// Target KV of a block.
+    /// Returns the target KV of a block.
     pub fn target_block(&self, block: i64) -> &[u64] {
         let start = block as usize * self.config.block_size;
         &self.target_kv[start..start + self.config.block_size]
     }
 
-    /// What the KV of a request depends on besides tokens, by position: no part of a record.
+    /// Sets the extra keys of a request's KV, by position. They are not part of a record.
     pub fn set_extra_keys(&mut self, request_id: i64, extra_keys: Vec<(usize, Vec<u8>)>) {
         self.extra_keys.insert(request_id, extra_keys);
     }
 
-    /// Executes a launch that `scheduler` has just planned; a report per entry.
+    /// Executes a launch that `scheduler` has just planned. Returns a report per entry.
     pub fn execute(&mut self, scheduler: &Scheduler, header: LaunchHeader, record: &[i64]) -> Vec<Report> {
         let layout = *scheduler.record_layout();
         let reader = Reader { record };
@@ -342,7 +344,7 @@ impl Device {
         self.rows[row_index].draft_len = start + len;
     }
 
-    /// `proposed`: the drafts of a drafter on the host.
+    /// Runs a decode entry. `proposed` are the drafts of a drafter on the host.
     fn decode(&mut self, scheduler: &Scheduler, row_index: usize, k: usize, proposed: Option<Vec<i64>>) -> Report {
         let row = &self.rows[row_index];
         if !row.active {
@@ -352,7 +354,7 @@ impl Device {
         assert_eq!(row.target_len, n - 1, "prefill is complete");
         let drafts = if let Some(proposed) = proposed {
             assert!(k < row.limit - n, "{k} drafts at {n} of {}", row.limit);
-            if let HostDrafters { ngram: Some(proposer), suffix: None } = self.config.host_drafters {
+            if let HostDrafters { ngram: Some(proposer), suffix: None, .. } = self.config.host_drafters {
                 let (min, max) = (proposer.prompt_lookup_min(), proposer.prompt_lookup_max());
                 assert_eq!(proposed, lookup(&row.tokens, min, max, k), "what the text itself proposes");
             }
@@ -400,7 +402,7 @@ impl Device {
         Report { emitted, accepted, drafted: k, flags, finish_reason }
     }
 
-    /// Its context and the largest lag of its KV with which it drafts.
+    /// Returns the draft model's context length and the largest lag of its KV with which it drafts.
     fn draft_model(&self) -> Option<(usize, usize)> {
         match self.config.drafter {
             Drafter::Cached { max_model_len, max_draft_lag, .. } => Some((max_model_len, max_draft_lag)),
@@ -408,7 +410,7 @@ impl Device {
         }
     }
 
-    /// What one pass for all drafts feeds in their place.
+    /// Returns the token that one pass for all drafts feeds in their place.
     fn mask(&self) -> Option<i64> {
         match self.config.drafter {
             Drafter::Cached { mask_token_id, .. } => mask_token_id,
@@ -480,7 +482,7 @@ impl Device {
         FLAG_DRAFT_NON_FINITE
     }
 
-    /// In the first group, where the draft's KV is.
+    /// Returns the slot of a position in the first group, which contains the draft's KV.
     fn slot(&self, row: &Row, position: usize) -> usize {
         self.slot_in(0, row, position)
     }
@@ -517,7 +519,8 @@ impl Device {
         self.draft_kv[slot] = content;
     }
 
-    /// What queries at positions `first` and above read before `end` is the target KV of exactly this row's tokens.
+    /// Checks that queries at positions `first` and above read, before `end`, the target KV of exactly this row's
+    /// tokens.
     fn check_target(&self, row_index: usize, first: usize, end: usize) {
         let row = &self.rows[row_index];
         for group in 0..self.config.num_groups() {
@@ -533,7 +536,7 @@ impl Device {
         if group == 0 { self.config.sliding_window } else { Some(self.config.window_groups[group - 1]) }
     }
 
-    /// The first position that a query at `position` reads.
+    /// Returns the first position that a query at `position` reads.
     fn read_from(&self, group: usize, position: usize) -> usize {
         self.window(group).map_or(0, |window| (position + 1).saturating_sub(window))
     }

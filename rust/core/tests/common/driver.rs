@@ -1,5 +1,5 @@
-//! Drives a scheduler and a simulated device as an engine does, checks integrity after every call, and compares every output
-//! with what the model gives alone.
+//! Driver of a scheduler and a simulated device, as in an engine. It checks integrity after every call, and compares
+//! every output with the output of the model alone.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -10,7 +10,7 @@ use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
 use specrs_core::scheduler::{LaunchHeader, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 use specrs_core::{Error, ExtraKey, Lora, RequestSampling, Result};
 
-/// A request with its own copy of what [`RequestParams`] borrows.
+/// Request with its own copy of the data that [`RequestParams`] borrows.
 #[derive(Clone, Debug, Default)]
 pub struct Ask {
     pub prompt: Vec<i64>,
@@ -19,9 +19,9 @@ pub struct Ask {
     pub k: usize,
     pub priority: i64,
     pub caller: Option<i64>,
-    /// Log probabilities of its prompt are asked for.
+    /// Whether log probabilities of the prompt are reported.
     pub tells_prompt: bool,
-    /// It has a grammar, which the scheduler knows nothing more of.
+    /// Whether the request has a grammar, of which the scheduler knows nothing else.
     pub has_extras: bool,
     pub stop: Vec<i64>,
     pub salt: Vec<u8>,
@@ -29,7 +29,7 @@ pub struct Ask {
     pub lora: Option<Lora>,
 }
 
-/// What came of a request so far.
+/// Output of a request so far.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
     pub output: Vec<i64>,
@@ -43,7 +43,7 @@ pub struct Driver {
     pub device: Device,
     pub outcomes: BTreeMap<i64, Outcome>,
     pub in_flight: VecDeque<(LaunchHeader, Vec<Report>)>,
-    /// The record of the newest launch.
+    /// Record of the newest launch.
     pub record: Vec<i64>,
     /// Headers of all launches.
     pub launches: Vec<LaunchHeader>,
@@ -116,7 +116,7 @@ impl Driver {
         }
     }
 
-    /// The results buffer of some reports; unused elements are garbage.
+    /// Writes some reports into a results buffer; unused elements are garbage.
     pub fn results(&self, reports: &[Report]) -> Vec<i64> {
         let layout = self.scheduler.results_layout();
         let width = self.scheduler.config().num_speculative_tokens + 1;
@@ -158,7 +158,7 @@ impl Driver {
         }
     }
 
-    /// One turn of an engine: fill the launches in flight, then settle the oldest. False when idle.
+    /// Runs one round of an engine: fills the launches in flight, then settles the oldest. Returns false when idle.
     pub fn step(&mut self) -> bool {
         while self.in_flight.len() < self.scheduler.config().max_in_flight {
             match self.plan() {
@@ -177,7 +177,7 @@ impl Driver {
         true
     }
 
-    /// Steps until idle; every block and row is free then.
+    /// Steps until idle, and checks that every block and row is free.
     pub fn run(&mut self) {
         let mut turns = 0;
         while self.step() {
@@ -203,7 +203,7 @@ impl Driver {
         Ok(())
     }
 
-    /// A request's draft KV breaks, which is noticed at once.
+    /// Breaks a request's draft KV and rebuilds it at once.
     pub fn rebuild_draft(&mut self, id: i64) -> Result<(), Error> {
         self.scheduler.rebuild_draft(id)?;
         self.check();
@@ -215,7 +215,7 @@ impl Driver {
         &self.outcomes[&id].output
     }
 
-    /// A section of the newest record.
+    /// Returns a section of the newest record.
     pub fn section(&self, name: &str, len: usize) -> &[i64] {
         let sections = self.scheduler.record_layout().sections();
         let (_, section) = sections.iter().find(|(other, _)| *other == name).expect("a section");
@@ -223,7 +223,7 @@ impl Driver {
     }
 }
 
-/// `len` prompt tokens that depend on `seed`.
+/// Returns `len` prompt tokens that depend on `seed`.
 pub fn prompt(seed: u64, len: usize) -> Vec<i64> {
     (0..len as u64).map(|i| (super::model::mix(seed * 1000 + i) % super::model::VOCAB as u64) as i64).collect()
 }

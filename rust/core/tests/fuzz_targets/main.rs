@@ -1,8 +1,9 @@
-//! The targets that `fuzz/` runs under libFuzzer, on bytes from a seed, for toolchains without it. `SPECRS_FUZZ_RUNS` sets the number of runs.
+//! Runs of the targets that `fuzz/` runs under libFuzzer, on bytes from a seed, for toolchains without libFuzzer.
+//! `SPECRS_FUZZ_RUNS` sets the number of runs.
 
 mod targets;
 
-/// Streams of random bytes, and of few different ones, which repeat operations.
+/// Runs a target on streams of random bytes, and on streams of few different bytes, which repeat operations.
 fn drive(target: fn(&[u8]), default_runs: u64) {
     let runs = std::env::var("SPECRS_FUZZ_RUNS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(default_runs);
     for run in 0..runs {

@@ -1,4 +1,4 @@
-//! What a record says of an admitted request: all that a device must know of it.
+//! Tests of the record's sections for an admitted request, which contain everything that a device must know of it.
 
 use std::collections::HashMap;
 
@@ -8,7 +8,7 @@ use specrs_core::{PlanOutcome, RequestParams, RequestSampling, Scheduler, Schedu
 
 use crate::small;
 
-/// A scheduler and its newest record.
+/// Scheduler with its newest record.
 struct Planned {
     scheduler: Scheduler,
     record: Vec<i64>,
@@ -21,13 +21,15 @@ impl Planned {
     }
 
     fn plan(&mut self) -> LaunchHeader {
+        self.record.fill(-7);
         let outcome = self.scheduler.plan(&mut self.record).unwrap();
         let PlanOutcome::Launch(header) = outcome else { panic!("{outcome:?}") };
         assert_eq!(LaunchHeader::read(&self.record), header);
+        assert!(self.record[header.used_len..].iter().all(|&x| x == -7), "nothing is written that no launch reads");
         header
     }
 
-    /// Every entry of the launch in flight fails.
+    /// Makes every entry of the launch in flight fail.
     fn fail(&mut self, header: LaunchHeader) {
         let mut results = vec![0; self.scheduler.results_layout().size];
         results[self.scheduler.results_layout().flags.range()].fill(FLAG_TARGET_NON_FINITE);
@@ -40,7 +42,7 @@ impl Planned {
         &self.record[sections[name].range()]
     }
 
-    /// The first admitted request's element of each section.
+    /// Returns the first admitted request's element of each section.
     fn told(&self, names: &[&str]) -> Vec<i64> {
         names.iter().map(|name| self.section(name)[0]).collect()
     }
@@ -101,7 +103,6 @@ fn every_number_that_a_device_needs_is_in_the_record_at_each_admission() {
         assert_eq!(planned.section("admit_constraint_start")[..2], [0, 14]);
         let biases = [0.5_f64, -100.0, 7.0].map(|bias| bias.to_bits() as i64);
         assert_eq!(planned.section("constraint"), [&[8, 5, 1, 2, 3][..], &biases, &[1, 3, 4, 6, 2, 9]].concat());
-        planned.record.fill(-7);
         planned.scheduler.preempt(9).unwrap();
         planned.fail(header);
     }
@@ -111,7 +112,9 @@ fn every_number_that_a_device_needs_is_in_the_record_at_each_admission() {
 fn a_plain_request_asks_for_nothing_but_a_draw() {
     let mut planned = Planned::new(small());
     planned.scheduler.add_request(0, &[1, 2], &RequestParams { limit: 9, ..RequestParams::default() }).unwrap();
-    assert_eq!(planned.plan().num_constraints, 0);
+    let header = planned.plan();
+    assert_eq!(header.num_constraints, 0);
+    assert_eq!(header.used_len, planned.scheduler.record_layout().upload_token.offset + 2);
     let told = ["admit_steps", "admit_logprobs", "admit_prompt_logprobs", "admit_num_allowed", "admit_min_len"];
     assert_eq!(planned.told(&told), [2, LOGPROBS_NONE, LOGPROBS_NONE, -1, 2]);
     assert_eq!(STEPS[1], "random");
@@ -143,6 +146,7 @@ fn constraints_beyond_what_a_launch_has_room_for_wait_for_the_next() {
     planned.fail(header);
     let header = planned.plan();
     assert_eq!((header.num_admitted, header.num_constraints), (1, 1));
+    assert_eq!(header.used_len, planned.scheduler.record_layout().constraint.offset + 1);
     assert_eq!(planned.section("constraint")[..1], [6]);
 }
 

@@ -1,4 +1,4 @@
-//! Who runs when: admission, chunked prefill, the token budget, the order of entries.
+//! Tests of admission, chunked prefill, the token budget, and the order of entries.
 
 use specrs_core::scheduler::PlanOutcome;
 use specrs_core::{Drafter, SchedulerConfig};
@@ -27,6 +27,7 @@ fn a_prompt_is_prefilled_in_chunks_and_only_the_last_emits() {
     assert_eq!(driver.output(7).len(), 1);
     let header = driver.launch();
     assert_eq!((header.num_decode, header.num_prefill), (1, 0));
+    assert_eq!(header.used_len, driver.scheduler.record_layout().prefill_token.offset, "no room for prompts");
     driver.run();
     assert_eq!(driver.output(7).len(), 5);
 }
@@ -86,7 +87,8 @@ fn the_quarter_is_rounded_up() {
     }
 }
 
-/// The same where the newcomer's prompt comes first in importance, and the decode entries after it.
+/// A prompt that is more important than the decode sequences and planned before them gets only the tokens that they
+/// leave.
 #[test]
 fn a_more_important_prompt_gets_no_more_than_decode_leaves() {
     for (decoding, prefill_tokens) in [(1, 4), (2, 2), (3, 2)] {

@@ -1,4 +1,4 @@
-//! Short of blocks: K goes first, then launches settle, then the least important request gives way.
+//! Tests with too few blocks: first K is reduced, then launches settle, then the least important request is preempted.
 
 use specrs_core::scheduler::PlanOutcome;
 use specrs_core::{Error, SchedulerConfig};
@@ -6,7 +6,7 @@ use specrs_core::{Error, SchedulerConfig};
 use crate::common::driver::{Ask, Driver};
 use crate::{ask, drafting, small, speculative};
 
-/// Both requests decode at K = 0 and hold 3 blocks each: 9 tokens, block size 4.
+/// Makes a driver in which both requests decode at K = 0 and hold 3 blocks each: 9 tokens, block size 4.
 fn two_decoding(num_blocks: usize, max_in_flight: usize) -> Driver {
     let mut driver = Driver::new(SchedulerConfig { num_blocks, max_model_len: 24, max_in_flight, ..small() });
     driver.add(0, &ask(1, 8, 16)).unwrap();

@@ -1,4 +1,5 @@
-//! Who drafts: deferred drafting, catch-up chunks and their budget, claims, and requests whose K comes back from 0.
+//! Tests of which rows draft: deferred drafting, catch-up chunks and their budget, claims, and requests whose K returns
+//! from 0.
 
 use specrs_core::scheduler::LaunchHeader;
 use specrs_core::scheduler::layout::FLAG_DRAFT_NON_FINITE;
@@ -7,7 +8,7 @@ use specrs_core::{CostLine, CostModel, Drafter, Error, SchedulerConfig, Speculat
 use crate::common::driver::{Ask, Driver, prompt};
 use crate::{ask, drafting, speculative, with_lag};
 
-/// The rows that have claims, once per claim.
+/// Returns the rows that have claims, once per claim.
 fn claimants(driver: &Driver) -> Vec<u32> {
     let pool = driver.scheduler.block_pool();
     (0..pool.num_blocks() as i64).filter_map(|block| pool.claimant(block)).collect()
@@ -84,7 +85,7 @@ fn without_a_draft_model_nobody_drafts() {
 
 #[test]
 fn a_long_lag_is_closed_over_several_launches_at_k_0() {
-    // A quarter of 32 is left beside nothing else; each token costs 4, so 8 tokens a launch, less the decode row itself.
+    // A quarter of 32 is left eagle3 nothing else; each token costs 4, so 8 tokens a launch, less the decode row itself.
     let config = SchedulerConfig { drafter: Drafter::draft_model(64, 4.0), ..speculative() };
     let mut driver = Driver::new(config);
     driver.add(0, &drafting(1, 20, 30)).unwrap();
@@ -385,7 +386,8 @@ fn catch_up_chunks_of_one_launch_share_its_budget() {
     driver.run();
 }
 
-/// Prompts of a request with `long` tokens that comes first and of seven with 20, at C = 64; the launches until each drafts.
+/// Runs a request with a prompt of `long` tokens, then seven with 20 each, at C = 64. Returns the number of launches
+/// until each drafts.
 fn launches_until_drafting(long: usize) -> Vec<usize> {
     let config = SchedulerConfig {
         num_speculative_tokens: 3,
@@ -418,7 +420,7 @@ fn launches_until_drafting(long: usize) -> Vec<usize> {
 #[test]
 fn a_long_lag_keeps_nobody_from_drafting_and_is_closed_too() {
     let waits = launches_until_drafting(4000);
-    // 7 lags of 20, and 32 tokens a launch beside 8 decode entries: 5 launches would do if nothing else were to be done.
+    // 7 lags of 20, and 32 tokens a launch eagle3 8 decode entries: 5 launches would do if nothing else were to be done.
     assert!(waits[1..].iter().all(|&launches| launches <= 12), "{waits:?}");
     // Alone it would take 125 launches of 32.
     assert!(waits[0] <= 250, "{waits:?}");
@@ -526,8 +528,9 @@ fn blocks_registered_while_their_draft_kv_is_on_its_way_are_claimed() {
     }
 }
 
-/// Blocks 0 and 1 without mark D, from a request at K = 0, and 2 to 4 with it, from a longer one that was prefilled at the same
-/// time and has private copies of the first two.
+/// Makes a driver in which blocks 0 and 1 lack mark D (valid draft KV) and blocks 2 to 4 have it. The first two come
+/// from a request at K = 0. The others come from a longer request that was prefilled at the same time and has private
+/// copies of the first two.
 fn draft_marks_with_a_hole(lag: usize) -> Driver {
     let mut driver =
         Driver::new(SchedulerConfig { max_num_batched_tokens: 64, drafter: with_lag(lag), ..speculative() });

@@ -1,4 +1,4 @@
-//! What is refused, with which error, and that nothing has changed then.
+//! Tests of rejected calls: which error they return, and that nothing has changed.
 
 use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_STOP};
 use specrs_core::scheduler::{RequestParams, Scheduler};
@@ -122,7 +122,8 @@ fn launches_settle_in_order_and_once() {
     driver.run();
 }
 
-/// Changes a good report of a launch with one decode entry (K = 3) and one chunk, and expects a refusal that names `field`.
+/// Changes a good report of a launch with one decode entry (K = 3) and one chunk, and expects an error that names
+/// `field`.
 fn refused(field: &str, entry: usize, change: impl Fn(&mut Report)) {
     let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 16, ..speculative() });
     driver.add(0, &Ask { stop: vec![96], ..drafting(1, 12, 20) }).unwrap();

@@ -1,12 +1,13 @@
-//! Layers that remember otherwise have block tables of their own, in one pool: what leaves a group's window comes back, and a prefix is found only
-//! where every group has its part of it.
+//! Tests of several KV groups, whose layers have their own block tables in one pool. Blocks outside a group's window
+//! return to the pool, and a prefix is found only if every group has its part of it.
 
 use specrs_core::{Drafter, Error, PlanOutcome, Scheduler, SchedulerConfig};
 
 use crate::common::driver::{Ask, Driver};
 use crate::{ask, drafting, small, speculative};
 
-/// Layers that attend to everything, others that see the last 8 positions, others the last 5; blocks of 4.
+/// Returns settings with three groups: layers that attend to everything, to the last 8 positions, and to the last 5;
+/// blocks of 4.
 fn grouped() -> SchedulerConfig {
     SchedulerConfig { num_blocks: 80, window_groups: vec![8, 5], ..speculative() }
 }
@@ -19,7 +20,7 @@ fn num_held(driver: &Driver) -> usize {
     driver.scheduler.num_blocks() - driver.scheduler.num_free_blocks()
 }
 
-/// Which blocks of a request's table in a group have come back.
+/// Returns for each block of a request's table in a group whether it returned to the pool.
 fn gone(driver: &Driver, id: i64, group: usize) -> Vec<bool> {
     let table = driver.scheduler.group_block_table(id, group).unwrap();
     table.iter().map(|&block| block < 0).collect()

@@ -1,10 +1,10 @@
-//! A drafter on the host: what `plan` writes into the record, and what it leaves alone.
+//! Tests of drafters on the host: what `plan` writes into the record, and what it leaves unchanged.
 
 use specrs_core::{CostLine, CostModel, HostDrafters, NgramProposer, PlanOutcome, SchedulerConfig, SpeculationPlanner};
 
 use crate::common::driver::{Ask, Driver, prompt};
 
-/// K = 3, n-grams of 1 or 2 tokens: texts of the model hold no others twice.
+/// Returns settings with K = 3 and n-grams of 1 or 2 tokens: texts of the model contain no longer ones twice.
 fn looking_up() -> SchedulerConfig {
     let host_drafters = HostDrafters::ngram(NgramProposer::new(1, 2).expect("allowed"));
     SchedulerConfig { num_speculative_tokens: 3, host_drafters, ..SchedulerConfig::new(4, 64, 64, 4, 32) }

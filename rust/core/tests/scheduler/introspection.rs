@@ -1,4 +1,4 @@
-//! What a host sees of a request, by its id.
+//! Tests of the view of a request by its id.
 
 use specrs_core::{Error, RequestState, SchedulerConfig};
 

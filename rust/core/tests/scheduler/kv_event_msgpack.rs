@@ -1,4 +1,4 @@
-//! KV events as routers read them: a mirror that knows the payloads alone holds what is cached.
+//! Tests of KV events as routers read them: a mirror that knows only the payloads has exactly the cached blocks.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -19,7 +19,7 @@ enum Value {
     Map(BTreeMap<String, Value>),
 }
 
-/// Reads by the table of formats of the `MessagePack` specification; panics on what payloads do not have.
+/// Reader by the table of formats in the `MessagePack` specification; it panics on formats that payloads do not have.
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
@@ -112,7 +112,7 @@ fn text(text: &str) -> Value {
     Value::Text(text.into())
 }
 
-/// The events of a payload, which must end where they end.
+/// Returns the events of a payload, and checks that the payload ends with the last one.
 fn events_of(payload: &[u8], timestamp: f64, rank: u64) -> Vec<BTreeMap<String, Value>> {
     let mut reader = Reader(payload);
     let batch = reader.value();
@@ -126,7 +126,7 @@ fn events_of(payload: &[u8], timestamp: f64, rank: u64) -> Vec<BTreeMap<String, 
     events.array().iter().map(map).collect()
 }
 
-/// What the payloads say is cached.
+/// Cached blocks according to the payloads.
 #[derive(Default)]
 struct Mirror {
     cached: HashSet<u64>,

@@ -1,4 +1,4 @@
-//! KV events: who follows them knows what is cached, and can copy KV out before it is overwritten.
+//! Tests of KV events: a follower knows which blocks are cached, and can copy KV out before it is overwritten.
 
 use std::collections::HashMap;
 
@@ -7,12 +7,12 @@ use specrs_core::{BlockHasher, ExtraKey, KvEvent, SchedulerConfig};
 use crate::common::driver::{Ask, Driver};
 use crate::{ask, drafting, small, speculative};
 
-/// What the events say is cached: by hash the block, and the target KV that it had when it was stored.
+/// Cached blocks according to the events: by hash the block, and its target KV when it was stored.
 #[derive(Default)]
 struct Follower {
     cached: HashMap<u128, (i64, Vec<u64>)>,
     removed: usize,
-    /// Of those, blocks with valid draft KV.
+    /// Number of removed blocks whose draft KV was valid.
     drafted: usize,
 }
 

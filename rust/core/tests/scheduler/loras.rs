@@ -1,4 +1,4 @@
-//! `LoRA` adapters: how many run at once, whose turn it is, and whose blocks are whose.
+//! Tests of `LoRA` adapters: how many run at once, in which order, and which blocks each may share.
 
 use specrs_core::{Error, KvEvent, Lora, SchedulerConfig};
 
@@ -13,7 +13,7 @@ fn lora(id: u32, name: &str) -> Lora {
     Lora { id, name: name.into() }
 }
 
-/// A request of text `id` with its adapter, 0 for none.
+/// Adds a request with text `id` and adapter `of`, 0 for none.
 fn add(driver: &mut Driver, id: i64, of: u32, max_tokens: usize) {
     let lora = (of > 0).then(|| lora(of, "adapter"));
     driver.add(id, &Ask { lora, ..ask(id as u64, 5, max_tokens) }).unwrap();

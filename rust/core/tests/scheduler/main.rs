@@ -1,4 +1,4 @@
-//! The scheduler's rules, one test per rule, on a simulated device that refuses to compute nonsense.
+//! Tests of the scheduler's rules, one test per rule, on a simulated device that panics instead of computing nonsense.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -26,27 +26,28 @@ mod windows;
 use common::driver::{Ask, prompt};
 use specrs_core::{Drafter, SchedulerConfig};
 
-/// 4 rows of at most 64 tokens, 64 blocks of 4, a budget of 32, no speculation, nothing reserved.
+/// Returns settings with 4 rows of at most 64 tokens, 64 blocks of 4, a budget of 32, no speculation, and no reserved
+/// blocks.
 fn small() -> SchedulerConfig {
     SchedulerConfig { num_reserved_decode_tokens: 0, ..SchedulerConfig::new(4, 64, 64, 4, 32) }
 }
 
-/// The same with K = 3 and a draft model.
+/// Returns the settings of `small` with K = 3 and a draft model.
 fn speculative() -> SchedulerConfig {
     SchedulerConfig { num_speculative_tokens: 3, drafter: Drafter::draft_model(64, 1.0), ..small() }
 }
 
-/// A draft model of 64 positions whose first pass feeds so many.
+/// Returns a draft model of 64 positions whose first pass feeds `max_draft_lag` positions.
 fn with_lag(max_draft_lag: usize) -> Drafter {
     Drafter::Cached { max_model_len: 64, max_draft_lag, mask_token_id: None, cost_ratio: 1.0 }
 }
 
-/// A request of `len` prompt tokens that differ from those of other seeds.
+/// Returns a request of `len` prompt tokens that differ from those of other seeds.
 fn ask(seed: u64, len: usize, max_tokens: usize) -> Ask {
     Ask { prompt: prompt(seed, len), max_tokens, ..Ask::default() }
 }
 
-/// The same, drafting up to 3 tokens.
+/// Returns a request of `len` prompt tokens that drafts up to 3 tokens.
 fn drafting(seed: u64, len: usize, max_tokens: usize) -> Ask {
     Ask { k: 3, ..ask(seed, len, max_tokens) }
 }

@@ -1,25 +1,25 @@
-//! What policies cost and gain, in launches, tokens and preemptions: blocks reserved on admission, shares of the prefill budget,
-//! priorities that age. On a device of lengths alone, since runs are long.
+//! Tests of the costs and gains of policies in launches, tokens and preemptions: blocks reserved on admission, shares
+//! of the prefill budget, priorities that age. Runs are long, so the device simulates lengths alone.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, HEADER_LEN, Section};
 use specrs_core::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 
-/// What one run came to.
+/// Results of one run.
 #[derive(Debug, Default)]
 struct Run {
     launches: usize,
     prefill_tokens: usize,
     preemptions: u64,
-    /// By request, the launch that gave its first token.
+    /// Launch that produced each request's first token.
     first_token: BTreeMap<i64, usize>,
 }
 
-/// Ids, prompt lengths, limits on output, priorities, and the launch before which each request comes.
+/// Arrival of a request: id, prompt length, limit on output, priority, and the launch before which it comes.
 type Arrival = (i64, usize, usize, i64, usize);
 
-/// Serves requests without drafts, whose prompts have nothing in common.
+/// Serves requests without drafts, whose prompts have no common prefix.
 fn serve(config: SchedulerConfig, arrivals: &[Arrival]) -> Run {
     let depth = config.max_in_flight;
     let mut scheduler = Scheduler::new(config).unwrap();
@@ -91,7 +91,7 @@ fn what_is_reserved_on_admission_ends_the_thrash_of_a_full_pool() {
     assert!(run.launches * 100 <= greedy.launches * 105, "{} launches, not {}", run.launches, greedy.launches);
 }
 
-/// Room for everybody.
+/// Returns settings with room for all requests.
 fn roomy(max_num_batched_tokens: usize) -> SchedulerConfig {
     SchedulerConfig::new(8, 8192, 4096, 16, max_num_batched_tokens)
 }

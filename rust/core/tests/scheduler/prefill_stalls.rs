@@ -1,4 +1,4 @@
-//! How many prompt tokens go through beside requests that decode, on machines whose launches take known times.
+//! Tests of the number of prompt tokens next to decoding requests, on machines whose launches take known times.
 
 use specrs_core::scheduler::LaunchHeader;
 use specrs_core::{Error, PlanOutcome, SchedulerConfig};
@@ -8,24 +8,27 @@ use crate::common::driver::{Ask, Driver};
 
 const BOUND: f64 = 100.0;
 
-/// What launches take, in milliseconds.
+/// Times of a simulated machine, in milliseconds.
 #[derive(Clone, Copy, Debug, Default)]
 struct Machine {
     decode: f64,
-    /// Of a launch with chunks; each of their tokens; each position that one attends to.
+    /// Time of a step with chunks, without their tokens.
     fixed: f64,
+    /// Time of each token in a chunk.
     token: f64,
+    /// Time of each position that a chunk's token attends to.
     position: f64,
-    /// Chunks of so many tokens and more take this part of the time.
+    /// Minimum length of a long chunk, and the factor of its time.
     long: Option<(usize, f64)>,
-    /// Of each token whose log probabilities are asked for.
+    /// Time of each token whose log probabilities are reported.
     told: f64,
-    /// Of each draft token.
+    /// Time of each draft token.
     draft: f64,
 }
 
 impl Machine {
-    /// What the chunks of a driver's newest launch take. Requests of ids from `told_from` on ask for log probabilities.
+    /// Returns the time of the chunks in a driver's newest launch. Requests with ids from `told_from` on want log
+    /// probabilities.
     fn chunk_ms(&self, driver: &Driver, header: LaunchHeader, told_from: i64) -> f64 {
         let (decode, chunks) = (header.num_decode, header.num_prefill);
         let rows = &driver.section("entry_row", decode + chunks)[decode..];
@@ -42,7 +45,7 @@ impl Machine {
         if ms > 0.0 { self.fixed + ms } else { 0.0 }
     }
 
-    /// Executes one launch, and tells what it took. Its header, and what its chunks took.
+    /// Executes one launch and reports its time to the scheduler. Returns its header, and the time of its chunks.
     fn step(&self, driver: &mut Driver, told_from: i64) -> (LaunchHeader, f64) {
         let header = driver.launch();
         let ms = self.chunk_ms(driver, header, told_from);
@@ -52,7 +55,7 @@ impl Machine {
     }
 }
 
-/// Never among the ids of a test.
+/// Id above those of all requests in a test, so that no request wants log probabilities.
 const NONE_TOLD: i64 = i64::MAX;
 
 fn bounded() -> SchedulerConfig {
@@ -67,7 +70,7 @@ fn bounded() -> SchedulerConfig {
     }
 }
 
-/// A driver in which request 0 decodes, after prompts of `lens` that were computed alone.
+/// Makes a driver in which request 0 decodes, after prompts of `lens` tokens were computed alone.
 fn decoding(machine: &Machine, config: SchedulerConfig, lens: &[usize]) -> Driver {
     let mut driver = Driver::new(config);
     for (i, &len) in lens.iter().enumerate() {
@@ -114,7 +117,7 @@ fn prompts_beside_requests_that_decode_take_no_longer_than_the_bound() {
 }
 
 #[test]
-fn a_jump_deep_into_a_context_is_reckoned_with_what_was_learnt_there() {
+fn a_jump_deep_into_a_context_is_estimated_with_what_was_learnt_there() {
     for position in [0.0, 0.1, 0.25, 0.5] {
         let machine = Machine { position: position / 1000.0, ..LINEAR };
         let mut driver = decoding(&machine, bounded(), &[8000]);
@@ -198,7 +201,7 @@ fn prompts_with_log_probabilities_have_a_cost_of_their_own() {
     }
     assert!(all.iter().all(|&ms| ms <= 1.5 * BOUND), "{all:.0?}");
     assert!(all.len() <= 60, "1,600 tokens at 2 ms are 33 launches: {all:.0?}");
-    assert!(plain_behind > 0, "a prompt that asks for none goes on beside them: {all:.0?}");
+    assert!(plain_behind > 0, "a prompt that asks for none goes on eagle3 them: {all:.0?}");
     // Alone they have the whole budget.
     driver.abort(0).unwrap();
     driver.run();
@@ -216,9 +219,9 @@ fn catch_up_of_draft_kv_is_cut_beside_others() {
         drafter: specrs_core::Drafter::draft_model(9000, 1.0),
         ..bounded()
     };
-    let run = |beside: bool| {
+    let run = |eagle3: bool| {
         let mut driver = decoding(&machine, config.clone(), &[500]);
-        if !beside {
+        if !eagle3 {
             driver.abort(0).unwrap();
             driver.run();
         }
@@ -233,11 +236,11 @@ fn catch_up_of_draft_kv_is_cut_beside_others() {
         }
         chunks
     };
-    let beside = run(true);
-    assert!(beside.iter().sum::<usize>() >= 1490, "{beside:?}");
+    let eagle3 = run(true);
+    assert!(eagle3.iter().sum::<usize>() >= 1490, "{eagle3:?}");
     // What fits into the bound is fewer than what goes through in any launch.
-    assert!(beside.iter().all(|&tokens| tokens <= 512), "{beside:?}");
-    assert!(beside.iter().filter(|&&tokens| tokens > 0).count() < 6, "{beside:?}");
+    assert!(eagle3.iter().all(|&tokens| tokens <= 512), "{eagle3:?}");
+    assert!(eagle3.iter().filter(|&&tokens| tokens > 0).count() < 6, "{eagle3:?}");
     assert!(run(false)[0] >= 1490, "who decodes alone waits for itself: {:?}", run(false));
 }
 

@@ -1,4 +1,4 @@
-//! The prefix cache as requests see it.
+//! Tests of the prefix cache as requests see it.
 
 use specrs_core::scheduler::layout::FLAG_TARGET_NON_FINITE;
 use specrs_core::{Drafter, SchedulerConfig};
@@ -125,7 +125,7 @@ fn a_request_preempted_in_mid_prefill_keeps_what_has_settled() {
     assert_eq!(driver.output(0).len(), 5);
 }
 
-/// Prefill tokens until all of `asks` have ended, with room for all of them at once.
+/// Returns the number of prefill tokens until all of `asks` have ended, with room for all of them at once.
 fn prefill_tokens(asks: &[Ask], max_num_batched_tokens: usize, max_in_flight: usize) -> usize {
     let config = SchedulerConfig {
         max_in_flight,

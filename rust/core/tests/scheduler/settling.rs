@@ -1,4 +1,4 @@
-//! What results do: stops, limits, faults, books, and leases that outlive their request.
+//! Tests of settling results: stops, limits, faults, statistics, and leases that outlive their request.
 
 use specrs_core::sampling::MAX_STOP_IDS;
 use specrs_core::scheduler::PlanOutcome;

@@ -1,4 +1,4 @@
-//! Callers that ask for many requests at once share rows and blocks with the others.
+//! Tests of callers with many requests, which share rows and blocks with the others.
 
 use std::collections::BTreeMap;
 
@@ -7,14 +7,14 @@ use specrs_core::SchedulerConfig;
 use crate::common::driver::{Ask, Driver};
 use crate::{ask, small};
 
-/// Adds so many requests of a caller, with ids from `first` on.
+/// Adds `count` requests of a caller, with ids from `first` on.
 fn crowd(driver: &mut Driver, first: i64, count: i64, caller: i64) {
     for id in first..first + count {
         driver.add(id, &Ask { caller: Some(caller), ..ask(id as u64, 6, 50) }).unwrap();
     }
 }
 
-/// Launches so often, and settles all but the newest launch where two may be in flight.
+/// Runs `launches` launches, and settles all but the newest one if two may be in flight.
 fn go_on(driver: &mut Driver, launches: usize) {
     for _ in 0..launches {
         driver.plan();
@@ -24,7 +24,7 @@ fn go_on(driver: &mut Driver, launches: usize) {
     }
 }
 
-/// Running requests by hundreds of their ids.
+/// Returns the number of running requests by hundreds of their ids.
 fn held(driver: &Driver) -> BTreeMap<i64, usize> {
     let mut held = BTreeMap::new();
     let waiting = driver.scheduler.num_waiting();

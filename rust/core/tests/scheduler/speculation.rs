@@ -1,4 +1,4 @@
-//! K by a planner, and draft KV that is built again.
+//! Tests of K chosen by a planner, and of rebuilt draft KV.
 
 use std::collections::VecDeque;
 
@@ -7,14 +7,14 @@ use specrs_core::{CostLine, CostModel, Drafter, Error, PlanOutcome, SchedulerCon
 use crate::common::driver::{Ask, Driver};
 use crate::{ask, drafting, speculative, with_lag};
 
-/// A planner for `speculative()` with drafts that cost `draft_ms` where the target costs 1.
+/// Returns a planner for `speculative()` with drafts that cost `draft_ms`, where the target costs 1.
 fn planner(draft_ms: f64) -> SpeculationPlanner {
     let line = CostLine { draft_ms, target_ms: 1.0, vanilla_ms: 1.0 };
     SpeculationPlanner::new(4, 3, CostModel::lines(&[1, 4], &[line, line]).unwrap(), 0.0).unwrap()
 }
 
-/// One turn with a planner: speculate and plan until launches are in flight, then settle one. False when idle. `rows` are those of the
-/// launches in flight.
+/// Runs one round with a planner: speculates and plans until launches are in flight, then settles one. Returns false
+/// when idle. `rows` are the rows of the launches in flight.
 fn step(driver: &mut Driver, planner: &mut SpeculationPlanner, rows: &mut VecDeque<Vec<i64>>) -> bool {
     while driver.in_flight.len() < driver.scheduler.config().max_in_flight {
         driver.scheduler.speculate(planner).unwrap();
@@ -160,7 +160,8 @@ fn marks_of_a_broken_draft_are_gone_until_it_is_rebuilt() {
     driver.run();
 }
 
-/// Requests 1 and 2 draft with a prefix that request 3 is admitted with, in the launch that is in flight.
+/// Makes a driver in which requests 1 and 2 draft with a prefix that request 3 is admitted with, in the launch that is
+/// in flight.
 fn two_drafting_and_a_sharer() -> Driver {
     let config = SchedulerConfig { max_in_flight: 2, drafter: Drafter::draft_model(64, 2.0), ..speculative() };
     let mut driver = Driver::new(config);

@@ -1,4 +1,4 @@
-//! Whole runs over a grid of configurations: every output is what the model gives alone.
+//! Tests of whole runs over a grid of configurations: every output equals the output of the model alone.
 
 use specrs_core::{Drafter, SchedulerConfig};
 

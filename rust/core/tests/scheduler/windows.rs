@@ -1,11 +1,11 @@
-//! Blocks behind a window come back while their request goes on, and nothing misses them.
+//! Tests of windows: blocks outside a window return to the pool while their request runs, and no query misses them.
 
 use specrs_core::{Drafter, Error, PlanOutcome, SchedulerConfig};
 
 use crate::common::driver::{Ask, Driver};
 use crate::{ask, drafting, small, speculative};
 
-/// 14 blocks of 4 for 2 rows of at most 400 tokens that see the last 16.
+/// Returns settings with 14 blocks of 4 for 2 rows of at most 400 tokens that attend to the last 16.
 fn windowed() -> SchedulerConfig {
     SchedulerConfig {
         max_num_seqs: 2,
@@ -17,7 +17,7 @@ fn windowed() -> SchedulerConfig {
     }
 }
 
-/// The same, drafting 3 tokens with a model.
+/// Returns the settings of `windowed` with a draft model and K = 3.
 fn windowed_drafting() -> SchedulerConfig {
     SchedulerConfig { num_speculative_tokens: 3, drafter: Drafter::draft_model(400, 1.0), ..windowed() }
 }
@@ -26,7 +26,7 @@ fn cached(driver: &Driver) -> u64 {
     driver.scheduler.num_cached_tokens()
 }
 
-/// Runs until idle; the most blocks held between launches.
+/// Runs until idle. Returns the maximum number of blocks held between launches.
 fn peak(driver: &mut Driver) -> usize {
     let mut peak = 0;
     while driver.step() {
@@ -193,7 +193,7 @@ fn what_a_catch_up_chunk_in_flight_reads_stays() {
 }
 
 #[test]
-fn a_newcomer_gets_what_was_reckoned_for_its_prompt() {
+fn a_newcomer_gets_what_was_computed_for_its_prompt() {
     // Three launches in flight, so a row holds more than a window and a launch's tokens, and asks for more in the plan that admits.
     let config = SchedulerConfig {
         max_model_len: 24,

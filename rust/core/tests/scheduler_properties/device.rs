@@ -1,28 +1,28 @@
-//! The slowest device that can be believed: KV of a position *is* the list of tokens up to it, and every read compares lists.
+//! Simple, slow device: the KV of a position *is* the list of tokens up to it, and every read compares lists.
 //!
-//! Written from the record's description alone: sections are looked up by name, as the Python side does, and nothing is shared
-//! with the other simulated device of these tests. Panics where a real device would compute something else than a lone
-//! sequence does.
+//! It is written from the record's description alone. It looks up sections by name, as the Python side does, and shares
+//! no code with the other simulated device of these tests. It panics where a real device would compute something else
+//! than for the sequence alone.
 
 use specrs_core::sampling::MAX_STOP_IDS;
-use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, FINISH_STOP, HEADER_FIELDS};
+use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, FINISH_STOP, HEADER_FIELDS, HEADER_USED_LEN};
 use specrs_core::{Drafter, DrafterKind, NgramProposer, Scheduler};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 pub(crate) const VOCAB: i64 = 11;
 
-/// What a request asks for.
+/// Sampling parameters of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Sampling {
     pub(crate) prompt_len: usize,
     pub(crate) min_tokens: usize,
     pub(crate) stop: Vec<i64>,
-    /// Of whom it shares KV: of requests of its cache salt and adapter.
+    /// Number of a cache salt and adapter: requests share KV only with an equal number.
     pub(crate) tenant: u8,
 }
 
-/// The token that follows `prefix`: any function of all of it. Stop ids are masked before `min_tokens`.
+/// Returns the target's token after `prefix`, a function of all its tokens. Stop ids are masked before `min_tokens`.
 pub(crate) fn target_next(prefix: &[i64], sampling: &Sampling) -> i64 {
     let mixed = prefix
         .iter()
@@ -34,14 +34,15 @@ pub(crate) fn target_next(prefix: &[i64], sampling: &Sampling) -> i64 {
         .expect("a token that is not masked")
 }
 
-/// The draft's guess: right after two of three prefixes.
+/// Returns the draft's guess of the target's token, right after two of three prefixes.
 fn draft_next(prefix: &[i64], sampling: &Sampling) -> i64 {
     let right = target_next(prefix, sampling);
     let sum: i64 = prefix.iter().enumerate().map(|(i, token)| (i as i64 + 2) * (token + 1)).sum();
     if sum % 3 == 0 { (right + 1) % VOCAB } else { right }
 }
 
-/// Prompt lookup as it is defined: the longest n-gram first, places from the right, copying onto the end.
+/// Returns the drafts by the definition of prompt lookup: the longest n-gram first, places from the right, copying onto
+/// the end.
 fn lookup(tokens: &[i64], min: usize, max: usize, k: usize) -> Vec<i64> {
     let mut text = tokens.to_vec();
     for n in (min..=max).rev() {
@@ -56,7 +57,7 @@ fn lookup(tokens: &[i64], min: usize, max: usize, k: usize) -> Vec<i64> {
     text.split_off(tokens.len())
 }
 
-/// What a lone request emits.
+/// Returns the output of a request that runs alone.
 pub(crate) fn lone_text(prompt: &[i64], limit: usize, sampling: &Sampling) -> Vec<i64> {
     let mut tokens = prompt.to_vec();
     while tokens.len() < limit {
@@ -75,24 +76,26 @@ struct Row {
     active: bool,
     tokens: Vec<i64>,
     draft_len: usize,
-    /// Of a drafter that reads hidden states: where its KV begins, and the first hidden state that is kept.
+    /// Start of the KV of a drafter that reads hidden states.
     draft_start: usize,
+    /// First hidden state that is kept for a drafter that reads hidden states.
     hidden_start: usize,
-    /// Of another drafter: the first position whose KV it reads.
+    /// First position whose KV any other drafter reads.
     k_start: usize,
     limit: usize,
     capacity: usize,
-    /// By group and index.
+    /// Block table of the row by group and index.
     table: HashMap<(usize, usize), usize>,
-    /// What the scheduler says that it holds, by group: other entries of the table are of blocks that belong to others.
+    /// Blocks that the row holds according to the scheduler, by group. Other entries of `table` name blocks of other
+    /// rows.
     held: Vec<Vec<i64>>,
-    /// A fault ended it.
+    /// Whether a fault ended the row.
     broken: bool,
-    /// Its draft KV holds NaN somewhere; it alone may read that.
+    /// Whether the row's draft KV contains NaN; only this row may read it.
     draft_poisoned: bool,
 }
 
-/// One entry's results.
+/// Results of one entry.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Outcome {
     pub(crate) tokens: Vec<i64>,
@@ -102,27 +105,27 @@ pub(crate) struct Outcome {
     pub(crate) finish_reason: i64,
 }
 
-/// KV by slot: the group whose layers' it is, tenant, and tokens up to the position written there; `None` is never written or NaN. Neither tenants nor groups
-/// ever share.
+/// KV by slot: the group, the tenant, and the tokens up to the position written there. `None` was never written or is
+/// NaN. Neither tenants nor groups ever share KV.
 type Kv = Vec<Option<(usize, u8, Vec<i64>)>>;
 
 pub(crate) struct Device {
     block_size: usize,
     max_draft_lag: usize,
-    /// The last positions that a query reads, by group.
+    /// Number of last positions that a query reads, by group.
     windows: Vec<usize>,
     /// Blocks that the launch read or wrote.
     touched: RefCell<BTreeSet<i64>>,
-    /// What one pass for all drafts feeds in their place.
+    /// Token that one pass for all drafts feeds in their place.
     mask: Option<i64>,
     /// Whether the drafter reads hidden states.
     from_hidden: bool,
     draft_context: Option<usize>,
-    /// n-gram lengths of a drafter on the host, and K.
+    /// n-gram lengths of a drafter on the host.
     ngrams: Option<(usize, usize)>,
     width: usize,
     rows: Vec<Row>,
-    /// The row that each request was given last.
+    /// Row that each request was given last.
     row_of: HashMap<i64, usize>,
     target_kv: Kv,
     draft_kv: Kv,
@@ -131,7 +134,7 @@ pub(crate) struct Device {
     pub(crate) faults: BTreeMap<i64, i64>,
 }
 
-/// A record's sections by name.
+/// Sections of a record by name.
 pub(crate) struct Record<'a> {
     data: &'a [i64],
     sections: HashMap<&'static str, (usize, usize)>,
@@ -146,6 +149,8 @@ impl<'a> Record<'a> {
     pub(crate) fn get(&self, name: &str, i: usize) -> i64 {
         let (offset, len) = self.sections[name];
         assert!(i < len, "{name}[{i}] of {len}");
+        let used = self.data[HEADER_USED_LEN];
+        assert!(((offset + i) as i64) < used, "{name}[{i}] is read, and used_len = {used}");
         self.data[offset + i]
     }
 
@@ -154,7 +159,7 @@ impl<'a> Record<'a> {
         usize::try_from(value).unwrap_or_else(|_| panic!("{name}[{i}] = {value}"))
     }
 
-    /// An element of the header by name.
+    /// Returns an element of the header by name.
     pub(crate) fn count(&self, name: &str) -> usize {
         let at = HEADER_FIELDS.iter().position(|&field| field == name).expect("a field of the header");
         self.size("header", at)
@@ -205,8 +210,8 @@ impl Device {
         self.rows[row].request_id
     }
 
-    /// The draft KV of a running request is lost, in the blocks that it shares with others, too: reading it before it is
-    /// written again panics. What another row has claimed is not this request's.
+    /// Loses the draft KV of a running request, also in blocks shared with others: reading it before it is written
+    /// again panics. Blocks that another row has claimed are left unchanged.
     pub(crate) fn lose_draft(&mut self, scheduler: &Scheduler, request_id: i64) {
         let Some(&row) = self.row_of.get(&request_id) else { return };
         let table = scheduler.request(request_id).map_or(&[][..], |request| request.block_table);
@@ -218,7 +223,8 @@ impl Device {
         }
     }
 
-    /// Draft KV that others may read has been written, from the start of the text on; not in Rust's books, but in the device's.
+    /// Checks that draft KV that others may read has been written from the start of the text on, by the device's state
+    /// instead of Rust's.
     pub(crate) fn check_marks(&self, scheduler: &Scheduler) {
         let marked = |slot: &usize| scheduler.block_pool().has_draft((slot / self.block_size) as i64);
         for slot in (0..self.draft_kv.len()).filter(marked).filter(|_| self.from_hidden) {
@@ -227,7 +233,7 @@ impl Device {
         }
     }
 
-    /// Whether a row that wants `k` drafts would draft any if its draft KV were complete.
+    /// Returns whether a row that wants `k` drafts would draft any if its draft KV were complete.
     pub(crate) fn could_draft(&self, row: usize, k: usize) -> bool {
         let Row { ref tokens, limit, active, draft_poisoned, .. } = self.rows[row];
         k > 0 && active && !draft_poisoned && tokens.len() + 1 < limit && self.draft_context >= Some(tokens.len())
@@ -309,12 +315,12 @@ impl Device {
         }
     }
 
-    /// Blocks that the launch read or wrote.
+    /// Returns the blocks that the launch read or wrote.
     pub(crate) fn touched(&self) -> BTreeSet<i64> {
         self.touched.borrow().clone()
     }
 
-    /// What no row holds and no request can find is overwritten, and each row may touch what it holds.
+    /// Overwrites KV that no row holds and no request can find, and updates the blocks that each row may use.
     fn forget(&mut self, scheduler: &Scheduler) {
         let pool = scheduler.block_pool();
         for block in (0..pool.num_blocks()).filter(|&block| pool.ref_count(block as i64) == Some(0)) {
@@ -336,7 +342,7 @@ impl Device {
         }
     }
 
-    /// In the first group, where the draft's KV is.
+    /// Returns the slot of a position in the first group, which contains the draft's KV.
     fn slot(&self, row: usize, position: usize) -> usize {
         self.slot_in(0, row, position)
     }
@@ -352,7 +358,8 @@ impl Device {
         block * self.block_size + position % self.block_size
     }
 
-    /// Queries at the positions of `tokens` from `first` on read the KV of their windows in a group, from position `start` on.
+    /// Checks that queries at the positions of `tokens` from `first` on read the KV of their windows in a group, from
+    /// position `start` on.
     fn read(&self, kv: &Kv, group: usize, row: usize, tokens: &[i64], (first, start): (usize, usize)) {
         for position in (first + 1).saturating_sub(self.windows[group]).max(start)..tokens.len() {
             let found = &kv[self.slot_in(group, row, position)];
@@ -383,7 +390,8 @@ impl Device {
         }
     }
 
-    /// Two requests must not write one block's draft KV in one launch, and none a block that others read: on a GPU they race.
+    /// Writes draft KV. Two requests must not write one block in one launch, and none may write a block that others
+    /// read, because these accesses race on a GPU.
     fn write_draft(&mut self, scheduler: &Scheduler, row: usize, tokens: &[i64], writers: &mut HashMap<usize, usize>) {
         let slot = self.slot(row, tokens.len() - 1);
         let block = slot / self.block_size;
@@ -459,7 +467,8 @@ impl Device {
         self.rows[row].draft_len = start + len;
     }
 
-    /// What a head's KV of `position` is made of: the tokens up to the next one, where its context begins, and what hidden states.
+    /// Returns a head's KV of `position`: the tokens up to the next one, the start of its context, and the kind of
+    /// hidden states.
     fn hidden_kv(&self, row: usize, tokens: &[i64], position: usize, recurrent: bool) -> (usize, u8, Vec<i64>) {
         let Row { draft_start, request_id, .. } = self.rows[row];
         let mut content = tokens[..=position + 1].to_vec();
@@ -486,7 +495,8 @@ impl Device {
         self.draft_kv[slot] = Some(content);
     }
 
-    /// Queries at positions `first` to `end - 1` read KV of true hidden states from the row's start on, and recurrent KV from `first_recurrent` on.
+    /// Checks that queries at positions `first` to `end - 1` read KV of true hidden states from the row's start on, and
+    /// recurrent KV from `first_recurrent` on.
     fn read_hidden(&self, row: usize, tokens: &[i64], first_recurrent: usize, (first, end): (usize, usize)) {
         if self.rows[row].draft_poisoned {
             return;
@@ -498,7 +508,7 @@ impl Device {
         }
     }
 
-    /// The hidden states of a prompt chunk, or the order to start anew.
+    /// Feeds the head the hidden states of a prompt chunk, or executes an order to start anew.
     fn feed_chunk(
         &mut self,
         scheduler: &Scheduler,
@@ -653,7 +663,7 @@ impl Device {
         Outcome { tokens: emitted, accepted, drafted: k, flags: drafted_flags, finish_reason }
     }
 
-    /// Appends until a stop token or the limit; how many tokens were taken, and why it ended.
+    /// Appends tokens until a stop token or the limit. Returns how many were taken, and why the row ended.
     fn emit(&mut self, row: usize, emitted: &[i64]) -> (usize, i64) {
         let row = &mut self.rows[row];
         let sampling = &self.sampling[&row.request_id];
@@ -669,7 +679,8 @@ impl Device {
         (emitted.len(), FINISH_NONE)
     }
 
-    /// The request's target or capacity fault, if one is due: the row ends, and what it just wrote is NaN.
+    /// Applies the request's target or capacity fault, if one is due: the row ends, and the KV that it just wrote
+    /// becomes NaN.
     fn fatal(&mut self, row: usize, start: usize, end: usize) -> Option<Outcome> {
         let request_id = self.rows[row].request_id;
         let flags = *self.faults.get(&request_id).filter(|&&flags| flags & 5 != 0)?;
@@ -685,7 +696,7 @@ impl Device {
         Some(Outcome { flags, ..Outcome::default() })
     }
 
-    /// The request's draft fault, if one is due and it drafted: what the draft just wrote is NaN.
+    /// Applies the request's draft fault, if one is due and it drafted: the KV that the draft just wrote becomes NaN.
     fn draft_fault(&mut self, row: usize, k: usize, n: usize) -> i64 {
         let request_id = self.rows[row].request_id;
         if k == 0 || self.faults.get(&request_id) != Some(&2) {

@@ -1,4 +1,4 @@
-//! What the scheduler's properties draw: settings, requests, and what is done with them in which order. Checks nothing.
+//! Random inputs of the scheduler's properties: settings, requests, and operations in random order. Checks nothing.
 
 use crate::device::VOCAB;
 use proptest::prelude::*;
@@ -6,9 +6,11 @@ use specrs_core::{Drafter, HostDrafters, NgramProposer, SchedulerConfig, SuffixS
 
 #[derive(Clone, Debug)]
 pub(crate) struct Ask {
-    /// Which of a few long texts the prompt starts, how much of it, and how much of its own follows.
+    /// Index of the long text that the prompt begins with.
     pub(crate) text: i64,
+    /// Number of tokens of the long text in the prompt.
     pub(crate) shared: usize,
+    /// Number of the prompt's own tokens after the long text.
     pub(crate) own: usize,
     pub(crate) max_tokens: usize,
     pub(crate) min_tokens: usize,
@@ -17,7 +19,7 @@ pub(crate) struct Ask {
     pub(crate) caller: Option<i64>,
     pub(crate) stop: Vec<i64>,
     pub(crate) salt: u8,
-    /// Id of its `LoRA` adapter; 0: none.
+    /// Id of the request's `LoRA` adapter; 0 for none.
     pub(crate) lora: u32,
 }
 
@@ -30,7 +32,7 @@ pub(crate) enum Op {
     Abort(prop::sample::Index),
     Preempt(prop::sample::Index),
     Fault(prop::sample::Index, i64),
-    /// Its draft KV is lost, and is to be built again.
+    /// Loss of a request's draft KV, which is then rebuilt.
     Rebuild(prop::sample::Index),
     ResetPrefixCache,
 }
@@ -80,10 +82,10 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Feeds the positions of drafts in one pass for all: no token of a text.
+/// Token id that one pass for all drafts feeds in their place; it occurs in no text.
 const MASK: i64 = VOCAB;
 
-/// `groups`: the windows of further groups of layers.
+/// Generates settings. `groups` generates the windows of further groups of layers.
 pub(crate) fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strategy<Value = SchedulerConfig> {
     let sizes = (1..5_usize, prop::sample::select(vec![2_usize, 9, 24, 48]), 0..24_usize, 1..6_usize);
     let budget = prop_oneof![2 => 1..6_usize, 3 => 6..40_usize];
@@ -159,7 +161,7 @@ pub(crate) fn ops() -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(op(), 1..120)
 }
 
-/// Milliseconds of a draft that a planner goes by, where there is one.
+/// Generates the milliseconds of a draft for a planner, or `None` for no planner.
 pub(crate) fn planned_draft_ms() -> impl Strategy<Value = Option<f64>> {
     prop::option::weighted(0.4, prop::sample::select(vec![0.01, 0.3, 100.0]))
 }

@@ -1,7 +1,7 @@
-//! The scheduler under random requests, aborts, preemptions, faults and plan-settle orders, on a naive device.
+//! Tests of the scheduler under random requests, aborts, preemptions, faults and plan-settle orders, on a naive device.
 //!
-//! After every call its books must agree; every token delivered must be the one that the request would get alone; every request
-//! must end; and at the end every block must be free.
+//! After every call its state must agree with itself. Every delivered token must equal the token that the request would
+//! get alone. Every request must end, and at the end every block must be free.
 
 mod device;
 mod drawn;
@@ -17,11 +17,11 @@ use specrs_core::{
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// What the test knows of a request.
+/// State of a request in the test.
 struct Request {
     order: (i64, usize),
     caller: Option<i64>,
-    /// The most it drafts: what it asked for, or 0 after a fault of the draft.
+    /// Maximum number of drafts: the request's own K, or 0 after a fault of the draft.
     k: usize,
     prompt: Vec<i64>,
     tenant: u8,
@@ -31,21 +31,21 @@ struct Request {
     ended: bool,
 }
 
-/// A launch, its rows, K of its decode entries, what became of them, and the blocks that it reads or writes.
+/// Launch in flight: its id, its rows, K of its decode entries, their outcomes, and the blocks that it reads or writes.
 type InFlight = (u64, Vec<i64>, Vec<i64>, Vec<Outcome>, BTreeSet<i64>);
 
 struct Run {
     scheduler: Scheduler,
     device: Device,
     requests: BTreeMap<i64, Request>,
-    /// Chooses K before each plan, if there is one.
+    /// Planner that chooses K before each plan, if there is one.
     planner: Option<SpeculationPlanner>,
     in_flight: VecDeque<InFlight>,
     record: Vec<i64>,
     settled: Vec<i64>,
-    /// Launches so far.
+    /// Number of launches so far.
     launches: i64,
-    /// Drafts, draft tokens and accepted tokens of entries that counted.
+    /// Numbers of drafts, draft tokens and accepted tokens of entries that counted.
     books: (u64, u64, u64),
 }
 
@@ -215,7 +215,7 @@ impl Run {
         outcome
     }
 
-    /// What holds of every record, whatever was decided.
+    /// Checks the conditions that every record fulfils, whatever was decided.
     fn check_record(&self, alone: bool) {
         let config = self.scheduler.config();
         let record = Record::new(&self.scheduler, &self.record);
@@ -299,7 +299,8 @@ impl Run {
         }
     }
 
-    /// Of a request that waited before this plan admitted some: its priority, how many of its caller's came before it, its arrival.
+    /// Returns the turn of a request that waited before this plan admitted some: its priority, the number of its
+    /// caller's requests before it, its arrival.
     fn turn(&self, id: i64, admitted: &[i64]) -> (i64, usize, usize) {
         let (rank, arrival) = self.requests[&id].order;
         let caller = self.requests[&id].caller;
@@ -310,7 +311,7 @@ impl Run {
         (rank, if caller.is_some() { ran + before } else { 0 }, arrival)
     }
 
-    /// Whether some running request's tokens begin with half of this one's, at least one block.
+    /// Returns whether some running request's tokens begin with half of this request's, at least one block.
     fn may_wait_for_prefix(&self, id: i64) -> bool {
         let config = self.scheduler.config();
         let tokens = |id: i64| {
@@ -325,7 +326,7 @@ impl Run {
         config.enable_prefix_caching && self.running().iter().any(alike)
     }
 
-    /// Adapters of the requests that run, and 0.
+    /// Returns the adapters of the running requests, and 0.
     fn running_loras(&self) -> BTreeSet<u32> {
         let most = self.scheduler.config().max_loras;
         let running = if most == 0 { vec![] } else { self.running() };
@@ -334,12 +335,13 @@ impl Run {
         loras
     }
 
-    /// Whether as many adapters as may run do, its own being one of them or not.
+    /// Returns whether a request has an adapter while the maximum number of adapters runs; its own may be one of them.
     fn waits_for_lora(&self, id: i64, running: &BTreeSet<u32>) -> bool {
         self.requests[&id].lora > 0 && running.len() > self.scheduler.config().max_loras
     }
 
-    /// The device is told of adapters, and none of an adapter overtakes who waits for one's turn.
+    /// Checks that the record names each admitted request's adapter, and that no request with an adapter overtakes one
+    /// that waits for its adapter.
     fn check_loras(&self, record: &Record<'_>, admitted: &[i64], running: &BTreeSet<u32>) {
         if admitted.is_empty() || self.scheduler.config().max_loras == 0 {
             return;
@@ -354,7 +356,8 @@ impl Run {
         }
     }
 
-    /// Beside others, a newcomer has blocks for its whole prompt, or it would soon be preempted again.
+    /// Checks that a newcomer next to other requests has blocks for its whole prompt, because it would soon be
+    /// preempted again otherwise.
     fn check_admissions(&self, record: &Record<'_>) {
         let admitted = record.count("num_admitted");
         if self.scheduler.num_running() == admitted.min(1) {
@@ -380,7 +383,7 @@ impl Run {
         assert!(missing <= free, "admitted with {free} free blocks of the {missing} that prompts need");
     }
 
-    /// The request of an entry, as the device will know it.
+    /// Returns the request of an entry, as the device will know it.
     fn device_request(&self, record: &Record<'_>, entry: usize) -> i64 {
         let row = record.get("entry_row", entry);
         (0..record.count("num_admitted"))
@@ -392,7 +395,7 @@ impl Run {
         self.requests.iter().filter(|(_, request)| !request.ended).map(|(&id, _)| id)
     }
 
-    /// Whether a request runs is asked by what preempting it would say, on a copy.
+    /// Returns the running requests. Whether a request runs is found by preempting it on a copy.
     fn running(&self) -> Vec<i64> {
         self.live().filter(|&id| self.scheduler.clone().preempt(id).is_ok()).collect()
     }
@@ -489,7 +492,8 @@ fn live(id: i64, ended: bool) -> Result<(), Error> {
     if ended { Err(Error::UnknownRequest { request_id: id }) } else { Ok(()) }
 }
 
-/// `SPECRS_OPERATIONS` sets how many operations are tried in all, 100,000 if it is not set; each of the two tests has half.
+/// Returns the settings of the tests. `SPECRS_OPERATIONS` sets the total number of operations, 100,000 by default; each
+/// of the two tests has half.
 fn config() -> ProptestConfig {
     let operations = std::env::var("SPECRS_OPERATIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(100_000);
     let cases = operations / 2 / 60; // the mean length of a case

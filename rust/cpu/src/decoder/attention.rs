@@ -1,6 +1,6 @@
-//! A layer's attention: queries, keys and values, their norm and rotation, the KV write, attention, output projection.
-//! Two phases where KV heads split evenly among the participants, else three; one more where all heads are normed as one, and
-//! one where a norm is behind.
+//! Attention of a layer: queries, keys and values, their norm and rotation, the KV write, attention, output projection.
+//! It takes two phases if KV heads split evenly among the participants, else three. It takes one more phase if all
+//! heads are normed as one, and one more if a norm follows the attention.
 
 use super::Context;
 use super::products::Fed;
@@ -14,7 +14,7 @@ use crate::memory::{Columns, Planes, PlanesMut};
 use crate::pass::{MAX_TILE_ROWS, Pass};
 use std::marker::PhantomData;
 
-/// A KV head whose memory a participant has for itself.
+/// KV head in memory that only one participant uses.
 struct OwnHead<'a, T> {
     planes: &'a PlanesMut<'a, T>,
     key: usize,
@@ -33,7 +33,7 @@ impl<T> KvRead<T> for OwnHead<'_, T> {
     }
 }
 
-/// A KV head in memory that all read.
+/// KV head in memory that all participants read.
 struct SharedHead<'a, T> {
     layer: &'a [T],
     sizes: [usize; 3],
@@ -60,42 +60,42 @@ impl<T> KvRead<T> for SharedHead<'_, T> {
     }
 }
 
-/// Where a tile's rows find their KV: in the blocks of one group.
+/// Location of the KV of a tile's rows, in the blocks of one KV group.
 pub(super) struct Paging<'a> {
     shape: KvShape,
-    /// Of the tile's rows.
+    /// KV slots of the tile's rows.
     slots: &'a [i64],
-    /// `[rows, max_blocks]`
+    /// Block table of the tile's requests, `[rows, max_blocks]`.
     block_table: &'a [i64],
 }
 
-/// A piece of attention: units are (KV head, row).
+/// Piece of attention work, in units of (KV head, row).
 struct Share<'a> {
     units: std::ops::Range<usize>,
-    /// Queries from head `first_head` on.
+    /// Queries, from head `first_head` on.
     q: &'a [Vector],
     first_head: usize,
-    /// `[units, group * head_dim]`
+    /// Output of attention, `[units, group * head_dim]`.
     out: &'a mut [f32],
 }
 
-/// What heads are made of, next to the rows that their projection is fed.
+/// Inputs of the heads of q, k and v, in addition to the rows that their projection is fed.
 struct HeadInputs<'a> {
-    /// q, k and v of all rows, where all heads are normed as one.
+    /// Projected q, k and v of all rows, if all heads are normed as one.
     projected: &'a [f32],
-    /// What the norms of all query heads and of all key heads multiply by, there.
+    /// Factors of the norms of all query heads and of all key heads, if all heads are normed as one.
     scales: &'a [f32],
     cos: &'a [f32],
     sin: &'a [f32],
-    /// Where k and v of each row go.
+    /// KV slot of each row.
     slots: &'a [i64],
 }
 
-/// Where a piece of the heads goes.
+/// Outputs of a piece of the heads of q, k and v.
 struct HeadOutputs<'a, 'p, T> {
     /// Queries, from the piece's first head on.
     q: &'a mut [Vector],
-    /// Keys and values, in the cache.
+    /// Keys and values in the KV cache.
     planes: &'a mut PlanesMut<'p, T>,
 }
 
@@ -190,7 +190,7 @@ impl<'a> Context<'a> {
         self.add_normed(norm, added, h, private);
     }
 
-    /// q, k and v as they are projected, into `heads` `[rows, (heads + 2 kv_heads) head_dim]`: a phase.
+    /// Projects q, k and v into `heads` `[rows, (heads + 2 kv_heads) head_dim]`, as one phase.
     fn project(&self, layer: &Layer, h: &[f32], e: &[f32], heads: &mut [f32], private: &mut [Private]) {
         let rows = self.rows();
         let outs = Columns::new(heads, rows, layer.qkv.outputs(), &self.shares.qkv.bounds);
@@ -208,7 +208,7 @@ impl<'a> Context<'a> {
         });
     }
 
-    /// What the norms of all query heads and of all key heads of projected rows multiply by.
+    /// Computes the factors of the norms of all query heads and of all key heads for projected rows.
     fn whole_scales(&self, heads: &[f32], own: &mut Private) {
         let shape = &self.weights.shape;
         let (q, k) = (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);
@@ -220,8 +220,8 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Rows of head `head` of q, k and v, `[rows, head_dim]`, into `y`: where all heads are normed as one, they are
-    /// read from `given` and normed.
+    /// Writes the rows of head `head` of q, k and v, `[rows, head_dim]`, into `y`. If all heads are normed as one, they
+    /// are read from `given` and normed.
     fn project_head(&self, layer: &Layer, head: usize, given: &HeadInputs<'_>, fed: &mut Fed<'_>, y: &mut [f32]) {
         let HeadInputs { projected: heads, scales, .. } = given;
         let shape = &self.weights.shape;
@@ -244,7 +244,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// A piece of the heads of q, k and v: k and v go into the cache, where the row has a slot.
+    /// Computes a piece of the heads of q, k and v. Keys and values go into the cache if the row has a slot.
     fn heads<T: Element>(
         &self,
         layer: &Layer,
@@ -295,7 +295,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// A piece of attention: rows of one request after each other go together.
+    /// Computes a piece of attention. Neighbouring rows of one request are attended together.
     fn attend<T: Element, K: KvRead<T>>(
         &self,
         layer: &Layer,
@@ -347,7 +347,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// What attention gave, `[kv_heads, rows, group * head_dim]`, as rows of a projection's input.
+    /// Copies the attention output `[kv_heads, rows, group * head_dim]` to `x` as rows of a projection's input.
     fn collect(&self, attended: &[f32], x: &mut [Vector]) {
         let shape = &self.weights.shape;
         let (rows, width) = (self.rows(), shape.group() * shape.head_dim);

@@ -1,11 +1,11 @@
-//! A layer's experts in place of its MLP: three phases, four where a norm is behind. Rows are grouped by expert, so that the
-//! weights of each are read once a tile.
+//! Experts of a layer in place of its MLP: three phases, or four if a norm follows. Rows are grouped by expert, so that
+//! the weights of each expert are read once per tile.
 
-use super::Context;
 use super::products::Fed;
-use super::scratch::{Buffers, CHUNK, Mixture, Private};
+use super::scratch::{Buffers, Mixture, Private};
+use super::{CHUNK, Context};
 use crate::isa::{LANES, Vector};
-use crate::kernels::Route;
+use crate::kernels::{RoundedRoom, Route};
 use crate::layer::{Experts, Layer};
 use crate::memory::{Columns, ColumnsMut};
 
@@ -36,7 +36,7 @@ impl Context<'_> {
             let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
             self.session.run(&self.shares.expert.first, &|t, pieces| {
                 let mut own = own.take(t);
-                let Private { x, y, z, sent: copied, .. } = &mut own.row_mut(0)[0];
+                let Private { x, y, z, sent: copied, room, .. } = &mut own.row_mut(0)[0];
                 // Again, because another thread may have had all of the router's pieces.
                 self.norm(0..rows, h, layer.post_attention_norm.as_deref(), x);
                 self.round(x, rows, hidden);
@@ -46,7 +46,8 @@ impl Context<'_> {
                         let of = starts[i]..starts[i + 1];
                         if !of.is_empty() {
                             let x = gather(x, &sent[of.clone()], hidden.div_ceil(LANES), copied);
-                            self.gate_up(gate_up, &mut Fed::rows(x), of, (y, z), &mut acts);
+                            let mut fed = self.fed_rows(gate_up, x, of.len(), &mut room.rounded);
+                            self.gate_up(gate_up, &mut fed, of, (y, z), &mut acts);
                         }
                     }
                 }
@@ -59,22 +60,24 @@ impl Context<'_> {
         let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
         self.session.run(&self.shares.mixed.first, &|t, pieces| {
             let mut own = own.take(t);
-            let y = &mut own.row_mut(0)[0].y;
+            let Private { y, room, .. } = &mut own.row_mut(0)[0];
             for piece in pieces {
-                self.mix(experts, norm.is_some(), (starts, sent, weights), act, y, &mut outs.take(piece));
+                let outs = &mut outs.take(piece);
+                self.mix(experts, norm.is_some(), (starts, sent, weights), act, (y, &mut room.rounded), outs);
             }
         });
         self.add_normed(norm, added, h, private);
     }
 
-    /// A piece of what the experts give: added to the residual stream, or written where a norm follows.
+    /// Computes a piece of the experts' output. It is added to the residual stream, or written to a buffer if a norm
+    /// follows.
     fn mix(
         &self,
         experts: &Experts,
         normed: bool,
         (starts, sent, weights): (&[usize], &[usize], &[f32]),
         act: &[Vector],
-        y: &mut [f32],
+        (y, room): (&mut [f32], &mut RoundedRoom),
         outs: &mut ColumnsMut<'_, f32>,
     ) {
         let vectors = experts.sizes().intermediate.div_ceil(LANES);
@@ -87,16 +90,17 @@ impl Context<'_> {
             if !of.is_empty() {
                 let act = &act[of.start * vectors..of.end * vectors];
                 let sent = sent[of.clone()].iter().zip(&weights[of]).map(|(&row, weight)| (row, weight * multiplier));
+                let mut fed = self.fed_rows(down, act, sent.len(), room);
                 for first in outs.columns().step_by(CHUNK) {
                     let chunk = first..(first + CHUNK).min(outs.columns().end);
-                    self.product(down, chunk.clone(), &mut Fed::rows(act), sent.len(), y, CHUNK);
+                    self.product(down, chunk.clone(), &mut fed, sent.len(), y, CHUNK);
                     add(outs, first, chunk.len(), y, sent.clone());
                 }
             }
         }
     }
 
-    /// Sends each row that is not masked to its experts.
+    /// Assigns each row that is not masked to its experts.
     fn route(&self, experts: &Experts, mixture: &mut Mixture) {
         let (count, per_token) = (experts.experts.len(), experts.per_token);
         let Mixture { logits, chosen, shares, starts, rows, weights, .. } = mixture;
@@ -129,7 +133,7 @@ impl Context<'_> {
     }
 }
 
-/// The rows `rows` of `x`, which ascend: where they lie side by side as they are, else copied.
+/// Returns the rows `rows` of `x`, which ascend. If they are consecutive, they are borrowed from `x`, else copied.
 fn gather<'a>(x: &'a [Vector], rows: &[usize], vectors: usize, copied: &'a mut [Vector]) -> &'a [Vector] {
     let (first, last) = (rows[0], rows[rows.len() - 1]);
     if last - first + 1 == rows.len() {
@@ -141,7 +145,7 @@ fn gather<'a>(x: &'a [Vector], rows: &[usize], vectors: usize, copied: &'a mut [
     &copied[..rows.len() * vectors]
 }
 
-/// Adds features `first..first + len` of rows of `y` to rows of `outs`, by weight.
+/// Adds features `first..first + len` of rows of `y` to rows of `outs`, each times its weight.
 fn add(outs: &mut ColumnsMut<'_, f32>, first: usize, len: usize, y: &[f32], sent: impl Iterator<Item = (usize, f32)>) {
     let from = first - outs.columns().start;
     for ((row, weight), y) in sent.zip(y.chunks_exact(CHUNK)) {

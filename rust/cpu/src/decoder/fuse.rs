@@ -1,6 +1,5 @@
-//! What an EAGLE-3 head makes of the target's hidden states before its passes: one phase.
+//! Input of an EAGLE-3 head: combines the target's hidden states before the head's passes, in one phase.
 
-use super::products::Fed;
 use super::scratch::Private;
 use super::{Context, Decoder};
 use crate::error::{Error, Result, check_len};
@@ -11,15 +10,15 @@ use crate::pass::MAX_TILE_ROWS;
 use crate::weights::{Normed, Weights};
 
 impl Decoder {
-    /// The target's hidden states `[N, L, its hidden size]` as states of the head's own, into `out` `[N, hidden_size]`: what
-    /// [`Beside`](crate::Beside) takes. Its weights are those of an EAGLE-3 head.
+    /// Combines the target's hidden states `[N, L, its hidden size]` into states of the head, `out` `[N, hidden_size]`,
+    /// which [`Eagle3Input`](crate::Eagle3Input) takes. The decoder's weights must be those of an EAGLE-3 head.
     ///
     /// # Errors
-    /// Where a slice has another length, or the decoder is no head.
+    /// If a slice has a wrong length, or the decoder is no head.
     pub fn fuse(&mut self, states: &[f32], out: &mut [f32]) -> Result<()> {
         let weights: &Weights = &self.weights;
         let hidden = weights.shape.hidden_size;
-        let Some(head) = &weights.beside else {
+        let Some(head) = &weights.eagle3 else {
             return Err(Error::invalid("states", "given", "none: it is no head"));
         };
         let inputs = head.fc.inputs;
@@ -48,13 +47,15 @@ impl Context<'_> {
             let own = &mut own.row_mut(0)[0];
             self.fuse_input(head, states, own);
             self.round(&mut own.x, rows, head.fc.inputs);
+            let Private { x, y, room, .. } = own;
+            let mut fed = self.fed_rows(&head.fc, x, rows, &mut room.rounded);
             for piece in pieces {
-                self.put_product(&head.fc, &mut Fed::rows(&own.x), rows, &mut own.y, &mut outs.take(piece));
+                self.put_product(&head.fc, &mut fed, rows, y, &mut outs.take(piece));
             }
         });
     }
 
-    /// What `fc` is fed, into `x`.
+    /// Writes the input of `fc` into the participant's `x`.
     fn fuse_input(&self, head: &Normed, states: &[f32], own: &mut Private) {
         let (inputs, together, eps) = (head.fc.inputs, head.together, self.weights.shape.rms_norm_eps);
         let rows = own.x.chunks_exact_mut(inputs.div_ceil(LANES));

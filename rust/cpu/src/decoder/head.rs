@@ -1,30 +1,30 @@
-//! The end of a pass: final norm, LM head, and the hidden states, logits or most probable ids of the rows asked for.
+//! End of a pass: final norm, LM head, and the hidden states, logits or most probable ids of the requested rows.
 
-use super::products::Fed;
-use super::scratch::{CHUNK, Private};
-use super::{Context, Decoder, Range};
+use super::products::{Fed, FedRoom};
+use super::scratch::Private;
+use super::{CHUNK, Context, Decoder, Range};
 use crate::error::{Error, Result, check_len};
 use crate::isa::{LANES, Vector};
 use crate::kernels::{Argmax, better};
 use crate::memory::Columns;
 use crate::pass::{MAX_TILE_ROWS, Output};
 
-/// What the LM head is fed.
+/// Input of the LM head.
 #[derive(Clone, Copy)]
 enum Source<'a> {
-    /// Rows of a tile's residual stream `[.., hidden]`, to be normed: those asked for, as rows of the pass, and the
-    /// tile's first.
+    /// Rows of a tile's residual stream `[.., hidden]` that still have to be normed. The fields are the stream, the
+    /// requested rows as rows of the pass, and the tile's first row.
     Residual(&'a [f32], &'a [usize], usize),
-    /// `[L, hidden]`, normed.
+    /// Normed final hidden states, `[L, hidden]`.
     Final(&'a [f32]),
 }
 
 impl Decoder {
-    /// Logits of the first `num_ids` ids of final hidden states `[L, hidden_size]`, into `logits` `[L, num_ids]`: the bits
-    /// that a pass gives for them.
+    /// Writes the logits of the first `num_ids` ids for final hidden states `[L, hidden_size]` into `logits` `[L,
+    /// num_ids]`. They have the same bits as the logits of a pass.
     ///
     /// # Errors
-    /// Where a slice has another length, or `num_ids` is none of the vocabulary.
+    /// If a slice has a wrong length, or `num_ids` is 0 or larger than the vocabulary.
     pub fn logits(&mut self, hidden: &[f32], num_ids: usize, logits: &mut [f32]) -> Result<()> {
         let rows = self.check_head(hidden, num_ids)?;
         check_len("logits", logits.len(), rows * num_ids)?;
@@ -35,11 +35,11 @@ impl Decoder {
         Ok(())
     }
 
-    /// The most probable of the first `num_ids` ids of final hidden states `[L, hidden_size]`, and its logit, as
-    /// [`Output::Argmax`] has them.
+    /// Finds the most probable of the first `num_ids` ids and its logit for final hidden states `[L, hidden_size]`, as
+    /// [`Output::Argmax`] does.
     ///
     /// # Errors
-    /// As [`logits`](Self::logits).
+    /// If a slice has a wrong length, or `num_ids` is 0 or larger than the vocabulary.
     pub fn argmax(&mut self, hidden: &[f32], num_ids: usize, ids: &mut [i64], top: &mut [f32]) -> Result<()> {
         let rows = self.check_head(hidden, num_ids)?;
         check_len("ids", ids.len(), rows)?;
@@ -52,7 +52,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Rows of final hidden states.
+    /// Checks the arguments of the LM head and returns the number of rows of final hidden states.
     fn check_head(&self, hidden: &[f32], num_ids: usize) -> Result<usize> {
         let shape = &self.weights.shape;
         if !hidden.len().is_multiple_of(shape.hidden_size) {
@@ -77,7 +77,7 @@ impl Decoder {
 }
 
 impl Context<'_> {
-    /// What is asked of the rows of this tile, which are `tile` of the pass.
+    /// Writes the requested output of the rows of this tile, which are rows `tile` of the pass.
     pub(super) fn output(&self, output: &mut Output<'_>, tile: &Range<usize>, h: &[f32], private: &mut [Private]) {
         // Rows asked for are ascending, so those of a tile lie side by side.
         let within =
@@ -132,12 +132,12 @@ impl Context<'_> {
         let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
         self.session.run(&self.shares.ids.first, &|t, pieces| {
             let mut own = own.take(t);
-            let Private { x, y, .. } = &mut own.row_mut(0)[0];
-            self.feed_head(source, rows, x);
+            let Private { x, y, room, .. } = &mut own.row_mut(0)[0];
+            let mut fed = self.feed_head(source, rows, x, room);
             for piece in pieces {
                 let mut out = out.take(piece);
                 let ids = out.columns();
-                self.chunks(rows, ids.clone(), x, y, |i, chunk, y| {
+                self.chunks(rows, ids.clone(), &mut fed, y, |i, chunk, y| {
                     out.row_mut(i)[chunk.start - ids.start..chunk.end - ids.start].copy_from_slice(y);
                 });
             }
@@ -155,15 +155,15 @@ impl Context<'_> {
         let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
         self.session.run(&self.shares.ids.first, &|t, pieces| {
             let mut own = own.take(t);
-            let Private { x, y, best, .. } = &mut own.row_mut(0)[0];
-            self.feed_head(source, rows, x);
+            let Private { x, y, best, room, .. } = &mut own.row_mut(0)[0];
+            let mut fed = self.feed_head(source, rows, x, room);
             for piece in pieces {
                 let (ids, mut of_piece) = (self.shares.ids.piece(piece), [NO_ID; MAX_TILE_ROWS]);
                 // Of ids that come later only a better one counts; before them an equal one does, too.
                 for (found, best) in of_piece.iter_mut().zip(&best[..rows]).filter(|(_, best)| best.0 < ids.start) {
                     *found = *best;
                 }
-                self.chunks(rows, ids, x, y, |i, chunk, y| {
+                self.chunks(rows, ids, &mut fed, y, |i, chunk, y| {
                     if let Some((offset, x)) = self.isa.run(Argmax { x: y, best: of_piece[i].1 }) {
                         of_piece[i] = (chunk.start + offset, x);
                     }
@@ -178,24 +178,25 @@ impl Context<'_> {
         }
     }
 
-    /// Writes the final hidden states of a source to `x`, as the LM head's products take them.
-    fn feed_head(&self, source: Source<'_>, rows: usize, x: &mut [Vector]) {
+    /// Writes the final hidden states of a source to `x`, in the form that the LM head is fed.
+    fn feed_head<'a>(&self, source: Source<'_>, rows: usize, x: &'a mut [Vector], room: &'a mut FedRoom) -> Fed<'a> {
         self.feed(source, x);
         self.round(x, rows, self.weights.lm_head.inputs);
+        self.fed_rows(&self.weights.lm_head, x, rows, &mut room.rounded)
     }
 
-    /// Calls `each` with (row of `x`, ids, their logits) for chunks of `ids`.
+    /// Calls `each` with (row, ids, their logits) for chunks of `ids`.
     fn chunks(
         &self,
         rows: usize,
         ids: Range<usize>,
-        x: &[Vector],
+        fed: &mut Fed<'_>,
         y: &mut [f32],
         mut each: impl FnMut(usize, Range<usize>, &[f32]),
     ) {
         for start in ids.clone().step_by(CHUNK) {
             let chunk = start..(start + CHUNK).min(ids.end);
-            self.product(&self.weights.lm_head, chunk.clone(), &mut Fed::rows(x), rows, y, CHUNK);
+            self.product(&self.weights.lm_head, chunk.clone(), fed, rows, y, CHUNK);
             for (i, y) in y.chunks_exact(CHUNK).take(rows).enumerate() {
                 each(i, chunk.clone(), &y[..chunk.len()]);
             }
@@ -203,10 +204,11 @@ impl Context<'_> {
     }
 }
 
-/// No id yet, which every id is better than.
+/// Value for no id, which is less probable than every id.
 const NO_ID: (usize, f32) = (usize::MAX, f32::NEG_INFINITY);
 
-/// The more probable of two ids; the lower one where they are equally probable, because pieces are done in any order.
+/// Returns the more probable of two ids, or the lower id if they are equally probable. The result does not depend on
+/// the order, because pieces are done in any order.
 fn best_of(a: (usize, f32), b: (usize, f32)) -> (usize, f32) {
     if better(b.1, a.1) || (b.0 < a.0 && !better(a.1, b.1)) { b } else { a }
 }

@@ -1,25 +1,24 @@
-//! What `LoRA` adapters add behind a projection: two products of few outputs for the rows that have one. Each participant
-//! computes all of `A x`, which is less than a phase more, and the outputs of B that are its own; so sums have one order, whatever
-//! the other rows and the threads.
+//! `LoRA` adapters in a pass: for the rows that have one, they add two products with few outputs to a projection. Each
+//! participant computes all of `A x`, which takes less time than another phase, and its own outputs of B. So sums have
+//! one order, regardless of other rows and of threads.
 
-use super::Context;
-use super::scratch::CHUNK;
+use super::{CHUNK, Context};
 use crate::isa::{LANES, Vector};
 use crate::kernels::Product;
 use crate::lora::{Lora, Projection};
 use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
-use crate::weights::ModelShape;
+use crate::shape::ModelShape;
 use std::ops::Range;
 
-/// Rows of a tile that lie side by side and have an adapter.
+/// Neighbouring rows of a tile that use the same adapter.
 pub(super) struct AdaptedRows<'a> {
     rows: Range<usize>,
     lora: &'a Lora,
 }
 
 impl<'a> AdaptedRows<'a> {
-    /// Those of a tile's rows.
+    /// Groups neighbouring rows of a tile that use the same adapter.
     pub(super) fn of(adapters: &[Option<&'a Lora>]) -> Vec<Self> {
         let mut found: Vec<Self> = Vec::new();
         for (row, lora) in adapters.iter().enumerate() {
@@ -33,17 +32,17 @@ impl<'a> AdaptedRows<'a> {
     }
 }
 
-/// A participant's memory for these products; none before there are any.
+/// Memory of a participant for the products of adapters; empty before the first adapter.
 #[derive(Default)]
 pub(super) struct LoraRoom {
-    /// `[rows, vectors]` A x, of one adapter's rows part by part.
+    /// Products `A x` of one adapter's rows, part by part, `[rows, vectors]`.
     low: Vectors,
-    /// `[rows, chunk]` B A x.
+    /// Products `B A x`, `[rows, chunk]`.
     y: Vec<f32>,
 }
 
 impl LoraRoom {
-    /// Makes room for an adapter of so many vectors a row.
+    /// Reserves memory for an adapter with `vectors` vectors per row.
     pub(super) fn reserve(&mut self, vectors: usize, shape: &ModelShape) {
         if self.low.len() < MAX_TILE_ROWS * vectors {
             self.low = Vectors::new(MAX_TILE_ROWS * vectors);
@@ -57,7 +56,7 @@ impl LoraRoom {
     }
 }
 
-/// What is to be added to a projection's outputs.
+/// Products of adapters that are to be added to a projection's outputs.
 pub(super) struct Added<'a> {
     projection: Projection,
     low: &'a [Vector],
@@ -65,7 +64,8 @@ pub(super) struct Added<'a> {
 }
 
 impl Context<'_> {
-    /// `A x` of the rows that have adapters, `x` `[rows, ceil(inputs / 16)]`.
+    /// Computes `A x` of the rows that have adapters, from `x` `[rows, ceil(inputs / 16)]`. Returns `None` if no row
+    /// has one.
     pub(super) fn lower<'a>(
         &self,
         projection: Projection,
@@ -92,7 +92,8 @@ impl Context<'_> {
         Some(Added { projection, low: &room.low, y: &mut room.y })
     }
 
-    /// Adds `B A x` to outputs `outputs` of the rows that have adapters; `y` is as in [`product`](Self::product).
+    /// Adds `B A x` to outputs `outputs` of the rows that have adapters. `y` has the rows of
+    /// [`product`](Self::product), each `stride` long.
     pub(super) fn raise(&self, added: &mut Added<'_>, outputs: &Range<usize>, y: &mut [f32], stride: usize) {
         let width = added.low.len() / MAX_TILE_ROWS;
         for AdaptedRows { rows, lora } in self.adapted {

@@ -1,8 +1,8 @@
-//! What a layer does behind its attention: two phases, three where a norm is behind.
+//! MLP of a layer after its attention: two phases, or three if a norm follows.
 
 use super::products::Fed;
-use super::scratch::{Buffers, CHUNK, Private};
-use super::{Context, Range};
+use super::scratch::{Buffers, Private};
+use super::{CHUNK, Context, Range};
 use crate::isa::{LANES, Vector};
 use crate::kernels::{ClampedGateMul, GateMul, RmsNorm};
 use crate::layer::{Activation, Layer};
@@ -53,7 +53,8 @@ impl Context<'_> {
         self.add_normed(norm, added, h, private);
     }
 
-    /// A piece of the features between gate, up and down, into `rows` of `acts`, which are the rows that it is fed.
+    /// Computes a piece of the features between gate, up and down, into rows `rows` of `acts`. These are the rows that
+    /// the projection is fed.
     pub(super) fn gate_up(
         &self,
         linear: &Linear,
@@ -88,8 +89,8 @@ impl Context<'_> {
         }
     }
 
-    /// A piece of the features of a block's last projection: added to the residual stream, or written where a norm
-    /// follows.
+    /// Computes a piece of the features of a block's last projection. It is added to the residual stream, or written to
+    /// `outs` if a norm follows.
     pub(super) fn give(
         &self,
         linear: &Linear,
@@ -105,7 +106,7 @@ impl Context<'_> {
         }
     }
 
-    /// Adds the norms of what a block gave to the residual stream, where one is behind it: a phase, by rows.
+    /// Adds the normed output of a block to the residual stream if `norm` is given, as one phase by rows.
     pub(super) fn add_normed(&self, norm: Option<&[f32]>, added: &[f32], h: &mut [f32], private: &mut [Private]) {
         let Some(weight) = norm else { return };
         let (hidden, eps) = (self.weights.shape.hidden_size, self.weights.shape.rms_norm_eps);
@@ -128,7 +129,7 @@ impl Context<'_> {
         });
     }
 
-    /// Writes a piece of the features of a projection of `rows` rows.
+    /// Writes a piece of the features of a projection of `rows` rows to `outs`.
     pub(super) fn put_product(
         &self,
         linear: &Linear,
@@ -147,7 +148,7 @@ impl Context<'_> {
         }
     }
 
-    /// Adds a piece of the features of a projection to the residual stream.
+    /// Adds a piece of the features of a projection to the residual stream `hs`.
     fn add_product(&self, linear: &Linear, fed: &mut Fed<'_>, y: &mut [f32], hs: &mut ColumnsMut<'_, f32>) {
         let Range { start: first, end } = hs.columns();
         let multiplier = self.weights.multipliers.residual;

@@ -1,7 +1,7 @@
 //! The forward pass of a dense decoder: checks, tiles, and the order of phases.
 //!
-//! A pass is a sequence of phases; in each the participants write parts of a buffer that no other has, and read what the
-//! phases before have left. Hidden states are fp32 between all products, also where weights are bf16.
+//! A pass is a sequence of phases. In each phase, the participants write disjoint parts of a buffer and read the
+//! results of earlier phases. Hidden states are fp32 between all products, even if weights are bf16.
 
 mod attention;
 mod experts;
@@ -18,9 +18,10 @@ use crate::isa::{Isa, LANES, Tiles, Vector};
 use crate::kernels::{Angles, RmsNorm};
 use crate::kv_cache::{KvCache, KvLayer};
 use crate::layer::Mlp;
-use crate::pass::{Beside, Entries, MAX_TILE_ROWS, Output, Pass};
+use crate::pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass};
 use crate::pool::{Pool, Session};
-use crate::weights::{ValuesMut, Weights};
+use crate::values::ValuesMut;
+use crate::weights::Weights;
 use loras::AdaptedRows;
 use products::TileRoom;
 use scratch::{Buffers, Private};
@@ -28,65 +29,68 @@ use shares::Shares;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A model ready for passes: its weights, its threads, and the memory that a pass needs.
+/// Number of outputs that a product computes at once, before they are used.
+const CHUNK: usize = 64;
+
+/// Model ready for passes: its weights, its threads, and the memory that a pass needs.
 pub struct Decoder {
     weights: Arc<Weights>,
     pool: Arc<Pool>,
     isa: Isa,
-    /// Rows are rounded to bf16 before products.
+    /// Whether rows are rounded to bf16 before products.
     bf16_rows: bool,
-    /// What multiplies the rows of prompts.
+    /// Tiles that multiply the rows of prompts; `None` if they are multiplied by vectors.
     prompt_tiles: Option<Tiles>,
-    /// By participants less one.
+    /// Cuts of the work, by number of participants less one.
     shares: Vec<Shares>,
     buffers: Buffers,
     private: Vec<Private>,
-    /// Of the rows of the last pass, see [`finite`](Self::finite).
+    /// Whether each row of the last pass is finite; see [`finite`](Self::finite).
     finite: Vec<bool>,
 }
 
-/// What all phases of a tile know.
+/// Data that all phases of a tile share.
 #[derive(Clone, Copy)]
 struct Context<'a> {
     isa: Isa,
     bf16_rows: bool,
-    /// What multiplies these rows; None: vectors do.
+    /// Tiles that multiply these rows; `None` if they are multiplied by vectors.
     tiles: Option<Tiles>,
     weights: &'a Weights,
     shares: &'a Shares,
     session: &'a Session<'a>,
-    /// The tile's rows; of their slots and blocks those in the first KV group.
+    /// Rows of the tile, with their slots and blocks in the first KV group.
     tile: Pass<'a>,
-    /// All rows, and which of them is the tile's first.
+    /// All rows of the pass.
     pass: Pass<'a>,
+    /// Index in `pass` of the tile's first row.
     first: usize,
-    /// What they are fed beside their tokens.
-    beside: Option<Beside<'a>>,
-    /// The tile's rows that have adapters.
+    /// Hidden states that an EAGLE-3 head is fed with its tokens; `None` for other models.
+    eagle3: Option<Eagle3Input<'a>>,
+    /// Rows of the tile that have adapters.
     adapted: &'a [AdaptedRows<'a>],
-    /// The layer that is computed.
+    /// Index of the layer being computed.
     layer: usize,
 }
 
 impl Decoder {
-    /// A decoder of these weights on these threads, with the fastest instructions of this machine.
+    /// Makes a decoder of these weights on these threads, with the fastest instructions of this machine.
     ///
     /// # Errors
-    /// None yet.
+    /// Returns no error at present.
     pub fn new(weights: Arc<Weights>, pool: Arc<Pool>) -> Result<Self> {
         Ok(Self::with_isa(weights, pool, Isa::detect()))
     }
 
-    /// The same with instructions of choice. They change nothing but the time.
+    /// Makes a decoder of these weights on these threads, with the given instructions. They change only the time.
     pub fn with_isa(weights: Arc<Weights>, pool: Arc<Pool>, isa: Isa) -> Self {
         let shape = weights.shape;
-        let fused = weights.beside.as_ref().map_or(0, |head| head.fc.inputs);
         Self {
             shares: (1..=pool.threads())
                 .map(|participants| Shares::new(shape, weights.sliding_window(), weights.experts, participants))
                 .collect(),
             buffers: Buffers::new(&weights),
-            private: (0..pool.threads()).map(|_| Private::new(&shape, fused, weights.experts.is_some())).collect(),
+            private: (0..pool.threads()).map(|_| Private::new(&weights)).collect(),
             weights,
             pool,
             isa,
@@ -96,20 +100,20 @@ impl Decoder {
         }
     }
 
-    /// The same, but rows are rounded to bf16 before every product, so that it is one of bf16 pairs with fp32 sums. A sum has
-    /// one order still, of its own: bits are the same for any other rows, threads and instructions.
+    /// Makes the decoder round rows to bf16 before every product, so that products multiply bf16 pairs and add in fp32.
+    /// A sum still has one order: its bits do not depend on other rows, threads and instructions.
     ///
     /// # Errors
-    /// Where a matrix is not bf16, or has inputs that are no multiple of 32.
+    /// If a matrix is not bf16, or its number of inputs is no multiple of 32.
     pub fn with_bf16_rows(self) -> Result<Self> {
         self.weights.check_pairs()?;
         let tiny = self.isa.has_dots() && self.weights.has_tiny();
         Ok(Self { bf16_rows: true, isa: if tiny { self.isa.without_dots() } else { self.isa }, ..self })
     }
 
-    /// The same, but products of [`prompts`](Pass::prompts)' rows with bf16 weights of a multiple of 32 inputs are by tiles,
-    /// in fp32 still: faster, and sums have another order, which is the same for any other rows, threads and chunks. The LM
-    /// head's and experts' products stay as they are.
+    /// Makes the decoder multiply the rows of [`prompts`](Pass::prompts) by tiles, in fp32, if weights are bf16 and
+    /// have a multiple of 32 inputs. That is faster, and sums have another order, which does not depend on other rows,
+    /// threads and chunks. Products of the LM head and of experts stay unchanged.
     #[must_use]
     pub fn with_prompt_tiles(mut self, tiles: Tiles) -> Self {
         self.prompt_tiles = Some(tiles);
@@ -117,56 +121,57 @@ impl Decoder {
         self
     }
 
-    /// Its weights.
+    /// Returns the weights.
     pub fn weights(&self) -> &Arc<Weights> {
         &self.weights
     }
 
-    /// Its threads.
+    /// Returns the pool of threads.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }
 
-    /// Its instructions.
+    /// Returns the instruction set.
     pub fn isa(&self) -> Isa {
         self.isa
     }
 
-    /// Whether rows are rounded to bf16 before products.
+    /// Returns whether rows are rounded to bf16 before products.
     pub fn has_bf16_rows(&self) -> bool {
         self.bf16_rows
     }
 
-    /// Whether rows of prompts are multiplied by tiles.
+    /// Returns whether rows of prompts are multiplied by tiles.
     pub fn has_prompt_tiles(&self) -> bool {
         self.prompt_tiles.is_some()
     }
 
-    /// Fills the memory that passes need with NaN, for tests: nothing of it may reach what a pass gives.
+    /// Fills the memory that passes need with NaN, for tests: none of it may reach the results of a pass.
     pub fn poison(&mut self) {
         self.buffers.poison();
         self.private.iter_mut().for_each(Private::poison);
     }
 
-    /// By row of the last pass, whether the residual stream behind the last layer is finite, where that layer has a window:
-    /// rows behind it do not tell then. Else empty.
+    /// Returns for each row of the last pass whether its residual stream after the last layer is finite, if that layer
+    /// has a window. Rows after the window do not show it then. Empty for other models.
     pub(crate) fn finite(&self) -> &[bool] {
         &self.finite
     }
 
-    /// Feeds the rows of `pass`: writes their K and V into `kv`, and what `output` asks for. Allocates nothing but for adapters.
+    /// Runs a pass: feeds its rows, writes their K and V into `kv`, and writes the results that `output` asks for.
+    /// Allocates nothing except for adapters.
     ///
     /// # Errors
-    /// Where the pass names a token, slot, block or row that does not exist, or the process is a fork of the pool's;
-    /// nothing is written then.
+    /// If the pass names a token, slot, block or row that does not exist, or if the process was forked off the pool's.
+    /// Nothing is written then.
     pub fn forward(&mut self, pass: &Pass<'_>, kv: &mut KvCache, output: Output<'_>) -> Result<()> {
         self.forward_keeping(pass, kv, output, Entries { layers: &[], states: &mut [] })
     }
 
-    /// The same, and keeps hidden states on the way.
+    /// Runs a pass as [`forward`](Self::forward) does, and keeps hidden states on the way.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward), and for a layer that does not exist.
+    /// If the pass is invalid as in [`forward`](Self::forward), or a layer does not exist.
     pub fn forward_keeping(
         &mut self,
         pass: &Pass<'_>,
@@ -177,26 +182,27 @@ impl Decoder {
         self.run(pass, None, kv, output, entries)
     }
 
-    /// The pass of an EAGLE-3 head, with hidden states beside the tokens. What a row leaves for the next is in `entries` at
-    /// layer 1.
+    /// Runs a pass of an EAGLE-3 head, which is fed hidden states with the tokens. The hidden states for the next pass
+    /// are in `entries` at layer 1.
     ///
     /// # Errors
-    /// As [`forward_keeping`](Self::forward_keeping), and for states of another size or a start behind a row.
-    pub fn forward_beside(
+    /// If the pass is invalid as in [`forward_keeping`](Self::forward_keeping), hidden states have another size, or
+    /// attention starts after a row's position.
+    pub fn forward_eagle3(
         &mut self,
         pass: &Pass<'_>,
-        beside: Beside<'_>,
+        eagle3: Eagle3Input<'_>,
         kv: &mut KvCache,
         output: Output<'_>,
         entries: Entries<'_>,
     ) -> Result<()> {
-        self.run(pass, Some(beside), kv, output, entries)
+        self.run(pass, Some(eagle3), kv, output, entries)
     }
 
     fn run(
         &mut self,
         pass: &Pass<'_>,
-        beside: Option<Beside<'_>>,
+        eagle3: Option<Eagle3Input<'_>>,
         kv: &mut KvCache,
         mut output: Output<'_>,
         mut entries: Entries<'_>,
@@ -208,13 +214,13 @@ impl Decoder {
             of_group.map(|(layer, _)| layer.window).max().unwrap_or(0)
         };
         pass.check(&self.weights.shape, self.weights.num_ids(), kv, &output, window_of)?;
-        match (&beside, &self.weights.beside) {
-            (Some(beside), Some(_)) => beside.check(pass, &self.weights.shape)?,
+        match (&eagle3, &self.weights.eagle3) {
+            (Some(eagle3), Some(_)) => eagle3.check(pass, &self.weights.shape)?,
             (None, None) => {}
             (given, _) => {
                 let (given, allowed) =
                     if given.is_some() { ("given", "none: it is no head") } else { ("missing", "some") };
-                return Err(Error::invalid("beside", given, allowed));
+                return Err(Error::invalid("eagle3", given, allowed));
             }
         }
         entries.check(pass.len(), self.weights.layers.len(), &self.weights.shape)?;
@@ -236,7 +242,7 @@ impl Decoder {
                 ..*pass
             };
             shares.set_tile(&tile);
-            let beside = beside.map(|all| Beside { hidden: &all.hidden[rows.start * hidden..] });
+            let eagle3 = eagle3.map(|all| Eagle3Input { hidden: &all.hidden[rows.start * hidden..] });
             let (isa, bf16_rows) = (self.isa, self.bf16_rows);
             let tiles = self.prompt_tiles.filter(|_| pass.prompts);
             let (weights, session) = (&*self.weights, &session);
@@ -251,7 +257,7 @@ impl Decoder {
                 tile,
                 pass: *pass,
                 first,
-                beside,
+                eagle3,
                 adapted: &adapted,
                 layer: 0,
             };
@@ -268,7 +274,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Refuses adapters that are not for these weights, and makes room for the others.
+    /// Rejects adapters that are not for these weights, and reserves memory for the others.
     fn adapt(&mut self, pass: &Pass<'_>) -> Result<()> {
         if pass.adapters.is_empty() {
             return Ok(());
@@ -289,7 +295,7 @@ impl Decoder {
 }
 
 impl<'a> Context<'a> {
-    /// For products outside of a pass.
+    /// Makes the context of products outside a pass.
     fn without_rows(
         isa: Isa,
         bf16_rows: bool,
@@ -298,8 +304,8 @@ impl<'a> Context<'a> {
         session: &'a Session<'a>,
     ) -> Self {
         let (tile, pass) = (Pass::default(), Pass::default());
-        let (tiles, beside, adapted) = (None, None, &[]);
-        Self { isa, bf16_rows, tiles, weights, shares, session, tile, pass, first: 0, beside, adapted, layer: 0 }
+        let (tiles, eagle3, adapted) = (None, None, &[]);
+        Self { isa, bf16_rows, tiles, weights, shares, session, tile, pass, first: 0, eagle3, adapted, layer: 0 }
     }
 }
 
@@ -327,12 +333,12 @@ impl Context<'_> {
             }
         }
         self.keep(self.weights.layers.len(), &buffers.h, &mut entries);
-        if self.weights.beside.as_ref().is_some_and(|head| head.norm_output) {
+        if self.weights.eagle3.as_ref().is_some_and(|head| head.norm_output) {
             self.norm_kept(self.weights.layers.len(), &mut buffers.t, &mut entries);
         }
     }
 
-    /// Copies the residual stream `h` in front of layer `i` to where it is asked for.
+    /// Copies the residual stream `h` before layer `i` to `entries`, if that layer is requested.
     fn keep(&self, i: usize, h: &[f32], entries: &mut Entries<'_>) {
         let hidden = self.weights.shape.hidden_size;
         for (at, _) in entries.layers.iter().enumerate().filter(|&(_, &layer)| layer == i) {
@@ -343,7 +349,7 @@ impl Context<'_> {
         }
     }
 
-    /// The final norm of what is kept behind the last layer, number `i`.
+    /// Applies the final norm to the states kept after the last layer, number `i`.
     fn norm_kept(&self, i: usize, t: &mut [Vector], entries: &mut Entries<'_>) {
         let (hidden, eps) = (self.weights.shape.hidden_size, self.weights.shape.rms_norm_eps);
         for (at, _) in entries.layers.iter().enumerate().filter(|&(_, &layer)| layer == i) {
@@ -356,19 +362,19 @@ impl Context<'_> {
         }
     }
 
-    /// The rows' embeddings, zeros where masked, and their angles.
+    /// Computes the rows' embeddings, zeros for masked rows, and the angles of their positions.
     fn embed(&self, buffers: &mut Buffers) {
         let hidden = self.weights.shape.hidden_size;
         for row in 0..self.rows() {
             let (token, position) = (self.tile.tokens[row], self.tile.positions[row]);
             let h = &mut buffers.h[row * hidden..][..hidden];
             let token = if position < 0 { None } else { Some(token as usize) };
-            match (self.beside, &self.weights.beside) {
-                (Some(beside), Some(normed)) => {
+            match (self.eagle3, &self.weights.eagle3) {
+                (Some(eagle3), Some(normed)) => {
                     let e = &mut buffers.e[row * hidden..][..hidden];
                     self.expand(token, e);
                     match token {
-                        Some(_) => h.copy_from_slice(&beside.hidden[row * hidden..][..hidden]),
+                        Some(_) => h.copy_from_slice(&eagle3.hidden[row * hidden..][..hidden]),
                         None => h.fill(0.0),
                     }
                     if normed.before_residual {
@@ -393,17 +399,17 @@ impl Context<'_> {
         }
     }
 
-    /// Where a row's cosines and sines of a rotation are.
+    /// Returns the range of a row's cosines and sines of a rotation.
     fn angles(&self, rotation: usize, row: usize) -> Range<usize> {
         let start = (rotation * MAX_TILE_ROWS + row) * (self.weights.shape.head_dim / 2);
         start..start + self.weights.rotations[rotation].frequencies.len()
     }
 
-    /// A token's embedding, zeros for none.
+    /// Writes a token's embedding into `out`; zeros for no token.
     fn expand(&self, token: Option<usize>, out: &mut [f32]) {
         match token {
             Some(token) => {
-                self.weights.embedding.expand(token * out.len(), out);
+                self.weights.embedding.write(token, out);
                 for x in out {
                     *x *= self.weights.multipliers.embedding;
                 }
@@ -412,9 +418,10 @@ impl Context<'_> {
         }
     }
 
-    /// What a layer's q, k and v are made of, into `x`: the normed stream; in a head the normed embeddings `e` beside it.
+    /// Writes the input of a layer's q, k and v into the participant's `x`: the normed residual stream. In an EAGLE-3
+    /// head the normed embeddings `e` come before it.
     fn attention_input(&self, h: &[f32], e: &[f32], input_norm: Option<&[f32]>, own: &mut Private) {
-        let (Some(normed), Some(input_norm)) = (&self.weights.beside, input_norm) else {
+        let (Some(normed), Some(input_norm)) = (&self.weights.eagle3, input_norm) else {
             return self.norm(0..self.rows(), h, input_norm, &mut own.x);
         };
         let hidden = self.weights.shape.hidden_size;
@@ -437,7 +444,7 @@ impl Context<'_> {
         }
     }
 
-    /// The norms of rows of the residual stream `[.., hidden]`, into `x`; without a weight the rows as they are.
+    /// Writes the norms of rows of the residual stream `[.., hidden]` into `x`; without `weight` it copies the rows.
     fn norm(&self, rows: impl Iterator<Item = usize>, h: &[f32], weight: Option<&[f32]>, x: &mut [Vector]) {
         let hidden = self.weights.shape.hidden_size;
         let eps = self.weights.shape.rms_norm_eps;

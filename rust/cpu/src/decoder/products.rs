@@ -1,46 +1,68 @@
-//! Products of rows with what a projection is stored as, and what rows become for them. Phases and their order are not here.
+//! Products of rows with a projection's weights, and the conversion of rows for them. Phases and their order are in
+//! other files.
 
 use super::Context;
 use super::loras::{Added, LoraRoom};
 use crate::isa::{LANES, Tile, Tiles, Vector};
-use crate::kernels::{Layout, PAIRS, Product, RoundPairs, Split, TileProduct};
+use crate::kernels::{
+    BlockProduct, Layout, PAIRS, Product, Round, RoundPairs, Rounded, RoundedRoom, Split, TileProduct,
+};
 use crate::linear::{Linear, Part, Weight};
 use crate::lora::Projection;
 use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
-use crate::weights::{ModelShape, Values};
+use crate::shape::ModelShape;
+use crate::weights::Weights;
 use std::ops::Range;
 
-/// What a projection is fed, and what is added to what it gives.
+/// Input of a projection, and the products of adapters that are added to its outputs.
 pub(super) struct Fed<'a> {
     input: Input<'a>,
-    /// Where some row has an adapter.
+    /// Products of adapters, if some row has one.
     added: Option<Added<'a>>,
 }
 
 impl<'a> Fed<'a> {
-    /// Rows that went through [`round`](Context::round), of a projection that no adapter adds to.
+    /// Makes the input of a projection without packed parts to which no adapter adds. `x` must have gone through
+    /// [`round`](Context::round).
     pub(super) fn rows(x: &'a [Vector]) -> Self {
-        Self { input: Input::Rows(x), added: None }
+        Self { input: Input::Rows { x, rounded: None }, added: None }
     }
 }
 
-/// Rows as products take them.
+/// Rows in the form that products take.
 enum Input<'a> {
-    /// `[rows, ceil(inputs / 16)]`, which went through [`round`](Context::round).
-    Rows(&'a [Vector]),
+    /// Rows `[rows, ceil(inputs / 16)]` that went through [`round`](Context::round), and the same rows rounded for
+    /// packed parts.
+    Rows { x: &'a [Vector], rounded: Option<Rounded<'a>> },
     /// Rows as tiles, and room for a block of weights `[inputs / 32, 2]`.
     Tiles { tiles: Tiles, layout: Layout, rows: &'a [Tile], block: &'a mut [Tile] },
 }
 
-/// A participant's memory for what projections are fed.
+/// Memory of a participant for inputs of projections.
 #[derive(Default)]
 pub(super) struct FedRoom {
     pub(super) tiles: TileRoom,
+    pub(super) rounded: RoundedRoom,
     pub(super) loras: LoraRoom,
 }
 
-/// A participant's memory for products by tiles; none where there are no such products.
+impl FedRoom {
+    /// Reserves memory for the packed projections of a model.
+    pub(super) fn new(weights: &Weights) -> Self {
+        let packed = weights.projections().filter(|(_, linear)| linear.has_packed());
+        let inputs = packed.map(|(_, linear)| linear.inputs).max().unwrap_or(0);
+        Self { rounded: RoundedRoom::new(MAX_TILE_ROWS, inputs), ..Self::default() }
+    }
+
+    pub(super) fn poison(&mut self) {
+        self.tiles.poison();
+        self.rounded.poison();
+        self.loras.poison();
+    }
+}
+
+/// Memory of a participant for products by tiles; empty without such products.
 #[derive(Default)]
 pub(super) struct TileRoom {
     rows: Vectors,
@@ -48,7 +70,7 @@ pub(super) struct TileRoom {
 }
 
 impl TileRoom {
-    /// For all projections of a model of `shape`.
+    /// Reserves memory for all projections of a model of `shape`.
     pub(super) fn new(shape: &ModelShape) -> Self {
         let inputs = shape.hidden_size.max(shape.intermediate_size).max(shape.num_heads * shape.head_dim) * 2;
         let vectors = |tiles: usize| tiles * size_of::<Tile>() / size_of::<Vector>();
@@ -62,21 +84,21 @@ impl TileRoom {
     }
 }
 
-/// Whether products of this projection may be by tiles: with bf16 weights of a multiple of 32 inputs.
+/// Returns whether this projection can be multiplied by tiles: its weights are bf16 with a multiple of 32 inputs.
 fn by_tiles(linear: &Linear) -> bool {
     let bf16 = |weight: &Weight| matches!(weight, Weight::Bf16(_));
     linear.inputs.is_multiple_of(PAIRS) && linear.parts.iter().all(|part| bf16(&part.weight))
 }
 
 impl Context<'_> {
-    /// Rounds `rows` rows of `inputs` numbers, which a product will be fed, where that is asked for.
+    /// Rounds `rows` rows of `inputs` numbers to bf16 before a product, if the decoder does so.
     pub(super) fn round(&self, x: &mut [Vector], rows: usize, inputs: usize) {
         if self.bf16_rows && self.tiles.is_none() {
             self.isa.run_pairs(RoundPairs { x: &mut x[..rows * (inputs / LANES)] });
         }
     }
 
-    /// What a projection is fed of the tile's rows in `x`, which went through [`round`](Self::round).
+    /// Prepares the tile's rows in `x` as input of a projection. They must have gone through [`round`](Self::round).
     pub(super) fn fed<'a>(
         &self,
         projection: Projection,
@@ -85,11 +107,41 @@ impl Context<'_> {
         room: &'a mut FedRoom,
     ) -> Fed<'a> {
         let added = self.lower(projection, linear.inputs, x, &mut room.loras);
-        Fed { input: self.input(linear, x, self.rows(), &mut room.tiles), added }
+        let input = match self.tiles.filter(|_| by_tiles(linear)) {
+            Some(tiles) => self.split(tiles, linear, x, self.rows(), &mut room.tiles),
+            None => self.input(linear, x, self.rows(), &mut room.rounded),
+        };
+        Fed { input, added }
     }
 
-    fn input<'a>(&self, linear: &Linear, x: &'a [Vector], rows: usize, room: &'a mut TileRoom) -> Input<'a> {
-        let Some(tiles) = self.tiles.filter(|_| by_tiles(linear)) else { return Input::Rows(x) };
+    /// Prepares `rows` rows in `x` as input of a projection to which no adapter adds. They must have gone through
+    /// [`round`](Self::round).
+    pub(super) fn fed_rows<'a>(
+        &self,
+        linear: &Linear,
+        x: &'a [Vector],
+        rows: usize,
+        room: &'a mut RoundedRoom,
+    ) -> Fed<'a> {
+        Fed { input: self.input(linear, x, rows, room), added: None }
+    }
+
+    fn input<'a>(&self, linear: &Linear, x: &'a [Vector], rows: usize, room: &'a mut RoundedRoom) -> Input<'a> {
+        let rounded = linear.has_packed().then(|| {
+            let x = &x[..rows * (linear.inputs / LANES)];
+            self.isa.run(Round { x, inputs: linear.inputs, room })
+        });
+        Input::Rows { x, rounded }
+    }
+
+    fn split<'a>(
+        &self,
+        tiles: Tiles,
+        linear: &Linear,
+        x: &'a [Vector],
+        rows: usize,
+        room: &'a mut TileRoom,
+    ) -> Input<'a> {
         let layout = Layout::new(rows, self.bf16_rows);
         let (inputs, x) = (linear.inputs, &x[..rows * (linear.inputs / LANES)]);
         let out = &mut room.rows.as_chunks_mut().0[..layout.tiles(inputs)];
@@ -97,8 +149,9 @@ impl Context<'_> {
         Input::Tiles { tiles, layout, rows: out, block: &mut room.block.as_chunks_mut().0[..inputs / PAIRS * 2] }
     }
 
-    /// Outputs `outputs` of a projection, bias and adapters included, of `rows` rows: `y[row, i]` is that of output
-    /// `outputs.start + i`, rows of y are `stride` long. What it is fed is [`fed`](Self::fed) for it.
+    /// Computes outputs `outputs` of a projection for `rows` rows, including bias and adapters. `y[row, i]` is output
+    /// `outputs.start + i`, and rows of `y` are `stride` long. `fed` is the result of [`fed`](Self::fed) for this
+    /// projection.
     pub(super) fn product(
         &self,
         linear: &Linear,
@@ -121,7 +174,11 @@ impl Context<'_> {
                         self.isa.run(TileProduct { tiles, layout, inputs, w, x, rows, block, y, y_stride: stride });
                     }
                     (Input::Tiles { .. }, _) => unreachable!("only bf16 weights are multiplied by tiles"),
-                    (Input::Rows(x), _) => {
+                    (Input::Rows { rounded: Some(x), .. }, Weight::Packed(w)) => {
+                        let (outputs, x) = (inside.clone(), *x);
+                        BlockProduct { w, outputs, x, rows, y, y_stride: stride }.run(self.isa);
+                    }
+                    (Input::Rows { x, .. }, _) => {
                         self.by_vectors(part, inside.clone(), Product { inputs, x, rows, y, y_stride: stride });
                     }
                 }
@@ -140,34 +197,18 @@ impl Context<'_> {
         }
     }
 
-    /// Outputs `inside` of one part.
+    /// Computes outputs `inside` of one part of a projection by vectors.
     pub(super) fn by_vectors(&self, part: &Part, inside: Range<usize>, product: Product<'_>) {
         let inputs = product.inputs;
         let w = inside.start * inputs..inside.end * inputs;
         match &part.weight {
-            Weight::F32(all) => self.isa.run(product.with::<_, f32, 1>(&all.as_slice()[w], &[], inputs)),
+            Weight::Packed(_) => unreachable!("rows are rounded for packed parts"),
+            Weight::F32(all) => self.isa.run(product.with(&all.as_slice()[w])),
             Weight::Bf16(all) if self.bf16_rows => {
                 let pairs = all.as_slice()[w].as_chunks::<2>().0;
-                self.isa.run_pairs(product.with::<_, f32, 2>(pairs, &[], inputs));
+                self.isa.run_pairs(product.with(pairs));
             }
-            Weight::Bf16(all) => self.isa.run(product.with::<_, f32, 1>(&all.as_slice()[w], &[], inputs)),
-            Weight::Int8 { codes, scales } => {
-                let (codes, groups) = (&codes.as_slice()[w], scales.len() / part.outputs);
-                let (of, group) = (inside.start * groups..inside.end * groups, inputs / groups);
-                match scales {
-                    Values::F32(all) => self.isa.run(product.with(codes, &all.as_slice()[of], group)),
-                    Values::Bf16(all) => self.isa.run(product.with(codes, &all.as_slice()[of], group)),
-                }
-            }
-            Weight::Int4 { codes, scales } => {
-                let codes = &codes.as_slice()[w.start / 2..w.end / 2];
-                let groups = scales.len() / part.outputs;
-                let (of, group) = (inside.start * groups..inside.end * groups, inputs / groups);
-                match scales {
-                    Values::F32(all) => self.isa.run(product.with(codes, &all.as_slice()[of], group)),
-                    Values::Bf16(all) => self.isa.run(product.with(codes, &all.as_slice()[of], group)),
-                }
-            }
+            Weight::Bf16(all) => self.isa.run(product.with(&all.as_slice()[w])),
         }
     }
 }

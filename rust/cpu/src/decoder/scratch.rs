@@ -1,57 +1,59 @@
-//! The memory that passes need, made once for tiles of 64 rows. Pages that no pass touches take no memory.
+//! Memory that passes need, allocated once for tiles of 64 rows. Pages that no pass uses take no memory.
 
+use super::CHUNK;
 use super::products::FedRoom;
 use crate::isa::LANES;
 use crate::kernels::AttendScratch;
 use crate::layer::{ExpertSizes, Layer};
 use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
-use crate::weights::{ModelShape, Weights};
+use crate::weights::Weights;
 
-/// Outputs that are computed together before anything is done with them.
-pub(super) const CHUNK: usize = 64;
-/// Rows of one request that are attended together.
+/// Maximum number of rows of one request that are attended together.
 pub(super) const RUN: usize = 16;
 
-/// What all participants read and write.
+/// Buffers that all participants read and write.
 pub(super) struct Buffers {
-    /// `[rows, hidden]` residual stream.
+    /// Residual stream, `[rows, hidden]`.
     pub(super) h: Vec<f32>,
-    /// `[rows, hidden]` embeddings, where a hidden state is fed beside them.
+    /// Embeddings, `[rows, hidden]`, for models that are fed a hidden state with each token.
     pub(super) e: Vec<f32>,
-    /// `[ceil(hidden / 16)]` one normed row, there.
+    /// One normed row, `[ceil(hidden / 16)]`, for models that are fed a hidden state with each token.
     pub(super) t: Vectors,
-    /// `[rows, hidden]` what a block gives, where a norm is behind it.
+    /// Output of a block, `[rows, hidden]`, if a norm follows it.
     pub(super) added: Vec<f32>,
-    /// `[rows, heads + 2 kv_heads, head_dim]` q, k and v, where all heads are normed as one.
+    /// Projected q, k and v, `[rows, heads + 2 kv_heads, head_dim]`, if all heads are normed as one.
     pub(super) heads: Vec<f32>,
-    /// `[heads, rows, ceil(head_dim / 16)]` queries.
+    /// Queries, `[heads, rows, ceil(head_dim / 16)]`.
     pub(super) q: Vectors,
-    /// `[kv_heads, rows, group * head_dim]` what attention gives.
+    /// Output of attention, `[kv_heads, rows, group * head_dim]`.
     pub(super) attended: Vec<f32>,
-    /// `[rows, ceil(intermediate / 16)]` what down is fed.
+    /// Input of the down projection, `[rows, ceil(intermediate / 16)]`.
     pub(super) act: Vectors,
-    /// Nothing where no layer has experts.
+    /// Buffers of experts; empty if no layer has experts.
     pub(super) mixture: Mixture,
-    /// `[rotations, rows, head_dim / 2]`, of shorter rotations their first elements; like `sin`.
+    /// Cosines of each rotation, `[rotations, rows, head_dim / 2]`, of which shorter rotations use the first elements.
+    /// `sin` has the same layout.
     pub(super) cos: Vec<f32>,
     pub(super) sin: Vec<f32>,
 }
 
-/// What the experts of a layer are fed and give, for tiles of 64 rows.
+/// Inputs and outputs of a layer's experts, for tiles of 64 rows.
 #[derive(Default)]
 pub(super) struct Mixture {
-    /// `[rows, experts]` the router's logits.
+    /// Logits of the router, `[rows, experts]`.
     pub(super) logits: Vec<f32>,
-    /// `[rows, per_token]` experts of each row, and their weights.
+    /// Experts of each row, `[rows, per_token]`.
     pub(super) chosen: Vec<usize>,
+    /// Weight of each expert in `chosen`, `[rows, per_token]`.
     pub(super) shares: Vec<f32>,
-    /// `[experts + 1]` where the rows of each expert begin among those of all.
+    /// Start of each expert's rows among those of all experts, `[experts + 1]`.
     pub(super) starts: Vec<usize>,
-    /// `[rows per_token]` rows by expert, and their weights there.
+    /// Rows sorted by expert, `[rows per_token]`.
     pub(super) rows: Vec<usize>,
+    /// Weight of each row in `rows`, `[rows per_token]`.
     pub(super) weights: Vec<f32>,
-    /// `[rows per_token, ceil(intermediate / 16)]` what down is fed, by expert.
+    /// Input of the down projection by expert, `[rows per_token, ceil(intermediate / 16)]`.
     pub(super) act: Vectors,
 }
 
@@ -77,23 +79,23 @@ impl Mixture {
     }
 }
 
-/// What one participant has for itself.
+/// Memory that only one participant uses.
 pub(super) struct Private {
-    /// `[rows, ceil(inputs / 16)]` what a projection is fed.
+    /// Input of a projection, `[rows, ceil(inputs / 16)]`.
     pub(super) x: Vectors,
-    /// One normed row, where a hidden state is fed beside tokens.
+    /// One normed row, for models that are fed a hidden state with each token.
     pub(super) t: Vectors,
-    /// `[rows, ceil(hidden / 16)]` rows of an expert, where some layer has experts.
+    /// Rows of one expert, `[rows, ceil(hidden / 16)]`, for models with experts.
     pub(super) sent: Vectors,
-    /// `[rows, chunk]` what it gives.
+    /// Output of a projection, `[rows, chunk]`.
     pub(super) y: Vec<f32>,
-    /// `[rows, chunk]` what a second one gives.
+    /// Output of a second projection, `[rows, chunk]`.
     pub(super) z: Vec<f32>,
-    /// `[2, rows]` what the norms of all query heads and of all key heads multiply by.
+    /// Factors of the norms of all query heads and of all key heads, `[2, rows]`.
     pub(super) scales: Vec<f32>,
     pub(super) attend: AttendScratch,
     pub(super) room: FedRoom,
-    /// `[rows]` the most probable id of its share and its logit.
+    /// Most probable id in the participant's share, and its logit, `[rows]`.
     pub(super) best: Vec<(usize, f32)>,
 }
 
@@ -102,7 +104,7 @@ impl Buffers {
         let (shape, rotations) = (&weights.shape, weights.rotations.len());
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
         let where_some = |some: bool, len: usize| if some { len } else { 0 };
-        let hidden = where_some(weights.beside.is_some(), shape.hidden_size);
+        let hidden = where_some(weights.eagle3.is_some(), shape.hidden_size);
         let behind = |layer: &Layer| layer.attention_output_norm.is_some() || layer.mlp_output_norm.is_some();
         let behind = weights.layers.iter().any(behind);
         let whole = weights.layers.iter().any(|layer| layer.qk_norm_whole);
@@ -142,8 +144,9 @@ impl Buffers {
 }
 
 impl Private {
-    /// `fused`: inputs of the states that are fed beside tokens; 0 where none are.
-    pub(super) fn new(shape: &ModelShape, fused: usize, experts: bool) -> Self {
+    pub(super) fn new(weights: &Weights) -> Self {
+        let (shape, experts) = (&weights.shape, weights.experts.is_some());
+        let fused = weights.eagle3.as_ref().map_or(0, |head| head.fc.inputs);
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
         let hidden = shape.hidden_size;
         let (fed, kept) = if fused > 0 { (fused.max(2 * hidden), fused.max(hidden)) } else { (hidden, 0) };
@@ -156,7 +159,7 @@ impl Private {
             z: vec![0.0; rows * CHUNK.max(dim)],
             scales: vec![0.0; 2 * rows],
             attend: AttendScratch::new(RUN, shape.group(), dim),
-            room: FedRoom::default(),
+            room: FedRoom::new(weights),
             best: vec![(0, 0.0); rows],
         }
     }
@@ -169,8 +172,7 @@ impl Private {
         self.z.fill(f32::NAN);
         self.scales.fill(f32::NAN);
         self.attend.poison();
-        self.room.tiles.poison();
-        self.room.loras.poison();
+        self.room.poison();
         self.best.fill((usize::MAX, f32::NAN));
     }
 }

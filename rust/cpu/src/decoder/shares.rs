@@ -1,28 +1,31 @@
-//! Who begins with what: whole output features and heads, cut evenly and then into pieces. A row's sums do not depend on it.
+//! Distribution of a phase's work: whole output features and heads, cut evenly into shares and then into pieces. A
+//! row's sums do not depend on it.
 
-use super::scratch::{CHUNK, RUN};
+use super::CHUNK;
+use super::scratch::RUN;
 use crate::isa::LANES;
 use crate::layer::ExpertSizes;
 use crate::memory::MAX_PARTS;
 use crate::pass::{MAX_TILE_ROWS, Pass};
-use crate::weights::ModelShape;
+use crate::shape::ModelShape;
 use std::ops::Range;
 
-/// How a phase's work is cut: into pieces, and which of them each participant begins with.
+/// Cut of a phase's work into pieces, and the pieces with which each participant begins.
 pub(super) struct Cut {
-    /// Piece i is `bounds[i]..bounds[i + 1]`.
+    /// Bounds of the pieces: piece i is `bounds[i]..bounds[i + 1]`.
     pub(super) bounds: Vec<usize>,
-    /// Participant t begins with the pieces `first[t]..first[t + 1]`.
+    /// First piece of each participant: participant t begins with the pieces `first[t]..first[t + 1]`.
     pub(super) first: Vec<usize>,
 }
 
 impl Cut {
-    /// Room for any cut.
+    /// Makes an empty cut with room for any cut.
     fn new() -> Self {
         Self { bounds: Vec::with_capacity(MAX_PARTS + 1), first: Vec::with_capacity(MAX_PARTS + 1) }
     }
 
-    /// 0..n in shares as even as they go, and these in pieces of `most`; all in multiples of `unit`.
+    /// Cuts 0..n into shares as even as possible, and each share into pieces of at most `most`; all are multiples of
+    /// `unit`.
     fn even(n: usize, unit: usize, most: usize, participants: usize) -> Self {
         let mut made = Self::new();
         made.set_even(n, unit, most, participants);
@@ -35,8 +38,8 @@ impl Cut {
         self.set((0..participants).map(|t| share(t + 1)), |start| start + most, unit);
     }
 
-    /// Cuts shares that end at `ends` into pieces, each of which ends at most at `end_of` its start. Pieces are longer
-    /// where there would be more than a buffer may have parts.
+    /// Cuts shares that end at `ends` into pieces; a piece that begins at `start` ends at `end_of(start)` or before.
+    /// Pieces are longer if there would be more of them than [`MAX_PARTS`].
     fn set(&mut self, ends: impl ExactSizeIterator<Item = usize>, end_of: impl Fn(usize) -> usize, unit: usize) {
         let most = MAX_PARTS / ends.len();
         for bounds in [&mut self.bounds, &mut self.first] {
@@ -54,7 +57,7 @@ impl Cut {
         }
     }
 
-    /// The same pieces of something else, where a bound becomes another.
+    /// Returns a cut with each bound of the pieces replaced by `bound` of it. Participants begin with the same pieces.
     fn map(&self, bound: impl Fn(usize) -> usize) -> Self {
         Self { bounds: self.bounds.iter().map(|&at| bound(at)).collect(), first: self.first.clone() }
     }
@@ -64,48 +67,49 @@ impl Cut {
     }
 }
 
-/// The cuts of all phases for a number of participants.
+/// Cuts of all phases for a number of participants.
 pub(super) struct Shares {
     pub(super) participants: usize,
-    /// One each: bounds of what participants have for themselves.
+    /// Bounds of the participants' own memory: one element each.
     pub(super) each: Vec<usize>,
-    /// The residual stream's features.
+    /// Cut of the residual stream's features.
     pub(super) hidden: Cut,
-    /// The same in longer pieces, for which each expert is gone through once.
+    /// Cut of the residual stream's features into longer pieces, for each of which every expert is read once.
     pub(super) mixed: Cut,
-    /// Features between gate, up and down, by sixteens.
+    /// Cut of the features between gate, up and down, in multiples of sixteen.
     pub(super) intermediate: Cut,
-    /// An expert's features between gate, up and down, by sixteens.
+    /// Cut of an expert's features between gate, up and down, in multiples of sixteen.
     pub(super) expert: Cut,
-    /// A router's logits.
+    /// Cut of a router's logits.
     pub(super) router: Cut,
-    /// Query heads.
+    /// Cut of the query heads.
     pub(super) q: Cut,
-    /// Key heads; the same pieces as `q`.
+    /// Cut of the key heads, into the same pieces as `q`.
     pub(super) k: Cut,
-    /// Value heads, counted on from the key heads; the same pieces as `q`.
+    /// Cut of the value heads, counted on from the key heads, into the same pieces as `q`.
     pub(super) v: Cut,
-    /// Whether a piece is a KV head and its queries, which are attended at once: then no thread waits in between.
+    /// Whether a piece is a KV head with its queries, which one participant computes and attends at once. Then no
+    /// thread waits in between.
     pub(super) fused: bool,
-    /// Vectors of q, for a tile's rows; the same pieces as `q`.
+    /// Bounds of the pieces of `q` in vectors, for a tile's rows.
     pub(super) q_vectors: Vec<usize>,
-    /// (KV head, row), for a tile's rows; the same pieces as `q` where `fused`.
+    /// Cut of the units of attention, (KV head, row), for a tile's rows; the same pieces as `q` if `fused`.
     pub(super) units: Cut,
-    /// What attention gives, for a tile's rows; the same pieces as `units`.
+    /// Bounds of the pieces of `units` in the output of attention, for a tile's rows.
     pub(super) attended: Vec<usize>,
-    /// The residual stream of a tile's rows, by whole rows.
+    /// Cut of the residual stream of a tile's rows into whole rows.
     pub(super) rows: Cut,
-    /// The features of q, k and v.
+    /// Cut of the features of q, k and v.
     pub(super) qkv: Cut,
-    /// The ids that are asked for.
+    /// Cut of the requested ids.
     pub(super) ids: Cut,
     shape: ModelShape,
-    /// The most positions that a row attends.
+    /// Maximum number of positions that a row attends.
     attended_at_most: usize,
 }
 
 impl Shares {
-    /// `window`: the most positions that a row attends, None: all.
+    /// Computes the cuts of a model. `window` is the maximum number of positions that a row attends; `None` for all.
     pub(super) fn new(
         shape: ModelShape,
         window: Option<usize>,
@@ -149,8 +153,8 @@ impl Shares {
         }
     }
 
-    /// Sets what depends on the rows of a tile: attention is cut by what its contexts cost, then where rows that go together
-    /// end.
+    /// Sets the cuts that depend on the rows of a tile. Attention is cut by the cost of its contexts, and then at the
+    /// end of rows that are attended together.
     pub(super) fn set_tile(&mut self, tile: &Pass<'_>) {
         let (rows, participants) = (tile.len(), self.participants);
         let shape = &self.shape;
@@ -181,7 +185,7 @@ impl Shares {
         self.rows.set_even(rows * shape.hidden_size, shape.hidden_size, shape.hidden_size, participants);
     }
 
-    /// Sets how many ids are asked for.
+    /// Sets the number of requested ids.
     pub(super) fn set_ids(&mut self, num_ids: usize) {
         self.ids.set_even(num_ids, 16, CHUNK, self.participants);
     }

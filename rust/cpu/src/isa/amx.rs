@@ -3,7 +3,7 @@
 // A receiver is the proof that tiles may be used.
 #![allow(unsafe_code, clippy::unused_self)]
 
-use super::tiles::Tile;
+use super::Tile;
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
 use std::sync::OnceLock;
@@ -68,7 +68,8 @@ impl Amx {
         unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
     }
 
-    /// See [`Tiling::multiply`](super::tiles::Tiling::multiply), which has checked the lengths and [`configure`](Self::configure)d.
+    /// Multiplies tiles as [`Tiling::multiply`](super::tiles::Tiling::multiply) says, which has checked the lengths and
+    /// [`configure`](Self::configure)d.
     #[inline]
     pub(super) fn multiply<const N: usize>(self, a: &[Tile], b: &[Tile], c: &mut [Tile]) {
         let steps = a.len() / 2;

@@ -6,17 +6,17 @@ use super::{Kernel, LANES, Simd};
 use crate::memory::Bf16;
 use std::arch::x86_64::*;
 
-/// Made by [`Avx2::detect`] alone: code that holds one may use AVX2 and FMA.
+/// Made by [`Avx2::detect`] alone: code that holds one may use AVX2, FMA and F16C.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Avx2(());
 
 /// Both halves.
 type V = [__m256; 2];
 
-/// Calls intrinsics of AVX2 and FMA.
+/// Calls intrinsics of AVX2, FMA and F16C.
 macro_rules! avx2 {
     ($e:expr) => {
-        // SAFETY: the method's receiver exists only where the machine has AVX2 and FMA, and what is loaded or stored is
+        // SAFETY: the method's receiver exists only where the machine has AVX2, FMA and F16C, and what is loaded or stored is
         // within a reference to sixteen elements; these loads and stores need no alignment.
         unsafe { $e }
     };
@@ -24,7 +24,9 @@ macro_rules! avx2 {
 
 impl Avx2 {
     pub(super) fn detect() -> Option<Self> {
-        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(Self(()))
+        let found =
+            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        found.then_some(Self(()))
     }
 
     #[inline]
@@ -33,7 +35,7 @@ impl Avx2 {
     }
 }
 
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 fn run<K: Kernel>(s: Avx2, kernel: K) -> K::Output {
     kernel.run(s)
 }
@@ -76,16 +78,6 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn load_i8(self, x: &[i8; LANES]) -> V {
         avx2!(from_i8(_mm_loadu_si128(x.as_ptr().cast())))
-    }
-
-    #[inline(always)]
-    fn load_i4<const UPPER: bool>(self, x: &[u8; LANES], scale: V) -> V {
-        avx2!({
-            let both = _mm_loadu_si128(x.as_ptr().cast());
-            let half = if UPPER { _mm_srli_epi16::<4>(both) } else { both };
-            let codes = from_i8(_mm_sub_epi8(_mm_and_si128(half, _mm_set1_epi8(15)), _mm_set1_epi8(8)));
-            self.mul(codes, scale)
-        })
     }
 
     #[inline(always)]
@@ -185,18 +177,102 @@ impl Simd for Avx2 {
         let (low, high) = (self.sums4([v[0], v[1], v[2], v[3]]), self.sums4([v[4], v[5], v[6], v[7]]));
         [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]]
     }
+
+    const INTEGER_ROWS: usize = 3;
+    type I = [__m256i; 2];
+
+    #[inline(always)]
+    fn splat_int(self, x: i32) -> Self::I {
+        avx2!([_mm256_set1_epi32(x); 2])
+    }
+
+    #[inline(always)]
+    fn load_int(self, x: &[u8; 4 * LANES]) -> Self::I {
+        avx2!([_mm256_loadu_si256(x.as_ptr().cast()), _mm256_loadu_si256(x.as_ptr().add(32).cast())])
+    }
+
+    #[inline(always)]
+    fn store_int(self, v: Self::I, out: &mut [u8; 4 * LANES]) {
+        avx2!({
+            _mm256_storeu_si256(out.as_mut_ptr().cast(), v[0]);
+            _mm256_storeu_si256(out.as_mut_ptr().add(32).cast(), v[1]);
+        });
+    }
+
+    #[inline(always)]
+    fn and(self, a: Self::I, b: Self::I) -> Self::I {
+        avx2!([_mm256_and_si256(a[0], b[0]), _mm256_and_si256(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn or(self, a: Self::I, b: Self::I) -> Self::I {
+        avx2!([_mm256_or_si256(a[0], b[0]), _mm256_or_si256(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn shl16(self, v: Self::I, n: u32) -> Self::I {
+        avx2!({
+            let n = _mm_cvtsi32_si128(n.cast_signed());
+            [_mm256_sll_epi16(v[0], n), _mm256_sll_epi16(v[1], n)]
+        })
+    }
+
+    #[inline(always)]
+    fn shr16(self, v: Self::I, n: u32) -> Self::I {
+        avx2!({
+            let n = _mm_cvtsi32_si128(n.cast_signed());
+            [_mm256_srl_epi16(v[0], n), _mm256_srl_epi16(v[1], n)]
+        })
+    }
+
+    #[inline(always)]
+    fn sar16(self, v: Self::I, n: u32) -> Self::I {
+        avx2!({
+            let n = _mm_cvtsi32_si128(n.cast_signed());
+            [_mm256_sra_epi16(v[0], n), _mm256_sra_epi16(v[1], n)]
+        })
+    }
+
+    #[inline(always)]
+    fn lookup(self, table: &[i8; 16], v: Self::I) -> Self::I {
+        avx2!({
+            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+            [_mm256_shuffle_epi8(table, v[0]), _mm256_shuffle_epi8(table, v[1])]
+        })
+    }
+
+    #[inline(always)]
+    fn dot16(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
+        avx2!([
+            _mm256_add_epi32(acc[0], _mm256_madd_epi16(a[0], b[0])),
+            _mm256_add_epi32(acc[1], _mm256_madd_epi16(a[1], b[1])),
+        ])
+    }
+
+    #[inline(always)]
+    fn to_f32(self, v: Self::I) -> V {
+        avx2!([_mm256_cvtepi32_ps(v[0]), _mm256_cvtepi32_ps(v[1])])
+    }
+
+    #[inline(always)]
+    fn load_f16(self, x: &[u16; LANES]) -> V {
+        avx2!([
+            _mm256_cvtph_ps(_mm_loadu_si128(x.as_ptr().cast())),
+            _mm256_cvtph_ps(_mm_loadu_si128(x.as_ptr().add(8).cast())),
+        ])
+    }
 }
 
 /// One half a vector: its lanes i with i + 8, then with i + 4.
 #[inline]
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 fn quads(a: V, b: V) -> __m256 {
     let (a, b) = (_mm256_add_ps(a[0], a[1]), _mm256_add_ps(b[0], b[1]));
     _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b))
 }
 
 #[inline]
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 fn from_i8(x: __m128i) -> V {
     [_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(x, x)))]
 }

@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code, clippy::wildcard_imports)]
 
+use super::avx2::Avx2;
 use super::portable::Portable;
 use super::{Kernel, LANES, Simd};
 use crate::memory::Bf16;
@@ -36,6 +37,19 @@ impl Avx512<false> {
     pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         avx512!(run(self, kernel))
     }
+
+    /// Does work on integers with AVX512-VNNI where the machine has it, else with AVX2.
+    #[inline]
+    pub(super) fn run_integers<K: Kernel>(self, kernel: K) -> K::Output {
+        if is_x86_feature_detected!("avx512vnni") {
+            // SAFETY: the machine has it, and by the receiver the rest.
+            unsafe { run_vnni(self, kernel) }
+        } else if let Some(s) = Avx2::detect() {
+            s.run(kernel)
+        } else {
+            kernel.run(Portable)
+        }
+    }
 }
 
 impl Avx512<true> {
@@ -55,6 +69,11 @@ impl Avx512<true> {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn run<K: Kernel>(s: Avx512<false>, kernel: K) -> K::Output {
+    kernel.run(s)
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn run_vnni<K: Kernel>(s: Avx512<false>, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
@@ -150,19 +169,6 @@ impl<const HAS_DOTS: bool> Simd for Avx512<HAS_DOTS> {
     #[inline(always)]
     fn load_i8(self, x: &[i8; LANES]) -> __m512 {
         avx512!(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(x.as_ptr().cast()))))
-    }
-
-    #[inline(always)]
-    fn load_i4<const UPPER: bool>(self, x: &[u8; LANES], scale: __m512) -> __m512 {
-        avx512!({
-            let wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(x.as_ptr().cast()));
-            // The lowest 4 bits of an index count.
-            let index = if UPPER { _mm512_srli_epi32::<4>(wide) } else { wide };
-            let numbers =
-                _mm512_setr_ps(-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0);
-            // Made once for as long as the scale is the same.
-            _mm512_permutexvar_ps(index, _mm512_mul_ps(numbers, scale))
-        })
     }
 
     #[inline(always)]
@@ -321,6 +327,70 @@ impl<const HAS_DOTS: bool> Simd for Avx512<HAS_DOTS> {
             _mm256_storeu_ps(out.as_mut_ptr(), sums);
             out
         })
+    }
+
+    const INTEGER_ROWS: usize = 6;
+    type I = __m512i;
+
+    #[inline(always)]
+    fn splat_int(self, x: i32) -> __m512i {
+        avx512!(_mm512_set1_epi32(x))
+    }
+
+    #[inline(always)]
+    fn load_int(self, x: &[u8; 4 * LANES]) -> __m512i {
+        avx512!(_mm512_loadu_si512(x.as_ptr().cast()))
+    }
+
+    #[inline(always)]
+    fn store_int(self, v: __m512i, out: &mut [u8; 4 * LANES]) {
+        avx512!(_mm512_storeu_si512(out.as_mut_ptr().cast(), v));
+    }
+
+    #[inline(always)]
+    fn and(self, a: __m512i, b: __m512i) -> __m512i {
+        avx512!(_mm512_and_si512(a, b))
+    }
+
+    #[inline(always)]
+    fn or(self, a: __m512i, b: __m512i) -> __m512i {
+        avx512!(_mm512_or_si512(a, b))
+    }
+
+    #[inline(always)]
+    fn shl16(self, v: __m512i, n: u32) -> __m512i {
+        avx512!(_mm512_sll_epi16(v, _mm_cvtsi32_si128(n.cast_signed())))
+    }
+
+    #[inline(always)]
+    fn shr16(self, v: __m512i, n: u32) -> __m512i {
+        avx512!(_mm512_srl_epi16(v, _mm_cvtsi32_si128(n.cast_signed())))
+    }
+
+    #[inline(always)]
+    fn sar16(self, v: __m512i, n: u32) -> __m512i {
+        avx512!(_mm512_sra_epi16(v, _mm_cvtsi32_si128(n.cast_signed())))
+    }
+
+    #[inline(always)]
+    fn lookup(self, table: &[i8; 16], v: __m512i) -> __m512i {
+        avx512!(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())), v))
+    }
+
+    /// The compiler makes one instruction of both where a function has AVX512-VNNI.
+    #[inline(always)]
+    fn dot16(self, acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        avx512!(_mm512_add_epi32(acc, _mm512_madd_epi16(a, b)))
+    }
+
+    #[inline(always)]
+    fn to_f32(self, v: __m512i) -> __m512 {
+        avx512!(_mm512_cvtepi32_ps(v))
+    }
+
+    #[inline(always)]
+    fn load_f16(self, x: &[u16; LANES]) -> __m512 {
+        avx512!(_mm512_cvtph_ps(_mm256_loadu_si256(x.as_ptr().cast())))
     }
 }
 

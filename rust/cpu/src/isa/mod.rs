@@ -18,13 +18,16 @@ mod tiles;
 use crate::error::{Error, Result};
 use crate::memory::Bf16;
 pub use tiles::Tiles;
-pub(crate) use tiles::{MOST_TILES, Tile, Tiling};
+pub(crate) use tiles::{MOST_TILES, Tiling};
 
 /// Lanes of a vector.
 pub(crate) const LANES: usize = 16;
 
 /// Sixteen numbers that are loaded together.
 pub(crate) type Vector = [f32; LANES];
+
+/// Sixteen rows of sixteen numbers or of sixteen bf16 pairs, the first of each pair in its lower half.
+pub(crate) type Tile = [Vector; LANES];
 
 /// Sixteen fp32 lanes.
 pub(crate) trait Simd: Copy + Send + Sync {
@@ -57,8 +60,6 @@ pub(crate) trait Simd: Copy + Send + Sync {
     }
     /// The lanes of `x`, exactly.
     fn load_i8(self, x: &[i8; LANES]) -> Self::V;
-    /// The upper or lower halves of `x`, each less 8, times `scale`, which has at most 21 significant bits: exactly.
-    fn load_i4<const UPPER: bool>(self, x: &[u8; LANES], scale: Self::V) -> Self::V;
     /// Writes the lanes.
     fn store(self, v: Self::V, out: &mut [f32; LANES]);
     /// Starts to load the cache line at `address`, which may be anywhere.
@@ -126,6 +127,37 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn sums4(self, v: [Self::V; 4]) -> [f32; 4];
     /// `sum` of each.
     fn sums8(self, v: [Self::V; 8]) -> [f32; 8];
+
+    /// Rows whose products with integer weights are computed at once, as far as registers go.
+    const INTEGER_ROWS: usize;
+
+    /// Sixteen lanes of 32 bits: an integer each, two 16-bit integers, or four bytes.
+    type I: Copy;
+
+    /// Every lane `x`.
+    fn splat_int(self, x: i32) -> Self::I;
+    /// The lanes of `x`, four bytes each.
+    fn load_int(self, x: &[u8; 4 * LANES]) -> Self::I;
+    /// Writes the lanes, four bytes each.
+    fn store_int(self, v: Self::I, out: &mut [u8; 4 * LANES]);
+    /// The bits that both have.
+    fn and(self, a: Self::I, b: Self::I) -> Self::I;
+    /// The bits that one of them has.
+    fn or(self, a: Self::I, b: Self::I) -> Self::I;
+    /// Each 16-bit half shifted left by `n` below 16.
+    fn shl16(self, v: Self::I, n: u32) -> Self::I;
+    /// Each 16-bit half shifted right by `n` below 16, filled with zeros.
+    fn shr16(self, v: Self::I, n: u32) -> Self::I;
+    /// Each 16-bit half shifted right by `n` below 16, filled with its sign.
+    fn sar16(self, v: Self::I, n: u32) -> Self::I;
+    /// Each byte, which is below 16, becomes that element of `table`.
+    fn lookup(self, table: &[i8; 16], v: Self::I) -> Self::I;
+    /// acc + the product of the lower halves + that of the upper halves, which are signed; sums wrap.
+    fn dot16(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    /// The nearest numbers, ties to even.
+    fn to_f32(self, v: Self::I) -> Self::V;
+    /// The fp16 numbers of these bits, exactly.
+    fn load_f16(self, x: &[u16; LANES]) -> Self::V;
 }
 
 /// Work that is compiled for every instruction set.
@@ -217,6 +249,35 @@ impl Isa {
         }
     }
 
+    /// Does work on integers: with AVX-512 only where it has fused products and sums of 16-bit pairs, else with AVX2. Such
+    /// work has the same bits everywhere, and fewer copies of it take less time to compile.
+    #[inline]
+    pub(crate) fn run_integers<K: Kernel>(self, kernel: K) -> K::Output {
+        match self.0 {
+            Set::Portable(s) => kernel.run(s),
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx2(s) => s.run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512(s) | Set::Avx512Bf16(s, _) => s.run_integers(kernel),
+            #[cfg(target_arch = "aarch64")]
+            Set::Neon(s) => s.run(kernel),
+        }
+    }
+
+    /// Rows whose products [`run_integers`](Self::run_integers) computes at once.
+    pub(crate) fn integer_rows(self) -> usize {
+        struct Rows;
+        impl Kernel for Rows {
+            type Output = usize;
+
+            #[inline(always)]
+            fn run<S: Simd>(self, _: S) -> usize {
+                S::INTEGER_ROWS
+            }
+        }
+        self.run_integers(Rows)
+    }
+
     /// Does work on pairs of bf16 numbers, with their own instructions where there are some.
     #[inline]
     pub(crate) fn run_pairs<K: Kernel>(self, kernel: K) -> K::Output {
@@ -227,7 +288,7 @@ impl Isa {
         }
     }
 
-    /// The same instructions without those for pairs, whose bits are the same only for numbers that are not tiny.
+    /// These instructions without those for pairs, which give equal bits only for numbers that are not tiny.
     #[must_use]
     pub(crate) fn without_dots(self) -> Self {
         match self.0 {

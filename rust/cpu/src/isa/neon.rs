@@ -22,7 +22,7 @@ macro_rules! neon {
     };
 }
 
-/// The same of each quad.
+/// Evaluates `e` with `i` from 0 to 3, one for each quad of lanes.
 macro_rules! each {
     ($i:ident => $e:expr) => {
         neon!([
@@ -93,15 +93,6 @@ impl Simd for Neon {
     #[inline(always)]
     fn load_i8(self, x: &[i8; LANES]) -> V {
         neon!(from_i8(vld1q_s8(x.as_ptr())))
-    }
-
-    #[inline(always)]
-    fn load_i4<const UPPER: bool>(self, x: &[u8; LANES], scale: V) -> V {
-        neon!({
-            let both = vld1q_u8(x.as_ptr());
-            let half = if UPPER { vshrq_n_u8::<4>(both) } else { vandq_u8(both, vdupq_n_u8(15)) };
-            self.mul(from_i8(vsubq_s8(vreinterpretq_s8_u8(half), vdupq_n_s8(8))), scale)
-        })
     }
 
     #[inline(always)]
@@ -187,6 +178,77 @@ impl Simd for Neon {
     fn sums8(self, v: [V; 8]) -> [f32; 8] {
         let (low, high) = (self.sums4([v[0], v[1], v[2], v[3]]), self.sums4([v[4], v[5], v[6], v[7]]));
         [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]]
+    }
+
+    const INTEGER_ROWS: usize = 3;
+    type I = [int32x4_t; 4];
+
+    #[inline(always)]
+    fn splat_int(self, x: i32) -> Self::I {
+        neon!([vdupq_n_s32(x); 4])
+    }
+
+    #[inline(always)]
+    fn load_int(self, x: &[u8; 4 * LANES]) -> Self::I {
+        each!(i => vreinterpretq_s32_u8(vld1q_u8(x.as_ptr().add(16 * i))))
+    }
+
+    #[inline(always)]
+    fn store_int(self, v: Self::I, out: &mut [u8; 4 * LANES]) {
+        each!(i => vst1q_u8(out.as_mut_ptr().add(16 * i), vreinterpretq_u8_s32(v[i])));
+    }
+
+    #[inline(always)]
+    fn and(self, a: Self::I, b: Self::I) -> Self::I {
+        each!(i => vandq_s32(a[i], b[i]))
+    }
+
+    #[inline(always)]
+    fn or(self, a: Self::I, b: Self::I) -> Self::I {
+        each!(i => vorrq_s32(a[i], b[i]))
+    }
+
+    #[inline(always)]
+    fn shl16(self, v: Self::I, n: u32) -> Self::I {
+        let by = neon!(vdupq_n_s16(n as i16));
+        each!(i => vreinterpretq_s32_u16(vshlq_u16(vreinterpretq_u16_s32(v[i]), by)))
+    }
+
+    #[inline(always)]
+    fn shr16(self, v: Self::I, n: u32) -> Self::I {
+        let by = neon!(vdupq_n_s16(-(n as i16)));
+        each!(i => vreinterpretq_s32_u16(vshlq_u16(vreinterpretq_u16_s32(v[i]), by)))
+    }
+
+    #[inline(always)]
+    fn sar16(self, v: Self::I, n: u32) -> Self::I {
+        let by = neon!(vdupq_n_s16(-(n as i16)));
+        each!(i => vreinterpretq_s32_s16(vshlq_s16(vreinterpretq_s16_s32(v[i]), by)))
+    }
+
+    #[inline(always)]
+    fn lookup(self, table: &[i8; 16], v: Self::I) -> Self::I {
+        let table = neon!(vld1q_s8(table.as_ptr()));
+        each!(i => vreinterpretq_s32_s8(vqtbl1q_s8(table, vreinterpretq_u8_s32(v[i]))))
+    }
+
+    #[inline(always)]
+    fn dot16(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
+        each!(i => {
+            let (a, b) = (vreinterpretq_s16_s32(a[i]), vreinterpretq_s16_s32(b[i]));
+            let (low, high) = (vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b));
+            vaddq_s32(acc[i], vpaddq_s32(low, high))
+        })
+    }
+
+    #[inline(always)]
+    fn to_f32(self, v: Self::I) -> V {
+        each!(i => vcvtq_f32_s32(v[i]))
+    }
+
+    #[inline(always)]
+    fn load_f16(self, x: &[u16; LANES]) -> V {
+        self.load(&x.map(crate::memory::from_f16))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Sixteen lanes as an array: the meaning that the other instruction sets keep to, and what serves where there is none.
 
 use super::{LANES, Simd};
-use crate::memory::Bf16;
+use crate::memory::{Bf16, from_f16};
 
 /// Needs nothing of the machine. Fused multiply-adds are calls where the compiler's target lacks them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,11 +50,6 @@ impl Simd for Portable {
     #[inline(always)]
     fn load_i8(self, x: &[i8; LANES]) -> V {
         lanes(|i| f32::from(x[i]))
-    }
-
-    #[inline(always)]
-    fn load_i4<const UPPER: bool>(self, x: &[u8; LANES], scale: V) -> V {
-        lanes(|i| (f32::from(if UPPER { x[i] >> 4 } else { x[i] & 15 }) - 8.0) * scale[i])
     }
 
     #[inline(always)]
@@ -123,4 +118,80 @@ impl Simd for Portable {
     fn sums8(self, v: [V; 8]) -> [f32; 8] {
         v.map(|v| self.sum(v))
     }
+
+    const INTEGER_ROWS: usize = 1;
+    // Calls: where all of a block is one basic block of scalars, the compiler takes minutes.
+    type I = [u32; LANES];
+
+    #[inline(never)]
+    fn splat_int(self, x: i32) -> Self::I {
+        [x.cast_unsigned(); LANES]
+    }
+
+    #[inline(never)]
+    fn load_int(self, x: &[u8; 4 * LANES]) -> Self::I {
+        std::array::from_fn(|i| u32::from_le_bytes(x.as_chunks().0[i]))
+    }
+
+    #[inline(never)]
+    fn store_int(self, v: Self::I, out: &mut [u8; 4 * LANES]) {
+        for (out, x) in out.as_chunks_mut().0.iter_mut().zip(v) {
+            *out = x.to_le_bytes();
+        }
+    }
+
+    #[inline(never)]
+    fn and(self, a: Self::I, b: Self::I) -> Self::I {
+        std::array::from_fn(|i| a[i] & b[i])
+    }
+
+    #[inline(never)]
+    fn or(self, a: Self::I, b: Self::I) -> Self::I {
+        std::array::from_fn(|i| a[i] | b[i])
+    }
+
+    #[inline(never)]
+    fn shl16(self, v: Self::I, n: u32) -> Self::I {
+        halves(v, |x| x << n)
+    }
+
+    #[inline(never)]
+    fn shr16(self, v: Self::I, n: u32) -> Self::I {
+        halves(v, |x| x >> n)
+    }
+
+    #[inline(never)]
+    fn sar16(self, v: Self::I, n: u32) -> Self::I {
+        halves(v, |x| (x.cast_signed() >> n).cast_unsigned())
+    }
+
+    #[inline(never)]
+    fn lookup(self, table: &[i8; 16], v: Self::I) -> Self::I {
+        v.map(|x| u32::from_le_bytes(x.to_le_bytes().map(|code| table[usize::from(code & 15)].cast_unsigned())))
+    }
+
+    #[inline(never)]
+    fn dot16(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
+        let product = |a: u32, b: u32| i32::from((a as u16).cast_signed()) * i32::from((b as u16).cast_signed());
+        std::array::from_fn(|i| {
+            let both = product(a[i], b[i]).wrapping_add(product(a[i] >> 16, b[i] >> 16));
+            acc[i].wrapping_add(both.cast_unsigned())
+        })
+    }
+
+    #[inline(never)]
+    fn to_f32(self, v: Self::I) -> V {
+        lanes(|i| v[i].cast_signed() as f32)
+    }
+
+    #[inline(never)]
+    fn load_f16(self, x: &[u16; LANES]) -> V {
+        lanes(|i| from_f16(x[i]))
+    }
+}
+
+/// Both 16-bit halves of each lane.
+#[inline(always)]
+fn halves(v: [u32; LANES], f: impl Fn(u16) -> u16) -> [u32; LANES] {
+    v.map(|x| u32::from(f(x as u16)) | u32::from(f((x >> 16) as u16)) << 16)
 }

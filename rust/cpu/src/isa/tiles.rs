@@ -2,10 +2,7 @@
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::amx::Amx;
-use super::{LANES, Vector};
-
-/// Sixteen rows of sixteen numbers or of sixteen bf16 pairs, the first of each pair in its lower half.
-pub(crate) type Tile = [Vector; LANES];
+use super::{LANES, Tile};
 
 /// The most tiles that a pair of tiles is multiplied with at once: for six sums there are registers.
 pub(crate) const MOST_TILES: usize = 3;

@@ -1,4 +1,4 @@
-//! The end of an iteration: verify the drafts by the rule, commit, apply stops and limits, report. Runs no model.
+//! End of an iteration: verifies the drafts by the rule, commits, applies stops and limits, and reports. Runs no model.
 
 use crate::error::Result;
 use specrs_core::Drafter;
@@ -10,19 +10,21 @@ use specrs_core::scheduler::layout::{
 
 use super::{Entry, Iteration, RowState};
 
-/// What verification decides of an entry: its first `num_accepted` drafts stand, and `token` comes behind them.
+/// Verdict on an entry: its first `num_accepted` drafts are accepted, and `token` comes after them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Judged {
     num_accepted: usize,
     token: i64,
-    /// The logits of rows 0 to `num_accepted` are finite. No other row counts: plain decoding does not reach it.
+    /// Whether the logits of rows 0 to `num_accepted` are finite. Other rows do not count, because plain decoding does
+    /// not reach them.
     pub(super) finite: bool,
-    /// Row 0 allows no token. Where a later row allows none, the drafts before it stand, and the next iteration begins with it.
+    /// Whether row 0 allows no token. If only a later row allows none, the drafts before it are accepted, and the next
+    /// iteration begins with that row.
     nothing_allowed: bool,
 }
 
 impl Default for Judged {
-    /// The verdict on an entry that does not run.
+    /// Makes the verdict on an entry that does not run.
     fn default() -> Self {
         Self { num_accepted: 0, token: 0, finite: true, nothing_allowed: false }
     }
@@ -52,7 +54,7 @@ impl Iteration {
         Ok(())
     }
 
-    /// The verdict on an entry whose rows start at `first` of the outputs; `q` is its place in q, where its drafts have one.
+    /// Verifies an entry whose rows start at `first` of the outputs. `q` is its index in q, if its drafts have one.
     ///
     /// Entries that sample are verified by `rejection` where the drafts have a q, by `coupled` where they have none.
     pub(super) fn judge(
@@ -104,9 +106,10 @@ impl Iteration {
         Ok(Judged { num_accepted, token, finite, nothing_allowed: first_empty == Some(0) })
     }
 
-    /// Commits the emitted tokens, applies stops and the limit, reports; nothing behind this judges them again.
+    /// Commits the emitted tokens, applies stops and the limit, and reports. No later code judges them again.
     ///
-    /// With KV of a drafter `draft_len` is what `Drafter::draft_len_after` says where `K_r > 0`; else it is unchanged. An entry that ended before reports zeros.
+    /// If the drafter has KV, `draft_len` becomes the result of `Drafter::draft_len_after` for `K_r > 0`; else it is
+    /// unchanged. An entry that ended before reports zeros.
     pub(super) fn update(&self, entry: &Entry, judged: &Judged, results: &mut [i64], state: &mut RowState<'_>) {
         let mut report = Report::of(results, &self.results, entry.index);
         report.clear();
@@ -149,7 +152,8 @@ impl Iteration {
     }
 }
 
-/// m where the i-th draft stands with probability `rates[i]` over all drafts: given those before it, with the ratio of two.
+/// Draws m, the number of accepted drafts, so that the i-th draft is accepted with the unconditional probability
+/// `rates[i]`. Given the drafts before it, its probability is the ratio of two rates.
 fn at_rates(rates: &[f32], seed: u64, n: u64) -> usize {
     let mut before = 1.0;
     rates
@@ -163,7 +167,7 @@ fn at_rates(rates: &[f32], seed: u64, n: u64) -> usize {
         .count()
 }
 
-/// One entry's place in the results.
+/// Place of one entry in the results.
 pub(super) struct Report<'a> {
     results: &'a mut [i64],
     layout: &'a ResultsLayout,
@@ -175,7 +179,7 @@ impl<'a> Report<'a> {
         Self { results, layout, index }
     }
 
-    /// All numbers 0; tokens stay.
+    /// Sets all numbers of the entry to 0; its tokens stay.
     pub(super) fn clear(&mut self) {
         let layout = self.layout;
         for section in [layout.num_emitted, layout.num_accepted, layout.num_drafted, layout.flags, layout.finish_reason]
@@ -188,12 +192,12 @@ impl<'a> Report<'a> {
         self.results[self.layout.flags.offset + self.index] = flags;
     }
 
-    /// The drafts behind the accepted ones, as far as they were verified.
+    /// Writes the verified drafts after the accepted ones.
     fn set_rejected(&mut self, num_accepted: usize, drafts: &[i64]) {
         self.tokens(num_accepted + 1, drafts.len()).copy_from_slice(drafts);
     }
 
-    /// `len` of the entry's tokens from `column` on.
+    /// Returns `len` of the entry's tokens from `column` on.
     fn tokens(&mut self, column: usize, len: usize) -> &mut [i64] {
         let width = self.layout.tokens.len / self.layout.flags.len;
         &mut self.results[self.layout.tokens.offset + self.index * width + column..][..len]

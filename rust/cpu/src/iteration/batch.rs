@@ -2,22 +2,22 @@
 
 use super::state::RowState;
 
-/// Rows of one pass. Kept between passes, so that gathering allocates nothing after the first.
+/// Rows of one pass. They are kept between passes, so that gathering allocates nothing after the first.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
     /// Token of each row.
     pub(super) tokens: Vec<i64>,
-    /// Its position.
+    /// Position of each row.
     pub(super) positions: Vec<i64>,
-    /// Its KV slot; -1 writes none.
+    /// KV slot of each row; -1 writes no KV.
     pub(super) slots: Vec<i64>,
-    /// `[G - 1, N]` slots in the KV groups behind the first, where [`find_group_slots`](Self::find_group_slots) has put them.
+    /// KV slots in the groups after the first, `[G - 1, N]`, as filled by [`find_group_slots`](Self::find_group_slots).
     pub(super) group_slots: Vec<i64>,
-    /// Its row of state, whose block table it reads.
+    /// Row of state of each row, whose block table it reads.
     pub(super) rows: Vec<usize>,
-    /// Rows whose outputs are asked for, ascending.
+    /// Rows whose outputs are requested, ascending.
     pub(super) wanted: Vec<usize>,
-    /// All rows are of prompts, or of what is caught up with.
+    /// Whether all rows belong to prompts or to catch-up.
     pub(super) prompts: bool,
 }
 
@@ -47,7 +47,7 @@ impl Batch {
         self.rows.push(row);
     }
 
-    /// A row that attends nothing and writes nothing, whose outputs mean nothing.
+    /// Appends a masked row: it attends nothing and writes nothing, and its outputs mean nothing.
     pub(super) fn push_masked(&mut self, row: usize) {
         self.tokens.push(0);
         self.positions.push(-1);
@@ -55,12 +55,12 @@ impl Batch {
         self.rows.push(row);
     }
 
-    /// A row that feeds the token of `row` at `position` and writes its KV.
+    /// Appends a row that feeds the token of `row` at `position` and writes its KV.
     pub(super) fn feed(&mut self, state: &RowState<'_>, row: usize, position: usize, block_size: usize) {
         self.push(row, state.token(row, position), position, state.slot(row, position, block_size));
     }
 
-    /// Looks up the slots of all rows in the groups behind the first; -1 where the first has -1.
+    /// Looks up the KV slots of all rows in the groups after the first; -1 if the slot in the first group is -1.
     pub(super) fn find_group_slots(&mut self, state: &RowState<'_>, block_size: usize) {
         let Self { slots, group_slots, positions, rows, .. } = self;
         let count = slots.len();
@@ -74,12 +74,12 @@ impl Batch {
         }
     }
 
-    /// Asks for the output of the rows from `first` to the last but one.
+    /// Requests the output of all rows from `first` on, except the last.
     pub(super) fn want_from(&mut self, first: usize) {
         self.wanted.extend(first..self.len() - 1);
     }
 
-    /// Asks for the output of the row pushed last.
+    /// Requests the output of the row appended last.
     pub(super) fn want_last(&mut self) {
         self.wanted.push(self.len() - 1);
     }

@@ -9,8 +9,8 @@ use super::passes::{Want, Whose};
 use super::{Entry, Host, Iteration, Model, RowState, Rule};
 
 impl Iteration {
-    /// Draws up to `K_r` drafts per entry. Pass i feeds what draft i needs of the entries with `K_r >= i`; with a mask token
-    /// there is one pass for all drafts.
+    /// Draws up to `K_r` drafts per entry. Pass i feeds the inputs of draft i for the entries with `K_r >= i`; with a
+    /// mask token there is one pass for all drafts.
     pub(super) fn draft(&mut self, state: &mut RowState<'_>, draft: &mut dyn Model, host: &mut dyn Host) -> Result<()> {
         let most = self.entries.iter().map(Entry::passes).max().unwrap_or(0);
         let samples = self.entries.iter().any(|entry| entry.passes() > 0 && !entry.params.greedy);
@@ -42,11 +42,11 @@ impl Iteration {
         Ok(())
     }
 
-    /// Rows of a draft model's pass. Pass 1 feeds n - 1, and those of the `max_draft_lag` positions up to it whose KV is
-    /// missing, so that what the draft has not seen is caught up without a pass of its own.
+    /// Gathers the rows of pass `i` of a draft model. Pass 1 feeds n - 1, and those of the `max_draft_lag` positions up
+    /// to it whose KV is missing. So missing tokens are caught up without a pass of their own.
     ///
-    /// Without a mask token pass i feeds draft i - 1. With one the first feeds it in place of drafts 1 to `K_r - 1` as well.
-    /// Its KV there is written over when the true tokens are fed.
+    /// Without a mask token, pass i feeds draft i - 1. With a mask token, pass 1 also feeds it in place of drafts 1 to
+    /// `K_r - 1`. Its KV there is overwritten when the true tokens are fed.
     fn gather(&mut self, i: usize, state: &RowState<'_>, max_draft_lag: usize, mask_token_id: Option<i64>) {
         self.batch.clear();
         let block_size = self.config.block_size;
@@ -69,8 +69,8 @@ impl Iteration {
         }
     }
 
-    /// Draws draft `i` of entry `b` from row `at` of the pass: greedy entries by argmax, others from the draft's own processed
-    /// distribution, which `rejection` keeps as q.
+    /// Draws draft `i` of entry `b` from row `at` of the pass. Greedy entries take the argmax, others draw from the
+    /// draft's own processed distribution, which `rejection` keeps as q.
     fn draw(
         &mut self,
         b: usize,
@@ -105,7 +105,7 @@ impl Iteration {
         self.advance_grammar(entry, i, token, host)
     }
 
-    /// Takes the drafts that the record brings; q is a point mass.
+    /// Copies the drafts that the record contains into row state; their q is a point mass.
     pub(super) fn place(
         &mut self,
         record: &RecordView<'_>,

@@ -1,29 +1,29 @@
-//! A drafter that fails in a launch: it costs the launch its drafts, never a request. Runs no pass.
+//! Failures of a drafter in a launch, which cost the launch its drafts, but never a request. Runs no pass.
 
 use super::{Batch, Host, Iteration, Model, RowState, Stage};
 use crate::error::{Error, Result, guarded};
 use specrs_core::Drafter;
 
-/// A drafter that failed in a launch, which went on without the drafts that its passes make.
+/// Failure of a drafter in a launch, which went on without the drafts of the drafter's passes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DraftFault {
-    /// What it failed with, first.
+    /// First error of the drafter in the launch.
     pub error: Error,
-    /// Blocks whose draft KV was to be written before any draft, and was not; ascending. For the scheduler's
-    /// `draft_kv_not_written`.
+    /// Blocks whose draft KV should have been written before any draft but was not, ascending. They are the argument of
+    /// the scheduler's `draft_kv_not_written`.
     pub blocks: Vec<i64>,
 }
 
 impl Iteration {
-    /// How the drafter failed since this was asked last; until then nothing drafts by passes.
+    /// Takes the drafter's failure since the last call. Until it is taken, no passes draft.
     pub fn take_draft_fault(&mut self) -> Option<DraftFault> {
         self.fault.take()
     }
 
-    /// Runs a stage of the drafter; what it failed with, here or on another rank.
+    /// Runs a stage of the drafter and returns its error, from this or another rank.
     ///
     /// # Errors
-    /// Where a rank is lost.
+    /// If a rank is lost.
     pub(super) fn stage(
         &mut self,
         stage: Stage,
@@ -37,8 +37,8 @@ impl Iteration {
         Ok(failed.then(|| error.unwrap_or_else(elsewhere)))
     }
 
-    /// The drafts of entries by passes, and none of them where the drafter fails, or has failed before in this launch. What it
-    /// wrote until then lies behind `draft_len`, which stays, and is written again before it is read.
+    /// Draws drafts by passes. If the drafter fails now or has failed before in this launch, the entries get no drafts.
+    /// KV that it wrote before lies after `draft_len`, which does not change, and is overwritten before it is read.
     pub(super) fn draft_or_not(
         &mut self,
         state: &mut RowState<'_>,
@@ -64,7 +64,7 @@ impl Iteration {
         Ok(())
     }
 
-    /// Takes note that the drafter failed before it had written draft KV into these blocks, ascending.
+    /// Notes that the drafter failed before it had written draft KV into these blocks, which ascend.
     pub(super) fn note_fault(&mut self, error: Error, blocks: Vec<i64>) {
         let fault = self.fault.get_or_insert(DraftFault { error, blocks: Vec::new() });
         fault.blocks.extend(blocks);
@@ -74,7 +74,7 @@ impl Iteration {
 }
 
 impl Batch {
-    /// The blocks that its rows write KV into.
+    /// Returns the blocks into which the rows write KV.
     pub(super) fn blocks(&self, block_size: usize) -> Vec<i64> {
         let written = self.slots.iter().filter(|&&slot| slot >= 0);
         let mut blocks: Vec<i64> = written.map(|slot| slot / block_size as i64).collect();

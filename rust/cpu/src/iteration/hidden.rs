@@ -1,8 +1,9 @@
-//! A drafter that reads the target's hidden states: which of them are kept, and what its passes are fed. Draws nothing.
+//! Hidden states for a drafter that reads the target's: the states that are kept, and the inputs of the drafter's
+//! passes. Draws nothing.
 //!
-//! The state of position p goes with the token at p + 1. The last that is known is that of n - 2, so pass 1 is fed the
-//! positions up to there whose states are kept and whose KV is missing, and pass i >= 2 is fed n + i - 3 with what the pass
-//! before left. Where KV is missing before the states that are kept, the head starts anew behind the gap.
+//! The state of position p goes with the token at p + 1. The last known state is that of n - 2. So pass 1 feeds the
+//! positions up to n - 2 whose states are kept and whose KV is missing. Pass i >= 2 feeds position n + i - 3 with the
+//! state that the pass before left. If KV is missing before the kept states, the head starts anew after the gap.
 
 use specrs_core::Drafter;
 use specrs_core::scheduler::layout::RecordView;
@@ -13,46 +14,48 @@ use super::passes::{Want, Whose};
 use super::prefill::caught_up;
 use super::{Entry, HiddenRows, Host, Iteration, Model, RowState, Stage};
 use crate::error::{Error, Result, check_len};
-use crate::{Beside, Entries, Output, Pass};
+use crate::{Eagle3Input, Entries, Output, Pass};
 
-/// Hidden states between passes, and from a launch to the next.
+/// Hidden states that are kept between passes and between launches.
 #[derive(Debug, Default)]
 pub(super) struct HiddenStates {
-    /// The target's layers at whose entry they are read; none without such a drafter.
+    /// Layers of the target whose input states are read; empty without a drafter that reads hidden states.
     pub(super) layers: Vec<usize>,
-    /// Numbers of a position: of all those layers.
+    /// Numbers per position, over all of `layers`.
     pub(super) size: usize,
-    /// W, positions of a row that have room.
+    /// W, the number of positions of a row that have room.
     width: usize,
-    /// `[N, size]` of the target's last pass.
+    /// Hidden states of the target's last pass, `[N, size]`.
     pub(super) captured: Vec<f32>,
-    /// `[N, size]` of a head's first pass.
+    /// Target's hidden states for a head's first pass, `[N, size]`.
     fed: Vec<f32>,
-    /// `[N, hidden]` what a head's pass is fed.
-    pub(super) beside: Vec<f32>,
-    /// `[N, hidden]` what it leaves.
+    /// Input states of a head's pass, `[N, hidden]`.
+    pub(super) eagle3: Vec<f32>,
+    /// Output states of a head's pass, `[N, hidden]`.
     pub(super) left: Vec<f32>,
     behind: Behind,
 }
 
-/// The head's pass that a launch has left to the next: all that it needs, since the launch's record is gone by then.
+/// Head's pass over prompt chunks that a launch has left to the next. It contains all inputs, because the launch's
+/// record is gone by then.
 #[derive(Debug, Default)]
 struct Behind {
-    /// `rows` are chunks.
+    /// Rows of the pass; their `rows` are indices of chunks.
     batch: Batch,
-    /// `[chunks]` rows of state that they belong to.
+    /// Row of state of each chunk, `[chunks]`.
     rows: Vec<usize>,
-    /// `[N, size]`
+    /// Target's hidden states of the pass, `[N, size]`.
     states: Vec<f32>,
-    /// `[chunks, max_blocks]`
+    /// Block table of each chunk, `[chunks, max_blocks]`.
     block_table: Vec<i64>,
-    /// `[chunks]`
+    /// First position that each chunk's rows attend, `[chunks]`.
     k_start: Vec<i64>,
     max_blocks: usize,
 }
 
 impl HiddenStates {
-    /// Refuses models and row state that are not of such a drafter, or not of another.
+    /// Rejects models and row state that do not match the drafter: with hidden states for one that reads them, else
+    /// without.
     pub(super) fn check(
         &mut self,
         config: &SchedulerConfig,
@@ -89,20 +92,20 @@ impl HiddenStates {
         check_len("hidden_states", rows.states.len(), rows.start.len() * (self.width + 1) * self.size)
     }
 
-    /// Where the state of a row's column lies.
+    /// Returns the range of the state in a row's column.
     fn column(&self, row: usize, column: usize) -> std::ops::Range<usize> {
         let at = (row * (self.width + 1) + column) * self.size;
         at..at + self.size
     }
 
-    /// Keeps the state of a prompt's last position, row `at` of the target's pass.
+    /// Keeps the hidden state of a prompt's last position, which is row `at` of the target's pass.
     pub(super) fn keep_last(&self, rows: &mut HiddenRows<'_>, entry: &Entry, at: usize) {
         rows.states[self.column(entry.row, 0)].copy_from_slice(&self.captured[at * self.size..][..self.size]);
         rows.start[entry.row] = entry.n as i64 - 1;
     }
 
-    /// Keeps the states of the tokens that an iteration has committed, whose rows start at `first` of the target's pass. What
-    /// its drafts were made of is given up, and what no longer fits before the new.
+    /// Keeps the hidden states of the tokens that an iteration committed, whose rows start at `first` of the target's
+    /// pass. Older states are dropped if the head has used them for drafts, or if all states no longer fit.
     pub(super) fn keep_verified(&self, rows: &mut HiddenRows<'_>, entry: &Entry, first: usize, grown: usize) {
         let (row, n) = (entry.row, entry.n);
         if grown == n {
@@ -116,12 +119,12 @@ impl HiddenStates {
         rows.states[columns].copy_from_slice(&self.captured[first * self.size..][..(grown - n) * self.size]);
     }
 
-    /// The head's pass over `behind`.
+    /// Runs the head's pass over `behind`.
     fn feed_behind(&mut self, head: &mut dyn Model) -> Result<()> {
-        let Self { behind, beside, .. } = self;
+        let Self { behind, eagle3, .. } = self;
         let Behind { batch, states, block_table, k_start, max_blocks, .. } = behind;
-        beside.resize(batch.len() * head.facts().hidden_size, 0.0);
-        head.fuse(states, beside)?;
+        eagle3.resize(batch.len() * head.facts().hidden_size, 0.0);
+        head.fuse(states, eagle3)?;
         let pass = Pass {
             tokens: &batch.tokens,
             positions: &batch.positions,
@@ -132,13 +135,13 @@ impl HiddenStates {
             k_start,
             ..Pass::default()
         };
-        let (none, beside) = (Entries { layers: &[], states: &mut [] }, Beside { hidden: beside });
-        head.forward(&pass, Some(beside), Output::Nothing, none)
+        let (none, eagle3) = (Entries { layers: &[], states: &mut [] }, Eagle3Input { hidden: eagle3 });
+        head.forward(&pass, Some(eagle3), Output::Nothing, none)
     }
 }
 
 impl RowState<'_> {
-    /// The head starts anew at `first` where its KV ends before.
+    /// Moves the start of a row's draft KV to `first` if its KV ends before, so that the head starts anew.
     fn restart(&mut self, row: usize, first: i64) {
         if self.draft_len[row] < first {
             self.draft_start[row] = first;
@@ -147,10 +150,11 @@ impl RowState<'_> {
 }
 
 impl Iteration {
-    /// Runs the pass that the launch before has left to the head. A head that fails starts anew in the rows that it was for.
+    /// Runs the pass that the launch before has left to the head. If the head fails, it starts anew in the rows of that
+    /// pass.
     ///
     /// # Errors
-    /// Where a rank is lost.
+    /// If a rank is lost.
     pub(super) fn feed_behind(
         &mut self,
         state: &mut RowState<'_>,
@@ -174,9 +178,10 @@ impl Iteration {
         Ok(())
     }
 
-    /// Leaves the states of the launch's prompt chunks to the head. A chunk of length 0 orders a start anew.
+    /// Stores the hidden states of the launch's prompt chunks for the head's pass in the next launch. A chunk of length
+    /// 0 orders a start anew.
     ///
-    /// Positions whose KV another request has written already, slot -1, are not fed.
+    /// Positions whose KV another request has already written (slot -1) are not fed.
     pub(super) fn leave_behind(&mut self, record: &RecordView<'_>, header: LaunchHeader, state: &mut RowState<'_>) {
         let prefilled = &record.entry_row[header.num_decode..header.num_decode + header.num_prefill];
         let max_blocks = state.table_width();
@@ -212,13 +217,13 @@ impl Iteration {
         caught_up(record, header, state, true);
     }
 
-    /// Pass `i` of a head.
+    /// Runs pass `i` of a head.
     pub(super) fn head_pass(&mut self, i: usize, state: &RowState<'_>, head: &mut dyn Model, want: Want) -> Result<()> {
         let hidden_size = head.facts().hidden_size;
         if i == 1 {
             self.gather_first(state);
-            self.hidden.beside.resize(self.batch.len() * hidden_size, 0.0);
-            head.fuse(&self.hidden.fed, &mut self.hidden.beside)?;
+            self.hidden.eagle3.resize(self.batch.len() * hidden_size, 0.0);
+            head.fuse(&self.hidden.fed, &mut self.hidden.eagle3)?;
         } else {
             self.gather_next(i, state, hidden_size);
         }
@@ -230,7 +235,7 @@ impl Iteration {
         Ok(())
     }
 
-    /// Where the KV of entries that draft ends before the states that are kept, their head starts anew there.
+    /// Starts the head anew at the first kept state, in entries whose draft KV ends before it.
     pub(super) fn begin(&self, state: &mut RowState<'_>) {
         for entry in self.entries.iter().filter(|entry| entry.k > 0 && entry.on_device()) {
             let Some(first) = state.hidden.as_ref().map(|rows| rows.start[entry.row]) else { return };
@@ -238,7 +243,7 @@ impl Iteration {
         }
     }
 
-    /// Rows of pass 1: the positions up to n - 2 whose states are kept and whose KV is missing.
+    /// Gathers the rows of pass 1: the positions up to n - 2 whose states are kept and whose KV is missing.
     fn gather_first(&mut self, state: &RowState<'_>) {
         self.batch.clear();
         self.hidden.fed.clear();
@@ -263,17 +268,17 @@ impl Iteration {
         }
     }
 
-    /// Rows of pass `i` >= 2: draft i - 1, beside what its row has left in the pass before.
+    /// Gathers the rows of pass `i` >= 2: draft i - 1, with the state that its row left in the pass before.
     fn gather_next(&mut self, i: usize, state: &RowState<'_>, hidden_size: usize) {
         self.batch.clear();
-        self.hidden.beside.clear();
+        self.hidden.eagle3.clear();
         let before = self.entries.iter().filter(|entry| entry.passes() >= i - 1);
         for (at, entry) in before.enumerate().filter(|(_, entry)| entry.passes() >= i) {
             let (row, token) = (entry.row, entry.n + i - 2);
             let slot = state.slot(row, token - 1, self.config.block_size);
             self.batch.push(row, state.token(row, token), token - 1, slot);
             self.batch.want_last();
-            self.hidden.beside.extend_from_slice(&self.hidden.left[at * hidden_size..][..hidden_size]);
+            self.hidden.eagle3.extend_from_slice(&self.hidden.left[at * hidden_size..][..hidden_size]);
         }
     }
 }

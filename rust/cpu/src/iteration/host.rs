@@ -1,11 +1,12 @@
-//! What the process around an iteration does for it: grammars, text of other tokenizers, agreement among ranks.
+//! Host of an iteration: services of the surrounding process for grammars, text of other tokenizers, and agreement
+//! among ranks.
 
 use crate::error::{Error, Result};
 
-/// What a drafter does in a step. Each may fail by itself, and costs the step its drafts.
+/// Stage of a drafter in a step. Each may fail by itself, which costs the step its drafts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Feeds an EAGLE-3 head what the prompt chunks of the step before have left to it.
+    /// Feeds an EAGLE-3 head the states that the prompt chunks of the step before have left to it.
     HeadPrefill = 1,
     /// Feeds the draft chunks of the step.
     CatchUp = 2,
@@ -16,49 +17,49 @@ pub enum Stage {
 /// Services of the host. Sequences are named by their index in the step's results.
 pub trait Host {
     /// Begins the grammar of a sequence, whose request is in `row`. Writes the mask of its next token into `mask`,
-    /// `[ceil(V / 32)]`: bit t % 32 of word t / 32 is set for ids that may come.
+    /// `[ceil(V / 32)]`: bit t % 32 of word t / 32 is set for ids that may come next.
     ///
-    /// The host takes back the tokens of [`advance_grammar`](Self::advance_grammar) after the step: only what the scheduler
-    /// settles stays.
+    /// The host takes back the tokens of [`advance_grammar`](Self::advance_grammar) after the step, so that only
+    /// settled tokens remain.
     ///
     /// # Errors
-    /// What the host says.
+    /// If the host fails.
     fn start_grammar(&mut self, index: usize, row: usize, mask: &mut [u32]) -> Result<()>;
 
-    /// Goes on with the sequence's next draft. Writes the mask of the token after it, which allows everything after a draft that
-    /// the grammar does not allow: verification rejects that draft.
+    /// Advances the grammar of a sequence by its next draft `token`. Writes the mask of the token after it. After a
+    /// draft that the grammar does not allow, the mask allows everything, because verification rejects that draft.
     ///
     /// # Errors
-    /// What the host says.
+    /// If the host fails.
     fn advance_grammar(&mut self, index: usize, token: i64, mask: &mut [u32]) -> Result<()>;
 
-    /// Returns the draft model's ids of a text that is `tokens` for the target; empty where it has none.
+    /// Returns the draft model's ids of the text that `tokens` are for the target; empty if the text has none.
     ///
     /// # Errors
-    /// What the host says.
+    /// If the host fails.
     fn draft_ids(&mut self, tokens: &[i64]) -> Result<Vec<i64>>;
 
-    /// Returns the target's ids of what the draft model wrote, `drafted`, after its own ids `own` of a text that is `tokens` for
-    /// the target.
+    /// Returns the target's ids of the draft model's continuation `drafted`. The text before it is `own` in the draft
+    /// model's ids and `tokens` in the target's.
     ///
     /// # Errors
-    /// What the host says.
+    /// If the host fails.
     fn target_ids(&mut self, tokens: &[i64], own: &[i64], drafted: &[i64]) -> Result<Vec<i64>>;
 
-    /// A stage begins.
+    /// Notes that a stage of the drafter begins.
     fn enter(&mut self, _stage: Stage) {}
 
-    /// A stage has ended, here with `error` if it failed. Returns whether it failed: with ranks, on any of them, so that all go on
-    /// alike.
+    /// Ends a stage of the drafter, which failed here if `error` is given. Returns whether it failed. With ranks it is
+    /// true if the stage failed on any rank, so that all ranks continue alike.
     ///
     /// # Errors
-    /// Where a rank is lost.
+    /// If a rank is lost.
     fn leave(&mut self, _stage: Stage, error: Option<&Error>) -> Result<bool> {
         Ok(error.is_some())
     }
 }
 
-/// The host of steps whose requests have no grammar, and whose drafts are not text.
+/// Host for steps whose requests have no grammar and whose drafts are not text.
 #[derive(Clone, Copy, Debug)]
 pub struct NoHost;
 

@@ -1,8 +1,8 @@
-//! A whole launch on a CPU as one call: uploads, prompt chunks, draft catch-up chunks, one decode iteration, in this order.
+//! Execution of a whole launch on a CPU as one call: uploads, prompt chunks, draft catch-up chunks, and one decode
+//! iteration, in this order.
 //!
-//! The rules are those of docs/start.md, under the same names.
-//!
-//! It plans nothing and settles nothing. Models are behind [`Model`]; what only the host can do is behind [`Host`].
+//! The rules are those of docs/start.md, with the same names. This module plans and settles nothing. [`Model`] runs the
+//! passes, and [`Host`] provides services that need the host.
 
 mod accept;
 mod batch;
@@ -38,53 +38,53 @@ use text::TextDrafts;
 pub use text::TextLimits;
 pub use translate::Translation;
 
-/// What verifies the drafts of requests that sample.
+/// Rule that verifies the drafts of requests that sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
-    /// Leviathan et al. 2023, algorithm 1.
+    /// Rejection sampling: Leviathan et al. 2023, algorithm 1.
     Rejection,
-    /// Draft and target draw with the same noise.
+    /// Coupled draws: draft and target draw with the same noise.
     Coupled,
 }
 
-/// Passes that a launch ran.
+/// Number of passes that a launch ran.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Of the target.
+    /// Number of passes of the target.
     pub target_passes: usize,
-    /// Of the draft model, or of the head.
+    /// Number of passes of the draft model or the head.
     pub draft_passes: usize,
 }
 
-/// What a request asks besides its tokens.
+/// Work that a request needs besides its tokens.
 #[derive(Clone, Copy, Debug, Default)]
 struct Asked {
-    /// Masks, biases or penalties, which may change its logits.
+    /// Whether masks, biases or penalties may change the request's logits.
     processing: bool,
-    /// Log probabilities of its tokens.
+    /// Whether log probabilities of the request's tokens are reported.
     logprobs: bool,
 }
 
-/// One entry of a decode iteration, or the end of a prompt, which is an iteration without drafts.
+/// Entry of a decode iteration, or the end of a prompt, which is an iteration without drafts.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
-    /// Index in the launch's results.
+    /// Index of the entry in the launch's results.
     index: usize,
     row: usize,
-    /// n at the start of the iteration.
+    /// Number of tokens, n, at the start of the iteration.
     n: usize,
-    /// `K_r` after the device's own guards.
+    /// Number of drafts, `K_r`, after the device's own guards.
     k: usize,
-    /// Whose its drafts are, a `DrafterKind`.
+    /// Drafter of the entry's drafts, a `DrafterKind`.
     drafter: i64,
-    /// False for rows that ended before this launch.
+    /// Whether the row is live; false for rows that ended before this launch.
     alive: bool,
-    /// Whether the block table covers all drafts. Where it does not, nothing is fed.
+    /// Whether the block table covers all drafts; if not, the entry is not fed.
     fits: bool,
     seed: u64,
     params: SamplingParams,
     asked: Asked,
-    /// FLAG_* bits of its drafts.
+    /// `FLAG_*` bits of the entry's drafts.
     flags: i64,
 }
 
@@ -93,23 +93,24 @@ impl Entry {
         self.alive && self.fits
     }
 
-    /// Whether passes draw its drafts; else they are in the record.
+    /// Returns whether passes draw the entry's drafts; otherwise they are in the record.
     fn on_device(&self) -> bool {
         self.drafter == DrafterKind::Device as i64
     }
 
-    /// Passes that draw its drafts.
+    /// Returns the number of draft passes that the entry needs, one for each draft. It is 0 if the host proposed its
+    /// drafts, or if it does not run.
     fn passes(&self) -> usize {
         if self.runs() && self.on_device() { self.k } else { 0 }
     }
 
-    /// Whether the model's largest logit is all that is asked of its rows.
+    /// Returns whether the entry needs only the model's largest logit of its rows.
     fn takes_largest(&self) -> bool {
         self.params.greedy && !self.asked.processing
     }
 }
 
-/// Runs launches over two models; keeps work space, and what the requests in its rows ask of their logits.
+/// Executor of launches over two models. It keeps work space, and the logits processors of the requests in its rows.
 pub struct Iteration {
     config: SchedulerConfig,
     rule: Rule,
@@ -118,43 +119,45 @@ pub struct Iteration {
     results: ResultsLayout,
     sampler: Sampler,
     logprobs_mode: LogprobsMode,
-    /// `[R + 1]`, of the request that was last admitted into each row.
+    /// Logits processors of the request last admitted into each row, `[R + 1]`.
     processors: Vec<LogitsProcessors>,
     processed: Processed,
-    /// Of the last launch.
+    /// Log probabilities of the last step's tokens.
     logprobs: Vec<EntryLogprobs>,
-    /// Of the last launch.
+    /// Log probabilities of prompt tokens in the last step.
     prompt_logprobs: Vec<PromptLogprobs>,
     batch: Batch,
     entries: Vec<Entry>,
-    /// `entries` as they were before drafting.
+    /// Copy of `entries` from before drafting.
     planned: Vec<Entry>,
     hidden: HiddenStates,
-    /// Of a draft model that goes by text.
+    /// State of a draft model that works by text; `None` for other drafters.
     texts: Option<TextDrafts>,
-    /// Logits of wanted rows, `[N, V]`.
+    /// Logits of the requested rows, `[N, V]`.
     logits: Vec<f32>,
-    /// Argmax of wanted rows, and its logit: not finite where the row is not.
+    /// Id of the largest logit of each requested row.
     best: Vec<i64>,
+    /// Largest logit of each requested row; not finite if the row is not.
     tops: Vec<f32>,
-    /// `[B, K, V]`, what each draft was drawn from.
+    /// Distribution that each draft was drawn from, `[B, K, V]`.
     q: Vec<f32>,
-    /// K of q; 0 where this iteration has none.
+    /// K of `q`; 0 if this iteration has no `q`.
     q_width: usize,
-    /// Some entry of the iteration was planned with drafts.
+    /// Whether some entry of the iteration was planned with drafts.
     drafting: bool,
     counts: Counts,
     fault: Option<DraftFault>,
-    /// What passes took since it was last asked for; None: they are not timed.
+    /// Time of passes since it was last taken; `None` if passes are not timed.
     pass_time: Option<Duration>,
 }
 
 impl Iteration {
-    /// For launches of a scheduler with these settings, over a target of `vocab_size` ids. With `rates` drafts stand at these
-    /// unconditional rates by position, whatever the models say: for timing only.
+    /// Makes an executor for launches of a scheduler with these settings, over a target of `vocab_size` ids. With
+    /// `rates`, drafts are accepted at these unconditional rates by position, whatever the models say. That is for
+    /// timing only.
     ///
     /// # Errors
-    /// For a vocabulary that cannot be sampled, or rates that are not one for each draft.
+    /// If the vocabulary cannot be sampled, or `rates` does not have one rate for each draft.
     pub fn new(
         config: SchedulerConfig,
         rule: Rule,
@@ -197,29 +200,30 @@ impl Iteration {
         })
     }
 
-    /// For a scheduler with [`Drafter::Text`]: the draft model's texts are within these limits.
+    /// Sets up drafting by text for a scheduler with [`Drafter::Text`]. `limits` bounds the draft model's texts.
     #[must_use]
     pub fn with_text_drafts(mut self, limits: TextLimits) -> Self {
         self.texts = Some(TextDrafts::new(limits, self.config.max_num_seqs + 1));
         self
     }
 
-    /// Another rule from the next launch on.
+    /// Sets the rule from the next launch on.
     pub fn set_rule(&mut self, rule: Rule) {
         self.rule = rule;
     }
 
-    /// Log probabilities of the tokens that the last launch emitted, by entry; of entries whose requests ask for them.
+    /// Takes the log probabilities of the tokens that the last launch emitted, by entry, for requests that want them.
     pub fn take_logprobs(&mut self) -> Vec<EntryLogprobs> {
         std::mem::take(&mut self.logprobs)
     }
 
-    /// Log probabilities of the prompt tokens that the last launch's chunks predict, where requests ask for them.
+    /// Takes the log probabilities of the prompt tokens that the last launch's chunks predict, for requests that want
+    /// them.
     pub fn take_prompt_logprobs(&mut self) -> Vec<PromptLogprobs> {
         std::mem::take(&mut self.prompt_logprobs)
     }
 
-    /// Takes over what the requests that a launch admits ask of their logits.
+    /// Reads the logits processors of the requests that a launch admits.
     fn admit(&mut self, record: &RecordView<'_>, header: LaunchHeader) {
         let vocab_size = self.sampler.vocab_size();
         for index in 0..header.num_admitted {
@@ -230,23 +234,23 @@ impl Iteration {
         }
     }
 
-    /// What passes took since this was last called, and from its first call on: for benchmarks, as it is not measured
-    /// before.
+    /// Takes the time of passes since the last call. Times are measured only from the first call on, for benchmarks.
     pub fn take_pass_time(&mut self) -> Duration {
         self.pass_time.replace(Duration::ZERO).unwrap_or_default()
     }
 
-    /// Executes the launch planned in `record`: mutates row state and both KV caches, reports into `results`.
+    /// Executes the launch planned in `record`: changes row state and both KV caches, and writes the results into
+    /// `results`.
     ///
-    /// The KV of a head behind the launch's prompt chunks is left to the next call, so that no first token waits for it.
+    /// The head's KV after the launch's prompt chunks is left to the next call, so that no first token waits for it.
     ///
-    /// Where the drafter fails the launch goes on without the drafts of its passes, reports that none were made, and
-    /// [`take_draft_fault`](Self::take_draft_fault) says why.
+    /// If the drafter fails, the launch goes on without the drafts of its passes and reports that there were none.
+    /// [`take_draft_fault`](Self::take_draft_fault) then returns the failure.
     ///
-    /// `host` is asked for the masks of entries whose requests have a grammar, and for what texts are in other tokens.
+    /// `host` provides the masks of entries whose requests have a grammar, and translates texts between tokenizers.
     ///
     /// # Errors
-    /// For buffers of other sizes than the scheduler's, and what the target or the host says.
+    /// If a buffer has another size than the scheduler's, or the target or the host fails.
     pub fn run(
         &mut self,
         record: &[i64],
@@ -295,9 +299,9 @@ impl Iteration {
         Ok(self.counts)
     }
 
-    /// Reads lengths from row state and applies the device's guards to the planned `K_r`:
-    /// `max(min(planned, min(limit - 1, draft context + 1) - n), 0)`, and 0 where the row has ended or the draft's KV lags by
-    /// more than `max_draft_lag`; a head starts anew behind any lag.
+    /// Reads lengths from row state and applies the device's guards to the planned `K_r`: `max(min(planned, min(limit -
+    /// 1, draft context + 1) - n), 0)`. It is 0 if the row has ended or the draft's KV lags by more than
+    /// `max_draft_lag`. A head starts anew after any lag.
     fn prepare(&mut self, record: &RecordView<'_>, header: LaunchHeader, state: &RowState<'_>) {
         self.entries.clear();
         self.drafting = header.max_k > 0;
@@ -322,7 +326,7 @@ impl Iteration {
         }
     }
 
-    /// An entry without drafts.
+    /// Makes an entry without drafts.
     fn entry_of(&self, index: usize, row: usize, capacity: i64, state: &RowState<'_>) -> Entry {
         let (n, processors) = (state.num_tokens[row] as usize, &self.processors[row]);
         Entry {
@@ -341,7 +345,7 @@ impl Iteration {
     }
 }
 
-/// The same model for one call more.
+/// Borrows the model for one more call.
 fn reborrow<'a>(model: &'a mut Option<&mut dyn Model>) -> Option<&'a mut dyn Model> {
     match model {
         Some(model) => Some(&mut **model),

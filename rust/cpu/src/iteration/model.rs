@@ -1,86 +1,90 @@
-//! What an iteration asks of a model: passes over flat rows. Gathers no rows and draws no tokens.
+//! Interface of a model in an iteration: passes over flat rows. Gathers no rows and draws no tokens.
 
 use super::translate::Translation;
 use crate::error::{Error, Result};
-use crate::{Beside, Decoder, Entries, KvCache, Lora, Output, Pass};
+use crate::{Decoder, Eagle3Input, Entries, KvCache, Lora, Output, Pass};
 
-/// Sizes of a model, and the ids that its logits are for.
+/// Sizes of a model, and the ids of its logits.
 #[derive(Clone, Copy, Debug)]
 pub struct Facts<'a> {
-    /// Ids that it can be fed.
+    /// Number of ids that the model can be fed.
     pub vocab_size: usize,
-    /// Numbers of a hidden state.
+    /// Numbers in a hidden state.
     pub hidden_size: usize,
-    /// Layers.
+    /// Number of layers.
     pub num_layers: usize,
-    /// Logits of a row.
+    /// Number of logits in a row.
     pub num_ids: usize,
-    /// `[num_ids]` the target's id of each logit, ascending; None: logit i is for id i.
+    /// Target's id of each logit, `[num_ids]`, ascending; `None` if logit i is for id i.
     pub target_ids: Option<&'a [i64]>,
-    /// Layers of the target at whose entry an EAGLE-3 head reads hidden states, and the numbers of one state; empty for a model.
+    /// Layers of the target whose input states an EAGLE-3 head reads, and the numbers in one state; empty for other
+    /// models.
     pub hidden_layers: (&'a [usize], usize),
 }
 
-/// A model with a KV cache, whose passes an iteration runs. [`Cached`] is the native one; a host may bring another.
+/// Model with a KV cache, whose passes an iteration runs. [`Cached`] is the native one; a host may provide another.
 ///
-/// Outputs of a row must not depend on the other rows of its pass: drafts change which rows there are.
+/// Outputs of a row must not depend on the other rows of its pass, because drafts change the rows of a pass.
 pub trait Model {
-    /// Its sizes.
+    /// Returns the model's sizes.
     fn facts(&self) -> Facts<'_>;
 
-    /// Feeds the rows of `pass`: writes their K and V, what `output` asks for, and the hidden states of `entries`. `pass.adapters`
-    /// is empty: the model knows the adapters of rows of state, which `pass.entries` names for a target.
+    /// Feeds the rows of `pass`: writes their K and V, the requested `output`, and the hidden states of `entries`.
+    /// `pass.adapters` is empty. The model knows the adapters of rows of state, which `pass.entries` names for a
+    /// target.
     ///
-    /// `beside` is what an EAGLE-3 head is fed next to the tokens, None for a model. A head leaves what its next pass is fed in
-    /// `entries` at layer 1.
+    /// `eagle3` is the input of an EAGLE-3 head in addition to its tokens, `None` for other models. A head writes the
+    /// input of its next pass to `entries` at layer 1.
     ///
     /// # Errors
-    /// Where the pass cannot be run; KV of its rows may have been written.
+    /// If the pass cannot be run; KV of its rows may have been written.
     fn forward(
         &mut self,
         pass: &Pass<'_>,
-        beside: Option<Beside<'_>>,
+        eagle3: Option<Eagle3Input<'_>>,
         output: Output<'_>,
         entries: Entries<'_>,
     ) -> Result<()>;
 
-    /// [`forward`](Self::forward) that keeps the final hidden states of `rows`, ascending, for [`logits`](Self::logits).
+    /// Runs [`forward`](Self::forward) and keeps the final hidden states of `rows`, ascending, for
+    /// [`logits`](Self::logits).
     ///
     /// # Errors
-    /// As of `forward`.
+    /// If the pass cannot be run; KV of its rows may have been written.
     fn forward_keeping(&mut self, pass: &Pass<'_>, rows: &[usize], entries: Entries<'_>) -> Result<()>;
 
-    /// Writes the logits `[rows, num_ids]` of some of the hidden states that the last [`forward_keeping`](Self::forward_keeping)
-    /// kept, by their index among them.
+    /// Writes the logits `[rows, num_ids]` of some of the hidden states that the last
+    /// [`forward_keeping`](Self::forward_keeping) kept, by their index among them.
     ///
     /// # Errors
-    /// Where the host fails.
+    /// If the host fails.
     fn logits(&mut self, rows: &[usize], logits: &mut [f32]) -> Result<()>;
 
-    /// By row of the last pass, whether its final hidden state is finite; empty where the last row of a prompt chunk tells that of
-    /// all rows before it, because the last layer attends all positions.
+    /// Returns for each row of the last pass whether its final hidden state is finite. It is empty if the last layer
+    /// attends all positions, because then the last row of a prompt chunk shows it for all rows before it.
     fn finite(&self) -> &[bool];
 
     /// Combines the target's hidden states `[N, layers, size]` into what a head is fed, `[N, hidden_size]`.
     ///
     /// # Errors
-    /// For a model that is no head.
+    /// If the model is no EAGLE-3 head.
     fn fuse(&mut self, states: &[f32], fused: &mut [f32]) -> Result<()>;
 }
 
-/// A native decoder and its KV cache.
+/// Native decoder with its KV cache.
 pub struct Cached<'a> {
-    /// Runs the passes.
+    /// Decoder that runs the passes.
     pub decoder: &'a mut Decoder,
-    /// What they write.
+    /// KV cache that the passes write.
     pub kv_cache: &'a mut KvCache,
-    /// `[R + 1]` by row of state the adapter that it is computed with; empty: none has one.
+    /// Adapter of each row of state, `[R + 1]`; empty if no row has one.
     pub adapters: &'a [Option<&'a Lora>],
     kept: Vec<f32>,
 }
 
 impl<'a> Cached<'a> {
-    /// `adapters` `[R + 1]` are those of rows of state; empty: none has one.
+    /// Combines a decoder and its KV cache. `adapters` has the adapter of each row of state, `[R + 1]`; empty if no row
+    /// has one.
     pub fn new(decoder: &'a mut Decoder, kv_cache: &'a mut KvCache, adapters: &'a [Option<&'a Lora>]) -> Self {
         Self { decoder, kv_cache, adapters, kept: Vec::new() }
     }
@@ -103,7 +107,7 @@ impl Model for Cached<'_> {
     fn forward(
         &mut self,
         pass: &Pass<'_>,
-        beside: Option<Beside<'_>>,
+        eagle3: Option<Eagle3Input<'_>>,
         output: Output<'_>,
         entries: Entries<'_>,
     ) -> Result<()> {
@@ -118,9 +122,9 @@ impl Model for Cached<'_> {
             }
         }
         let pass = Pass { adapters: &adapters, ..*pass };
-        match beside {
+        match eagle3 {
             None => self.decoder.forward_keeping(&pass, self.kv_cache, output, entries),
-            Some(beside) => self.decoder.forward_beside(&pass, beside, self.kv_cache, output, entries),
+            Some(eagle3) => self.decoder.forward_eagle3(&pass, eagle3, self.kv_cache, output, entries),
         }
     }
 
@@ -150,15 +154,18 @@ impl Model for Cached<'_> {
     }
 }
 
-/// A draft model of another tokenizer, in the target's ids: fed and read by the tokens that both know.
+/// Draft model with another tokenizer, in the target's ids: it is fed and read by the tokens that both vocabularies
+/// have.
 pub struct Translated<'a> {
     model: &'a mut dyn Model,
     translation: &'a mut Translation,
 }
 
 impl<'a> Translated<'a> {
+    /// Wraps `model` with a translation of its ids.
+    ///
     /// # Errors
-    /// For ids that `model` does not know.
+    /// If the translation contains ids that `model` does not have.
     pub fn new(model: &'a mut dyn Model, translation: &'a mut Translation) -> Result<Self> {
         let Facts { vocab_size, num_ids, .. } = model.facts();
         translation.check(vocab_size.min(num_ids))?;
@@ -175,7 +182,7 @@ impl Model for Translated<'_> {
     fn forward(
         &mut self,
         pass: &Pass<'_>,
-        beside: Option<Beside<'_>>,
+        eagle3: Option<Eagle3Input<'_>>,
         output: Output<'_>,
         entries: Entries<'_>,
     ) -> Result<()> {
@@ -185,11 +192,11 @@ impl Model for Translated<'_> {
         fed.tokens.extend(pass.tokens.iter().map(|&token| fed.ids[token as usize]));
         let pass = Pass { tokens: &fed.tokens, ..*pass };
         let (Output::Logits { rows, .. } | Output::Argmax { rows, .. }) = &output else {
-            return self.model.forward(&pass, beside, output, entries);
+            return self.model.forward(&pass, eagle3, output, entries);
         };
         let rows = *rows;
         scores.resize(rows.len() * own, 0.0);
-        self.model.forward(&pass, beside, Output::Logits { rows, num_ids: own, logits: scores }, entries)?;
+        self.model.forward(&pass, eagle3, Output::Logits { rows, num_ids: own, logits: scores }, entries)?;
         self.translation.write(own, output);
         Ok(())
     }

@@ -1,45 +1,45 @@
-//! One pass of a model over gathered rows, and what it leaves: tokens drawn by argmax, or logits. Gathers nothing.
+//! One pass of a model over gathered rows, and its results: tokens drawn by argmax, or logits. Gathers nothing.
 
-use specrs_core::sampling::{UNKNOWN_BELOW, largest};
+use specrs_core::sampling::{UNKNOWN_BELOW, largest, lowest_id};
 
 use super::{Entry, Iteration, Model, RowState};
 use crate::error::Result;
-use crate::{Beside, Entries, Output, Pass};
+use crate::{Eagle3Input, Entries, Output, Pass};
 use std::time::Instant;
 
-/// Whose pass it is.
+/// Kind of model that runs a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Whose {
-    /// The target's, which keeps the hidden states that a head will read.
+    /// Target, whose hidden states are kept for a head.
     Target,
-    /// A draft model's.
+    /// Draft model.
     Draft,
-    /// A head's, over what its states are.
+    /// EAGLE-3 head, which is fed hidden states.
     Head,
 }
 
-/// What is asked of the rows that a pass wants.
+/// Results that a pass should compute for the requested rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Want {
-    /// Nothing: only KV.
+    /// No results, only KV.
     Nothing,
-    /// The final hidden states.
+    /// Final hidden states.
     Hidden,
-    /// The largest logit and its id.
+    /// Largest logit and its id.
     Best,
     /// All logits, and the largest of them.
     Logits,
-    /// The same with its id: where some entry is greedy, or drafts stand at given rates.
+    /// All logits, the largest of them and its id, for a greedy sequence or for drafts accepted at given rates.
     Both,
 }
 
 impl Want {
-    /// What these entries need of the target.
+    /// Returns the results that these entries need from the target.
     pub(super) fn of_target<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Self {
         Self::of(entries, |entry| entry.asked.logprobs)
     }
 
-    /// What these entries need of a drafter, whose log probabilities are not reported.
+    /// Returns the results that these entries need from a drafter, whose log probabilities are not reported.
     pub(super) fn of_drafter<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Self {
         Self::of(entries, |_| false)
     }
@@ -57,16 +57,16 @@ impl Want {
         }
     }
 
-    /// The same where the largest logit's id is needed of all.
+    /// Returns the results with the largest logit's id added, if all logits are wanted.
     pub(super) fn with_best(self) -> Self {
         if self == Self::Logits { Self::Both } else { self }
     }
 }
 
 impl Iteration {
-    /// Runs the gathered rows; fills `tops` and, where asked for, `best` and `logits`, which are over the target's ids: minus
-    /// infinity for those that a draft model does not know, far below the others for those that a head does not. Ids are held
-    /// to a draft model's own vocabulary.
+    /// Runs the gathered rows and fills `tops` and, if wanted, `best` and `logits`. Logits are over the target's ids.
+    /// They are minus infinity for ids that a draft model does not have, and far below the others for ids that a head
+    /// does not have. Ids fed to a draft model are limited to its own vocabulary.
     pub(super) fn pass(&mut self, state: &RowState<'_>, model: &mut dyn Model, want: Want, whose: Whose) -> Result<()> {
         let prompts = self.batch.prompts;
         let vocab_size = self.sampler.vocab_size();
@@ -98,19 +98,19 @@ impl Iteration {
         // A pass that keeps hidden states has none to write.
         let mut forward = |model: &mut dyn Model, output: Option<Output<'_>>| {
             let begun = pass_time.is_some().then(Instant::now);
-            let (beside, entries) = match whose {
+            let (eagle3, entries) = match whose {
                 Whose::Target => {
                     let states = room(&mut hidden.captured, pass.len() * hidden.size);
                     (None, Entries { layers: &hidden.layers, states })
                 }
                 Whose::Draft => (None, Entries { layers: &[], states: &mut [] }),
                 Whose::Head => {
-                    let states = room(&mut hidden.left, hidden.beside.len());
-                    (Some(Beside { hidden: &hidden.beside }), Entries { layers: &[1], states })
+                    let states = room(&mut hidden.left, hidden.eagle3.len());
+                    (Some(Eagle3Input { hidden: &hidden.eagle3 }), Entries { layers: &[1], states })
                 }
             };
             let done = match output {
-                Some(output) => model.forward(&pass, beside, output, entries),
+                Some(output) => model.forward(&pass, eagle3, output, entries),
                 None => model.forward_keeping(&pass, &batch.wanted, entries),
             };
             if let (Some(total), Some(begun)) = (pass_time.as_mut(), begun) {
@@ -149,7 +149,7 @@ impl Iteration {
         Ok(())
     }
 
-    /// Fills `tops` and, `with_ids`, `best` from the first `count` rows of `logits`.
+    /// Fills `tops` and, if `with_ids`, `best` from the first `count` rows of `logits`.
     pub(super) fn find_largest(&mut self, count: usize, with_ids: bool) {
         let vocab_size = self.sampler.vocab_size();
         self.best.resize(count, 0);
@@ -157,19 +157,14 @@ impl Iteration {
         for (i, row) in self.logits.chunks_exact(vocab_size).take(count).enumerate() {
             self.tops[i] = largest(row);
             if with_ids {
-                self.best[i] = first_of(row, self.tops[i]);
+                self.best[i] = lowest_id(row, self.tops[i]) as i64;
             }
         }
     }
 }
 
-/// The lowest id of a row's largest logit, `top`; the first NaN where there is one.
-pub(super) fn first_of(row: &[f32], top: f32) -> i64 {
-    let is_top = |x: &f32| if top.is_nan() { x.is_nan() } else { *x >= top };
-    row.iter().position(is_top).unwrap_or(0) as i64
-}
-
-/// The first `len` numbers of a buffer that only grows: what is written over anyway is not filled with zeros for each pass.
+/// Returns the first `len` numbers of a buffer that only grows. They are not filled with zeros for each pass, because
+/// the pass overwrites them.
 fn room(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
     if buffer.len() < len {
         buffer.resize(len, 0.0);
@@ -177,7 +172,7 @@ fn room(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
     &mut buffer[..len]
 }
 
-/// Makes rows of `from` numbers, which lie at the start, rows of `to`, filled up with minus infinity.
+/// Spreads rows of `from` numbers, which lie at the start, to rows of `to` numbers, filled up with minus infinity.
 fn spread(rows: &mut [f32], from: usize, to: usize) {
     for i in (0..rows.len() / to).rev() {
         rows.copy_within(i * from..(i + 1) * from, i * to);
@@ -185,8 +180,8 @@ fn spread(rows: &mut [f32], from: usize, to: usize) {
     }
 }
 
-/// Makes rows over a head's ids, which lie at the start, rows of `to`: each at the target's id, which ascend, the others far
-/// below all of them.
+/// Spreads rows over a head's ids, which lie at the start, to rows of `to` numbers. Each number moves to the target's
+/// id, which ascend; the others become far lower than all of them.
 fn spread_head(rows: &mut [f32], ids: &[i64], to: usize) {
     let from = ids.len();
     for i in (0..rows.len() / to).rev() {

@@ -10,8 +10,8 @@ use super::passes::{Want, Whose};
 use super::{Asked, Host, Iteration, Model, RowState, Stage};
 
 impl Iteration {
-    /// The launch's prompt chunks in one pass. A chunk that ends its prompt emits the first token, by the law of an iteration
-    /// without drafts; the others report only whether they are finite.
+    /// Runs the launch's prompt chunks in one pass. A chunk that ends its prompt emits the first token, as an iteration
+    /// without drafts does. Other chunks report only whether they are finite.
     pub(super) fn prefill(
         &mut self,
         record: &RecordView<'_>,
@@ -77,9 +77,11 @@ impl Iteration {
         Ok(())
     }
 
-    /// The draft's pass over committed tokens that it has not seen (deferred drafting); afterwards their KV is valid.
+    /// Runs the draft's pass over committed tokens that it has not seen (deferred drafting); afterwards their KV is
+    /// valid.
     ///
-    /// Positions whose KV another request has written already, slot -1, are not fed: only they would have read what comes of it.
+    /// Positions whose KV another request has already written (slot -1) are not fed, because no other row reads their
+    /// outputs.
     pub(super) fn catch_up(
         &mut self,
         record: &RecordView<'_>,
@@ -118,8 +120,9 @@ impl Iteration {
     }
 }
 
-/// The chunks' draft KV is valid now, or will be before anything reads it. Chunks of length 0 do no more than this. Where chunks
-/// were not `written`, none of their draft KV is valid: a chunk may have begun before the end of what was.
+/// Updates `draft_len` of the launch's draft chunks, whose KV is valid now or will be before it is read. Chunks of
+/// length 0 do only this. If chunks were not `written`, none of their draft KV is valid, because a chunk may begin
+/// before the old end.
 pub(super) fn caught_up(record: &RecordView<'_>, header: LaunchHeader, state: &mut RowState<'_>, written: bool) {
     for chunk in 0..header.num_draft_chunks {
         let (start, len) = (record.draft_chunk_start[chunk], record.draft_chunk_len[chunk]);

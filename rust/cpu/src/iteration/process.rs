@@ -1,50 +1,49 @@
 //! Masks, biases and penalties of an iteration's rows, and the log probabilities of its tokens. Runs no model.
 
 use crate::error::Result;
-use specrs_core::sampling::{LOGPROBS_NONE, RowContext, TokenCounts, TokenLogprobs, largest, log_softmax};
+use specrs_core::sampling::{LOGPROBS_NONE, RowContext, TokenCounts, TokenLogprobs, largest, log_softmax, lowest_id};
 use specrs_core::scheduler::LaunchHeader;
 use specrs_core::scheduler::layout::RecordView;
 use std::ops::Range;
 
-use super::passes::first_of;
 use super::{Entry, Host, Iteration, Model, RowState};
 
 /// Log probabilities of the tokens that a launch emitted for one entry.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EntryLogprobs {
-    /// The entry's index in the launch's results.
+    /// Index of the entry in the launch's results.
     pub index: usize,
-    /// Of its tokens.
+    /// Log probabilities of the entry's tokens.
     pub tokens: TokenLogprobs,
 }
 
 /// Log probabilities of tokens of a prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PromptLogprobs {
-    /// The request.
+    /// Id of the request.
     pub request_id: i64,
     /// Position of the first of the tokens.
     pub position: usize,
-    /// Of the tokens from there on.
+    /// Log probabilities of the tokens from `position` on.
     pub tokens: TokenLogprobs,
 }
 
-/// Rows of a prompt whose logits exist at once: 150,000 ids take 38 MB then.
+/// Maximum number of prompt rows whose logits exist at once: with 150,000 ids they take 38 MB.
 const PROMPT_ROWS: usize = 64;
 
-/// Rows of one entry after masks, biases and penalties.
+/// Rows of one entry's logits after masks, biases and penalties.
 #[derive(Debug, Default)]
 pub(super) struct Processed {
-    /// `[M, V]`
+    /// Processed logits, `[M, V]`.
     pub(super) logits: Vec<f32>,
-    /// `[M]`, argmax of each row.
+    /// Id of the largest logit of each row, `[M]`.
     pub(super) best: Vec<i64>,
-    /// `[M]`, its logit: minus infinity where no token is allowed.
+    /// Largest logit of each row, `[M]`: minus infinity if no token is allowed.
     pub(super) tops: Vec<f32>,
     counts: TokenCounts,
-    /// `[entries, K + 1, ceil(V / 32)]` masks of the launch's grammars, by drafts before.
+    /// Masks of the launch's grammars, by entry and number of drafts before, `[entries, K + 1, ceil(V / 32)]`.
     masks: Vec<u32>,
-    /// `[V]`, values that are reported.
+    /// Values that are reported, `[V]`.
     values: Vec<f32>,
 }
 
@@ -62,7 +61,7 @@ impl Iteration {
         Ok(())
     }
 
-    /// Hands draft number `i` (from 1) to the entry's grammar, where it has one.
+    /// Advances the entry's grammar, if it has one, by draft number `i` (from 1).
     pub(super) fn advance_grammar(&mut self, entry: &Entry, i: usize, draft: i64, host: &mut dyn Host) -> Result<()> {
         if !self.processors[entry.row].has_grammar {
             return Ok(());
@@ -71,15 +70,15 @@ impl Iteration {
         host.advance_grammar(entry.index, draft, &mut self.processed.masks[place])
     }
 
-    /// Where the mask after an entry's first `num_drafts` drafts is in `masks`.
+    /// Returns the range in `masks` of the mask after an entry's first `num_drafts` drafts.
     fn mask_place(&self, entry: &Entry, num_drafts: usize) -> Range<usize> {
         let words = self.sampler.vocab_size().div_ceil(32);
         let start = (entry.index * (self.config.num_speculative_tokens + 1) + num_drafts) * words;
         start..start + words
     }
 
-    /// Fills `processed` from `rows` of the last pass. The first of them follows the entry's first `num_drafts` drafts, each of
-    /// the others one draft more.
+    /// Fills `processed` from `rows` of the last pass. The first row follows the entry's first `num_drafts` drafts, and
+    /// each further row one more draft.
     pub(super) fn process(&mut self, entry: &Entry, num_drafts: usize, rows: Range<usize>, state: &RowState<'_>) {
         let (vocab_size, processors) = (self.sampler.vocab_size(), &self.processors[entry.row]);
         let place = self.mask_place(entry, num_drafts);
@@ -101,13 +100,13 @@ impl Iteration {
             };
             processors.apply(row, &context, counts);
             let top = largest(row);
-            best.push(first_of(row, top));
+            best.push(lowest_id(row, top) as i64);
             tops.push(top);
         }
     }
 
-    /// Keeps the log probabilities of the tokens that an entry has emitted, where its request asks for them. Its rows begin at
-    /// `first` of the last pass; `processed` holds them if they are processed.
+    /// Keeps the log probabilities of the tokens that an entry has emitted, if its request wants them. Its rows begin
+    /// at `first` of the last pass; processed rows are in `processed`.
     pub(super) fn report_logprobs(&mut self, entry: &Entry, first: usize, state: &RowState<'_>) -> Result<()> {
         let emitted = state.num_tokens[entry.row] as usize - entry.n;
         if !entry.asked.logprobs || emitted == 0 {
@@ -135,8 +134,8 @@ impl Iteration {
         Ok(())
     }
 
-    /// Goes on from the final hidden states of prompt chunks, those of all rows where the prompt's log probabilities are asked for,
-    /// and of each chunk's last row: reports the former, and leaves the logits of the latter as a pass does.
+    /// Computes logits from the final hidden states of prompt chunks. It reports the log probabilities of prompts whose
+    /// requests want them. The logits of each chunk's last row are left as after a pass.
     pub(super) fn prompt_logprobs(
         &mut self,
         record: &RecordView<'_>,

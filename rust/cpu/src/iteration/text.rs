@@ -1,8 +1,9 @@
 //! Drafts of a model of another tokenizer, by text: string-level exact match (Timor et al. 2025).
 //!
-//! The draft model writes in its own tokens, which the host reads as the target's. The target draws every token, and a draft
-//! stands where it is that token, so its text is as it was, however the draft's text is cut. Each row of state has KV of its own
-//! for the draft's ids of its text. What of them is still the beginning of the text is kept.
+//! The draft model writes in its own tokens, and the host translates them to the target's. The target draws every
+//! token, and a draft is accepted if it equals that token. So the output does not depend on how the draft's text is cut
+//! into tokens. Each row of state has its own KV for the draft's ids of its text. The part of these ids that is still
+//! the beginning of the text is kept.
 
 use crate::error::{Result, check_len};
 use crate::{Entries, Output, Pass};
@@ -11,26 +12,26 @@ use specrs_core::scheduler::layout::{FLAG_NOTHING_DRAFTED, RecordView};
 
 use super::{Facts, Host, Iteration, Model, RowState};
 
-/// The most tokens of a text that one pass feeds.
+/// Maximum number of tokens of a text that one pass feeds.
 const CHUNK: usize = 512;
 
-/// A text that lacks no more of its KV drafts in any step, and others are fed as much in any: that many positions next to each
-/// other cost about what one does.
+/// Number of tokens without KV up to which a text drafts in any step; other texts are fed as many tokens in any step.
+/// So many neighbouring positions cost about as much as one.
 const NEAR: usize = 16;
 
-/// Sizes of a draft model that goes by text.
+/// Limits of a draft model that works by text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TextLimits {
-    /// The most of its own tokens that a text may have. Row r of state has blocks `r * B` to `r * B + B - 1` of its KV cache, B as
-    /// many as hold so many tokens.
+    /// Maximum number of the draft model's tokens in a text. Row r of state has blocks `r * B` to `r * B + B - 1` of
+    /// its KV cache, where B blocks hold that many tokens.
     pub context: usize,
-    /// About how many of its tokens it is fed in one step.
+    /// Approximate maximum number of tokens that the draft model is fed in one step.
     pub max_fed: usize,
-    /// Tokens of a block of its KV cache.
+    /// Number of tokens in a block of the draft model's KV cache.
     pub block_size: usize,
 }
 
-/// What the draft model knows of each row's text.
+/// State of the draft model for each row's text.
 #[derive(Debug)]
 pub(super) struct TextDrafts {
     limits: TextLimits,
@@ -41,21 +42,21 @@ pub(super) struct TextDrafts {
 struct Row {
     /// Ids whose KV is valid.
     fed: Vec<i64>,
-    /// Cache salt of the request that was admitted last.
+    /// Number of the cache salt of the request that was admitted last.
     salt: i64,
 }
 
-/// A text that is drafted for.
+/// Text that is drafted for in this step.
 struct Plan {
     row: usize,
-    /// The draft's ids of the text.
+    /// Draft model's ids of the text.
     own: Vec<i64>,
-    /// How far it is fed in this step.
+    /// Number of ids that are fed by the end of this step.
     end: usize,
-    /// Drafts wanted.
+    /// Number of drafts wanted.
     k: usize,
     drafted: Vec<i64>,
-    /// The sequence, by its place among those of the iteration.
+    /// Index of the sequence among those of the iteration.
     sequence: usize,
 }
 
@@ -81,8 +82,8 @@ impl TextDrafts {
         }
     }
 
-    /// Keeps of each text what its KV is still valid for, and says how far each is fed in this step: those that lack least to their
-    /// ends, the others by pieces, so that no step takes longer than the prompt chunks of one may.
+    /// Keeps the ids of each text whose KV is still valid, and sets how far each text is fed in this step. Texts that
+    /// lack least are fed to their ends, the others in pieces. So no step takes longer than its prompt chunks may.
     fn begin(&mut self, plans: &mut [Plan]) {
         for plan in plans.iter() {
             let fed = &mut self.rows[plan.row].fed;
@@ -99,7 +100,7 @@ impl TextDrafts {
         }
     }
 
-    /// One pass over the next ids of `plans`, by index; each that has come to the end of its text gets a draft.
+    /// Runs one pass over the next ids of `plans`, by index. Each text that is fed to its end gets a draft.
     fn feed(&mut self, plans: &mut [Plan], live: &[usize], draft: &mut dyn Model) -> Result<()> {
         let TextLimits { context, block_size, .. } = self.limits;
         let blocks = context.div_ceil(block_size);
@@ -147,8 +148,8 @@ impl TextDrafts {
 }
 
 impl Iteration {
-    /// Draws up to `K_r` drafts per sequence from what the draft model writes: `K_r` becomes what its text comes to, and a flag says
-    /// where that is nothing.
+    /// Draws up to `K_r` drafts per sequence from the text that the draft model writes. `K_r` becomes the number of the
+    /// target's tokens in that text, and a flag is set if there are none.
     pub(super) fn draft_text(
         &mut self,
         state: &mut RowState<'_>,

@@ -1,37 +1,37 @@
-//! Tokens that two vocabularies share: token-level intersection (Timor et al. 2025). Runs no model.
+//! Translation between two vocabularies by their shared tokens: token-level intersection (Timor et al. 2025). Runs no
+//! model.
 
-use super::passes::first_of;
 use crate::Output;
 use crate::error::{Error, Result};
-use specrs_core::sampling::largest;
+use specrs_core::sampling::{largest, lowest_id};
 
-/// The tokens that a target and a draft model share, and what the draft is fed for each of the target's.
+/// Tokens that a target and a draft model share, and the draft's input for each of the target's ids.
 #[derive(Debug)]
 pub struct Translation {
-    /// `[S]` (the target's id, the draft's id) of a token that both know, by ascending id of the target.
+    /// Pairs (target's id, draft's id) of the shared tokens, `[S]`, ascending by the target's id.
     shared: Vec<(usize, usize)>,
     pub(super) fed: Fed,
-    /// `[rows, the draft's ids]` logits of a pass.
+    /// Logits of a pass over the draft's ids, `[rows, draft's ids]`.
     pub(super) scores: Vec<f32>,
-    /// `[S]` logits of one row.
+    /// Logits of one row over the shared tokens, `[S]`.
     row: Vec<f32>,
 }
 
-/// What a draft model is fed.
+/// Draft's ids in place of the target's.
 #[derive(Debug)]
 pub(super) struct Fed {
-    /// `[V]` by the target's id.
+    /// Draft's id for each of the target's ids, `[V]`.
     pub(super) ids: Vec<i64>,
-    /// `[N]` of a pass.
+    /// Draft's ids of a pass, `[N]`.
     pub(super) tokens: Vec<i64>,
 }
 
 impl Translation {
-    /// `shared` are pairs (the target's id, the draft's id), in any order. The draft is fed `unknown` for tokens of the target's
-    /// `vocab_size` that it does not know.
+    /// Makes a translation from the pairs `shared` (target's id, draft's id), in any order. For tokens of the target's
+    /// `vocab_size` that the draft does not have, it is fed `unknown`.
     ///
     /// # Errors
-    /// For a target's id that is none or comes twice, for a negative id of the draft's, and where nothing is shared.
+    /// If one of the target's ids is out of range or comes twice, if a draft's id is negative, or if nothing is shared.
     pub fn new(shared: &[(i64, i64)], unknown: i64, vocab_size: usize) -> Result<Self> {
         let mut fed = vec![-1; vocab_size];
         for &(target, draft) in shared {
@@ -55,7 +55,7 @@ impl Translation {
         Ok(Self { shared, fed: Fed { ids: fed, tokens: Vec::new() }, scores: Vec::new(), row: Vec::new() })
     }
 
-    /// Ids of the target.
+    /// Returns the number of the target's ids.
     pub fn vocab_size(&self) -> usize {
         self.fed.ids.len()
     }
@@ -85,7 +85,7 @@ impl Translation {
                     row.clear();
                     row.extend(shared.iter().map(|&(_, draft)| scores[draft]));
                     *top = largest(row);
-                    *id = shared[first_of(row, *top) as usize].0 as i64;
+                    *id = shared[lowest_id(row, *top)].0 as i64;
                 }
             }
             Output::Nothing | Output::Hidden { .. } => {}

@@ -1,4 +1,4 @@
-//! The target's pass over the drafts of an iteration.
+//! Pass of the target over the drafts of an iteration.
 
 use crate::error::Result;
 
@@ -6,7 +6,8 @@ use super::passes::{Want, Whose};
 use super::{Iteration, Model, RowState};
 
 impl Iteration {
-    /// Feeds `t_{n-1}, d_1 .. d_{K_r}` of every entry to the target in one pass; row i gives the distribution of position n + i.
+    /// Feeds `t_{n-1}, d_1 .. d_{K_r}` of every entry to the target in one pass; row i gives the distribution of
+    /// position n + i.
     pub(super) fn verify(&mut self, state: &RowState<'_>, target: &mut dyn Model) -> Result<()> {
         self.batch.clear();
         for entry in self.entries.iter().filter(|entry| entry.runs()) {

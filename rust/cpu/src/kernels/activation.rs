@@ -7,7 +7,7 @@ use crate::isa::{Kernel, LANES, Simd, Vector};
 /// `out = f(gate) * up`, with `gate / (1 + e^-gate)` for f, or GELU's approximation with tanh.
 pub(crate) struct GateMul<'a, const GELU: bool> {
     pub(crate) gate: &'a [f32],
-    /// As many.
+    /// One element for each of `gate`.
     pub(crate) up: &'a [f32],
     /// Zeros behind the last element.
     pub(crate) out: &'a mut [Vector],
@@ -38,7 +38,7 @@ fn gate_mul<S: Simd, const GELU: bool>(s: S, gate: S::V, up: S::V) -> S::V {
 /// `out = min(gate, limit) / (1 + e^(-alpha gate)) (up + 1)`, the gate clamped in both places and up from -limit to limit.
 pub(crate) struct ClampedGateMul<'a> {
     pub(crate) gate: &'a [f32],
-    /// As many.
+    /// One element for each of `gate`.
     pub(crate) up: &'a [f32],
     pub(crate) alpha: f32,
     pub(crate) limit: f32,

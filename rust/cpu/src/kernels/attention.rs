@@ -1,6 +1,6 @@
 //! Causal attention of the rows of one request over one KV head, in groups of 16 positions aligned at position 0.
 //!
-//! A row's order of sums hangs on its position alone: groups in order (an online softmax), in a group every second position
+//! A row's order of sums depends on its position alone: groups in order (an online softmax), in a group every second position
 //! from the first that it sees and the others apart. Positions past a row's own, and those before its window, are never
 //! read, whatever lies there.
 
@@ -70,7 +70,7 @@ pub(crate) struct Attend<'a, T, K> {
     pub(crate) positions: &'a [i64],
     /// Query heads.
     pub(crate) heads: usize,
-    /// Of each head a score more, which is seen first and has a value of zero.
+    /// `[heads]`, one extra score per head, which is seen first and has a value of zero.
     pub(crate) sinks: Option<&'a [f32]>,
     /// `q[head * head_stride + row * ceil(head_dim / 16)..]`, zeros behind the last feature.
     pub(crate) q: &'a [Vector],
@@ -192,7 +192,7 @@ struct Units<'a> {
 
 impl Units<'_> {
     /// Takes in the next group: `keys` and `values` are `[n, dim]`, n <= 16. Several units at once share what is loaded, and
-    /// none waits for the exponentials of another; a unit's sums do not hang on how many.
+    /// none waits for the exponentials of another; a unit's sums do not depend on how many.
     #[inline(always)]
     fn take_in<S: Simd, T: Element, const TAIL: bool>(mut self, s: S, keys: &[T], values: &[T], dim: usize) {
         if S::WIDE {

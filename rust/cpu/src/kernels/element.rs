@@ -12,7 +12,7 @@ pub(crate) trait Element: Copy + Default + Send + Sync + 'static {
     fn load<S: Simd>(s: S, x: &[Self; LANES]) -> S::V;
     /// The nearest to `x`.
     fn round(x: f32) -> Self;
-    /// As f32.
+    /// Converts to f32.
     fn expand(self) -> f32;
 
     /// Fewer than sixteen, zeros behind them.
@@ -149,7 +149,7 @@ mod tests {
         }
     }
 
-    /// Of every code, on every instruction set.
+    /// Vectors of every code hold its number, on every instruction set.
     #[test]
     fn vectors_of_codes_are_their_numbers() {
         fn check<T: Element>(isa: Isa, codes: [T; LANES]) {

@@ -1,12 +1,10 @@
-//! Products of rows with weights `[out, in]`. One accumulator vector for each (output, row): the order of a sum hangs
-//! on the number of inputs alone. Quantized weights become the fp32 numbers that they stand for in registers, so their
-//! products are those of these numbers to the bit.
+//! Products of rows with weights `[out, in]`. One accumulator vector for each (output, row): the order of a sum
+//! depends on the number of inputs alone.
 
 // Loops over registers, which unroll.
 #![allow(clippy::needless_range_loop)]
 
 use super::code::Code;
-use super::element::Element;
 use crate::isa::{Kernel, LANES, Simd, Vector};
 use crate::memory::LINE_BYTES;
 
@@ -22,29 +20,20 @@ pub(crate) struct Product<'a> {
 }
 
 /// `y[row, o] = sum over i of w[o, i] x[row, i]`
-pub(crate) struct Matmul<'a, W, C, const N: usize> {
+pub(crate) struct Matmul<'a, W, const N: usize> {
     /// `[outputs, inputs / N]`
     w: &'a [W],
-    /// `[outputs, inputs / group]` where codes are scaled.
-    scales: &'a [C],
-    /// Inputs that share a scale: all, or a multiple of 16 N.
-    group: usize,
     of: Product<'a>,
 }
 
 impl<'a> Product<'a> {
     /// The kernel with these weights; see [`Matmul`].
-    pub(crate) fn with<W: Code<N>, C: Element, const N: usize>(
-        self,
-        w: &'a [W],
-        scales: &'a [C],
-        group: usize,
-    ) -> Matmul<'a, W, C, N> {
-        Matmul { w, scales, group, of: self }
+    pub(crate) fn with<W: Code<N>, const N: usize>(self, w: &'a [W]) -> Matmul<'a, W, N> {
+        Matmul { w, of: self }
     }
 }
 
-impl<W: Code<N>, C: Element, const N: usize> Kernel for Matmul<'_, W, C, N> {
+impl<W: Code<N>, const N: usize> Kernel for Matmul<'_, W, N> {
     type Output = ();
 
     /// Rows in tiles of as many as registers hold accumulators for, as even as they go.
@@ -54,20 +43,12 @@ impl<W: Code<N>, C: Element, const N: usize> Kernel for Matmul<'_, W, C, N> {
             // Rare: a call that pads the last vector would take the accumulators out of their registers.
             return (0..self.of.rows).for_each(|row| self.strip::<S, 4, 1, true>(s, row));
         }
-        // Codes of two vectors and their scales take registers, too.
-        let most = if !S::WIDE {
-            3
-        } else if N == 1 || W::PAIRED {
-            6
-        } else {
-            4
-        };
+        let most = if S::WIDE { 6 } else { 3 };
         let tiles = self.of.rows.div_ceil(most);
         for tile in 0..tiles {
             let (first, end) = (tile * self.of.rows / tiles, (tile + 1) * self.of.rows / tiles);
             match (S::WIDE, end - first) {
                 (true, 1) => self.strip::<S, 8, 1, false>(s, first),
-                (true, 2) if W::SCALED => self.strip::<S, 4, 2, false>(s, first),
                 (true, 2) => self.strip::<S, 8, 2, false>(s, first),
                 (true, 3) => self.strip::<S, 4, 3, false>(s, first),
                 (true, 4) => self.strip::<S, 4, 4, false>(s, first),
@@ -81,7 +62,7 @@ impl<W: Code<N>, C: Element, const N: usize> Kernel for Matmul<'_, W, C, N> {
     }
 }
 
-impl<W: Code<N>, C: Element, const N: usize> Matmul<'_, W, C, N> {
+impl<W: Code<N>, const N: usize> Matmul<'_, W, N> {
     /// All outputs of R rows, O at a time.
     #[inline(always)]
     fn strip<S: Simd, const O: usize, const R: usize, const TAIL: bool>(&mut self, s: S, first: usize) {
@@ -109,17 +90,13 @@ impl<W: Code<N>, C: Element, const N: usize> Matmul<'_, W, C, N> {
         o: usize,
         x: [&[Vector]; R],
     ) {
-        let (stride, groups) = (self.of.inputs / N, self.of.inputs / self.group);
-        let (whole, together) = (stride / LANES, self.group / N / LANES);
+        let stride = self.of.inputs / N;
+        let whole = stride / LANES;
         let mut w: [&[[W; LANES]]; O] = [&[]; O];
         let mut tails: [&[W]; O] = [&[]; O];
-        let mut of_groups: [&[C]; O] = [&[]; O];
         for j in 0..O {
             let (vectors, tail) = self.w[(o + j) * stride..][..stride].as_chunks();
             (w[j], tails[j]) = (&vectors[..whole], tail);
-            if W::SCALED {
-                of_groups[j] = &self.scales[(o + j) * groups..][..groups];
-            }
         }
         let mut body: [&[[Vector; N]]; R] = [&[]; R];
         for r in 0..R {
@@ -130,42 +107,34 @@ impl<W: Code<N>, C: Element, const N: usize> Matmul<'_, W, C, N> {
         let (next, bring) = (self.w[o * stride..].as_ptr().wrapping_add(O * stride).cast::<u8>(), first == 0);
         let bytes = O * size_of::<[W; LANES]>();
         let mut sums = [[s.splat(0.0); O]; R];
-        let mut scales = [s.splat(1.0); O];
-        for group in 0..groups {
-            if W::SCALED {
-                for j in 0..O {
-                    scales[j] = s.splat(of_groups[j][group].expand());
+        for i in 0..whole {
+            if bring {
+                for line in (0..bytes).step_by(LINE_BYTES) {
+                    s.prefetch(next.wrapping_add(i * bytes + line));
                 }
             }
-            for i in group * together..(group + 1) * together {
-                if bring {
-                    for line in (0..bytes).step_by(LINE_BYTES) {
-                        s.prefetch(next.wrapping_add(i * bytes + line));
+            if W::PAIRED && S::DOTS {
+                let mut pairs = [s.splat(0.0); O];
+                for j in 0..O {
+                    pairs[j] = W::bits(s, &w[j][i]);
+                }
+                for r in 0..R {
+                    let x = s.load(&body[r][i][0]);
+                    for j in 0..O {
+                        sums[r][j] = s.dot(pairs[j], x, sums[r][j]);
                     }
                 }
-                if W::PAIRED && S::DOTS {
-                    let mut pairs = [s.splat(0.0); O];
-                    for j in 0..O {
-                        pairs[j] = W::bits(s, &w[j][i]);
-                    }
-                    for r in 0..R {
-                        let x = s.load(&body[r][i][0]);
-                        for j in 0..O {
-                            sums[r][j] = s.dot(pairs[j], x, sums[r][j]);
-                        }
-                    }
-                    continue;
+                continue;
+            }
+            for n in 0..N {
+                let mut wide = [s.splat(0.0); O];
+                for j in 0..O {
+                    wide[j] = W::expand(s, &w[j][i], n);
                 }
-                for n in 0..N {
-                    let mut wide = [s.splat(0.0); O];
+                for r in 0..R {
+                    let x = s.load(&body[r][i][n]);
                     for j in 0..O {
-                        wide[j] = W::expand(s, &w[j][i], n, scales[j]);
-                    }
-                    for r in 0..R {
-                        let x = s.load(&body[r][i][n]);
-                        for j in 0..O {
-                            sums[r][j] = s.fma(wide[j], x, sums[r][j]);
-                        }
+                        sums[r][j] = s.fma(wide[j], x, sums[r][j]);
                     }
                 }
             }
@@ -174,7 +143,7 @@ impl<W: Code<N>, C: Element, const N: usize> Matmul<'_, W, C, N> {
             for j in 0..O {
                 let mut padded = [W::default(); LANES];
                 padded[..tails[j].len()].copy_from_slice(tails[j]);
-                let wide = W::expand(s, &padded, 0, scales[j]);
+                let wide = W::expand(s, &padded, 0);
                 for r in 0..R {
                     sums[r][j] = s.fma(wide, s.load(&x[r][whole]), sums[r][j]);
                 }

@@ -6,6 +6,7 @@
 mod activation;
 mod argmax;
 mod attention;
+mod blocks;
 mod code;
 mod element;
 mod exp;
@@ -13,16 +14,19 @@ mod matmul;
 mod norm;
 mod pairs;
 mod rope;
+mod rounded;
 mod route;
 mod tiles;
 
 pub(crate) use activation::{ClampedGateMul, GateMul};
 pub(crate) use argmax::{Argmax, better};
 pub(crate) use attention::{Attend, AttendScratch, KvRead};
+pub(crate) use blocks::BlockProduct;
 pub(crate) use element::Element;
 pub(crate) use matmul::Product;
 pub(crate) use norm::{RmsNorm, RmsScale};
 pub(crate) use pairs::{LEAST_WEIGHT, PAIRS, RoundPairs};
 pub(crate) use rope::{Angles, QkHead};
+pub(crate) use rounded::{Round, Rounded, RoundedRoom};
 pub(crate) use route::Route;
 pub(crate) use tiles::{Layout, Split, TileProduct};

@@ -11,9 +11,9 @@ pub(crate) struct Angles<'a> {
     pub(crate) frequencies: &'a [f32],
     /// What cosines and sines are multiplied by.
     pub(crate) magnitude: f32,
-    /// As many.
+    /// `[P]`
     pub(crate) cos: &'a mut [f32],
-    /// As many.
+    /// `[P]`
     pub(crate) sin: &'a mut [f32],
 }
 

@@ -11,7 +11,7 @@ pub(crate) struct Route<'a> {
     pub(crate) normalized: bool,
     /// `[per_token]`, different ones whatever the logits are.
     pub(crate) chosen: &'a mut [usize],
-    /// As many.
+    /// `[per_token]`, the weights of `chosen`.
     pub(crate) shares: &'a mut [f32],
 }
 

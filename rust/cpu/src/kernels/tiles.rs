@@ -1,5 +1,5 @@
 //! Products of rows with bf16 weights `[out, in]` by tiles. An fp32 row is the sum of three bf16 rows exactly, whose
-//! products are summed each for itself and then added, the smallest first: the order of a sum hangs on the number of
+//! products are summed each for itself and then added, the smallest first: the order of a sum depends on the number of
 //! inputs alone, and is another than that of [`Matmul`](super::matmul::Matmul).
 
 use super::pairs::{PAIRS, round_row};

@@ -1,16 +1,16 @@
-//! Floats of 8 bits, as KV caches of codes hold keys and values (OCP 2023, OFP8). Multiplies by no scale.
+//! 8-bit floats of quantized KV caches (OCP 2023, OFP8). Applies no scale.
 
-/// 4 bits of exponent and 3 of fraction: up to 448, no infinity.
+/// Float with 4 bits of exponent and 3 of fraction: up to 448, no infinity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct E4m3(pub u8);
 
-/// 5 bits of exponent and 2 of fraction: up to 57,344; infinities are read and never written.
+/// Float with 5 bits of exponent and 2 of fraction: up to 57,344; infinities are read and never written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct E5m2(pub u8);
 
-/// The nearest code, of two the even one, of a number whose size is at most `largest`; NaN stays.
+/// Returns the nearest code of a number whose absolute value is at most `largest`, ties to even; NaN stays NaN.
 fn encode<const FRACTION: u32>(x: f32, largest: f32) -> u8 {
     let sign = (x.to_bits() >> 24) as u8 & 0x80;
     if x.is_nan() {
@@ -30,7 +30,7 @@ fn encode<const FRACTION: u32>(x: f32, largest: f32) -> u8 {
 }
 
 impl E4m3 {
-    /// The nearest code, ties to even, at most the largest; NaN stays NaN.
+    /// Converts to the nearest code, ties to even, at most the largest; NaN stays NaN.
     #[inline]
     pub fn from_f32(x: f32) -> Self {
         Self(encode::<3>(x, 448.0))
@@ -38,7 +38,7 @@ impl E4m3 {
 }
 
 impl E5m2 {
-    /// The nearest code, ties to even, at most the largest finite one; NaN stays NaN.
+    /// Converts to the nearest code, ties to even, at most the largest finite one; NaN stays NaN.
     #[inline]
     pub fn from_f32(x: f32) -> Self {
         Self(encode::<2>(x, 57_344.0))
@@ -50,7 +50,8 @@ mod tests {
     use super::*;
     use crate::kernels::Element;
 
-    /// Every code is its own, and what lies between two of them goes to the nearer, the middle to the even one.
+    /// Checks that every code is converted to itself, and numbers between two codes to the nearer one, with ties to
+    /// even.
     fn check<T: Element>(encode: impl Fn(f32) -> u8, number: impl Fn(u8) -> T, largest: u8) {
         let value = |code: u8| number(code).expand();
         for code in 0..=largest {

@@ -1,12 +1,16 @@
-//! Memory that others own: tensors by address, kept alive by an owner. Knows no shapes.
+//! Borrowed memory: tensors by address, kept alive by an owner. Knows no shapes.
 
 #![allow(unsafe_code)]
 
+mod fp16;
 mod fp8;
+mod lines;
 mod split;
 mod vectors;
 
 pub use fp8::{E4m3, E5m2};
+pub(crate) use fp16::{from_f16, to_f16};
+pub(crate) use lines::{Line, zeroed_lines};
 pub(crate) use split::{Columns, ColumnsMut, MAX_PARTS, Planes, PlanesMut};
 pub(crate) use vectors::{LINE_BYTES, Vectors};
 
@@ -20,7 +24,7 @@ use std::ptr::NonNull;
 pub struct Bf16(pub u16);
 
 impl Bf16 {
-    /// The nearest bf16, ties to even. NaN stays NaN.
+    /// Converts to the nearest bf16, ties to even. NaN stays NaN.
     #[inline]
     pub fn from_f32(x: f32) -> Self {
         let bits = x.to_bits();
@@ -30,14 +34,21 @@ impl Bf16 {
         Self((bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16) as u16)
     }
 
-    /// The same number as f32.
+    /// Returns the numbers with these bits, in place.
+    #[inline(always)]
+    pub(crate) fn of_bits<const N: usize>(bits: &[u16; N]) -> &[Self; N] {
+        // SAFETY: a bf16 number is its bits, by `repr(transparent)`.
+        unsafe { &*std::ptr::from_ref(bits).cast() }
+    }
+
+    /// Converts to f32, exactly.
     #[inline]
     pub fn to_f32(self) -> f32 {
         f32::from_bits(u32::from(self.0) << 16)
     }
 }
 
-/// What keeps borrowed memory valid: dropped with the memory's handle.
+/// Owner of borrowed memory, which keeps it valid and is dropped with the memory's handle.
 pub type Owner = Box<dyn Any + Send + Sync>;
 
 /// Read-only elements that `owner` keeps alive. `T` is `f32`, [`Bf16`] or another plain number.
@@ -47,7 +58,7 @@ pub struct Memory<T> {
     _owner: Owner,
 }
 
-/// Like [`Memory`], written by passes that hold it by `&mut`.
+/// Elements that `owner` keeps alive; passes write them and hold them by `&mut`. `T` is a plain number.
 pub struct MemoryMut<T> {
     address: NonNull<T>,
     len: usize,
@@ -63,7 +74,7 @@ unsafe impl<T: Send + Sync> Send for MemoryMut<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send + Sync> Sync for MemoryMut<T> {}
 
-/// Refuses null and addresses that are no multiple of the element's alignment; `name` is the error's field.
+/// Rejects null and addresses that are no multiple of the element's alignment; `name` is the error's field.
 fn check_address<T>(name: &str, address: *mut T) -> Result<NonNull<T>> {
     let alignment = align_of::<T>();
     NonNull::new(address).filter(|address| address.as_ptr().is_aligned()).ok_or_else(|| {
@@ -76,10 +87,10 @@ fn check_address<T>(name: &str, address: *mut T) -> Result<NonNull<T>> {
 }
 
 impl<T: Copy + Send + Sync + 'static> Memory<T> {
-    /// The `len` elements from `address` on, kept alive by `owner`. `name` is what an error calls them.
+    /// Borrows the `len` elements from `address` on, kept alive by `owner`. `name` is the error's field.
     ///
     /// # Errors
-    /// Where the address is null or misaligned.
+    /// If the address is null or misaligned.
     ///
     /// # Safety
     /// While the result lives: all elements are initialised, stay where they are, and are not written.
@@ -87,13 +98,13 @@ impl<T: Copy + Send + Sync + 'static> Memory<T> {
         Ok(Self { address: check_address(name, address.cast_mut())?, len, _owner: owner })
     }
 
-    /// Memory of its own.
+    /// Makes memory that owns its elements.
     pub fn from_vec(elements: Vec<T>) -> Self {
         let (address, len) = (NonNull::from(elements.as_slice()).cast(), elements.len());
         Self { address, len, _owner: Box::new(elements) }
     }
 
-    /// All elements.
+    /// Returns all elements.
     #[inline]
     pub fn as_slice(&self) -> &[T] {
         // SAFETY: `borrow`'s contract, or the vector that the owner is, whose heap memory does not move with it.
@@ -102,10 +113,10 @@ impl<T: Copy + Send + Sync + 'static> Memory<T> {
 }
 
 impl<T: Copy + Send + Sync + 'static> MemoryMut<T> {
-    /// The `len` elements from `address` on, kept alive by `owner`. `name` is what an error calls them.
+    /// Borrows the `len` elements from `address` on, kept alive by `owner`. `name` is the error's field.
     ///
     /// # Errors
-    /// Where the address is null or misaligned.
+    /// If the address is null or misaligned.
     ///
     /// # Safety
     /// While the result lives: all elements are initialised and stay where they are. While a call holds the result by
@@ -114,20 +125,20 @@ impl<T: Copy + Send + Sync + 'static> MemoryMut<T> {
         Ok(Self { address: check_address(name, address)?, len, _owner: owner })
     }
 
-    /// Memory of its own.
+    /// Makes memory that owns its elements.
     pub fn from_vec(mut elements: Vec<T>) -> Self {
         let (address, len) = (NonNull::from(elements.as_mut_slice()).cast(), elements.len());
         Self { address, len, _owner: Box::new(elements) }
     }
 
-    /// All elements.
+    /// Returns all elements.
     #[inline]
     pub fn as_slice(&self) -> &[T] {
         // SAFETY: `borrow`'s contract, or the vector that the owner is.
         unsafe { std::slice::from_raw_parts(self.address.as_ptr(), self.len) }
     }
 
-    /// All elements, to be written.
+    /// Returns all elements, writable.
     #[inline]
     pub fn as_mut_slice(&mut self) -> &mut [T] {
         // SAFETY: as above, and &mut self is the only way to write.

@@ -1,14 +1,14 @@
-//! One buffer handed out to several threads, to each a part that no other has. Every part is handed out once.
+//! Splitting of one buffer among several threads into disjoint parts. Every part is handed out once.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Parts that a buffer can be handed out in.
+/// Maximum number of parts of a buffer.
 pub(crate) const MAX_PARTS: usize = 256;
 
-/// Which parts have been handed out.
+/// Bits of the parts that have been handed out.
 #[derive(Default)]
 struct Claims([AtomicU64; MAX_PARTS / 64]);
 
@@ -20,13 +20,14 @@ impl Claims {
     }
 }
 
-/// Refuses bounds that are not ascending and within `len`.
+/// Panics unless bounds ascend and lie within `len`.
 fn check_bounds(bounds: &[usize], len: usize) {
     assert!(bounds.is_sorted() && bounds.last().is_some_and(|&last| last <= len), "bounds {bounds:?} within {len}");
     assert!(bounds.len() <= MAX_PARTS + 1, "{} parts of a buffer, at most {MAX_PARTS}", bounds.len() - 1);
 }
 
-/// Ranges of columns of a row-major matrix: part i has columns `bounds[i]..bounds[i + 1]` of every row.
+/// Buffer split into ranges of columns of a row-major matrix: part i has columns `bounds[i]..bounds[i + 1]` of every
+/// row.
 pub(crate) struct Columns<'a, T> {
     base: NonNull<T>,
     rows: usize,
@@ -40,7 +41,7 @@ pub(crate) struct Columns<'a, T> {
 unsafe impl<T: Send> Sync for Columns<'_, T> {}
 
 impl<'a, T> Columns<'a, T> {
-    /// `buffer` holds at least `rows` rows of `stride` columns.
+    /// Splits `buffer`, which must have at least `rows` rows of `stride` columns.
     pub(crate) fn new(buffer: &'a mut [T], rows: usize, stride: usize, bounds: &'a [usize]) -> Self {
         check_bounds(bounds, stride);
         assert!(rows * stride <= buffer.len(), "{rows} rows of {stride} in {}", buffer.len());
@@ -51,7 +52,7 @@ impl<'a, T> Columns<'a, T> {
     /// Hands out a part.
     ///
     /// # Panics
-    /// Where it is handed out already.
+    /// If the part was handed out before.
     pub(crate) fn take(&self, part: usize) -> ColumnsMut<'_, T> {
         let columns = self.bounds[part]..self.bounds[part + 1];
         self.claims.claim(part);
@@ -69,12 +70,12 @@ pub(crate) struct ColumnsMut<'a, T> {
 }
 
 impl<T> ColumnsMut<'_, T> {
-    /// Its columns.
+    /// Returns the range of the part's columns.
     pub(crate) fn columns(&self) -> Range<usize> {
         self.columns.clone()
     }
 
-    /// Its columns of a row.
+    /// Returns the part's columns of a row.
     #[inline]
     pub(crate) fn row_mut(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows, "row {row} of {}", self.rows);
@@ -87,7 +88,8 @@ impl<T> ColumnsMut<'_, T> {
     }
 }
 
-/// A buffer `[outer, middle, inner]` by its middle index: part i has `low[i]..low[i + 1]` and `high[i]..high[i + 1]`.
+/// Buffer `[outer, middle, inner]` split by its middle index: part i has `low[i]..low[i + 1]` and `high[i]..high[i +
+/// 1]`.
 pub(crate) struct Planes<'a, T> {
     base: NonNull<T>,
     sizes: [usize; 3],
@@ -101,7 +103,7 @@ pub(crate) struct Planes<'a, T> {
 unsafe impl<T: Send> Sync for Planes<'_, T> {}
 
 impl<'a, T> Planes<'a, T> {
-    /// `sizes` are those of the whole buffer; the last of `low` is at most the first of `high`.
+    /// Splits a buffer of `sizes`. The last of `low` must be at most the first of `high`.
     pub(crate) fn new(buffer: &'a mut [T], sizes: [usize; 3], low: &'a [usize], high: &'a [usize]) -> Self {
         check_bounds(low, high[0]);
         check_bounds(high, sizes[1]);
@@ -113,7 +115,7 @@ impl<'a, T> Planes<'a, T> {
     /// Hands out a part.
     ///
     /// # Panics
-    /// Where it is handed out already.
+    /// If the part was handed out before.
     pub(crate) fn take(&self, part: usize) -> PlanesMut<'_, T> {
         let middle = [self.low[part]..self.low[part + 1], self.high[part]..self.high[part + 1]];
         self.claims.claim(part);
@@ -130,7 +132,7 @@ pub(crate) struct PlanesMut<'a, T> {
 }
 
 impl<T> PlanesMut<'_, T> {
-    /// Elements of a plane.
+    /// Returns the number of elements in a plane.
     pub(crate) fn inner(&self) -> usize {
         self.sizes[2]
     }
@@ -145,14 +147,14 @@ impl<T> PlanesMut<'_, T> {
         unsafe { self.base.add((outer * self.sizes[1] + middle) * self.sizes[2]) }
     }
 
-    /// `[inner]` of a middle index that is this part's.
+    /// Returns the plane `[inner]` of an outer index and a middle index that belongs to this part.
     #[inline]
     pub(crate) fn plane(&self, outer: usize, middle: usize) -> &[T] {
         // SAFETY: as `start`; the middle index is this part's alone, and &self keeps it from being written.
         unsafe { std::slice::from_raw_parts(self.start(outer, middle).as_ptr(), self.sizes[2]) }
     }
 
-    /// Like `plane`, to be written.
+    /// Returns the writable plane `[inner]` of an outer index and a middle index that belongs to this part.
     #[inline]
     pub(crate) fn plane_mut(&mut self, outer: usize, middle: usize) -> &mut [T] {
         // SAFETY: as `start`; the middle index is this part's alone, and &mut self keeps it from being read.

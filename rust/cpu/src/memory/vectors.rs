@@ -1,23 +1,25 @@
-//! Owned memory of vectors that begins at a cache line: a load across two lines costs as much as two. Computes nothing.
+//! Owned memory of vectors that begins at a cache line, because a load across two lines costs as much as two. Computes
+//! nothing.
 
-use crate::isa::LANES;
 use std::ops::{Deref, DerefMut};
 
 pub(crate) const LINE_BYTES: usize = 64;
+/// Numbers in a vector, which fills a cache line.
+const LANES: usize = LINE_BYTES / size_of::<f32>();
 
-/// Vectors of sixteen numbers, none of which lies across two cache lines.
+/// Vectors of sixteen numbers, none of which crosses a cache line.
 #[derive(Default)]
 pub(crate) struct Vectors {
-    /// The vectors, and a line less an element of room to shift them.
+    /// Numbers of the vectors, and almost one more cache line of room to align them.
     numbers: Vec<f32>,
     first: usize,
     len: usize,
 }
 
 impl Vectors {
-    /// `len` vectors of zeros.
+    /// Allocates `len` vectors of zeros.
     pub(crate) fn new(len: usize) -> Self {
-        let room = LINE_BYTES / size_of::<f32>() - 1;
+        let room = LANES - 1;
         let numbers = vec![0.0; len * LANES + room];
         // An interpreter may say that it does not know.
         let first = numbers.as_ptr().align_offset(LINE_BYTES).min(room);

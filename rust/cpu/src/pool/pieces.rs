@@ -1,11 +1,13 @@
-//! Which thread does which piece of a job: each claims its own pieces from the first on, then others' from the last on.
+//! Distribution of a job's pieces: each thread claims its own pieces from the first on, then others' pieces from the
+//! last on.
 
 use super::Line;
 use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The pieces of a job that no thread has claimed: a range for each participant, its start in the low 32 bits of a word.
+/// Pieces of a job that no thread has claimed: a range for each participant, with its start in the low 32 bits of a
+/// word.
 #[derive(Default)]
 pub(super) struct Unclaimed(Vec<Line<AtomicU64>>);
 
@@ -22,15 +24,15 @@ impl Unclaimed {
         Self((0..participants).map(|_| Line::default()).collect())
     }
 
-    /// Participant t has the pieces `first[t]..first[t + 1]`. No thread may claim meanwhile.
+    /// Assigns the pieces `first[t]..first[t + 1]` to each participant t. No thread may claim pieces meanwhile.
     pub(super) fn reset(&self, first: &[usize]) {
         for (word, bounds) in self.0.iter().zip(first.windows(2)) {
             word.store(pack(&(bounds[0]..bounds[1])), Ordering::Relaxed);
         }
     }
 
-    /// Takes the first piece of participant `of`, or the last. Each piece of a job is taken once, because a range only ever
-    /// shrinks. Relaxed, because what a piece reads was written before its job began.
+    /// Takes the first or the last piece of participant `of`. Each piece of a job is taken once, because a range only
+    /// shrinks. The atomic is relaxed, because the inputs of a piece were written before its job began.
     fn take(&self, of: usize, last: bool) -> Option<usize> {
         let mut word = self.0[of].load(Ordering::Relaxed);
         loop {
@@ -46,18 +48,18 @@ impl Unclaimed {
         }
     }
 
-    /// Claims one of the participant's own pieces, else one of another's.
+    /// Claims one of the participant's own pieces, or else one of another participant's.
     fn claim(&self, participant: usize, participants: usize) -> Option<usize> {
         let mut others = (1..participants).map(|i| (participant + i) % participants);
         self.take(participant, false).or_else(|| others.find_map(|of| self.take(of, true)))
     }
 }
 
-/// The pieces that one participant claims, one by one.
+/// Iterator over the pieces that one participant claims, one by one.
 pub(crate) struct Pieces<'a>(Source<'a>);
 
 enum Source<'a> {
-    /// No other participant is there to claim any.
+    /// All pieces, if there is no other participant.
     All(Range<usize>),
     Claimed(Claimed<'a>),
 }
@@ -67,7 +69,7 @@ struct Claimed<'a> {
     participant: usize,
     participants: usize,
     next: Option<usize>,
-    /// How many there were.
+    /// Number of pieces claimed so far.
     count: &'a Cell<usize>,
 }
 
@@ -79,12 +81,12 @@ impl Claimed<'_> {
 }
 
 impl<'a> Pieces<'a> {
-    /// All pieces, of the only participant.
+    /// Makes an iterator over all pieces for the only participant.
     pub(super) fn all(pieces: Range<usize>) -> Self {
         Self(Source::All(pieces))
     }
 
-    /// None where no piece is left. Adds the pieces that are claimed to `count`.
+    /// Makes an iterator that claims pieces and adds their number to `count`. Returns `None` if no piece is left.
     pub(super) fn claimed(
         unclaimed: &'a Unclaimed,
         participant: usize,

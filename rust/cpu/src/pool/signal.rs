@@ -1,18 +1,18 @@
-//! How a thread waits for another: it spins for a while, then sleeps.
+//! Waiting of a thread for another: it spins for a while, then sleeps.
 
 use super::Line;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a waiting thread spins between two looks at the clock.
+/// Time that a waiting thread spins between two looks at the clock.
 const SPIN: Duration = Duration::from_micros(10);
-/// How long it spins before it sleeps.
+/// Time that a waiting thread spins before it sleeps.
 ///
-/// It never yields its core: the next thread on it may be another program's, which keeps the core for milliseconds.
+/// The thread never yields its core, because another program's thread could keep the core for milliseconds.
 pub(super) const PATIENCE: Duration = Duration::from_micros(100);
 
-/// How many spins take [`SPIN`] on this machine.
+/// Measures how many spins take [`SPIN`] on this machine.
 pub(super) fn spins() -> usize {
     let begin = Instant::now();
     (0..200).for_each(|_| std::hint::spin_loop());
@@ -20,7 +20,7 @@ pub(super) fn spins() -> usize {
     (SPIN.as_nanos() / nanos) as usize
 }
 
-/// Where threads sleep until something becomes true.
+/// Place where threads sleep until a condition becomes true.
 #[derive(Default)]
 pub(super) struct Signal {
     sleepers: Line<AtomicUsize>,
@@ -29,7 +29,7 @@ pub(super) struct Signal {
 }
 
 impl Signal {
-    /// Spins for some 100 microseconds. Returns whether `ready` became true.
+    /// Spins for about 100 microseconds. Returns whether `ready` became true.
     pub(super) fn soon(spins: usize, ready: impl Fn() -> bool) -> bool {
         let mut begin = None;
         loop {
@@ -45,7 +45,8 @@ impl Signal {
         }
     }
 
-    /// Returns once `ready`. The thread that makes it true calls `wake` afterwards; both use sequentially consistent atomics.
+    /// Sleeps until `ready` is true. The thread that makes it true calls `wake` afterwards; both use sequentially
+    /// consistent atomics.
     pub(super) fn sleep(&self, ready: impl Fn() -> bool) {
         // Either `wake` sees this count, or `ready` sees what came before `wake`.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
@@ -57,7 +58,7 @@ impl Signal {
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Wakes the threads that sleep.
+    /// Wakes the sleeping threads.
     pub(super) fn wake(&self) {
         if self.sleepers() > 0 {
             drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
@@ -65,7 +66,7 @@ impl Signal {
         }
     }
 
-    /// Threads that sleep.
+    /// Returns the number of sleeping threads.
     pub(super) fn sleepers(&self) -> usize {
         self.sleepers.load(Ordering::SeqCst)
     }

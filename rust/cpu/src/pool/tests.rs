@@ -2,15 +2,16 @@ use super::*;
 use proptest::prelude::*;
 use std::sync::atomic::AtomicUsize;
 
-/// Repetitions are divided by this: Miri is a thousand times slower, and sees a race without them.
+/// Divisor of numbers of repetitions: Miri is a thousand times slower, and sees a race without repetitions.
 const FEWER: usize = if cfg!(miri) { 100 } else { 1 };
 
-/// Bounds of `pieces` pieces, cut evenly among participants.
+/// Returns the bounds of `pieces` pieces, cut evenly among participants.
 fn even(pieces: usize, participants: usize) -> Vec<usize> {
     (0..=participants).map(|t| pieces * t / participants).collect()
 }
 
-/// Runs a job in which every piece writes to memory that lives as long as the job, and checks that each was done once.
+/// Runs a job in which every piece writes to memory that lives as long as the job, and checks that each piece was done
+/// once.
 fn check_job(session: &Session<'_>, pieces: usize, delay: impl Fn(usize, usize) + Sync) {
     let done: Vec<AtomicUsize> = (0..pieces).map(|_| AtomicUsize::new(0)).collect();
     let entered: Vec<AtomicUsize> = (0..session.participants()).map(|_| AtomicUsize::new(0)).collect();
@@ -25,7 +26,7 @@ fn check_job(session: &Session<'_>, pieces: usize, delay: impl Fn(usize, usize) 
     assert_eq!(done, vec![1; pieces]);
 }
 
-/// A pool whose threads do not exist, so that only the caller ever runs.
+/// Makes a pool whose threads do not exist, so that only the caller ever runs.
 fn without_threads(threads: usize) -> Pool {
     let mut team = Team::default();
     (team.shared, team.rests) = (Arc::new(Shared::new(threads)), vec![Rest::default(); threads - 1]);
@@ -142,7 +143,7 @@ fn threads_take_part_and_those_that_rest_come_back() {
     assert!(rested > 0 && back > 0, "{rested} {back}");
 }
 
-/// Has the pool's only thread hold a piece until the caller sleeps, and then do something.
+/// Makes the pool's only thread hold a piece until the caller sleeps, and then call `then`.
 fn hold(session: &Session<'_>, then: impl Fn() + Sync) {
     let (shared, held) = (&*session.team.shared, AtomicBool::new(false));
     session.run(&[0, 1, 2], &|t, pieces| {

@@ -10,9 +10,9 @@ pub struct Host {
     pub table: Vec<i64>,
     pub max_blocks: usize,
     pub block_size: usize,
-    /// Of each sequence the first position that is attended; empty: 0.
+    /// First position that each sequence attends; empty: 0 for all.
     pub k_start: Vec<i64>,
-    /// Of each sequence the adapter; empty: none.
+    /// Adapter of each sequence; empty: none.
     pub adapters: Vec<Option<Arc<Lora>>>,
 }
 
@@ -109,7 +109,7 @@ impl Host {
         decoder.forward(&pass, &mut self.kv, output).unwrap();
     }
 
-    /// The same, and the logits of all rows.
+    /// Runs a pass over `rows` and returns the logits of all of them.
     pub fn logits(&mut self, decoder: &mut Decoder, rows: &[(usize, Option<usize>, usize)]) -> Vec<Vec<f32>> {
         let vocab = decoder.weights().shape().vocab_size;
         let asked: Vec<usize> = (0..rows.len()).collect();

@@ -22,7 +22,7 @@ use specrs_cpu::{
     LoraPart, Memory, MemoryMut, Mlp, ModelShape, Part, Pool, QkNorm, Tiles, Values, ValuesMut, Weights,
 };
 use std::sync::Arc;
-pub use weights::{Dense, LowRank, Scales, Stored, group_of};
+pub use weights::{Dense, LowRank, Stored, group_of};
 
 /// Uniform numbers from a seed (splitmix64).
 pub struct Numbers(pub u64);
@@ -57,7 +57,7 @@ pub const SMALL: ModelShape = ModelShape {
     rms_norm_eps: 1e-6,
 };
 
-/// Inputs that 32 divides: INT4 codes and pairs of bf16 numbers lie by 32.
+/// Inputs that 32 divides: packed weights and pairs of bf16 numbers lie by 32.
 pub const BY_32: ModelShape =
     ModelShape { vocab_size: 97, hidden_size: 64, intermediate_size: 96, num_heads: 4, head_dim: 24, ..SMALL };
 
@@ -107,10 +107,10 @@ pub struct Kind {
     pub fraction: u32,
 }
 
-/// Of keys and values that are cached as FP8, in every layer.
+/// Scales of keys and values that are cached as FP8, in every layer.
 pub const KV_SCALES: (f32, f32) = (0.043, 0.019);
 
-/// Of clamped activations; gates and values of these models reach the limit.
+/// Factor of a clamped activation's sigmoid. Gates and values of these models reach [`LIMIT`].
 pub const ALPHA: f32 = 1.702;
 pub const LIMIT: f32 = 0.75;
 
@@ -180,7 +180,7 @@ pub struct LayerNumbers {
     pub gate: Dense,
     pub up: Dense,
     pub down: Dense,
-    /// The router; none: the MLP above.
+    /// Router of the experts; `None` if the layer has the MLP above.
     pub router: Option<Dense>,
     /// Gate, up and down of each expert.
     pub experts: Vec<[Dense; 3]>,
@@ -217,12 +217,12 @@ impl Model {
                 Stored::new(&values, inputs, kind.code_bits, group, 2)
             });
             if let Some(stored) = &stored {
-                weight = stored.codes(inputs).into_iter().map(|(q, s)| q as f32 * s).collect();
+                weight = stored.codes().into_iter().map(|(q, s)| q as f32 * s).collect();
             }
             Dense { weight, bias: bias.then(|| draw(n, outputs, 0.5, 0.0, bf16)), inputs, stored, added: None }
         };
         // Other than an MLP's, so that no buffer is of both.
-        let expert_size = if kind.code_bits == 4 || kind.bf16_rows { 32 } else { shape.intermediate_size / 2 + 1 };
+        let expert_size = if kind.code_bits != 0 || kind.bf16_rows { 32 } else { shape.intermediate_size / 2 + 1 };
         let layer = |n: &mut Numbers, sparse: bool| LayerNumbers {
             input_norm: draw(n, hidden, 0.3, 1.0, bf16),
             q: dense(n, shape.num_heads * dim, hidden, kind.qkv_bias),
@@ -335,7 +335,7 @@ impl Model {
         Arc::new(weights.and_then(|weights| weights.with_kv_scales(&vec![KV_SCALES; windows.len()])).unwrap())
     }
 
-    /// The same with an adapter of some projections, of ranks from 1 to 40, in the type of the norms.
+    /// Adds an adapter of some projections, of ranks from 1 to 40, in the type of the norms.
     #[must_use]
     pub fn adapted(mut self, seed: u64) -> Self {
         let (n, bf16) = (&mut Numbers(seed), self.kind.bf16);
@@ -356,7 +356,7 @@ impl Model {
         self
     }
 
-    /// The crate's adapter of it.
+    /// Returns the model's adapter as a `Lora` of the crate.
     pub fn lora(&self, weights: &Weights) -> Arc<Lora> {
         let values = |x: &[f32]| -> Values {
             match self.kind.bf16 {
@@ -389,7 +389,7 @@ impl Model {
         (self.kind.window > 0 && slides).then_some(self.kind.window)
     }
 
-    /// A decoder of them as the kind asks for it.
+    /// Returns a decoder of the model's weights. It rounds rows to bf16 and uses prompt tiles if the model's `kind` says so.
     pub fn decoder(&self, isa: Isa, threads: usize) -> Decoder {
         let decoder = Decoder::with_isa(self.weights(), Arc::new(Pool::new(threads).unwrap()), isa);
         let decoder = if self.kind.bf16_rows { decoder.with_bf16_rows().unwrap() } else { decoder };

@@ -9,7 +9,7 @@ use super::{ALPHA, Dense, KV_SCALES, KeysValues, LIMIT, Model};
 
 /// Variance of rounding 1 to fp32.
 const ROUNDING: f64 = (1.0 / (1 << 24) as f64) * (1.0 / (1 << 24) as f64) / 3.0;
-/// The same to bf16, which has 16 significant bits less.
+/// Variance of rounding 1 to bf16, which has 16 significant bits less than fp32.
 const ROUNDING_BF16: f64 = ROUNDING * (1_u64 << 32) as f64;
 /// Standard deviations that a result may be off.
 const DEVIATIONS: f64 = 8.0;
@@ -73,7 +73,7 @@ impl Model {
         self.reference_behind(tokens, &none)
     }
 
-    /// The same of tokens behind those whose keys and values are given by layer.
+    /// Logits `[tokens, vocab]` of tokens that follow a prefix, whose keys and values are given by layer.
     pub fn reference_behind(&self, tokens: &[usize], prefix: &[KeysValues]) -> Vec<Vec<Near>> {
         let start = prefix.first().map_or(0, |layer| layer.0.len());
         let s = &self.shape;
@@ -129,7 +129,7 @@ impl Model {
         self.product(down, &act)
     }
 
-    /// The two experts of the largest logits, by the softmax over all. Each weight hangs on all logits.
+    /// The two experts of the largest logits, by the softmax over all. Each weight depends on all logits.
     fn mixture(&self, router: &Dense, experts: &[[Dense; 3]], x: &[Near]) -> Vec<Near> {
         let logits = self.product(router, x);
         let mut order: Vec<usize> = (0..experts.len()).collect();
@@ -152,10 +152,21 @@ impl Model {
 
     fn product(&self, dense: &Dense, x: &[Near]) -> Vec<Near> {
         let rounding = if self.kind.bf16_rows { ROUNDING_BF16 } else { 0.0 };
-        let x: Vec<Near> =
+        let mut x: Vec<Near> =
             x.iter().map(|x| Near { variance: x.variance + rounding * x.exact * x.exact, ..*x }).collect();
+        let before = x.clone();
+        if dense.stored.is_some() {
+            // A number of a block of 32 is off by up to half of a unit, which is the largest magnitude over 32,512.
+            for block in x.chunks_mut(32) {
+                let unit = block.iter().fold(0.0_f64, |most, x| most.max(x.exact.abs())) / 32_512.0;
+                for x in block.iter_mut() {
+                    x.variance += unit * unit / 12.0;
+                }
+            }
+        }
         let dot = |w: &[f32], x: &[Near]| sum(w.iter().zip(x).map(|(&w, &x)| Near::new(f64::from(w)) * x), x.len());
-        let low = dense.added.as_ref().map(|added| added.a.chunks(x.len()).map(|a| dot(a, &x)).collect::<Vec<_>>());
+        let low =
+            dense.added.as_ref().map(|added| added.a.chunks(x.len()).map(|a| dot(a, &before)).collect::<Vec<_>>());
         let row = |(o, row): (usize, &[f32])| {
             let y = sum(row.iter().zip(&x).map(|(&w, &x)| Near::new(f64::from(w)) * x), dense.inputs);
             let y = dense.bias.as_ref().map_or(y, |bias| y + Near::new(f64::from(bias[o])));

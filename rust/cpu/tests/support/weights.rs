@@ -1,7 +1,7 @@
 //! Weights as plain numbers, and as the crate stores them: codes with scales, what an adapter adds.
 
-use super::Numbers;
-use specrs_cpu::{Bf16, Memory, Values, Weight, quantize_int4, quantize_int8};
+use specrs_cpu::{Bf16, Packed, Values, Weight, quantize};
+use std::sync::Arc;
 
 /// A weight `[outputs, inputs]` with a bias, as numbers that its type holds exactly.
 #[derive(Clone)]
@@ -21,116 +21,44 @@ pub struct LowRank {
     pub rank: usize,
 }
 
-/// Scales as the crate stores them.
+/// Integers `[outputs, inputs]` and their scales `[outputs, groups]`.
 #[derive(Clone, Debug)]
-pub enum Scales {
-    F32(Vec<f32>),
-    Bf16(Vec<Bf16>),
-}
-
-impl Scales {
-    fn len(&self) -> usize {
-        match self {
-            Self::F32(all) => all.len(),
-            Self::Bf16(all) => all.len(),
-        }
-    }
-
-    fn get(&self, i: usize) -> f32 {
-        match self {
-            Self::F32(all) => all[i],
-            Self::Bf16(all) => all[i].to_f32(),
-        }
-    }
-
-    fn values(&self) -> Values {
-        match self {
-            Self::F32(all) => Values::F32(Memory::from_vec(all.clone())),
-            Self::Bf16(all) => Values::Bf16(Memory::from_vec(all.clone())),
-        }
-    }
-
-    fn join(self, other: Self) -> Self {
-        match (self, other) {
-            (Self::F32(a), Self::F32(b)) => Self::F32([a, b].concat()),
-            (Self::Bf16(a), Self::Bf16(b)) => Self::Bf16([a, b].concat()),
-            _ => panic!("of one kind"),
-        }
-    }
-}
-
-/// Codes and scales as the crate stores them.
-#[derive(Clone, Debug)]
-pub enum Stored {
-    Int8(Vec<i8>, Scales),
-    Int4(Vec<u8>, Scales),
+pub struct Stored {
+    pub values: Vec<i16>,
+    pub scales: Vec<f32>,
+    pub inputs: usize,
 }
 
 impl Stored {
-    /// Quantizes `[outputs, inputs]`; INT4 by groups of `group`.
+    /// Quantizes `[outputs, inputs]` by groups of `group`.
     pub fn new(weight: &Values, inputs: usize, code_bits: u32, group: usize, threads: usize) -> Self {
         let len = weight.len();
-        if code_bits == 8 {
-            let (mut codes, mut scales) = (vec![99; len], vec![Bf16(0x7FFF); len / inputs]);
-            quantize_int8("test", weight, inputs, &mut codes, &mut scales, threads).unwrap();
-            return Self::Int8(codes, Scales::Bf16(scales));
-        }
-        let (mut codes, mut scales) = (vec![99; len / 2], vec![Bf16(0x7FFF); len / group]);
-        quantize_int4("test", weight, inputs, &mut codes, &mut scales, threads).unwrap();
-        Self::Int4(codes, Scales::Bf16(scales))
+        let (mut codes, mut scales) = (vec![99; len], vec![Bf16(0x7FFF); len / group]);
+        let largest = if code_bits == 8 { 127 } else { 7 };
+        quantize("test", weight, inputs, largest, &mut codes, &mut scales, threads).unwrap();
+        let scales = scales.iter().map(|scale| scale.to_f32()).collect();
+        Self { values: codes.into_iter().map(i16::from).collect(), scales, inputs }
     }
 
-    /// Any codes, with scales of fp32 or bf16, some of them negative, for groups of `group`.
-    pub fn draw(n: &mut Numbers, outputs: usize, inputs: usize, code_bits: u32, group: usize, bf16: bool) -> Self {
-        let scales: Vec<f32> = (0..outputs * inputs / group).map(|_| n.unit() * 0.1).collect();
-        let scales =
-            if bf16 { Scales::Bf16(scales.iter().map(|&x| Bf16::from_f32(x)).collect()) } else { Scales::F32(scales) };
-        let mut byte = || n.below(256) as u8;
-        match code_bits {
-            8 => Self::Int8((0..outputs * inputs).map(|_| byte() as i8).collect(), scales),
-            _ => Self::Int4((0..outputs * inputs / 2).map(|_| byte()).collect(), scales),
-        }
+    /// Each weight's integer and its scale.
+    pub fn codes(&self) -> Vec<(i32, f32)> {
+        let group = self.values.len() / self.scales.len();
+        self.values.iter().enumerate().map(|(i, &q)| (i32::from(q), self.scales[i / group])).collect()
     }
 
-    /// By output of `inputs`: each weight's code and its scale.
-    pub fn codes(&self, inputs: usize) -> Vec<(i32, f32)> {
-        match self {
-            Self::Int8(codes, scales) => {
-                let group = codes.len() / scales.len();
-                debug_assert!(inputs.is_multiple_of(group));
-                codes.iter().enumerate().map(|(i, &q)| (i32::from(q), scales.get(i / group))).collect()
-            }
-            Self::Int4(codes, scales) => {
-                let group = 2 * codes.len() / scales.len();
-                let code = |i: usize| {
-                    let byte = i32::from(codes[i / 32 * 16 + i % 16]);
-                    if i % 32 < 16 { byte % 16 - 8 } else { byte / 16 - 8 }
-                };
-                (0..2 * codes.len()).map(|i| (code(i), scales.get(i / group))).collect()
-            }
-        }
-    }
-
-    /// The same for the crate.
+    /// The weight as the crate takes it.
     pub fn weight(&self) -> Weight {
-        match self {
-            Self::Int8(codes, scales) => {
-                Weight::Int8 { codes: Memory::from_vec(codes.clone()), scales: scales.values() }
-            }
-            Self::Int4(codes, scales) => {
-                Weight::Int4 { codes: Memory::from_vec(codes.clone()), scales: scales.values() }
-            }
-        }
+        Weight::Packed(Arc::new(Packed::grouped("test", &self.values, self.inputs, &self.scales, 2).unwrap()))
     }
 
     /// Several above each other.
     pub fn join(parts: Vec<Self>) -> Self {
         parts
             .into_iter()
-            .reduce(|a, b| match (a, b) {
-                (Self::Int8(a, s), Self::Int8(b, t)) => Self::Int8([a, b].concat(), s.join(t)),
-                (Self::Int4(a, s), Self::Int4(b, t)) => Self::Int4([a, b].concat(), s.join(t)),
-                _ => panic!("of one kind"),
+            .reduce(|a, b| Self {
+                values: [a.values, b.values].concat(),
+                scales: [a.scales, b.scales].concat(),
+                inputs: a.inputs,
             })
             .unwrap()
     }

@@ -1,4 +1,4 @@
-//! The block pool: holders are counted beside it, errors change nothing, and everything can be given back.
+//! Fuzz target for the block pool: holders are also counted here, errors change nothing, and every block can be freed.
 
 use super::bytes::Bytes;
 use specrs_core::BlockPool;

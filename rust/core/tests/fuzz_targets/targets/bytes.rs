@@ -1,4 +1,4 @@
-//! Numbers from a fuzzer's bytes; zeros when they have run out.
+//! Numbers from a fuzzer's bytes; zeros after the bytes have run out.
 
 pub struct Bytes<'a>(pub &'a [u8]);
 
@@ -17,13 +17,13 @@ impl Bytes<'_> {
         (0..8).fold(0, |word, _| word << 8 | u64::from(self.byte()))
     }
 
-    /// From 0 to `n - 1`, for `n` up to 65,536.
+    /// Returns a number from 0 to `n - 1`, for `n` up to 65,536.
     pub fn below(&mut self, n: usize) -> usize {
         let drawn = if n <= 256 { usize::from(self.byte()) } else { self.word() as usize >> 48 };
         drawn % n.max(1)
     }
 
-    /// Mostly small, sometimes anything.
+    /// Returns any number, most often a small one.
     pub fn number(&mut self) -> i64 {
         match self.byte() {
             255 => self.word() as i64,

@@ -1,4 +1,4 @@
-//! What fuzzing drives: each target reads operations from bytes, and panics where the core breaks a promise.
+//! Fuzz targets: each reads operations from bytes, and panics if the core breaks a promise.
 #![allow(dead_code, unused_imports, unreachable_pub)] // each fuzzer uses one of them
 
 mod block_pool;

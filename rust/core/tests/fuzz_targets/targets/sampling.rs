@@ -1,4 +1,5 @@
-//! Sampling of any bits as logits and parameters: always a token, never a removed one where there is another.
+//! Fuzz target for sampling, with any bits as logits and parameters. The result is always a token, and never a removed
+//! one if another is left.
 
 use super::bytes::Bytes;
 use specrs_core::philox::Purpose;
@@ -40,7 +41,7 @@ pub fn sampling(data: &[u8]) {
     }
 }
 
-/// Values around which things happen, and any bits.
+/// Returns a special value or any bits as a float.
 fn float(bytes: &mut Bytes<'_>) -> f32 {
     match bytes.byte() {
         0 => f32::NAN,

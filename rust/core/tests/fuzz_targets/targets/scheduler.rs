@@ -1,5 +1,5 @@
-//! The scheduler: any settings and requests, any order of calls, results of a device and results of none. Its books agree
-//! after every call, refused calls change nothing, and in the end everything is free.
+//! Fuzz target for the scheduler: any settings and requests, any order of calls, and possible and impossible results of
+//! a device. Its state agrees after every call, rejected calls change nothing, and in the end everything is free.
 
 use super::bytes::Bytes;
 use specrs_core::sampling::MAX_STOP_IDS;
@@ -12,17 +12,19 @@ use specrs_core::{
 };
 use std::collections::{HashMap, VecDeque};
 
-/// Row, K, and whether it emits.
+/// Entry of a launch: row, K, and whether it emits.
 type Entry = (usize, usize, bool);
 
-/// A row of the device.
+/// Row of the device.
 #[derive(Clone, Default)]
 struct Row {
-    /// Tokens it has and may still emit.
+    /// Number of tokens of the row.
     n: usize,
+    /// Number of tokens that the row may still emit.
     left: usize,
-    /// Stop tokens, and the position from which they count.
+    /// Stop tokens of the row.
     stops: Vec<i64>,
+    /// Position from which the stop tokens count.
     min_len: i64,
 }
 
@@ -33,7 +35,7 @@ struct Run {
     settled: Vec<i64>,
     in_flight: VecDeque<(u64, Vec<Entry>)>,
     rows: Vec<Row>,
-    /// What KV events say is cached: the block under each hash.
+    /// Block under each hash that is cached according to KV events.
     cached: HashMap<u128, i64>,
 }
 
@@ -123,7 +125,8 @@ impl Run {
         }
     }
 
-    /// Takes the KV events now and then; who follows them never believes more than is cached, and requests can be looked at.
+    /// Takes the KV events now and then. Checks that they never name more than is cached, and that requests can be
+    /// viewed.
     fn follow(&mut self, bytes: &mut Bytes<'_>) {
         for id in self.scheduler.request_ids().collect::<Vec<_>>() {
             let view = self.scheduler.request(id).expect("a live request");
@@ -181,7 +184,7 @@ impl Run {
         true
     }
 
-    /// Settles the oldest launch with what a device could have done, or first with what none could.
+    /// Settles the oldest launch with results that a device can produce, sometimes after impossible results.
     fn settle(&mut self, bytes: &mut Bytes<'_>) {
         let Some((launch_id, entries)) = self.in_flight.pop_front() else {
             return assert!(self.scheduler.settle(bytes.word(), &self.results, &mut self.settled).is_err());
@@ -228,7 +231,7 @@ impl Run {
         }
     }
 
-    /// Everything ends, and then every block is free.
+    /// Ends all requests and checks that every block is free.
     fn drain(&mut self) {
         for id in -4..256 {
             _ = self.scheduler.abort(id);

@@ -1,4 +1,4 @@
-//! Slot arithmetic against the formula in 128 bits, by each of its entrances.
+//! Fuzz target for slot arithmetic, which compares each function with the formula in 128 bits.
 
 use super::bytes::Bytes;
 use specrs_core::{NO_SLOT, SlotMapper};

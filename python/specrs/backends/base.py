@@ -1,0 +1,153 @@
+"""Protocols: `Backend`, all that depends on the kind of device, and `Runner`, which it makes. Implements none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specrs.backends.blueprint import Blueprint
+from specrs.backends.extras import ExtrasLookup
+from specrs.backends.model_source import ModelSource
+from specrs.backends.ring import Header, RingSlot
+from specrs.config import EngineConfig
+from specrs.core import Scheduler
+from specrs.drafters.base import DrafterCounts
+from specrs.drafters.eagle3.reader import HeadFiles
+from specrs.drafters.eagle3.weights import Eagle3Facts
+from specrs.models.base import Model
+from specrs.models.config import ModelConfig
+from specrs.models.decoder_weights import DecoderFacts
+from specrs.models.loader import DeviceDtypes
+from specrs.models.lora import LoRAAdapter
+
+if TYPE_CHECKING:
+    from specrs.parallel.ranks import Ranks  # and torch
+    from specrs.parallel.start import Meeting
+
+FindAdapter = Callable[[int], LoRAAdapter]
+"""Function that returns the LoRA adapter with a given id. Some running request must use it."""
+SlotType = Callable[[Scheduler, int], RingSlot]
+"""Function that makes a ring slot for a scheduler and the engine's K."""
+
+
+class Runner(Protocol):
+    """Executes planned steps on a device."""
+
+    num_target_passes: int
+    """Number of passes of the target so far."""
+
+    @property
+    def drafter(self) -> DrafterCounts | None:
+        """The drafter, with its count of passes. None without speculation."""
+
+    @property
+    def kv_cache(self) -> Any:
+        """The KV cache of the target."""
+
+    @property
+    def is_native(self) -> bool:
+        """True if a step is one call of the Rust core. Such steps are short and alike, so timing a few is enough."""
+
+    def use_extras(self, lookup: ExtrasLookup) -> None:
+        """Set the function that finds the grammar of a request id, which records cannot hold."""
+
+    def launch(self, slot: RingSlot, header: Header) -> None:
+        """Execute or enqueue the step planned in `slot.record`."""
+
+    def wait(self, slot: RingSlot) -> None:
+        """Wait until `slot.results` has the step's results."""
+
+    def close(self) -> None:
+        """End the threads and processes that the runner has started."""
+
+
+class Backend(Protocol):
+    """A kind of device: it checks whether the device serves, loads models onto it, and makes runners.
+
+    Devices are named as in the option `device`: `cpu`, or `cuda:N` for a GPU.
+    """
+
+    @property
+    def name(self) -> str:
+        """The kind of device, with which the names of its devices begin."""
+
+    @property
+    def dtypes(self) -> DeviceDtypes:
+        """Dtypes in which this kind of device computes."""
+
+    @property
+    def launch_depth(self) -> int:
+        """Default of the option `launch_depth`: number of steps that are planned and not yet settled."""
+
+    @property
+    def gpus_per_rank(self) -> int:
+        """Number of GPUs that each rank uses."""
+
+    @property
+    def drafts_text(self) -> bool:
+        """True if a draft model of another tokenizer drafts text under the rule `coupled`. False: it drafts tokens."""
+
+    def is_available(self) -> bool:
+        """Return whether `device="auto"` may choose this backend. Raises nothing."""
+
+    def resolve_device(self, device: str) -> str:
+        """Return the full name of the device that `device` means, such as `cuda:0` for `cuda`.
+
+        Raises `InvalidConfigError` or `UnsupportedConfigError` if it is missing or cannot serve.
+        """
+
+    def device_of_rank(self, device: str, size: int, place: tuple[int, int]) -> str:
+        """Return the device of one of `size` ranks. `place` is its number on its machine, and that machine's number of
+        ranks."""
+
+    def current(self, device: str) -> AbstractContextManager[None]:
+        """Make `device` the calling thread's current one while the context lasts."""
+
+    def free_memory(self, device: str) -> int:
+        """Return the bytes that an engine may use on `device`."""
+
+    def check_config(self, config: EngineConfig, device: str, ranks: Ranks | None) -> None:
+        """Raise an `InvalidConfigError` for models or options that `device` cannot serve. Reads no weights."""
+
+    def check_rank_parts(self, model: ModelConfig, field: str, size: int) -> None:
+        """Raise `UnsupportedModelError`, which names `field`, for a model that `size` ranks cannot compute."""
+
+    def load_model(self, source: ModelSource, device: str, ranks: Ranks | None) -> Model:
+        """Load a model, or this rank's part of it.
+
+        Raises `InvalidConfigError` and its subclasses for what is missing, broken or not supported.
+        """
+
+    def load_head(self, files: HeadFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Facts:
+        """Load an EAGLE-3 head for `target`, or this rank's part of it. Raises `CheckpointError` for tensors that are
+        missing, unknown or misshapen."""
+
+    def num_blocks(self, blueprint: Blueprint) -> int:
+        """Return the size of the KV block pool, which target and drafter share.
+
+        Raises `InvalidConfigError` if no request of full length fits.
+        """
+
+    def slot_type(self, device: str) -> SlotType:
+        """Return the function that makes ring slots for runners on `device`."""
+
+    def make_runner(
+        self,
+        blueprint: Blueprint,
+        scheduler: Scheduler,
+        num_blocks: int,
+        ranks: Ranks | None = None,
+        find_adapter: FindAdapter | None = None,
+    ) -> Runner:
+        """Return the runner over `num_blocks` blocks, with its own row state and caches.
+
+        `find_adapter` is None if no request has a LoRA adapter. Raises `UnsupportedConfigError` for options that the
+        machine or the weights do not allow.
+        """
+
+    def connect_ranks(self, ranks: Ranks, device: str, meeting: Meeting, config: EngineConfig) -> None:
+        """Connect this rank's `device` to the devices of the other ranks, and wait for them. Mutates `ranks`.
+
+        Raises `ExchangeError` if a rank does not connect.
+        """

@@ -1,0 +1,1 @@
+"""The CPU backend: one call of `specrs.core.CpuIteration` for each step."""

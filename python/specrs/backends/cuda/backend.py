@@ -1,0 +1,127 @@
+"""The backend of NVIDIA GPUs, by torch and Triton. Imports them only when a GPU is used."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from specrs.backends.blueprint import Blueprint
+from specrs.backends.cuda.device import CUDA_DTYPES, KIND, gpu_of_rank, has_gpu, resolve_gpu
+from specrs.backends.kv_memory import host_memory
+from specrs.backends.model_source import ModelSource
+from specrs.config import EngineConfig
+from specrs.core import Scheduler
+from specrs.drafters.eagle3.reader import HeadFiles
+from specrs.errors import UnsupportedConfigError, invalid
+from specrs.models.config import ModelConfig
+from specrs.models.decoder_weights import DecoderFacts
+from specrs.models.shards import check_norms_of_ranks
+from specrs.parallel.connection import ExchangeError
+
+if TYPE_CHECKING:
+    from specrs.backends.base import FindAdapter, SlotType
+    from specrs.backends.cuda.runner import CudaRunner
+    from specrs.drafters.eagle3.head import Eagle3Head
+    from specrs.models.torch_decoder import TorchDecoder
+    from specrs.parallel.ranks import Ranks
+    from specrs.parallel.start import Meeting
+
+
+class CudaBackend:
+    """GPUs, one per rank. `Backend` documents the members.
+
+    In tests its runner also serves a CPU, where Triton's interpreter runs the kernels.
+    """
+
+    name = KIND
+    dtypes = CUDA_DTYPES
+    launch_depth = 2
+    gpus_per_rank = 1
+    drafts_text = False
+
+    def is_available(self) -> bool:
+        return has_gpu()
+
+    def resolve_device(self, device: str) -> str:
+        return resolve_gpu(device)
+
+    def device_of_rank(self, device: str, size: int, place: tuple[int, int]) -> str:
+        return gpu_of_rank(device, size, place)
+
+    def current(self, device: str) -> AbstractContextManager[None]:
+        """Make `device` the calling thread's current CUDA device while the context lasts.
+
+        Triton launches kernels on the current device, wherever their tensors are. torch's default stream, too, is that
+        of the current device. A step needs no such context: its runner's stream makes its own device current.
+        """
+        import torch
+
+        return torch.cuda.device(device)
+
+    def free_memory(self, device: str) -> int:
+        import torch
+
+        if torch.device(device).type != KIND:  # kernels are interpreted
+            return host_memory()
+        return int(torch.cuda.mem_get_info(device)[0])
+
+    def check_config(self, config: EngineConfig, device: str, ranks: Ranks | None) -> None:
+        from specrs.backends.cuda.fit import check_formats, check_weights_fit
+
+        if config.model_impl == "transformers":
+            reason = f"not implemented on device={device!r}; allowed: 'auto' or 'specrs', or device='cpu'"
+            raise invalid(UnsupportedConfigError, "model_impl", config.model_impl, reason)
+        check_formats(config)
+        check_weights_fit(config, device, ranks)
+
+    def check_rank_parts(self, model: ModelConfig, field: str, size: int) -> None:
+        check_norms_of_ranks(model, field, size)
+
+    def load_model(self, source: ModelSource, device: str, ranks: Ranks | None) -> TorchDecoder:
+        from specrs.backends.cuda.loader import load
+
+        return load(source, device, ranks)
+
+    def load_head(self, files: HeadFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Head:
+        from specrs.backends.cuda.loader import load_head
+
+        return load_head(files, target, ranks)
+
+    def num_blocks(self, blueprint: Blueprint) -> int:
+        from specrs.backends.cuda.kv_memory import measure_num_blocks
+
+        return measure_num_blocks(blueprint, self.free_memory)
+
+    def slot_type(self, device: str) -> SlotType:
+        import torch
+
+        from specrs.backends.cuda.slots import TensorSlot
+
+        return partial(TensorSlot, pinned=torch.device(device).type == KIND)
+
+    def make_runner(
+        self,
+        blueprint: Blueprint,
+        scheduler: Scheduler,
+        num_blocks: int,
+        ranks: Ranks | None = None,
+        find_adapter: FindAdapter | None = None,
+    ) -> CudaRunner:
+        from specrs.backends.cuda.build import make_cuda_runner
+
+        assert find_adapter is None, "the configuration was to refuse adapters"
+        return make_cuda_runner(blueprint, scheduler, num_blocks, ranks)
+
+    def connect_ranks(self, ranks: Ranks, device: str, meeting: Meeting, config: EngineConfig) -> None:
+        import torch
+
+        from specrs.parallel.gpus import connect_gpus
+
+        timeout = meeting.exchange_timeout(config.distributed_timeout)
+        ranks.device = torch.device(device)
+        try:
+            with self.current(device):
+                ranks.exchanges = connect_gpus(ranks, meeting.store, ranks.device, timeout, meeting.place[1])
+        except RuntimeError as fault:
+            raise ExchangeError(f"rank {meeting.rank} could not connect to the other GPUs: {fault}") from fault

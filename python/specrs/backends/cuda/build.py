@@ -1,0 +1,173 @@
+"""Builder of the CUDA runner: buffers, caches, graphs. Plans and runs no step."""
+
+from __future__ import annotations
+
+import logging
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from specrs.backends.blueprint import Blueprint
+from specrs.backends.cuda.buffers import Buffers, DeviceRecord, DraftSizes
+from specrs.backends.cuda.chunk_buffers import ChunkBuffers
+from specrs.backends.cuda.context import Context, LaunchEntries, entries_of
+from specrs.backends.cuda.decoder import with_buffers
+from specrs.backends.cuda.device import KIND
+from specrs.backends.cuda.draft_passes import DraftPasses, Room
+from specrs.backends.cuda.draft_rules import ON_HOST, DraftRules
+from specrs.backends.cuda.drafters import make_passes
+from specrs.backends.cuda.graphs import Graphs, Uncaptured, capture_all
+from specrs.backends.cuda.row_state import RowState
+from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.cuda.sampling.sampling_state import SamplingState
+from specrs.backends.cuda.shapes import MERGED_ROWS, Buckets, batch_buckets
+from specrs.backends.cuda.slots import host_drafts
+from specrs.backends.cuda.warm_up import warm_up
+from specrs.backends.cuda.workspace import MERGED_CHUNKS
+from specrs.core import Scheduler
+from specrs.kernels.cuda.prepare import Sizes
+from specrs.kernels.cuda.sampling_scratch import SamplingScratch
+from specrs.kernels.cuda.sampling_structs import RowParams
+from specrs.models.base import TorchModel
+from specrs.parallel.ranks import Ranks
+from specrs.speculative_config import AUTO
+
+logger = logging.getLogger(__name__)
+
+
+def make_buckets(blueprint: Blueprint) -> Buckets:
+    """Return the shapes for which graphs are captured, or to which steps are padded without graphs."""
+    config, drafter = blueprint.config, blueprint.weights.drafter
+    sizes = batch_buckets(config.max_num_seqs, None if config.enforce_eager else config.cudagraph_capture_sizes)
+    speculative = config.speculative_config
+    # On the host, the text decides the number of drafts, and steps only verify.
+    on_host = speculative is not None and speculative.on_host
+    mixes = speculative is not None and speculative.drafts_on_host and not on_host
+    every_k = on_host or (speculative is not None and speculative.num_speculative_tokens == AUTO)
+    return Buckets(
+        sizes,
+        blueprint.num_speculative_tokens,
+        every_k=every_k,
+        has_passes=not on_host,
+        mixes=mixes,
+        in_parallel=speculative is not None and speculative.parallel_drafting,
+        max_chunk_rows=config.max_num_batched_tokens,
+        max_chunks=config.max_num_seqs,
+        # A head reads the hidden states of all rows of a prompt chunk, so it needs the chunk's own pass.
+        merges=0 if drafter is not None and drafter.hidden_layers else MERGED_CHUNKS,
+    )
+
+
+def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingState, num_blocks: int) -> Context:
+    """Allocate row state, buffers, workspaces and KV caches on the device. Returns them in one value."""
+    config, device, k = blueprint.config, torch.device(blueprint.device), blueprint.num_speculative_tokens
+    speculative = config.speculative_config
+    groups = 1 + len(blueprint.window_groups)
+    state = RowState.allocate(config.max_num_seqs, blueprint.max_model_len, config.block_size, device, groups)
+    loaded, rules = blueprint.drafter, _rules(blueprint)
+    sizes = Sizes(
+        draft_context=rules.max_model_len or blueprint.max_model_len,
+        width=rules.max_draft_lag - rules.token_offset,
+        block_size=config.block_size,
+        max_k=k,
+        mask_token_id=rules.mask_token_id,
+    )
+    layers = () if loaded is None else loaded.hidden_layers
+    target_rows = max(config.max_num_batched_tokens, config.max_num_seqs * (k + 1), MERGED_ROWS[-1])
+    target = with_buffers(cast("TorchModel", blueprint.weights.target), target_rows, config.max_num_seqs, len(layers))
+    vocab = blueprint.weights.target.vocab_size
+    rates: Tensor | None = None
+    if speculative is not None and speculative.synthetic_acceptance_rates is not None:
+        rates = torch.tensor(speculative.synthetic_acceptance_rates, dtype=torch.float32, device=device)
+    passes: DraftPasses | None = None
+    if loaded is not None:
+        rows = max(config.max_num_batched_tokens, config.max_num_seqs * max(k + 1, sizes.first_pass_rows))
+        room = Room(
+            limits=blueprint.draft_limits,
+            num_blocks=num_blocks,
+            target=target,
+            max_rows=rows,
+            first_pass_rows=sizes.first_pass_rows,
+            width=sizes.width,
+        )
+        passes = make_passes(loaded, room)
+    windowed = passes is not None and passes.sliding_window is not None
+    record = DeviceRecord(scheduler, k, device)
+    on_host = speculative is not None and speculative.drafts_on_host
+    return Context(
+        state=state,
+        params=RowParams(sampling.params.values, sampling.seeds),
+        record=record,
+        buffers=Buffers.allocate(
+            max_num_seqs=config.max_num_seqs,
+            num_speculative_tokens=k,
+            drafting=DraftSizes(torch.float32, sizes.first_pass_rows) if passes is None else passes.sizes,
+            keeps_q=not rules.is_point_mass,
+            num_groups=groups,
+            max_blocks=state.block_table.shape[1],
+            vocab_size=vocab,
+            device=device,
+        ),
+        chunks=ChunkBuffers.allocate(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            state.block_table.shape[1],
+            groups,
+            blueprint.max_model_len,
+            device,
+        ),
+        scratch=SamplingScratch.allocate(config.max_num_seqs * (k + 1), config.max_num_seqs, vocab, device),
+        target=target,
+        kv_cache=blueprint.weights.target.allocate_cache(num_blocks, config.block_size),
+        drafter=passes,
+        rules=rules,
+        proposed=host_drafts(record.views, config.max_num_seqs) if on_host and k else None,
+        draft_start=torch.zeros_like(state.limit) if windowed else None,
+        sizes=sizes,
+        max_model_len=blueprint.max_model_len,
+        rule="coupled" if rules.is_point_mass else config.rule,
+        rates=rates,
+    )
+
+
+def _rules(blueprint: Blueprint) -> DraftRules:
+    """Return the rules for the drafts and KV of the drafter. An engine without drafts gets the defaults, which no step
+    reads."""
+    speculative, drafter = blueprint.config.speculative_config, blueprint.drafter
+    if drafter is not None:
+        return DraftRules.of(drafter.declare(blueprint.draft_limits))
+    return ON_HOST if speculative is not None and speculative.on_host else DraftRules()
+
+
+def make_cuda_runner(
+    blueprint: Blueprint, scheduler: Scheduler, num_blocks: int, ranks: Ranks | None = None
+) -> CudaRunner:
+    """Return the runner over `num_blocks` blocks. Captures its graphs, or without graphs compiles its kernels.
+
+    All `ranks` must call this at the same time, because captures exchange data in the same order.
+    """
+    config, device = blueprint.config, torch.device(blueprint.device)
+    sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
+    sampling.ranks = ranks
+    ctx = make_context(blueprint, scheduler, sampling, num_blocks)
+    buckets, decode = make_buckets(blueprint), entries_of(ctx.record.views, "num_decode")
+    uncaptured = Uncaptured(ctx, buckets, decode)
+    graphs: Graphs | Uncaptured = uncaptured
+    if device.type == KIND:
+        with torch.inference_mode():
+            warm_up(ctx, buckets)
+            if config.enforce_eager:
+                uncaptured.run_all()
+            else:
+                graphs = _captured(ctx, buckets, decode, device)
+    return CudaRunner(ctx, sampling, buckets, graphs, logprobs_mode=config.logprobs_mode)
+
+
+def _captured(ctx: Context, buckets: Buckets, decode: LaunchEntries, device: torch.device) -> Graphs:
+    """Capture all graphs, and log the memory that they take."""
+    before = torch.cuda.mem_get_info(device)[0]
+    graphs = capture_all(ctx, buckets, decode, device)
+    used = before - torch.cuda.mem_get_info(device)[0]
+    logger.info("%d CUDA graphs, %.1f MiB, %.0f KiB each", len(graphs), used / 2**20, used / 2**10 / len(graphs))
+    return graphs

@@ -1,0 +1,357 @@
+"""Forward pass of a decoder on a CUDA device. With few rows a layer is five kernels, with many rows it uses cuBLAS.
+
+Few rows need a sixth kernel if another one combines the splits of long contexts or prepares heads, and two more if
+blocks' outputs are normed. A pass allocates nothing, waits for nothing and has no shape that depends on data, so a CUDA
+graph can capture it. `torch_decoder.TorchDecoder` on a CPU is the reference. Samples nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from specrs.backends.cuda.parts import EmbeddingParts, LogitsParts
+from specrs.backends.cuda.products import stored, write_argmax, write_logits
+from specrs.backends.cuda.stream import stream_of
+from specrs.backends.cuda.workspace import Workspace, fused_heads, linear_shapes, logits_rows, rotations
+from specrs.errors import UnsupportedModelError, invalid
+from specrs.kernels.cuda._heads import Heads
+from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig
+from specrs.kernels.cuda.configs import LinearShape
+from specrs.kernels.cuda.device import DeviceLimits
+from specrs.kernels.cuda.embedding import embed
+from specrs.kernels.cuda.linear_product import MAX_ROWS
+from specrs.kernels.cuda.paged_attention import AttentionRows, MaskParams, paged_attention
+from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope
+from specrs.kernels.linear import DenseWeight
+from specrs.models.base import HiddenStates, TorchModel
+from specrs.models.config import ModelConfig
+from specrs.models.inputs import ChunkRows, PassInputs
+from specrs.models.kv_cache import KVCache
+from specrs.models.kv_groups import KVGroups
+from specrs.models.rope import Rope, rope_magnitude
+from specrs.models.shards import check_norms_of_ranks
+from specrs.models.torch_weights import TorchFacts, TorchLayer, TorchWeights, has_fp8_rows
+from specrs.parallel.ranks import Ranks
+
+HEAD_DIMS = (64, 96, 128, 256)
+"""Numbers of features per head for which the kernels are compiled and tested."""
+
+
+@dataclass(frozen=True)
+class CudaDecoder(TorchFacts):
+    """A decoder on a GPU with its buffers. On a CPU, Triton's interpreter can run it."""
+
+    weights: TorchWeights
+    workspace: Workspace
+    kv_groups: KVGroups | None = None
+    """KV groups by which passes look up blocks. None: all layers are in one group."""
+    ranks: Ranks | None = None
+    """Tensor parallel ranks, each with a part of the weights and of the KV cache. None: there is one rank."""
+    embedding_parts: EmbeddingParts | None = None
+    """Exchange of embeddings among ranks. None: there is one rank."""
+    logits_parts: LogitsParts | None = None
+    """Exchange of logits and argmaxes among ranks. None: there is one rank."""
+    rotary: tuple[Tensor, Tensor | None] = field(init=False)
+    """Signed frequencies of each distinct RoPE, `[rotations, rotary_dim]` fp32, and the factors on their cos and sin,
+    `[rotations]` fp32 (None: all are 1)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rotary", _rotary(self.weights))
+
+    @classmethod
+    def allocate(
+        cls,
+        weights: TorchWeights,
+        max_rows: int,
+        max_seqs: int,
+        num_hidden_layers: int = 0,
+        kv_groups: KVGroups | None = None,
+        ranks: Ranks | None = None,
+    ) -> CudaDecoder:
+        """Return a decoder of `weights` with persistent buffers for one pass at a time, which a CUDA graph can capture.
+
+        Passes may have `max_rows` rows and `num_hidden_layers` hidden layers, and argmaxes 17 rows for each of
+        `max_seqs` requests. Raises UnsupportedModelError for a model that the kernels do not serve.
+        """
+        c, device = weights.config, weights.device
+        check_head_dim(c.head_dim, device)
+        embedding_parts = logits_parts = None
+        if ranks is not None:
+            check_norms_of_ranks(c, "tensor_parallel_size", ranks.size)
+            ranks.exchanges.reserve(min(max_rows, MAX_ROWS), c.hidden_size, weights.dtype)
+            embedding_parts = EmbeddingParts.allocate(ranks, weights.embedding, max_rows)
+            logits_parts = LogitsParts.allocate(
+                ranks, stored(weights.lm_head), c.vocab_size, logits_rows(max_seqs), max_seqs * MAX_VERIFY_ROWS
+            )
+        shapes = _shapes_of(weights)
+        workspace = Workspace.allocate(
+            c,
+            max_rows=max_rows,
+            max_seqs=max_seqs,
+            num_hidden_layers=num_hidden_layers,
+            dtype=weights.dtype,
+            device=device,
+            shapes=shapes,
+        )
+        if has_fp8_rows(weights):
+            workspace = workspace.rounding_rows(shapes)
+        return cls(weights, workspace, kv_groups, ranks, embedding_parts, logits_parts)
+
+    def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
+        """Feed N rows. Writes K and V of every row with a slot into `kv_cache`, and returns views of the workspace.
+
+        Up to 64 rows use fused products, more use cuBLAS. `hidden_layers` are the layers whose inputs are returned with
+        the final states.
+        """
+        ws, weights, rows = self.workspace, self.weights, inputs.input_ids.shape[0]
+        assert rows <= ws.hidden.shape[0], f"rows={rows}: the workspace has room for {ws.hidden.shape[0]}"
+        room = ws.entries.shape[1]
+        assert len(hidden_layers) <= room, f"hidden_layers={hidden_layers}: the workspace has room for {room}"
+        hidden, c = ws.hidden[:rows], self.config
+        stream = stream_of(hidden, inputs.positions, ws, c, self.ranks)
+        norms = [w.input_norm if c.norms != "behind" else None for w in weights.layers]
+        following = stream.following(norms[0])
+        tables = [weights.embedding, *self.rotary, None if following is None else following.norm_weight]
+        angles = [ws.cos[:, :rows], ws.sin[:, :rows]]
+        prepared = [] if following is None else [following.x, following.squares]
+
+        def write(ids: Tensor, out: Tensor) -> None:
+            embed(ids, inputs.positions, tables, out, angles, prepared, ws.dependent, c.embedding_multiplier)
+
+        if self.embedding_parts is None:
+            write(inputs.input_ids, hidden)
+        else:
+            self.embedding_parts.embed(inputs.input_ids, hidden, write)
+        attend = Attention.of(c, weights.dtype, inputs, ws, groups=self.kv_groups)
+        qkv, attended = ws.qkv[:rows], ws.attended[:rows]
+        for i, (w, cache) in enumerate(zip(weights.layers, kv_cache.layers, strict=True)):
+            heads = attend.heads(w, cache, i)
+            stream.normed_product("qkv", norms[i], w.qkv, qkv, heads)
+            for at, layer in enumerate(hidden_layers):
+                if layer == i:
+                    ws.entries[:rows, at].copy_(hidden)
+            if heads is None:
+                attend.apply_rope(w, qkv, cache, i)
+            attend(w, qkv, cache, attended, i)
+            stream.add_product("o", attended, w.o, w.post_attention_norm, w.attention_output_norm)
+            stream.add_mlp(w, norms[i + 1] if i + 1 < len(norms) else None)
+        kept = ws.entries[:rows, : len(hidden_layers)] if hidden_layers else None
+        return HiddenStates(stream.normed(weights.final_norm), kept)
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the logits of final hidden states `[L, hidden]`, fp32. With `out` `[L, ids]`, write those of the first
+        ids into it.
+
+        Rows of `hidden` and `out` are contiguous, with any stride. Each logit is the product's fp32 sum, rounded once.
+        """
+        if out is None:
+            out = torch.empty((hidden.shape[0], self.vocab_size), dtype=torch.float32, device=hidden.device)
+        rows = stored(self.weights.lm_head)
+        if self.logits_parts is None:
+            write_logits(hidden, rows[: out.shape[1]], out, self.workspace)
+        else:
+            self.logits_parts.write_logits(hidden, out, lambda x, part: write_logits(x, rows, part, self.workspace))
+        return out
+
+    def compute_argmax(
+        self, hidden: Tensor, ids: Tensor, top: Tensor, num_ids: int | None = None, logits: Tensor | None = None
+    ) -> None:
+        """Write the most probable token of each row of `hidden` `[L, hidden]` into `ids` `[L]` int64, and its logit
+        into `top` `[L]`.
+
+        The lowest id wins a tie. With `num_ids`, only the first ids are candidates. With `logits` `[L, ids]` fp32, the
+        logits are written too.
+        """
+        weight = stored(self.weights.lm_head)
+        if self.logits_parts is None:
+            write_argmax(hidden, weight[:num_ids], (ids, top), self.workspace, logits)
+            return
+        self.logits_parts.write_argmax(
+            ids, top, num_ids, lambda held, best: write_argmax(hidden, weight[:held], best, self.workspace)
+        )
+        if logits is not None:
+            self.compute_logits(hidden, logits)
+
+
+def with_buffers(model: TorchModel, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> TorchModel:
+    """Return a `CudaDecoder` over the weights of a decoder, made by `CudaDecoder.allocate`. Returns any other model
+    unchanged."""
+    if not isinstance(model, TorchFacts):
+        return model
+    return CudaDecoder.allocate(model.weights, max_rows, max_seqs, num_hidden_layers, model.kv_groups, model.ranks)
+
+
+def check_head_dim(head_dim: int, device: torch.device) -> None:
+    """Raise UnsupportedModelError for heads whose size the kernels are not compiled for."""
+    if device.type == "cuda" and head_dim not in HEAD_DIMS:
+        allowed = f"the GPU kernels serve {', '.join(map(str, HEAD_DIMS))}; allowed: device='cpu'"
+        raise invalid(UnsupportedModelError, "head_dim", head_dim, allowed)
+
+
+def _rotary(weights: TorchWeights) -> tuple[Tensor, Tensor | None]:
+    """Return the frequencies and magnitudes for `CudaDecoder.rotary`."""
+    c, made = weights.config, rotations(weights.config)
+    magnitudes = [rope_magnitude(scaling) for _, scaling in made]
+    scales = torch.tensor(magnitudes, dtype=torch.float32).to(weights.device) if set(magnitudes) != {1.0} else None
+    signed = {(c.rope_theta, c.rope_scaling): weights.rotary}
+    signed |= {rope: own for rope, own in zip(c.ropes, weights.rotaries, strict=True) if rope and own is not None}
+    return torch.stack([signed[rope] for rope in made]), scales
+
+
+def _shapes_of(weights: TorchWeights) -> dict[str, list[LinearShape]]:
+    """Return the products of `linear_shapes`, each in every coding that a layer's weight has."""
+    shapes = {name: [shape] for name, shape in linear_shapes(weights.config, weights.dtype, weights.device).items()}
+    for name in ("qkv", "o", "gate_up", "down"):
+        kinds = {getattr(getattr(layer, name), "coding", None) for layer in weights.layers}
+        (dense,) = shapes[name]
+        # Products with quantized weights leave heads to `qk_norm_rope`: with two sides they have half as many tiles.
+        coded = dataclasses.replace(dense, n=dense.n * dense.sides, head_dim=0) if dense.head_dim else dense
+        shapes[name] = [dense if kind is None else dataclasses.replace(coded, coding=kind) for kind in kinds]
+    return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention of a pass, for all its layers."""
+
+    c: ModelConfig
+    dtype: torch.dtype
+    ws: Workspace
+    angles: Mapping[Rope, list[Tensor]]
+    """cos and sin `[rows, rotary_dim / 2]` fp32 of each RoPE."""
+    where: Sequence[tuple[Tensor, AttentionRows]]
+    """Slots of the pass, and rows of its requests, for each KV group."""
+    groups: KVGroups | None
+    fused: bool
+    """True if products with dense weights norm, rotate and write heads themselves."""
+    chunks: ChunkRows | None
+    """Prompt chunks after the rows of the requests. None: there are none."""
+    chunk_rows: Sequence[AttentionRows]
+    """Rows of the prompt chunks, for each KV group. Empty without chunks."""
+
+    @classmethod
+    def of(
+        cls,
+        c: ModelConfig,
+        dtype: torch.dtype,
+        inputs: PassInputs,
+        ws: Workspace,
+        k_start: Tensor | None = None,
+        groups: KVGroups | None = None,
+    ) -> Attention:
+        """Return the attention of a pass. Rows attend to keys from `k_start` `[B]` on; None: from the `k_start` of
+        `inputs`."""
+        rows, chunks = inputs.input_ids.shape[0], inputs.chunks
+        first = rows if chunks is None else chunks.first
+        k_start = inputs.k_start if k_start is None else k_start
+        angles = {rope: [ws.cos[i, :rows], ws.sin[i, :rows]] for i, rope in enumerate(rotations(c))}
+        in_groups = [inputs.in_group(group) for group in range(1 if groups is None else len(groups.windows))]
+        where = [
+            (slots, AttentionRows(inputs.positions[:first], inputs.q_start, table, inputs.max_q_len, k_start))
+            for slots, table in in_groups
+        ]
+        behind = []
+        if chunks is not None:
+            tables = [chunks.in_group(group) for group in range(len(in_groups))]
+            at = inputs.positions[first:]
+            behind = [AttentionRows(at, chunks.q_start, table, chunks.max_q_len) for table in tables]
+        fused = rows <= MAX_ROWS and fused_heads(c, dtype, ws.limits) > 0
+        return cls(c, dtype, ws, angles, where, groups, fused, chunks, behind)
+
+    def heads(self, layer: TorchLayer, cache: Tensor, index: int = 0) -> Heads | None:
+        """Return what the qkv product of layer `index` needs to norm, rotate and write heads itself. None: call
+        `apply_rope` after the product."""
+        if not self.fused or not isinstance(layer.qkv, DenseWeight):
+            return None
+        slots, angles = self._slots(index), self._angles(index)
+        scales = (layer.kv_scales[0], layer.kv_scales[1])
+        return Heads(layer.qk_norm, angles, slots, cache, self.c.num_heads, self.c.rms_norm_eps, scales)
+
+    def apply_rope(self, layer: TorchLayer, qkv: Tensor, cache: Tensor, index: int = 0) -> None:
+        """Norm and rotate the queries in `qkv` of layer `index` in place, and write K, normed and rotated, and V into
+        `cache`."""
+        norm = layer.qk_norm
+        if norm is not None and self.c.qk_norm_whole:
+            norm = norm.view(-1)
+        floats = [self.c.rms_norm_eps, *layer.kv_scales]
+        slots, angles = self._slots(index), self._angles(index)
+        qk_norm_rope(qkv, norm, angles, slots, cache, self.c.num_heads, floats, self.ws.dependent)
+
+    def __call__(self, layer: TorchLayer, qkv: Tensor, cache: Tensor, out: Tensor, index: int = 0) -> None:
+        """Write the attention output of layer `index` into `out`. Prompt chunks have their own kernel launch.
+
+        One launch for both would be split for the longest request. Then sums of the other requests would have another
+        order with chunks than without.
+        """
+        (_, rows), chunks = self.where[self._group(index)], self.chunks
+        if chunks is None:
+            self._attend(layer, qkv, cache, rows, out, index, rows.q_start.shape[0] - 1, self.ws.dependent)
+            return
+        first, behind = chunks.first, self.chunk_rows[self._group(index)]
+        self._attend(layer, qkv[:first], cache, rows, out[:first], index, chunks.batch, self.ws.dependent)
+        # Not dependent: it must wait for all earlier kernels, not just for the launch before it.
+        self._attend(layer, qkv[first:], cache, behind, out[first:], index, behind.q_start.shape[0] - 1, False)
+
+    def _attend(
+        self,
+        layer: TorchLayer,
+        qkv: Tensor,
+        cache: Tensor,
+        rows: AttentionRows,
+        out: Tensor,
+        index: int,
+        batch: int,
+        dependent: bool,
+    ) -> None:
+        """Launch attention for `rows`. Its work is split as for `batch` requests."""
+        c, ws = self.c, self.ws
+        window = c.windows[index] if c.windows else None
+        # The table's width, not the step's longest context, keeps one order of sums and few compiled kernels.
+        held = rows.block_table.shape[1] * cache.shape[3]
+        span = held if window is None else min(window, held)
+        heads = (c.num_heads, c.num_kv_heads, c.head_dim)
+        cut = _attention_config(batch, rows.max_q_len, *heads, (self.dtype, cache.dtype), ws.limits, span)
+        mask_params = MaskParams(c.attention_scale, window, layer.sinks, layer.kv_scales)
+        scratch, width = (ws.partials, ws.stats, ws.counters), c.num_heads * c.head_dim
+        paged_attention(qkv[:, :width], cache, rows, out, scratch, mask_params, cut, dependent)
+
+    def _group(self, index: int) -> int:
+        return 0 if self.groups is None else self.groups.of_layer[index]
+
+    def _slots(self, index: int) -> Tensor:
+        return self.where[self._group(index)][0]
+
+    def _angles(self, index: int) -> list[Tensor]:
+        rope = self.c.rope_of(index)
+        return [] if rope is None else self.angles[rope]
+
+
+@lru_cache(maxsize=256)
+def _attention_config(
+    batch: int,
+    max_q_len: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    limits: DeviceLimits,
+    span: int,
+) -> list[int]:
+    """Return the fields of the cached AttentionConfig for these sizes."""
+    config = AttentionConfig.choose(
+        batch=batch,
+        max_q_len=max_q_len,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        dtypes=dtypes,
+        limits=limits,
+        span=span,
+    )
+    return list(dataclasses.astuple(config))

@@ -1,0 +1,137 @@
+"""CUDA graphs of iterations and of single passes: captured once, largest first, from one memory pool, then replayed.
+
+The captured functions write into persistent buffers and allocate nothing. So a graph costs memory for its kernel nodes,
+but none for activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from specrs.backends.cuda.chunks import catch_up_pass, feeds_chunks, prompt_pass
+from specrs.backends.cuda.context import Context, LaunchEntries
+from specrs.backends.cuda.drafting import draft_pass
+from specrs.backends.cuda.iteration import run, run_merged, verify_pass
+from specrs.backends.cuda.shapes import Buckets
+
+WARM_UPS = 2
+"""Eager runs before a capture. The first compiles kernels and sets up cuBLAS, which must not happen in a capture."""
+
+
+class Graphs:
+    """Captured graphs by key: a `Shape` or `MergedShape` for whole iterations; `("draft", batch, pass, logits_mode)`,
+    `("verify", batch, rows, greedy)`, `("prompts", ChunkShape)` or `("catch up", ChunkShape)` for passes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def capture(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Capture `function` under `key`. It also runs eagerly before, which must be harmless."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                function()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # In other modes NCCL's thread, which queries events of earlier exchanges, would end the capture.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            function()
+        self._graphs[key] = graph
+
+    def replay(self, key: Hashable) -> None:
+        """Enqueue the graph of `key` on the current stream. Raises KeyError if there is none."""
+        self._graphs[key].replay()
+
+
+class Uncaptured:
+    """Replacement for `Graphs` with the same keys, for `enforce_eager` and Triton's interpreter. Runs the same
+    functions over the same shapes, op by op. It has no whole iterations, because a failing draft pass inside one could
+    not be isolated."""
+
+    def __init__(self, ctx: Context, buckets: Buckets, decode: LaunchEntries) -> None:
+        self._work: dict[Hashable, Callable[[], None]] = {
+            key: work for key, work in tasks(ctx, buckets, decode) if isinstance(key, tuple)
+        }
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._work
+
+    def replay(self, key: Hashable) -> None:
+        """Run the function of `key` on the current stream. Raises KeyError if there is none."""
+        self._work[key]()
+
+    def run_all(self) -> None:
+        """Run each function once, which compiles its kernels. The record must hold no sequences, so that nothing is
+        written."""
+        for work in self._work.values():
+            work()
+
+
+def tasks(ctx: Context, buckets: Buckets, decode: LaunchEntries) -> Iterable[tuple[Hashable, Callable[[], None]]]:
+    """Yield `(key, function)` of everything that is captured, largest first."""
+    for shape in buckets.whole_shapes():
+        yield shape, lambda shape=shape: run(ctx, shape, decode)  # type: ignore[misc]
+    for merged in buckets.merged_shapes():
+        yield merged, partial(run_merged, ctx, merged)
+    for batch, rows, greedy in buckets.verify_passes():
+        width = buckets.max_k + 1
+        yield (
+            ("verify", batch, rows, greedy),
+            lambda a=(batch, rows, width), g=greedy: verify_pass(ctx, *a, greedy=g),  # type: ignore[misc]
+        )
+    for batch, i, logits_mode in buckets.draft_passes():
+        yield ("draft", batch, i, logits_mode), lambda a=(i, batch, logits_mode): draft_pass(ctx, *a)  # type: ignore[misc]
+    passes = {"prompts": prompt_pass, "catch up": catch_up_pass}
+    for kind, function in passes.items() if feeds_chunks(ctx) else [("prompts", prompt_pass)]:
+        for chunks in buckets.chunk_shapes():
+            yield (kind, chunks), partial(function, ctx, chunks)
+
+
+def capture_all(ctx: Context, buckets: Buckets, decode: LaunchEntries, device: torch.device) -> Graphs:
+    """Capture every graph, with a progress bar. The record must hold no sequences, so that nothing is written."""
+    graphs = Graphs(device)
+    work = list(tasks(ctx, buckets, decode))
+    for key, function in tqdm(work, desc="Capturing CUDA graphs", disable=None):
+        graphs.capture(key, function)
+    torch.cuda.synchronize(device)
+    return graphs
+
+
+def measure_bytes(ctx: Context, buckets: Buckets, decode: LaunchEntries, device: torch.device) -> int:
+    """Return the device memory that all graphs will take, estimated from the first and largest graph of each kind.
+
+    Each is captured twice, and the second capture counts. The first also allocates what all graphs of a kind share,
+    such as 32 MiB of cuBLAS workspace for the new stream.
+    """
+    graphs, work = Graphs(device), list(tasks(ctx, buckets, decode))
+    each: dict[str, int] = {}
+    for key, function in work:
+        kind = _kind(key)
+        if kind in each:
+            continue
+        function()
+        torch.cuda.synchronize(device)
+        for attempt in range(2):
+            before = torch.cuda.mem_get_info(device)[0]
+            graphs.capture((key, attempt), function)
+            graphs.replay((key, attempt))  # the driver uploads a graph at its first replay
+            torch.cuda.synchronize(device)
+            each[kind] = max(0, before - torch.cuda.mem_get_info(device)[0])
+    return sum(each[_kind(key)] for key, _ in work)
+
+
+def _kind(key: Hashable) -> str:
+    return str(key[0]) if isinstance(key, tuple) else "whole"

@@ -1,0 +1,110 @@
+"""Loader of models and EAGLE-3 heads onto a GPU. Does not check memory: see `fit`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from specrs.backends.cuda.device import CUDA_DTYPES
+from specrs.backends.model_source import ModelSource
+from specrs.drafters.eagle3.head import Eagle3Head
+from specrs.drafters.eagle3.reader import HeadFiles
+from specrs.drafters.eagle3.torch_loader import load_torch_head
+from specrs.errors import UnsupportedConfigError, invalid
+from specrs.kernels.linear import Weight
+from specrs.kernels.quantized_weight import QuantizedWeight, fuse
+from specrs.models.config import ModelConfig
+from specrs.models.decoder_weights import DecoderFacts
+from specrs.models.quantization.base import QuantizedTensors
+from specrs.models.quantized import quantized_weight, shard_codes
+from specrs.models.shards import Shard
+from specrs.models.torch_arrays import TORCH_DTYPES
+from specrs.models.torch_decoder import TorchDecoder
+from specrs.models.torch_loader import Loader, open_model, shard_of
+from specrs.models.torch_weights import TorchWeights, has_fp8_rows, with_fp8_rows
+from specrs.parallel.ranks import Ranks
+
+logger = logging.getLogger("specrs")
+
+
+def load(source: ModelSource, device: str, ranks: Ranks | None) -> TorchDecoder:
+    """Load a model onto `device`, or this rank's part of it. The runner makes a `CudaDecoder` of it.
+
+    Quantized weights stay quantized if the kernels read their layout. Raises CheckpointError for tensors that are
+    missing or misshapen, UnsupportedModelError for what is not implemented, and UnsupportedConfigError for
+    `cuda_fp8_rows` with a target that has no FP8 weights.
+    """
+    config, types = source.config, source.types(CUDA_DTYPES)
+    config.check_device(CUDA_DTYPES.kind, str(types.dtype))
+    opened, checkpoint = open_model(
+        source.path, source.revision, config.load_format, config.max_model_len, types.quantization
+    )
+    shard, where, dtype = shard_of(opened, source.path, ranks), torch.device(device), TORCH_DTYPES[types.dtype]
+    if isinstance(checkpoint, QuantizedTensors):
+        loader: Loader = QuantizedLoader(opened, checkpoint, dtype, where, shard)
+    else:
+        loader = Loader(opened, checkpoint, dtype, where, shard)
+    loader.cache_dtype = TORCH_DTYPES[types.cache_dtype]
+    loaded = TorchDecoder(loader.load(), ranks=ranks)
+    if not config.cuda_fp8_rows:
+        return loaded
+    made = replace(loaded, weights=with_fp8_rows(loaded.weights))
+    if not source.is_draft and not has_fp8_rows(made.weights):
+        reason = f"{source.path} has no FP8 weights here; allowed: False"
+        raise invalid(UnsupportedConfigError, "cuda_fp8_rows", True, reason)
+    return made
+
+
+def load_head(files: HeadFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Head:
+    """Load an EAGLE-3 head for `target`, or this rank's part of it. Raises CheckpointError for tensors that are
+    missing, unknown or misshapen."""
+    assert isinstance(target, TorchDecoder)
+    return load_torch_head(files, target, target.cache_dtype, ranks)
+
+
+class QuantizedLoader(Loader):
+    """Loader that keeps weights quantized if the kernels read their layout, and dequantizes the others."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: QuantizedTensors,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard | None = None,
+    ) -> None:
+        super().__init__(config, checkpoint, dtype, device, shard)
+        self.codes, self.shard = checkpoint, shard
+        self.num_codes, self.code_bytes = 0, 0
+
+    def load(self) -> TorchWeights:
+        """Check and read all tensors, and log how many matrices stay quantized. Raises CheckpointError for tensors that
+        are missing, unknown or misshapen."""
+        weights = super().load()
+        logger.info(
+            "%s: %d matrices of %d layers stay codes, %.2f GiB; others are %s",
+            self.checkpoint.folder,
+            self.num_codes,
+            self.config.num_layers,
+            self.code_bytes / 2**30,
+            str(self.dtype).removeprefix("torch."),
+        )
+        return weights
+
+    def linear(self, names: list[str], *, bias: bool) -> Weight:
+        """Return the projections `names`, which share an input, as one: quantized if the kernels read all of them."""
+        coded = [self.coded(f"{name}.weight") for name in names]
+        parts = [part.to(self.device) for part in coded if part is not None]
+        biases = torch.cat([self.read(f"{name}.bias") for name in names]) if bias else None
+        fused = fuse(parts, biases) if len(parts) == len(names) else None
+        if fused is None:
+            return super().linear(names, bias=bias)
+        self.num_codes, self.code_bytes = self.num_codes + 1, self.code_bytes + fused.num_bytes
+        return fused
+
+    def coded(self, name: str) -> QuantizedWeight | None:
+        """Return the part of a quantized weight that this rank holds. None: it has to be dequantized."""
+        whole = quantized_weight(self.codes.raw(name)) if self.codes.is_quantized(name) else None
+        return whole if whole is None or self.shard is None else shard_codes(self.shard, name, whole, self.config)

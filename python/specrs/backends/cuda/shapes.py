@@ -1,0 +1,245 @@
+"""Shapes to which steps are padded, so that few CUDA graphs serve all of them. Captures nothing."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class LogitsMode(StrEnum):
+    """Work after the LM head of a pass."""
+
+    GREEDY = "greedy"  # argmax; logits are not stored
+    SAMPLED = "sampled"  # filter and draw; greedy rows are point masses
+    LOGITS = "logits"  # logits only: masks, penalties, grammars or log probabilities come before sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decode iteration of at most `batch` sequences, with up to `max_k` drafts each and `rows` flat rows of
+    verification."""
+
+    batch: int
+    max_k: int
+    rows: int
+    logits_mode: LogitsMode
+    passes: int | None = None
+    """Number of draft passes. None: one per draft."""
+
+    @property
+    def depth(self) -> int:
+        """Number of draft passes. Less than `max_k` if the record has the drafts of some sequences."""
+        return self.max_k if self.passes is None else self.passes
+
+
+@dataclass(frozen=True, slots=True)
+class MergedShape:
+    """A decode iteration whose verification pass also has prompt chunks, after its own rows. Ends of prompts are
+    sequences with K = 0."""
+
+    decode: Shape
+    """The iteration without prompt chunks. It fixes the draft passes and how attention is split."""
+    entries: int
+    """Number of sequences: decoding ones plus prompt chunks."""
+    chunk_shape: ChunkShape
+    """Shape of the prompt chunks."""
+
+    @property
+    def chunk_rows(self) -> int:
+        """Number of rows of prompt chunks."""
+        return self.chunk_shape.rows
+
+    @property
+    def verify(self) -> Shape:
+        """The iteration with one more row of verification for each chunk."""
+        more = self.entries - self.decode.batch
+        return replace(self.decode, batch=self.entries, rows=self.decode.rows + more)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the target's pass."""
+        return self.verify.rows + self.chunk_rows
+
+
+MERGED_ROWS = (32, 64)
+"""Numbers of rows of a pass with prompt chunks. Up to 64 rows its products use the kernels of verification alone, so
+other texts do not change. Wider products would use cuBLAS."""
+_LEAST_CHUNK_ROWS = 8
+"""Least number of rows that a merged shape must leave for chunks."""
+CHUNK_ROWS = (16, 32, 64, 128, 256)
+"""Numbers of rows of captured passes over chunks. In longer passes the GPU takes longer than the host, so a graph gains
+nothing."""
+CHUNK_SEQS = (1, 8)
+"""Numbers of chunks in captured passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShape:
+    """A pass over at most `seqs` prompt chunks or catch-up chunks, with at most `rows` rows in total."""
+
+    rows: int
+    seqs: int
+    captured: bool = True
+    """False: the pass has exactly these numbers, and runs op by op."""
+
+
+def batch_buckets(max_num_seqs: int, sizes: Sequence[int] | None = None) -> list[int]:
+    """Return the batch sizes for which graphs are captured, ascending: powers of two, and from 16 on the values halfway
+    between.
+
+    `sizes` replaces them; sizes above `max_num_seqs` are dropped. Steps beyond the largest size run eagerly.
+    """
+    if sizes is not None:
+        return sorted({size for size in sizes if size <= max_num_seqs})
+    powers = [1 << i for i in range(max_num_seqs.bit_length())]
+    default = powers + [3 * power // 2 for power in powers if power >= 16]
+    return sorted({size for size in default if size < max_num_seqs} | {max_num_seqs})
+
+
+class Buckets:
+    """The shapes of an engine, and the choice of a shape for each step."""
+
+    def __init__(
+        self,
+        batches: Sequence[int],
+        num_speculative_tokens: int,
+        *,
+        every_k: bool = False,
+        has_passes: bool = True,
+        mixes: bool = False,
+        in_parallel: bool = False,
+        max_chunk_rows: int = 0,
+        max_chunks: int = 0,
+        merges: int = 0,
+    ) -> None:
+        """
+        Args:
+            batches: batch sizes, ascending.
+            num_speculative_tokens: the engine's K.
+            every_k: capture each uniform K, not only 0 and the engine's.
+            has_passes: passes on the device make drafts.
+            mixes: the record may have the drafts of some sequences, while passes make those of others.
+            in_parallel: one pass makes all drafts.
+            max_chunk_rows: largest number of rows of a pass over chunks. 0: none is captured.
+            max_chunks: largest number of chunks of such a pass.
+            merges: largest number of prompt chunks in a verification pass.
+        """
+        self.has_passes = has_passes
+        self.in_parallel = in_parallel
+        self.batches = list(batches)
+        self.max_k = num_speculative_tokens
+        self.whole_ks = list(range(self.max_k, -1, -1)) if every_k else list(dict.fromkeys((self.max_k, 0)))
+        # For steps whose drafts are all in the record. Texts decide how many.
+        self.host_ks = list(range(self.max_k, 0, -1)) if mixes else []
+        # Average rows per sequence. Steps in which some sequences draft less take the next larger number.
+        width = num_speculative_tokens + 1
+        self.chunk_rows = sorted({min(rows, max_chunk_rows) for rows in CHUNK_ROWS if max_chunk_rows})
+        self.chunk_seqs = sorted({min(seqs, max_chunks) for seqs in CHUNK_SEQS if max_chunks})
+        self.merged_seqs = min(merges, max_chunks)
+        self._merged = list(self._merged_shapes(max_chunks, max_chunk_rows)) if self.merged_seqs else []
+        self.widths = sorted({1 << i for i in range(width.bit_length()) if 1 << i < width} | {width})
+
+    def batch(self, count: int) -> int | None:
+        """Return the smallest batch size of at least `count`; None if all are smaller."""
+        return _at_least(self.batches, count)
+
+    def whole(self, planned: Sequence[int], logits_mode: LogitsMode, depth: int | None = None) -> Shape | None:
+        """Return the shape of the whole-iteration graph for sequences with `planned` drafts, descending; None: run
+        chained passes.
+
+        Whole graphs exist for each K in `whole_ks`, and without draft passes in `host_ks`. A step that would leave more
+        than half of its verification rows masked runs chained, because that needs fewer rows and passes. `depth` is the
+        number of draft passes that the step needs; None: one per draft if the device makes drafts.
+        """
+        batch, k = self.batch(len(planned)), planned[0]
+        passes = self._passes(k, depth)
+        captured = self.host_ks if self.has_passes and passes == 0 else self.whole_ks
+        if batch is None or logits_mode is LogitsMode.LOGITS or k not in captured or passes:
+            return None
+        rows = batch * (k + 1)
+        if k and 2 * (sum(planned) + len(planned)) < len(planned) * (k + 1):
+            return None
+        return Shape(batch, k, rows, logits_mode, passes)
+
+    def _passes(self, k: int, depth: int | None) -> int | None:
+        """Return `Shape.passes` of a step with k drafts that needs `depth` passes."""
+        if not self.has_passes:
+            return 0
+        return None if depth == k else depth
+
+    def chained(self, planned: Sequence[int], logits_mode: LogitsMode, depth: int | None = None) -> Shape | None:
+        """Return the padded shape of a step that runs pass by pass; None if its batch is larger than all sizes."""
+        batch = self.batch(len(planned))
+        if batch is None:
+            return None
+        width = _at_least([w * batch for w in self.widths], sum(planned) + len(planned))
+        assert width is not None, "no entry has more rows than the widest"
+        return Shape(batch, planned[0], width, logits_mode, self._passes(planned[0], depth))
+
+    def exact(self, planned: Sequence[int], logits_mode: LogitsMode, depth: int | None = None) -> Shape:
+        """Return the shape of a step without padding, for eager execution."""
+        rows = sum(planned) + len(planned)
+        return Shape(len(planned), planned[0], rows, logits_mode, self._passes(planned[0], depth))
+
+    def merged(self, whole: Shape, count: int, rows: int, chunks: int) -> MergedShape | None:
+        """Return the shape of `whole`, for `count` sequences, with `chunks` prompt chunks of `rows` rows in total in
+        its verification pass. None: they do not fit and need their own pass."""
+        fitting = (s for s in self._merged if s.decode == whole and s.chunk_rows >= rows)
+        # A shape has room for its batch and some chunks, but for no more than max_num_seqs sequences.
+        return next((s for s in fitting if count + chunks <= s.entries and chunks <= self.merged_seqs), None)
+
+    def merged_shapes(self) -> Iterator[MergedShape]:
+        """Yield every whole graph with prompt chunks, largest first."""
+        yield from sorted(self._merged, key=lambda shape: -shape.rows)
+
+    def _merged_shapes(self, max_num_seqs: int, max_rows: int) -> Iterator[MergedShape]:
+        for batch in self.batches:
+            for k in dict.fromkeys((self.max_k, 0)):
+                for logits_mode in (LogitsMode.SAMPLED, LogitsMode.GREEDY):
+                    alone = Shape(batch, k, batch * (k + 1), logits_mode, self._passes(k, None))
+                    none = ChunkShape(0, self.merged_seqs)
+                    behind = MergedShape(alone, min(batch + self.merged_seqs, max_num_seqs), none)
+                    for total in MERGED_ROWS:
+                        rows = min(total - behind.rows, max_rows)
+                        if rows >= _LEAST_CHUNK_ROWS:
+                            yield replace(behind, chunk_shape=replace(none, rows=rows))
+
+    def chunks(self, rows: int, seqs: int) -> ChunkShape | None:
+        """Return the smallest captured pass over `seqs` chunks of `rows` rows in total; None if all are smaller."""
+        most, count = _at_least(self.chunk_rows, rows), _at_least(self.chunk_seqs, seqs)
+        return None if most is None or count is None else ChunkShape(most, count)
+
+    def chunk_shapes(self) -> Iterator[ChunkShape]:
+        """Yield every captured pass over chunks, largest first."""
+        for rows in reversed(self.chunk_rows):
+            for seqs in reversed(self.chunk_seqs):
+                yield ChunkShape(rows, seqs)
+
+    def whole_shapes(self) -> Iterator[Shape]:
+        """Yield every whole graph, largest first."""
+        for batch in reversed(self.batches):
+            of_passes = [(k, self._passes(k, None)) for k in self.whole_ks]
+            for k, passes in sorted(of_passes + [(k, 0) for k in self.host_ks], key=lambda kind: -kind[0]):
+                for logits_mode in (LogitsMode.SAMPLED, LogitsMode.GREEDY):
+                    yield Shape(batch, k, batch * (k + 1), logits_mode, passes)
+
+    def draft_passes(self) -> Iterator[tuple[int, int, LogitsMode]]:
+        """Yield `(batch, pass, logits_mode)` of every chained draft pass, largest first."""
+        for batch in reversed(self.batches if self.has_passes else []):
+            for i in range(1, (min(1, self.max_k) if self.in_parallel else self.max_k) + 1):
+                for logits_mode in LogitsMode:
+                    yield batch, i, logits_mode
+
+    def verify_passes(self) -> Iterator[tuple[int, int, bool]]:
+        """Yield `(batch, rows, greedy)` of every chained verification pass, largest first."""
+        for batch in reversed(self.batches):
+            for width in reversed(self.widths):
+                for greedy in (False, True):
+                    yield batch, batch * width, greedy
+
+
+def _at_least(sizes: Sequence[int], count: int) -> int | None:
+    at = bisect_left(sizes, count)
+    return sizes[at] if at < len(sizes) else None

@@ -1,0 +1,214 @@
+"""Residual stream of a pass on a CUDA device. Attention and MLP blocks read it through a norm and add their outputs to
+it. Computes no attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specrs.backends.cuda.experts import CHUNK_ROWS, mixture
+from specrs.backends.cuda.products import (
+    few_product,
+    gated,
+    gated_product,
+    multiplied,
+    operand,
+    product,
+    write_router_logits,
+)
+from specrs.backends.cuda.workspace import MLP_ROWS, Workspace
+from specrs.kernels.cuda._heads import Heads
+from specrs.kernels.cuda.configs import LinearConfig
+from specrs.kernels.cuda.linear_product import MAX_ROWS, Next, Product
+from specrs.kernels.cuda.rms_norm import rms_norm
+from specrs.kernels.linear import Weight
+from specrs.models.config import ModelConfig
+from specrs.models.torch_weights import TorchExperts, TorchLayer
+from specrs.parallel.ranks import Ranks
+
+
+class Stream(Protocol):
+    """The residual stream of one pass: norms what a block reads, and adds what a block returns.
+
+    After `normed_product` of a layer's first projection was enqueued, `hidden` is the stream at the layer's input. A
+    norm of None means no norm: the stream is read as it is.
+    """
+
+    def normed_product(
+        self, name: str, norm: Tensor | None, w: Weight, out: Tensor, heads: Heads | None = None
+    ) -> None:
+        """Write the product `name` of the normed stream with `w` into `out`. With `heads`, for up to 64 rows, the
+        kernel also norms and rotates the attention heads in `out` and writes K and V into the cache."""
+
+    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, behind: Tensor | None = None) -> None:
+        """Add the product `name` of x with `w` to the stream. The product is normed first if `behind`, a norm's weight,
+        is given. `norm` is the weight of the norm through which the next product reads the stream."""
+
+    def add_mlp(self, w: TorchLayer, norm: Tensor | None) -> None:
+        """Add the output of the layer's MLP to the stream. `norm` is the weight of the norm through which the next
+        product reads the stream."""
+
+    def following(self, norm: Tensor | None) -> Next | None:
+        """Return the buffers that a kernel that adds to the stream must also write, so that the next product can read
+        the stream through `norm`. None: nothing but the stream."""
+
+    def normed(self, norm: Tensor) -> Tensor:
+        """Return the normed stream `[N, hidden]`, in the workspace."""
+
+
+def stream_of(hidden: Tensor, positions: Tensor, ws: Workspace, c: ModelConfig, ranks: Ranks | None = None) -> Stream:
+    """Return the residual stream of a pass, starting with `hidden` `[N, hidden]`, a view of the workspace, at
+    `positions` `[N]`.
+
+    A `FusedStream` serves passes of up to 64 rows on one rank, for models without experts whose norms stand before
+    their blocks. All other passes use a `PlainStream`. With several `ranks`, each holds a part of the weights and the
+    whole stream.
+    """
+    if hidden.shape[0] <= MAX_ROWS and c.norms == "before" and c.experts is None and ranks is None:
+        return FusedStream(hidden, ws, c)
+    return PlainStream(hidden, positions, ws, c, ranks)
+
+
+@dataclass(slots=True)
+class FusedStream:
+    """Stream of few rows, without kernels for norms. A product that adds to the stream also prepares its next norm, and
+    the product that reads it applies the norm.
+
+    fp16 and FP8 rows need separate norms: the weighted stream may exceed fp16's range, and rows are normed before they
+    are rounded to FP8. Outputs of blocks have no norms here.
+    """
+
+    hidden: Tensor
+    ws: Workspace
+    c: ModelConfig
+    _squares: Tensor | None = field(default=None, init=False)
+
+    def normed_product(
+        self, name: str, norm: Tensor | None, w: Weight, out: Tensor, heads: Heads | None = None
+    ) -> None:
+        assert norm is not None
+        self._normed_product(name, norm, w, dataclasses.replace(operand(w), heads=heads), out)
+
+    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, behind: Tensor | None = None) -> None:
+        assert behind is None
+        following, multiplier = self.following(norm), self.c.residual_multiplier
+        product = dataclasses.replace(operand(w), accumulate=True, multiplier=multiplier, next=following)
+        few_product(self.ws, name, multiplied(self.ws, x, w), product, self.hidden)
+        cut = self.ws.config(name, x.shape[0], product.coding)
+        tiles = -(-self.hidden.shape[1] // LinearConfig(*cut).block_n)
+        self._squares = None if following is None else following.squares[:tiles]
+
+    def add_mlp(self, w: TorchLayer, norm: Tensor | None) -> None:
+        activated = self.ws.activated[: self.hidden.shape[0]]
+        self._normed_product("gate_up", w.post_attention_norm, w.gate_up, gated(w.gate_up, self.c), activated)
+        self.add_product("down", activated, w.down, norm)
+
+    def following(self, norm: Tensor | None) -> Next | None:
+        if norm is None or norm.dtype == torch.float16 or self.ws.rounds_rows:
+            return None
+        # The embedding kernel writes one tile. Products set the number of tiles that they write.
+        self._squares = self.ws.squares[:1]
+        return Next(norm, self.ws.weighted[: self.hidden.shape[0]], self.ws.squares)
+
+    def normed(self, norm: Tensor) -> Tensor:
+        out = self.ws.normed[: self.hidden.shape[0]]
+        rms_norm(self.hidden, None, norm, out, self.c.rms_norm_eps, self.ws.dependent)
+        return out
+
+    def _normed_product(self, name: str, norm: Tensor, w: Weight, product: Product, out: Tensor) -> None:
+        if self._squares is None:
+            few_product(self.ws, name, multiplied(self.ws, self.normed(norm), w), product, out)
+            return
+        normed = dataclasses.replace(product, squares=self._squares, eps=self.c.rms_norm_eps)
+        few_product(self.ws, name, self.ws.weighted[: self.hidden.shape[0]], normed, out)
+
+
+@dataclass(slots=True)
+class PlainStream:
+    """Stream of any number of rows, with separate kernels for norms.
+
+    A block's output waits in the workspace until the stream is read. The kernel that norms the stream first adds that
+    output, normed if the block's output has a norm. With several ranks, the sum of all ranks' outputs waits, so it is
+    added once.
+    """
+
+    hidden: Tensor
+    positions: Tensor
+    ws: Workspace
+    c: ModelConfig
+    ranks: Ranks | None = None
+    _delta: Tensor | None = field(default=None, init=False)
+    _behind: Tensor | None = field(default=None, init=False)
+
+    def normed_product(
+        self, name: str, norm: Tensor | None, w: Weight, out: Tensor, heads: Heads | None = None
+    ) -> None:
+        x = self._read(norm)
+        if heads is None:
+            product(self.ws, name, x, w, out)
+        else:
+            few_product(self.ws, name, x, dataclasses.replace(operand(w), heads=heads), out)
+
+    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, behind: Tensor | None = None) -> None:
+        self._delta, self._behind = self.ws.delta[: x.shape[0]], behind
+        product(self.ws, name, x, w, self._part(self._delta))
+        self._sum(self._delta)
+
+    def add_mlp(self, w: TorchLayer, norm: Tensor | None) -> None:
+        ws, rows = self.ws, self.hidden.shape[0]
+        x = self._read(w.post_attention_norm if self.c.norms != "behind" else None)
+        self._delta, self._behind = ws.delta[:rows], w.mlp_output_norm
+        out = self._part(self._delta)
+        if w.experts is not None:
+            self._mix(x, w.experts, out)
+            self._sum(self._delta)
+            return
+        for first in range(0, rows, MLP_ROWS):
+            part = slice(first, min(first + MLP_ROWS, rows))
+            activated = ws.activated[: part.stop - first]
+            gated_product(ws, x[part], w.gate_up, activated, self.c)
+            product(ws, "down", activated, w.down, out[part])
+        self._sum(self._delta)
+
+    def _part(self, delta: Tensor) -> Tensor:
+        """Return the memory into which this rank writes what it adds to the stream."""
+        return delta if self.ranks is None else self.ranks.exchanges.part(delta)
+
+    def _sum(self, delta: Tensor) -> None:
+        if self.ranks is not None:
+            self.ranks.exchanges.sum(delta)
+
+    def _mix(self, x: Tensor, w: TorchExperts, out: Tensor) -> None:
+        ws, rows, b = self.ws, x.shape[0], self.ws.experts
+        assert b is not None
+        for first in range(0, rows, CHUNK_ROWS):
+            part = slice(first, min(first + CHUNK_ROWS, rows))
+            write_router_logits(x[part], w.router, b.logits[: part.stop - first], ws)
+            mixture(self.c, b, x[part], self.positions[part], w, out[part], ws.dependent)
+
+    def following(self, norm: Tensor | None) -> Next | None:
+        return None
+
+    def normed(self, norm: Tensor) -> Tensor:
+        out = self.ws.normed[: self.hidden.shape[0]]
+        self._norm(norm, out)
+        return out
+
+    def _read(self, norm: Tensor | None) -> Tensor:
+        if norm is not None:
+            return self.normed(norm)
+        if self._delta is not None:
+            self._norm(None, None)
+        return self.hidden
+
+    def _norm(self, norm: Tensor | None, out: Tensor | None) -> None:
+        eps, dependent, multiplier = self.c.rms_norm_eps, self.ws.dependent, self.c.residual_multiplier
+        if self._delta is None:
+            rms_norm(self.hidden, None, norm, out, eps, dependent)
+        else:
+            rms_norm(self._delta, self.hidden, norm, out, eps, dependent, self._behind, multiplier)
+            self._delta = None

@@ -1,0 +1,274 @@
+"""Buffers of a model's passes on a CUDA device, and the tiling of its products. Launches nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specrs.backends.cuda.experts import ExpertBuffers
+from specrs.kernels.coding import Coding
+from specrs.kernels.cuda._heads import WIDTHS
+from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig
+from specrs.kernels.cuda.configs import LinearShape, linear_config
+from specrs.kernels.cuda.device import DeviceLimits, limits_of
+from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m, scratch_sizes
+from specrs.kernels.cuda.sampling_scratch import SamplingScratch
+from specrs.kernels.cuda.scaled_linear import PADDED_ROWS
+from specrs.models.config import ModelConfig
+from specrs.models.rope import Rope
+
+MLP_ROWS = 2048
+"""Largest number of rows that go through a wide MLP at once. Its activations are ten times as wide as the residual
+stream."""
+CODED_ROWS = 256
+"""Largest number of rows for which quantized weights are read in place, once per 64 rows. Dequantizing them moves ten
+times their bytes or more."""
+MERGED_CHUNKS = 4
+"""Largest number of prompt chunks in a verification pass."""
+_NUMBERS_BYTES = 64 * 2**20
+"""Bytes of memory for a dequantized piece of a quantized weight, for products of more rows."""
+_FAR = 1 << 24
+"""A number of positions larger than any request has."""
+_LOGITS_ROWS = 256
+"""Maximum number of rows whose logits exist at the same time when an argmax follows the LM head of more than `MAX_ROWS`
+rows."""
+
+
+def rotations(config: ModelConfig) -> list[Rope]:
+    """Return the distinct RoPEs of a model's layers in order; the model's main RoPE if no layer has one."""
+    main = (config.rope_theta, config.rope_scaling)
+    return list(dict.fromkeys(rope for rope in config.ropes if rope is not None)) or [main]
+
+
+def fused_heads(config: ModelConfig, dtype: torch.dtype, limits: DeviceLimits) -> int:
+    """Return the features of a head if the qkv product itself can norm, rotate and write heads, else 0. It needs a tile
+    that holds one head, a rotation of the whole head, and norms of single heads."""
+    dim = config.head_dim
+    if config.qk_norm_whole or config.rotary_dim != dim:
+        return 0
+    if not limits.capability:
+        return dim if dim >= 16 and dim & (dim - 1) == 0 else 0
+    return dim if dim in WIDTHS and dtype != torch.float32 else 0
+
+
+def linear_shapes(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> dict[str, LinearShape]:
+    """Return the products of a pass with dense weights, by name."""
+    heads = fused_heads(config, dtype, limits_of(torch.device(device)))
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    router = {} if config.experts is None else {"router": LinearShape(config.experts.count, config.hidden_size, dtype)}
+    return router | {
+        "qkv": LinearShape((q + 2 * kv) // (2 if heads else 1), config.hidden_size, dtype, head_dim=heads),
+        "o": LinearShape(config.hidden_size, q, dtype),
+        "gate_up": LinearShape(config.intermediate_size, config.hidden_size, dtype, gated=True),
+        "down": LinearShape(config.hidden_size, config.intermediate_size, dtype),
+        "lm_head": LinearShape(config.vocab_size, config.hidden_size, dtype),
+    }
+
+
+def logits_rows(max_seqs: int) -> int:
+    """Return the number of rows whose logits exist at the same time when an argmax reads them, for `max_seqs`
+    requests."""
+    return min(_LOGITS_ROWS, max_seqs * MAX_VERIFY_ROWS)
+
+
+def _rounded_sizes(shapes: Mapping[str, Sequence[LinearShape]], max_rows: int) -> tuple[int, int]:
+    """Return the maximum count of numbers and of scales of rows rounded to FP8, over all products of FP8 weights."""
+    sizes = [(0, 0)]
+    for name, every in shapes.items():
+        rows = PADDED_ROWS - 1 + (min(max_rows, MLP_ROWS) if name in ("gate_up", "down") else max_rows)
+        kinds = [(shape.k, shape.coding.group) for shape in every if shape.coding and shape.coding.kind == "fp8"]
+        sizes += [(rows * k, rows * -(-k // group)) for k, group in kinds]
+    return max(numbers for numbers, _ in sizes), max(scales for _, scales in sizes)
+
+
+def _attention_scratch(
+    config: ModelConfig, max_seqs: int, dtype: torch.dtype, limits: DeviceLimits
+) -> tuple[int, int, int]:
+    """Return the largest scratch sizes of attention over `max_seqs` requests and `MERGED_CHUNKS` ends of prompts, as in
+    `AttentionConfig.scratch_sizes`. Shorter spans have no more splits, so the longest is used."""
+    most = (0, 0, 0)
+    for batch in range(1, max_seqs + 1):
+        for rows in range(1, MAX_VERIFY_ROWS + 1):
+            cut = AttentionConfig.choose(
+                batch=batch,
+                max_q_len=rows,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                dtypes=(dtype, dtype),
+                limits=limits,
+                span=_FAR,
+            )
+            kv_heads, dim = config.num_kv_heads, config.head_dim
+            most_entries = min(batch + MERGED_CHUNKS, max_seqs)
+            sizes = cut.scratch_sizes(batch=most_entries, max_q_len=rows, num_kv_heads=kv_heads, head_dim=dim)
+            most = max(most[0], sizes[0]), max(most[1], sizes[1]), max(most[2], sizes[2])
+    return most
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Persistent buffers of one model's passes, and the tiling of its products. One pass at a time may use it.
+
+    Between passes the buffers hold nothing that the next one needs, except that `counters` stay zero.
+    """
+
+    hidden: Tensor
+    """[max_rows, hidden], the residual stream."""
+    weighted: Tensor
+    """[min(max_rows, 64), hidden], the stream times the weight of its next norm."""
+    squares: Tensor
+    """[tiles, 64] fp32, sums of squares of the stream, by tile of the product that last added to it."""
+    normed: Tensor
+    """[max_rows, hidden], the normed stream. Passes return a view of it."""
+    delta: Tensor
+    """[max_rows, hidden], a block's output before it is added to the stream. Passes of few rows add it in their
+    product."""
+    qkv: Tensor
+    """[max_rows, (heads + 2 * kv_heads) * head_dim], queries, keys and values."""
+    attended: Tensor
+    """[max_rows, heads * head_dim], attention's output."""
+    gate_up: Tensor
+    """[min(max_rows, 2048), 2 * intermediate], gate and up before activation, for many rows. No rows if no layer has an
+    MLP."""
+    activated: Tensor
+    """[min(max_rows, 2048), intermediate], activations of the MLP. No rows if no layer has an MLP."""
+    entries: Tensor
+    """[max_rows, L, hidden], the residual stream at the inputs of the requested hidden layers."""
+    cos: Tensor
+    """[rotations, max_rows, rotary_dim / 2] fp32, cos of RoPE angles."""
+    sin: Tensor
+    """[rotations, max_rows, rotary_dim / 2] fp32, sin of RoPE angles."""
+    partials: Tensor
+    """fp32 scratch of products and of attention."""
+    stats: Tensor
+    """fp32 scratch of attention."""
+    counters: Tensor
+    """int32 counters of kernels; zero between kernels."""
+    tile_top: Tensor
+    """fp32 scratch of the LM head with an argmax: largest logit of each tile."""
+    tile_id: Tensor
+    """int32 scratch of the LM head with an argmax: id of each tile's largest logit."""
+    logits: Tensor
+    """[0 or 256, vocab] fp32, for an argmax over more than 64 rows."""
+    scratch: SamplingScratch
+    """Scratch of an argmax over `logits`."""
+    numbers: Tensor
+    """Up to 64 MiB for a dequantized piece of a quantized weight, for more than 256 rows; else empty."""
+    rounded: Tensor
+    """Rows rounded to FP8, as numbers or as bytes, flat: at most rows times inputs. Empty if rows are not rounded."""
+    row_scales: Tensor
+    """Scales of rows rounded to FP8, flat fp32: at most groups times rows. Empty if rows are not rounded."""
+    configs: Mapping[tuple[str, Coding | None, int], list[int]]
+    """Fields of the LinearConfig for (product, coding of its weight, columns of its tiles)."""
+    experts: ExpertBuffers | None
+    """Buffers of experts. None: no layer has experts."""
+    limits: DeviceLimits
+    dependent: bool
+    """True if kernels are launched dependently: each starts while the one before it ends."""
+
+    @classmethod
+    def allocate(
+        cls,
+        config: ModelConfig,
+        *,
+        max_rows: int,
+        max_seqs: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        dependent: bool | None = None,
+        num_hidden_layers: int = 0,
+        shapes: Mapping[str, Sequence[LinearShape]] | None = None,
+    ) -> Workspace:
+        """Return buffers for passes of at most `max_rows` rows and `num_hidden_layers` hidden layers, and for argmaxes
+        of at most 17 rows for each of `max_seqs` requests.
+
+        `dependent=None` launches kernels dependently if the device can: compute capability 9.0 or more. `shapes` are
+        the products and the codings of their weights; None: those of `linear_shapes`.
+        """
+        device = torch.device(device)
+        limits = limits_of(device)
+        shapes = {n: [s] for n, s in linear_shapes(config, dtype, device).items()} if shapes is None else shapes
+        widths = sorted({block_m(rows) for rows in (1, 17, MAX_ROWS)})
+        of = {name: every[0] for name, every in shapes.items()}
+        configs = {}
+        partials, stats, counters = _attention_scratch(config, max_seqs, dtype, limits)
+        for name, shape, m in ((n, s, m) for n, every in shapes.items() for s in every for m in widths):
+            cut = configs[name, shape.coding, m] = linear_config(shape, m, limits)
+            sizes = scratch_sizes(cut, m, n=shape.n, sides=shape.sides)
+            partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
+        tiles = max(-(-config.vocab_size // configs["lm_head", None, m].block_n) for m in widths)
+        stream_tiles = max(-(-config.hidden_size // c.block_n) for key, c in configs.items() if key[0] in ("o", "down"))
+        coded = [s for every in shapes.values() for s in every if s.coding is not None]
+        pieces = [s.n * s.sides * s.k for s in coded]
+        numbers = min(max(pieces, default=0), _NUMBERS_BYTES // dtype.itemsize) if max_rows > CODED_ROWS else 0
+        many = logits_rows(max_seqs)
+        room = max_rows + PADDED_ROWS - 1  # rows of an operand that is rounded to FP8, with padding
+        many = many if many > MAX_ROWS else 0
+
+        def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        f32, i32 = torch.float32, torch.int32
+        angles = (len(rotations(config)), max_rows, config.rotary_dim // 2)
+        has_mlp = config.experts is None or not all(config.experts.layers)
+        mlp_rows = min(max_rows, MLP_ROWS) + room - max_rows if has_mlp else 0
+        return cls(
+            hidden=buffer(max_rows, config.hidden_size),
+            weighted=buffer(min(max_rows, MAX_ROWS), config.hidden_size),
+            squares=buffer(stream_tiles, MAX_ROWS, dtype=f32),
+            normed=buffer(max_rows, config.hidden_size),
+            delta=buffer(room, config.hidden_size),
+            qkv=buffer(room, of["qkv"].sides * of["qkv"].n),
+            attended=buffer(max_rows, of["o"].k),
+            gate_up=buffer(mlp_rows, 2 * config.intermediate_size),
+            activated=buffer(mlp_rows, config.intermediate_size),
+            entries=buffer(max_rows, num_hidden_layers, config.hidden_size),
+            cos=buffer(*angles, dtype=f32),
+            sin=buffer(*angles, dtype=f32),
+            partials=buffer(partials, dtype=f32),
+            stats=buffer(stats, dtype=f32),
+            counters=buffer(counters, dtype=i32),
+            tile_top=buffer(MAX_ROWS * tiles, dtype=f32),
+            tile_id=buffer(MAX_ROWS * tiles, dtype=i32),
+            logits=buffer(many, config.vocab_size, dtype=f32),
+            scratch=SamplingScratch.allocate(many, 0, config.vocab_size, device),
+            numbers=buffer(numbers),
+            rounded=buffer(0),
+            row_scales=buffer(0, dtype=f32),
+            configs={key: c.as_list() for key, c in configs.items()},
+            experts=ExpertBuffers.allocate(config, max_rows, dtype, device, limits),
+            limits=limits,
+            dependent=limits.capability >= 90 if dependent is None else dependent,
+        )
+
+    def rounding_rows(self, shapes: Mapping[str, Sequence[LinearShape]]) -> Workspace:
+        """Return the workspace with buffers for products of FP8 weights in `shapes` with rows rounded to FP8."""
+        max_rows, device = len(self.hidden), self.hidden.device
+        rounded, row_scales = _rounded_sizes(shapes, max_rows)
+        return dataclasses.replace(
+            self,
+            rounded=torch.zeros(rounded, dtype=self.hidden.dtype, device=device),
+            row_scales=torch.zeros(row_scales, dtype=torch.float32, device=device),
+        )
+
+    @property
+    def rounds_rows(self) -> bool:
+        """True if some products have rows rounded to FP8."""
+        return len(self.rounded) > 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of all buffers."""
+        buffers = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        if self.experts is not None:
+            buffers += self.experts.tensors
+        return self.scratch.num_bytes + sum(buffer.nbytes for buffer in buffers if isinstance(buffer, Tensor))
+
+    def config(self, name: str, rows: int, coding: Coding | None = None) -> list[int]:
+        """Return the tiling of the product `name` of `rows` rows with a weight of `coding`."""
+        return self.configs[name, coding, block_m(rows)]

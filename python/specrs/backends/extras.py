@@ -1,0 +1,26 @@
+"""Parts of a request that steps need but records cannot hold, because they are no numbers. Only the host has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specrs.structured.matcher import GrammarMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class RequestExtras:
+    """Extras of one request. In records, the bit `extras` of `admit_steps` marks such a request. Steps with one run at
+    depth 1."""
+
+    matcher: GrammarMatcher
+    """Matcher of the request's grammar."""
+
+
+ExtrasLookup = Callable[[int], RequestExtras | None]
+"""Function that returns the extras of a request id, or None."""
+
+
+def no_extras(request_id: int) -> RequestExtras | None:
+    """Return None: the lookup of runners whose requests have no extras."""
+    return None

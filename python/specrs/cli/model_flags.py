@@ -1,0 +1,72 @@
+"""Flags that `chat`, `generate` and `serve` share: MODEL, with the bundled pair as default, and default drafting."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from specrs.errors import invalid_config
+
+DEFAULT_DRAFTS = {"rejection_sample_method": "coupled"}
+"""Default drafting of the bundled pair. With `coupled`, sampled text is the same with and without drafts for a seed, so
+drafts that the user did not ask for change no text."""
+DEFAULT_TEXT_DRAFTS = {"method": "suffix", **DEFAULT_DRAFTS}
+"""Default drafting of other models: from the text, because that needs no second model."""
+ABOUT_DRAFTS = (
+    "Drafts are on. The bundled pair has a draft model; for another model, drafts repeat earlier parts of the text."
+)
+
+
+def add_model(parser: argparse.ArgumentParser, engine: argparse._ArgumentGroup) -> None:
+    """Add MODEL and `--model` to a command, and the flag that turns drafting off to its group `engine`."""
+    from specrs.cli.option_flags import MODEL
+
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help=f"{MODEL}; default: the bundled pair")
+    engine.add_argument("--model", metavar="TEXT", help="the same as MODEL")
+    engine.add_argument(
+        "--speculation",
+        action=argparse.BooleanOptionalAction,
+        help="draft without a --speculative-config: with the bundled draft model, or from the text of another model; "
+        "default: on",
+    )
+
+
+def model_of(arguments: argparse.Namespace) -> str | None:
+    """Return the model that the arguments name; None for the bundled pair.
+
+    Raises `InvalidConfigError` if MODEL and --model differ.
+    """
+    tag: str | None = arguments.model_tag
+    named: str | None = arguments.model
+    if None not in (tag, named) and named != tag:
+        raise invalid_config("--model", named, f"must equal MODEL={tag}, or be left out")
+    return named if tag is None else tag
+
+
+def engine_settings(arguments: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `LLM`: those in `given`, the model, and the default drafting.
+
+    Only commands draft by default. `LLM(...)`, like vLLM's, drafts only with a `speculative_config`: programs that
+    compare runs with and without drafts rely on that.
+
+    Drafts from the text need one step in flight. With two (`launch_depth`, `async_scheduling`), no default drafting is
+    added.
+
+    Raises `InvalidConfigError` for two different models, and for --no-speculation with a --speculative-config.
+    """
+    model = model_of(arguments)
+    settings = {**given, "model": model}
+    if model is None:
+        settings.setdefault("dtype", "float32")
+    asked = "speculative_config" in settings
+    if arguments.speculation is False:
+        if asked:
+            raise invalid_config("--no-speculation", True, "contradicts --speculative-config; leave one of them out")
+        return settings
+    ahead = settings.get("launch_depth") == 2 or settings.get("async_scheduling") is True
+    if not asked and model is None:
+        settings["speculative_config"] = dict(DEFAULT_DRAFTS)
+    elif not asked and (arguments.speculation or not ahead):
+        settings["speculative_config"] = dict(DEFAULT_TEXT_DRAFTS)
+    return settings

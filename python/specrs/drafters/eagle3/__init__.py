@@ -1,0 +1,126 @@
+"""EAGLE-3 head: drafts from hidden states of the target (Li et al. 2025)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
+
+from specrs.core import HiddenDrafter
+from specrs.drafters.base import Declared, DraftLimits, Loading
+from specrs.drafters.cpu import CpuDrafter
+from specrs.drafters.eagle3.check import HeadCheck
+from specrs.drafters.eagle3.files import open_head
+from specrs.drafters.eagle3.weights import Eagle3Facts
+from specrs.drafters.method import WHERE, CheckpointOptions, ModelMethod, wrong
+from specrs.errors import UnsupportedConfigError, invalid
+from specrs.models.decoder_weights import DecoderFacts
+from specrs.models.errors import OF_DRAFT, about
+from specrs.options import Integer, ListOf, Number, option
+
+logger = logging.getLogger("specrs")
+IDLE_LAUNCHES = 8
+"""Maximum number of consecutive steps without drafts after which a head can still catch up from kept hidden states.
+After more it starts anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options(CheckpointOptions):
+    """Options of `method="eagle3"`."""
+
+    aux_hidden_state_layer_ids: tuple[int, ...] | None = option(
+        None,
+        ListOf(Integer(0), "layer ids"),
+        "target layers at whose entry the head reads hidden states, ascending",
+        default_is="the checkpoint's, else 2, n // 2 and n - 3 of n layers",
+        details="Id 2 stands for what two layers have computed.",
+    )
+    rope_theta: float | None = option(
+        None,
+        Number(0.0, math.inf, open_low=True),
+        "base of the head's rotary embedding",
+        default_is="its checkpoint's",
+    )
+
+    def check_rules(self) -> None:
+        """Raise `InvalidConfigError` if `aux_hidden_state_layer_ids` are not ascending."""
+        ids = self.aux_hidden_state_layer_ids
+        if ids is not None and any(later <= earlier for earlier, later in itertools.pairwise(ids)):
+            reason = "must rise: hidden states are read in the order of the layers"
+            raise wrong("aux_hidden_state_layer_ids", list(ids), reason)
+
+
+def bundled() -> str:
+    """Return the folder of the bundled target's head."""
+    from specrs.pair import EAGLE3
+
+    return str(EAGLE3)
+
+
+@dataclass(frozen=True)
+class LoadedHead:
+    """A head with its weights. `LoadedDrafter` documents the members."""
+
+    model: Eagle3Facts
+
+    has_own_blocks = False
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.model.aux_layer_ids
+
+    def with_model(self, model: Any) -> Self:
+        return replace(self, model=model)
+
+    def max_draft_lag(self, limits: DraftLimits) -> int:
+        """Return the maximum number of positions that the head's KV may lack: those of one verification and of some
+        steps without drafts."""
+        return limits.num_speculative_tokens + 2 + IDLE_LAUNCHES
+
+    def declare(self, limits: DraftLimits) -> Declared:
+        return HiddenDrafter(max_model_len=limits.shared_len, max_draft_lag=self.max_draft_lag(limits))
+
+    def hidden_row_size(self, limits: DraftLimits) -> int:
+        width = len(self.model.aux_layer_ids) * self.model.weights.config.target_hidden_size
+        return self.max_draft_lag(limits) * width
+
+    def on_cpu(self, limits: DraftLimits, num_blocks: int) -> CpuDrafter:
+        cache = self.model.allocate_cache(num_blocks, limits.block_size)
+        return CpuDrafter(model=self.model, kv_cache=cache, hidden_layers=self.hidden_layers)
+
+    def check(self, path: str) -> HeadCheck:
+        return HeadCheck(path, self.model.aux_layer_ids)
+
+
+def load(loading: Loading) -> LoadedHead:
+    """Load a head for the target. Raises `InvalidConfigError` or a subclass if a file is missing, wrong or not
+    supported."""
+    if loading.generic_target:
+        reason = "not implemented for a target of model_impl='transformers'; allowed: a method of another kind"
+        raise invalid(UnsupportedConfigError, WHERE + "method", loading.options.method, reason)
+    with about(*OF_DRAFT):
+        files = open_head(
+            loading.path,
+            cast("DecoderFacts", loading.target),
+            aux_hidden_state_layer_ids=loading.options.aux_hidden_state_layer_ids,
+            rope_theta=loading.options.rope_theta,
+            revision=loading.revision,
+        )
+        head: Eagle3Facts = loading.load_head(files)
+    ids = list(head.aux_layer_ids)
+    logger.info("%s reads hidden states where they enter layers %s of the target, counted from 0", loading.path, ids)
+    return LoadedHead(head)
+
+
+EAGLE3 = ModelMethod(
+    name="eagle3",
+    options=Eagle3Options,
+    what="an EAGLE-3 head",
+    bundled=bundled,
+    load=load,
+    is_model=False,
+    same_tokenizer=False,  # a head has no tokenizer; its ids are checked against the target's
+    quantized_target=False,
+)

@@ -1,0 +1,18 @@
+"""Chooses the backend of an engine or of one of its ranks, and the sizes that the engine is built from."""
+
+from __future__ import annotations
+
+from specrs.backends.base import Backend
+from specrs.backends.blueprint import Blueprint
+from specrs.backends.table import backend_of
+from specrs.backends.weights import Weights
+from specrs.config import EngineConfig
+
+
+def plan_engine(config: EngineConfig, weights: Weights) -> tuple[Backend, Blueprint]:
+    """Return the backend of the device that holds `weights`, and the blueprint of an engine over them.
+
+    Raises `UnsupportedConfigError` if the options exclude the KV groups of the target.
+    """
+    backend = backend_of(weights.device)
+    return backend, Blueprint(config, weights, backend.launch_depth).with_kv_groups()

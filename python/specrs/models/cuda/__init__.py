@@ -1,1 +1,0 @@
-"""What passes on a CUDA device are made of: buffers, products, the residual stream."""

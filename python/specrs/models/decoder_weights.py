@@ -1,0 +1,195 @@
+"""Weights of a decoder in arrays of any library, and the facts that follow from its configuration. Computes nothing.
+
+T is the type of arrays: NumPy arrays for native passes, torch tensors elsewhere. W is the type of projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from specrs.arrays import Array
+from specrs.kernels.kv_scales import UNSCALED, KVScales
+from specrs.models.base import Model
+from specrs.models.config import ModelConfig
+from specrs.models.kv_dtypes import kv_block_bytes
+from specrs.models.kv_groups import group_sizes
+from specrs.models.stored import NativeWeight
+
+T = TypeVar("T")
+W = TypeVar("W")
+D = TypeVar("D")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights(Generic[T, W]):
+    """Router and experts of one layer."""
+
+    router: W
+    """Projection hidden -> number of experts."""
+    gate_up: tuple[W, ...]
+    """Gate and up projection of each expert, fused: hidden -> 2 * intermediate."""
+    down: tuple[W, ...]
+    """Down projection of each expert: intermediate -> hidden."""
+    stacked: tuple[T, T] | None = None
+    """All of `gate_up` and all of `down` as two tensors `[experts, out, in]` over the same memory, for GPU kernels.
+    None if experts have memory of their own."""
+    stacked_biases: tuple[T, T] | None = None
+    """Biases of `gate_up` and `down` as two tensors `[experts, out]`. None: there are no biases."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights(Generic[T, W]):
+    """Weights of one layer. Projections that share an input are fused by rows: q, k and v; gate and up."""
+
+    input_norm: T
+    """Norm before attention, [hidden]. [0] if the layer has no norm there."""
+    qkv: W
+    """Fused q, k and v projection: hidden -> (heads + 2 * kv_heads) * head_dim."""
+    qk_norm: T | None
+    """[heads + kv_heads, head_dim]: the query norm repeated for each query head, then the key norm for each KV head.
+    With `qk_norm_whole`, the weights of one norm over all query heads and one over all KV heads, in the same shape."""
+    o: W
+    """Attention's output projection: heads * head_dim -> hidden."""
+    post_attention_norm: T
+    """Norm before the MLP, [hidden]. [0] if the layer has no norm there."""
+    gate_up: W
+    """Fused gate and up projection: hidden -> 2 * intermediate. Empty in a layer with experts."""
+    down: W
+    """Down projection: intermediate -> hidden. Empty in a layer with experts."""
+    attention_output_norm: T | None = None
+    """Norm of attention's output before it is added to the residual stream, [hidden]. None: there is none."""
+    mlp_output_norm: T | None = None
+    """Norm of the MLP's output before it is added to the residual stream, [hidden]. None: there is none."""
+    experts: ExpertWeights[T, W] | None = None
+    """Router and experts. None: the layer has an MLP."""
+    sinks: T | None = None
+    """Attention sink of each query head, [heads]: a score that takes its share of the softmax and adds nothing. None:
+    there are none."""
+    kv_scales: KVScales = UNSCALED
+    """Scales of K and V in a quantized KV cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights(Generic[T, W, D]):
+    """Weights of a decoder, or one rank's part of them. D is the type of dtypes, NumPy's or torch's."""
+
+    config: ModelConfig
+    """Configuration with the heads and features that this rank holds."""
+    dtype: D
+    """Dtype of activations."""
+    embedding: T
+    """[vocab, hidden]. A rank holds its rows only (see `models.shards`), as it does of the LM head."""
+    layers: tuple[LayerWeights[T, W], ...]
+    final_norm: T
+    """[hidden], divided by `logits_scaling`, which scales final states and so logits."""
+    lm_head: W
+    """Projection hidden -> vocab."""
+    rotary: T
+    """Signed RoPE frequencies, [rotary_dim] float32."""
+    rotaries: tuple[T | None, ...] = ()
+    """Signed RoPE frequencies of each layer; None: no RoPE. Empty: all layers use `rotary`."""
+    cache_dtype: D | None = None
+    """Dtype of K and V in the cache. None: `dtype`."""
+
+
+NativeLayer = LayerWeights[Array, NativeWeight]
+NativeExperts = ExpertWeights[Array, NativeWeight]
+NativeWeights = DecoderWeights[Array, NativeWeight, np.dtype[Any]]
+"""Weights that native CPU passes read."""
+
+
+class NumpyHeld:
+    """Members `dtype` and `cache_dtype` for native decoders and EAGLE-3 heads, whose weights are NumPy arrays."""
+
+    weights: Any
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of activations, and of the KV cache unless that is quantized to FP8."""
+        dtype: np.dtype[Any] = self.weights.dtype
+        return dtype
+
+    @property
+    def cache_dtype(self) -> np.dtype[Any]:
+        """Dtype of K and V in the cache."""
+        return self.dtype if self.weights.cache_dtype is None else self.weights.cache_dtype
+
+
+class DecoderFacts(Model):
+    """Facts of `Model` that follow from a decoder's configuration, for native and torch decoders."""
+
+    weights: DecoderWeights[Any, Any, Any]
+
+    @property
+    def config(self) -> ModelConfig:
+        """Configuration as config.json has it; on a rank, with the heads and features that the rank holds."""
+        return self.weights.config
+
+    @property
+    def cache_dtype(self) -> np.dtype[Any]:
+        """Dtype of K and V in the cache."""
+        raise NotImplementedError
+
+    @property
+    def kv_group_sizes(self) -> Sequence[int]:
+        """Numbers of layers per KV group that `with_kv_groups` accepts."""
+        return group_sizes(self.config.windows)
+
+    def place(self, array: Array) -> Any:
+        """Return `array` in the model's dtype on the device of its weights."""
+        raise NotImplementedError
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, and of logits per row."""
+        return self.config.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self.config.num_layers
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Number of positions that the model was trained for."""
+        return self.config.max_position_embeddings
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end a text."""
+        return self.config.eos_token_ids
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights that a pass over one row reads."""
+        return self.config.num_parameters
+
+    @property
+    def attention_ratio(self) -> float:
+        """Multiplications of attention per context position, divided by those of one token's matrix products."""
+        return self.config.attention_ratio
+
+    @property
+    def rope_magnitude(self) -> float:
+        """Factor on the cos and sin of RoPE angles."""
+        return self.config.rope_magnitude
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Largest sliding window in tokens if every layer has one. None if some layer attends to all positions."""
+        windows = [size for size in self.config.windows if size is not None]
+        return max(windows) if len(windows) == self.num_layers else None
+
+    @property
+    def ends_in_window(self) -> bool:
+        """True if the last layer uses a sliding window, so that a NaN outside it does not reach the last row of a
+        chunk."""
+        return bool(self.config.windows) and self.config.windows[-1] is not None
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Return the bytes of K and V in one block: of all layers, or of the layers of one KV group."""
+        return kv_block_bytes(self.config, block_size, self.cache_dtype.itemsize, self.kv_groups)

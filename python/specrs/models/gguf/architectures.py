@@ -1,0 +1,64 @@
+"""Table of the architectures that GGUF files name, with the model family of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specrs.errors import UnsupportedModelError, short
+from specrs.models.gguf.file import GGUFFile
+from specrs.models.registry import FAMILIES, Family
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Storage of a model family in GGUF files."""
+
+    name: str
+    """Name of the family in `architectures` of config.json."""
+    interleaved: bool = False
+    """True if rows of q and k are stored in the order in which RoPE rotates neighbours. Models of config.json rotate
+    halves."""
+    mlp_norm: str = "ffn_norm"
+    """Name of the norm before the MLP."""
+    window_period: int | None = None
+    """Period of layers without a sliding window: all layers but every `window_period`-th have one. 0: all layers have
+    one. None: no layer has one."""
+
+    @property
+    def family(self) -> Family:
+        """Row of `registry.FAMILIES` for the architecture."""
+        return FAMILIES[self.name]
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", interleaved=True),
+    "mistral3": Architecture("MistralForCausalLM", interleaved=True),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM"),
+    "olmo2": Architecture("Olmo2ForCausalLM"),
+    "phi3": Architecture("Phi3ForCausalLM", window_period=0),
+    "granite": Architecture("GraniteForCausalLM", interleaved=True),
+    "smollm3": Architecture("SmolLM3ForCausalLM", interleaved=True),
+    "gemma3": Architecture("Gemma3ForCausalLM", window_period=6),
+    "gpt-oss": Architecture("GptOssForCausalLM", mlp_norm="post_attention_norm", window_period=2),
+}
+"""Architectures by `general.architecture`. A pattern of windows in the file takes precedence over `window_period`."""
+MIXTRAL = Architecture("MixtralForCausalLM", interleaved=True)
+"""Mixtral. Its files name the architecture `llama`, and have experts."""
+READ = frozenset(known.name for known in (*ARCHITECTURES.values(), MIXTRAL))
+"""Families, by their names in config.json, that can be loaded from GGUF files."""
+
+
+def architecture_of(file: GGUFFile) -> Architecture:
+    """Return the architecture of `file`. Raises UnsupportedModelError for one that is not in the table."""
+    metadata: Mapping[str, Any] = file.metadata
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        reason = f"not implemented; allowed: {', '.join(ARCHITECTURES)}"
+        raise UnsupportedModelError(f"{file.path}: general.architecture={short(name)}: {reason}")
+    if name == "llama" and metadata.get("llama.expert_count", 0) != 0:
+        return MIXTRAL
+    return ARCHITECTURES[name]

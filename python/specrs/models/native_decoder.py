@@ -1,0 +1,272 @@
+"""Forward pass of a decoder on a CPU as one call of `specrs-cpu`. Samples nothing and keeps no state.
+
+The sums of a row have a fixed order. It does not depend on other rows, threads or the instruction set, so the logits
+always have the same bits. Weights are read in place: fp32, bf16, INT8 or INT4. Products are summed in fp32. Hidden
+states are fp32 for bf16 models too. `dense` rounds them to bf16, so its numbers differ.
+
+Steps of an engine run these passes in the Rust core. The passes called here serve tests and measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from specrs.arrays import FLOAT32, Array, aligned, bits, converted
+from specrs.core import CpuDecoder, CpuLora, CpuPool, CpuWeights, PackedMatrix
+from specrs.models.config import ModelConfig
+from specrs.models.decoder_weights import DecoderFacts, NativeLayer, NativeWeights, NumpyHeld
+from specrs.models.kv_groups import KVGroups, kv_groups
+from specrs.models.lora import LoRAAdapter
+from specrs.models.native_cache import NativeKVCache
+from specrs.models.native_inputs import Ints, NativeInputs, NativeStates
+from specrs.models.rope import Rope, rope_magnitude
+from specrs.models.stored import NativeWeight
+
+
+class NativeDecoder(NumpyHeld, DecoderFacts):
+    """A decoder on a CPU without torch. `torch_decoder.TorchDecoder` is its reference."""
+
+    weights: NativeWeights
+    decoder: CpuDecoder
+
+    def __init__(
+        self,
+        weights: NativeWeights,
+        native: CpuWeights | None = None,
+        pool: CpuPool | None = None,
+        bf16_rows: bool = False,
+        prompt_tiles: bool = False,
+        kv_groups: KVGroups | None = None,
+    ) -> None:
+        """Wrap `weights` as `native_loader.load_native` lays them out. They must not change while this object lives.
+
+        `pool` has the threads of passes; None: the caller's thread. `bf16_rows` rounds rows to bf16 before every
+        product. `prompt_tiles` multiplies the rows of prompts with bf16 weights on AMX tiles.
+
+        Raises:
+            InvalidConfigError: `prompt_tiles` on a machine without AMX tiles.
+            InvalidBufferError: an array that cannot be read in place, by name; a matrix that is not bf16 with
+                `bf16_rows`.
+        """
+        self.weights = weights
+        self._kv_groups = kv_groups
+        self._native = _borrow(weights) if native is None else native
+        own = CpuPool(1) if pool is None else pool
+        self.decoder = CpuDecoder(self._native, own, bf16_rows=bf16_rows, prompt_tiles=prompt_tiles)
+        self._loras: WeakKeyDictionary[LoRAAdapter, CpuLora] = WeakKeyDictionary()
+
+    def on_pool(self, pool: CpuPool, *, bf16_rows: bool = False, prompt_tiles: bool = False) -> NativeDecoder:
+        """Return a model with the same weights, whose passes run on the threads of `pool` and have their own scratch
+        memory."""
+        return NativeDecoder(self.weights, self._native, pool, bf16_rows, prompt_tiles, self.kv_groups)
+
+    def with_kv_groups(self, size: int) -> NativeDecoder:
+        """Return the model with its layers in KV groups of at most `size` layers, a number from `kv_group_sizes`. Its
+        passes run on the caller's thread."""
+        return NativeDecoder(self.weights, self._native, kv_groups=kv_groups(self.config.windows, size))
+
+    @property
+    def device_name(self) -> str:
+        """Device that holds the weights: `cpu`."""
+        return "cpu"
+
+    @property
+    def states_dtype(self) -> np.dtype[Any]:
+        """Dtype of the hidden states that a pass returns: float32."""
+        return FLOAT32
+
+    @property
+    def kv_groups(self) -> KVGroups | None:
+        """KV groups by which passes look up blocks. None: all layers are in one group."""
+        return self._kv_groups
+
+    def place(self, array: Array) -> Array:
+        """Return `array` in the model's dtype, aligned in memory as native passes need it."""
+        return aligned(converted(array, self.dtype))
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of all matrices that passes may read, including every expert and the LM head."""
+        layers = self.weights.layers
+        matrices = [weight for w in layers for weight in (w.qkv, w.o, w.gate_up, w.down)]
+        mixtures = [w.experts for w in layers if w.experts is not None]
+        matrices += [weight for w in mixtures for weight in (w.router, *w.gate_up, *w.down)]
+        return sum(weight.num_bytes for weight in (*matrices, self.weights.lm_head))
+
+    def native_lora(self, adapter: LoRAAdapter) -> CpuLora:
+        """Return the adapter for native passes, which read its matrices in place.
+
+        Raises InvalidBufferError for an adapter of another model.
+        """
+        found = self._loras.get(adapter)
+        if found is None:
+            layers = [
+                {
+                    name: [(bits(part.a), bits(part.b), part.first) for part in layer.get(name, ())]
+                    for name in ("qkv", "o", "gate_up", "down")
+                }
+                for layer in adapter.layers
+            ]
+            found = self._loras[adapter] = CpuLora(self._native, layers)
+        return found
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> NativeKVCache:
+        """Return a zeroed cache of `num_blocks` blocks of `block_size` positions, and a scratch block."""
+        return NativeKVCache.allocate(self.config, num_blocks, block_size, self.cache_dtype, self.kv_groups)
+
+    def forward(self, inputs: NativeInputs, kv_cache: NativeKVCache, hidden_layers: Sequence[int] = ()) -> NativeStates:
+        """Feed N rows. Writes K and V of every row with a slot into `kv_cache` and changes nothing else.
+
+        Rows at position -1 are masked: their output is finite but meaningless. `hidden_layers` are the layers whose
+        inputs are returned with the final states.
+
+        Raises:
+            InvalidBufferError: a token, position, slot, block or layer out of range. Nothing is written then.
+        """
+        rows, size = len(inputs.input_ids), self.config.hidden_size
+        hidden = np.empty((rows, size), FLOAT32)
+        entries = np.empty((rows, len(hidden_layers), size), FLOAT32) if hidden_layers else None
+        self.decoder.forward(
+            *pass_arrays(inputs),
+            kv_cache.native,
+            hidden,
+            list(hidden_layers),
+            entries,
+            k_start=inputs.k_start,
+            group_slots=inputs.group_slots,
+            group_tables=inputs.group_tables,
+            prompts=inputs.prompts,
+            adapters=[(self.native_lora(adapter), rows) for adapter, rows in inputs.adapters],
+        )
+        return NativeStates(hidden, entries)
+
+    def compute_logits(self, hidden: Array) -> Array:
+        """Return the logits of final hidden states `[L, hidden]`: `[L, vocab]` float32."""
+        logits = np.empty((len(hidden), self.vocab_size), FLOAT32)
+        self.decoder.logits(np.ascontiguousarray(hidden), logits)
+        return logits
+
+    def compute_argmax(self, hidden: Array, num_ids: int | None = None) -> tuple[Array, Array]:
+        """Return the most probable token of each row of `hidden` `[L, hidden]` and its logit: `[L]` int64 and `[L]`
+        float32.
+
+        The lowest id wins a tie. The logit is NaN if the row has a NaN. With `num_ids`, only the first ids are
+        candidates.
+        """
+        known = self.vocab_size if num_ids is None else min(num_ids, self.vocab_size)
+        ids, top = np.empty(len(hidden), np.int64), np.empty(len(hidden), FLOAT32)
+        self.decoder.argmax(np.ascontiguousarray(hidden), known, ids, top)
+        return ids, top
+
+
+def pass_arrays(inputs: NativeInputs) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Return the arrays of a pass in the order of `CpuDecoder.forward`: ids, positions, slots, q_start, block table."""
+    return inputs.input_ids, inputs.positions, inputs.slots, inputs.q_start, inputs.block_table
+
+
+def model_arrays(
+    c: ModelConfig, embedding: Array, layers: Sequence[NativeLayer], final_norm: Array, lm_head: NativeWeight
+) -> dict[str, Any]:
+    """Return the arguments of `CpuWeights` that decoders and EAGLE-3 heads share. `c` has the sizes of the layers."""
+    return {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_heads": c.num_heads,
+        "num_kv_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "rms_norm_eps": c.rms_norm_eps,
+        "embedding": _stored(embedding),
+        "layers": [layer_arrays(layer, c) for layer in layers],
+        "final_norm": bits(final_norm),
+        "lm_head": stored_parts(lm_head),
+    }
+
+
+def _borrow(weights: NativeWeights) -> CpuWeights:
+    c = weights.config
+    return CpuWeights(
+        **model_arrays(c, weights.embedding, weights.layers, weights.final_norm, weights.lm_head),
+        frequencies=np.zeros(c.head_dim // 2, dtype=np.float32),
+        rotations=_rotations(weights),
+        multipliers=(c.embedding_multiplier, c.residual_multiplier, c.attention_scale),
+        windows=list(c.windows) or None,
+        activation=c.activation,
+        clamped_swiglu=None if c.experts is None else c.experts.swiglu,
+        kv_scales=[layer.kv_scales for layer in weights.layers],
+    )
+
+
+def _rotations(weights: NativeWeights) -> tuple[list[tuple[list[float], float]], list[int | None]]:
+    """Return the rotations for `CpuWeights`: the distinct ones, as (frequencies, magnitude), and for each layer the
+    index of its rotation, None without RoPE."""
+    c = weights.config
+    rotaries = weights.rotaries or (weights.rotary,) * c.num_layers
+    known: dict[Rope, int] = {}
+    made: list[tuple[list[float], float]] = []
+    layers: list[int | None] = []
+    for i, rotary in enumerate(rotaries):
+        rope = c.rope_of(i)
+        if rope is None or rotary is None:
+            layers.append(None)
+            continue
+        if rope not in known:
+            known[rope] = len(made)
+            made.append((rotary[c.rotary_dim // 2 :].tolist(), rope_magnitude(rope[1])))
+        layers.append(known[rope])
+    return made, layers
+
+
+Stored = Array | PackedMatrix
+"""A matrix for `CpuWeights`: an array, or packed integers with scales."""
+
+
+def layer_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
+    """Return the arrays of one layer of the model `c` for `CpuWeights`, by argument name."""
+    q_norm = k_norm = None
+    if layer.qk_norm is not None and c.qk_norm_whole:
+        q_norm, k_norm = layer.qk_norm[: c.num_heads].reshape(-1), layer.qk_norm[c.num_heads :].reshape(-1)
+    elif layer.qk_norm is not None:
+        q_norm, k_norm = layer.qk_norm[0], layer.qk_norm[-1]
+    before = c.norms != "behind"
+    return {
+        "input_norm": layer.input_norm if before else None,
+        "qkv": stored_parts(layer.qkv),
+        "q_norm": q_norm,
+        "k_norm": k_norm,
+        "qk_norm_whole": c.qk_norm_whole,
+        "sinks": layer.sinks,
+        "o": stored_parts(layer.o),
+        "attention_output_norm": layer.attention_output_norm,
+        "post_attention_norm": layer.post_attention_norm if before else None,
+        "mlp_output_norm": layer.mlp_output_norm,
+        **_mlp_arrays(layer, c),
+    }
+
+
+def _mlp_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
+    if layer.experts is None or c.experts is None:
+        return {"gate_up": stored_parts(layer.gate_up), "down": stored_parts(layer.down)}
+    mixture = {
+        "router": stored_parts(layer.experts.router),
+        "gate_up": [stored_parts(weight) for weight in layer.experts.gate_up],
+        "down": [stored_parts(weight) for weight in layer.experts.down],
+        "per_token": c.experts.per_token,
+        "normalized": c.experts.norm_topk_prob,
+    }
+    return {"experts": mixture}
+
+
+def stored_parts(weight: NativeWeight) -> list[tuple[Stored, Array | None]]:
+    """Return a projection for `CpuWeights`: for each fused part its matrix and its bias (None: it has none)."""
+    parts: tuple[Stored, ...] = weight.parts
+    biases = weight.biases or (None,) * len(parts)
+    return list(zip(map(_stored, parts), biases, strict=True))
+
+
+def _stored(part: Stored) -> Stored:
+    return part if isinstance(part, PackedMatrix) else bits(part)

@@ -1,0 +1,257 @@
+"""Forward pass of a decoder on a CPU, as torch ops over weight tensors. Samples nothing and keeps no state.
+
+A pass is a function of its arguments: weights, one PassInputs, one KVCache. There are no modules and no hooks, because
+their call overhead is a third of a small model's pass on a CPU. For the same reason the pass calls the weights'
+`product` method directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from specrs.kernels.activation import clamped_swiglu, gelu_and_mul, silu_and_mul
+from specrs.kernels.linear import DenseWeight, Weight, dense_weight
+from specrs.kernels.paged_attention import (
+    AttentionPlan,
+    AttentionShape,
+    paged_attention,
+    plan_attention,
+    window,
+    write_kv,
+)
+from specrs.kernels.rms_norm import rms_norm
+from specrs.kernels.rotary import apply_rotary_, rotary_cos_sin
+from specrs.models.base import HiddenStates
+from specrs.models.experts import Experts
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+from specrs.models.kv_groups import KVGroups, kv_groups
+from specrs.models.lora import AdapterRows
+from specrs.models.rope import Rope, rope_magnitude
+from specrs.models.torch_weights import TorchExperts, TorchFacts, TorchWeights
+from specrs.parallel.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """Rotations and attention plans of a pass over N rows, computed once and used by every layer."""
+
+    rotations: tuple[tuple[Tensor, Tensor] | None, ...]
+    """cos and sin of each layer, both `[N, 1, rotary_dim]` as from `rotary_cos_sin`. None: the layer has no RoPE."""
+    attention: tuple[AttentionPlan, ...]
+    """Attention plan of each layer."""
+
+
+@dataclass(frozen=True)
+class TorchDecoder(TorchFacts):
+    """A decoder that torch computes on a CPU. It is the reference of the CUDA backend's `CudaDecoder`."""
+
+    weights: TorchWeights
+    kv_groups: KVGroups | None = None
+    """KV groups by which passes look up blocks. None: all layers are in one group."""
+    ranks: Ranks | None = None
+    """Tensor parallel ranks, each with a part of the weights and of the KV cache. None: there is one rank."""
+
+    def with_kv_groups(self, size: int) -> TorchDecoder:
+        """Return the model with its layers in KV groups of at most `size` layers, a number from `kv_group_sizes`."""
+        return replace(self, kv_groups=kv_groups(self.config.windows, size))
+
+    def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
+        """Feed N rows. Writes K and V of every row with a slot into `kv_cache` and changes nothing else.
+
+        `hidden_layers` are the layers whose inputs are returned with the final states.
+        """
+        shape, windows = self._shape(kv_cache), self.config.windows or (None,) * self.num_layers
+        groups = (0,) * self.num_layers if self.kv_groups is None else self.kv_groups.of_layer
+        kinds, plans = list(zip(groups, windows, strict=True)), {}
+        for group, size in set(kinds):
+            slots, table = inputs.in_group(group)
+            visibility = None if size is None else window(size)
+            plans[group, size] = plan_attention(
+                inputs.positions, slots, inputs.q_start, table, shape, inputs.k_start, visibility
+            )
+        attention = tuple(plans[kind] for kind in kinds)
+        plan = PassPlan(self._rotations(inputs.positions), attention)
+        return self._run(inputs.input_ids, plan, kv_cache, hidden_layers, inputs.adapters)
+
+    def _rotations(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor] | None, ...]:
+        """Return cos and sin of each layer for `positions` [N], as in `PassPlan.rotations`."""
+        weights, c = self.weights, self.config
+        if not weights.rotaries:
+            return (rotary_cos_sin(positions, weights.rotary, weights.dtype, c.rope_magnitude),) * self.num_layers
+        made: dict[Rope | None, tuple[Tensor, Tensor] | None] = {}
+        for rope, rotary in zip(c.ropes, weights.rotaries, strict=True):
+            if rope not in made:
+                magnitude = rope_magnitude(None if rope is None else rope[1])
+                made[rope] = None if rotary is None else rotary_cos_sin(positions, rotary, weights.dtype, magnitude)
+        return tuple(made[rope] for rope in c.ropes)
+
+    def _run(
+        self,
+        input_ids: Tensor,
+        plan: PassPlan,
+        kv_cache: KVCache,
+        hidden_layers: Sequence[int],
+        adapters: Sequence[AdapterRows] = (),
+    ) -> HiddenStates:
+        weights = self.weights
+        c = weights.config
+        heads, kv_heads, rotary_dim = c.num_heads, c.num_kv_heads, c.partial_rotary_dim
+        eps, scale, residual = c.rms_norm_eps, c.attention_scale, c.residual_multiplier
+        normed = c.norms != "behind"
+        activate = silu_and_mul if c.activation == "silu" else gelu_and_mul
+        entries: dict[int, Tensor] = {}
+        h = self._embed(input_ids).to(weights.dtype)
+        if c.embedding_multiplier != 1:
+            h = h * c.embedding_multiplier
+        layers = zip(weights.layers, kv_cache.layers, plan.attention, plan.rotations, strict=True)
+        for i, (w, cache, attention, rotation) in enumerate(layers):
+            if i in hidden_layers:
+                entries[i] = h
+            x = rms_norm(h, w.input_norm, eps) if normed else h
+            qkv = w.qkv.product(x)
+            for adapter in adapters:
+                adapter.add_(qkv, x, i, "qkv")
+            qkv = qkv.view(-1, heads + 2 * kv_heads, c.head_dim)
+            qk = qkv.narrow(1, 0, heads + kv_heads)  # indexing takes twice as long
+            if w.qk_norm is not None and c.qk_norm_whole and self.ranks is not None:
+                self._norm_heads(qk, w.qk_norm, self.ranks)
+            elif w.qk_norm is not None and c.qk_norm_whole:
+                for part, weight in ((qk[:, :heads], w.qk_norm[:heads]), (qk[:, heads:], w.qk_norm[heads:])):
+                    rms_norm(part.flatten(1), weight.flatten(), eps, inplace=True)
+            elif w.qk_norm is not None:
+                rms_norm(qk, w.qk_norm, eps, inplace=True)
+            if rotation is not None:
+                apply_rotary_(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
+            write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention, w.kv_scales)
+            x = paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale, sinks=w.sinks, kv_scales=w.kv_scales)
+            attended, x = x, w.o.product(x)
+            for adapter in adapters:
+                adapter.add_(x, attended, i, "o")
+            x = self._sum(x)
+            if w.attention_output_norm is not None:
+                rms_norm(x, w.attention_output_norm, eps, inplace=True)
+            h = x.add_(h) if residual == 1 else x.mul_(residual).add_(h)
+            x = rms_norm(h, w.post_attention_norm, eps) if normed else h
+            if w.experts is None or c.experts is None:
+                gate_up = w.gate_up.product(x)
+                for adapter in adapters:
+                    adapter.add_(gate_up, x, i, "gate_up")
+                activated = activate(gate_up)
+                x = w.down.product(activated)
+                for adapter in adapters:
+                    adapter.add_(x, activated, i, "down")
+            else:
+                x = mixture(x, w.experts, c.experts)
+            x = self._sum(x)
+            if w.mlp_output_norm is not None:
+                rms_norm(x, w.mlp_output_norm, eps, inplace=True)
+            h = x.add_(h) if residual == 1 else x.mul_(residual).add_(h)
+        if self.num_layers in hidden_layers:
+            entries[self.num_layers] = h
+        kept = torch.stack([entries[i] for i in hidden_layers], dim=1) if hidden_layers else None
+        return HiddenStates(rms_norm(h, weights.final_norm, eps), kept)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Return `x` summed over all ranks. Mutates `x`."""
+        return x if self.ranks is None else self.ranks.add_(x)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        embedding = self.weights.embedding
+        if self.ranks is None:
+            return embedding.index_select(0, input_ids)
+        return self.ranks.look_up(embedding, input_ids)
+
+    def whole_embedding(self) -> Tensor:
+        """Return the embedding of the whole vocabulary, `[vocab, hidden]`. Ranks must call this together."""
+        embedding = self.weights.embedding
+        return embedding if self.ranks is None else self.ranks.gather(embedding).flatten(0, 1)[: self.vocab_size]
+
+    def whole_lm_head(self) -> Weight:
+        """Return the LM head of the whole vocabulary. Ranks must call this together."""
+        weights = self.weights
+        if self.ranks is None:
+            return weights.lm_head
+        kept = torch.float32 if weights.dtype == torch.bfloat16 and weights.device.type == "cpu" else weights.dtype
+        own = weights.lm_head
+        rows = self.ranks.gather(own.weight if isinstance(own, DenseWeight) else own.dequantized().to(kept))
+        return dense_weight(rows.flatten(0, 1)[: self.vocab_size])
+
+    def _norm_heads(self, qk: Tensor, weight: Tensor, ranks: Ranks) -> None:
+        """Norm `qk` [N, heads + kv_heads, head_dim] over the query heads of all ranks, and over their KV heads. Mutates
+        `qk`.
+
+        The formula is that of `rms_norm`.
+        """
+        c, heads = self.weights.config, self.weights.config.num_heads
+        parts = (slice(0, heads), slice(heads, None))
+        squares = torch.stack([qk[:, part].float().square().sum((1, 2)) for part in parts], dim=1)
+        # Each KV head has the same number of copies among ranks, so counting all of them leaves the mean as it is.
+        means = ranks.add_(squares) / (ranks.size * c.head_dim * torch.tensor([heads, c.num_kv_heads]))
+        for part, mean in zip(parts, means.unbind(1), strict=True):
+            scale = (mean + c.rms_norm_eps).rsqrt()[:, None, None]
+            qk[:, part] = qk[:, part].float().mul_(scale).to(qk.dtype).mul_(weight[part])
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights that this rank's pass over one row reads."""
+        c = self.config
+        elsewhere = 0 if self.ranks is None else c.vocab_size - len(self.weights.embedding)
+        return c.num_parameters - elsewhere * c.hidden_size
+
+    def _shape(self, kv_cache: KVCache) -> AttentionShape:
+        c = self.weights.config
+        dtypes = self.weights.dtype, kv_cache.layers[0].dtype
+        return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, kv_cache.block_size, *dtypes)
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the logits of final hidden states `[L, hidden]`: fp32, or float64 for float64 models.
+
+        With `out` `[L, ids]`, the logits of the first ids are written into it.
+
+        In bf16, the top two logits would tie in 1 of 20 rows of a 150k vocabulary, and torch's CPU products cannot
+        return their fp32 sums. So a bf16 model holds its LM head in fp32. That costs 4 bytes for each of its vocab *
+        hidden weights, and a product at fp32 speed.
+        """
+        if self.weights.dtype == torch.bfloat16:
+            hidden = hidden.float()
+        logits = self.weights.lm_head.product(hidden)
+        if self.ranks is not None:
+            logits = self.ranks.side_by_side(logits, self.vocab_size)
+        return logits if out is None else out.copy_(logits[:, : out.shape[1]])
+
+
+def mixture(x: Tensor, weights: TorchExperts, experts: Experts) -> Tensor:
+    """Return the output of a layer's experts for `x` `[N, hidden]`: the weighted sum over the experts that the router
+    chose.
+
+    Rows are sorted by expert, so each expert in use has one product. A row adds up its experts in a fixed order, which
+    does not depend on the other rows.
+    """
+    logits = weights.router.product(x)
+    if experts.softmax_of_chosen:
+        chosen, ids = logits.topk(experts.per_token, dim=-1)
+        shares = chosen.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    else:
+        shares, ids = logits.softmax(-1, dtype=torch.float32).topk(experts.per_token, dim=-1)
+        if experts.norm_topk_prob:
+            shares = shares / shares.sum(-1, keepdim=True)
+    activate: Callable[[Tensor], Tensor] = silu_and_mul
+    if experts.swiglu is not None:
+        activate = partial(clamped_swiglu, **experts.swiglu._asdict())
+    order = ids.view(-1).argsort(stable=True)
+    rows = order.div(experts.per_token, rounding_mode="floor")
+    sent, first = x.index_select(0, rows), 0
+    out = torch.empty_like(sent)
+    for i, count in enumerate(ids.view(-1).bincount(minlength=experts.count).tolist()):
+        if count:
+            hidden = activate(weights.gate_up[i].product(sent.narrow(0, first, count)))
+            out.narrow(0, first, count).copy_(weights.down[i].product(hidden))
+            first += count
+    out.mul_(shares.to(x.dtype).view(-1, 1).index_select(0, order))
+    return torch.zeros_like(x).index_add_(0, rows, out)

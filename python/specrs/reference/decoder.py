@@ -1,0 +1,143 @@
+"""A causal decoder in float64, for one text at a time and without a KV cache. It is slow and follows the formulas
+literally.
+
+It computes every family of `specrs.models.registry` from a checkpoint's tensors. Norms and the angles of RoPE are
+rounded to float32, as in transformers, so its logits equal those of transformers to 1e-12.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, linear, silu
+
+from specrs.arrays import FLOAT64, Array
+from specrs.models.experts import Experts
+from specrs.models.loader import open_checkpoint
+from specrs.models.rope import frequencies, rope_magnitude
+from specrs.models.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, norm_names
+
+
+class Decoder:
+    """The model in a folder of safetensors files or in a GGUF file."""
+
+    def __init__(self, source: Path, *, max_model_len: int | None = None) -> None:
+        """Open the files. Tensors are read in each pass. `max_model_len` selects the frequencies of LongRoPE, see
+        `ModelConfig`.
+
+        Raises CheckpointError if `source` is no model.
+        """
+        config, self.tensors = open_checkpoint(source, None, "auto")
+        self.config = config.for_length(max_model_len)
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Return the logits after each of N tokens, `[N, V]`."""
+        c, final = self.config, self.hidden_states(tokens)[-1]
+        head = self._read(EMBEDDING if c.tie_word_embeddings else LM_HEAD)
+        return linear(self._norm(final, FINAL_NORM.removesuffix(".weight")), head) / c.logits_scaling
+
+    def hidden_states(self, tokens: Sequence[int]) -> list[Tensor]:
+        """Return the residual stream `[N, hidden]` before each layer, and after the last."""
+        c, states = self.config, [self._read(EMBEDDING)[list(tokens)] * self.config.embedding_multiplier]
+        for i in range(c.num_layers):
+            layer, x = f"model.layers.{i}.", states[-1]
+            before, after, before_mlp, after_mlp = (name and layer + name for name in norm_names(c))
+            attended = self._norm(self._attention(self._norm(x, before), i, layer + "self_attn."), after)
+            x = x + attended * c.residual_multiplier
+            y = self._norm(x, before_mlp)
+            has_experts = c.experts is not None and c.experts.layers[i]
+            if c.experts is not None and has_experts:
+                y = self._mixture(y, c.experts, f"{layer}{c.experts.block}.")
+            else:
+                y = self._mlp(y, layer + "mlp.")
+            states.append(x + self._norm(y, after_mlp) * c.residual_multiplier)
+        return states
+
+    def _attention(self, x: Tensor, i: int, prefix: str) -> Tensor:
+        """Attention of layer `i` over `x` `[N, hidden]`."""
+        c, count = self.config, len(x)
+        sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+        if c.fused_projections:
+            q, k, v = torch.split(self._linear(x, prefix + "qkv_proj"), sizes, dim=1)
+        else:
+            q, k, v = (self._linear(x, f"{prefix}{name}_proj") for name in "qkv")
+        if c.qk_norm and c.qk_norm_whole:
+            q, k = self._norm(q, prefix + "q_norm"), self._norm(k, prefix + "k_norm")
+        q, k, v = (part.view(count, -1, c.head_dim) for part in (q, k, v))
+        if c.qk_norm and not c.qk_norm_whole:
+            q, k = self._norm(q, prefix + "q_norm"), self._norm(k, prefix + "k_norm")
+        q, k = self._rotate(q, i), self._rotate(k, i)
+        k, v = (part.repeat_interleave(c.num_heads // c.num_kv_heads, dim=1) for part in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * c.attention_scale
+        distance = torch.arange(count)[:, None] - torch.arange(count)
+        window = c.windows[i] if c.windows else None
+        scores = scores.masked_fill((distance < 0) | (distance >= (count if window is None else window)), -math.inf)
+        if c.sinks:  # takes its share of the softmax and adds nothing
+            sinks = self._read(prefix + "sinks").view(-1, 1, 1).expand(-1, count, 1)
+            scores = torch.cat((scores, sinks), dim=2)
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[:, :, :count], v)
+        return self._linear(attended.reshape(count, -1), prefix + "o_proj")
+
+    def _rotate(self, x: Tensor, i: int) -> Tensor:
+        """Apply the RoPE of layer `i` to heads `[N, heads, head_dim]` (Su et al. 2021)."""
+        rope, dim = self.config.rope_of(i), self.config.rotary_dim
+        if rope is None:
+            return x
+
+        def powers(size: int, theta: float) -> Array:
+            made: Array = (theta ** (torch.arange(0, size, 2).float() / size)).numpy()
+            return made
+
+        angles = torch.arange(len(x)).float().view(-1, 1, 1) * torch.from_numpy(frequencies(rope, dim, powers))
+        cos, sin = (angles.cos() * rope_magnitude(rope[1])).double(), (angles.sin() * rope_magnitude(rope[1])).double()
+        a, b, rest = x[:, :, : dim // 2], x[:, :, dim // 2 : dim], x[:, :, dim:]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=2)
+
+    def _mlp(self, x: Tensor, prefix: str) -> Tensor:
+        c = self.config
+        if c.fused_projections:
+            gate, up = self._linear(x, prefix + "gate_up_proj").chunk(2, dim=1)
+        else:
+            gate, up = self._linear(x, prefix + "gate_proj"), self._linear(x, prefix + "up_proj")
+        activated = silu(gate) if c.activation == "silu" else gelu(gate, approximate="tanh")
+        return self._linear(activated * up, prefix + "down_proj")
+
+    def _mixture(self, x: Tensor, experts: Experts, prefix: str) -> Tensor:
+        """Return the weighted sum of the outputs of each row's experts, for `x` `[N, hidden]`."""
+        shares = self._linear(x, prefix + experts.router).softmax(1)
+        gate_name, up_name, down_name = experts.projections
+        rows = []
+        for row, own in zip(x, shares, strict=True):
+            chosen, total = own.topk(experts.per_token).indices.tolist(), torch.zeros_like(row)
+            scale = own[chosen].sum() if experts.norm_topk_prob or experts.softmax_of_chosen else 1.0
+            for expert in chosen:
+                name = f"{prefix}experts.{expert}."
+                gate, up = self._linear(row, name + gate_name), self._linear(row, name + up_name)
+                if experts.swiglu is None:
+                    activated = silu(gate) * up
+                else:
+                    alpha, limit = experts.swiglu
+                    gate = gate.clamp(max=limit)
+                    activated = gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
+                total = total + own[expert] / scale * self._linear(activated, name + down_name)
+            rows.append(total)
+        return torch.stack(rows)
+
+    def _norm(self, x: Tensor, name: str | None) -> Tensor:
+        """Apply RMSNorm over the last dimension (Zhang and Sennrich 2019). With `name` None, return `x`."""
+        if name is None:
+            return x
+        rounded = x.float()
+        normed = rounded * (rounded.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
+        return normed.double() * (self._read(f"{name}.weight") + self.config.norm_offset)
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        bias = f"{name}.bias"
+        return linear(x, self._read(f"{name}.weight"), self._read(bias) if bias in self.tensors else None)
+
+    def _read(self, name: str) -> Tensor:
+        return torch.from_numpy(self.tensors.read(name, FLOAT64))

@@ -1,0 +1,134 @@
+//! Quantized weights, packed: sixteen outputs side by side, as kernels read them.
+
+mod pack;
+mod types;
+
+pub use types::BlockType;
+pub(crate) use types::{BLOCK, Format, Minima, SUPER, Scales};
+
+use crate::isa::LANES;
+use crate::memory::{Line, from_f16};
+
+/// A matrix `[outputs, inputs]` of integers with scales, which stand for the numbers of its file exactly.
+///
+/// Outputs lie in strips of sixteen, the last one padded with zeros. Of a strip each 32 inputs are a packed block: lines
+/// of codes, then lines of their high bits. Byte `4 o + k` of a line belongs to output `o`. Inputs `4 r .. 4 r + 4` of a
+/// block are run `r`; byte k has input `4 r + k`. A line has one run of 8-bit codes, two of 4-bit codes, the earlier one
+/// in the lower halves, or four of 2-bit codes. Bit r of a byte of high bits belongs to run r; of two high bits, bits
+/// `2 (r % 4)` of line `r / 4`.
+pub struct Packed {
+    /// GGML's name of the type of a file, or INT4 or INT8.
+    kind: &'static str,
+    format: Format,
+    outputs: usize,
+    inputs: usize,
+    /// `[strips, blocks, lines of a block]`
+    codes: Vec<Line>,
+    /// `[strips, scales, halves of a scale, 16]`, a scale for every `1 << shift` blocks.
+    halves: Vec<u16>,
+    /// `[strips, blocks, 1 or 2 with minima, groups of a block, 16]` where scales are [`Scales::Sub`]; `[strips, scales, 16]`
+    /// where minima are [`Minima::Zeros`].
+    subs: Vec<i8>,
+}
+
+impl Packed {
+    /// GGML's name of the type of a file, or INT4 or INT8.
+    pub fn kind(&self) -> &'static str {
+        self.kind
+    }
+
+    /// Output features.
+    pub fn outputs(&self) -> usize {
+        self.outputs
+    }
+
+    /// Input features.
+    pub fn inputs(&self) -> usize {
+        self.inputs
+    }
+
+    /// Bytes of its memory.
+    pub fn num_bytes(&self) -> usize {
+        size_of_val(&*self.codes) + self.halves.len() * 2 + self.subs.len()
+    }
+
+    pub(crate) fn format(&self) -> Format {
+        self.format
+    }
+
+    pub(crate) fn blocks(&self) -> usize {
+        self.inputs / BLOCK
+    }
+
+    fn strips(&self) -> usize {
+        self.outputs.div_ceil(LANES)
+    }
+
+    /// Lines of codes of a strip.
+    pub(crate) fn codes(&self, strip: usize) -> &[Line] {
+        let lines = self.blocks() * self.format.lines();
+        &self.codes[strip * lines..][..lines]
+    }
+
+    /// Scales and minima of a strip, as bits of 16-bit numbers and as integers of 8 bits.
+    pub(crate) fn scales(&self, strip: usize) -> (&[u16], &[i8]) {
+        let (halves, subs) = (self.halves.len() / self.strips(), self.subs.len() / self.strips());
+        (&self.halves[strip * halves..][..halves], &self.subs[strip * subs..][..subs])
+    }
+
+    /// Writes the numbers of an output into `out` `[inputs]`: `scale * q + minimum`, rounded once.
+    pub fn row(&self, output: usize, out: &mut [f32]) {
+        let (strip, lane) = (output / LANES, output % LANES);
+        let (format, (halves, subs)) = (self.format, self.scales(strip));
+        let lines = self.codes(strip).chunks_exact(format.lines());
+        for (block, (lines, out)) in lines.zip(out.chunks_exact_mut(BLOCK)).enumerate() {
+            for (input, out) in out.iter_mut().enumerate() {
+                let group = if format.halves { input / 16 } else { 0 };
+                let (scale, min) = format.numbers(halves, subs, block, group, lane);
+                let q = format.code(lines, lane, input) as f32;
+                *out = if format.minima == Minima::None { scale * q } else { scale.mul_add(q, min) };
+            }
+        }
+    }
+}
+
+impl Format {
+    /// The integer that a code of a packed block stands for.
+    fn code(self, lines: &[Line], lane: usize, input: usize) -> i32 {
+        let (run, byte) = (input / 4, 4 * lane + input % 4);
+        let bits = |first: usize, width: u32| {
+            let per_line = 8 / width as usize;
+            let shift = (run % per_line) as u32 * width;
+            u32::from(lines[first + run / per_line].0[byte]) >> shift & ((1 << width) - 1)
+        };
+        let low = bits(0, self.low);
+        let high = if self.high > 0 { bits(self.low_lines(), self.high) << self.low } else { 0 };
+        let code = low | high;
+        match self.table {
+            Some(table) => i32::from(table[code as usize]),
+            None if self.low == 8 => i32::from((code as u8).cast_signed()),
+            None => code as i32 - self.offset,
+        }
+    }
+
+    /// Scale and minimum of a group, of the scales of a strip.
+    fn numbers(self, halves: &[u16], subs: &[i8], block: usize, group: usize, lane: usize) -> (f32, f32) {
+        let (slot, stored) = (block >> self.shift, self.stored());
+        let half = |i: usize| halves[(slot * self.halves_per_scale() + i) * LANES + lane];
+        let number = |i: usize| match self.scales {
+            Scales::F16 => from_f16(half(i)),
+            Scales::Bf16 => f32::from_bits(u32::from(half(i)) << 16),
+            Scales::F32 => f32::from_bits(u32::from(half(0)) << 16 | u32::from(half(1))),
+            Scales::Sub => {
+                let sub = subs[((block * stored + i) * self.groups() + group) * LANES + lane];
+                from_f16(half(i)) * f32::from(sub)
+            }
+        };
+        let min = match self.minima {
+            Minima::None => 0.0,
+            Minima::Stored => number(1),
+            Minima::Zeros => number(0) * f32::from(subs[slot * LANES + lane]),
+        };
+        (number(0), min)
+    }
+}

@@ -1,0 +1,338 @@
+//! Products with packed weights against their rules in plain Rust, on numbers as files have them, bit by bit.
+
+use super::BlockProduct;
+use crate::blocks::{BlockType, Minima, Packed, Scales};
+use crate::isa::{Isa, Vector};
+use crate::kernels::{Round, RoundedRoom};
+use crate::memory::{Bf16, from_f16};
+use proptest::prelude::*;
+
+/// A generator of numbers, for bytes and rows.
+struct Numbers(u64);
+
+impl Numbers {
+    fn next(&mut self) -> u32 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as u32
+    }
+
+    /// A row's number; of one in sixteen blocks something out of the ordinary.
+    fn number(&mut self, odd: bool) -> f32 {
+        let plain = (self.next() as f32 / 2_f32.powi(30) - 1.0) * 2_f32.powi(self.next().rem_euclid(5).cast_signed());
+        if !odd {
+            return plain;
+        }
+        match self.next() % 8 {
+            0 => 0.0,
+            1 => -0.0,
+            2 => f32::from_bits(self.next() % (1 << 23)),
+            3 => plain * 2_f32.powi(100),
+            4 => plain * 2_f32.powi(-100),
+            5 => plain * 2_f32.powi(-120),
+            6 if self.next().is_multiple_of(16) => {
+                [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][self.next() as usize % 3]
+            }
+            _ => plain,
+        }
+    }
+}
+
+/// A block's 256 or 32 numbers `(q, scale, minimum)`, read here once more from what the type says of its codes.
+fn terms(kind: BlockType, bytes: &[u8]) -> Vec<(i32, f32, f32)> {
+    let (format, block) = (kind.format(), kind.read(bytes));
+    let number = |bits: u16| match format.scales {
+        Scales::Bf16 => f32::from_bits(u32::from(bits) << 16),
+        Scales::F16 | Scales::F32 | Scales::Sub => from_f16(bits),
+    };
+    let per_group = if format.halves { 16 } else { 32 };
+    (0..kind.numbers())
+        .map(|i| {
+            let code = block.codes[i];
+            let q = match format.table {
+                Some(table) => i32::from(table[usize::from(code)]),
+                None if format.low == 8 => i32::from(code.cast_signed()),
+                None => i32::from(code) - format.offset,
+            };
+            let (mut scale, mut min) = (number(block.scale), number(block.min));
+            if format.scales == Scales::Sub {
+                scale *= f32::from(block.sub_scales[i / per_group]);
+                min *= f32::from(block.sub_mins[i / per_group]);
+            }
+            (q, scale, min)
+        })
+        .collect()
+}
+
+/// An output's weights `(q, scale, minimum)`, and how its sums are grouped.
+struct Output {
+    weights: Vec<(i32, f32, f32)>,
+    halves: bool,
+    mins: bool,
+}
+
+impl Output {
+    fn of_file(kind: BlockType, row: &[u8]) -> Self {
+        let format = kind.format();
+        let weights = row.chunks_exact(kind.bytes()).flat_map(|bytes| terms(kind, bytes)).collect();
+        Self { weights, halves: format.halves, mins: format.minima != Minima::None }
+    }
+
+    /// Integers with scales. With `zeros`, integers of a group count from the least of them.
+    fn of_group(values: &[i16], scales: &[f32], zeros: bool) -> Self {
+        let group = values.len() / scales.len();
+        let weights = values.chunks_exact(group).zip(scales).flat_map(|(values, &scale)| {
+            let least = if zeros { values.iter().copied().min().unwrap() } else { 0 };
+            values.iter().map(move |&q| (i32::from(q - least), scale, scale * f32::from(least)))
+        });
+        Self { weights: weights.collect(), halves: false, mins: zeros }
+    }
+
+    /// The product with a row, by the rules.
+    fn product(&self, x: &[f32]) -> f32 {
+        let mut acc = 0.0_f32;
+        for (x, weights) in x.chunks_exact(32).zip(self.weights.chunks_exact(32)) {
+            let largest = x.iter().fold(0.0_f32, |a, x| if x.abs() > a { x.abs() } else { a });
+            let finite = x.iter().all(|x| x.is_finite());
+            let d = match () {
+                () if !finite => f32::NAN,
+                () if largest < 2_f32.powi(-100) => 0.0,
+                () => largest / 32_512.0,
+            };
+            let factor = 32_512.0 / largest;
+            let code = |x: f32| if d > 0.0 { (x * factor).round_ties_even() as i32 } else { 0 };
+            for group in 0..if self.halves { 2 } else { 1 } {
+                let of = if self.halves { 16 * group..16 * group + 16 } else { 0..32 };
+                let (mut dot, mut sum) = (0_i64, 0_i64);
+                for i in of.clone() {
+                    dot += i64::from(weights[i].0) * i64::from(code(x[i]));
+                    sum += i64::from(code(x[i]));
+                }
+                let (_, scale, min) = weights[of.start];
+                acc = (dot as f32).mul_add(scale * d, acc);
+                if self.mins {
+                    acc = min.mul_add(d * sum as f32, acc);
+                }
+            }
+        }
+        acc
+    }
+}
+
+fn same(a: f32, b: f32) -> bool {
+    a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()
+}
+
+/// Bytes of rows as a file may have them; scales are numbers, because a loader rejects others.
+fn file(kind: BlockType, outputs: usize, inputs: usize, numbers: &mut Numbers) -> Vec<u8> {
+    let mut bytes: Vec<u8> =
+        (0..outputs * (inputs / kind.numbers()) * kind.bytes()).map(|_| numbers.next() as u8).collect();
+    for block in bytes.chunks_exact_mut(kind.bytes()) {
+        let scales: &[usize] = match kind {
+            BlockType::Q4_1 | BlockType::Q5_1 | BlockType::Q4_K | BlockType::Q5_K => &[1, 3],
+            BlockType::Q2_K => &[81, 83],
+            BlockType::Q3_K => &[109],
+            BlockType::Q6_K => &[209],
+            BlockType::MXFP4 => &[0],
+            _ => &[1],
+        };
+        for &at in scales {
+            // The largest exponents of fp16 are those of numbers that are not finite.
+            block[at] = if kind == BlockType::MXFP4 { 100 + block[at] % 40 } else { block[at] & 0xBF };
+        }
+    }
+    bytes
+}
+
+fn check(kind: BlockType, outputs: usize, blocks: usize, rows: usize, range: (usize, usize), seed: u64) {
+    let numbers = &mut Numbers(seed);
+    let inputs = blocks * kind.numbers();
+    let bytes = file(kind, outputs, inputs, numbers);
+    let order: Vec<usize> = (0..outputs).map(|o| (o * 7 + 3) % outputs).collect();
+    let order = (!outputs.is_multiple_of(7) && seed.is_multiple_of(2)).then_some(order);
+    let packed = Packed::new("w", kind, &bytes, inputs, order.as_deref(), 1 + seed as usize % 3).unwrap();
+    let row = bytes.len() / outputs;
+    let of = |o: usize| order.as_ref().map_or(o, |order| order[o]);
+    let expected: Vec<Output> = (0..outputs).map(|o| Output::of_file(kind, &bytes[of(o) * row..][..row])).collect();
+    compare(&packed, &expected, rows, range, numbers);
+}
+
+/// What scales are drawn as, and how large integers are.
+#[derive(Clone, Copy, Debug)]
+struct Integers {
+    scales: Scales,
+    /// Bits of the integers, 4 or 8, which count from any number where there are `zeros`.
+    bits: u32,
+    zeros: bool,
+}
+
+impl Integers {
+    fn all() -> Vec<Self> {
+        let of = |scales, bits, zeros| Self { scales, bits, zeros };
+        let halves = [Scales::F16, Scales::Bf16];
+        let kinds = [(4, false), (4, true), (8, false)];
+        let all = halves.iter().flat_map(|&scales| kinds.iter().map(move |&(bits, zeros)| of(scales, bits, zeros)));
+        all.chain([of(Scales::F32, 4, false), of(Scales::F32, 8, false)]).collect()
+    }
+
+    fn scale(self, numbers: &mut Numbers) -> f32 {
+        match self.scales {
+            Scales::Bf16 => Bf16::from_f32(numbers.number(false)).to_f32(),
+            Scales::F16 | Scales::Sub => from_f16((numbers.next() as u16) & 0xBFFF),
+            Scales::F32 => numbers.number(false),
+        }
+    }
+}
+
+fn check_groups(of: Integers, outputs: usize, (group, groups): (usize, usize), rows: usize, seed: u64) {
+    let numbers = &mut Numbers(seed);
+    let inputs = group * groups;
+    let mut values = vec![0_i16; outputs * inputs];
+    for group in values.chunks_exact_mut(group) {
+        let first = match (of.bits, of.zeros) {
+            (8, _) => -128,
+            (_, true) => (numbers.next() % 240) as i16 - 128,
+            (_, false) => -8,
+        };
+        group.fill_with(|| first + (numbers.next() % (1 << of.bits)) as i16);
+    }
+    // The ends of the range make sure of the type.
+    values[0] = if of.zeros { 50 } else { values[0] };
+    if of.zeros {
+        values[1..group].fill(65);
+    } else if of.bits == 8 {
+        (values[0], values[1]) = (-128, 127);
+    }
+    let mut scales = vec![0.0; outputs * groups];
+    scales.fill_with(|| of.scale(numbers));
+    scales[0] = match of.scales {
+        Scales::F32 => 1.0 / 3.0,
+        Scales::F16 | Scales::Sub => 1.0 + 2_f32.powi(-10),
+        Scales::Bf16 => 2_f32.powi(100),
+    };
+    let packed = Packed::grouped("w", &values, inputs, &scales, 1 + seed as usize % 3).unwrap();
+    assert_eq!((packed.kind(), packed.format().scales), (if of.bits == 8 { "INT8" } else { "INT4" }, of.scales));
+    assert_eq!(packed.format().minima, if of.zeros { Minima::Zeros } else { Minima::None });
+    let of_output = |(values, scales): (&[i16], &[f32])| Output::of_group(values, scales, of.zeros);
+    let expected: Vec<Output> = values.chunks_exact(inputs).zip(scales.chunks_exact(groups)).map(of_output).collect();
+    for (output, values) in values.chunks_exact(inputs).enumerate() {
+        let mut row = vec![f32::NAN; inputs];
+        packed.row(output, &mut row);
+        for (i, (found, &q)) in row.iter().zip(values).enumerate() {
+            let number = f32::from(q) * scales[output * groups + i / group];
+            assert!((found - number).abs() <= 0.0, "{of:?}: {found} for {number}");
+        }
+    }
+    compare(&packed, &expected, rows, (0, outputs - 1), numbers);
+}
+
+/// Compares products of `rows` rows with part of the outputs on every instruction set.
+fn compare(packed: &Packed, outputs: &[Output], rows: usize, range: (usize, usize), numbers: &mut Numbers) {
+    let (inputs, count) = (packed.inputs(), outputs.len());
+    let mut x = vec![[0.0; 16]; rows * inputs / 16];
+    for block in x.as_flattened_mut().chunks_exact_mut(32) {
+        let odd = numbers.next().is_multiple_of(16);
+        // A block of such numbers alone is rounded to zeros.
+        let size = if numbers.next().is_multiple_of(8) { 2_f32.powi(-120) } else { 1.0 };
+        block.fill_with(|| numbers.number(odd) * size);
+    }
+    let range = range.0 % count..range.0 % count + 1 + range.1 % (count - range.0 % count);
+    let expected: Vec<Vec<f32>> = x
+        .as_flattened()
+        .chunks_exact(inputs)
+        .map(|x| outputs[range.clone()].iter().map(|output| output.product(x)).collect())
+        .collect();
+    for isa in Isa::available() {
+        let found = product(isa, packed, &x, rows, &range);
+        for (found, expected) in found.chunks_exact(range.len() + 3).zip(&expected) {
+            for (o, (found, expected)) in found.iter().zip(expected).enumerate() {
+                let kind = packed.kind();
+                assert!(same(*found, *expected), "{kind} on {isa:?}, output {o}: {found} and {expected}");
+            }
+        }
+    }
+}
+
+fn product(isa: Isa, packed: &Packed, x: &[Vector], rows: usize, range: &std::ops::Range<usize>) -> Vec<f32> {
+    let (inputs, y_stride) = (packed.inputs(), range.len() + 3);
+    let mut room = RoundedRoom::new(rows, inputs);
+    let mut y = vec![f32::NAN; rows * y_stride];
+    let rounded = isa.run(Round { x, inputs, room: &mut room });
+    let outputs = range.clone();
+    BlockProduct { w: packed, outputs, x: rounded, rows, y: &mut y, y_stride }.run(isa);
+    y
+}
+
+proptest! {
+    #![proptest_config(crate::cases(40))]
+
+    #[test]
+    fn products_have_the_bits_of_the_rules(
+        kind in prop::sample::select(BlockType::ALL.to_vec()),
+        outputs in 1..40_usize,
+        blocks in 1..4_usize,
+        rows in 1..20_usize,
+        range in (0..40_usize, 0..40_usize),
+        seed in any::<u64>(),
+    ) {
+        check(kind, outputs, blocks, rows, range, seed);
+    }
+
+    #[test]
+    fn products_with_integers_have_the_bits_of_the_rules(
+        of in prop::sample::select(Integers::all()),
+        outputs in 1..40_usize,
+        group in (1..9_usize, 1..4_usize),
+        rows in 1..20_usize,
+        seed in any::<u64>(),
+    ) {
+        check_groups(of, outputs, (32 * group.0, group.1), rows, seed);
+    }
+}
+
+#[test]
+fn every_type_has_the_bits_of_the_rules() {
+    for kind in BlockType::ALL {
+        check(kind, 18, 9 * 32 / kind.numbers() + 1, 9, (0, 17), 1);
+        check(kind, 16, 1, 1, (0, 15), 2);
+    }
+    for of in Integers::all() {
+        check_groups(of, 18, (128, 3), 9, 1);
+        check_groups(of, 16, (32 * 12, 1), 1, 2);
+    }
+}
+
+#[test]
+fn numbers_of_an_output_are_those_of_its_file() {
+    for kind in BlockType::ALL {
+        let bytes = file(kind, 17, 512, &mut Numbers(3));
+        let packed = Packed::new("w", kind, &bytes, 512, None, 2).unwrap();
+        for (output, row) in bytes.chunks_exact(bytes.len() / 17).enumerate() {
+            let mut found = [0.0; 512];
+            packed.row(output, &mut found);
+            let terms = row.chunks_exact(kind.bytes()).flat_map(|bytes| terms(kind, bytes));
+            for (found, (q, scale, min)) in found.iter().zip(terms) {
+                let min = if kind.format().minima == Minima::None { 0.0 } else { min };
+                assert_eq!(
+                    (q as f32).mul_add(scale, min).to_bits() & !(1 << 31),
+                    found.to_bits() & !(1 << 31),
+                    "{kind:?}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_no_matrix_of_blocks_is_an_error() {
+    let of = |inputs, bytes: usize, order: Option<&[usize]>| {
+        Packed::new("w", BlockType::Q4_K, &vec![0; bytes], inputs, order, 2).map(|packed| packed.outputs())
+    };
+    assert_eq!(of(512, 3 * 288, None).unwrap(), 3);
+    for (inputs, bytes, order) in [(0, 288, None), (128, 72, None), (512, 300, None), (512, 576, Some(&[0, 2][..]))] {
+        assert!(of(inputs, bytes, order).is_err(), "{inputs} inputs, {bytes} bytes");
+    }
+    let mut blocks = vec![0; 2 * 34];
+    blocks[34 + 1] = 0x7C;
+    let message = Packed::new("w", BlockType::Q8_0, &blocks, 32, None, 2).map(|_| ()).unwrap_err().to_string();
+    assert!(message.contains("w's scale of row 1, block 0"), "{message}");
+}

@@ -1,0 +1,56 @@
+//! Conversion of fp16 numbers.
+
+/// Converts the bits of an fp16 number to f32, exactly.
+pub(crate) fn from_f16(bits: u16) -> f32 {
+    let (sign, rest) = (u32::from(bits & 0x8000) << 16, u32::from(bits & 0x7FFF));
+    let magnitude = if rest >= 0x7C00 {
+        f32::from_bits(0x7F80_0000 | (rest & 0x3FF) << 13)
+    } else {
+        // The exponent's bias is 112 more; a subnormal number is brought there by a product.
+        f32::from_bits(rest << 13) * f32::from_bits((254 - 15) << 23)
+    };
+    f32::from_bits(sign | magnitude.to_bits())
+}
+
+/// The bits of the fp16 number nearest to `x`, ties to even. NaN becomes a NaN.
+pub(crate) fn to_f16(x: f32) -> u16 {
+    let (sign, size) = ((x.to_bits() >> 16) as u16 & 0x8000, x.abs());
+    let bits = if size.is_nan() {
+        0x7E00
+    } else if size >= 65_520.0 {
+        0x7C00
+    } else if size < 2_f32.powi(-14) {
+        // The unit of subnormal numbers is 2^-24; a sum with 2^23 rounds to an integer.
+        ((size * 2_f32.powi(24) + 8_388_608.0).to_bits() & 0x7FF) as u16
+    } else {
+        let rebased = size.to_bits() - (112 << 23);
+        ((rebased + 0xFFF + (rebased >> 13 & 1)) >> 13) as u16
+    };
+    sign | bits
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_number_comes_back() {
+        for bits in (0..=u16::MAX).filter(|&bits| !from_f16(bits).is_nan()) {
+            assert_eq!(to_f16(from_f16(bits)), bits);
+        }
+        assert!(from_f16(to_f16(f32::NAN)).is_nan());
+    }
+
+    /// Between neighbours a number goes to the nearer one, and from the middle to the even one.
+    #[test]
+    fn numbers_go_to_the_nearest() {
+        for bits in 0..0x7BFF_u16 {
+            let (below, above) = (from_f16(bits), from_f16(bits + 1));
+            let middle = f32::midpoint(below, above);
+            assert_eq!(to_f16(middle), bits + bits % 2, "{middle}");
+            assert_eq!((to_f16(middle.next_down()), to_f16(middle.next_up())), (bits, bits + 1), "{middle}");
+            assert_eq!(to_f16(-middle.next_up()), 0x8000 | (bits + 1));
+        }
+        assert_eq!((to_f16(65_519.996), to_f16(65_520.0)), (0x7BFF, 0x7C00));
+    }
+}

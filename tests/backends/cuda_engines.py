@@ -1,0 +1,88 @@
+"""Small requests for engines on the CUDA runner, which Triton's interpreter runs here, and on the CPU loop. Holds no
+tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import torch
+from specrs.backends.cuda.context import entries_of
+from specrs.backends.cuda.graphs import tasks
+from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.table import BACKENDS
+from specrs.engine.engine import Engine
+from specrs.engine.request import Request
+from specrs.sampling import SamplingParams
+
+K = 3
+SMALL: dict[str, Any] = {
+    "max_model_len": 32,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 12,
+    "block_size": 4,
+    "num_gpu_blocks_override": 20,
+    "launch_depth": 2,
+    "device": "cpu",  # also where there is a GPU, which then runs kernel by kernel (see `gpu_shuttle`)
+}
+"""Settings of engines whose requests are `PROMPTS`."""
+CUDA = BACKENDS["cuda"]
+PROMPTS = [[5, 9, 2, 33, 7, 7, 1, 12, 40, 3, 22], [5, 9, 2, 33, 7, 7, 1, 12], [60]]
+
+
+def serve_by_cuda(patch: pytest.MonkeyPatch) -> None:
+    """Let the CUDA backend make the runners of engines on a CPU."""
+    patch.setattr("specrs.engine.plan.backend_of", lambda _device: CUDA)
+
+
+def generate(
+    engine: Engine, params: list[SamplingParams], num_tokens: int = 5, prompts: list[list[int]] = PROMPTS
+) -> list[Request]:
+    """Every prompt to its end; ids, log probabilities and statistics are in the requests."""
+    requests = [
+        Request(i, prompt, own.replace(max_tokens=num_tokens, ignore_eos=True), num_speculative_tokens=K, seed=100 + i)
+        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+    ]
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_unfinished():
+        engine.step()
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.num_free_blocks == engine.scheduler.num_blocks
+    return requests
+
+
+class Graphs:
+    """Stands in for captured graphs: a replay runs the function."""
+
+    def __init__(self, work: dict[Hashable, Callable[[], None]]) -> None:
+        self.work = work
+        self.replayed: list[Hashable] = []
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self.work
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+    def replay(self, key: Hashable) -> None:
+        self.replayed.append(key)
+        self.work[key]()
+
+
+@torch.inference_mode()
+def give_graphs(engine: Engine) -> Graphs:
+    """Let the engine's launches run as they do where there are graphs."""
+    runner = engine.runner
+    assert isinstance(runner, CudaRunner)
+    entries = entries_of(runner.ctx.record.views, "num_decode")
+    graphs = Graphs(dict(tasks(runner.ctx, runner.buckets, entries)))
+    engine.runner = CudaRunner(
+        runner.ctx,
+        runner.sampling,
+        runner.buckets,
+        graphs,  # type: ignore[arg-type]
+        logprobs_mode=runner.logprobs_mode,
+    )
+    return graphs

@@ -1,0 +1,153 @@
+"""What Triton would compile while an engine serves: specialisations of a mixed run that nothing at the start has
+launched. Interpreted, with graphs that run what they would replay."""
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_launches import H200, Launch, recorded
+from specrs.backends.cuda import decoder
+from specrs.backends.cuda.context import entries_of
+from specrs.backends.cuda.graphs import Uncaptured, tasks
+from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.cuda.warm_up import warm_up
+from specrs.engine.engine import Engine
+from specrs.kernels.cuda.attention_config import AttentionConfig
+from specrs.kernels.cuda.embedding import embed_kernel
+from specrs.kernels.cuda.paged_attention import paged_attention_kernel
+from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope_kernel
+from specrs.kernels.cuda.skinny_linear import skinny_linear_kernel
+from specrs.sampling import SamplingParams
+
+from .cuda_engines import PROMPTS, generate, give_graphs
+from .test_cuda_drafters import Bench, bench  # noqa: F401 (a fixture)
+from .test_cuda_runner import GREEDY, PENALISED, Pair, pair  # noqa: F401 (a fixture)
+
+Keys = dict[tuple[Any, ...], Launch]
+PASSES = (embed_kernel, skinny_linear_kernel, paged_attention_kernel, qk_norm_rope_kernel)
+"""Kernels on which only numbers depend. They are not run, which saves half of the time: all logits are 0."""
+
+
+def keys_of(launches: list[Launch]) -> Keys:
+    return {launch.key(): launch for launch in launches}
+
+
+@torch.inference_mode()
+def start(engine: Engine, *, eager: bool) -> Keys:
+    """Give the engine's runner its graphs unless `eager`; the keys of what the start launches. Nothing runs."""
+    runner = engine.runner
+    assert isinstance(runner, CudaRunner)
+    launches: list[Launch] = []
+    with recorded(launches):
+        if eager:
+            assert isinstance(runner.graphs, Uncaptured)
+            runner.graphs.run_all()
+        else:
+            for _, function in tasks(runner.ctx, runner.buckets, entries_of(runner.ctx.record.views, "num_decode")):
+                function()
+        warm_up(runner.ctx, runner.buckets)
+    if not eager:
+        give_graphs(engine)
+    return keys_of(launches)
+
+
+def lacking(known: Keys, served: Keys) -> set[str]:
+    """What of `served` is not `known`: kernels, and what tells each from the nearest that is."""
+    found = set()
+    for key, launch in served.items():
+        if key in known:
+            continue
+        near = [k for k in known if k[0] == launch.name]
+        differs = min(
+            ([name for part in range(1, 5) for name in _different(key[part], other[part])] for other in near),
+            key=len,
+            default=["all of it"],
+        )
+        found.add(f"{launch.name}: {', '.join(differs)}")
+    return found
+
+
+def _different(one: Any, other: Any) -> list[str]:
+    """Names of arguments in which two parts of keys differ."""
+    return sorted({str(item[0]) if isinstance(item, tuple) else f"{item} aligned" for item in {*one} ^ {*other}})
+
+
+def cut_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """What is recorded and not run is cut up by the limits of an H200: by those of no device, and in fp32, attention
+    over chunks of any length is one kernel."""
+    choose = AttentionConfig.choose
+
+    def on_a_gpu(**named: Any) -> AttentionConfig:
+        return choose(**named | {"limits": H200, "dtypes": (torch.bfloat16, torch.bfloat16)})
+
+    patch.setattr(AttentionConfig, "choose", on_a_gpu)
+    patch.setattr(decoder, "_attention_config", decoder._attention_config.__wrapped__)
+
+
+LONG = [[5, 9, 2, 33, 7] * 58, [5, 9, 2, 33, 7] * 5, [60]]
+"""The first is more rows than graphs have; the second has the most rows of a split attention and a few more."""
+MANY = [[i] * (1 + i % 2) for i in range(5, 15)]
+"""More chunks than graphs have, of few rows in all."""
+CASES: dict[str, tuple[list[list[int]], bool, dict[str, int]]] = {
+    "short chunks": (PROMPTS, False, {"max_num_batched_tokens": 12}),
+    "whole prompts": (PROMPTS, False, {"max_num_batched_tokens": 40}),
+    "short chunks, eager": (PROMPTS, True, {"max_num_batched_tokens": 12}),
+    "whole prompts, eager": (PROMPTS, True, {"max_num_batched_tokens": 40}),
+    "long prompt": (LONG, False, {"max_num_batched_tokens": 320, "max_model_len": 320, "num_gpu_blocks_override": 200}),
+    "many chunks": (MANY, False, {"max_num_batched_tokens": 40, "max_num_seqs": 10, "num_gpu_blocks_override": 60}),
+}
+
+
+@pytest.fixture(scope="module", params=[*CASES, "head, whole prompts, eager", "head, long prompt"])
+def census(
+    request: pytest.FixtureRequest,
+    pair: Pair,  # noqa: F811
+    bench: Bench,  # noqa: F811
+) -> tuple[Keys, Keys]:
+    """What the start launches, and what serving does."""
+    _, of_head, case = request.param.rpartition("head, ")
+    prompts, eager, fields = CASES[case]
+    plain = [GREEDY, SamplingParams(temperature=0.8, top_p=0.9), GREEDY.replace(num_speculative_tokens=1)]
+    asking = [PENALISED, SamplingParams(temperature=0.8, logprobs=2), GREEDY.replace(prompt_logprobs=1)]
+    launches: list[Launch] = []
+    with pytest.MonkeyPatch.context() as patch:
+        cut_as_on_a_gpu(patch)
+        if of_head:
+            engine = bench.engine("fitted head", "rejection", gpu=True, monkeypatch=patch, **fields)
+        else:
+            engine = pair.engine(gpu=True, monkeypatch=patch, **fields)
+        known = start(engine, eager=eager)
+        with recorded(launches, run=True, left_out=PASSES):
+            for params in (plain, asking):
+                generate(engine, [params[i % 3] for i in range(len(prompts))], 6, prompts)
+    return known, keys_of(launches)
+
+
+def test_nothing_else_is_compiled_while_serving(census: tuple[Keys, Keys]) -> None:
+    assert lacking(*census) == set()
+
+
+def test_a_specialisation_that_the_start_lacks_is_seen(census: tuple[Keys, Keys]) -> None:
+    known, served = census
+    fewer = {key: launch for key, launch in known.items() if launch.name != "update_kernel"}
+    assert lacking(fewer, served) == {"update_kernel: all of it"}
+
+
+def test_an_odd_number_of_entries_is_no_other_kernel(census: tuple[Keys, Keys]) -> None:
+    """Views that begin at an odd entry are not aligned as those at an even one are."""
+    known, _ = census
+    for name, argument in (("prepare_kernel", "entry_row_ptr"), ("update_kernel", "out_flags_ptr")):
+        assert lacking(known, keys_of([moved(known, name, argument)])) == set()
+
+
+def test_a_view_that_is_aligned_otherwise_is_seen(census: tuple[Keys, Keys]) -> None:
+    known, _ = census
+    launch = moved(known, "prepare_kernel", "n_ptr")
+    assert lacking(known, keys_of([launch])) == {"prepare_kernel: n_ptr aligned"}
+
+
+def moved(known: Keys, kernel: str, argument: str) -> Launch:
+    """A launch of a kernel with one of its tensors from the second element on."""
+    launch = next(launch for launch in known.values() if launch.name == kernel)
+    arguments = {**launch.arguments, argument: launch.arguments[argument][1:]}
+    return Launch(launch.fn, launch.grid, arguments, launch.settings)

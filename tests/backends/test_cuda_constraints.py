@@ -1,0 +1,40 @@
+"""Constraints that leave few tokens or none, on the CUDA runner: tokens, ends and errors of the CPU without drafts.
+
+As in `test_cuda_runner`, kernels are run by Triton's interpreter.
+"""
+
+import pytest
+from engine.test_constraints import EDGES, watch_draft_faults
+from specrs.engine.engine import Engine
+
+from backends.cuda_engines import K
+from backends.test_cuda_runner import Pair, make_pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+def made(engine: Engine, temperature: float, k: int) -> list[tuple[list[int], str, str | None]]:
+    """Output, finish reason and error of each request."""
+    watch_draft_faults(engine)
+    requests = [asked.request(i, temperature, k) for i, asked in enumerate(EDGES)]
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_unfinished():
+        engine.step()
+    engine.scheduler.check_integrity()
+    return [
+        (request.output_token_ids, str(request.finish_reason), request.error and str(request.error))
+        for request in requests
+    ]
+
+
+@pytest.mark.parametrize(("rule", "temperature"), [("rejection", 0.0), ("coupled", 0.9)])
+def test_text_and_end_are_those_of_no_drafts(
+    pair: Pair, rule: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = made(pair.engine(gpu=False, monkeypatch=monkeypatch, rule=rule), temperature, k=0)
+    assert {reason for _, reason, _ in expected} >= {"stop", "error"}
+    assert made(pair.engine(gpu=True, monkeypatch=monkeypatch, rule=rule), temperature, k=K) == expected

@@ -1,0 +1,196 @@
+"""Which device an engine runs on, and how one that cannot serve is refused; no GPU is needed for that."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import specrs.backends.cuda.device as device_module
+import specrs.engine.build as build
+import torch
+from checkpoints import make_checkpoint
+from safetensors.torch import load_file
+from specrs.backends.cuda.fit import check_weights_fit
+from specrs.backends.table import resolve_device
+from specrs.config import EngineConfig
+from specrs.engine.weights import load_weights
+from specrs.errors import InvalidConfigError, UnsupportedConfigError
+from specrs.models.torch_decoder import TorchDecoder
+from specrs.models.torch_loader import load_model
+from specrs.speculative_config import SpeculativeConfig
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, *, count: int = 2, capability: tuple[int, int] = (9, 0), compiler: bool = True
+) -> None:
+    """Let torch and the PATH speak of other hardware."""
+    patched = {
+        "is_available": lambda: count > 0,
+        "device_count": lambda: count,
+        "current_device": lambda: 1,
+        "get_device_capability": lambda _device=None: capability,
+        "get_device_name": lambda _device=None: "Some GPU",
+    }
+    for name, function in patched.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(device_module, "has_driver", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: name if compiler else None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "hardware", "device"),
+    [
+        ("cpu", {}, "cpu"),
+        ("auto", {}, "cuda:1"),
+        ("auto", {"count": 0}, "cpu"),
+        ("auto", {"capability": (7, 5)}, "cpu"),
+        ("auto", {"compiler": False}, "cpu"),
+        ("cuda", {}, "cuda:1"),
+        ("cuda:0", {"capability": (8, 0)}, "cuda:0"),
+    ],
+)
+def test_devices(asked: str, hardware: dict[str, object], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, **hardware)  # type: ignore[arg-type]
+    assert resolve_device(asked) == device
+
+
+@pytest.mark.parametrize(
+    ("asked", "hardware", "error", "message"),
+    [
+        ("cuda", {"count": 0}, InvalidConfigError, r"^device='cuda': .*; allowed: 'auto' or 'cpu'$"),
+        ("cuda:2", {}, InvalidConfigError, "^device='cuda:2': there are 2 GPUs: allowed are 0 to 1$"),
+        (
+            "cuda",
+            {"capability": (7, 5)},
+            UnsupportedConfigError,
+            "^device='cuda': Some GPU has compute capability 7.5, at least 8.0 is needed; allowed: 'cpu'$",
+        ),
+        (
+            "cuda",
+            {"compiler": False},
+            InvalidConfigError,
+            "^device='cuda': Triton needs a C compiler .* allowed: 'cpu'$",
+        ),
+    ],
+)
+def test_what_cannot_serve(
+    asked: str, hardware: dict[str, object], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, **hardware)  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        resolve_device(asked)
+
+
+def test_auto_asks_no_torch_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without torch `auto` is the CPU, whatever the machine has."""
+    pretend(monkeypatch)
+    monkeypatch.setattr(device_module, "has_driver", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("torch was asked"))
+    assert resolve_device("auto") == "cpu"
+    monkeypatch.setattr(device_module, "has_driver", lambda: True)
+    for package in ("torch", "triton"):
+        monkeypatch.setitem(sys.modules, package, None)
+        assert resolve_device("auto") == "cpu"
+        monkeypatch.undo()
+        pretend(monkeypatch)
+
+
+@pytest.mark.parametrize("package", ["torch", "triton"])
+def test_a_gpu_without_its_packages(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    message = rf"^device='cuda:0': needs {package}; install it: pip install 'specrs\[cuda\]'$"
+    with pytest.raises(InvalidConfigError, match=message):
+        resolve_device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"dtype": "float64"}, "dtype='float64'"),
+        ({"enforce_eager": True}, "enforce_eager=True"),
+        ({"model_impl": "transformers"}, "model='.*'"),
+    ],
+)
+def test_what_torch_computes_on_a_cpu_without_torch(
+    fields: dict[str, object], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_checkpoint(tmp_path / "target", "qwen3", seed=1, vocab=97, layers=1)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    message = rf"^{named}: needs torch; install it: pip install 'specrs\[transformers\]'$"
+    with pytest.raises(InvalidConfigError, match=message):
+        load_weights(EngineConfig(model=str(target), device="cpu", **fields))  # type: ignore[arg-type]
+
+
+class Loaded(Exception):
+    """Raised where weights would be loaded."""
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["loaded", "shared"])
+def test_an_engine_is_built_with_its_device_current(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the caller's is current again behind it: kernels and graphs of `cuda:1` are made on device 1."""
+    pretend(monkeypatch)
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def device(chosen: str) -> Iterator[None]:
+        entered.append(str(chosen))
+        try:
+            yield
+        finally:
+            entered.append("back")
+
+    def stop(*_args: object) -> None:
+        entered.append("built")
+        raise Loaded
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(build, "_build" if given else "load_weights", stop)
+    weights = SimpleNamespace(device="cuda:0") if given else None
+    with pytest.raises(Loaded):
+        build.build_engine(EngineConfig(model="none", device="cuda:0"), weights)  # type: ignore[arg-type]
+    assert entered == ["cuda:0", "built", "back"]
+
+
+def test_models_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_checkpoint(tmp_path / "target", "qwen3", seed=1, tie=False, vocab=97)
+    draft = make_checkpoint(tmp_path / "draft", "qwen3", seed=1, tie=True, vocab=97)
+    parameters = {path: load_model(path).config.num_parameters for path in (target, draft)}
+    needed = 2 * (sum(parameters.values()) + 97 * 96)  # bf16; the target's input embedding is a tensor of its own
+    speculative = SpeculativeConfig(model=str(draft), num_speculative_tokens=2)
+    config = EngineConfig(model=str(target), speculative_config=speculative, dtype="bfloat16")
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, free=free: (free, 2 * free))
+        if free == needed:
+            check_weights_fit(config, "cuda:0")
+            continue
+        with pytest.raises(
+            InvalidConfigError, match=r"^model=.*GiB for model and .*GiB of the GPU are free.*too little"
+        ):
+            check_weights_fit(config, "cuda:0")
+
+
+def test_all_experts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those alone that a pass reads."""
+    target = make_checkpoint(tmp_path / "target", "mixtral", seed=1, vocab=97, layers=1)
+    needed = sum(tensor.nbytes for tensor in load_file(target / "model.safetensors").values())
+    config = EngineConfig(model=str(target), dtype="float32")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed, needed))
+    check_weights_fit(config, "cuda:0")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed - 1, needed))
+    with pytest.raises(InvalidConfigError, match="too little"):
+        check_weights_fit(config, "cuda:0")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_dummy_weights(family: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", family, seed=1, tie=False, vocab=97)
+    (folder / "model.safetensors").unlink()
+    models = [load_model(folder, load_format="dummy") for _ in range(2)]
+    first, second = (model.weights for model in models if isinstance(model, TorchDecoder))
+    assert first.embedding.equal(second.embedding)
+    assert 0.015 < float(first.embedding.std()) < 0.025
+    assert (first.final_norm == 1).all()
+    assert len(first.layers) == first.config.num_layers

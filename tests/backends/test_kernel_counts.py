@@ -1,0 +1,103 @@
+"""How many kernels passes launch: the table of docs/gpu.md, and what the roofline calculator says."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from kernel_launches import Recorder, fake_context
+from module_files import load_file
+from specrs.backends.cuda import drafting, iteration
+from specrs.backends.cuda.context import entries_of
+from specrs.backends.cuda.shapes import LogitsMode, Shape
+from specrs.forecast.roofline import Roofline, gpu_of
+from specrs.kernels.kv_codes import FRACTIONS
+from specrs.models.loader import load_config
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_file("count_kernels", ROOT / "scripts/count_kernels.py")
+
+
+def test_the_page_has_the_kernels_that_are_launched(script: ModuleType, tmp_path: Path) -> None:
+    from kernel_launches import reference_configs
+
+    found = script.counts()
+    page = (ROOT / "docs/gpu.md").read_text()
+    assert script.page_with(script.table(found), page) == page, "scripts/count_kernels.py --write"
+    roofline = Roofline(gpu_of("H200"), *map(load_config, reference_configs(tmp_path)))
+    greedy = {name: numbers[0] for name, numbers in found.items()}
+    for batch in (1, 64):
+        assert roofline.draft_pass(batch).kernels == greedy[f"draft pass, batch {batch}"]
+        for k in (0, 5):
+            assert roofline.target_pass(batch, k).kernels == greedy[f"target pass, batch {batch}, K = {k}"]
+    assert [roofline.kernels(1, k) for k in (0, 5)] == [greedy[f"iteration, batch 1, K = {k}"] for k in (0, 5)]
+
+
+def test_a_table_that_is_not_what_is_launched_is_seen(script: ModuleType) -> None:
+    page = (ROOT / "docs/gpu.md").read_text()
+    assert script.page_with(script.table({"draft pass, batch 1": (171, 176)}), page) != page
+
+
+@pytest.mark.parametrize("cache_dtype", FRACTIONS)
+def test_a_cache_of_codes_takes_no_kernel_more(cache_dtype: torch.dtype, tmp_path: Path) -> None:
+    """Nor a conversion, nor memory of its own: what is launched is what is launched without."""
+    names = []
+    target = make_checkpoint(tmp_path, "qwen3", layers=2, hidden=64, kv_heads=2, head_dim=64, vocab=97)
+    for dtype in (None, cache_dtype):
+        with fake_context(target, target, 3, max_num_seqs=8, max_model_len=128, cache_dtype=dtype) as ctx:
+            assert ctx.kv_cache.layers[0].dtype == (dtype or torch.bfloat16)
+            with Recorder() as recorder:
+                iteration.verify_pass(ctx, 2, 8, 4, greedy=True)
+                drafting.draft_pass(ctx, 1, 2, LogitsMode.GREEDY)
+            names.append([kernel if isinstance(kernel, str) else kernel.name for kernel in recorder.kernels])
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(("window", "groups"), [(16, 3), (None, 1)])
+def test_an_iteration_of_several_kv_groups_has_a_kernel_for_them(
+    window: int | None, groups: int, tmp_path: Path
+) -> None:
+    shape = {"layers": 3, "hidden": 64, "kv_heads": 2, "head_dim": 64, "vocab": 97}
+    fields = {"max_position_embeddings": 16384}
+    fields |= {} if window is None else {"sliding_window": window, "sliding_window_pattern": 3}
+    target = make_checkpoint(tmp_path, "qwen3" if window is None else "gemma3_text", **shape, **fields)  # type: ignore[arg-type]
+    roofline = Roofline(gpu_of("H200"), load_config(target), load_config(target), context=128)
+    with fake_context(target, target, 3, max_num_seqs=8, max_model_len=16384) as ctx:
+        assert len(ctx.state.tables) == groups
+        entries = entries_of(ctx.record.views, "num_decode")
+        for batch, k in ((1, 0), (2, 3)):
+            with Recorder() as recorder:
+                iteration.run(ctx, Shape(batch, k, batch * (k + 1), LogitsMode.GREEDY), entries)
+            # Of a draft with windows, where a row's KV begins is looked up.
+            looked_up = int(k > 0 and ctx.draft_start is not None)
+            assert roofline.kernels(batch, k) == len(recorder.kernels) - looked_up
+
+
+@pytest.mark.parametrize("family", ["qwen2", "olmo2", "gemma3_text", "qwen3_moe", "mixtral", "mistral"])
+def test_the_calculator_knows_every_family(family: str, tmp_path: Path) -> None:
+    """Norms behind and around blocks, windows, experts; few rows, more than 64, and more than 2,048."""
+    fields = {"sliding_window": 32} if family == "mistral" else {}
+    shape = {"layers": 3, "hidden": 64, "kv_heads": 2, "head_dim": 64, "vocab": 97}
+    target = make_checkpoint(tmp_path, family, **shape, **fields)  # type: ignore[arg-type]
+    roofline = Roofline(gpu_of("H200"), load_config(target), load_config(target), context=128)
+    with fake_context(target, target, 3, max_num_seqs=640, max_model_len=128) as ctx:
+
+        def count(work: Callable[[], None]) -> int:
+            with Recorder() as recorder:
+                work()
+            return len(recorder.kernels)
+
+        for batch, k in ((1, 3), (2, 0), (24, 3), (640, 3)):
+            rows = k + 1
+            found = count(lambda a=(batch, batch * rows, rows): iteration.verify_pass(ctx, *a, greedy=True))  # type: ignore[misc]
+            assert roofline.target_pass(batch, k).kernels == found, (batch, k)
+        for i, rows in ((1, 2), (2, 1)):
+            looked_up = i == 1 and family == "mistral"  # where a row's draft KV begins
+            found = -looked_up + count(lambda i=i: drafting.draft_pass(ctx, i, 40, LogitsMode.GREEDY))  # type: ignore[misc]
+            assert roofline.draft_pass(40, rows).kernels == found, rows

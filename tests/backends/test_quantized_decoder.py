@@ -1,0 +1,262 @@
+"""The CUDA forward pass over weights of codes and rows in FP8, its kernels interpreted, against numbers in float64."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from kernels.cuda.tolerance import assert_near
+from models.cuda_models import Poisoned, outputs, span
+from models.harness import Feeder
+from quantized_files import awq, compressed, fp8_block
+from specrs.backends.cuda import products, stream, workspace
+from specrs.backends.cuda.decoder import CudaDecoder
+from specrs.backends.cuda.loader import QuantizedLoader
+from specrs.kernels.coding import Coding
+from specrs.kernels.cuda import scaled_linear
+from specrs.kernels.cuda.device import DeviceLimits
+from specrs.kernels.linear import DenseWeight
+from specrs.kernels.quantized_weight import QuantizedWeight
+from specrs.models.loader import open_checkpoint
+from specrs.models.quantization.at_load import IntegersAtLoad
+from specrs.models.quantization.base import QuantizedTensors
+from specrs.models.torch_decoder import TorchDecoder
+from specrs.models.torch_loader import load_model
+from specrs.models.torch_weights import TorchLayer, TorchWeights, with_fp8_rows
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("coded")
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4", "int8 at load", "int4 at load"])
+def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded as on a GPU, from FP8 with a projection that is not quantized: few rows, those that are read twice, and
+    more than read codes, against the numbers in float64."""
+    path, kind = folder / name, name.split()[0]
+    source = folder / f"{name}-source"
+    if not source.exists():
+        make_checkpoint(
+            source, "qwen2", tie=False, hidden=64, intermediate=64, kv_heads=1, group=2, head_dim=32,
+            layers=1 + (name == "fp8"), vocab=83, dtype=torch.bfloat16,
+        )  # fmt: skip
+        if name == "fp8":
+            fp8_block(source, path, block=(32, 32))
+        elif name == "int4":
+            awq(source, path)
+    at_load = kind if name.endswith("at load") else None
+    config, checkpoint = open_checkpoint(source if at_load else path, None, "auto")
+    if at_load:
+        checkpoint = IntegersAtLoad(checkpoint, kind)
+    assert isinstance(checkpoint, QuantizedTensors)
+    weights = QuantizedLoader(config, checkpoint, torch.float32, torch.device("cpu")).load()
+    last = weights.layers[-1]
+    assert all(isinstance(w, QuantizedWeight) for w in (last.qkv, last.o, last.gate_up, last.down))
+    assert isinstance(last.gate_up, QuantizedWeight)
+    codings = {"fp8": Coding("fp8", 32, 32), "int4": Coding("int4", 32, zeros=True)}
+    codings |= {"int8 at load": Coding("int8", 64), "int4 at load": Coding("int4", 64)}
+    assert last.gate_up.coding == codings[name]
+    assert isinstance(weights.layers[0].down, QuantizedWeight) == (name != "fp8"), "listed among those not to convert"
+    for module in (products, workspace):
+        monkeypatch.setattr(module, "CODED_ROWS", 6)
+    monkeypatch.setattr(workspace, "_NUMBERS_BYTES", 4 * 64 * 24)
+    made = CudaDecoder.allocate(weights, max_rows=16, max_seqs=4)
+    for module in (products, stream):
+        monkeypatch.setattr(module, "MAX_ROWS", 4)
+    assert 0 < made.workspace.numbers.numel() < 64 * 64, "several pieces"
+
+    def run(feeder: Feeder) -> list[Tensor]:
+        return [feeder.feed({0: span(0, rows), 1: span(0, 1)}) for rows in (2, 5, 8)]
+
+    numbers = source if at_load else path.with_name(path.name + ".numbers")
+    exact = outputs(load_model(numbers, dtype="float64", quantization=at_load), run)
+    plain = outputs(load_model(source if at_load else path, dtype="float32", quantization=at_load), run)
+    assert_near(outputs(Poisoned(made.weights, made.workspace), run), exact, plain, ulps=16)
+
+
+def loaded_codes(path: Path, dtype: torch.dtype = torch.float32) -> TorchWeights:
+    """Load a checkpoint on the CPU with quantized weights as a GPU keeps them."""
+    config, checkpoint = open_checkpoint(path, None, "auto")
+    assert isinstance(checkpoint, QuantizedTensors)
+    return QuantizedLoader(config, checkpoint, dtype, torch.device("cpu")).load()
+
+
+@pytest.fixture(scope="session")
+def fp8_weights(folder: Path) -> dict[str, TorchWeights]:
+    """Two layers in FP8 by output and by block."""
+    source = make_checkpoint(
+        folder / "fp8-rows", "qwen2", tie=False, hidden=64, intermediate=96, kv_heads=1, group=2, head_dim=32, vocab=83
+    )
+    args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    paths = {"channel": compressed(source, folder / "fp8-rows-channel", "float-quantized", **args)}
+    paths["block"] = fp8_block(source, folder / "fp8-rows-block", block=(32, 32))
+    return {name: with_fp8_rows(loaded_codes(path)) for name, path in paths.items()}
+
+
+class Calls(list[tuple[Any, ...]]):
+    """Arguments of every call of `torch._scaled_mm`. The calls return its own products, or those of `of`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, of: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        multiply = torch._scaled_mm if of is None else of
+
+        def called(*args: Tensor, **kwargs: Any) -> Tensor:
+            self.append(args)
+            return multiply(*args, **kwargs)
+
+        monkeypatch.setattr(torch, "_scaled_mm", called)
+
+
+@pytest.mark.parametrize("name", ["channel", "block"])
+def test_products_of_rows_in_fp8(
+    fp8_weights: dict[str, TorchWeights], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of few rows, of rows that read codes twice, and of more are near those of rounded rows in float64.
+    Weights by output go through torch's own `_scaled_mm` here from few rows on."""
+    for module in (products, workspace):
+        monkeypatch.setattr(module, "CODED_ROWS", 6)
+    monkeypatch.setattr(products, "MAX_ROWS", 4)
+    made = CudaDecoder.allocate(fp8_weights[name], max_rows=9, max_seqs=1)
+    assert made.workspace.rounds_rows
+    calls, layer = Calls(monkeypatch), made.weights.layers[1]
+    for rows in (3, 5, 9):
+        for product_of in ("qkv", "o", "gate_up", "down"):
+            w = getattr(layer, product_of)
+            x = torch.randn(rows, w.shape[1], generator=torch.Generator().manual_seed(rows))
+            if product_of == "gate_up" and rows <= (4 if name == "channel" else 6):
+                continue  # gated: see the passes
+            out = torch.full((rows + 3, w.shape[0]), torch.nan)[:rows]
+            Poisoned.poison(made)
+            products.product(made.workspace, product_of, x, w, out)
+            rounded, exact = w.multiplied(x.double()), scaled_linear.scaled_linear_reference(x, w)
+            assert not torch.equal(rounded, x.double())
+            off = 2 * (w.shape[1] + 2) * 2**-24 * (rounded.abs() @ w.dequantized().abs().t() + exact.abs())
+            assert ((out.double() - exact).abs() <= off).all(), (product_of, rows)
+    assert len(calls) == (8 if name == "channel" else 0)
+
+
+@pytest.mark.parametrize("name", ["channel", "block"])
+def test_passes_of_rows_in_fp8(
+    fp8_weights: dict[str, TorchWeights], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of few rows and of many round rows to FP8 as the eager model does: what differs is far less than what
+    rounding changes. A row has the same bits whatever rows run with it."""
+    made = CudaDecoder.allocate(fp8_weights[name], max_rows=16, max_seqs=4)
+    cut = Poisoned(made.weights, made.workspace)
+    eager, plain = TorchDecoder(made.weights), TorchDecoder(without_fp8_rows(made.weights))
+
+    def run(feeder: Feeder) -> list[Tensor]:
+        return [feeder.feed({0: span(0, 7), 1: span(0, 1)})]
+
+    expected, changed = outputs(eager, run), outputs(plain, run)
+    by_rounding, few = (expected - changed).abs().mean(), outputs(cut, run)
+    assert torch.equal(few[:7], outputs(cut, lambda feeder: [feeder.feed({0: span(0, 7)})]))
+    for module in (products, stream):
+        monkeypatch.setattr(module, "MAX_ROWS", 4)
+    for found in (few, outputs(cut, run)):
+        assert (found - expected).abs().mean() < by_rounding / 100
+
+
+def without_fp8_rows(weights: TorchWeights) -> TorchWeights:
+    def layer(w: TorchLayer) -> TorchLayer:
+        names = ("qkv", "o", "gate_up", "down")
+        coded = {name: made for name in names if isinstance(made := getattr(w, name), QuantizedWeight)}
+        return dataclasses.replace(
+            w, **{name: dataclasses.replace(made, fp8_rows=False) for name, made in coded.items()}
+        )
+
+    return dataclasses.replace(weights, layers=tuple(map(layer, weights.layers)))
+
+
+def test_scales_by_block_as_cublas_reads_them(
+    fp8_weights: dict[str, TorchWeights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On sm_90: what `_scaled_mm` is called with there, by torch's own check of a GPU's tensors, and multiplied by the
+    layouts that cuBLAS documents. Rows are padded to four."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 127, (256, 1024), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(2, 8, generator=generator) + 0.5
+    weight = dataclasses.replace(QuantizedWeight.of(values, scales, Coding("fp8", 128, outputs=128)), fp8_rows=True)
+    hopper = DeviceLimits("H100", 90, 132, 227 * 1024)
+    monkeypatch.setattr(scaled_linear, "CUDA", (12, 9))
+    assert scaled_linear.serves(weight, hopper)
+    assert not scaled_linear.serves(weight, dataclasses.replace(hopper, capability=100))
+    assert not scaled_linear.serves(weight, dataclasses.replace(hopper, capability=89))
+    assert not scaled_linear.serves(coded_zeros(Coding("fp8", 128, outputs=128), 256, 640), hopper), "5 blocks"
+    assert not scaled_linear.serves(coded_zeros(Coding("int8", 1024), 256, 1024), hopper)
+    by_output = coded_zeros(Coding("fp8", 1024), 256, 1024)
+    served = [c for c in (80, 89, 90, 100, 120) if scaled_linear.serves(by_output, DeviceLimits("", c, 1, 1))]
+    assert served == [89, 90, 100, 120]
+    monkeypatch.setattr(scaled_linear, "CUDA", (12, 8))
+    assert not scaled_linear.serves(weight, hopper)
+    monkeypatch.setattr(scaled_linear, "CUDA", (12, 9))
+
+    def multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, bias: None, **kwargs: Any) -> Tensor:
+        assert (a.shape, scale_a.shape, scale_a.stride()) == ((12, 1024), (12, 8), (1, 12))
+        assert (b.shape, b.stride()) == ((1024, 256), (1, 1024))
+        assert (scale_b.shape, scale_b.stride()) == ((8, 2), (1, 8))
+        left = a.double() * scale_a.double().repeat_interleave(128, 1)
+        right = b.double() * scale_b.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        out: Tensor = kwargs["out"]
+        assert out.shape == (12, 256)
+        return out.copy_(left @ right)
+
+    calls = Calls(monkeypatch, multiply)
+    ws = dataclasses.replace(
+        CudaDecoder.allocate(fp8_weights["block"], max_rows=16, max_seqs=1).workspace,
+        limits=hopper,
+        rounded=torch.zeros(16 * 1024),
+        row_scales=torch.zeros(16 * 8),
+    )
+    x = torch.randn(10, 1024, generator=generator)
+    out = torch.zeros(13, 256)
+    products.wide_product(ws, "o", x, weight, out[:10])
+    assert len(calls) == 1
+    torch.testing.assert_close(out[:10].double(), weight.product(x.double()), rtol=1e-5, atol=1e-5)
+    assert not out[12:].any()
+
+    monkeypatch.undo()
+    monkeypatch.setattr(scaled_linear, "CUDA", (12, 9))
+    with FakeTensorMode():
+        on_gpu = torch.empty(256, 512, dtype=torch.int16, device="cuda"), torch.empty(2, 8, device="cuda")
+        held = QuantizedWeight(*on_gpu, weight.coding, fp8_rows=True)
+        rows = torch.empty(13, 1024, dtype=torch.bfloat16, device="cuda")
+        outs = torch.empty(13, 256, dtype=torch.bfloat16, device="cuda")
+        fake = dataclasses.replace(
+            ws,
+            rounded=torch.empty(16 * 1024, dtype=torch.bfloat16, device="cuda"),
+            row_scales=torch.empty(16 * 8, device="cuda"),
+        )
+        products.wide_product(fake, "o", rows[:10], held, outs[:10])
+
+
+def coded_zeros(coding: Coding, out: int, size: int) -> QuantizedWeight:
+    scales = torch.ones(-(-out // coding.outputs), -(-size // coding.group))
+    return QuantizedWeight.of(torch.zeros(out, size, dtype=torch.uint8), scales, coding)
+
+
+def test_experts_of_codes_become_numbers(folder: Path) -> None:
+    """And the layer's other projections stay codes."""
+    source = make_checkpoint(folder / "experts-source", "qwen3_moe", hidden=64, head_dim=32, layers=1, vocab=83)
+    args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    path = compressed(source, folder / "experts", "float-quantized", **args)
+    config, checkpoint = open_checkpoint(path, None, "auto")
+    assert isinstance(checkpoint, QuantizedTensors)
+    (layer,) = QuantizedLoader(config, checkpoint, torch.float32, torch.device("cpu")).load().layers
+    assert isinstance(layer.qkv, QuantizedWeight)
+    assert layer.experts is not None
+    assert layer.experts.stacked is not None
+    (numbers,) = load_model(path.with_name("experts.numbers"), dtype="float64").weights.layers
+    assert numbers.experts is not None
+    assert numbers.experts.stacked is not None
+    for found, expected in zip(layer.experts.stacked, numbers.experts.stacked, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
+    for found, view in zip(layer.experts.stacked, (layer.experts.gate_up[4], layer.experts.down[4]), strict=True):
+        assert isinstance(view, DenseWeight)
+        assert view.weight.data_ptr() == found[4].data_ptr(), "held once"

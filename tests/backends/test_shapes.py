@@ -1,0 +1,111 @@
+"""Which graph a launch takes: large enough, one that is captured, and not mostly padding."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from specrs.backends.cuda.shapes import Buckets, LogitsMode, Shape, batch_buckets
+
+
+@st.composite
+def launches(draw: st.DrawFn) -> tuple[Buckets, list[int], LogitsMode]:
+    """Buckets of an engine, the K of a launch's entries in descending order, and what follows its LM heads."""
+    max_k = draw(st.integers(0, 16))
+    max_num_seqs = draw(st.integers(1, 300))
+    buckets = Buckets(batch_buckets(max_num_seqs), max_k, every_k=draw(st.booleans()))
+    any_k = st.integers(0, max_k)
+    same, few_draft = st.just(draw(any_k)), st.sampled_from([0, 0, 0, draw(any_k)])
+    planned = draw(
+        st.lists(draw(st.sampled_from([any_k, same, few_draft])), min_size=1, max_size=min(max_num_seqs, 40))
+    )
+    return buckets, sorted(planned, reverse=True), draw(st.sampled_from(LogitsMode))
+
+
+@given(launches())
+def test_a_whole_graph_is_captured_and_holds_the_launch(launch: tuple[Buckets, list[int], LogitsMode]) -> None:
+    buckets, planned, logits_mode = launch
+    shape = buckets.whole(planned, logits_mode)
+    count, k, rows = len(planned), planned[0], sum(planned) + len(planned)
+    if logits_mode is LogitsMode.LOGITS:
+        assert shape is None
+    elif set(planned) <= {0} or set(planned) == {buckets.max_k} or (buckets.whole_ks[1:-1] and len(set(planned)) == 1):
+        assert shape is not None, "all draft the same"
+    if shape is not None:
+        assert shape in set(buckets.whole_shapes())
+        assert (shape.max_k, shape.logits_mode, shape.rows) == (k, logits_mode, shape.batch * (k + 1))
+        assert shape.batch >= count
+        assert 2 * rows >= count * (k + 1), "mostly masked rows"
+
+
+@given(launches())
+def test_chained_passes_are_captured_and_hold_the_launch(launch: tuple[Buckets, list[int], LogitsMode]) -> None:
+    buckets, planned, logits_mode = launch
+    shape = buckets.chained(planned, logits_mode)
+    assert shape is not None
+    count, rows = len(planned), sum(planned) + len(planned)
+    assert shape.batch >= count
+    assert shape.rows >= rows
+    assert (shape.max_k, shape.logits_mode) == (planned[0], logits_mode)
+    assert (shape.batch, shape.rows, logits_mode is LogitsMode.GREEDY) in set(buckets.verify_passes())
+    passes = set(buckets.draft_passes())
+    for i in range(1, shape.max_k + 1):
+        assert (buckets.batch(sum(k >= i for k in planned)), i, logits_mode) in passes
+    assert buckets.exact(planned, logits_mode) == Shape(count, planned[0], rows, logits_mode)
+
+
+@given(st.integers(1, 2000))
+def test_batches_end_at_the_most_and_waste_less_than_half(max_num_seqs: int) -> None:
+    sizes = batch_buckets(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (1, max_num_seqs)
+    assert all(b <= 2 * a for a, b in itertools.pairwise(sizes))
+
+
+def test_captures_go_from_the_largest_down() -> None:
+    every = Buckets([1, 4], 2, every_k=True)
+    assert [(s.batch, s.max_k) for s in every.whole_shapes() if s.logits_mode is LogitsMode.GREEDY] == [
+        (4, 2), (4, 1), (4, 0), (1, 2), (1, 1), (1, 0)
+    ]  # fmt: skip
+    assert not list(Buckets([1], 3, has_passes=False).draft_passes())
+    assert {s.max_k for s in Buckets([1], 3).whole_shapes()} == {0, 3}
+    assert {s.max_k for s in Buckets([1], 0).whole_shapes()} == {0}
+
+
+@given(
+    batch=st.integers(1, 12),
+    k=st.sampled_from([0, 5]),
+    rows=st.integers(1, 70),
+    chunks=st.integers(1, 6),
+    max_num_seqs=st.sampled_from([1, 5, 256]),
+)
+def test_chunks_behind_verification(batch: int, k: int, rows: int, chunks: int, max_num_seqs: int) -> None:
+    batches = batch_buckets(max_num_seqs)
+    buckets = Buckets(batches, 5, max_chunk_rows=512, max_chunks=max_num_seqs, merges=4)
+    whole = buckets.whole([k] * batch, LogitsMode.GREEDY) if batch + chunks <= max_num_seqs else None
+    if whole is None or rows < chunks:
+        return
+    shape = buckets.merged(whole, batch, rows, chunks)
+    fits = chunks <= 4 and whole.batch * k + min(whole.batch + 4, max_num_seqs) + max(rows, 8) <= 64
+    assert (shape is not None) == fits
+    if shape is not None:
+        assert shape in set(buckets.merged_shapes())
+        assert shape.decode == whole
+        assert shape.rows <= 64, "products of more rows are cuBLAS's, in which no row is what it is alone"
+        assert batch + chunks <= shape.entries <= max_num_seqs
+        assert shape.chunk_rows >= rows
+        assert shape.verify.rows >= batch * (k + 1) + chunks
+
+
+def test_graphs_with_chunks_are_few() -> None:
+    buckets = Buckets(batch_buckets(256), 5, max_chunk_rows=8192, max_chunks=256, merges=4)
+    assert len(list(buckets.merged_shapes())) == 38
+    assert not list(Buckets(batch_buckets(256), 5, max_chunk_rows=8192, max_chunks=256).merged_shapes())
+
+
+@pytest.mark.parametrize("logits_mode", LogitsMode)
+def test_beyond_the_captured_sizes_there_is_no_graph(logits_mode: LogitsMode) -> None:
+    buckets = Buckets(batch_buckets(8, (1, 2, 16)), 3)
+    assert buckets.batches == [1, 2]
+    assert buckets.whole([3, 3, 3], logits_mode) is None
+    assert buckets.chained([3, 3, 3], logits_mode) is None

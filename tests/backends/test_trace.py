@@ -1,0 +1,343 @@
+"""The functions of an iteration on fake CUDA tensors: nothing crosses devices, nothing is allocated or random.
+
+A graph would record a stray copy as one that happens once, at capture. `FakeTensorMode` alone lets `.cpu()`, copies
+from the host and allocations pass, so a dispatch mode watches every op; what kernels write is in their signatures.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_eagle3
+from specrs.backends.blueprint import Blueprint
+from specrs.backends.cuda import drafting, iteration
+from specrs.backends.cuda.build import make_context
+from specrs.backends.cuda.chunks import catch_up_pass, feeds_chunks, prompt_pass
+from specrs.backends.cuda.context import Context, entries_of
+from specrs.backends.cuda.sampling.sampling_state import SamplingState
+from specrs.backends.cuda.shapes import ChunkShape, LogitsMode, MergedShape, Shape
+from specrs.backends.weights import Weights
+from specrs.config import EngineConfig
+from specrs.drafters.base import LoadedDrafter
+from specrs.drafters.draft_model import LoadedDraftModel
+from specrs.drafters.eagle3 import LoadedHead
+from specrs.drafters.eagle3.config import TargetFacts, parse_eagle3_config
+from specrs.drafters.eagle3.head import Eagle3Head, Eagle3Weights
+from specrs.drafters.other_tokenizer import LoadedSharedTokens
+from specrs.drafters.other_tokenizer.vocabulary import SharedVocabulary
+from specrs.drafters.parallel import LoadedParallel
+from specrs.kernels.linear import DenseWeight
+from specrs.models.checkpoint import read_json
+from specrs.models.decoder_weights import ExpertWeights, LayerWeights
+from specrs.models.experts import Experts
+from specrs.models.loader import load_config
+from specrs.models.shards import Shard
+from specrs.models.torch_decoder import TorchDecoder
+from specrs.models.torch_weights import TorchExperts, TorchWeights
+from specrs.parallel.ranks import Ranks
+from specrs.speculative_config import SpeculativeConfig
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CUDA = torch.device("cuda", 0)
+K, BATCH = 3, 4
+VIEWS = {
+    "view",
+    "narrow",
+    "slice",
+    "select",
+    "t",
+    "as_strided",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "alias",
+    "detach",
+    "transpose",
+    "unbind",
+}
+"""Ops of torch that touch no memory; everything else must be one of ours or write where it is told."""
+WRITES = {"mm.out", "addmm.out", "clamp.out", "index_select.out", "copy_"}
+DRAFT_IDS, IDS = 90, 97
+LAYERS = 2
+HEAD_IDS = 50
+
+
+class Watch(TorchDispatchMode):
+    """Refuses what a captured iteration must not do, by name; `also` are ops that it may have beside those of all."""
+
+    def __init__(self, also: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+        self._also = also
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        strangers = [tensor.device for tensor in tensors if tensor.device.type != "cuda"]
+        if strangers:
+            raise AssertionError(f"{name}: reads or writes {strangers[0]}")
+        if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
+            raise AssertionError(f"{name}: draws from a generator")
+        namespace, _, op = name.partition("::")
+        base = op.partition(".")[0]
+        allowed = namespace == "specrs" or base in VIEWS or op in WRITES or name in {"prim::device", *self._also}
+        if not allowed:
+            raise AssertionError(f"{name}: allocates, waits or depends on data; allowed are {sorted(WRITES)} and views")
+        self.ops.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def fake_decoder(
+    folder: Path, dtype: torch.dtype, cache_dtype: torch.dtype | None = None, ranks: Ranks | None = None
+) -> TorchDecoder:
+    """A decoder of empty tensors on a device that is not there, or one rank's part of it."""
+    c, ids = load_config(folder), load_config(folder).vocab_size
+    if ranks is not None:
+        c, ids = Shard(ranks.rank, ranks.size).of_config(c), -(-ids // ranks.size)
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=CUDA)
+
+    def linear(n: int, k: int, bias: bool = False) -> DenseWeight:
+        return DenseWeight(empty(n, k), empty(n) if bias else None)
+
+    around = empty(c.hidden_size) if c.norms == "around" else None
+    layer = LayerWeights(
+        attention_output_norm=around,
+        mlp_output_norm=around,
+        experts=None if c.experts is None else fake_experts(c.experts, c.hidden_size, dtype),
+        input_norm=empty(c.hidden_size),
+        qkv=linear(q + 2 * kv, c.hidden_size, c.qkv_bias),
+        qk_norm=empty(c.num_heads + c.num_kv_heads, c.head_dim) if c.qk_norm else None,
+        o=linear(c.hidden_size, q),
+        post_attention_norm=empty(c.hidden_size),
+        gate_up=linear(2 * c.intermediate_size, c.hidden_size),
+        down=linear(c.hidden_size, c.intermediate_size),
+    )
+    weights = TorchWeights(
+        config=c,
+        dtype=dtype,
+        device=CUDA,
+        embedding=empty(ids, c.hidden_size),
+        layers=(layer,) * c.num_layers,
+        final_norm=empty(c.hidden_size),
+        lm_head=linear(ids, c.hidden_size),
+        rotary=torch.empty(c.head_dim, device=CUDA),
+        rotaries=tuple(torch.empty(c.head_dim, device=CUDA) for _ in c.ropes),
+        cache_dtype=cache_dtype,
+    )
+    return TorchDecoder(weights, ranks=ranks)
+
+
+def fake_experts(e: Experts, h: int, dtype: torch.dtype) -> TorchExperts:
+    gate_up = torch.empty((e.count, 2 * e.intermediate_size, h), dtype=dtype, device=CUDA)
+    down = torch.empty((e.count, h, e.intermediate_size), dtype=dtype, device=CUDA)
+    router = DenseWeight(torch.empty((e.count, h), dtype=dtype, device=CUDA))
+    return ExpertWeights(router, *(tuple(map(DenseWeight, every)) for every in (gate_up, down)), (gate_up, down))
+
+
+def fake_head(folder: Path, target: TorchDecoder) -> Eagle3Head:
+    """A head of empty tensors, over a part of the target's ids."""
+    t = target.config
+    config = parse_eagle3_config(
+        read_json(folder / "config.json"), TargetFacts(t.hidden_size, t.vocab_size, t.num_layers, 64)
+    )
+    c, h = config.layer, config.layer.hidden_size
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=CUDA)
+
+    layer = LayerWeights(
+        input_norm=empty(h),
+        qkv=DenseWeight(empty(q + 2 * kv, 2 * h), None),
+        qk_norm=empty(c.num_heads + c.num_kv_heads, c.head_dim) if c.qk_norm else None,
+        o=DenseWeight(empty(h, q), None),
+        post_attention_norm=empty(h),
+        gate_up=DenseWeight(empty(2 * c.intermediate_size, h), None),
+        down=DenseWeight(empty(h, c.intermediate_size), None),
+    )
+    weights = Eagle3Weights(
+        config=config,
+        dtype=torch.bfloat16,
+        device=CUDA,
+        embedding=target.weights.embedding,
+        fc=DenseWeight(empty(h, len(config.aux_layer_ids) * t.hidden_size), None),
+        fc_norm=empty(len(config.aux_layer_ids), t.hidden_size),
+        hidden_norm=empty(h),
+        layer=layer,
+        final_norm=empty(h),
+        lm_head=DenseWeight(empty(HEAD_IDS, h), None),
+        rotary=torch.empty(c.head_dim, device=CUDA),
+        target_ids=torch.empty(HEAD_IDS, dtype=torch.int64, device=CUDA),
+        max_position_embeddings=64,
+    )
+    return Eagle3Head(weights)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2"])
+def context(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Context]]:
+    """Makes contexts of fake tensors; the draft's vocabulary is smaller than the target's."""
+    folder = tmp_path_factory.mktemp("trace")
+    shape = {"layers": 2, "hidden": 64, "kv_heads": 2, "head_dim": 64}
+    target = make_checkpoint(folder / "target", request.param, vocab=97, **shape)  # type: ignore[arg-type]
+    draft = make_checkpoint(folder / "draft", request.param, vocab=90, **shape)  # type: ignore[arg-type]
+    layer_ids = {"layer_ids": [0, 1], "fc_norm": True, "head_dim": 64}
+    head = make_eagle3(folder / "head", target, vocab=HEAD_IDS, **layer_ids)  # type: ignore[arg-type]
+    with FakeTensorMode():
+        yield lambda rule, kind="draft": make(target, head if "head" in kind else draft, rule, kind)
+
+
+METHODS = {"list": "ngram,draft_model", "head": "eagle3", "list with a head": "ngram,eagle3"}
+KINDS = ("draft", "list", "parallel", "other vocabulary", "head", "list with a head")
+
+
+def make(target: Path, draft: Path, rule: str, kind: str, *, grouped: bool = False) -> Context:
+    speculative = SpeculativeConfig(
+        method=METHODS.get(kind, "draft_model"),
+        model=str(draft),
+        num_speculative_tokens=K,
+        rejection_sample_method=rule,
+        parallel_drafting=kind == "parallel",
+        use_heterogeneous_vocab=kind == "other vocabulary",
+    )
+    config = EngineConfig(
+        model=str(target),
+        speculative_config=speculative,
+        max_num_seqs=BATCH,
+        max_num_batched_tokens=32,
+        max_model_len=64,
+    )
+    model = fake_decoder(target, torch.bfloat16)
+    model = model.with_kv_groups(1) if grouped else model
+    drafter: LoadedDrafter
+    if "head" in kind:
+        drafter = LoadedHead(fake_head(draft, model))
+    elif kind == "parallel":
+        drafter = LoadedParallel(fake_decoder(draft, torch.bfloat16), 7)
+    elif kind == "other vocabulary":
+        pairs = tuple((i, 40 - i) for i in range(40))
+        drafter = LoadedSharedTokens(fake_decoder(draft, torch.bfloat16), SharedVocabulary(pairs, 0, IDS))
+    else:
+        drafter = LoadedDraftModel(fake_decoder(draft, torch.bfloat16))
+    blueprint = Blueprint(config, Weights(model, drafter))
+    sampling = SamplingState(BATCH, IDS, torch.float32, CUDA)
+    return make_context(blueprint, blueprint.scheduler(20), sampling, 20)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("logits_mode", [LogitsMode.GREEDY, LogitsMode.SAMPLED])
+@pytest.mark.parametrize("k", [0, K])
+def test_an_iteration_stays_on_its_device(
+    context: Callable[..., Context], rule: str, logits_mode: LogitsMode, k: int
+) -> None:
+    ctx = context(rule)
+    shape = Shape(BATCH, k, BATCH * (k + 1), logits_mode)
+    entries = entries_of(ctx.record.views, "num_decode")
+    with torch.inference_mode(), Watch() as watch:
+        iteration.prepare(ctx, shape, entries)
+        drafting.draft(ctx, shape)
+        iteration.verify(ctx, shape)
+        iteration.accept_and_update(ctx, shape)
+    ours = count_ours(watch)
+    # A pass: the embedding, five kernels a layer, the final norm, the LM head.
+    passes = (k + 1) * (5 * LAYERS + 3)
+    drawn = k * 2 if logits_mode is LogitsMode.SAMPLED else 0  # cut and draw
+    accepted = {LogitsMode.GREEDY: 1, LogitsMode.SAMPLED: 2 if rule == "rejection" else 3}[logits_mode]
+    assert ours == 1 + passes + drawn + (k > 0) + accepted + 1
+
+
+def count_ours(watch: Watch) -> int:
+    return sum(op.startswith("specrs::") for op in watch.ops)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("logits_mode", [LogitsMode.GREEDY, LogitsMode.SAMPLED])
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_other_drafters_stay_on_the_device(
+    context: Callable[..., Context], kind: str, logits_mode: LogitsMode, rule: str
+) -> None:
+    """Whole iterations, and single passes as chained launches have them; without passes where all drafts are there."""
+    ctx, counts = context(rule, kind), []
+    entries = entries_of(ctx.record.views, "num_decode")
+    for passes in (None, 0):
+        with torch.inference_mode(), Watch() as watch:
+            iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), logits_mode, passes), entries)
+        counts.append(count_ours(watch))
+    with torch.inference_mode(), Watch() as watch:
+        for i in range(1, 2 if ctx.in_parallel else K + 1):
+            drafting.draft_pass(ctx, i, 2, LogitsMode.LOGITS)
+    assert counts[0] > counts[1]
+    if kind == "parallel":
+        sampled = 2 * K if logits_mode is LogitsMode.SAMPLED else 0
+        assert counts[0] - counts[1] == 5 * LAYERS + 3 + sampled, "one pass"
+
+
+@pytest.mark.parametrize("kind", ["draft", "head"])
+def test_passes_over_chunks_stay_on_the_device(context: Callable[..., Context], kind: str) -> None:
+    ctx, shape = context("rejection", kind), ChunkShape(16, 2)
+    with torch.inference_mode(), Watch() as watch:
+        prompt_pass(ctx, shape)
+        if feeds_chunks(ctx):
+            catch_up_pass(ctx, shape)
+    assert feeds_chunks(ctx) == (kind == "draft")
+    # The embedding, five kernels a layer, the final norm.
+    assert count_ours(watch) == (1 + feeds_chunks(ctx)) * (5 * LAYERS + 2)
+
+
+@pytest.mark.parametrize("k", [0, K])
+@pytest.mark.parametrize("logits_mode", [LogitsMode.GREEDY, LogitsMode.SAMPLED])
+def test_chunks_behind_verification_stay_on_the_device(
+    context: Callable[..., Context], logits_mode: LogitsMode, k: int
+) -> None:
+    """An attention more a layer than the iteration alone."""
+    ctx = context("rejection")
+    alone = Shape(BATCH - 1, k, (BATCH - 1) * (k + 1), logits_mode)
+    merged = MergedShape(alone, BATCH, ChunkShape(16, 1))
+    counts = []
+    for work in (
+        lambda: iteration.run(ctx, alone, entries_of(ctx.record.views, "num_decode")),
+        lambda: iteration.run_merged(ctx, merged),
+    ):
+        with torch.inference_mode(), Watch() as watch:
+            work()
+        counts.append(count_ours(watch))
+    assert counts[1] == counts[0] + LAYERS
+
+
+@pytest.mark.parametrize(
+    "offence",
+    [
+        lambda x: x.cpu(),
+        lambda x: x.item(),
+        lambda x: x.new_empty(3),
+        lambda x: x + 1,
+        lambda x: x.normal_(),
+        lambda x: x.copy_(torch.zeros(1)),
+        lambda x: x[torch.tensor([0])],
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: torch.multinomial(x, 1),
+    ],
+)
+def test_the_watch_sees(offence: Callable[[Tensor], Any]) -> None:
+    with FakeTensorMode():
+        x = torch.empty(1, device=CUDA)
+        with pytest.raises(AssertionError, match=r"allocates, waits or depends on data|reads or writes cpu"), Watch():
+            offence(x)
+
+
+def test_the_watch_sees_a_copy_from_the_host() -> None:
+    with FakeTensorMode():
+        x, host = torch.empty(1, device=CUDA), torch.empty(1)
+        for copy in (lambda: x.copy_(host), lambda: host.copy_(x)):
+            with pytest.raises(AssertionError, match="reads or writes cpu"), Watch():
+                copy()

@@ -1,0 +1,106 @@
+"""Passes of other families on fake CUDA tensors: whole iterations, as `test_trace` watches those of plain ones."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from specrs.backends.cuda import iteration
+from specrs.backends.cuda.context import entries_of
+from specrs.backends.cuda.decoder import CudaDecoder
+from specrs.backends.cuda.shapes import LogitsMode, Shape
+from specrs.kernels.coding import Coding
+from specrs.kernels.cuda.device import DeviceLimits
+from specrs.kernels.linear import Weight
+from specrs.kernels.quantized_weight import QuantizedWeight
+from specrs.models.inputs import PassInputs
+from specrs.models.torch_weights import with_fp8_rows
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .test_trace import BATCH, CUDA, LAYERS, K, Watch, count_ours, fake_decoder, make
+
+SHAPE: dict[str, object] = {"vocab": 97, "layers": LAYERS, "hidden": 64, "kv_heads": 2, "head_dim": 64}
+
+
+@pytest.mark.parametrize(("family", "kernels"), [("gemma3_text", 7), ("qwen3_moe", 11)])
+def test_an_iteration_stays_on_its_device(family: str, kernels: int, tmp_path: Path) -> None:
+    """Kernels per layer: two more where blocks' outputs are normed; with experts also the choice, the pairs' order and
+    the sums."""
+    target = make_checkpoint(tmp_path, family, **SHAPE)  # type: ignore[arg-type]
+    with FakeTensorMode():
+        ctx = make(target, target, "rejection", "draft")
+        entries = entries_of(ctx.record.views, "num_decode")
+        with torch.inference_mode(), Watch() as watch:
+            iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), LogitsMode.GREEDY), entries)
+    assert count_ours(watch) == 1 + (K + 1) * (kernels * LAYERS + 3) + 3
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("logits_mode", [LogitsMode.GREEDY, LogitsMode.SAMPLED])
+def test_groups_take_one_kernel_more_an_iteration(logits_mode: LogitsMode, rule: str, tmp_path: Path) -> None:
+    """Slots and block tables of all groups behind the first."""
+    target = make_checkpoint(tmp_path, "gemma3_text", sliding_window=8, **SHAPE)  # type: ignore[arg-type]
+    counts = []
+    for grouped in (False, True):
+        with FakeTensorMode():
+            ctx = make(target, target, rule, "draft", grouped=grouped)
+            assert len(ctx.state.tables) == 1 + grouped
+            entries = entries_of(ctx.record.views, "num_decode")
+            with torch.inference_mode(), Watch() as watch:
+                iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), logits_mode), entries)
+        counts.append(count_ours(watch))
+        assert (len(ctx.state.group_tables) > 0) == grouped
+    assert counts[1] == counts[0] + 1
+
+
+@pytest.mark.parametrize(("coding", "capability"), [(Coding("fp8", 128, 128), 90), (Coding("fp8", 512), 89)])
+def test_rows_in_fp8_take_a_kernel_a_product(coding: Coding, capability: int, tmp_path: Path) -> None:
+    """To round them; of few rows two norms more are kernels of their own. Of many, products are `scaled_mm`'s."""
+    shape = {"hidden": 512, "intermediate": 512, "kv_heads": 2, "group": 2, "head_dim": 128}
+    target = make_checkpoint(tmp_path, "qwen3", vocab=97, layers=LAYERS, **shape)
+    counts: dict[int, Sequence[str]] = {}
+    with FakeTensorMode():
+        weights = fake_decoder(target, torch.bfloat16).weights
+        names = ("qkv", "o", "gate_up", "down")
+        layers = [replace(w, **{name: fp8(getattr(w, name), coding) for name in names}) for w in weights.layers]
+        weights = with_fp8_rows(replace(weights, layers=tuple(layers)))
+        model = CudaDecoder.allocate(weights, max_rows=128, max_seqs=BATCH)
+        limits = DeviceLimits("", capability, 132, 99 * 1024)
+        model = replace(model, workspace=replace(model.workspace, limits=limits))
+        cache = model.allocate_cache(8, 16)
+        for rows in (16, 64, 65, 128):
+            inputs = inputs_of(rows)
+            with torch.inference_mode(), Watch() as watch:
+                model.forward(inputs, cache)
+            counts[rows] = [op for op in watch.ops if op.startswith("specrs::")]
+    for rows, ops in counts.items():
+        wide = rows > 64
+        assert len(ops) == 2 + (12 + wide) * LAYERS, "wide passes have an activation of their own"
+        assert ops.count("specrs::fp8_rows") == 4 * LAYERS
+        assert ops.count("specrs::scaled_linear") == 4 * LAYERS * wide
+
+
+def fp8(w: Weight, coding: Coding) -> QuantizedWeight:
+    """In FP8, of empty tensors."""
+    (out, size), group = w.shape, coding.group
+    codes = torch.empty((out, size // 2), dtype=torch.int16, device=CUDA)
+    return QuantizedWeight(codes, torch.empty((-(-out // coding.outputs), -(-size // group)), device=CUDA), coding)
+
+
+def inputs_of(rows: int) -> PassInputs:
+    """A chunk of one request."""
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=CUDA)
+
+    return PassInputs(
+        input_ids=ints(rows),
+        positions=ints(rows),
+        slots=ints(rows),
+        q_start=ints(2),
+        block_table=ints(1, 8),
+        max_q_len=rows,
+        max_context=128,
+    )

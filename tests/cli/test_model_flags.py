@@ -1,0 +1,85 @@
+"""Which model a command answers with, and what drafts for it when nothing is said. No model is loaded."""
+
+from typing import Any
+
+import pytest
+import specrs.llm
+from specrs.cli import main
+from specrs.cli.model_flags import DEFAULT_DRAFTS, DEFAULT_TEXT_DRAFTS
+from specrs.config import EngineConfig
+from specrs.errors import EngineError
+from specrs.server import run
+
+COMMANDS = [["serve"], ["chat"], ["generate", "--prompt", "x"]]
+PAIR, TEXT, NONE = DEFAULT_DRAFTS, DEFAULT_TEXT_DRAFTS, None
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of each engine that a command would make."""
+    seen: list[dict[str, Any]] = []
+
+    def make(*_: Any, **settings: Any) -> None:
+        seen.append(settings)
+        raise EngineError("made")
+
+    def serve(engine: dict[str, Any], _: object) -> int:
+        seen.append(engine)
+        return 0
+
+    monkeypatch.setattr(specrs.llm, "LLM", make)
+    monkeypatch.setattr(run, "run_server", serve)
+    monkeypatch.setattr("specrs.cli.threads.set_torch_threads", lambda *_, **__: None)
+    return seen
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    ("argv", "model", "drafts"),
+    [
+        ([], None, PAIR),
+        (["--no-speculation"], None, NONE),
+        (["m/m"], "m/m", TEXT),
+        (["--model", "m/m"], "m/m", TEXT),
+        (["m/m", "--model", "m/m", "--speculation"], "m/m", TEXT),
+        (["m/m", "--no-speculation"], "m/m", NONE),
+        (["m/m", "--speculative-config.method=ngram"], "m/m", {"method": "ngram"}),
+        (["--speculative-config.num_speculative_tokens=3"], None, {"num_speculative_tokens": 3}),
+    ],
+)
+def test_the_model_and_what_drafts_for_it(
+    made: list[dict[str, Any]], command: list[str], argv: list[str], model: str | None, drafts: dict[str, Any] | None
+) -> None:
+    main([*command, *argv])
+    (settings,) = made
+    assert settings["model"] == model
+    assert settings.get("speculative_config") == drafts
+    assert settings.get("dtype") == ("float32" if model is None else None)
+
+
+@pytest.mark.parametrize("ahead", [["--launch-depth=2"], ["--async-scheduling"]], ids=" ".join)
+def test_two_steps_in_flight_leave_no_drafts_from_the_text(made: list[dict[str, Any]], ahead: list[str]) -> None:
+    """Unless they are asked for, which the engine then rejects; the bundled draft model drafts in any case."""
+    for argv in (["m/m"], [], ["m/m", "--speculation"]):
+        main(["serve", *argv, *ahead])
+    assert [settings.get("speculative_config") for settings in made] == [NONE, PAIR, TEXT]
+
+
+@pytest.mark.parametrize("drafts", [PAIR, TEXT])
+def test_default_drafts_are_chosen_by_the_engine_and_keep_the_text_of_a_seed(drafts: dict[str, str]) -> None:
+    config = EngineConfig(model="m" if drafts is TEXT else None, speculative_config=drafts)  # type: ignore[arg-type]
+    assert config.plans_speculation
+    assert config.rule == "coupled"
+    assert config.draft is None or drafts is PAIR
+
+
+def test_a_program_drafts_only_if_it_says_so() -> None:
+    assert EngineConfig.from_kwargs(model="m").speculative_config is None
+
+
+@pytest.mark.parametrize("method", ["suffix", "ngram"])
+def test_a_method_alone_is_enough(made: list[dict[str, Any]], method: str) -> None:
+    main(["serve", "m/m", "--spec-method", method])
+    config = EngineConfig.from_kwargs(**made[0])
+    assert config.speculative_config is not None
+    assert (config.speculative_config.method, config.plans_speculation) == (method, True)

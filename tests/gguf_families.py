@@ -1,0 +1,190 @@
+"""Metadata and tensors of GGUF files of each family, as llama.cpp's converter makes them. Holds no tests.
+
+Names come from the package `gguf`. Nothing here is shared with specrs' reader.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+FILE_NAMES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "gemma3_text": "gemma3",
+}
+"""`general.architecture` by transformers' `model_type`, where the two differ."""
+PERMUTED = ("llama", "mistral3", "granite", "smollm3")
+"""Architectures whose q and k are permuted."""
+ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate")
+
+
+def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """The fields of the architecture, without its name, of a model with this config.json."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    ropes = config.get("rope_parameters") or {}
+    rope = ropes.get("full_attention", ropes)
+    fields: dict[str, Any] = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": hidden,
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
+    }
+    if architecture not in ("granite", "phi3"):
+        fields |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
+    if architecture in PERMUTED:
+        size = hidden // heads if architecture == "granite" else config["head_dim"]
+        fields |= {"vocab_size": config["vocab_size"], "rope.dimension_count": size}
+    fields |= _scaling(rope)
+    if config.get("num_experts_per_tok"):
+        count = config.get("num_experts") or config["num_local_experts"]
+        fields |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
+    if architecture == "qwen3moe":
+        fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if architecture == "gpt-oss":
+        fields["expert_feed_forward_length"] = config["intermediate_size"]
+    if architecture in ("gpt-oss", "gemma3", "phi3"):
+        fields["attention.sliding_window"] = config["sliding_window"] or 0
+    if architecture == "phi3":
+        fields |= _phi3(config, rope)
+    if architecture == "granite":
+        fields |= {
+            "attention.scale": config["attention_multiplier"],
+            "embedding_scale": config["embedding_multiplier"],
+            "residual_scale": config["residual_multiplier"],
+            "logit_scale": config["logits_scaling"],
+        }
+    return fields
+
+
+def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
+    kind = rope.get("rope_type")
+    if kind == "linear":
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    if kind != "yarn":
+        return {}
+    fields = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        "rope.scaling.yarn_beta_fast": rope.get("beta_fast"),
+        "rope.scaling.yarn_beta_slow": rope.get("beta_slow"),
+        "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim"),
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _phi3(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    share, positions = rope.get("partial_rotary_factor", 1.0), config["max_position_embeddings"]
+    original = config["original_max_position_embeddings"]
+    fields = {
+        "rope.dimension_count": int(share * config["hidden_size"]) // config["num_attention_heads"],
+        "rope.scaling.original_context_length": original,
+    }
+    if "long_factor" in rope:
+        scale = positions / original
+        fields["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+    return fields
+
+
+def file_tensors(
+    config: dict[str, Any], architecture: str, tensors: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Name and float32 numbers of each tensor in the file."""
+    (known,) = [arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    names = gguf.get_tensor_name_map(known, config["num_hidden_layers"])
+    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        for part, numbers in _parts(config, architecture, name, tensor.float()):
+            at = part.split(".experts.")
+            if len(at) == 2 and at[1][0].isdigit():
+                expert, _, leaf = at[1].partition(".")
+                stacks.setdefault(f"{at[0]}.experts.{leaf}", {})[int(expert)] = numbers
+            else:
+                yield _file_name(names, part), numbers.contiguous().numpy()
+    for part, experts in stacks.items():
+        stacked = torch.stack([experts[i] for i in range(len(experts))])
+        yield _file_name(names, part), stacked.numpy()
+    rope = config.get("rope_parameters") or {}
+    for field, kind in (
+        ("long_factor", gguf.MODEL_TENSOR.ROPE_FACTORS_LONG),
+        ("short_factor", gguf.MODEL_TENSOR.ROPE_FACTORS_SHORT),
+    ):
+        if field in rope:
+            yield f"{gguf.TENSOR_NAMES[kind]}.weight", np.array(rope[field], np.float32)
+
+
+def _file_name(names: gguf.TensorNameMap, name: str) -> str:
+    # Mixtral's stacks have the name of the authors' layout.
+    name = name.replace("model.layers.", "layers.").replace("block_sparse_moe.experts", "feed_forward.experts")
+    for known in (f"model.{name}", name):
+        found = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        if found is not None:
+            return str(found)
+    raise KeyError(name)
+
+
+def _parts(
+    config: dict[str, Any], architecture: str, name: str, numbers: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the converter makes of one tensor of a checkpoint."""
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        numbers = numbers + 1
+    if architecture in PERMUTED and name.split(".")[-2] in ("q_proj", "k_proj"):
+        heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+        halves = numbers.view(heads, 2, numbers.shape[0] // heads // 2, *numbers.shape[1:])
+        numbers = halves.transpose(1, 2).reshape(numbers.shape)
+    if architecture != "gpt-oss":
+        yield name, numbers
+    elif name.endswith("sinks"):
+        yield f"{name}.weight", numbers
+    elif ".experts." not in name:
+        yield name, numbers
+    else:
+        bias = name.endswith("_bias")
+        stem, kind = (name.removesuffix("_bias"), "bias") if bias else (name, "weight")
+        numbers = numbers if bias else numbers.transpose(1, 2)
+        if stem.endswith("down_proj"):
+            yield f"{stem}.{kind}", numbers
+        else:
+            yield f"{stem.replace('gate_up', 'gate')}.{kind}", numbers[:, ::2]
+            yield f"{stem.replace('gate_up', 'up')}.{kind}", numbers[:, 1::2]
+
+
+def rounded(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors with the numbers that blocks of `kind` hold.
+
+    Blocks lie along inputs, so a file may have outputs in any order and in several tensors.
+    """
+    given = gguf.GGMLQuantizationType[kind]
+
+    def numbers(matrix: torch.Tensor) -> torch.Tensor:
+        blocks = gguf.quants.quantize(matrix.contiguous().numpy(), given)
+        return torch.from_numpy(np.array(gguf.quants.dequantize(blocks, given), np.float32).reshape(matrix.shape))
+
+    made = {}
+    for name, tensor in tensors.items():
+        stacked = tensor.ndim == 3  # inputs come first
+        if stacked:
+            made[name] = numbers(tensor.transpose(1, 2)).transpose(1, 2).contiguous()
+        elif is_matrix(name, tensor):
+            made[name] = numbers(tensor)
+        else:
+            made[name] = tensor
+    return made
+
+
+def is_matrix(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a file has blocks of the checkpoint's tensor `name`, unless all of the file is numbers."""
+    return tensor.ndim == 2 and not name.removesuffix(".weight").endswith(ROUTERS) and not name.endswith("_bias")

@@ -1,0 +1,229 @@
+"""Products of few rows with codes, and codes as numbers, interpreted; and the instructions that take codes apart on a
+device, one by one."""
+
+import itertools
+import math
+import re
+
+import pytest
+import torch
+from specrs.kernels.coding import Coding
+from specrs.kernels.cuda import _codes
+from specrs.kernels.cuda.configs import LinearConfig
+from specrs.kernels.cuda.dequantize import dequantize, dequantize_reference
+from specrs.kernels.cuda.linear_product import Product, scratch_sizes
+from specrs.kernels.cuda.skinny_linear import skinny_linear
+from specrs.kernels.quantized_weight import QuantizedWeight, fuse
+from specrs.models.quantization.grouped import Grouped
+from specrs.models.quantized import quantized_weight
+from torch import Tensor
+
+from .ptx import bf16_of, execute
+
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def coded(coding: Coding, out: int, size: int, seed: int = 0) -> QuantizedWeight:
+    """Every code, scales that no group shares with another."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 1 << coding.bits, (out, size), generator=generator, dtype=torch.uint8)
+    if coding.kind == "fp8":
+        values[values & 127 == 127] = 0  # not numbers
+    shape = (-(-out // coding.outputs), -(-size // coding.group))
+    scales = torch.rand(shape, generator=generator).half().float() + 2**-6
+    if coding.zeros:
+        zeros = torch.randint(0, 16, shape, generator=generator, dtype=torch.int32)
+        scales = (scales.view(torch.int32) & -16 | zeros).view(torch.float32)
+    return QuantizedWeight.of(values, scales, coding)
+
+
+def numbers(weight: QuantizedWeight) -> Tensor:
+    """One by one, by the definition, in float64."""
+    (out, size), coding = weight.shape, weight.coding
+    made = torch.empty(out, size, dtype=torch.float64)
+    unit, each = coding.unit(size), 16 // coding.bits
+    assert unit is not None
+    for n, k in itertools.product(range(out), range(size)):
+        word = int(weight.codes[n, k // unit * (unit // each) + k % (unit // each)]) & 0xFFFF
+        code = word >> coding.bits * (k % unit // (unit // each)) & (1 << coding.bits) - 1
+        bits = int(weight.scales[n // coding.outputs, k // coding.group].view(torch.int32))
+        if coding.kind == "fp8":
+            value = float(E4M3[code])
+        elif coding.kind == "int8":
+            value = code - 256 * (code > 127)
+        else:
+            value = code - (bits & 15 if coding.zeros else 8)
+        scale = torch.tensor(bits & -16 if coding.zeros else bits, dtype=torch.int32).view(torch.float32)
+        made[n, k] = value * float(scale)
+    return made
+
+
+def bound(x: Tensor, exact: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Bound the error of products of x with `exact` `[out, in]`. Each has at most as many fp32 roundings as inputs, and
+    two for its scale (Higham 2002, section 3.1). The sum is rounded once."""
+    u, steps = 2**-24, x.shape[1] + 2
+    sums = x.double().abs() @ exact.abs().t()
+    return sums * steps * u / (1 - steps * u) + (x.double() @ exact.t()).abs() * torch.finfo(out_dtype).eps / 2 + 1e-30
+
+
+CODINGS = {
+    "fp8-block": (Coding("fp8", 64, outputs=8), 40, 192),
+    "fp8-small-block": (Coding("fp8", 32, outputs=1), 18, 96),
+    "fp8-channel": (Coding("fp8", 96), 20, 96),
+    "int8-row": (Coding("int8", 64), 20, 64),
+    "int8-small-group": (Coding("int8", 16), 20, 64),
+    "int8-group": (Coding("int8", 32), 20, 64),
+    "int4-group": (Coding("int4", 32), 20, 64),
+    "int4-groups-of-a-unit": (Coding("int4", 32, zeros=True), 20, 128),
+    "int4-zeros": (Coding("int4", 64, zeros=True), 20, 192),
+    "int4-channel-zeros": (Coding("int4", 64, zeros=True), 20, 64),
+}
+
+
+@pytest.mark.parametrize("name", CODINGS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_of_codes(name: str, gated: bool) -> None:
+    """Tiles of 16 shared by programs; the last tile and the last step are not whole."""
+    coding, out, size = CODINGS[name]
+    if gated and coding.outputs > 1:
+        out = 2 * coding.outputs  # of each half
+    weight = coded(coding, out * (1 + gated), size)
+    exact = numbers(weight)
+    assert torch.equal(weight.dequantized(), exact)
+    generator = torch.Generator().manual_seed(1)
+    unit = coding.unit(size)
+    assert unit is not None
+    # A step of one unit, and one of several, the last of which may not be there.
+    for dtype, block_k, programs in ((torch.float32, 128, 3), (torch.float16, unit, 2)):
+        x = torch.randn(3, size, generator=generator).to(dtype)
+        y = torch.full((3, out), math.nan)
+        config = LinearConfig(16, block_k, programs, 4, 1)
+        sizes = scratch_sizes(config, 3, n=out, sides=1 + gated)
+        scratch = torch.full((sizes[0],), math.nan), torch.zeros(sizes[1], dtype=torch.int32)
+        product = Product(weight.codes, gated=gated, coding=coding, scales=weight.scales)
+        skinny_linear(x, product, y, scratch, config.as_list(), False)
+        if not gated:
+            assert ((y.double() - x.double() @ exact.t()).abs() <= bound(x, exact, y.dtype)).all()
+            continue
+        gate, up = (x.double() @ half.t() for half in exact.chunk(2))
+        off, off_up = (bound(x, half, torch.float32) for half in exact.chunk(2))
+        # silu has a slope of at most 1.1, and an error of its own.
+        allowed = 1.1 * off * up.abs() + gate.abs() * off_up + 1.1 * off * off_up + (gate * up).abs() * 2**-20
+        assert ((y.double() - torch.nn.functional.silu(gate) * up).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("name", CODINGS)
+def test_codes_as_numbers(name: str) -> None:
+    """Some outputs, rounded once."""
+    coding, out, size = CODINGS[name]
+    weight = coded(coding, out, size)
+    for dtype in (torch.float32, torch.float16):
+        made, expected = (torch.full((out - 6, size), math.nan, dtype=dtype) for _ in range(2))
+        dequantize(weight, 5, made, False)
+        dequantize_reference(weight, 5, expected)
+        # A code times a scale has 28 bits at most, so fp32 rounds it, and fp16 then perhaps the other way.
+        off = (made.double() - expected.double()).abs()
+        assert (off <= 0 if dtype == torch.float32 else off <= expected.double().abs() * 2**-10 + 2**-24).all()
+
+
+def packed(values: Tensor, scales: Tensor) -> QuantizedWeight | None:
+    return quantized_weight(Grouped(values.numpy(), scales.numpy()))
+
+
+def test_grouped_codes_are_packed_with_and_without_zero_points() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.rand(6, 2, generator=generator).half().float() + 0.25
+    for low, high, kind, zeros in (
+        (-8, 7, "int4", False),
+        (-15, 0, "int4", True),
+        (-3, 12, "int4", True),
+        (-9, 7, "int8", False),
+        (-128, 127, "int8", False),
+    ):
+        values = torch.randint(low, high + 1, (6, 64), generator=generator, dtype=torch.int16)
+        values[:, ::32], values[:, 1::32] = low, high
+        made = packed(values, scales)
+        assert made is not None
+        assert (made.coding.kind, made.coding.zeros) == (kind, zeros)
+        assert torch.equal(made.dequantized(), values.double() * scales.double().repeat_interleave(32, 1))
+    assert packed(torch.full((6, 64), 128, dtype=torch.int16), scales) is None
+    assert packed(values, scales[:, :1].repeat(1, 8)) is None, "groups of 8"
+    assert packed(values[:, :40], scales[:, :1]) is None, "40 inputs"
+    # Scales that need all their bits have no room for zero points.
+    odd = torch.full((6, 2), 0.1)
+    made = packed(torch.tensor([-3, 12] * 32, dtype=torch.int16).repeat(6, 1), odd)
+    assert made is not None
+    assert made.coding == Coding("int8", 32)
+
+
+def test_fused_and_cut() -> None:
+    """Parts of their own codings become one with the numbers of all, or none; shards have those of their part."""
+    block = Coding("fp8", 32, outputs=8)
+    parts = [coded(block, out, 64, seed) for seed, out in enumerate((16, 12, 20))]
+    symmetric, zeroed = coded(Coding("int4", 32), 8, 128), coded(Coding("int4", 32, zeros=True), 4, 128, 1)
+    for group in (parts[:2], parts, [symmetric, zeroed]):
+        fused = fuse(group)
+        assert fused is not None
+        whole = torch.cat([part.dequantized() for part in group])
+        assert torch.equal(fused.dequantized(), whole)
+        assert torch.equal(fused.shard(0, 1, 2).dequantized(), whole.chunk(2)[1])
+        assert torch.equal(fused.shard(1, 0, 2).dequantized(), whole.chunk(2, 1)[0])
+    fused = fuse(parts[:2])
+    assert fused is not None
+    assert fused.coding.outputs == 8, "16 outputs are whole blocks, so the scales of blocks stay"
+    assert fuse([symmetric, coded(Coding("int4", 64), 8, 128)]) is None
+    assert fuse([parts[0], symmetric]) is None
+    with pytest.raises(ValueError, match="64 features are not world=4 shards of whole 32"):
+        parts[0].shard(1, 0, 4)
+    row = coded(Coding("int8", 192), 4, 192)
+    assert torch.equal(row.shard(1, 1, 2).dequantized(), row.dequantized().chunk(2, 1)[1]), "laid out in units anew"
+
+
+def test_what_no_kernel_reads() -> None:
+    for coding, size, unit in (
+        (Coding("fp8", 128), 5120, 128),
+        (Coding("fp8", 32), 5120, 64),
+        (Coding("fp8", 96), 192, 32),
+        (Coding("fp8", 72), 72, None),
+        (Coding("int4", 128), 5120, 128),
+        (Coding("int4", 32), 5120, 128),
+        (Coding("int4", 32), 160, None),
+        (Coding("int4", 96), 384, None),
+        (Coding("int8", 160), 160, 32),
+    ):
+        assert coding.unit(size) == unit
+
+
+def words(codes: list[int], bits: int) -> int:
+    """Pack the codes of two words into one register, the first word's in the low half."""
+    return sum(code << bits * i for i, code in enumerate(codes))
+
+
+def test_the_instructions_for_bytes() -> None:
+    """Every code but the two of e4m3 that are no number, in every place."""
+    int8 = torch.arange(256, dtype=torch.uint8).view(torch.int8)
+    for text, table in ((_codes.FP8_BF16.value, E4M3.double()), (_codes.INT8_BF16.value, int8.double())):
+        for code in (code for code in range(256) if code & 127 != 127 or text != _codes.FP8_BF16.value):
+            others = [(code * 7 + 31 * i) % 127 for i in range(3)]
+            for place in range(4):
+                codes = [*others[:place], code, *others[place:]]
+                made = execute(text, {"$2": words(codes, 8)})
+                assert torch.equal(bf16_of([made["$0"]]), table[codes[::2]])
+                assert torch.equal(bf16_of([made["$1"]]), table[codes[1::2]])
+
+
+def test_the_instructions_for_int4() -> None:
+    """Every code in every place with every zero point, which is each word's own."""
+    for code, zero in itertools.product(range(16), range(16)):
+        codes = [(code + 3 * i + (i > 3)) % 16 for i in range(8)]
+        zeros = [zero, 15 - zero]
+        less = (-128 - torch.tensor(zeros)).bfloat16().view(torch.uint16).tolist()
+        made = execute(_codes.INT4_BF16.value, {"$4": words(codes, 4), "$5": less[0] | less[1] << 16})
+        for j in range(4):
+            expected = torch.tensor([codes[j] - zeros[0], codes[4 + j] - zeros[1]]).double()
+            assert torch.equal(bf16_of([made[f"${j}"]]), expected)
+
+
+def test_every_operand_is_used() -> None:
+    for text, count in ((_codes.FP8_BF16.value, 3), (_codes.INT8_BF16.value, 3), (_codes.INT4_BF16.value, 6)):
+        assert {int(n) for n in re.findall(r"\$(\d)", text)} == set(range(count))
