@@ -115,10 +115,10 @@ def values(metrics: Metrics) -> dict[str, float]:
 def test_latencies_are_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """First token after 0.5 s, then 1 s, then 2 s; an output without tokens is none of them."""
     metrics = served()
-    observe = metrics.observer()
+    recorder = metrics.request(num_prompts=1, completions=2)
     for now, tokens, ended in ((10.5, 1, None), (11.5, 2, None), (12.0, 0, None), (13.5, 1, "length")):
         monkeypatch.setattr(metrics_module.time, "monotonic", partial(float, now))
-        observe(0, output(4, [tokens, 0], ended=ended, arrival_time=10.0))
+        recorder.observe(0, output(4, [tokens, 0], ended=ended, arrival_time=10.0))
     found = values(metrics)
     assert (found["time_to_first_token_seconds_sum"], found["time_to_first_token_seconds_count"]) == (0.5, 1)
     assert (found["inter_token_latency_seconds_sum"], found["inter_token_latency_seconds_count"]) == (3.0, 2)
@@ -127,13 +127,15 @@ def test_latencies_are_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ends_are_counted_by_their_reasons() -> None:
     metrics = served()
-    observe = metrics.observer()
+    recorder = metrics.request(num_prompts=7, completions=2)
     for index, reason in enumerate(("stop", "stop", "length", "abort", "error")):
-        observe(index, output(1, [1, 1], ended=reason))
-    metrics.cut_off(3)
+        recorder.observe(index, output(1, [1, 1], ended=reason))
+    recorder.observe(5, output(1, [1, 1]))
+    for _ in range(2):
+        recorder.close()
     found = values(metrics)
     counts = {reason: found[f'request_success_total{{finished_reason="{reason}"}}'] for reason in REASONS}
-    assert counts == {"stop": 4, "length": 2, "abort": 2 + 3, "error": 2}
+    assert counts == {"stop": 4, "length": 2, "abort": 2 + 4, "error": 2}
 
 
 REASONS = ("stop", "length", "abort", "error")

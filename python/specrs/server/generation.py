@@ -17,6 +17,7 @@ from specrs.server.answers import Answer
 from specrs.server.context import Context
 from specrs.server.encoding import encode, encode_in_parts
 from specrs.server.errors import APIError, api_error, unavailable
+from specrs.server.metrics import RequestRecorder
 from specrs.server.tracing import RequestTrace
 from specrs.server.usage import speculation, usage
 
@@ -36,10 +37,10 @@ class Generation:
         self._answer = answer
         self._metrics = context.metrics
         self._tracing = context.tracing
-        self._trace: RequestTrace | None = None
+        self._num_prompts = 0
+        self._recorders: list[RequestRecorder | RequestTrace] = []
         self._report = context.report_speculation
         self._last: dict[int, RequestOutput] = {}  # by prompt
-        self._num_prompts = 0
         self._begun = False
         self._stream: OutputStream | None = None
         asked = answer.body.per_request_spec_decode_metrics
@@ -49,14 +50,15 @@ class Generation:
     async def start(self, prompts: Sequence[Prompt], lora_request: LoRARequest | None) -> None:
         """Queue the prompts, for the base model or an adapter. Raises `InvalidRequestError` if one is wrong; then none
         runs."""
-        observers = [self._metrics.observer()]
-        trace = None if self._tracing is None else self._tracing.request(self._answer, len(prompts))
-        if trace is not None:
-            observers.append(trace.observe)
+        recorders: list[RequestRecorder | RequestTrace] = [
+            self._metrics.request(len(prompts), self._answer.asked.engine_params.n)
+        ]
+        if self._tracing is not None:
+            recorders.append(self._tracing.request(self._answer, len(prompts)))
 
         def observe(index: int, output: RequestOutput) -> None:
-            for observer in observers:
-                observer(index, output)
+            for recorder in recorders:
+                recorder.observe(index, output)
 
         self._stream = await self._llm.submit(
             prompts,
@@ -65,7 +67,7 @@ class Generation:
             priority=self._answer.body.priority or 0,
             observer=observe,
         )
-        self._trace = trace
+        self._recorders = recorders
         self._num_prompts = len(prompts)
 
     def __enter__(self) -> Self:
@@ -75,12 +77,10 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End all completions that still run."""
-        left = self._num_prompts - sum(output.finished for output in self._last.values())
         if self._stream is not None:
             self._stream.close()
-            self._metrics.cut_off(left * self._answer.asked.params.n)
-        if self._trace is not None:
-            self._trace.close()
+        for recorder in self._recorders:
+            recorder.close()
 
     async def whole(self) -> dict[str, Any]:
         """Wait until all completions have ended, and return the answer. Raises `APIError` if one failed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -46,15 +46,15 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"vllm:{name}", text, names, registry=self._registry, buckets=buckets).labels(*values)
 
-        self._first_token = histogram(
+        self.first_token = histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_BUCKETS
         )
-        self._inter_token = histogram(
+        self.inter_token = histogram(
             "inter_token_latency_seconds",
             "Between two iterations that brought a completion tokens, however many they brought.",
             _TOKEN_BUCKETS,
         )
-        self._latency = histogram(
+        self.latency = histogram(
             "e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST_BUCKETS
         )
         self._success = Counter(
@@ -66,39 +66,54 @@ class Metrics:
         for reason in ("stop", "length", "abort", "error"):
             self._success.labels(*values, reason)
 
-    def observer(self) -> Callable[[int, RequestOutput], None]:
-        """Return a function that records the times of one request. It is called with the prompt's index and each
-        output, which must be `RequestOutputKind.DELTA`."""
-        last: dict[tuple[int, int], float] = {}  # when tokens last came
+    def request(self, num_prompts: int, completions: int) -> RequestRecorder:
+        """Return an observer that records the times and ends of a request with `completions` for each prompt."""
+        return RequestRecorder(self, num_prompts * completions)
 
-        def observe(index: int, output: RequestOutput) -> None:
-            now = time.monotonic()
-            arrival = output.metrics.arrival_time
-            for completion in output.outputs:
-                if completion.token_ids:
-                    key = index, completion.index
-                    if key in last:
-                        self._inter_token.observe(now - last[key])
-                    elif arrival is not None:
-                        self._first_token.observe(now - arrival)
-                    last[key] = now
-            if output.finished:
-                for completion in output.outputs:
-                    self._success.labels(*self._labels.values(), completion.finish_reason or "error").inc()
-                if arrival is not None:
-                    self._latency.observe(now - arrival)
-
-        return observe
-
-    def cut_off(self, completions: int) -> None:
-        """Count completions whose client disconnected before they ended."""
-        self._success.labels(*self._labels.values(), "abort").inc(completions)
+    def count_ends(self, reason: str, completions: int) -> None:
+        """Count completions that ended with the finish reason `reason`."""
+        self._success.labels(*self._labels.values(), reason).inc(completions)
 
     async def render(self) -> bytes:
         """Return all metrics as text. If the engine is broken, its last known values."""
         with contextlib.suppress(EngineDeadError):
             self._engine.stats = await self._llm.stats()
         return generate_latest(self._registry)
+
+
+class RequestRecorder:
+    """Records the times of one request, and the end of each of its completions exactly once."""
+
+    def __init__(self, metrics: Metrics, completions: int) -> None:
+        self._metrics = metrics
+        self._running = completions
+        self._last: dict[tuple[int, int], float] = {}  # when tokens last came, by prompt and completion
+
+    def observe(self, index: int, output: RequestOutput) -> None:
+        """Record an output of prompt `index`. Must be called with every output; they must be
+        `RequestOutputKind.DELTA`."""
+        metrics, now = self._metrics, time.monotonic()
+        arrival = output.metrics.arrival_time
+        for completion in output.outputs:
+            if completion.token_ids:
+                key = index, completion.index
+                if key in self._last:
+                    metrics.inter_token.observe(now - self._last[key])
+                elif arrival is not None:
+                    metrics.first_token.observe(now - arrival)
+                self._last[key] = now
+        if output.finished:
+            self._running -= len(output.outputs)
+            for completion in output.outputs:
+                metrics.count_ends(completion.finish_reason or "error", 1)
+            if arrival is not None:
+                metrics.latency.observe(now - arrival)
+
+    def close(self) -> None:
+        """Count completions that have not ended, because their client disconnected, as aborted. May be called
+        twice."""
+        self._metrics.count_ends("abort", self._running)
+        self._running = 0
 
 
 class _EngineCollector(Collector):
