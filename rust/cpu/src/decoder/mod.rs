@@ -90,7 +90,7 @@ impl Decoder {
                 .map(|participants| Shares::new(shape, weights.sliding_window(), weights.experts, participants))
                 .collect(),
             buffers: Buffers::new(&weights),
-            private: (0..pool.threads()).map(|_| Private::new(&weights)).collect(),
+            private: (0..pool.threads()).map(|_| Private::new(&weights, isa)).collect(),
             weights,
             pool,
             isa,

@@ -3,7 +3,7 @@
 
 use super::Context;
 use super::loras::{Added, LoraRoom};
-use crate::isa::{LANES, Tile, Tiles, Vector};
+use crate::isa::{Isa, LANES, Tile, Tiles, Vector};
 use crate::kernels::{
     BlockProduct, Layout, PAIRS, Product, Round, RoundPairs, Rounded, RoundedRoom, Split, TileProduct,
 };
@@ -14,6 +14,9 @@ use crate::pass::MAX_TILE_ROWS;
 use crate::shape::ModelShape;
 use crate::weights::Weights;
 use std::ops::Range;
+
+/// Rows from which on tiles multiply packed weights faster than vectors.
+const TILE_ROWS: usize = 8;
 
 /// Input of a projection, and the products of adapters that are added to its outputs.
 pub(super) struct Fed<'a> {
@@ -49,10 +52,10 @@ pub(super) struct FedRoom {
 
 impl FedRoom {
     /// Reserves memory for the packed projections of a model.
-    pub(super) fn new(weights: &Weights) -> Self {
+    pub(super) fn new(weights: &Weights, isa: Isa) -> Self {
         let packed = weights.projections().filter(|(_, linear)| linear.has_packed());
         let inputs = packed.map(|(_, linear)| linear.inputs).max().unwrap_or(0);
-        Self { rounded: RoundedRoom::new(MAX_TILE_ROWS, inputs), ..Self::default() }
+        Self { rounded: RoundedRoom::new(MAX_TILE_ROWS, inputs, isa.byte_tiles().is_some()), ..Self::default() }
     }
 
     pub(super) fn poison(&mut self) {
@@ -129,7 +132,8 @@ impl Context<'_> {
     fn input<'a>(&self, linear: &Linear, x: &'a [Vector], rows: usize, room: &'a mut RoundedRoom) -> Input<'a> {
         let rounded = linear.has_packed().then(|| {
             let x = &x[..rows * (linear.inputs / LANES)];
-            self.isa.run(Round { x, inputs: linear.inputs, room })
+            let tiles = self.isa.byte_tiles().filter(|_| rows >= TILE_ROWS);
+            self.isa.run(Round { x, inputs: linear.inputs, tiles, room })
         });
         Input::Rows { x, rounded }
     }

@@ -2,7 +2,7 @@
 
 use super::CHUNK;
 use super::products::FedRoom;
-use crate::isa::LANES;
+use crate::isa::{Isa, LANES};
 use crate::kernels::AttendScratch;
 use crate::layer::{ExpertSizes, Layer};
 use crate::memory::Vectors;
@@ -144,7 +144,7 @@ impl Buffers {
 }
 
 impl Private {
-    pub(super) fn new(weights: &Weights) -> Self {
+    pub(super) fn new(weights: &Weights, isa: Isa) -> Self {
         let (shape, experts) = (&weights.shape, weights.experts.is_some());
         let fused = weights.eagle3.as_ref().map_or(0, |head| head.fc.inputs);
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
@@ -159,7 +159,7 @@ impl Private {
             z: vec![0.0; rows * CHUNK.max(dim)],
             scales: vec![0.0; 2 * rows],
             attend: AttendScratch::new(RUN, shape.group(), dim),
-            room: FedRoom::new(weights),
+            room: FedRoom::new(weights, isa),
             best: vec![(0, 0.0); rows],
         }
     }

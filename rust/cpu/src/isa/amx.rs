@@ -3,7 +3,8 @@
 // A receiver is the proof that tiles may be used.
 #![allow(unsafe_code, clippy::unused_self)]
 
-use super::Tile;
+use super::{LANES, Tile, TileShape};
+use crate::memory::Line;
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
 use std::sync::OnceLock;
@@ -15,12 +16,13 @@ const XFEATURE_XTILEDATA: i64 = 18;
 /// Bits of CPUID's leaf 7, EDX.
 const AMX_BF16: u32 = 1 << 22;
 const AMX_TILE: u32 = 1 << 24;
+const AMX_INT8: u32 = 1 << 25;
 
-/// Made by [`detect`](Self::detect) alone: code that holds one may use AMX-TILE and AMX-BF16.
+/// Made by [`detect`](Self::detect) alone: code that holds one may use AMX-TILE, AMX-BF16 and AMX-INT8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Amx(());
 
-/// Eight tiles of 16 rows of 64 bytes: the operand of LDTILECFG.
+/// The shapes of eight tiles: the operand of LDTILECFG.
 #[repr(C, align(64))]
 struct Config {
     palette: u8,
@@ -30,21 +32,29 @@ struct Config {
     rows: [u8; 16],
 }
 
-static CONFIG: Config = {
-    let (mut row_bytes, mut rows, mut i) = ([0; 16], [0; 16], 0);
-    while i < 8 {
-        (row_bytes[i], rows[i]) = (64, 16);
-        i += 1;
+impl Config {
+    /// Four tiles of 16 rows of 64 bytes, for sums, then two for the first operand of a product and two for the second.
+    const fn new(bytes_of_first: u16, rows_of_second: u8) -> Self {
+        let (first, second) = (bytes_of_first, rows_of_second);
+        Self {
+            palette: 1,
+            start_row: 0,
+            reserved: [0; 14],
+            row_bytes: [64, 64, 64, 64, first, first, 64, 64, 0, 0, 0, 0, 0, 0, 0, 0],
+            rows: [16, 16, 16, 16, 16, 16, second, second, 0, 0, 0, 0, 0, 0, 0, 0],
+        }
     }
-    Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes, rows }
-};
+}
+
+static PAIRS: Config = Config::new(64, 16);
+static BYTES: Config = Config::new(32, 8);
 
 impl Amx {
     /// Asks once for all threads that there will be; a sandbox may refuse.
     pub(super) fn detect() -> Option<Self> {
         static ALLOWED: OnceLock<bool> = OnceLock::new();
         let allowed = ALLOWED.get_or_init(|| {
-            let wanted = AMX_BF16 | AMX_TILE;
+            let wanted = AMX_BF16 | AMX_TILE | AMX_INT8;
             // Miri runs no assembly. What splits rows wants AVX-512, which every processor with tiles has.
             !cfg!(miri)
                 && is_x86_feature_detected!("avx512f")
@@ -56,9 +66,13 @@ impl Amx {
 
     /// Shapes this thread's tiles.
     #[inline]
-    pub(super) fn configure(self) {
+    pub(super) fn configure(self, shape: TileShape) {
+        let config = match shape {
+            TileShape::Pairs => &PAIRS,
+            TileShape::Bytes => &BYTES,
+        };
         // SAFETY: the receiver exists only where the process may use tiles; the operand is 64 bytes of that layout.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly, preserves_flags)) };
+        unsafe { asm!("ldtilecfg [{}]", in(reg) config, options(nostack, readonly, preserves_flags)) };
     }
 
     /// Gives this thread's tiles up, so that nothing keeps them for it.
@@ -66,6 +80,27 @@ impl Amx {
     pub(super) fn release(self) {
         // SAFETY: as above.
         unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
+    }
+
+    /// Multiplies tiles as [`Tiling::multiply_bytes`](super::tiles::Tiling::multiply_bytes) says.
+    #[inline]
+    pub(super) fn multiply_bytes(self, rows: &[Line; LANES], codes: &[Line; 8], c: &mut [[Line; LANES]; 2]) {
+        // SAFETY: the receiver exists only where the process may use tiles, which are shaped; lines of 64 bytes are read
+        // and written, as many as the arguments have.
+        unsafe {
+            asm!(
+                "tilezero tmm0", "tilezero tmm1",
+                "tileloadd tmm6, [{codes} + {line}]",
+                "tileloadd tmm4, [{rows} + {line}]",
+                "tdpbssd tmm0, tmm4, tmm6",
+                "tileloadd tmm5, [{rows} + {line} + 32]",
+                "tdpbssd tmm1, tmm5, tmm6",
+                "tilestored [{c} + {line}], tmm0", "tilestored [{c} + {line} + 1024], tmm1",
+                rows = in(reg) rows, codes = in(reg) codes, c = in(reg) c, line = in(reg) 64_usize,
+                out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
+                options(nostack, preserves_flags),
+            );
+        }
     }
 
     /// Multiplies tiles as [`Tiling::multiply`](super::tiles::Tiling::multiply) says, which has checked the lengths and

@@ -234,6 +234,16 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn sub8(self, a: Self::I, b: Self::I) -> Self::I {
+        avx2!([_mm256_sub_epi8(a[0], b[0]), _mm256_sub_epi8(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn add_int(self, a: Self::I, b: Self::I) -> Self::I {
+        avx2!([_mm256_add_epi32(a[0], b[0]), _mm256_add_epi32(a[1], b[1])])
+    }
+
+    #[inline(always)]
     fn lookup(self, table: &[i8; 16], v: Self::I) -> Self::I {
         avx2!({
             let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));

@@ -6,14 +6,22 @@ use super::avx2::Avx2;
 use super::portable::Portable;
 use super::{Kernel, LANES, Simd};
 use crate::memory::Bf16;
+use std::arch::asm;
 use std::arch::x86_64::*;
 use std::sync::OnceLock;
 
-/// Made by [`detect`](Self::detect) alone: code that holds one may use AVX-512F, BW, DQ and VL, with `DOTS` also
-/// AVX512-BF16. Without VL the compiler keeps whatever is ever seen as 128 or 256 bits in the lower 16 registers,
+/// Neither of the extensions.
+pub(super) const PLAIN: u8 = 0;
+/// AVX512-BF16.
+pub(super) const BF16: u8 = 1;
+/// AVX512-VNNI.
+const VNNI: u8 = 2;
+
+/// Made by [`detect`](Self::detect) alone: code that holds one may use AVX-512F, BW, DQ and VL, and the extension
+/// `WITH`. Without VL the compiler keeps whatever is ever seen as 128 or 256 bits in the lower 16 registers,
 /// accumulators among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Avx512<const DOTS: bool>(());
+pub(crate) struct Avx512<const WITH: u8>(());
 
 /// Calls intrinsics of AVX-512F, BW, DQ and VL.
 macro_rules! avx512 {
@@ -24,7 +32,7 @@ macro_rules! avx512 {
     };
 }
 
-impl Avx512<false> {
+impl Avx512<PLAIN> {
     pub(super) fn detect() -> Option<Self> {
         let found = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
@@ -43,7 +51,7 @@ impl Avx512<false> {
     pub(super) fn run_integers<K: Kernel>(self, kernel: K) -> K::Output {
         if is_x86_feature_detected!("avx512vnni") {
             // SAFETY: the machine has it, and by the receiver the rest.
-            unsafe { run_vnni(self, kernel) }
+            unsafe { run_vnni(Avx512::<VNNI>(()), kernel) }
         } else if let Some(s) = Avx2::detect() {
             s.run(kernel)
         } else {
@@ -52,11 +60,11 @@ impl Avx512<false> {
     }
 }
 
-impl Avx512<true> {
+impl Avx512<BF16> {
     /// None, too, where `vdpbf16ps` gives other bits than [`Simd::dot`] says.
     pub(super) fn detect() -> Option<Self> {
         static SAME: OnceLock<bool> = OnceLock::new();
-        let found = Avx512::<false>::detect().is_some() && is_x86_feature_detected!("avx512bf16");
+        let found = Avx512::<PLAIN>::detect().is_some() && is_x86_feature_detected!("avx512bf16");
         (found && *SAME.get_or_init(|| Self(()).run(Probe))).then_some(Self(()))
     }
 
@@ -68,17 +76,17 @@ impl Avx512<true> {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn run<K: Kernel>(s: Avx512<false>, kernel: K) -> K::Output {
+fn run<K: Kernel>(s: Avx512<PLAIN>, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn run_vnni<K: Kernel>(s: Avx512<false>, kernel: K) -> K::Output {
+fn run_vnni<K: Kernel>(s: Avx512<VNNI>, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-fn run_dots<K: Kernel>(s: Avx512<true>, kernel: K) -> K::Output {
+fn run_dots<K: Kernel>(s: Avx512<BF16>, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
@@ -118,10 +126,10 @@ impl Kernel for Probe {
     }
 }
 
-impl<const HAS_DOTS: bool> Simd for Avx512<HAS_DOTS> {
+impl<const WITH: u8> Simd for Avx512<WITH> {
     type V = __m512;
     const WIDE: bool = true;
-    const DOTS: bool = HAS_DOTS;
+    const DOTS: bool = WITH == BF16;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
@@ -158,7 +166,7 @@ impl<const HAS_DOTS: bool> Simd for Avx512<HAS_DOTS> {
 
     #[inline(always)]
     fn dot(self, a: __m512, b: __m512, acc: __m512) -> __m512 {
-        debug_assert!(HAS_DOTS, "nothing asks a set without DOTS");
+        debug_assert!(Self::DOTS, "nothing asks a set without DOTS");
         // SAFETY: only sets with DOTS are asked, which exist where the machine has AVX512-BF16; a and b are bits.
         unsafe {
             let [a, b] = [a, b].map(|pairs| std::mem::transmute::<__m512, __m512bh>(pairs));
@@ -330,6 +338,8 @@ impl<const HAS_DOTS: bool> Simd for Avx512<HAS_DOTS> {
     }
 
     const INTEGER_ROWS: usize = 6;
+    // Five cycles from a sum to the next one, two sums a cycle.
+    const INTEGER_SUMS: usize = if WITH == VNNI { 10 } else { 1 };
     type I = __m512i;
 
     #[inline(always)]
@@ -373,14 +383,28 @@ impl<const HAS_DOTS: bool> Simd for Avx512<HAS_DOTS> {
     }
 
     #[inline(always)]
+    fn sub8(self, a: __m512i, b: __m512i) -> __m512i {
+        avx512!(_mm512_sub_epi8(a, b))
+    }
+
+    #[inline(always)]
+    fn add_int(self, a: __m512i, b: __m512i) -> __m512i {
+        avx512!(_mm512_add_epi32(a, b))
+    }
+
+    #[inline(always)]
     fn lookup(self, table: &[i8; 16], v: __m512i) -> __m512i {
         avx512!(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())), v))
     }
 
-    /// The compiler makes one instruction of both where a function has AVX512-VNNI.
     #[inline(always)]
     fn dot16(self, acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
-        avx512!(_mm512_add_epi32(acc, _mm512_madd_epi16(a, b)))
+        if WITH == VNNI {
+            // SAFETY: this receiver is made only where the machine has AVX512-VNNI.
+            unsafe { dpwssd(acc, a, b) }
+        } else {
+            avx512!(_mm512_add_epi32(acc, _mm512_madd_epi16(a, b)))
+        }
     }
 
     #[inline(always)]
@@ -392,6 +416,21 @@ impl<const HAS_DOTS: bool> Simd for Avx512<HAS_DOTS> {
     fn load_f16(self, x: &[u16; LANES]) -> __m512 {
         avx512!(_mm512_cvtph_ps(_mm256_loadu_si256(x.as_ptr().cast())))
     }
+}
+
+/// `_mm512_dpwssd_epi32`, of which the compiler makes two instructions where it takes its latency for the limit.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vnni")]
+fn dpwssd(mut acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
+    // SAFETY: it reads and writes registers alone.
+    unsafe {
+        asm!(
+            "vpdpwssd {acc}, {a}, {b}",
+            acc = inout(zmm_reg) acc, a = in(zmm_reg) a, b = in(zmm_reg) b,
+            options(pure, nomem, nostack, preserves_flags),
+        );
+    }
+    acc
 }
 
 /// Quad i: lanes of vector i, j with j + 8, then with j + 4.

@@ -18,7 +18,7 @@ mod tiles;
 use crate::error::{Error, Result};
 use crate::memory::Bf16;
 pub use tiles::Tiles;
-pub(crate) use tiles::{MOST_TILES, Tiling};
+pub(crate) use tiles::{MOST_TILES, TileShape, Tiling};
 
 /// Lanes of a vector.
 pub(crate) const LANES: usize = 16;
@@ -130,6 +130,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
 
     /// Rows whose products with integer weights are computed at once, as far as registers go.
     const INTEGER_ROWS: usize;
+    /// Integer sums that have to grow side by side for products to follow each other without waiting.
+    const INTEGER_SUMS: usize = 1;
 
     /// Sixteen lanes of 32 bits: an integer each, two 16-bit integers, or four bytes.
     type I: Copy;
@@ -150,8 +152,12 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn shr16(self, v: Self::I, n: u32) -> Self::I;
     /// Each 16-bit half shifted right by `n` below 16, filled with its sign.
     fn sar16(self, v: Self::I, n: u32) -> Self::I;
+    /// The difference of each byte; differences wrap.
+    fn sub8(self, a: Self::I, b: Self::I) -> Self::I;
     /// Each byte, which is below 16, becomes that element of `table`.
     fn lookup(self, table: &[i8; 16], v: Self::I) -> Self::I;
+    /// The sums; they wrap.
+    fn add_int(self, a: Self::I, b: Self::I) -> Self::I;
     /// acc + the product of the lower halves + that of the upper halves, which are signed; sums wrap.
     fn dot16(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
     /// The nearest numbers, ties to even.
@@ -178,9 +184,9 @@ enum Set {
     #[cfg(target_arch = "x86_64")]
     Avx2(avx2::Avx2),
     #[cfg(target_arch = "x86_64")]
-    Avx512(avx512::Avx512<false>),
+    Avx512(avx512::Avx512<{ avx512::PLAIN }>),
     #[cfg(target_arch = "x86_64")]
-    Avx512Bf16(avx512::Avx512<false>, avx512::Avx512<true>),
+    Avx512Bf16(avx512::Avx512<{ avx512::PLAIN }>, avx512::Avx512<{ avx512::BF16 }>),
     #[cfg(target_arch = "aarch64")]
     Neon(neon::Neon),
 }
@@ -191,10 +197,10 @@ impl Isa {
         let mut sets = Vec::new();
         #[cfg(target_arch = "x86_64")]
         sets.extend([
-            avx512::Avx512::<false>::detect()
-                .zip(avx512::Avx512::<true>::detect())
+            avx512::Avx512::<{ avx512::PLAIN }>::detect()
+                .zip(avx512::Avx512::<{ avx512::BF16 }>::detect())
                 .map(|(s, dots)| Set::Avx512Bf16(s, dots)),
-            avx512::Avx512::<false>::detect().map(Set::Avx512),
+            avx512::Avx512::<{ avx512::PLAIN }>::detect().map(Set::Avx512),
             avx2::Avx2::detect().map(Set::Avx2),
         ]);
         #[cfg(target_arch = "aarch64")]
@@ -276,6 +282,16 @@ impl Isa {
             }
         }
         self.run_integers(Rows)
+    }
+
+    /// Tiles of bytes that are multiplied with these instructions, where the machine has some: for many rows they are
+    /// faster than vectors, with the same bits.
+    pub(crate) fn byte_tiles(self) -> Option<Tiles> {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512(_) | Set::Avx512Bf16(..) => Tiles::detect(),
+            _ => None,
+        }
     }
 
     /// Does work on pairs of bf16 numbers, with their own instructions where there are some.

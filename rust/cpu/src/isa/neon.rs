@@ -227,6 +227,16 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    fn sub8(self, a: Self::I, b: Self::I) -> Self::I {
+        each!(i => vreinterpretq_s32_s8(vsubq_s8(vreinterpretq_s8_s32(a[i]), vreinterpretq_s8_s32(b[i]))))
+    }
+
+    #[inline(always)]
+    fn add_int(self, a: Self::I, b: Self::I) -> Self::I {
+        each!(i => vaddq_s32(a[i], b[i]))
+    }
+
+    #[inline(always)]
     fn lookup(self, table: &[i8; 16], v: Self::I) -> Self::I {
         let table = neon!(vld1q_s8(table.as_ptr()));
         each!(i => vreinterpretq_s32_s8(vqtbl1q_s8(table, vreinterpretq_u8_s32(v[i]))))

@@ -166,6 +166,19 @@ impl Simd for Portable {
     }
 
     #[inline(never)]
+    fn sub8(self, a: Self::I, b: Self::I) -> Self::I {
+        std::array::from_fn(|i| {
+            let (a, b) = (a[i].to_le_bytes(), b[i].to_le_bytes());
+            u32::from_le_bytes(std::array::from_fn(|byte| a[byte].wrapping_sub(b[byte])))
+        })
+    }
+
+    #[inline(never)]
+    fn add_int(self, a: Self::I, b: Self::I) -> Self::I {
+        std::array::from_fn(|i| a[i].wrapping_add(b[i]))
+    }
+
+    #[inline(never)]
     fn lookup(self, table: &[i8; 16], v: Self::I) -> Self::I {
         v.map(|x| u32::from_le_bytes(x.to_le_bytes().map(|code| table[usize::from(code & 15)].cast_unsigned())))
     }

@@ -1,15 +1,26 @@
-//! Products of tiles of bf16 pairs with fp32 sums, as AMX does them. No layout of rows or weights.
+//! Products of tiles, as AMX does them: of bf16 pairs with fp32 sums, of bytes with sums of 32 bits. No layout of rows or
+//! weights.
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::amx::Amx;
 use super::{LANES, Tile};
+use crate::memory::Line;
 
 /// The most tiles that a pair of tiles is multiplied with at once: for six sums there are registers.
 pub(crate) const MOST_TILES: usize = 3;
 
+/// What the tiles of a [`Tiling`] hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TileShape {
+    /// Sixteen rows of sixteen bf16 pairs, for [`Tiling::multiply`].
+    Pairs,
+    /// Sixteen rows of 32 bytes, for [`Tiling::multiply_bytes`].
+    Bytes,
+}
+
 /// What multiplies tiles: instructions of this machine, or the meaning that they keep to.
 ///
-/// A product of a row of 16 pairs a with a column of 16 pairs b is `(a00 b00 + a10 b10 + ..) + (a01 b01 + a11 b11 + ..)`:
+/// A product of pairs of a row of 16 pairs a with a column of 16 pairs b is `(a00 b00 + a10 b10 + ..) + (a01 b01 + a11 b11 + ..)`:
 /// the products of the first numbers, each added by a fused multiply-add, then those of the second, and their sum, which
 /// is added to what was there. Subnormal numbers may be zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +34,7 @@ enum Set {
 }
 
 impl Tiles {
-    /// AMX, where the processor has its tiles of bf16 pairs and the system lets this process use them.
+    /// AMX, where the processor has its tiles of bf16 pairs and bytes, and the system lets this process use them.
     pub fn detect() -> Option<Self> {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         return Amx::detect().map(|amx| Self(Set::Amx(amx)));
@@ -38,17 +49,20 @@ impl Tiles {
 
     /// Makes this thread's registers tiles until what is returned goes.
     #[inline]
-    pub(crate) fn begin(self) -> Tiling {
+    pub(crate) fn begin(self, shape: TileShape) -> Tiling {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         if let Set::Amx(amx) = self.0 {
-            amx.configure();
+            amx.configure(shape);
         }
-        Tiling(self)
+        Tiling { tiles: self, shape }
     }
 }
 
 /// A thread's registers while they are tiles.
-pub(crate) struct Tiling(Tiles);
+pub(crate) struct Tiling {
+    tiles: Tiles,
+    shape: TileShape,
+}
 
 impl Tiling {
     /// `c[half, n] = sum over steps of a[step, half] b[step, n]`: `a` is `[steps, 2]` tiles, `b` `[steps, N]` and `c`
@@ -58,10 +72,24 @@ impl Tiling {
     pub(crate) fn multiply<const N: usize>(&self, a: &[Tile], b: &[Tile], c: &mut [Tile]) {
         const { assert!(N >= 1 && N <= MOST_TILES) };
         assert!(a.len() * N == b.len() * 2 && c.len() == 2 * N, "{} and {} tiles to {}", a.len(), b.len(), c.len());
-        match self.0.0 {
+        assert_eq!(self.shape, TileShape::Pairs);
+        match self.tiles.0 {
             Set::Portable => multiply::<N>(a, b, c),
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             Set::Amx(amx) => amx.multiply::<N>(a, b, c),
+        }
+    }
+
+    /// `c[plane, row, o] = sum over i of rows[row, plane, i] codes[i, o]`: of each row's 64 bytes plane 0 has the first 32
+    /// and plane 1 the others. Line r of `codes` holds inputs `4 r .. 4 r + 4` of sixteen outputs. Bytes are signed; sums
+    /// are integers of 32 bits.
+    #[inline]
+    pub(crate) fn multiply_bytes(&self, rows: &[Line; LANES], codes: &[Line; 8], c: &mut [[Line; LANES]; 2]) {
+        debug_assert_eq!(self.shape, TileShape::Bytes);
+        match self.tiles.0 {
+            Set::Portable => multiply_bytes(rows, codes, c),
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            Set::Amx(amx) => amx.multiply_bytes(rows, codes, c),
         }
     }
 }
@@ -69,8 +97,21 @@ impl Tiling {
 impl Drop for Tiling {
     fn drop(&mut self) {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        if let Set::Amx(amx) = self.0.0 {
+        if let Set::Amx(amx) = self.tiles.0 {
             amx.release();
+        }
+    }
+}
+
+fn multiply_bytes(rows: &[Line; LANES], codes: &[Line; 8], c: &mut [[Line; LANES]; 2]) {
+    for (plane, c) in c.iter_mut().enumerate() {
+        for (row, c) in rows.iter().zip(c) {
+            let row = row.0.as_chunks::<4>().0[8 * plane..][..8].iter();
+            for (o, c) in c.0.as_chunks_mut().0.iter_mut().enumerate() {
+                let pairs = row.clone().zip(codes).flat_map(|(x, codes)| x.iter().zip(&codes.0.as_chunks::<4>().0[o]));
+                let product = |(x, code): (&u8, &u8)| i32::from(x.cast_signed()) * i32::from(code.cast_signed());
+                *c = pairs.map(product).sum::<i32>().to_le_bytes();
+            }
         }
     }
 }

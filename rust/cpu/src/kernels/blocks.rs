@@ -4,9 +4,9 @@
 // Loops over registers, which unroll.
 #![allow(clippy::needless_range_loop)]
 
-use super::rounded::{Pairs, Rounded};
+use super::rounded::{Pairs, Planes, Rounded};
 use crate::blocks::{BLOCK, Format, Minima, Packed, SUPER, Scales};
-use crate::isa::{Isa, Kernel, LANES, Simd, Vector};
+use crate::isa::{Isa, Kernel, LANES, Simd, TileShape, Tiling, Vector};
 use crate::memory::{Bf16, LINE_BYTES, Line};
 use crate::pass::MAX_TILE_ROWS;
 use std::ops::Range;
@@ -15,11 +15,20 @@ use std::ops::Range;
 mod tests;
 
 /// Blocks that are expanded at once where rows are many.
-const EXPANDED: usize = SUPER / BLOCK;
+const EXPANDED: usize = 2 * SUPER / BLOCK;
 /// Blocks ahead of the one that is multiplied, whose codes are fetched from memory.
 const AHEAD: usize = 8;
 /// Pairs of a block.
 const PAIRS: usize = BLOCK / 2;
+/// Lines of a block's codes as bytes: of four inputs each.
+const RUNS: usize = BLOCK / 4;
+
+/// Repeats a body for each pair of the first or second half of a block, with a constant that is its index.
+macro_rules! each_pair {
+    (FIRST, $p:ident, $body:block) => { each_pair!($p, $body, 0 1 2 3 4 5 6 7) };
+    (SECOND, $p:ident, $body:block) => { each_pair!($p, $body, 8 9 10 11 12 13 14 15) };
+    ($p:ident, $body:block, $($index:literal)*) => { $({ const $p: usize = $index; $body })* };
+}
 
 /// `y[row, o - outputs.start] = sum over i of w[o, i] x[row, i]`
 pub(crate) struct BlockProduct<'a> {
@@ -42,12 +51,18 @@ trait Source {
     fn offset(&self) -> i32;
     /// Starts to load the codes of a block, which may lie past the end.
     fn prefetch<S: Simd>(&self, s: S, block: usize);
-    /// Calls `each` with the index of each pair of a block and its codes, ascending.
-    fn pairs<S: Simd>(&self, s: S, block: usize, each: impl FnMut(usize, S::I));
+    /// Pair `P` of a block's codes.
+    fn pair<S: Simd, const P: usize>(&self, s: S, block: usize) -> S::I;
     /// The scales of a group.
     fn scale<S: Simd>(&self, s: S, block: usize, group: usize) -> S::V;
     /// The minima of a group.
     fn min<S: Simd>(&self, s: S, block: usize, group: usize) -> S::V;
+}
+
+/// A strip as it is packed.
+trait Strip: Source {
+    /// Calls `each` with the index of each run of a block and its codes as signed bytes, less the offset, ascending.
+    fn runs<S: Simd>(&self, s: S, block: usize, each: impl FnMut(usize, S::I));
 }
 
 /// A strip as it is packed, with codes of `LOW` bits and `HIGH` ones.
@@ -60,6 +75,7 @@ struct Direct<'a, const LOW: usize, const HIGH: usize, const HALVES: bool, const
 
 /// Blocks whose codes and scales have been expanded.
 struct Expanded {
+    /// Of each block 16 lines of pairs, or 8 of bytes.
     codes: [[Line; PAIRS]; EXPANDED],
     /// `[blocks, groups]`
     scales: [[Vector; 2]; EXPANDED],
@@ -130,39 +146,23 @@ impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> 
     }
 
     #[inline(always)]
-    fn pairs<S: Simd>(&self, s: S, block: usize, mut each: impl FnMut(usize, S::I)) {
+    fn pair<S: Simd, const P: usize>(&self, s: S, block: usize) -> S::I {
         let lines: &[Line] = &self.codes[block * (LOW + HIGH)..][..LOW + HIGH];
-        // One load serves eight runs of one bit.
-        let mut high = s.splat_int(0);
-        for line in 0..LOW {
-            let codes = s.load_int(&lines[line].0);
-            // The bits of `codes` from `at` on, as 16-bit numbers.
-            let runs = 8 / LOW;
-            let mask = s.splat_int(if LOW == 8 { -1 } else { 0x0001_0001 * ((1 << LOW) - 1) });
-            for i in 0..runs {
-                let run = line * runs + i;
-                if HIGH > 0 && run.is_multiple_of(8 / HIGH.max(1)) {
-                    high = s.load_int(&lines[LOW + run * HIGH / 8].0);
-                }
-                for odd in 0..2 {
-                    let at = (8 * odd + i * LOW) as u32;
-                    let mut pair = if LOW == 8 {
-                        s.sar16(if odd == 0 { s.shl16(codes, 8) } else { codes }, 8)
-                    } else if LOW == 4 && at == 12 {
-                        s.shr16(codes, at)
-                    } else {
-                        s.and(if at == 0 { codes } else { s.shr16(codes, at) }, mask)
-                    };
-                    if HIGH > 0 {
-                        let from = (8 * odd + run % (8 / HIGH.max(1)) * HIGH) as u32;
-                        let to = LOW as u32;
-                        let there = if from < to { s.shl16(high, to - from) } else { s.shr16(high, from - to) };
-                        pair = s.or(pair, s.and(there, s.splat_int(0x0001_0001 * (((1 << HIGH) - 1) << LOW))));
-                    }
-                    each(2 * run + odd, pair);
-                }
-            }
+        let (run, odd) = (P / 2, P % 2);
+        let codes = s.load_int(&lines[run * LOW / 8].0);
+        let at = (8 * odd + run * LOW % 8) as u32;
+        if LOW == 8 {
+            return s.sar16(if odd == 0 { s.shl16(codes, 8) } else { codes }, 8);
         }
+        let low = if at == 0 { codes } else { s.shr16(codes, at) };
+        let low = if LOW == 4 && at == 12 { low } else { s.and(low, s.splat_int(0x0001_0001 * ((1 << LOW) - 1))) };
+        if HIGH == 0 {
+            return low;
+        }
+        let high = s.load_int(&lines[LOW + run * HIGH / 8].0);
+        let (from, to) = ((8 * odd + run * HIGH % 8) as u32, LOW as u32);
+        let high = if from < to { s.shl16(high, to - from) } else { s.shr16(high, from - to) };
+        s.or(low, s.and(high, s.splat_int(0x0001_0001 * (((1 << HIGH) - 1) << LOW))))
     }
 
     #[inline(always)]
@@ -177,6 +177,37 @@ impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> 
             return s.mul(self.scale(s, block, group), zeros);
         }
         self.number(s, block, group, 1)
+    }
+}
+
+impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> Strip
+    for Direct<'_, LOW, HIGH, HALVES, MINS>
+{
+    #[inline(always)]
+    fn runs<S: Simd>(&self, s: S, block: usize, mut each: impl FnMut(usize, S::I)) {
+        let lines: &[Line] = &self.codes[block * (LOW + HIGH)..][..LOW + HIGH];
+        let offset = s.splat_int(self.format.offset * 0x0101_0101);
+        let mut high = s.splat_int(0);
+        for run in 0..RUNS {
+            let of_line = 8 / LOW;
+            let codes = s.load_int(&lines[run / of_line].0);
+            let shift = run % of_line * LOW;
+            let mut codes = if shift > 0 { s.shr16(codes, shift as u32) } else { codes };
+            if LOW < 8 {
+                codes = s.and(codes, s.splat_int(0x0101_0101 * ((1 << LOW) - 1)));
+            }
+            if HIGH > 0 {
+                let of_line = 8 / HIGH.max(1);
+                if run % of_line == 0 {
+                    high = s.load_int(&lines[LOW + run / of_line].0);
+                }
+                let from = run % of_line * HIGH;
+                let there =
+                    if from < LOW { s.shl16(high, (LOW - from) as u32) } else { s.shr16(high, (from - LOW) as u32) };
+                codes = s.or(codes, s.and(there, s.splat_int(0x0101_0101 * (((1 << HIGH) - 1) << LOW))));
+            }
+            each(run, if LOW < 8 { s.sub8(codes, offset) } else { codes });
+        }
     }
 }
 
@@ -198,16 +229,11 @@ impl Source for Looked<'_> {
     }
 
     #[inline(always)]
-    fn pairs<S: Simd>(&self, s: S, block: usize, mut each: impl FnMut(usize, S::I)) {
-        let low = s.splat_int(0x0F0F_0F0F);
-        for line in 0..4 {
-            let both = s.load_int(&self.0.codes[block * 4 + line].0);
-            for i in 0..2 {
-                let codes = s.lookup(self.1, s.and(if i == 0 { both } else { s.shr16(both, 4) }, low));
-                each(4 * line + 2 * i, s.sar16(s.shl16(codes, 8), 8));
-                each(4 * line + 2 * i + 1, s.sar16(codes, 8));
-            }
-        }
+    fn pair<S: Simd, const P: usize>(&self, s: S, block: usize) -> S::I {
+        let both = s.load_int(&self.0.codes[block * 4 + P / 4].0);
+        let run = if P / 2 % 2 == 0 { both } else { s.shr16(both, 4) };
+        let codes = s.lookup(self.1, s.and(run, s.splat_int(0x0F0F_0F0F)));
+        s.sar16(if P % 2 == 0 { s.shl16(codes, 8) } else { codes }, 8)
     }
 
     #[inline(always)]
@@ -218,6 +244,13 @@ impl Source for Looked<'_> {
     #[inline(always)]
     fn min<S: Simd>(&self, s: S, block: usize, group: usize) -> S::V {
         self.0.min(s, block, group)
+    }
+}
+
+impl Strip for Looked<'_> {
+    #[inline(always)]
+    fn runs<S: Simd>(&self, s: S, block: usize, mut each: impl FnMut(usize, S::I)) {
+        self.0.runs(s, block, |run, codes| each(run, s.lookup(self.1, codes)));
     }
 }
 
@@ -234,10 +267,8 @@ impl<const HALVES: bool, const MINS: bool> Source for Ready<'_, HALVES, MINS> {
     fn prefetch<S: Simd>(&self, _: S, _: usize) {}
 
     #[inline(always)]
-    fn pairs<S: Simd>(&self, s: S, block: usize, mut each: impl FnMut(usize, S::I)) {
-        for (p, line) in self.of.codes[block].iter().enumerate() {
-            each(p, s.load_int(&line.0));
-        }
+    fn pair<S: Simd, const P: usize>(&self, s: S, block: usize) -> S::I {
+        s.load_int(&self.of.codes[block][P].0)
     }
 
     #[inline(always)]
@@ -255,19 +286,28 @@ impl BlockProduct<'_> {
     /// Computes the strips one by one: few rows read them as they are packed, many from blocks that are expanded once.
     pub(crate) fn run(self, isa: Isa) {
         let Self { w, outputs: Range { start, end }, x, rows, y, y_stride } = self;
-        let mut acc = [[0.0; LANES]; MAX_TILE_ROWS];
-        let acc = &mut acc[..rows];
+        let mut room = [[0.0; LANES]; MAX_TILE_ROWS];
+        // Groups of 16 inputs fill tiles too little.
+        let planes = x.planes.filter(|_| !w.format().halves);
+        let tiling = planes.map(|planes| planes.tiles.begin(TileShape::Bytes));
+        let mut tile_room = TileRoom { expanded: Expanded::new(), dots: [[[Line([0; LINE_BYTES]); LANES]; 2]; 2] };
         for strip in start / LANES..end.div_ceil(LANES) {
-            acc.fill([0.0; LANES]);
-            if rows <= isa.integer_rows() {
+            room[..rows.next_multiple_of(LANES)].fill([0.0; LANES]);
+            let acc = &mut room[..rows];
+            if let Some((planes, tiling)) = planes.zip(tiling.as_ref()) {
+                by_tiles(isa, w, strip, (planes, tiling), &mut tile_room, &mut room);
+            } else if rows <= isa.integer_rows() {
                 with_source(isa, w, strip, Tiles { first: 0, count: x.blocks, x, acc });
             } else {
                 many(isa, w, strip, x, acc);
             }
             let (first, last) = (start.max(strip * LANES), end.min((strip + 1) * LANES));
-            let lanes = first - strip * LANES..last - strip * LANES;
-            for (acc, y) in acc.iter().zip(y.chunks_mut(y_stride)) {
-                y[first - start..last - start].copy_from_slice(&acc[lanes.clone()]);
+            for (acc, y) in room[..rows].iter().zip(y.chunks_mut(y_stride)) {
+                let y = &mut y[first - start..last - start];
+                match y.as_mut_array() {
+                    Some(y) => *y = *acc,
+                    None => y.copy_from_slice(&acc[first - strip * LANES..last - strip * LANES]),
+                }
             }
         }
     }
@@ -278,21 +318,115 @@ fn many(isa: Isa, w: &Packed, strip: usize, x: Rounded<'_>, acc: &mut [Vector]) 
     let (format, mut expanded) = (w.format(), Expanded::new());
     for first in (0..x.blocks).step_by(EXPANDED) {
         let count = (x.blocks - first).min(EXPANDED);
-        with_source(isa, w, strip, Expand { first, count, out: &mut expanded });
+        with_source(isa, w, strip, Expand::<false> { first, count, out: &mut expanded });
         let (of, offset) = (&expanded, format.offset);
         let work = Tiles { first, count, x, acc: &mut *acc };
         match (format.halves, format.minima != Minima::None) {
-            (false, false) => isa.run_integers(With { source: Ready::<false, false> { of, offset }, work }),
-            (false, true) => isa.run_integers(With { source: Ready::<false, true> { of, offset }, work }),
-            (true, false) => isa.run_integers(With { source: Ready::<true, false> { of, offset }, work }),
-            (true, true) => isa.run_integers(With { source: Ready::<true, true> { of, offset }, work }),
+            (false, false) => isa.run_integers(OfReady { source: Ready::<false, false> { of, offset }, work }),
+            (false, true) => isa.run_integers(OfReady { source: Ready::<false, true> { of, offset }, work }),
+            (true, false) => isa.run_integers(OfReady { source: Ready::<true, false> { of, offset }, work }),
+            (true, true) => isa.run_integers(OfReady { source: Ready::<true, true> { of, offset }, work }),
+        }
+    }
+}
+
+/// A strip's outputs by tiles: `acc` `[rows]`, whose number is a multiple of sixteen or more than there are rows.
+fn by_tiles(
+    isa: Isa,
+    w: &Packed,
+    strip: usize,
+    (planes, tiling): (Planes<'_>, &Tiling),
+    room: &mut TileRoom,
+    acc: &mut [Vector],
+) {
+    let TileRoom { expanded, dots } = room;
+    let groups = planes.codes.len() / w.blocks();
+    let acc = &mut acc.as_chunks_mut().0[..groups];
+    for first in (0..w.blocks()).step_by(EXPANDED) {
+        let count = (w.blocks() - first).min(EXPANDED);
+        with_source(isa, w, strip, Expand::<true> { first, count, out: expanded });
+        let (of, dots, acc) = (&*expanded, &mut *dots, &mut *acc);
+        if w.format().minima == Minima::None {
+            isa.run(ByTiles::<false> { tiling, of, planes, stride: w.blocks(), first, count, dots, acc });
+        } else {
+            isa.run(ByTiles::<true> { tiling, of, planes, stride: w.blocks(), first, count, dots, acc });
+        }
+    }
+}
+
+/// Memory for products by tiles.
+struct TileRoom {
+    expanded: Expanded,
+    dots: Dots,
+}
+
+/// Sums of the products of two blocks with sixteen rows: by planes and rows.
+type Dots = [[[Line; LANES]; 2]; 2];
+
+/// Adds the products of rows with the expanded blocks `first .. first + count` to `acc`.
+struct ByTiles<'a, const MINS: bool> {
+    tiling: &'a Tiling,
+    of: &'a Expanded,
+    planes: Planes<'a>,
+    /// Blocks of a row.
+    stride: usize,
+    first: usize,
+    count: usize,
+    dots: &'a mut Dots,
+    acc: &'a mut [[Vector; LANES]],
+}
+
+impl<const MINS: bool> Kernel for ByTiles<'_, MINS> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Self { tiling, of, planes: Planes { codes, scales, sums, .. }, stride, first, count, dots, acc: groups } =
+            self;
+        let last = groups.len() * count - 1;
+        let at = |step: usize| step / count * stride + first + step % count;
+        // Products of a block are made while those of the block before are scaled.
+        let multiply = |step: usize, dots: &mut [[Line; LANES]; 2]| {
+            let lines = of.codes[step % count].first_chunk().expect("8 lines of 16");
+            tiling.multiply_bytes(&codes[at(step)], lines, dots);
+        };
+        multiply(0, &mut dots[0]);
+        let mut step = 0;
+        for group in groups {
+            let mut acc = [s.splat(0.0); LANES];
+            for r in 0..LANES {
+                acc[r] = s.load(&group[r]);
+            }
+            for block in 0..count {
+                if step < last {
+                    multiply(step + 1, &mut dots[(step + 1) % 2]);
+                }
+                let [upper, lower] = &dots[step % 2];
+                let (scale, factors) = (s.load(&of.scales[block][0]), &scales[at(step)]);
+                for r in 0..LANES {
+                    let (upper, lower) = (s.to_f32(s.load_int(&upper[r].0)), s.to_f32(s.load_int(&lower[r].0)));
+                    // Both are exact, so the sum is rounded once, like an integer's conversion.
+                    let dot = s.fma(upper, s.splat(256.0), lower);
+                    acc[r] = s.fma(dot, s.mul(scale, s.splat(factors[r])), acc[r]);
+                }
+                if MINS {
+                    let (min, sums) = (s.load(&of.mins[block][0]), &sums[at(step)]);
+                    for r in 0..LANES {
+                        acc[r] = s.fma(min, s.splat(sums[r]), acc[r]);
+                    }
+                }
+                step += 1;
+            }
+            for r in 0..LANES {
+                s.store(acc[r], &mut group[r]);
+            }
         }
     }
 }
 
 /// What is done with the blocks of a strip.
 trait Work {
-    fn run<S: Simd, D: Source>(self, s: S, source: &D);
+    fn run<S: Simd, D: Strip>(self, s: S, source: &D);
 }
 
 /// Work on a source: a kernel for each pair of types, because one for all would take the compiler minutes.
@@ -301,12 +435,28 @@ struct With<D, W> {
     work: W,
 }
 
-impl<D: Source, W: Work> Kernel for With<D, W> {
+impl<D: Strip, W: Work> Kernel for With<D, W> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         self.work.run(s, &self.source);
+    }
+}
+
+/// Products of expanded blocks.
+struct OfReady<'a, 'b, 'c, const HALVES: bool, const MINS: bool> {
+    source: Ready<'c, HALVES, MINS>,
+    work: Tiles<'a, 'b>,
+}
+
+impl<const HALVES: bool, const MINS: bool> Kernel for OfReady<'_, '_, '_, HALVES, MINS> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Tiles { first, count, x, acc } = self.work;
+        tiles(s, &self.source, first, count, x, acc);
     }
 }
 
@@ -349,25 +499,30 @@ struct Tiles<'a, 'b> {
 
 impl Work for Tiles<'_, '_> {
     #[inline(always)]
-    fn run<S: Simd, D: Source>(self, s: S, source: &D) {
+    fn run<S: Simd, D: Strip>(self, s: S, source: &D) {
         tiles(s, source, self.first, self.count, self.x, self.acc);
     }
 }
 
-/// Expands blocks `first .. first + count` of a source.
-struct Expand<'a> {
+/// Expands blocks `first .. first + count` of a source, to bytes or to pairs.
+struct Expand<'a, const BYTES: bool> {
     first: usize,
     count: usize,
     out: &'a mut Expanded,
 }
 
-impl Work for Expand<'_> {
+impl<const BYTES: bool> Work for Expand<'_, BYTES> {
     #[inline(always)]
-    fn run<S: Simd, D: Source>(self, s: S, source: &D) {
+    fn run<S: Simd, D: Strip>(self, s: S, source: &D) {
         let Self { first, count, out } = self;
         for i in 0..count {
             let codes = &mut out.codes[i];
-            source.pairs(s, first + i, |p, pair| s.store_int(pair, &mut codes[p].0));
+            if BYTES {
+                source.runs(s, first + i, |run, bytes| s.store_int(bytes, &mut codes[run].0));
+            } else {
+                each_pair!(FIRST, P, { s.store_int(source.pair::<S, P>(s, first + i), &mut codes[P].0) });
+                each_pair!(SECOND, P, { s.store_int(source.pair::<S, P>(s, first + i), &mut codes[P].0) });
+            }
             for group in 0..if D::HALVES { 2 } else { 1 } {
                 s.store(source.scale(s, first + i, group), &mut out.scales[i][group]);
                 if D::MINS {
@@ -398,6 +553,42 @@ fn tiles<S: Simd, D: Source>(s: S, source: &D, first: usize, count: usize, x: Ro
     }
 }
 
+/// How many sums grow side by side for each of `rows` rows: 1, 2 or 4.
+#[inline(always)]
+fn parts<S: Simd>(rows: usize) -> usize {
+    match S::INTEGER_SUMS.div_ceil(rows) {
+        0..=1 => 1,
+        2 => 2,
+        _ => 4,
+    }
+}
+
+/// Adds a group's integer sums, whose parts are `dots`, to the sums of R rows.
+#[inline(always)]
+fn add_group<S: Simd, D: Source, const R: usize>(
+    s: S,
+    acc: &mut [S::V; R],
+    dots: &[[S::I; 4]; R],
+    (scale, min): (S::V, S::V),
+    d: &[f32; R],
+    totals: &[i32; R],
+) {
+    for r in 0..R {
+        let [first, second, third, fourth] = dots[r];
+        let dot = match parts::<S>(R) {
+            1 => first,
+            2 => s.add_int(first, second),
+            _ => s.add_int(s.add_int(first, second), s.add_int(third, fourth)),
+        };
+        acc[r] = s.fma(s.to_f32(dot), s.mul(scale, s.splat(d[r])), acc[r]);
+    }
+    if D::MINS {
+        for r in 0..R {
+            acc[r] = s.fma(min, s.splat(d[r] * totals[r] as f32), acc[r]);
+        }
+    }
+}
+
 /// One tile of R rows.
 #[inline(always)]
 fn tile<S: Simd, D: Source, const R: usize>(
@@ -421,12 +612,15 @@ fn tile<S: Simd, D: Source, const R: usize>(
         acc[r] = s.load(&out[r]);
     }
     let groups = if D::HALVES { 2 } else { 1 };
-    let offset = source.offset();
+    let parts = parts::<S>(R);
+    let start = |totals: &[i32; R]| {
+        let mut dots = [[s.splat_int(0); 4]; R];
+        for r in 0..R {
+            dots[r][0] = s.splat_int(-source.offset() * totals[r]);
+        }
+        dots
+    };
     for block in 0..count {
-        let sum = |r: usize, group: usize| {
-            let [first, second] = sums[r][block];
-            if D::HALVES { [first, second][group] } else { first + second }
-        };
         // First of all, because the type of scales is a branch: loads of codes that wait for it would fill all registers.
         let (mut scale, mut min) = ([s.splat(0.0); 2], [s.splat(0.0); 2]);
         for group in 0..groups {
@@ -438,29 +632,31 @@ fn tile<S: Simd, D: Source, const R: usize>(
         if row == 0 {
             source.prefetch(s, block + AHEAD);
         }
-        let mut dots = [[s.splat_int(0); 2]; R];
+        let (mut d, mut totals) = ([0.0; R], [[0; R]; 2]);
         for r in 0..R {
-            for group in 0..groups {
-                dots[r][group] = s.splat_int(-offset * sum(r, group));
-            }
+            let [first, second] = sums[r][block];
+            d[r] = scales[r][block];
+            (totals[0][r], totals[1][r]) = if D::HALVES { (first, second) } else { (first + second, 0) };
         }
-        source.pairs(s, block, |p, codes| {
-            let group = if D::HALVES { p / (PAIRS / 2) } else { 0 };
+        let mut dots = start(&totals[0]);
+        each_pair!(FIRST, P, {
+            let codes = source.pair::<S, P>(s, block);
             for r in 0..R {
-                dots[r][group] = s.dot16(dots[r][group], codes, s.splat_int(pairs[r][block][p]));
+                dots[r][P % parts] = s.dot16(dots[r][P % parts], codes, s.splat_int(pairs[r][block][P]));
             }
         });
-        for group in 0..groups {
-            for r in 0..R {
-                let d = s.splat(scales[r][block]);
-                acc[r] = s.fma(s.to_f32(dots[r][group]), s.mul(scale[group], d), acc[r]);
-            }
-            if D::MINS {
-                for r in 0..R {
-                    acc[r] = s.fma(min[group], s.splat(scales[r][block] * sum(r, group) as f32), acc[r]);
-                }
-            }
+        if D::HALVES {
+            add_group::<S, D, R>(s, &mut acc, &dots, (scale[0], min[0]), &d, &totals[0]);
+            dots = start(&totals[1]);
         }
+        each_pair!(SECOND, P, {
+            let codes = source.pair::<S, P>(s, block);
+            for r in 0..R {
+                dots[r][P % parts] = s.dot16(dots[r][P % parts], codes, s.splat_int(pairs[r][block][P]));
+            }
+        });
+        let last = groups - 1;
+        add_group::<S, D, R>(s, &mut acc, &dots, (scale[last], min[last]), &d, &totals[last]);
     }
     for r in 0..R {
         s.store(acc[r], &mut out[r]);

@@ -1,7 +1,11 @@
 //! Rows rounded to integers of 16 bits by blocks of 32 inputs, for products with packed weights.
 
+// Loops over arrays, which become vectors.
+#![allow(clippy::needless_range_loop)]
+
 use crate::blocks::BLOCK;
-use crate::isa::{Kernel, LANES, Simd, Vector};
+use crate::isa::{Kernel, LANES, Simd, Tiles, Vector};
+use crate::memory::{LINE_BYTES, Line};
 
 /// The largest code. It is 127 * 256, so that a code is two signed bytes.
 const LARGEST: f32 = 32_512.0;
@@ -24,6 +28,21 @@ pub(crate) struct Rounded<'a> {
     pub(crate) scales: &'a [f32],
     /// `[rows, blocks]` sums of the codes of each half of a block.
     pub(crate) sums: &'a [[i32; 2]],
+    /// The same rows for products by tiles.
+    pub(crate) planes: Option<Planes<'a>>,
+}
+
+/// Rounded rows for products by tiles: sixteen rows side by side, the last group padded with zeros.
+#[derive(Clone, Copy)]
+pub(crate) struct Planes<'a> {
+    pub(crate) tiles: Tiles,
+    /// `[groups, blocks, 16]` lines of a block's codes `256 upper + lower`: 32 signed bytes `upper`, then 32 signed bytes
+    /// `lower`.
+    pub(crate) codes: &'a [[Line; LANES]],
+    /// `[groups, blocks, 16]`
+    pub(crate) scales: &'a [Vector],
+    /// `[groups, blocks, 16]` sums of the codes of a block, times its scale.
+    pub(crate) sums: &'a [Vector],
 }
 
 /// Memory for rounded rows.
@@ -32,17 +51,33 @@ pub(crate) struct RoundedRoom {
     pairs: Vec<Pairs>,
     scales: Vec<f32>,
     sums: Vec<[i32; 2]>,
+    planes: PlaneRoom,
+}
+
+/// Memory for [`Planes`]; empty without tiles.
+#[derive(Default)]
+struct PlaneRoom {
+    codes: Vec<[Line; LANES]>,
+    scales: Vec<Vector>,
+    sums: Vec<Vector>,
 }
 
 impl RoundedRoom {
-    /// For `rows` rows of `inputs` inputs, or fewer.
-    pub(crate) fn new(rows: usize, inputs: usize) -> Self {
-        let blocks = rows * (inputs / BLOCK);
-        Self { pairs: vec![[0; _]; blocks], scales: vec![0.0; blocks], sums: vec![[0; 2]; blocks] }
+    /// Reserves memory for `rows` rows of `inputs` inputs, or fewer, and with `tiles` also for products by tiles.
+    pub(crate) fn new(rows: usize, inputs: usize, tiles: bool) -> Self {
+        let (blocks, groups) = (rows * (inputs / BLOCK), rows.div_ceil(LANES) * (inputs / BLOCK));
+        let groups = if tiles { groups } else { 0 };
+        let planes = PlaneRoom {
+            codes: vec![[Line([0; LINE_BYTES]); LANES]; groups],
+            scales: vec![[0.0; LANES]; groups],
+            sums: vec![[0.0; LANES]; groups],
+        };
+        Self { pairs: vec![[0; _]; blocks], scales: vec![0.0; blocks], sums: vec![[0; 2]; blocks], planes }
     }
 
     pub(crate) fn poison(&mut self) {
         self.scales.fill(f32::NAN);
+        self.planes.scales.as_flattened_mut().fill(f32::NAN);
     }
 }
 
@@ -53,6 +88,8 @@ impl RoundedRoom {
 pub(crate) struct Round<'a, 'r> {
     pub(crate) x: &'a [Vector],
     pub(crate) inputs: usize,
+    /// Tiles for which the rows are laid out, too.
+    pub(crate) tiles: Option<Tiles>,
     pub(crate) room: &'r mut RoundedRoom,
 }
 
@@ -61,41 +98,102 @@ impl<'r> Kernel for Round<'_, 'r> {
 
     #[inline(always)]
     fn run<S: Simd>(self, _: S) -> Rounded<'r> {
+        let blocks = self.inputs / BLOCK;
         let numbers = self.x.as_flattened().as_chunks::<BLOCK>().0;
+        let RoundedRoom { pairs, scales, sums, planes } = self.room;
         let count = numbers.len();
-        let RoundedRoom { pairs, scales, sums } = self.room;
         let (pairs, scales, sums) = (&mut pairs[..count], &mut scales[..count], &mut sums[..count]);
-        for (((x, pairs), scale), sums) in numbers.iter().zip(&mut *pairs).zip(&mut *scales).zip(&mut *sums) {
-            (*scale, *sums) = round(x, pairs);
+        let mut planes = self.tiles.map(|tiles| (tiles, planes.of(count / blocks, blocks)));
+        for i in 0..count {
+            let codes;
+            (scales[i], codes) = round(&numbers[i]);
+            pairs[i] = paired(&codes);
+            sums[i] = totals(&codes);
+            if let Some((_, planes)) = &mut planes {
+                let (row, block) = (i / blocks, i % blocks);
+                let (at, lane) = (row / LANES * blocks + block, row % LANES);
+                planes.codes[at][lane] = bytes(&codes);
+                planes.scales[at][lane] = scales[i];
+                planes.sums[at][lane] = scales[i] * (sums[i][0] + sums[i][1]) as f32;
+            }
         }
-        Rounded { blocks: self.inputs / BLOCK, pairs, scales, sums }
+        let planes = planes.map(|(tiles, PlaneSlices { codes, scales, sums })| Planes { tiles, codes, scales, sums });
+        Rounded { blocks, pairs, scales, sums, planes }
     }
 }
 
-/// Rounds a block: its scale, and the sums of the codes of its halves.
+/// The part of a [`PlaneRoom`] that some rows fill.
+struct PlaneSlices<'a> {
+    codes: &'a mut [[Line; LANES]],
+    scales: &'a mut [Vector],
+    sums: &'a mut [Vector],
+}
+
+impl PlaneRoom {
+    /// The memory for some rows. What no row fills in it is zero.
+    fn of(&mut self, rows: usize, blocks: usize) -> PlaneSlices<'_> {
+        let groups = rows.div_ceil(LANES) * blocks;
+        let (codes, scales, sums) = (&mut self.codes[..groups], &mut self.scales[..groups], &mut self.sums[..groups]);
+        if !rows.is_multiple_of(LANES) {
+            for i in groups - blocks..groups {
+                (codes[i], scales[i], sums[i]) = ([Line([0; LINE_BYTES]); LANES], [0.0; LANES], [0.0; LANES]);
+            }
+        }
+        PlaneSlices { codes, scales, sums }
+    }
+}
+
+/// The scale of a block and its codes.
 #[inline(always)]
-fn round(x: &[f32; BLOCK], pairs: &mut Pairs) -> (f32, [i32; 2]) {
-    let top = x.iter().fold(0, |top, x| top.max(x.to_bits() & 0x7FFF_FFFF));
+fn round(x: &[f32; BLOCK]) -> (f32, [i32; BLOCK]) {
+    let mut top = 0;
+    for i in 0..BLOCK {
+        top = top.max(x[i].to_bits() & 0x7FFF_FFFF);
+    }
     let largest = f32::from_bits(top);
     if !largest.is_finite() {
-        *pairs = [0; BLOCK / 2];
-        return (f32::NAN, [0; 2]);
+        return (f32::NAN, [0; BLOCK]);
     }
     if largest < LEAST {
-        *pairs = [0; BLOCK / 2];
-        return (0.0, [0; 2]);
+        return (0.0, [0; BLOCK]);
     }
     let factor = LARGEST / largest;
     let mut codes = [0; BLOCK];
-    for (code, x) in codes.iter_mut().zip(x) {
-        *code = (x * factor + SHIFT).to_bits().cast_signed() - SHIFT.to_bits().cast_signed();
+    for i in 0..BLOCK {
+        codes[i] = (x[i] * factor + SHIFT).to_bits().cast_signed() - SHIFT.to_bits().cast_signed();
     }
-    for (pair, of) in pairs.as_chunks_mut::<2>().0.iter_mut().zip(codes.as_chunks::<4>().0) {
-        *pair = [of[0] & 0xFFFF | of[2] << 16, of[1] & 0xFFFF | of[3] << 16];
+    (largest / LARGEST, codes)
+}
+
+#[inline(always)]
+fn paired(codes: &[i32; BLOCK]) -> Pairs {
+    let mut pairs = [0; BLOCK / 2];
+    for run in 0..BLOCK / 4 {
+        for odd in 0..2 {
+            let (first, second) = (codes[4 * run + odd], codes[4 * run + odd + 2]);
+            pairs[2 * run + odd] = first & 0xFFFF | second << 16;
+        }
     }
+    pairs
+}
+
+/// The sums of the codes of each half of a block.
+#[inline(always)]
+fn totals(codes: &[i32; BLOCK]) -> [i32; 2] {
     let mut sums = [0; 2];
-    for (sum, codes) in sums.iter_mut().zip(codes.as_chunks::<LANES>().0) {
-        *sum = codes.iter().sum();
+    for i in 0..BLOCK {
+        sums[i / (BLOCK / 2)] += codes[i];
     }
-    (largest / LARGEST, sums)
+    sums
+}
+
+/// The upper bytes of codes `256 upper + lower`, then the lower bytes, which are signed.
+#[inline(always)]
+fn bytes(codes: &[i32; BLOCK]) -> Line {
+    let mut line = Line([0; LINE_BYTES]);
+    for i in 0..BLOCK {
+        line.0[i] = ((codes[i] + 128) >> 8) as u8;
+        line.0[BLOCK + i] = codes[i] as u8;
+    }
+    line
 }

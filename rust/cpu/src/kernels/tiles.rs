@@ -3,7 +3,7 @@
 //! inputs alone, and is another than that of [`Matmul`](super::matmul::Matmul).
 
 use super::pairs::{PAIRS, round_row};
-use crate::isa::{Kernel, LANES, MOST_TILES, Simd, Tile, Tiles, Tiling, Vector};
+use crate::isa::{Kernel, LANES, MOST_TILES, Simd, Tile, TileShape, Tiles, Tiling, Vector};
 use crate::memory::Bf16;
 use std::ops::Range;
 
@@ -117,7 +117,7 @@ impl Kernel for TileProduct<'_> {
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
         let outputs = self.w.len() / self.inputs;
-        let tiling = self.tiles.begin();
+        let tiling = self.tiles.begin(TileShape::Pairs);
         let mut sums = Lines([[[0.0; LANES]; LANES]; 2 * MOST_TILES]);
         for first in (0..outputs).step_by(BLOCK) {
             let outputs = first..(first + BLOCK).min(outputs);

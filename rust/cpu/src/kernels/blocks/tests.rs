@@ -2,7 +2,7 @@
 
 use super::BlockProduct;
 use crate::blocks::{BlockType, Minima, Packed, Scales};
-use crate::isa::{Isa, Vector};
+use crate::isa::{Isa, Tiles, Vector};
 use crate::kernels::{Round, RoundedRoom};
 use crate::memory::{Bf16, from_f16};
 use proptest::prelude::*;
@@ -241,22 +241,32 @@ fn compare(packed: &Packed, outputs: &[Output], rows: usize, range: (usize, usiz
         .chunks_exact(inputs)
         .map(|x| outputs[range.clone()].iter().map(|output| output.product(x)).collect())
         .collect();
-    for isa in Isa::available() {
-        let found = product(isa, packed, &x, rows, &range);
+    let sets = Isa::available().into_iter().flat_map(|isa| {
+        [None, Some(Tiles::portable()), isa.byte_tiles()].into_iter().enumerate().map(move |(i, tiles)| (i, isa, tiles))
+    });
+    for (_, isa, tiles) in sets.filter(|(i, _, tiles)| *i == 0 || tiles.is_some()) {
+        let found = product(isa, tiles, packed, &x, rows, &range);
         for (found, expected) in found.chunks_exact(range.len() + 3).zip(&expected) {
             for (o, (found, expected)) in found.iter().zip(expected).enumerate() {
                 let kind = packed.kind();
-                assert!(same(*found, *expected), "{kind} on {isa:?}, output {o}: {found} and {expected}");
+                assert!(same(*found, *expected), "{kind} on {isa:?}, {tiles:?}, output {o}: {found} and {expected}");
             }
         }
     }
 }
 
-fn product(isa: Isa, packed: &Packed, x: &[Vector], rows: usize, range: &std::ops::Range<usize>) -> Vec<f32> {
+fn product(
+    isa: Isa,
+    tiles: Option<Tiles>,
+    packed: &Packed,
+    x: &[Vector],
+    rows: usize,
+    range: &std::ops::Range<usize>,
+) -> Vec<f32> {
     let (inputs, y_stride) = (packed.inputs(), range.len() + 3);
-    let mut room = RoundedRoom::new(rows, inputs);
+    let mut room = RoundedRoom::new(rows, inputs, tiles.is_some());
     let mut y = vec![f32::NAN; rows * y_stride];
-    let rounded = isa.run(Round { x, inputs, room: &mut room });
+    let rounded = isa.run(Round { x, inputs, tiles, room: &mut room });
     let outputs = range.clone();
     BlockProduct { w: packed, outputs, x: rounded, rows, y: &mut y, y_stride }.run(isa);
     y
@@ -270,7 +280,7 @@ proptest! {
         kind in prop::sample::select(BlockType::ALL.to_vec()),
         outputs in 1..40_usize,
         blocks in 1..4_usize,
-        rows in 1..20_usize,
+        rows in 1..40_usize,
         range in (0..40_usize, 0..40_usize),
         seed in any::<u64>(),
     ) {
