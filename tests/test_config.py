@@ -56,7 +56,7 @@ def test_defaults() -> None:
         ("enable_prefix_caching", 1, "True or False"),
         ("enforce_eager", "yes", "True or False"),
         ("load_format", "pt", "one of auto, safetensors"),
-        ("cpu_activations", "int4", "one of auto, int16, fp32, bf16"),
+        ("cpu_activations", "int4", "one of auto, int16, int8, fp32, bf16"),
         ("cuda_fp8_rows", 1, "True or False"),
         ("cpu_prefill", "fast", "must be one of exact, amx"),
         ("cpu_prefill", None, "must be one of exact, amx"),

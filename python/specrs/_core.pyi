@@ -1753,17 +1753,18 @@ class CpuDecoder:
     """
 
     def __new__(
-        cls, weights: CpuWeights, pool: CpuPool, *, bf16_rows: bool = False, prompt_tiles: bool = False
+        cls, weights: CpuWeights, pool: CpuPool, *, activations: str = "auto", prompt_tiles: bool = False
     ) -> CpuDecoder:
         """Make a decoder of these weights on these threads, both of which other decoders may share.
 
-        With `bf16_rows`, rows are rounded to bf16 before every product, and sums have another fixed order. With
-        `prompt_tiles`, AMX multiplies prompts' rows by tiles if weights are bf16; these products stay in fp32, and
-        their sums have another fixed order too.
+        `activations` is the type that rows are rounded to before products. For packed weights that is 16-bit integers
+        with `auto`, `int16` and `fp32`, 8-bit integers with `int8`; rows of other weights are not rounded. With `bf16`
+        all rows are rounded to bf16, and sums have another fixed order. With `prompt_tiles`, AMX multiplies prompts'
+        rows by tiles if weights are bf16; these products stay in fp32, and their sums have another fixed order too.
 
         Raises:
-            InvalidConfigError: `prompt_tiles` is set but this process may not use tiles.
-            InvalidBufferError: with `bf16_rows`, a matrix is not bf16, or its number of inputs is no multiple of 32.
+            InvalidConfigError: `prompt_tiles` is set but this process may not use tiles, or `activations` is unknown.
+            InvalidBufferError: with `bf16`, a matrix is not bf16, or its number of inputs is no multiple of 32.
         """
 
     def forward(

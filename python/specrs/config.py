@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specrs import vllm_arguments
-from specrs.engine_options import SPLIT_DRAFT_TRANSLATES_ON, EngineOptions, may_be
+from specrs.engine_options import INTEGER_ACTIVATIONS, SPLIT_DRAFT_TRANSLATES_ON, EngineOptions, may_be
 from specrs.errors import (
     InvalidConfigError,
     UnsupportedConfigError,
@@ -98,7 +98,7 @@ class EngineConfig(EngineOptions):
             ("model_impl", self.model_impl, self.model_impl != "transformers", "model_impl='auto' or 'specrs'"),
             ("quantization", self.quantization, self.quantization not in INTEGERS_AT_LOAD, "quantization=None"),
             ("speculative_config.quantization", coded, coded not in INTEGERS_AT_LOAD, f"{field}=1"),
-            ("cpu_activations", activations, activations not in ("int16", "bf16"), "cpu_activations='auto'"),
+            ("cpu_activations", activations, activations in ("auto", "fp32"), "cpu_activations='auto'"),
             ("speculative_config.use_heterogeneous_vocab", translates, parts, f"{field}=1"),
         )
         _refuse_beside("tensor_parallel_size", size, "1", others)
@@ -108,9 +108,14 @@ class EngineConfig(EngineOptions):
         """True if passes on a CPU round activations to bf16."""
         return self.cpu_activations == "bf16"
 
+    @property
+    def rounds_to_integers(self) -> bool:
+        """True if passes on a CPU must have quantized weights, for which they round activations to integers."""
+        return self.cpu_activations in INTEGER_ACTIVATIONS
+
     def _check_activations(self, device: str, dtype: str) -> None:
         """Raise `UnsupportedConfigError` for rounded activations if no native pass on a CPU can compute them."""
-        if self.cpu_activations not in ("int16", "bf16"):
+        if not (self.rounds_to_bf16 or self.rounds_to_integers):
             return
         others = [
             _of_device("cpu_activations", device),

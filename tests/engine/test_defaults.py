@@ -189,14 +189,14 @@ def test_bf16_rows_are_measured_as_they_are_served(
 ) -> None:
     """The passes that choose the threads round rows where the engine's passes do."""
     folder = make_checkpoint(tmp_path / "even", vocab=224, hidden=64, intermediate=64, head_dim=32, kv_heads=1)
-    measured: list[bool] = []
+    measured: list[object] = []
     on_pool = NativeDecoder.on_pool
 
     def watched(model: NativeDecoder, *args: object, **settings: object) -> NativeDecoder:
-        measured.append(bool(settings.get("bf16_rows")))
+        measured.append(settings.get("activations"))
         return on_pool(model, *args, **settings)  # type: ignore[arg-type]
 
     monkeypatch.setattr(NativeDecoder, "on_pool", watched)
     LLM(model=str(folder), dtype="bfloat16", cpu_activations="bf16")
-    assert measured == [True, True, True]
+    assert measured == ["bf16"] * 3
     shutil.rmtree(folder)

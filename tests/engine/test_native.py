@@ -128,7 +128,7 @@ def test_bf16_rows_need_bf16_weights(native_qwen_bank: Bank, native_llama_bank: 
     engine = build_engine(
         config(checkpoint(tmp_path / "kept", torch.float32), None, k=0, dtype="float32", cpu_activations="bf16")
     )
-    assert "bf16_rows=True" in repr(engine.runner.target.decoder)  # type: ignore[attr-defined]
+    assert "activations=bf16" in repr(engine.runner.target.decoder)  # type: ignore[attr-defined]
 
 
 def _has_tiles() -> bool:

@@ -45,9 +45,10 @@ def loaded(target: Path, draft: Path | None, dtype: str) -> Weights:
 
 
 @functools.cache
-def alone(target: Path, prompt: tuple[int, ...], dtype: str) -> tuple[np.ndarray, list[int]]:
+def alone(target: Path, prompt: tuple[int, ...], dtype: str, activations: str) -> tuple[np.ndarray, list[int]]:
     """Logits and text of a prompt without drafts, in one chunk on one thread."""
-    made = config(target, None, k=0, dtype=dtype, max_num_batched_tokens=512, threads=1, **LOGITS)
+    fields = LOGITS | {"max_num_batched_tokens": 512, "threads": 1, "cpu_activations": activations}
+    made = config(target, None, k=0, dtype=dtype, **fields)
     engine = build_engine(made, loaded(target, None, dtype))
     job = with_logits(0, list(prompt), 0, 0, 20)
     engine.add_request(job)
@@ -55,14 +56,16 @@ def alone(target: Path, prompt: tuple[int, ...], dtype: str) -> tuple[np.ndarray
     return logits_of(job), job.output_token_ids
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     kind=st.sampled_from(KINDS),
     draft_kind=st.sampled_from(KINDS),
     dtype=st.sampled_from(["float32", "bfloat16"]),
+    activations=st.sampled_from(["auto", "int8"]),
     k=st.integers(1, 5),
     budget=st.sampled_from([17, 64, 512]),
     threads=st.sampled_from([1, 2]),
+    num_blocks=st.sampled_from([10, 64]),
     prompts=st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=4),
 )
 def test_drafts_change_no_bit(
@@ -70,13 +73,16 @@ def test_drafts_change_no_bit(
     kind: str,
     draft_kind: str,
     dtype: str,
+    activations: str,
     k: int,
     budget: int,
     threads: int,
+    num_blocks: int,
     prompts: list[tuple[int, ...]],
 ) -> None:
     target, draft = files[kind][0], files[draft_kind][1]
-    made = config(target, draft, k=k, dtype=dtype, max_num_batched_tokens=budget, threads=threads, **LOGITS)
+    fields = LOGITS | {"max_num_batched_tokens": budget, "threads": threads, "cpu_activations": activations}
+    made = config(target, draft, k=k, dtype=dtype, num_gpu_blocks_override=num_blocks, **fields)
     engine = build_engine(made, loaded(target, draft, dtype))
     assert engine.runner.is_native
     jobs = [with_logits(i, list(prompt), k, k, 20) for i, prompt in enumerate(prompts)]
@@ -86,17 +92,32 @@ def test_drafts_change_no_bit(
             engine.add_request(job)
         run(engine)
     for prompt, reporting, other in zip(prompts, jobs, plain, strict=True):
-        logits, text = alone(target, prompt, dtype)
+        logits, text = alone(target, prompt, dtype, activations)
         assert other.output_token_ids == reporting.output_token_ids == text
         assert np.array_equal(logits_of(reporting).view(np.int32), logits.view(np.int32))
 
 
-def test_activations_of_files_without_blocks(files: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
-    """`int16` is rejected by name where a target has no blocks. A draft need not have any."""
+def test_integers_of_8_bits_are_in_use(files: dict[str, tuple[Path, Path]]) -> None:
+    """They move every logit, by no more than a few hundredths of the largest."""
+    for kind in KINDS:
+        wide, _ = alone(files[kind][0], PROMPTS[0], "float32", "int16")
+        narrow, _ = alone(files[kind][0], PROMPTS[0], "float32", "int8")
+        off = np.abs(wide[0] - narrow[0])
+        assert off.min() > 0, kind
+        assert off.max() < 0.05 * np.abs(wide[0]).max(), kind
+
+
+@pytest.mark.parametrize("activations", ["int16", "int8"])
+def test_activations_of_files_without_blocks(
+    files: dict[str, tuple[Path, Path]], tmp_path: Path, activations: str
+) -> None:
+    """They are rejected by name where a target has no blocks. A draft need not have any."""
     plain = make_checkpoint(tmp_path / "plain", "qwen3", layers=1, with_tokenizer=False)
-    load_weights(config(files["Q4_K"][0], plain, k=1, dtype="float32", cpu_activations="int16"))
-    with pytest.raises(UnsupportedConfigError, match=r"^cpu_activations='int16': .*plain has no quantized matrix"):
-        load_weights(config(plain, None, k=0, dtype="auto", cpu_activations="int16"))
+    load_weights(config(files["Q4_K"][0], plain, k=1, dtype="float32", cpu_activations=activations))
+    with pytest.raises(
+        UnsupportedConfigError, match=rf"^cpu_activations='{activations}': .*plain has no quantized matrix"
+    ):
+        load_weights(config(plain, None, k=0, dtype="auto", cpu_activations=activations))
 
 
 def test_activations_of_models_that_torch_computes(tmp_path: Path) -> None:

@@ -103,13 +103,14 @@ class Model(Protocol):
     decoder: CpuDecoder | None = None
     """Native passes on a CPU, run by the Rust core. None: torch computes the passes."""
 
-    def on_pool(self, pool: CpuPool, *, bf16_rows: bool = False, prompt_tiles: bool = False) -> Model:
+    def on_pool(self, pool: CpuPool, *, activations: str = "auto", prompt_tiles: bool = False) -> Model:
         """Return a model with the same weights whose passes run on the threads of `pool`; `self` if torch computes the
         passes.
 
-        `bf16_rows` rounds rows to bf16 before every product. `prompt_tiles` multiplies rows of prompts with AMX tiles.
-        Raises `specrs.core.InvalidConfigError` on a machine without tiles, `InvalidBufferError` for weights that are
-        not bf16.
+        `activations` is what rows are rounded to before products, as `cpu_activations` says. `prompt_tiles` multiplies
+        rows of prompts with bf16 weights on AMX tiles.
+        Raises `specrs.core.InvalidConfigError` on a machine without tiles, `InvalidBufferError` for `bf16` and
+        weights that are not bf16.
         """
         return self
 

@@ -38,31 +38,32 @@ class NativeDecoder(NumpyHeld, DecoderFacts):
         weights: NativeWeights,
         native: CpuWeights | None = None,
         pool: CpuPool | None = None,
-        bf16_rows: bool = False,
+        activations: str = "auto",
         prompt_tiles: bool = False,
         kv_groups: KVGroups | None = None,
     ) -> None:
         """Wrap `weights` as `native_loader.load_native` lays them out. They must not change while this object lives.
 
-        `pool` has the threads of passes; None: the caller's thread. `bf16_rows` rounds rows to bf16 before every
-        product. `prompt_tiles` multiplies the rows of prompts with bf16 weights on AMX tiles.
+        `pool` has the threads of passes; None: the caller's thread. `activations` is what rows are rounded to
+        before products, as `cpu_activations` says. `prompt_tiles` multiplies the rows of prompts with bf16
+        weights on AMX tiles.
 
         Raises:
             InvalidConfigError: `prompt_tiles` on a machine without AMX tiles.
             InvalidBufferError: an array that cannot be read in place, by name; a matrix that is not bf16 with
-                `bf16_rows`.
+                activations `bf16`.
         """
         self.weights = weights
         self._kv_groups = kv_groups
         self._native = _borrow(weights) if native is None else native
         own = CpuPool(1) if pool is None else pool
-        self.decoder = CpuDecoder(self._native, own, bf16_rows=bf16_rows, prompt_tiles=prompt_tiles)
+        self.decoder = CpuDecoder(self._native, own, activations=activations, prompt_tiles=prompt_tiles)
         self._loras: WeakKeyDictionary[LoRAAdapter, CpuLora] = WeakKeyDictionary()
 
-    def on_pool(self, pool: CpuPool, *, bf16_rows: bool = False, prompt_tiles: bool = False) -> NativeDecoder:
+    def on_pool(self, pool: CpuPool, *, activations: str = "auto", prompt_tiles: bool = False) -> NativeDecoder:
         """Return a model with the same weights, whose passes run on the threads of `pool` and have their own scratch
         memory."""
-        return NativeDecoder(self.weights, self._native, pool, bf16_rows, prompt_tiles, self.kv_groups)
+        return NativeDecoder(self.weights, self._native, pool, activations, prompt_tiles, self.kv_groups)
 
     def with_kv_groups(self, size: int) -> NativeDecoder:
         """Return the model with its layers in KV groups of at most `size` layers, a number from `kv_group_sizes`. Its

@@ -31,6 +31,7 @@ pub use blocks::{BlockType, Packed};
 pub use decoder::Decoder;
 pub use error::{Error, Result, guarded};
 pub use isa::{Isa, Tiles};
+pub use kernels::Rounding;
 pub use kv_cache::{KvCache, KvLayer, KvShape};
 pub use layer::{Activation, Experts, LayerWeights, Mlp, QkNorm};
 pub use linear::{Linear, Part, Weight};

@@ -92,7 +92,7 @@ prop_compose! {
         kind in prop::sample::select(kinds),
         bf16 in any::<bool>(),
         code_bits in prop::sample::select(vec![0, 8, 4]),
-        bf16_rows in any::<bool>(),
+        (bf16_rows, int8_rows) in any::<(bool, bool)>(),
         prompt_tiles in any::<bool>(),
         kv_heads in 1..4_usize,
         group in 1..4_usize,
@@ -116,7 +116,7 @@ prop_compose! {
             head_dim: (2 * half_dim).next_multiple_of(unit),
             rms_norm_eps: 1e-6,
         };
-        Model::random(shape, layers, Kind { bf16, bf16_rows, prompt_tiles, code_bits, window: window.min(kind.window * 8), ..kind }, seed)
+        Model::random(shape, layers, Kind { bf16, bf16_rows, int8_rows, prompt_tiles, code_bits, window: window.min(kind.window * 8), ..kind }, seed)
     }
 }
 

@@ -4,7 +4,7 @@ mod support;
 
 use proptest::prelude::*;
 use specrs_cpu::{
-    Bf16, Decoder, Isa, Linear, Memory, ModelShape, Packed, Part, Pool, Values, Weight, Weights, quantize,
+    Bf16, Decoder, Isa, Linear, Memory, ModelShape, Packed, Part, Pool, Rounding, Values, Weight, Weights, quantize,
 };
 use std::sync::Arc;
 use support::{Host, Kind, LLAMA_BIAS, LLAMA3, Model, Numbers, QWEN3, SMALL, Stored};
@@ -46,11 +46,13 @@ fn products(
     x: &[f32],
     (inputs, outputs): (usize, usize),
     threads: usize,
+    rounding: Rounding,
 ) -> Result<Vec<f32>, TestCaseError> {
     let mut expected: Option<Vec<f32>> = None;
     for isa in Isa::available() {
         let mut y = vec![f32::NAN; x.len() / inputs * outputs];
-        head(isa, threads, inputs, outputs, stored.weight()).logits(x, outputs, &mut y).unwrap();
+        let mut head = head(isa, threads, inputs, outputs, stored.weight()).with_rounding(rounding);
+        head.logits(x, outputs, &mut y).unwrap();
         for (y, expected) in y.iter().zip(expected.iter().flatten()) {
             prop_assert_eq!(y.to_bits(), expected.to_bits(), "{} for {} on {}", y, expected, isa.name());
         }
@@ -103,21 +105,23 @@ proptest! {
     fn products_are_those_of_the_numbers(
         (code_bits, inputs, group) in kinds(),
         outputs in 1..40_usize,
-        rows in 1..20_usize,
+        rows in 1..40_usize,
         threads in 1..4_usize,
+        int8 in any::<bool>(),
         seed in any::<u64>(),
     ) {
+        let (rounding, largest) = if int8 { (Rounding::Int8, 127.0) } else { (Rounding::Int16, 32_512.0) };
         let n = &mut Numbers(seed);
         let weight = draw(n, outputs * inputs, false);
         let stored = Stored::new(&values(&weight, false), inputs, code_bits, group, 2);
         let codes = stored.codes();
         let x: Vec<f32> = (0..rows * inputs).map(|_| n.unit()).collect();
-        let found = products(&stored, &x, (inputs, outputs), threads)?;
+        let found = products(&stored, &x, (inputs, outputs), threads, rounding)?;
         for (i, y) in found.iter().enumerate() {
             let (output, x) = (i % outputs * inputs, &x[i / outputs * inputs..][..inputs]);
             let (mut exact, mut before, mut rounding, mut bound) = (0.0, 0.0, 0.0, 0.0);
             for (block, x) in x.chunks_exact(32).enumerate() {
-                let unit = x.iter().fold(0.0_f64, |most, &x| most.max(f64::from(x).abs())) / 32_512.0;
+                let unit = x.iter().fold(0.0_f64, |most, &x| most.max(f64::from(x).abs())) / largest;
                 let mut size = 0.0;
                 for (j, &x) in x.iter().enumerate() {
                     let (x, (q, s)) = (f64::from(x), codes[output + 32 * block + j]);

@@ -6,7 +6,7 @@ use crate::error::{Class, cpu_to_py, size};
 use crate::lora::{GivenAdapters, by_row};
 use numpy::{Ix1, Ix2, Ix3, PyReadonlyArray, PyReadwriteArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use specrs_cpu::{Decoder, Eagle3Input, Entries, Output, Pass, Tiles, guarded};
+use specrs_cpu::{Decoder, Eagle3Input, Entries, Output, Pass, Rounding, Tiles, guarded};
 use std::sync::{Arc, Mutex};
 
 /// Decoder that runs the passes of a model.
@@ -16,16 +16,27 @@ pub(crate) struct CpuDecoder(pub(crate) Mutex<Decoder>);
 #[pymethods]
 impl CpuDecoder {
     #[new]
-    #[pyo3(signature = (weights, pool, *, bf16_rows = false, prompt_tiles = false))]
+    #[pyo3(signature = (weights, pool, *, activations = "auto", prompt_tiles = false))]
     fn new(
         py: Python<'_>,
         weights: &CpuWeights,
         pool: &CpuPool,
-        bf16_rows: bool,
+        activations: &str,
         prompt_tiles: bool,
     ) -> PyResult<Self> {
         let made = Decoder::new(Arc::clone(&weights.0), Arc::clone(&pool.0));
-        let made = if bf16_rows { made.and_then(Decoder::with_bf16_rows) } else { made };
+        let made = match activations {
+            "auto" | "int16" | "fp32" => made,
+            "int8" => made.map(|decoder| decoder.with_rounding(Rounding::Int8)),
+            "bf16" => made.and_then(Decoder::with_bf16_rows),
+            _ => {
+                let message = format!(
+                    "activations = {activations:?} is not allowed: expected \"auto\", \"int16\", \"int8\", \"fp32\" or \
+                     \"bf16\""
+                );
+                return Err(Class::InvalidConfig.error(py, message));
+            }
+        };
         let decoder = made.map_err(|error| cpu_to_py(py, &error))?;
         if !prompt_tiles {
             return Ok(Self(Mutex::new(decoder)));
@@ -156,7 +167,11 @@ impl CpuDecoder {
         py.detach(|| {
             let decoder = lock(&self.0);
             let (layers, threads) = (decoder.weights().num_layers(), decoder.pool().threads());
-            let rows = if decoder.has_bf16_rows() { ", bf16_rows=True" } else { "" };
+            let rows = match (decoder.has_bf16_rows(), decoder.rounding()) {
+                (true, _) => ", activations=bf16",
+                (false, Rounding::Int8) => ", activations=int8",
+                (false, Rounding::Int16) => "",
+            };
             let tiles = if decoder.has_prompt_tiles() { ", prompt_tiles=True" } else { "" };
             format!("CpuDecoder(layers={layers}, threads={threads}{rows}{tiles})")
         })

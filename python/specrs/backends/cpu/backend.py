@@ -100,7 +100,7 @@ class CpuBackend:
         every = weights.models
         models = [model for model in every if isinstance(model, NativeDecoder)]
         by_torch = [model.decoder is None for model in every]
-        if (config.rounds_to_bf16 and any(by_torch)) or (config.cpu_activations == "int16" and by_torch[0]):
+        if (config.rounds_to_bf16 and any(by_torch)) or (config.rounds_to_integers and by_torch[0]):
             reason = "not implemented for a model that torch computes; allowed: 'auto' or 'fp32'"
             raise invalid(UnsupportedConfigError, "cpu_activations", config.cpu_activations, reason)
         pool = None
@@ -151,7 +151,7 @@ def _on_own_pool(weights: Weights, models: Sequence[NativeDecoder], config: Engi
 
 def _on_pool(weights: Weights, pool: CpuPool, config: EngineConfig) -> Weights:
     target, drafter = weights.target, weights.drafter
-    settings = {"bf16_rows": config.rounds_to_bf16, "prompt_tiles": config.cpu_prefill == "amx"}
+    settings = {"activations": config.cpu_activations, "prompt_tiles": config.cpu_prefill == "amx"}
     try:
         target = target.on_pool(pool, **settings)
         if drafter is not None:

@@ -63,9 +63,9 @@ def load(source: ModelSource, ranks: Ranks | None) -> Model:
 
 
 def _activations(source: ModelSource) -> str:
-    """Return what activations are rounded to. A draft model follows `int16` only if its file has blocks."""
-    given = source.config.cpu_activations
-    return "auto" if source.is_draft and given == "int16" else given
+    """Return what activations are rounded to. A draft model follows `int16` and `int8` only if its file has blocks."""
+    config = source.config
+    return "auto" if source.is_draft and config.rounds_to_integers else config.cpu_activations
 
 
 def _check_torch(config: EngineConfig, dtype: np.dtype[Any]) -> None:

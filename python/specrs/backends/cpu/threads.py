@@ -47,11 +47,11 @@ def choose_threads(config: EngineConfig, models: Sequence[NativeDecoder]) -> int
     cores = physical_cores()
     if cores == 1 or sum(model.num_bytes for model in models) > CACHE_BYTES:
         return cores
-    many, one = (pass_seconds(models[0], number, bf16_rows=config.rounds_to_bf16) for number in (cores, 1))
+    many, one = (pass_seconds(models[0], number, activations=config.cpu_activations) for number in (cores, 1))
     return cores if many < _WORTH * one else 1
 
 
-def pass_seconds(model: NativeDecoder, threads: int, *, bf16_rows: bool = False) -> float:
+def pass_seconds(model: NativeDecoder, threads: int, *, activations: str = "auto") -> float:
     """Return the seconds of a decode pass of one sequence on `threads` threads, logits included.
 
     This is the least of five passes after one that warms up. The pass feeds token 0 at position 0, with a block of its
@@ -59,7 +59,7 @@ def pass_seconds(model: NativeDecoder, threads: int, *, bf16_rows: bool = False)
     """
     pool = CpuPool(threads)
     try:
-        measured = model.on_pool(pool, bf16_rows=bf16_rows)
+        measured = model.on_pool(pool, activations=activations)
         groups = 1 if model.kv_groups is None else len(model.kv_groups.windows)
         cache = measured.allocate_cache(groups, 1).native
         one = np.zeros(1, dtype=np.int64)

@@ -12,6 +12,7 @@ import numpy as np
 
 from specrs.arrays import BFLOAT16, FLOAT32, Array, aligned, converted
 from specrs.core import PackedMatrix
+from specrs.engine_options import INTEGER_ACTIVATIONS
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.checkpoint import Checkpoint
 from specrs.models.config import ModelConfig
@@ -39,12 +40,18 @@ class Rounding:
     exact: bool = True
     """Whether matrices whose layout passes cannot read are dequantized to the model's dtype; else to bf16."""
     activations: str = "auto"
-    """Type that activations are rounded to before products: `auto`, `int16`, `fp32` (not rounded) or `bf16`."""
+    """Type that activations are rounded to before products: `auto`, `int16`, `int8`, `fp32` (not rounded) or
+    `bf16`."""
 
     @property
     def packs(self) -> bool:
-        """Whether quantized matrices are packed, and activations rounded to 16-bit integers for them."""
-        return self.activations in ("auto", "int16")
+        """Whether quantized matrices are packed, and activations rounded to integers for them."""
+        return self.activations == "auto" or self.integers
+
+    @property
+    def integers(self) -> bool:
+        """Whether some matrix has to be packed, so that activations can be rounded to integers."""
+        return self.activations in INTEGER_ACTIVATIONS
 
 
 ROUNDING = Rounding()
@@ -78,7 +85,7 @@ def load_native(
     rounded to 16-bit integers for products with them. `rounding` says what becomes of others.
 
     Raises CheckpointError, also for a weight that cannot be quantized, and UnsupportedModelError for what is not
-    implemented. Raises UnsupportedConfigError for activations `int16` if no matrix can be packed.
+    implemented. Raises UnsupportedConfigError for activations `int16` and `int8` if no matrix can be packed.
     """
     config, checkpoint = open_checkpoint(source, revision, load_format)
     config = config.for_length(max_model_len)
@@ -89,21 +96,21 @@ def load_native(
         )
     elif isinstance(checkpoint, QuantizedTensors):
         loader = _QuantizedLoader(config, checkpoint, resolved, rounding)
-    elif rounding.activations == "int16":
-        raise _nothing_to_pack(source)
+    elif rounding.integers:
+        raise _nothing_to_pack(source, rounding)
     else:
         loader = _NativeLoader(config, checkpoint, resolved)
     loader.cache_dtype, loader.kv_codes = cache_dtype, cache_dtype in CODES.values()
     weights = loader.load()
-    if rounding.activations == "int16" and isinstance(loader, _QuantizedLoader) and not loader.num_packed:
-        raise _nothing_to_pack(source)
+    if rounding.integers and isinstance(loader, _QuantizedLoader) and not loader.num_packed:
+        raise _nothing_to_pack(source, rounding)
     return NativeDecoder(weights)
 
 
-def _nothing_to_pack(source: str | Path) -> UnsupportedConfigError:
-    """Return the exception for activations `int16` and a model without matrices that can be packed."""
+def _nothing_to_pack(source: str | Path, rounding: Rounding) -> UnsupportedConfigError:
+    """Return the exception for activations that are integers, and a model without matrices that can be packed."""
     reason = f"{source} has no quantized matrix that can be packed; allowed: 'auto' or 'fp32'"
-    return invalid(UnsupportedConfigError, "cpu_activations", "int16", reason)
+    return invalid(UnsupportedConfigError, "cpu_activations", rounding.activations, reason)
 
 
 class NativeReader(LayerReader[Array, NativeWeight]):

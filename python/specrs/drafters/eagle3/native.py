@@ -29,23 +29,23 @@ class NativeEagle3Head(NumpyHeld, Eagle3Facts):
         weights: NativeHeadWeights,
         native: CpuWeights | None = None,
         pool: CpuPool | None = None,
-        bf16_rows: bool = False,
+        activations: str = "auto",
     ) -> None:
         """Use `weights`, laid out by the CPU backend's `load_head` for a native target. They must not be written while
-        this object lives. Without a pool, passes run on the caller's thread. With `bf16_rows`, passes round rows to
-        bf16 before every product.
+        this object lives. Without a pool, passes run on the caller's thread. Products round rows as
+        `activations` of `CpuDecoder` says.
 
         Raises:
-            InvalidBufferError: an array has a layout that cannot be read in place; or with `bf16_rows`, a matrix is not
+            InvalidBufferError: an array has a layout that cannot be read in place; or with `bf16`, a matrix is not
                 bf16.
         """
         self.weights = weights
         self._native = _borrow(weights) if native is None else native
-        self.decoder = CpuDecoder(self._native, CpuPool(1) if pool is None else pool, bf16_rows=bf16_rows)
+        self.decoder = CpuDecoder(self._native, CpuPool(1) if pool is None else pool, activations=activations)
 
-    def on_pool(self, pool: CpuPool, *, bf16_rows: bool = False, prompt_tiles: bool = False) -> NativeEagle3Head:
+    def on_pool(self, pool: CpuPool, *, activations: str = "auto", prompt_tiles: bool = False) -> NativeEagle3Head:
         """Return a head with the same weights that runs on the threads of `pool`, with its own work space."""
-        return NativeEagle3Head(self.weights, self._native, pool, bf16_rows)
+        return NativeEagle3Head(self.weights, self._native, pool, activations)
 
     @property
     def target_ids(self) -> Array:

@@ -65,10 +65,10 @@ class Eagle3Facts:
     sliding_window: int | None = None
     """Number of last positions that the head attends to; None: all positions."""
 
-    def on_pool(self, pool: CpuPool, *, bf16_rows: bool = False, prompt_tiles: bool = False) -> Eagle3Facts:
+    def on_pool(self, pool: CpuPool, *, activations: str = "auto", prompt_tiles: bool = False) -> Eagle3Facts:
         """Return the same weights with passes on the threads of `pool`; itself if torch computes the passes.
 
-        `bf16_rows` rounds rows to bf16 before every product. Raises `InvalidBufferError` for weights that are not bf16.
+        `activations` is that of `CpuDecoder`. Raises `InvalidBufferError` for `bf16` and weights that are not bf16.
         """
         return self
 

@@ -91,6 +91,16 @@ impl Format {
         Self { low, high: 0, halves: false, minima: Minima::None, scales, shift, offset, table: None }
     }
 
+    /// Whether codes stand for any signed byte.
+    pub(crate) fn is_signed(self) -> bool {
+        self.low == 8 || self.table.is_some()
+    }
+
+    /// The largest of the codes as unsigned bytes.
+    pub(crate) fn largest_byte(self) -> i32 {
+        if self.is_signed() { 255 } else { (1 << (self.low + self.high)) - 1 }
+    }
+
     /// Groups of a packed block.
     pub(crate) fn groups(self) -> usize {
         if self.halves { 2 } else { 1 }

@@ -3,7 +3,7 @@
 
 use super::products::Fed;
 use super::scratch::{Buffers, Mixture, Private};
-use super::{CHUNK, Context};
+use super::{Activations, CHUNK, Context};
 use crate::isa::{LANES, Vector};
 use crate::kernels::{RoundedRoom, Route};
 use crate::layer::{Experts, Layer};
@@ -21,7 +21,7 @@ impl Context<'_> {
                 let Private { x, y, .. } = &mut own.row_mut(0)[0];
                 self.norm(0..rows, h, layer.post_attention_norm.as_deref(), x);
                 // A rounded row might be sent elsewhere.
-                let exact = Context { bf16_rows: false, ..*self };
+                let exact = Context { activations: Activations { bf16: false, ..self.activations }, ..*self };
                 for piece in pieces {
                     exact.put_product(&experts.router, &mut Fed::rows(x), rows, y, &mut logits.take(piece));
                 }

@@ -30,7 +30,7 @@ impl Decoder {
         let session = self.pool.enter()?;
         let shares = &self.shares[session.participants() - 1];
         for (states, out) in states.chunks(MAX_TILE_ROWS * inputs).zip(out.chunks_mut(MAX_TILE_ROWS * hidden)) {
-            let cx = Context::without_rows(self.isa, self.bf16_rows, weights, shares, &session);
+            let cx = Context::without_rows(self.isa, self.activations, weights, shares, &session);
             cx.fuse(head, states, out, &mut self.private);
         }
         Ok(())

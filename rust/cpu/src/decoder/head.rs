@@ -70,7 +70,7 @@ impl Decoder {
         let session = self.pool.enter()?;
         let shares = &mut self.shares[session.participants() - 1];
         shares.set_ids(num_ids);
-        let cx = Context::without_rows(self.isa, self.bf16_rows, &self.weights, shares, &session);
+        let cx = Context::without_rows(self.isa, self.activations, &self.weights, shares, &session);
         work(&cx, &mut self.private);
         Ok(())
     }

@@ -15,7 +15,7 @@ mod shares;
 
 use crate::error::{Error, Result, check_len};
 use crate::isa::{Isa, LANES, Tiles, Vector};
-use crate::kernels::{Angles, RmsNorm};
+use crate::kernels::{Angles, RmsNorm, Rounding};
 use crate::kv_cache::{KvCache, KvLayer};
 use crate::layer::Mlp;
 use crate::pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass};
@@ -37,8 +37,7 @@ pub struct Decoder {
     weights: Arc<Weights>,
     pool: Arc<Pool>,
     isa: Isa,
-    /// Whether rows are rounded to bf16 before products.
-    bf16_rows: bool,
+    activations: Activations,
     /// Tiles that multiply the rows of prompts; `None` if they are multiplied by vectors.
     prompt_tiles: Option<Tiles>,
     /// Cuts of the work, by number of participants less one.
@@ -49,11 +48,20 @@ pub struct Decoder {
     finite: Vec<bool>,
 }
 
+/// What rows are rounded to before products.
+#[derive(Clone, Copy, Default)]
+struct Activations {
+    /// Whether all rows are rounded to bf16.
+    bf16: bool,
+    /// For packed weights.
+    packed: Rounding,
+}
+
 /// Data that all phases of a tile share.
 #[derive(Clone, Copy)]
 struct Context<'a> {
     isa: Isa,
-    bf16_rows: bool,
+    activations: Activations,
     /// Tiles that multiply these rows; `None` if they are multiplied by vectors.
     tiles: Option<Tiles>,
     weights: &'a Weights,
@@ -94,7 +102,7 @@ impl Decoder {
             weights,
             pool,
             isa,
-            bf16_rows: false,
+            activations: Activations::default(),
             prompt_tiles: None,
             finite: Vec::new(),
         }
@@ -108,7 +116,15 @@ impl Decoder {
     pub fn with_bf16_rows(self) -> Result<Self> {
         self.weights.check_pairs()?;
         let tiny = self.isa.has_dots() && self.weights.has_tiny();
-        Ok(Self { bf16_rows: true, isa: if tiny { self.isa.without_dots() } else { self.isa }, ..self })
+        let activations = Activations { bf16: true, ..self.activations };
+        Ok(Self { activations, isa: if tiny { self.isa.without_dots() } else { self.isa }, ..self })
+    }
+
+    /// Makes the decoder round rows to these integers before products with packed weights; 16 bits are the default.
+    #[must_use]
+    pub fn with_rounding(mut self, rounding: Rounding) -> Self {
+        self.activations.packed = rounding;
+        self
     }
 
     /// Makes the decoder multiply the rows of [`prompts`](Pass::prompts) by tiles, in fp32, if weights are bf16 and
@@ -138,7 +154,12 @@ impl Decoder {
 
     /// Returns whether rows are rounded to bf16 before products.
     pub fn has_bf16_rows(&self) -> bool {
-        self.bf16_rows
+        self.activations.bf16
+    }
+
+    /// Returns the integers to which rows are rounded for packed weights.
+    pub fn rounding(&self) -> Rounding {
+        self.activations.packed
     }
 
     /// Returns whether rows of prompts are multiplied by tiles.
@@ -243,13 +264,13 @@ impl Decoder {
             };
             shares.set_tile(&tile);
             let eagle3 = eagle3.map(|all| Eagle3Input { hidden: &all.hidden[rows.start * hidden..] });
-            let (isa, bf16_rows) = (self.isa, self.bf16_rows);
+            let (isa, activations) = (self.isa, self.activations);
             let tiles = self.prompt_tiles.filter(|_| pass.prompts);
             let (weights, session) = (&*self.weights, &session);
             let adapted = AdaptedRows::of(pass.adapters.get(rows.clone()).unwrap_or_default());
             let cx = Context {
                 isa,
-                bf16_rows,
+                activations,
                 tiles,
                 weights,
                 shares,
@@ -283,7 +304,7 @@ impl Decoder {
         let mut vectors = 0;
         for lora in pass.adapters.iter().flatten() {
             lora.check(&self.weights)?;
-            if self.bf16_rows {
+            if self.activations.bf16 {
                 return Err(Error::invalid("adapters", "some", "none with bf16 rows"));
             }
             vectors = vectors.max(lora.vectors);
@@ -298,14 +319,14 @@ impl<'a> Context<'a> {
     /// Makes the context of products outside a pass.
     fn without_rows(
         isa: Isa,
-        bf16_rows: bool,
+        activations: Activations,
         weights: &'a Weights,
         shares: &'a Shares,
         session: &'a Session<'a>,
     ) -> Self {
         let (tile, pass) = (Pass::default(), Pass::default());
         let (tiles, eagle3, adapted) = (None, None, &[]);
-        Self { isa, bf16_rows, tiles, weights, shares, session, tile, pass, first: 0, eagle3, adapted, layer: 0 }
+        Self { isa, activations, tiles, weights, shares, session, tile, pass, first: 0, eagle3, adapted, layer: 0 }
     }
 }
 

@@ -5,7 +5,7 @@ use super::Context;
 use super::loras::{Added, LoraRoom};
 use crate::isa::{Isa, LANES, Tile, Tiles, Vector};
 use crate::kernels::{
-    BlockProduct, Layout, PAIRS, Product, Round, RoundPairs, Rounded, RoundedRoom, Split, TileProduct,
+    BlockProduct, Layout, PAIRS, Product, Round, RoundPairs, Rounded, RoundedRoom, Rounding, Split, TileProduct,
 };
 use crate::linear::{Linear, Part, Weight};
 use crate::lora::Projection;
@@ -15,8 +15,15 @@ use crate::shape::ModelShape;
 use crate::weights::Weights;
 use std::ops::Range;
 
-/// Rows from which on tiles multiply packed weights faster than vectors.
-const TILE_ROWS: usize = 8;
+/// Whether tiles, which take sixteen rows at once, multiply packed weights by so many rows faster than vectors: their
+/// share of used rows is large enough.
+fn fill_tiles(rows: usize, to: Rounding) -> bool {
+    let least = match to {
+        Rounding::Int16 => 10,
+        Rounding::Int8 => 13,
+    };
+    rows >= least * rows.div_ceil(LANES)
+}
 
 /// Input of a projection, and the products of adapters that are added to its outputs.
 pub(super) struct Fed<'a> {
@@ -96,7 +103,7 @@ fn by_tiles(linear: &Linear) -> bool {
 impl Context<'_> {
     /// Rounds `rows` rows of `inputs` numbers to bf16 before a product, if the decoder does so.
     pub(super) fn round(&self, x: &mut [Vector], rows: usize, inputs: usize) {
-        if self.bf16_rows && self.tiles.is_none() {
+        if self.activations.bf16 && self.tiles.is_none() {
             self.isa.run_pairs(RoundPairs { x: &mut x[..rows * (inputs / LANES)] });
         }
     }
@@ -131,9 +138,9 @@ impl Context<'_> {
 
     fn input<'a>(&self, linear: &Linear, x: &'a [Vector], rows: usize, room: &'a mut RoundedRoom) -> Input<'a> {
         let rounded = linear.has_packed().then(|| {
-            let x = &x[..rows * (linear.inputs / LANES)];
-            let tiles = self.isa.byte_tiles().filter(|_| rows >= TILE_ROWS);
-            self.isa.run(Round { x, inputs: linear.inputs, tiles, room })
+            let (x, to) = (&x[..rows * (linear.inputs / LANES)], self.activations.packed);
+            let tiles = self.isa.byte_tiles().filter(|_| fill_tiles(rows, to));
+            self.isa.run(Round { x, inputs: linear.inputs, to, tiles, room })
         });
         Input::Rows { x, rounded }
     }
@@ -146,7 +153,7 @@ impl Context<'_> {
         rows: usize,
         room: &'a mut TileRoom,
     ) -> Input<'a> {
-        let layout = Layout::new(rows, self.bf16_rows);
+        let layout = Layout::new(rows, self.activations.bf16);
         let (inputs, x) = (linear.inputs, &x[..rows * (linear.inputs / LANES)]);
         let out = &mut room.rows.as_chunks_mut().0[..layout.tiles(inputs)];
         self.isa.run(Split { layout, inputs, x, out });
@@ -208,7 +215,7 @@ impl Context<'_> {
         match &part.weight {
             Weight::Packed(_) => unreachable!("rows are rounded for packed parts"),
             Weight::F32(all) => self.isa.run(product.with(&all.as_slice()[w])),
-            Weight::Bf16(all) if self.bf16_rows => {
+            Weight::Bf16(all) if self.activations.bf16 => {
                 let pairs = all.as_slice()[w].as_chunks::<2>().0;
                 self.isa.run_pairs(product.with(pairs));
             }

@@ -84,22 +84,40 @@ impl Amx {
 
     /// Multiplies tiles as [`Tiling::multiply_bytes`](super::tiles::Tiling::multiply_bytes) says.
     #[inline]
-    pub(super) fn multiply_bytes(self, rows: &[Line; LANES], codes: &[Line; 8], c: &mut [[Line; LANES]; 2]) {
+    pub(super) fn multiply_bytes<const PLANES: usize>(
+        self,
+        rows: &[Line; LANES],
+        codes: &[Line; 8],
+        c: &mut [[Line; LANES]; PLANES],
+    ) {
         // SAFETY: the receiver exists only where the process may use tiles, which are shaped; lines of 64 bytes are read
         // and written, as many as the arguments have.
         unsafe {
-            asm!(
-                "tilezero tmm0", "tilezero tmm1",
-                "tileloadd tmm6, [{codes} + {line}]",
-                "tileloadd tmm4, [{rows} + {line}]",
-                "tdpbssd tmm0, tmm4, tmm6",
-                "tileloadd tmm5, [{rows} + {line} + 32]",
-                "tdpbssd tmm1, tmm5, tmm6",
-                "tilestored [{c} + {line}], tmm0", "tilestored [{c} + {line} + 1024], tmm1",
-                rows = in(reg) rows, codes = in(reg) codes, c = in(reg) c, line = in(reg) 64_usize,
-                out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
-                options(nostack, preserves_flags),
-            );
+            if PLANES == 1 {
+                asm!(
+                    "tilezero tmm0",
+                    "tileloadd tmm6, [{codes} + {line}]",
+                    "tileloadd tmm4, [{rows} + {line}]",
+                    "tdpbssd tmm0, tmm4, tmm6",
+                    "tilestored [{c} + {line}], tmm0",
+                    rows = in(reg) rows, codes = in(reg) codes, c = in(reg) c, line = in(reg) 64_usize,
+                    out("tmm0") _, out("tmm4") _, out("tmm6") _,
+                    options(nostack, preserves_flags),
+                );
+            } else {
+                asm!(
+                    "tilezero tmm0", "tilezero tmm1",
+                    "tileloadd tmm6, [{codes} + {line}]",
+                    "tileloadd tmm4, [{rows} + {line}]",
+                    "tdpbssd tmm0, tmm4, tmm6",
+                    "tileloadd tmm5, [{rows} + {line} + 32]",
+                    "tdpbssd tmm1, tmm5, tmm6",
+                    "tilestored [{c} + {line}], tmm0", "tilestored [{c} + {line} + 1024], tmm1",
+                    rows = in(reg) rows, codes = in(reg) codes, c = in(reg) c, line = in(reg) 64_usize,
+                    out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
+                    options(nostack, preserves_flags),
+                );
+            }
         }
     }
 

@@ -259,6 +259,18 @@ impl Simd for Avx2 {
         ])
     }
 
+    // Sums of two products are within 16 bits.
+    const LARGEST_BYTE: i32 = 127;
+
+    #[inline(always)]
+    fn dot8(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
+        avx2!({
+            let ones = _mm256_set1_epi16(1);
+            let dot = |i: usize| _mm256_madd_epi16(_mm256_maddubs_epi16(a[i], b[i]), ones);
+            [_mm256_add_epi32(acc[0], dot(0)), _mm256_add_epi32(acc[1], dot(1))]
+        })
+    }
+
     #[inline(always)]
     fn to_f32(self, v: Self::I) -> V {
         avx2!([_mm256_cvtepi32_ps(v[0]), _mm256_cvtepi32_ps(v[1])])

@@ -407,6 +407,15 @@ impl<const WITH: u8> Simd for Avx512<WITH> {
         }
     }
 
+    const LARGEST_BYTE: i32 = if WITH == VNNI { 255 } else { 0 };
+
+    #[inline(always)]
+    fn dot8(self, acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        debug_assert!(WITH == VNNI, "nothing asks a set without VNNI");
+        // SAFETY: only a receiver with VNNI is asked, which is made only where the machine has it.
+        unsafe { dpbusd(acc, a, b) }
+    }
+
     #[inline(always)]
     fn to_f32(self, v: __m512i) -> __m512 {
         avx512!(_mm512_cvtepi32_ps(v))
@@ -426,6 +435,21 @@ fn dpwssd(mut acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
     unsafe {
         asm!(
             "vpdpwssd {acc}, {a}, {b}",
+            acc = inout(zmm_reg) acc, a = in(zmm_reg) a, b = in(zmm_reg) b,
+            options(pure, nomem, nostack, preserves_flags),
+        );
+    }
+    acc
+}
+
+/// `_mm512_dpbusd_epi32`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vnni")]
+fn dpbusd(mut acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
+    // SAFETY: it reads and writes registers alone.
+    unsafe {
+        asm!(
+            "vpdpbusd {acc}, {a}, {b}",
             acc = inout(zmm_reg) acc, a = in(zmm_reg) a, b = in(zmm_reg) b,
             options(pure, nomem, nostack, preserves_flags),
         );

@@ -160,6 +160,14 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn add_int(self, a: Self::I, b: Self::I) -> Self::I;
     /// acc + the product of the lower halves + that of the upper halves, which are signed; sums wrap.
     fn dot16(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    /// Unsigned bytes that [`dot8`](Self::dot8) takes go up to this one; with 0 there is no such instruction.
+    const LARGEST_BYTE: i32 = 0;
+    /// acc + the products of the unsigned bytes of `a` with the signed bytes of `b`, four for each lane; sums wrap.
+    #[inline(always)]
+    fn dot8(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
+        let _ = (a, b);
+        acc
+    }
     /// The nearest numbers, ties to even.
     fn to_f32(self, v: Self::I) -> Self::V;
     /// The fp16 numbers of these bits, exactly.
@@ -282,6 +290,20 @@ impl Isa {
             }
         }
         self.run_integers(Rows)
+    }
+
+    /// [`Simd::LARGEST_BYTE`] of what [`run_integers`](Self::run_integers) uses.
+    pub(crate) fn largest_byte(self) -> i32 {
+        struct Largest;
+        impl Kernel for Largest {
+            type Output = i32;
+
+            #[inline(always)]
+            fn run<S: Simd>(self, _: S) -> i32 {
+                S::LARGEST_BYTE
+            }
+        }
+        self.run_integers(Largest)
     }
 
     /// Tiles of bytes that are multiplied with these instructions, where the machine has some: for many rows they are

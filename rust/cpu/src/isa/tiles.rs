@@ -80,11 +80,17 @@ impl Tiling {
         }
     }
 
-    /// `c[plane, row, o] = sum over i of rows[row, plane, i] codes[i, o]`: of each row's 64 bytes plane 0 has the first 32
-    /// and plane 1 the others. Line r of `codes` holds inputs `4 r .. 4 r + 4` of sixteen outputs. Bytes are signed; sums
+    /// `c[plane, row, o] = sum over i of rows[row, plane, i] codes[i, o]` for one plane or two: of each row's 64 bytes plane
+    /// 0 has the first 32 and plane 1 the others. Line r of `codes` holds inputs `4 r .. 4 r + 4` of sixteen outputs. Bytes are signed; sums
     /// are integers of 32 bits.
     #[inline]
-    pub(crate) fn multiply_bytes(&self, rows: &[Line; LANES], codes: &[Line; 8], c: &mut [[Line; LANES]; 2]) {
+    pub(crate) fn multiply_bytes<const PLANES: usize>(
+        &self,
+        rows: &[Line; LANES],
+        codes: &[Line; 8],
+        c: &mut [[Line; LANES]; PLANES],
+    ) {
+        const { assert!(PLANES == 1 || PLANES == 2) };
         debug_assert_eq!(self.shape, TileShape::Bytes);
         match self.tiles.0 {
             Set::Portable => multiply_bytes(rows, codes, c),
@@ -103,7 +109,7 @@ impl Drop for Tiling {
     }
 }
 
-fn multiply_bytes(rows: &[Line; LANES], codes: &[Line; 8], c: &mut [[Line; LANES]; 2]) {
+fn multiply_bytes(rows: &[Line; LANES], codes: &[Line; 8], c: &mut [[Line; LANES]]) {
     for (plane, c) in c.iter_mut().enumerate() {
         for (row, c) in rows.iter().zip(c) {
             let row = row.0.as_chunks::<4>().0[8 * plane..][..8].iter();

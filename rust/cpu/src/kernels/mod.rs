@@ -27,6 +27,7 @@ pub(crate) use matmul::Product;
 pub(crate) use norm::{RmsNorm, RmsScale};
 pub(crate) use pairs::{LEAST_WEIGHT, PAIRS, RoundPairs};
 pub(crate) use rope::{Angles, QkHead};
+pub use rounded::Rounding;
 pub(crate) use rounded::{Round, Rounded, RoundedRoom};
 pub(crate) use route::Route;
 pub(crate) use tiles::{Layout, Split, TileProduct};

@@ -1,4 +1,4 @@
-//! Rows rounded to integers of 16 bits by blocks of 32 inputs, for products with packed weights.
+//! Rows rounded to integers of 16 or 8 bits by blocks of 32 inputs, for products with packed weights.
 
 // Loops over arrays, which become vectors.
 #![allow(clippy::needless_range_loop)]
@@ -7,8 +7,26 @@ use crate::blocks::BLOCK;
 use crate::isa::{Kernel, LANES, Simd, Tiles, Vector};
 use crate::memory::{LINE_BYTES, Line};
 
-/// The largest code. It is 127 * 256, so that a code is two signed bytes.
-const LARGEST: f32 = 32_512.0;
+/// Integers to which activations are rounded, by blocks of 32, for products with packed weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Rounding {
+    /// Integers of 16 bits, from -32,512 to 32,512. It is 127 * 256, so that a code is two signed bytes.
+    #[default]
+    Int16,
+    /// Integers of 8 bits, from -127 to 127.
+    Int8,
+}
+
+impl Rounding {
+    /// The largest code.
+    fn largest(self) -> f32 {
+        match self {
+            Self::Int16 => 32_512.0,
+            Self::Int8 => 127.0,
+        }
+    }
+}
+
 /// Blocks whose numbers are all smaller than this are rounded to zero, so that factors stay finite.
 const LEAST: f32 = f32::from_bits((127 - 100) << 23);
 /// `x + SHIFT` has the integer nearest to x, ties to even, in its low bits where x is within 16 bits.
@@ -18,12 +36,17 @@ const SHIFT: f32 = 12_582_912.0;
 /// first and the third, pair `2 r + 1` the second and the fourth.
 pub(crate) type Pairs = [i32; BLOCK / 2];
 
+/// Codes of 8 bits of a block's inputs, four in each.
+pub(crate) type Quads = [i32; BLOCK / 4];
+
 /// Rows of `blocks` blocks: number `code * scale`.
 #[derive(Clone, Copy)]
 pub(crate) struct Rounded<'a> {
     pub(crate) blocks: usize,
     /// `[rows, blocks]`
     pub(crate) pairs: &'a [Pairs],
+    /// `[rows, blocks]`, for codes of 8 bits only.
+    pub(crate) quads: &'a [Quads],
     /// `[rows, blocks]`
     pub(crate) scales: &'a [f32],
     /// `[rows, blocks]` sums of the codes of each half of a block.
@@ -36,8 +59,10 @@ pub(crate) struct Rounded<'a> {
 #[derive(Clone, Copy)]
 pub(crate) struct Planes<'a> {
     pub(crate) tiles: Tiles,
-    /// `[groups, blocks, 16]` lines of a block's codes `256 upper + lower`: 32 signed bytes `upper`, then 32 signed bytes
-    /// `lower`.
+    /// Whether codes have 16 bits, else 8.
+    pub(crate) wide: bool,
+    /// `[groups, blocks, 16]` lines of a block's codes: 32 signed bytes, or with codes `256 upper + lower` of 16 bits the
+    /// 32 signed bytes `upper`, then 32 signed bytes `lower`.
     pub(crate) codes: &'a [[Line; LANES]],
     /// `[groups, blocks, 16]`
     pub(crate) scales: &'a [Vector],
@@ -49,6 +74,7 @@ pub(crate) struct Planes<'a> {
 #[derive(Default)]
 pub(crate) struct RoundedRoom {
     pairs: Vec<Pairs>,
+    quads: Vec<Quads>,
     scales: Vec<f32>,
     sums: Vec<[i32; 2]>,
     planes: PlaneRoom,
@@ -72,7 +98,13 @@ impl RoundedRoom {
             scales: vec![[0.0; LANES]; groups],
             sums: vec![[0.0; LANES]; groups],
         };
-        Self { pairs: vec![[0; _]; blocks], scales: vec![0.0; blocks], sums: vec![[0; 2]; blocks], planes }
+        Self {
+            pairs: vec![[0; _]; blocks],
+            quads: vec![[0; _]; blocks],
+            scales: vec![0.0; blocks],
+            sums: vec![[0; 2]; blocks],
+            planes,
+        }
     }
 
     pub(crate) fn poison(&mut self) {
@@ -83,11 +115,12 @@ impl RoundedRoom {
 
 /// Rounds rows of `inputs` inputs, a multiple of 32, which lie one after the other in `x`.
 ///
-/// The largest magnitude of a block becomes 32,512 by its scale `d`. A block with a number that is not finite gets a
+/// The largest magnitude of a block becomes the largest code by its scale `d`. A block with a number that is not finite gets a
 /// scale of NaN.
 pub(crate) struct Round<'a, 'r> {
     pub(crate) x: &'a [Vector],
     pub(crate) inputs: usize,
+    pub(crate) to: Rounding,
     /// Tiles for which the rows are laid out, too.
     pub(crate) tiles: Option<Tiles>,
     pub(crate) room: &'r mut RoundedRoom,
@@ -100,25 +133,30 @@ impl<'r> Kernel for Round<'_, 'r> {
     fn run<S: Simd>(self, _: S) -> Rounded<'r> {
         let blocks = self.inputs / BLOCK;
         let numbers = self.x.as_flattened().as_chunks::<BLOCK>().0;
-        let RoundedRoom { pairs, scales, sums, planes } = self.room;
-        let count = numbers.len();
+        let RoundedRoom { pairs, quads, scales, sums, planes } = self.room;
+        let (count, wide) = (numbers.len(), self.to == Rounding::Int16);
+        let quads = &mut quads[..if wide { 0 } else { count }];
         let (pairs, scales, sums) = (&mut pairs[..count], &mut scales[..count], &mut sums[..count]);
         let mut planes = self.tiles.map(|tiles| (tiles, planes.of(count / blocks, blocks)));
         for i in 0..count {
             let codes;
-            (scales[i], codes) = round(&numbers[i]);
+            (scales[i], codes) = round(&numbers[i], self.to.largest());
             pairs[i] = paired(&codes);
             sums[i] = totals(&codes);
+            if !wide {
+                quads[i] = quadrupled(&codes);
+            }
             if let Some((_, planes)) = &mut planes {
                 let (row, block) = (i / blocks, i % blocks);
                 let (at, lane) = (row / LANES * blocks + block, row % LANES);
-                planes.codes[at][lane] = bytes(&codes);
+                planes.codes[at][lane] = if wide { halved(&codes) } else { narrow(&codes) };
                 planes.scales[at][lane] = scales[i];
                 planes.sums[at][lane] = scales[i] * (sums[i][0] + sums[i][1]) as f32;
             }
         }
-        let planes = planes.map(|(tiles, PlaneSlices { codes, scales, sums })| Planes { tiles, codes, scales, sums });
-        Rounded { blocks, pairs, scales, sums, planes }
+        let planes =
+            planes.map(|(tiles, PlaneSlices { codes, scales, sums })| Planes { tiles, wide, codes, scales, sums });
+        Rounded { blocks, pairs, quads, scales, sums, planes }
     }
 }
 
@@ -145,7 +183,7 @@ impl PlaneRoom {
 
 /// The scale of a block and its codes.
 #[inline(always)]
-fn round(x: &[f32; BLOCK]) -> (f32, [i32; BLOCK]) {
+fn round(x: &[f32; BLOCK], top_code: f32) -> (f32, [i32; BLOCK]) {
     let mut top = 0;
     for i in 0..BLOCK {
         top = top.max(x[i].to_bits() & 0x7FFF_FFFF);
@@ -157,12 +195,12 @@ fn round(x: &[f32; BLOCK]) -> (f32, [i32; BLOCK]) {
     if largest < LEAST {
         return (0.0, [0; BLOCK]);
     }
-    let factor = LARGEST / largest;
+    let factor = top_code / largest;
     let mut codes = [0; BLOCK];
     for i in 0..BLOCK {
         codes[i] = (x[i] * factor + SHIFT).to_bits().cast_signed() - SHIFT.to_bits().cast_signed();
     }
-    (largest / LARGEST, codes)
+    (largest / top_code, codes)
 }
 
 #[inline(always)]
@@ -187,9 +225,28 @@ fn totals(codes: &[i32; BLOCK]) -> [i32; 2] {
     sums
 }
 
+#[inline(always)]
+fn quadrupled(codes: &[i32; BLOCK]) -> Quads {
+    let mut quads = [0; BLOCK / 4];
+    for i in 0..BLOCK {
+        quads[i / 4] |= (codes[i] & 0xFF) << (8 * (i % 4));
+    }
+    quads
+}
+
+/// Codes of 8 bits.
+#[inline(always)]
+fn narrow(codes: &[i32; BLOCK]) -> Line {
+    let mut line = Line([0; LINE_BYTES]);
+    for i in 0..BLOCK {
+        line.0[i] = codes[i] as u8;
+    }
+    line
+}
+
 /// The upper bytes of codes `256 upper + lower`, then the lower bytes, which are signed.
 #[inline(always)]
-fn bytes(codes: &[i32; BLOCK]) -> Line {
+fn halved(codes: &[i32; BLOCK]) -> Line {
     let mut line = Line([0; LINE_BYTES]);
     for i in 0..BLOCK {
         line.0[i] = ((codes[i] + 128) >> 8) as u8;

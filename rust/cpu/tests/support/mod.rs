@@ -19,7 +19,7 @@ pub use host::Host;
 pub use reference::Near;
 use specrs_cpu::{
     Activation, Bf16, Decoder, E4m3, E5m2, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Lora, LoraLayer,
-    LoraPart, Memory, MemoryMut, Mlp, ModelShape, Part, Pool, QkNorm, Tiles, Values, ValuesMut, Weights,
+    LoraPart, Memory, MemoryMut, Mlp, ModelShape, Part, Pool, QkNorm, Rounding, Tiles, Values, ValuesMut, Weights,
 };
 use std::sync::Arc;
 pub use weights::{Dense, LowRank, Stored, group_of};
@@ -76,6 +76,8 @@ pub struct Kind {
     pub bf16: bool,
     /// Rows are rounded to bf16 before products.
     pub bf16_rows: bool,
+    /// Rows are rounded to 8 bits for packed weights, else to 16.
+    pub int8_rows: bool,
     /// Products are by tiles: all rows are fed as those of prompts.
     pub prompt_tiles: bool,
     /// Bits of the codes of the layers' projections; 0: not quantized.
@@ -122,6 +124,7 @@ pub const QWEN3: Kind = Kind {
     split: false,
     bf16: false,
     bf16_rows: false,
+    int8_rows: false,
     prompt_tiles: false,
     code_bits: 0,
     scaled: false,
@@ -389,9 +392,11 @@ impl Model {
         (self.kind.window > 0 && slides).then_some(self.kind.window)
     }
 
-    /// Returns a decoder of the model's weights. It rounds rows to bf16 and uses prompt tiles if the model's `kind` says so.
+    /// Returns a decoder of the model's weights. It rounds rows and uses prompt tiles if the model's `kind` says so.
     pub fn decoder(&self, isa: Isa, threads: usize) -> Decoder {
         let decoder = Decoder::with_isa(self.weights(), Arc::new(Pool::new(threads).unwrap()), isa);
+        let rounding = if self.kind.int8_rows { Rounding::Int8 } else { Rounding::Int16 };
+        let decoder = decoder.with_rounding(rounding);
         let decoder = if self.kind.bf16_rows { decoder.with_bf16_rows().unwrap() } else { decoder };
         let tiles = Tiles::detect().filter(|_| isa.name() != "portable").unwrap_or(Tiles::portable());
         if self.kind.prompt_tiles { decoder.with_prompt_tiles(tiles) } else { decoder }

@@ -3,7 +3,7 @@
 use super::BlockProduct;
 use crate::blocks::{BlockType, Minima, Packed, Scales};
 use crate::isa::{Isa, Tiles, Vector};
-use crate::kernels::{Round, RoundedRoom};
+use crate::kernels::{Round, RoundedRoom, Rounding};
 use crate::memory::{Bf16, from_f16};
 use proptest::prelude::*;
 
@@ -88,7 +88,7 @@ impl Output {
     }
 
     /// The product with a row, by the rules.
-    fn product(&self, x: &[f32]) -> f32 {
+    fn product(&self, x: &[f32], top_code: f32) -> f32 {
         let mut acc = 0.0_f32;
         for (x, weights) in x.chunks_exact(32).zip(self.weights.chunks_exact(32)) {
             let largest = x.iter().fold(0.0_f32, |a, x| if x.abs() > a { x.abs() } else { a });
@@ -96,9 +96,9 @@ impl Output {
             let d = match () {
                 () if !finite => f32::NAN,
                 () if largest < 2_f32.powi(-100) => 0.0,
-                () => largest / 32_512.0,
+                () => largest / top_code,
             };
-            let factor = 32_512.0 / largest;
+            let factor = top_code / largest;
             let code = |x: f32| if d > 0.0 { (x * factor).round_ties_even() as i32 } else { 0 };
             for group in 0..if self.halves { 2 } else { 1 } {
                 let of = if self.halves { 16 * group..16 * group + 16 } else { 0..32 };
@@ -236,28 +236,35 @@ fn compare(packed: &Packed, outputs: &[Output], rows: usize, range: (usize, usiz
         block.fill_with(|| numbers.number(odd) * size);
     }
     let range = range.0 % count..range.0 % count + 1 + range.1 % (count - range.0 % count);
-    let expected: Vec<Vec<f32>> = x
-        .as_flattened()
-        .chunks_exact(inputs)
-        .map(|x| outputs[range.clone()].iter().map(|output| output.product(x)).collect())
-        .collect();
-    let sets = Isa::available().into_iter().flat_map(|isa| {
-        [None, Some(Tiles::portable()), isa.byte_tiles()].into_iter().enumerate().map(move |(i, tiles)| (i, isa, tiles))
-    });
-    for (_, isa, tiles) in sets.filter(|(i, _, tiles)| *i == 0 || tiles.is_some()) {
-        let found = product(isa, tiles, packed, &x, rows, &range);
-        for (found, expected) in found.chunks_exact(range.len() + 3).zip(&expected) {
-            for (o, (found, expected)) in found.iter().zip(expected).enumerate() {
-                let kind = packed.kind();
-                assert!(same(*found, *expected), "{kind} on {isa:?}, {tiles:?}, output {o}: {found} and {expected}");
+    for (to, top_code) in [(Rounding::Int16, 32_512.0), (Rounding::Int8, 127.0)] {
+        let expected: Vec<Vec<f32>> = x
+            .as_flattened()
+            .chunks_exact(inputs)
+            .map(|x| outputs[range.clone()].iter().map(|output| output.product(x, top_code)).collect())
+            .collect();
+        for (isa, tiles) in ways() {
+            let found = product((isa, tiles, to), packed, &x, rows, &range);
+            for (found, expected) in found.chunks_exact(range.len() + 3).zip(&expected) {
+                for (o, (found, expected)) in found.iter().zip(expected).enumerate() {
+                    let way = format!("{} on {isa:?}, {tiles:?}, {to:?}", packed.kind());
+                    assert!(same(*found, *expected), "{way}, output {o}: {found} and {expected}");
+                }
             }
         }
     }
 }
 
+/// Every instruction set by vectors, by tiles as every machine has them, and by its own tiles.
+fn ways() -> Vec<(Isa, Option<Tiles>)> {
+    let of = |isa: Isa| {
+        let tiles = [Some(Tiles::portable()), isa.byte_tiles()].into_iter().flatten().map(Some);
+        std::iter::once(None).chain(tiles).map(move |tiles| (isa, tiles)).collect::<Vec<_>>()
+    };
+    Isa::available().into_iter().flat_map(of).collect()
+}
+
 fn product(
-    isa: Isa,
-    tiles: Option<Tiles>,
+    (isa, tiles, to): (Isa, Option<Tiles>, Rounding),
     packed: &Packed,
     x: &[Vector],
     rows: usize,
@@ -266,7 +273,7 @@ fn product(
     let (inputs, y_stride) = (packed.inputs(), range.len() + 3);
     let mut room = RoundedRoom::new(rows, inputs, tiles.is_some());
     let mut y = vec![f32::NAN; rows * y_stride];
-    let rounded = isa.run(Round { x, inputs, tiles, room: &mut room });
+    let rounded = isa.run(Round { x, inputs, to, tiles, room: &mut room });
     let outputs = range.clone();
     BlockProduct { w: packed, outputs, x: rounded, rows, y: &mut y, y_stride }.run(isa);
     y

@@ -1,0 +1,356 @@
+//! The blocks of a strip as kernels read them: codes as pairs or as bytes, scales and minima.
+
+use super::{Form, PAIRS, RUNS};
+use crate::blocks::{Format, Minima, Packed, SUPER, Scales};
+use crate::isa::{Isa, Kernel, LANES, Simd, Vector};
+use crate::memory::{Bf16, LINE_BYTES, Line};
+
+/// Blocks that are expanded at once where rows are many.
+pub(super) const EXPANDED: usize = 2 * SUPER / crate::blocks::BLOCK;
+/// What [`Form::Unsigned`] adds to signed bytes.
+const BIAS: i32 = 128;
+
+/// Where a kernel finds the blocks of a strip.
+pub(super) trait Source {
+    /// Whether a group has 16 inputs, else 32.
+    const HALVES: bool;
+    /// Whether groups have minima.
+    const MINS: bool;
+    /// What is taken from every code, as a pair or with `BYTES` as an unsigned byte.
+    fn offset<const BYTES: bool>(&self) -> i32;
+    /// Starts to load the codes of a block, which may lie past the end.
+    fn prefetch<S: Simd>(&self, s: S, block: usize);
+    /// Pair `8 HALF + P` of a block's codes, or with `BYTES` run `4 HALF + P` as unsigned bytes.
+    fn step<S: Simd, const BYTES: bool, const HALF: usize, const P: usize>(&self, s: S, block: usize) -> S::I;
+    /// The scales of a group.
+    fn scale<S: Simd>(&self, s: S, block: usize, group: usize) -> S::V;
+    /// The minima of a group.
+    fn min<S: Simd>(&self, s: S, block: usize, group: usize) -> S::V;
+}
+
+/// A strip as it is packed.
+pub(super) trait Strip: Source {
+    /// A run of a block as signed bytes, less the offset.
+    fn signed<S: Simd>(&self, s: S, block: usize, run: usize) -> S::I;
+}
+
+/// What is done with the blocks of a strip as it is packed.
+pub(super) trait Work {
+    fn run<S: Simd, D: Strip>(self, s: S, source: &D);
+}
+
+/// Work on a source: a kernel for each pair of types, because one for all would take the compiler minutes.
+struct With<D, W> {
+    source: D,
+    work: W,
+}
+
+impl<D: Strip, W: Work> Kernel for With<D, W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        self.work.run(s, &self.source);
+    }
+}
+
+/// Does work on a strip as it is packed.
+pub(super) fn with_source(isa: Isa, w: &Packed, strip: usize, work: impl Work) {
+    let format = w.format();
+    match (format.low, format.high, format.halves, format.minima != Minima::None, format.table) {
+        (4, 0, false, false, None) => isa.run_integers(With { source: direct::<4, 0, false, false>(w, strip), work }),
+        (4, 0, false, true, None) => isa.run_integers(With { source: direct::<4, 0, false, true>(w, strip), work }),
+        (4, 1, false, false, None) => isa.run_integers(With { source: direct::<4, 1, false, false>(w, strip), work }),
+        (4, 1, false, true, None) => isa.run_integers(With { source: direct::<4, 1, false, true>(w, strip), work }),
+        (4, 2, true, false, None) => isa.run_integers(With { source: direct::<4, 2, true, false>(w, strip), work }),
+        (2, 0, true, true, None) => isa.run_integers(With { source: direct::<2, 0, true, true>(w, strip), work }),
+        (2, 1, true, false, None) => isa.run_integers(With { source: direct::<2, 1, true, false>(w, strip), work }),
+        (8, 0, false, false, None) => isa.run_integers(With { source: direct::<8, 0, false, false>(w, strip), work }),
+        (4, 0, false, false, Some(table)) => {
+            isa.run_integers(With { source: Looked(direct(w, strip), table), work });
+        }
+        _ => unreachable!("no type has this format"),
+    }
+}
+
+/// The strip as it is packed.
+fn direct<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool>(
+    w: &Packed,
+    strip: usize,
+) -> Direct<'_, LOW, HIGH, HALVES, MINS> {
+    let (halves, subs) = w.scales(strip);
+    Direct { format: w.format(), codes: w.codes(strip), halves, subs }
+}
+
+/// A strip as it is packed, with codes of `LOW` bits and `HIGH` ones.
+struct Direct<'a, const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> {
+    format: Format,
+    codes: &'a [Line],
+    halves: &'a [u16],
+    subs: &'a [i8],
+}
+
+impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> Direct<'_, LOW, HIGH, HALVES, MINS> {
+    /// Sixteen scales of a group, or sixteen stored minima with `of` 1.
+    #[inline(always)]
+    fn number<S: Simd>(&self, s: S, block: usize, group: usize, of: usize) -> S::V {
+        let slot = block >> self.format.shift;
+        let stored = if MINS && self.format.minima == Minima::Stored { 2 } else { 1 };
+        let halves = self.halves.as_chunks::<LANES>().0;
+        let half = |i: usize| &halves[slot * stored + i];
+        match self.format.scales {
+            Scales::F16 => s.load_f16(half(of)),
+            Scales::Bf16 => s.load_bf16(Bf16::of_bits(half(of))),
+            Scales::F32 => {
+                let (upper, lower) = (&halves[2 * slot], &halves[2 * slot + 1]);
+                s.load(&std::array::from_fn(|i| f32::from_bits(u32::from(upper[i]) << 16 | u32::from(lower[i]))))
+            }
+            Scales::Sub => {
+                let groups = if HALVES { 2 } else { 1 };
+                s.mul(s.load_f16(half(of)), s.load_i8(self.sub((block * stored + of) * groups + group)))
+            }
+        }
+    }
+
+    /// Sixteen integers of 8 bits.
+    #[inline(always)]
+    fn sub(&self, i: usize) -> &[i8; LANES] {
+        &self.subs.as_chunks::<LANES>().0[i]
+    }
+}
+
+impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> Direct<'_, LOW, HIGH, HALVES, MINS> {
+    /// Pair `p` of a block's codes.
+    #[inline(always)]
+    fn pair<S: Simd>(&self, s: S, block: usize, p: usize) -> S::I {
+        let lines: &[Line] = &self.codes[block * (LOW + HIGH)..][..LOW + HIGH];
+        let (run, odd) = (p / 2, p % 2);
+        let codes = s.load_int(&lines[run * LOW / 8].0);
+        let at = (8 * odd + run * LOW % 8) as u32;
+        if LOW == 8 {
+            return s.sar16(if odd == 0 { s.shl16(codes, 8) } else { codes }, 8);
+        }
+        let low = if at == 0 { codes } else { s.shr16(codes, at) };
+        let low = if LOW == 4 && at == 12 { low } else { s.and(low, s.splat_int(0x0001_0001 * ((1 << LOW) - 1))) };
+        if HIGH == 0 {
+            return low;
+        }
+        let high = s.load_int(&lines[LOW + run * HIGH / 8].0);
+        let (from, to) = ((8 * odd + run * HIGH % 8) as u32, LOW as u32);
+        let high = if from < to { s.shl16(high, to - from) } else { s.shr16(high, from - to) };
+        s.or(low, s.and(high, s.splat_int(0x0001_0001 * (((1 << HIGH) - 1) << LOW))))
+    }
+
+    /// A run of a block's codes as bytes.
+    #[inline(always)]
+    fn bytes<S: Simd>(&self, s: S, block: usize, run: usize) -> S::I {
+        let lines: &[Line] = &self.codes[block * (LOW + HIGH)..][..LOW + HIGH];
+        let codes = s.load_int(&lines[run * LOW / 8].0);
+        if LOW == 8 {
+            return codes;
+        }
+        let at = (run * LOW % 8) as u32;
+        let low = if at == 0 { codes } else { s.shr16(codes, at) };
+        let low = s.and(low, s.splat_int(0x0101_0101 * ((1 << LOW) - 1)));
+        if HIGH == 0 {
+            return low;
+        }
+        let high = s.load_int(&lines[LOW + run * HIGH / 8].0);
+        let (from, to) = ((run * HIGH % 8) as u32, LOW as u32);
+        let high = if from < to { s.shl16(high, to - from) } else { s.shr16(high, from - to) };
+        s.or(low, s.and(high, s.splat_int(0x0101_0101 * (((1 << HIGH) - 1) << LOW))))
+    }
+}
+
+impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> Source
+    for Direct<'_, LOW, HIGH, HALVES, MINS>
+{
+    const HALVES: bool = HALVES;
+    const MINS: bool = MINS;
+
+    #[inline(always)]
+    fn offset<const BYTES: bool>(&self) -> i32 {
+        if BYTES && LOW == 8 { BIAS } else { self.format.offset }
+    }
+
+    #[inline(always)]
+    fn prefetch<S: Simd>(&self, s: S, block: usize) {
+        for line in 0..LOW + HIGH {
+            s.prefetch(self.codes.as_ptr().wrapping_add(block * (LOW + HIGH) + line));
+        }
+    }
+
+    #[inline(always)]
+    fn step<S: Simd, const BYTES: bool, const HALF: usize, const P: usize>(&self, s: S, block: usize) -> S::I {
+        if !BYTES {
+            return self.pair(s, block, HALF * PAIRS / 2 + P);
+        }
+        let codes = self.bytes(s, block, HALF * RUNS / 2 + P);
+        if LOW == 8 { biased(s, codes) } else { codes }
+    }
+
+    #[inline(always)]
+    fn scale<S: Simd>(&self, s: S, block: usize, group: usize) -> S::V {
+        self.number(s, block, group, 0)
+    }
+
+    #[inline(always)]
+    fn min<S: Simd>(&self, s: S, block: usize, group: usize) -> S::V {
+        if self.format.minima == Minima::Zeros {
+            let zeros = s.load_i8(self.sub(block >> self.format.shift));
+            return s.mul(self.scale(s, block, group), zeros);
+        }
+        self.number(s, block, group, 1)
+    }
+}
+
+impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> Strip
+    for Direct<'_, LOW, HIGH, HALVES, MINS>
+{
+    #[inline(always)]
+    fn signed<S: Simd>(&self, s: S, block: usize, run: usize) -> S::I {
+        let codes = self.bytes(s, block, run);
+        if LOW == 8 { codes } else { s.sub8(codes, s.splat_int(self.format.offset * 0x0101_0101)) }
+    }
+}
+
+/// Unsigned bytes of signed ones.
+#[inline(always)]
+fn biased<S: Simd>(s: S, codes: S::I) -> S::I {
+    s.sub8(codes, s.splat_int(i32::from_le_bytes([BIAS as u8; 4])))
+}
+
+/// A strip of 4-bit codes that stand for the numbers of a table.
+struct Looked<'a>(Direct<'a, 4, 0, false, false>, &'static [i8; 16]);
+
+impl Source for Looked<'_> {
+    const HALVES: bool = false;
+    const MINS: bool = false;
+
+    #[inline(always)]
+    fn offset<const BYTES: bool>(&self) -> i32 {
+        if BYTES { BIAS } else { 0 }
+    }
+
+    #[inline(always)]
+    fn prefetch<S: Simd>(&self, s: S, block: usize) {
+        self.0.prefetch(s, block);
+    }
+
+    #[inline(always)]
+    fn step<S: Simd, const BYTES: bool, const HALF: usize, const P: usize>(&self, s: S, block: usize) -> S::I {
+        if BYTES {
+            return biased(s, self.signed(s, block, HALF * RUNS / 2 + P));
+        }
+        let codes = self.signed(s, block, HALF * RUNS / 2 + P / 2);
+        s.sar16(if P % 2 == 0 { s.shl16(codes, 8) } else { codes }, 8)
+    }
+
+    #[inline(always)]
+    fn scale<S: Simd>(&self, s: S, block: usize, group: usize) -> S::V {
+        self.0.scale(s, block, group)
+    }
+
+    #[inline(always)]
+    fn min<S: Simd>(&self, s: S, block: usize, group: usize) -> S::V {
+        self.0.min(s, block, group)
+    }
+}
+
+impl Strip for Looked<'_> {
+    #[inline(always)]
+    fn signed<S: Simd>(&self, s: S, block: usize, run: usize) -> S::I {
+        s.lookup(self.1, self.0.bytes(s, block, run))
+    }
+}
+
+/// Blocks whose codes and scales have been expanded.
+pub(super) struct Expanded {
+    /// Of each block 16 lines of pairs, or 8 of bytes.
+    pub(super) codes: [[Line; PAIRS]; EXPANDED],
+    /// `[blocks, groups]`
+    pub(super) scales: [[Vector; 2]; EXPANDED],
+    pub(super) mins: [[Vector; 2]; EXPANDED],
+}
+
+impl Expanded {
+    pub(super) fn new() -> Self {
+        Self {
+            codes: [[Line([0; LINE_BYTES]); PAIRS]; EXPANDED],
+            scales: [[[0.0; LANES]; 2]; EXPANDED],
+            mins: [[[0.0; LANES]; 2]; EXPANDED],
+        }
+    }
+}
+
+/// Expands blocks `first .. first + count` of a source.
+pub(super) struct Expand<'a> {
+    pub(super) first: usize,
+    pub(super) count: usize,
+    pub(super) form: Form,
+    pub(super) out: &'a mut Expanded,
+}
+
+impl Work for Expand<'_> {
+    #[inline(always)]
+    fn run<S: Simd, D: Strip>(self, s: S, source: &D) {
+        let Self { first, count, form, out } = self;
+        for i in 0..count {
+            let (block, codes) = (first + i, &mut out.codes[i]);
+            match form {
+                Form::Pairs => {
+                    each_pair!(P, { s.store_int(source.step::<S, false, 0, P>(s, block), &mut codes[P].0) });
+                    each_pair!(P, { s.store_int(source.step::<S, false, 1, P>(s, block), &mut codes[8 + P].0) });
+                }
+                Form::Unsigned => {
+                    each_run!(P, { s.store_int(source.step::<S, true, 0, P>(s, block), &mut codes[P].0) });
+                    each_run!(P, { s.store_int(source.step::<S, true, 1, P>(s, block), &mut codes[4 + P].0) });
+                }
+                Form::Signed => {
+                    each_run!(P, { s.store_int(source.signed(s, block, P), &mut codes[P].0) });
+                    each_run!(P, { s.store_int(source.signed(s, block, 4 + P), &mut codes[4 + P].0) });
+                }
+            }
+            for group in 0..if D::HALVES { 2 } else { 1 } {
+                s.store(source.scale(s, block, group), &mut out.scales[i][group]);
+                if D::MINS {
+                    s.store(source.min(s, block, group), &mut out.mins[i][group]);
+                }
+            }
+        }
+    }
+}
+
+/// Expanded blocks with the numbers of a type.
+pub(super) struct Ready<'a, const HALVES: bool, const MINS: bool> {
+    pub(super) of: &'a Expanded,
+    pub(super) format: Format,
+}
+
+impl<const HALVES: bool, const MINS: bool> Source for Ready<'_, HALVES, MINS> {
+    const HALVES: bool = HALVES;
+    const MINS: bool = MINS;
+
+    #[inline(always)]
+    fn offset<const BYTES: bool>(&self) -> i32 {
+        if BYTES && self.format.is_signed() { BIAS } else { self.format.offset }
+    }
+
+    #[inline(always)]
+    fn prefetch<S: Simd>(&self, _: S, _: usize) {}
+
+    #[inline(always)]
+    fn step<S: Simd, const BYTES: bool, const HALF: usize, const P: usize>(&self, s: S, block: usize) -> S::I {
+        s.load_int(&self.of.codes[block][HALF * if BYTES { RUNS / 2 } else { PAIRS / 2 } + P].0)
+    }
+
+    #[inline(always)]
+    fn scale<S: Simd>(&self, s: S, block: usize, group: usize) -> S::V {
+        s.load(&self.of.scales[block][group])
+    }
+
+    #[inline(always)]
+    fn min<S: Simd>(&self, s: S, block: usize, group: usize) -> S::V {
+        s.load(&self.of.mins[block][group])
+    }
+}
