@@ -69,6 +69,8 @@ def as_chat(body: CountTokensRequest) -> tuple[ChatCompletionRequest, list[str]]
     conversation.add_system(body.system)
     for i, message in enumerate(body.messages):
         conversation.add(f"messages[{i}]", message)
+    if not any(place.startswith("messages") for place in conversation.places):
+        raise InvalidRequestError("messages: have no block that the model can read; add a text")
     conversation.warn()
     fields: dict[str, Any] = {name: getattr(body, name, None) for name in _SAME}
     fields["messages"] = conversation.messages

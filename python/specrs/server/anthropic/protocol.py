@@ -32,9 +32,7 @@ class MessagesTool(BaseModel):
     cache_control: CacheOptions = None
     allowed_callers: Annotated[list[str] | None, NoEffect("the client calls its tools", silent=(["direct"],))] = None
     defer_loading: Annotated[bool | None, NoEffect("all tools are offered at once", silent=(False,))] = None
-    eager_input_streaming: Annotated[
-        bool | None, NoEffect("inputs are streamed as they are written", silent=(True, False))
-    ] = None
+    eager_input_streaming: bool | None = None  # inputs are always streamed as they are written
     input_examples: Annotated[
         list[dict[str, Any]] | None, NoEffect("chat templates show no examples of inputs", silent=([],))
     ] = None
