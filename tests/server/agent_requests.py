@@ -113,6 +113,54 @@ CLAUDE_CODE = (
     ),
 )
 
+
+def later_claude_code(number: int, *messages: dict[str, Any]) -> AgentRequest:
+    """Turn `number` of a later Claude Code, which also instructs the model between the messages of its user."""
+    older = claude_code(number)
+    instructed = [
+        {"role": "user", "content": [{"type": "text", "text": "What is in a.py?"}]},
+        {"role": "system", "content": [{"type": "text", "text": "# Environment\nLinux", "cache_control": EPHEMERAL}]},
+    ]
+    body = {
+        **older.body,
+        "max_tokens": 128000,
+        "messages": [*instructed, *messages],
+        "tools": [{"name": "Read", "description": "Reads a file.", "input_schema": READ}],
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "output_config": {"effort": "high"},
+        "safeguards": [{"type": "dangerous_tool_use", "classifier_context": {"v": 1}}],
+    }
+    betas = (
+        "claude-code-20250219,interleaved-thinking-2025-05-14,thinking-token-count-2026-05-13,"
+        "context-management-2025-06-27,prompt-caching-scope-2026-01-05,mid-conversation-system-2026-04-07,"
+        "per-turn-control-2026-07-01,mid-conversation-tool-changes-2026-07-01,effort-2025-11-24,"
+        "dangerous-tool-use-2026-09-03,afk-mode-2026-01-31"
+    )
+    warnings = (
+        "thinking.display",
+        "context_management",
+        "metadata",
+        "safeguards",
+        "system: cache_control",
+        "messages: cache_control",
+        "output_config.effort='high': the chat template does not read it",
+    )
+    return AgentRequest(older.path, body, {**older.headers, "anthropic-beta": betas}, warnings)
+
+
+LATER_CLAUDE_CODE = (
+    later_claude_code(1),
+    later_claude_code(
+        2,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "call_1", "name": "Read", "input": {}}]},
+        {
+            "role": "user",
+            "content": [{"tool_use_id": "call_1", "type": "tool_result", "content": "x = 1", "is_error": False}],
+        },
+        {"role": "system", "content": "9000 tokens left"},
+    ),
+)
+
 CODEX_BODY: dict[str, Any] = {
     "model": "claude-sonnet-4-5",
     "instructions": "You are an agent for code.",
@@ -226,6 +274,7 @@ AIDER = (
 
 AGENTS: dict[str, tuple[AgentRequest, ...]] = {
     "claude_code": CLAUDE_CODE,
+    "later_claude_code": LATER_CLAUDE_CODE,
     "codex": CODEX,
     "opencode": OPENCODE,
     "cline": CLINE,

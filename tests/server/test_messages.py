@@ -29,7 +29,7 @@ from specrs.server.openapi import openapi
 from specrs.server.tools import ToolSettings
 from specrs.tokenizer import Tokenizer
 
-from .agent_requests import CLAUDE_CODE
+from .agent_requests import CLAUDE_CODE, LATER_CLAUDE_CODE
 from .harness import Answer, Server, serving
 from .scripted import Script, ask
 from .test_tools import CALLS, SETTINGS, WEATHER
@@ -327,6 +327,11 @@ def test_the_requests_of_claude_code() -> None:
         "assistant(I read it.): I read it first.Read[('file_path', '/a.py')]Bash[('command', ['ls'])];"
         "tool: x = 1;tool: Error: no such command;user: <system-reminder>\nGo on.\n</system-reminder>;"
     )
+    later = [prompt_of({"messages": turn.body["messages"]}) for turn in LATER_CLAUDE_CODE]
+    assert later[0] == "user: What is in a.py?\n<system-reminder>\n# Environment\nLinux\n</system-reminder>;"
+    assert later[1] == later[0] + (
+        "assistant: Read[];tool: x = 1;user: <system-reminder>\n9000 tokens left\n</system-reminder>;"
+    )
 
 
 def test_a_line_that_differs_in_every_request_spoils_no_cache(messaging: Server) -> None:
@@ -344,6 +349,24 @@ def test_a_line_that_differs_in_every_request_spoils_no_cache(messaging: Server)
     assert prompt_of({"system": line, **{"messages": X["messages"]}}) == "user: x;"
 
 
+def test_instructions_in_the_middle_are_text_of_the_user() -> None:
+    """A template that shows no such message would have its text at the beginning, in every turn another."""
+    body = {
+        "system": "a",
+        "messages": [
+            {"role": "system", "content": "b"},
+            {
+                "role": "user",
+                "content": [{"type": "mid_conv_system", "content": [{"type": "text", "text": "{c}"}]}, BLOCK],
+            },
+            {"role": "system", "content": [{"type": "tool_addition", "tool": {}}, {"type": "text", "text": "d"}]},
+        ],
+    }
+    assert prompt_of(body) == (
+        "system: a\nb;user: <system-reminder>\n{c}\n</system-reminder>\nx\n<system-reminder>\nd\n</system-reminder>;"
+    )
+
+
 def test_messages_of_one_role_are_one() -> None:
     body: dict[str, Any] = {
         "messages": [
@@ -358,9 +381,9 @@ def test_messages_of_one_role_are_one() -> None:
             {"role": "user", "content": "f"},
         ]
     }
-    assert prompt_of(body) == "user: a\nb;assistant: c\nd;system: e;user: f;"
+    assert prompt_of(body) == "user: a\nb;assistant: c\nd;user: <system-reminder>\ne\n</system-reminder>\nf;"
     _, places = as_chat(CountTokensRequest.model_validate(body))
-    assert places == ["messages[0]", "messages[2]", "messages[4]", "messages[5]"]
+    assert places == ["messages[0]", "messages[2]", "messages[4]"]
 
 
 def test_an_answer_continues_the_last_message_of_the_assistant(messaging: Server) -> None:
@@ -407,7 +430,10 @@ def test_thinking_that_no_parser_finds_is_named(tokenizer: Tokenizer) -> None:
         {"tools": TOOLS, "tool_choice": {"type": "any"}},
         {"thinking": {"type": "enabled", "budget_tokens": 1024}},
         {"output_config": {"effort": "high"}},
-        *({key: turn.body[key] for key in ("system", "messages", "tools", "thinking")} for turn in CLAUDE_CODE),
+        *(
+            {key: turn.body[key] for key in ("system", "messages", "tools", "thinking")}
+            for turn in (*CLAUDE_CODE, *LATER_CLAUDE_CODE)
+        ),
     ],
 )
 def test_count_tokens_counts_the_prompt(messaging: Server, fields: dict[str, Any]) -> None:
@@ -575,6 +601,7 @@ def test_a_conversation_is_a_chat_or_an_error_that_names_its_place(conversation:
             assert before["role"] != after["role"] or after["role"] == "tool"
         blocks = [block for one in conversation for block in blocks_of(one)]
         texts = [part["text"] for one in chat.messages if one["role"] != "tool" for part in one["content"]]
+        texts = [text.removeprefix("<system-reminder>\n").removesuffix("\n</system-reminder>") for text in texts]
         assert texts == [block["text"] for block in blocks if block["type"] == "text"]
         return
     assert named is not None
@@ -600,7 +627,7 @@ def test_blocks_of_anthropics_own_tools_are_left_out(messaging: Server) -> None:
     answer = messaging.post(PATH, {**X, "messages": history})
     assert answer.status == 200, answer.body
     assert answer.headers["x-warning"] == (
-        "messages: blocks of type server_tool_use, web_search_tool_result are left out; this server runs no such tools"
+        "messages: blocks of type server_tool_use, web_search_tool_result are left out; this server has no such tools"
     )
     assert prompt_of({"messages": history}) == "user: x;assistant: y;user: z;"
 
@@ -803,6 +830,7 @@ def test_a_source_of_pauses_that_fails_or_is_left_is_ended() -> None:
 
 MODELS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "": (MessagesRequest, X),
+    "output_config.": (protocol.OutputConfig, {}),
     "tools.": (protocol.MessagesTool, {"name": "f", "input_schema": {}}),
     "thinking.": (protocol.ThinkingOptions, {"type": "enabled"}),
 }
@@ -812,11 +840,17 @@ SAMPLES: dict[str, Any] = {
     "cache_control": {"type": "ephemeral"},
     "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
     "defer_loading": True,
+    "diagnostics": {"previous_message_id": None},
     "display": "omitted",
+    "fallback_credit_token": "x",
+    "fallbacks": [{"model": "x"}],
     "inference_geo": "us",
     "input_examples": [{}],
     "metadata": {"user_id": "x"},
+    "safeguards": [{"type": "dangerous_tool_use"}],
     "speed": "fast",
+    "task_budget": {"type": "tokens", "total": 1000},
+    "user_profile_id": "x",
 }
 
 

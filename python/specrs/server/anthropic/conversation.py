@@ -18,6 +18,10 @@ from specrs.server.protocol import DRAW_FIELDS, ChatCompletionRequest
 ATTRIBUTION = "x-anthropic-billing-header:"
 """Beginning of the line in which Claude Code names its version and a checksum of the request. It differs in every
 request, so no prompt that begins with it would be found in the prefix cache."""
+REMINDER = "<system-reminder>\n{}\n</system-reminder>"
+"""Form in which instructions reach the model after the conversation has begun: as text of the user. Many chat templates
+show no `system` message there. Moving its text to the first message would change the beginning of the prompt in every
+turn, so that no turn would find the earlier ones in the prefix cache."""
 ERROR_MARK = "Error: "
 """Beginning of the text of a `tool_result` with `is_error`. Chat templates have no other place for it."""
 
@@ -32,30 +36,34 @@ _BLOCK_KEYS: dict[str, tuple[str, ...]] = {
     "redacted_thinking": ("type", "data"),
     "tool_use": ("type", "id", "name", "input", "caller"),
     "tool_result": ("type", "tool_use_id", "content", "is_error"),
+    "mid_conv_system": ("type", "content"),
 }
 """For each type of block, the keys that this server reads or that answers of this API have."""
 _ALLOWED = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "tool_result", "mid_conv_system"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
 """Types of blocks that messages of each role may have."""
-_SERVER_BLOCKS = frozenset(
+_LEFT_OUT = frozenset(
     {
+        "advisor_tool_result",
         "bash_code_execution_tool_result",
         "code_execution_tool_result",
         "mcp_tool_result",
         "mcp_tool_use",
         "server_tool_use",
         "text_editor_code_execution_tool_result",
+        "tool_addition",
         "tool_reference",
+        "tool_removal",
         "tool_search_tool_result",
         "web_fetch_tool_result",
         "web_search_tool_result",
     }
 )
-"""Types of blocks that tools of Anthropic's servers make. Clients send them back from an earlier answer of Anthropic's.
-They are left out, with a warning."""
+"""Types of blocks that are left out, with a warning. Tools of Anthropic's servers make most of them, and clients send
+them back from an earlier answer. The others change which tools are offered; here all tools always are."""
 
 Block = dict[str, Any]
 
@@ -156,6 +164,9 @@ class _Conversation:
         if not isinstance(blocks, list):
             raise invalid_request(f"{at}.content", content, "must be a string or a list of blocks")
         self._unread += [(at, key, ("role", "content")) for key in _unread(message, ("role", "content"))]
+        # instructions after the conversation has begun
+        late = role == "system" and any(one["role"] != "system" for one in self.messages)
+        speaker, form = ("user", REMINDER) if late else (role, "{}")
         if role == "assistant":
             self._last("assistant", at)
         for j, block in enumerate(blocks):
@@ -167,8 +178,11 @@ class _Conversation:
                 self._last(role, at).setdefault("tool_calls", []).append(_call(place, block))
             elif kind == "thinking":
                 self._add_thinking(self._last(role, at), _string(place, block, "thinking"))
+            elif kind == "mid_conv_system":
+                self._add_text("user", place, REMINDER.format(self._text(place, block)))
             elif kind == "text":
-                self._add_text(role, at if isinstance(content, str) else place, _string(place, block, "text"))
+                text = form.format(_string(place, block, "text"))
+                self._add_text(speaker, at if isinstance(content, str) else place, text)
         if len(self.messages) > MAX_MESSAGES:
             raise InvalidRequestError(f"messages: make more than {MAX_MESSAGES} messages of a chat; send fewer")
 
@@ -176,7 +190,7 @@ class _Conversation:
         """Warn the client of keys that nothing reads, and of blocks that were left out."""
         if self._left_out:
             kinds = ", ".join(sorted(self._left_out))
-            warn(f"messages: blocks of type {kinds} are left out; this server runs no such tools")
+            warn(f"messages: blocks of type {kinds} are left out; this server has no such tools")
         for warning in unread_warnings(self._unread):
             warn(warning)
 
@@ -207,27 +221,31 @@ class _Conversation:
         message["reasoning"] = text if before is None else f"{before}\n{text}"
 
     def _add_result(self, at: str, block: Block) -> None:
-        content, is_error = block.get("content"), block.get("is_error")
+        is_error = block.get("is_error")
         if is_error is not None and not isinstance(is_error, bool):
             raise invalid_request(f"{at}.is_error", is_error, "must be true or false")
-        if isinstance(content, list):
-            texts = []
-            for i, part in enumerate(content):
-                if self._type(f"{at}.content[{i}]", "system", part) == "text":
-                    texts.append(_string(f"{at}.content[{i}]", part, "text"))
-            content = "\n".join(texts)
-        elif content is not None and not isinstance(content, str):
-            raise invalid_request(f"{at}.content", content, "must be a string or a list of text blocks")
-        text = f"{ERROR_MARK if is_error else ''}{content or ''}"
+        text = f"{ERROR_MARK if is_error else ''}{self._text(at, block)}"
         self.messages.append({"role": "tool", "tool_call_id": _string(at, block, "tool_use_id"), "content": text})
         self.places.append(at)
+
+    def _text(self, at: str, block: Block) -> str:
+        """Return the text of the field `content` of a block, which may be a text or blocks of text."""
+        content = block.get("content")
+        if content is None or isinstance(content, str):
+            return content or ""
+        if not isinstance(content, list):
+            raise invalid_request(f"{at}.content", content, "must be a string or a list of text blocks")
+        places = [(f"{at}.content[{i}]", part) for i, part in enumerate(content)]
+        return "\n".join(
+            _string(place, part, "text") for place, part in places if self._type(place, "system", part) == "text"
+        )
 
     def _type(self, at: str, role: str, block: Any) -> str:
         """Return the type of a block that a message of `role` may have. An empty type is a block to leave out."""
         if not isinstance(block, dict):
             raise invalid_request(at, block, "must be a block, an object with a type")
         kind = block.get("type")
-        if isinstance(kind, str) and kind in _SERVER_BLOCKS:
+        if isinstance(kind, str) and kind in _LEFT_OUT:
             self._left_out.add(kind)
             return ""
         if kind in ("image", "document"):

@@ -71,9 +71,7 @@ class ThinkingOptions(BaseModel):
     budget_tokens: Annotated[
         int | None, Field(ge=1, le=MAX_INTEGER), NoEffect("the model decides how long it thinks")
     ] = None
-    display: Annotated[
-        Literal["summarized", "omitted"] | None, NoEffect("thinking is sent in full", silent=("summarized",))
-    ] = None
+    display: Annotated[str | None, NoEffect("thinking is sent in full", silent=("summarized",))] = None
 
 
 class OutputFormat(BaseModel):
@@ -92,6 +90,7 @@ class OutputConfig(BaseModel):
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
+    task_budget: Annotated[dict[str, Any] | None, NoEffect("the client counts the tokens of a task")] = None
 
 
 class CountTokensRequest(Body):
@@ -139,4 +138,11 @@ class MessagesRequest(CountTokensRequest, DrawBody):
         Literal["auto", "standard_only"] | None,
         NoEffect("all requests are served alike; `priority` orders them", silent=("auto", "standard_only")),
     ] = None
+    diagnostics: Annotated[dict[str, Any] | None, NoEffect("usage has the tokens from the cache")] = None
+    fallbacks: Annotated[Any, NoEffect("no other model is asked", silent=([],))] = None
+    fallback_credit_token: Annotated[str | None, NoEffect("no other model is asked")] = None
+    safeguards: Annotated[
+        list[dict[str, Any]] | None, NoEffect("the client judges the calls of its tools", silent=([],))
+    ] = None
+    user_profile_id: Annotated[str | None, LABEL] = None
     container: Annotated[Any, Rejected("no code is run here; leave it out")] = None
