@@ -12,12 +12,12 @@ from typing import Any
 
 from specrs.errors import SpecrsError
 from specrs.server.answers import Answer
-from specrs.server.chat_deltas import Piece, message_pieces, pieces
 from specrs.server.context import Context
 from specrs.server.encoding import named_event
 from specrs.server.endpoints import check_size, prepare_chat
 from specrs.server.errors import APIError, api_error
 from specrs.server.generation import Generation
+from specrs.server.messages import Piece
 from specrs.server.responses_protocol import ResponsesRequest, as_chat, message_places
 from specrs.server.tools import RESPONSE_FIELDS
 
@@ -38,9 +38,11 @@ class Items:
     _texts: list[str] = field(default_factory=list)  # of the open item
 
     def add(self, pieces: Iterable[Piece]) -> list[Event]:
-        """Add pieces of a chat. Return their events."""
+        """Add pieces of a message. Return their events."""
         events: list[Event] = []
         for piece in pieces:
+            if not piece.text and piece.call is None:
+                continue
             events += self._switch(_KINDS[piece.kind], piece.call) + self._grow(piece.text)
         return events
 
@@ -140,7 +142,7 @@ class ResponseGeneration(Generation):
         chat = await super().whole()
         (choice,) = chat["choices"]
         items = Items()
-        items.add(message_pieces(choice["message"]))
+        items.add(choice["pieces"])
         items.close(cut_off=choice["finish_reason"] == "length")
         return self._response(items, choice["finish_reason"])
 
@@ -162,7 +164,7 @@ class ResponseGeneration(Generation):
             async for choices in self.choices():
                 events = []
                 for choice in choices:
-                    events += items.add(pieces(choice["delta"]))
+                    events += items.add(choice["pieces"])
                     reason = choice["finish_reason"] or reason
                 if events:
                     yield encode(events)
@@ -229,7 +231,7 @@ async def responses(context: Context, body: ResponsesRequest) -> dict[str, Any] 
     with fields.errors():
         answer, prompts = await prepare_chat(context, chat, fields)
         check_size(context, answer, prompts)
-        generation = ResponseGeneration(context, answer, body)
+        generation = ResponseGeneration(context, replace(answer, in_pieces=True), body)
         await generation.start(prompts, context.lora_request(body.model))
     if body.stream:
         return generation

@@ -1,4 +1,4 @@
-"""Makes content blocks of Anthropic's API from the pieces of a chat, with the events about them. Sends nothing."""
+"""Makes content blocks of Anthropic's API from the pieces of a message, with the events about them. Sends nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specrs.server.chat_deltas import Piece
+from specrs.server.messages import Piece
 
 Event = dict[str, Any]
 
@@ -27,9 +27,11 @@ class Blocks:
     _texts: list[str] = field(default_factory=list)  # of the open block
 
     def add(self, pieces: Iterable[Piece]) -> list[Event]:
-        """Add pieces of a chat. Return their events."""
+        """Add pieces of a message. Return their events."""
         events: list[Event] = []
         for piece in pieces:
+            if not piece.text and piece.call is None:
+                continue
             if self._open is None or piece.call is not None or self._open["type"] != _TYPES[piece.kind]:
                 events += self.close() + self._start(piece)
             events += self._grow(piece.text)

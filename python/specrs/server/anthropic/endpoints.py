@@ -15,7 +15,6 @@ from specrs.server.answers import ChatAnswer
 from specrs.server.anthropic.blocks import Blocks, Event
 from specrs.server.anthropic.conversation import as_chat
 from specrs.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from specrs.server.chat_deltas import message_pieces, pieces
 from specrs.server.context import Context
 from specrs.server.dispositions import warn
 from specrs.server.encoding import named_event
@@ -42,7 +41,7 @@ class MessageGeneration(Generation):
 
     def __init__(self, context: Context, answer: ChatAnswer, *, num_prompt_tokens: int, fills_context: bool) -> None:
         """`fills_context`: the context ends before `max_tokens`."""
-        super().__init__(context, answer)
+        super().__init__(context, replace(answer, in_pieces=True))
         self._num_prompt_tokens = num_prompt_tokens
         self._limit_reason = CONTEXT_FULL if fills_context else "max_tokens"
 
@@ -51,7 +50,7 @@ class MessageGeneration(Generation):
         chat = await super().whole()
         (choice,) = chat["choices"]
         blocks = Blocks()
-        blocks.add(message_pieces(choice["message"]))
+        blocks.add(choice["pieces"])
         blocks.close()
         return self._message() | {"content": blocks.done, **self._ending(blocks, choice), "usage": self._end_usage()}
 
@@ -68,7 +67,7 @@ class MessageGeneration(Generation):
                         continue
                     events: list[Event] = []
                     for choice in choices:
-                        events += blocks.add(pieces(choice["delta"]))
+                        events += blocks.add(choice["pieces"])
                         ending = choice
                     if events:
                         yield b"".join(map(named_event, events))
