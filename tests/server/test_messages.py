@@ -576,7 +576,10 @@ BLOCKS = st.fixed_dictionaries(
 )
 CONVERSATIONS = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "system"]), "content": st.lists(BLOCKS, max_size=3) | VALUES}
+        {
+            "role": st.sampled_from(["user", "assistant", "system"] * 5) | VALUES,
+            "content": st.lists(BLOCKS, max_size=3) | VALUES,
+        }
     ),
     min_size=1,
     max_size=4,

@@ -157,7 +157,7 @@ class _Conversation:
     def add(self, at: str, message: dict[str, Any]) -> None:
         """Add a message, the field `at`. A message in the role of the one before it continues that message."""
         role = message.get("role")
-        if role not in _ALLOWED:
+        if not isinstance(role, str) or role not in _ALLOWED:
             raise invalid_request(f"{at}.role", role, f"must be one of {', '.join(_ALLOWED)}")
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
