@@ -70,12 +70,6 @@ class MessageReader:
                 events += self._tools.finish()
         self._new_events += events if self.stops is None else self.stops.filter(events, final=final)
 
-    def delta(self, text: str, *, final: bool) -> dict[str, Any]:
-        """Read `text` and return what it adds to the message, as a delta in OpenAI's format. `final` says that the
-        completion has ended."""
-        self.feed(text, final=final)
-        return self.take()
-
     def take_pieces(self) -> list[Piece]:
         """Return what was read since the last call, in the order in which the model wrote it."""
         reasoning, self._new_reasoning = "".join(self._new_reasoning), []
