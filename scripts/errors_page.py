@@ -50,8 +50,13 @@ HTTP_HEAD = """
 An answer that is an error has the body `{"error": {"message", "type", "param", "code"}}`. `code` is the status, and
 `param` names the field, or is null. A stream that has begun carries the same object as its last event before `[DONE]`.
 
-| status | type | cause |
-| --- | --- | --- |"""
+On `/v1/messages` and the paths below it the body is `{"type": "error", "error": {"type", "message"}, "request_id"}`.
+The last column has its type. `request_id` is null if the request was rejected before its body was read. A stream that
+has begun carries the object as its last event, `error`. A header that cannot be read has no path, so its error has the
+first form.
+
+| status | type | cause | type on `/v1/messages` |
+| --- | --- | --- | --- |"""
 CAUSES = {
     400: "A field of the body is wrong, or the header is not one of HTTP/1.1.",
     401: "The API key is missing or wrong.",
@@ -89,9 +94,10 @@ def lines() -> Iterator[str]:
             kind = getattr(core, name)
             yield f"| `{name}` | {bases(kind)} | {meaning(kind)} |"
     yield HTTP_HEAD
-    yield from (
-        f"| {code} | `{APIError(code, '').body['error']['type']}` | {cause} |" for code, cause in CAUSES.items()
-    )
+    for code, cause in CAUSES.items():
+        error = APIError(code, "")
+        kinds = [body["error"]["type"] for body in (error.body, error.anthropic_body("-"))]
+        yield f"| {code} | `{kinds[0]}` | {cause} | `{kinds[1]}` |"
 
 
 def message(code: str) -> str:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 MAKEFILES = ["Makefile", "environments/targets.mk", "scripts/checks.mk"]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
 LANGUAGES = {"python", "sh", "json", ""}
-OTHERS = {"torchrun", "vllm-router", "export", "for", "done"}
+OTHERS = {"claude", "torchrun", "vllm-router", "export", "for", "done"}
 """What starts a command that is neither ours nor checked: other programs, and words of the shell."""
 
 

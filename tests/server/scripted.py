@@ -13,6 +13,8 @@ from specrs.async_llm import AsyncLLM
 from specrs.chat_template import Rendered
 from specrs.engine.request import FinishReason, Request
 from specrs.outputs import TokenLogprob
+from specrs.server.anthropic.endpoints import messages
+from specrs.server.anthropic.protocol import MessagesRequest
 from specrs.server.context import Context
 from specrs.server.endpoints import chat_completions, completions
 from specrs.server.generation import Generation
@@ -73,6 +75,7 @@ ENDPOINTS: dict[str, Any] = {
     "completions": (CompletionRequest, completions),
     "chat": (ChatCompletionRequest, chat_completions),
     "responses": (ResponsesRequest, responses),
+    "messages": (MessagesRequest, messages),
 }
 
 

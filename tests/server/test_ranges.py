@@ -11,7 +11,7 @@ from specrs.server.openapi import openapi
 from specrs.server.ranges import MAX_INTEGER, ranged
 
 SCHEMAS = openapi("0", [])["components"]["schemas"]
-BODIES = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
+BODIES = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest", "MessagesRequest")
 OTHER_NAMES = {
     "max_completion_tokens": "max_tokens",
     "max_output_tokens": "max_tokens",
@@ -21,6 +21,7 @@ OTHER_NAMES = {
 NOT_RANGED = {
     ("ChatCompletionRequest", "logprobs"): "a switch",
     ("ResponsesRequest", "top_logprobs"): "rejected",
+    ("MessagesRequest", "max_tokens"): "required, so that it has no branch for null",
 }
 LEAST = {("CompletionRequest", "max_tokens"): 0}
 """Bounds that are not the parameter's: 0 echoes the prompt."""

@@ -81,6 +81,17 @@ def test_items_and_events(responding: Server) -> None:
     assert list(items) == [item["id"] for item in last["response"]["output"]]
 
 
+def test_items_keep_the_order_of_the_text(responding: Server) -> None:
+    text = f"One.\n{CALLS}\nTwo.\n{CALLS}\nThree."
+    body = {"input": "x", "tools": TOOLS, "max_output_tokens": 200, "structured_outputs": {"choice": [text]}}
+    whole = responding.post(PATH, body).json
+    kinds = ["message", "function_call", "message", "function_call", "message"]
+    assert [item["type"] for item in whole["output"]] == kinds
+    assert "".join(item["content"][0]["text"] for item in whole["output"][::2]).split() == ["One.", "Two.", "Three."]
+    last = events_of(responding.post(PATH, {**body, "stream": True}).body)[-1]
+    assert plain(last["response"]["output"]) == plain(whole["output"])
+
+
 def test_a_call_that_the_limit_cuts_off_is_incomplete(responding: Server) -> None:
     body = {"input": "x", "tools": TOOLS, "temperature": 0, "structured_outputs": {"choice": [f"{CALLS}\n{CALLS}"]}}
     needed = responding.post(PATH, {**body, "max_output_tokens": 200}).json["usage"]["output_tokens"]

@@ -15,7 +15,7 @@ from specrs.core import TokenDecoder
 from specrs.engine.text_window import TextWindow
 from specrs.outputs import CompletionOutput, Draft, RequestOutput
 from specrs.server.logprobs import TokenBytes, TokenText, chat_logprobs, completion_logprobs, prompt_logprobs
-from specrs.server.messages import MessageReader
+from specrs.server.messages import MessageReader, Piece
 from specrs.server.params import Asked
 from specrs.server.protocol import SamplingBody
 from specrs.server.stopped_completion import StoppedCompletion
@@ -242,6 +242,9 @@ class ChatAnswer(Answer):
     token_bytes: TokenBytes
     new_reader: Callable[[], MessageReader] | None = None
     decoder: TokenDecoder | None = None
+    in_pieces: bool = False
+    """True: choices have a list of `Piece` objects, `pieces`, in the order in which the model wrote them. False: they
+    have a `message` or a `delta`, which have no order of content and calls."""
     _readers: dict[tuple[int, int], MessageReader] = field(default_factory=dict)  # of streams
     _reasoning_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
     _reasoning: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # tokens while it may go on
@@ -305,16 +308,22 @@ class ChatAnswer(Answer):
         choices = []
         for completion in output.outputs:
             ending = self._ending(completion)
-            message: dict[str, Any] = {"content": completion.text, "refusal": None}
+            told: dict[str, Any] = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+            if self.in_pieces:
+                told = {"pieces": [Piece("content", completion.text)]}
             if self.new_reader is not None:
                 reader = self._readers.get((index, completion.index)) or self.new_reader()
-                read = self.asked.stops_in_content
-                message = reader.take_message() if read else reader.message(completion.text)
+                if not self.asked.stops_in_content:
+                    reader.feed(completion.text, final=True)
+                if self.in_pieces:
+                    told = {"pieces": reader.take_pieces()}
+                else:
+                    told = {"message": {"role": "assistant", **reader.take_message()}}
                 self._count_reasoning((index, completion.index), reader, completion.token_ids)
                 ending["finish_reason"] = reader.finish_reason(completion.finish_reason)
             choice = {
                 "index": self._choice_index(index, completion),
-                "message": {"role": "assistant", **message},
+                **told,
                 "logprobs": self._logprobs(completion),
                 **ending,
             }
@@ -330,18 +339,22 @@ class ChatAnswer(Answer):
             key = index, completion.index
             first = self._send(index, completion)
             ending = self._ending(completion)
-            delta: dict[str, Any] = {"content": completion.delta}
+            role = {"role": "assistant"} if first else {}
+            told: dict[str, Any] = {"delta": {**role, "content": completion.delta}}
+            if self.in_pieces:
+                told = {"pieces": [Piece("content", completion.delta)]}
             if self.new_reader is not None:
                 if key not in self._readers:
                     self._readers[key] = self.new_reader()
                 reader = self._readers[key]
-                final, read = completion.finish_reason is not None, self.asked.stops_in_content
-                delta = reader.take() if read else reader.delta(completion.delta, final=final)
+                if not self.asked.stops_in_content:
+                    reader.feed(completion.delta, final=completion.finish_reason is not None)
+                told = {"pieces": reader.take_pieces()} if self.in_pieces else {"delta": {**role, **reader.take()}}
                 self._count_reasoning(key, reader, ids)
                 ending["finish_reason"] = reader.finish_reason(completion.finish_reason)
             choice = {
                 "index": self._choice_index(index, completion),
-                "delta": {**({"role": "assistant"} if first else {}), **delta},
+                **told,
                 "logprobs": self._logprobs(completion),
                 **ending,
             }

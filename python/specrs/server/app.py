@@ -25,6 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specrs.errors import SpecrsError
 from specrs.server import info, protocol
+from specrs.server.anthropic.betas import beta_warnings
+from specrs.server.anthropic.protocol import MessagesRequest
 from specrs.server.body import Gone, parse, read_body
 from specrs.server.context import Context, CORSSettings
 from specrs.server.dispositions import WARNINGS, unused, warn, warning_header
@@ -38,6 +40,7 @@ from specrs.server.logs import REQUEST_ID
 from specrs.server.metrics import CONTENT_TYPE
 from specrs.server.openapi import openapi
 from specrs.server.page import page_route
+from specrs.server.paths import is_anthropic, route_path
 from specrs.server.responses_protocol import ResponsesRequest
 from specrs.server.routes import POSTS
 
@@ -147,7 +150,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401 if its key is missing or wrong."""
-        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
+        path = route_path(scope) if scope["type"] == "http" else ""
         closed = scope["type"] == "http" and self._digests and path not in self._open
         if closed and not self._knows(scope):
             error = APIError(401, "The API key is missing or wrong.", headers={"WWW-Authenticate": "Bearer"})
@@ -156,12 +159,15 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
-        values = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
-        given = _digest(key.strip())
+        """Return True if one of the two headers has a valid key: `Authorization` in OpenAI's API, `x-api-key` in
+        Anthropic's. A header that is there twice does not count."""
+        scheme, _, key = (_only_value(scope, b"authorization") or b"").partition(b" ")
+        given = [_digest(key.strip())] if scheme.lower() == b"bearer" else []
+        if (other := _only_value(scope, b"x-api-key")) is not None:
+            given.append(_digest(other))
         # every key is compared, whole, whatever the others said
-        known = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == b"bearer" and any(known)
+        known = [hmac.compare_digest(one, digest) for one in given for digest in self._digests]
+        return any(known)
 
 
 class PostEndpoint:
@@ -184,9 +190,14 @@ class PostEndpoint:
         if context.tracing is not None:
             context.tracing.take_parent(scope["headers"])
 
+        anthropic = is_anthropic(route_path(scope))
+        for warning in beta_warnings(scope["headers"]) if anthropic else ():
+            warn(warning)
+
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", name.encode()), *warning_header()]
+                ids = [(header, name.encode()) for header in (b"x-request-id", *([b"request-id"] if anthropic else []))]
+                message["headers"] = [*message["headers"], *ids, *warning_header()]
             await send(message)
 
         try:
@@ -197,7 +208,7 @@ class PostEndpoint:
         except (APIError, SpecrsError) as fault:
             await api_error(fault).response()(scope, receive, tell)
             return
-        if isinstance(body, (protocol.SamplingBody, ResponsesRequest)):
+        if isinstance(body, (protocol.SamplingBody, ResponsesRequest, MessagesRequest)):
             name = body.request_id = body.request_id or name
             REQUEST_ID.set(name)
         for warning in unused(body):
@@ -263,9 +274,14 @@ async def _exception(_: Request, fault: Exception) -> Response:
 
 def _request_id(scope: Scope) -> str:
     """Return the client's `X-Request-Id` if it has allowed characters and length, otherwise a new id."""
-    values = [value for header, value in scope["headers"] if header == b"x-request-id"]
-    given = values[0].decode("latin-1") if len(values) == 1 else ""
+    given = (_only_value(scope, b"x-request-id") or b"").decode("latin-1")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _only_value(scope: Scope, name: bytes) -> bytes | None:
+    """Return the value of a header. None if it is missing or there more than once."""
+    values: list[bytes] = [value for header, value in scope["headers"] if header == name]
+    return values[0] if len(values) == 1 else None
 
 
 def _digest(key: bytes) -> bytes:

@@ -11,6 +11,12 @@ def encode(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
+def named_event(event: dict[str, Any]) -> bytes:
+    """Encode a server-sent event that has its `type` as name, too."""
+    name: str = event["type"]
+    return b"event: " + name.encode() + b"\ndata: " + encode(event) + b"\n\n"
+
+
 def encode_in_parts(value: Any, depth: int = 0) -> bytes:
     """Encode `value` as `encode` does, in many short writes.
 

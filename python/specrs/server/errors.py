@@ -1,4 +1,5 @@
-"""Errors as clients see them: `{"error": {"message", "type", "param", "code"}}`, without paths and tracebacks."""
+"""Errors as clients see them: `{"error": {"message", "type", "param", "code"}}`, or in the form of Anthropic's API on
+its paths. They have no file paths and tracebacks."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from specrs.errors import (
     EngineDeadError,
@@ -21,6 +23,8 @@ from specrs.errors import (
     near_names,
     short,
 )
+from specrs.server.logs import REQUEST_ID
+from specrs.server.paths import is_anthropic, route_path
 
 RETRY_AFTER_SECONDS = 1
 ADD_HEADER = "with curl, add -H 'Content-Type: application/json'"
@@ -36,6 +40,17 @@ _TYPES = {
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "RequestTooLargeError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
     HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
+}
+_ANTHROPIC_TYPES = {
+    HTTPStatus.BAD_REQUEST: "invalid_request_error",
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "api_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
 }
 # The field that a message of `specrs.errors` begins with: `field=value: ...` or `field: ...`.
 _FIELD = re.compile(r"([A-Za-z_][\w.]*)(?:\[[^\]=]*\][\w.]*)*(?:=|: )")
@@ -68,6 +83,12 @@ class APIError(Exception):
         kind = _TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": int(self.status)}}
 
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
+        """Return the JSON body of the response in the form of Anthropic's API. `-` stands for a request without id."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error = {"type": kind, "message": self.message}
+        return {"type": "error", "error": error, "request_id": None if request_id == "-" else request_id}
+
     @property
     def encoded(self) -> bytes:
         """JSON body of the response as bytes."""
@@ -75,7 +96,24 @@ class APIError(Exception):
 
     def response(self) -> Response:
         """Return the error as an HTTP response."""
-        return Response(self.encoded, int(self.status), self.headers, "application/json")
+        return _ErrorResponse(self)
+
+
+class _ErrorResponse(Response):
+    """HTTP response of an error, in the form of the API that the request's path belongs to."""
+
+    def __init__(self, error: APIError) -> None:
+        super().__init__(error.encoded, int(error.status), error.headers, "application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        if is_anthropic(route_path(scope)):
+            content, error = json.dumps(self._error.anthropic_body(REQUEST_ID.get())), self._error
+            response = Response(content, int(error.status), error.headers, "application/json")
+            await response(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def unavailable(message: str) -> APIError:

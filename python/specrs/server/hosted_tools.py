@@ -1,7 +1,9 @@
-"""Tools that OpenAI's servers run themselves. This server runs none: it leaves them out with a warning."""
+"""Tools that OpenAI's or Anthropic's servers run or define themselves. This server has none of them: it leaves them out
+with a warning."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import ValidatorFunctionWrapHandler
@@ -33,12 +35,14 @@ HOSTED_TOOLS = frozenset(
 )
 """Types of tools that the server does not run: all but `function`. `custom` is among them, because its input is free
 text that no parser here reads."""
+_ANTHROPIC_TOOL = re.compile(r"[a-z_]+_20\d{6}|mcp_toolset|tool_search_tool_(regex|bm25)")
+"""Types of tools that Anthropic defines. All but a few end with a date, as in `web_search_20250305`."""
 
 
 def is_hosted(tool: object) -> bool:
     """Return True if a tool, or a choice of a tool, has a type that the server does not run."""
     kind = tool.get("type") if isinstance(tool, dict) else None
-    return isinstance(kind, str) and kind in HOSTED_TOOLS
+    return isinstance(kind, str) and (kind in HOSTED_TOOLS or _ANTHROPIC_TOOL.fullmatch(kind) is not None)
 
 
 class RunnableTools(list[Any]):

@@ -3,7 +3,8 @@ it does not run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from specrs.errors import did_you_mean, short
@@ -69,9 +70,12 @@ def item_warnings(items: list[dict[str, Any]]) -> Iterator[str]:
     hosted = sorted({str(item["type"]) for item in items if is_hosted_item(item)})
     if hosted:
         yield f"input: items of type {', '.join(hosted)} are left out; this server runs no such tools"
-    for count, (place, key, known) in enumerate(_unread(items)):
-        if count == _MAX_UNREAD:
-            return
+    yield from unread_warnings(_unread(items))
+
+
+def unread_warnings(unread: Iterable[tuple[str, str, tuple[str, ...]]]) -> Iterator[str]:
+    """Yield a warning for each of the first (path, key, known keys at that path) of keys that the server ignores."""
+    for place, key, known in islice(unread, _MAX_UNREAD):
         # long names are no typing errors, and take long to compare
         meant = did_you_mean(key, known) if len(key) <= 40 else ""
         yield f"{place}[{short(key)}]: has no effect; nothing reads it{meant}"

@@ -4,7 +4,8 @@ themselves are in `parsers`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from specrs.server.content_stops import ContentStops
 from specrs.server.parsers.base import CallStart, Content, Event, ToolParser
@@ -12,6 +13,18 @@ from specrs.server.parsers.reasoning import ReasoningParser
 
 REASONING = ("reasoning", "reasoning_content")
 """Names of the field for a message's reasoning: vLLM's, and the older one of other servers and clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that a completion adds to one part of its message. `call` is the tool call that begins with this piece, in
+    OpenAI's format without arguments. None: the piece continues a call, the one with number `index`, or is no part of
+    one."""
+
+    kind: Literal["reasoning", "content", "call"]
+    text: str
+    call: dict[str, Any] | None = None
+    index: int = 0
 
 
 class MessageReader:
@@ -57,21 +70,35 @@ class MessageReader:
                 events += self._tools.finish()
         self._new_events += events if self.stops is None else self.stops.filter(events, final=final)
 
-    def delta(self, text: str, *, final: bool) -> dict[str, Any]:
-        """Read `text` and return what it adds to the message, as a delta in OpenAI's format. `final` says that the
-        completion has ended."""
-        self.feed(text, final=final)
-        return self.take()
+    def take_pieces(self) -> list[Piece]:
+        """Return what was read since the last call, in the order in which the model wrote it."""
+        reasoning, self._new_reasoning = "".join(self._new_reasoning), []
+        events, self._new_events = self._new_events, []
+        pieces = [Piece("reasoning", reasoning)] if reasoning and self._include_reasoning else []
+        for event in events:
+            if isinstance(event, Content):
+                pieces.append(Piece("content", event.text))
+                continue
+            call = None
+            if isinstance(event, CallStart):
+                function = {"name": event.name, "arguments": ""}
+                call = {"index": self._num_calls, "id": self._new_call_id(), "type": "function", "function": function}
+                self._num_calls += 1
+            if self._most_calls is None or self._num_calls <= self._most_calls:
+                text = "" if isinstance(event, CallStart) else event.text
+                pieces.append(Piece("call", text, call, self._num_calls - 1))
+        return pieces
 
     def take(self) -> dict[str, Any]:
         """Return what was read since the last call, as a delta in OpenAI's format."""
         delta: dict[str, Any] = {}
-        reasoning, self._new_reasoning = "".join(self._new_reasoning), []
-        events, self._new_events = self._new_events, []
-        if reasoning and self._include_reasoning:
+        pieces = self.take_pieces()
+        reasoning, content = (
+            "".join(one.text for one in pieces if one.kind == kind) for kind in ("reasoning", "content")
+        )
+        if reasoning:
             delta |= dict.fromkeys(REASONING, reasoning)
-        content = "".join(event.text for event in events if isinstance(event, Content))
-        calls = list(self._calls(event for event in events if not isinstance(event, Content)))
+        calls = _calls(one for one in pieces if one.kind == "call")
         return delta | ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
 
     def message(self, text: str) -> dict[str, Any]:
@@ -102,23 +129,14 @@ class MessageReader:
         after tool calls. A call of a function that the request names ends with "stop", as in OpenAI's API."""
         return "tool_calls" if reason == "stop" and self._num_calls and not self._named else reason
 
-    def _calls(self, events: Iterable[Event]) -> Iterable[dict[str, Any]]:
-        """Yield a delta for each tool call that begins or continues in `events`."""
-        found: dict[int, dict[str, Any]] = {}
-        arguments: dict[int, list[str]] = {}
-        for event in events:
-            if isinstance(event, CallStart):
-                found[self._num_calls] = {
-                    "index": self._num_calls,
-                    "id": self._new_call_id(),
-                    "type": "function",
-                    "function": {"name": event.name, "arguments": ""},
-                }
-                self._num_calls += 1
-            else:
-                index = self._num_calls - 1
-                found.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                arguments.setdefault(index, []).append(event.text)
-        for index, texts in arguments.items():
-            found[index]["function"]["arguments"] = "".join(texts)
-        return [call for index, call in found.items() if self._most_calls is None or index < self._most_calls]
+
+def _calls(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+    """Return a delta in OpenAI's format for each tool call that begins or continues in `pieces`."""
+    found: dict[int, dict[str, Any]] = {}
+    arguments: dict[int, list[str]] = {}
+    for piece in pieces:
+        found.setdefault(piece.index, piece.call or {"index": piece.index, "function": {"arguments": ""}})
+        arguments.setdefault(piece.index, []).append(piece.text)
+    for index, texts in arguments.items():
+        found[index]["function"]["arguments"] = "".join(texts)
+    return list(found.values())

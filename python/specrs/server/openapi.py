@@ -8,7 +8,9 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from specrs.server.anthropic.endpoints import STOP_REASONS
 from specrs.server.messages import REASONING
+from specrs.server.paths import is_anthropic
 from specrs.server.routes import POSTS
 
 _STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
@@ -131,6 +133,35 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
             "usage": {"type": "object"},
         }
     ),
+    "Message": _object(
+        {
+            **dict.fromkeys(("id", "model"), _STRING),
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "content": _array({"type": "object"}),
+            "stop_reason": {"enum": list(STOP_REASONS)},
+            "stop_sequence": _or_null(_STRING),
+            "usage": _object(
+                dict.fromkeys(
+                    (
+                        "input_tokens",
+                        "cache_creation_input_tokens",
+                        "cache_read_input_tokens",
+                        "output_tokens",
+                    ),
+                    _INTEGER,
+                )
+            ),
+        }
+    ),
+    "MessagesError": _object(
+        {
+            "type": {"const": "error"},
+            "error": _object({"type": _STRING, "message": _STRING}),
+            "request_id": _or_null(_STRING),
+        }
+    ),
+    "InputTokens": _object({"input_tokens": _INTEGER}),
     "Tokens": _object(
         {
             "count": _INTEGER,
@@ -189,7 +220,8 @@ def openapi(version: str, model_names: Sequence[str]) -> dict[str, Any]:
         content: dict[str, Any] = {_JSON: {"schema": answered}}
         if row.streams:
             content["text/event-stream"] = {}
-        operation = _operation(row.summary, content, ("400", "401", "404", "408", "413", "500", "503"))
+        error = "MessagesError" if is_anthropic(row.path) else "Error"
+        operation = _operation(row.summary, content, ("400", "401", "404", "408", "413", "500", "503"), error)
         operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(row.body.__name__)}}}
         paths[row.path] = {"post": operation}
     models = [(row.body, "validation") for row in POSTS]
@@ -203,13 +235,16 @@ def openapi(version: str, model_names: Sequence[str]) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": {**schemas["$defs"], **_SCHEMAS},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"header": []}],
     }
 
 
-def _operation(summary: str, content: dict[str, Any], errors: tuple[str, ...]) -> dict[str, Any]:
+def _operation(summary: str, content: dict[str, Any], errors: tuple[str, ...], error: str = "Error") -> dict[str, Any]:
     ok = {"description": summary} | ({"content": content} if content else {})
-    failed = {"description": "An error.", "content": {_JSON: {"schema": _ref("Error")}}}
+    failed = {"description": "An error.", "content": {_JSON: {"schema": _ref(error)}}}
     return {"summary": summary, "responses": {"200": ok, **dict.fromkeys(errors, failed)}}

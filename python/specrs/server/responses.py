@@ -6,22 +6,27 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specrs.errors import SpecrsError
 from specrs.server.answers import Answer
 from specrs.server.context import Context
+from specrs.server.encoding import named_event
 from specrs.server.endpoints import check_size, prepare_chat
 from specrs.server.errors import APIError, api_error
 from specrs.server.generation import Generation
+from specrs.server.messages import Piece
 from specrs.server.responses_protocol import ResponsesRequest, as_chat, message_places
 from specrs.server.tools import RESPONSE_FIELDS
 
 logger = logging.getLogger("specrs")
 
 Event = dict[str, Any]
+
+_KINDS = {"reasoning": "reasoning", "content": "message", "call": "function_call"}
+"""Types of items by the kind of their pieces."""
 
 
 @dataclass
@@ -32,20 +37,13 @@ class Items:
     _open: dict[str, Any] | None = None
     _texts: list[str] = field(default_factory=list)  # of the open item
 
-    def add(self, delta: dict[str, Any]) -> list[Event]:
-        """Return the events for one delta of a chat. Arguments of the open call come first, because they were written
-        before other text."""
+    def add(self, pieces: Iterable[Piece]) -> list[Event]:
+        """Add pieces of a message. Return their events."""
         events: list[Event] = []
-        calls = list(delta.get("tool_calls", ()))
-        while calls and "id" not in calls[0]:
-            events += self._grow(calls.pop(0)["function"]["arguments"])
-        for key, kind in (("reasoning_content", "reasoning"), ("content", "message")):
-            if delta.get(key):
-                events += self._switch(kind) + self._grow(delta[key])
-        for call in calls:
-            if "id" in call:
-                events += self._switch("function_call", call)
-            events += self._grow(call["function"]["arguments"])
+        for piece in pieces:
+            if not piece.text and piece.call is None:
+                continue
+            events += self._switch(_KINDS[piece.kind], piece.call) + self._grow(piece.text)
         return events
 
     def close(self, *, cut_off: bool = False) -> list[Event]:
@@ -144,9 +142,7 @@ class ResponseGeneration(Generation):
         chat = await super().whole()
         (choice,) = chat["choices"]
         items = Items()
-        message = choice["message"]
-        items.add({key: message.get(key) for key in ("reasoning_content", "content")})
-        items.add({"tool_calls": message.get("tool_calls", ())})
+        items.add(choice["pieces"])
         items.close(cut_off=choice["finish_reason"] == "length")
         return self._response(items, choice["finish_reason"])
 
@@ -158,8 +154,7 @@ class ResponseGeneration(Generation):
             nonlocal number
             parts = []
             for event in events:
-                data = json.dumps({**event, "sequence_number": number}, separators=(",", ":"))
-                parts.append(f"event: {event['type']}\ndata: {data}\n\n".encode())
+                parts.append(named_event({**event, "sequence_number": number}))
                 number += 1
             return b"".join(parts)
 
@@ -169,7 +164,7 @@ class ResponseGeneration(Generation):
             async for choices in self.choices():
                 events = []
                 for choice in choices:
-                    events += items.add(choice["delta"])
+                    events += items.add(choice["pieces"])
                     reason = choice["finish_reason"] or reason
                 if events:
                     yield encode(events)
@@ -236,7 +231,7 @@ async def responses(context: Context, body: ResponsesRequest) -> dict[str, Any] 
     with fields.errors():
         answer, prompts = await prepare_chat(context, chat, fields)
         check_size(context, answer, prompts)
-        generation = ResponseGeneration(context, answer, body)
+        generation = ResponseGeneration(context, replace(answer, in_pieces=True), body)
         await generation.start(prompts, context.lora_request(body.model))
     if body.stream:
         return generation

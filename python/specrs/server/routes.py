@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from specrs.server import endpoints, protocol, responses
+from specrs.server.anthropic import endpoints as anthropic
+from specrs.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from specrs.server.endpoints import Result
+from specrs.server.paths import MESSAGES
 from specrs.server.responses_protocol import ResponsesRequest
 
 
@@ -51,6 +54,21 @@ POSTS = (
         "Response",
         "Answer a conversation, in items.",
         streams=True,
+    ),
+    Post(
+        MESSAGES,
+        MessagesRequest,
+        anthropic.messages,
+        "Message",
+        "Answer a conversation, in Anthropic's content blocks.",
+        streams=True,
+    ),
+    Post(
+        f"{MESSAGES}/count_tokens",
+        CountTokensRequest,
+        anthropic.count_tokens,
+        "InputTokens",
+        "Number of tokens of a message's prompt.",
     ),
     Post(
         "/tokenize",

@@ -87,6 +87,11 @@ RESPONSE_FIELDS = FieldNames(
         "verbosity": "text.verbosity",
     },
 )
+MESSAGES_FIELDS = FieldNames(
+    *("output_config.format", "output_config.format.schema", "output_config.format.schema"),
+    *("tools[{}].input_schema", "tool_choice.name"),
+    {"prompt": "messages", "reasoning_effort": "output_config.effort", "stop": "stop_sequences"},
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,8 @@ def read(tools: ToolUse, constraint: Constraint, pieces: list[str]) -> tuple[str
     reader: MessageReader = make()
     content, calls = "", []
     for i, piece in enumerate(pieces):
-        delta = reader.delta(piece, final=i == len(pieces) - 1)
+        reader.feed(piece, final=i == len(pieces) - 1)
+        delta = reader.take()
         content += delta.get("content", "")
         for call in delta.get("tool_calls", ()):
             if "id" in call:
@@ -201,7 +202,9 @@ def test_content_streams_as_it_is_written(parser: str) -> None:
     tools, constraint = asked(parser, response_format=schema_format(ANSWER))
     make = tools.reader("", constrained=True, openings=constraint.openings)
     assert make is not None
-    assert make().delta('{"who": ', final=False) == {"content": '{"who": '}
+    reader = make()
+    reader.feed('{"who": ', final=False)
+    assert reader.take() == {"content": '{"who": '}
 
 
 def test_options_of_structured_outputs_hold_next_to_tools(
