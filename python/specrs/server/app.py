@@ -38,8 +38,10 @@ from specrs.server.logs import REQUEST_ID
 from specrs.server.metrics import CONTENT_TYPE
 from specrs.server.openapi import openapi
 from specrs.server.page import page_route
+from specrs.server.response_store import OWNER
 from specrs.server.responses_protocol import ResponsesRequest
 from specrs.server.routes import POSTS
+from specrs.server.stored_responses import stored_routes
 
 logger = logging.getLogger("specrs")
 
@@ -109,6 +111,7 @@ def build_app(context: Context) -> Starlette:
             *(get(path, partial(info.model_info, context)) for path in ("/model_info", "/get_model_info")),
             *(get(path, partial(info.server_info, context)) for path in ("/server_info", "/get_server_info")),
             *(Route(row.path, PostEndpoint(context, row.body, row.handle), methods=["POST"]) for row in POSTS),
+            *stored_routes(context),
         ],
         middleware=[
             *_cors(context.cors),
@@ -156,11 +159,13 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
+        """Return True if the request has a valid key. Its digest owns the responses that the request stores."""
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
         given = _digest(key.strip())
         # every key is compared, whole, whatever the others said
         known = [hmac.compare_digest(given, digest) for digest in self._digests]
+        OWNER.set(given)
         return scheme.lower() == b"bearer" and any(known)
 
 

@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 from specrs.server.messages import REASONING
 from specrs.server.routes import POSTS
+from specrs.server.stored_responses import DEFAULT_PAGE, MAX_PAGE
 
 _STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 _JSON = "application/json"
@@ -131,6 +132,16 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
             "usage": {"type": "object"},
         }
     ),
+    "DeletedResponse": _object({"id": _STRING, "object": _STRING, "deleted": {"const": True}}),
+    "InputItems": _object(
+        {
+            "object": {"const": "list"},
+            "data": _array(_object({"id": _STRING, "type": _STRING})),
+            "first_id": _or_null(_STRING),
+            "last_id": _or_null(_STRING),
+            "has_more": {"type": "boolean"},
+        }
+    ),
     "Tokens": _object(
         {
             "count": _INTEGER,
@@ -175,6 +186,7 @@ def openapi(version: str, model_names: Sequence[str]) -> dict[str, Any]:
             "get": _operation("One of the names.", {_JSON: {"schema": _ref("Model")}}, ("401", "404"))
             | {"parameters": [{"name": "name", "in": "path", "required": True, "schema": _STRING}]}
         },
+        **_stored_responses(),
     }
     for path, answer, summary in (
         ("/load", "Load", "Requests that run or wait."),
@@ -206,6 +218,28 @@ def openapi(version: str, model_names: Sequence[str]) -> dict[str, Any]:
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
+    }
+
+
+def _stored_responses() -> dict[str, Any]:
+    """Return the paths of stored responses."""
+    one = {"name": "id", "in": "path", "required": True, "schema": _STRING}
+    limit = {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": DEFAULT_PAGE}
+    schemas = {"limit": limit, "order": {"enum": ["asc", "desc"], "default": "desc"}, "after": _STRING}
+    page = [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in schemas.items()]
+    errors = ("400", "401", "404")
+
+    def operation(summary: str, answer: str, *parameters: dict[str, Any]) -> dict[str, Any]:
+        return _operation(summary, {_JSON: {"schema": _ref(answer)}}, errors) | {"parameters": [one, *parameters]}
+
+    return {
+        "/v1/responses/{id}": {
+            "get": operation("A stored response.", "Response"),
+            "delete": operation("Delete a stored response.", "DeletedResponse"),
+        },
+        "/v1/responses/{id}/input_items": {
+            "get": operation("The input of a stored response, without what came before.", "InputItems", *page)
+        },
     }
 
 
