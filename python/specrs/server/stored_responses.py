@@ -25,7 +25,7 @@ MAX_PAGE = 100
 """Maximum number of items in one answer of `GET /v1/responses/{id}/input_items`, as in OpenAI's API."""
 DEFAULT_PAGE = 20
 _FLAGS = "--responses-store-bytes, --responses-store-seconds"
-_GONE = f"not stored, deleted, or evicted ({_FLAGS})"
+_GONE = f"was never stored, or was deleted or evicted ({_FLAGS})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ async def earlier_items(context: Context, body: ResponsesRequest) -> Earlier:
         chain = context.responses.conversation(OWNER.get(), given)
     except MissingResponse as fault:
         if fault.needed_by is None:
-            cause = f"there is no such response; it was {_GONE}"
+            cause = f"there is no such response; it {_GONE}"
         else:
-            cause = f"{short(fault.needed_by)} continues {short(fault.response_id)}, which was {_GONE}"
+            cause = f"{short(fault.needed_by)} continues {short(fault.response_id)}, which {_GONE}"
         raise _refused(404, given, f"{cause}; send all earlier items in input") from None
     if len(chain) >= MAX_MESSAGES:
         raise invalid_request("previous_response_id", given, f"continues {MAX_MESSAGES} responses, the most allowed")
@@ -204,7 +204,7 @@ def _found(context: Context, request: Request) -> StoredResponse:
     try:
         return context.responses.get(OWNER.get(), response_id)
     except MissingResponse:
-        cause = f"it was {_GONE}" if context.responses.enabled else f"this server stores no responses ({_FLAGS})"
+        cause = f"it {_GONE}" if context.responses.enabled else f"this server stores no responses ({_FLAGS})"
         raise APIError(404, f"The response {short(response_id)} does not exist; {cause}.", param="id") from None
 
 
