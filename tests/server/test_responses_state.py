@@ -18,11 +18,11 @@ from specrs.errors import InvalidRequestError
 from specrs.server import stored_responses
 from specrs.server.app import build_app
 from specrs.server.context import Context
-from specrs.server.input_items import stored_items
 from specrs.server.limits import MAX_MESSAGES, HTTPLimits
 from specrs.server.metrics import Metrics
 from specrs.server.response_store import MissingResponse, ResponseStore, Texts
 from specrs.server.responses_protocol import ResponsesRequest, as_chat
+from specrs.server.stored_responses import stored_items
 from specrs.server.tools import ToolSettings
 from specrs.tokenizer import Tokenizer
 from starlette.applications import Starlette

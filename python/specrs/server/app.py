@@ -164,9 +164,9 @@ class KeyCheck:
         scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
         given = _digest(key.strip())
         # every key is compared, whole, whatever the others said
-        known = [hmac.compare_digest(given, digest) for digest in self._digests]
-        OWNER.set(given)
-        return scheme.lower() == b"bearer" and any(known)
+        known = [digest for digest in self._digests if hmac.compare_digest(given, digest)]
+        OWNER.set(known[0] if known else b"")
+        return scheme.lower() == b"bearer" and bool(known)
 
 
 class PostEndpoint:

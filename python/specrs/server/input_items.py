@@ -3,7 +3,6 @@ it does not run."""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,8 +47,6 @@ _ITEM_KEYS: dict[str, tuple[str, ...]] = {
     "reasoning": (*_OF_ALL, "summary", "content", "encrypted_content"),
 }
 """For each type of item, the keys that this server reads or that OpenAI's answers have."""
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
-"""Beginnings of ids, by type of item."""
 _PART_KEYS = ("type", "text", "refusal", "annotations", "logprobs", "parsed", *sorted(CACHE_MARKS))
 
 
@@ -62,33 +59,6 @@ def is_hosted_item(item: dict[str, Any]) -> bool:
     """Return True if the item comes from a tool that the server does not run."""
     kind = item_type(item)
     return isinstance(kind, str) and kind in HOSTED_ITEMS
-
-
-def stored_items(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return the `input` of a Responses request in the form in which it is stored and listed. The items are valid.
-
-    Each item has a type and an id, a message's text is a part, and there are no cache marks.
-    """
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
-    return [_stored(item) for item in items]
-
-
-def _stored(item: dict[str, Any]) -> dict[str, Any]:
-    kind, own = item_type(item), item.get("id")
-    new_id = f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}"
-    stored = {**_unmarked(item), "id": own if own and isinstance(own, str) else new_id, "type": kind}
-    if kind == "message" and isinstance(item["content"], str):
-        part = "output_text" if item["role"] == "assistant" else "input_text"
-        stored["content"] = [{"type": part, "text": item["content"]}]
-    for name in ("content", "output"):
-        parts = stored.get(name)
-        if isinstance(parts, list):
-            stored[name] = [_unmarked(one) if isinstance(one, dict) else one for one in parts]
-    return stored
-
-
-def _unmarked(given: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in given.items() if key not in CACHE_MARKS}
 
 
 def item_warnings(items: list[dict[str, Any]]) -> Iterator[str]:

@@ -132,16 +132,6 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
             "usage": {"type": "object"},
         }
     ),
-    "DeletedResponse": _object({"id": _STRING, "object": _STRING, "deleted": {"const": True}}),
-    "InputItems": _object(
-        {
-            "object": {"const": "list"},
-            "data": _array(_object({"id": _STRING, "type": _STRING})),
-            "first_id": _or_null(_STRING),
-            "last_id": _or_null(_STRING),
-            "has_more": {"type": "boolean"},
-        }
-    ),
     "Tokens": _object(
         {
             "count": _INTEGER,
@@ -160,6 +150,16 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
         }
     ),
     "Models": _object({"object": _STRING, "data": _array(_ref("Model"))}),
+    "DeletedResponse": _object({"id": _STRING, "object": _STRING, "deleted": {"const": True}}),
+    "InputItems": _object(
+        {
+            "object": {"const": "list"},
+            "data": _array(_object({"id": _STRING, "type": _STRING})),
+            "first_id": _or_null(_STRING),
+            "last_id": _or_null(_STRING),
+            "has_more": {"type": "boolean"},
+        }
+    ),
     "Load": _object({"server_load": _INTEGER}),
     "Loads": _object(
         {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,9 @@ from specrs.server.context import Context
 from specrs.server.dispositions import warn
 from specrs.server.encoding import encode, encode_in_parts
 from specrs.server.errors import APIError, api_error
-from specrs.server.input_items import stored_items
+from specrs.server.input_items import item_type
 from specrs.server.limits import MAX_MESSAGES
+from specrs.server.message_fields import CACHE_MARKS
 from specrs.server.response_store import OWNER, Link, MissingResponse, ResponseStore, StoredResponse, Texts
 from specrs.server.responses_protocol import ResponsesRequest
 
@@ -25,6 +27,8 @@ MAX_PAGE = 100
 """Maximum number of items in one answer of `GET /v1/responses/{id}/input_items`, as in OpenAI's API."""
 DEFAULT_PAGE = 20
 _FLAGS = "--responses-store-bytes, --responses-store-seconds"
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+"""Beginnings of ids, by type of item."""
 _GONE = f"was never stored, or was deleted or evicted ({_FLAGS})"
 
 
@@ -104,6 +108,33 @@ async def new_place(context: Context, body: ResponsesRequest, earlier: Earlier) 
         return Place(store, stored=False)
     items = await context.llm.in_thread(lambda: encode_in_parts(stored_items(body.input)))
     return Place(store, True, OWNER.get(), earlier.previous, items)
+
+
+def stored_items(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Return the `input` of a Responses request in the form in which it is stored and listed. The items are valid.
+
+    Each item has a type and an id, a message's text is a part, and there are no cache marks.
+    """
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+    return [_stored(item) for item in items]
+
+
+def _stored(item: dict[str, Any]) -> dict[str, Any]:
+    kind, own = item_type(item), item.get("id")
+    new_id = f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}"
+    stored = {**_unmarked(item), "id": own if own and isinstance(own, str) else new_id, "type": kind}
+    if kind == "message" and isinstance(item["content"], str):
+        part = "output_text" if item["role"] == "assistant" else "input_text"
+        stored["content"] = [{"type": part, "text": item["content"]}]
+    for name in ("content", "output"):
+        parts = stored.get(name)
+        if isinstance(parts, list):
+            stored[name] = [_unmarked(one) if isinstance(one, dict) else one for one in parts]
+    return stored
+
+
+def _unmarked(given: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key not in CACHE_MARKS}
 
 
 def _refused(status: int, given: str, cause: str) -> APIError:
