@@ -60,10 +60,10 @@ first form.
 CAUSES = {
     400: "A field of the body is wrong, or the header is not one of HTTP/1.1.",
     401: "The API key is missing or wrong.",
-    404: "No such path, or a model that is not served.",
+    404: "No such path, a model that is not served, or a response that is not stored.",
     405: "The path has other methods, which the header `Allow` lists.",
     408: "Header or body took too long.",
-    413: "The body is too long, or has too many values.",
+    413: "The body is too long, has too many values, or continues a conversation that is too long.",
     415: "The Content-Type is not application/json. With curl, add `-H 'Content-Type: application/json'`.",
     431: "The header is too long.",
     500: "The engine ended this request because of a fault. Other requests go on.",

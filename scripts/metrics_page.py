@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from specrs.async_llm import AsyncLLM
 from specrs.outputs import AcceptanceFigures, EngineStats
 from specrs.server.metrics import Metrics
+from specrs.server.response_store import ResponseStore
 
 HEAD = """# Metrics
 
@@ -71,7 +72,7 @@ def families(*, num_speculative_tokens: int = 0, enable_lora: bool = False) -> l
     )
     limits = SimpleNamespace(num_speculative_tokens=num_speculative_tokens)
     llm: Any = SimpleNamespace(config=config, limits=limits, stats=stats)
-    text = asyncio.run(Metrics(cast("AsyncLLM", llm), "model").render()).decode()
+    text = asyncio.run(Metrics(cast("AsyncLLM", llm), "model", ResponseStore()).render()).decode()
     return [one for one in text_string_to_metric_families(text) if not one.name.endswith("_created")]
 
 

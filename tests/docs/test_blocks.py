@@ -25,7 +25,7 @@ from . import curl
 ROOT = Path(__file__).parents[2]
 MAKEFILES = ["Makefile", "environments/targets.mk", "scripts/checks.mk"]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
-LANGUAGES = {"python", "sh", "json", ""}
+LANGUAGES = {"python", "sh", "json", "toml", ""}
 OTHERS = {"claude", "torchrun", "vllm-router", "export", "for", "done"}
 """What starts a command that is neither ours nor checked: other programs, and words of the shell."""
 
@@ -104,6 +104,11 @@ def test_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert (ROOT / name).is_file()
     else:
         assert name in OTHERS
+
+
+@pytest.mark.parametrize("block", blocks("toml"))
+def test_toml(block: str) -> None:
+    assert tomllib.loads(block)
 
 
 @pytest.mark.parametrize("block", blocks("json"))

@@ -248,6 +248,8 @@ def test_the_document_names_every_endpoint(server: Server) -> None:
         "/v1/models",
         COMPLETIONS,
         CHAT,
+        "/v1/responses/{id}",
+        "/v1/responses/{id}/input_items",
         "/health",
         "/metrics",
         "/version",

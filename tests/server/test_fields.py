@@ -39,6 +39,7 @@ SAMPLES: dict[str, Any] = {
     "access_programs": {"cyber": "standard"},
     "allowed_callers": ["programmatic"],
     "async": True,
+    "client_metadata": {"a": "b"},
     "cache_control": {"type": "ephemeral"},
     "defer_loading": True,
     "generate_summary": "auto",

@@ -130,7 +130,7 @@ def test_ends_are_counted_by_their_reasons() -> None:
     recorder = metrics.request(num_prompts=7, completions=2)
     for index, reason in enumerate(("stop", "stop", "length", "abort", "error")):
         recorder.observe(index, output(1, [1, 1], ended=reason))
-    recorder.observe(5, output(1, [1, 1]))
+    recorder.observe(5, output(1, [1, 1], ended=None))
     for _ in range(2):
         recorder.close()
     found = values(metrics)

@@ -165,7 +165,9 @@ def test_the_text_is_the_chats(responding: Server) -> None:
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"reasoning": {"effort": "huge"}}, "reasoning"),
         ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"previous_response_id": 1}, "previous_response_id"),
+        ({"previous_response_id": ""}, "previous_response_id"),
+        ({"store": "yes"}, "store"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "retrieval"}]}, "tools"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
@@ -180,7 +182,6 @@ def test_refusals(responding: Server, fields: dict[str, Any], param: str) -> Non
 
 def test_hints_are_taken_and_named(responding: Server) -> None:
     hints: dict[str, Any] = {
-        "store": True,
         "include": ["reasoning.encrypted_content"],
         "reasoning": {"effort": "low", "summary": "auto"},
         "text": {"verbosity": "low"},
@@ -192,7 +193,6 @@ def test_hints_are_taken_and_named(responding: Server) -> None:
     assert answer.status == 200, answer.body
     told = answer.headers["x-warning"]
     for name in (
-        "store",
         "include",
         "reasoning.effort=",
         "reasoning.summary",

@@ -121,6 +121,8 @@ def _settings(options: ServerOptions, limits: HTTPLimits, engine: dict[str, Any]
         ),
         profiler_folder=_profiler_folder(options.profiler_config),
         otlp_traces_endpoint=options.otlp_traces_endpoint,
+        responses_store_bytes=options.responses_store_bytes,
+        responses_store_seconds=options.responses_store_seconds,
         limits=limits,
     )
 

@@ -41,8 +41,10 @@ from specrs.server.metrics import CONTENT_TYPE
 from specrs.server.openapi import openapi
 from specrs.server.page import page_route
 from specrs.server.paths import is_anthropic, route_path
+from specrs.server.response_store import OWNER
 from specrs.server.responses_protocol import ResponsesRequest
 from specrs.server.routes import POSTS
+from specrs.server.stored_responses import stored_routes
 
 logger = logging.getLogger("specrs")
 
@@ -112,6 +114,7 @@ def build_app(context: Context) -> Starlette:
             *(get(path, partial(info.model_info, context)) for path in ("/model_info", "/get_model_info")),
             *(get(path, partial(info.server_info, context)) for path in ("/server_info", "/get_server_info")),
             *(Route(row.path, PostEndpoint(context, row.body, row.handle), methods=["POST"]) for row in POSTS),
+            *stored_routes(context),
         ],
         middleware=[
             *_cors(context.cors),
@@ -160,14 +163,16 @@ class KeyCheck:
 
     def _knows(self, scope: Scope) -> bool:
         """Return True if one of the two headers has a valid key: `Authorization` in OpenAI's API, `x-api-key` in
-        Anthropic's. A header that is there twice does not count."""
+        Anthropic's. A header that is there twice does not count. The digest of the valid key owns the responses that
+        the request stores."""
         scheme, _, key = (_only_value(scope, b"authorization") or b"").partition(b" ")
         given = [_digest(key.strip())] if scheme.lower() == b"bearer" else []
         if (other := _only_value(scope, b"x-api-key")) is not None:
             given.append(_digest(other))
         # every key is compared, whole, whatever the others said
-        known = [hmac.compare_digest(one, digest) for one in given for digest in self._digests]
-        return any(known)
+        known = [digest for one in given for digest in self._digests if hmac.compare_digest(one, digest)]
+        OWNER.set(known[0] if known else b"")
+        return bool(known)
 
 
 class PostEndpoint:

@@ -14,6 +14,7 @@ from specrs.server.errors import APIError, unavailable
 from specrs.server.limits import HTTPLimits
 from specrs.server.metrics import Metrics
 from specrs.server.profiler import Profiler
+from specrs.server.response_store import ResponseStore
 from specrs.server.templates import TemplateRenderer
 from specrs.server.tools import ToolSettings
 from specrs.server.tracing import Tracing
@@ -44,6 +45,7 @@ class Context:
     """LoRA adapters that requests may name as their model."""
     metrics: Metrics
     templates: TemplateRenderer | None
+    responses: ResponseStore = field(default_factory=ResponseStore)
     limits: HTTPLimits = field(default_factory=HTTPLimits)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     api_keys: Sequence[str] = ()

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from specrs.async_llm import AsyncLLM
 from specrs.errors import EngineDeadError
 from specrs.outputs import EngineStats, RequestOutput
+from specrs.server.response_store import ResponseStore
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -33,13 +34,16 @@ _REQUEST_BUCKETS = (
 class Metrics:
     """All metrics of one server, in a registry of its own."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
-        """Create the metrics. Each has the label `model_name`, and the label `engine`, which is always 0."""
+    def __init__(self, llm: AsyncLLM, model_name: str, responses: ResponseStore | None = None) -> None:
+        """Create the metrics, with those of `responses` if it is given. Each has the label `model_name`, and the label
+        `engine`, which is always 0."""
         self._llm = llm
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
         self._engine = _EngineCollector(llm, self._labels)
         self._registry.register(self._engine)
+        if responses is not None:
+            self._registry.register(_ResponsesCollector(responses, self._labels))
         ProcessCollector(registry=self._registry)
         names, values = tuple(self._labels), tuple(self._labels.values())
 
@@ -193,3 +197,30 @@ class _EngineCollector(Collector):
         config_info = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is set up.", labels=(*names, *info))
         config_info.add_metric((*values, *info.values()), 1)
         yield config_info
+
+
+class _ResponsesCollector(Collector):
+    """Prometheus collector of the statistics of stored responses."""
+
+    def __init__(self, store: ResponseStore, labels: dict[str, str]) -> None:
+        self._store = store
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        store, names, values = self._store, tuple(self._labels), tuple(self._labels.values())
+        store.expire()
+        for name, text, value in (
+            ("stored_responses", "Responses that are stored.", len(store)),
+            ("stored_responses_bytes", "Bytes of memory that stored responses take.", store.num_bytes),
+        ):
+            gauge = GaugeMetricFamily(f"specrs:{name}", text, labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+        evictions = CounterMetricFamily(
+            "specrs:stored_responses_evictions",
+            "Stored responses that were evicted, by the limit that evicted them: `bytes` or `age`.",
+            labels=(*names, "limit"),
+        )
+        for limit, count in store.evictions.items():
+            evictions.add_metric((*values, limit), count)
+        yield evictions

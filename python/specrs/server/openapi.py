@@ -12,6 +12,7 @@ from specrs.server.anthropic.endpoints import STOP_REASONS
 from specrs.server.messages import REASONING
 from specrs.server.paths import is_anthropic
 from specrs.server.routes import POSTS
+from specrs.server.stored_responses import DEFAULT_PAGE, MAX_PAGE
 
 _STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 _JSON = "application/json"
@@ -180,6 +181,16 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
         }
     ),
     "Models": _object({"object": _STRING, "data": _array(_ref("Model"))}),
+    "DeletedResponse": _object({"id": _STRING, "object": _STRING, "deleted": {"const": True}}),
+    "InputItems": _object(
+        {
+            "object": {"const": "list"},
+            "data": _array(_object({"id": _STRING, "type": _STRING})),
+            "first_id": _or_null(_STRING),
+            "last_id": _or_null(_STRING),
+            "has_more": {"type": "boolean"},
+        }
+    ),
     "Load": _object({"server_load": _INTEGER}),
     "Loads": _object(
         {
@@ -206,6 +217,7 @@ def openapi(version: str, model_names: Sequence[str]) -> dict[str, Any]:
             "get": _operation("One of the names.", {_JSON: {"schema": _ref("Model")}}, ("401", "404"))
             | {"parameters": [{"name": "name", "in": "path", "required": True, "schema": _STRING}]}
         },
+        **_stored_responses(),
     }
     for path, answer, summary in (
         ("/load", "Load", "Requests that run or wait."),
@@ -241,6 +253,28 @@ def openapi(version: str, model_names: Sequence[str]) -> dict[str, Any]:
             },
         },
         "security": [{}, {"key": []}, {"header": []}],
+    }
+
+
+def _stored_responses() -> dict[str, Any]:
+    """Return the paths of stored responses."""
+    one = {"name": "id", "in": "path", "required": True, "schema": _STRING}
+    limit = {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": DEFAULT_PAGE}
+    schemas = {"limit": limit, "order": {"enum": ["asc", "desc"], "default": "desc"}, "after": _STRING}
+    page = [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in schemas.items()]
+    errors = ("400", "401", "404")
+
+    def operation(summary: str, answer: str, *parameters: dict[str, Any]) -> dict[str, Any]:
+        return _operation(summary, {_JSON: {"schema": _ref(answer)}}, errors) | {"parameters": [one, *parameters]}
+
+    return {
+        "/v1/responses/{id}": {
+            "get": operation("A stored response.", "Response"),
+            "delete": operation("Delete a stored response.", "DeletedResponse"),
+        },
+        "/v1/responses/{id}/input_items": {
+            "get": operation("The input of a stored response, without what came before.", "InputItems", *page)
+        },
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from specrs.errors import InvalidConfigError, SpecrsError, invalid
 from specrs.options import Choice, Integer, ListOf, Number, Object, Switch, Text, Values, check_options, option
 from specrs.server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
+from specrs.server.response_store import STORE_BYTES, STORE_SECONDS
 
 API_KEY_VARIABLES = ("SPECRS_API_KEY", "VLLM_API_KEY")
 LOG_INTERVAL_VARIABLE = "VLLM_LOG_STATS_INTERVAL"
@@ -151,6 +152,21 @@ class ServerOptions:
     )
     otlp_traces_endpoint: str | None = _option(
         None, Text(), "URL of a collector of OpenTelemetry traces", default_is="no traces"
+    )
+    responses_store_bytes: int = option(
+        STORE_BYTES,
+        Integer(0, units=True),
+        "bytes of memory for stored responses",
+        note="0: none is stored",
+        commands=("serve",),
+        details="The least recently used responses of `/v1/responses` are evicted first.",
+    )
+    responses_store_seconds: float = option(
+        STORE_SECONDS,
+        Number(0.0),
+        "seconds that a stored response is kept after its last use",
+        note="0: none is stored",
+        commands=("serve",),
     )
 
     @property

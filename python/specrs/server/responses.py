@@ -19,6 +19,7 @@ from specrs.server.errors import APIError, api_error
 from specrs.server.generation import Generation
 from specrs.server.messages import Piece
 from specrs.server.responses_protocol import ResponsesRequest, as_chat, message_places
+from specrs.server.stored_responses import Place, earlier_items, new_place
 from specrs.server.tools import RESPONSE_FIELDS
 
 logger = logging.getLogger("specrs")
@@ -132,22 +133,31 @@ def _logprobs(name: str) -> Event:
 class ResponseGeneration(Generation):
     """A chat generation that is reported as a response."""
 
-    def __init__(self, context: Context, answer: Answer, body: ResponsesRequest) -> None:
+    def __init__(self, context: Context, answer: Answer, body: ResponsesRequest, place: Place) -> None:
         super().__init__(context, answer)
         self._body = body
         self._context = context
+        self._store_place = place
+        self._id = f"resp_{answer.request_id}"
+        if place.stored and (place.owner, self._id) in place.store:
+            self._id = f"resp_{uuid.uuid4().hex}"  # a client may send the same request id twice
 
     async def whole(self) -> dict[str, Any]:
-        """Wait until all has ended, and return the response. Raises `APIError` if the chat failed."""
+        """Wait until all has ended, store the response and return it. Raises `APIError` if the chat failed."""
         chat = await super().whole()
         (choice,) = chat["choices"]
         items = Items()
         items.add(choice["pieces"])
         items.close(cut_off=choice["finish_reason"] == "length")
-        return self._response(items, choice["finish_reason"])
+        response = self._response(items, choice["finish_reason"])
+        self._store_place.put(response)
+        return response
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield numbered server-sent events; the last one has the whole response. A failure is an event, too."""
+        """Yield numbered server-sent events; the last one has the whole response.
+
+        The response is stored before the last event. A failure is an event, too, and nothing is stored.
+        """
         number, items, reason = 0, Items(), None
 
         def encode(events: list[Event]) -> bytes:
@@ -170,6 +180,7 @@ class ResponseGeneration(Generation):
                     yield encode(events)
             closing = items.close(cut_off=reason == "length")
             response = self._response(items, reason)
+            self._store_place.put(response)
             yield encode([*closing, {"type": f"response.{response['status']}", "response": response}])
         except Exception as fault:
             if not isinstance(fault, (APIError, SpecrsError)):
@@ -185,7 +196,7 @@ class ResponseGeneration(Generation):
         body, used, params = self._body, self._usage(), self._answer.asked.params
         status = {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
         return {
-            "id": f"resp_{self._answer.request_id}",
+            "id": self._id,
             "object": "response",
             "created_at": self._answer.created,
             "status": status,
@@ -196,8 +207,8 @@ class ResponseGeneration(Generation):
             "model": self._answer.model,
             "output": list(items.done),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": body.previous_response_id,
+            "store": self._store_place.stored,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "text": {"format": {"type": "text"}}
@@ -226,12 +237,14 @@ def _dumped(choice: Any) -> Any:
 
 async def responses(context: Context, body: ResponsesRequest) -> dict[str, Any] | Generation:
     """Answer `POST /v1/responses`. Returns the response, or a generation that streams it."""
-    chat = as_chat(body)
-    fields = replace(RESPONSE_FIELDS, messages=message_places(body))
+    earlier = await earlier_items(context, body)
+    chat = as_chat(body, earlier.items)
+    fields = replace(RESPONSE_FIELDS, messages=message_places(body, earlier.items))
+    place = await new_place(context, body, earlier)
     with fields.errors():
         answer, prompts = await prepare_chat(context, chat, fields)
         check_size(context, answer, prompts)
-        generation = ResponseGeneration(context, replace(answer, in_pieces=True), body)
+        generation = ResponseGeneration(context, replace(answer, in_pieces=True), body, place)
         await generation.start(prompts, context.lora_request(body.model))
     if body.stream:
         return generation

@@ -1,7 +1,8 @@
-"""The body of `POST /v1/responses`, field by field, and the chat that it asks for. Stores nothing."""
+"""The body of `POST /v1/responses`, field by field, and the chat that it asks for. Looks up no stored responses."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Tag, WrapValidator
@@ -14,6 +15,7 @@ from specrs.server.limits import MAX_FUNCTION_NAME_LENGTH, MAX_MESSAGES, MAX_REQ
 from specrs.server.message_fields import without_marks
 from specrs.server.protocol import (
     DRAW_FIELDS,
+    LABEL,
     CacheKey,
     CacheOptions,
     ChatCompletionRequest,
@@ -22,7 +24,6 @@ from specrs.server.protocol import (
     Moderation,
     ReasoningEffort,
     ServiceTier,
-    Store,
     Verbosity,
     choice_discriminator,
 )
@@ -169,19 +170,24 @@ class ResponsesRequest(DrawBody):
     prompt_cache_retention: CacheKey = None
     safety_identifier: Label = None
     service_tier: ServiceTier = None
-    store: Store = None
+    store: bool | None = None
+    """null means true, as in OpenAI's API."""
+    previous_response_id: str | None = Field(None, min_length=1)
     access_programs: Annotated[dict[str, Any] | None, NoEffect("access programs are OpenAI's own")] = None
     image: Annotated[dict[str, Any] | None, NoEffect("an input has no images")] = None
-    include: Annotated[list[Included] | None, NoEffect("items have no such parts", silent=([],))] = None
+    client_metadata: Annotated[dict[str, str] | None, LABEL] = None  # Codex sends it
+    include: Annotated[
+        list[Included] | None,
+        NoEffect("items have no such parts; reasoning items have their text in content", silent=([],)),
+    ] = None
     max_tool_calls: Annotated[int | None, Field(ge=1, lt=2**31), NoEffect("the server runs no tools")] = None
 
     background: Annotated[
         Any, Rejected("the answer comes on the connection of its request; leave it out", allowed=(False,))
     ] = None
     context_management: Annotated[Any, Rejected("no context is compacted; send a shorter input", allowed=([],))] = None
-    conversation: Annotated[Any, Rejected("nothing is stored; send all earlier items in input")] = None
+    conversation: Annotated[Any, Rejected("there are no conversations; use previous_response_id")] = None
     moderation: Moderation = None
-    previous_response_id: Annotated[Any, Rejected("nothing is stored; send all earlier items in input")] = None
     prompt: Annotated[Any, Rejected("no prompts are stored; send instructions and input")] = None
     top_logprobs: Annotated[Any, Rejected("responses have no log probabilities; ask for a chat", allowed=(0,))] = None
 
@@ -197,11 +203,19 @@ _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 """Content part types, each with the field that holds its text."""
 
 
-def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
-    """Convert `body` to a chat request. Raises `InvalidRequestError` if an item of `input` is not valid."""
+def as_chat(body: ResponsesRequest, earlier: Sequence[dict[str, Any]] = ()) -> ChatCompletionRequest:
+    """Convert `body` to a chat request. `earlier` are the items of the conversation that it continues.
+
+    Raises `InvalidRequestError` if an item of `input` is not valid, or if there are too many messages.
+    """
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     fields["max_completion_tokens"] = body.max_output_tokens
-    fields["messages"] = [message for _, message in _messages(body)]
+    fields["messages"] = [message for _, message in _messages(body, earlier)]
+    if len(fields["messages"]) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"input: makes {len(fields['messages'])} messages, with those of instructions and previous_response_id; "
+            f"allowed are {MAX_MESSAGES}"
+        )
     if isinstance(body.input, list):
         for warning in item_warnings(body.input):
             warn(warning)
@@ -243,19 +257,28 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.get("name")}} if tool.get("type") == "function" else tool
 
 
-def message_places(body: ResponsesRequest) -> list[str]:
-    """Return the field of `body` that each message of `as_chat` comes from: `instructions`, `input` or one of its
-    items."""
-    return [place for place, _ in _messages(body)]
+def message_places(body: ResponsesRequest, earlier: Sequence[dict[str, Any]] = ()) -> list[str]:
+    """Return the field of `body` that each message of `as_chat` comes from: `instructions`, `previous_response_id`,
+    `input` or one of its items."""
+    return [place for place, _ in _messages(body, earlier)]
 
 
-def _messages(body: ResponsesRequest) -> list[tuple[str, dict[str, Any]]]:
+def _items(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the items of the whole conversation, each with the field of `body` that it comes from."""
+    for item in earlier:
+        yield "previous_response_id", item
+    if isinstance(body.input, str):
+        yield "input", {"role": "user", "content": body.input}
+    else:
+        for i, item in enumerate(body.input or []):
+            yield f"input[{i}]", item
+
+
+def _messages(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """Return the messages of the chat that `body` asks for, each with the field that it comes from."""
     messages: list[tuple[str, dict[str, Any]]] = []
     if body.instructions:
         messages.append(("instructions", {"role": "system", "content": body.instructions}))
-    if isinstance(body.input, str):
-        return [*messages, ("input", {"role": "user", "content": body.input})]
     thoughts: list[str] = []  # of the assistant's message that comes next
 
     def add(message: dict[str, Any]) -> None:
@@ -263,11 +286,11 @@ def _messages(body: ResponsesRequest) -> list[tuple[str, dict[str, Any]]]:
         messages.append((at, message | own))
         thoughts.clear()
 
-    for i, item in enumerate(body.input or []):
-        if is_hosted_item(item):
+    for at, given in _items(body, earlier):
+        if is_hosted_item(given):
             continue
-        item = without_marks("input", item)
-        at, kind = f"input[{i}]", item_type(item)
+        item = without_marks("input", given)
+        kind = item_type(item)
         if kind == "message":
             role = item.get("role")
             if role not in _ROLES:

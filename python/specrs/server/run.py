@@ -33,6 +33,7 @@ from specrs.server.limits import SEND_BUFFER, HTTPLimits
 from specrs.server.logs import INTERVAL, log_figures, log_what_runs
 from specrs.server.metrics import Metrics
 from specrs.server.profiler import Profiler
+from specrs.server.response_store import STORE_BYTES, STORE_SECONDS, ResponseStore
 from specrs.server.templates import TemplateRenderer
 from specrs.server.tools import ToolSettings
 from specrs.server.tracing import Tracing
@@ -89,6 +90,8 @@ class ServerSettings:
     ui: bool = False
     profiler_folder: Path | None = None
     otlp_traces_endpoint: str | None = None
+    responses_store_bytes: int = STORE_BYTES
+    responses_store_seconds: float = STORE_SECONDS
     limits: HTTPLimits = field(default_factory=HTTPLimits)
 
 
@@ -152,12 +155,14 @@ def make_context(engine_settings: Mapping[str, Any], settings: ServerSettings) -
         templates = TemplateRenderer(llm.tokenizer, settings.chat_template)
     if defaults:
         logger.info("Sampling parameters of the checkpoint, where a request has none: %s", defaults)
+    responses = ResponseStore(settings.responses_store_bytes, settings.responses_store_seconds)
     return Context(
         llm=llm,
         model_names=names,
         adapters=adapters,
-        metrics=Metrics(llm, names[0]),
+        metrics=Metrics(llm, names[0], responses),
         templates=templates,
+        responses=responses,
         limits=settings.limits,
         defaults=defaults,
         api_keys=settings.api_keys,

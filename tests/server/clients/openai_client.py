@@ -145,7 +145,7 @@ with client.chat.completions.stream(
 assert "tool_calls.function.arguments.delta" in kinds, kinds
 assert final.finish_reason == "tool_calls"
 assert FUNCTIONS["weather"](**json.loads(final.message.tool_calls[0].function.arguments)) == results[0]
-# responses: whole, streamed, and a loop of tools, each with all of its history
+# responses: whole, streamed, and a loop of tools with all of its history
 answer = client.responses.create(
     model="pair", instructions="Write Python.", input="class Stack:", max_output_tokens=20, temperature=0
 )
@@ -172,6 +172,33 @@ output = FUNCTIONS["weather"](**json.loads(call.arguments))
 history += [call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": output}]
 answer = client.responses.create(input=history, tool_choice="none", **asked)
 assert answer.output[0].type == "message"
+# the same loop with what the server stores: each request sends only what is new
+first = client.responses.create(input=history[:1], tool_choice="required", **asked)
+result = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": output}
+chained = client.responses.create(input=[result], previous_response_id=first.id, tool_choice="none", **asked)
+assert chained.output_text == answer.output_text != ""
+assert chained.usage.input_tokens == answer.usage.input_tokens
+assert chained.previous_response_id == first.id
+with client.responses.stream(
+    input=[result], previous_response_id=first.id, tool_choice="none", store=False, **asked
+) as stream:
+    deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    left = stream.get_final_response()
+assert "".join(deltas) == answer.output_text
+assert client.responses.retrieve(first.id).output == first.output
+items = list(client.responses.input_items.list(chained.id, limit=1, order="asc"))
+assert [(item.type, item.call_id, item.output) for item in items] == [
+    ("function_call_output", result["call_id"], output)
+]
+(item,) = client.responses.input_items.list(first.id)
+assert item.content[0].text == "How warm is it in Rome?"
+client.responses.delete(first.id)
+for call in (
+    lambda: client.responses.retrieve(first.id),
+    lambda: client.responses.retrieve(left.id),
+    lambda: client.responses.create(input="x", previous_response_id=chained.id, **asked),
+):
+    assert failure(call, openai.NotFoundError).body["code"] == 404
 # own output goes back as it came: a call that was cut off, and fields that have no effect here
 cut = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Ro'}, "id": "call_1"}
 history = [
@@ -203,17 +230,16 @@ raw = client.responses.with_raw_response.create(
     model="pair",
     input="x",
     max_output_tokens=2,
-    store=True,
     include=["reasoning.encrypted_content"],
     reasoning={"effort": "low", "summary": "auto"},
     truncation="auto",
     tools=[{"type": "web_search"}],
 )
 assert raw.parse().status == "incomplete"
-for name in ("tools[0].type='web_search'", "include", "reasoning.summary", "store"):
+for name in ("tools[0].type='web_search'", "include", "reasoning.summary"):
     assert name in raw.headers["x-warning"], name
 refused = failure(
-    lambda: client.responses.create(model="pair", input="x", previous_response_id="resp_1"), openai.BadRequestError
+    lambda: client.responses.create(model="pair", input="x", previous_response_id="resp_1"), openai.NotFoundError
 )
 assert refused.param == "previous_response_id"
 print("ok")

@@ -51,7 +51,7 @@ pub(crate) struct Rounded<'a> {
     pub(crate) scales: &'a [f32],
     /// `[rows, blocks]` sums of the codes of each half of a block.
     pub(crate) sums: &'a [[i32; 2]],
-    /// The same rows for products by tiles.
+    /// Rows in the form that tiles multiply, if some do.
     pub(crate) planes: Option<Planes<'a>>,
 }
 

@@ -266,7 +266,7 @@ impl Strip for Looked<'_> {
 
 /// Blocks whose codes and scales have been expanded.
 pub(super) struct Expanded {
-    /// Of each block 16 lines of pairs, or 8 of bytes.
+    /// Lines of each block: 16 of pairs, or 8 of bytes.
     pub(super) codes: [[Line; PAIRS]; EXPANDED],
     /// `[blocks, groups]`
     pub(super) scales: [[Vector; 2]; EXPANDED],
