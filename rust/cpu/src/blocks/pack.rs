@@ -75,11 +75,13 @@ impl Packed {
         if let Some(i) = scales.iter().position(|scale| !scale.is_finite()) {
             return Err(Error::invalid(format!("{name}'s scales"), scales[i], "numbers"));
         }
-        let group = values.len() / scales.len().max(1);
-        let ranges: Vec<(i16, i16)> = values.chunks_exact(group.max(1)).map(range).collect();
-        let low = ranges.iter().map(|&(low, _)| low).min().unwrap_or(0);
-        let high = ranges.iter().map(|&(_, high)| high).max().unwrap_or(0);
-        let width = ranges.iter().map(|&(low, high)| i32::from(high) - i32::from(low)).max().unwrap_or(0);
+        let group = values.len() / scales.len();
+        let ranges: Vec<(i16, i16)> = values.chunks_exact(group).map(range).collect();
+        let (mut low, mut high, mut width) = (i16::MAX, i16::MIN, 0);
+        for &(least, most) in &ranges {
+            (low, high) = (low.min(least), high.max(most));
+            width = width.max(i32::from(most) - i32::from(least));
+        }
         if low < -128 || high > 127 {
             let given = format!("integers from {low} to {high}");
             return Err(Error::invalid(format!("{name}'s values"), given, "integers from -128 to 127"));
@@ -97,7 +99,7 @@ impl Packed {
             }
         };
         let mut made = Self::empty(kind, format, outputs, inputs);
-        let (groups, inputs_of_slot) = (inputs / group.max(1), BLOCK << format.shift);
+        let (groups, inputs_of_slot) = (inputs / group, BLOCK << format.shift);
         made.fill(threads, |strip, output| {
             let lane = output % LANES;
             for slot in 0..inputs / inputs_of_slot {
