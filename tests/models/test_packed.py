@@ -11,10 +11,11 @@ import torch
 from checkpoints import make_checkpoint
 from gguf_files import draw_blocks, write_gguf
 from specrs.arrays import FLOAT32
+from specrs.backends.cpu import weights as weights_module
 from specrs.backends.cpu.weights import Rounding, load_native
 from specrs.core import InvalidBufferError, PackedMatrix
 from specrs.errors import CheckpointError, UnsupportedConfigError
-from specrs.models.gguf.file import open_gguf
+from specrs.models.gguf.file import GGUFFile, open_gguf
 from specrs.models.stored import PackedWeight, StackedWeight
 
 from models.harness import Feeder
@@ -76,6 +77,23 @@ def test_other_activations(wide: Path, tmp_path: Path) -> None:
         load_native(write_gguf(wide, tmp_path / "plain.gguf", "F16"), rounding=Rounding(activations="int16"))
     with pytest.raises(UnsupportedConfigError, match=reason):
         load_native(wide, rounding=Rounding(activations="int16"))
+
+
+@pytest.mark.parametrize(("activations", "bits"), [("auto", 4.5), ("fp32", 16)])
+def test_weights_that_exceed_memory(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, activations: str, bits: float
+) -> None:
+    """They are an error with both numbers before a block is read; with a byte more there is room."""
+    path = write_gguf(wide, tmp_path / "model.gguf", "Q4_0")
+    shapes = [tensor.shape for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) == 2]
+    needed = int(sum(np.prod(shape) for shape in shapes) * bits / 8)
+    rounding = Rounding(False, activations)
+    monkeypatch.setattr(weights_module, "host_memory", lambda: needed)
+    load_native(path, rounding=rounding)
+    monkeypatch.setattr(weights_module, "host_memory", lambda: needed - 1)
+    monkeypatch.setattr(GGUFFile, "blocks", lambda *_: pytest.fail("a block was read"))
+    with pytest.raises(CheckpointError, match=r"weights take at least .* GiB.*this process may use .* GiB of memory"):
+        load_native(path, rounding=rounding)
 
 
 def test_what_is_no_matrix_of_blocks() -> None:

@@ -4,6 +4,7 @@ place."""
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -11,9 +12,10 @@ from typing import Any, cast
 import numpy as np
 
 from specrs.arrays import BFLOAT16, FLOAT32, Array, aligned, converted
+from specrs.backends.kv_memory import host_memory
 from specrs.core import PackedMatrix
 from specrs.engine_options import INTEGER_ACTIVATIONS
-from specrs.errors import UnsupportedConfigError, invalid
+from specrs.errors import CheckpointError, UnsupportedConfigError, invalid
 from specrs.models.checkpoint import Checkpoint
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import ExpertWeights, NativeExperts, NativeWeights
@@ -218,6 +220,7 @@ class _QuantizedLoader(_NativeLoader):
         self.num_made, self.made_bytes = 0, 0
 
     def load(self) -> NativeWeights:
+        self._check_memory()
         weights = super().load()
         logger.info(
             "%s: %d matrices are packed, %.2f GiB; %d become %s when they are loaded, %.2f GiB",
@@ -229,6 +232,20 @@ class _QuantizedLoader(_NativeLoader):
             self.made_bytes / 2**30,
         )
         return weights
+
+    def _check_memory(self) -> None:
+        """Raise CheckpointError if the quantized matrices take more memory than there is. Reads no tensor data."""
+        bits, have = 0.0, host_memory()
+        for name, shape in tensor_shapes(self.config).items():
+            if name in self.checkpoint and self.checkpoint.is_quantized(name):
+                of_weight = self.checkpoint.packed_bits(name) if self.packs else 8 * self.made.itemsize
+                bits += math.prod(shape) * of_weight
+        if bits / 8 > have:
+            kept = "" if self.packs else f" as {self.made}, which cpu_activations='auto' would not need"
+            needed = f"the weights take at least {bits / 2**33:.2f} GiB{kept}"
+            room = f"this process may use {have / 2**30:.2f} GiB of memory"
+            remedy = "use a model with fewer weights or fewer bits"
+            raise CheckpointError(f"{self.checkpoint.folder}: {needed}, and {room}; {remedy}")
 
     def linear(self, names: list[str], *, bias: bool) -> NativeWeight:
         packed = [self._packed(f"{name}.weight") for name in names]

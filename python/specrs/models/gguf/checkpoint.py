@@ -174,6 +174,11 @@ class GGUFCheckpoint(QuantizedTensors):
         kinds = {"Q4_0": ("int4", "int8"), "Q8_0": ("int8",), "Q6_K": ("int8",)}.get(self._info(name).kind, ())
         return bits_of(kinds, 16 if self._info(name).kind == "Q6_K" else 32, self._shape(name)[1])
 
+    def packed_bits(self, name: str) -> float:
+        """Return the bits per weight of the tensor's type."""
+        numbers, num_bytes = self._info(name).block
+        return 8 * num_bytes / numbers
+
     def raw(self, name: str) -> Grouped | None:
         """Return the codes and scales of `name`; None for types that are no code times a scale.
 

@@ -57,6 +57,11 @@ class QuantizedTensors(ABC):
         """Return the bits per weight, at most, that GPU kernels read for a quantized tensor. None if they may have to
         read the dequantized matrix. Reads no tensor data."""
 
+    def packed_bits(self, name: str) -> float:
+        """Return the bits per weight that a quantized matrix takes at least once it is packed for native CPU passes.
+        Reads no tensor data."""
+        return self.quantized_bits(name) or 4
+
     def read(self, name: str, dtype: np.dtype[Any]) -> Array:
         """Return the tensor `name` converted to `dtype`; a quantized one is dequantized first."""
         return converted(self.mapped(name), dtype)
