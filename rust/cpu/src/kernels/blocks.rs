@@ -6,12 +6,12 @@
 
 use super::rounded::Rounded;
 use crate::blocks::{BLOCK, Minima, Packed};
-use crate::isa::{Isa, LANES, TileShape};
+use crate::isa::{Isa, LANES, TileShape, Vector};
 use crate::pass::MAX_TILE_ROWS;
 use by_tiles::{TileRoom, by_tiles};
 use source::{EXPANDED, Expand, Expanded, Ready, with_source};
 use std::ops::Range;
-use vectors::{ByVectors, Of};
+use vectors::{ByVectors, FewRows, Of};
 
 /// Repeats a body for each pair of half a block, with a constant that is its index there.
 macro_rules! each_pair {
@@ -58,36 +58,50 @@ pub(crate) struct BlockProduct<'a> {
     pub(crate) y_stride: usize,
 }
 
+/// The outputs of some rows: `[rows, stride]`.
+struct Rows<'a> {
+    y: &'a mut [f32],
+    stride: usize,
+}
+
+impl Rows<'_> {
+    /// Writes the sums of a strip to those of its outputs that `outputs` has.
+    #[inline(always)]
+    fn put(&mut self, acc: &[Vector], strip: usize, outputs: &Range<usize>) {
+        let (first, last) = (outputs.start.max(strip * LANES), outputs.end.min((strip + 1) * LANES));
+        for (acc, y) in acc.iter().zip(self.y.chunks_mut(self.stride)) {
+            let y = &mut y[first - outputs.start..last - outputs.start];
+            match y.as_mut_array() {
+                Some(y) => *y = *acc,
+                None => y.copy_from_slice(&acc[first - strip * LANES..last - strip * LANES]),
+            }
+        }
+    }
+}
+
 impl BlockProduct<'_> {
     /// Computes the strips one by one: few rows read them as they are packed, many from blocks that are expanded once.
     pub(crate) fn run(self, isa: Isa) {
-        let Self { w, outputs: Range { start, end }, x, rows, y, y_stride } = self;
-        let format = w.format();
+        let Self { w, outputs, x, rows, y, y_stride: stride } = self;
+        let (format, mut y) = (w.format(), Rows { y, stride });
         let bytes = !x.quads.is_empty() && format.largest_byte() <= isa.largest_byte();
         // Groups of 16 inputs fill tiles too little.
         let planes = x.planes.filter(|_| !format.halves);
-        let mut tiles = planes.map(|planes| (planes, planes.tiles.begin(TileShape::Bytes), TileRoom::new()));
-        let mut room = [[0.0; LANES]; MAX_TILE_ROWS];
-        let mut expanded = (tiles.is_none() && rows > isa.integer_rows()).then(Expanded::new);
-        for strip in start / LANES..end.div_ceil(LANES) {
-            room[..rows.next_multiple_of(LANES)].fill([0.0; LANES]);
-            if let Some((planes, tiling, tile_room)) = &mut tiles {
-                by_tiles(isa, w, strip, (*planes, tiling), tile_room, &mut room);
+        if planes.is_none() && rows <= isa.integer_rows() {
+            return with_source(isa, w, FewRows { outputs, x, bytes, rows, y });
+        }
+        let mut tiles = planes.map(|planes| (planes, planes.tiles.begin(TileShape::Bytes)));
+        let mut room = (TileRoom::new(), [[0.0; LANES]; MAX_TILE_ROWS]);
+        let (tile_room, acc) = (&mut room.0, &mut room.1);
+        for strip in outputs.start / LANES..outputs.end.div_ceil(LANES) {
+            acc[..rows.next_multiple_of(LANES)].fill([0.0; LANES]);
+            if let Some((planes, tiling)) = &mut tiles {
+                by_tiles(isa, w, strip, (*planes, tiling), tile_room, acc);
             } else {
-                let work = ByVectors { first: 0, count: x.blocks, x, bytes, acc: &mut room[..rows] };
-                match &mut expanded {
-                    None => with_source(isa, w, strip, work),
-                    Some(expanded) => by_vectors(isa, w, strip, expanded, work),
-                }
+                let work = ByVectors { first: 0, count: x.blocks, x, bytes, acc: &mut acc[..rows] };
+                by_vectors(isa, w, strip, &mut tile_room.expanded, work);
             }
-            let (first, last) = (start.max(strip * LANES), end.min((strip + 1) * LANES));
-            for (acc, y) in room[..rows].iter().zip(y.chunks_mut(y_stride)) {
-                let y = &mut y[first - start..last - start];
-                match y.as_mut_array() {
-                    Some(y) => *y = *acc,
-                    None => y.copy_from_slice(&acc[first - strip * LANES..last - strip * LANES]),
-                }
-            }
+            y.put(&acc[..rows], strip, &outputs);
         }
     }
 }
@@ -99,7 +113,7 @@ fn by_vectors(isa: Isa, w: &Packed, strip: usize, expanded: &mut Expanded, work:
     let form = if bytes { Form::Unsigned } else { Form::Pairs };
     for first in (0..x.blocks).step_by(EXPANDED) {
         let count = (x.blocks - first).min(EXPANDED);
-        with_source(isa, w, strip, Expand { first, count, form, out: expanded });
+        with_source(isa, w, Expand { strip, first, count, form, out: expanded });
         let (of, work) = (&*expanded, ByVectors { first, count, x, bytes, acc: &mut *acc });
         match (format.halves, format.minima != Minima::None) {
             (false, false) => isa.run_integers(Of { source: Ready::<false, false> { of, format }, work }),

@@ -7,9 +7,9 @@ use crate::isa::{Isa, Kernel, LANES, Simd, Tiling, Vector};
 use crate::kernels::rounded::Planes;
 use crate::memory::{LINE_BYTES, Line};
 
-/// Memory for products by tiles.
+/// Memory for products of many rows.
 pub(super) struct TileRoom {
-    expanded: Expanded,
+    pub(super) expanded: Expanded,
     dots: Dots,
 }
 
@@ -36,7 +36,7 @@ pub(super) fn by_tiles(
     let acc = &mut acc.as_chunks_mut().0[..groups];
     for first in (0..stride).step_by(EXPANDED) {
         let count = (stride - first).min(EXPANDED);
-        with_source(isa, w, strip, Expand { first, count, form: Form::Signed, out: expanded });
+        with_source(isa, w, Expand { strip, first, count, form: Form::Signed, out: expanded });
         let (of, dots, acc) = (&*expanded, &mut *dots, &mut *acc);
         match (w.format().minima != Minima::None, planes.wide) {
             (false, true) => isa.run(ByTiles::<false, 2> { tiling, of, planes, stride, first, count, dots, acc }),

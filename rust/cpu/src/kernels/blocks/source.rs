@@ -4,6 +4,7 @@ use super::{Form, PAIRS, RUNS};
 use crate::blocks::{Format, Minima, Packed, SUPER, Scales};
 use crate::isa::{Isa, Kernel, LANES, Simd, Vector};
 use crate::memory::{Bf16, LINE_BYTES, Line};
+use std::marker::PhantomData;
 
 /// Blocks that are expanded at once where rows are many.
 pub(super) const EXPANDED: usize = 2 * SUPER / crate::blocks::BLOCK;
@@ -29,57 +30,53 @@ pub(super) trait Source {
 }
 
 /// A strip as it is packed.
-pub(super) trait Strip: Source {
+pub(super) trait Strip<'a>: Source {
+    /// A strip of `w`, whose format is that of this type.
+    fn of(w: &'a Packed, strip: usize) -> Self;
     /// A run of a block as signed bytes, less the offset.
     fn signed<S: Simd>(&self, s: S, block: usize, run: usize) -> S::I;
 }
 
-/// What is done with the blocks of a strip as it is packed.
+/// What is done with strips of `w` as they are packed.
 pub(super) trait Work {
-    fn run<S: Simd, D: Strip>(self, s: S, source: &D);
+    fn run<'a, S: Simd, D: Strip<'a>>(self, s: S, w: &'a Packed);
 }
 
-/// Work on a source: a kernel for each pair of types, because one for all would take the compiler minutes.
-struct With<D, W> {
-    source: D,
+/// Work on strips: a kernel for each pair of types, because one for all would take the compiler minutes.
+struct With<'a, D, W> {
+    w: &'a Packed,
     work: W,
+    strips: PhantomData<D>,
 }
 
-impl<D: Strip, W: Work> Kernel for With<D, W> {
+impl<'a, D: Strip<'a>, W: Work> Kernel for With<'a, D, W> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        self.work.run(s, &self.source);
+        self.work.run::<S, D>(s, self.w);
     }
 }
 
-/// Does work on a strip as it is packed.
-pub(super) fn with_source(isa: Isa, w: &Packed, strip: usize, work: impl Work) {
+/// Does work on strips of `w` as they are packed.
+pub(super) fn with_source(isa: Isa, w: &Packed, work: impl Work) {
     let format = w.format();
     match (format.low, format.high, format.halves, format.minima != Minima::None, format.table) {
-        (4, 0, false, false, None) => isa.run_integers(With { source: direct::<4, 0, false, false>(w, strip), work }),
-        (4, 0, false, true, None) => isa.run_integers(With { source: direct::<4, 0, false, true>(w, strip), work }),
-        (4, 1, false, false, None) => isa.run_integers(With { source: direct::<4, 1, false, false>(w, strip), work }),
-        (4, 1, false, true, None) => isa.run_integers(With { source: direct::<4, 1, false, true>(w, strip), work }),
-        (4, 2, true, false, None) => isa.run_integers(With { source: direct::<4, 2, true, false>(w, strip), work }),
-        (2, 0, true, true, None) => isa.run_integers(With { source: direct::<2, 0, true, true>(w, strip), work }),
-        (2, 1, true, false, None) => isa.run_integers(With { source: direct::<2, 1, true, false>(w, strip), work }),
-        (8, 0, false, false, None) => isa.run_integers(With { source: direct::<8, 0, false, false>(w, strip), work }),
-        (4, 0, false, false, Some(table)) => {
-            isa.run_integers(With { source: Looked(direct(w, strip), table), work });
-        }
+        (4, 0, false, false, None) => with::<Direct<'_, 4, 0, false, false>>(isa, w, work),
+        (4, 0, false, true, None) => with::<Direct<'_, 4, 0, false, true>>(isa, w, work),
+        (4, 1, false, false, None) => with::<Direct<'_, 4, 1, false, false>>(isa, w, work),
+        (4, 1, false, true, None) => with::<Direct<'_, 4, 1, false, true>>(isa, w, work),
+        (4, 2, true, false, None) => with::<Direct<'_, 4, 2, true, false>>(isa, w, work),
+        (2, 0, true, true, None) => with::<Direct<'_, 2, 0, true, true>>(isa, w, work),
+        (2, 1, true, false, None) => with::<Direct<'_, 2, 1, true, false>>(isa, w, work),
+        (8, 0, false, false, None) => with::<Direct<'_, 8, 0, false, false>>(isa, w, work),
+        (4, 0, false, false, Some(_)) => with::<Looked<'_>>(isa, w, work),
         _ => unreachable!("no type has this format"),
     }
 }
 
-/// The strip as it is packed.
-fn direct<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool>(
-    w: &Packed,
-    strip: usize,
-) -> Direct<'_, LOW, HIGH, HALVES, MINS> {
-    let (halves, subs) = w.scales(strip);
-    Direct { format: w.format(), codes: w.codes(strip), halves, subs }
+fn with<'a, D: Strip<'a>>(isa: Isa, w: &'a Packed, work: impl Work) {
+    isa.run_integers(With::<'a, D, _> { w, work, strips: PhantomData });
 }
 
 /// A strip as it is packed, with codes of `LOW` bits and `HIGH` ones.
@@ -204,9 +201,15 @@ impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> 
     }
 }
 
-impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> Strip
-    for Direct<'_, LOW, HIGH, HALVES, MINS>
+impl<'a, const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> Strip<'a>
+    for Direct<'a, LOW, HIGH, HALVES, MINS>
 {
+    #[inline(always)]
+    fn of(w: &'a Packed, strip: usize) -> Self {
+        let (halves, subs) = w.scales(strip);
+        Self { format: w.format(), codes: w.codes(strip), halves, subs }
+    }
+
     #[inline(always)]
     fn signed<S: Simd>(&self, s: S, block: usize, run: usize) -> S::I {
         let codes = self.bytes(s, block, run);
@@ -257,7 +260,12 @@ impl Source for Looked<'_> {
     }
 }
 
-impl Strip for Looked<'_> {
+impl<'a> Strip<'a> for Looked<'a> {
+    #[inline(always)]
+    fn of(w: &'a Packed, strip: usize) -> Self {
+        Self(Direct::of(w, strip), w.format().table.expect("a type with a table"))
+    }
+
     #[inline(always)]
     fn signed<S: Simd>(&self, s: S, block: usize, run: usize) -> S::I {
         s.lookup(self.1, self.0.bytes(s, block, run))
@@ -283,8 +291,9 @@ impl Expanded {
     }
 }
 
-/// Expands blocks `first .. first + count` of a source.
+/// Expands blocks `first .. first + count` of a strip.
 pub(super) struct Expand<'a> {
+    pub(super) strip: usize,
     pub(super) first: usize,
     pub(super) count: usize,
     pub(super) form: Form,
@@ -293,8 +302,9 @@ pub(super) struct Expand<'a> {
 
 impl Work for Expand<'_> {
     #[inline(always)]
-    fn run<S: Simd, D: Strip>(self, s: S, source: &D) {
-        let Self { first, count, form, out } = self;
+    fn run<'a, S: Simd, D: Strip<'a>>(self, s: S, w: &'a Packed) {
+        let Self { strip, first, count, form, out } = self;
+        let source = D::of(w, strip);
         for i in 0..count {
             let (block, codes) = (first + i, &mut out.codes[i]);
             match form {

@@ -1,9 +1,12 @@
 //! Products of rounded rows with packed weights by vectors of integers.
 
-use super::PAIRS;
 use super::source::{Source, Strip, Work};
-use crate::isa::{Kernel, Simd, Vector};
+use super::{PAIRS, Rows};
+use crate::blocks::Packed;
+use crate::isa::{Kernel, LANES, Simd, Vector};
 use crate::kernels::rounded::{Pairs, Quads, Rounded};
+use crate::pass::MAX_TILE_ROWS;
+use std::ops::Range;
 
 /// Blocks ahead of the one that is multiplied, whose codes are fetched from memory.
 const AHEAD: usize = 8;
@@ -19,10 +22,26 @@ pub(super) struct ByVectors<'a, 'b> {
     pub(super) acc: &'b mut [Vector],
 }
 
-impl Work for ByVectors<'_, '_> {
+/// Products of few rows with the outputs `outputs`, strip by strip as they are packed.
+pub(super) struct FewRows<'a> {
+    pub(super) outputs: Range<usize>,
+    pub(super) x: Rounded<'a>,
+    pub(super) bytes: bool,
+    pub(super) rows: usize,
+    pub(super) y: Rows<'a>,
+}
+
+impl Work for FewRows<'_> {
     #[inline(always)]
-    fn run<S: Simd, D: Strip>(self, s: S, source: &D) {
-        self.multiply(s, source);
+    fn run<'a, S: Simd, D: Strip<'a>>(self, s: S, w: &'a Packed) {
+        let Self { outputs, x, bytes, rows, mut y } = self;
+        let mut acc = [[0.0; LANES]; MAX_TILE_ROWS];
+        for strip in outputs.start / LANES..outputs.end.div_ceil(LANES) {
+            let acc = &mut acc[..rows];
+            acc.fill([0.0; LANES]);
+            ByVectors { first: 0, count: x.blocks, x, bytes, acc }.multiply(s, &D::of(w, strip));
+            y.put(acc, strip, &outputs);
+        }
     }
 }
 
