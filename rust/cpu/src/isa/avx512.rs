@@ -50,6 +50,7 @@ impl Avx512<PLAIN> {
     #[inline]
     pub(super) fn run_integers<K: Kernel>(self, kernel: K) -> K::Output {
         if is_x86_feature_detected!("avx512vnni") {
+            let Self(()) = self;
             // SAFETY: the machine has it, and by the receiver the rest.
             unsafe { run_vnni(Avx512::<VNNI>(()), kernel) }
         } else if let Some(s) = Avx2::detect() {

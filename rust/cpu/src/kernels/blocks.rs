@@ -71,9 +71,10 @@ impl Rows<'_> {
         let (first, last) = (outputs.start.max(strip * LANES), outputs.end.min((strip + 1) * LANES));
         for (acc, y) in acc.iter().zip(self.y.chunks_mut(self.stride)) {
             let y = &mut y[first - outputs.start..last - outputs.start];
-            match y.as_mut_array() {
-                Some(y) => *y = *acc,
-                None => y.copy_from_slice(&acc[first - strip * LANES..last - strip * LANES]),
+            if let Some(y) = y.first_chunk_mut::<LANES>() {
+                *y = *acc;
+            } else {
+                y.copy_from_slice(&acc[first - strip * LANES..last - strip * LANES]);
             }
         }
     }

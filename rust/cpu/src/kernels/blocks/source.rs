@@ -246,7 +246,7 @@ impl Source for Looked<'_> {
             return biased(s, self.signed(s, block, HALF * RUNS / 2 + P));
         }
         let codes = self.signed(s, block, HALF * RUNS / 2 + P / 2);
-        s.sar16(if P % 2 == 0 { s.shl16(codes, 8) } else { codes }, 8)
+        s.sar16(if P.is_multiple_of(2) { s.shl16(codes, 8) } else { codes }, 8)
     }
 
     #[inline(always)]
