@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from specrs.sampling import MAX_SPECULATIVE_TOKENS
 from specrs.speculative_config import DEFAULT_MAX_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:
-    from specrs.cli.advise.choice import Candidate, Drafted, Forecast
+    from specrs.cli.advise.choice import Drafted, Forecast
     from specrs.cli.advise.measure import Machine
     from specrs.cli.advise.replay import KnownText
     from specrs.cli.advise.traffic import LoggedRequest
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and the advice, and write the file. Raises `SpecrsError` for wrong options or
     traffic."""
     from specrs.cli.advise import report
-    from specrs.cli.advise.choice import choose, finalists
+    from specrs.cli.advise.choice import choose, finalists, rescaled
     from specrs.cli.advise.measure import ROUNDS
     from specrs.cli.option_flags import given_options
     from specrs.cli.threads import set_torch_threads
@@ -113,10 +114,9 @@ def run(arguments: argparse.Namespace) -> None:
     _say(f"running the {len(chosen)} best on {len(requests)} requests ...")
     timed = machine.compare(chosen, requests, rounds=ROUNDS, deadline=deadline)
     speeds = {candidate: one.tokens_per_second for candidate, one in timed.items()}
-    plain = next(one for one in forecasts if one.candidate == chosen[0]).tokens_per_second
-    choice = choose(speeds)
+    forecasts, choice = rescaled(forecasts, speeds), choose(speeds)
     advice = report.conclusion(choice, forecasts, speeds, max_k)
-    print(report.table(forecasts, speeds, plain))
+    print(report.table(forecasts, speeds))
     print(f"\n{advice}")
     if arguments.out is not None:
         report.write_config(arguments.out, report.config_of(model, given, choice, max_k), f"specrs advise: {advice}")
@@ -177,7 +177,7 @@ def _forecasts(
     plain_ms = 1e3 / answered.tokens_per_second
     # Costs are those of short texts; passes over these texts take longer by this factor.
     scale = plain_ms / costs.ms(1, 0)
-    all_costs = {None: costs}
+    all_costs: dict[str | None, CostModel] = {None: costs}
     for quantization in arguments.quantization:
         _say(f"measuring the costs of {quantization} weights ...")
         all_costs[quantization] = machine.costs(quantization)[0]
@@ -186,10 +186,10 @@ def _forecasts(
     runs = _run_with_model(machine, with_model, requests, plain_ms) if with_model else {}
     for quantization, own in all_costs.items():
         forecasts.append(Forecast(Candidate(quantization=quantization), 1.0, scale * own.ms(1, 0)))
-        for method, drafted in runs.items():
+        for name, drafted in runs.items():
             for k in range(1, arguments.max_k + 1):
                 more = scale * (own.ms(1, k) - costs.ms(1, k))
-                forecasts.append(from_runs(Candidate(method, k, quantization, with_model[method]), k, drafted, more))
+                forecasts.append(from_runs(Candidate(name, k, quantization, with_model[name]), k, drafted, more))
     return requests, forecasts
 
 
@@ -224,8 +224,6 @@ def _run_with_model(
 ) -> dict[str, list[Drafted]]:
     """Run each drafter that has a model with one and with the most drafts. Times are scaled to `plain_ms`, the
     milliseconds of a token without drafts, which runs next to them."""
-    from dataclasses import replace
-
     from specrs.cli.advise.choice import Candidate
 
     ks = sorted({1, machine.max_k})
@@ -237,7 +235,7 @@ def _run_with_model(
     for candidate in candidates:
         assert isinstance(candidate.k, int)
         drafted = timed[candidate].drafted(candidate.k)
-        runs[candidate.method].append(replace(drafted, ms=factor * drafted.ms))
+        runs[candidate.name].append(replace(drafted, ms=factor * drafted.ms))
     return runs
 
 

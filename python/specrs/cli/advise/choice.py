@@ -20,8 +20,8 @@ AUTO_LOSS = 0.01
 class Candidate:
     """A way to serve the model: how it drafts, with how many drafts, and the type of its weights."""
 
-    method: str = ""
-    """Drafting method; empty for no drafts."""
+    name: str = ""
+    """Name of the drafter; empty for no drafts."""
     k: int | str = 0
     """Number of draft tokens of a pass, or `auto`."""
     quantization: str | None = None
@@ -96,13 +96,13 @@ def from_runs(candidate: Candidate, k: int, runs: Sequence[Drafted], more_ms: fl
 
 
 def finalists(forecasts: Sequence[Forecast]) -> list[Candidate]:
-    """Return the candidates to run: no drafts, the two best forecasts with drafts, the best of another method, and the
-    best method with K chosen by the engine. If the best weights are quantized, these without drafts, too."""
+    """Return the candidates to run: no drafts, the two best forecasts with drafts, the best of another drafter, and the
+    best drafter with K chosen by the engine. If the best weights are quantized, these without drafts, too."""
     ranked = [one.candidate for one in sorted(forecasts, key=lambda one: one.ms_per_token)]
     drafting = [one for one in ranked if one.k != 0]
     chosen = [Candidate(), *drafting[:2]]
     if drafting:
-        chosen += next(([one] for one in drafting if one.method != drafting[0].method), [])
+        chosen += next(([one] for one in drafting if one.name != drafting[0].name), [])
         chosen.append(replace(drafting[0], k=AUTO))
     chosen.append(ranked[0].plain)
     return list(dict.fromkeys(chosen))
@@ -121,8 +121,18 @@ def choose(speeds: Mapping[Candidate, float]) -> Candidate:
     return auto if speeds[auto] >= (1.0 - AUTO_LOSS) * speeds[best] else best
 
 
+def rescaled(forecasts: Sequence[Forecast], speeds: Mapping[Candidate, float]) -> list[Forecast]:
+    """Return the forecasts with the speed of `Candidate()`, no drafts, as it was measured among `speeds`.
+
+    Forecasts are ratios to that speed. It was measured earlier, and the machine may have been faster or slower then.
+    """
+    plain = next(one for one in forecasts if one.candidate == Candidate())
+    factor = 1e3 / speeds[Candidate()] / plain.ms_per_token
+    return [replace(one, ms_per_token=factor * one.ms_per_token) for one in forecasts]
+
+
 def error_of(forecasts: Sequence[Forecast], speeds: Mapping[Candidate, float]) -> float:
-    """Return the largest relative error of the forecasts of candidates that ran. Speeds without drafts are left out,
-    because forecasts are scaled by them; 0 if nothing else ran."""
+    """Return the largest relative error of the forecasts of candidates that ran. `Candidate()` is left out, because
+    forecasts are scaled by its speed; 0 if nothing else ran."""
     ran = [one for one in forecasts if one.candidate in speeds and one.candidate != Candidate()]
     return max((abs(one.tokens_per_second / speeds[one.candidate] - 1.0) for one in ran), default=0.0)

@@ -163,6 +163,7 @@ class Machine:
                     if known is None or timed.seconds < known.seconds:
                         best[candidate, number] = timed
                     advance()
+            del engines, llm  # their memory, before the next round loads new ones
             now = time.perf_counter()
             if now + (now - began) > deadline:
                 break

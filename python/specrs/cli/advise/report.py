@@ -13,18 +13,18 @@ from specrs.speculative_config import AUTO
 _COLUMNS = ("drafter", "K", "weights", "tokens per pass", "forecast", "speed-up", "measured", "speed-up", "error")
 
 
-def table(forecasts: Sequence[Forecast], speeds: Mapping[Candidate, float], plain: float) -> str:
+def table(forecasts: Sequence[Forecast], speeds: Mapping[Candidate, float]) -> str:
     """Return a table: each drafter and type of weights at its best K, and all candidates that ran, fastest forecast
-    first. Speed-ups are relative to no drafts: `plain` tokens per second for forecasts, the measured for measured."""
+    first. Speed-ups are relative to the measured speed without drafts."""
     shown: dict[Candidate, Forecast | None] = {}
     drafters: set[tuple[str, str | None]] = set()
     for one in sorted(forecasts, key=lambda one: one.ms_per_token):
-        drafter = one.candidate.method, one.candidate.quantization
+        drafter = one.candidate.name, one.candidate.quantization
         if drafter not in drafters or one.candidate in speeds:
             shown[one.candidate] = one
         drafters.add(drafter)
     shown |= {candidate: None for candidate in speeds if candidate not in shown}
-    rows = [_row(candidate, forecast, speeds, plain) for candidate, forecast in shown.items()]
+    rows = [_row(candidate, forecast, speeds) for candidate, forecast in shown.items()]
     if all(candidate.quantization is None for candidate in shown):
         rows = [(*row[:2], *row[3:]) for row in rows]
         heads: tuple[str, ...] = (*_COLUMNS[:2], *_COLUMNS[3:])
@@ -34,9 +34,8 @@ def table(forecasts: Sequence[Forecast], speeds: Mapping[Candidate, float], plai
     return "\n".join(_aligned(row, widths) for row in (heads, *rows))
 
 
-def _row(
-    candidate: Candidate, forecast: Forecast | None, speeds: Mapping[Candidate, float], plain: float
-) -> tuple[str, ...]:
+def _row(candidate: Candidate, forecast: Forecast | None, speeds: Mapping[Candidate, float]) -> tuple[str, ...]:
+    plain = speeds[Candidate()]
     expected = ("", "", "")
     if forecast is not None:
         speed = forecast.tokens_per_second
@@ -45,16 +44,14 @@ def _row(
     if candidate in speeds:
         speed = speeds[candidate]
         error = "" if forecast is None else f"{100 * (forecast.tokens_per_second / speed - 1.0):+.1f} %"
-        measured = (f"{speed:.1f}", f"{speed / speeds[Candidate()]:.2f}x", error)
-    name = candidate.method or "none"
+        measured = (f"{speed:.1f}", f"{speed / plain:.2f}x", error)
+    name = candidate.name or "none"
     return (name, str(candidate.k), candidate.quantization or "as stored", *expected, *measured)
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = (
-        f"{text:<{width}}" if i == 0 else f"{text:>{width}}" for i, (text, width) in enumerate(zip(row, widths))
-    )
-    return "  ".join([first, *rest]).rstrip()
+    first, *rest = zip(row, widths, strict=True)
+    return "  ".join([f"{first[0]:<{first[1]}}", *(f"{text:>{width}}" for text, width in rest)]).rstrip()
 
 
 def conclusion(choice: Candidate, forecasts: Sequence[Forecast], speeds: Mapping[Candidate, float], max_k: int) -> str:
@@ -65,7 +62,7 @@ def conclusion(choice: Candidate, forecasts: Sequence[Forecast], speeds: Mapping
         advice = f"no speculation{weights}"
     else:
         k = f"{AUTO} (up to {max_k})" if choice.k == AUTO else choice.k
-        advice = f"{choice.method}, K = {k}{weights}"
+        advice = f"{choice.name}, K = {k}{weights}"
     error = f"forecasts were off by up to {100 * error_of(forecasts, speeds):.0f} %"
     return f"Use {advice}: {speed:.1f} tokens/s expected, {gain:.2f}x; {error}."
 

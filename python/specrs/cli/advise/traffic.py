@@ -66,7 +66,9 @@ def requests_of(body: object, tokenizer: Tokenizer) -> list[LoggedRequest]:
         raise ValueError('must be a JSON object, such as {"prompt": "..."}')
     if ("messages" in body) == ("prompt" in body):
         raise ValueError("must have either messages or prompt")
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
+    limit = body.get("max_completion_tokens")
+    if limit is None:
+        limit = body.get("max_tokens")
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
         raise ValueError(f"max_tokens={limit!r}: must be an integer of at least 1")
     answer = body.get("completion")
