@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> None:
     model, max_k = arguments.model_tag, arguments.max_k
     given = given_options(arguments, EngineOptions, "advise")
     set_torch_threads(arguments.threads, bundled=model is None)
-    machine, requests = _prepare(arguments, given)
+    machine, requests = prepare(arguments, given)
     deadline = time.perf_counter() + arguments.seconds
     requests, forecasts = _forecasts(arguments, machine, requests)
     chosen = finalists(forecasts)
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"config: {arguments.out}; start it with: specrs serve --config {arguments.out}")
 
 
-def _prepare(arguments: argparse.Namespace, given: dict[str, Any]) -> tuple[Machine, list[LoggedRequest]]:
+def prepare(arguments: argparse.Namespace, given: dict[str, Any]) -> tuple[Machine, list[LoggedRequest]]:
     """Return the machine and the requests to run, which fit into the model's context. Loads no weights."""
     from specrs.cli.advise import traffic
     from specrs.cli.advise.measure import Machine
@@ -169,7 +169,8 @@ def _forecasts(
     _say("measuring the costs of passes ...")
     costs, llm = machine.costs(None)
     _say("generating answers without drafts ...")
-    share = arguments.seconds / (2 * (8 + 2 * len(with_model)))
+    # All requests run about ten times, and twice on each drafter with a model. Half the time is for further rounds.
+    share = arguments.seconds / (2 * (10 + 2 * len(with_model)))
     requests, texts, answered = machine.answers(llm, requests, share)
     del llm
     if not answered.tokens:
@@ -237,6 +238,11 @@ def _run_with_model(
         drafted = timed[candidate].drafted(candidate.k)
         runs[candidate.name].append(replace(drafted, ms=factor * drafted.ms))
     return runs
+
+
+def drafters_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return all drafters to compare, by name: speculative configurations without K."""
+    return {_name(config): config for config in _FROM_TEXT} | _with_model(arguments)
 
 
 def _with_model(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:

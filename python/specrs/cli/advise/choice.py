@@ -15,6 +15,11 @@ LEAST_GAIN = 0.01
 AUTO_LOSS = 0.01
 """Largest loss in speed for which K chosen by the engine is advised in place of a fixed K. `auto` follows the load."""
 
+NEAR = 0.1
+"""Largest loss in speed, against the best forecast, with which another drafter still runs. Forecasts have errors."""
+MOST_DRAFTERS = 4
+"""Maximum number of different drafters that run at their best K."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -96,15 +101,20 @@ def from_runs(candidate: Candidate, k: int, runs: Sequence[Drafted], more_ms: fl
 
 
 def finalists(forecasts: Sequence[Forecast]) -> list[Candidate]:
-    """Return the candidates to run: no drafts, the two best forecasts with drafts, the best of another drafter, and the
-    best drafter with K chosen by the engine. If the best weights are quantized, these without drafts, too."""
-    ranked = [one.candidate for one in sorted(forecasts, key=lambda one: one.ms_per_token)]
-    drafting = [one for one in ranked if one.k != 0]
-    chosen = [Candidate(), *drafting[:2]]
+    """Return the candidates to run: no drafts, the two best forecasts with drafts, the best K of up to `MOST_DRAFTERS`
+    drafters whose forecasts are near the best, and the best drafter with K chosen by the engine. If the best weights
+    are quantized, these without drafts, too."""
+    ranked = sorted(forecasts, key=lambda one: one.ms_per_token)
+    drafting = [one for one in ranked if one.candidate.k != 0]
+    chosen = [Candidate(), *(one.candidate for one in drafting[:2])]
     if drafting:
-        chosen += next(([one] for one in drafting if one.name != drafting[0].name), [])
-        chosen.append(replace(drafting[0], k=AUTO))
-    chosen.append(ranked[0].plain)
+        best: dict[str, Candidate] = {}
+        for one in drafting:
+            if drafting[0].ms_per_token >= (1.0 - NEAR) * one.ms_per_token:
+                best.setdefault(one.candidate.name, one.candidate)
+        chosen += list(best.values())[:MOST_DRAFTERS]
+        chosen.append(replace(drafting[0].candidate, k=AUTO))
+    chosen.append(ranked[0].candidate.plain)
     return list(dict.fromkeys(chosen))
 
 
