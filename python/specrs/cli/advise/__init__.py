@@ -17,6 +17,7 @@ from specrs.cli.option_flags import MODEL, add_flags
 from specrs.engine_options import EngineOptions
 from specrs.errors import InvalidConfigError, check_int, check_number
 from specrs.model_values import AT_LOAD
+from specrs.options import one_of
 from specrs.sampling import MAX_SPECULATIVE_TOKENS
 from specrs.speculative_config import DEFAULT_MAX_SPECULATIVE_TOKENS
 
@@ -65,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_types,
         default=[],
         metavar="LIST",
-        help="types of weights to compare with the checkpoint's, as in int8,q4_0. They change the text; default: none",
+        help="types of weights to compare with the checkpoint's, with commas between, each "
+        f"{one_of(AT_LOAD)}; they change the text; default: none",
     )
     most = f"largest number of drafts, 1 to {MAX_SPECULATIVE_TOKENS}; default: {DEFAULT_MAX_SPECULATIVE_TOKENS}"
     parser.add_argument("--max-k", type=int, default=DEFAULT_MAX_SPECULATIVE_TOKENS, metavar="N", help=most)
