@@ -98,8 +98,7 @@ class _Loop:
             header = dict(zip(HEADER_FIELDS, self.planned["header"].tolist(), strict=False))
             self.results[:] = 0
             if header["num_decode"]:
-                # No pass drafts more than the answer lacks, because the target adds a token of its own.
-                k = min(int(self.planned["entry_k"][0]), len(answer) - done - 1)
+                k = int(self.planned["entry_k"][0])  # at most as many as leave a token to the target
                 drafts = self.planned["draft_token"][:k].tolist()
                 accepted = next((i for i, draft in enumerate(drafts) if draft != answer[done + i]), k)
                 self.reported["num_accepted"][0], self.reported["num_drafted"][0] = accepted, k
