@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quantized_files import gptq
 from specrs import LLM, SamplingParams
 from specrs.cli import main, parser
 from specrs.cli.advise import choice, report, traffic
@@ -293,7 +294,7 @@ def test_advise_on_traffic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr()
     assert "draft_model" not in printed.out
     assert "suffix" in printed.out
-    assert "1 requests are left out: they exceed the model's" in printed.err
+    assert "1 of 3 requests exceed the model's " in printed.err
 
 
 def test_requests(tokenizer: Tokenizer) -> None:
@@ -352,7 +353,7 @@ def test_more_wrong_lines_are_numbered(
     assert main(["advise", "--traffic", str(log)]) == 2
     error = capsys.readouterr().err
     assert "line 1 is wrong: is no UTF-8" in error
-    assert "; 6 more lines are wrong: 3, 4, 5, 6, ..." in error
+    assert "; also wrong, 6 in all: 3, 4, 5, 6, ..." in error
 
 
 @pytest.mark.parametrize(
@@ -379,6 +380,15 @@ def test_wrong_types_of_weights(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["advise", "--quantization", "int8,int3"])
     assert "'int8,int3' is not a list of different types among fp8, int8" in capsys.readouterr().err
+
+
+def test_a_quantized_model_has_no_other_types_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = gptq(Path(TARGET), tmp_path / "quantized")
+    assert main(["advise", str(folder), *SHORT, "--quantization", "int8"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("specrs advise: error: --quantization='int8': contradicts ")
+    assert "whose weights are quantized by 'gptq'" in error
+    assert error.count("\n") == 1, "nothing was measured"
 
 
 def test_an_empty_log_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,10 +133,13 @@ def prepare(arguments: argparse.Namespace, given: dict[str, Any]) -> tuple[Machi
     from specrs.engine.tokenizer import load_tokenizer
     from specrs.errors import UnsupportedModelError
     from specrs.models.loader import load_config
+    from specrs.models.quantization.table import resolve_quantization
 
     model = arguments.model_tag
     settings = {"dtype": "float32", **given} if model is None else given
     config = EngineConfig.from_kwargs(model=model, **settings)
+    for quantization in arguments.quantization:  # a model that is quantized already cannot be compared
+        resolve_quantization("--quantization", quantization, config.target, config.revision)
     tokenizer = load_tokenizer(config)
     assert tokenizer is not None
     if arguments.traffic is None:
@@ -149,7 +152,7 @@ def prepare(arguments: argparse.Namespace, given: dict[str, Any]) -> tuple[Machi
         most = sys.maxsize
     fitting = traffic.that_fit(requests, arguments.max_tokens, most)
     if len(fitting) < len(requests):
-        _say(f"{len(requests) - len(fitting)} requests are left out: they exceed the model's {most} tokens")
+        _say(f"{len(requests) - len(fitting)} of {len(requests)} requests exceed the model's {most} tokens: left out")
     chosen = traffic.spread(fitting, arguments.num_prompts)
     longest = max(len(one.prompt) + traffic.tokens_of(one, arguments.max_tokens) for one in chosen)
     return (

@@ -50,7 +50,7 @@ def read_traffic(path: Path, tokenizer: Tokenizer) -> list[LoggedRequest]:
     if wrong:
         number, reason = wrong[0]
         also = ", ".join(str(other) for other, _ in wrong[1:_SHOWN]) + (", ..." if len(wrong) > _SHOWN else "")
-        more = f"; {len(wrong) - 1} more lines are wrong: {also}" if len(wrong) > 1 else ""
+        more = f"; also wrong, {len(wrong) - 1} in all: {also}" if len(wrong) > 1 else ""
         raise invalid_config("--traffic", str(path), f"line {number} is wrong: {reason}{more}")
     if not found:
         raise invalid_config("--traffic", str(path), "has no request; expected is a line of JSON for each")
