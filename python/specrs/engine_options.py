@@ -33,7 +33,7 @@ STREAMING_PREFILL_STALL_MS = 75.0
 step takes 100 ms, streams pause for 250 ms."""
 _POSITIONS = 1 << 24
 _EVERYWHERE: tuple[Command, ...] = ("serve", "chat", "generate", "bench")
-_MEASURED: tuple[Command, ...] = (*_EVERYWHERE, "forecast")
+_MEASURED: tuple[Command, ...] = (*_EVERYWHERE, "advise", "forecast")
 _engine_option = partial(option, commands=("serve", "bench"))
 _serve_option = partial(option, commands=("serve",))
 

@@ -24,7 +24,7 @@ from specrs.errors import (
     invalid,
 )
 
-Command = Literal["serve", "chat", "generate", "bench", "bench serve", "demo", "forecast", "tune"]
+Command = Literal["serve", "chat", "generate", "bench", "bench serve", "advise", "demo", "forecast", "tune"]
 """Commands with derived flags. `bench` stands for the kinds that run an engine in their own process."""
 
 

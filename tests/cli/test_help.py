@@ -107,6 +107,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "goodput": GOODPUT.__contains__,
     "format": FORMATS.__contains__,
     "roofline": raises_nothing(gpu_of),
+    "advise quantization": AT_LOAD.__contains__,
     "forecast quantization": WEIGHT_BITS.__contains__,
     "forecast draft_quantization": WEIGHT_BITS.__contains__,
     "forecast kv_cache_dtype": raises_nothing(cache_dtype),

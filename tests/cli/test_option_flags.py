@@ -28,6 +28,7 @@ WORDS = {
     "generate": ["generate"],
     "bench": ["bench throughput", "bench latency", "bench acceptance"],
     "bench serve": ["bench serve"],
+    "advise": ["advise"],
     "demo": ["demo"],
     "forecast": ["forecast"],
     "tune": ["tune"],
@@ -49,9 +50,10 @@ BY_HAND = {
     ("forecast", "--speculative-config"): "without K, which comes from --k",
     ("tune", "--dtype"): "of a GPU, without float64",
     ("forecast", "--kv-cache-dtype"): "of a computed model in bf16",
+    ("advise", "--quantization"): "a list of types to compare",
     ("forecast", "--quantization"): "of a computed model, at load",
     **{(f"bench {kind}", "--seed"): "of prompts" for kind in ("serve", "throughput", "latency", "acceptance", "sweep")},
-    **{(name, "--max-tokens"): "per prompt" for name in ("demo", "forecast")},
+    **{(name, "--max-tokens"): "per prompt" for name in ("advise", "demo", "forecast")},
     **{(f"bench {kind}", "--temperature"): "a list" for kind in ("acceptance", "sweep")},
 }
 """Flags that have the name of an option and are not derived from it, and why."""

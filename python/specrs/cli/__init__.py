@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "continue one prompt",
     "serve": "serve a model over HTTP",
     "bench": "measure servers and engines, sweep over K and load",
+    "advise": "find the drafter and K for a model, this machine and your traffic",
     "forecast": "forecast the speed-up of every K",
     "tune": "time kernel configurations for models on this GPU",
     "convert-head": "convert a pickled EAGLE-3 head to safetensors",
