@@ -151,11 +151,11 @@ def _on_own_pool(weights: Weights, models: Sequence[NativeDecoder], config: Engi
 
 def _on_pool(weights: Weights, pool: CpuPool, config: EngineConfig) -> Weights:
     target, drafter = weights.target, weights.drafter
-    settings = {"activations": config.cpu_activations, "prompt_tiles": config.cpu_prefill == "amx"}
+    activations, tiles = config.cpu_activations, config.cpu_prefill == "amx"
     try:
-        target = target.on_pool(pool, **settings)
+        target = target.on_pool(pool, activations=activations, prompt_tiles=tiles)
         if drafter is not None:
-            drafter = drafter.with_model(drafter.model.on_pool(pool, **settings))
+            drafter = drafter.with_model(drafter.model.on_pool(pool, activations=activations, prompt_tiles=tiles))
     except InvalidConfigError as fault:
         reason = "not implemented on this machine, which has no AMX tiles of bf16 numbers; allowed: 'exact'"
         raise invalid(UnsupportedConfigError, "cpu_prefill", config.cpu_prefill, reason) from fault
