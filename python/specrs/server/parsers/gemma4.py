@@ -101,9 +101,9 @@ class ArgumentsWriter:
     @property
     def marks(self) -> tuple[str, ...]:
         """Marks that count as one token at this place."""
-        if self._state == "json":
+        if self._state == "json" or (self._state == "quoted" and self._closing == '"'):
             return ()
-        return (QUOTE,) if self._state == "string" else (QUOTE, CLOSE)
+        return (QUOTE,) if self._state in ("string", "quoted") else (QUOTE, CLOSE)
 
     def read(self, token: str) -> str:
         """Read `token` and return the JSON text that it adds."""
@@ -119,24 +119,28 @@ class ArgumentsWriter:
             return ""
         if token in "}]":
             return self._close(token)
-        self._state, self._text, self._closing = "name", "", ""
-        if token in (QUOTE, '"'):
-            self._closing = token
-        else:
-            return self._in_name(token)
+        self._text, self._closing, self._escaped = "", token, False
+        self._state = "quoted" if token in (QUOTE, '"') else "name"
+        return "" if self._state == "quoted" else self._in_name(token)
+
+    def _in_quoted(self, token: str) -> str:
+        if token == self._closing and not self._escaped:
+            self._state = "colon"
+            return self._key(_decoded(self._text) if token == '"' else self._text)
+        self._escaped = self._closing == '"' and token == "\\" and not self._escaped
+        self._text += token
+        return ""
+
+    def _in_colon(self, token: str) -> str:
+        if token == ":":
+            self._state = "value"
         return ""
 
     def _in_name(self, token: str) -> str:
-        if self._closing:
-            if token == self._closing:
-                self._closing = ""
-            else:
-                self._text += token
-        elif token == ":":
+        if token == ":":
             self._state = "value"
-            return self._comma() + json.dumps(self._text.strip(), ensure_ascii=False) + ": "
-        else:
-            self._text += token
+            return self._key(self._text.strip())
+        self._text += token
         return ""
 
     def _in_item(self, token: str) -> str:
@@ -191,6 +195,9 @@ class ArgumentsWriter:
         except (ValueError, RecursionError):
             return json.dumps(self._text.strip(), ensure_ascii=False) if self._text.strip() else "null"
 
+    def _key(self, name: str) -> str:
+        return f"{self._comma()}{json.dumps(name, ensure_ascii=False)}: "
+
     def _comma(self) -> str:
         self._counts[-1] += 1
         return ", " if self._counts[-1] > 1 else ""
@@ -201,3 +208,12 @@ class ArgumentsWriter:
         self._state = "next"
         self.ended = not self._brackets
         return "}" if bracket == "{" else "]"
+
+
+def _decoded(text: str) -> str:
+    """Return the text of a JSON string without its quotes. Text that is no JSON is returned unchanged."""
+    try:
+        decoded: str = json.loads(f'"{text}"')
+    except ValueError:
+        return text
+    return decoded

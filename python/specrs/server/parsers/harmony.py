@@ -54,7 +54,10 @@ class Messages:
             rest = self._buffer.lstrip()
             if not final and _TO.startswith(rest):
                 return False
-            self._state = "header" if rest.startswith(_TO) else "outside"
+            self._state = "outside"
+            if rest.startswith(_TO):
+                parts.append(Part("text", self._buffer[: len(self._buffer) - len(rest)]))
+                self._buffer, self._state = rest, "header"
             return True
         if self._state == "header":
             return self._read_header(parts, final=final)
