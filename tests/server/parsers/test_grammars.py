@@ -135,7 +135,7 @@ def test_every_text_is_calls_or_the_format(
             if seed % 2:
                 start = tokenizer.encode(BEGINNINGS[parser], add_special_tokens=False)
                 assert all(map(matcher.accept, start))
-            rest = random_text(matcher, tokenizer, seed)
+            rest = random_text(matcher, tokenizer, seed, limit=4000)
             text = tokenizer.decode(start + rest, skip_special_tokens=False)
             content, calls = whole = read(tools, constraint, [text])
             assert read(tools, constraint, cut(text, seed)) == whole, text

@@ -383,7 +383,6 @@ def test_text_without_calls_is_unchanged(name: str, text: str, places: list[int]
         ("minimax_m2", "<minimax:tool_call> is a tag"),
         ("minimax_m2", '<minimax:tool_call>\n<invoke name="a b">'),
         ("openai", "to= is no header"),
-        ("openai", "<|channel|>\n<|channel|> <b>\n"),
         ("step3", "<｜tool_calls_begin｜> function"),
         ("hermes", '<tool_call>{"arguments": {"a": 1}}'),
         ("llama3_json", '{"a": 1} is JSON, too'),

@@ -278,8 +278,11 @@ def _deepseek_v31(rules: CallRules) -> None:
 
 def _kimi_k2(rules: CallRules) -> None:
     arguments = rules.mark(kimi_k2.ARGUMENTS)
-    rules.lines.append("NUMBER: /[0-9]{1,4}/")
-    _marked(KimiK2Parser.marks, rules, lambda name: [quoted(f"functions.{name}:"), "NUMBER", arguments])
+    terminals: dict[str, str] = {}  # one for each id: no white space may stand inside it
+    for name in dict.fromkeys(function.name for function in rules.functions):
+        terminals[name] = f"ID_{len(terminals)}"
+        rules.lines.append(f"{terminals[name]}: {quoted(f'functions.{name}:')} /[0-9]{{1,4}}/")
+    _marked(KimiK2Parser.marks, rules, lambda name: [terminals[name], arguments])
 
 
 def _gemma4(rules: CallRules) -> None:

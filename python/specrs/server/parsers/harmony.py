@@ -72,7 +72,7 @@ class Messages:
         return marker is not None
 
     def _read_header(self, parts: list[Part], *, final: bool) -> bool:
-        others = (START, *ENDS, "\n")
+        others = (START, *ENDS) if self._header else (START, *ENDS, "\n")
         text, marker, rest = split_at(self._buffer, MESSAGE, *others, final=final)
         if marker is None and not final:
             return False
