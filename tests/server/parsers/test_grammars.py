@@ -263,9 +263,9 @@ def test_marks_of_calls_inside_the_content_begin_no_call() -> None:
             assert read(tools, constraint, [*text]) == (text, [])
 
 
-@pytest.mark.parametrize("parser", ["mistral", "llama3_json", "hermes"])
+@pytest.mark.parametrize("parser", [name for name in TOOL_PARSERS if name not in ("pythonic", "qwen3_coder")])
 def test_a_mark_that_is_a_special_token_is_written_as_one(parser: str) -> None:
-    marks = {"mistral": "[TOOL_CALLS]", "llama3_json": "<|python_tag|>", "hermes": "<tool_call>"}
+    marks = BEGINNINGS | {"llama3_json": "<|python_tag|>"}
     own = Tokenizer(str(TARGET))
     own.backend.add_special_tokens([AddedToken(marks[parser], special=True, normalized=False)])
     (mark,) = own.encode(marks[parser], add_special_tokens=False)

@@ -235,8 +235,8 @@ def _tagged(tags: Tags, rules: CallRules, *, joint: bool = False) -> None:
 
 
 def _has_mark(name: str, tags: Tags) -> bool:
-    """Return True if `name` would end where a tag begins or ends."""
-    return not {*"<>\n"}.isdisjoint(name) or (tags.end_key in name and bool(tags.end_name))
+    """Return True if the parser would end `name` early."""
+    return any(end in name for end in ("\n", tags.end_key, tags.end_name or "<"))
 
 
 def _marked(marks: Marks, rules: CallRules, header: Callable[[str], list[str]]) -> None:
