@@ -446,6 +446,27 @@ def test_arguments_between_tokens_stream_as_they_are_written() -> None:
         assert parser.feed("ng te") == [Arguments("ng te")]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("deepseek_v31", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "x"}<｜tool▁call▁en'),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>x<|"|>}<tool_ca'),
+        ("kimi_k2", '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a": "x"}<|tool_call_e'),
+        ("minimax_m2", '<invoke name="f"><parameter name="a">x</parameter></invoke>\n</mini'),
+        (
+            "step3",
+            '<steptml:invoke name="f"><steptml:parameter name="a">x</steptml:parameter></steptml:invoke><｜tool_',
+        ),
+    ],
+)
+def test_a_mark_that_the_limit_cut_off_is_no_content(name: str, text: str) -> None:
+    assert read(TOOL_PARSERS[name](), [*text]) == Read("", [["f", '{"a": "x"}']])
+
+
+def test_a_text_that_begins_like_a_header_streams_from_its_second_line() -> None:
+    assert TOOL_PARSERS["openai"]().feed("to= is no header\nnext") == [Content("to= is no header"), Content("\nnext")]
+
+
 def test_calls_without_arguments_have_none() -> None:
     for name, text in {
         "deepseek_v31": "<｜tool▁call▁begin｜>f<｜tool▁sep｜><｜tool▁call▁end｜>",
