@@ -9,6 +9,7 @@ from specrs.cli.model_flags import DEFAULT_TEXT_DRAFTS
 from specrs.config import EngineConfig
 from specrs.server import run
 from specrs.server.run import ServerSettings
+from specrs.server.tools import ToolSettings
 
 
 @pytest.fixture
@@ -127,6 +128,7 @@ def test_every_flag_of_the_server(
         access_log=False,
         report_speculation=True,
         use_generation_config=False,
+        tools=ToolSettings(tool_parser="auto"),
         chat_template="{{ messages }}",
     )
 
@@ -214,7 +216,10 @@ def test_flags_without_meaning_are_served_at_their_defaults(served: list[tuple[E
         (["--kv-cache-dtype", "int4"], "kv_cache_dtype='int4': not implemented; allowed: 'auto', 'bfloat16', "),
         (["--trust-remote-code"], "trust_remote_code=True: not implemented; allowed: False"),
         (["--uds", "s.sock"], "--uds='s.sock': not implemented; allowed: None"),
-        (["--enable-auto-tool-choice"], "--enable-auto-tool-choice=True: needs --tool-call-parser, one of hermes, "),
+        (
+            ["--reasoning-parser", "thinking"],
+            "--reasoning-parser='thinking': must be one of deepseek_r1, deepseek_v3, ",
+        ),
         (["--api-server-count", "2"], "--api-server-count=2: not implemented; allowed: 1"),
         (["--port", "70000"], "--port=70000: must be an integer from 0 to 65535"),
         (["--shutdown-timeout", "-1"], "--shutdown-timeout=-1.0: must be a finite number of at least 0"),

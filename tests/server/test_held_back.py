@@ -13,6 +13,14 @@ from .test_tools import joined
 
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
 MARKS = {
+    "deepseek_v3": "<｜tool▁calls▁begin｜>",
+    "deepseek_v31": "<｜tool▁call▁begin｜>",
+    "gemma4": "<|tool_call>",
+    "glm45": "<tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|>",
+    "minimax_m2": "<minimax:tool_call>",
+    "openai": "<|channel|>",
+    "step3": "<｜tool_calls_begin｜>",
     "hermes": "<tool_call>",
     "llama3_json": "<|python_tag|>",
     "mistral": "[TOOL_CALLS]",

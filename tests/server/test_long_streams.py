@@ -23,14 +23,14 @@ STOP = ["a stop string that never comes"]
 
 def reader() -> MessageReader:
     """Make a reader of messages that are content and nothing else."""
-    return MessageReader(None, None, parallel=True, include_reasoning=True, named=False, new_call_id=lambda: "call")
+    return MessageReader(None, None, parallel=True, include_reasoning=True, named=False, new_call_id=lambda *_: "call")
 
 
 class Reasoning(MessageReader):
     """Reads messages whose reasoning does not end."""
 
     def __init__(self) -> None:
-        super().__init__(None, None, parallel=True, include_reasoning=True, named=False, new_call_id=lambda: "call")
+        super().__init__(None, None, parallel=True, include_reasoning=True, named=False, new_call_id=lambda *_: "call")
 
     @property
     def reasoning_length(self) -> None:

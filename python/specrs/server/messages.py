@@ -38,10 +38,10 @@ class MessageReader:
         parallel: bool,
         include_reasoning: bool,
         named: bool,
-        new_call_id: Callable[[], str],
+        new_call_id: Callable[[str, int], str],
     ) -> None:
         """Start to read a completion. Without `parallel`, calls after the first are dropped. `named` says that the
-        request demands a call of one named function."""
+        request demands a call of one named function. `new_call_id(name, index)` makes ids."""
         self._reasoning = reasoning
         self._tools = tools
         self._most_calls = None if parallel else 1
@@ -82,7 +82,8 @@ class MessageReader:
             call = None
             if isinstance(event, CallStart):
                 function = {"name": event.name, "arguments": ""}
-                call = {"index": self._num_calls, "id": self._new_call_id(), "type": "function", "function": function}
+                call_id = self._new_call_id(event.name, self._num_calls)
+                call = {"index": self._num_calls, "id": call_id, "type": "function", "function": function}
                 self._num_calls += 1
             if self._most_calls is None or self._num_calls <= self._most_calls:
                 text = "" if isinstance(event, CallStart) else event.text

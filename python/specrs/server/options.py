@@ -12,7 +12,13 @@ from typing import Any
 
 from specrs.errors import InvalidConfigError, SpecrsError, invalid
 from specrs.options import Choice, Integer, ListOf, Number, Object, Switch, Text, Values, check_options, option
-from specrs.server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
+from specrs.server.parsers.table import (
+    AUTO,
+    REASONING_PARSER_ALIASES,
+    REASONING_PARSERS,
+    TOOL_PARSER_ALIASES,
+    TOOL_PARSERS,
+)
 from specrs.server.response_store import STORE_BYTES, STORE_SECONDS
 
 API_KEY_VARIABLES = ("SPECRS_API_KEY", "VLLM_API_KEY")
@@ -44,7 +50,7 @@ class _Texts(Values):
 class ServerOptions:
     """Flags of the server itself. Immutable and checked at construction; error messages name flags.
 
-    Raises `InvalidConfigError` for a wrong value, and for `enable_auto_tool_choice` without a parser.
+    Raises `InvalidConfigError` for a wrong value.
     """
 
     host: str = _option("127.0.0.1", Text(), "address to listen on")
@@ -72,15 +78,21 @@ class ServerOptions:
     chat_template: str | None = _option(
         None, Text(), "file with a Jinja template, or the template itself", default_is="the checkpoint's"
     )
-    enable_auto_tool_choice: bool = _option(False, Switch(), "serve tool_choice auto", note="needs --tool-call-parser")
-    tool_call_parser: str | None = _option(
-        None, Choice(tuple(TOOL_PARSERS)), "form in which the model writes calls", default_is="none"
+    enable_auto_tool_choice: bool = _option(False, Switch(), "serve tool_choice auto")
+    tool_call_parser: str = _option(
+        AUTO,
+        Choice((AUTO, *sorted([*TOOL_PARSERS, *TOOL_PARSER_ALIASES])), TOOL_PARSER_ALIASES),
+        "form in which the model writes calls",
+        note="auto takes what the chat template shows",
     )
     exclude_tools_when_tool_choice_none: bool = _option(
         False, Switch(), "hide the tools from the chat template with tool_choice none"
     )
     reasoning_parser: str | None = _option(
-        None, Choice(REASONING_PARSERS), "form in which the model writes reasoning", default_is="none"
+        None,
+        Choice(tuple(sorted([*REASONING_PARSERS, *REASONING_PARSER_ALIASES])), REASONING_PARSER_ALIASES),
+        "form in which the model writes reasoning",
+        default_is="none",
     )
     default_chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
@@ -177,9 +189,6 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_options(self, InvalidConfigError, by_flag=True)
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            needed = f"needs --tool-call-parser, one of {', '.join(TOOL_PARSERS)}"
-            raise invalid(InvalidConfigError, "--enable-auto-tool-choice", True, needed)
 
 
 def _is_loopback(host: str) -> bool:

@@ -21,7 +21,7 @@ import uvicorn
 
 from specrs.async_llm import AsyncLLM
 from specrs.config import EngineConfig
-from specrs.errors import EngineDeadError, InvalidConfigError, invalid_config
+from specrs.errors import EngineDeadError, InvalidConfigError, InvalidRequestError, invalid_config
 from specrs.lora_request import LoRARequest
 from specrs.parallel.start import torchrun_rank
 from specrs.processes.limits import allow_open_files
@@ -37,6 +37,7 @@ from specrs.server.response_store import STORE_BYTES, STORE_SECONDS, ResponseSto
 from specrs.server.templates import TemplateRenderer
 from specrs.server.tools import ToolSettings
 from specrs.server.tracing import Tracing
+from specrs.tokenizer.template_files import choose_template
 
 logger = logging.getLogger("specrs")
 
@@ -146,6 +147,7 @@ def make_context(engine_settings: Mapping[str, Any], settings: ServerSettings) -
     try:
         for adapter in adapters.values():
             llm.add_lora(adapter)
+        tools = settings.tools.chosen_for(_tool_template(llm, settings.chat_template))
     except BaseException:
         llm.shutdown(ABORT_TIMEOUT)
         raise
@@ -167,7 +169,7 @@ def make_context(engine_settings: Mapping[str, Any], settings: ServerSettings) -
         defaults=defaults,
         api_keys=settings.api_keys,
         report_speculation=settings.report_speculation,
-        tools=settings.tools,
+        tools=tools,
         chat_template_kwargs=settings.chat_template_kwargs,
         cors=settings.cors,
         ui=settings.ui,
@@ -184,6 +186,15 @@ def _adapters(modules: Sequence[LoRARequest], names: Sequence[str]) -> dict[str,
             raise invalid_config("--lora-modules", module.lora_name, "must be a name that no other model here has")
         found[module.lora_name] = module
     return found
+
+
+def _tool_template(llm: AsyncLLM, chosen: str | None) -> str | None:
+    """Return the chat template of conversations with tools. None if there is none, or none of several is the
+    default."""
+    try:
+        return None if llm.tokenizer is None else choose_template(llm.tokenizer.chat_template, chosen, has_tools=True)
+    except InvalidRequestError:
+        return None
 
 
 def close_context(context: Context) -> bool:

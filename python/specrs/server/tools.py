@@ -6,17 +6,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specrs.errors import InvalidRequestError, invalid_request, short
+from specrs.errors import InvalidRequestError, invalid_config, invalid_request, short
 from specrs.server.hosted_tools import left_out
 from specrs.server.messages import MessageReader
 from specrs.server.parsers.base import Function, ToolParser
 from specrs.server.parsers.either import CallsOrContent
 from specrs.server.parsers.forced import NamedParser, RequiredParser
-from specrs.server.parsers.reasoning import ReasoningParser, begins_with_reasoning
-from specrs.server.parsers.table import TOOL_PARSERS, new_call_id
+from specrs.server.parsers.table import (
+    AUTO,
+    TOOL_PARSERS,
+    begins_with_reasoning,
+    content_parser,
+    needs_special_tokens,
+    new_call_id,
+    new_reasoning_parser,
+    parser_shown_by,
+)
 from specrs.server.protocol import AllowedToolChoice, ChatCompletionRequest, NamedToolChoice, Tool
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -31,6 +39,21 @@ class ToolSettings:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     exclude_when_none: bool = False
+
+    def chosen_for(self, template: str | None) -> ToolSettings:
+        """Return settings with the tool parser that the chat template shows, if it is to be chosen automatically.
+
+        Raises `InvalidConfigError` if tool_choice auto is to be served and `template` shows no known form of calls.
+        """
+        if self.tool_parser != AUTO:
+            return self
+        shown = None if template is None else parser_shown_by(template)
+        if self.auto_choice and shown is None:
+            names = ", ".join(TOOL_PARSERS)
+            raise invalid_config(
+                "--tool-call-parser", AUTO, f"the chat template shows no known form of calls; choose one of {names}"
+            )
+        return replace(self, tool_parser=shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +120,19 @@ MESSAGES_FIELDS = FieldNames(
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """Use of tools that one chat asks for. `choice` is "none", "auto", "required" or "named"; `functions` are those
-    that may be called."""
+    that may be called. `calls_before` is the number of calls in the conversation."""
 
     choice: str
     functions: tuple[Function, ...]
     parallel: bool
     settings: ToolSettings
     include_reasoning: bool
+    calls_before: int = 0
 
     @property
     def keeps_special_tokens(self) -> bool:
-        """True if the marks of a call may be special tokens, which the text must then include."""
-        return self.choice == "auto"
+        """True if the marks of a call or of reasoning may be special tokens, which the text must then include."""
+        return self.choice == "auto" or (self.choice == "none" and needs_special_tokens(self.settings.reasoning_parser))
 
     def reader(
         self, prompt: str, *, constrained: bool, openings: Sequence[tuple[str, ...]] | None = None
@@ -126,19 +150,21 @@ class ToolUse:
         def make() -> MessageReader:
             forced, parser = self.choice in ("required", "named"), self._parser()
             return MessageReader(
-                None if name is None or forced else ReasoningParser(opened=opened),
+                None if name is None or forced else new_reasoning_parser(name, opened=opened),
                 parser if parser is None or openings is None else CallsOrContent(parser, openings),
                 parallel=self.parallel,
                 include_reasoning=self.include_reasoning,
                 named=self.choice == "named",
-                new_call_id=lambda: new_call_id(self.settings.tool_parser),
+                new_call_id=lambda called, index: new_call_id(
+                    self.settings.tool_parser, called, self.calls_before + index
+                ),
             )
 
         return make
 
     def _parser(self) -> ToolParser | None:
         if self.choice == "none":
-            return None
+            return content_parser(self.settings.reasoning_parser)
         if self.choice == "required":
             return RequiredParser(self.functions)
         if self.choice == "named":
@@ -181,11 +207,15 @@ def read_tools(body: ChatCompletionRequest, settings: ToolSettings, fields: Fiel
         raise invalid_request(
             "tool_choice",
             "auto",
-            "needs a server with --enable-auto-tool-choice and --tool-call-parser; allowed here are none, required and "
-            "a named function",
+            "needs a server with --enable-auto-tool-choice; allowed here are none, required and a named function",
         )
     return ToolUse(
-        kind, tuple(functions), body.parallel_tool_calls is not False, settings, body.include_reasoning is not False
+        kind,
+        tuple(functions),
+        body.parallel_tool_calls is not False,
+        settings,
+        body.include_reasoning is not False,
+        sum(len(calls) for message in body.messages if isinstance(calls := message.get("tool_calls"), list)),
     )
 
 

@@ -182,8 +182,9 @@ assert chained.previous_response_id == first.id
 with client.responses.stream(
     input=[result], previous_response_id=first.id, tool_choice="none", store=False, **asked
 ) as stream:
-    deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
-    left = stream.get_final_response()
+    events = list(stream)
+deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+left = events[-1].response
 assert "".join(deltas) == answer.output_text
 assert client.responses.retrieve(first.id).output == first.output
 items = list(client.responses.input_items.list(chained.id, limit=1, order="asc"))

@@ -105,6 +105,14 @@ def compiled(tokenizer: Tokenizer) -> Callable[[Constraint], Grammar]:
 
 
 BEGINNINGS = {
+    "deepseek_v3": "<｜tool▁calls▁begin｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜>",
+    "gemma4": "<|tool_call>",
+    "glm45": "<tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|>",
+    "minimax_m2": "<minimax:tool_call>",
+    "openai": "<|channel|>",
+    "step3": "<｜tool_calls_begin｜>",
     "hermes": "<tool_call>",
     "llama3_json": '{"name": "weather", "parameters"',
     "mistral": "[TOOL_CALLS]",
@@ -127,7 +135,7 @@ def test_every_text_is_calls_or_the_format(
             if seed % 2:
                 start = tokenizer.encode(BEGINNINGS[parser], add_special_tokens=False)
                 assert all(map(matcher.accept, start))
-            rest = random_text(matcher, tokenizer, seed)
+            rest = random_text(matcher, tokenizer, seed, limit=4000)
             text = tokenizer.decode(start + rest, skip_special_tokens=False)
             content, calls = whole = read(tools, constraint, [text])
             assert read(tools, constraint, cut(text, seed)) == whole, text
@@ -144,6 +152,25 @@ def test_every_text_is_calls_or_the_format(
 
 CALLS = [["weather", {"city": "Rome", "days": 2}], ["now", {}]]
 WRITTEN = {
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    '{"city": "Rome", "days": 2}\n```<｜tool▁call▁end｜>\n'
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome", "days": 2}'
+    "<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "gemma4": '<|tool_call>call:weather{"city": "Rome", "days": 2}<tool_call|><|tool_call>call:now{}<tool_call|>',
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "Rome", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>'
+    "{}<|tool_call_end|><|tool_calls_section_end|>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n'
+    '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "openai": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome", "days": 2}'
+    "<|end|><|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}",
+    "step3": '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather">\n'
+    '<steptml:parameter name="city">Rome</steptml:parameter>\n<steptml:parameter name="days">2</steptml:parameter>\n'
+    '</steptml:invoke><｜tool_call_end｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="now">'
+    "</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>",
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     "llama3_json": '{"name": "weather", "parameters": {"city": "Rome", "days": 2}}; {"name": "now", "parameters": {}}',
@@ -236,9 +263,9 @@ def test_marks_of_calls_inside_the_content_begin_no_call() -> None:
             assert read(tools, constraint, [*text]) == (text, [])
 
 
-@pytest.mark.parametrize("parser", ["mistral", "llama3_json", "hermes"])
+@pytest.mark.parametrize("parser", [name for name in TOOL_PARSERS if name not in ("pythonic", "qwen3_coder")])
 def test_a_mark_that_is_a_special_token_is_written_as_one(parser: str) -> None:
-    marks = {"mistral": "[TOOL_CALLS]", "llama3_json": "<|python_tag|>", "hermes": "<tool_call>"}
+    marks = BEGINNINGS | {"llama3_json": "<|python_tag|>"}
     own = Tokenizer(str(TARGET))
     own.backend.add_special_tokens([AddedToken(marks[parser], special=True, normalized=False)])
     (mark,) = own.encode(marks[parser], add_special_tokens=False)
@@ -254,7 +281,15 @@ def test_a_mark_that_is_a_special_token_is_written_as_one(parser: str) -> None:
 
 @pytest.mark.parametrize(
     ("parser", "name", "property_name"),
-    [("pythonic", "get-time", "a"), ("pythonic", "f", "a-b"), ("pythonic", "f", "class"), ("qwen3_coder", "f", "a>b")],
+    [
+        *(
+            ("pythonic", "get-time", "a"),
+            ("pythonic", "f", "a-b"),
+            ("pythonic", "f", "class"),
+            ("qwen3_coder", "f", "a>b"),
+        ),
+        *(("glm45", "f", "a<b"), ("minimax_m2", "f", 'a">b'), ("kimi_k2", "a b", "a"), ("openai", "a<b", "a")),
+    ],
 )
 def test_a_function_that_the_format_cannot_write_is_left_out_with_a_warning(
     parser: str, name: str, property_name: str

@@ -1,7 +1,8 @@
 """Objects that only look like calls, and calls that are written almost right."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -10,23 +11,21 @@ from specrs.server.parsers.base import Function, ToolParser
 from specrs.server.parsers.forced import RequiredParser
 from specrs.server.parsers.table import TOOL_PARSERS
 
-from .test_parsers import FORMATS, Calls, Read, cut, cuts, names, read, values
+from .test_parsers import FORMATS, TAGGED, Calls, Read, Texts, cut, cuts, names, read, values
 
 WEATHER = Function("weather", {"type": "object", "properties": {"city": {"type": "string"}}})
 ROME = '{"city": "Rome"}'
 CALL = ["weather", ROME]
 
 
-def as_qwen(made: Calls) -> str:
-    return "\n".join(
-        f"<tool_call>\n<function={name}>\n"
-        + "".join(f"<parameter={key}>\n{json.dumps(value)}\n</parameter>\n" for key, value in arguments.items())
-        + "</function>\n</tool_call>"
-        for name, arguments in made
-    )
+def as_texts(write: Callable[[Texts], str], made: Calls) -> str:
+    return write([(name, {key: json.dumps(value) for key, value in arguments.items()}) for name, arguments in made])
 
 
-WRITERS = {**FORMATS, "qwen3_coder": ("qwen3_coder", as_qwen)}
+WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
+    **FORMATS,
+    **{form: (name, partial(as_texts, write)) for form, (name, write) in TAGGED.items() if "without" not in form},
+}
 
 
 def read_alike(parser: str, text: str, places: Sequence[int] = ()) -> Read:
@@ -73,7 +72,21 @@ def test_an_answer_with_a_name_is_no_call(parser: str, text: str) -> None:
     assert read_alike(parser, text) == Read(text)
 
 
-@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize(
+    "parser",
+    [
+        "deepseek_v3",
+        "deepseek_v31",
+        "gemma4",
+        "glm45",
+        "hermes",
+        "kimi_k2",
+        "minimax_m2",
+        "openai",
+        "qwen3_coder",
+        "step3",
+    ],
+)
 def test_a_call_of_what_is_not_offered_leaves_the_next_one(parser: str) -> None:
     text = WRITERS[parser][1]([("wether", {"city": "Rome"}), ("weather", {"city": "Rome"})])
     found = read_alike(parser, text)
@@ -83,6 +96,9 @@ def test_a_call_of_what_is_not_offered_leaves_the_next_one(parser: str) -> None:
 
 HERMES = f'{{"name": "weather", "arguments": {ROME}}}'
 LLAMA = f'{{"name": "weather", "parameters": {ROME}}}'
+GLM = "weather<arg_key>city</arg_key><arg_value>Rome</arg_value>"
+KIMI = f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{ROME}<|tool_call_end|>"
+MINIMAX = '<invoke name="weather"><parameter name="city">Rome</parameter></invoke>'
 QWEN = "<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>"
 
 
@@ -98,6 +114,11 @@ QWEN = "<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>"
         ("mistral", f"[TOOL_CALLS] [TOOL_CALLS]weather{ROME}"),
         ("pythonic", '<|python_start|><|python_start|>[weather(city="Rome")]<|python_end|><|python_end|>'),
         ("qwen3_coder", f"<tool_call>\n<tool_call>\n{QWEN}\n</tool_call>"),
+        ("glm45", f"<tool_call>\n<tool_call>{GLM}</tool_call>"),
+        ("kimi_k2", f"<|tool_calls_section_begin|><|tool_calls_section_begin|>\n{KIMI}<|tool_calls_section_end|>"),
+        ("kimi_k2", f"<|tool_call_begin|>{KIMI}<|tool_call_end|>"),
+        ("gemma4", '<|tool_call><|tool_call>call:weather{city:<|"|>Rome<|"|>}<tool_call|><tool_call|>'),
+        ("minimax_m2", f"<minimax:tool_call><minimax:tool_call>{MINIMAX}</minimax:tool_call></minimax:tool_call>"),
     ],
 )
 def test_a_tag_that_is_written_twice_counts_once(parser: str, text: str) -> None:
@@ -118,6 +139,8 @@ def test_a_tag_that_is_written_twice_counts_once(parser: str, text: str) -> None
         ("mistral", f"[TOOL_CALLS][{HERMES}}}]"),
         ("mistral", f"[TOOL_CALLS][{HERMES}"),
         ("pythonic", '[weather(city="Rome")'),
+        ("kimi_k2", KIMI.replace("<|tool_call_end|>", "} }")),
+        ("deepseek_v31", f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ROME}}}<｜tool▁call▁end｜>"),
         ("pythonic", '<|python_start|>[weather(city="Rome")<|python_end|>'),
     ],
 )

@@ -76,7 +76,15 @@ def test_a_bad_schema_is_an_error_that_shows_the_parameters_and_the_keyword(
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 def test_every_parser_reads_a_call_of_a_bad_schema(name: str, parameters: dict[str, Any]) -> None:
     written = {
+        "deepseek_v3": '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": "x"}\n```<｜tool▁call▁end｜>',
+        "deepseek_v31": '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "x"}<｜tool▁call▁end｜>',
+        "gemma4": '<|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|>',
+        "glm45": "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>",
         "hermes": '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>',
+        "kimi_k2": '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": "x"}<|tool_call_end|>',
+        "minimax_m2": '<invoke name="f"><parameter name="a">x</parameter></invoke>',
+        "openai": '<|channel|>commentary to=functions.f<|message|>{"a": "x"}<|call|>',
+        "step3": '<steptml:invoke name="f"><steptml:parameter name="a">x</steptml:parameter></steptml:invoke>',
         "llama3_json": '{"name": "f", "parameters": {"a": "x"}}',
         "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": "x"}}]',
         "pythonic": '[f(a="x")]',

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import json
 import keyword
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from specrs.server.parsers import hermes, llama3_json, mistral, pythonic, qwen3_coder
+from specrs.server.parsers import deepseek_v3, gemma4, harmony, hermes, kimi_k2, llama3_json, mistral, pythonic
 from specrs.server.parsers.alternatives import alternatives, lengths_of, named_types, types_of, words_of
 from specrs.server.parsers.base import Function
+from specrs.server.parsers.deepseek_v3 import DeepSeekV3Parser, DeepSeekV31Parser
+from specrs.server.parsers.glm45 import GLM45Parser
+from specrs.server.parsers.kimi_k2 import KimiK2Parser
+from specrs.server.parsers.marked_calls import Marks
+from specrs.server.parsers.minimax_m2 import MiniMaxM2Parser
+from specrs.server.parsers.qwen3_coder import Qwen3CoderParser
 from specrs.server.parsers.references import additional_schema, property_schema
+from specrs.server.parsers.step3 import Step3Parser
+from specrs.server.parsers.tagged_calls import Tags, is_json
 from specrs.structured.schemas import subschemas
 
 MAX_LENGTH_BOUND = 1000
@@ -169,41 +179,140 @@ def _pythonic(rules: CallRules) -> None:
         rules.rule("calls", f'{start} "[" listed "]" {end}')
 
 
-def _qwen3_coder(rules: CallRules) -> None:
+def _tagged(tags: Tags, rules: CallRules, *, joint: bool = False) -> None:
+    """Write the rules of calls with `tags`. With `joint`, all calls stand between one pair of outer tags."""
     calls = []
     for number, function in enumerate(rules.functions):
         properties = _properties(rules, function)
         if properties is None:
             rules.left_out.append(function.name)
             continue
-        names = [name for name, _, _ in properties if name and name == name.strip() and not {*">\n"} & {*name}]
+        names = [name for name, _, _ in properties if name and name == name.strip() and not _has_mark(name, tags)]
         texts = {
-            name: list(_raw_texts(rules, function, schema)) for name, schema, _ in properties if not _is_json(schema)
+            name: list(_raw_texts(rules, function, schema, tags))
+            for name, schema, _ in properties
+            if not _is_json(schema)
         }
         names = [name for name in names if texts.get(name) != []]
         lost = [name for name, _, required in properties if required and name not in names]
-        if not _is_word(function.name) or ">" in function.name or lost:
+        if not _is_word(function.name) or _has_mark(function.name, tags) or lost:
             rules.left_out.append(function.name)
             continue
-        parts = [quoted(f"{qwen3_coder.FUNCTION}{function.name}>")]
+        parts = [quoted(f"{tags.function}{function.name}{tags.end_name}")]
+        if not tags.end_name:  # the tag may be a special token
+            parts = [rules.mark(tags.function), quoted(function.name)]
         for i, (name, schema, required) in enumerate(properties):
             if name not in names:
                 continue
-            opened = f"{qwen3_coder.PARAMETER}{name}>"
+            opened, end, edge = f"{tags.key}{name}{tags.end_key}", tags.end_value, "\n" if tags.wrapped else ""
             if name not in texts:
-                part = f"{quoted(opened)} {rules.schema(function.place, schema)} {quoted(qwen3_coder.END_PARAMETER)}"
+                before = [quoted(opened), *([quoted(tags.value)] if tags.value else [])]
+                part = " ".join([*before, rules.schema(function.place, schema), quoted(end)])
             else:
                 # one terminal: white space inside it belongs to the value
                 part = f"P{number}_{i}"
-                end = quoted("\n" + qwen3_coder.END_PARAMETER)
-                rules.lines.append(f"{part}: {quoted(opened + chr(10))} ({' | '.join(texts[name])}) {end}")
+                key, opened = (quoted(opened) + " ", tags.value) if tags.value else ("", opened)
+                rules.lines.append(f"{part}: {quoted(opened + edge)} ({' | '.join(texts[name])}) {quoted(edge + end)}")
+                part = key + part
             parts.append(part if required else f"({part})?")
-        calls.append(" ".join([*parts, quoted(qwen3_coder.END_FUNCTION)]))
-    if calls:
-        rules.openings.append((qwen3_coder.OPEN,))
-        rules.rule("function", *calls)
-        rules.rule("call", f"{rules.mark(qwen3_coder.OPEN)} function {rules.mark(qwen3_coder.CLOSE)}")
+        calls.append(
+            " ".join([*parts, rules.mark(tags.end_function) if not tags.end_name else quoted(tags.end_function)])
+        )
+    if not calls:
+        return
+    rules.openings.append(tags.opens[:1] or (tags.function,))
+    rules.rule("call", *calls)
+    if not tags.opens:
         rules.several("calls", "call")
+        return
+    outer, end = rules.mark(tags.opens[0]), rules.mark(tags.closes[-1])
+    inner = " ".join([*map(rules.mark, tags.opens[1:]), *map(rules.mark, tags.inside), "call"])
+    rules.rule("one", " ".join([inner, *map(rules.mark, tags.closes[:-1])]))
+    if joint:
+        rules.rule("calls", f"{outer} {rules.several('listed', 'one')} {end}")
+    else:
+        rules.several("calls", rules.rule("enclosed", f"{outer} one {end}"))
+
+
+def _has_mark(name: str, tags: Tags) -> bool:
+    """Return True if the parser would end `name` early."""
+    return any(end in name for end in ("\n", tags.end_key, tags.end_name or "<"))
+
+
+def _marked(marks: Marks, rules: CallRules, header: Callable[[str], list[str]]) -> None:
+    """Write the rules of calls with `marks`. `header(name)` returns the terminals before the arguments."""
+    calls = [
+        f"{' '.join(header(function.name))} {rules.schema(function.place, function.parameters)}"
+        for function in rules.functions
+        if _may_be_header(function.name, rules)
+    ]
+    if calls:
+        rules.openings.append((marks.section,))
+        rules.rule("header_and_arguments", *calls)
+        after = quoted("\n" + marks.after) if marks.after else ""
+        rules.rule("call", f"{rules.mark(marks.call)} header_and_arguments {after} {rules.mark(marks.end_call)}")
+        listed = rules.several("listed", "call")
+        rules.rule("calls", f"{rules.mark(marks.section)} {listed} {rules.mark(marks.end_section)}")
+
+
+def _may_be_header(name: str, rules: CallRules) -> bool:
+    """Return True if `name` can stand in a header. Otherwise, adds it to `rules.left_out`."""
+    fits = _is_word(name) and "<" not in name
+    if not fits:
+        rules.left_out.append(name)
+    return fits
+
+
+def _deepseek_v3(rules: CallRules) -> None:
+    separator = rules.mark(deepseek_v3.SEPARATOR)
+    _marked(
+        DeepSeekV3Parser.marks,
+        rules,
+        lambda name: [quoted("function"), separator, quoted(f"{name}\n{deepseek_v3.CODE}\n")],
+    )
+
+
+def _deepseek_v31(rules: CallRules) -> None:
+    _marked(DeepSeekV31Parser.marks, rules, lambda name: [quoted(name), rules.mark(deepseek_v3.SEPARATOR)])
+
+
+def _kimi_k2(rules: CallRules) -> None:
+    arguments = rules.mark(kimi_k2.ARGUMENTS)
+    terminals: dict[str, str] = {}  # one for each id: no white space may stand inside it
+    for name in dict.fromkeys(function.name for function in rules.functions):
+        terminals[name] = f"ID_{len(terminals)}"
+        rules.lines.append(f"{terminals[name]}: {quoted(f'functions.{name}:')} /[0-9]{{1,4}}/")
+    _marked(KimiK2Parser.marks, rules, lambda name: [terminals[name], arguments])
+
+
+def _gemma4(rules: CallRules) -> None:
+    # arguments in JSON, which the parser reads, too: no schema can be written for the model's own form
+    calls = [
+        f"{quoted(gemma4.CALL + function.name)} {rules.schema(function.place, function.parameters)}"
+        for function in rules.functions
+        if _may_be_header(function.name, rules)
+    ]
+    if calls:
+        rules.openings.append((gemma4.OPEN,))
+        rules.rule("function", *calls)
+        rules.several("calls", rules.rule("call", f"{rules.mark(gemma4.OPEN)} function {rules.mark(gemma4.CLOSE)}"))
+
+
+def _openai(rules: CallRules) -> None:
+    begin = f"{rules.mark(harmony.CHANNEL)} "
+    constrain, message = rules.mark(harmony.CONSTRAIN), rules.mark(harmony.MESSAGE)
+    calls = [
+        f"{quoted('commentary to=functions.' + function.name)} {constrain} {quoted('json')} {message} "
+        + rules.schema(function.place, function.parameters)
+        for function in rules.functions
+        if _may_be_header(function.name, rules)
+    ]
+    if calls:
+        rules.openings.append((harmony.CHANNEL,))
+        rules.rule("call", begin + f"({' | '.join(calls)})")
+        # `<|call|>` ends a completion
+        between = f'{rules.mark(harmony.END)} {rules.mark(harmony.START)} "assistant"'
+        rules.several("calls", "call", between)
 
 
 def required_calls(rules: CallRules) -> None:
@@ -215,11 +324,19 @@ def required_calls(rules: CallRules) -> None:
 
 
 CALL_GRAMMARS: dict[str, Callable[[CallRules], None]] = {
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v31": _deepseek_v31,
+    "gemma4": _gemma4,
+    "glm45": partial(_tagged, GLM45Parser.tags),
     "hermes": _hermes,
+    "kimi_k2": _kimi_k2,
     "llama3_json": _llama3_json,
+    "minimax_m2": partial(_tagged, MiniMaxM2Parser.tags, joint=True),
     "mistral": _mistral,
+    "openai": _openai,
     "pythonic": _pythonic,
-    "qwen3_coder": _qwen3_coder,
+    "qwen3_coder": partial(_tagged, Qwen3CoderParser.tags),
+    "step3": partial(_tagged, Step3Parser.tags, joint=True),
 }
 """For each tool parser, the function that writes the rules of its calls. If it adds no `openings`, it could write
 none."""
@@ -269,11 +386,11 @@ def _is_identifier(name: str) -> bool:
 
 
 def _is_json(schema: dict[str, Any]) -> bool:
-    """Return True if Qwen3-Coder writes the values of a parameter as JSON."""
-    return qwen3_coder.is_json(types_of(schema, schema))
+    """Return True if formats with tags write the values of a parameter as JSON."""
+    return is_json(types_of(schema, schema))
 
 
-def _raw_texts(rules: CallRules, function: Function, schema: dict[str, Any]) -> Iterator[str]:
+def _raw_texts(rules: CallRules, function: Function, schema: dict[str, Any], tags: Tags) -> Iterator[str]:
     """Yield terminals for the texts of a parameter that is written without quotes; none if no text can be its value.
 
     The texts follow `type`, `enum`, `const` and lengths, also through references, `allOf` and `anyOf`. Null may be
@@ -281,7 +398,7 @@ def _raw_texts(rules: CallRules, function: Function, schema: dict[str, Any]) -> 
     strings only. Adds what is not enforced to `rules.not_enforced`, and to `rules.malformed` what the compiler has to
     check.
     """
-    tags = (qwen3_coder.END_PARAMETER, qwen3_coder.PARAMETER, qwen3_coder.END_FUNCTION)
+    ends = "|".join(re.escape(tag).replace("/", "\\/") for tag in tags.of_values)
     if any(_is_malformed(inner) or not _UNREAD.isdisjoint(inner) for inner in subschemas(schema)):
         rules.malformed.add(function.place)
     for part in alternatives(schema, schema):
@@ -290,7 +407,7 @@ def _raw_texts(rules: CallRules, function: Function, schema: dict[str, Any]) -> 
             _left_out(rules, function, (_OF_TEXTS | _OF_NUMBERS).intersection(part))
             texts = [word if isinstance(word, str) else quote(word) for word in words]
             # the parser would end the value at the tag
-            yield from (quoted(text) for text in texts if not any(tag in text for tag in tags))
+            yield from (quoted(text) for text in texts if not any(tag in text for tag in tags.of_values))
             continue
         if not kinds or "string" in kinds:
             low, high = bounds
@@ -299,7 +416,7 @@ def _raw_texts(rules: CallRules, function: Function, schema: dict[str, Any]) -> 
             _left_out(rules, function, _OF_TEXTS.intersection(part) | long)
             if high is None or low <= high:
                 least, most = 0 if "minLength" in long else low, "" if high is None or "maxLength" in long else high
-                yield f"(/(?s:.){{{least},{most}}}/ & ~/(?s:.*)(<\\/parameter>|<parameter=|<\\/function>)(?s:.*)/)"
+                yield f"(/(?s:.){{{least},{most}}}/ & ~/(?s:.*)({ends})(?s:.*)/)"
         if "null" in kinds:
             yield quoted("null")
 

@@ -190,6 +190,7 @@ class JSONCallParser(ToolParser):
     """Base of the parsers whose calls are JSON objects. Knows no markers."""
 
     _reader: CallReader | None = None
+    _value: Reader | None = None
 
     def _begin_call(self) -> None:
         """Start to read the beginning of the buffer as a call."""
@@ -208,6 +209,31 @@ class JSONCallParser(ToolParser):
             self._call(reader.name)
         self._argue(reader.take())
         return reader.ended
+
+    def _begin_arguments(self) -> None:
+        """Start to read an object of arguments, whose name the format has elsewhere. Removes its first brace."""
+        self._argue("{")
+        self._buffer = self._buffer.lstrip().removeprefix("{")
+        self._value = value("{", lambda _: None)
+        next(self._value)
+
+    def _read_object(self) -> bool:
+        """Continue to read an object of arguments. Return False if it may continue in text to come.
+
+        It ends after its last brace, or before a `<` outside of strings.
+        """
+        assert self._value is not None
+        for count, char in enumerate(self._buffer, 1):
+            try:
+                self._value.send(char)
+            except (StopIteration, ValueError) as end:
+                count -= isinstance(end, ValueError)  # the character is no part of them
+                self._argue(self._buffer[:count])
+                self._buffer, self._value = self._buffer[count:], None
+                return True
+        self._argue(self._buffer)
+        self._buffer = ""
+        return False
 
     def _drop_braces(self) -> None:
         """Drop closing braces after a call, which the model wrote although it had opened fewer."""

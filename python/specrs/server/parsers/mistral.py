@@ -6,7 +6,7 @@ The second form may have `[CALL_ID]...` and `[ARGS]` between the name and the ar
 
 from __future__ import annotations
 
-from specrs.server.parsers.json_calls import JSONCallParser, Reader, value
+from specrs.server.parsers.json_calls import JSONCallParser
 
 TAG, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
@@ -16,7 +16,6 @@ class MistralParser(JSONCallParser):
 
     _state = "text"
     _opening = ""  # the tag, and what of a list is before the call that is read
-    _value: Reader | None = None
 
     def _step(self, *, final: bool) -> bool:
         advance: bool = getattr(self, f"_in_{self._state}")(final=final)
@@ -51,10 +50,8 @@ class MistralParser(JSONCallParser):
             self._back_to_text(TAG)
             return True
         self._call(name)
-        self._argue("{")
-        self._buffer, self._state = text[place + 1 :], "arguments"
-        self._value = value("{", lambda _: None)
-        next(self._value)
+        self._buffer, self._state = text[place:], "arguments"
+        self._begin_arguments()
         return True
 
     def _in_list(self, *, final: bool) -> bool:
@@ -84,18 +81,10 @@ class MistralParser(JSONCallParser):
         return True
 
     def _in_arguments(self, *, final: bool) -> bool:
-        assert self._value is not None
-        for count, char in enumerate(self._buffer, 1):
-            try:
-                self._value.send(char)
-            except (StopIteration, ValueError) as end:
-                count -= isinstance(end, ValueError)  # the character is no part of them
-                self._argue(self._buffer[:count])
-                self._buffer, self._state, self._value = self._buffer[count:], "text", None
-                return True
-        self._argue(self._buffer)
-        self._buffer = ""
-        return False
+        if not self._read_object():
+            return False
+        self._state = "text"
+        return True
 
     def _back_to_text(self, tag: str) -> None:
         self._say(tag)
