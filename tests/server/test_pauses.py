@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.server import encoding, run
+from specrs.server.context import Shared
 from specrs.server.generation import Generation
 from specrs.server.http import DeadlineProtocol
 from specrs.server.run import ServerSettings, run_server
@@ -32,8 +33,8 @@ def test_objects_of_the_start_are_out_of_collections_while_it_serves(
         return any(one is mark for one in gc.get_objects())
 
     class Process:
-        def __init__(self, context: Any, _settings: ServerSettings, _listener: socket.socket) -> None:
-            made.append(context)
+        def __init__(self, models: Any, _shared: Any, _settings: ServerSettings, _listener: socket.socket) -> None:
+            made.append(models)
 
         async def serve(self) -> bool:
             seen.append((gc.get_freeze_count() > 0, tracked(made[0]), sys.getswitchinterval()))
@@ -41,7 +42,10 @@ def test_objects_of_the_start_are_out_of_collections_while_it_serves(
                 raise RuntimeError("serving broke")
             return False
 
-    monkeypatch.setattr(run, "make_context", lambda *_: {"an engine": []})
+    def make_context(*_: Any) -> Any:
+        return SimpleNamespace(model_names=["m"], adapters={}, metrics=None, shared=Shared())
+
+    monkeypatch.setattr(run, "make_context", make_context)
     monkeypatch.setattr(run, "close_context", lambda _: True)
     monkeypatch.setattr(run, "_Process", Process)
     settings = ServerSettings(host="127.0.0.1", port=0)
