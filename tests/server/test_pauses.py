@@ -111,7 +111,7 @@ def test_a_streams_log_probabilities_of_prompts_are_not_written_in_the_event_loo
         body = SimpleNamespace(
             tells_prompts=tells_prompts, stream_options=None, per_request_spec_decode_metrics=None, priority=None
         )
-        asked = SimpleNamespace(engine_params=None, silent=False)
+        asked = SimpleNamespace(engine_params=SimpleNamespace(n=1), silent=False)
         answer: Any = SimpleNamespace(
             body=body,
             asked=asked,
@@ -122,8 +122,8 @@ def test_a_streams_log_probabilities_of_prompts_are_not_written_in_the_event_loo
         )
         context: Any = SimpleNamespace(
             llm=SimpleNamespace(submit=submit, in_thread=asyncio.to_thread),
-            metrics=SimpleNamespace(observer=lambda: None),
-            tracing=None,
+            metrics=SimpleNamespace(request=lambda *_: None),
+            shared=SimpleNamespace(tracing=None),
             report_speculation=False,
         )
 

@@ -98,14 +98,14 @@ def model_info(context: Context) -> dict[str, Any]:
     }
 
 
-async def server_info(context: Context, shared: Shared) -> dict[str, Any]:
+async def server_info(context: Context) -> dict[str, Any]:
     """Answer `GET /server_info`: the settings of the server and their effective values, under vLLM's and SGLang's
     names."""
     config, limits = context.llm.config, context.llm.limits
     stats, speculative = await context.llm.stats(), config.speculative_config
     return {
         **model_info(context),
-        "version": shared.version,
+        "version": context.shared.version,
         "dtype": context.llm.dtype,
         "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,

@@ -161,7 +161,7 @@ class Models(Generic[LoadedT]):
         Blocks. No request may use a model any more.
         """
         self._stopped = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False)
         running = self._in_thread
         idle = running is None or bool(wait([running], timeout).done)
         ended = [self._end(loaded) for loaded in self.loaded]
@@ -214,12 +214,16 @@ class Models(Generic[LoadedT]):
         if model.num_bytes > limit:
             needs = f"needs {model.num_bytes} bytes of memory; this server has {LIMIT_FLAG}={limit}"
             raise APIError(503, f"The model `{model.name}` {needs}.")
-        while sum(one.num_bytes for one in self.all if one.loaded is not None) + model.num_bytes > limit:
-            idle = [one for one in self.all if one.loaded is not None and not one.users]
-            if not idle:
+        while True:
+            others = [one for one in self.all if one.loaded is not None]
+            idle = [one for one in others if not one.users]
+            total = model.num_bytes + sum(one.num_bytes for one in others)
+            if total <= limit:
+                return
+            if total - sum(one.num_bytes for one in idle) > limit:
                 raise unavailable(
-                    f"There is no memory for the model `{model.name}` while requests use the others; {LIMIT_FLAG} is "
-                    f"{limit}."
+                    f"There is no memory for the model `{model.name}` while requests use other models; {LIMIT_FLAG} "
+                    f"is {limit}."
                 )
             await self._unload(min(idle, key=lambda one: one.last_used))
 
@@ -232,6 +236,8 @@ class Models(Generic[LoadedT]):
         logger.info("Unloaded %s", model.name)
 
     def _load_in_thread(self, model: Model[LoadedT]) -> None:
+        if self._stopped:
+            raise _stopped()
         loaded = model.load()
         model.loads += 1
         model.loaded = loaded
