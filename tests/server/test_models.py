@@ -366,7 +366,8 @@ def states(server: Server) -> dict[str, str]:
 def counted(server: Server, name: str) -> dict[str, float]:
     """A metric of each model."""
     text = server.get("/metrics").body.decode()
-    assert len(re.findall(rf"^# TYPE {name.removesuffix('_total')}\b", text, re.MULTILINE)) == 1
+    types = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
+    assert len(types) == len(set(types))
     found = re.findall(rf'^{name}{{[^}}]*model_name="(\w+)"[^}}]*}} (\S+)$', text, re.MULTILINE)
     return {model: float(value) for model, value in found}
 
