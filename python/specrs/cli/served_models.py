@@ -43,7 +43,7 @@ def read_models(
     entries: Sequence[Mapping[str, Any]] = options.models or ()
     if entries and (tags or arguments.model is not None):
         model = tags[0] if tags else arguments.model
-        raise invalid_config("--models", f"{len(entries)} models", f"contradicts MODEL={model}; add it to the list")
+        raise invalid_config("--models", [*entries], f"contradicts MODEL={model}; add it to the list")
     if len(tags) > 1:
         if arguments.model is not None:
             raise invalid_config("--model", arguments.model, "must be left out with several MODELs; add it to them")

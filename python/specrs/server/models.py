@@ -173,7 +173,7 @@ class Models(Generic[LoadedT]):
             raise _stopped()
         if model.loading is None:
             model.loading = asyncio.get_running_loop().create_future()
-            # all that wait may have gone, and asyncio would log an error that nobody has read
+            # every client that waits may have left, and asyncio would log an error that no request has read
             model.loading.add_done_callback(lambda done: done.cancelled() or done.exception())
             task = asyncio.ensure_future(self._load(model, model.loading))
             self._tasks.add(task)
