@@ -65,6 +65,7 @@ class Replica:
     def __del__(self) -> None:
         if hasattr(self, "_context"):
             close_context(self._context)
+            self._context.shared.close()
 
 
 class QueueLengthPolicy:

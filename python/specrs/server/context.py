@@ -64,6 +64,12 @@ class Shared:
         """Run `function`, which may take long and needs no model, in a thread pool."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function)
 
+    def close(self) -> None:
+        """End the threads. Blocks until traces are sent."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        if self.tracing is not None:
+            self.tracing.close()
+
 
 @dataclass(kw_only=True)
 class Context:

@@ -172,8 +172,7 @@ def _run(make: Callable[[], tuple[Models[Context], Shared]], settings: ServerSet
             gc.unfreeze()
             sys.setswitchinterval(interval)
             ended = models.close(ABORT_TIMEOUT)
-            if shared.tracing is not None:
-                shared.tracing.close()
+            shared.close()
     if not ended:
         logger.error("the engine did not end within %g s; the process ends without it", ABORT_TIMEOUT)
         sys.stderr.flush()
