@@ -67,7 +67,8 @@ CAUSES = {
     415: "The Content-Type is not application/json. With curl, add `-H 'Content-Type: application/json'`.",
     431: "The header is too long.",
     500: "The engine ended this request because of a fault. Other requests go on.",
-    503: "The queue is full, there are too many connections, the server drains, or the engine has stopped. "
+    503: "The queue is full, there are too many connections, the server drains, there is no memory for one of several "
+    "models, or the engine has stopped. "
     f"`Retry-After: {RETRY_AFTER_SECONDS}` is set unless the engine has stopped.",
 }
 """Why the server answers with a status."""

@@ -7,12 +7,15 @@ import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from specrs.async_llm import AsyncLLM
 from specrs.outputs import AcceptanceFigures, EngineStats
+from specrs.server.context import Context
 from specrs.server.metrics import Metrics
+from specrs.server.models import Model
 from specrs.server.response_store import ResponseStore
 
 HEAD = """# Metrics
@@ -30,6 +33,7 @@ SETTINGS = (
     ({}, "Always"),
     ({"num_speculative_tokens": 1}, "With drafts"),
     ({"enable_lora": True}, "With `--enable-lora`"),
+    ({"several": True}, "With several models"),
 )
 """Settings of an engine, and the heading of the metrics that it has with them and not without."""
 PROCESS = "Process"
@@ -61,8 +65,9 @@ def lines() -> Iterator[str]:
     )
 
 
-def families(*, num_speculative_tokens: int = 0, enable_lora: bool = False) -> list[Metric]:
-    """Return what a server with these settings of its engine writes, without the times of creation."""
+def families(*, num_speculative_tokens: int = 0, enable_lora: bool = False, several: bool = False) -> list[Metric]:
+    """Return what a server with these settings of its engine writes, without the times of creation. With `several`, the
+    server has several models."""
 
     async def stats() -> EngineStats:
         return EngineStats(drafters={"ngram": AcceptanceFigures()}, draft_errors={"ngram": 0})
@@ -72,7 +77,10 @@ def families(*, num_speculative_tokens: int = 0, enable_lora: bool = False) -> l
     )
     limits = SimpleNamespace(num_speculative_tokens=num_speculative_tokens)
     llm: Any = SimpleNamespace(config=config, limits=limits, stats=stats)
-    text = asyncio.run(Metrics(cast("AsyncLLM", llm), "model", ResponseStore()).render()).decode()
+    metrics = Metrics(cast("AsyncLLM", llm), "model", ResponseStore())
+    if several:
+        metrics.count_loads(Model[Context](names=["model"], load=Mock()))
+    text = asyncio.run(metrics.render()).decode()
     return [one for one in text_string_to_metric_families(text) if not one.name.endswith("_created")]
 
 

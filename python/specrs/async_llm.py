@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -246,6 +247,10 @@ class AsyncLLM:
         be read.
         """
         self._intake.lora(lora_request)
+
+    def take_turns(self, turns: AbstractContextManager[object]) -> None:
+        """Hold `turns`, a lock that other engines share, during each step. Must be called before the first request."""
+        self._loop.turns = turns
 
     async def in_thread(self, function: Callable[[], ResultT]) -> ResultT:
         """Run `function`, which may take long, in the thread pool that reads prompts."""

@@ -72,7 +72,7 @@ def test_an_event_costs_what_is_new(tokenizer: Tokenizer, endpoint: str, logprob
     context: Any = SimpleNamespace(
         llm=SimpleNamespace(limits=SimpleNamespace(num_speculative_tokens=0)),
         metrics=None,
-        tracing=None,
+        shared=SimpleNamespace(tracing=None),
         report_speculation=False,
     )
     generation = Generation(context, made)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from specrs.server.app import build_app
-from specrs.server.context import CORSSettings
-from specrs.server.limits import HTTPLimits
+from specrs.server.context import Shared
 from specrs.server.options import ServerOptions
 from specrs.server.page import page
+from specrs.server.run import one_model
 from starlette.routing import Route
 
 from .conftest import K
@@ -117,11 +117,11 @@ def test_the_page_is_on_where_only_this_machine_can_reach_it(host: str, ui: bool
 
 
 def test_a_server_without_the_page_has_no_route_for_it() -> None:
-    context: Any = SimpleNamespace(ui=False, version="1", model_names=["m"], adapters={}, profiler=None)
-    context.cors, context.limits, context.api_keys = CORSSettings(), HTTPLimits(), ()
-    for context.ui in (True, False):
-        paths = {route.path for route in build_app(context).routes if isinstance(route, Route)}
-        assert ("/" in paths) == context.ui
+    context: Any = SimpleNamespace(model_names=["m"], adapters={}, metrics=None, profiler=None, shared=Shared())
+    for context.shared.ui in (True, False):
+        app = build_app(one_model(context), context.shared)
+        paths = {route.path for route in app.routes if isinstance(route, Route)}
+        assert ("/" in paths) == context.shared.ui
 
 
 def test_a_server_on_a_loopback_address_has_the_page(server: Server) -> None:

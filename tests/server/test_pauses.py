@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.server import encoding, run
+from specrs.server.context import Shared
 from specrs.server.generation import Generation
 from specrs.server.http import DeadlineProtocol
 from specrs.server.run import ServerSettings, run_server
@@ -32,8 +33,8 @@ def test_objects_of_the_start_are_out_of_collections_while_it_serves(
         return any(one is mark for one in gc.get_objects())
 
     class Process:
-        def __init__(self, context: Any, _settings: ServerSettings, _listener: socket.socket) -> None:
-            made.append(context)
+        def __init__(self, models: Any, _shared: Any, _settings: ServerSettings, _listener: socket.socket) -> None:
+            made.append(models)
 
         async def serve(self) -> bool:
             seen.append((gc.get_freeze_count() > 0, tracked(made[0]), sys.getswitchinterval()))
@@ -41,7 +42,10 @@ def test_objects_of_the_start_are_out_of_collections_while_it_serves(
                 raise RuntimeError("serving broke")
             return False
 
-    monkeypatch.setattr(run, "make_context", lambda *_: {"an engine": []})
+    def make_context(*_: Any) -> Any:
+        return SimpleNamespace(model_names=["m"], adapters={}, metrics=None, shared=Shared())
+
+    monkeypatch.setattr(run, "make_context", make_context)
     monkeypatch.setattr(run, "close_context", lambda _: True)
     monkeypatch.setattr(run, "_Process", Process)
     settings = ServerSettings(host="127.0.0.1", port=0)
@@ -107,7 +111,7 @@ def test_a_streams_log_probabilities_of_prompts_are_not_written_in_the_event_loo
         body = SimpleNamespace(
             tells_prompts=tells_prompts, stream_options=None, per_request_spec_decode_metrics=None, priority=None
         )
-        asked = SimpleNamespace(engine_params=None, silent=False)
+        asked = SimpleNamespace(engine_params=SimpleNamespace(n=1), silent=False)
         answer: Any = SimpleNamespace(
             body=body,
             asked=asked,
@@ -118,8 +122,8 @@ def test_a_streams_log_probabilities_of_prompts_are_not_written_in_the_event_loo
         )
         context: Any = SimpleNamespace(
             llm=SimpleNamespace(submit=submit, in_thread=asyncio.to_thread),
-            metrics=SimpleNamespace(observer=lambda: None),
-            tracing=None,
+            metrics=SimpleNamespace(request=lambda *_: None),
+            shared=SimpleNamespace(tracing=None),
             report_speculation=False,
         )
 

@@ -17,11 +17,12 @@ from specrs.chat_template import Rendered
 from specrs.errors import InvalidRequestError
 from specrs.server import stored_responses
 from specrs.server.app import build_app
-from specrs.server.context import Context
+from specrs.server.context import Context, Shared
 from specrs.server.limits import MAX_MESSAGES, HTTPLimits
 from specrs.server.metrics import Metrics
 from specrs.server.response_store import MissingResponse, ResponseStore, Texts
 from specrs.server.responses_protocol import ResponsesRequest, as_chat
+from specrs.server.run import one_model
 from specrs.server.stored_responses import stored_items
 from specrs.server.tools import ToolSettings
 from specrs.tokenizer import Tokenizer
@@ -335,12 +336,10 @@ async def running(
             model_names=["m"],
             metrics=Metrics(llm, "m", store),
             templates=AllMessages(),  # type: ignore[arg-type]
-            responses=store,
-            api_keys=keys,
             tools=tools or ToolSettings(),
-            limits=HTTPLimits(max_body_size=max_body_size),
+            shared=Shared(responses=store, api_keys=keys, limits=HTTPLimits(max_body_size=max_body_size)),
         )
-        yield App(build_app(context), engine, tokenizer, store, now)
+        yield App(build_app(one_model(context), context.shared), engine, tokenizer, store, now)
     finally:
         llm.shutdown()
 

@@ -11,7 +11,7 @@ from specrs.errors import invalid_config
 
 
 def with_config_file(argv: Sequence[str]) -> list[str]:
-    """Return `argv` of a command with the flags of `--config` inserted after its name and MODEL, if it has one.
+    """Return `argv` of a command with the flags of `--config` inserted after its name and MODELs, if it has one.
 
     A key is a flag without its dashes. true and false turn it on and off, lists are several values, and mappings are
     JSON.
@@ -30,7 +30,7 @@ def with_config_file(argv: Sequence[str]) -> list[str]:
     if path is None:
         return rest
     # a list at the end of the file would take a MODEL after it as one value more
-    first = 2 if len(rest) > 1 and not rest[1].startswith("-") else 1
+    first = next((i for i, value in enumerate(rest) if value.startswith("-")), len(rest))
     return [*rest[:first], *(part for key, value in _read(path).items() for part in _flag(key, value)), *rest[first:]]
 
 

@@ -102,7 +102,7 @@ def usage(parser: argparse.ArgumentParser) -> str:
     for action in _shown(parser._actions):
         if not action.option_strings:
             name = str(action.metavar or action.dest)
-            words.append(f"[{name}]" if action.nargs == "?" else name)
+            words.append({"?": f"[{name}]", "*": f"[{name} ...]"}.get(str(action.nargs), name))
     commands = any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
     return " ".join(["usage:", parser.prog, *words, "..." if commands else "[FLAGS]"])
 

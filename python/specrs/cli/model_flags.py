@@ -18,11 +18,13 @@ ABOUT_DRAFTS = (
 )
 
 
-def add_model(parser: argparse.ArgumentParser, engine: argparse._ArgumentGroup) -> None:
-    """Add MODEL and `--model` to a command, and the flag that turns drafting off to its group `engine`."""
+def add_model(parser: argparse.ArgumentParser, engine: argparse._ArgumentGroup, *, several: bool = False) -> None:
+    """Add MODEL and `--model` to a command, and the flag that turns drafting off to its group `engine`. With `several`,
+    MODEL may be given more than once."""
     from specrs.cli.option_flags import MODEL
 
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help=f"{MODEL}; default: the bundled pair")
+    nargs, also = ("*", "; several: each is loaded when a request asks for it") if several else ("?", "")
+    parser.add_argument("model_tag", nargs=nargs, metavar="MODEL", help=f"{MODEL}{also}; default: the bundled pair")
     engine.add_argument("--model", metavar="TEXT", help="the same as MODEL")
     engine.add_argument(
         "--speculation",

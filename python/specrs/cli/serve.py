@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from specrs.speculative_config import SpeculativeConfig
 
     engine = parser.add_argument_group("engine")
-    add_model(parser, engine)
+    add_model(parser, engine, several=True)
     add_flags(engine, EngineOptions, "serve")
     for name, one in options_of(SpeculativeConfig).items():
         if "serve" in one.commands:
@@ -58,25 +58,35 @@ def run(arguments: argparse.Namespace) -> None:
     """Serve until a signal arrives. Raises `SpecrsError` if a setting is rejected before. Exits with code 1 if the
     engine breaks."""
     from specrs.cli.option_flags import given_options
+    from specrs.cli.served_models import read_models
     from specrs.cli.vllm_flags import check_server_flags
     from specrs.server.limits import HTTPLimits
     from specrs.server.options import LOG_LEVELS, ServerOptions
 
     given = vars(arguments)
     check_server_flags(given)
-    engine = engine_settings(arguments, _engine_arguments(given))
+    for_all = _engine_arguments(given)
     options = ServerOptions(**given_options(arguments, ServerOptions, "serve"))
-    settings = _settings(options, HTTPLimits(**given_options(arguments, HTTPLimits, "serve")), engine)
+    limits = HTTPLimits(**given_options(arguments, HTTPLimits, "serve"))
+    models = read_models(arguments, for_all, options, lambda own, engine: _settings(own, limits, engine))
+    if models:
+        engines = [dict(model.engine) for model in models]
+        settings = models[0].server
+    else:
+        arguments.model_tag = next(iter(arguments.model_tag or ()), None)
+        engines = [engine_settings(arguments, for_all)]
+        settings = _settings(options, limits, engines[0])
 
     from specrs.cli.threads import set_torch_threads
     from specrs.server.logs import log_to_stderr
-    from specrs.server.run import run_server
+    from specrs.server.run import run_models, run_server
 
     log_to_stderr(LOG_LEVELS[options.uvicorn_log_level])
-    if any("padded_drafter" in key.replace("-", "_") for key in engine.get("speculative_config", {})):
+    speculation = [key.replace("-", "_") for engine in engines for key in engine.get("speculative_config") or ()]
+    if any("padded_drafter" in key for key in speculation):
         logging.getLogger("specrs").info("disable_padded_drafter_batch has no effect: rows are never padded here")
-    set_torch_threads(arguments.threads, bundled=engine["model"] is None)
-    code = run_server(engine, settings)
+    set_torch_threads(arguments.threads, bundled=all(engine["model"] is None for engine in engines))
+    code = run_models(models, settings, options.models_memory_bytes) if models else run_server(engines[0], settings)
     if code:
         sys.exit(code)
 

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -76,6 +77,8 @@ class EngineLoop(threading.Thread):
         """
         super().__init__(name="specrs-engine", daemon=True)
         self.error: EngineDeadError | None = None
+        self.turns: AbstractContextManager[object] = contextlib.nullcontext()
+        """Held during each step, so that engines on the same processors compute in turns."""
         self._engine = engine
         self._deliver = deliver
         self._on_end = on_end
@@ -201,7 +204,8 @@ class EngineLoop(threading.Thread):
 
     def _step(self) -> None:
         try:
-            touched = self._engine.step()
+            with self.turns:
+                touched = self._engine.step()
         except EngineDeadError:
             raise
         except Exception:

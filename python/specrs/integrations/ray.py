@@ -18,7 +18,7 @@ from specrs.backends.table import backend_of
 from specrs.config import EngineConfig
 from specrs.errors import InvalidConfigError, check_int, invalid, unknown_key
 from specrs.server.app import build_app
-from specrs.server.run import ServerSettings, close_context, make_context
+from specrs.server.run import ServerSettings, close_context, make_context, one_model
 
 logger = logging.getLogger("specrs")
 
@@ -46,7 +46,7 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the ASGI application that Ray sends requests to."""
-        return build_app(self._context)
+        return build_app(one_model(self._context), self._context.shared)
 
     def check_health(self) -> None:
         """Raise the error that broke the engine, if it is broken. Ray then replaces the replica."""
@@ -65,6 +65,7 @@ class Replica:
     def __del__(self) -> None:
         if hasattr(self, "_context"):
             close_context(self._context)
+            self._context.shared.close()
 
 
 class QueueLengthPolicy:

@@ -11,6 +11,7 @@ import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,16 +29,17 @@ from specrs.server import info, protocol
 from specrs.server.anthropic.betas import beta_warnings
 from specrs.server.anthropic.protocol import MessagesRequest
 from specrs.server.body import Gone, parse, read_body
-from specrs.server.context import Context, CORSSettings
+from specrs.server.context import Context, CORSSettings, Shared
 from specrs.server.dispositions import WARNINGS, unused, warn, warning_header
 from specrs.server.encoding import encode, encode_in_parts
 from specrs.server.endpoints import Result
-from specrs.server.errors import APIError, api_error
+from specrs.server.errors import APIError, api_error, unavailable
 from specrs.server.generation import Generation
 from specrs.server.headers import HeaderCheck
 from specrs.server.limits import MAX_REQUEST_ID_LENGTH
 from specrs.server.logs import REQUEST_ID
-from specrs.server.metrics import CONTENT_TYPE
+from specrs.server.metrics import CONTENT_TYPE, render
+from specrs.server.models import Models
 from specrs.server.openapi import openapi
 from specrs.server.page import page_route
 from specrs.server.paths import is_anthropic, route_path
@@ -57,18 +59,22 @@ _STREAM_HEADERS = [
 ]
 
 
-def build_app(context: Context) -> Starlette:
+def build_app(models: Models[Context], shared: Shared) -> Starlette:
     """Build the ASGI application of a server."""
-    document = json.dumps(openapi(context.version, [*context.model_names, *context.adapters])).encode()
+    document = json.dumps(openapi(shared.version, models.names)).encode()
 
     async def described(_: Request) -> Response:
         return Response(document, media_type="application/json")
 
     async def health(_: Request) -> Response:
-        return Response() if context.llm.error is None and not context.draining else _unhealthy(context)
+        try:
+            check_open(models, shared)
+        except (APIError, SpecrsError) as fault:
+            return api_error(fault).response()
+        return Response()
 
     async def metrics(_: Request) -> Response:
-        return Response(await context.metrics.render(), headers={"content-type": CONTENT_TYPE})
+        return Response(await render(shared.metrics), headers={"content-type": CONTENT_TYPE})
 
     def profiling(path: str, act: Callable[[], Awaitable[None]]) -> Route:
         async def endpoint(_: Request) -> Response:
@@ -80,12 +86,14 @@ def build_app(context: Context) -> Starlette:
 
         return Route(path, endpoint, methods=["POST"])
 
-    def get(path: str, answer: Callable[..., Any]) -> Route:
-        """Make a GET route. `answer` takes the path's parameters and returns the JSON answer, or an awaitable of it."""
+    def get(path: str, answer: Callable[..., Any], *, of_model: bool = False) -> Route:
+        """Make a GET route. `answer` takes the path's parameters and returns the JSON answer, or an awaitable of it.
+        With `of_model`, it is also given the loaded model that the query's `model` names."""
 
         async def endpoint(request: Request) -> Response:
             try:
-                found = answer(**request.path_params)
+                asked = [models.find_loaded(request.query_params.get("model"))] if of_model else []
+                found = answer(*asked, **request.path_params)
                 content = await found if inspect.isawaitable(found) else found
             except (APIError, SpecrsError) as fault:
                 return api_error(fault).response()
@@ -93,11 +101,11 @@ def build_app(context: Context) -> Starlette:
 
         return Route(path, endpoint, methods=["GET"])
 
-    profiler = context.profiler
+    profiler = None if models.reloads else models.loaded[0].profiler
     extra = []
     if profiler is not None:
         extra = [profiling("/start_profile", profiler.start), profiling("/stop_profile", profiler.stop)]
-    if context.ui:
+    if shared.ui:
         extra.append(page_route())
     app = Starlette(
         routes=[
@@ -105,21 +113,21 @@ def build_app(context: Context) -> Starlette:
             Route("/health", health, methods=["GET"]),
             Route("/ping", health, methods=["GET", "POST"]),
             Route("/metrics", metrics, methods=["GET"]),
-            get("/version", lambda: {"version": context.version}),
+            get("/version", lambda: {"version": shared.version}),
             Route("/openapi.json", described, methods=["GET"]),
-            get("/v1/models", partial(info.models, context)),
-            get("/v1/models/{name:path}", partial(info.model, context)),
-            get("/load", partial(info.load, context)),
-            get("/v1/loads", partial(info.loads, context)),
-            *(get(path, partial(info.model_info, context)) for path in ("/model_info", "/get_model_info")),
-            *(get(path, partial(info.server_info, context)) for path in ("/server_info", "/get_server_info")),
-            *(Route(row.path, PostEndpoint(context, row.body, row.handle), methods=["POST"]) for row in POSTS),
-            *stored_routes(context),
+            get("/v1/models", partial(info.models, models, shared)),
+            get("/v1/models/{name:path}", partial(info.model, models, shared)),
+            get("/load", partial(info.load, models)),
+            get("/v1/loads", partial(info.loads, models, shared)),
+            *(get(path, info.model_info, of_model=True) for path in ("/model_info", "/get_model_info")),
+            *(get(path, info.server_info, of_model=True) for path in ("/server_info", "/get_server_info")),
+            *(Route(row.path, PostEndpoint(models, shared, row.body, row.handle), methods=["POST"]) for row in POSTS),
+            *stored_routes(shared),
         ],
         middleware=[
-            *_cors(context.cors),
-            Middleware(HeaderCheck, limits=context.limits),
-            Middleware(KeyCheck, keys=context.api_keys, ui=context.ui),
+            *_cors(shared.cors),
+            Middleware(HeaderCheck, limits=shared.limits),
+            Middleware(KeyCheck, keys=shared.api_keys, ui=shared.ui),
         ],
         exception_handlers={HTTPException: _http_exception, Exception: _exception},
     )
@@ -178,9 +186,16 @@ class KeyCheck:
 class PostEndpoint:
     """ASGI endpoint that reads a body, calls its handler and sends the answer. It stops when the client disconnects."""
 
-    def __init__(self, context: Context, model: type[protocol.Body], handle: Callable[..., Awaitable[Result]]) -> None:
-        self._context = context
-        self._model = model
+    def __init__(
+        self,
+        models: Models[Context],
+        shared: Shared,
+        body: type[protocol.Body],
+        handle: Callable[..., Awaitable[Result]],
+    ) -> None:
+        self._models = models
+        self._shared = shared
+        self._body = body
         self._handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -188,12 +203,12 @@ class PostEndpoint:
 
         The header `X-Warning` names fields of the request that have no effect.
         """
-        context = self._context
+        shared = self._shared
         name = _request_id(scope)
         REQUEST_ID.set(name)
         WARNINGS.set([])
-        if context.tracing is not None:
-            context.tracing.take_parent(scope["headers"])
+        if shared.tracing is not None:
+            shared.tracing.take_parent(scope["headers"])
 
         anthropic = is_anthropic(route_path(scope))
         for warning in beta_warnings(scope["headers"]) if anthropic else ():
@@ -206,8 +221,8 @@ class PostEndpoint:
             await send(message)
 
         try:
-            context.check_open()
-            body = await parse(self._model, await read_body(scope, receive, context.limits), context.llm.in_thread)
+            check_open(self._models, shared)
+            body = await parse(self._body, await read_body(scope, receive, shared.limits), shared.in_thread)
         except Gone:
             return
         except (APIError, SpecrsError) as fault:
@@ -221,17 +236,21 @@ class PostEndpoint:
         await _while_connected(receive, self._answer(body, scope, receive, tell))
 
     async def _answer(self, body: protocol.Body, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            result = await self._handle(self._context, body)
-        except (APIError, SpecrsError) as fault:
-            if not isinstance(fault, APIError) and api_error(fault).status == 500:
-                logger.error("a request failed: %s", fault)
-            await api_error(fault).response()(scope, receive, send)
-            return
+        async with AsyncExitStack() as held:
+            try:
+                context = await held.enter_async_context(self._models.lease(body.model))
+                result = await self._handle(context, body)
+            except (APIError, SpecrsError) as fault:
+                if not isinstance(fault, APIError) and api_error(fault).status == 500:
+                    logger.error("a request failed: %s", fault)
+                await api_error(fault).response()(scope, receive, send)
+                return
+            await self._send(result, body, scope, receive, send)
+
+    async def _send(self, result: Result, body: protocol.Body, scope: Scope, receive: Receive, send: Send) -> None:
         if not isinstance(result, Generation):
-            in_thread = self._context.llm.in_thread
             large = isinstance(body, protocol.SamplingBody) and body.tells_prompts
-            encoded = await in_thread(partial(encode_in_parts, result)) if large else encode(result)
+            encoded = await self._shared.in_thread(partial(encode_in_parts, result)) if large else encode(result)
             await Response(encoded, media_type="application/json")(scope, receive, send)
             return
         with result:
@@ -260,12 +279,12 @@ async def _disconnected(receive: Receive) -> None:
         continue
 
 
-def _unhealthy(context: Context) -> Response:
-    try:
-        context.check_open()
-    except (APIError, SpecrsError) as fault:
-        return api_error(fault).response()
-    raise AssertionError("unhealthy, and open")
+def check_open(models: Models[Context], shared: Shared) -> None:
+    """Raise an error if the server accepts no more requests: the one that broke its engine, or a 503 `APIError`."""
+    if models.error is not None:
+        raise models.error
+    if shared.draining:
+        raise unavailable("The server is shutting down.")
 
 
 async def _http_exception(_: Request, fault: Exception) -> Response:

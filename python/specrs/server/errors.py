@@ -121,6 +121,11 @@ def unavailable(message: str) -> APIError:
     return APIError(HTTPStatus.SERVICE_UNAVAILABLE, message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
+def unknown_model(name: str, served: Sequence[str]) -> APIError:
+    """Return a 404 error for a model that the server does not have, with the names that it serves."""
+    return APIError(404, f"The model `{name[:200]}` does not exist; served: {short([*served])}.", param="model")
+
+
 def api_error(fault: BaseException) -> APIError:
     """Convert an exception to the error that the client sees. Only errors of the client's own request keep the
     exception's message."""

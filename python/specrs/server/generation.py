@@ -36,7 +36,7 @@ class Generation:
         self._llm = context.llm
         self._answer = answer
         self._metrics = context.metrics
-        self._tracing = context.tracing
+        self._tracing = context.shared.tracing
         self._num_prompts = 0
         self._recorders: list[RequestRecorder | RequestTrace] = []
         self._report = context.report_speculation

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from specrs.async_llm import AsyncLLM
+from specrs.config import EngineConfig
 from specrs.errors import EngineDeadError
 from specrs.outputs import EngineStats, RequestOutput
+from specrs.server.models import Model
 from specrs.server.response_store import ResponseStore
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_PROCESS = ProcessCollector(registry=None)  # in no registry
 _FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -32,19 +37,20 @@ _REQUEST_BUCKETS = (
 
 
 class Metrics:
-    """All metrics of one server, in a registry of its own."""
+    """All metrics of one model, in a registry of its own. They outlive its engine."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str, responses: ResponseStore | None = None) -> None:
+    def __init__(self, llm: AsyncLLM | None, model_name: str, responses: ResponseStore | None = None) -> None:
         """Create the metrics, with those of `responses` if it is given. Each has the label `model_name`, and the label
-        `engine`, which is always 0."""
-        self._llm = llm
+        `engine`, which is always 0. `llm` None: the model is not loaded yet."""
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._engine = _EngineCollector(llm, self._labels)
+        self._engine = _EngineCollector(self._labels)
         self._registry.register(self._engine)
         if responses is not None:
             self._registry.register(_ResponsesCollector(responses, self._labels))
-        ProcessCollector(registry=self._registry)
+        self._llm: AsyncLLM | None = None
+        if llm is not None:
+            self.attach(llm)
         names, values = tuple(self._labels), tuple(self._labels.values())
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -78,11 +84,63 @@ class Metrics:
         """Count completions that ended with the finish reason `reason`."""
         self._success.labels(*self._labels.values(), reason).inc(completions)
 
+    def attach(self, llm: AsyncLLM) -> None:
+        """Report the statistics of the engine of `llm` from now on. Its counters start anew."""
+        self._llm = llm
+        self._engine.config, self._engine.num_drafts = llm.config, llm.limits.num_speculative_tokens
+        self._engine.stats = EngineStats()
+
+    def detach(self, stats: EngineStats | None) -> None:
+        """Forget the engine, which ends. `stats`: its last statistics, if they are known; its counters stay."""
+        self._llm = None
+        last = self._engine.stats if stats is None else stats
+        self._engine.stats = replace(last, num_running=0, num_waiting=0, num_blocks=0, num_free_blocks=0)
+
+    def count_loads(self, model: Model[Any]) -> None:
+        """Report, too, whether `model` is loaded, and how often it was loaded."""
+        self._registry.register(_ModelCollector(model, self._labels))
+
     async def render(self) -> bytes:
-        """Return all metrics as text. If the engine is broken, its last known values."""
-        with contextlib.suppress(EngineDeadError):
-            self._engine.stats = await self._llm.stats()
-        return generate_latest(self._registry)
+        """Return these metrics as text. If the engine is broken, its last known values."""
+        return await render([self])
+
+    async def refresh(self) -> None:
+        """Read the engine's statistics. If it is broken, the last known values stay."""
+        llm = self._llm
+        if llm is not None:
+            with contextlib.suppress(EngineDeadError):
+                stats = await llm.stats()
+                if self._llm is llm:  # it may have ended while its statistics were on their way
+                    self._engine.stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of this model."""
+        yield from self._registry.collect()
+
+
+async def render(models: Sequence[Metrics]) -> bytes:
+    """Return the metrics of all `models`, and those of the process, as one text."""
+    for one in models:
+        await one.refresh()
+    return generate_latest(_Together(models))
+
+
+class _Together:
+    """The metrics of several models, each name once, as the text format demands."""
+
+    def __init__(self, models: Sequence[Metrics]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for model in self._models:
+            for family in model.collect():
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()
+        yield from _PROCESS.collect()
 
 
 class RequestRecorder:
@@ -123,13 +181,18 @@ class RequestRecorder:
 class _EngineCollector(Collector):
     """Prometheus collector of the engine's statistics, as of the last scrape."""
 
-    def __init__(self, llm: AsyncLLM, labels: dict[str, str]) -> None:
+    def __init__(self, labels: dict[str, str]) -> None:
         self.stats = EngineStats()
-        self._llm = llm
+        self.config: EngineConfig | None = None
+        """Configuration of the engine; None before the model is loaded for the first time."""
+        self.num_drafts = 0
+        """Maximum number of draft tokens per iteration."""
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
-        stats, config = self.stats, self._llm.config
+        stats, config = self.stats, self.config
+        if config is None:
+            return
         names, values = tuple(self._labels), tuple(self._labels.values())
 
         def counter(name: str, text: str, value: float) -> Metric:
@@ -150,7 +213,7 @@ class _EngineCollector(Collector):
         yield counter("num_preemptions", "Requests that lost their blocks.", stats.num_preemptions)
         yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prompt_tokens)
         yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.num_cached_tokens)
-        if self._llm.limits.num_speculative_tokens:
+        if self.num_drafts:
             yield counter("spec_decode_num_drafts", "Iterations that drafted.", stats.drafts)
             yield counter("spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens)
             yield counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens)
@@ -159,7 +222,7 @@ class _EngineCollector(Collector):
                 "Drafts whose token at this position was accepted.",
                 labels=(*names, "position"),
             )
-            counts = stats.accepted_per_position or [0] * self._llm.limits.num_speculative_tokens
+            counts = stats.accepted_per_position or [0] * self.num_drafts
             for position, count in enumerate(counts):
                 per_position.add_metric((*values, str(position)), count)
             yield per_position
@@ -224,3 +287,24 @@ class _ResponsesCollector(Collector):
         for limit, count in store.evictions.items():
             evictions.add_metric((*values, limit), count)
         yield evictions
+
+
+class _ModelCollector(Collector):
+    """Prometheus collector of how often a model was loaded, of a server with several models."""
+
+    def __init__(self, model: Model[Any], labels: dict[str, str]) -> None:
+        self._model = model
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        model, names, values = self._model, tuple(self._labels), tuple(self._labels.values())
+        loaded = GaugeMetricFamily("specrs:model_loaded", "Whether the model is loaded: 1 or 0.", labels=names)
+        loaded.add_metric(values, model.state == "loaded")
+        yield loaded
+        for name, text, count in (
+            ("loads", "Loads of the model.", model.loads),
+            ("load_failures", "Loads of the model that failed.", model.failures),
+        ):
+            counter = CounterMetricFamily(f"specrs:model_{name}", text, labels=names)
+            counter.add_metric(values, count)
+            yield counter

@@ -177,8 +177,10 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
             **dict.fromkeys(("id", "object", "owned_by", "root"), _STRING),
             "created": _INTEGER,
             "parent": {"type": "null"},
-            "max_model_len": _INTEGER,
-        }
+            "max_model_len": _or_null(_INTEGER),
+            "state": {"enum": ["loaded", "loading", "unloaded"]},
+        },
+        optional=("state",),
     ),
     "Models": _object({"object": _STRING, "data": _array(_ref("Model"))}),
     "DeletedResponse": _object({"id": _STRING, "object": _STRING, "deleted": {"const": True}}),

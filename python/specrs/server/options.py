@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +48,17 @@ class _Texts(Values):
         return tuple(texts)
 
 
+@dataclass(frozen=True)
+class _Entry(Object):
+    """Option type for a dictionary, which flags give as JSON."""
+
+    def check(self, error: type[SpecrsError], field: str, value: Any, also: str = "") -> Mapping[str, Any]:
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
+        return super().check(error, field, value, also)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """Flags of the server itself. Immutable and checked at construction; error messages name flags.
@@ -57,6 +70,22 @@ class ServerOptions:
     port: int = _option(8000, Integer(0, 65535), "port to listen on", note="0: a free one")
     served_model_name: Sequence[str] | None = option(
         None, ListOf(Text(), "names"), "names that requests may use", default_is="MODEL", commands=("serve",)
+    )
+    models: Sequence[Mapping[str, Any]] | None = option(
+        None,
+        ListOf(_Entry('{"name": "small", "model": "Qwen/Qwen3-0.6B"}'), "models"),
+        "models to serve, each a JSON object with name, model and options of the engine",
+        default_is="MODEL",
+        commands=("serve",),
+        details="In a `--config` file it is a list of mappings. [Several models](guides/serve.md#several-models) has "
+        "an example.",
+    )
+    models_memory_bytes: int | None = _option(
+        None,
+        Integer(1, units=True),
+        "bytes of memory for weights and KV caches of several models",
+        note="the least recently used model is unloaded first",
+        default_is="no bound",
     )
     lora_modules: Sequence[str] | None = option(
         None,

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -26,17 +26,20 @@ from specrs.lora_request import LoRARequest
 from specrs.parallel.start import torchrun_rank
 from specrs.processes.limits import allow_open_files
 from specrs.server.app import build_app
-from specrs.server.context import Context, CORSSettings
+from specrs.server.context import Context, CORSSettings, Shared
 from specrs.server.defaults import checkpoint_defaults
 from specrs.server.http import DeadlineProtocol
 from specrs.server.limits import SEND_BUFFER, HTTPLimits
 from specrs.server.logs import INTERVAL, log_figures, log_what_runs
+from specrs.server.memory import memory_of
 from specrs.server.metrics import Metrics
+from specrs.server.models import Model, Models
 from specrs.server.profiler import Profiler
 from specrs.server.response_store import STORE_BYTES, STORE_SECONDS, ResponseStore
 from specrs.server.templates import TemplateRenderer
 from specrs.server.tools import ToolSettings
 from specrs.server.tracing import Tracing
+from specrs.server.turns import Turns
 from specrs.tokenizer.template_files import choose_template
 
 logger = logging.getLogger("specrs")
@@ -96,6 +99,15 @@ class ServerSettings:
     limits: HTTPLimits = field(default_factory=HTTPLimits)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """One of several models of a server: its engine's settings, and those of the server that it does not share."""
+
+    name: str
+    engine: Mapping[str, Any]
+    server: ServerSettings
+
+
 def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> int:
     """Serve until a signal arrives or the engine breaks. Return the exit code: 0 after a signal, 1 if the engine broke.
 
@@ -110,14 +122,49 @@ def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> 
         from specrs.engine.build import build_engine  # and torch
 
         build_engine(config)  # serves rank 0's launches, and ends the process with it
+
+    def make() -> tuple[Models[Context], Shared]:
+        context = make_context(engine_settings, settings)
+        return one_model(context), context.shared
+
+    return _run(make, settings)
+
+
+def run_models(models: Sequence[ModelSettings], settings: ServerSettings, memory_bytes: int | None) -> int:
+    """Serve several models until a signal arrives, and return the exit code 0. A model is loaded when a request asks
+    for it.
+
+    `memory_bytes`: maximum bytes of all loaded models; None: no limit. Signals work as in `run_server`.
+
+    Raises `InvalidConfigError` or a subclass before anything is served, if a setting is wrong. Checkpoints are read
+    later.
+    """
+    if torchrun_rank() is not None:
+        raise InvalidConfigError("several models are not implemented under torchrun; serve one model per server")
+    for model in models:
+        size = EngineConfig.from_kwargs(**model.engine).tensor_parallel_size
+        if size > 1:
+            raise invalid_config("tensor_parallel_size", size, "must be 1 with several models; serve this one alone")
+
+    def make() -> tuple[Models[Context], Shared]:
+        shared = _shared(settings)
+        turns = Turns()
+        known = [_lazy_model(model, shared, turns, first=model is models[0]) for model in models]
+        shared.metrics = [metrics for _, metrics in known]
+        return Models([model for model, _ in known], end=_end, limit=memory_bytes), shared
+
+    return _run(make, settings)
+
+
+def _run(make: Callable[[], tuple[Models[Context], Shared]], settings: ServerSettings) -> int:
     settings = replace(settings, limits=_fit_connections(settings.limits))
     listener = _bind(settings.host, settings.port)  # first, because weights may take minutes
     with contextlib.closing(listener):
-        context = make_context(engine_settings, settings)
+        models, shared = make()
         interval = sys.getswitchinterval()
         try:
             sys.setswitchinterval(SWITCH_INTERVAL)
-            process = _Process(context, settings, listener)
+            process = _Process(models, shared, settings, listener)
             # What stands now stays. Full collections would walk its 250,000 objects and hold every stream for 0.1 s.
             gc.collect()
             gc.freeze()
@@ -125,7 +172,8 @@ def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> 
         finally:
             gc.unfreeze()
             sys.setswitchinterval(interval)
-            ended = close_context(context)
+            ended = models.close(ABORT_TIMEOUT)
+            shared.close()
     if not ended:
         logger.error("the engine did not end within %g s; the process ends without it", ABORT_TIMEOUT)
         sys.stderr.flush()
@@ -133,13 +181,73 @@ def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> 
     return 1 if failed else 0
 
 
+def one_model(context: Context) -> Models[Context]:
+    """Return the models of a server that has only the loaded model `context`."""
+    context.shared.metrics = [context.metrics]
+    names = [*context.model_names, *context.adapters]
+
+    def load() -> Context:
+        raise AssertionError("the only model is loaded once")
+
+    model = Model(names=names, load=load, root=names[0], loaded=context)
+    return Models([model], end=close_context, reloads=False)
+
+
+def _lazy_model(model: ModelSettings, shared: Shared, turns: Turns, *, first: bool) -> tuple[Model[Context], Metrics]:
+    """Return one of several models, not loaded, and its metrics. Those of the `first` include stored responses."""
+    metrics = Metrics(None, model.name, shared.responses if first else None)
+    config = EngineConfig.from_kwargs(**model.engine)
+
+    def load() -> Context:
+        gc.unfreeze()
+        gc.collect()  # what is left of models that were unloaded
+        try:
+            context = _make_context(model.engine, model.server, shared, metrics)
+        finally:
+            gc.freeze()
+        if context.llm.device == "cpu":
+            context.llm.take_turns(turns)
+        return context
+
+    found = Model(names=[model.name], load=load, measure=lambda: memory_of(config), root=config.model or "bundled")
+    metrics.count_loads(found)
+    return found, metrics
+
+
+def _end(context: Context) -> bool:
+    """End one of several models. Its counters keep their last values."""
+    stats = None
+    with contextlib.suppress(EngineDeadError):
+        stats = asyncio.run(context.llm.stats())
+    context.metrics.detach(stats)
+    return close_context(context)
+
+
 def make_context(engine_settings: Mapping[str, Any], settings: ServerSettings) -> Context:
-    """Load an engine, and create everything else that the server's application needs. `close_context` ends it.
+    """Load an engine, and create everything else that the server's application needs. `close_context` ends the engine.
 
     Raises `InvalidConfigError` or a subclass if a setting is wrong or a checkpoint cannot be loaded.
     """
+    return _make_context(engine_settings, settings, _shared(settings), None)
+
+
+def _shared(settings: ServerSettings) -> Shared:
+    return Shared(
+        responses=ResponseStore(settings.responses_store_bytes, settings.responses_store_seconds),
+        limits=settings.limits,
+        api_keys=settings.api_keys,
+        cors=settings.cors,
+        ui=settings.ui,
+        version=version("specrs"),
+        tracing=None if settings.otlp_traces_endpoint is None else Tracing(settings.otlp_traces_endpoint),
+    )
+
+
+def _make_context(
+    engine_settings: Mapping[str, Any], settings: ServerSettings, shared: Shared, metrics: Metrics | None
+) -> Context:
+    """Load an engine. It is reported in `metrics`, or in new ones."""
     config = EngineConfig.from_kwargs(**engine_settings)
-    tracing = None if settings.otlp_traces_endpoint is None else Tracing(settings.otlp_traces_endpoint)
     defaults = checkpoint_defaults(config) if settings.use_generation_config else {}
     names = tuple(settings.served_model_names) or (config.model or "bundled",)
     adapters = _adapters(settings.lora_modules, names)
@@ -157,24 +265,21 @@ def make_context(engine_settings: Mapping[str, Any], settings: ServerSettings) -
         templates = TemplateRenderer(llm.tokenizer, settings.chat_template)
     if defaults:
         logger.info("Sampling parameters of the checkpoint, where a request has none: %s", defaults)
-    responses = ResponseStore(settings.responses_store_bytes, settings.responses_store_seconds)
+    if metrics is None:
+        metrics = Metrics(llm, names[0], shared.responses)
+    else:
+        metrics.attach(llm)
     return Context(
         llm=llm,
         model_names=names,
         adapters=adapters,
-        metrics=Metrics(llm, names[0], responses),
+        metrics=metrics,
         templates=templates,
-        responses=responses,
-        limits=settings.limits,
+        shared=shared,
         defaults=defaults,
-        api_keys=settings.api_keys,
         report_speculation=settings.report_speculation,
         tools=tools,
         chat_template_kwargs=settings.chat_template_kwargs,
-        cors=settings.cors,
-        ui=settings.ui,
-        version=version("specrs"),
-        tracing=tracing,
         profiler=None if settings.profiler_folder is None else Profiler(llm, settings.profiler_folder),
     )
 
@@ -201,8 +306,6 @@ def close_context(context: Context) -> bool:
     """End the context's engine and child processes. Return True if the engine ended within `ABORT_TIMEOUT` seconds."""
     if context.templates is not None:
         context.templates.close()
-    if context.tracing is not None:
-        context.tracing.close()
     return context.llm.shutdown(ABORT_TIMEOUT)
 
 
@@ -216,15 +319,18 @@ class _Server(uvicorn.Server):
 class _Process:
     """The server inside one event loop, from start to end."""
 
-    def __init__(self, context: Context, settings: ServerSettings, listener: socket.socket) -> None:
-        self._context = context
+    def __init__(
+        self, models: Models[Context], shared: Shared, settings: ServerSettings, listener: socket.socket
+    ) -> None:
+        self._models = models
+        self._shared = shared
         self._settings = settings
         self._listener = listener
         limits = settings.limits
         protocol = type("Protocol", (DeadlineProtocol,), {"limits": limits})
         self._server = _Server(
             uvicorn.Config(
-                build_app(context),
+                build_app(models, shared),
                 http=protocol,
                 ws="none",
                 loop="asyncio",
@@ -252,42 +358,47 @@ class _Process:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal)
-        llm = self._context.llm
-        llm.on_dead = lambda: _tell(loop, dead)
-        if llm.error is not None:
-            dead.set()
+        only = None if self._models.reloads else self._models.loaded[0].llm
+        if only is not None:
+            only.on_dead = lambda: _tell(loop, dead)
+            if only.error is not None:
+                dead.set()
         self._listener.listen(min(self._settings.limits.max_connections, 2048))
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
-        await self._announce()
-        figures = asyncio.ensure_future(self._log_figures())
+        await self._announce(only)
+        figures = asyncio.ensure_future(self._log_figures(only))
         await _first(stop.wait(), dead.wait(), asyncio.shield(serving))
         figures.cancel()
-        self._context.draining = True
-        failed = llm.error is not None
+        self._shared.draining = True
+        failed = self._models.error is not None
         if failed:
             await _first(abort.wait(), asyncio.sleep(FAILURE_GRACE))
         else:
             logger.info("Shutting down: up to %g s for what runs", self._settings.shutdown_timeout)
             await _first(abort.wait(), dead.wait(), self._drained(), asyncio.sleep(self._settings.shutdown_timeout))
-        await loop.run_in_executor(None, llm.shutdown, ABORT_TIMEOUT)
+        self._models.stop()
+        for context in self._models.loaded:
+            await loop.run_in_executor(None, context.llm.shutdown, ABORT_TIMEOUT)
         self._server.should_exit = True
         await _first(abort.wait(), asyncio.shield(serving))
         self._server.force_exit = True
         await serving
-        return failed or llm.error is not None
+        return failed or self._models.error is not None
 
-    async def _log_figures(self) -> None:
-        if self._settings.log_stats_interval is not None:
+    async def _log_figures(self, llm: AsyncLLM | None) -> None:
+        if self._settings.log_stats_interval is not None and llm is not None:
             with contextlib.suppress(EngineDeadError):
-                await log_figures(self._context.llm, self._settings.log_stats_interval)
+                await log_figures(llm, self._settings.log_stats_interval)
 
-    async def _announce(self) -> None:
-        with contextlib.suppress(EngineDeadError):
-            await log_what_runs(self._context.llm)
+    async def _announce(self, llm: AsyncLLM | None) -> None:
+        if llm is not None:
+            with contextlib.suppress(EngineDeadError):
+                await log_what_runs(llm)
         host, port = self._listener.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
         scheme = "http" if self._settings.tls is None else "https"
-        logger.info("Serving %s on %s://%s:%d", self._context.model_names[0], scheme, address, port)
+        names = ", ".join(model.name for model in self._models.all)
+        logger.info("Serving %s on %s://%s:%d", names, scheme, address, port)
         if self._settings.ui:
             logger.info("Chat on %s://%s:%d%s/", scheme, address, port, self._settings.root_path)
         logger.info("Application startup complete.")

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from specrs.errors import SpecrsError, invalid_request, short
-from specrs.server.context import Context
+from specrs.server.context import Context, Shared
 from specrs.server.dispositions import warn
 from specrs.server.encoding import encode, encode_in_parts
 from specrs.server.errors import APIError, api_error
@@ -68,14 +68,14 @@ async def earlier_items(context: Context, body: ResponsesRequest) -> Earlier:
     Raises `InvalidRequestError` if the server stores nothing or the conversation has too many responses, and `APIError`
     if a part of it is not stored (404) or it is longer than a body may be (413).
     """
-    given, limits = body.previous_response_id, context.limits
+    given, limits = body.previous_response_id, context.shared.limits
     if given is None:
         return Earlier()
-    if not context.responses.enabled:
+    if not context.shared.responses.enabled:
         needs = f"this server stores no responses ({_FLAGS}); send all earlier items in input"
         raise invalid_request("previous_response_id", given, needs)
     try:
-        chain = context.responses.conversation(OWNER.get(), given)
+        chain = context.shared.responses.conversation(OWNER.get(), given)
     except MissingResponse as fault:
         if fault.needed_by is None:
             cause = f"there is no such response; it {_GONE}"
@@ -96,17 +96,17 @@ async def earlier_items(context: Context, body: ResponsesRequest) -> Earlier:
             items += json.loads(one.texts.output)
         return items
 
-    return Earlier(chain[-1].link, await context.llm.in_thread(read))
+    return Earlier(chain[-1].link, await context.shared.in_thread(read))
 
 
 async def new_place(context: Context, body: ResponsesRequest, earlier: Earlier) -> Place:
     """Return where the response to `body`, whose input is valid, is stored when it has ended."""
-    store = context.responses
+    store = context.shared.responses
     if not store.enabled or body.store is False:
         if body.store:
             warn(f"store: has no effect; this server stores no responses ({_FLAGS})", log=False)
         return Place(store, stored=False)
-    items = await context.llm.in_thread(lambda: encode_in_parts(stored_items(body.input)))
+    items = await context.shared.in_thread(lambda: encode_in_parts(stored_items(body.input)))
     return Place(store, True, OWNER.get(), earlier.previous, items)
 
 
@@ -141,16 +141,16 @@ def _refused(status: int, given: str, cause: str) -> APIError:
     return APIError(status, f"previous_response_id={short(given)}: {cause}.", param="previous_response_id")
 
 
-def stored_routes(context: Context) -> list[Route]:
+def stored_routes(shared: Shared) -> list[Route]:
     """Return the routes of stored responses."""
 
     async def one(request: Request) -> Response:
         if request.method == "DELETE":
-            return _delete(context, request)
-        return _retrieve(context, request)
+            return _delete(shared, request)
+        return _retrieve(shared, request)
 
     async def items(request: Request) -> Response:
-        return await _input_items(context, request)
+        return await _input_items(shared, request)
 
     return [
         Route("/v1/responses/{id}", _answering(one), methods=["GET", "DELETE"]),
@@ -168,23 +168,23 @@ def _answering(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
     return endpoint
 
 
-def _retrieve(context: Context, request: Request) -> Response:
+def _retrieve(shared: Shared, request: Request) -> Response:
     query = _query(request, ("stream",))
     if query.get("stream", "false") != "false":
         needs = "not implemented; a stored response is sent whole, so leave it out"
         raise invalid_request("stream", query["stream"], needs)
-    texts = _found(context, request).texts
+    texts = _found(shared, request).texts
     return _json(texts.head[:-1] + b',"output":' + texts.output + b"}")
 
 
-def _delete(context: Context, request: Request) -> Response:
+def _delete(shared: Shared, request: Request) -> Response:
     _query(request, ())
-    response_id = _found(context, request).link[0]
-    context.responses.delete(OWNER.get(), response_id)
+    response_id = _found(shared, request).link[0]
+    shared.responses.delete(OWNER.get(), response_id)
     return _json(encode({"id": response_id, "object": "response", "deleted": True}))
 
 
-async def _input_items(context: Context, request: Request) -> Response:
+async def _input_items(shared: Shared, request: Request) -> Response:
     query = _query(request, ("limit", "order", "after"))
     given, order, after = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc"), query.get("after")
     limit = int(given) if given.isascii() and given.isdigit() and len(given) <= 3 else 0
@@ -192,7 +192,7 @@ async def _input_items(context: Context, request: Request) -> Response:
         raise invalid_request("limit", given, f"must be an integer from 1 to {MAX_PAGE}")
     if order not in ("asc", "desc"):
         raise invalid_request("order", order, "must be asc or desc")
-    stored = _found(context, request)
+    stored = _found(shared, request)
 
     def page() -> bytes:
         items = json.loads(stored.texts.input_items)
@@ -215,7 +215,7 @@ async def _input_items(context: Context, request: Request) -> Response:
             }
         )
 
-    return _json(await context.llm.in_thread(page))
+    return _json(await shared.in_thread(page))
 
 
 def _query(request: Request, known: Collection[str]) -> dict[str, str]:
@@ -230,12 +230,12 @@ def _query(request: Request, known: Collection[str]) -> dict[str, str]:
     return query
 
 
-def _found(context: Context, request: Request) -> StoredResponse:
+def _found(shared: Shared, request: Request) -> StoredResponse:
     response_id = request.path_params["id"]
     try:
-        return context.responses.get(OWNER.get(), response_id)
+        return shared.responses.get(OWNER.get(), response_id)
     except MissingResponse:
-        cause = f"it {_GONE}" if context.responses.enabled else f"this server stores no responses ({_FLAGS})"
+        cause = f"it {_GONE}" if shared.responses.enabled else f"this server stores no responses ({_FLAGS})"
         raise APIError(404, f"The response {short(response_id)} does not exist; {cause}.", param="id") from None
 
 

@@ -66,8 +66,8 @@ async function watch() {
 // Fills the menus of models and of K from what the server says about itself.
 async function readServer() {
   const reply = await ask("/server_info");
-  if (!reply.ok) return;
-  const speculative = (await reply.json()).speculative_config, most = speculative ? speculative.max_num_speculative_tokens : 0;
+  if (!reply.ok && reply.status !== 503) return; // 503: one of several models, which is not loaded yet
+  const speculative = reply.ok ? (await reply.json()).speculative_config : null, most = speculative ? speculative.max_num_speculative_tokens : 0;
   const counts = Array.from({ length: most + 1 }, (_, k) => String(k)), own = speculative && String(speculative.num_speculative_tokens);
   if (own === "auto") counts.unshift("auto");
   const wanted = restored("k");
