@@ -12,16 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quantized_files import gptq
 from specrs import LLM, SamplingParams
-from specrs.cli import main, parser
+from specrs.cli import main
 from specrs.cli.advise import choice, report, traffic
 from specrs.cli.advise.choice import Candidate, Drafted, Forecast
 from specrs.cli.advise.measure import Machine
 from specrs.cli.advise.replay import KnownText, replay
 from specrs.cli.advise.traffic import LoggedRequest
-from specrs.cli.config_file import with_config_file
-from specrs.cli.model_flags import engine_settings
 from specrs.core import CostModel, HostDrafter, SuffixCache
 from specrs.pair import TARGET
+from specrs.server import run
 from specrs.speculative_config import AUTO, SpeculativeConfig
 from specrs.tokenizer import Tokenizer
 
@@ -233,11 +232,16 @@ def test_forecasts_are_ratios_to_the_speed_without_drafts() -> None:
 
 def served(path: Path) -> dict[str, object]:
     """Return the engine's arguments that `specrs serve --config` takes from a file."""
-    argv = with_config_file(["serve", "--config", str(path)])
-    arguments = parser(["serve"]).parse_args(argv)
-    names = ("speculative_config", "quantization", "dtype", "threads")
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    return engine_settings(arguments, given)
+    seen: list[dict[str, object]] = []
+
+    def serve(engine: dict[str, object], settings: object) -> int:
+        seen.append(engine)
+        return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "run_server", serve)
+        assert main(["serve", "--config", str(path)]) == 0
+    return seen[0]
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,9 @@ models:
     assert other == {"model": "B", "max_model_len": 100, "max_num_seqs": 7}
     assert (bundled["model"], bundled["dtype"], bundled["speculative_config"]) == (None, "float32", DEFAULT_DRAFTS)
     assert [model.server.tools for model in models] == [
-        ToolSettings(reasoning_parser="qwen3"),
+        ToolSettings(tool_parser="auto", reasoning_parser="qwen3"),
         ToolSettings(auto_choice=True, tool_parser="hermes", reasoning_parser="deepseek_r1"),
-        ToolSettings(reasoning_parser="qwen3"),
+        ToolSettings(tool_parser="auto", reasoning_parser="qwen3"),
     ]
 
 

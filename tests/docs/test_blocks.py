@@ -19,13 +19,14 @@ import pytest
 from specrs import pair
 from specrs.cli import parser
 from specrs.cli.arguments import spell
+from specrs.cli.config_file import with_config_file
 
 from . import curl
 
 ROOT = Path(__file__).parents[2]
 MAKEFILES = ["Makefile", "environments/targets.mk", "scripts/checks.mk"]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
-LANGUAGES = {"python", "sh", "json", "toml", ""}
+LANGUAGES = {"python", "sh", "json", "toml", "yaml", ""}
 OTHERS = {"claude", "torchrun", "vllm-router", "export", "for", "done"}
 """What starts a command that is neither ours nor checked: other programs, and words of the shell."""
 
@@ -109,6 +110,14 @@ def test_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("block", blocks("toml"))
 def test_toml(block: str) -> None:
     assert tomllib.loads(block)
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_yaml(block: str, tmp_path: Path) -> None:
+    """It is a file for `specrs serve --config`."""
+    file = tmp_path / "specrs.yaml"
+    file.write_text(block)
+    parser().parse_args(with_config_file(["serve", "--config", str(file)]))
 
 
 @pytest.mark.parametrize("block", blocks("json"))

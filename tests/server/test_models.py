@@ -522,8 +522,11 @@ def test_nothing_of_an_unloaded_model_stays(checkpoints: dict[str, Path]) -> Non
         context = model.load()
         left = [weakref.ref(one) for one in (context, context.llm, context.llm._engine, context.llm.tokenizer)]
         context.llm._loop.call(lambda: None).result()
+        assert context.templates is not None
+        threads = context.templates._threads
         assert run._end(context)
         del context
+        threads.shutdown()  # its first worker process may just be starting
         gc.unfreeze()
         gc.collect()
         assert [one() for one in left] == [None] * 4

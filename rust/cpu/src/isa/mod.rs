@@ -18,7 +18,7 @@ mod tiles;
 use crate::error::{Error, Result};
 use crate::memory::Bf16;
 pub use tiles::Tiles;
-pub(crate) use tiles::{MOST_TILES, TileShape, Tiling};
+pub(crate) use tiles::{MOST_TILES, Tiling};
 
 /// Lanes of a vector.
 pub(crate) const LANES: usize = 16;
@@ -28,6 +28,15 @@ pub(crate) type Vector = [f32; LANES];
 
 /// Sixteen rows of sixteen numbers or of sixteen bf16 pairs, the first of each pair in its lower half.
 pub(crate) type Tile = [Vector; LANES];
+
+/// What the tiles of a [`Tiling`] hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TileShape {
+    /// Sixteen rows of sixteen bf16 pairs, for [`Tiling::multiply`].
+    Pairs,
+    /// Sixteen rows of 32 bytes, for [`Tiling::multiply_bytes`].
+    Bytes,
+}
 
 /// Sixteen fp32 lanes.
 pub(crate) trait Simd: Copy + Send + Sync {

@@ -3,20 +3,11 @@
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::amx::Amx;
-use super::{LANES, Tile};
+use super::{LANES, Tile, TileShape};
 use crate::memory::Line;
 
 /// The most tiles that a pair of tiles is multiplied with at once: for six sums there are registers.
 pub(crate) const MOST_TILES: usize = 3;
-
-/// What the tiles of a [`Tiling`] hold.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TileShape {
-    /// Sixteen rows of sixteen bf16 pairs, for [`Tiling::multiply`].
-    Pairs,
-    /// Sixteen rows of 32 bytes, for [`Tiling::multiply_bytes`].
-    Bytes,
-}
 
 /// What multiplies tiles: instructions of this machine, or the meaning that they keep to.
 ///
