@@ -63,7 +63,7 @@ SHARE = $(BIN)/python $(PURELIB) > "$$($(@D)/bin/python $(PURELIB))/packages-of-
 
 .PHONY: test-clients
 test-clients: build $(CLIENTS:%=.venv-clients/%/.installed) .venv-clients/otel/.installed ## real clients against a real server: openai, agents, lm-eval, guidellm, aiperf, schemathesis; traces by OpenTelemetry
-	$(BIN)/python -m pytest tests/server/clients $(ARGS)
+	$(BIN)/python -m pytest tests/server/clients $(WORKERS) $(ARGS)
 	PYTHONPATH=python .venv-clients/otel/bin/python -m pytest tests/server/tracing $(ARGS)
 
 # playwright drives a chromium that is there, and downloads none.
