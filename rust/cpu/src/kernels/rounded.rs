@@ -55,7 +55,8 @@ pub(crate) struct Rounded<'a> {
     pub(crate) planes: Option<Planes<'a>>,
 }
 
-/// Rounded rows for products by tiles: sixteen rows side by side, the last group padded with zeros.
+/// Rounded rows for products by tiles: sixteen rows side by side. What the last group has
+/// after the last row means nothing.
 #[derive(Clone, Copy)]
 pub(crate) struct Planes<'a> {
     pub(crate) tiles: Tiles,
@@ -168,16 +169,14 @@ struct PlaneSlices<'a> {
 }
 
 impl PlaneRoom {
-    /// The memory for some rows. What no row fills in it is zero.
+    /// The memory for some rows. Lanes that no row fills keep what they had: nothing reads the sums of such lanes.
     fn of(&mut self, rows: usize, blocks: usize) -> PlaneSlices<'_> {
         let groups = rows.div_ceil(LANES) * blocks;
-        let (codes, scales, sums) = (&mut self.codes[..groups], &mut self.scales[..groups], &mut self.sums[..groups]);
-        if !rows.is_multiple_of(LANES) {
-            for i in groups - blocks..groups {
-                (codes[i], scales[i], sums[i]) = ([Line([0; LINE_BYTES]); LANES], [0.0; LANES], [0.0; LANES]);
-            }
+        PlaneSlices {
+            codes: &mut self.codes[..groups],
+            scales: &mut self.scales[..groups],
+            sums: &mut self.sums[..groups],
         }
-        PlaneSlices { codes, scales, sums }
     }
 }
 
