@@ -49,7 +49,7 @@ OWN = {
         "OPENAI_API_KEY": "Key that `specrs bench` sends to the server that it measures.",
     },
 }
-"""What specrs itself reads: for each heading the variables and their meaning."""
+"""Environment variables that specrs reads, with their meaning, by heading."""
 OTHERS = {
     "HF_TOKEN": "huggingface_hub: token for gated and private models.",
     "HF_HOME": "huggingface_hub: folder of downloads and of the token. Default: `~/.cache/huggingface`.",
@@ -62,7 +62,7 @@ OTHERS = {
     "OTEL_TRACES_SAMPLER": "OpenTelemetry: which requests are traced.",
     "PROMETHEUS_DISABLE_CREATED_SERIES": "prometheus_client: `True` leaves out the metrics that end in `_created`.",
 }
-"""What libraries read in the same process. No test checks this table."""
+"""Environment variables that libraries read in the same process. No test checks this table."""
 
 
 def page() -> str:

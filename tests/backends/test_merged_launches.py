@@ -35,7 +35,7 @@ ARRIVALS = [[[5, 9, 2, 33, 7]], [[60], [8, 8, 19, 30, 2, 40, 3, 22, 12, 1, 4, 4,
 
 @dataclass
 class Seen:
-    """What one step leaves."""
+    """Results, logits, hidden states and KV after one step."""
 
     merged: bool = False
     results: list[Tensor] = field(default_factory=list)

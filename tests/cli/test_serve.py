@@ -14,7 +14,7 @@ from specrs.server.tools import ToolSettings
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerSettings]]:
-    """What would be served."""
+    """Settings that `specrs serve` hands to the server, which is not started."""
     seen: list[tuple[EngineConfig, ServerSettings]] = []
 
     def serve(engine: Any, settings: ServerSettings) -> int:

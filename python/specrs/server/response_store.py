@@ -36,7 +36,7 @@ class MissingResponse(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What is stored of a response, as JSON: the response without its output, and lists of the items of its own input
+    """JSON of a stored response: the response without its output, and lists of the items of its own input
     and of its output."""
 
     head: bytes

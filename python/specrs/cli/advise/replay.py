@@ -25,7 +25,7 @@ class KnownText:
 
 @dataclass
 class Replayed:
-    """What happened when texts were replayed, summed over all of them. A prompt's own pass is not counted."""
+    """Passes, tokens and planning time of all replayed texts. A prompt's own pass is not counted."""
 
     passes: Counter[int] = field(default_factory=Counter)
     """Number of decode passes by their number of draft tokens."""
