@@ -305,7 +305,8 @@ class HostDrafter:
     def __new__(cls, method: str, **settings: float) -> HostDrafter:
         """Make a drafter of `method`, one of `DRAFTERS` after the first.
 
-        `settings` have the names and defaults of `NgramProposer` for `ngram`, and of `SuffixCache` for `suffix`.
+        `settings` have the names and defaults of `NgramProposer` for `ngram`, and of `SuffixCache` for `suffix`. The
+        methods `prediction` and `grammar`, whose drafts come with requests, have none.
 
         Raises:
             InvalidConfigError: there is no such method or setting, or a value is outside its range.
@@ -662,6 +663,7 @@ class Scheduler:
         cache_salt: bytes = ...,
         lora: tuple[int, str] | None = None,
         extra_keys: Sequence[tuple[int, bytes]] | None = None,
+        prediction: NDArray[np.int64] | None = None,
     ) -> None:
         """Add a request to the queue, after all waiting requests of its priority.
 
@@ -683,12 +685,26 @@ class Scheduler:
             extra_keys: `(position, key)` in order of position: extra dependencies of the prompt's KV besides its
                 tokens, such as the hash of an image or an adapter's name. From the block of that position on, the
                 request shares blocks only with requests whose extra keys are equal too. Keys have at least one byte.
+            prediction: `[p]` int64, tokens that the caller expects in the output, which the drafter `prediction`
+                proposes; copied. They never change the output.
 
         Raises:
             DuplicateRequestError: the id is waiting or running.
             InvalidRequestError: a parameter is not allowed, for example a limit that needs more blocks than the pool
                 has.
             InvalidBufferError: an array is not a contiguous int64 vector.
+        """
+
+    def set_forced_tokens(self, request_id: int, token_ids: NDArray[np.int64]) -> None:
+        """Set the tokens `[f]` int64 that a request's grammar forces after its settled ones. Mutates.
+
+        The drafter `grammar` proposes them, continued by another drafter on the host, until the request has more
+        tokens.
+
+        Raises:
+            UnknownRequestError: the id is neither waiting nor running.
+            InvalidRequestError: a token id is outside its range.
+            InvalidBufferError: the array is not a contiguous int64 vector.
         """
 
     def request(self, request_id: int) -> RequestView:

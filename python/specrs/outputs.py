@@ -93,6 +93,10 @@ class RequestMetrics(AcceptanceFigures):
 
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    num_predicted_tokens: int | None = None
+    """Number of tokens drafted from `SamplingParams.prediction`; None without one."""
+    num_accepted_predicted_tokens: int = 0
+    """Number of tokens drafted from `SamplingParams.prediction` that were accepted."""
     arrival_time: float | None = None
     scheduled_time: float | None = None
     first_token_time: float | None = None

@@ -28,6 +28,7 @@ from specrs.sampling_lists import (
     read_allowed_token_ids,
     read_bad_words,
     read_logit_bias,
+    read_prediction,
     read_stop_strings,
     read_stop_token_ids,
     read_structured_outputs,
@@ -210,6 +211,15 @@ class SamplingParams:
     num_speculative_tokens: int | None = option(
         None, Integer(0, MAX_SPECULATIVE_TOKENS), "draft tokens per step, at most", default_is="the engine's number"
     )
+    prediction: str | Sequence[int] | None = option(
+        None,
+        Checked(read_prediction, "text or token ids, with n=1"),
+        "text that the output is expected to repeat",
+        default_is="none",
+        details="It is drafted, and found again after parts that differ. It never changes the output. It has no effect "
+        "on engines that do not draft, and on a GPU unless a method without a model is configured. OpenAI's "
+        "`prediction` sets it.",
+    )
     return_drafts: bool = option(
         False, Switch(), "report drafted tokens in `CompletionOutput.drafts`, the rejected ones included"
     )
@@ -237,6 +247,8 @@ class SamplingParams:
             object.__setattr__(self, "seed", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise invalid(error, "min_tokens", self.min_tokens, f"must be at most max_tokens={self.max_tokens}")
+        if self.prediction and self.n > 1:
+            raise invalid(error, "prediction", self.prediction, f"not allowed with n={self.n}; allowed: n=1")
         if self.stop and not self.detokenize:
             raise invalid(error, "stop", self.stop, "needs detokenize=True: stop strings are found in text")
 

@@ -72,6 +72,12 @@ def _ids(field: str, value: object, most: int | None = None) -> tuple[int, ...]:
     return tuple(check_int(InvalidRequestError, f"{field}[{i}]", item, 0) for i, item in enumerate(value))
 
 
+def read_prediction(value: object) -> str | tuple[int, ...] | None:
+    if value is None or isinstance(value, str):
+        return None if not value else check_text(InvalidRequestError, "prediction", value)
+    return _ids("prediction", value)
+
+
 def read_logit_bias(value: object) -> dict[int, float] | None:
     if value is None:
         return None

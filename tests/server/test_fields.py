@@ -49,7 +49,6 @@ SAMPLES: dict[str, Any] = {
     "max_tool_calls": 3,
     "metadata": {"a": "b"},
     "output_schema": {},
-    "prediction": {"type": "content", "content": "x"},
     "prompt_cache_key": "x",
     "prompt_cache_options": {"mode": "implicit"},
     "prompt_cache_retention": "24h",

@@ -49,7 +49,7 @@ DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repe
 
 
 def completion(defaults: dict[str, Any] | None = None, **body: Any) -> Asked:
-    return completion_params(CompletionRequest.model_validate({"prompt": "a", **body}), defaults or {})
+    return completion_params(CompletionRequest.model_validate({"prompt": "a", **body}), defaults or {}, None)
 
 
 def chat(defaults: dict[str, Any] | None = None, **body: Any) -> Asked:

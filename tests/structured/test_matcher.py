@@ -254,3 +254,38 @@ def test_unpack_mask(vocab_size: int) -> None:
     assert unpacked.dtype == torch.bool
     assert torch.equal(unpacked, forbidden)
     assert torch.equal(unpack_mask(words[::2], vocab_size), forbidden[::2])
+
+
+@pytest.mark.parametrize("name", PARAMS)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_forced_tokens_are_those_after_which_nothing_else_is_allowed(
+    grammars: dict[str, Grammar], name: str, data: st.DataObject
+) -> None:
+    stop_ids = data.draw(st.sampled_from([[EOS], [EOS, 5]]))
+    matcher = grammars[name].matcher(stop_ids)
+    for _ in range(data.draw(st.integers(0, 12))):
+        before = mask_of(matcher)
+        forced = matcher.forced_tokens(data.draw(st.integers(1, 6)))
+        assert (mask_of(matcher) == before).all()
+        assert matcher.error is None
+        for token in forced:
+            assert allowed(matcher) == [token]
+            assert matcher.accept(token)
+        choices = allowed(matcher)
+        if not forced and len(choices) == 1 and len(stop_ids) == 1:
+            # what one token of the vocabulary can follow, the library need not know: a lone byte of a character
+            assert choices == stop_ids or name in ("text", "object", "schema")
+        if not matcher.accept(data.draw(st.sampled_from(choices))):
+            raise AssertionError("an allowed token was rejected")
+
+
+def test_a_text_that_must_end_forces_the_only_stop_id(compiled: Callable[..., Grammar], tokenizer: Tokenizer) -> None:
+    grammar = compiled(choice=["red"])
+    red = tokenizer.encode("red", add_special_tokens=False)
+    assert grammar.matcher([EOS]).forced_tokens(9) == [*red, EOS]
+    assert grammar.matcher([EOS]).forced_tokens(len(red)) == red
+    assert grammar.matcher([EOS, 5]).forced_tokens(9) == red
+    ended = grammar.matcher([EOS])
+    assert all(map(ended.accept, [*red, EOS]))
+    assert ended.forced_tokens(9) == []

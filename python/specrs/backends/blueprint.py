@@ -50,6 +50,19 @@ class Blueprint:
         return None if speculative is not None and speculative.on_host else self.weights.drafter
 
     @property
+    def drafters(self) -> tuple[str, ...]:
+        """Names of the engine's drafting methods. Those whose drafts come with requests need not be configured. They
+        are on wherever one step at a time is in flight, as they need every token settled."""
+        speculative = self.config.speculative_config
+        if speculative is None:
+            return ()
+        named = speculative.methods
+        if not speculative.drafts_on_host and self.launch_depth > 1:
+            return named
+        rows = HOST_METHODS.items()
+        return (*named, *(name for name, row in rows if row.drafts_of_requests and name not in named))
+
+    @property
     def num_speculative_tokens(self) -> int:
         """Largest number of draft tokens per sequence and step (K). 0 without a drafter."""
         speculative = self.config.speculative_config
@@ -144,7 +157,7 @@ class Blueprint:
             # Either way the record has room for drafts from the host, as the runner expects.
             declared.append(ALWAYS_DRAFTS if measuring == "host" else NEVER_DRAFTS)
         elif speculative is not None:
-            declared += [row.declare(speculative) for name, row in HOST_METHODS.items() if name in speculative.methods]
+            declared += [row.declare(speculative) for name, row in HOST_METHODS.items() if name in self.drafters]
         if drafter is not None and measuring != "host":
             declared.append(drafter.declare(self.draft_limits))
         return declared

@@ -12,15 +12,17 @@ from typing import Any
 
 from specrs.drafters.draft_model import DRAFT_MODEL
 from specrs.drafters.eagle3 import EAGLE3, Eagle3Options
+from specrs.drafters.grammar import GRAMMAR
 from specrs.drafters.method import WHERE, HostMethod, Method, ModelMethod
 from specrs.drafters.ngram import NGRAM, NgramOptions
 from specrs.drafters.other_tokenizer import OTHER_TOKENIZER, OtherTokenizerOptions
 from specrs.drafters.parallel import PARALLEL, ParallelOptions
+from specrs.drafters.prediction import PREDICTION
 from specrs.drafters.suffix import SUFFIX, SuffixOptions
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.options import options_of
 
-TABLE: tuple[Method, ...] = (OTHER_TOKENIZER, PARALLEL, DRAFT_MODEL, EAGLE3, NGRAM, SUFFIX)
+TABLE: tuple[Method, ...] = (OTHER_TOKENIZER, PARALLEL, DRAFT_MODEL, EAGLE3, NGRAM, SUFFIX, PREDICTION, GRAMMAR)
 """Rows of all drafters. If several rows have the same name, the first whose `serves` returns True is used."""
 
 

@@ -62,6 +62,9 @@ class HostMethod(Method):
 
     declare: Callable[[Any], HostDrafter]
     """Function from a `SpeculativeConfig` to the declaration from which the scheduler is built."""
+    drafts_of_requests: bool = False
+    """True if its drafts come with a request, such as a prediction. An engine that takes drafts from the host anyway
+    then has the method without naming it."""
     for_repeats: Mapping[str, Any] = field(default_factory=dict)
     """Options for measurements that repeat prompts, unless the user sets them."""
 

@@ -16,6 +16,7 @@ from specrs.backends.extras import RequestExtras
 from specrs.backends.ring import Header, RingSlot, section_arrays
 from specrs.core import (
     DRAFTER_DEVICE,
+    DRAFTERS,
     FLAG_TARGET_NON_FINITE,
     PLAN_LAUNCH,
     AcceptanceTracker,
@@ -56,6 +57,8 @@ class Engine:
         self.ring = parts.ring
         self.runner = parts.runner
         self.planner = parts.planner
+        self._drafter_names = parts.drafters
+        self._follows_grammars = "grammar" in parts.drafters
         self._faults = DraftFaults(self.scheduler, self._drafter_names)
         self.watch: Watch | None = None
         self.publish = parts.publish
@@ -64,7 +67,7 @@ class Engine:
         self.loras = parts.loras
         self.outputs = Outputs()
         self.requests: dict[int, Request] = {}
-        self._reporting: dict[int, Request] = {}  # those of them with a grammar, or with log probabilities to report
+        self._reporting: dict[int, Request] = {}  # those with a grammar, a prediction, or log probabilities to report
         self._settled_at = 0.0
         self._checked_at = 0  # launches when the state was last checked
         self._check_after = 0.0  # by time.perf_counter
@@ -121,13 +124,19 @@ class Engine:
             sampling=request.sampling(),
             cache_salt=_cache_salt(request),
             lora=None if request.lora is None else (request.lora.id, request.lora.name),
+            prediction=np.asarray(request.prediction_token_ids, dtype=np.int64),
         )
         request.matcher = matcher
         request.synthetic = self.config.synthetic
         request.stop_token_ids = bounds.stop_token_ids
         request.eos_token_ids = frozenset() if params.ignore_eos else frozenset(self.limits.eos_token_ids)
         self.outputs.add(request.output)
-        if matcher is not None or request.logprobs is not None or request.prompt_logprobs is not None:
+        if (
+            matcher is not None
+            or request.logprobs is not None
+            or request.prompt_logprobs is not None
+            or request.prediction_token_ids
+        ):
             self._reporting[request.request_id] = request
         self.requests[request.request_id] = request
         self._prompt_tokens += len(request.prompt_token_ids)
@@ -237,11 +246,6 @@ class Engine:
 
     def _waits(self, request_id: int) -> bool:
         return self.scheduler.request(request_id).state == "waiting"
-
-    @property
-    def _drafter_names(self) -> tuple[str, ...]:
-        speculative = self.config.speculative_config
-        return () if speculative is None else speculative.methods
 
     def _acceptance(self) -> list[AcceptanceTracker]:
         """Return the acceptance statistics of the engine, followed by those of each of its drafters."""
@@ -395,8 +399,8 @@ class Engine:
         return touched
 
     def _report(self, slot: RingSlot, *, whole: bool, accept: bool = True) -> list[Request]:
-        """Give log probabilities to the requests of a settled step that want them, and new tokens to their grammars.
-        Return these requests.
+        """Give log probabilities to the requests of a settled step that want them, new tokens to their grammars, and
+        counts of drafts to those with a prediction. Return these requests.
 
         If a grammar fails, its request ends. May be repeated for a step, but only once with `accept`. `whole` says that
         the step was executed completely.
@@ -417,10 +421,16 @@ class Engine:
             if whole and request.logprobs is not None and entry in slot.logprobs:
                 found = token_entries(slot.logprobs[entry], tokens[before:], request.params.logprobs)
                 request.logprobs[before:] = found
+            if request.prediction_token_ids and whole and slot.record_arrays["entry_drafter"][entry] == _PREDICTION:
+                request.num_predicted_tokens += int(slot.results_arrays["num_drafted"][entry])
+                request.num_accepted_predicted_tokens += int(slot.results_arrays["num_accepted"][entry])
             matcher = request.matcher
             if matcher is not None and accept:
                 for token in tokens[before:]:
                     matcher.accept(token)
+                if self._follows_grammars and not request.finished:
+                    forced = matcher.forced_tokens(self.limits.num_speculative_tokens)
+                    self.scheduler.set_forced_tokens(request_id, np.array(forced, dtype=np.int64))
                 if matcher.error:
                     asked = request.params.structured_outputs
                     assert asked is not None
@@ -433,6 +443,9 @@ class Engine:
         """Report the outcome of a step, and its milliseconds, to the planner of K."""
         if self.planner is not None:
             self.scheduler.tell(self.planner, slot.record, slot.results, ms)
+
+
+_PREDICTION = DRAFTERS.index("prediction")
 
 
 def _extras(requests: Mapping[int, Request], request_id: int) -> RequestExtras | None:

@@ -6,7 +6,7 @@ All functions may be called from any thread: their counters change atomically.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
@@ -89,6 +89,7 @@ class Intake:
                 ("stop", params.stop_strings),
                 ("bad_words", params.bad_words),
                 ("structured_outputs", params.structured_outputs),
+                ("prediction", params.prediction if isinstance(params.prediction, str) else None),
             ):
                 if value:
                     raise invalid_request(
@@ -98,6 +99,7 @@ class Intake:
         if tokenizer is not None and params.bad_words:
             encode = partial(tokenizer.encode, add_special_tokens=False)
             bad_words = tokenize_bad_words(params.bad_words, encode, limits.vocab_size)
+        prediction = self._prediction(params)
         requests, lora = [], self.lora(lora_request)
         for i in range(params.n):
             request = Request(
@@ -111,6 +113,7 @@ class Intake:
                 cache_salt=prompt.cache_salt,
                 seed=self._seed(params.seed, number, i),
                 bad_words_token_ids=bad_words,
+                prediction_token_ids=prediction,
                 lora=lora,
                 bounds=bounds,
             )
@@ -126,6 +129,23 @@ class Intake:
         from specrs.structured.grammar import submit_grammar
 
         return submit_grammar(params.structured_outputs, self.tokenizer, self._limits.vocab_size)
+
+    def _prediction(self, params: SamplingParams) -> Sequence[int]:
+        """Return the ids of the predicted text, as many as the context holds.
+
+        Raises `InvalidRequestError` for ids outside the vocabulary, and for text that is far longer than the context.
+        """
+        given, most = params.prediction, self._limits.max_model_len
+        if isinstance(given, str):
+            assert self.tokenizer is not None
+            return self.tokenizer.encode(given, add_special_tokens=False, max_tokens=most, field="prediction")[:most]
+        ids = given or ()
+        wrong = next((i for i, token in enumerate(ids) if token >= self._limits.vocab_size), None)
+        if wrong is not None:
+            raise invalid_request(
+                f"prediction[{wrong}]", ids[wrong], f"must be below {self._limits.vocab_size}, the model's vocabulary"
+            )
+        return ids[:most]
 
     def _seed(self, given: int | None, number: int, completion: int) -> int:
         if given is None:

@@ -50,6 +50,8 @@ def metrics(requests: Sequence[Request]) -> RequestMetrics:
         acceptance_histogram=[sum(counts) for counts in zip(*(one.histogram for one in statistics), strict=True)],
         synthetic_acceptance=requests[0].synthetic,
         num_cached_tokens=sum(request.num_cached_tokens or 0 for request in requests),
+        num_predicted_tokens=requests[0].num_predicted_tokens if requests[0].prediction_token_ids else None,
+        num_accepted_predicted_tokens=requests[0].num_accepted_predicted_tokens,
         num_generated_tokens=sum(request.num_output_tokens for request in requests),
         arrival_time=requests[0].arrival_time,
         scheduled_time=min(scheduled, default=None),

@@ -31,6 +31,8 @@ class EngineParts:
     scheduler: Scheduler
     ring: Ring
     runner: Runner
+    drafters: tuple[str, ...] = ()
+    """Names of the engine's drafting methods."""
     planner: SpeculationPlanner | None = None
     """Plans the number of drafts of each step; without one, the scheduler drafts what requests ask for."""
     team: Team | None = None

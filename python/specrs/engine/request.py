@@ -66,6 +66,7 @@ class Request:
         cache_salt: str = "",
         seed: int = 0,
         bad_words_token_ids: Sequence[Sequence[int]] = (),
+        prediction_token_ids: Sequence[int] = (),
         grammar: Grammar | None = None,
         lora: LoRAAdapter | None = None,
         bounds: RequestBounds | None = None,
@@ -77,6 +78,7 @@ class Request:
             num_speculative_tokens: the engine's K, the size of the acceptance histogram.
             seed: 64-bit seed. The request's random numbers depend only on it and on the position.
             bad_words_token_ids: `params.bad_words` as token sequences.
+            prediction_token_ids: `params.prediction` as token ids.
             grammar: `params.structured_outputs`, compiled.
             lora: LoRA adapter of the request; None: the base model.
             bounds: result of `validate_request`; None: the engine will check the request.
@@ -91,6 +93,9 @@ class Request:
         self.cache_salt = cache_salt
         self.seed = seed
         self.bad_words_token_ids = bad_words_token_ids
+        self.prediction_token_ids = prediction_token_ids
+        self.num_predicted_tokens = 0  # drafted from the prediction
+        self.num_accepted_predicted_tokens = 0
         self.grammar = grammar
         self.lora = lora
         self.bounds = bounds

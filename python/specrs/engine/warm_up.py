@@ -47,8 +47,7 @@ class MeasuringLoop:
         self._scheduler = parts.scheduler
         self._ring = parts.ring
         self._outputs = Outputs()
-        speculative = parts.config.speculative_config
-        self._faults = DraftFaults(parts.scheduler, () if speculative is None else speculative.methods)
+        self._faults = DraftFaults(parts.scheduler, parts.drafters)
         self._settled_at = 0.0
 
     def add_request(self, request: Request, limit: int, num_speculative_tokens: int) -> None:

@@ -19,7 +19,7 @@ from specrs.server.generation import Generation
 from specrs.server.limits import MAX_PROMPT_LOGPROBS
 from specrs.server.logprobs import TokenText
 from specrs.server.message_fields import read_messages
-from specrs.server.params import chat_params, completion_params, read_text, split_prompts
+from specrs.server.params import chat_params, completion_params, read_middle, read_text, split_prompts
 from specrs.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -38,12 +38,14 @@ Result = dict[str, Any] | Generation
 async def completions(context: Context, body: CompletionRequest) -> Result:
     """Answer `POST /v1/completions`. Returns the answer, or a generation that streams it."""
     context.check_model(body.model)
-    asked = completion_params(body, context.defaults)
+    tokenizer, longest = context.llm.tokenizer, context.llm.limits.max_model_len
+    asked = completion_params(body, context.defaults, tokenizer)
     given = split_prompts(body.prompt, asked.params.n)
     salt, special = body.cache_salt or "", body.add_special_tokens is not False
-    tokenizer, longest = context.llm.tokenizer, context.llm.limits.max_model_len
 
     def read_one(item: str | list[int]) -> Prompt:
+        if body.suffix:
+            return read_middle(tokenizer, item, body.suffix, salt=salt, max_tokens=longest)
         if isinstance(item, str):
             return read_text(tokenizer, item, special=special, salt=salt, max_tokens=longest)
         return Prompt(item, None, salt)

@@ -41,7 +41,14 @@ _USAGE = _object(
         "completion_tokens": _INTEGER,
         "total_tokens": _INTEGER,
         "prompt_tokens_details": _object({"cached_tokens": _INTEGER}),
-        "completion_tokens_details": _object({"reasoning_tokens": _INTEGER}),
+        "completion_tokens_details": _object(
+            {
+                "reasoning_tokens": _INTEGER,
+                "accepted_prediction_tokens": _INTEGER,
+                "rejected_prediction_tokens": _INTEGER,
+            },
+            optional=("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"),
+        ),
     },
     optional=("completion_tokens_details",),
 )

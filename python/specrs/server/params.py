@@ -16,6 +16,7 @@ from specrs.server.protocol import ChatCompletionRequest, CompletionRequest, Sam
 from specrs.server.tools import CHAT_FIELDS, ToolUse
 from specrs.structured.params import StructuredOutputsParams
 from specrs.tokenizer import Tokenizer
+from specrs.tokenizer.fill_in_middle import middle_ends, middle_prompt
 
 _SAME = [
     name
@@ -45,11 +46,19 @@ class Asked:
         return self.params.without("stop") if self.stops_in_content else self.params
 
 
-def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> Asked:
+def completion_params(body: CompletionRequest, defaults: Mapping[str, Any], tokenizer: Tokenizer | None) -> Asked:
     """Return the sampling parameters of a completion request. `defaults` are the checkpoint's recommended parameters.
-    Raises `InvalidRequestError` if a field is out of range or fields contradict each other."""
+    With `suffix`, the tokenizer's marks of a prompt's parts also end the text.
+
+    Raises `InvalidRequestError` if a field is out of range or fields contradict each other.
+    """
     fields = _sampling_fields(body, defaults, content_constraint(body, CHAT_FIELDS).grammar)
     fields["max_tokens"] = 16 if body.max_tokens is None else max(1, body.max_tokens)
+    if body.suffix:
+        if body.echo:
+            raise invalid_request("suffix", body.suffix, "not allowed with echo=true; leave one of them out")
+        ends = [] if tokenizer is None else middle_ends(tokenizer)
+        fields["stop_token_ids"] = list(dict.fromkeys([*(fields.get("stop_token_ids") or ()), *ends]))
     if body.logprobs is not None:
         fields["logprobs"] = body.logprobs
         if body.echo:
@@ -77,6 +86,8 @@ def chat_params(
             "max_tokens", body.max_tokens, f"must equal max_completion_tokens={body.max_completion_tokens}, or be null"
         )
     fields["max_tokens"] = body.max_completion_tokens or body.max_tokens
+    if body.prediction is not None:
+        fields["prediction"] = body.prediction.text
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
@@ -124,6 +135,18 @@ def _no_prompt(given: object) -> InvalidRequestError:
     return invalid_request(
         "prompt", given, "must be a string, a list of strings, a list of token ids, or a list of such lists; none empty"
     )
+
+
+def read_middle(tokenizer: Tokenizer | None, text: Any, suffix: str, *, salt: str, max_tokens: int) -> Prompt:
+    """Return the prompt that asks for the text between `text` and `suffix`. `salt` separates its cached blocks. May
+    take long, so it must not run on an event loop.
+
+    Raises `InvalidRequestError` unless the tokenizer has tokens for such prompts, for a prompt of token ids, and for
+    texts that are far longer than `max_tokens`.
+    """
+    if tokenizer is None or not isinstance(text, str):
+        raise invalid_request("suffix", suffix, "needs a tokenizer and a prompt that is text; leave it out")
+    return Prompt(middle_prompt(tokenizer, text, suffix, max_tokens), None, salt)
 
 
 def read_text(tokenizer: Tokenizer | None, text: str, *, special: bool, salt: str, max_tokens: int) -> Prompt:

@@ -303,8 +303,31 @@ class CompletionRequest(SamplingBody):
     add_special_tokens: bool | None = None
 
     best_of: Annotated[int, only(1), WithJsonSchema({"const": 1})] | None = None
-    suffix: Annotated[Any, Rejected("a text is completed at its end alone; leave it out")] = None
+    suffix: str | None = None
     prompt_embeds: Nothing = None
+
+
+class PredictionPart(BaseModel):
+    """Part of a predicted text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """Text that a client expects the answer to repeat. It is drafted, and never changes the answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["content"]
+    content: str | list[PredictionPart]
+
+    @property
+    def text(self) -> str:
+        """The predicted text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatCompletionRequest(SamplingBody):
@@ -327,7 +350,7 @@ class ChatCompletionRequest(SamplingBody):
     safety_identifier: Label = None
     service_tier: ServiceTier = None
     store: Store = None
-    prediction: Annotated[dict[str, Any] | None, NoEffect("the server's own drafter drafts")] = None
+    prediction: Prediction | None = None
 
     tools: Tools = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(runnable_choice)] = None

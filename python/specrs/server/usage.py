@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from specrs.outputs import AcceptanceFigures, RequestOutput
 
 
-def usage(outputs: Iterable[RequestOutput], *, completion_tokens: int, reasoning_tokens: int | None) -> dict[str, Any]:
+def usage(
+    outputs: Collection[RequestOutput], *, completion_tokens: int, reasoning_tokens: int | None
+) -> dict[str, Any]:
     """Return the `usage` object of a request, over all its prompts.
 
     `completion_tokens`: number of tokens of all completions that were sent. `reasoning_tokens`: number of these that
-    are reasoning; None for completions that are no messages.
+    are reasoning; None for completions that are no messages. Requests with a prediction also report how many of the
+    tokens drafted from it were accepted and rejected.
     """
     prompt = cached = 0
     for output in outputs:
         prompt += len(output.prompt_token_ids)
         # the completions of a prompt share it, so that together they may have found it more than once
         cached += min(output.metrics.num_cached_tokens, len(output.prompt_token_ids))
-    details = {} if reasoning_tokens is None else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
+    details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
+    predictions = [output.metrics for output in outputs if output.metrics.num_predicted_tokens is not None]
+    if predictions:
+        accepted = sum(one.num_accepted_predicted_tokens for one in predictions)
+        drafted = sum(one.num_predicted_tokens or 0 for one in predictions)
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
-        **details,
+        **({"completion_tokens_details": details} if details else {}),
     }
 
 

@@ -6,6 +6,7 @@ leaves only one text, the mask allows only the tokenizer's own spelling of it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,24 @@ class GrammarMatcher:
                 self._ended_at = self._num_accepted + 1
         self._num_accepted += 1
         return True
+
+    def forced_tokens(self, most: int) -> list[int]:
+        """Return up to `most` tokens that must come next, because the grammar allows no others. Changes nothing.
+
+        A stop id comes last if the text must end there and the request has no other stop id.
+        """
+        if self._ended_at is not None:
+            return []
+        found = self._library.compute_ff_tokens()
+        forced = list(itertools.takewhile(lambda token: 0 <= token < self._vocab_size, found))[:most]
+        if self._recovered():
+            return []
+        if len(forced) == len(found) < most and len(self.stop_ids) == 1:
+            ended = self._library.deep_copy() if forced else self._library
+            ended.try_consume_tokens(forced)
+            if ended.is_stopped():
+                forced += self.stop_ids
+        return forced
 
     def rollback(self, num_tokens: int) -> None:
         """Roll back the last `num_tokens` accepted tokens."""

@@ -115,30 +115,32 @@ class Tokenizer:
             return None  # it may remove text of any length, runs of spaces for example
         return max(map(len, vocab)) * 4  # NFC and its kin make one character of up to four
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None, field: str = "prompt"
+    ) -> list[int]:
         """Return the ids of `text`. With `add_special_tokens`, they include what the checkpoint puts around a sequence,
         such as a BOS token.
 
         With `max_tokens`, a text that is far longer is rejected at the cost of its beginning: to encode 16 MB would
         take 9 s and 3 GB. A text that is only a little longer is encoded; the caller has to check its length.
 
-        Raises `InvalidRequestError` if `text` is not a string or has lone surrogates, and if it is far longer than
-        `max_tokens`.
+        Raises `InvalidRequestError`, which names the request's `field`, if `text` is not a string or has lone
+        surrogates, and if it is far longer than `max_tokens`.
         """
         if not isinstance(text, str):
-            raise invalid_request("prompt", text, "must be a string")
+            raise invalid_request(field, text, "must be a string")
         try:
             text.encode()
         except UnicodeEncodeError as fault:
             raise InvalidRequestError(
-                f"prompt[{fault.start}]={short(text[fault.start])}: a lone surrogate is no character; allowed is any "
+                f"{field}[{fault.start}]={short(text[fault.start])}: a lone surrogate is no character; allowed is any "
                 "text that can be written as UTF-8"
             ) from None
         if max_tokens is not None and len(text) > _LONG_TEXT:
-            self._check_length(text, max_tokens)
+            self._check_length(field, text, max_tokens)
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def _check_length(self, text: str, max_tokens: int) -> None:
+    def _check_length(self, field: str, text: str, max_tokens: int) -> None:
         most, size = self.max_chars_per_token, _LONG_TEXT
         too_long = most is not None and len(text) > most * max_tokens
         while not too_long and size < len(text):
@@ -147,7 +149,7 @@ class Tokenizer:
             size *= 4
         if too_long:
             raise InvalidRequestError(
-                f"prompt: its {len(text)} characters are more than the {max_tokens} tokens that are allowed"
+                f"{field}: its {len(text)} characters are more than the {max_tokens} tokens that are allowed"
             )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

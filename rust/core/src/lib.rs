@@ -22,7 +22,8 @@ pub use acceptance::AcceptanceTracker;
 pub use block_pool::BlockPool;
 pub use cost_model::{CostLine, CostModel};
 pub use drafts::{
-    Drafter, DrafterKind, HostDrafters, NgramProposer, Number, SuffixCache, SuffixDraft, SuffixSettings, SuffixStats,
+    Drafter, DrafterKind, GrammarProposer, HostDrafters, NgramProposer, Number, PredictionProposer, PredictionSettings,
+    SuffixCache, SuffixDraft, SuffixSettings, SuffixStats,
 };
 pub use error::{Error, Result};
 pub use hash::{BlockHash, BlockHasher, ExtraKey};

@@ -137,7 +137,7 @@ impl Scheduler {
 
     #[pyo3(signature = (
         request_id, token_ids, *, limit, min_tokens = 0, num_speculative_tokens = 0, priority = 0, caller = None, stop_token_ids = None,
-        sampling = None, cache_salt = NO_SALT, lora = None, extra_keys = None,
+        sampling = None, cache_salt = NO_SALT, lora = None, extra_keys = None, prediction = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only parameters")]
     #[expect(clippy::needless_pass_by_value, reason = "an argument from Python is owned")]
@@ -156,7 +156,9 @@ impl Scheduler {
         cache_salt: &[u8],
         lora: Option<(i64, String)>,
         extra_keys: Option<ExtraKeys>,
+        prediction: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
+        let prediction: Option<In> = prediction.map(|array| readonly("prediction", array)).transpose()?;
         let token_ids: In = readonly("token_ids", token_ids)?;
         let stop_token_ids: Option<In> = stop_token_ids.map(|array| readonly("stop_token_ids", array)).transpose()?;
         let size = |field, value| size(py, Class::InvalidRequest, field, value);
@@ -173,8 +175,14 @@ impl Scheduler {
             cache_salt,
             lora: lora.as_ref(),
             extra_keys: &extra_keys,
+            prediction: prediction.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
         };
         self.core(py).add_request(request_id, token_ids.as_slice()?, &params).or_raise(py)
+    }
+
+    fn set_forced_tokens(&self, py: Python<'_>, request_id: i64, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let token_ids: In = readonly("token_ids", token_ids)?;
+        self.core(py).set_forced_tokens(request_id, token_ids.as_slice()?).or_raise(py)
     }
 
     fn abort(&self, py: Python<'_>, request_id: i64) -> PyResult<()> {

@@ -217,4 +217,7 @@ pub struct RequestParams<'a> {
     /// Extra dependencies of the prompt's KV besides its tokens, by position, which must not decrease. Requests share
     /// blocks from that position on only if these are equal too.
     pub extra_keys: &'a [ExtraKey<'a>],
+    /// Tokens that the caller expects in the output, which [`crate::DrafterKind::Prediction`] drafts. They never change
+    /// the output.
+    pub prediction: &'a [i64],
 }

@@ -227,7 +227,35 @@ fn count(errors: &mut [(u64, Option<Error>); KINDS], kind: DrafterKind, error: E
 }
 
 fn text_of(request: &Request) -> Text<'_> {
-    Text { id: request.order.1 as i64, tokens: &request.tokens, prompt_len: request.prompt_len }
+    Text {
+        id: request.order.1 as i64,
+        tokens: &request.tokens,
+        prompt_len: request.prompt_len,
+        forced: request.forced(),
+        prediction: &request.prediction,
+    }
+}
+
+/// Continues the forced tokens, which are the first `forced` of `drafts`, with a proposal of another drafter. Of several
+/// proposals the last one in the table of drafters counts. Returns the number of drafts.
+fn continue_forced(
+    proposers: &mut HostProposers,
+    text: Text<'_>,
+    forced: usize,
+    drafts: &mut [u32],
+    errors: &mut [(u64, Option<Error>); KINDS],
+) -> usize {
+    let (tokens, rest) = drafts.split_at_mut(forced);
+    let (mut more, mut len) = (vec![0; rest.len()], 0);
+    proposers.each(|kind, proposer| match proposer.propose_after(text, tokens, &mut more) {
+        Ok(Proposal { len: 0, .. }) => {}
+        Ok(proposal) => {
+            len = proposal.len;
+            rest[..len].copy_from_slice(&more[..len]);
+        }
+        Err(error) => count(errors, kind, error),
+    });
+    forced + len
 }
 
 impl Scheduler {
@@ -268,6 +296,14 @@ impl Scheduler {
         self.host_drafts.rows[row_index as usize].found[drafter as usize].len.min(most)
     }
 
+    /// Returns whether a live row's request comes with drafts of its own: a prediction, or tokens that its grammar
+    /// forces.
+    pub(super) fn has_drafts_of_request(&self, row_index: RowIndex) -> bool {
+        let request = &self.requests[self.rows[row_index as usize].request];
+        DrafterKind::OF_REQUESTS.into_iter().any(|kind| self.config.host_drafters.has(kind))
+            && !(request.prediction.is_empty() && request.forced().is_empty())
+    }
+
     /// Searches for a live row's drafts on the host, unless it already has them for its present length.
     fn look(&mut self, row_index: RowIndex) {
         let (row, width, index) =
@@ -278,15 +314,19 @@ impl Scheduler {
         if rows[index].whose == whose {
             return;
         }
-        let mut found = [Found::default(); KINDS];
-        proposers.each(|kind, proposer| {
-            // As many as it may ever ask for: a smaller K takes the first of them.
-            let drafts = &mut tokens[(index * KINDS + kind as usize) * width..][..row.max_k as usize];
-            match proposer.propose(text_of(request), drafts) {
-                Ok(proposal) => found[kind as usize] = Found::new(&proposal),
-                Err(error) => count(errors, kind, error),
-            }
+        let (mut found, text) = ([Found::default(); KINDS], text_of(request));
+        // As many as it may ever ask for: a smaller K takes the first of them.
+        let place = |kind: DrafterKind| (index * KINDS + kind as usize) * width..;
+        let most = row.max_k as usize;
+        proposers.each(|kind, proposer| match proposer.propose(text, &mut tokens[place(kind)][..most]) {
+            Ok(proposal) => found[kind as usize] = Found::new(&proposal),
+            Err(error) => count(errors, kind, error),
         });
+        let forced = &mut found[DrafterKind::Grammar as usize];
+        if (1..most).contains(&forced.len) {
+            let drafts = &mut tokens[place(DrafterKind::Grammar)][..most];
+            forced.len = continue_forced(proposers, text, forced.len, drafts, errors);
+        }
         rows[index] = Looked { whose, found };
     }
 
@@ -364,7 +404,7 @@ mod tests {
     #[test]
     fn proposals_are_judged_by_the_length_of_their_match() {
         let host_drafters =
-            HostDrafters { ngram: Some(NgramProposer::default()), suffix: Some(SuffixSettings::default()) };
+            HostDrafters { suffix: Some(SuffixSettings::default()), ..HostDrafters::ngram(NgramProposer::default()) };
         let config =
             SchedulerConfig { num_speculative_tokens: 2, host_drafters, ..SchedulerConfig::new(1, 32, 64, 2, 64) };
         let mut drafts = HostDrafts::new(&config).unwrap();

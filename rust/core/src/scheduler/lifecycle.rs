@@ -51,7 +51,11 @@ impl Scheduler {
         if token_ids.is_empty() {
             return invalid("token_ids", "no tokens".into(), "at least 1 token".into());
         }
-        for (field, tokens) in [("token_ids", token_ids), ("stop_token_ids", params.stop_token_ids)] {
+        for (field, tokens) in [
+            ("token_ids", token_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("prediction", params.prediction),
+        ] {
             if let Some(index) = tokens.iter().position(|&token| !is_token(token)) {
                 return invalid(field, format!("{} at index {index}", tokens[index]), format!("0 to {MAX_TOKEN}"));
             }
@@ -123,6 +127,21 @@ impl Scheduler {
     pub fn preempt(&mut self, request_id: i64) -> Result<()> {
         let row = self.running_row(request_id)?;
         self.preempt_row(row)
+    }
+
+    /// Sets the tokens that a request's grammar forces after its settled ones, as drafts of
+    /// [`DrafterKind::Grammar`](crate::DrafterKind::Grammar). They count until the request has more tokens.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`] if the id is not live. [`Error::InvalidRequest`] for a token id outside its range.
+    pub fn set_forced_tokens(&mut self, request_id: i64, token_ids: &[i64]) -> Result<()> {
+        let index = self.live(request_id)?;
+        if let Some(at) = token_ids.iter().position(|&token| !is_token(token)) {
+            let value = format!("{} at index {at}", token_ids[at]);
+            return Err(Error::invalid_request(request_id, "forced_token_ids", value, format!("0 to {MAX_TOKEN}")));
+        }
+        self.requests[index].set_forced(token_ids);
+        Ok(())
     }
 
     pub(super) fn running_row(&self, request_id: i64) -> Result<RowIndex> {

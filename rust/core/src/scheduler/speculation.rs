@@ -56,8 +56,8 @@ impl Scheduler {
                 continue;
             }
             let lag = if row.drafting > 0 { 0 } else { n - row.draft_len.max(self.held_from(row_index)) };
-            if self.drafts.has_kv && self.drafts.on_host {
-                // What drafts on the host costs nothing but its verification, which the planner's costs do not know of.
+            if self.drafts.has_kv && self.drafts.on_host || self.has_drafts_of_request(row_index) {
+                // Drafts on the host cost only their verification. The planner's costs include drafting passes.
                 self.choose_drafter_and_k(row_index);
                 if self.rows[row_index as usize].drafter != DrafterKind::Device {
                     continue;
@@ -91,7 +91,8 @@ impl Scheduler {
     /// Passes the results of a launch to `planner`, from its record and its results. `ms` is the launch's duration,
     /// which counts if the launch did nothing but decode. An entry whose drafter had nothing to propose counts as one
     /// rejected draft. With drafters on the device and on the host, the planner gets only the device's drafts; the
-    /// scheduler judges the host's itself.
+    /// scheduler judges the host's itself. Drafts that come with a request, from its grammar or its prediction, are
+    /// never passed to the planner.
     ///
     /// # Errors
     /// [`Error::InvalidBuffer`] if a buffer does not have its layout's size, or if the planner rejects a row, a K or
@@ -115,7 +116,8 @@ impl Scheduler {
         }
         let mut timed = header.num_prefill + header.num_draft_chunks == 0;
         for entry in 0..header.num_decode.min(record.entry_row.len()) {
-            if mixes && record.entry_drafter[entry] != DrafterKind::Device as i64 {
+            let of_request = DrafterKind::OF_REQUESTS.iter().any(|&kind| kind as i64 == record.entry_drafter[entry]);
+            if of_request || mixes && record.entry_drafter[entry] != DrafterKind::Device as i64 {
                 timed = false;
                 continue;
             }

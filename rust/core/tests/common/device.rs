@@ -352,9 +352,10 @@ impl Device {
         }
         let n = row.tokens.len();
         assert_eq!(row.target_len, n - 1, "prefill is complete");
+        let on_device = proposed.is_none();
         let drafts = if let Some(proposed) = proposed {
             assert!(k < row.limit - n, "{k} drafts at {n} of {}", row.limit);
-            if let HostDrafters { ngram: Some(proposer), suffix: None, .. } = self.config.host_drafters {
+            if let HostDrafters { ngram: Some(proposer), suffix: None, grammar: None, .. } = self.config.host_drafters {
                 let (min, max) = (proposer.prompt_lookup_min(), proposer.prompt_lookup_max());
                 assert_eq!(proposed, lookup(&row.tokens, min, max, k), "what the text itself proposes");
             }
@@ -390,13 +391,13 @@ impl Device {
             }
         }
         let accepted = emitted.len() - 1;
-        let flags = self.draft_fault(row_index, k, n);
+        let flags = self.draft_fault(row_index, if on_device { k } else { 0 }, n);
         let masked = self.mask().is_some();
         let row = &mut self.rows[row_index];
         let (taken, finish_reason) = row.emit(&emitted);
         emitted.truncate(taken);
         row.target_len = row.tokens.len() - 1;
-        if k > 0 && matches!(self.config.drafter, Drafter::Cached { .. }) {
+        if k > 0 && on_device && matches!(self.config.drafter, Drafter::Cached { .. }) {
             row.draft_len = if masked { n } else { (n + accepted).min(n + k - 1) };
         }
         Report { emitted, accepted, drafted: k, flags, finish_reason }

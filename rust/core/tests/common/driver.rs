@@ -27,6 +27,7 @@ pub struct Ask {
     pub salt: Vec<u8>,
     pub extra_keys: Vec<(usize, Vec<u8>)>,
     pub lora: Option<Lora>,
+    pub prediction: Vec<i64>,
 }
 
 /// Output of a request so far.
@@ -83,6 +84,7 @@ impl Driver {
             cache_salt: &ask.salt,
             extra_keys: &extra_keys,
             lora: ask.lora.as_ref(),
+            prediction: &ask.prediction,
         };
         self.scheduler.add_request(id, &ask.prompt, &params)?;
         self.check();

@@ -1,6 +1,6 @@
 //! Tests of whole runs over a grid of configurations: every output equals the output of the model alone.
 
-use specrs_core::{Drafter, SchedulerConfig};
+use specrs_core::{Drafter, HostDrafters, SchedulerConfig};
 
 use crate::common::driver::{Ask, Driver, prompt};
 use crate::common::model::mix;
@@ -22,6 +22,7 @@ fn random_config(rng: &mut Rng) -> SchedulerConfig {
     let block_size = rng.pick(&[1, 2, 3, 4, 8, 16]);
     let max_model_len = rng.pick(&[16, 40, 90]);
     let whole = usize::div_ceil(max_model_len, block_size);
+    let on_host = rng.below(3) == 0;
     SchedulerConfig {
         num_speculative_tokens: rng.pick(&[0, 1, 2, 5]),
         drafter: match rng.pick(&[None, Some(12), Some(30), Some(200), Some(200), Some(200)]) {
@@ -33,7 +34,8 @@ fn random_config(rng: &mut Rng) -> SchedulerConfig {
                 cost_ratio: rng.pick(&[0.05, 0.3, 1.0, 2.5]),
             },
         },
-        max_in_flight: rng.pick(&[1, 2, 2, 3]),
+        host_drafters: if on_host { HostDrafters::default().with_drafts_of_requests() } else { HostDrafters::default() },
+        max_in_flight: if on_host { 1 } else { rng.pick(&[1, 2, 2, 3]) },
         enable_prefix_caching: rng.below(4) > 0,
         max_prefill_stall_ms: rng.pick(&[0.0, 0.0, 2.0, 20.0]),
         attention_cost_ratio: rng.pick(&[0.0, 1.0 / 4096.0, 0.1]),
@@ -71,7 +73,16 @@ fn random_ask(rng: &mut Rng, config: &SchedulerConfig) -> Ask {
         stop: (0..rng.below(8)).map(|_| rng.below(97) as i64).collect(),
         salt: rng.pick(&[&b""[..], b"", b"", b"a"]).to_vec(),
         extra_keys,
+        prediction: (0..rng.pick(&[0, 0, 30])).map(|_| rng.below(97) as i64).collect(),
     }
+}
+
+/// Reports forced tokens for a request: what it will have, with a wrong token now and then.
+fn force(driver: &mut Driver, rng: &mut Rng, id: i64) {
+    let outcome = &driver.outcomes[&id];
+    let rest = outcome.expected[outcome.output.len()..].iter().take(rng.below(8));
+    let tokens: Vec<_> = rest.map(|&token| if rng.below(9) == 0 { (token + 1) % 97 } else { token }).collect();
+    let _ = driver.scheduler.set_forced_tokens(id, &tokens);
 }
 
 fn disturbed_run(seed: u64) {
@@ -80,7 +91,7 @@ fn disturbed_run(seed: u64) {
     let mut driver = Driver::new(config.clone());
     let mut next_id = 0;
     for _ in 0..60 + rng.below(100) {
-        match rng.below(17) {
+        match rng.below(19) {
             0..4 => {
                 driver.add(next_id, &random_ask(&mut rng, &config)).expect("an allowed request");
                 next_id += 1;
@@ -101,6 +112,10 @@ fn disturbed_run(seed: u64) {
             }
             16 if next_id > 0 => {
                 let _ = driver.rebuild_draft(rng.below(next_id as u64) as i64);
+            }
+            17 | 18 if next_id > 0 => {
+                let id = rng.below(next_id as u64) as i64;
+                force(&mut driver, &mut rng, id);
             }
             9..13 => {
                 driver.plan();

@@ -17,6 +17,9 @@ pub(super) struct Batch {
     pub(super) rows: Vec<usize>,
     /// Rows whose outputs are requested, ascending.
     pub(super) wanted: Vec<usize>,
+    /// Places, among all requested outputs in order, of those that are not computed because a grammar allows only one
+    /// token there. Ascending; their rows are not in `wanted`.
+    pub(super) forced: Vec<usize>,
     /// Whether all rows belong to prompts or to catch-up.
     pub(super) prompts: bool,
 }
@@ -29,6 +32,7 @@ impl Batch {
         self.group_slots.clear();
         self.rows.clear();
         self.wanted.clear();
+        self.forced.clear();
         self.prompts = false;
     }
 
@@ -82,5 +86,14 @@ impl Batch {
     /// Requests the output of the row appended last.
     pub(super) fn want_last(&mut self) {
         self.wanted.push(self.len() - 1);
+    }
+
+    /// Requests the output of the row appended last. With `is_forced` it is not computed: see [`Self::forced`].
+    pub(super) fn want_last_unless(&mut self, is_forced: bool) {
+        if is_forced {
+            self.forced.push(self.wanted.len() + self.forced.len());
+        } else {
+            self.want_last();
+        }
     }
 }

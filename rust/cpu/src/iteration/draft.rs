@@ -50,7 +50,10 @@ impl Iteration {
     fn gather(&mut self, i: usize, state: &RowState<'_>, max_draft_lag: usize, mask_token_id: Option<i64>) {
         self.batch.clear();
         let block_size = self.config.block_size;
-        for entry in self.entries.iter().filter(|entry| entry.passes() >= i) {
+        let entries = std::mem::take(&mut self.entries);
+        for entry in entries.iter().filter(|entry| entry.passes() >= i) {
+            // Later drafts of a single pass have no masks yet.
+            let is_forced = mask_token_id.is_none() && self.is_forced(entry, i - 1);
             let last = entry.n + i - 2;
             if i == 1 {
                 let first = (state.draft_len[entry.row] as usize).max(entry.n.saturating_sub(max_draft_lag));
@@ -59,7 +62,7 @@ impl Iteration {
                 }
             }
             self.batch.feed(state, entry.row, last, block_size);
-            self.batch.want_last();
+            self.batch.want_last_unless(is_forced);
             if let Some(mask) = mask_token_id {
                 for position in entry.n..entry.n + entry.k - 1 {
                     self.batch.push(entry.row, mask, position, state.slot(entry.row, position, block_size));
@@ -67,6 +70,7 @@ impl Iteration {
                 }
             }
         }
+        self.entries = entries;
     }
 
     /// Draws draft `i` of entry `b` from row `at` of the pass. Greedy entries take the argmax, others draw from the

@@ -67,7 +67,45 @@ impl Iteration {
     /// Runs the gathered rows and fills `tops` and, if wanted, `best` and `logits`. Logits are over the target's ids.
     /// They are minus infinity for ids that a draft model does not have, and far below the others for ids that a head
     /// does not have. Ids fed to a draft model are limited to its own vocabulary.
+    ///
+    /// Rows at which a grammar allows one token need no logits: theirs are zeros, and the mask leaves that token.
     pub(super) fn pass(&mut self, state: &RowState<'_>, model: &mut dyn Model, want: Want, whose: Whose) -> Result<()> {
+        if self.batch.forced.is_empty() {
+            return self.compute(state, model, want, whose);
+        }
+        let want = if self.batch.wanted.is_empty() { Want::Nothing } else { want };
+        self.compute(state, model, want, whose)?;
+        self.insert_forced();
+        Ok(())
+    }
+
+    /// Inserts zeros for the outputs that were not computed among those that were.
+    fn insert_forced(&mut self) {
+        let (vocab_size, forced) = (self.sampler.vocab_size(), &self.batch.forced);
+        let total = self.batch.wanted.len() + forced.len();
+        self.logits.resize(self.logits.len().max(total * vocab_size), 0.0);
+        self.best.resize(total, 0);
+        self.tops.resize(total, 0.0);
+        // From the last on, so that no output is overwritten before it has moved.
+        let (mut left, mut source) = (forced.len(), self.batch.wanted.len());
+        for row in (0..total).rev() {
+            if left == 0 {
+                break;
+            }
+            let place = row * vocab_size..(row + 1) * vocab_size;
+            if forced[left - 1] == row {
+                left -= 1;
+                self.logits[place].fill(0.0);
+                (self.best[row], self.tops[row]) = (0, 0.0);
+            } else {
+                source -= 1;
+                self.logits.copy_within(source * vocab_size..(source + 1) * vocab_size, place.start);
+                (self.best[row], self.tops[row]) = (self.best[source], self.tops[source]);
+            }
+        }
+    }
+
+    fn compute(&mut self, state: &RowState<'_>, model: &mut dyn Model, want: Want, whose: Whose) -> Result<()> {
         let prompts = self.batch.prompts;
         let vocab_size = self.sampler.vocab_size();
         let known = model.facts().num_ids;

@@ -48,6 +48,16 @@ pub(super) struct Processed {
 }
 
 impl Iteration {
+    /// Returns whether the token after the entry's first `num_drafts` drafts needs no logits: its grammar allows only
+    /// one token there, and no log probabilities are reported.
+    pub(super) fn is_forced(&self, entry: &Entry, num_drafts: usize) -> bool {
+        let has_grammar = self.processors[entry.row].has_grammar;
+        let allowed = |mask: &[u32]| mask.iter().map(|word| word.count_ones()).sum::<u32>();
+        has_grammar
+            && !entry.asked.logprobs
+            && self.processed.masks.get(self.mask_place(entry, num_drafts)).is_some_and(|mask| allowed(mask) == 1)
+    }
+
     /// Begins the grammars of entries that have not ended.
     pub(super) fn start_grammars(&mut self, host: &mut dyn Host) -> Result<()> {
         for entry in self.entries.iter().filter(|entry| entry.alive && self.processors[entry.row].has_grammar) {

@@ -10,12 +10,15 @@ impl Iteration {
     /// position n + i.
     pub(super) fn verify(&mut self, state: &RowState<'_>, target: &mut dyn Model) -> Result<()> {
         self.batch.clear();
-        for entry in self.entries.iter().filter(|entry| entry.runs()) {
-            for position in entry.n - 1..entry.n + entry.k {
-                self.batch.feed(state, entry.row, position, self.config.block_size);
-                self.batch.want_last();
+        let entries = std::mem::take(&mut self.entries);
+        for entry in entries.iter().filter(|entry| entry.runs()) {
+            for num_drafts in 0..=entry.k {
+                let is_forced = self.is_forced(entry, num_drafts);
+                self.batch.feed(state, entry.row, entry.n - 1 + num_drafts, self.config.block_size);
+                self.batch.want_last_unless(is_forced);
             }
         }
+        self.entries = entries;
         if self.batch.is_empty() {
             return Ok(());
         }

@@ -1,12 +1,16 @@
 //! Drafters that run on the host: the interface that each implements, and the table of all. A new drafter is a file
 //! here and a row in the table.
 
+mod grammar;
 mod ngram;
+mod prediction;
 mod settings;
 mod suffix;
 
 use crate::error::{Error, Result};
+pub use grammar::GrammarProposer;
 pub use ngram::NgramProposer;
+pub use prediction::{PredictionProposer, PredictionSettings};
 pub use settings::Number;
 pub(crate) use settings::Settings;
 pub use suffix::{SuffixCache, SuffixDraft, SuffixSettings, SuffixStats};
@@ -34,6 +38,10 @@ pub(crate) trait HostProposer {
     /// Writes drafts that may follow `text` to the start of `drafts`.
     fn propose(&mut self, text: Text<'_>, drafts: &mut [u32]) -> Result<Proposal>;
 
+    /// Writes drafts that may follow `text` and then the tokens `more` to the start of `drafts`. The request keeps its
+    /// text: `more` are drafts.
+    fn propose_after(&mut self, text: Text<'_>, more: &[u32], drafts: &mut [u32]) -> Result<Proposal>;
+
     /// Removes the request of `text`, which has ended. The drafter may never have proposed for it.
     fn end(&mut self, _text: Text<'_>) -> Result<()> {
         Ok(())
@@ -49,6 +57,17 @@ pub(crate) struct Text<'a> {
     pub(crate) tokens: &'a [u32],
     /// Number of `tokens` that belong to the prompt.
     pub(crate) prompt_len: usize,
+    /// Tokens that the request's grammar forces after `tokens`.
+    pub(crate) forced: &'a [u32],
+    /// Tokens that the request predicts for its output.
+    pub(crate) prediction: &'a [u32],
+}
+
+impl<'a> Text<'a> {
+    /// Returns the tokens after the prompt.
+    fn output(&self) -> &'a [u32] {
+        &self.tokens[self.prompt_len..]
+    }
 }
 
 /// Length of a proposal and of the match that led to it. The proposed tokens are returned separately.
@@ -58,6 +77,11 @@ pub(crate) struct Proposal {
     /// Number of tokens at the end of the text that matched. Acceptance is counted separately for short and long
     /// matches.
     pub(crate) match_len: usize,
+}
+
+impl Proposal {
+    /// Proposal of no drafts.
+    pub(crate) const NONE: Self = Self { len: 0, match_len: 0 };
 }
 
 macro_rules! table {
@@ -155,6 +179,16 @@ table! {
     /// Suffix decoding: counts the continuations of a text in the request's own tokens and in outputs of other
     /// requests. It sees only outputs of requests for which it may have drafted.
     Suffix = 2, suffix: SuffixSettings;
+    /// Text that a request predicts for its own output. Only requests that have such a text get its drafts.
+    Prediction = 3, prediction: PredictionSettings;
+    /// Tokens that a request's grammar forces, continued by another drafter. Only requests with a grammar get them.
+    Grammar = 4, grammar: GrammarProposer;
+}
+
+impl DrafterKind {
+    /// Kinds of drafters whose drafts come with a request. The scheduler chooses their number by its own statistics,
+    /// and no planner counts them: they say nothing about other requests.
+    pub(crate) const OF_REQUESTS: [Self; 2] = [Self::Prediction, Self::Grammar];
 }
 
 impl HostDrafters {
@@ -171,6 +205,12 @@ impl HostDrafters {
     /// Returns whether there is any drafter on the host.
     pub fn is_some(&self) -> bool {
         *self != Self::default()
+    }
+
+    /// Returns the same drafters and those whose drafts come with requests: predictions, and tokens forced by grammars.
+    #[must_use]
+    pub fn with_drafts_of_requests(self) -> Self {
+        Self { prediction: Some(PredictionSettings), grammar: Some(GrammarProposer), ..self }
     }
 
     /// Returns the first drafter on the host in the table, or [`DrafterKind::Device`] without any. Schedulers with only
@@ -206,7 +246,7 @@ mod tests {
             |method, name, value| HostDrafters::default().add(method, &[(name, value)]).expect_err("wrong").to_string();
         assert_eq!(
             rejected("device", "", Number::Integer(1)),
-            "method = device is not allowed: expected ngram or suffix"
+            "method = device is not allowed: expected ngram or suffix or prediction or grammar"
         );
         let unknown = rejected("ngram", "prompt_lookup_mix", Number::Integer(1));
         assert_eq!(

@@ -149,6 +149,11 @@ impl HostProposer for NgramProposer {
         let (len, match_len) = self.propose_matched(text.tokens, drafts);
         Ok(Proposal { len, match_len })
     }
+
+    fn propose_after(&mut self, text: Text<'_>, more: &[u32], drafts: &mut [u32]) -> Result<Proposal> {
+        let (len, match_len) = self.propose_matched(&[text.tokens, more].concat(), drafts);
+        Ok(Proposal { len, match_len })
+    }
 }
 
 #[cfg(test)]

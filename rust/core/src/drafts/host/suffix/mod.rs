@@ -260,6 +260,26 @@ impl SuffixCache {
         Ok(best.draft)
     }
 
+    /// Writes a draft for a running request's text followed by the tokens `more`, as [`propose`](Self::propose) would
+    /// if they were part of the text. The counts are those of the text without them.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`] unless the request is running.
+    pub fn propose_after(&mut self, request_id: i64, more: &[u32], drafts: &mut [u32]) -> Result<SuffixDraft> {
+        let Self { settings, outputs, requests, scratch, .. } = self;
+        let running = requests.get(&request_id).ok_or(Error::UnknownRequest { request_id })?;
+        let text = running.own.tokens(0);
+        let longest = (settings.max_tree_depth - 1).min(text.len() + more.len());
+        let end: Vec<u32> = text[text.len().saturating_sub(longest)..].iter().chain(more).copied().collect();
+        let mut best = Best { settings: *settings, draft: SuffixDraft::default(), drafts, scratch };
+        for tree in std::iter::once(&running.own).chain(running.output.map(|_| &*outputs)) {
+            best.for_each_len(longest, |best, len| {
+                best.consider(tree, len, || tree.find(end[end.len() - len..].iter().copied()));
+            });
+        }
+        Ok(best.draft)
+    }
+
     /// Ends a running request and keeps its output for drafts of other requests.
     ///
     /// # Errors

@@ -33,6 +33,12 @@ impl HostProposer for SuffixCache {
         Ok(Proposal { len: draft.len, match_len: draft.match_len })
     }
 
+    fn propose_after(&mut self, text: Text<'_>, more: &[u32], drafts: &mut [u32]) -> Result<Proposal> {
+        self.bring_up(text)?;
+        let draft = Self::propose_after(self, text.id, more, drafts)?;
+        Ok(Proposal { len: draft.len, match_len: draft.match_len })
+    }
+
     /// Ends the request and keeps its output for drafts of other requests.
     fn end(&mut self, text: Text<'_>) -> Result<()> {
         if !self.is_running(text.id) {
@@ -45,7 +51,7 @@ impl HostProposer for SuffixCache {
 
 impl SuffixCache {
     /// Adds the tokens of a request that the cache does not have yet.
-    fn bring_up(&mut self, Text { id, tokens, prompt_len }: Text<'_>) -> Result<()> {
+    fn bring_up(&mut self, Text { id, tokens, prompt_len, .. }: Text<'_>) -> Result<()> {
         if !self.is_running(id) {
             self.start_request(id, &tokens[..prompt_len])?;
         }

@@ -1,0 +1,37 @@
+//! Drafts that a request's grammar forces. The scheduler's caller follows the grammar and reports the forced tokens.
+
+use super::{HostProposer, HostSettings, Proposal, Settings, Text};
+use crate::error::Result;
+
+/// Drafter that proposes the tokens that a request's grammar forces after its text, reported by
+/// [`crate::Scheduler::set_forced_tokens`].
+///
+/// The scheduler continues them with the first other drafter on the host that has a proposal for the longer text.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GrammarProposer;
+
+impl HostSettings for GrammarProposer {
+    type Proposer = Self;
+
+    fn read(_given: &mut Settings<'_>) -> Result<Self> {
+        Ok(Self)
+    }
+
+    fn start(self) -> Result<Self> {
+        Ok(self)
+    }
+}
+
+impl HostProposer for GrammarProposer {
+    /// Writes the forced tokens. Their number is the length of the match: acceptance after the forced tokens is counted
+    /// by how many tokens were forced.
+    fn propose(&mut self, text: Text<'_>, drafts: &mut [u32]) -> Result<Proposal> {
+        let len = text.forced.len().min(drafts.len());
+        drafts[..len].copy_from_slice(&text.forced[..len]);
+        Ok(Proposal { len, match_len: len })
+    }
+
+    fn propose_after(&mut self, _text: Text<'_>, _more: &[u32], _drafts: &mut [u32]) -> Result<Proposal> {
+        Ok(Proposal::NONE)
+    }
+}

@@ -1,0 +1,217 @@
+//! Drafts from the text that a request predicts for its own output (OpenAI's `prediction`).
+//!
+//! A place in the prediction follows the output. It moves on with each token that the prediction has there. After any
+//! other token it is looked for again: where most of the output's last tokens stand, and of several such places the
+//! nearest one ahead.
+
+use std::collections::HashMap;
+
+use rustc_hash::FxBuildHasher;
+
+use super::{HostProposer, HostSettings, Proposal, Settings, Text};
+use crate::error::Result;
+
+/// Maximum number of tokens at the end of the output that are compared with a place of the prediction.
+const MOST_COMPARED: usize = 32;
+/// Number of tokens after the last known place in which one agreeing token is enough.
+const NEAR: usize = 64;
+/// Number of tokens that must agree at any other place.
+const FAR_MATCH: usize = 4;
+
+/// Drafter that proposes the rest of the prediction that a request came with
+/// ([`crate::RequestParams::prediction`]).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PredictionSettings;
+
+/// Running requests' places in their predictions.
+#[derive(Clone, Debug, Default)]
+pub struct PredictionProposer {
+    places: HashMap<i64, Place, FxBuildHasher>,
+}
+
+/// Place of an output in its prediction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Place {
+    /// Number of output tokens that have been followed.
+    num_followed: usize,
+    /// Index in the prediction of the token that is expected next.
+    next: usize,
+    /// Number of tokens before `next` that equal the end of the output.
+    match_len: usize,
+}
+
+impl Place {
+    /// Follows `output` to its end in `prediction`.
+    fn follow(&mut self, output: &[u32], prediction: &[u32]) {
+        for end in self.num_followed + 1..=output.len() {
+            if prediction.get(self.next) == Some(&output[end - 1]) {
+                (self.next, self.match_len) = (self.next + 1, self.match_len + 1);
+            } else {
+                self.find(&output[..end], prediction);
+            }
+        }
+        self.num_followed = self.num_followed.max(output.len());
+    }
+
+    /// Moves to the place of the prediction at which most of the output's last tokens stand; of equal ones to the first
+    /// from `next` on, then to the last before it. Stays, with no match, if too few tokens agree everywhere.
+    fn find(&mut self, output: &[u32], prediction: &[u32]) {
+        let Some(&last) = output.last() else { return };
+        let (mut best, mut found) = (0, None);
+        let ahead = self.next.min(prediction.len())..prediction.len();
+        for at in ahead.clone().chain((0..ahead.start).rev()).filter(|&at| prediction[at] == last) {
+            let pairs = output.iter().rev().zip(prediction[..=at].iter().rev());
+            let len = pairs.take(MOST_COMPARED).take_while(|(a, b)| a == b).count();
+            let is_near = ahead.contains(&at) && at - ahead.start < NEAR;
+            if len > best && (is_near || len >= FAR_MATCH) {
+                (best, found) = (len, Some(at + 1));
+            }
+        }
+        (self.next, self.match_len) = (found.unwrap_or(self.next), best);
+    }
+
+    /// Writes the tokens from `next` on to the start of `drafts`.
+    fn propose(&self, prediction: &[u32], drafts: &mut [u32]) -> Proposal {
+        let is_start = self.num_followed == 0;
+        if self.match_len == 0 && !is_start {
+            return Proposal::NONE;
+        }
+        let rest = prediction.get(self.next..).unwrap_or_default();
+        let len = rest.len().min(drafts.len());
+        drafts[..len].copy_from_slice(&rest[..len]);
+        Proposal { len, match_len: self.match_len }
+    }
+}
+
+impl HostSettings for PredictionSettings {
+    type Proposer = PredictionProposer;
+
+    fn read(_given: &mut Settings<'_>) -> Result<Self> {
+        Ok(Self)
+    }
+
+    fn start(self) -> Result<PredictionProposer> {
+        Ok(PredictionProposer::default())
+    }
+}
+
+impl HostProposer for PredictionProposer {
+    fn propose(&mut self, text: Text<'_>, drafts: &mut [u32]) -> Result<Proposal> {
+        if text.prediction.is_empty() {
+            return Ok(Proposal::NONE);
+        }
+        let place = self.places.entry(text.id).or_default();
+        place.follow(text.output(), text.prediction);
+        Ok(place.propose(text.prediction, drafts))
+    }
+
+    fn propose_after(&mut self, text: Text<'_>, more: &[u32], drafts: &mut [u32]) -> Result<Proposal> {
+        if text.prediction.is_empty() {
+            return Ok(Proposal::NONE);
+        }
+        let mut place = self.places.get(&text.id).copied().unwrap_or_default();
+        place.follow(&[text.output(), more].concat(), text.prediction);
+        Ok(place.propose(text.prediction, drafts))
+    }
+
+    fn end(&mut self, text: Text<'_>) -> Result<()> {
+        self.places.remove(&text.id);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn text<'a>(tokens: &'a [u32], prediction: &'a [u32]) -> Text<'a> {
+        Text { id: 1, tokens, prompt_len: 1, forced: &[], prediction }
+    }
+
+    /// Returns the drafts after each prefix of `output`, as a scheduler asks for them.
+    fn drafts_along(output: &[u32], prediction: &[u32], k: usize) -> Vec<Vec<u32>> {
+        let (mut proposer, tokens) = (PredictionProposer::default(), [&[0], output].concat());
+        (1..=tokens.len())
+            .map(|end| {
+                let mut drafts = vec![0; k];
+                let len = proposer.propose(text(&tokens[..end], prediction), &mut drafts).unwrap().len;
+                drafts.truncate(len);
+                drafts
+            })
+            .collect()
+    }
+
+    #[test]
+    fn the_prediction_is_proposed_from_its_start_to_its_end() {
+        assert_eq!(drafts_along(&[5, 6, 7], &[5, 6, 7], 2), [vec![5, 6], vec![6, 7], vec![7], vec![]]);
+        assert_eq!(drafts_along(&[5], &[], 2), [vec![], Vec::new()]);
+    }
+
+    #[test]
+    fn it_finds_its_place_again_after_an_edit() {
+        let prediction = [1, 2, 3, 4, 5, 6, 7, 8];
+        // Replaced: 9 for 3. Inserted: 9 9 after 2. Removed: 3 4.
+        assert_eq!(drafts_along(&[1, 2, 9, 4], &prediction, 2)[3..], [vec![], vec![5, 6]]);
+        assert_eq!(drafts_along(&[1, 2, 9, 9, 3], &prediction, 2)[3..], [vec![], vec![], vec![4, 5]]);
+        assert_eq!(drafts_along(&[1, 2, 5], &prediction, 2)[3..], [[6, 7]]);
+    }
+
+    #[test]
+    fn of_equal_places_the_next_one_ahead_counts_and_far_ones_need_more_tokens() {
+        assert_eq!(drafts_along(&[1, 2, 9, 4], &[4, 1, 2, 3, 4, 5, 4, 6], 1)[4], [5]);
+        let mut far = vec![1, 2, 3, 4, 5];
+        far.extend(100..100 + NEAR as u32 + 8);
+        assert_eq!(drafts_along(&[100, 9, 3], &far, 1)[3], [0_u32; 0], "one token behind is not enough");
+        assert_eq!(drafts_along(&[100, 9, 1, 2, 3, 4], &far, 1)[6], [5], "four are");
+    }
+
+    #[test]
+    fn forced_tokens_move_the_place_for_one_proposal_only() {
+        let (mut proposer, prediction) = (PredictionProposer::default(), [5, 6, 7, 8]);
+        let mut drafts = [0; 1];
+        proposer.propose(text(&[0, 5], &prediction), &mut drafts).unwrap();
+        assert_eq!(drafts, [6]);
+        proposer.propose_after(text(&[0, 5], &prediction), &[6, 7], &mut drafts).unwrap();
+        assert_eq!(drafts, [8]);
+        proposer.propose(text(&[0, 5], &prediction), &mut drafts).unwrap();
+        assert_eq!(drafts, [6]);
+    }
+
+    #[test]
+    fn an_ended_request_leaves_nothing() {
+        let mut proposer = PredictionProposer::default();
+        proposer.propose(text(&[0, 5], &[5, 6]), &mut [0]).unwrap();
+        proposer.end(text(&[0, 5], &[5, 6])).unwrap();
+        assert!(proposer.places.is_empty());
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Asking after every token or only now and then gives the same drafts.
+        #[test]
+        fn drafts_depend_on_the_text_alone(
+            output in prop::collection::vec(0..4_u32, 0..40),
+            prediction in prop::collection::vec(0..4_u32, 0..40),
+            asked in prop::collection::vec(any::<bool>(), 41),
+        ) {
+            let tokens = [&[0], output.as_slice()].concat();
+            let along = drafts_along(&output, &prediction, 3);
+            let mut proposer = PredictionProposer::default();
+            for end in (1..=tokens.len()).filter(|end| asked[end - 1]) {
+                let mut drafts = vec![0; 3];
+                let len = proposer.propose(text(&tokens[..end], &prediction), &mut drafts).unwrap().len;
+                prop_assert_eq!(&drafts[..len], &along[end - 1]);
+            }
+        }
+
+        /// An output that equals its prediction is drafted whole.
+        #[test]
+        fn an_exact_prediction_is_always_right(output in prop::collection::vec(0..9_u32, 1..60)) {
+            for (end, drafts) in drafts_along(&output, &output, 4).into_iter().enumerate() {
+                prop_assert_eq!(&drafts[..], &output[end..(end + 4).min(output.len())]);
+            }
+        }
+    }
+}
