@@ -58,6 +58,7 @@ def test_defaults_are_those_of_vllm() -> None:
         "extra_args": None,
         "output_kind": RequestOutputKind.CUMULATIVE,
         "num_speculative_tokens": None,
+        "prediction": None,
         "return_drafts": False,
     }
     assert expected == FIELDS

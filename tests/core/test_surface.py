@@ -182,7 +182,7 @@ def test_constants() -> None:
     assert (core.FLAG_NOTHING_DRAFTED, core.FLAG_NO_TOKEN_ALLOWED) == (8, 16)
     reasons = (core.FINISH_NONE, core.FINISH_STOP, core.FINISH_LENGTH, core.FINISH_ABORT, core.FINISH_ERROR)
     assert reasons == (0, 1, 2, 3, 4)
-    assert (core.DRAFTERS, core.DRAFTER_DEVICE) == (("device", "ngram", "suffix"), 0)
+    assert (core.DRAFTERS, core.DRAFTER_DEVICE) == (("device", "ngram", "suffix", "prediction", "grammar"), 0)
     purposes = (core.PURPOSE_DRAFT, core.PURPOSE_ACCEPT, core.PURPOSE_RECOVER, core.PURPOSE_GUMBEL)
     assert purposes == (0, 1, 2, 3)
 

@@ -57,7 +57,7 @@ class Blueprint:
         if speculative is None:
             return ()
         named = speculative.methods
-        if not speculative.drafts_on_host and self.launch_depth > 1:
+        if not speculative.drafts_on_host and self._depth_on_device > 1:
             return named
         rows = HOST_METHODS.items()
         return (*named, *(name for name, row in rows if row.drafts_of_requests and name not in named))
@@ -93,6 +93,11 @@ class Blueprint:
         settled."""
         if self.config.speculative_config is not None and self.config.speculative_config.drafts_on_host:
             return 1
+        return self._depth_on_device
+
+    @property
+    def _depth_on_device(self) -> int:
+        """Number of steps that are planned and not yet settled if no drafter is on the host."""
         return self.launch_depth if self.config.launch_depth is None else self.config.launch_depth
 
     @property

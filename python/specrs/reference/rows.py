@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specrs.core import LOGPROBS_NONE
 from specrs.models.inputs import PassInputs
 from specrs.reference.sampling import Request
 
@@ -127,6 +128,14 @@ class Iteration:
             forbidden_stops=row.stop_ids if is_early else [],
             grammar=None if self.grammar is None else self.grammar.allowed[i],
         )
+
+    def without_forced(self, logits: Tensor, first: int) -> Tensor:
+        """Return logits `[N, V]` for positions from n + `first` on, with zeros where the grammar allows one token. Those
+        are not computed, unless log probabilities are reported."""
+        if self.grammar is None or self.row.request.logprobs != LOGPROBS_NONE:
+            return logits
+        allowed = self.grammar.allowed[first : first + len(logits)]
+        return torch.where(torch.tensor([int(mask.sum()) == 1 for mask in allowed])[:, None], 0.0, logits)
 
     def add(self, draft: int) -> None:
         """Append the next draft."""
