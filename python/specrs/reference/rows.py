@@ -130,8 +130,8 @@ class Iteration:
         )
 
     def without_forced(self, logits: Tensor, first: int) -> Tensor:
-        """Return logits `[N, V]` for positions from n + `first` on, with zeros where the grammar allows one token. Those
-        are not computed, unless log probabilities are reported."""
+        """Return logits `[N, V]` for positions from n + `first` on, with zeros where the grammar allows one token.
+        Unless log probabilities are reported, an engine does not compute those."""
         if self.grammar is None or self.row.request.logprobs != LOGPROBS_NONE:
             return logits
         allowed = self.grammar.allowed[first : first + len(logits)]

@@ -1,4 +1,4 @@
-"""The openai package: chat completions and responses, whole and streamed."""
+"""The openai package: chat completions and responses, whole and streamed, and a predicted output."""
 
 import json
 from typing import Any
@@ -38,6 +38,18 @@ for stream in (False, True):
             Answer.model_validate_json(message.content)
     message = chat(stream, messages=MESSAGES, response_format=FORMAT)
     Answer.model_validate_json(message.content)
+
+plain = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=LIMIT, temperature=0.0)
+expected = plain.choices[0].message.content
+predicted = client.chat.completions.create(
+    model=MODEL,
+    messages=MESSAGES,
+    max_tokens=LIMIT,
+    temperature=0.0,
+    prediction={"type": "content", "content": expected},
+)
+assert predicted.choices[0].message.content == expected
+assert predicted.usage.completion_tokens_details.accepted_prediction_tokens > 0
 
 parsed = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Answer, max_tokens=LIMIT)
 assert isinstance(parsed.choices[0].message.parsed, Answer)
