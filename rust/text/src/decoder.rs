@@ -1,7 +1,11 @@
 //! Token ids to text, by a tokenizer's own decoder. Encodes nothing; knows no request.
 
 use crate::error::{Error, Result};
+use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
+use serde_json::value::RawValue;
+use std::collections::BTreeMap;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use tokenizers::Tokenizer;
@@ -71,20 +75,10 @@ impl TokenDecoder {
     /// # Errors
     /// [`Error::InvalidTokenizer`] if the JSON cannot be read.
     pub fn from_json(json: &str) -> Result<Self> {
-        let invalid = |error: &dyn std::fmt::Display| Error::InvalidTokenizer(error.to_string());
-        let mut value: Value = serde_json::from_str(json).map_err(|error| invalid(&error))?;
-        if !value.is_object() {
-            return Err(invalid(&"no JSON object"));
-        }
-        for section in ["normalizer", "pre_tokenizer", "post_processor", "truncation", "padding"] {
-            value[section] = Value::Null;
-        }
-        // Merges are most of a tokenizer's JSON, and say how to encode.
-        if let Some(merges) = value.get_mut("model").and_then(|model| model.get_mut("merges")) {
-            *merges = Value::Array(Vec::new());
-        }
-        let (local, num_ids) = (locality(&value["decoder"]), num_ids(&value));
-        let tokenizer: Tokenizer = value.to_string().parse().map_err(|error| invalid(&error))?;
+        let DecodingPart { json, local, num_ids } =
+            DecodingPart::of(json).map_err(|error| Error::InvalidTokenizer(error.to_string()))?;
+        let tokenizer: Tokenizer =
+            json.parse().map_err(|error: tokenizers::Error| Error::InvalidTokenizer(error.to_string()))?;
         let mut decoder = Self { tokenizer, local, pieces: Vec::new() };
         if matches!(decoder.local, Local::Behind(_)) {
             decoder.local = (0..num_ids as u32).find(|&id| decoder.is_word(id)).map_or(Local::Nowhere, Local::Behind);
@@ -190,14 +184,83 @@ fn locality(decoder: &Value) -> Local {
     }
 }
 
-/// Returns one more than the largest id of the tokenizer.
-fn num_ids(tokenizer: &Value) -> usize {
-    let vocab = &tokenizer["model"]["vocab"];
-    let of_model = match vocab {
-        Value::Object(map) => map.values().filter_map(Value::as_u64).max().map_or(0, |id| id as usize + 1),
-        Value::Array(list) => list.len(),
-        _ => 0,
-    };
-    let added = tokenizer["added_tokens"].as_array().map(Vec::as_slice).unwrap_or_default();
-    added.iter().filter_map(|token| token["id"].as_u64()).map(|id| id as usize + 1).fold(of_model, usize::max)
+/// JSON object whose values are not parsed. The JSON of a large vocabulary takes ten times its length as values.
+type Sections<'a> = BTreeMap<String, &'a RawValue>;
+
+/// Part of a tokenizer that decodes.
+struct DecodingPart {
+    /// The part as `tokenizer.json`.
+    json: String,
+    local: Local,
+    /// One more than the largest id.
+    num_ids: usize,
+}
+
+impl DecodingPart {
+    /// Takes the part from the JSON of `tokenizer.json`.
+    fn of(json: &str) -> serde_json::Result<Self> {
+        let (null, none): (&RawValue, &RawValue) = (serde_json::from_str("null")?, serde_json::from_str("[]")?);
+        let mut file: Sections<'_> = serde_json::from_str(json)?;
+        for section in ["normalizer", "pre_tokenizer", "post_processor", "truncation", "padding"] {
+            file.insert(section.to_owned(), null);
+        }
+        let section = |name: &str| file.get(name).map_or("null", |section| section.get());
+        let decoder: Value = serde_json::from_str(section("decoder"))?;
+        let added: Value = serde_json::from_str(section("added_tokens"))?;
+        let added = added.as_array().map(Vec::as_slice).unwrap_or_default();
+        let mut num_ids = added.iter().filter_map(|token| token["id"].as_u64()).max().map_or(0, |id| id as usize + 1);
+        let mut model: Option<Sections<'_>> = serde_json::from_str(section("model")).ok();
+        if let Some(model) = &mut model {
+            let vocab = model.get("vocab").map_or("null", |vocab| vocab.get());
+            num_ids = num_ids.max(serde_json::from_str::<VocabSize>(vocab)?.0);
+            // Merges are most of a tokenizer's JSON, and say how to encode.
+            if let Some(merges) = model.get_mut("merges") {
+                *merges = none;
+            }
+        }
+        let model = model.map(|model| serde_json::value::to_raw_value(&model)).transpose()?;
+        if let Some(model) = &model {
+            file.insert("model".to_owned(), model);
+        }
+        Ok(Self { json: serde_json::to_string(&file)?, local: locality(&decoder), num_ids })
+    }
+}
+
+/// One more than the largest id of a model's vocabulary, which maps tokens to ids or lists tokens; 0 for anything else.
+struct VocabSize(usize);
+
+impl<'de> Deserialize<'de> for VocabSize {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Counter;
+
+        impl<'de> Visitor<'de> for Counter {
+            type Value = usize;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a vocabulary")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<usize, A::Error> {
+                let mut size = 0;
+                while let Some((IgnoredAny, id)) = map.next_entry::<IgnoredAny, Value>()? {
+                    size = id.as_u64().map_or(size, |id| size.max(id as usize + 1));
+                }
+                Ok(size)
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> std::result::Result<usize, A::Error> {
+                let mut size = 0;
+                while list.next_element::<IgnoredAny>()?.is_some() {
+                    size += 1;
+                }
+                Ok(size)
+            }
+
+            fn visit_unit<E>(self) -> std::result::Result<usize, E> {
+                Ok(0)
+            }
+        }
+
+        deserializer.deserialize_any(Counter).map(Self)
+    }
 }
