@@ -76,8 +76,11 @@ class Intake:
         params: SamplingParams,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        *,
+        pooling: bool = False,
     ) -> list[Request]:
         """Return the n completions of prompt `number` as checked requests, with their adapter and without a grammar.
+        With `pooling`, they draw no token: see `Request.pooled`.
 
         Raises `InvalidRequestError` for values beyond the engine's limits, and for an adapter that may not be used;
         `CheckpointError` if an adapter cannot be read.
@@ -113,6 +116,7 @@ class Intake:
                 bad_words_token_ids=bad_words,
                 lora=lora,
                 bounds=bounds,
+                pooling=pooling,
             )
             requests.append(request)
             # log probabilities of the prompt are reported once, and costs a request its cached prefix

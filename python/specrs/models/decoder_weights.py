@@ -149,6 +149,11 @@ class DecoderFacts(Model):
         return self.config.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        """Number of features of a final hidden state."""
+        return self.config.hidden_size
+
+    @property
     def num_layers(self) -> int:
         """Number of layers."""
         return self.config.num_layers

@@ -32,16 +32,21 @@ impl Iteration {
                 let position = record.prefill_position[at] as usize;
                 self.batch.push(row, record.prefill_token[at], position, record.prefill_slot[at]);
             }
+            let pools = self.processors[row].pooling;
             let wants_prompt = self.processors[row].prompt_logprobs != LOGPROBS_NONE;
             if wants_prompt {
                 self.batch.want_from(record.prefill_q_start[chunk] as usize);
             }
             self.batch.want_last();
-            by_hidden |= wants_prompt;
+            by_hidden |= wants_prompt || pools;
             let mut entry = self.entry_of(index, row, record.entry_capacity[index], state);
             // Of a chunk that does not end its prompt only whether its largest logit is finite counts.
             if record.chunk_is_last[chunk] == 0 {
-                (entry.alive, entry.params.greedy, entry.asked) = (false, true, Asked::default());
+                entry.alive = false;
+            }
+            // A request with pooling draws no token.
+            if record.chunk_is_last[chunk] == 0 || pools {
+                (entry.params.greedy, entry.asked) = (true, Asked::default());
             }
             self.entries.push(entry);
         }
@@ -50,7 +55,8 @@ impl Iteration {
         self.pass(state, target, if by_hidden { Want::Hidden } else { want }, Whose::Target)?;
         self.counts.target_passes += 1;
         if by_hidden {
-            self.prompt_logprobs(record, header, state, target)?;
+            let last = self.prompt_logprobs(record, header, state, target)?;
+            self.pool(record, header, &last, target)?;
         }
         let mut entries = std::mem::take(&mut self.entries);
         for (chunk, (entry, index)) in entries.iter().zip(chunks).enumerate() {
