@@ -20,7 +20,7 @@ from specrs.errors import EngineDeadError, InvalidRequestError, QueueFullError, 
 from specrs.inputs import Prompt, PromptType
 from specrs.lora_request import LoRARequest
 from specrs.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
-from specrs.pooling import EMBED, Pooling, PoolingParams, check_dimensions, pooled_of, read_pairs
+from specrs.pooling import Pooling, PoolingParams, pooled_of, read_pairs
 from specrs.sampling import SamplingParams
 from specrs.tokenizer import Tokenizer
 
@@ -208,8 +208,8 @@ class AsyncLLM:
         params = PoolingParams() if pooling_params is None else pooling_params
         if not isinstance(params, PoolingParams):
             raise invalid_request("pooling_params", params, "must be a PoolingParams or None")
-        check_dimensions(params, self.hidden_size)
-        outputs = await self.pool([prompt], EMBED, lora_request=lora_request, priority=priority)
+        asked = await self.in_thread(lambda: self.pooling.embed_params(params, self.hidden_size))
+        outputs = await self.pool([prompt], asked, lora_request=lora_request, priority=priority)
         return self.pooling.embeddings(outputs, params)[0]
 
     async def score(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrs.config import EngineConfig
-from specrs.errors import EngineDeadError, InvalidRequestError, UnsupportedRequestError, invalid, invalid_request
+from specrs.errors import EngineDeadError, InvalidRequestError, UnsupportedRequestError, invalid_request
 from specrs.inputs import Prompt
 from specrs.models.sentence_transformers import pools_last_token
 from specrs.options import Integer, Switch, check_options, option
@@ -39,6 +39,7 @@ _SYSTEM = (
 _CHATML = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 """Tokens of Qwen3's vocabulary, in which the prompt is written out. Other models get it through their chat template."""
 _ANSWERS = ("no", "yes")
+_REMEDY = "use a reranker such as Qwen3-Reranker, or an embedding model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class PoolingParams:
         check_options(self, InvalidRequestError)
 
 
-EMBED = SamplingParams(
+_EMBED = SamplingParams(
     max_tokens=1,
     temperature=0.0,
     ignore_eos=True,
@@ -126,8 +127,21 @@ class Pooling:
         """
         return pools_last_token(self._config.target, self._config.revision)
 
+    def embed_params(self, params: PoolingParams, hidden_size: int) -> SamplingParams:
+        """Return the sampling parameters of requests whose embeddings have `params`.
+
+        May read a file, so it must not run on an event loop. Raises `InvalidRequestError` if `dimensions` is more than
+        `hidden_size`, the size of the model's hidden states, and `UnsupportedRequestError` for an embedding model with
+        another pooling.
+        """
+        if params.dimensions is not None and params.dimensions > hidden_size:
+            reason = f"must be from 1 to {hidden_size}, the size of the model's hidden states"
+            raise invalid_request("dimensions", params.dimensions, reason)
+        _ = self.embeds  # raises for a pooling that is not implemented
+        return _EMBED
+
     def embeddings(self, outputs: Sequence[RequestOutput], params: PoolingParams) -> list[EmbeddingRequestOutput]:
-        """Return the embeddings in `outputs`, the outputs of requests with `EMBED`."""
+        """Return the embeddings in `outputs`, the outputs of requests with `embed_params`."""
         return [
             EmbeddingRequestOutput(
                 request_id=output.request_id,
@@ -169,14 +183,15 @@ class Pooling:
             prompts = [self._prompt(text, f"{first}[{i}]", special=True) for i, text in enumerate(queries)]
             prompts += [self._prompt(text, f"{second}[{i}]", special=True) for i, text in enumerate(documents)]
             firsts = [0] * count if len(queries) == 1 else [*range(count)]
-            return Pairs(prompts, EMBED, firsts, [len(queries) + i for i in range(count)])
+            return Pairs(prompts, _EMBED, firsts, [len(queries) + i for i in range(count)])
+        params = _EMBED.replace(allowed_token_ids=self._answers)
         texts = [
             self._question(query, document, INSTRUCTION if instruction is None else instruction)
             for query, document in zip([*queries] * (count if len(queries) == 1 else 1), documents, strict=True)
         ]
         prompts = [self._prompt(text, f"{second}[{i}]", special=False) for i, text in enumerate(texts)]
         each = [*range(count)]
-        return Pairs(prompts, EMBED.replace(allowed_token_ids=self._answers), each, each, self._answers)
+        return Pairs(prompts, params, each, each, self._answers)
 
     @cached_property
     def _answers(self) -> tuple[int, int]:
@@ -185,12 +200,8 @@ class Pooling:
         ids = [self._tokenizer.encode(answer, add_special_tokens=False) for answer in _ANSWERS]
         for answer, found in zip(_ANSWERS, ids, strict=True):
             if len(found) != 1:
-                raise invalid(
-                    UnsupportedRequestError,
-                    "model",
-                    self._config.target,
-                    f"its tokenizer writes {answer!r} as {len(found)} tokens, and a score needs one; use a reranker "
-                    "such as Qwen/Qwen3-Reranker-0.6B, or an embedding model",
+                raise UnsupportedRequestError(
+                    f"model: its tokenizer writes {answer!r} as {len(found)} tokens, and a score needs one; {_REMEDY}"
                 )
         return ids[0][0], ids[1][0]
 
@@ -212,6 +223,8 @@ class Pooling:
                 f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n"
                 "<|im_start|>assistant\n<think>\n\n</think>\n\n"
             )
+        if tokenizer.chat_template is None:
+            raise UnsupportedRequestError(f"model: it has no chat template to ask it for a score with; {_REMEDY}")
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}]
         return tokenizer.render_chat(messages, chat_template_kwargs={"enable_thinking": False})
 
@@ -222,14 +235,6 @@ def check_length(name: str, token_ids: Sequence[int], max_model_len: int) -> Non
         raise InvalidRequestError(
             f"{name}: {len(token_ids)} tokens in its prompt, allowed are at most {max_model_len - 1}, one less than "
             f"max_model_len={max_model_len}; send a shorter text"
-        )
-
-
-def check_dimensions(params: PoolingParams, hidden_size: int) -> None:
-    """Raise `InvalidRequestError` if `dimensions` is more than the model's hidden states have."""
-    if params.dimensions is not None and params.dimensions > hidden_size:
-        raise invalid_request(
-            "dimensions", params.dimensions, f"must be from 1 to {hidden_size}, the size of the model's hidden states"
         )
 
 

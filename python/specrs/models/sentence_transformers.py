@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specrs.errors import CheckpointError, UnsupportedRequestError, invalid
+from specrs.errors import CheckpointError, UnsupportedRequestError
 from specrs.models.checkpoint import read_json, resolve_folder
 from specrs.models.gguf.checkpoint import gguf_path
 from specrs.models.gguf.file import open_gguf
@@ -39,15 +39,18 @@ def pools_last_token(source: str | Path, revision: str | None = None) -> bool:
     if "Pooling" not in modules:
         return False
     if others := sorted(modules.keys() - _SERVED):
-        reason = f"its {MODULES} has the module {others[0]}; allowed are {', '.join(sorted(_SERVED))}"
-        raise invalid(UnsupportedRequestError, "model", str(source), f"not implemented: {reason}")
+        raise UnsupportedRequestError(
+            f"model: the module {others[0]} in its {MODULES} is not implemented; use a model whose modules are "
+            f"{', '.join(sorted(_SERVED))}"
+        )
     pooling = folder / Path(str(modules["Pooling"].get("path"))).name / "config.json"
     if pooling.is_file():  # not among the files that are downloaded from the hub
         modes = _modes(read_json(pooling))
         if modes != [_LAST_TOKEN]:
-            reason = f"{pooling.parent.name}/config.json pools by {' and '.join(modes) or 'nothing'}"
-            allowed = f"not implemented: its {reason}; allowed: {_LAST_TOKEN}"
-            raise invalid(UnsupportedRequestError, "model", str(source), allowed)
+            raise UnsupportedRequestError(
+                f"model: it pools by {' and '.join(modes) or 'nothing'}, which is not implemented; use a model that "
+                f"pools by {_LAST_TOKEN}"
+            )
     return True
 
 

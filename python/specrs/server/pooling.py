@@ -14,10 +14,8 @@ from specrs.errors import InvalidRequestError, invalid_request
 from specrs.inputs import Prompt
 from specrs.outputs import RequestOutput
 from specrs.pooling import (
-    EMBED,
     Pairs,
     PoolingParams,
-    check_dimensions,
     check_length,
     embedding_of,
     pooled_of,
@@ -36,14 +34,14 @@ async def embeddings(context: Context, body: EmbeddingRequest) -> dict[str, Any]
     """Answer `POST /v1/embeddings`."""
     context.check_model(body.model)
     params = PoolingParams(dimensions=body.dimensions)
-    check_dimensions(params, context.llm.hidden_size)
     if body.input is None:
         raise InvalidRequestError("input=None: must be a string, a list of strings, or token ids")
     with _INPUT.errors():
         given = split_prompts(body.input, 1)
         lone = isinstance(body.input, str) or given == [body.input]
         prompts = await context.llm.in_thread(lambda: _read(context, body, given, lone=lone))
-        outputs = await _pool(context, body, prompts, EMBED, "input")
+        asked = await context.llm.in_thread(lambda: context.llm.pooling.embed_params(params, context.llm.hidden_size))
+        outputs = await _pool(context, body, prompts, asked, "input")
 
     def data() -> list[dict[str, Any]]:
         encode = _base64 if body.encoding_format == "base64" else _numbers
