@@ -108,7 +108,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str | None]] = [
     (
         "/v1/embeddings",
         {"input": [[1]] * 41},
-        "input=41: that many requests, and this server takes at most 40",
+        "input: 41 texts, and this server takes at most 40 requests",
         "input",
     ),
     ("/v1/embeddings", {"input": [1] * 512}, "input: 512 tokens in its prompt, allowed are at most 511", "input"),

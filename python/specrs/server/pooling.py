@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specrs.errors import InvalidRequestError, invalid_request
+from specrs.errors import InvalidRequestError
 from specrs.inputs import Prompt
 from specrs.outputs import RequestOutput
 from specrs.pooling import (
@@ -113,7 +113,9 @@ async def _pool(
     """Run requests with pooling, and count them in the metrics. `field` is what the client sent the prompts in."""
     llm, most = context.llm, context.llm.max_num_queued_reqs
     if most is not None and len(prompts) > most:
-        raise invalid_request(field, len(prompts), f"that many requests, and this server takes at most {most}")
+        raise InvalidRequestError(
+            f"{field}: {len(prompts)} texts, and this server takes at most {most} requests at once; send fewer"
+        )
     recorder = context.metrics.request(len(prompts), 1)
     try:
         return await llm.pool(

@@ -5,6 +5,7 @@ use crate::error::Result;
 use specrs_core::scheduler::LaunchHeader;
 use specrs_core::scheduler::layout::RecordView;
 
+use super::prefill::chunk_is_finite;
 use super::{Iteration, Model};
 
 /// Result of a request with pooling, whose prompt has ended.
@@ -40,7 +41,8 @@ impl Iteration {
             target.hidden(&last[chunk..=chunk], &mut hidden)?;
             let is_finite = hidden.iter().all(|x| x.is_finite());
             (self.best[chunk], self.tops[chunk]) = (0, if is_finite { 0.0 } else { f32::NAN });
-            if record.chunk_is_last[chunk] == 0 {
+            // The entry of a chunk that does not end its prompt does not run.
+            if !is_finite || !self.entries[chunk].runs() || !chunk_is_finite(record, chunk, target) {
                 continue;
             }
             let logits = |ids: Vec<usize>| ids.iter().map(|id| self.logits[chunk * vocab_size + id]).collect();

@@ -62,10 +62,7 @@ impl Iteration {
         for (chunk, (entry, index)) in entries.iter().zip(chunks).enumerate() {
             let mut report = Report::of(results, &self.results, index);
             report.clear();
-            // Where the last layer attends all positions, what is not finite in the KV of any of them is in the last row, too; where
-            // it has a window all rows tell.
-            let rows = record.prefill_q_start[chunk] as usize..record.prefill_q_start[chunk + 1] as usize;
-            let seen = target.finite().get(rows).is_none_or(|rows| rows.iter().all(|&finite| finite));
+            let seen = chunk_is_finite(record, chunk, target);
             if record.chunk_is_last[chunk] == 0 {
                 report.set_flags(if seen && self.tops[chunk].is_finite() { 0 } else { FLAG_TARGET_NON_FINITE });
                 continue;
@@ -124,6 +121,13 @@ impl Iteration {
         caught_up(record, header, state, written);
         Ok(())
     }
+}
+
+/// Returns false if a row of a prompt chunk is known not to be finite. Where the last layer attends all positions, only
+/// the chunk's last row shows it. Where it has a window, all rows have to be checked.
+pub(super) fn chunk_is_finite(record: &RecordView<'_>, chunk: usize, target: &dyn Model) -> bool {
+    let rows = record.prefill_q_start[chunk] as usize..record.prefill_q_start[chunk + 1] as usize;
+    target.finite().get(rows).is_none_or(|rows| rows.iter().all(|&finite| finite))
 }
 
 /// Updates `draft_len` of the launch's draft chunks, whose KV is valid now or will be before it is read. Chunks of
