@@ -3,18 +3,20 @@
 import asyncio
 import functools
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_checkpoint, make_overflowing, perturb_checkpoint, write_tokenizer
+from checkpoints import edit_json, make_checkpoint, make_overflowing, perturb_checkpoint, write_tokenizer
 from engine.harness import make_engine
 from hf_reference import load
 from hypothesis import given
 from hypothesis import strategies as st
 from pooling_checkpoints import VOCAB, as_embedding, make_reranker, question, with_answers
+from safetensors.torch import load_file, save_file
 from specrs import (
     LLM,
     AsyncLLM,
@@ -290,6 +292,25 @@ def test_a_runner_without_hidden_states_is_named(folders: dict[str, Path], monke
     message = "device='cpu': embeddings and scores are not implemented on a GPU; start the engine with device='cpu'"
     with pytest.raises(UnsupportedRequestError, match=re.escape(message)):
         llm.embed([[1]], use_tqdm=False)
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model"])
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["native", "torch"])
+def test_a_base_model_embeds(tmp_path: Path, tie: bool, architecture: str, enforce_eager: bool) -> None:
+    """A checkpoint as sentence-transformers writes it: names without `model.`, and no LM head."""
+    whole = make_checkpoint(tmp_path / "whole", vocab=VOCAB, seed=2, tie=tie)
+    (expected,) = embeddings(make_llm(whole, dtype="float32", enforce_eager=enforce_eager), [[3, 1, 4]])
+    folder = shutil.copytree(whole, tmp_path / "base")
+    tensors = load_file(folder / "model.safetensors")
+    base = {name.removeprefix("model."): value for name, value in tensors.items() if name != "lm_head.weight"}
+    save_file(base, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_json(folder / "config.json", architectures=[architecture])
+    llm = make_llm(folder, dtype="float32", enforce_eager=enforce_eager)
+    np.testing.assert_array_equal(embeddings(llm, [[3, 1, 4]])[0], expected)
+    if not tie:
+        with pytest.raises(UnsupportedRequestError, match="model: its checkpoint has no LM head, so it only embeds"):
+            llm.generate([1], use_tqdm=False)
 
 
 def test_async(reranker: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from specrs.engine.output_builder import TokenTexts
 from specrs.engine.request import Request
-from specrs.errors import invalid_request
+from specrs.errors import UnsupportedRequestError, invalid_request
 from specrs.inputs import Prompt, PromptType, read_prompt
 from specrs.lora_request import LoRARequest
 from specrs.sampling import RequestLimits, SamplingParams, derive_seed, tokenize_bad_words, validate_request
@@ -86,6 +86,10 @@ class Intake:
         `CheckpointError` if an adapter cannot be read.
         """
         tokenizer, limits = self.tokenizer, self._limits
+        if not limits.has_lm_head and not (pooling and params.allowed_token_ids is None):
+            raise UnsupportedRequestError(
+                "model: its checkpoint has no LM head, so it only embeds; use a checkpoint with lm_head.weight"
+            )
         bounds = validate_request(prompt.token_ids, params, limits)
         if tokenizer is None:
             for field, value in (

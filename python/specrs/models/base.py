@@ -48,6 +48,11 @@ class Model(Protocol):
         """Number of token ids, and of logits per row."""
 
     @property
+    def has_lm_head(self) -> bool:
+        """False if the model only embeds: its logits mean nothing."""
+        return True
+
+    @property
     def hidden_size(self) -> int:
         """Number of features of a final hidden state."""
 
