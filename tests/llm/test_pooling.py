@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import edit_json, make_checkpoint, make_overflowing, perturb_checkpoint, write_tokenizer
 from engine.harness import make_engine
+from gguf_files import write_metadata
 from hf_reference import load
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,12 +21,14 @@ from safetensors.torch import load_file, save_file
 from specrs import (
     LLM,
     AsyncLLM,
+    CheckpointError,
     InvalidRequestError,
     PoolingParams,
     SamplingParams,
     UnsupportedRequestError,
 )
 from specrs.errors import SpecrsError
+from specrs.models.sentence_transformers import pools_last_token
 from sweep import sweep
 
 TEXTS = ["the cat sat", "on the mat", "one two three four five six seven", "a"]
@@ -292,6 +295,20 @@ def test_a_runner_without_hidden_states_is_named(folders: dict[str, Path], monke
     message = "device='cpu': embeddings and scores are not implemented on a GPU; start the engine with device='cpu'"
     with pytest.raises(UnsupportedRequestError, match=re.escape(message)):
         llm.embed([[1]], use_tqdm=False)
+
+
+@pytest.mark.parametrize(("pooling", "embeds"), [(None, False), (0, False), (3, True)])
+def test_a_gguf_file_says_whether_it_embeds(tmp_path: Path, pooling: int | None, embeds: bool) -> None:
+    path = write_metadata(tmp_path / "model.gguf", {"llama.pooling_type": pooling})
+    assert pools_last_token(path) is embeds
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[1]"])
+def test_a_broken_list_of_modules_is_named(reranker: Path, tmp_path: Path, content: str) -> None:
+    folder = as_embedding(reranker, tmp_path / "broken")
+    (folder / "modules.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"modules\.json: (could not be read as JSON|must hold a list)"):
+        LLM(str(folder), dtype="float32").embed("a", use_tqdm=False)
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
