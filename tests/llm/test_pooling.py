@@ -224,6 +224,8 @@ def test_a_score_of_an_embedding_model_is_the_cosine(reranker: Path, tmp_path: P
     assert scores[0] == pytest.approx(1.0)
     (pair,) = llm.score(TEXTS[1], TEXTS[2], use_tqdm=False)
     assert pair.outputs.score == pytest.approx(vectors[1] @ vectors[2], abs=1e-6)
+    pairs = [output.outputs.score for output in llm.score(TEXTS[:2], TEXTS[2:], use_tqdm=False)]
+    assert pairs == pytest.approx([vectors[0] @ vectors[2], vectors[1] @ vectors[3]], abs=1e-6)
     with pytest.raises(
         InvalidRequestError, match="instruction='x': an embedding model reads it as a part of the query"
     ):
