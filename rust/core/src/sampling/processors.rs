@@ -12,6 +12,7 @@ use crate::scheduler::layout::RecordView;
 
 /// Logits processors of one request, and the log probabilities that it wants.
 #[derive(Clone, Debug, PartialEq)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a property of its own")]
 pub struct LogitsProcessors {
     /// Id of the request.
     pub request_id: i64,
