@@ -22,7 +22,18 @@ if TYPE_CHECKING:
     )
     from specrs.llm import LLM
     from specrs.lora_request import LoRARequest
-    from specrs.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
+    from specrs.outputs import (
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        EngineStats,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
+    from specrs.pooling import PoolingParams
     from specrs.sampling import RequestOutputKind, SamplingParams
     from specrs.speculative_config import SpeculativeConfig
     from specrs.structured.params import StructuredOutputsParams
@@ -39,10 +50,15 @@ _HOME = {
     "EngineConfig": "config",
     "SpeculativeConfig": "speculative_config",
     "CompletionOutput": "outputs",
+    "EmbeddingOutput": "outputs",
+    "EmbeddingRequestOutput": "outputs",
     "EngineStats": "outputs",
     "Logprob": "outputs",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
+    "ScoringOutput": "outputs",
+    "ScoringRequestOutput": "outputs",
+    "PoolingParams": "pooling",
     "CheckpointError": "errors",
     "EngineDeadError": "errors",
     "EngineError": "errors",
@@ -61,6 +77,8 @@ __all__ = [
     "AsyncLLM",
     "CheckpointError",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "EngineDeadError",
     "EngineError",
@@ -69,11 +87,14 @@ __all__ = [
     "InvalidRequestError",
     "LoRARequest",
     "Logprob",
+    "PoolingParams",
     "QueueFullError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "SpecrsError",
     "SpeculativeConfig",
     "StructuredOutputsParams",

@@ -454,6 +454,7 @@ class RequestSampling:
         logit_bias: dict[int, float] | None = None,
         bad_words_token_ids: Sequence[Sequence[int]] = ...,
         has_extras: bool = False,
+        pooling: bool = False,
     ) -> RequestSampling:
         """Store the parameters.
 
@@ -473,6 +474,8 @@ class RequestSampling:
             logit_bias: number that is added to the logit of each of these ids.
             bad_words_token_ids: token sequences that the output must not contain, none of them empty.
             has_extras: whether the request needs data that no record can hold. The record then has the step `extras`.
+            pooling: whether the request wants the final hidden state of its prompt's last token, or with
+                `allowed_token_ids` that token's logits of these ids. No token is drawn: the output is token 0.
 
         Raises:
             InvalidRequestError: top_k is negative.
@@ -1869,7 +1872,7 @@ class _CallableModel(Protocol):
     """Number of logits in a row."""
     num_layers: int
     hidden_size: int
-    """Numbers in a hidden state; any value if no head reads them."""
+    """Numbers in a hidden state; any value if neither heads nor requests with pooling read them."""
     target_ids: NDArray[np.int64] | None
     """Target's id of each of a head's logits, [num_ids] int64, ascending. None: logit i is for id i."""
     aux_hidden_state_layers: Sequence[int]
@@ -1890,7 +1893,8 @@ class _CallableModel(Protocol):
         Args:
             inputs: keywords of `specrs.models.inputs.PassInputs` as int64 arrays, and `rows` `[B]`, the row of state of
                 each of the B sequences.
-            wanted: rows whose logits are returned; with `keeps`, rows whose hidden states are kept for `logits`.
+            wanted: rows whose logits are returned; with `keeps`, rows whose hidden states are kept for `logits` and
+                `hidden`.
             keeps: whether to keep the hidden states of `wanted` instead of returning logits.
             layers: layers whose input states are returned. For a head `[1]`: the input of its next pass.
             eagle3: `[N, hidden_size]`, input of a head in addition to the tokens; None for other models.
@@ -1904,6 +1908,10 @@ class _CallableModel(Protocol):
     def logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the logits `[len(rows), num_ids]` of rows of the last pass with `keeps`, by their index in
         `wanted`."""
+
+    def hidden(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the final hidden states `[len(rows), hidden_size]` of rows of the last pass with `keeps`, by their
+        index in `wanted`."""
 
     def fuse(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Combine the target's hidden states `[N, layers, aux_hidden_state_size]` into the input of a head, `[N,
@@ -2003,6 +2011,7 @@ class CpuIteration:
         tuple[Exception, NDArray[np.int64]] | None,
         list[tuple[int, _Logprobs]],
         list[tuple[int, int, _Logprobs]],
+        list[tuple[int, NDArray[np.float32]]],
     ]:
         """Execute the launch planned in `record`: write row state, both KV caches, and the results into `results`.
 
@@ -2016,7 +2025,9 @@ class CpuIteration:
             Number of passes of the target and of the draft. Failure of the draft's passes, if any: the exception, and
             the blocks for `Scheduler.draft_kv_not_written`, ascending; the launch has then gone on without their
             drafts. Log probabilities of emitted tokens, by entry. Log probabilities of prompt tokens, by request id and
-            position of the first. Both are for requests that want them.
+            position of the first. Both are for requests that want them. Results of requests with pooling whose prompt
+            has ended, by request id: the final hidden state `[hidden_size]`, or the logits of the allowed ids in
+            ascending order of the ids.
 
         Raises:
             InvalidBufferError: a buffer has the wrong dtype or size, or a record has an index that does not exist; row

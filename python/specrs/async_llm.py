@@ -19,7 +19,8 @@ from specrs.engine_options import STREAMING_PREFILL_STALL_MS
 from specrs.errors import EngineDeadError, InvalidRequestError, QueueFullError, check_int, invalid_request
 from specrs.inputs import Prompt, PromptType
 from specrs.lora_request import LoRARequest
-from specrs.outputs import EngineStats, RequestOutput
+from specrs.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
+from specrs.pooling import Pooling, PoolingParams, pooled_of, read_pairs
 from specrs.sampling import SamplingParams
 from specrs.tokenizer import Tokenizer
 
@@ -155,6 +156,8 @@ class AsyncLLM:
         """Function that is called in the engine's thread if the engine breaks."""
         self._engine = engine
         self._intake = Intake(tokenizer, engine.limits, engine.config.seed, engine.loras)
+        self.pooling = Pooling(engine.config, tokenizer, engine.limits.max_model_len)
+        """Prompts and results of embeddings and scores."""
         self._readers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="specrs-tokenizer")
         self._num_unfinished = 0
         self._counting = threading.Lock()  # event loops in several threads may count
@@ -192,6 +195,66 @@ class AsyncLLM:
                     if output.error is not None:
                         raise output.error
 
+    async def embed(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> EmbeddingRequestOutput:
+        """Embed one prompt, as `LLM.embed` does. Raises `InvalidRequestError` for bad input. If the engine ends the
+        request with an error, that error is raised."""
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise invalid_request("pooling_params", params, "must be a PoolingParams or None")
+        asked = await self.in_thread(lambda: self.pooling.embed_params(params, self.hidden_size))
+        outputs = await self.pool([prompt], asked, lora_request=lora_request, priority=priority)
+        return self.pooling.embeddings(outputs, params)[0]
+
+    async def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+        instruction: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Score pairs of texts, as `LLM.score` does. Raises `InvalidRequestError` for bad input. If the engine ends a
+        request with an error, that error is raised."""
+        pairs = await self.in_thread(lambda: self.pooling.pairs(*read_pairs(data_1, data_2), instruction))
+        return pairs.outputs(await self.pool(pairs.prompts, pairs.params, lora_request=lora_request, priority=priority))
+
+    async def pool(
+        self,
+        prompts: Sequence[PromptType | Prompt],
+        params: SamplingParams,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+        observer: Observer | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts as requests with pooling. Return their outputs, with `pooled` set, in the order of `prompts`.
+
+        `params` come from `specrs.pooling`. Raises like `submit`, and the first error that ends a request.
+        """
+        submitted = self.submit(
+            prompts, params, lora_request=lora_request, priority=priority, observer=observer, pooling=True
+        )
+        outputs: dict[int, RequestOutput] = {}
+        async with await submitted as stream:
+            while news := await stream.get():
+                for index, output in news:
+                    outputs[index] = output
+                    pooled_of(output)
+        return [output for _, output in sorted(outputs.items())]
+
+    @property
+    def hidden_size(self) -> int:
+        """Number of features of the target's final hidden states, which are the dimensions of an embedding."""
+        return self._engine.hidden_size
+
     async def submit(
         self,
         prompts: Sequence[PromptType | Prompt],
@@ -200,11 +263,13 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         priority: int = 0,
         observer: Observer | None = None,
+        pooling: bool = False,
     ) -> OutputStream:
         """Start to complete prompts, and return a stream of their outputs. Close it, or use it as a context manager.
 
         A prompt has a form that `LLM.generate` accepts, or is a `Prompt`. `observer` is called in the event loop with
-        the index of a prompt and its output, once per step of the engine, however slowly the stream is read.
+        the index of a prompt and its output, once per step of the engine, however slowly the stream is read. With
+        `pooling`, the requests draw no token: see `RequestOutput.pooled`.
 
         Raises `InvalidRequestError` if a prompt is bad, and then starts none; `QueueFullError` if more than
         `max_num_queued_reqs` completions would wait or run; `EngineDeadError` if the engine is broken or shut down.
@@ -220,7 +285,7 @@ class AsyncLLM:
             compiled = self._intake.submit_grammar(params)
             requests = await self.in_thread(
                 lambda: [
-                    self._intake.requests(number, self._read(prompt), params, priority, lora_request)
+                    self._intake.requests(number, self._read(prompt), params, priority, lora_request, pooling=pooling)
                     for number, prompt in zip(numbers, prompts, strict=True)
                 ]
             )

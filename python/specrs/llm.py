@@ -24,7 +24,8 @@ from specrs.errors import (
 )
 from specrs.inputs import Prompt, PromptType, is_one_prompt, prompt_text
 from specrs.lora_request import LoRARequest
-from specrs.outputs import EngineStats, RequestOutput
+from specrs.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
+from specrs.pooling import Pooling, PoolingParams, read_pairs
 from specrs.sampling import SamplingParams
 from specrs.tokenizer import Tokenizer
 
@@ -89,6 +90,7 @@ class LLM:
         self.engine = engine
         self.tokenizer = tokenizer
         self._intake = Intake(tokenizer, engine.limits, engine.config.seed, engine.loras)
+        self._pooling = Pooling(engine.config, tokenizer, engine.limits.max_model_len)
 
     def generate(
         self,
@@ -120,6 +122,54 @@ class LLM:
         lone = is_one_prompt(prompts)
         items: Sequence[Any] = [prompts] if lone else list(prompts)
         return self._complete(items, self._intake.read, sampling_params, lora_request, priority, use_tqdm, lone)
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed one prompt or several, of the forms that `generate` takes. Return one output per prompt, in the order
+        of `prompts`.
+
+        An embedding is the final hidden state of the prompt's last token, scaled to length 1. The tokenizer adds the
+        special tokens that an embedding model ends texts with.
+
+        Raises `InvalidRequestError` if a prompt or parameter is wrong, and then embeds none.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise invalid_request("pooling_params", params, "must be a PoolingParams or None")
+        asked = self._pooling.embed_params(params, self.engine.hidden_size)
+        items: Sequence[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
+        outputs = self._complete(items, self._intake.read, asked, lora_request, None, use_tqdm, True, pooling=True)
+        return self._pooling.embeddings(outputs, params)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | None = None,
+        instruction: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Score pairs of texts: one with one, one with each of several, or several with as many.
+
+        With an embedding model the score is the cosine of the two embeddings. Any other model is asked whether the
+        document, in `data_2`, answers the query in `data_1`; the score is the probability of "yes" against "no".
+        `instruction` tells such a model what the query is for.
+
+        Raises `InvalidRequestError` if a text is wrong, and then scores none.
+        """
+        pairs = self._pooling.pairs(*read_pairs(data_1, data_2), instruction)
+        outputs = self._complete(
+            pairs.prompts, lambda prompt: prompt, pairs.params, lora_request, None, use_tqdm, True, pooling=True
+        )
+        return pairs.outputs(outputs)
 
     def chat(
         self,
@@ -202,6 +252,8 @@ class LLM:
         priority: Sequence[int] | None,
         use_tqdm: bool | Callable[..., Any],
         lone: bool,
+        *,
+        pooling: bool = False,
     ) -> list[RequestOutput]:
         params = _one_each(sampling_params, len(items))
         priorities = _priorities(priority, len(items))
@@ -214,7 +266,9 @@ class LLM:
                 prompt, number = None, self._intake.next_prompt()
                 try:
                     prompt = read(item)
-                    groups[i] = self._intake.requests(number, prompt, params[i], priorities[i], loras[i])
+                    groups[i] = self._intake.requests(
+                        number, prompt, params[i], priorities[i], loras[i], pooling=pooling
+                    )
                     compiled = self._intake.submit_grammar(params[i])
                     if compiled is None:
                         self._add(groups[i])

@@ -7,6 +7,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from specrs.errors import SpecrsError
 
 
@@ -218,6 +221,7 @@ class RequestOutput:
     `prompt_logprobs` has a dictionary for each prompt token, like those in `CompletionOutput.logprobs`; it is None for
     the first token, which nothing predicts. Prompt log probabilities are always log-softmax of the model's logits,
     whatever `logprobs_mode` says. `prompt_logprobs` is None if they were not requested or are not computed yet.
+    `pooled` is the result of a request with pooling (`specrs.engine.request.Request.pooled`), None for all others.
     """
 
     request_id: str
@@ -228,6 +232,7 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: SpecrsError | None = None
+    pooled: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
 
     def extend_back(self, earlier: RequestOutput) -> None:
         """Make every completion of this output also cover `earlier`, a previous output of the same request that was not
@@ -249,6 +254,48 @@ class RequestOutput:
             metrics=RequestMetrics(),
             error=error,
         )
+
+
+@dataclass(kw_only=True)
+class EmbeddingOutput:
+    """Embedding of a prompt, `[dimensions]`."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Number of dimensions."""
+        return len(self.embedding)
+
+
+@dataclass(kw_only=True)
+class ScoringOutput:
+    """Score of a pair of texts: a cosine from -1 to 1 of an embedding model, else a probability from 0 to 1."""
+
+    score: float
+
+
+@dataclass(kw_only=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding. `num_cached_tokens` is the number of prompt tokens found in the prefix cache."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(kw_only=True)
+class ScoringRequestOutput:
+    """A pair of texts and its score. `prompt_token_ids` are the tokens of the pair's prompt, or of both texts if they
+    are embedded. `num_cached_tokens` is the number of them found in the prefix cache."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
 
 
 def _between(start: float | None, end: float | None) -> float | None:

@@ -68,6 +68,8 @@ class StepFlags:
     """Report log probabilities."""
     extras: bool = False
     """Apply what no record can hold, such as a grammar."""
+    pooling: bool = False
+    """Report the final hidden state of the prompt's last token, or its logits of the allowed ids. Draw no token."""
 
 
 class ParamColumns(Generic[T]):

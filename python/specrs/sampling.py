@@ -368,7 +368,7 @@ class RequestLimits:
 
     `vocab_size`: number of the target's token ids. `num_speculative_tokens`: the engine's K; 0 without a drafter.
     `eos_token_ids`: ids that end a text, from checkpoint and tokenizer. `max_logprobs`: the maximum for `logprobs`; -1
-    is `vocab_size`.
+    is `vocab_size`. `has_lm_head`: False if the model only embeds.
     """
 
     max_model_len: int
@@ -376,6 +376,7 @@ class RequestLimits:
     num_speculative_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     max_logprobs: int = 20
+    has_lm_head: bool = True
 
 
 def max_constraint_len(vocab_size: int) -> int:

@@ -156,6 +156,7 @@ class Made:
         if rng.random() < 0.2:
             asked["prompt_logprobs"] = int(rng.choice([0, 3, core.LOGPROBS_ALL]))
         asked["has_extras"] = bool(rng.random() < 0.3)
+        asked["pooling"] = bool(rng.random() < 0.3)
         constraints: list[int] = []
         if rng.random() < 0.3:
             allowed = rng.permutation(VOCAB)[: rng.integers(1, 7)]

@@ -136,7 +136,7 @@ def test_a_target_that_returns_something_else_ends_the_launch(
 class Stub:
     """A model of torch whose hidden states are the tokens, and whose logits are twice these."""
 
-    vocab_size, num_layers = 3, 2
+    vocab_size, num_layers, hidden_size = 3, 2, 3
 
     def __init__(self, ends_in_window: bool) -> None:
         self.ends_in_window = ends_in_window

@@ -377,11 +377,21 @@ def compare_logprobs(native: Native, reference: Reference, emitted: dict[int, in
     Among tokens whose values differ by no more than a rounding ranks may differ, too.
     """
     mine, theirs, rows = native.slot, reference.slot, reference.runner.rows
-    asked = {entry: rows[int(mine.record_arrays["entry_row"][entry])].request.logprobs for entry in emitted}
-    wanted = {entry for entry, many in emitted.items() if many and asked[entry] != core.LOGPROBS_NONE}
+    asked = {entry: rows[int(mine.record_arrays["entry_row"][entry])].request for entry in emitted}
+    decoding = range(mine.header().num_decode)  # a prompt with pooling draws no token
+    wanted = {
+        entry
+        for entry, many in emitted.items()
+        if many
+        and asked[entry].logprobs != core.LOGPROBS_NONE
+        and ("pooling" not in asked[entry].steps or entry in decoding)
+    }
     assert {entry for entry in mine.logprobs if entry in emitted} == wanted
     pairs = [(mine.logprobs[entry], theirs.logprobs[entry], emitted[entry]) for entry in wanted]
     assert [told[:2] for told in mine.prompt_logprobs] == [told[:2] for told in theirs.prompt_logprobs]
+    assert [request_id for request_id, _ in mine.pooled] == [request_id for request_id, _ in theirs.pooled]
+    for (_, found), (_, other) in zip(mine.pooled, theirs.pooled, strict=True):
+        np.testing.assert_allclose(found, other, rtol=1e-5, atol=1e-5)
     prompts = zip(mine.prompt_logprobs, theirs.prompt_logprobs, strict=True)
     pairs += [(found, other, len(other.value)) for (*_, found), (*_, other) in prompts]
     for native_values, other, count in pairs:

@@ -38,6 +38,7 @@ PARAMS = st.fixed_dictionaries(
         "allowed_token_ids": st.sampled_from([None, np.array([], dtype=np.int64), np.array([3], dtype=np.int64)]),
         "bad_words_token_ids": st.sampled_from([[], [[3]], [[1, 2], [4]]]),
         "has_extras": st.booleans(),
+        "pooling": st.booleans(),
     },
 )
 """Whatever a request may ask for."""
@@ -81,6 +82,7 @@ def test_columns(params: dict[str, object], dtype: type[np.floating]) -> None:
         "min_tokens": False,  # of a request, not of its sampling
         "logprobs": params.get("logprobs") is not None,
         "extras": params.get("has_extras", False),
+        "pooling": params.get("pooling", False),
     }
     assert {name: bool(bits >> i & 1) for i, name in enumerate(core.STEPS)} == needed
     assert not bits >> len(core.STEPS)

@@ -33,6 +33,11 @@ class TableModel(TorchModel):
     num_layers: int = 1
     eos_token_ids: tuple[int, ...] = ()
 
+    @property
+    def hidden_size(self) -> int:
+        """Final states are the logits."""
+        return self.vocab_size
+
     @classmethod
     def random(cls, vocab_size: int, seed: int, **fields: Any) -> TableModel:
         generator = torch.Generator().manual_seed(seed)

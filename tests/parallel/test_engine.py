@@ -22,6 +22,7 @@ from specrs.backends.ranks import LeadingRunner
 from specrs.backends.ring import Header, RingSlot
 from specrs.config import EngineConfig
 from specrs.drafters.cpu import CpuDrafter
+from specrs.engine.build import build_engine
 from specrs.engine.weights import load_weights
 from specrs.errors import CheckpointError, RankLostError
 from specrs.parallel.ranks import Ranks
@@ -65,6 +66,18 @@ def degree_of(config: EngineConfig, degree: int) -> EngineConfig:
     assert config.speculative_config is not None
     speculative = replace(config.speculative_config, draft_tensor_parallel_size=degree)
     return replace(config, speculative_config=speculative)
+
+
+def test_embeddings(bank: Bank) -> None:
+    """Ranks add in another order than one process, so the last bits may differ."""
+    alone = LLM.from_engine(build_engine(engine_config(bank.target, None, k=0)))
+    prompts = [prompt for prompt in bank.prompts[:4] if prompt]
+    expected = [output.outputs.embedding for output in alone.embed(prompts, use_tqdm=False)]
+    with engine_on_threads(engine_config(bank.target, None, k=0, tensor_parallel_size=2)) as engine:
+        found = LLM.from_engine(engine).embed(prompts, use_tqdm=False)
+        for output, other in zip(found, expected, strict=True):
+            assert output.outputs.embedding == pytest.approx(other, abs=1e-6)
+        assert_idle(engine)
 
 
 @sweep(18)

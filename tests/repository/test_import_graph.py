@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine_options",),
     ("config",),
     ("structured", "inputs", "outputs", "lora_request"),
-    ("backends",),
+    ("pooling", "backends"),
     ("reference",),  # what tests compare the others with
     ("engine",),
     ("llm", "async_llm", "integrations"),

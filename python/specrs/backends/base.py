@@ -49,6 +49,10 @@ class Runner(Protocol):
     def is_native(self) -> bool:
         """True if a step is one call of the Rust core. Such steps are short and alike, so timing a few is enough."""
 
+    @property
+    def supports_pooling(self) -> bool:
+        """True if the runner returns the final hidden states of requests with pooling, in `RingSlot.pooled`."""
+
     def use_extras(self, lookup: ExtrasLookup) -> None:
         """Set the function that finds the grammar of a request id, which records cannot hold."""
 

@@ -204,6 +204,7 @@ class Blueprint:
             num_speculative_tokens=self.num_speculative_tokens,
             eos_token_ids=self.weights.target.eos_token_ids,
             max_logprobs=self.config.max_logprobs,
+            has_lm_head=self.weights.target.has_lm_head,
         )
 
     @property

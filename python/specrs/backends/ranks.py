@@ -53,6 +53,11 @@ class LeadingRunner:
         return self.runner.drafter
 
     @property
+    def supports_pooling(self) -> bool:
+        """True if rank 0's own runner returns the hidden states of requests with pooling."""
+        return self.runner.supports_pooling
+
+    @property
     def is_native(self) -> bool:
         """False, because steps wait for other ranks and their times differ."""
         return False

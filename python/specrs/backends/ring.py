@@ -58,6 +58,7 @@ class RingSlot:
         self.delivered = -1  # id of the last step whose results all requests have
         self.logprobs: dict[int, TokenLogprobs] = {}  # by sequence, if its request wants any
         self.prompt_logprobs: list[tuple[int, int, TokenLogprobs]] = []  # request id, first position, values
+        self.pooled: list[tuple[int, NDArray[np.float32]]] = []  # request id, result of a request with pooling
         self.draft_fault: DraftFault | None = None  # failure in the last step
         self.merged = False  # in the last step, prompt chunks were rows of the verification pass
         self._grammar_masks: NDArray[np.int32] | None = None

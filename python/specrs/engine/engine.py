@@ -28,7 +28,14 @@ from specrs.engine.faults import HOST_KINDS, DraftFaults
 from specrs.engine.parts import EngineParts, Watch
 from specrs.engine.request import FinishReason, Request
 from specrs.engine.token_logprobs import token_entries
-from specrs.errors import EngineDeadError, EngineError, SpecrsError, UnknownRequestError
+from specrs.errors import (
+    EngineDeadError,
+    EngineError,
+    SpecrsError,
+    UnknownRequestError,
+    UnsupportedRequestError,
+    invalid,
+)
 from specrs.outputs import AcceptanceFigures, EngineStats
 from specrs.sampling import validate_request
 from specrs.tokenizer import Tokenizer, end_ids
@@ -90,6 +97,11 @@ class Engine:
         return str(self.weights.target.dtype)
 
     @property
+    def hidden_size(self) -> int:
+        """Number of features of the target's final hidden states, which are the dimensions of an embedding."""
+        return self.weights.target.hidden_size
+
+    @property
     def depth(self) -> int:
         """Maximum number of steps that are planned and not yet settled."""
         return self.ring.depth
@@ -107,6 +119,10 @@ class Engine:
         """
         self._mend()
         params = request.params
+        if request.pooling and not self.runner.supports_pooling:
+            device = self.weights.device
+            reason = "embeddings and scores are not implemented on a GPU; start the engine with device='cpu'"
+            raise invalid(UnsupportedRequestError, "device", device, reason)
         bounds = request.bounds
         if bounds is None:
             bounds = request.bounds = validate_request(request.prompt_token_ids, params, self.limits)
@@ -131,12 +147,8 @@ class Engine:
         request.stop_token_ids = bounds.stop_token_ids
         request.eos_token_ids = frozenset() if params.ignore_eos else frozenset(self.limits.eos_token_ids)
         self.outputs.add(request.output)
-        if (
-            matcher is not None
-            or request.logprobs is not None
-            or request.prompt_logprobs is not None
-            or request.prediction_token_ids
-        ):
+        reports = request.logprobs is not None or request.prompt_logprobs is not None or request.pooling
+        if matcher is not None or reports or request.prediction_token_ids:
             self._reporting[request.request_id] = request
         self.requests[request.request_id] = request
         self._prompt_tokens += len(request.prompt_token_ids)
@@ -227,7 +239,7 @@ class Engine:
             draft_passes=0 if self.drafter is None else self.drafter.num_passes,
             target_passes=self.runner.num_target_passes,
             prompt_tokens=self._prompt_tokens,
-            generation_tokens=self.outputs.num_tokens - self._generation_tokens_before,
+            generation_tokens=self.outputs.num_tokens - self._generation_tokens_before - self._num_pooled,
             num_cached_tokens=self.scheduler.num_cached_tokens - self._cached_tokens_before,
             num_preemptions=self.scheduler.num_preemptions - self._preemptions_before,
             num_running=self.scheduler.num_running,
@@ -260,6 +272,7 @@ class Engine:
         self._prompt_tokens = 0
         self._cached_tokens_before = self.scheduler.num_cached_tokens
         self._generation_tokens_before = self.outputs.num_tokens
+        self._num_pooled = 0  # requests with pooling, each of which the core counts as one token
         self.runner.num_target_passes = 0
         if self.drafter is not None:
             self.drafter.num_passes = 0
@@ -379,7 +392,7 @@ class Engine:
         touched = [self.requests[request_id] for request_id in touched_ids]
         for request_id in ended_ids:
             del self.requests[request_id]
-        if self._reporting or slot.prompt_logprobs:
+        if self._reporting:
             self._report(slot, whole=whole)
             for request in touched:
                 if request.finished:
@@ -399,8 +412,8 @@ class Engine:
         return touched
 
     def _report(self, slot: RingSlot, *, whole: bool, accept: bool = True) -> list[Request]:
-        """Give log probabilities to the requests of a settled step that want them, new tokens to their grammars, and
-        counts of drafts to those with a prediction. Return these requests.
+        """Give log probabilities and results of pooling to the requests of a settled step that want them, new tokens to
+        their grammars, and counts of drafts to those with a prediction. Return these requests.
 
         If a grammar fails, its request ends. May be repeated for a step, but only once with `accept`. `whole` says that
         the step was executed completely.
@@ -410,6 +423,10 @@ class Engine:
             for request_id, first, values in slot.prompt_logprobs:
                 if request_id in self._reporting:
                     _record_prompt(self._reporting[request_id], first, values)
+            for request_id, pooled in slot.pooled:
+                if request_id in self._reporting and self._reporting[request_id].pooled is None:
+                    self._reporting[request_id].pooled = pooled
+                    self._num_pooled += 1
         settled = slot.settled_arrays
         for entry, request_id in enumerate(settled["request_id"].tolist()):
             if request_id not in self._reporting:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from specrs.engine.output_builder import TokenTexts
 from specrs.engine.request import Request
-from specrs.errors import invalid_request
+from specrs.errors import UnsupportedRequestError, invalid_request
 from specrs.inputs import Prompt, PromptType, read_prompt
 from specrs.lora_request import LoRARequest
 from specrs.sampling import RequestLimits, SamplingParams, derive_seed, tokenize_bad_words, validate_request
@@ -76,13 +76,20 @@ class Intake:
         params: SamplingParams,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        *,
+        pooling: bool = False,
     ) -> list[Request]:
         """Return the n completions of prompt `number` as checked requests, with their adapter and without a grammar.
+        With `pooling`, they draw no token: see `Request.pooled`.
 
         Raises `InvalidRequestError` for values beyond the engine's limits, and for an adapter that may not be used;
         `CheckpointError` if an adapter cannot be read.
         """
         tokenizer, limits = self.tokenizer, self._limits
+        if not limits.has_lm_head and not (pooling and params.allowed_token_ids is None):
+            raise UnsupportedRequestError(
+                "model: its checkpoint has no LM head, so it only embeds; use a checkpoint with lm_head.weight"
+            )
         bounds = validate_request(prompt.token_ids, params, limits)
         if tokenizer is None:
             for field, value in (
@@ -116,6 +123,7 @@ class Intake:
                 prediction_token_ids=prediction,
                 lora=lora,
                 bounds=bounds,
+                pooling=pooling,
             )
             requests.append(request)
             # log probabilities of the prompt are reported once, and costs a request its cached prefix

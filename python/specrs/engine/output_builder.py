@@ -91,6 +91,7 @@ class OutputBuilder:
             finished=all(request.finished for request in self._requests),
             metrics=metrics(self._requests),
             error=next((request.error for request in self._requests if request.error is not None), None),
+            pooled=first.pooled,
         )
 
     def fail(self, error: SpecrsError) -> RequestOutput:
@@ -147,7 +148,7 @@ class _Completion:
         """Return an output with what is new of the request. Mutates: the next output counts from here. `dictionary`
         converts log probabilities."""
         request, log = self._request, self._log
-        log.token_ids += request.output.token_ids(len(log.token_ids))
+        log.token_ids += request.output_token_ids[len(log.token_ids) :]
         text, self._end = request.output.stable_text_from(self._end)
         log.add_text(text)
         if log.logprobs is not None:

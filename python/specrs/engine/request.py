@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specrs.core import (
     FINISH_ABORT,
@@ -70,6 +71,7 @@ class Request:
         grammar: Grammar | None = None,
         lora: LoRAAdapter | None = None,
         bounds: RequestBounds | None = None,
+        pooling: bool = False,
     ) -> None:
         """Create a request that no engine has seen yet.
 
@@ -82,6 +84,7 @@ class Request:
             grammar: `params.structured_outputs`, compiled.
             lora: LoRA adapter of the request; None: the base model.
             bounds: result of `validate_request`; None: the engine will check the request.
+            pooling: no token is drawn. The request ends with its prompt, and has its result in `pooled`.
         """
         self.request_id = request_id
         self.prompt = prompt
@@ -99,6 +102,10 @@ class Request:
         self.grammar = grammar
         self.lora = lora
         self.bounds = bounds
+        self.pooling = pooling
+        self.pooled: NDArray[np.float32] | None = None
+        """With `pooling`, and once the prompt is computed: the final hidden state `[hidden]` of its last token. With
+        `params.allowed_token_ids`, that token's logits of these ids, in ascending order of the ids."""
         self.matcher: GrammarMatcher | None = None  # made on admission, when the stop ids are known
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
@@ -127,6 +134,8 @@ class Request:
     def finish_reason(self) -> FinishReason | None:
         """Reason why the request ended; None while it runs or waits."""
         code = self.output.finish_reason
+        if self.pooling and code == FINISH_LENGTH:
+            return FinishReason.STOP
         return None if code is None else _REASONS[code]
 
     @property
@@ -169,13 +178,15 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of output tokens so far. Does not build `output_token_ids`."""
-        return self.output.num_tokens
+        """Number of output tokens so far, 0 with `pooling`. Does not build `output_token_ids`."""
+        return 0 if self.pooling else self.output.num_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Output tokens so far. Every call returns the same list, which grows."""
+        """Output tokens so far, none with `pooling`. Every call returns the same list, which grows."""
         known = self._token_ids
+        if self.pooling:
+            return known
         known += self.output.token_ids(len(known))
         return known
 
@@ -213,6 +224,7 @@ class Request:
             logit_bias={int(token): bias for token, bias in (params.logit_bias or {}).items()},
             bad_words_token_ids=self.bad_words_token_ids,
             has_extras=self.grammar is not None,
+            pooling=self.pooling,
         )
 
     def append(self, token_ids: list[int], *, ended_by_token: bool) -> bool:

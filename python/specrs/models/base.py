@@ -48,6 +48,15 @@ class Model(Protocol):
         """Number of token ids, and of logits per row."""
 
     @property
+    def has_lm_head(self) -> bool:
+        """False if the model only embeds: its logits mean nothing."""
+        return True
+
+    @property
+    def hidden_size(self) -> int:
+        """Number of features of a final hidden state."""
+
+    @property
     def num_layers(self) -> int:
         """Number of layers. `hidden_layers` of a pass may name 0 to this number; the number itself means the last
         layer's output."""

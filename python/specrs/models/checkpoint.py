@@ -23,6 +23,8 @@ logger = logging.getLogger("specrs")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_BASE_PREFIX, _BASE_EMBEDDING = "model.", "embed_tokens.weight"
+"""Prefix of a causal model's tensors that its base model does not have, and a tensor of every base model."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHER_WEIGHTS = ("adapter_", "consolidated")
 """Beginnings of file names that hold other weights: a LoRA adapter, or the same model in its author's layout."""
@@ -107,8 +109,11 @@ def read_json(path: Path) -> dict[str, Any]:
 class Checkpoint:
     """Tensors in a folder of safetensors files: one file, or several with an index. Tensor data is read on demand."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open the files. Raises CheckpointError if one is missing or damaged, or if there are only pickled weights."""
+    def __init__(self, folder: Path, *, allow_base_model: bool = False) -> None:
+        """Open the files. With `allow_base_model`, tensors of a base model are renamed: see `prefix`.
+
+        Raises CheckpointError if a file is missing or damaged, or if there are only pickled weights.
+        """
         self.folder = folder
         paths, weight_map = _weight_files(folder)
         files: dict[str, SafetensorsFile] = {}
@@ -120,9 +125,14 @@ class Checkpoint:
             except (SafetensorError, OSError) as fault:
                 raise CheckpointError(f"{path}: damaged or truncated: {fault}") from fault
         self.placement = place(folder, weight_map, {name: list(file.entries) for name, file in files.items()})
-        self.unlisted = self.placement.unlisted
+        names = self.placement.files
+        is_base = allow_base_model and _BASE_EMBEDDING in names and _BASE_PREFIX + _BASE_EMBEDDING not in names
+        self.prefix = _BASE_PREFIX if is_base else ""
+        """What the names of tensors begin with here and not in the files, which hold a base model without an LM head;
+        else empty."""
+        self.unlisted = frozenset(self.prefix + name for name in self.placement.unlisted)
         """Tensors that the index does not list. They are read if the model has them and ignored otherwise."""
-        self._files = {name: files[file] for name, file in self.placement.files.items()}
+        self._files = {self.prefix + name: files[file] for name, file in names.items()}
 
     def check(
         self,
@@ -136,7 +146,7 @@ class Checkpoint:
         frequencies are computed, and so are tensors that the index does not list. Raises CheckpointError, which names
         the tensors.
         """
-        self.placement.check(self.folder, (*expected, *optional))
+        self.placement.check(self.folder, map(self._stored_name, (*expected, *optional)))
         found = self.entries()
         shapes = {name: shape for name, (shape, _) in found.items()}
         check_tensors(self.folder, shapes, expected, optional, (*not_checked, *self.unlisted))
@@ -146,7 +156,7 @@ class Checkpoint:
 
     def entries(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and the safetensors dtype name of every tensor."""
-        return {name: file.entries[name] for name, file in self._files.items()}
+        return {name: file.entries[self._stored_name(name)] for name, file in self._files.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -159,9 +169,12 @@ class Checkpoint:
         """Return the tensor `name` in the file's dtype as a view of the mapped file. Writing to it copies the written
         pages and never changes the file. Raises CheckpointError for a dtype that is not known."""
         try:
-            return self._files[name].mapped(name)
+            return self._files[name].mapped(self._stored_name(name))
         except KeyError as fault:
             raise CheckpointError(f"{self.folder}: {name} could not be read: its type {fault} is not known") from None
+
+    def _stored_name(self, name: str) -> str:
+        return name.removeprefix(self.prefix)
 
 
 class SafetensorsFile:

@@ -76,6 +76,9 @@ class ModelConfig:
     sinks: bool = False
     """True if each query head has an attention sink: one more score in the softmax, with no position and a value of
     zero."""
+    has_lm_head: bool = True
+    """False for a checkpoint of a base model without an LM head, which embeds and generates no text. The embedding then
+    stands in for the head."""
     experts: Experts | None = None
     """Sizes of the experts that replace the MLP in some or all layers. None: there are no experts."""
 
@@ -207,6 +210,7 @@ def parse_config(
         rope_scaling=scaling,
         max_position_embeddings=max_positions,
         tie_word_embeddings=flag(raw, "tie_word_embeddings", default=family.tied),
+        has_lm_head=True,
         qk_norm=family.qk_norm is not None,
         qkv_bias=family.qkv_bias or attention_bias,
         o_bias=attention_bias,

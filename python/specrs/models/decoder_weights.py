@@ -149,6 +149,16 @@ class DecoderFacts(Model):
         return self.config.vocab_size
 
     @property
+    def has_lm_head(self) -> bool:
+        """False for a checkpoint of a base model, whose logits mean nothing."""
+        return self.config.has_lm_head
+
+    @property
+    def hidden_size(self) -> int:
+        """Number of features of a final hidden state."""
+        return self.config.hidden_size
+
+    @property
     def num_layers(self) -> int:
         """Number of layers."""
         return self.config.num_layers

@@ -326,6 +326,12 @@ class GenericModel(TorchModel):
         return self.module.device
 
     @property
+    def hidden_size(self) -> int:
+        """Number of features of a final hidden state."""
+        size: int = self.module.config.get_text_config(decoder=True).hidden_size
+        return size
+
+    @property
     def num_layers(self) -> int:
         """Number of layers."""
         layers: int = self.module.config.get_text_config(decoder=True).num_hidden_layers

@@ -121,7 +121,9 @@ def open_checkpoint(
     config, scheme = _read_config(folder), scheme_of(read_config(folder))
     if load_format == "dummy":
         return config, DummyCheckpoint(config)
-    files = StackedCheckpoint(folder) if _is_stacked(config) else Checkpoint(folder)
+    files = StackedCheckpoint(folder) if _is_stacked(config) else Checkpoint(folder, allow_base_model=True)
+    if files.prefix and not config.tie_word_embeddings and LM_HEAD not in files:
+        config = replace(config, tie_word_embeddings=True, has_lm_head=False)
     tensors = files if scheme is None else QuantizedCheckpoint(files, scheme)
     return with_own_head(config, tensors, lambda: _has_same_head(tensors)), tensors
 

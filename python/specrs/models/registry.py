@@ -280,17 +280,26 @@ FAMILIES: dict[str, Family] = {
 
 
 def is_known(architectures: object) -> bool:
-    """Return whether the `architectures` field of a config.json names a family of this table."""
+    """Return whether the `architectures` field of a config.json names a family of this table, or the base model of
+    one."""
     if not isinstance(architectures, list) or len(architectures) != 1:
         return False
-    return isinstance(architectures[0], str) and architectures[0] in FAMILIES
+    return isinstance(architectures[0], str) and _of_causal_model(architectures[0]) in FAMILIES
 
 
 def family_of(architectures: object) -> tuple[str, Family]:
-    """Return (name, family) for the `architectures` field of a config.json, which must hold exactly one known name.
+    """Return (name, family) for the `architectures` field of a config.json, which must hold exactly one known name. A
+    base model, such as `Qwen3Model`, has the name of its causal model.
 
     Raises UnsupportedModelError with the list of known names otherwise.
     """
     if not isinstance(architectures, list) or not is_known(architectures):
         raise unsupported("architectures", architectures, "a list of one of " + ", ".join(FAMILIES))
-    return architectures[0], FAMILIES[architectures[0]]
+    name = _of_causal_model(architectures[0])
+    return name, FAMILIES[name]
+
+
+def _of_causal_model(architecture: str) -> str:
+    """Return the name of a base model's causal model; other names unchanged."""
+    causal = architecture.removesuffix("Model") + "ForCausalLM"
+    return causal if architecture.endswith("Model") and causal in FAMILIES else architecture

@@ -84,6 +84,7 @@ class ReferenceRunner:
         record = {name: section.tolist() for name, section in slot.record_arrays.items()}
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
+        slot.pooled.clear()
         if self.drafter is not None:
             self.drafter.begin_step()
         self._upload(record, header)
@@ -134,7 +135,10 @@ class ReferenceRunner:
             return states
         it = Iteration(index, row, n, self._grammar(row))
         if self._runs(slot, it, record["entry_capacity"][index]):
-            self._finish(slot, it, self.target.compute_logits(final[-1:]), is_finite=is_finite)
+            if "pooling" in request.steps:
+                self._pool(slot, it, final[-1], is_finite=is_finite)
+            else:
+                self._finish(slot, it, self.target.compute_logits(final[-1:]), is_finite=is_finite)
         if states is not None:
             row.hidden, row.hidden_start = [states[-1]], n - 1
         return states
@@ -232,25 +236,43 @@ class ReferenceRunner:
             m, token = reached - 1, drafts[reached - 1]
         return Verdict(m, token, adjusted, fault)
 
+    def _pool(self, slot: RingSlot, it: Iteration, hidden: Tensor, *, is_finite: bool) -> None:
+        """Report the final hidden state of a prompt's last token, or its logits of the allowed ids, and emit token 0.
+        `is_finite` says whether all rows of the chunk are finite."""
+        self._commit(slot, it, Verdict(0, 0, [], 0 if is_finite else FLAG_TARGET_NON_FINITE))
+        if is_finite:
+            request = it.row.request
+            allowed = request.allowed
+            values = hidden if allowed is None else self.target.compute_logits(hidden[None])[0, sorted(allowed)]
+            slot.pooled.append((request.request_id, values.numpy()))
+
     def _finish(
         self, slot: RingSlot, it: Iteration, logits: Tensor, *, is_finite: bool = True, synthetic: bool = False
     ) -> None:
-        """Verify the drafts, commit tokens, apply stops and the limit, and report.
+        """Verify the drafts, commit tokens, and report their log probabilities.
 
         Args:
             logits: the target's logits, `[k + 1, V]`.
             is_finite: True if the rows before them are finite.
             synthetic: True if drafts are accepted at the given rates, if there are any.
         """
-        row, n, k = it.row, it.n, len(it.drafts)
         verdict = self._verify(it, logits, is_finite=is_finite, synthetic=synthetic)
+        request, tokens = it.row.request, self._commit(slot, it, verdict)
+        if tokens and request.logprobs != LOGPROBS_NONE:
+            values = [self._reported(request, raw, own) for raw, own in zip(logits, verdict.adjusted, strict=True)]
+            slot.logprobs[it.index] = token_logprobs(values[: len(tokens)], tokens, request.logprobs)
+
+    def _commit(self, slot: RingSlot, it: Iteration, verdict: Verdict) -> list[int]:
+        """Commit the tokens of a verdict, apply stops and the limit, and report. Return the emitted tokens; none if the
+        verdict has a fault."""
+        row, n, k = it.row, it.n, len(it.drafts)
         flags, m = it.flags | verdict.fault, verdict.num_accepted
         if it.grammar is not None:
             it.grammar.finish()
         if verdict.fault:
             row.active = False
             report(slot, it.index, flags=flags)
-            return
+            return []
         tokens = [*it.drafts[:m], verdict.token]
         min_len = 0 if it.grammar is not None else row.min_len  # a grammar masks stop ids itself
         stops = [i for i, token in enumerate(tokens) if n + i >= min_len and token in row.stop_ids]
@@ -264,9 +286,7 @@ class ReferenceRunner:
         report(slot, it.index, flags=flags, **numbers)
         slot.tokens[it.index, m + 1 : k + 1] = it.drafts[m:]
         slot.tokens[it.index, : len(tokens)] = tokens
-        if row.request.logprobs != LOGPROBS_NONE:
-            values = [self._reported(row.request, raw, own) for raw, own in zip(logits, verdict.adjusted, strict=True)]
-            slot.logprobs[it.index] = token_logprobs(values[: len(tokens)], tokens, row.request.logprobs)
+        return tokens
 
     def _reported(self, request: Request, raw: Tensor, adjusted: Tensor) -> Tensor:
         """Return the values of a row `[V]` that `logprobs_mode` reports."""

@@ -43,6 +43,7 @@ from specrs.server.models import Models
 from specrs.server.openapi import openapi
 from specrs.server.page import page_route
 from specrs.server.paths import is_anthropic, route_path
+from specrs.server.pooling_protocol import PoolingBody
 from specrs.server.response_store import OWNER
 from specrs.server.responses_protocol import ResponsesRequest
 from specrs.server.routes import POSTS
@@ -228,7 +229,7 @@ class PostEndpoint:
         except (APIError, SpecrsError) as fault:
             await api_error(fault).response()(scope, receive, tell)
             return
-        if isinstance(body, (protocol.SamplingBody, ResponsesRequest, MessagesRequest)):
+        if isinstance(body, (protocol.SamplingBody, ResponsesRequest, MessagesRequest, PoolingBody)):
             name = body.request_id = body.request_id or name
             REQUEST_ID.set(name)
         for warning in unused(body):
@@ -249,7 +250,7 @@ class PostEndpoint:
 
     async def _send(self, result: Result, body: protocol.Body, scope: Scope, receive: Receive, send: Send) -> None:
         if not isinstance(result, Generation):
-            large = isinstance(body, protocol.SamplingBody) and body.tells_prompts
+            large = body.has_large_answer
             encoded = await self._shared.in_thread(partial(encode_in_parts, result)) if large else encode(result)
             await Response(encoded, media_type="application/json")(scope, receive, send)
             return

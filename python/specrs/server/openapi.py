@@ -179,6 +179,42 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
         }
     ),
     "Text": _object({"prompt": _STRING}),
+    "Embeddings": _object(
+        {
+            **_HEAD,
+            "data": _array(
+                _object(
+                    {
+                        "object": {"const": "embedding"},
+                        "index": _INTEGER,
+                        "embedding": {"anyOf": [_array(_NUMBER), _STRING]},
+                    }
+                )
+            ),
+            "usage": _ref("Usage"),
+        }
+    ),
+    "Ranking": _object(
+        {
+            "id": _STRING,
+            "created": _INTEGER,
+            "model": _STRING,
+            "results": _array(
+                _object(
+                    {"index": _INTEGER, "relevance_score": _NUMBER, "document": _object({"text": _STRING})},
+                    optional=("document",),
+                )
+            ),
+            "usage": _ref("Usage"),
+        }
+    ),
+    "Scores": _object(
+        {
+            **_HEAD,
+            "data": _array(_object({"index": _INTEGER, "object": {"const": "score"}, "score": _NUMBER})),
+            "usage": _ref("Usage"),
+        }
+    ),
     "Model": _object(
         {
             **dict.fromkeys(("id", "object", "owned_by", "root"), _STRING),

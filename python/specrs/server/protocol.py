@@ -93,6 +93,11 @@ class Body(BaseModel):
 
     model: str | None = None
 
+    @property
+    def has_large_answer(self) -> bool:
+        """True if the answer may hold so many numbers that it is encoded in a thread."""
+        return False
+
 
 class StreamOptions(BaseModel):
     """Options of a stream. `include_usage`: a last chunk has the usage. `continuous_usage_stats`: every chunk has
@@ -286,6 +291,11 @@ class SamplingBody(DrawBody):
         """True if the answer has log probabilities of prompts, and may therefore be large."""
         echoed = getattr(self, "echo", None) and getattr(self, "logprobs", None) is not None
         return bool(echoed) or self.prompt_logprobs is not None
+
+    @property
+    def has_large_answer(self) -> bool:
+        """True if the answer has log probabilities of prompts."""
+        return self.tells_prompts
 
     @property
     def gives_max_tokens(self) -> bool:

@@ -6,11 +6,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specrs.server import endpoints, protocol, responses
+from specrs.server import endpoints, pooling, protocol, responses
 from specrs.server.anthropic import endpoints as anthropic
 from specrs.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from specrs.server.endpoints import Result
 from specrs.server.paths import MESSAGES
+from specrs.server.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from specrs.server.responses_protocol import ResponsesRequest
 
 
@@ -78,4 +79,10 @@ POSTS = (
         "Token ids of a text or a conversation.",
     ),
     Post("/detokenize", protocol.DetokenizeRequest, endpoints.detokenize, "Text", "Text of token ids."),
+    Post("/v1/embeddings", EmbeddingRequest, pooling.embeddings, "Embeddings", "Embed texts."),
+    *(
+        Post(path, RerankRequest, pooling.rerank, "Ranking", "Order documents by how well they answer a query.")
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+    *(Post(path, ScoreRequest, pooling.score, "Scores", "Score pairs of texts.") for path in ("/v1/score", "/score")),
 )

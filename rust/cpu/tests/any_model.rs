@@ -104,6 +104,10 @@ impl Model for Reader {
         unreachable!("no hidden states were kept")
     }
 
+    fn hidden(&mut self, _rows: &[usize], _hidden: &mut [f32]) -> Result<()> {
+        unreachable!("no hidden states were kept")
+    }
+
     fn finite(&self) -> &[bool] {
         &[]
     }

@@ -45,7 +45,7 @@ impl Raised {
     }
 }
 
-/// Model as a Python object with `forward`, `logits` and `fuse`; see `_CallableModel` in `_core.pyi`.
+/// Model as a Python object with `forward`, `logits`, `hidden` and `fuse`; see `_CallableModel` in `_core.pyi`.
 pub(crate) struct Called {
     object: Py<PyAny>,
     vocab_size: usize,
@@ -181,6 +181,17 @@ impl Model for Called {
             let mut found = Vec::new();
             copy::<Ix2>("logits", &returned, &[rows.len(), self.num_ids], &mut found)?;
             logits.copy_from_slice(&found);
+            Ok(())
+        });
+        done.map_err(|raised| self.raised.keep(raised))
+    }
+
+    fn hidden(&mut self, rows: &[usize], hidden: &mut [f32]) -> Result<()> {
+        let done = Python::attach(|py| {
+            let returned = self.object.bind(py).call_method1("hidden", (indices(py, rows),))?;
+            let mut found = Vec::new();
+            copy::<Ix2>("hidden", &returned, &[rows.len(), self.hidden_size], &mut found)?;
+            hidden.copy_from_slice(&found);
             Ok(())
         });
         done.map_err(|raised| self.raised.keep(raised))

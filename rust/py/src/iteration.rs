@@ -17,7 +17,7 @@ use specrs_core::sampling::{LogprobsMode, TokenLogprobs};
 use specrs_core::scheduler::{HEADER_LEN, LaunchHeader};
 use specrs_cpu::Lora;
 use specrs_cpu::iteration::{
-    Cached, Counts, DraftFault, EntryLogprobs, Iteration, Model, PromptLogprobs, Rule, TextLimits, Translated,
+    Cached, Counts, DraftFault, EntryLogprobs, Iteration, Model, Pooled, PromptLogprobs, Rule, TextLimits, Translated,
     Translation,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,8 +39,15 @@ fn fault_of<'py>(py: Python<'py>, raised: &Raised, fault: DraftFault) -> Fault<'
 }
 
 /// Report of a launch in addition to its results: passes of the target and the draft, and the drafter's failure. It
-/// also has log probabilities of entries by index, and of prompts by request id and first position.
-type Done<'py> = ((usize, usize), Option<Fault<'py>>, Vec<(usize, Logprobs<'py>)>, Vec<(i64, usize, Logprobs<'py>)>);
+/// also has log probabilities of entries by index, and of prompts by request id and first position, and the results of
+/// requests with pooling by request id.
+type Done<'py> = (
+    (usize, usize),
+    Option<Fault<'py>>,
+    Vec<(usize, Logprobs<'py>)>,
+    Vec<(i64, usize, Logprobs<'py>)>,
+    Vec<(i64, Bound<'py, PyArray1<f32>>)>,
+);
 
 /// Log probabilities of tokens: values and ranks `[m]`, ids and values of the most probable ones `[m, n]`.
 type Logprobs<'py> =
@@ -227,6 +234,7 @@ impl CpuIteration {
             done.fault.map(|fault| fault_of(py, &self.raised, fault)),
             done.logprobs.into_iter().map(of_entry).collect::<PyResult<_>>()?,
             done.prompt_logprobs.into_iter().map(of_prompt).collect::<PyResult<_>>()?,
+            done.pooled.into_iter().map(|pooled| (pooled.request_id, pooled.values.into_pyarray(py))).collect(),
         ))
     }
 
@@ -261,7 +269,8 @@ impl CpuIteration {
         self.long.store(begun.elapsed() > LONG, Ordering::Relaxed);
         let fault = iteration.take_draft_fault();
         let (logprobs, prompt_logprobs) = (iteration.take_logprobs(), iteration.take_prompt_logprobs());
-        done.map(|counts| Launched { counts, fault, logprobs, prompt_logprobs })
+        let pooled = iteration.take_pooled();
+        done.map(|counts| Launched { counts, fault, logprobs, prompt_logprobs, pooled })
     }
 }
 
@@ -271,6 +280,7 @@ struct Launched {
     fault: Option<DraftFault>,
     logprobs: Vec<EntryLogprobs>,
     prompt_logprobs: Vec<PromptLogprobs>,
+    pooled: Vec<Pooled>,
 }
 
 /// Returns the number of prompt tokens of a record's step. It is 0 if the record is too short, which the step itself

@@ -36,7 +36,7 @@ impl RequestSampling {
     #[pyo3(signature = (
         *, seed = 0, temperature = 1.0, top_k = 0, top_p = 1.0, min_p = 0.0, repetition_penalty = 1.0, presence_penalty = 0.0,
         frequency_penalty = 0.0, logprobs = None, prompt_logprobs = None, allowed_token_ids = None, logit_bias = None,
-        bad_words_token_ids = Vec::new(), has_extras = false,
+        bad_words_token_ids = Vec::new(), has_extras = false, pooling = false,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only parameters")]
     fn new(
@@ -55,6 +55,7 @@ impl RequestSampling {
         logit_bias: Option<&Bound<'_, PyDict>>,
         bad_words_token_ids: Vec<Vec<i64>>,
         has_extras: bool,
+        pooling: bool,
     ) -> PyResult<Self> {
         let allowed: Option<In> = allowed_token_ids.map(|array| readonly("allowed_token_ids", array)).transpose()?;
         let (mut logit_bias_ids, mut biases) = (Vec::new(), Vec::new());
@@ -75,6 +76,7 @@ impl RequestSampling {
                 logprobs: logprobs.unwrap_or(LOGPROBS_NONE),
                 prompt_logprobs: prompt_logprobs.unwrap_or(LOGPROBS_NONE),
                 has_extras,
+                pooling,
                 ..specrs_core::RequestSampling::default()
             },
             allowed_token_ids: allowed.map(|array| array.as_slice().map(<[i64]>::to_vec)).transpose()?,

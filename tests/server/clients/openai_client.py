@@ -93,8 +93,18 @@ fails(openai.BadRequestError, 400, "nonsense", extra_body={"nonsense": 1})
 fails(openai.BadRequestError, 400, "prompt", prompt=[1] * 600)
 fails(openai.BadRequestError, 400, "best_of", best_of=2)
 fails(openai.BadRequestError, 400, "suffix", suffix="y")
-missing = failure(lambda: client.embeddings.create(model="pair", input="x"), openai.NotFoundError)
+missing = failure(lambda: client.moderations.create(model="pair", input="x"), openai.NotFoundError)
 assert missing.body["type"] == "NotFoundError"
+
+# embeddings: as base64, which the client asks for, and as numbers
+embedded = client.embeddings.create(model="pair", input=["x", "def add(a, b):"], dimensions=16)
+numbers = client.embeddings.create(model="pair", input=["x", "def add(a, b):"], dimensions=16, encoding_format="float")
+assert [item.embedding for item in embedded.data] == [item.embedding for item in numbers.data]
+assert [len(item.embedding) for item in embedded.data] == [16, 16]
+assert embedded.usage.prompt_tokens == embedded.usage.total_tokens > 2
+wrong = failure(lambda: client.embeddings.create(model="pair", input="x", dimensions=10**6), openai.BadRequestError)
+assert wrong.param == "dimensions"
+
 # a loop of tools: the model is made to call, its calls are answered, and it goes on
 WEATHER = {
     "type": "object",

@@ -37,7 +37,7 @@ class CallableModel:
         self.vocab_size: int = model.vocab_size
         self.num_ids: int = model.vocab_size
         self.num_layers: int = model.num_layers
-        self.hidden_size: int = model.config.hidden_size if hasattr(model, "config") else 0  # only heads ask
+        self.hidden_size: int = model.hidden_size
 
     @torch.inference_mode()
     def forward(
@@ -50,7 +50,8 @@ class CallableModel:
     ) -> Returned:
         """Run a pass over N rows, and write their K and V into the cache.
 
-        `wanted` are the rows whose logits are returned or, with `keeps`, computed later by `logits`. `layers` are the
+        `wanted` are the rows whose logits are returned or, with `keeps`, whose hidden states are kept for `logits` and
+        `hidden`. `layers` are the
         layers whose inputs are returned as hidden states. `eagle3` must be None: only EAGLE-3 heads read hidden states
         of a target.
         """
@@ -74,6 +75,13 @@ class CallableModel:
         places in `wanted`."""
         assert self._kept is not None
         return _floats(self._model.compute_logits(self._kept[torch.from_numpy(rows)]))
+
+    @torch.inference_mode()
+    def hidden(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return final hidden states `[len(rows), hidden]` that the last pass with `keeps` kept. `rows` are their
+        places in `wanted`."""
+        assert self._kept is not None
+        return _floats(self._kept[torch.from_numpy(rows)])
 
     def fuse(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Raise NotImplementedError: only a head reads hidden states of a target."""
@@ -127,6 +135,10 @@ class CallableHead:
         return logits, _floats(recurrent)[:, None] if layers else None, None
 
     def logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Raise NotImplementedError: a head keeps no hidden states."""
+        raise NotImplementedError
+
+    def hidden(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Raise NotImplementedError: a head keeps no hidden states."""
         raise NotImplementedError
 

@@ -72,6 +72,11 @@ class CpuRunner:
         self._rule = rule
 
     @property
+    def supports_pooling(self) -> bool:
+        """True: every model of a CPU returns the hidden states of requests with pooling."""
+        return True
+
+    @property
     def is_native(self) -> bool:
         """True if `specrs-cpu` computes the target's passes, so that a step is one native call."""
         return self.target.decoder is not None
@@ -100,13 +105,14 @@ class CpuRunner:
         slot.draft_fault = None
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
+        slot.pooled.clear()
         rows = record["entry_row"][: header.num_decode + header.num_prefill]
         host = self._host.begin(slot, rows)
         adapters: list[tuple[CpuLora, list[int]]] = []
         if self.loras is not None and self.is_native:
             adapters = [(self.target.native_lora(own), held) for own, held in self.loras.by_adapter(rows.tolist())]
         try:
-            passes, fault, logprobs, of_prompts = self._iteration.run(slot.record, slot.results, adapters, host)
+            passes, fault, logprobs, of_prompts, pooled = self._iteration.run(slot.record, slot.results, adapters, host)
         finally:
             if host is not None:
                 host.finish()
@@ -114,6 +120,7 @@ class CpuRunner:
             slot.logprobs[entry] = TokenLogprobs(*found)
         for request_id, position, found in of_prompts:
             slot.prompt_logprobs.append((request_id, position, TokenLogprobs(*found)))
+        slot.pooled += pooled
         self.num_target_passes += passes[0]
         if self.drafter is not None:
             self.drafter.num_passes += passes[1]

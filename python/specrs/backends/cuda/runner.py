@@ -112,6 +112,11 @@ class CudaRunner:
         return self.ctx.drafter or self._on_host
 
     @property
+    def supports_pooling(self) -> bool:
+        """False: steps on a GPU return no hidden states."""
+        return False
+
+    @property
     def is_native(self) -> bool:
         """False, because a step is a chain of kernels."""
         return False

@@ -28,7 +28,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "final_logit_softcapping": (0,),
     "logit_scale": (0, 1),
     "nextn_predict_layers": (0,),
-    "pooling_type": (0,),
+    "pooling_type": (0, 3),  # none, last token
     "residual_scale": (0, 1),
     "rope.scaling.attn_factor": (1,),
     "rope.scaling.yarn_ext_factor": (-1, 1),

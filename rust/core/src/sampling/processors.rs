@@ -6,12 +6,13 @@
 
 use super::{
     LOGPROBS_NONE, NUM_PARAMS, PARAM_FREQUENCY_PENALTY, PARAM_PRESENCE_PENALTY, PARAM_REPETITION_PENALTY,
-    STEP_CONSTRAINTS, STEP_COUNTS, STEP_EXTRAS, STEP_MIN_TOKENS, STEP_REPETITION,
+    STEP_CONSTRAINTS, STEP_COUNTS, STEP_EXTRAS, STEP_MIN_TOKENS, STEP_POOLING, STEP_REPETITION,
 };
 use crate::scheduler::layout::RecordView;
 
 /// Logits processors of one request, and the log probabilities that it wants.
 #[derive(Clone, Debug, PartialEq)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a property of its own")]
 pub struct LogitsProcessors {
     /// Id of the request.
     pub request_id: i64,
@@ -21,6 +22,9 @@ pub struct LogitsProcessors {
     pub logprobs: i64,
     /// Number of top tokens to report with each prompt token, `LOGPROBS_ALL` or [`LOGPROBS_NONE`].
     pub prompt_logprobs: i64,
+    /// Whether the request wants the final hidden state of its prompt's last token, or that token's logits of
+    /// [`allowed_ids`](Self::allowed_ids).
+    pub pooling: bool,
     /// Whether stop ids are masked before `min_tokens`.
     masks_stops: bool,
     /// Mask of `allowed_token_ids`: bit t % 32 of word t / 32 is set for an allowed id t. `None` allows all ids.
@@ -44,6 +48,7 @@ impl Default for LogitsProcessors {
             has_grammar: false,
             logprobs: LOGPROBS_NONE,
             prompt_logprobs: LOGPROBS_NONE,
+            pooling: false,
             masks_stops: false,
             allowed: None,
             bad_words: Box::default(),
@@ -92,6 +97,7 @@ impl LogitsProcessors {
             has_grammar: steps & STEP_EXTRAS != 0,
             logprobs: record.admit_logprobs[index],
             prompt_logprobs: record.admit_prompt_logprobs[index],
+            pooling: steps & STEP_POOLING != 0,
             masks_stops: steps & STEP_MIN_TOKENS != 0,
             repetition: param(PARAM_REPETITION_PENALTY),
             frequency: param(PARAM_FREQUENCY_PENALTY),
@@ -130,6 +136,17 @@ impl LogitsProcessors {
             word.into()
         };
         self.bad_words = lengths.iter().map(&mut word).collect();
+    }
+
+    /// Returns whether the request has `allowed_token_ids`.
+    pub fn limits_ids(&self) -> bool {
+        self.allowed.is_some()
+    }
+
+    /// Returns the ids of `allowed_token_ids`, ascending; `None` if all ids are allowed.
+    pub fn allowed_ids(&self) -> Option<Vec<usize>> {
+        let mask = self.allowed.as_deref()?;
+        Some((0..32 * mask.len()).filter(|&id| mask[id / 32] >> (id % 32) & 1 == 1).collect())
     }
 
     /// Returns whether [`apply`](Self::apply) may change a row of this request.

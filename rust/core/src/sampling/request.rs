@@ -92,6 +92,8 @@ steps! {
     STEP_LOGPROBS = "logprobs",
     /// Apply what no record can hold, such as a grammar.
     STEP_EXTRAS = "extras",
+    /// Report the final hidden state of the prompt's last token, or its logits of the allowed ids. Draw no token.
+    STEP_POOLING = "pooling",
 }
 
 /// Precision in which logits are computed and to which parameters are rounded.
@@ -139,6 +141,9 @@ pub struct RequestSampling<'a> {
     /// Whether the request needs data that no record can hold, such as a compiled grammar. The host finds it by the
     /// request's id.
     pub has_extras: bool,
+    /// Whether the request wants the final hidden state of its prompt's last token, or with `allowed_token_ids` that
+    /// token's logits of these ids. No token is drawn: the output is token 0.
+    pub pooling: bool,
 }
 
 impl Default for RequestSampling<'_> {
@@ -159,6 +164,7 @@ impl Default for RequestSampling<'_> {
             logit_bias: &[],
             bad_words: &[],
             has_extras: false,
+            pooling: false,
         }
     }
 }
@@ -211,6 +217,7 @@ impl RequestSampling<'_> {
             (STEP_CONSTRAINTS, self.num_constraints() > 0 || self.allowed_token_ids.is_some()),
             (STEP_LOGPROBS, self.logprobs != LOGPROBS_NONE),
             (STEP_EXTRAS, self.has_extras),
+            (STEP_POOLING, self.pooling),
         ];
         (values.map(round), steps.iter().map(|&(bit, needed)| if needed { bit } else { 0 }).sum())
     }

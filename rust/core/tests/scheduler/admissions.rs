@@ -71,6 +71,7 @@ fn every_number_that_a_device_needs_is_in_the_record_at_each_admission() {
         logit_bias: &[0.5, -100.0, 7.0],
         bad_words: words,
         has_extras: true,
+        pooling: false,
     };
     let mut planned = Planned::new(SchedulerConfig { max_constraint_len: 14, ..small() });
     planned.scheduler.add_request(9, &[1, 2, 3, 4, 5], &params(&[70, 80], sampling)).unwrap();

@@ -12,6 +12,7 @@ mod hidden;
 mod host;
 mod model;
 mod passes;
+mod pooling;
 mod prefill;
 mod process;
 mod state;
@@ -31,6 +32,7 @@ pub use faults::DraftFault;
 use hidden::HiddenStates;
 pub use host::{Host, NoHost, Stage};
 pub use model::{Cached, Facts, Model, Translated};
+pub use pooling::Pooled;
 use process::Processed;
 pub use process::{EntryLogprobs, PromptLogprobs};
 pub use state::{HiddenRows, OwnedRowState, RowState};
@@ -126,6 +128,8 @@ pub struct Iteration {
     logprobs: Vec<EntryLogprobs>,
     /// Log probabilities of prompt tokens in the last step.
     prompt_logprobs: Vec<PromptLogprobs>,
+    /// Hidden states and logits of the last step for requests with pooling.
+    pooled: Vec<Pooled>,
     batch: Batch,
     entries: Vec<Entry>,
     /// Copy of `entries` from before drafting.
@@ -182,6 +186,7 @@ impl Iteration {
             processed: Processed::default(),
             logprobs: Vec::new(),
             prompt_logprobs: Vec::new(),
+            pooled: Vec::new(),
             texts: None,
             batch: Batch::default(),
             entries: Vec::new(),
@@ -221,6 +226,11 @@ impl Iteration {
     /// them.
     pub fn take_prompt_logprobs(&mut self) -> Vec<PromptLogprobs> {
         std::mem::take(&mut self.prompt_logprobs)
+    }
+
+    /// Takes the hidden states and logits of prompts that ended in the last launch, for requests with pooling.
+    pub fn take_pooled(&mut self) -> Vec<Pooled> {
+        std::mem::take(&mut self.pooled)
     }
 
     /// Reads the logits processors of the requests that a launch admits.
@@ -263,6 +273,7 @@ impl Iteration {
         check_len("record", record.len(), self.record.size)?;
         self.logprobs.clear();
         self.prompt_logprobs.clear();
+        self.pooled.clear();
         check_len("results", results.len(), self.results.size)?;
         state.check(&self.config)?;
         self.hidden.check(&self.config, state, target, draft.as_deref())?;

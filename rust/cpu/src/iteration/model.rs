@@ -60,6 +60,13 @@ pub trait Model {
     /// If the host fails.
     fn logits(&mut self, rows: &[usize], logits: &mut [f32]) -> Result<()>;
 
+    /// Writes some of the hidden states `[rows, hidden_size]` that the last
+    /// [`forward_keeping`](Self::forward_keeping) kept, by their index among them.
+    ///
+    /// # Errors
+    /// If the host fails.
+    fn hidden(&mut self, rows: &[usize], hidden: &mut [f32]) -> Result<()>;
+
     /// Returns for each row of the last pass whether its final hidden state is finite. It is empty if the last layer
     /// attends all positions, because then the last row of a prompt chunk shows it for all rows before it.
     fn finite(&self) -> &[bool];
@@ -138,11 +145,17 @@ impl Model for Cached<'_> {
 
     fn logits(&mut self, rows: &[usize], logits: &mut [f32]) -> Result<()> {
         let Facts { hidden_size, num_ids, .. } = self.facts();
-        let mut hidden = Vec::with_capacity(rows.len() * hidden_size);
-        for &row in rows {
-            hidden.extend_from_slice(&self.kept[row * hidden_size..][..hidden_size]);
-        }
+        let mut hidden = vec![0.0; rows.len() * hidden_size];
+        self.hidden(rows, &mut hidden)?;
         self.decoder.logits(&hidden, num_ids, logits)
+    }
+
+    fn hidden(&mut self, rows: &[usize], hidden: &mut [f32]) -> Result<()> {
+        let size = self.facts().hidden_size;
+        for (&row, hidden) in rows.iter().zip(hidden.chunks_exact_mut(size)) {
+            hidden.copy_from_slice(&self.kept[row * size..][..size]);
+        }
+        Ok(())
     }
 
     fn finite(&self) -> &[bool] {
@@ -202,11 +215,15 @@ impl Model for Translated<'_> {
     }
 
     fn forward_keeping(&mut self, _pass: &Pass<'_>, _rows: &[usize], _entries: Entries<'_>) -> Result<()> {
-        Err(Error::invalid("model", "a translated draft model", "the target, whose log probabilities are reported"))
+        Err(Error::invalid("model", "a translated draft model", "the target, whose hidden states are kept"))
     }
 
     fn logits(&mut self, _rows: &[usize], _logits: &mut [f32]) -> Result<()> {
         self.forward_keeping(&Pass::default(), &[], Entries { layers: &[], states: &mut [] })
+    }
+
+    fn hidden(&mut self, rows: &[usize], hidden: &mut [f32]) -> Result<()> {
+        self.logits(rows, hidden)
     }
 
     fn finite(&self) -> &[bool] {

@@ -32,16 +32,21 @@ impl Iteration {
                 let position = record.prefill_position[at] as usize;
                 self.batch.push(row, record.prefill_token[at], position, record.prefill_slot[at]);
             }
+            let pools = self.processors[row].pooling;
             let wants_prompt = self.processors[row].prompt_logprobs != LOGPROBS_NONE;
             if wants_prompt {
                 self.batch.want_from(record.prefill_q_start[chunk] as usize);
             }
             self.batch.want_last();
-            by_hidden |= wants_prompt;
+            by_hidden |= wants_prompt || pools;
             let mut entry = self.entry_of(index, row, record.entry_capacity[index], state);
             // Of a chunk that does not end its prompt only whether its largest logit is finite counts.
             if record.chunk_is_last[chunk] == 0 {
-                (entry.alive, entry.params.greedy, entry.asked) = (false, true, Asked::default());
+                entry.alive = false;
+            }
+            // A request with pooling draws no token.
+            if record.chunk_is_last[chunk] == 0 || pools {
+                (entry.params.greedy, entry.asked) = (true, Asked::default());
             }
             self.entries.push(entry);
         }
@@ -50,16 +55,14 @@ impl Iteration {
         self.pass(state, target, if by_hidden { Want::Hidden } else { want }, Whose::Target)?;
         self.counts.target_passes += 1;
         if by_hidden {
-            self.prompt_logprobs(record, header, state, target)?;
+            let last = self.prompt_logprobs(record, header, state, target)?;
+            self.pool(record, header, &last, target)?;
         }
         let mut entries = std::mem::take(&mut self.entries);
         for (chunk, (entry, index)) in entries.iter().zip(chunks).enumerate() {
             let mut report = Report::of(results, &self.results, index);
             report.clear();
-            // Where the last layer attends all positions, what is not finite in the KV of any of them is in the last row, too; where
-            // it has a window all rows tell.
-            let rows = record.prefill_q_start[chunk] as usize..record.prefill_q_start[chunk + 1] as usize;
-            let seen = target.finite().get(rows).is_none_or(|rows| rows.iter().all(|&finite| finite));
+            let seen = chunk_is_finite(record, chunk, target);
             if record.chunk_is_last[chunk] == 0 {
                 report.set_flags(if seen && self.tops[chunk].is_finite() { 0 } else { FLAG_TARGET_NON_FINITE });
                 continue;
@@ -118,6 +121,13 @@ impl Iteration {
         caught_up(record, header, state, written);
         Ok(())
     }
+}
+
+/// Returns false if a row of a prompt chunk is known not to be finite. Where the last layer attends all positions, only
+/// the chunk's last row shows it. Where it has a window, all rows have to be checked.
+pub(super) fn chunk_is_finite(record: &RecordView<'_>, chunk: usize, target: &dyn Model) -> bool {
+    let rows = record.prefill_q_start[chunk] as usize..record.prefill_q_start[chunk + 1] as usize;
+    target.finite().get(rows).is_none_or(|rows| rows.iter().all(|&finite| finite))
 }
 
 /// Updates `draft_len` of the launch's draft chunks, whose KV is valid now or will be before it is read. Chunks of

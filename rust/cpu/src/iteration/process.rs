@@ -145,20 +145,23 @@ impl Iteration {
     }
 
     /// Computes logits from the final hidden states of prompt chunks. It reports the log probabilities of prompts whose
-    /// requests want them. The logits of each chunk's last row are left as after a pass.
+    /// requests want them. The logits of each chunk's last row are left as after a pass, unless no chunk needs them.
+    ///
+    /// Returns the index of each chunk's last row among the kept hidden states, `[num_prefill]`.
     pub(super) fn prompt_logprobs(
         &mut self,
         record: &RecordView<'_>,
         header: LaunchHeader,
         state: &RowState<'_>,
         target: &mut dyn Model,
-    ) -> Result<()> {
-        let (vocab_size, mut at) = (self.sampler.vocab_size(), 0);
+    ) -> Result<Vec<usize>> {
+        let (vocab_size, mut at, mut needs_logits) = (self.sampler.vocab_size(), 0, false);
         let mut last = Vec::with_capacity(header.num_prefill);
         for chunk in 0..header.num_prefill {
             let row = record.entry_row[header.num_decode + chunk] as usize;
             let (start, len) = (record.chunk_start[chunk] as usize, record.chunk_len[chunk] as usize);
             let processors = &self.processors[row];
+            needs_logits |= !processors.pooling || processors.limits_ids();
             if processors.prompt_logprobs != LOGPROBS_NONE {
                 // The row fed at position p gives the prompt's token p + 1.
                 let count = len.min((state.prompt_len[row] as usize).saturating_sub(1 + start));
@@ -185,9 +188,14 @@ impl Iteration {
             last.push(at);
             at += 1;
         }
-        self.logits.resize(self.logits.len().max(last.len() * vocab_size), 0.0);
-        target.logits(&last, &mut self.logits[..last.len() * vocab_size])?;
-        self.find_largest(last.len(), true);
-        Ok(())
+        if needs_logits {
+            self.logits.resize(self.logits.len().max(last.len() * vocab_size), 0.0);
+            target.logits(&last, &mut self.logits[..last.len() * vocab_size])?;
+            self.find_largest(last.len(), true);
+        } else {
+            self.best.resize(last.len(), 0);
+            self.tops.resize(last.len(), 0.0);
+        }
+        Ok(last)
     }
 }
