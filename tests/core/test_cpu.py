@@ -305,7 +305,7 @@ def test_launches_check_their_buffers() -> None:
     made = scheduler()
     iteration = core.CpuIteration(made, state(), model())
     record, results = np.zeros(made.record_size, np.int64), np.zeros(made.results_size, np.int64)
-    assert iteration.run(record, results) == ((0, 0), None, [], [])
+    assert iteration.run(record, results) == ((0, 0), None, [], [], [])
     for bad, message in (
         (
             (record[1:], results),
@@ -331,7 +331,7 @@ def test_an_iteration_keeps_its_arrays() -> None:
     tokens = []
     while made.has_unfinished():
         assert made.plan(record) == core.PLAN_LAUNCH
-        assert iteration.run(record, results) == ((1, 0), None, [], [])
+        assert iteration.run(record, results) == ((1, 0), None, [], [], [])
         made.settle(int(record[core.HEADER_FIELDS.index("launch_id")]), results, settled)
         tokens.append(int(results[made.results_layout()["tokens"][0]]))
     assert len(tokens) == 5

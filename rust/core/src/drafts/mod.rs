@@ -5,8 +5,8 @@ mod host;
 
 use crate::error::{Error, Result};
 pub use host::{
-    DrafterKind, GrammarProposer, HostDrafters, NgramProposer, Number, PredictionProposer, PredictionSettings, SuffixCache,
-    SuffixDraft, SuffixSettings, SuffixStats,
+    DrafterKind, GrammarProposer, HostDrafters, NgramProposer, Number, PredictionProposer, PredictionSettings,
+    SuffixCache, SuffixDraft, SuffixSettings, SuffixStats,
 };
 pub(crate) use host::{HostProposers, Proposal, Text};
 

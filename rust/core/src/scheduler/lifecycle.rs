@@ -51,11 +51,9 @@ impl Scheduler {
         if token_ids.is_empty() {
             return invalid("token_ids", "no tokens".into(), "at least 1 token".into());
         }
-        for (field, tokens) in [
-            ("token_ids", token_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("prediction", params.prediction),
-        ] {
+        for (field, tokens) in
+            [("token_ids", token_ids), ("stop_token_ids", params.stop_token_ids), ("prediction", params.prediction)]
+        {
             if let Some(index) = tokens.iter().position(|&token| !is_token(token)) {
                 return invalid(field, format!("{} at index {index}", tokens[index]), format!("0 to {MAX_TOKEN}"));
             }

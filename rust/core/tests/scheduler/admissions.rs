@@ -97,7 +97,7 @@ fn every_number_that_a_device_needs_is_in_the_record_at_each_admission() {
         assert_eq!(PARAM_COLUMNS.iter().copied().zip(values).collect::<Vec<_>>(), expected);
         let bits = planned.section("admit_steps")[0];
         let off: Vec<_> = (0..STEPS.len()).filter(|bit| bits >> bit & 1 == 0).map(|bit| STEPS[bit]).collect();
-        assert_eq!(off, ["greedy"], "all other steps are asked for");
+        assert_eq!(off, ["greedy", "pooling"], "all other steps are asked for");
         let stops = &planned.section("admit_stop_ids")[..MAX_STOP_IDS];
         assert_eq!((&stops[..2], stops[2..].iter().max()), (&[70, 80][..], Some(&-1)));
         assert_eq!(planned.told(&["admit_num_allowed", "admit_num_biases", "admit_num_bad_words"]), [2, 3, 2]);

@@ -26,7 +26,8 @@ fn that_never_drafts() -> SpeculationPlanner {
         CostLine { draft_ms: 0.0, target_ms: 100.0, vanilla_ms: 1.0 },
         CostLine { draft_ms: 0.0, target_ms: 100.0, vanilla_ms: 1.0 },
     );
-    SpeculationPlanner::new(4, 5, CostModel::lines(&[1, 4], &[drafting, plain]).expect("allowed"), 0.0).expect("allowed")
+    SpeculationPlanner::new(4, 5, CostModel::lines(&[1, 4], &[drafting, plain]).expect("allowed"), 0.0)
+        .expect("allowed")
 }
 
 /// Runs request 0 until it has output, and returns the tokens that it will have after that.
@@ -128,7 +129,10 @@ fn predictions_are_drafted_and_never_change_the_output() {
         driver.run();
         let acceptance = driver.scheduler.acceptance_of(DrafterKind::Prediction);
         let launches = driver.launches.len();
-        assert!(acceptance.accepted_tokens() >= 5 && launches < 16, "{wrong} wrong: {acceptance:?} in {launches} launches");
+        assert!(
+            acceptance.accepted_tokens() >= 5 && launches < 16,
+            "{wrong} wrong: {acceptance:?} in {launches} launches"
+        );
     }
 }
 

@@ -2,7 +2,9 @@
 
 use crate::device::VOCAB;
 use proptest::prelude::*;
-use specrs_core::{Drafter, HostDrafters, NgramProposer, SchedulerConfig, SuffixSettings};
+use specrs_core::{
+    Drafter, GrammarProposer, HostDrafters, NgramProposer, PredictionSettings, SchedulerConfig, SuffixSettings,
+};
 
 #[derive(Clone, Debug)]
 pub(crate) struct Ask {
@@ -143,6 +145,8 @@ pub(crate) fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strate
                     ngram: ngrams.map(|(min, more)| NgramProposer::new(min, min + more).expect("allowed")),
                     suffix: (ngrams.is_some_and(|(min, _)| min == 1) || ratio > 2.0)
                         .then(|| SuffixSettings { max_tree_depth: 2 + k, ..SuffixSettings::default() }),
+                    prediction: ngrams.is_some_and(|(min, _)| min == 1).then_some(PredictionSettings),
+                    grammar: ngrams.is_some_and(|(min, _)| min == 1).then_some(GrammarProposer),
                 },
                 max_in_flight: if ngrams.is_some() || ratio > 2.0 { 1 } else { max_in_flight },
                 enable_prefix_caching,

@@ -161,6 +161,8 @@ impl Run {
             sampling: RequestSampling::default(),
             cache_salt: &[ask.salt],
             lora: adapter.as_ref(),
+            // It goes on as the prompt began, or in no way that the output does.
+            prediction: &prompt[..prompt.len() / 2],
             ..RequestParams::default()
         };
         self.scheduler.add_request(id, &prompt, &params).expect("an allowed request");

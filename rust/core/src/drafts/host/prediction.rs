@@ -1,4 +1,4 @@
-//! Drafts from the text that a request predicts for its own output (OpenAI's `prediction`).
+//! Drafts from the text that a request predicts for its own output (`prediction` of `OpenAI`'s API).
 //!
 //! A place in the prediction follows the output. It moves on with each token that the prediction has there. After any
 //! other token it is looked for again: where most of the output's last tokens stand, and of several such places the
