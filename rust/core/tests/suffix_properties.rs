@@ -15,7 +15,8 @@ enum Op {
     Append(i64, Vec<u32>),
     Stop(i64),
     Evict(i64),
-    Propose(i64, usize),
+    /// Drafts after a request's text, and then after some more tokens.
+    Propose(i64, usize, Vec<u32>),
 }
 
 fn op(alphabet: u32) -> impl Strategy<Value = Op> {
@@ -28,7 +29,7 @@ fn op(alphabet: u32) -> impl Strategy<Value = Op> {
         1 => (id(), 0..alphabet, 1..12_usize).prop_map(|(id, token, len)| Op::Append(id, vec![token; len])),
         3 => id().prop_map(Op::Stop),
         1 => id().prop_map(Op::Evict),
-        8 => (id(), 0..8_usize).prop_map(|(id, most)| Op::Propose(id, most)),
+        8 => (id(), 0..8_usize, text(0..4)).prop_map(|(id, most, more)| Op::Propose(id, most, more)),
     ]
 }
 
@@ -68,17 +69,19 @@ impl Texts {
         self.running.iter().position(|request| request.0 == id)
     }
 
-    /// Returns the draft, its score and its pattern's length, by the rule that `SuffixCache` documents.
-    fn propose(&self, settings: &SuffixSettings, place: usize, most: usize) -> (Vec<u32>, f64, usize) {
+    /// Returns the draft after a text and `more`, its score and its pattern's length, by the rule that `SuffixCache`
+    /// documents. Nothing of `more` is counted.
+    fn propose(&self, settings: &SuffixSettings, place: usize, more: &[u32], most: usize) -> (Vec<u32>, f64, usize) {
         let (_, prompt, output) = &self.running[place];
-        let text = [prompt.as_slice(), output].concat();
+        let counted = [prompt.as_slice(), output].concat();
+        let text = [counted.as_slice(), more].concat();
         let mut others = Vec::new();
         if settings.max_cached_requests > 0 {
             others.extend(self.ended.iter().map(|ended| ended.1.clone()));
             others.extend(self.running.iter().map(|running| running.2.clone()));
         }
         let mut best = (Vec::new(), 0.0, 0);
-        for texts in [vec![text.clone()], others] {
+        for texts in [vec![counted], others] {
             let room = |len: usize| {
                 let most = most.min((settings.max_spec_factor * len as f64 + 1e-6).floor() as usize);
                 most.min(settings.max_tree_depth - len)
@@ -146,16 +149,21 @@ fn apply(cache: &mut SuffixCache, texts: &mut Texts, op: &Op) {
             texts.ended.retain(|ended| ended.0 != *id);
             assert_eq!(cache.evict(*id), texts.ended.len() < before);
         }
-        Op::Propose(id, most) => {
+        Op::Propose(id, most, more) => {
             let mut drafts = vec![0; *most];
             let Some(place) = texts.place(*id) else {
                 assert_eq!(cache.propose(*id, &mut drafts).err(), unknown(*id).err());
                 return;
             };
-            let draft = cache.propose(*id, &mut drafts).expect("a running request");
-            let (tokens, score, match_len) = texts.propose(&settings, place, *most);
-            assert_eq!(drafts[..draft.len], tokens[..], "of {:?}", texts.running[place]);
-            assert_eq!((draft.score.to_bits(), draft.match_len), (score.to_bits(), match_len));
+            for more in [&[][..], more] {
+                let draft = cache.propose_after(*id, more, &mut drafts).expect("a running request");
+                let (tokens, score, match_len) = texts.propose(&settings, place, more, *most);
+                assert_eq!(drafts[..draft.len], tokens[..], "of {:?} and {more:?}", texts.running[place]);
+                assert_eq!((draft.score.to_bits(), draft.match_len), (score.to_bits(), match_len));
+                if more.is_empty() {
+                    assert_eq!(cache.propose(*id, &mut drafts), Ok(draft));
+                }
+            }
         }
     }
     // Which outputs had to go, the cache says; that they are the oldest shows in what it drafts.
@@ -212,7 +220,7 @@ proptest! {
     ) {
         let cached = (0..).zip(texts).flat_map(|(id, text)| [Op::Start(id, vec![]), Op::Append(id, text), Op::Stop(id)]);
         let looks = order.into_iter().zip(ends).flat_map(|(gone, end)| {
-            [Op::Start(8, vec![end]), Op::Propose(8, 4), Op::Stop(8), Op::Evict(gone)]
+            [Op::Start(8, vec![end]), Op::Propose(8, 4, vec![]), Op::Stop(8), Op::Evict(gone)]
         });
         let settings = SuffixSettings { max_tree_depth: 4, max_spec_factor: 4.0, ..SuffixSettings::default() };
         run(settings, &cached.chain(looks).collect::<Vec<_>>());
