@@ -118,7 +118,7 @@ impl Run {
             cache_salt: &[0, 1][..bytes.below(2)],
             extra_keys: &extra_keys[..bytes.below(3)],
             lora: [None, loras.first(), loras.last()][bytes.below(3)],
-            prediction: if bytes.byte() % 2 == 0 { &prompt } else { &[] },
+            prediction: if bytes.byte().is_multiple_of(2) { &prompt } else { &[] },
         };
         let before = (self.scheduler.num_waiting(), self.scheduler.num_running());
         if self.scheduler.add_request(id, &prompt, &params).is_err() {
