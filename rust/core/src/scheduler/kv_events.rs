@@ -7,6 +7,7 @@
 
 use super::config::Lora;
 use super::request::Request;
+use super::saves::SaveLog;
 use super::{Scheduler, SchedulerConfig};
 use crate::block_pool::{BlockPool, Evicted};
 use crate::error::Result;
@@ -272,9 +273,16 @@ impl KvEventLog {
 
 /// Allocates a block by evicting a cached one, and records the eviction.
 #[inline]
-pub(super) fn allocate(pool: &mut BlockPool, events: Option<&mut KvEventLog>) -> Result<i64> {
+pub(super) fn allocate(
+    pool: &mut BlockPool,
+    events: Option<&mut KvEventLog>,
+    saves: Option<&mut SaveLog>,
+) -> Result<i64> {
     let evicted = pool.allocate_cached()?;
     let block = evicted.block;
+    if let Some(saves) = saves {
+        saves.evicted(block);
+    }
     if let Some(events) = events {
         events.removed(&evicted);
     }

@@ -304,6 +304,13 @@ impl Scheduler {
                 if let Some(events) = &mut self.kv_events {
                     events.stored(row.blocks[index], request, index, hash);
                 }
+                if let Some(saves) = &mut self.saves {
+                    if request.tells_prompt() {
+                        saves.private(row.blocks[index]);
+                    } else if !self.drafts.has_kv {
+                        saves.due(row.blocks[index]);
+                    }
+                }
             }
             if !self.groups.is_empty() {
                 self.groups.register(row_index, index, hash, &mut self.pool)?;
@@ -323,6 +330,9 @@ impl Scheduler {
                         self.pool.mark_draft_before(block, next)?;
                     } else {
                         self.pool.mark_draft(block)?;
+                    }
+                    if let Some(saves) = &mut self.saves {
+                        saves.due(block);
                     }
                 }
                 row.num_draft_marked += 1;

@@ -6,6 +6,7 @@ mod settings;
 mod suffix;
 
 use crate::error::{Error, Result};
+use crate::hash::BlockHash;
 pub use ngram::NgramProposer;
 pub use settings::Number;
 pub(crate) use settings::Settings;
@@ -45,6 +46,8 @@ pub(crate) trait HostProposer {
 pub(crate) struct Text<'a> {
     /// Number of the request, unique in its scheduler.
     pub(crate) id: i64,
+    /// Hash of the request's cache salt. Requests of different salts see nothing of each other.
+    pub(crate) salt: BlockHash,
     /// Tokens of the prompt, followed by the output.
     pub(crate) tokens: &'a [u32],
     /// Number of `tokens` that belong to the prompt.
