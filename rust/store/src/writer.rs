@@ -69,7 +69,7 @@ impl Writer {
         keys: Keys,
         (max_bytes, segment_bytes): (u64, u64),
         hook: Option<Hook>,
-        lock: File,
+        locked: File,
         index: &Mutex<Index>,
     ) -> (Self, u64) {
         let mut writer = Self {
@@ -82,13 +82,13 @@ impl Writer {
             total: 0,
             active: None,
             next_number: 1,
-            _lock: lock,
+            _lock: locked,
         };
-        let mut index = index.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut errors = index.refresh(folder, namespace, &keys);
+        let mut scanned = lock(index);
+        let mut errors = scanned.refresh(folder, namespace, &keys);
         let numbers = writer.segments().into_iter().filter_map(|segment| segment.number);
         writer.next_number = numbers.max().map_or(1, |newest| newest + 1);
-        if let Some((&number, segment)) = index.segments.last_key_value()
+        if let Some((&number, segment)) = scanned.segments.last_key_value()
             && number + 1 == writer.next_number
         {
             let cut = writer.ask(Operation::Truncate).and_then(|()| segment.file.set_len(segment.end));
@@ -100,8 +100,8 @@ impl Writer {
             }
         }
         writer.total = writer.segments().iter().map(|segment| segment.bytes).sum();
-        drop(index);
-        errors += writer.make_room(0, &Mutex::new(Index::default())).map_or(1, |()| 0);
+        drop(scanned);
+        errors += writer.make_room(0, index).map_or(1, |()| 0);
         (writer, errors)
     }
 

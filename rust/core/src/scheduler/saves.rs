@@ -155,10 +155,11 @@ impl Scheduler {
         self.saves.as_mut()?.outputs.pop_front()
     }
 
-    /// Adds the output of a request of another process to the suffix drafter, if there is one.
-    pub fn restore_output(&mut self, output: &EndedOutput) {
+    /// Adds the output of a request of another process to the suffix drafter, if there is one. `salt` is the hash of its
+    /// cache salt.
+    pub fn restore_output(&mut self, salt: BlockHash, token_ids: &[u32]) {
         if let Some(suffix) = &mut self.host_drafts.proposers.suffix {
-            suffix.restore(output.salt, &output.token_ids);
+            suffix.restore(salt, token_ids);
         }
     }
 
