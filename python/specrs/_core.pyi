@@ -908,8 +908,8 @@ class Scheduler:
         """
 
     def take_loads(self) -> list[int]:
-        """Take the ids of waiting requests that the last `plan` would have admitted if they did not wait for blocks of a
-        `KVStore`."""
+        """Take the ids of waiting requests that the last `plan` would have admitted if they did not wait for blocks of
+        a `KVStore`."""
 
     def has_due(self) -> bool:
         """Return whether a block or an output waits for `KVStore.save`."""
@@ -1108,8 +1108,8 @@ class KVStore:
     ) -> bool:
         """Copy blocks of a request's prompt from the store into the caches, and put them into the prefix cache.
 
-        Reads at least one block, and no more after `ms` milliseconds. A record that is not whole ends the prefix. Return
-        True if there are no more blocks, and let the request go on. Releases the interpreter while it reads.
+        Reads at least one block, and no more after `ms` milliseconds. A record that is not whole ends the prefix.
+        Return True if there are no more blocks, and let the request go on. Releases the interpreter while it reads.
         """
 
     def save(
@@ -1120,8 +1120,8 @@ class KVStore:
         *,
         ms: float = ...,
     ) -> bool:
-        """Copy due blocks and outputs to the queue of the thread that writes, for `ms` milliseconds or until the queue is
-        full. Return True if none is left. Does nothing while another process writes."""
+        """Copy due blocks and outputs to the queue of the thread that writes, for `ms` milliseconds or until the queue
+        is full. Return True if none is left. Does nothing while another process writes."""
 
     def restore_outputs(self, scheduler: Scheduler) -> None:
         """Add the outputs in the store to the suffix drafter of `scheduler`, oldest first."""

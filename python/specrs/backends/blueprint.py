@@ -150,9 +150,12 @@ class Blueprint:
         return declared
 
     def scheduler(self, blocks: int, *, measuring: str | None = None, disk_key: bytes | None = None) -> Scheduler:
-        """Return a scheduler over `blocks` blocks. `disk_key` is the key of block hashes if blocks are kept on disk; it is
-        random for None. `measuring` is for measuring costs: with `host` it always drafts on
-        the host, with `device` always on the device, whatever the text is."""
+        """Return a scheduler over `blocks` blocks.
+
+        `measuring` is for measuring costs: with `host` it always drafts on the host, with `device` always on the
+        device, whatever the text is. `disk_key` is the key of block hashes if blocks are kept on disk; None: a random
+        key.
+        """
         config = self.config
         return Scheduler(
             max_num_seqs=config.max_num_seqs,

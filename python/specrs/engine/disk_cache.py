@@ -85,7 +85,7 @@ def open_store(blueprint: Blueprint) -> KVStore | None:
 
 
 def _check_models(blueprint: Blueprint, path: str) -> None:
-    """Raise `UnsupportedConfigError` for models whose KV on disk would not be theirs bit for bit, or cannot be found."""
+    """Raise `UnsupportedConfigError` for models whose KV has no fixed bits, or does not stay from the start."""
     drafter = blueprint.drafter
     models = [blueprint.weights.target]
     if drafter is not None and not drafter.has_own_blocks:

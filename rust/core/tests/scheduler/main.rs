@@ -17,6 +17,7 @@ mod loras;
 mod policies;
 mod prefill_stalls;
 mod prefixes;
+mod saves;
 mod settling;
 mod sharing;
 mod speculation;
