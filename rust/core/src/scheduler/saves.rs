@@ -5,6 +5,9 @@
 //! Without a drafter that has KV, it is due as soon as it has mark T (valid target KV). A due block that is evicted
 //! before the host takes it is lost to the host.
 //!
+//! A head that reads hidden states writes the KV of a prompt's chunk in the launch after the chunk's. Its marks count
+//! here once that launch has settled.
+//!
 //! A request can wait until the host has copied in blocks of its prompt. The wait begins when all else is there that
 //! its admission needs, so what is loaded is used at once.
 
@@ -59,6 +62,8 @@ enum Saved {
 struct BlockState {
     saved: Saved,
     is_queued: bool,
+    /// Id of the launch after which the block's draft KV is written, if the block has mark D.
+    drafted_by: u64,
 }
 
 /// Due blocks and outputs that the host has not taken yet.
@@ -67,6 +72,10 @@ pub(super) struct SaveLog {
     /// Blocks that became due, each once. Blocks evicted since are skipped when the host takes them.
     due: VecDeque<u32>,
     states: Vec<BlockState>,
+    /// Blocks with mark D whose draft KV a launch that has not settled will write.
+    drafted_later: Vec<u32>,
+    /// Id of the launch that settled last.
+    settled: u64,
     pub(super) outputs: VecDeque<EndedOutput>,
 }
 
@@ -74,7 +83,7 @@ impl SaveLog {
     pub(super) fn new(config: &SchedulerConfig) -> Self {
         let blocks = config.num_blocks;
         let states = vec![BlockState::default(); blocks];
-        Self { due: VecDeque::with_capacity(blocks), states, outputs: VecDeque::new() }
+        Self { due: VecDeque::with_capacity(blocks), states, drafted_later: Vec::new(), settled: 0, outputs: VecDeque::new() }
     }
 
     /// Notes that a block is as complete as it gets for now.
@@ -83,6 +92,32 @@ impl SaveLog {
         let takes = !matches!(state.saved, Saved::TargetAndDraft | Saved::Private);
         if takes && !std::mem::replace(&mut state.is_queued, true) {
             self.due.push_back(block as u32);
+        }
+    }
+
+    /// Notes that a block got mark D in the launch that settles. `is_later` says that the next launch writes the draft
+    /// KV.
+    pub(super) fn drafted(&mut self, block: i64, is_later: bool) {
+        self.states[block as usize].drafted_by = self.settled + u64::from(is_later);
+        if is_later {
+            self.drafted_later.push(block as u32);
+        } else {
+            self.due(block);
+        }
+    }
+
+    /// Notes that a launch settles: blocks whose draft KV it has written are due.
+    pub(super) fn settles(&mut self, launch_id: u64) {
+        self.settled = launch_id;
+        if self.drafted_later.is_empty() {
+            return;
+        }
+        for block in std::mem::take(&mut self.drafted_later) {
+            if self.states[block as usize].drafted_by <= launch_id {
+                self.due(i64::from(block));
+            } else {
+                self.drafted_later.push(block);
+            }
         }
     }
 
@@ -107,6 +142,7 @@ impl SaveLog {
     /// Notes that no block is cached any more.
     pub(super) fn cleared(&mut self) {
         self.due.clear();
+        self.drafted_later.clear();
         self.states.fill(BlockState::default());
     }
 
@@ -138,7 +174,7 @@ impl Scheduler {
             state.is_queued = false;
             let block = i64::from(block);
             let Some(hash) = self.pool.block_hash(block) else { continue };
-            let draft = self.pool.draft_successor(block);
+            let draft = self.pool.draft_successor(block).filter(|_| state.drafted_by <= saves.settled);
             let complete = if draft.is_some() { Saved::TargetAndDraft } else { Saved::Target };
             let replaces = state.saved == Saved::BrokenDraft;
             if replaces || state.saved == Saved::Nothing || state.saved == Saved::Target && draft.is_some() {

@@ -96,6 +96,9 @@ impl Scheduler {
 
         let Some(launch) = self.launches.pop_front() else { return Ok(()) };
         self.settled = Some((launch.id, launch.work));
+        if let Some(saves) = &mut self.saves {
+            saves.settles(launch.id);
+        }
         let (used, layout) = (launch.entries.len(), self.settled_layout);
         let sections = [layout.request_id, layout.num_new, layout.finish_reason].map(Section::range);
         let Ok([ids, counts, reasons]) = settled.get_disjoint_mut(sections) else {
@@ -332,7 +335,7 @@ impl Scheduler {
                         self.pool.mark_draft(block)?;
                     }
                     if let Some(saves) = &mut self.saves {
-                        saves.due(block);
+                        saves.drafted(block, self.drafts.from_hidden);
                     }
                 }
                 row.num_draft_marked += 1;
