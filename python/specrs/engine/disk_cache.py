@@ -154,7 +154,7 @@ class DiskCache:
         self._credit = min(credit, MAX_CREDIT_MS)
 
     def save(self) -> None:
-        """Copy out blocks while nobody waits for the engine, as many as the queue of the disk has room for."""
+        """Copy out blocks while no request waits for the engine, as many as the queue of the disk has room for."""
         self._save(float("inf"))
 
     def _save(self, ms: float) -> bool:

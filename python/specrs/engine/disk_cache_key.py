@@ -11,6 +11,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,12 @@ _CHUNK = 16 << 20
 def namespace_of(blueprint: Blueprint, path: str) -> tuple[bytes, FileHashes]:
     """Return the key of the engine's records, 32 bytes, and the hashes of the files it was made from. `path` is the
     folder of the cache, where earlier hashes are."""
-    from specrs import __version__
-
     config, drafter = blueprint.config, blueprint.drafter
     hashes = FileHashes(Path(path) / _HASHES)
     core = _core.__file__
     key: dict[str, Any] = {
         "format": FORMAT,
-        "version": __version__,
+        "version": version("specrs"),
         "core": None if core is None else hashes.of([Path(core)]),
         "instructions": cpu_instruction_sets(),
         "options": _values(config, options_of(EngineOptions), NOT_IN_KEY),

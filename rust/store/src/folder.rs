@@ -74,7 +74,7 @@ impl Folder {
         Ok(Self { root, owner })
     }
 
-    /// Returns whether a file may be read: a plain file of the owner that nobody else can write or read.
+    /// Returns whether a file may be read: a plain file of the owner that no other user can write or read.
     pub(crate) fn trusts(&self, path: &Path) -> bool {
         fs::symlink_metadata(path).is_ok_and(|status| {
             status.is_file() && status.uid() == self.owner && status.permissions().mode() & 0o077 == 0

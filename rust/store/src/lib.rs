@@ -10,7 +10,7 @@
 //! *Namespaces.* Records of different settings lie in different folders. Every checksum depends on the namespace, so a
 //! file that was moved from another folder is not read as valid.
 //!
-//! *Writing.* One thread appends whole records; nobody else waits for the disk. A record is valid once all its bytes are
+//! *Writing.* One thread appends whole records; no other thread waits for the disk. A record is valid once all its bytes are
 //! there. A process that is killed leaves at most one torn record, at the end of the newest segment. The next writer
 //! cuts it off. No step needs a sync: a checksum tells whether the bytes of a record reached the disk.
 //!
