@@ -64,7 +64,8 @@ impl Folder {
             return refused("is not a folder; name another path".into());
         }
         if status.uid() != owner {
-            let reason = format!("belongs to user {}, not to user {owner} who runs specrs; name another path", status.uid());
+            let reason =
+                format!("belongs to user {}, not to user {owner} who runs specrs; name another path", status.uid());
             return refused(reason);
         }
         if status.permissions().mode() & 0o077 != 0 {

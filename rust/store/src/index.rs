@@ -102,8 +102,7 @@ impl Index {
             if end > len {
                 break;
             }
-            let place =
-                Place { segment: number, offset: segment.end, len: (end - segment.end) as usize, kind };
+            let place = Place { segment: number, offset: segment.end, len: (end - segment.end) as usize, kind };
             self.places.insert(key, place);
             segment.end = end;
         }

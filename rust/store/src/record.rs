@@ -144,9 +144,8 @@ mod tests {
         let mut record = Record::new(0x0123_4567_89ab_cdef << 64 | 5, 1, 9, false, 0);
         record.payload_mut().extend((0..100_u8).map(|i| i.wrapping_mul(37)));
         let whole = record.seal(&keys).to_vec();
-        let is_valid = |bytes: &[u8]| {
-            Header::decode(bytes, &keys).is_some_and(|header| header.matches(&bytes[HEADER_BYTES..]))
-        };
+        let is_valid =
+            |bytes: &[u8]| Header::decode(bytes, &keys).is_some_and(|header| header.matches(&bytes[HEADER_BYTES..]));
         assert!(is_valid(&whole));
         let header = Header::decode(&whole, &keys).unwrap();
         assert_eq!((header.key, header.kind, header.detail), (record.key, 1, 9));

@@ -285,8 +285,7 @@ impl Shared {
     fn begin(&self, file: std::fs::File) -> Writer {
         let limits = (self.settings.max_bytes, self.settings.segment_bytes);
         let hook = self.settings.hook.clone();
-        let (writer, errors) =
-            Writer::begin(&self.folder, &self.namespace, self.keys, limits, hook, file, &self.index);
+        let (writer, errors) = Writer::begin(&self.folder, &self.namespace, self.keys, limits, hook, file, &self.index);
         self.counters.errors.fetch_add(errors, Ordering::Relaxed);
         self.is_writer.store(true, Ordering::Release);
         writer

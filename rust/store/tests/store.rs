@@ -165,7 +165,10 @@ fn a_torn_segment_gives_its_whole_records() {
     write(&folder.open(), 0..3);
     let path = folder.segments().remove(0);
     let whole = fs::read(&path).unwrap();
-    let ends: Vec<usize> = (0..3).map(|key| record(key, 0).len()).scan(0, |end, len| Some(std::mem::replace(end, *end + len) + len)).collect();
+    let ends: Vec<usize> = (0..3)
+        .map(|key| record(key, 0).len())
+        .scan(0, |end, len| Some(std::mem::replace(end, *end + len) + len))
+        .collect();
     assert_eq!(whole.len(), ends[2]);
     for len in 0..whole.len() {
         fs::write(&path, &whole[..len]).unwrap();

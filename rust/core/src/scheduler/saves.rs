@@ -83,7 +83,13 @@ impl SaveLog {
     pub(super) fn new(config: &SchedulerConfig) -> Self {
         let blocks = config.num_blocks;
         let states = vec![BlockState::default(); blocks];
-        Self { due: VecDeque::with_capacity(blocks), states, drafted_later: Vec::new(), settled: 0, outputs: VecDeque::new() }
+        Self {
+            due: VecDeque::with_capacity(blocks),
+            states,
+            drafted_later: Vec::new(),
+            settled: 0,
+            outputs: VecDeque::new(),
+        }
     }
 
     /// Notes that a block is as complete as it gets for now.

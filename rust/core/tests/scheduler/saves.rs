@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use specrs_core::scheduler::layout::FLAG_DRAFT_NON_FINITE;
-use specrs_core::{BlockHasher, Drafter, HostDrafters, KvEvent, PlanOutcome, SchedulerConfig, SuffixSettings};
+use specrs_core::{BlockHasher, HostDrafters, KvEvent, PlanOutcome, SchedulerConfig, SuffixSettings};
 
 use crate::common::driver::{Ask, Driver};
 use crate::{ask, drafting, small, speculative};
@@ -94,9 +94,7 @@ fn saving(config: &SchedulerConfig) -> Driver {
 
 #[test]
 fn what_is_saved_serves_other_schedulers() {
-    let hidden = Drafter::Hidden { max_model_len: 64, max_draft_lag: 5 };
-    let hidden = SchedulerConfig { drafter: hidden, ..speculative() };
-    for (name, config) in [("target", small()), ("draft", speculative()), ("hidden", hidden)] {
+    for (name, config) in [("target", small()), ("draft", speculative())] {
         for (max_in_flight, num_blocks) in [(1, 18), (2, 24), (1, 64)] {
             let config = SchedulerConfig { max_in_flight, num_blocks, ..config.clone() };
             let mut disk = Disk { at_once: 3, ..Disk::default() };
@@ -196,7 +194,10 @@ fn adopting_never_evicts_the_prefix_itself() {
     assert_eq!(missing.iter().map(|&hash| pool.lookup(hash)).collect::<Vec<_>>(), blocks);
     assert_eq!(blocks.iter().map(|&block| pool.has_draft(block.unwrap())).collect::<Vec<_>>(), [false, true]);
     let events = driver.scheduler.take_kv_events();
-    assert!(matches!(&events[..], [.., KvEvent::BlockStored { block_hashes, .. }] if *block_hashes == missing), "{events:?}");
+    assert!(
+        matches!(&events[..], [.., KvEvent::BlockStored { block_hashes, .. }] if *block_hashes == missing),
+        "{events:?}"
+    );
     assert_eq!(driver.scheduler.adopt(1, cached, &[None, None]).unwrap(), [None, None], "they are there");
     assert!(driver.scheduler.adopt(1, cached, &[None, None, None]).is_err(), "the last token is always fed");
     assert!(driver.scheduler.adopt(7, 0, &[]).is_err());
