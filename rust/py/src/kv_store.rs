@@ -10,6 +10,7 @@ use pyo3::types::PyDict;
 use specrs_core::{BlockHasher, EndedOutput, Error};
 use specrs_store::{FolderError, HEADER_BYTES, Record, Settings, Store};
 use std::path::PathBuf;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -20,20 +21,21 @@ const TARGET: u32 = 0;
 const TARGET_AND_DRAFT: u32 = 1;
 /// Kind of a record: the output of a request, after the hash of its cache salt.
 const OUTPUT: u32 = 2;
-/// Maximum number of bytes that wait to be written, and that are read at once.
+/// Maximum number of bytes that wait to be written.
 const QUEUE_BYTES: usize = 64 << 20;
+/// Number of bytes that are read before they are copied, so that they are still in a processor's caches.
+const BATCH_BYTES: usize = 4 << 20;
 
 #[pyclass(frozen)]
 pub(crate) struct KVStore {
     store: Store,
+    /// Memory that records are read into, kept because new memory costs more than the copy.
+    buffers: Mutex<Vec<Vec<u8>>>,
     /// Blocks of prompts that were looked for in the store.
     queried: AtomicU64,
     /// Blocks that were copied into the KV cache.
     loaded: AtomicU64,
 }
-
-/// Block read from the store: its kind and detail, and the record's bytes.
-type ReadBlock = (u32, u32, Vec<u8>);
 
 #[pymethods]
 impl KVStore {
@@ -68,7 +70,7 @@ impl KVStore {
             }
             _ => Class::InvalidConfig.error(py, error.to_string()),
         })?;
-        Ok(Self { store, queried: AtomicU64::new(0), loaded: AtomicU64::new(0) })
+        Ok(Self { store, buffers: Mutex::default(), queried: AtomicU64::new(0), loaded: AtomicU64::new(0) })
     }
 
     #[getter]
@@ -104,24 +106,33 @@ impl KVStore {
             missing => missing.or_raise(py)?,
         };
         let sizes = (lock(&target.0).block_bytes(), draft.map_or(0, |draft| lock(&draft.0).block_bytes()));
-        let (blocks, mut is_done) = py.detach(|| self.read(&hashes, sizes, ms));
-        let drafts: Vec<_> =
-            blocks.iter().map(|&(kind, detail, _)| (kind == TARGET_AND_DRAFT).then_some(detail)).collect();
-        let mut core = scheduler.core(py);
-        let adopted = core.adopt(request_id, first, &drafts).or_raise(py)?;
-        is_done |= adopted.len() < blocks.len();
-        let (mut target, mut draft) = (lock(&target.0), draft.map(|draft| lock(&draft.0)));
-        for ((kind, _, bytes), block) in blocks.iter().zip(adopted) {
-            let Some(block) = block else { continue };
-            let (of_target, of_draft) = bytes[HEADER_BYTES..].split_at(sizes.0);
-            target.fill_block(block as usize, of_target);
-            if let Some(draft) = draft.as_mut().filter(|_| *kind == TARGET_AND_DRAFT) {
-                draft.fill_block(block as usize, of_draft);
+        let end = deadline(ms);
+        let (mut at, mut is_done) = (0, false);
+        let mut buffers = std::mem::take(&mut *lock(&self.buffers));
+        while !is_done {
+            let (found, is_last) = py.detach(|| self.read(&hashes[at..], sizes, end, &mut buffers));
+            let drafts: Vec<_> =
+                found.iter().map(|&(kind, detail)| (kind == TARGET_AND_DRAFT).then_some(detail)).collect();
+            let adopted = scheduler.core(py).adopt(request_id, first + at, &drafts).or_raise(py)?;
+            is_done = is_last || adopted.len() < found.len();
+            at += found.len();
+            let (mut target, mut draft) = (lock(&target.0), draft.map(|draft| lock(&draft.0)));
+            for ((&(kind, _), bytes), block) in found.iter().zip(&buffers).zip(adopted) {
+                let Some(block) = block else { continue };
+                let (of_target, of_draft) = bytes[HEADER_BYTES..].split_at(sizes.0);
+                target.fill_block(block as usize, of_target);
+                if let Some(draft) = draft.as_mut().filter(|_| kind == TARGET_AND_DRAFT) {
+                    draft.fill_block(block as usize, of_draft);
+                }
+                self.loaded.fetch_add(1, Ordering::Relaxed);
             }
-            self.loaded.fetch_add(1, Ordering::Relaxed);
+            if end.is_some_and(|end| Instant::now() >= end) {
+                break;
+            }
         }
+        *lock(&self.buffers) = buffers;
         if is_done {
-            core.end_load(request_id);
+            scheduler.core(py).end_load(request_id);
         }
         Ok(is_done)
     }
@@ -214,15 +225,25 @@ impl KVStore {
 }
 
 impl KVStore {
-    /// Reads blocks until one is missing or broken, or until `ms` have passed. Returns whether there are no more.
-    fn read(&self, hashes: &[u128], (target, draft): (usize, usize), ms: f64) -> (Vec<ReadBlock>, bool) {
-        let (end, mut blocks, mut num_bytes) = (deadline(ms), Vec::new(), 0);
+    /// Reads blocks into the first of `buffers` until one is missing or broken, `end` has passed, or they are a batch.
+    /// Returns kind and detail of each, and whether there are no more.
+    fn read(
+        &self,
+        hashes: &[u128],
+        (target, draft): (usize, usize),
+        end: Option<Instant>,
+        buffers: &mut Vec<Vec<u8>>,
+    ) -> (Vec<(u32, u32)>, bool) {
+        let (mut found, mut num_bytes) = (Vec::new(), 0);
         for &hash in hashes {
-            if num_bytes >= QUEUE_BYTES || !blocks.is_empty() && end.is_some_and(|end| Instant::now() >= end) {
-                return (blocks, false);
+            if num_bytes >= BATCH_BYTES || !found.is_empty() && end.is_some_and(|end| Instant::now() >= end) {
+                return (found, false);
             }
-            let mut bytes = Vec::new();
-            let Some((kind, detail)) = self.store.get(hash, &mut bytes) else { break };
+            if buffers.len() == found.len() {
+                buffers.push(Vec::new());
+            }
+            let bytes = &mut buffers[found.len()];
+            let Some((kind, detail)) = self.store.get(hash, bytes) else { break };
             let expected = match kind {
                 TARGET => target,
                 TARGET_AND_DRAFT if draft > 0 => target + draft,
@@ -233,9 +254,9 @@ impl KVStore {
                 break;
             }
             num_bytes += bytes.len();
-            blocks.push((kind, detail, bytes));
+            found.push((kind, detail));
         }
-        (blocks, true)
+        (found, true)
     }
 }
 

@@ -112,6 +112,9 @@ impl Writer {
             return Ok(Appended::Known);
         }
         let len = record.len() as u64;
+        if len > self.max_bytes {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
         if self.active.as_ref().is_some_and(|active| active.end > 0 && active.end + len > self.segment_bytes) {
             self.active = None;
         }
