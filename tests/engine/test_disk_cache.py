@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from checkpoints import edit_json, make_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from llm.scripted import ScriptedEngine
 from lora.adapters import Spec, write_adapter
 from safetensors.numpy import load_file, save_file
 from specrs import LLM, LoRARequest, SamplingParams
@@ -25,6 +27,7 @@ from specrs.engine import disk_cache_key
 from specrs.engine.build import build_engine
 from specrs.engine.disk_cache_key import NOT_IN_DRAFT_KEY, NOT_IN_KEY
 from specrs.engine.engine import Engine
+from specrs.engine.loop import EngineLoop
 from specrs.engine.request import Request
 from specrs.engine_options import EngineOptions
 from specrs.errors import InvalidConfigError, SpecrsError, UnsupportedConfigError
@@ -413,6 +416,26 @@ def test_a_full_disk_costs_the_cache_and_no_request(folder: Path, whole: tuple[l
     assert 0 < written <= size // 3
     assert "could not be written; requests go on without" in done.stderr
     assert sum(path.stat().st_size for path in segments(folder)) == written, "nothing torn stays"
+
+
+def test_an_idle_engine_goes_on_saving() -> None:
+    """A queue that is full takes the rest later, though no command wakes the engine's thread."""
+    engine, done = ScriptedEngine(), threading.Event()
+
+    def settle_idle() -> None:
+        engine.num_idle += 1
+        if engine.num_idle == 3:
+            engine.idle_interval = None
+            done.set()
+
+    engine.idle_interval = 1e-3
+    engine.settle_idle = settle_idle  # type: ignore[method-assign]
+    loop = EngineLoop(engine, lambda updates: None, lambda: None)  # type: ignore[arg-type]
+    loop.start()
+    assert done.wait(60)
+    loop.stop()
+    loop.join(60)
+    assert loop.error is None
 
 
 def test_the_limit_holds(folder: Path, native_qwen_bank: Bank) -> None:
