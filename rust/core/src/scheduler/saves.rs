@@ -13,8 +13,10 @@
 
 use std::collections::VecDeque;
 
+use super::kv_events::KvEventLog;
 use super::request::Request;
-use super::{Scheduler, SchedulerConfig, kv_events};
+use super::{Scheduler, SchedulerConfig};
+use crate::block_pool::BlockPool;
 use crate::error::{Error, Result};
 use crate::hash::BlockHash;
 
@@ -165,6 +167,24 @@ impl SaveLog {
     }
 }
 
+/// Allocates a block by evicting a cached one, and records the eviction.
+#[inline]
+pub(super) fn allocate(
+    pool: &mut BlockPool,
+    events: Option<&mut KvEventLog>,
+    saves: Option<&mut SaveLog>,
+) -> Result<i64> {
+    let evicted = pool.allocate_cached()?;
+    let block = evicted.block;
+    if let Some(saves) = saves {
+        saves.evicted(block);
+    }
+    if let Some(events) = events {
+        events.removed(&evicted);
+    }
+    Ok(block)
+}
+
 impl Scheduler {
     /// Returns whether a block or an output is due to be saved.
     pub fn has_due(&self) -> bool {
@@ -303,7 +323,7 @@ impl Scheduler {
         if let Some(block) = self.pool.allocate_free() {
             return Ok(Some(block));
         }
-        match kv_events::allocate(&mut self.pool, self.kv_events.as_mut(), self.saves.as_mut()) {
+        match allocate(&mut self.pool, self.kv_events.as_mut(), self.saves.as_mut()) {
             Ok(block) => Ok(Some(block)),
             Err(Error::OutOfBlocks { .. }) => Ok(None),
             Err(error) => Err(error),
