@@ -316,11 +316,12 @@ def test_one_process_writes_and_the_other_reads(folder: Path, native_qwen_bank: 
 def test_damaged_files_cost_hits_alone(damage: str, folder: Path, native_qwen_bank: Bank) -> None:
     fields: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK, "kv_cache_path": str(folder)}
     bank = native_qwen_bank
-    fields["kv_cache_disk_bytes"] = 1 << 20  # so that there are several segments
+    fields["kv_cache_disk_bytes"] = 4 << 20  # room for all of it twice, in several segments
     engine = make_engine(bank.target, bank.drafts["close"], k=2, **fields)
     prompts = bank.prompts[2:12]
     expected = [job.output_token_ids for job in ask(engine, prompts, 2)]
     end(engine)
+    assert stats_of(engine).written_bytes < 2 << 20
     rng = np.random.default_rng(7)
     paths = segments(folder)
     assert len(paths) > 2

@@ -78,7 +78,8 @@ impl Folder {
     /// Returns whether a file may be read: a plain file of the owner that no other user can write or read.
     pub(crate) fn trusts(&self, path: &Path) -> bool {
         fs::symlink_metadata(path).is_ok_and(|status| {
-            status.is_file() && status.uid() == self.owner && status.permissions().mode() & 0o077 == 0
+            let others = status.permissions().mode() & 0o077;
+            status.is_file() && status.uid() == self.owner && others == 0
         })
     }
 

@@ -1,5 +1,6 @@
 //! Index of a namespace: where each record is. Built from headers; writes nothing.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, File};
 use std::io;
@@ -62,7 +63,9 @@ impl Index {
         found.sort_unstable();
         let gone: Vec<u64> =
             self.segments.keys().copied().filter(|number| found.binary_search(number).is_err()).collect();
-        gone.into_iter().for_each(|number| self.forget(number));
+        for number in gone {
+            self.forget(number);
+        }
         for number in found {
             if self.scan(number, folder, namespace, keys).is_err() {
                 errors += u64::from(self.refused.insert(number));
@@ -84,15 +87,17 @@ impl Index {
     }
 
     fn scan(&mut self, number: u64, folder: &Folder, namespace: &Path, keys: &Keys) -> io::Result<()> {
-        if !self.segments.contains_key(&number) {
-            let path = segment_path(namespace, number);
-            if !folder.trusts(&path) {
-                return Err(io::ErrorKind::PermissionDenied.into());
+        let segment = match self.segments.entry(number) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(unknown) => {
+                let path = segment_path(namespace, number);
+                if !folder.trusts(&path) {
+                    return Err(io::ErrorKind::PermissionDenied.into());
+                }
+                let file = Arc::new(File::options().read(true).write(true).open(&path)?);
+                unknown.insert(Segment { file, end: 0 })
             }
-            let file = Arc::new(File::options().read(true).write(true).open(&path)?);
-            self.segments.insert(number, Segment { file, end: 0 });
-        }
-        let Some(segment) = self.segments.get_mut(&number) else { return Ok(()) };
+        };
         let len = segment.file.metadata()?.len();
         let mut header = [0; HEADER_BYTES];
         while segment.end + HEADER_BYTES as u64 <= len {

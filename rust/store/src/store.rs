@@ -111,8 +111,9 @@ impl Store {
         let folder = Folder::open(settings.root.clone(), settings.owner)?;
         let lock = folder.try_lock()?;
         let hash_key = folder.key(settings.fresh_key, lock.is_some())?;
-        let name: String = settings.namespace[..16].iter().map(|byte| format!("{byte:02x}")).collect();
-        let namespace = folder.root.join(name);
+        let mut name = [0; 16];
+        name.copy_from_slice(&settings.namespace[..16]);
+        let namespace = folder.root.join(format!("{:032x}", u128::from_be_bytes(name)));
         make_folder(&namespace).map_err(|error| FolderError::io(&namespace, error))?;
         let shared = Arc::new(Shared {
             keys: Keys::new(&settings.namespace),

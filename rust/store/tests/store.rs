@@ -87,9 +87,9 @@ fn write(store: &Store, keys: impl IntoIterator<Item = u128>) {
 fn has(store: &Store, key: u128) -> bool {
     let mut bytes = Vec::new();
     let found = store.get(key, &mut bytes);
-    if found.is_some() {
+    if let Some((_, detail)) = found {
         assert_eq!(bytes[HEADER_BYTES..], payload(key), "wrong bytes for {key}");
-        assert_eq!(found.unwrap().1, key as u32 + 1);
+        assert_eq!(detail, key as u32 + 1);
     }
     found.is_some()
 }

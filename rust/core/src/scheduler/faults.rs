@@ -20,7 +20,9 @@ impl Scheduler {
         lost.sort_unstable();
         self.pool.forget_drafts(&lost)?;
         if let Some(saves) = &mut self.saves {
-            lost.iter().for_each(|&block| saves.draft_lost(block));
+            for &block in &lost {
+                saves.draft_lost(block);
+            }
         }
         let mut broken = Vec::new();
         for &row_index in &self.running {
