@@ -115,8 +115,9 @@ impl Writer {
         if len > self.max_bytes {
             return Err(io::ErrorKind::FileTooLarge.into());
         }
-        if self.active.as_ref().is_some_and(|active| active.end > 0 && active.end + len > self.segment_bytes) {
-            self.active = None;
+        if let Some(full) = self.active.take_if(|active| active.end > 0 && active.end + len > self.segment_bytes) {
+            // Reads set finer times than writes do, and would make older segments look newer.
+            let _ = full.file.set_modified(SystemTime::now());
         }
         self.make_room(len, index)?;
         if self.active.is_none() {
