@@ -33,6 +33,7 @@ SETTINGS = (
     ({}, "Always"),
     ({"num_speculative_tokens": 1}, "With drafts"),
     ({"enable_lora": True}, "With `--enable-lora`"),
+    ({"kv_cache_path": "kv"}, "With `--kv-cache-path`"),
     ({"several": True}, "With several models"),
 )
 """Settings of an engine, and the heading of the metrics that it has with them and not without."""
@@ -65,7 +66,13 @@ def lines() -> Iterator[str]:
     )
 
 
-def families(*, num_speculative_tokens: int = 0, enable_lora: bool = False, several: bool = False) -> list[Metric]:
+def families(
+    *,
+    num_speculative_tokens: int = 0,
+    enable_lora: bool = False,
+    kv_cache_path: str | None = None,
+    several: bool = False,
+) -> list[Metric]:
     """Return what a server with these settings of its engine writes, without the times of creation. With `several`, the
     server has several models."""
 
@@ -73,7 +80,12 @@ def families(*, num_speculative_tokens: int = 0, enable_lora: bool = False, seve
         return EngineStats(drafters={"ngram": AcceptanceFigures()}, draft_errors={"ngram": 0})
 
     config = SimpleNamespace(
-        block_size=16, enable_prefix_caching=True, kv_cache_dtype="auto", enable_lora=enable_lora, max_loras=1
+        block_size=16,
+        enable_prefix_caching=True,
+        kv_cache_dtype="auto",
+        enable_lora=enable_lora,
+        max_loras=1,
+        kv_cache_path=kv_cache_path,
     )
     limits = SimpleNamespace(num_speculative_tokens=num_speculative_tokens)
     llm: Any = SimpleNamespace(config=config, limits=limits, stats=stats)

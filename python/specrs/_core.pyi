@@ -530,6 +530,7 @@ class Scheduler:
         max_loras: int = 0,
         enable_prefix_caching: bool = True,
         enable_kv_cache_events: bool = False,
+        enable_block_saves: bool = False,
         hash_key: bytes = ...,
     ) -> Scheduler:
         """Make a scheduler with no requests and all blocks free.
@@ -576,6 +577,7 @@ class Scheduler:
                 it.
             enable_prefix_caching: whether requests share the KV of equal prefixes.
             enable_kv_cache_events: whether `take_kv_events` reports the blocks that entered and left the prefix cache.
+            enable_block_saves: whether a `KVStore` saves cached blocks. Not with windows.
             hash_key: 16 bytes, default all zero. A secret key keeps clients from building prompts that collide.
 
         Raises:
@@ -924,6 +926,13 @@ class Scheduler:
             InvalidConfigError: a cost is not finite and at least 0, or `row_costs` does not have K elements.
         """
 
+    def take_loads(self) -> list[int]:
+        """Take the ids of waiting requests that the last `plan` would have admitted if they did not wait for blocks of
+        a `KVStore`."""
+
+    def has_due(self) -> bool:
+        """Return whether a block or an output waits for `KVStore.save`."""
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Return False, and change nothing, while any block is held."""
 
@@ -1060,6 +1069,97 @@ class KVEventBatch:
         is in seconds since 1970. Hashes are the lower 64 bits of a block's hash. `extra_keys` are reported by block
         without offsets; in the first block they begin with the cache salt.
         """
+
+@final
+class KVStore:
+    """KV blocks and outputs of requests in a folder, which outlive the process. One process writes, others read.
+
+    Blocks are copied by the calling thread. Another thread writes them. Methods may be called by the thread of the
+    scheduler alone, except `stats`.
+    """
+
+    def __new__(
+        cls,
+        path: str,
+        namespace: bytes,
+        *,
+        max_bytes: int,
+        segment_bytes: int,
+        owner: int,
+        fresh_key: bytes,
+    ) -> KVStore:
+        """Open the folder, which is made with mode 0700 if it is missing, and read the headers of its records.
+
+        Args:
+            path: folder.
+            namespace: 32 bytes, a digest of all that KV depends on besides tokens, salt and adapter.
+            max_bytes: maximum number of bytes of all segments, those of other namespaces included. The least recently
+                used segments are deleted beyond.
+            segment_bytes: number of bytes after which a new segment begins.
+            owner: id of the user whom folder and files must belong to.
+            fresh_key: 16 random bytes, the key of block hashes if the folder has none.
+
+        Raises:
+            InvalidConfigError: a setting is outside its range, or the folder must not be used as it is.
+            OSError: the system refused an operation; `errno` says why.
+        """
+
+    @property
+    def hash_key(self) -> bytes:
+        """Key of block hashes, which all processes with this folder share."""
+
+    def await_load(self, scheduler: Scheduler, request_id: int) -> bool:
+        """Let a waiting request wait for `load` if the block after its cached ones is in the store. Return whether it
+        is.
+
+        Raises:
+            UnknownRequestError: the id is not live.
+        """
+
+    def load(
+        self,
+        scheduler: Scheduler,
+        request_id: int,
+        target: CpuKVCache,
+        draft: CpuKVCache | None = None,
+        *,
+        ms: float = ...,
+    ) -> bool:
+        """Copy blocks of a request's prompt from the store into the caches, and put them into the prefix cache.
+
+        Reads at least one block, and no more after `ms` milliseconds. A record that is not whole ends the prefix.
+        Return True if there are no more blocks, and let the request go on. Releases the interpreter while it reads.
+        """
+
+    def save(
+        self,
+        scheduler: Scheduler,
+        target: CpuKVCache,
+        draft: CpuKVCache | None = None,
+        *,
+        ms: float = ...,
+    ) -> bool:
+        """Copy due blocks and outputs to the queue of the thread that writes, for `ms` milliseconds or until the queue
+        is full. Return True if none is left. Does nothing while another process writes."""
+
+    def restore_outputs(self, scheduler: Scheduler) -> None:
+        """Add the outputs in the store to the suffix drafter of `scheduler`, oldest first."""
+
+    def ask_for_lock(self) -> None:
+        """Let the thread that writes try to become the writer of the folder. `save` does so once a second."""
+
+    def flush(self) -> None:
+        """Wait until all that was saved is written, or has failed. Releases the interpreter."""
+
+    def close(self) -> None:
+        """Write what waits, and end the thread. May be called again. Releases the interpreter."""
+
+    def take_error(self) -> str | None:
+        """Take the last error of a write."""
+
+    def stats(self) -> dict[str, int]:
+        """Return counters since the store was opened: `queried_blocks`, `loaded_blocks`, `read_bytes`, `writes`,
+        `written_bytes`, `errors`; and `records` and `is_writer` as of now."""
 
 @final
 class TokenDecoder:

@@ -45,6 +45,9 @@ class EngineConfig(EngineOptions):
         if self.enable_kv_cache_events and not self.enable_prefix_caching:
             reason = "must be False with enable_prefix_caching=False, which leaves nothing to tell of"
             raise invalid(error, "kv_events_config.enable_kv_cache_events", True, reason)
+        if self.kv_cache_disk_bytes is not None and self.kv_cache_path is None:
+            reason = "needs kv_cache_path, the folder whose size it limits; set it, or leave kv_cache_disk_bytes out"
+            raise invalid(error, "kv_cache_disk_bytes", self.kv_cache_disk_bytes, reason)
         self._check_draft()
         self.check_device(self.device, self.dtype)
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
@@ -70,6 +73,8 @@ class EngineConfig(EngineOptions):
             served = ("dtype", dtype, dtype in ("auto", "bfloat16", "float32"), "dtype='bfloat16'")
             _refuse_beside("cuda_fp8_rows", True, "False", (_of_device("cuda_fp8_rows", device), served))
         self._check_ranks(device)
+        if self.kv_cache_path is not None:
+            self._check_disk_cache(device, dtype)
         if self.enable_lora:
             size = self.tensor_parallel_size
             others = (
@@ -79,6 +84,21 @@ class EngineConfig(EngineOptions):
                 ("cpu_activations", self.cpu_activations, not self.rounds_to_bf16, "cpu_activations='auto'"),
             )
             _refuse_beside("enable_lora", True, "False", others)
+
+    def _check_disk_cache(self, device: str, dtype: str) -> None:
+        """Raise `UnsupportedConfigError` for options with which KV on disk would not have the bits of computed KV."""
+        size, caching, eager = self.tensor_parallel_size, self.enable_prefix_caching, self.enforce_eager
+        others = (
+            _of_device("kv_cache_path", device),
+            ("enable_prefix_caching", caching, caching, "enable_prefix_caching=True"),
+            ("tensor_parallel_size", size, size == 1, "tensor_parallel_size=1"),
+            ("dtype", dtype, dtype != "float64", "dtype='float32' or 'bfloat16'"),
+            ("enforce_eager", eager, not eager, "enforce_eager=False"),
+            ("model_impl", self.model_impl, self.model_impl != "transformers", "model_impl='auto' or 'specrs'"),
+            ("load_format", self.load_format, self.load_format != "dummy", "load_format='auto'"),
+            ("cpu_prefill", self.cpu_prefill, self.cpu_prefill == "exact", "cpu_prefill='exact'"),
+        )
+        _refuse_beside("kv_cache_path", self.kv_cache_path, "None", others)
 
     def _check_ranks(self, device: str) -> None:
         size, speculative = self.tensor_parallel_size, self.speculative_config

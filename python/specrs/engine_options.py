@@ -12,7 +12,14 @@ from typing import Any
 
 from specrs.errors import SpecrsError, invalid
 from specrs.kv_events_config import KVEventsConfig
-from specrs.model_values import AT_LOAD, CACHE_DTYPE, DEFAULT_CPU_KV_CACHE_BYTES, MODEL_PATH, QUANTIZATION
+from specrs.model_values import (
+    AT_LOAD,
+    CACHE_DTYPE,
+    DEFAULT_CPU_KV_CACHE_BYTES,
+    DEFAULT_DISK_CACHE_BYTES,
+    MODEL_PATH,
+    QUANTIZATION,
+)
 from specrs.options import Choice, Command, Integer, ListOf, Number, Settings, Switch, Text, Values, one_of, option
 from specrs.speculative_config import SpeculativeConfig
 
@@ -219,6 +226,23 @@ class EngineOptions:
         details="The KV cache gets what weights, buffers and graphs leave of it.",
     )
     enable_prefix_caching: bool = _engine_option(True, Switch(), "reuse the KV of equal prefixes")
+    kv_cache_path: str | None = _engine_option(
+        None,
+        Text("a folder"),
+        "on a CPU: folder of a prefix cache that outlives the engine",
+        default_is="no such cache",
+        details="The KV of finished blocks, target's and draft's, is written there in the background. A later request "
+        "with the same prefix reads it, also after a restart or in another process of the machine. The text stays the "
+        "same, bit for bit. [Serve](guides/serve.md#keep-the-prefix-cache-on-disk) tells more.",
+        device="cpu",
+    )
+    kv_cache_disk_bytes: int | None = _engine_option(
+        None,
+        Integer(1, units=True),
+        "bytes of files in --kv-cache-path",
+        note="the least recently used files are deleted beyond",
+        default_is=f"{DEFAULT_DISK_CACHE_BYTES >> 30} GiB",
+    )
     tensor_parallel_size: int = _engine_option(
         1,
         Integer(1, 1024),

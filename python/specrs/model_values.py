@@ -6,6 +6,8 @@ from specrs.options import Choice, Text
 
 DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
 """Default size of the KV cache on a CPU in bytes. The pool is mapped lazily, so unused blocks cost no memory."""
+DEFAULT_DISK_CACHE_BYTES = 16 << 30
+"""Default of `kv_cache_disk_bytes`, the size of a prefix cache on disk."""
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 INTEGERS_AT_LOAD = ("int8", "int4", "q8_0", "q4_0")
 """Types of integers that 16-bit and 32-bit weights can be quantized to while they load."""

@@ -124,6 +124,25 @@ class RequestMetrics(AcceptanceFigures):
         return seconds / (self.num_generated_tokens - 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskCacheStats:
+    """Statistics of the prefix cache on disk (`kv_cache_path`) since the engine's start or the last `reset_stats`.
+
+    - `queried_tokens`: number of prompt tokens, in whole blocks, that were not cached in memory and were looked for.
+    - `loaded_tokens`: number of these that were read from disk into the KV cache.
+    - `read_bytes`, `written_bytes`: number of bytes of records.
+    - `errors`: number of records and files that could not be read or written. Each cost a part of the cache.
+    - `is_writer`: False while another process writes to the folder, and this one only reads.
+    """
+
+    queried_tokens: int = 0
+    loaded_tokens: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    errors: int = 0
+    is_writer: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineStats(AcceptanceFigures):
     """Statistics of an engine since its start or the last `reset_stats`.
@@ -137,6 +156,7 @@ class EngineStats(AcceptanceFigures):
     - `drafters`: acceptance statistics of each drafter, by its `speculative_config.method`. They add up to the
       engine's.
     - `draft_errors`: number of failures of each drafter. The step, or one request in it, then went on without drafts.
+    - `disk_cache`: statistics of the prefix cache on disk; None without one.
     - `running_loras`, `waiting_loras`: names of the LoRA adapters of requests that run or wait now.
     """
 
@@ -152,6 +172,7 @@ class EngineStats(AcceptanceFigures):
     num_free_blocks: int = 0
     drafters: dict[str, AcceptanceFigures] = field(default_factory=dict)
     draft_errors: dict[str, int] = field(default_factory=dict)
+    disk_cache: DiskCacheStats | None = None
     running_loras: tuple[str, ...] = ()
     waiting_loras: tuple[str, ...] = ()
 

@@ -1,9 +1,11 @@
 """What the extension exports: names, classes, stubs, and what importing it costs."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +76,14 @@ def seen_by_a_host() -> tuple[core.RequestView, dict[type, object]]:
     return view, events
 
 
+def store() -> core.KVStore:
+    """A store in a folder that is deleted at once; nothing is written."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o700)
+        sizes = {"max_bytes": 1 << 20, "segment_bytes": 1 << 16, "owner": os.geteuid()}
+        return core.KVStore(folder, bytes(32), fresh_key=bytes(16), **sizes)
+
+
 def test_the_classes_are_known() -> None:
     assert PYCLASSES == [
         "AcceptanceTracker",
@@ -93,6 +103,7 @@ def test_the_classes_are_known() -> None:
         "HiddenDrafter",
         "HostDrafter",
         "KVEventBatch",
+        "KVStore",
         "NgramProposer",
         "Output",
         "Outputs",
@@ -129,6 +140,7 @@ INSTANCES = [
     core.HiddenDrafter(max_model_len=8, max_draft_lag=4),
     core.HostDrafter("suffix", max_tree_depth=4),
     EVENTS[core.KVEventBatch],
+    store(),
     core.NgramProposer(),
     core.Output(0, [1]),
     core.Outputs(),

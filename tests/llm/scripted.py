@@ -23,6 +23,7 @@ class ScriptedEngine:
         self.config = EngineConfig(seed=7)
         self.team = None
         self.loras = None
+        self.idle_interval: float | None = None
         self.tokens_per_step = 2
         self.script: Callable[[Request], list[int] | SpecrsError] = lambda request: [65 - 33 + 1] * 100
         self.before_step: Callable[[ScriptedEngine], None] = lambda engine: None

@@ -167,9 +167,13 @@ class Blueprint:
             declared.append(drafter.declare(self.draft_limits))
         return declared
 
-    def scheduler(self, blocks: int, *, measuring: str | None = None) -> Scheduler:
-        """Return a scheduler over `blocks` blocks. `measuring` is for measuring costs: with `host` it always drafts on
-        the host, with `device` always on the device, whatever the text is."""
+    def scheduler(self, blocks: int, *, measuring: str | None = None, disk_key: bytes | None = None) -> Scheduler:
+        """Return a scheduler over `blocks` blocks.
+
+        `measuring` is for measuring costs: with `host` it always drafts on the host, with `device` always on the
+        device, whatever the text is. `disk_key` is the key of block hashes if blocks are kept on disk; None: a random
+        key.
+        """
         config = self.config
         return Scheduler(
             max_num_seqs=config.max_num_seqs,
@@ -192,7 +196,8 @@ class Blueprint:
             max_loras=config.max_loras if config.enable_lora else 0,
             enable_prefix_caching=config.enable_prefix_caching,
             enable_kv_cache_events=config.enable_kv_cache_events and not self.window_groups,
-            hash_key=secrets.token_bytes(16),
+            enable_block_saves=disk_key is not None,
+            hash_key=secrets.token_bytes(16) if disk_key is None else disk_key,
         )
 
     @property

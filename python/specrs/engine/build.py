@@ -20,6 +20,7 @@ from specrs.backends.table import backend_of, resolve_device
 from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.core import CostModel, Scheduler, SpeculationPlanner
+from specrs.engine.disk_cache import DiskCache, open_store
 from specrs.engine.engine import Engine
 from specrs.engine.kv_events import KVEventPublisher
 from specrs.engine.loras import LoRAStore
@@ -93,7 +94,10 @@ def _assemble(
     if team is not None:
         blocks = min(blocks, *(ready["num_blocks"] for ready in team.collect(Kind.READY)))
         team.send(Kind.START, json.dumps({"num_blocks": blocks}).encode())
-    scheduler = blueprint.scheduler(blocks)
+    store = open_store(blueprint)
+    if store is not None:
+        undo.callback(store.close)
+    scheduler = blueprint.scheduler(blocks, disk_key=None if store is None else store.hash_key)
     loras = None
     if config.enable_lora:
         loras = LoRAStore(
@@ -119,6 +123,7 @@ def _assemble(
     if config.kv_events_config is not None and config.kv_events_config.publishes:
         publisher = KVEventPublisher(config.kv_events_config)
         undo.callback(publisher.close)
+    disk = None if store is None else DiskCache(store, scheduler, runner, config.block_size)
     drafter = blueprint.weights.drafter
     engine = Engine(
         replace(
@@ -127,11 +132,14 @@ def _assemble(
             team=team,
             loras=loras,
             publish=None if publisher is None else publisher.publish,
+            disk=disk,
             draft_check=None if drafter is None else drafter.check(str(config.draft)),
         )
     )
     if publisher is not None:
         weakref.finalize(engine, publisher.close)
+    if disk is not None:
+        weakref.finalize(engine, disk.close)
     return engine
 
 

@@ -18,6 +18,7 @@ from specrs.core import (
     DRAFTER_DEVICE,
     DRAFTERS,
     FLAG_TARGET_NON_FINITE,
+    PLAN_IDLE,
     PLAN_LAUNCH,
     AcceptanceTracker,
     Outputs,
@@ -42,6 +43,10 @@ from specrs.tokenizer import Tokenizer, end_ids
 from specrs.verify.token_logprobs import TokenLogprobs
 
 logger = logging.getLogger("specrs")
+
+IDLE_INTERVAL = 0.02
+"""Seconds between two calls of `settle_idle` while blocks wait to be saved. In this time a disk writes about as much as
+its queue holds."""
 
 
 class Engine:
@@ -72,6 +77,7 @@ class Engine:
         self.draft_check = parts.draft_check
         self.team = parts.team
         self.loras = parts.loras
+        self.disk = parts.disk
         self.outputs = Outputs()
         self.requests: dict[int, Request] = {}
         self._reporting: dict[int, Request] = {}  # those with a grammar, a prediction, or log probabilities to report
@@ -138,10 +144,13 @@ class Engine:
             caller=request.caller,
             stop_token_ids=np.asarray(bounds.stop_token_ids, dtype=np.int64),
             sampling=request.sampling(),
-            cache_salt=_cache_salt(request),
+            cache_salt=request.cache_salt.encode(),
             lora=None if request.lora is None else (request.lora.id, request.lora.name),
             prediction=np.asarray(request.prediction_token_ids, dtype=np.int64),
+            extra_keys=self._extra_keys(request),
         )
+        if self.disk is not None:
+            self.disk.await_load(request.request_id)
         request.matcher = matcher
         request.synthetic = self.config.synthetic
         request.stop_token_ids = bounds.stop_token_ids
@@ -152,6 +161,19 @@ class Engine:
             self._reporting[request.request_id] = request
         self.requests[request.request_id] = request
         self._prompt_tokens += len(request.prompt_token_ids)
+
+    def _extra_keys(self, request: Request) -> list[tuple[int, bytes]]:
+        """Return what else the request's KV depends on, as keys of its block hashes.
+
+        With a cache on disk, the content of its adapter is one. A request that wants prompt log probabilities gets a
+        random key, so that no cached block is reused and every position is computed.
+        """
+        keys = []
+        if self.disk is not None and request.lora is not None:
+            keys.append((0, self.disk.digest(request.lora)))
+        if request.params.prompt_logprobs is not None:
+            keys.append((0, b"prompt_logprobs" + secrets.token_bytes(16)))
+        return keys
 
     @property
     def drafter(self) -> DrafterCounts | None:
@@ -205,15 +227,25 @@ class Engine:
         while self.scheduler.num_in_flight:
             self._settle()
         self._publish()
+        if self.disk is not None:
+            self.disk.save()
         begun = time.perf_counter()
         if launched != self._checked_at and begun >= self._check_after:
             self.scheduler.check_integrity()
             self._checked_at, ended = launched, time.perf_counter()
             self._check_after = ended + 99.0 * (ended - begun)
 
+    @property
+    def idle_interval(self) -> float | None:
+        """Seconds after which an idle engine wants `settle_idle` to be called again; None if it has nothing left to
+        do."""
+        return IDLE_INTERVAL if self.disk is not None and self.disk.has_due else None
+
     def close(self) -> None:
-        """End the runner's threads. No step can be launched afterwards."""
+        """End the runner's threads, and write what waits for the disk. No step can be launched afterwards."""
         self.runner.close()
+        if self.disk is not None:
+            self.disk.close()
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the statistics and counters since the start or the last `reset_stats`."""
@@ -246,6 +278,7 @@ class Engine:
             num_waiting=self.scheduler.num_waiting,
             num_blocks=self.scheduler.num_blocks,
             num_free_blocks=self.scheduler.num_free_blocks,
+            disk_cache=None if self.disk is None else self.disk.stats(),
             running_loras=self._lora_names(waiting=False),
             waiting_loras=self._lora_names(waiting=True),
         )
@@ -268,6 +301,8 @@ class Engine:
         """Set the engine's statistics to zero. Requests that run keep their own statistics."""
         self._acceptance_before = self._acceptance()
         self._faults_before = self._faults.counts()
+        if self.disk is not None:
+            self.disk.reset_stats()
         self._preemptions_before = self.scheduler.num_preemptions
         self._prompt_tokens = 0
         self._cached_tokens_before = self.scheduler.num_cached_tokens
@@ -289,12 +324,20 @@ class Engine:
             slot.started = time.perf_counter()
             if self.planner is not None:
                 scheduler.speculate(self.planner)
-            if scheduler.plan(slot.record) != PLAN_LAUNCH:
+            outcome = scheduler.plan(slot.record)
+            loads = [] if self.disk is None else scheduler.take_loads()
+            if loads and self.disk is not None:
+                self.disk.load(loads, alone=outcome == PLAN_IDLE)
+                if outcome != PLAN_LAUNCH:
+                    continue
+            if outcome != PLAN_LAUNCH:
                 break
             self._faults.planned()
             self._launch(slot, slot.header())
         touched = self._settle() if scheduler.num_in_flight else []
         self._publish()
+        if self.disk is not None:
+            self.disk.stepped()
         return touched
 
     def _publish(self) -> None:
@@ -468,14 +511,6 @@ _PREDICTION = DRAFTERS.index("prediction")
 def _extras(requests: Mapping[int, Request], request_id: int) -> RequestExtras | None:
     request = requests.get(request_id)
     return None if request is None or request.matcher is None else RequestExtras(request.matcher)
-
-
-def _cache_salt(request: Request) -> bytes:
-    """Return the salt for the request's block hashes. A request that wants prompt log probabilities gets a random salt,
-    so that no cached block is reused and every position is computed."""
-    if request.params.prompt_logprobs is None:
-        return request.cache_salt.encode()
-    return f"prompt_logprobs of request {request.request_id}".encode() + secrets.token_bytes(8)
 
 
 def _record_prompt(request: Request, first: int, values: TokenLogprobs) -> None:

@@ -164,10 +164,11 @@ class EngineLoop(threading.Thread):
         """Run all queued commands. If the engine has no work, wait for one."""
         with contextlib.suppress(queue.Empty):
             while True:
-                idle = not (self._engine.has_unfinished() or self._stopping)
+                idle, timeout = not (self._engine.has_unfinished() or self._stopping), None
                 if idle and self._commands.empty():
                     self._engine.settle_idle()
-                command = self._commands.get(block=idle)
+                    timeout = self._engine.idle_interval
+                command = self._commands.get(block=idle, timeout=timeout)
                 self._run_command(command)
 
     def _run_command(self, command: _Command) -> None:

@@ -11,6 +11,7 @@ from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.core import KVEventBatch, Scheduler, SpeculationPlanner
 from specrs.drafters.base import DraftCheck
+from specrs.engine.disk_cache import DiskCache
 from specrs.engine.loras import LoRAStore
 from specrs.parallel.team import Team
 from specrs.sampling import RequestLimits
@@ -41,5 +42,7 @@ class EngineParts:
     """LoRA adapters for requests. None: LoRA is off."""
     publish: Publish | None = None
     """Receiver of the prefix cache's events. None: there are no events."""
+    disk: DiskCache | None = None
+    """The prefix cache on disk. None: there is none."""
     draft_check: DraftCheck | None = None
     """Warns if the first drafts show that the drafter reads something else than in training."""

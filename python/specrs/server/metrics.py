@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from specrs.async_llm import AsyncLLM
 from specrs.config import EngineConfig
 from specrs.errors import EngineDeadError
-from specrs.outputs import EngineStats, RequestOutput
+from specrs.outputs import DiskCacheStats, EngineStats, RequestOutput
 from specrs.server.models import Model
 from specrs.server.response_store import ResponseStore
 
@@ -213,6 +213,25 @@ class _EngineCollector(Collector):
         yield counter("num_preemptions", "Requests that lost their blocks.", stats.num_preemptions)
         yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prompt_tokens)
         yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.num_cached_tokens)
+        if config.kv_cache_path is not None:
+            disk = stats.disk_cache or DiskCacheStats()
+            for name, text, value in (
+                ("queries", "Prompt tokens looked up in the prefix cache on disk.", disk.queried_tokens),
+                ("hits", "Prompt tokens read from the prefix cache on disk.", disk.loaded_tokens),
+                ("read_bytes", "Bytes read from the prefix cache on disk.", disk.read_bytes),
+                ("written_bytes", "Bytes written to the prefix cache on disk.", disk.written_bytes),
+                ("errors", "Records and files on disk that could not be read or written.", disk.errors),
+            ):
+                family = CounterMetricFamily(f"specrs:disk_cache_{name}", text, labels=names)
+                family.add_metric(values, value)
+                yield family
+            writer = GaugeMetricFamily(
+                "specrs:disk_cache_is_writer",
+                "Whether this process writes to the prefix cache on disk: 1, or 0 while another one does.",
+                labels=names,
+            )
+            writer.add_metric(values, disk.is_writer)
+            yield writer
         if self.num_drafts:
             yield counter("spec_decode_num_drafts", "Iterations that drafted.", stats.drafts)
             yield counter("spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens)

@@ -128,6 +128,43 @@ impl KvCache {
         &mut self.places
     }
 
+    /// Returns the number of bytes of one block, K and V of all places.
+    pub fn block_bytes(&self) -> usize {
+        let elements = self.block_len() * self.places.len();
+        elements * self.places.first().map_or(0, ValuesMut::element_bytes)
+    }
+
+    /// Appends the bytes of a block to `out`, place after place.
+    ///
+    /// # Panics
+    /// If the block is not among the blocks that can be allocated.
+    pub fn append_block(&self, block: usize, out: &mut Vec<u8>) {
+        assert!(block < self.shape.num_blocks, "block {block} of {}", self.shape.num_blocks);
+        let elements = block * self.block_len()..(block + 1) * self.block_len();
+        for place in &self.places {
+            out.extend_from_slice(place.bytes(elements.clone()));
+        }
+    }
+
+    /// Overwrites a block with bytes that [`Self::append_block`] gave.
+    ///
+    /// # Panics
+    /// If the block is not among the blocks that can be allocated, or `bytes` has another length than a block.
+    pub fn fill_block(&mut self, block: usize, bytes: &[u8]) {
+        assert!(block < self.shape.num_blocks, "block {block} of {}", self.shape.num_blocks);
+        assert_eq!(bytes.len(), self.block_bytes(), "bytes of a block");
+        let elements = block * self.block_len()..(block + 1) * self.block_len();
+        let each = bytes.len() / self.places.len();
+        for (place, bytes) in self.places.iter_mut().zip(bytes.chunks_exact(each)) {
+            place.bytes_mut(elements.clone()).copy_from_slice(bytes);
+        }
+    }
+
+    /// Returns the number of elements of one block in one place.
+    fn block_len(&self) -> usize {
+        2 * self.shape.num_kv_heads * self.shape.block_size * self.shape.head_dim
+    }
+
     /// Rejects a cache whose sizes do not match the model.
     pub(crate) fn check(&self, shape: &ModelShape, num_layers: usize) -> Result<()> {
         let found = [self.layers.len(), self.shape.num_kv_heads, self.shape.head_dim];

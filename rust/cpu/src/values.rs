@@ -1,6 +1,7 @@
 //! Numbers in borrowed memory, in one of the types of weights or KV caches. Knows no shapes.
 
-use crate::memory::{Bf16, E4m3, E5m2, Memory, MemoryMut};
+use crate::memory::{Bf16, E4m3, E5m2, Memory, MemoryMut, bytes_of, bytes_of_mut};
+use std::ops::Range;
 
 /// Read-only numbers in one of the types of weights.
 pub enum Values {
@@ -70,5 +71,34 @@ impl ValuesMut {
     /// Returns whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Returns the number of bytes of an element.
+    pub fn element_bytes(&self) -> usize {
+        match self {
+            Self::F32(_) => 4,
+            Self::Bf16(_) => 2,
+            Self::E4m3(_) | Self::E5m2(_) => 1,
+        }
+    }
+
+    /// Returns the bytes of some elements.
+    pub(crate) fn bytes(&self, elements: Range<usize>) -> &[u8] {
+        match self {
+            Self::F32(memory) => bytes_of(&memory.as_slice()[elements]),
+            Self::Bf16(memory) => bytes_of(&memory.as_slice()[elements]),
+            Self::E4m3(memory) => bytes_of(&memory.as_slice()[elements]),
+            Self::E5m2(memory) => bytes_of(&memory.as_slice()[elements]),
+        }
+    }
+
+    /// Returns the bytes of some elements, writable.
+    pub(crate) fn bytes_mut(&mut self, elements: Range<usize>) -> &mut [u8] {
+        match self {
+            Self::F32(memory) => bytes_of_mut(&mut memory.as_mut_slice()[elements]),
+            Self::Bf16(memory) => bytes_of_mut(&mut memory.as_mut_slice()[elements]),
+            Self::E4m3(memory) => bytes_of_mut(&mut memory.as_mut_slice()[elements]),
+            Self::E5m2(memory) => bytes_of_mut(&mut memory.as_mut_slice()[elements]),
+        }
     }
 }

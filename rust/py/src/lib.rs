@@ -22,6 +22,7 @@ mod error;
 mod host;
 mod iteration;
 mod kv_events;
+mod kv_store;
 mod lora;
 mod outputs;
 mod packed;
@@ -58,6 +59,8 @@ mod _core {
     use super::iteration::CpuIteration;
     #[pymodule_export]
     use super::kv_events::{AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch};
+    #[pymodule_export]
+    use super::kv_store::KVStore;
     #[pymodule_export]
     use super::lora::CpuLora;
     #[pymodule_export]

@@ -43,7 +43,7 @@ impl Scheduler {
         drafter = None, sliding_window = None, window_groups = None, max_in_flight = 1, max_constraint_len = 0,
         logits_dtype = "float32", num_reserved_decode_tokens = 64, long_prefill_token_threshold = 0,
         max_prefill_stall_ms = 0.0, attention_cost_ratio = 1.0 / 4096.0, priority_aging_launches = 0, max_loras = 0, enable_prefix_caching = true,
-        enable_kv_cache_events = false,
+        enable_kv_cache_events = false, enable_block_saves = false,
         hash_key = DEFAULT_HASH_KEY,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only settings")]
@@ -69,6 +69,7 @@ impl Scheduler {
         max_loras: i64,
         enable_prefix_caching: bool,
         enable_kv_cache_events: bool,
+        enable_block_saves: bool,
         hash_key: &[u8],
     ) -> PyResult<Self> {
         let size = |field, value| size(py, Class::InvalidConfig, field, value);
@@ -98,6 +99,7 @@ impl Scheduler {
             max_loras: size("max_loras", max_loras)?,
             enable_prefix_caching,
             enable_kv_cache_events,
+            enable_block_saves,
             hash_key: hash_key_bytes(py, hash_key)?,
         };
         specrs_core::Scheduler::new(config).map(|core| Self(Mutex::new(core))).or_raise(py)
@@ -339,6 +341,14 @@ impl Scheduler {
 
     fn set_draft_costs(&self, py: Python<'_>, pass_cost: f64, row_costs: Vec<f64>, catch_up_cost: f64) -> PyResult<()> {
         self.core(py).set_draft_costs(pass_cost, row_costs, catch_up_cost).or_raise(py)
+    }
+
+    fn take_loads(&self, py: Python<'_>) -> Vec<i64> {
+        self.core(py).take_loads()
+    }
+
+    fn has_due(&self, py: Python<'_>) -> bool {
+        self.core(py).has_due()
     }
 
     fn reset_prefix_cache(&self, py: Python<'_>) -> bool {

@@ -278,6 +278,11 @@ impl BlockPool {
         self.get(block).is_some_and(|b| b.has_draft && (b.successor == ANY || b.successor == successor))
     }
 
+    /// Returns the token after `block` for which its draft KV is valid, `u32::MAX` for any; `None` without mark D.
+    pub(crate) fn draft_successor(&self, block: i64) -> Option<u32> {
+        self.get(block).filter(|b| b.has_draft).map(|b| b.successor)
+    }
+
     /// Removes mark D (valid draft KV) from `block`. Returns false if the block has no such mark.
     ///
     /// # Errors

@@ -68,6 +68,12 @@ impl Scheduler {
             if len == 0 {
                 break;
             }
+            if self.requests[index].awaits_load {
+                self.loads.push(self.requests[index].id);
+                num_held_back += 1;
+                growth += missing + unheld;
+                continue;
+            }
             loras.add(lora);
             let row = self.open_row(index, &plan.hits, &plan.group_hits)?;
             self.grow(row, start + len)?;

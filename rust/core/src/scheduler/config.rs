@@ -76,6 +76,9 @@ pub struct SchedulerConfig {
     pub enable_prefix_caching: bool,
     /// Whether [`super::Scheduler::take_kv_events`] reports the blocks that entered and left the prefix cache.
     pub enable_kv_cache_events: bool,
+    /// Whether the host copies cached blocks elsewhere, with [`super::Scheduler::take_due_block`]. False with windows,
+    /// whose blocks leave the prefix cache one by one.
+    pub enable_block_saves: bool,
     /// Key of the block hashes.
     pub hash_key: [u8; 16],
 }
@@ -112,6 +115,7 @@ impl SchedulerConfig {
             max_loras: 0,
             enable_prefix_caching: true,
             enable_kv_cache_events: false,
+            enable_block_saves: false,
             hash_key: [0; 16],
         }
     }
@@ -175,6 +179,9 @@ impl SchedulerConfig {
         if self.enable_kv_cache_events && further > 0 {
             let allowed = "false with window_groups, whose blocks have no events";
             return Err(Error::invalid_config("enable_kv_cache_events", true, allowed));
+        }
+        if self.enable_block_saves && self.has_windows() {
+            return Err(Error::invalid_config("enable_block_saves", true, "false with windows".to_owned()));
         }
         Ok(())
     }

@@ -19,6 +19,11 @@ impl Scheduler {
         let mut lost = blocks.to_vec();
         lost.sort_unstable();
         self.pool.forget_drafts(&lost)?;
+        if let Some(saves) = &mut self.saves {
+            for &block in &lost {
+                saves.draft_lost(block);
+            }
+        }
         let mut broken = Vec::new();
         for &row_index in &self.running {
             let row = &mut self.rows[row_index as usize];

@@ -95,6 +95,9 @@ impl Scheduler {
         let row = &self.rows[row_index as usize];
         for &block in row.registered_blocks() {
             self.pool.unmark_draft(block)?;
+            if let Some(saves) = &mut self.saves {
+                saves.draft_lost(block);
+            }
         }
         Ok(())
     }

@@ -229,6 +229,7 @@ fn count(errors: &mut [(u64, Option<Error>); KINDS], kind: DrafterKind, error: E
 fn text_of(request: &Request) -> Text<'_> {
     Text {
         id: request.order.1 as i64,
+        salt: request.salt,
         tokens: &request.tokens,
         prompt_len: request.prompt_len,
         forced: request.forced(),

@@ -8,8 +8,7 @@
 use super::config::Lora;
 use super::request::Request;
 use super::{Scheduler, SchedulerConfig};
-use crate::block_pool::{BlockPool, Evicted};
-use crate::error::Result;
+use crate::block_pool::Evicted;
 use crate::hash::BlockHash;
 
 /// Change of the blocks that can be found by hash, with the names of vLLM's KV events.
@@ -219,7 +218,7 @@ impl KvEventLog {
 
     /// Records an evicted block. It needs no check of the capacity, because the block was stored before.
     #[inline(never)] // out of the way of those who take no events
-    fn removed(&mut self, evicted: &Evicted) {
+    pub(super) fn removed(&mut self, evicted: &Evicted) {
         let &Evicted { block, hash, has_draft } = evicted;
         let [a, b, c, d] = words_of(hash);
         self.batch.words.extend_from_slice(&[REMOVED + u32::from(has_draft), block as u32, a, b, c, d]);
@@ -268,17 +267,6 @@ impl KvEventLog {
         self.batch = KvEventBatch { block_size: self.batch.block_size, ..KvEventBatch::default() };
         self.batch.words.push(CLEARED);
     }
-}
-
-/// Allocates a block by evicting a cached one, and records the eviction.
-#[inline]
-pub(super) fn allocate(pool: &mut BlockPool, events: Option<&mut KvEventLog>) -> Result<i64> {
-    let evicted = pool.allocate_cached()?;
-    let block = evicted.block;
-    if let Some(events) = events {
-        events.removed(&evicted);
-    }
-    Ok(block)
 }
 
 impl Scheduler {

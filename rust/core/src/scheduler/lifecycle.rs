@@ -29,8 +29,9 @@ impl Scheduler {
             launches => i128::from(params.priority) * launches as i128 + i128::from(self.next_launch_id),
         };
         let order = (rank, self.next_arrival);
-        let root = loras::root(&self.hasher, params.cache_salt, params.lora);
-        let request = Request::new(request_id, order, token_ids, params, root, self.config.logits_dtype);
+        let salt = self.hasher.root(params.cache_salt);
+        let root = loras::root(&self.hasher, salt, params.lora);
+        let request = Request::new(request_id, order, token_ids, params, (salt, root), self.config.logits_dtype);
         let index = self.requests.insert(request);
         self.next_arrival += 1;
         self.by_id.insert(request_id, index);
@@ -155,6 +156,11 @@ impl Scheduler {
         let request = self.requests.remove(index);
         self.by_id.remove(&request.id);
         self.num_with_caller -= usize::from(request.caller.is_some());
+        if let Some(saves) = &mut self.saves
+            && self.host_drafts.proposers.suffix.as_ref().is_some_and(|suffix| suffix.keeps(request.order.1 as i64))
+        {
+            saves.output(&request);
+        }
         self.host_drafts.forget(&request);
     }
 
@@ -196,6 +202,12 @@ impl Scheduler {
         for block in lease.blocks.drain(..).skip(lease.first_block).rev() {
             self.pool.release_claim(block, row);
             self.pool.free(block)?;
+            if let Some(saves) = &mut self.saves
+                && self.pool.is_registered(block)
+                && self.pool.ref_count(block) == Some(0)
+            {
+                saves.due(block);
+            }
         }
         lease.state = RowState::Free;
         if !self.groups.is_empty() {

@@ -15,9 +15,8 @@ use super::request::RequestIndex;
 use crate::hash::{BlockHash, BlockHasher};
 
 /// Returns the start of a request's hash chain, which differs between adapters and the base model so that they share no
-/// blocks.
-pub(super) fn root(hasher: &BlockHasher, cache_salt: &[u8], lora: Option<&Lora>) -> BlockHash {
-    let salted = hasher.root(cache_salt);
+/// blocks. `salted` is the hash of the request's cache salt.
+pub(super) fn root(hasher: &BlockHasher, salted: BlockHash, lora: Option<&Lora>) -> BlockHash {
     // No extra key counts from an offset that is beyond all blocks.
     lora.map_or(salted, |lora| {
         let key = [&b"LoRA"[..], &lora.id.to_le_bytes(), lora.name.as_bytes()].concat();

@@ -23,6 +23,7 @@
 //! | `record` | how that is written down |
 //! | `settle` | what results mean |
 //! | `introspection`, `kv_events`, `kv_event_msgpack` | what a host may ask about a request, and about the prefix cache |
+//! | `saves` | which cached blocks a host copies elsewhere, and back |
 //! | `integrity` | whether all of this agrees |
 
 mod admission;
@@ -45,6 +46,7 @@ mod prefill_costs;
 mod record;
 mod request;
 mod row;
+mod saves;
 mod settle;
 mod sharing;
 mod speculation;
@@ -73,6 +75,7 @@ pub use kv_events::{KvEvent, KvEventBatch};
 use layout::{RecordLayout, ResultsLayout, SettledLayout};
 use request::{Order, RequestIndex, Requests};
 use row::{Launch, Row, RowIndex};
+pub use saves::{DueBlock, EndedOutput};
 
 /// Outcome of `plan`. The enum is exhaustive, because a host that does not know an outcome cannot go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -163,6 +166,10 @@ pub struct Scheduler {
     hidden: Vec<hidden::HiddenRow>,
     /// Log of KV events; `None` unless events are enabled.
     kv_events: Option<KvEventLog>,
+    /// Blocks that the host should copy out; `None` unless block saves are enabled.
+    saves: Option<saves::SaveLog>,
+    /// Requests that the last plan did not admit because they wait for the host to copy in blocks.
+    loads: Vec<i64>,
 }
 
 impl Scheduler {
@@ -214,6 +221,8 @@ impl Scheduler {
                 if config.drafter.bounds(config.num_speculative_tokens).from_hidden { rows } else { 0 }
             ],
             kv_events: config.enable_kv_cache_events.then(|| KvEventLog::new(&config)),
+            saves: config.enable_block_saves.then(|| saves::SaveLog::new(&config)),
+            loads: Vec::new(),
             config,
         })
     }
@@ -309,6 +318,9 @@ impl Scheduler {
         let reset = self.pool.reset_prefix_cache();
         if reset && let Some(events) = &mut self.kv_events {
             events.cleared();
+        }
+        if reset && let Some(saves) = &mut self.saves {
+            saves.cleared();
         }
         reset
     }

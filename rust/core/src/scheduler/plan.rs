@@ -7,7 +7,7 @@
 use super::prefill_costs::LaunchWork;
 use super::request::RequestIndex;
 use super::row::{Row, RowIndex};
-use super::{PlanOutcome, Scheduler, kv_events};
+use super::{PlanOutcome, Scheduler, saves};
 use crate::drafts::DrafterKind;
 use crate::error::{Result, check_len};
 
@@ -138,6 +138,7 @@ impl Scheduler {
         }
         let mut plan = std::mem::take(&mut self.plan);
         plan.clear();
+        self.loads.clear();
         let outcome = self.decide(&mut plan).map(|certain| {
             if certain && !(plan.decodes.is_empty() && plan.chunks.is_empty()) {
                 PlanOutcome::Launch(self.commit(&mut plan, record))
@@ -361,7 +362,7 @@ impl Scheduler {
         while blocks.len() * self.config.block_size < positions {
             let block = match self.pool.allocate_free() {
                 Some(block) => block,
-                None => kv_events::allocate(&mut self.pool, self.kv_events.as_mut())?,
+                None => saves::allocate(&mut self.pool, self.kv_events.as_mut(), self.saves.as_mut())?,
             };
             blocks.push(block);
         }

@@ -24,6 +24,8 @@ pub(super) struct Request {
     pub(super) draft_failed: bool,
     /// Whether the request has had a row before.
     pub(super) admitted: bool,
+    /// Whether the request waits for the host to copy in blocks of its prompt.
+    pub(super) awaits_load: bool,
 
     pub(super) stop_token_ids: Vec<i64>,
     /// Number of tokens, prompt included, before which stop ids do not count.
@@ -34,6 +36,8 @@ pub(super) struct Request {
     /// Row of the request while it runs.
     pub(super) row: Option<u32>,
     pub(super) root: BlockHash,
+    /// Hash of `cache_salt`.
+    pub(super) salt: BlockHash,
     pub(super) cache_salt: Box<[u8]>,
     /// Extra keys by position, which does not decrease.
     extra_keys: Vec<(usize, Box<[u8]>)>,
@@ -86,7 +90,7 @@ impl Request {
         order: Order,
         prompt: &[i64],
         params: &super::RequestParams<'_>,
-        root: BlockHash,
+        (salt, root): (BlockHash, BlockHash),
         dtype: LogitsDtype,
     ) -> Self {
         Self {
@@ -103,7 +107,9 @@ impl Request {
             row: None,
             draft_failed: false,
             admitted: false,
+            awaits_load: false,
             root,
+            salt,
             cache_salt: params.cache_salt.into(),
             extra_keys: params.extra_keys.iter().map(|extra| (extra.position, extra.key.into())).collect(),
             hashes: Vec::new(),

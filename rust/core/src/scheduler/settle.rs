@@ -96,6 +96,9 @@ impl Scheduler {
 
         let Some(launch) = self.launches.pop_front() else { return Ok(()) };
         self.settled = Some((launch.id, launch.work));
+        if let Some(saves) = &mut self.saves {
+            saves.settles(launch.id);
+        }
         let (used, layout) = (launch.entries.len(), self.settled_layout);
         let sections = [layout.request_id, layout.num_new, layout.finish_reason].map(Section::range);
         let Ok([ids, counts, reasons]) = settled.get_disjoint_mut(sections) else {
@@ -304,6 +307,13 @@ impl Scheduler {
                 if let Some(events) = &mut self.kv_events {
                     events.stored(row.blocks[index], request, index, hash);
                 }
+                if let Some(saves) = &mut self.saves {
+                    if request.tells_prompt() {
+                        saves.private(row.blocks[index]);
+                    } else if !self.drafts.has_kv {
+                        saves.due(row.blocks[index]);
+                    }
+                }
             }
             if !self.groups.is_empty() {
                 self.groups.register(row_index, index, hash, &mut self.pool)?;
@@ -323,6 +333,9 @@ impl Scheduler {
                         self.pool.mark_draft_before(block, next)?;
                     } else {
                         self.pool.mark_draft(block)?;
+                    }
+                    if let Some(saves) = &mut self.saves {
+                        saves.drafted(block, self.drafts.from_hidden);
                     }
                 }
                 row.num_draft_marked += 1;

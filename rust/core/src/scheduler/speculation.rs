@@ -171,6 +171,9 @@ impl Scheduler {
                 let block = self.rows[row_index as usize].blocks[index];
                 self.pool.release_claim(block, row_index);
                 let from_hidden = self.drafts.from_hidden;
+                if let Some(saves) = &mut self.saves {
+                    saves.draft_lost(block);
+                }
                 if self.pool.unmark_draft(block)? || from_hidden {
                     for &other in self.running.iter().filter(|&&other| other != row_index) {
                         let row = &mut self.rows[other as usize];

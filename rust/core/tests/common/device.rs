@@ -171,6 +171,23 @@ impl Device {
         &self.target_kv[start..start + self.config.block_size]
     }
 
+    /// Returns the target and draft KV of a block.
+    pub fn block(&self, block: i64) -> (Vec<u64>, Vec<u64>) {
+        let start = block as usize * self.config.block_size;
+        let kv = |kv: &[u64]| kv[start..start + self.config.block_size].to_vec();
+        (kv(&self.target_kv), kv(&self.draft_kv))
+    }
+
+    /// Overwrites the target KV of a block, and its draft KV with `draft` or with values of no tokens.
+    pub fn fill_block(&mut self, block: i64, target: &[u64], draft: Option<&[u64]>) {
+        let slots = block as usize * self.config.block_size..(block as usize + 1) * self.config.block_size;
+        self.target_kv[slots.clone()].copy_from_slice(target);
+        match draft {
+            Some(draft) => self.draft_kv[slots].copy_from_slice(draft),
+            None => self.draft_kv[slots].fill(12345),
+        }
+    }
+
     /// Sets the extra keys of a request's KV, by position. They are not part of a record.
     pub fn set_extra_keys(&mut self, request_id: i64, extra_keys: Vec<(usize, Vec<u8>)>) {
         self.extra_keys.insert(request_id, extra_keys);

@@ -18,6 +18,7 @@ mod policies;
 mod prefill_stalls;
 mod prefixes;
 mod request_drafts;
+mod saves;
 mod settling;
 mod sharing;
 mod speculation;

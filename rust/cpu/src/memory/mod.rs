@@ -48,6 +48,25 @@ impl Bf16 {
     }
 }
 
+/// Number whose bytes are all initialised, and for which all bytes are a number.
+pub(crate) trait Plain: Copy {}
+impl Plain for f32 {}
+impl Plain for Bf16 {}
+impl Plain for E4m3 {}
+impl Plain for E5m2 {}
+
+/// Returns the bytes of numbers.
+pub(crate) fn bytes_of<T: Plain>(numbers: &[T]) -> &[u8] {
+    // SAFETY: plain numbers have no padding, and bytes have no alignment.
+    unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), size_of_val(numbers)) }
+}
+
+/// Returns the bytes of numbers, writable.
+pub(crate) fn bytes_of_mut<T: Plain>(numbers: &mut [T]) -> &mut [u8] {
+    // SAFETY: as in `bytes_of`; whatever is written is a number.
+    unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), size_of_val(numbers)) }
+}
+
 /// Owner of borrowed memory, which keeps it valid and is dropped with the memory's handle.
 pub type Owner = Box<dyn Any + Send + Sync>;
 

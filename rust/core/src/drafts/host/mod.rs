@@ -9,6 +9,7 @@ mod suffix;
 
 use crate::error::{Error, Result};
 pub use grammar::GrammarProposer;
+use crate::hash::BlockHash;
 pub use ngram::NgramProposer;
 pub use prediction::{PredictionProposer, PredictionSettings};
 pub use settings::Number;
@@ -53,6 +54,8 @@ pub(crate) trait HostProposer {
 pub(crate) struct Text<'a> {
     /// Number of the request, unique in its scheduler.
     pub(crate) id: i64,
+    /// Hash of the request's cache salt. Requests of different salts see nothing of each other.
+    pub(crate) salt: BlockHash,
     /// Tokens of the prompt, followed by the output.
     pub(crate) tokens: &'a [u32],
     /// Number of `tokens` that belong to the prompt.

@@ -123,10 +123,11 @@ impl HostProposer for PredictionProposer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hash::BlockHash;
     use proptest::prelude::*;
 
     fn text<'a>(tokens: &'a [u32], prediction: &'a [u32]) -> Text<'a> {
-        Text { id: 1, tokens, prompt_len: 1, forced: &[], prediction }
+        Text { id: 1, salt: BlockHash::default(), tokens, prompt_len: 1, forced: &[], prediction }
     }
 
     /// Returns the drafts after each prefix of `output`, as a scheduler asks for them.

@@ -2,8 +2,8 @@
 //! outputs. Needs no model.
 //!
 //! After Oliaro et al., arXiv 2411.04975, with vLLM's settings. Each running request has a tree of the substrings of
-//! its prompt and output. One more tree has the substrings of all outputs, including finished ones until the oldest are
-//! evicted. `tree` counts substrings, `nodes` keeps children in order, and this file drafts and evicts.
+//! its prompt and output. One more tree for each cache salt has the substrings of all outputs with that salt, including
+//! finished ones until the oldest are evicted. `tree` counts substrings, `nodes` keeps children in order, and this file drafts and evicts.
 //!
 //! *What is drafted.* A pattern is the last m tokens of a text (m < D). The draft begins with the most frequent token
 //! after the pattern, then the most frequent token after that one, and so on. It ends where a token's count, divided by
@@ -19,6 +19,7 @@
 //! end in the trees and follows counts from there: `benches/rust/suffix.rs`.
 
 mod nodes;
+mod outputs;
 mod proposer;
 mod tree;
 
@@ -27,6 +28,8 @@ use std::collections::{HashMap, VecDeque};
 use rustc_hash::FxBuildHasher;
 
 use crate::error::{Error, Result};
+use crate::hash::BlockHash;
+use outputs::Outputs;
 use tree::{Place, Tree};
 
 /// Maximum tree depth. Each token of a repetitive text takes as many nodes.
@@ -117,9 +120,21 @@ pub struct SuffixDraft {
 struct Running {
     /// Tree of the request's own prompt and output, which are its sequence 0.
     own: Tree,
-    /// Sequence of the request's output in the tree of all outputs, if outputs are kept.
+    /// Hash of the request's cache salt.
+    salt: BlockHash,
+    /// Sequence of the request's output in the salt's tree of outputs, if outputs are kept.
     output: Option<u32>,
     num_output_tokens: usize,
+}
+
+/// Kept output of an ended request.
+#[derive(Clone, Copy, Debug)]
+struct Ended {
+    /// Id of the request; `None` if it ran in another process.
+    id: Option<i64>,
+    salt: BlockHash,
+    /// Index of the output in its salt's tree.
+    output: u32,
 }
 
 /// Drafter that proposes the most frequent continuation of a request's text, counted in that text and in the outputs of
@@ -145,10 +160,10 @@ struct Running {
 #[derive(Clone, Debug)]
 pub struct SuffixCache {
     settings: SuffixSettings,
-    outputs: Tree,
+    outputs: Outputs,
     requests: HashMap<i64, Running, FxBuildHasher>,
-    /// Ids of ended requests and their sequences in `outputs`, oldest first.
-    ended: VecDeque<(i64, u32)>,
+    /// Ended requests whose outputs are kept, oldest first.
+    ended: VecDeque<Ended>,
     /// Bytes of the trees of running requests.
     own_bytes: usize,
     /// Number of nodes of the trees of running requests.
@@ -167,7 +182,7 @@ impl SuffixCache {
         settings.validate()?;
         Ok(Self {
             settings,
-            outputs: Tree::new(settings.max_tree_depth),
+            outputs: Outputs::new(settings.max_tree_depth),
             requests: HashMap::default(),
             ended: VecDeque::new(),
             own_bytes: 0,
@@ -187,6 +202,15 @@ impl SuffixCache {
     /// # Errors
     /// [`Error::DuplicateRequest`] if a request with this id is running.
     pub fn start_request(&mut self, request_id: i64, prompt: &[u32]) -> Result<()> {
+        self.start_request_of(request_id, 0, prompt)
+    }
+
+    /// Adds a running request with its prompt and the hash of its cache salt. It sees outputs of requests with the same
+    /// salt alone.
+    ///
+    /// # Errors
+    /// [`Error::DuplicateRequest`] if a request with this id is running.
+    pub fn start_request_of(&mut self, request_id: i64, salt: BlockHash, prompt: &[u32]) -> Result<()> {
         if self.requests.contains_key(&request_id) {
             return Err(Error::DuplicateRequest { request_id });
         }
@@ -196,8 +220,8 @@ impl SuffixCache {
             own.append(0, token);
         }
         self.enter(&own);
-        let output = (self.settings.max_cached_requests > 0).then(|| self.outputs.begin());
-        self.requests.insert(request_id, Running { own, output, num_output_tokens: 0 });
+        let output = (self.settings.max_cached_requests > 0).then(|| self.outputs.begin(salt));
+        self.requests.insert(request_id, Running { own, salt, output, num_output_tokens: 0 });
         self.make_room();
         Ok(())
     }
@@ -224,9 +248,9 @@ impl SuffixCache {
         let (bytes, nodes) = (running.own.memory_bytes(), running.own.num_nodes());
         for &token in tokens {
             running.own.append(0, token);
-            if let Some(output) = running.output {
-                self.outputs.append(output, token);
-            }
+        }
+        if let Some(output) = running.output {
+            self.outputs.append(running.salt, output, tokens);
         }
         running.num_output_tokens += tokens.len();
         // A tree may shrink: a token may end what a node was kept for.
@@ -249,7 +273,7 @@ impl SuffixCache {
         let longest = (settings.max_tree_depth - 1).min(text.len());
         let mut best = Best { settings: *settings, draft: SuffixDraft::default(), drafts, scratch };
         best.for_each_len(longest, |best, len| best.consider(&running.own, len, || running.own.end_of(0, len)));
-        if let Some(output) = running.output {
+        if let Some((output, outputs)) = running.output.zip(outputs.tree(running.salt)) {
             // Its own output is among the others, so where its end is there is known; patterns that begin in the prompt are looked up.
             best.for_each_len(longest, |best, len| {
                 let known = len <= running.num_output_tokens;
@@ -272,7 +296,7 @@ impl SuffixCache {
         let longest = (settings.max_tree_depth - 1).min(text.len() + more.len());
         let end: Vec<u32> = text[text.len().saturating_sub(longest)..].iter().chain(more).copied().collect();
         let mut best = Best { settings: *settings, draft: SuffixDraft::default(), drafts, scratch };
-        for tree in std::iter::once(&running.own).chain(running.output.map(|_| &*outputs)) {
+        for tree in std::iter::once(&running.own).chain(running.output.and_then(|_| outputs.tree(running.salt))) {
             best.for_each_len(longest, |best, len| {
                 best.consider(tree, len, || tree.find(end[end.len() - len..].iter().copied()));
             });
@@ -290,26 +314,42 @@ impl SuffixCache {
         self.own_nodes -= running.own.num_nodes();
         self.own_tokens -= running.own.num_tokens();
         if let Some(output) = running.output {
-            self.outputs.finish(output);
+            self.outputs.finish(running.salt, output);
             if running.num_output_tokens > 0 {
-                self.ended.push_back((request_id, output));
+                self.ended.push_back(Ended { id: Some(request_id), salt: running.salt, output });
             } else {
-                self.outputs.remove(output);
+                self.outputs.remove(running.salt, output);
             }
         }
         self.make_room();
         Ok(())
     }
 
+    /// Returns whether a request is running whose output will be kept.
+    pub(crate) fn keeps(&self, request_id: i64) -> bool {
+        self.requests.get(&request_id).is_some_and(|running| running.output.is_some())
+    }
+
+    /// Adds the output of an ended request of another process. `salt` is the hash of its cache salt.
+    pub fn restore(&mut self, salt: BlockHash, token_ids: &[u32]) {
+        if self.settings.max_cached_requests > 0 && !token_ids.is_empty() {
+            let output = self.outputs.begin(salt);
+            self.outputs.append(salt, output, token_ids);
+            self.outputs.finish(salt, output);
+            self.ended.push_back(Ended { id: None, salt, output });
+            self.make_room();
+        }
+    }
+
     /// Removes the outputs of ended requests with this id. Returns whether there were any.
     pub fn evict(&mut self, request_id: i64) -> bool {
         let outputs = &mut self.outputs;
         let before = self.ended.len();
-        self.ended.retain(|&(id, output)| {
-            if id == request_id {
-                outputs.remove(output);
+        self.ended.retain(|&Ended { id, salt, output }| {
+            if id == Some(request_id) {
+                outputs.remove(salt, output);
             }
-            id != request_id
+            id != Some(request_id)
         });
         self.ended.len() < before
     }
@@ -319,16 +359,16 @@ impl SuffixCache {
         SuffixStats {
             num_requests: self.requests.len(),
             num_cached_requests: self.ended.len(),
-            num_output_tokens: self.outputs.num_tokens(),
+            num_output_tokens: self.outputs.num_tokens,
             num_request_tokens: self.own_tokens,
-            num_nodes: self.outputs.num_nodes() + self.own_nodes,
+            num_nodes: self.outputs.num_nodes + self.own_nodes,
             memory_bytes: self.memory_bytes(),
         }
     }
 
     /// Returns the number of bytes in use.
     pub fn memory_bytes(&self) -> usize {
-        self.outputs.memory_bytes() + self.own_bytes
+        self.outputs.memory_bytes + self.own_bytes
     }
 
     fn running(&self, request_id: i64) -> Result<&Running> {
@@ -346,8 +386,8 @@ impl SuffixCache {
         while self.ended.len() > self.settings.max_cached_requests
             || self.memory_bytes() > self.settings.max_memory_bytes
         {
-            let Some((_, output)) = self.ended.pop_front() else { return };
-            self.outputs.remove(output);
+            let Some(Ended { salt, output, .. }) = self.ended.pop_front() else { return };
+            self.outputs.remove(salt, output);
         }
     }
 }

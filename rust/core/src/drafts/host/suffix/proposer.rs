@@ -51,9 +51,9 @@ impl HostProposer for SuffixCache {
 
 impl SuffixCache {
     /// Adds the tokens of a request that the cache does not have yet.
-    fn bring_up(&mut self, Text { id, tokens, prompt_len, .. }: Text<'_>) -> Result<()> {
+    fn bring_up(&mut self, Text { id, salt, tokens, prompt_len, .. }: Text<'_>) -> Result<()> {
         if !self.is_running(id) {
-            self.start_request(id, &tokens[..prompt_len])?;
+            self.start_request_of(id, salt, &tokens[..prompt_len])?;
         }
         let known = self.num_tokens(id)?;
         match tokens.get(known..) {
