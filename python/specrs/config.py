@@ -42,7 +42,7 @@ class EngineConfig(EngineOptions):
     def __post_init__(self) -> None:
         error = InvalidConfigError
         check_options(self, error)
-        if self.enable_kv_cache_events and not self.enable_prefix_caching:
+        if self.enable_kv_cache_events and self.enable_prefix_caching is False:
             reason = "must be False with enable_prefix_caching=False, which leaves nothing to tell of"
             raise invalid(error, "kv_events_config.enable_kv_cache_events", True, reason)
         self._check_draft()

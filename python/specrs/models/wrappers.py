@@ -49,6 +49,9 @@ WRAPPERS: dict[str, Wrapper] = {
         {},
         tied=True,
     ),
+    "Qwen3_5ForConditionalGeneration": Wrapper(
+        "Qwen3.5, Qwen3.6, Qwen3.8, dense", {"qwen3_5_text": "Qwen3_5ForCausalLM"}, {}
+    ),
 }
 """Multimodal architectures whose text model is read, by their name in `architectures`."""
 
@@ -59,6 +62,8 @@ _TOWERS = re.compile(
     r"|vision_embedder)\."
 )
 """Beginnings of the names of tensors that only images and sound need."""
+_HEAD = "mtp."
+"""Beginning of the names of a head's tensors that predicts several tokens. No drafter reads it yet."""
 _TEXT = re.compile(r"(language_model\.model|model\.language_model|language_model\.(?=lm_head))\.?")
 """Beginnings of the names of a text model's tensors."""
 
@@ -94,14 +99,17 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
 def text_names(source: object, names: Iterable[str]) -> dict[str, str]:
     """Return the names in a multimodal checkpoint of its text model's tensors, by their names in the text model.
 
-    Tensors of towers are left out, and one log line says so. `source` names the checkpoint in messages. Raises
-    CheckpointError if two tensors are the same one of the text model.
+    Tensors of towers and of MTP heads are left out, and a log line for each says so. `source` names the checkpoint in
+    messages. Raises CheckpointError if two tensors are the same one of the text model.
     """
     found: dict[str, str] = {}
-    skipped = []
+    skipped, heads = [], 0
     for name in sorted(names):
         if _TOWERS.match(name):
             skipped.append(name)
+            continue
+        if name.startswith(_HEAD):
+            heads += 1
             continue
         own = text_name(name)
         if own in found:
@@ -114,6 +122,8 @@ def text_names(source: object, names: Iterable[str]) -> dict[str, str]:
             len(skipped),
             skipped[0],
         )
+    if heads:
+        logger.info("%s: %d tensors of an MTP head are skipped: no drafter reads it yet", source, heads)
     return found
 
 
