@@ -93,6 +93,70 @@ def test_the_text_of_transformers(
     assert found == references(folder / "target")[:count]
 
 
+SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+
+
+@cache
+def plain(folder: Path, dtype: str, quantization: str | None, sampled: bool) -> list[list[int]]:
+    """Native texts without drafts, each request alone."""
+    options = {"dtype": dtype, "quantization": quantization, "max_num_seqs": 1, "threads": 1}
+    return texts(folder, PROMPTS, SAMPLED if sampled else GREEDY, **options)
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from(DRAFTERS),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from([None, "int4", "q8_0"]),
+    st.booleans(),
+    st.sampled_from([3, 16, 64]),
+    st.sampled_from([None, 12]),
+    st.integers(1, 2),
+)
+def test_native_text_is_that_without_drafts(
+    folder: Path,
+    drafter: dict[str, Any] | None,
+    dtype: str,
+    quantization: str | None,
+    sampled: bool,
+    budget: int,
+    blocks: int | None,
+    threads: int,
+) -> None:
+    """Whatever is drafted, preempted and batched, by any number of threads; sampled texts with coupled draws."""
+    rule = {"rejection_sample_method": "coupled"} if sampled and drafter is not None else {}
+    found = texts(
+        folder,
+        PROMPTS,
+        SAMPLED if sampled else GREEDY,
+        dtype=dtype,
+        quantization=quantization,
+        max_model_len=48,
+        block_size=4,
+        max_num_batched_tokens=budget,
+        num_gpu_blocks_override=blocks,
+        threads=threads,
+        **speculative(folder, None if drafter is None else drafter | rule),
+    )
+    assert found == plain(folder, dtype, quantization, sampled)
+
+
+def test_native_text_is_transformers(folder: Path) -> None:
+    assert texts(folder, PROMPTS, GREEDY) == references(folder / "target")
+
+
+def test_several_completions_of_a_prompt(folder: Path) -> None:
+    """Each has a state of its own."""
+    llm = LLM(model=str(folder / "target"), max_model_len=64)
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True, detokenize=False)
+    several = llm.generate({"prompt_token_ids": PROMPTS[3]}, params, use_tqdm=False)[0].outputs
+    assert len({tuple(output.token_ids) for output in several}) == 3
+    for output in several[:1]:
+        one = SamplingParams(temperature=1.0, seed=5, max_tokens=9, ignore_eos=True, detokenize=False)
+        alone = llm.generate({"prompt_token_ids": PROMPTS[3]}, one, use_tqdm=False)[0].outputs[0]
+        assert output.token_ids == alone.token_ids
+
+
 def test_prefix_caching_is_off_and_rejected_by_name(folder: Path) -> None:
     target = str(folder / "target")
     assert LLM(model=target, dtype="float64").engine.config.enable_prefix_caching is False

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from checkpoints import edit_json, make_checkpoint
 from hybrid_reference import float64, logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from specrs.backends.cpu.weights import load_native
+from specrs.core import InvalidBufferError
 from specrs.errors import CheckpointError, UnsupportedModelError
+from specrs.models import torch_delta_net
 from specrs.models.loader import load_config
+from specrs.models.torch_delta_net import step
 from specrs.models.torch_loader import load_model
 from torch import Tensor
 
@@ -83,6 +92,138 @@ def test_rejected_drafts_leave_no_trace(path: Path, rounds: list[tuple[int, int]
         at += kept
         if at + 5 > len(TOKENS):
             break
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {},
+    "by 32": {"hidden": 64, "intermediate": 96, "head_dim": 32, "linear_value_head_dim": 24},
+    "wide": {"linear_key_head_dim": 20, "linear_value_head_dim": 100, "linear_conv_kernel_dim": 3},
+    "one head": {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "kv_heads": 1},
+}
+"""Sizes of models for native passes. `by 32` fits quantized weights."""
+BOUND = 2e-5
+"""Largest difference of native logits from those in float64, relative to the largest logit."""
+
+
+def make_sized(folder: Path, sizes: str, **fields: Any) -> Path:
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    return make(folder, layer_types=kinds, layers=3, **SIZES[sizes] | fields)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_logits(sizes: str, dtype: str, tmp_path: Path) -> None:
+    """bfloat16 is the dtype of K and V then, and weights are so rounded that it holds them."""
+    path = make_sized(tmp_path / "model", sizes, dtype=getattr(torch, dtype))
+    with float64():
+        expected = Feeder(load_model(path, dtype="float64")).feed_chunks(TOKENS, [9, 14])
+    found = Feeder(load_native(path, dtype=dtype)).feed_chunks(TOKENS, [1, 2, 20])
+    close(found, expected, BOUND if dtype == "float32" else 0.05)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "q8_0", "q4_0", "fp8"])
+def test_native_logits_of_quantized_weights(quantization: str, tmp_path: Path) -> None:
+    """Against torch with the same numbers; activations are rounded to 16-bit integers."""
+    path = make_sized(tmp_path / "model", "by 32")
+    with float64():
+        model = load_model(path, dtype="float64", quantization=quantization)
+        expected = Feeder(model).feed_chunks(TOKENS, [23])
+    plain = Feeder(load_native(path)).feed_chunks(TOKENS, [23])
+    found = Feeder(load_native(path, quantization=quantization)).feed_chunks(TOKENS, [4, 1, 18])
+    bound = 0.02 if quantization == "fp8" else 2e-3  # fp8 becomes bf16
+    close(found, expected, bound)
+    assert (plain.double() - expected).abs().max() > 1.5 * bound * float(expected.abs().max())
+
+
+def heads_by_turns(x: Tensor, w: Any, d: Any, state: Any, eps: float) -> tuple[Tensor, Any]:
+    """Value head j with key head j mod key_heads, as in GGUF files."""
+    order = torch.arange(d.value_heads).view(d.key_heads, -1).T.flatten()
+    rows = (order[:, None] * d.value_dim + torch.arange(d.value_dim)).flatten()
+    keys = 2 * d.key_heads * d.key_dim
+    at = torch.cat((torch.arange(keys), keys + rows, d.conv_dim + rows))
+    at = torch.cat((at, d.conv_dim + d.inner + order, d.conv_dim + d.inner + d.value_heads + order))
+    conv = w.conv[:, torch.cat((torch.arange(keys), keys + rows))]
+    w = replace(w, conv=conv, a_log=w.a_log[order], dt_bias=w.dt_bias[order])
+    out, after = step(x[at], w, d, state, eps)
+    made = torch.empty_like(out)
+    made[rows] = out
+    return made, after
+
+
+def shifted_norm(x: Tensor, w: Any, d: Any, state: Any, eps: float) -> tuple[Tensor, Any]:
+    return step(x, replace(w, norm=1 + w.norm), d, state, eps)
+
+
+def late_inputs(x: Tensor, w: Any, d: Any, state: Any, eps: float) -> tuple[Tensor, Any]:
+    """The convolution one position off."""
+    out, after = step(x, replace(w, conv=w.conv.roll(1, 0)), d, state, eps)
+    return out, after
+
+
+def twice(x: Tensor, w: Any, d: Any, state: Any, eps: float) -> tuple[Tensor, Any]:
+    """Each update replayed twice."""
+    out, after = step(x, w, d, state, eps)
+    return out, after._replace(heads=step(x, w, d, after._replace(inputs=state.inputs), eps)[1].heads)
+
+
+def scaled_keys(x: Tensor, w: Any, d: Any, state: Any, eps: float) -> tuple[Tensor, Any]:
+    """Keys scaled as queries are."""
+    with patch.object(torch_delta_net, "_unit", lambda part: part * d.key_dim**-0.25):
+        return step(x, w, d, state, eps)
+
+
+@pytest.mark.parametrize("mistake", [heads_by_turns, shifted_norm, late_inputs, twice, scaled_keys])
+def test_planted_mistakes_are_far_beyond_the_bound(mistake: Any, tmp_path: Path) -> None:
+    path = make_sized(tmp_path / "model", "small")
+    found = Feeder(load_native(path)).feed_chunks(TOKENS, [23])
+    with float64(), patch.object(torch_delta_net, "step", mistake):
+        wrong = Feeder(load_model(path, dtype="float64")).feed_chunks(TOKENS, [23])
+    assert (found.double() - wrong).abs().max() > 100 * BOUND * float(wrong.abs().max())
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(sorted(SIZES)),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans()), min_size=1, max_size=7),
+    st.integers(0, 99),
+)
+def test_native_bits_do_not_depend_on_drafts(sizes: str, rounds: list[tuple[int, int, bool]], seed: int) -> None:
+    """Two requests, whose passes feed K drafts each, of which the first ones are accepted, or chunks of prompts."""
+    model, n = native(sizes), random.Random(seed)
+    texts = [n.choices(range(VOCAB), k=40) for _ in range(2)]
+    expected = [Feeder(model).feed_chunks(text, [1] * len(text)) for text in texts]
+    feeder, at = Feeder(model, num_requests=2), [0, 0]
+    for drafts, accepted, prompts in rounds:
+        rows: dict[int, list[tuple[int, int]]] = {}
+        for b, text in enumerate(texts):
+            right = drafts if prompts else min(accepted + b, drafts)
+            rows[b] = [(text[at[b] + i] if i <= right else n.randrange(VOCAB), at[b] + i) for i in range(drafts + 1)]
+        found = feeder.feed(rows, prompts=prompts)
+        for b in range(2):
+            right = (drafts if prompts else min(accepted + b, drafts)) + 1
+            own = found[b * (drafts + 1) :][:right]
+            assert torch.equal(own, expected[b][at[b] : at[b] + right])
+            at[b] += right
+
+
+@cache
+def native(sizes: str) -> Any:
+    with TemporaryDirectory() as folder:
+        return load_native(make_sized(Path(folder) / "model", sizes))
+
+
+def test_native_states_are_rejected_elsewhere_and_counted(path: Path) -> None:
+    model = load_native(path)
+    feeder = Feeder(model)
+    assert feeder.cache.native.state_bytes == 0
+    feeder.feed({0: [(1, 0)]})
+    row, draft = model.state_bytes
+    # Heads are whole vectors: the convolution of a head has 64 inputs.
+    assert feeder.cache.native.state_bytes == row == model.config.delta.row_bytes
+    feeder.feed({0: [(2, 1), (3, 2)]})
+    assert feeder.cache.native.state_bytes == row + draft
+    with pytest.raises(InvalidBufferError, match=r"positions\[0\] = 7 is not allowed: expected 0 or 2 to 3"):
+        feeder.feed({0: [(3, 7)]})
 
 
 def test_another_position_than_the_next_is_rejected(path: Path) -> None:

@@ -97,11 +97,6 @@ def wrapped(source: Path, path: Path, architecture: str, spelling: str, **fields
     return path
 
 
-def ours(path: Path) -> Any:
-    """A native model, or torch's of a family without native passes."""
-    return load_native(path) if load_config(path).delta is None else load_model(path, dtype="float32")
-
-
 def logits(model: Any) -> torch.Tensor:
     return Feeder(model).feed_chunks(TOKENS, [6, 9])
 
@@ -119,7 +114,7 @@ def test_the_logits_of_transformers(architecture: str, tmp_path: Path, caplog: p
     assert "are skipped: only text is served" in caplog.text
     scale = float(expected.abs().max())
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * scale)
-    torch.testing.assert_close(logits(ours(tmp_path)).double(), expected, rtol=0, atol=1e-4 * scale)
+    torch.testing.assert_close(logits(load_native(tmp_path)).double(), expected, rtol=0, atol=1e-4 * scale)
 
 
 @pytest.mark.parametrize("architecture", WRAPPERS)
@@ -130,7 +125,7 @@ def test_the_text_checkpoint_of_it(architecture: str, spelling: str, tie: bool, 
     text = make_checkpoint(tmp_path / "text", FAMILIES[architecture], tie=tie, eos_token_id=[7, 9])
     path = wrapped(text, tmp_path / "wrapped", architecture, spelling, tie_word_embeddings=tie)
     assert load_config(path) == load_config(text)
-    assert torch.equal(logits(ours(path)), logits(ours(text)))
+    assert torch.equal(logits(load_native(path)), logits(load_native(text)))
 
 
 def test_an_mtp_head_is_skipped_and_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -171,7 +166,7 @@ def test_a_head_of_its_own_counts(inner: bool | None, outer: bool | None, tied: 
     edit_json(path / "config.json", text_config=raw["text_config"], tie_word_embeddings=outer)
     assert load_config(path).tie_word_embeddings is tied
     assert not stored_config(path).tie_word_embeddings
-    assert torch.equal(logits(ours(path)), logits(ours(text)))
+    assert torch.equal(logits(load_native(path)), logits(load_native(text)))
 
 
 def test_what_is_not_implemented_is_named(tmp_path: Path) -> None:

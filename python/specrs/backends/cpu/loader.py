@@ -14,7 +14,7 @@ from specrs.config import EngineConfig
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.extras import require
 from specrs.models.base import Model
-from specrs.models.loader import CPU_DTYPES, load_config
+from specrs.models.loader import CPU_DTYPES
 
 if TYPE_CHECKING:
     from specrs.parallel.ranks import Ranks  # and torch
@@ -33,9 +33,7 @@ def load(source: ModelSource, ranks: Ranks | None) -> Model:
     if source.is_generic:
         return _load_generic(source)
     config, types = source.config, source.types(CPU_DTYPES)
-    if load_config(source.path, revision=source.revision).delta is not None:
-        logger.info("%s: torch computes layers with states, there is no native pass for them yet", source.path)
-    elif not config.enforce_eager and ranks is None:
+    if not config.enforce_eager and ranks is None:
         if types.dtype in NATIVE_DTYPES:
             return load_native(
                 source.path,

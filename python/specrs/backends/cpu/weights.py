@@ -20,7 +20,6 @@ from specrs.models.checkpoint import Checkpoint
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import ExpertWeights, NativeExperts, NativeWeights
 from specrs.models.dummy import DummyCheckpoint
-from specrs.models.errors import without_states
 from specrs.models.experts import Experts
 from specrs.models.kv_dtypes import CODES
 from specrs.models.layer_reader import LayerReader, ModelReader
@@ -91,7 +90,6 @@ def load_native(
     implemented. Raises UnsupportedConfigError for activations `int16` and `int8` if no matrix can be packed.
     """
     config, checkpoint = open_checkpoint(source, revision, load_format)
-    without_states(config, "in native passes")
     config = config.for_length(max_model_len)
     resolved = resolve_dtype(dtype, config)
     if quantization is not None:
