@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ def speculative(folder: Path, drafter: dict[str, Any] | None) -> dict[str, Any]:
     return {"speculative_config": drafter | model}
 
 
-def texts(folder: Path, prompts: list[list[int]], params: SamplingParams, **options: Any) -> list[list[int]]:
+def texts(
+    folder: Path, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], **options: Any
+) -> list[list[int]]:
     llm = LLM(model=str(folder / "target"), **options)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
@@ -112,6 +115,7 @@ def plain(folder: Path, dtype: str, quantization: str | None, sampled: bool) -> 
     st.sampled_from([3, 16, 64]),
     st.sampled_from([None, 12]),
     st.integers(1, 2),
+    st.lists(st.sampled_from([None, 0, 1, 2]), min_size=len(PROMPTS), max_size=len(PROMPTS)),
 )
 def test_native_text_is_that_without_drafts(
     folder: Path,
@@ -122,13 +126,15 @@ def test_native_text_is_that_without_drafts(
     budget: int,
     blocks: int | None,
     threads: int,
+    ks: list[int | None],
 ) -> None:
     """Whatever is drafted, preempted and batched, by any number of threads; sampled texts with coupled draws."""
     rule = {"rejection_sample_method": "coupled"} if sampled and drafter is not None else {}
+    params = SAMPLED if sampled else GREEDY
     found = texts(
         folder,
         PROMPTS,
-        SAMPLED if sampled else GREEDY,
+        [replace(params, num_speculative_tokens=None if drafter is None else k) for k in ks],
         dtype=dtype,
         quantization=quantization,
         max_model_len=48,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from functools import cache
@@ -231,6 +232,55 @@ def test_another_position_than_the_next_is_rejected(path: Path) -> None:
     feeder.feed({0: [(1, 0), (2, 1)]})
     with pytest.raises(ValueError, match=r"row 0 has states before \[1, 2\], expected one before 5"):
         feeder.feed({0: [(3, 5)]})
+
+
+SHAPES = {
+    # hidden_size, num_hidden_layers, intermediate_size, num_attention_heads, num_key_value_heads, value heads
+    "0.8B": ((1024, 24, 3584, 8, 2, 16), 20.2),
+    "9B": ((4096, 32, 12288, 16, 4, 32), 52.7),
+    "27B": ((5120, 64, 17408, 24, 4, 48), 156.9),
+}
+"""Sizes of Qwen3.5, with the megabytes of a request's states."""
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_a_config_of_published_form(model: str, tmp_path: Path) -> None:
+    """The fields that published multimodal files have."""
+    names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    sizes, megabytes = SHAPES[model]
+    rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000}
+    text = dict(zip(names, sizes, strict=False)) | {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (sizes[1] // 4),
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": sizes[5],
+        "mamba_ssm_dtype": "float32",
+        "mlp_only_layers": [],
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": rope | {"partial_rotary_factor": 0.25},
+        "tie_word_embeddings": model == "0.8B",
+    }
+    raw = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    raw |= {"vision_config": {}, "image_token_id": 1, "tie_word_embeddings": model == "0.8B"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = load_config(tmp_path)
+    assert config.delta is not None
+    assert round(config.delta.row_bytes / 1e6, 1) == megabytes
+    assert (config.rotary_dim, config.rope_theta, config.norm_offset) == (64, 1e7, 1.0)
+    assert len(config.attention_layers) == sizes[1] // 4
+    assert config.tie_word_embeddings is (model == "0.8B")
 
 
 @pytest.mark.parametrize(
