@@ -12,7 +12,7 @@ from specrs.models.config import ModelConfig
 from specrs.models.kv_blocks import KVBlocks
 from specrs.models.kv_dtypes import kv_block_bytes, kv_shape
 from specrs.models.kv_groups import KVGroups
-from specrs.models.torch_delta_net import DeltaStates
+from specrs.models.torch_states import DeltaStates
 
 
 @dataclass(frozen=True, slots=True)
