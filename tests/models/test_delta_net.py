@@ -18,7 +18,7 @@ from hybrid_reference import float64, logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.backends.cpu.weights import load_native
-from specrs.core import InvalidBufferError
+from specrs.core import CpuPool, InvalidBufferError, cpu_instruction_sets
 from specrs.errors import CheckpointError, UnsupportedModelError
 from specrs.models import torch_delta_net
 from specrs.models.loader import load_config
@@ -134,6 +134,24 @@ def test_native_logits_of_quantized_weights(quantization: str, tmp_path: Path) -
     bound = 0.02 if quantization == "fp8" else 2e-3  # fp8 becomes bf16
     close(found, expected, bound)
     assert (plain.double() - expected).abs().max() > 1.5 * bound * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("activations", ["auto", "bf16", "tiles"])
+def test_other_products_have_one_order_of_sums(activations: str, tmp_path: Path) -> None:
+    """Rows rounded to bf16, and prompts by tiles where the processor has them, are the same however they are cut."""
+    if activations == "tiles" and "amx" not in cpu_instruction_sets():
+        pytest.skip("no AMX tiles")
+    fields = {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_value_heads": 4, "head_dim": 32}
+    path = make_sized(tmp_path / "model", "small", hidden=64, intermediate=96, **fields, dtype=torch.bfloat16)
+    rounded = {"activations": "bf16"} if activations == "bf16" else {"prompt_tiles": activations == "tiles"}
+    model = load_native(path, dtype="bfloat16").on_pool(CpuPool(2), **rounded)  # type: ignore[arg-type]
+    whole = Feeder(model).feed({0: list(zip(TOKENS, range(23), strict=True))}, prompts=True)
+    feeder = Feeder(model)
+    parts = [(0, 1), (1, 9), (9, 23)]
+    cut = [feeder.feed({0: [(TOKENS[p], p) for p in range(*part)]}, prompts=True) for part in parts]
+    assert torch.equal(torch.cat(cut), whole)
+    exact = Feeder(load_native(path, dtype="bfloat16")).feed_chunks(TOKENS, [23])
+    close(whole, exact.double(), 0.1)
 
 
 def heads_by_turns(x: Tensor, w: Any, d: Any, state: Any, eps: float) -> tuple[Tensor, Any]:
