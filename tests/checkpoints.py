@@ -41,6 +41,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """transformers' `model_type` of each family, and the fields that a small one of it has: multipliers that are not 1,
 layers of each kind."""
 
+HYBRIDS: dict[str, dict[str, Any]] = {
+    # Fewer key heads than value heads, so that mistakes of their order show.
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+}
+"""Families with layers that have a state, as `FAMILIES` has the others."""
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -100,6 +112,9 @@ def make_checkpoint(
     rope = rope_parameters or {"rope_type": "default", "rope_theta": 1e4}
     if family == "gemma3_text" and "rope_type" in rope:
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+    if family == "qwen3_5_text" and "mrope_section" not in rope:
+        half = int(head_dim * rope.get("partial_rotary_factor", 0.25)) // 2
+        rope = rope | {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     config = CONFIG_MAPPING[family](
         vocab_size=vocab,
         hidden_size=hidden,
@@ -115,7 +130,7 @@ def make_checkpoint(
         bos_token_id=None,
         eos_token_id=eos_token_id,
         pad_token_id=0,
-        **(FAMILIES[family] | config_fields),
+        **((FAMILIES | HYBRIDS)[family] | config_fields),
     )
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -19,7 +19,7 @@ def test_defaults() -> None:
     config = EngineConfig()
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (256, 2048, 16)
     assert (config.enable_prefix_caching, config.seed, config.launch_depth, config.num_speculative_tokens) == (
-        True,
+        None,
         0,
         None,
         0,

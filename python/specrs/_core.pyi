@@ -1791,6 +1791,10 @@ class CpuWeights:
                 then v), `o`, `gate_up`, `down`. In place of the last two `experts` may be a mapping: the
                 projections `router` (hidden_size to the experts) and of each expert `gate_up` and `down`; `per_token`,
                 how many a row is sent to; `normalized`: their weights add up to 1. All such layers have the same sizes.
+                With `output_gate`, each query head in `qkv` is followed by the gate of its output. A mapping `delta`
+                puts a gated delta net in the place of attention: its sizes `key_heads`, `value_heads`, `key_dim`,
+                `value_dim` and `kernel`; `conv` `[kernel * conv_dim]`, `a_log` and `dt_bias` `[value_heads]`, `norm`
+                `[value_dim]`. Then `qkv` is the projection to q, k, v, z, b and a, and `o` its output projection.
             final_norm: `[hidden_size]`.
             lm_head: a projection from hidden_size to vocab_size.
             frequencies: `[head_dim / 2]`, the angle of each rotated pair at position 1.
@@ -1847,11 +1851,11 @@ class CpuKVCache:
         groups: Sequence[tuple[int, int]] | None = None,
         codes: str | None = None,
     ) -> CpuKVCache:
-        """Make a cache of one array per layer, `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]`, float32 or
-        uint16 with the bits of bfloat16. Dimension 1 is K, V. Slot s is block `s // block_size`, offset `s %
-        block_size`; the last block is never read.
+        """Make a cache of one array per layer with attention, `[num_blocks + 1, 2, num_kv_heads, block_size,
+        head_dim]`, float32 or uint16 with the bits of bfloat16. Dimension 1 is K, V. Slot s is block `s // block_size`,
+        offset `s % block_size`; the last block is never read.
 
-        `groups` has for each of the model's layers its KV group and the index of its array. Layers of different groups
+        `groups` has for each of these layers its KV group and the index of its array. Layers of different groups
         may share an array, because a block belongs to one group at a time. None: one group, with an array for each
         layer.
 
@@ -1863,6 +1867,11 @@ class CpuKVCache:
             InvalidBufferError: an array's dtype, layout, alignment or shape is wrong, or a group has no layers. Also if
                 an index of an array is out of range, or two layers of a group have one array.
         """
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states that requests have beside the KV, for models whose layers have some. It grows when a row
+        is first used."""
 
 @final
 class CpuDecoder:

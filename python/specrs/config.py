@@ -42,7 +42,7 @@ class EngineConfig(EngineOptions):
     def __post_init__(self) -> None:
         error = InvalidConfigError
         check_options(self, error)
-        if self.enable_kv_cache_events and not self.enable_prefix_caching:
+        if self.enable_kv_cache_events and self.enable_prefix_caching is False:
             reason = "must be False with enable_prefix_caching=False, which leaves nothing to tell of"
             raise invalid(error, "kv_events_config.enable_kv_cache_events", True, reason)
         if self.kv_cache_disk_bytes is not None and self.kv_cache_path is None:
@@ -90,7 +90,7 @@ class EngineConfig(EngineOptions):
         size, caching, eager = self.tensor_parallel_size, self.enable_prefix_caching, self.enforce_eager
         others = (
             _of_device("kv_cache_path", device),
-            ("enable_prefix_caching", caching, caching, "enable_prefix_caching=True"),
+            ("enable_prefix_caching", caching, caching is not False, "enable_prefix_caching=True"),
             ("tensor_parallel_size", size, size == 1, "tensor_parallel_size=1"),
             ("dtype", dtype, dtype != "float64", "dtype='float32' or 'bfloat16'"),
             ("enforce_eager", eager, not eager, "enforce_eager=False"),

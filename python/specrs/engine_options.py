@@ -225,7 +225,9 @@ class EngineOptions:
         "share of the GPU's memory to use",
         details="The KV cache gets what weights, buffers and graphs leave of it.",
     )
-    enable_prefix_caching: bool = _engine_option(True, Switch(), "reuse the KV of equal prefixes")
+    enable_prefix_caching: bool | None = _engine_option(
+        None, Switch(), "reuse the KV of equal prefixes", default_is="on; off for models whose layers have states"
+    )
     kv_cache_path: str | None = _engine_option(
         None,
         Text("a folder"),

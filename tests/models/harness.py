@@ -41,9 +41,14 @@ class Feeder:
 
     @torch.inference_mode()
     def feed(
-        self, rows: dict[int, list[tuple[int, int]]], *, no_slot: frozenset[tuple[int, int]] = frozenset()
+        self,
+        rows: dict[int, list[tuple[int, int]]],
+        *,
+        no_slot: frozenset[tuple[int, int]] = frozenset(),
+        prompts: bool = False,
     ) -> Tensor:
-        """One pass over {request: [(token, position), ...]}; logits `[N, vocab]` in that order.
+        """One pass over {request: [(token, position), ...]}; logits `[N, vocab]` in that order. For models whose layers
+        have states, `rows` has the first requests in order. With `prompts` all rows are those of prompts.
 
         Position -1 masks a row; (request, position) in `no_slot` writes nothing.
         """
@@ -64,6 +69,7 @@ class Feeder:
             block_table=self.table[list(rows)],
             max_q_len=max(map(len, rows.values())),
             max_context=self.max_len,
+            prompts=prompts,
             adapters=self._adapter_rows(list(rows), starts),
         )
         hidden, self.entries = self.model.forward(inputs, self.cache, self.hidden_layers)

@@ -194,7 +194,7 @@ class Blueprint:
             attention_cost_ratio=ATTENTION_COST * self.weights.target.attention_ratio,
             priority_aging_launches=config.priority_aging_launches,
             max_loras=config.max_loras if config.enable_lora else 0,
-            enable_prefix_caching=config.enable_prefix_caching,
+            enable_prefix_caching=config.enable_prefix_caching is not False,
             enable_kv_cache_events=config.enable_kv_cache_events and not self.window_groups,
             enable_block_saves=disk_key is not None,
             hash_key=secrets.token_bytes(16) if disk_key is None else disk_key,

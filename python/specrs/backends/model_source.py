@@ -10,8 +10,9 @@ import numpy as np
 from specrs.config import EngineConfig
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.config import ModelConfig
+from specrs.models.errors import without_states
 from specrs.models.kv_dtypes import resolve_cache_dtype
-from specrs.models.loader import DeviceDtypes, is_known_family, load_config, resolve_dtype
+from specrs.models.loader import CPU_DTYPES, DeviceDtypes, is_known_family, load_config, resolve_dtype
 from specrs.models.quantization.at_load import INT4_GROUPS
 from specrs.models.quantization.table import resolve_quantization
 
@@ -77,6 +78,10 @@ class ModelSource:
         field, load_format = self.option("quantization"), self.config.load_format
         quantization = resolve_quantization(field, self.quantization, self.path, self.revision, load_format=load_format)
         model = load_config(self.path, revision=self.revision)
+        if dtypes is not CPU_DTYPES:
+            without_states(model, "on a GPU")
+        if self.is_draft:
+            without_states(model, "as a draft model")
         if quantization in ("int4", "q8_0", "q4_0"):
             _check_groups(field, quantization, self.path, model)
         dtype = resolve_dtype(self.dtype, model, dtypes)
@@ -115,6 +120,7 @@ def _check_groups(field: str, quantization: str, source: str, model: ModelConfig
         *([("intermediate_size", model.intermediate_size)] if dense else []),
         *experts,
         ("num_attention_heads * head_dim", model.num_heads * model.head_dim),
+        *([] if model.delta is None else [("linear_num_value_heads * linear_value_head_dim", model.delta.inner)]),
     ):
         if size % smallest:
             reason = (

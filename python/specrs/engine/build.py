@@ -26,6 +26,7 @@ from specrs.engine.kv_events import KVEventPublisher
 from specrs.engine.loras import LoRAStore
 from specrs.engine.parts import EngineParts
 from specrs.engine.plan import plan_engine
+from specrs.engine.states import resolve_states
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import load_weights
 from specrs.errors import UnsupportedConfigError, invalid
@@ -74,6 +75,8 @@ def _build(
             "not the target's",
             stacklevel=2,
         )
+    free = backend_of(weights.device).free_memory
+    config = resolve_states(config, weights, lambda: free(weights.device))
     backend, blueprint = plan_engine(config, weights)
     with contextlib.ExitStack() as undo:
         engine = _assemble(backend, blueprint, team, end, undo)

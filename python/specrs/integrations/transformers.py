@@ -34,7 +34,7 @@ from specrs.errors import EngineError, UnsupportedRequestError, invalid
 from specrs.integrations.fingerprint import fingerprint
 from specrs.integrations.hf_arguments import TokenStream, check_arguments, of_generate
 from specrs.models.config import parse_config
-from specrs.models.errors import unsupported
+from specrs.models.errors import unsupported, without_states
 from specrs.models.torch_arrays import TORCH_DTYPES, to_numpy
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_tensors
@@ -227,6 +227,7 @@ def _decoder(model: PreTrainedModel) -> TorchDecoder:
         config = parse_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
         if config.experts is not None:
             raise unsupported("architectures", [config.architecture], "a model without experts")
+        without_states(config, "for custom_generate")
         dtypes = backend_of(str(model.device)).dtypes
         kept = _Kept(contents, load_tensors(config, _StateDict(model), model.dtype, model.device, dtypes))
         _decoders[model] = kept

@@ -85,6 +85,12 @@ class Model(Protocol):
         return 1 / 4096
 
     @property
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes of states of a running request, and further bytes for each of its drafts. (0, 0) if all layers have
+        attention."""
+        return 0, 0
+
+    @property
     def sliding_window(self) -> int | None:
         """Largest sliding window in tokens if every layer has one. None if some layer attends to all positions."""
         return None

@@ -6,7 +6,7 @@ import logging
 import mmap
 import stat
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from specrs.arrays import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, Array, converted
 from specrs.errors import CheckpointError, invalid, short
 from specrs.models.hub import did_you_mean, download_bar, hub_error
 from specrs.models.shard_index import place
+from specrs.models.wrappers import is_wrapped, text_names
 
 logger = logging.getLogger("specrs")
 
@@ -107,7 +108,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Checkpoint:
-    """Tensors in a folder of safetensors files: one file, or several with an index. Tensor data is read on demand."""
+    """Tensors in a folder of safetensors files: one file, or several with an index. Tensor data is read on demand.
+
+    Tensors of a multimodal checkpoint's text model have the names that the text model alone has: see `models.wrappers`.
+    """
 
     def __init__(self, folder: Path, *, allow_base_model: bool = False) -> None:
         """Open the files. With `allow_base_model`, tensors of a base model are renamed: see `prefix`.
@@ -125,14 +129,17 @@ class Checkpoint:
             except (SafetensorError, OSError) as fault:
                 raise CheckpointError(f"{path}: damaged or truncated: {fault}") from fault
         self.placement = place(folder, weight_map, {name: list(file.entries) for name, file in files.items()})
-        names = self.placement.files
-        is_base = allow_base_model and _BASE_EMBEDDING in names and _BASE_PREFIX + _BASE_EMBEDDING not in names
+        placed, config = self.placement.files, folder / "config.json"
+        is_base = allow_base_model and _BASE_EMBEDDING in placed and _BASE_PREFIX + _BASE_EMBEDDING not in placed
         self.prefix = _BASE_PREFIX if is_base else ""
         """What the names of tensors begin with here and not in the files, which hold a base model without an LM head;
         else empty."""
-        self.unlisted = frozenset(self.prefix + name for name in self.placement.unlisted)
+        wrapped = config.is_file() and is_wrapped(read_json(config))
+        self._names = text_names(folder, placed) if wrapped else {self.prefix + name: name for name in placed}
+        """Name in the files of each tensor."""
+        self.unlisted = frozenset(name for name, file in self._names.items() if file in self.placement.unlisted)
         """Tensors that the index does not list. They are read if the model has them and ignored otherwise."""
-        self._files = {self.prefix + name: files[file] for name, file in names.items()}
+        self._files = {name: files[placed[file]] for name, file in self._names.items()}
 
     def check(
         self,
@@ -146,7 +153,7 @@ class Checkpoint:
         frequencies are computed, and so are tensors that the index does not list. Raises CheckpointError, which names
         the tensors.
         """
-        self.placement.check(self.folder, map(self._stored_name, (*expected, *optional)))
+        self.check_placement((*expected, *optional))
         found = self.entries()
         shapes = {name: shape for name, (shape, _) in found.items()}
         check_tensors(self.folder, shapes, expected, optional, (*not_checked, *self.unlisted))
@@ -154,9 +161,18 @@ class Checkpoint:
             if found[name][1] not in DTYPES:
                 raise CheckpointError(f"{self.folder}: {name} is {found[name][1]}, allowed are {', '.join(DTYPES)}")
 
+    def check_placement(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError for the first of `names` whose file the index leaves open."""
+        self.placement.check(self.folder, (self._names.get(name, name) for name in names))
+
     def entries(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and the safetensors dtype name of every tensor."""
-        return {name: file.entries[self._stored_name(name)] for name, file in self._files.items()}
+        return {name: file.entries[self._names[name]] for name, file in self._files.items()}
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """Name in the files of each module that has tensors. It differs for a multimodal checkpoint's text model."""
+        return {name.rpartition(".")[0]: file.rpartition(".")[0] for name, file in self._names.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -169,12 +185,9 @@ class Checkpoint:
         """Return the tensor `name` in the file's dtype as a view of the mapped file. Writing to it copies the written
         pages and never changes the file. Raises CheckpointError for a dtype that is not known."""
         try:
-            return self._files[name].mapped(self._stored_name(name))
+            return self._files[name].mapped(self._names[name])
         except KeyError as fault:
             raise CheckpointError(f"{self.folder}: {name} could not be read: its type {fault} is not known") from None
-
-    def _stored_name(self, name: str) -> str:
-        return name.removeprefix(self.prefix)
 
 
 class SafetensorsFile:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specrs.models.delta_net import DeltaNet, parse_delta_net
 from specrs.models.errors import malformed, unsupported
 from specrs.models.experts import EXPERT_COUNTS, Experts, parse_experts
 from specrs.models.fields import NEUTRAL
@@ -81,6 +82,16 @@ class ModelConfig:
     stands in for the head."""
     experts: Experts | None = None
     """Sizes of the experts that replace the MLP in some or all layers. None: there are no experts."""
+    delta: DeltaNet | None = None
+    """Sizes of the delta nets that replace attention in some layers. None: all layers have attention."""
+    output_gate: bool = False
+    """True if attention's output is multiplied by the sigmoid of a gate, a second half of each head of `q_proj`."""
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers that have attention, and so keys and values."""
+        every = range(self.num_layers)
+        return tuple(every if self.delta is None else (i for i in every if not self.delta.layers[i]))
 
     @property
     def num_parameters(self) -> int:
@@ -98,13 +109,18 @@ class ModelConfig:
             self.intermediate_size,
         )
         attention = h * (q + 2 * kv) + q * h + (q + 2 * kv) * self.qkv_bias + h * self.o_bias
+        attention += h * q * self.output_gate
         if self.qk_norm:
             attention += q + kv if self.qk_norm_whole else 2 * self.head_dim
         if self.sinks:
             attention += self.num_heads
         mlp = 3 * h * i + (2 * i + h) * self.mlp_bias
         norms = (4 if self.norms == "around" else 2) * h
-        total = self.num_layers * (attention + norms) + h + self.vocab_size * h
+        total = len(self.attention_layers) * attention + self.num_layers * norms + h + self.vocab_size * h
+        if self.delta is not None:
+            d = self.delta
+            net = h * d.outputs + d.inner * h + d.kernel * d.conv_dim + 2 * d.value_heads + d.value_dim
+            total += sum(d.layers) * net
         if self.experts is None:
             return total + self.num_layers * mlp
         router, expert = self.experts.count * h, 3 * h * self.experts.intermediate_size
@@ -119,7 +135,7 @@ class ModelConfig:
         """Multiplications of attention per context position, divided by those of one token's matrix products without
         the LM head. Layers with a sliding window count as 0, because their cost stops growing once the window is
         full."""
-        full = self.windows.count(None) if self.windows else self.num_layers
+        full = self.windows.count(None) if self.windows else len(self.attention_layers)
         products = self.num_parameters - self.vocab_size * self.hidden_size
         return full * 2 * self.num_heads * self.head_dim / products
 
@@ -186,7 +202,14 @@ def parse_config(
     vocab = size(raw, "vocab_size")
     max_positions = size(raw, "max_position_embeddings")
     head_dim = _head_dim(raw, family, hidden, heads)
-    factor = _rotary_factor(raw) if family.partial_rotary else 1.0
+    factor = _rotary_factor(raw, family.rotary_factor) if family.partial_rotary else 1.0
+    delta = parse_delta_net(raw, num_layers) if family.delta_net else None
+    if delta is not None:
+        raw = {field: value for field, value in raw.items() if field != "layer_types"}
+    if family.rope_sections:
+        raw = {**raw} | {
+            name: _without_sections(raw[name]) for name in ("rope_parameters", "rope_scaling") if name in raw
+        }
     kinds = tuple(kind for kind in family.rope_kinds if kind in rope_kinds)
     original = _original(raw)
     if original is None and family.original_positions is not None:
@@ -228,6 +251,8 @@ def parse_config(
         fused_projections=family.fused_projections,
         sinks=family.sinks,
         experts=None if family.experts is None else parse_experts(raw, family.experts, num_layers),
+        delta=delta,
+        output_gate=family.output_gate,
         **_multipliers(raw, family, hidden),
     )
 
@@ -245,7 +270,15 @@ def _multipliers(raw: Mapping[str, Any], family: Family, hidden: int) -> dict[st
     return made
 
 
-def _rotary_factor(raw: Mapping[str, Any]) -> float:
+def _without_sections(rope: object) -> object:
+    """Return a RoPE object without the fields that say which features turn by the positions of images. For text all
+    kinds of positions are the same."""
+    if not isinstance(rope, Mapping):
+        return rope
+    return {field: value for field, value in rope.items() if field not in ("mrope_section", "mrope_interleaved")}
+
+
+def _rotary_factor(raw: Mapping[str, Any], default: float) -> float:
     """Return the share of a head's features that RoPE rotates. The RoPE object's value wins over the top-level
     field."""
     factor = None
@@ -254,7 +287,7 @@ def _rotary_factor(raw: Mapping[str, Any]) -> float:
         if factor is None and isinstance(rope, Mapping):
             factor = optional_number(rope, "partial_rotary_factor")
     if factor is None:
-        factor = number(raw, "partial_rotary_factor", default=1.0)
+        factor = number(raw, "partial_rotary_factor", default=default)
     if factor > 1:
         raise malformed("partial_rotary_factor", factor, "at most 1")
     return factor

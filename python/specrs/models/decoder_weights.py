@@ -42,18 +42,33 @@ class ExpertWeights(Generic[T, W]):
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaWeights(Generic[T]):
+    """Weights of a gated delta net besides its projections."""
+
+    conv: T
+    """Weights of the convolution, [kernel, conv_dim]; the last row is for the row's own input."""
+    a_log: T
+    """Logarithm of the decay's factor of each value head, [value_heads], float32 or float64."""
+    dt_bias: T
+    """Number added to a before its softplus, [value_heads], float32 or float64."""
+    norm: T
+    """Norm of each value head's output before the gate, [value_dim], float32 or float64."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights(Generic[T, W]):
     """Weights of one layer. Projections that share an input are fused by rows: q, k and v; gate and up."""
 
     input_norm: T
     """Norm before attention, [hidden]. [0] if the layer has no norm there."""
     qkv: W
-    """Fused q, k and v projection: hidden -> (heads + 2 * kv_heads) * head_dim."""
+    """Fused q, k and v projection: hidden -> (heads + 2 * kv_heads) * head_dim. With `output_gate`, of each query head
+    its query, then its gate. In a layer with a delta net its input projection: q, k, v, z, b and a."""
     qk_norm: T | None
     """[heads + kv_heads, head_dim]: the query norm repeated for each query head, then the key norm for each KV head.
     With `qk_norm_whole`, the weights of one norm over all query heads and one over all KV heads, in the same shape."""
     o: W
-    """Attention's output projection: heads * head_dim -> hidden."""
+    """Output projection of attention or of the delta net: heads * head_dim -> hidden."""
     post_attention_norm: T
     """Norm before the MLP, [hidden]. [0] if the layer has no norm there."""
     gate_up: W
@@ -71,6 +86,8 @@ class LayerWeights(Generic[T, W]):
     there are none."""
     kv_scales: KVScales = UNSCALED
     """Scales of K and V in a quantized KV cache."""
+    delta: DeltaWeights[T] | None = None
+    """Weights of the gated delta net that replaces attention. None: the layer has attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +179,13 @@ class DecoderFacts(Model):
     def num_layers(self) -> int:
         """Number of layers."""
         return self.config.num_layers
+
+    @property
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes of states of a running request, and further bytes for each of its drafts. (0, 0) if all layers have
+        attention."""
+        delta = self.config.delta
+        return (0, 0) if delta is None else (delta.row_bytes, delta.draft_bytes)
 
     @property
     def max_position_embeddings(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from specrs.errors import CheckpointError, UnsupportedModelError, short
 
@@ -15,6 +16,13 @@ def unsupported(field: str, value: object, allowed: str) -> UnsupportedModelErro
 def malformed(field: str, value: object, allowed: str, *, file: str = "config.json") -> CheckpointError:
     """Return the exception for a field whose value no model can have."""
     return CheckpointError(f"{file}: {field}={short(value)}: must be {allowed}")
+
+
+def without_states(config: Any, where: str) -> None:
+    """Raise UnsupportedModelError for a model whose layers have states, in a place that does not serve them. `config`
+    is its ModelConfig, and `where` says what does not."""
+    if config.delta is not None:
+        raise unsupported("architectures", [config.architecture], f"{where}, a model whose layers have no states")
 
 
 @contextmanager

@@ -71,6 +71,8 @@ class PassInputs:
     """True if all rows are tokens of prompts, or tokens that a draft model catches up with."""
     chunks: ChunkRows | None = None
     """Prompt chunks whose rows follow those of the B requests. Only `CudaDecoder` supports them."""
+    state_rows: tuple[int, ...] | None = None
+    """[B] row of states of each request, for models whose layers have some. None: its index."""
     adapters: tuple[AdapterRows, ...] = ()
     """For each LoRA adapter, the rows that use it. Other rows use the base model. Only `TorchDecoder` and `CudaDecoder`
     support them."""

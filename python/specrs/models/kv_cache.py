@@ -12,6 +12,7 @@ from specrs.models.config import ModelConfig
 from specrs.models.kv_blocks import KVBlocks
 from specrs.models.kv_dtypes import kv_block_bytes, kv_shape
 from specrs.models.kv_groups import KVGroups
+from specrs.models.torch_states import DeltaStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,11 @@ class KVCache(KVBlocks[Tensor]):
     """
 
     layers: list[Tensor]
-    """For each layer `[num_blocks + 1, 2, kv_heads, block_size, head_dim]`, contiguous; dimension 1 is K, V. Layers of
-    different KV groups may be the same tensor."""
+    """For each layer with attention `[num_blocks + 1, 2, kv_heads, block_size, head_dim]`, contiguous; dimension 1 is
+    K, V. Layers of different KV groups may be the same tensor."""
     block_size: int
+    states: DeltaStates | None = None
+    """States of the requests, for models whose layers have some. None: all layers have attention."""
 
     @classmethod
     def allocate(
@@ -44,7 +47,8 @@ class KVCache(KVBlocks[Tensor]):
         all, at 2 s and 1 GiB of memory for each GiB.
         """
         layers = list(_zeros(kv_shape(config, num_blocks + 1, block_size, groups), dtype, device).unbind(0))
-        return cls(layers if groups is None else [layers[place] for place in groups.places], block_size)
+        states = None if config.delta is None else DeltaStates()
+        return cls(layers if groups is None else [layers[place] for place in groups.places], block_size, states)
 
     @classmethod
     def of_layers(

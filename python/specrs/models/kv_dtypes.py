@@ -61,11 +61,12 @@ def read_kv_scales(checkpoint: Readable, attention: str) -> KVScales:
 def kv_shape(
     config: ModelConfig, num_blocks: int, block_size: int, groups: KVGroups | None = None
 ) -> tuple[int, int, int, int, int, int]:
-    """Return the shape of a whole cache: `[layers, num_blocks, 2, kv_heads, block_size, head_dim]`.
+    """Return the shape of a whole cache: `[layers, num_blocks, 2, kv_heads, block_size, head_dim]`, of the layers that
+    have attention.
 
     With `groups`, a block holds the layers of one KV group, so `layers` is the size of a group.
     """
-    num_layers = config.num_layers if groups is None else groups.layers_per_block
+    num_layers = len(config.attention_layers) if groups is None else groups.layers_per_block
     return num_layers, num_blocks, 2, config.num_kv_heads, block_size, config.head_dim
 
 

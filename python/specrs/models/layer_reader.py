@@ -14,11 +14,11 @@ from specrs.arrays import FLOAT32, FLOAT64, Array, converted
 from specrs.kernels.frequencies import Powers, rounded_powers, signed_frequencies
 from specrs.kernels.kv_scales import UNSCALED
 from specrs.models.config import ModelConfig
-from specrs.models.decoder_weights import D, DecoderWeights, ExpertWeights, LayerWeights, T, W
+from specrs.models.decoder_weights import D, DecoderWeights, DeltaWeights, ExpertWeights, LayerWeights, T, W
 from specrs.models.experts import Experts
 from specrs.models.kv_dtypes import read_kv_scales
 from specrs.models.rope import Rope, frequencies
-from specrs.models.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, Readable, norm_names, tensor_shapes
+from specrs.models.tensors import DELTA_INPUTS, EMBEDDING, FINAL_NORM, LM_HEAD, Readable, norm_names, tensor_shapes
 
 
 class LayerReader(ABC, Generic[T, W]):
@@ -51,6 +51,29 @@ class LayerReader(ABC, Generic[T, W]):
             experts=self.experts(prefix, c.experts) if c.experts is not None and sparse else None,
             sinks=self.read(attention + "sinks") if c.sinks else None,
             kv_scales=read_kv_scales(self.checkpoint, attention) if self.kv_codes else UNSCALED,
+        )
+
+    def delta_layer(self, prefix: str, c: ModelConfig) -> LayerWeights[T, W]:
+        """Return the layer with a delta net whose tensor names begin with `prefix`. It has an MLP."""
+        net, mlp = prefix + "linear_attn.", prefix + "mlp."
+        before, _, before_mlp, _ = norm_names(c)
+        wide = FLOAT64 if self.vector_dtype == FLOAT64 else FLOAT32
+        conv = self.checkpoint.read(net + "conv1d.weight", wide)[:, 0].T
+        return LayerWeights(
+            input_norm=self.place(self.norm(f"{prefix}{before}", c)),
+            post_attention_norm=self.place(self.norm(f"{prefix}{before_mlp}", c)),
+            qkv=self.linear([net + name for name in DELTA_INPUTS], bias=False),
+            qk_norm=None,
+            o=self.linear([net + "out_proj"], bias=False),
+            gate_up=self.linear([mlp + "gate_proj", mlp + "up_proj"], bias=False),
+            down=self.linear([mlp + "down_proj"], bias=False),
+            delta=DeltaWeights(
+                conv=self.place(np.ascontiguousarray(conv)),
+                a_log=self.place(self.checkpoint.read(net + "A_log", wide)),
+                dt_bias=self.place(self.checkpoint.read(net + "dt_bias", wide)),
+                # This norm alone has no offset.
+                norm=self.place(self.checkpoint.read(net + "norm.weight", wide)),
+            ),
         )
 
     def qk_norm(self, attention: str, c: ModelConfig) -> Array:
@@ -132,13 +155,18 @@ class ModelReader(LayerReader[T, W], Generic[T, W, D]):
             config=self.held,
             dtype=self.dtype,
             embedding=embedding,
-            layers=tuple(self.layer(f"model.layers.{i}.", self.held) for i in layers),
+            layers=tuple(self._layer(i) for i in layers),
             final_norm=self.place(_computed(final_norm, lambda wide: wide / c.logits_scaling)),
             lm_head=self.lm_head(head),
             rotary=self.signed((c.rope_theta, c.rope_scaling), c.rotary_dim),
             rotaries=tuple(rotaries[rope] for rope in c.ropes),
             cache_dtype=self.cache_dtype,
         )
+
+    def _layer(self, i: int) -> LayerWeights[T, W]:
+        prefix, delta = f"model.layers.{i}.", self.held.delta
+        of_kind = self.layer if delta is None or not delta.layers[i] else self.delta_layer
+        return of_kind(prefix, self.held)
 
     def check(self) -> None:
         """Check the names and shapes of all tensors. Raises CheckpointError for tensors that are missing, unknown or

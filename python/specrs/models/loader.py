@@ -25,6 +25,7 @@ from specrs.models.quantization.table import FIELDS, methods_of, read_config, sc
 from specrs.models.registry import is_known
 from specrs.models.stacked import StackedCheckpoint
 from specrs.models.tensors import EMBEDDING, LM_HEAD, Named, Tensors, tensor_shapes
+from specrs.models.wrappers import is_wrapped
 
 logger = logging.getLogger("specrs")
 DTYPES: dict[str, np.dtype[Any]] = {str(dtype): dtype for dtype in (FLOAT32, FLOAT64, BFLOAT16, FLOAT16)}
@@ -93,7 +94,7 @@ def is_known_family(source: str | Path, *, revision: str | None = None) -> bool:
     if gguf_path(source, revision) is not None:
         return True
     raw = read_json(resolve_folder(source, revision, weights=False) / "config.json")
-    return is_known(raw.get("architectures"))
+    return is_wrapped(raw) or is_known(raw.get("architectures"))
 
 
 def load_mask_token_id(source: str | Path, *, revision: str | None = None) -> int | None:
@@ -101,8 +102,7 @@ def load_mask_token_id(source: str | Path, *, revision: str | None = None) -> in
     CheckpointError if config.json is missing or malformed."""
     if gguf_path(source, revision) is not None:
         return None
-    raw = read_json(resolve_folder(source, revision, weights=False) / "config.json")
-    return mask_token_id(raw)
+    return mask_token_id(read_config(resolve_folder(source, revision, weights=False)))
 
 
 def open_checkpoint(
@@ -201,8 +201,8 @@ def named_dtype(
 
 
 def _read_config(folder: Path) -> ModelConfig:
-    raw = read_config(folder)
     with of_folder(folder):
+        raw = read_config(folder)
         scheme = scheme_of(raw)
         if scheme is not None:
             raw = {field: value for field, value in raw.items() if field not in FIELDS}

@@ -26,11 +26,11 @@ class NativeKVCache(KVBlocks[Array]):
     """
 
     layers: list[Array]
-    """For each layer `[num_blocks + 1, 2, kv_heads, block_size, head_dim]`, contiguous; dimension 1 is K, V. Layers of
-    different KV groups may be the same array."""
+    """For each layer with attention `[num_blocks + 1, 2, kv_heads, block_size, head_dim]`, contiguous; dimension 1 is
+    K, V. Layers of different KV groups may be the same array."""
     block_size: int
     native: CpuKVCache
-    """Handle of native passes to this memory."""
+    """Handle of native passes to this memory, and to the states of requests."""
 
     @classmethod
     def allocate(

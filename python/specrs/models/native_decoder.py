@@ -18,7 +18,8 @@ import numpy as np
 from specrs.arrays import FLOAT32, Array, aligned, bits, converted
 from specrs.core import CpuDecoder, CpuLora, CpuPool, CpuWeights, PackedMatrix
 from specrs.models.config import ModelConfig
-from specrs.models.decoder_weights import DecoderFacts, NativeLayer, NativeWeights, NumpyHeld
+from specrs.models.decoder_weights import DecoderFacts, DeltaWeights, NativeLayer, NativeWeights, NumpyHeld
+from specrs.models.delta_net import DeltaNet
 from specrs.models.kv_groups import KVGroups, kv_groups
 from specrs.models.lora import LoRAAdapter
 from specrs.models.native_cache import NativeKVCache
@@ -120,7 +121,8 @@ class NativeDecoder(NumpyHeld, DecoderFacts):
         return NativeKVCache.allocate(self.config, num_blocks, block_size, self.cache_dtype, self.kv_groups)
 
     def forward(self, inputs: NativeInputs, kv_cache: NativeKVCache, hidden_layers: Sequence[int] = ()) -> NativeStates:
-        """Feed N rows. Writes K and V of every row with a slot into `kv_cache` and changes nothing else.
+        """Feed N rows. Writes K and V of every row with a slot into `kv_cache`, and the requests' states, and changes
+        nothing else.
 
         Rows at position -1 are masked: their output is finite but meaningless. `hidden_layers` are the layers whose
         inputs are returned with the final states.
@@ -241,11 +243,23 @@ def layer_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
         "k_norm": k_norm,
         "qk_norm_whole": c.qk_norm_whole,
         "sinks": layer.sinks,
+        "output_gate": c.output_gate and layer.delta is None,
+        "delta": None if layer.delta is None or c.delta is None else _delta_arrays(layer.delta, c.delta),
         "o": stored_parts(layer.o),
         "attention_output_norm": layer.attention_output_norm,
         "post_attention_norm": layer.post_attention_norm if before else None,
         "mlp_output_norm": layer.mlp_output_norm,
         **_mlp_arrays(layer, c),
+    }
+
+
+def _delta_arrays(weights: DeltaWeights[Array], delta: DeltaNet) -> dict[str, Any]:
+    return {
+        **{name: getattr(delta, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel")},
+        "conv": weights.conv.reshape(-1),
+        "a_log": weights.a_log,
+        "dt_bias": weights.dt_bias,
+        "norm": weights.norm,
     }
 
 

@@ -104,6 +104,8 @@ class Family:
     """True if checkpoints store q, k and v as one tensor, and gate and up as one tensor."""
     partial_rotary: bool = False
     """True if `partial_rotary_factor` may be less than 1."""
+    rotary_factor: float = 1.0
+    """Value of `partial_rotary_factor` if the field is missing."""
     rope_theta: float = 10000.0
     rope_kinds: tuple[str, ...] = KINDS
     """Values of `rope_type` that the family may have."""
@@ -112,6 +114,8 @@ class Family:
     RoPE."""
     original_positions: int | None = None
     """Value of `original_max_position_embeddings` if the field is missing."""
+    rope_sections: bool = False
+    """True if RoPE's angles are of three kinds of positions, `mrope_section`. They are the same for text."""
     local_rope_theta: float | None = None
     """Theta of a second RoPE, for layers with a window, if config.json names none. None: all layers share one RoPE."""
     unrotated_layers: bool = False
@@ -129,6 +133,11 @@ class Family:
     """True if a missing `tie_word_embeddings` means true."""
     experts: ExpertFields | None = None
     """Description of the experts that replace the MLP. None: layers have an MLP."""
+    delta_net: bool = False
+    """True if some layers have a gated delta net in the place of attention: see `models.delta_net`."""
+    output_gate: bool = False
+    """True if attention's output is multiplied by the sigmoid of a gate. `q_proj` has of each head its query, then its
+    gate."""
     neutral: tuple[tuple[str, tuple[object, ...]], ...] = ()
     """Fields of this family that are not read, with the values at which they have no effect."""
 
@@ -239,6 +248,26 @@ FAMILIES: dict[str, Family] = {
             "block_sparse_moe",
             ("w1", "w3", "w2"),
             norm_topk_prob=True,
+        ),
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        "qwen3_5_text",
+        "Qwen3.5, Qwen3.6, Qwen3.8, dense",
+        qk_norm="heads",
+        norm_offset=1.0,
+        num_key_value_heads=4,
+        head_dim=256,
+        partial_rotary=True,
+        rotary_factor=0.25,
+        rope_kinds=("default",),
+        rope_sections=True,
+        delta_net=True,
+        output_gate=True,
+        neutral=(
+            ("attn_output_gate", (None, True)),
+            ("mamba_ssm_dtype", (None, "float32")),
+            ("mlp_only_layers", (None, [])),
+            ("mtp_use_dedicated_embeddings", (None, False)),
         ),
     ),
     "GptOssForCausalLM": Family(

@@ -63,6 +63,9 @@ def check_norms_of_ranks(c: ModelConfig, field: str, size: int) -> None:
 
 def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
     """Raise UnsupportedConfigError, which names `field`, if `size` ranks cannot split the model in `source`."""
+    if c.delta is not None:
+        reason = f"not implemented for a model whose layers have states, as in {source}; allowed: 1"
+        raise invalid(UnsupportedConfigError, field, size, reason)
     sizes = {"num_attention_heads": c.num_heads}
     if c.experts is None or not all(c.experts.layers):
         sizes["intermediate_size"] = c.intermediate_size

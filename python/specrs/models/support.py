@@ -3,6 +3,7 @@
 from specrs.models.gguf.architectures import READ
 from specrs.models.quantization.table import AT_LOAD, methods_of
 from specrs.models.registry import FAMILIES, Family
+from specrs.models.wrappers import WRAPPERS
 
 _HEADER = (
     "architecture",
@@ -25,7 +26,7 @@ def row(architecture: str, family: Family) -> tuple[str, ...]:
         family.models,
         YES,
         YES,
-        YES,
+        NO if family.delta_net else YES,
         ", ".join(f"`{method}`" for method in methods),
         ", ".join(f"`{name}`" for name in AT_LOAD),
         YES if architecture in READ else NO,
@@ -36,3 +37,12 @@ def table() -> str:
     """Return the table in Markdown, as docs/supported.md has it."""
     rows = [_HEADER, ("---",) * len(_HEADER), *(row(name, family) for name, family in FAMILIES.items())]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def wrapped_table() -> str:
+    """Return the table of multimodal checkpoints in Markdown, as docs/supported.md has it."""
+    lines = ["| architecture | models | text model |", "| --- | --- | --- |"]
+    for name, wrapper in WRAPPERS.items():
+        texts = ", ".join(f"`{text}`" for text in wrapper.text_models.values())
+        lines.append(f"| `{name}` | {wrapper.models} | {texts} |")
+    return "\n".join(lines)

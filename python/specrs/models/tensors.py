@@ -10,6 +10,7 @@ import numpy as np
 
 from specrs.arrays import Array
 from specrs.models.config import ModelConfig
+from specrs.models.delta_net import DeltaNet
 
 EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -49,7 +50,7 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, h), FINAL_NORM: (h,)}
     if not c.tie_word_embeddings:
         shapes[LM_HEAD] = (c.vocab_size, h)
-    qkv, gate_up = [("q", q), ("k", kv), ("v", kv)], [("gate", i), ("up", i)]
+    qkv, gate_up = [("q", q * (1 + c.output_gate)), ("k", kv), ("v", kv)], [("gate", i), ("up", i)]
     if c.fused_projections:
         qkv, gate_up = [("qkv", q + 2 * kv)], [("gate_up", 2 * i)]
     projections = {
@@ -61,6 +62,9 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(c.num_layers):
         prefix = f"model.layers.{layer}."
         sparse = c.experts is not None and c.experts.layers[layer]
+        delta = c.delta is not None and c.delta.layers[layer]
+        if c.delta is not None and delta:
+            shapes |= {f"{prefix}linear_attn.{name}": shape for name, shape in delta_shapes(c.delta, h).items()}
         if c.experts is not None and sparse:
             block, e = prefix + c.experts.block, c.experts.intermediate_size
             parts = {c.experts.router: (c.experts.count, h)}
@@ -72,7 +76,7 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
                 if c.experts.biases:
                     shapes[f"{block}.{name}.bias"] = shape[:1]
         for name, (rows, columns, bias) in projections.items():
-            if sparse and name.startswith("mlp."):
+            if (sparse and name.startswith("mlp.")) or (delta and name.startswith("self_attn.")):
                 continue
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if bias:
@@ -80,10 +84,27 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{prefix}{name}.weight": (h,) for name in norm_names(c) if name is not None}
         if c.sinks:
             shapes[f"{prefix}self_attn.sinks"] = (c.num_heads,)
-        if c.qk_norm:
+        if c.qk_norm and not delta:
             sizes = (q, kv) if c.qk_norm_whole else (c.head_dim, c.head_dim)
             shapes |= {f"{prefix}self_attn.{x}_norm.weight": (n,) for x, n in zip("qk", sizes, strict=True)}
     return shapes
+
+
+DELTA_INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+"""Projections of a delta net's input, in the order in which `LayerWeights.qkv` fuses them."""
+
+
+def delta_shapes(d: DeltaNet, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the tensors of a gated delta net, after `linear_attn.`."""
+    outputs = (d.conv_dim, d.inner, d.value_heads, d.value_heads)
+    return {
+        **{f"{name}.weight": (rows, hidden) for name, rows in zip(DELTA_INPUTS, outputs, strict=True)},
+        "conv1d.weight": (d.conv_dim, 1, d.kernel),
+        "A_log": (d.value_heads,),
+        "dt_bias": (d.value_heads,),
+        "norm.weight": (d.value_dim,),
+        "out_proj.weight": (hidden, d.inner),
+    }
 
 
 def norm_names(c: ModelConfig) -> tuple[str | None, str | None, str | None, str | None]:

@@ -33,6 +33,7 @@ from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups, kv_groups
 from specrs.models.lora import AdapterRows
 from specrs.models.rope import Rope, rope_magnitude
+from specrs.models.torch_delta_net import Runs, delta_net, runs_of
 from specrs.models.torch_weights import TorchExperts, TorchFacts, TorchWeights
 from specrs.parallel.ranks import Ranks
 
@@ -45,6 +46,8 @@ class PassPlan:
     """cos and sin of each layer, both `[N, 1, rotary_dim]` as from `rotary_cos_sin`. None: the layer has no RoPE."""
     attention: tuple[AttentionPlan, ...]
     """Attention plan of each layer."""
+    runs: Runs | None = None
+    """Rows by request, for layers with states. None: there are no such layers."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class TorchDecoder(TorchFacts):
         return replace(self, kv_groups=kv_groups(self.config.windows, size))
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
-        """Feed N rows. Writes K and V of every row with a slot into `kv_cache` and changes nothing else.
+        """Feed N rows. Writes K and V of every row with a slot into `kv_cache`, and the requests' states, and changes
+        nothing else.
 
         `hidden_layers` are the layers whose inputs are returned with the final states.
         """
@@ -76,7 +80,10 @@ class TorchDecoder(TorchFacts):
                 inputs.positions, slots, inputs.q_start, table, shape, inputs.k_start, visibility
             )
         attention = tuple(plans[kind] for kind in kinds)
-        plan = PassPlan(self._rotations(inputs.positions), attention)
+        runs = None
+        if self.config.delta is not None:
+            runs = runs_of(inputs.positions, inputs.q_start, inputs.state_rows, inputs.prompts)
+        plan = PassPlan(self._rotations(inputs.positions), attention, runs)
         return self._run(inputs.input_ids, plan, kv_cache, hidden_layers, inputs.adapters)
 
     def _rotations(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor] | None, ...]:
@@ -109,14 +116,23 @@ class TorchDecoder(TorchFacts):
         h = self._embed(input_ids).to(weights.dtype)
         if c.embedding_multiplier != 1:
             h = h * c.embedding_multiplier
-        layers = zip(weights.layers, kv_cache.layers, plan.attention, plan.rotations, strict=True)
-        for i, (w, cache, attention, rotation) in enumerate(layers):
+        caches = dict(zip(c.attention_layers, kv_cache.layers, strict=True))
+        layers = zip(weights.layers, plan.attention, plan.rotations, strict=True)
+        for i, (w, attention, rotation) in enumerate(layers):
             if i in hidden_layers:
                 entries[i] = h
             x = rms_norm(h, w.input_norm, eps) if normed else h
             qkv = w.qkv.product(x)
+            if w.delta is not None and plan.runs is not None:
+                assert kv_cache.states is not None
+                h = h + w.o.product(delta_net(qkv, w.delta, c, i, plan.runs, kv_cache.states))
+                h = h + w.down.product(activate(w.gate_up.product(rms_norm(h, w.post_attention_norm, eps))))
+                continue
+            cache, gate = caches[i], None
             for adapter in adapters:
                 adapter.add_(qkv, x, i, "qkv")
+            if c.output_gate:
+                qkv, gate = _without_gate(qkv, heads, c.head_dim)
             qkv = qkv.view(-1, heads + 2 * kv_heads, c.head_dim)
             qk = qkv.narrow(1, 0, heads + kv_heads)  # indexing takes twice as long
             if w.qk_norm is not None and c.qk_norm_whole and self.ranks is not None:
@@ -130,6 +146,8 @@ class TorchDecoder(TorchFacts):
                 apply_rotary_(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
             write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention, w.kv_scales)
             x = paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale, sinks=w.sinks, kv_scales=w.kv_scales)
+            if gate is not None:
+                x = x * torch.sigmoid(gate)
             attended, x = x, w.o.product(x)
             for adapter in adapters:
                 adapter.add_(x, attended, i, "o")
@@ -224,6 +242,13 @@ class TorchDecoder(TorchFacts):
         if self.ranks is not None:
             logits = self.ranks.side_by_side(logits, self.vocab_size)
         return logits if out is None else out.copy_(logits[:, : out.shape[1]])
+
+
+def _without_gate(qkv: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return q, k and v as one tensor, and the gates `[N, heads * head_dim]`, which lie after each head's query."""
+    q, rest = torch.split(qkv, [2 * heads * head_dim, qkv.shape[1] - 2 * heads * head_dim], 1)
+    q, gate = q.view(-1, heads, 2, head_dim).unbind(2)
+    return torch.cat((q.flatten(1), rest), 1), gate.flatten(1)
 
 
 def mixture(x: Tensor, weights: TorchExperts, experts: Experts) -> Tensor:

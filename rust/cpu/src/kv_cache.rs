@@ -3,6 +3,7 @@
 use crate::error::{Error, Result, check_len};
 use crate::memory::{Bf16, MemoryMut};
 use crate::shape::ModelShape;
+use crate::states::States;
 use crate::values::ValuesMut;
 use std::mem::discriminant;
 
@@ -47,6 +48,8 @@ pub struct KvCache {
     pub(crate) places: Vec<ValuesMut>,
     pub(crate) layers: Vec<KvLayer>,
     pub(crate) shape: KvShape,
+    /// States of rows, for models whose layers have some.
+    pub(crate) states: States,
 }
 
 impl KvCache {
@@ -70,7 +73,7 @@ impl KvCache {
             }
         }
         let own = (0..layers.len()).map(|place| KvLayer { group: 0, place }).collect();
-        Ok(Self { places: layers, layers: own, shape })
+        Ok(Self { places: layers, layers: own, shape, states: States::default() })
     }
 
     /// Assigns this memory to the layers of a model in several groups. The cache's layers so far become the places of
@@ -116,6 +119,16 @@ impl KvCache {
             }
         };
         Self::new(shape, (0..num_layers).map(layer).collect())
+    }
+
+    /// Returns the bytes of the states that rows have beside the KV. It grows when a row is first used.
+    pub fn state_bytes(&self) -> usize {
+        self.states.bytes()
+    }
+
+    /// Fills the memory of states with NaN, for tests: a request that begins at position 0 reads none of it.
+    pub fn poison_states(&mut self) {
+        self.states.poison();
     }
 
     /// Returns the sizes.
@@ -165,7 +178,7 @@ impl KvCache {
         2 * self.shape.num_kv_heads * self.shape.block_size * self.shape.head_dim
     }
 
-    /// Rejects a cache whose sizes do not match the model.
+    /// Rejects a cache whose sizes do not match the model, which has `num_layers` layers with attention.
     pub(crate) fn check(&self, shape: &ModelShape, num_layers: usize) -> Result<()> {
         let found = [self.layers.len(), self.shape.num_kv_heads, self.shape.head_dim];
         let expected = [num_layers, shape.num_kv_heads, shape.head_dim];

@@ -1,7 +1,10 @@
 //! Layer of a decoder: its weights, and the checks of their shapes. Computes nothing.
 
 use crate::error::{Error, Result, check_len};
+use crate::isa::LANES;
+use crate::kernels::rate;
 use crate::linear::Linear;
+use crate::memory::Vectors;
 use crate::shape::ModelShape;
 use crate::values::Values;
 
@@ -31,6 +34,151 @@ pub struct QkNorm {
     pub k: Values,
     /// Whether all query heads are normed as one, and all key heads as one.
     pub whole: bool,
+}
+
+/// Sizes of a gated delta net, which all layers with one share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaShape {
+    /// Number of query heads, and of key heads.
+    pub key_heads: usize,
+    /// Number of value heads, a multiple of `key_heads`: value head j has key head `j / (value_heads / key_heads)`.
+    pub value_heads: usize,
+    /// Number of features in a query and in a key.
+    pub key_dim: usize,
+    /// Number of features in a value.
+    pub value_dim: usize,
+    /// Number of positions that the convolution reads, including a row's own; at least 2.
+    pub kernel: usize,
+}
+
+impl DeltaShape {
+    /// Returns the number of features of q, k and v together, which the convolution mixes.
+    pub fn conv_dim(&self) -> usize {
+        2 * self.key_heads * self.key_dim + self.inner()
+    }
+
+    /// Returns the number of features of all value heads.
+    pub fn inner(&self) -> usize {
+        self.value_heads * self.value_dim
+    }
+
+    /// Returns the number of outputs of the input projection: q, k, v and z features, b and a of each value head.
+    pub fn outputs(&self) -> usize {
+        self.conv_dim() + self.inner() + 2 * self.value_heads
+    }
+
+    /// Returns the number of value heads that share a key head.
+    pub(crate) fn shared(&self) -> usize {
+        self.value_heads / self.key_heads
+    }
+
+    /// Returns the number of features of a key head's query, key and values, rounded up to whole vectors.
+    pub(crate) fn width(&self) -> usize {
+        (2 * self.key_dim + self.shared() * self.value_dim).next_multiple_of(LANES)
+    }
+
+    /// Returns the number of features in a value, rounded up to whole vectors.
+    pub(crate) fn padded_value(&self) -> usize {
+        self.value_dim.next_multiple_of(LANES)
+    }
+
+    /// Returns the number of elements that a key head keeps of a layer: states of its value heads, inputs of the
+    /// convolution.
+    pub(crate) fn base_len(&self) -> usize {
+        self.shared() * self.key_dim * self.padded_value() + (self.kernel - 1) * self.width()
+    }
+
+    /// Returns the number of elements in a log entry of a key head: inputs of the convolution, key, and for each value
+    /// head delta and decay.
+    pub(crate) fn entry_len(&self) -> usize {
+        self.width() + self.key_dim + self.shared() * (self.padded_value() + 1)
+    }
+
+    fn check(&self, name: &str) -> Result<()> {
+        let least = [
+            ("key_heads", self.key_heads, 1),
+            ("value_heads", self.value_heads, 1),
+            ("key_dim", self.key_dim, 1),
+            ("value_dim", self.value_dim, 1),
+            ("kernel", self.kernel, 2),
+        ];
+        for (field, size, least) in least {
+            if size < least {
+                return Err(Error::invalid(format!("{name}.{field}"), size, format!("at least {least}")));
+            }
+        }
+        if !self.value_heads.is_multiple_of(self.key_heads) {
+            let allowed = format!("a multiple of key_heads = {}", self.key_heads);
+            return Err(Error::invalid(format!("{name}.value_heads"), self.value_heads, allowed));
+        }
+        Ok(())
+    }
+}
+
+/// Weights of a gated delta net besides its projections, in the place of attention.
+pub struct DeltaWeights {
+    /// Sizes.
+    pub shape: DeltaShape,
+    /// Weights of the convolution, `[kernel, conv_dim]`, the last for a row's own input.
+    pub conv: Values,
+    /// Logarithm of each head's rate of decay, `[value_heads]`.
+    pub a_log: Values,
+    /// Number added to each head's a, `[value_heads]`.
+    pub dt_bias: Values,
+    /// Weight of the norm of each value head's output, `[value_dim]`.
+    pub norm: Values,
+}
+
+/// Weights of a gated delta net in the form that passes read.
+pub(crate) struct DeltaLayer {
+    pub(crate) shape: DeltaShape,
+    /// Weights of the convolution by key head, `[key_heads, kernel, width]` in vectors.
+    pub(crate) conv: Vectors,
+    /// Rate of decay of each value head.
+    pub(crate) rates: Vec<f64>,
+    pub(crate) dt_bias: Vec<f32>,
+    pub(crate) norm: Vec<f32>,
+    /// Index of the layer among those with states.
+    pub(crate) index: usize,
+}
+
+impl DeltaWeights {
+    fn check(self, name: &str) -> Result<DeltaLayer> {
+        let shape = self.shape;
+        shape.check(name)?;
+        check_len(&format!("{name}.conv"), self.conv.len(), shape.kernel * shape.conv_dim())?;
+        check_len(&format!("{name}.a_log"), self.a_log.len(), shape.value_heads)?;
+        check_len(&format!("{name}.dt_bias"), self.dt_bias.len(), shape.value_heads)?;
+        check_len(&format!("{name}.norm"), self.norm.len(), shape.value_dim)?;
+        let given = self.conv.to_f32();
+        let mut conv = Vectors::new(shape.key_heads * shape.kernel * shape.width() / LANES);
+        let rows = conv.as_flattened_mut().chunks_exact_mut(shape.width());
+        for (i, row) in rows.enumerate() {
+            let (head, j) = (i / shape.kernel, i % shape.kernel);
+            gather(&shape, head, &given[j * shape.conv_dim()..][..shape.conv_dim()], row);
+        }
+        Ok(DeltaLayer {
+            shape,
+            conv,
+            rates: self.a_log.to_f32().into_iter().map(rate).collect(),
+            dt_bias: self.dt_bias.to_f32(),
+            norm: self.norm.to_f32(),
+            index: 0,
+        })
+    }
+}
+
+/// Copies a key head's features of q, k and v `[conv_dim]` to `out` `[width]`, with zeros behind them.
+pub(crate) fn gather(shape: &DeltaShape, head: usize, features: &[f32], out: &mut [f32]) {
+    let (dim, values) = (shape.key_dim, shape.shared() * shape.value_dim);
+    let keys = shape.key_heads * dim;
+    let (query, rest) = out.split_at_mut(dim);
+    let (key, rest) = rest.split_at_mut(dim);
+    let (value, padding) = rest.split_at_mut(values);
+    query.copy_from_slice(&features[head * dim..][..dim]);
+    key.copy_from_slice(&features[keys + head * dim..][..dim]);
+    value.copy_from_slice(&features[2 * keys + head * values..][..values]);
+    padding.fill(0.0);
 }
 
 /// MLP or experts of a layer, after its attention.
@@ -94,13 +242,18 @@ impl Experts {
 pub struct LayerWeights {
     /// Weight of the norm before attention, `[hidden]`; `None` if attention is fed the residual stream without a norm.
     pub input_norm: Option<Values>,
-    /// Projection `hidden -> (heads + 2 kv_heads) head_dim`: all q heads, then all k heads, then all v heads.
+    /// Projection `hidden -> (heads + 2 kv_heads) head_dim`: all q heads, then all k heads, then all v heads. With
+    /// `output_gate` each query is followed by its gate. With `delta` it is the delta net's input projection.
     pub qkv: Linear,
+    /// Whether the output of attention is multiplied by the sigmoid of a gate.
+    pub output_gate: bool,
+    /// Gated delta net in the place of attention; `None` if the layer has attention.
+    pub delta: Option<DeltaWeights>,
     /// Norms of queries and keys, if the model has them.
     pub qk_norm: Option<QkNorm>,
     /// Attention sinks, `[heads]`: an additional score of each query head, with no position and a value of zero.
     pub sinks: Option<Values>,
-    /// Output projection of attention, `heads head_dim -> hidden`.
+    /// Output projection of attention, `heads head_dim -> hidden`, or of the delta net.
     pub o: Linear,
     /// Weight of the norm of the attention output before it is added to the residual stream, `[hidden]`.
     pub attention_output_norm: Option<Values>,
@@ -116,6 +269,8 @@ pub struct LayerWeights {
 pub(crate) struct Layer {
     pub(crate) input_norm: Option<Vec<f32>>,
     pub(crate) qkv: Linear,
+    pub(crate) output_gate: bool,
+    pub(crate) delta: Option<DeltaLayer>,
     pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
     /// Whether `qk_norm` norms all heads as one.
     pub(crate) qk_norm_whole: bool,
@@ -161,8 +316,16 @@ impl LayerWeights {
         let norm = |field: &str, norm: &Option<Values>| {
             norm.as_ref().map(|norm| check_len(&name(field), norm.len(), hidden).map(|()| norm.to_f32())).transpose()
         };
-        layer.qkv.check(&name("qkv"), (shape.num_heads + 2 * shape.num_kv_heads) * dim, inputs)?;
-        layer.o.check(&name("o"), hidden, shape.num_heads * dim)?;
+        let delta = layer.delta.map(|delta| delta.check(&name("delta"))).transpose()?;
+        let queries = shape.num_heads * (1 + usize::from(layer.output_gate));
+        let attention = ((queries + 2 * shape.num_kv_heads) * dim, shape.num_heads * dim);
+        let of_net = |net: &DeltaLayer| (net.shape.outputs(), net.shape.inner());
+        let (outputs, inner) = delta.as_ref().map_or(attention, of_net);
+        layer.qkv.check(&name("qkv"), outputs, inputs)?;
+        layer.o.check(&name("o"), hidden, inner)?;
+        if layer.output_gate && layer.qk_norm.as_ref().is_some_and(|norm| norm.whole) {
+            return Err(Error::invalid(name("output_gate"), true, "false with a norm over all heads"));
+        }
         match &layer.mlp {
             Mlp::Dense { gate_up, down } => {
                 gate_up.check(&name("gate_up"), 2 * intermediate, hidden)?;
@@ -181,6 +344,8 @@ impl LayerWeights {
         Ok(Layer {
             input_norm: norm("input_norm", &layer.input_norm)?,
             qkv: layer.qkv,
+            output_gate: layer.output_gate,
+            delta,
             qk_norm_whole: layer.qk_norm.as_ref().is_some_and(|norm| norm.whole),
             qk_norm: layer.qk_norm.map(|norm| (norm.q.to_f32(), norm.k.to_f32())),
             sinks: layer.sinks.as_ref().map(Values::to_f32),

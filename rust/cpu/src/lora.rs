@@ -130,6 +130,9 @@ impl Lora {
         if layers.len() != weights.layers.len() {
             return Err(Error::invalid("layers", layers.len(), weights.layers.len().to_string()));
         }
+        if weights.delta.is_some() {
+            return Err(Error::invalid("layers", "an adapter", "none for a model with delta nets"));
+        }
         for (i, (own, layer)) in layers.iter().zip(&weights.layers).enumerate() {
             own.check(i, layer)?;
         }

@@ -3,7 +3,7 @@
 use crate::blocks::Packed;
 use crate::error::{Error, Result, check_len};
 use crate::kernels::{LEAST_WEIGHT, PAIRS};
-use crate::layer::{Activation, ExpertSizes, Layer, LayerWeights, Mlp};
+use crate::layer::{Activation, DeltaShape, ExpertSizes, Layer, LayerWeights, Mlp};
 use crate::linear::{Linear, Weight};
 use crate::memory::Bf16;
 use crate::shape::ModelShape;
@@ -142,6 +142,8 @@ pub struct Weights {
     pub(crate) multipliers: Multipliers,
     pub(crate) activation: Activation,
     pub(crate) experts: Option<ExpertSizes>,
+    /// Sizes of the delta nets, and the number of layers with one; `None` if all layers have attention.
+    pub(crate) delta: Option<(DeltaShape, usize)>,
 }
 
 impl Weights {
@@ -202,11 +204,22 @@ impl Weights {
         check_len("final_norm", final_norm.len(), hidden)?;
         check_len("frequencies", frequencies.len(), shape.head_dim / 2)?;
         let inputs = if eagle3.is_some() { 2 * hidden } else { hidden };
-        let layers = layers
+        let mut layers = layers
             .into_iter()
             .enumerate()
             .map(|(i, layer)| layer.check(&shape, i, inputs))
             .collect::<Result<Vec<Layer>>>()?;
+        let mut delta: Option<(DeltaShape, usize)> = None;
+        for (i, layer) in layers.iter_mut().enumerate() {
+            let Some(net) = &mut layer.delta else { continue };
+            let (shape, count) = delta.get_or_insert((net.shape, 0));
+            if *shape != net.shape || eagle3.is_some() {
+                let allowed = if eagle3.is_some() { "none in a head".to_owned() } else { format!("{shape:?}") };
+                return Err(Error::invalid(format!("layers[{i}].delta"), format!("{:?}", net.shape), allowed));
+            }
+            net.index = *count;
+            *count += 1;
+        }
         let mut experts = None;
         for (i, layer) in layers.iter().enumerate() {
             let Layer { mlp: Mlp::Experts(mixture), .. } = layer else { continue };
@@ -228,6 +241,7 @@ impl Weights {
             multipliers: Multipliers { embedding: 1.0, residual: 1.0, scores },
             activation: Activation::Silu,
             experts,
+            delta,
         })
     }
 
@@ -377,6 +391,11 @@ impl Weights {
     /// Returns the number of layers.
     pub fn num_layers(&self) -> usize {
         self.layers.len()
+    }
+
+    /// Returns the number of layers with attention, and so with keys and values.
+    pub fn num_attention_layers(&self) -> usize {
+        self.layers.len() - self.delta.map_or(0, |(_, count)| count)
     }
 }
 

@@ -6,8 +6,8 @@ use crate::tensors::{codes_mut, embedding as embedding_of, values, values_mut, w
 use numpy::{Ix1, Ix5, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Activation, Eagle3Weights, Experts, Isa, KvCache, KvLayer, KvShape, LayerWeights, Linear, Mlp, ModelShape,
-    Multipliers, Part, Pool, QkNorm, Rotation, Tiles, Values, Weights,
+    Activation, DeltaShape, DeltaWeights, Eagle3Weights, Experts, Isa, KvCache, KvLayer, KvShape, LayerWeights, Linear,
+    Mlp, ModelShape, Multipliers, Part, Pool, QkNorm, Rotation, Tiles, Values, Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -90,12 +90,51 @@ impl ExpertArrays<'_> {
     }
 }
 
+/// Weights and sizes of a gated delta net in the form that Python passes.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct DeltaArrays<'py> {
+    key_heads: i64,
+    value_heads: i64,
+    key_dim: i64,
+    value_dim: i64,
+    kernel: i64,
+    conv: Bound<'py, PyAny>,
+    a_log: Bound<'py, PyAny>,
+    dt_bias: Bound<'py, PyAny>,
+    norm: Bound<'py, PyAny>,
+}
+
+impl DeltaArrays<'_> {
+    fn weights(&self, name: &str, py: Python<'_>) -> PyResult<DeltaWeights> {
+        let size = |field: &str, value| size(py, Class::InvalidConfig, field, value);
+        let vector = |field: &str, array| vector(&format!("{name}.{field}"), array);
+        Ok(DeltaWeights {
+            shape: DeltaShape {
+                key_heads: size("key_heads", self.key_heads)?,
+                value_heads: size("value_heads", self.value_heads)?,
+                key_dim: size("key_dim", self.key_dim)?,
+                value_dim: size("value_dim", self.value_dim)?,
+                kernel: size("kernel", self.kernel)?,
+            },
+            conv: vector("conv", &self.conv)?,
+            a_log: vector("a_log", &self.a_log)?,
+            dt_bias: vector("dt_bias", &self.dt_bias)?,
+            norm: vector("norm", &self.norm)?,
+        })
+    }
+}
+
 /// One layer in the form that Python passes.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct LayerArrays<'py> {
     input_norm: Option<Bound<'py, PyAny>>,
     qkv: Projection<'py>,
+    #[pyo3(default)]
+    output_gate: bool,
+    #[pyo3(default)]
+    delta: Option<DeltaArrays<'py>>,
     q_norm: Option<Bound<'py, PyAny>>,
     k_norm: Option<Bound<'py, PyAny>>,
     #[pyo3(default)]
@@ -182,16 +221,20 @@ fn layer(
     let norm = |field: &str, array: &Option<Bound<'_, PyAny>>| {
         array.as_ref().map(|array| vector(&name(field), array)).transpose()
     };
+    let delta = arrays.delta.as_ref().map(|delta| delta.weights(&name("delta"), py)).transpose()?;
+    let inner = delta.as_ref().map_or(shape.num_heads * shape.head_dim, |delta| delta.shape.inner());
     Ok(LayerWeights {
         input_norm: norm("input_norm", &arrays.input_norm)?,
         qkv: linear(&name("qkv"), inputs, &arrays.qkv)?,
+        output_gate: arrays.output_gate,
+        delta,
         qk_norm: norm("q_norm", &arrays.q_norm)?.zip(norm("k_norm", &arrays.k_norm)?).map(|(q, k)| QkNorm {
             q,
             k,
             whole: arrays.qk_norm_whole,
         }),
         sinks: norm("sinks", &arrays.sinks)?,
-        o: linear(&name("o"), shape.num_heads * shape.head_dim, &arrays.o)?,
+        o: linear(&name("o"), inner, &arrays.o)?,
         attention_output_norm: norm("attention_output_norm", &arrays.attention_output_norm)?,
         post_attention_norm: norm("post_attention_norm", &arrays.post_attention_norm)?,
         mlp: match &arrays.experts {
@@ -360,6 +403,12 @@ impl CpuKVCache {
             })
             .map(|cache| Self(Mutex::new(cache)))
             .map_err(|error| cpu_to_py(py, &error))
+    }
+
+    /// Bytes of the states that rows have beside the KV.
+    #[getter]
+    fn state_bytes(&self, py: Python<'_>) -> usize {
+        py.detach(|| lock(&self.0).state_bytes())
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {

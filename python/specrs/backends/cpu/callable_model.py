@@ -57,7 +57,7 @@ class CallableModel:
         """
         assert eagle3 is None
         rows = inputs.pop("rows").tolist()
-        made = pass_inputs(inputs, self._adapter_rows(rows, inputs["q_start"]))
+        made = pass_inputs(inputs | {"state_rows": tuple(rows)}, self._adapter_rows(rows, inputs["q_start"]))
         hidden, entries = self._model.forward(made, self._kv_cache, layers)
         finite = hidden.isfinite().all(dim=1).numpy() if self._model.ends_in_window else None
         logits = None

@@ -22,6 +22,7 @@ class QuantizedCheckpoint(QuantizedTensors):
         self.folder = files.folder
         self._files = files
         self._scheme = scheme
+        self._modules = files.modules
         self._layers: dict[str, tuple[LinearFormat, tuple[int, int]]] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -47,7 +48,7 @@ class QuantizedCheckpoint(QuantizedTensors):
         rest = {name: shape for name, (shape, _) in found.items() if name not in layers and not self._unused(name)}
         missing = {name: expected.shapes[0] for name, expected in layers.items() if expected.required}
         present = {name: expected.shapes[0] for name, expected in layers.items() if name in found}
-        self._files.placement.check(self.folder, (*plain, *layers, *optional))
+        self._files.check_placement((*plain, *layers, *optional))
         check_tensors(self.folder, rest | present, plain | missing, {**optional, **present}, (*self._files.unlisted,))
         for name, (shape, dtype) in found.items():
             expected = layers.get(name)
@@ -98,7 +99,8 @@ class QuantizedCheckpoint(QuantizedTensors):
     def _format(self, name: str, shape: tuple[int, ...]) -> LinearFormat | None:
         if len(shape) != 2 or name == EMBEDDING:
             return None
-        return self._scheme.format_of(name.removesuffix(".weight"))
+        module = name.removesuffix(".weight")
+        return self._scheme.format_of(self._modules.get(module, module))
 
     def _unused(self, name: str) -> bool:
         if name.endswith(self._scheme.unused):

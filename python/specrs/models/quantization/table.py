@@ -19,6 +19,7 @@ from specrs.models.gguf.file import open_gguf
 from specrs.models.gguf.types import PLAIN
 from specrs.models.quantization import awq, compressed_tensors, fp8, gptq, mxfp4
 from specrs.models.quantization.base import Scheme
+from specrs.models.wrappers import text_config
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "fp8": fp8.scheme,
@@ -98,9 +99,12 @@ def methods_of(*, stacked: bool) -> tuple[str, ...]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a folder. If it lacks a `quantization_config`, the content of one of `OWN_FILES` is
-    added as that field. Raises CheckpointError."""
-    raw, path = read_json(folder / "config.json"), quantization_file(folder)
+    """Return the config.json of a folder, or of a multimodal checkpoint's text model.
+
+    If it lacks a `quantization_config`, the content of one of `OWN_FILES` is added as that field. Raises
+    UnsupportedModelError for a text model that is not implemented, and CheckpointError.
+    """
+    raw, path = text_config(read_json(folder / "config.json")), quantization_file(folder)
     if path is None or any(raw.get(field) is not None for field in FIELDS):
         return raw
     given = {_AWQ_NAMES.get(name, name): value for name, value in read_json(path).items()}

@@ -6,7 +6,7 @@ use super::Context;
 use super::products::Fed;
 use super::scratch::{Buffers, Private, RUN};
 use crate::isa::{LANES, Vector};
-use crate::kernels::{Attend, AttendScratch, Element, KvRead, QkHead, RmsScale};
+use crate::kernels::{Attend, AttendScratch, Element, KvRead, QkHead, RmsScale, Sigmoid};
 use crate::kv_cache::KvShape;
 use crate::layer::Layer;
 use crate::lora::Projection;
@@ -116,7 +116,7 @@ impl<'a> Context<'a> {
         let shape = &self.weights.shape;
         let (rows, shares, kv_heads) = (self.rows(), self.shares, shape.num_kv_heads);
         let sizes = [paging.shape.num_blocks + 1, 2 * kv_heads, paging.shape.block_size * shape.head_dim];
-        let Buffers { h, e, added, heads, q, attended, cos, sin, .. } = buffers;
+        let Buffers { h, e, added, heads, q, gates, attended, cos, sin, .. } = buffers;
         if layer.qk_norm_whole {
             self.project(layer, h, e, heads, private);
         }
@@ -124,6 +124,8 @@ impl<'a> Context<'a> {
         {
             let len = q.len();
             let qs = Columns::new(q, 1, len, &shares.q_vectors);
+            let len = gates.len();
+            let gates = layer.output_gate.then(|| Columns::new(gates, 1, len, &shares.q_vectors));
             let planes = Planes::new(kv, sizes, &shares.k.bounds, &shares.v.bounds);
             let len = attended.len();
             let outs = Columns::new(attended, 1, len, &shares.attended);
@@ -137,11 +139,14 @@ impl<'a> Context<'a> {
                     self.attention_input(h, e, layer.input_norm.as_deref(), own);
                     self.round(&mut own.x, rows, layer.qkv.inputs);
                 }
-                let Private { x, y, scales, attend, room, .. } = own;
+                let Private { x, y, z, scales, attend, room, .. } = own;
                 let whole = layer.qk_norm_whole;
                 let mut fed = if whole { Fed::rows(&[]) } else { self.fed(Projection::Qkv, &layer.qkv, x, room) };
                 let inputs = HeadInputs { projected: heads, scales, cos, sin, slots: paging.slots };
                 for piece in pieces {
+                    if let Some(gates) = &gates {
+                        self.gates(layer, piece, &mut fed, z, gates.take(piece).row_mut(0));
+                    }
                     let (mut qs, mut planes) = (qs.take(piece), planes.take(piece));
                     let q = qs.row_mut(0);
                     self.heads(layer, piece, &inputs, &mut fed, y, HeadOutputs { q, planes: &mut planes });
@@ -172,7 +177,7 @@ impl<'a> Context<'a> {
                 }
             });
         }
-        let attended = &*attended;
+        let (attended, gates) = (&*attended, &**gates);
         let norm = layer.attention_output_norm.as_deref();
         let out = if norm.is_some() { &mut *added } else { &mut *h };
         let outs = Columns::new(out, rows, shape.hidden_size, &shares.hidden.bounds);
@@ -181,6 +186,9 @@ impl<'a> Context<'a> {
             let mut own = own.take(t);
             let Private { x, y, room, .. } = &mut own.row_mut(0)[0];
             self.collect(attended, x);
+            if layer.output_gate {
+                self.apply_gates(gates, x);
+            }
             self.round(x, rows, layer.o.inputs);
             let mut fed = self.fed(Projection::O, &layer.o, x, room);
             for piece in pieces {
@@ -227,7 +235,10 @@ impl<'a> Context<'a> {
         let shape = &self.weights.shape;
         let (dim, rows) = (shape.head_dim, self.rows());
         let Some((q_norm, k_norm)) = layer.qk_norm.as_ref().filter(|_| layer.qk_norm_whole) else {
-            return self.product(&layer.qkv, head * dim..(head + 1) * dim, fed, rows, y, dim);
+            // With gates, each query has one behind it.
+            let before = if layer.output_gate { head.min(shape.num_heads) } else { 0 };
+            let first = (head + before) * dim;
+            return self.product(&layer.qkv, first..first + dim, fed, rows, y, dim);
         };
         let keys = shape.num_heads..shape.num_heads + shape.num_kv_heads;
         let (norm, scales) = match head {
@@ -240,6 +251,19 @@ impl<'a> Context<'a> {
             y.copy_from_slice(given);
             for (y, weight) in y.iter_mut().zip(norm.into_iter().flatten()) {
                 *y = *y * scale * weight;
+            }
+        }
+    }
+
+    /// Computes the gates of a piece of the query heads, behind the sigmoid, `[heads, rows, ceil(head_dim / 16)]`.
+    fn gates(&self, layer: &Layer, piece: usize, fed: &mut Fed<'_>, z: &mut [f32], out: &mut [Vector]) {
+        let (dim, rows) = (self.weights.shape.head_dim, self.rows());
+        let vectors = dim.div_ceil(LANES);
+        for (head, out) in self.shares.q.piece(piece).zip(out.chunks_exact_mut(rows * vectors)) {
+            let first = (2 * head + 1) * dim;
+            self.product(&layer.qkv, first..first + dim, fed, rows, z, dim);
+            for (x, out) in z.chunks_exact(dim).zip(out.chunks_exact_mut(vectors)) {
+                self.isa.run(Sigmoid { x, out });
             }
         }
     }

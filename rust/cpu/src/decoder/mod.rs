@@ -4,6 +4,7 @@
 //! results of earlier phases. Hidden states are fp32 between all products, even if weights are bf16.
 
 mod attention;
+mod delta;
 mod experts;
 mod fuse;
 mod head;
@@ -20,8 +21,10 @@ use crate::kv_cache::{KvCache, KvLayer};
 use crate::layer::Mlp;
 use crate::pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass};
 use crate::pool::{Pool, Session};
+use crate::states::of_tile;
 use crate::values::ValuesMut;
 use crate::weights::Weights;
+use delta::NetTile;
 use loras::AdaptedRows;
 use products::TileRoom;
 use scratch::{Buffers, Private};
@@ -95,7 +98,10 @@ impl Decoder {
         let shape = weights.shape;
         Self {
             shares: (1..=pool.threads())
-                .map(|participants| Shares::new(shape, weights.sliding_window(), weights.experts, participants))
+                .map(|participants| {
+                    let delta = weights.delta.map(|(delta, _)| delta);
+                    Shares::new(shape, weights.sliding_window(), weights.experts, delta, participants)
+                })
                 .collect(),
             buffers: Buffers::new(&weights),
             private: (0..pool.threads()).map(|_| Private::new(&weights, isa)).collect(),
@@ -133,7 +139,7 @@ impl Decoder {
     #[must_use]
     pub fn with_prompt_tiles(mut self, tiles: Tiles) -> Self {
         self.prompt_tiles = Some(tiles);
-        self.private.iter_mut().for_each(|own| own.room.tiles = TileRoom::new(&self.weights.shape));
+        self.private.iter_mut().for_each(|own| own.room.tiles = TileRoom::new(&self.weights));
         self
     }
 
@@ -180,7 +186,7 @@ impl Decoder {
     }
 
     /// Runs a pass: feeds its rows, writes their K and V into `kv`, and writes the results that `output` asks for.
-    /// Allocates nothing except for adapters.
+    /// Allocates nothing except for adapters and for layers with states.
     ///
     /// # Errors
     /// If the pass names a token, slot, block or row that does not exist, or if the process was forked off the pool's.
@@ -229,9 +235,10 @@ impl Decoder {
         mut entries: Entries<'_>,
     ) -> Result<()> {
         let hidden = self.weights.shape.hidden_size;
-        kv.check(&self.weights.shape, self.weights.layers.len())?;
+        kv.check(&self.weights.shape, self.weights.num_attention_layers())?;
         let window_of = |group| {
-            let of_group = self.weights.layers.iter().zip(&kv.layers).filter(|(_, at)| at.group == group);
+            let attending = self.weights.layers.iter().filter(|layer| layer.delta.is_none());
+            let of_group = attending.zip(&kv.layers).filter(|(_, at)| at.group == group);
             of_group.map(|(layer, _)| layer.window).max().unwrap_or(0)
         };
         pass.check(&self.weights.shape, self.weights.num_ids(), kv, &output, window_of)?;
@@ -249,7 +256,17 @@ impl Decoder {
         let session = self.pool.enter()?;
         let windowed = self.weights.ends_in_window();
         self.finite.clear();
+        let runs = match self.weights.delta {
+            Some((shape, layers)) => kv.states.plan(shape, layers, pass)?,
+            None => Vec::new(),
+        };
         let shares = &mut self.shares[session.participants() - 1];
+        let mut log_bounds = Vec::new();
+        if let Some((shape, _)) = &self.weights.delta {
+            let capacity = kv.states.capacity();
+            self.private.iter_mut().for_each(|own| own.net.reserve(shape, capacity));
+            log_bounds.extend(shares.key_heads.bounds.iter().map(|head| head * capacity * shape.entry_len()));
+        }
         if let Output::Logits { num_ids, .. } | Output::Argmax { num_ids, .. } = &output {
             shares.set_ids(*num_ids);
         }
@@ -285,7 +302,9 @@ impl Decoder {
             let width = entries.layers.len() * hidden;
             let (states, behind) = std::mem::take(&mut entries.states).split_at_mut(rows.len() * width);
             entries.states = behind;
-            cx.layers(kv, &mut self.buffers, &mut self.private, Entries { layers: entries.layers, states });
+            let net = NetTile { runs: of_tile(&runs, first / MAX_TILE_ROWS), log_bounds: &log_bounds };
+            let kept = Entries { layers: entries.layers, states };
+            cx.layers(kv, net, &mut self.buffers, &mut self.private, kept);
             if windowed {
                 let rows = self.buffers.h.chunks_exact(hidden).take(rows.len());
                 self.finite.extend(rows.map(|row| row.iter().all(|x| x.is_finite())));
@@ -335,18 +354,30 @@ impl Context<'_> {
         self.tile.len()
     }
 
-    fn layers(&self, kv: &mut KvCache, buffers: &mut Buffers, private: &mut [Private], mut entries: Entries<'_>) {
+    fn layers(
+        &self,
+        kv: &mut KvCache,
+        net: NetTile<'_>,
+        buffers: &mut Buffers,
+        private: &mut [Private],
+        mut entries: Entries<'_>,
+    ) {
         self.embed(buffers);
         let kv_shape = kv.shape;
-        for (i, (layer, &KvLayer { group, place })) in self.weights.layers.iter().zip(&kv.layers).enumerate() {
+        let mut attending = kv.layers.iter();
+        for (i, layer) in self.weights.layers.iter().enumerate() {
             self.keep(i, &buffers.h, &mut entries);
-            let paging = self.paging(group, kv_shape);
             let cx = Context { layer: i, ..*self };
-            match &mut kv.places[place] {
-                ValuesMut::F32(kv) => cx.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
-                ValuesMut::Bf16(kv) => cx.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
-                ValuesMut::E4m3(kv) => cx.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
-                ValuesMut::E5m2(kv) => cx.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
+            if let Some(delta) = &layer.delta {
+                cx.delta_net(layer, delta, &mut kv.states, net, buffers, private);
+            } else if let Some(&KvLayer { group, place }) = attending.next() {
+                let paging = self.paging(group, kv_shape);
+                match &mut kv.places[place] {
+                    ValuesMut::F32(kv) => cx.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
+                    ValuesMut::Bf16(kv) => cx.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
+                    ValuesMut::E4m3(kv) => cx.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
+                    ValuesMut::E5m2(kv) => cx.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
+                }
             }
             match &layer.mlp {
                 Mlp::Dense { gate_up, down } => cx.mlp(layer, gate_up, down, buffers, private),

@@ -11,7 +11,6 @@ use crate::linear::{Linear, Part, Weight};
 use crate::lora::Projection;
 use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
-use crate::shape::ModelShape;
 use crate::weights::Weights;
 use std::ops::Range;
 
@@ -80,9 +79,9 @@ pub(super) struct TileRoom {
 }
 
 impl TileRoom {
-    /// Reserves memory for all projections of a model of `shape`.
-    pub(super) fn new(shape: &ModelShape) -> Self {
-        let inputs = shape.hidden_size.max(shape.intermediate_size).max(shape.num_heads * shape.head_dim) * 2;
+    /// Reserves memory for all projections of a model.
+    pub(super) fn new(weights: &Weights) -> Self {
+        let inputs = weights.projections().map(|(_, linear)| linear.inputs).max().unwrap_or(0).next_multiple_of(PAIRS);
         let vectors = |tiles: usize| tiles * size_of::<Tile>() / size_of::<Vector>();
         let rows = Layout::new(MAX_TILE_ROWS, false).tiles(inputs);
         Self { rows: Vectors::new(vectors(rows)), block: Vectors::new(vectors(inputs / PAIRS * 2)) }

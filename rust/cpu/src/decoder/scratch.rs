@@ -1,6 +1,7 @@
 //! Memory that passes need, allocated once for tiles of 64 rows. Pages that no pass uses take no memory.
 
 use super::CHUNK;
+use super::delta::NetRoom;
 use super::products::FedRoom;
 use crate::isa::{Isa, LANES};
 use crate::kernels::AttendScratch;
@@ -28,6 +29,12 @@ pub(super) struct Buffers {
     pub(super) q: Vectors,
     /// Output of attention, `[kv_heads, rows, group * head_dim]`.
     pub(super) attended: Vec<f32>,
+    /// Gates of attention's output behind the sigmoid, `[heads, rows, ceil(head_dim / 16)]`, for models that have them.
+    pub(super) gates: Vectors,
+    /// Outputs of a delta net's input projection, `[rows, outputs]`, for models with delta nets.
+    pub(super) mixed: Vec<f32>,
+    /// Outputs of a delta net's value heads, `[rows, value_heads * value_dim]`, for models with delta nets.
+    pub(super) netted: Vec<f32>,
     /// Input of the down projection, `[rows, ceil(intermediate / 16)]`.
     pub(super) act: Vectors,
     /// Buffers of experts; empty if no layer has experts.
@@ -95,6 +102,7 @@ pub(super) struct Private {
     pub(super) scales: Vec<f32>,
     pub(super) attend: AttendScratch,
     pub(super) room: FedRoom,
+    pub(super) net: NetRoom,
     /// Most probable id in the participant's share, and its logit, `[rows]`.
     pub(super) best: Vec<(usize, f32)>,
 }
@@ -108,6 +116,8 @@ impl Buffers {
         let behind = |layer: &Layer| layer.attention_output_norm.is_some() || layer.mlp_output_norm.is_some();
         let behind = weights.layers.iter().any(behind);
         let whole = weights.layers.iter().any(|layer| layer.qk_norm_whole);
+        let gated = weights.layers.iter().any(|layer| layer.output_gate);
+        let net = weights.delta.map(|(net, _)| net);
         let heads = shape.num_heads + 2 * shape.num_kv_heads;
         Self {
             h: vec![0.0; rows * shape.hidden_size],
@@ -117,6 +127,9 @@ impl Buffers {
             heads: vec![0.0; rows * where_some(whole, heads * dim)],
             q: Vectors::new(rows * shape.num_heads * dim.div_ceil(LANES)),
             attended: vec![0.0; rows * shape.num_heads * dim],
+            gates: Vectors::new(where_some(gated, rows * shape.num_heads * dim.div_ceil(LANES))),
+            mixed: vec![0.0; rows * net.map_or(0, |net| net.outputs())],
+            netted: vec![0.0; rows * net.map_or(0, |net| net.inner())],
             act: Vectors::new(rows * shape.intermediate_size.div_ceil(LANES)),
             mixture: weights.experts.map(Mixture::new).unwrap_or_default(),
             cos: vec![0.0; rotations * rows * dim / 2],
@@ -131,12 +144,14 @@ impl Buffers {
             &mut self.added,
             &mut self.heads,
             &mut self.attended,
+            &mut self.mixed,
+            &mut self.netted,
             &mut self.cos,
             &mut self.sin,
         ] {
             buffer.fill(f32::NAN);
         }
-        for buffer in [&mut self.q, &mut self.act, &mut self.t] {
+        for buffer in [&mut self.q, &mut self.gates, &mut self.act, &mut self.t] {
             buffer.fill([f32::NAN; LANES]);
         }
         self.mixture.poison();
@@ -150,7 +165,9 @@ impl Private {
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
         let hidden = shape.hidden_size;
         let (fed, kept) = if fused > 0 { (fused.max(2 * hidden), fused.max(hidden)) } else { (hidden, 0) };
-        let inputs = fed.max(shape.num_heads * dim).div_ceil(LANES);
+        let net = weights.delta.map(|(net, _)| net);
+        let inner = net.map_or(0, |net| net.inner());
+        let inputs = fed.max(shape.num_heads * dim).max(inner).div_ceil(LANES);
         Self {
             x: Vectors::new(rows * inputs),
             t: Vectors::new(kept.div_ceil(LANES)),
@@ -160,6 +177,7 @@ impl Private {
             scales: vec![0.0; 2 * rows],
             attend: AttendScratch::new(RUN, shape.group(), dim),
             room: FedRoom::new(weights, isa),
+            net: net.map(|net| NetRoom::new(&net)).unwrap_or_default(),
             best: vec![(0, 0.0); rows],
         }
     }
@@ -173,6 +191,7 @@ impl Private {
         self.scales.fill(f32::NAN);
         self.attend.poison();
         self.room.poison();
+        self.net.poison();
         self.best.fill((usize::MAX, f32::NAN));
     }
 }

@@ -4,7 +4,7 @@
 use super::CHUNK;
 use super::scratch::RUN;
 use crate::isa::LANES;
-use crate::layer::ExpertSizes;
+use crate::layer::{DeltaShape, ExpertSizes};
 use crate::memory::MAX_PARTS;
 use crate::pass::{MAX_TILE_ROWS, Pass};
 use crate::shape::ModelShape;
@@ -101,6 +101,14 @@ pub(super) struct Shares {
     pub(super) rows: Cut,
     /// Cut of the features of q, k and v.
     pub(super) qkv: Cut,
+    /// Cut of the outputs of a delta net's input projection.
+    pub(super) net_inputs: Cut,
+    /// Cut of the key heads of a delta net.
+    pub(super) key_heads: Cut,
+    /// Bounds of the pieces of `key_heads` in the features of value heads.
+    pub(super) net_outputs: Vec<usize>,
+    /// Bounds of the pieces of `key_heads` in a row's base states of a layer.
+    pub(super) net_states: Vec<usize>,
     /// Cut of the requested ids.
     pub(super) ids: Cut,
     shape: ModelShape,
@@ -114,8 +122,11 @@ impl Shares {
         shape: ModelShape,
         window: Option<usize>,
         experts: Option<ExpertSizes>,
+        delta: Option<DeltaShape>,
         participants: usize,
     ) -> Self {
+        let key_heads = Cut::even(delta.map_or(0, |delta| delta.key_heads), 1, 1, participants);
+        let of_key_heads = |size: usize| key_heads.bounds.iter().map(|head| head * size).collect();
         let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
         let even = |n: usize, unit: usize, most: usize| Cut::even(n, unit, most, participants);
         let fused = kv_heads.is_multiple_of(participants);
@@ -147,6 +158,10 @@ impl Shares {
             attended: Vec::with_capacity(MAX_PARTS + 1),
             rows: Cut::new(),
             qkv: even((heads + 2 * kv_heads) * shape.head_dim, 16, CHUNK),
+            net_inputs: Cut::even(delta.map_or(0, |delta| delta.outputs()), 16, CHUNK, participants),
+            net_outputs: of_key_heads(delta.map_or(0, |delta| delta.shared() * delta.value_dim)),
+            net_states: of_key_heads(delta.map_or(0, |delta| delta.base_len())),
+            key_heads,
             ids: Cut::new(),
             shape,
             attended_at_most: window.unwrap_or(usize::MAX),
@@ -196,6 +211,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    const NET: DeltaShape = DeltaShape { key_heads: 3, value_heads: 6, key_dim: 5, value_dim: 7, kernel: 4 };
+
     fn shape(heads: usize, kv_heads: usize) -> ModelShape {
         ModelShape {
             vocab_size: 100,
@@ -225,7 +242,7 @@ mod tests {
             num_ids in 1..300_000_usize,
         ) {
             let sizes = ExpertSizes { count: 21, per_token: 2, intermediate: 50 };
-            let mut shares = Shares::new(shape(heads, kv_heads), None, Some(sizes), participants);
+            let mut shares = Shares::new(shape(heads, kv_heads), None, Some(sizes), Some(NET), participants);
             let positions: Vec<i64> = (0..rows as i64).map(|i| i * i * 100 - 1).collect();
             let zeros = [0; MAX_TILE_ROWS];
             let tile = Pass {
@@ -253,6 +270,10 @@ mod tests {
                 (&shares.qkv.bounds, &shares.qkv.first, 0..(heads + 2 * kv_heads) * 12),
                 (&shares.expert.bounds, &shares.expert.first, 0..4),
                 (&shares.router.bounds, &shares.router.first, 0..21),
+                (&shares.net_inputs.bounds, &shares.net_inputs.first, 0..NET.outputs()),
+                (&shares.key_heads.bounds, &shares.key_heads.first, 0..NET.key_heads),
+                (&shares.net_outputs, &shares.key_heads.first, 0..NET.inner()),
+                (&shares.net_states, &shares.key_heads.first, 0..NET.key_heads * NET.base_len()),
                 (&shares.ids.bounds, &shares.ids.first, 0..num_ids),
             ];
             for (bounds, first, range) in whole {
@@ -267,7 +288,7 @@ mod tests {
 
     #[test]
     fn pieces_are_short_where_there_is_room_for_many() {
-        let mut shares = Shares::new(shape(4, 2), None, None, 2);
+        let mut shares = Shares::new(shape(4, 2), None, None, None, 2);
         shares.set_ids(1000);
         assert_eq!(shares.ids.first, [0, 8, 16]);
         assert!(shares.ids.bounds.windows(2).all(|piece| piece[1] - piece[0] <= CHUNK));

@@ -42,9 +42,15 @@ impl Kernel for RmsScale<'_> {
     }
 }
 
-/// `1 / sqrt(mean(x^2) + eps)`. Vectors are summed by their number modulo 4, so that sums do not wait for each other.
+/// `1 / sqrt(mean(x^2) + eps)`
 #[inline(always)]
 pub(super) fn scale<S: Simd>(s: S, x: &[f32], eps: f32) -> f32 {
+    1.0 / (squares(s, x) / x.len() as f32 + eps).sqrt()
+}
+
+/// The sum of squares. Vectors are summed by their number modulo 4, so that sums do not wait for each other.
+#[inline(always)]
+pub(super) fn squares<S: Simd>(s: S, x: &[f32]) -> f32 {
     let (vectors, tail) = x.as_chunks::<LANES>();
     let (fours, rest) = vectors.as_chunks::<4>();
     let mut sums = [s.splat(0.0); 4];
@@ -62,6 +68,5 @@ pub(super) fn scale<S: Simd>(s: S, x: &[f32], eps: f32) -> f32 {
         let x = f32::load_tail(s, tail);
         sums[3] = s.fma(x, x, sums[3]);
     }
-    let sum = s.sum(s.add(s.add(sums[0], sums[1]), s.add(sums[2], sums[3])));
-    1.0 / (sum / x.len() as f32 + eps).sqrt()
+    s.sum(s.add(s.add(sums[0], sums[1]), s.add(sums[2], sums[3])))
 }

@@ -300,6 +300,8 @@ impl Model {
             Linear::new("test", inputs, parts).unwrap()
         };
         let layer = |l: &LayerNumbers| LayerWeights {
+            output_gate: false,
+            delta: None,
             input_norm: self.kind.before.then(|| values(&l.input_norm)),
             qkv: linear(&[&l.q, &l.k, &l.v]),
             qk_norm: self.kind.qk_norm.then(|| QkNorm {

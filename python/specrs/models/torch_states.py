@@ -1,0 +1,41 @@
+"""States that requests keep between passes of torch models whose layers have some. Computes none.
+
+The store keeps the state after each row of a verification, so that the next pass goes on after the accepted drafts. The
+native pass keeps one state and a log of updates instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class State(NamedTuple):
+    """State of one layer after some position of a request."""
+
+    heads: Tensor
+    """[value_heads, key_dim, value_dim]"""
+    inputs: Tensor
+    """Inputs of the convolution at the last positions, [kernel - 1, conv_dim]."""
+
+
+@dataclass(slots=True)
+class DeltaStates:
+    """States of the requests in a batch. Each has a row of its own from its first prompt token to its end."""
+
+    rows: dict[tuple[int, int], dict[int, State]] = field(default_factory=dict)
+    """For each (row, layer) the states at which the next pass may begin, by the number of positions before it."""
+
+    def begin(self, row: int, layer: int, position: int, zero: State) -> State:
+        """Return the state before `position`: `zero` at position 0.
+
+        Raises ValueError if the request's last pass ended elsewhere.
+        """
+        if position == 0:
+            return zero
+        found = self.rows.get((row, layer), {})
+        if position not in found:
+            raise ValueError(f"positions: row {row} has states before {sorted(found)}, expected one before {position}")
+        return found[position]

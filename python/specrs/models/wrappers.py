@@ -1,0 +1,136 @@
+"""Text models of multimodal checkpoints: their part of config.json, and their tensors' names. Reads no file.
+
+A multimodal checkpoint wraps a text model and towers for images or sound. Its config.json has the text model's fields
+in `text_config`, and its tensors' names have a prefix. specrs reads the text model and skips the towers.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specrs.errors import CheckpointError
+from specrs.models.errors import malformed, unsupported
+
+logger = logging.getLogger("specrs")
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """Properties of a multimodal architecture."""
+
+    models: str
+    """Names of the models, for the table in docs/supported.md."""
+    text_models: Mapping[str, str]
+    """Architecture of the text model for each `model_type` that `text_config` may have."""
+    defaults: Mapping[str, object]
+    """Values of transformers' configuration class for required fields that published files leave out."""
+    tied: bool = False
+    """Value of `tie_word_embeddings` if config.json has none."""
+
+
+WRAPPERS: dict[str, Wrapper] = {
+    "Gemma3ForConditionalGeneration": Wrapper(
+        "Gemma 3, 4B and larger",
+        {"gemma3_text": "Gemma3ForCausalLM"},
+        {
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+        tied=True,
+    ),
+    "Mistral3ForConditionalGeneration": Wrapper(
+        "Mistral Small 3.1, 3.2",
+        {"mistral": "MistralForCausalLM"},
+        {},
+        tied=True,
+    ),
+    "Qwen3_5ForConditionalGeneration": Wrapper(
+        "Qwen3.5, Qwen3.6, Qwen3.8, dense", {"qwen3_5_text": "Qwen3_5ForCausalLM"}, {}
+    ),
+}
+"""Multimodal architectures whose text model is read, by their name in `architectures`."""
+
+_SHARED = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config", "compression_config")
+"""Fields of the whole checkpoint that count for its text model where `text_config` does not have them."""
+_TOWERS = re.compile(
+    r"(model\.)?(vision_tower|visual|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio"
+    r"|vision_embedder)\."
+)
+"""Beginnings of the names of tensors that only images and sound need."""
+_HEAD = "mtp."
+"""Beginning of the names of a head's tensors that predicts several tokens. No drafter reads it yet."""
+_TEXT = re.compile(r"(language_model\.model|model\.language_model|language_model\.(?=lm_head))\.?")
+"""Beginnings of the names of a text model's tensors."""
+
+
+def is_wrapped(raw: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes a multimodal checkpoint of `WRAPPERS`."""
+    names = raw.get("architectures")
+    return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in WRAPPERS
+
+
+def text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a multimodal checkpoint's text model; `raw` itself for other checkpoints.
+
+    Raises UnsupportedModelError for a text model that is not implemented, and CheckpointError.
+    """
+    if not is_wrapped(raw):
+        return raw
+    wrapper, inner = WRAPPERS[raw["architectures"][0]], raw.get("text_config")
+    if not isinstance(inner, Mapping):
+        raise malformed("text_config", inner, "an object")
+    kind = inner.get("model_type", next(iter(wrapper.text_models)))
+    if not isinstance(kind, str) or kind not in wrapper.text_models:
+        raise unsupported("text_config.model_type", kind, " or ".join(map(repr, wrapper.text_models)))
+    made = dict(wrapper.defaults)
+    made |= {field: raw[field] for field in _SHARED if raw.get(field) is not None}
+    made |= {field: value for field, value in inner.items() if value is not None or field not in made}
+    # One of the two objects may have a class's default. The tensors decide: see `loader.with_own_head`.
+    ties = [place["tie_word_embeddings"] for place in (inner, raw) if place.get("tie_word_embeddings") is not None]
+    made["tie_word_embeddings"] = wrapper.tied if not ties else True if True in ties else ties[0]
+    return made | {"model_type": kind, "architectures": [wrapper.text_models[kind]]}
+
+
+def text_names(source: object, names: Iterable[str]) -> dict[str, str]:
+    """Return the names in a multimodal checkpoint of its text model's tensors, by their names in the text model.
+
+    Tensors of towers and of MTP heads are left out, and a log line for each says so. `source` names the checkpoint in
+    messages. Raises CheckpointError if two tensors are the same one of the text model.
+    """
+    found: dict[str, str] = {}
+    skipped, heads = [], 0
+    for name in sorted(names):
+        if _TOWERS.match(name):
+            skipped.append(name)
+            continue
+        if name.startswith(_HEAD):
+            heads += 1
+            continue
+        own = text_name(name)
+        if own in found:
+            raise CheckpointError(f"{source}: {found[own]} and {name} are both {own} of the text model; remove one")
+        found[own] = name
+    if skipped:
+        logger.info(
+            "%s: %d tensors for images or sound (%s, ...) are skipped: only text is served",
+            source,
+            len(skipped),
+            skipped[0],
+        )
+    if heads:
+        logger.info("%s: %d tensors of an MTP head are skipped: no drafter reads it yet", source, heads)
+    return found
+
+
+def text_name(name: str) -> str:
+    """Return the name in the text model of a multimodal checkpoint's tensor or module."""
+    match = _TEXT.match(name)
+    if match is None:
+        return name
+    rest = name[match.end() :]
+    return rest if rest.startswith("lm_head") else f"model.{rest}"

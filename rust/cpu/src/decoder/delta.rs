@@ -1,0 +1,274 @@
+//! Gated delta net of a layer, in the place of attention: input projection, convolution and delta rule by key head, output
+//! projection. It takes three phases, and one more if a norm follows.
+
+use super::Context;
+use super::scratch::{Buffers, Private};
+use crate::isa::{LANES, Vector};
+use crate::kernels::{ConvSilu, DeltaHead, GatedNorm, LogPlaces, Unit, decay, sigmoid};
+use crate::layer::{DeltaLayer, DeltaShape, Layer, gather};
+use crate::lora::Projection;
+use crate::memory::{Columns, ColumnsMut, Vectors};
+use crate::pass::MAX_TILE_ROWS;
+use crate::states::{Run, States};
+
+/// Rows of a tile by request, and the cut of their logs by key heads.
+#[derive(Clone, Copy)]
+pub(super) struct NetTile<'a> {
+    pub(super) runs: &'a [Run],
+    pub(super) log_bounds: &'a [usize],
+}
+
+/// What the rows of one request change for a key head.
+struct Written<'a, 'o> {
+    /// States of its value heads, and inputs of the convolution.
+    base: &'a mut [f32],
+    log: &'a mut [f32],
+    /// Outputs of value heads, the key head's from column `first` on.
+    outs: &'a mut ColumnsMut<'o, f32>,
+    first: usize,
+}
+
+/// Memory of a participant for the rows of one request and one key head.
+#[derive(Default)]
+pub(super) struct NetRoom {
+    /// Inputs of the convolution: those before the rows, of replayed drafts, and of the rows, `[.., width]`.
+    inputs: Vectors,
+    /// Convolved queries, keys and values, `[rows, width]`.
+    mixed: Vectors,
+    /// beta and decay by value head, `[value heads, rows]`.
+    gates: Vec<(f32, f32)>,
+    /// Outputs of a value head, `[rows, padded value]`.
+    out: Vec<f32>,
+    /// Columns of a state.
+    state: Vectors,
+}
+
+impl NetRoom {
+    pub(super) fn new(shape: &DeltaShape) -> Self {
+        let (rows, vectors) = (MAX_TILE_ROWS, shape.width() / LANES);
+        Self {
+            inputs: Vectors::new((rows + shape.kernel - 1) * vectors),
+            mixed: Vectors::new(rows * vectors),
+            gates: vec![(0.0, 0.0); rows * shape.shared()],
+            out: vec![0.0; rows * shape.padded_value()],
+            state: Vectors::new(DeltaHead::scratch(shape.key_dim)),
+        }
+    }
+
+    /// Reserves memory for logs of `capacity` entries.
+    pub(super) fn reserve(&mut self, shape: &DeltaShape, capacity: usize) {
+        let needed = (MAX_TILE_ROWS + capacity + shape.kernel - 1) * shape.width() / LANES;
+        if self.inputs.len() < needed {
+            self.inputs = Vectors::new(needed);
+        }
+    }
+
+    pub(super) fn poison(&mut self) {
+        self.inputs.fill([f32::NAN; LANES]);
+        self.mixed.fill([f32::NAN; LANES]);
+        self.gates.fill((f32::NAN, f32::NAN));
+        self.out.fill(f32::NAN);
+        self.state.fill([f32::NAN; LANES]);
+    }
+}
+
+impl Context<'_> {
+    pub(super) fn delta_net(
+        &self,
+        layer: &Layer,
+        net: &DeltaLayer,
+        states: &mut States,
+        tile: NetTile<'_>,
+        buffers: &mut Buffers,
+        private: &mut [Private],
+    ) {
+        let (shape, rows, shares) = (&net.shape, self.rows(), self.shares);
+        let Buffers { h, e, added, mixed, netted, .. } = buffers;
+        {
+            let outs = Columns::new(mixed, rows, shape.outputs(), &shares.net_inputs.bounds);
+            let own = Columns::new(private, 1, shares.participants, &shares.each);
+            self.session.run(&shares.net_inputs.first, &|t, pieces| {
+                let mut own = own.take(t);
+                let own = &mut own.row_mut(0)[0];
+                self.attention_input(h, e, layer.input_norm.as_deref(), own);
+                self.round(&mut own.x, rows, layer.qkv.inputs);
+                let Private { x, y, room, .. } = own;
+                let mut fed = self.fed(Projection::Qkv, &layer.qkv, x, room);
+                for piece in pieces {
+                    self.put_product(&layer.qkv, &mut fed, rows, y, &mut outs.take(piece));
+                }
+            });
+        }
+        let mixed = &*mixed;
+        {
+            let outs = Columns::new(netted, rows, shape.inner(), &shares.net_outputs);
+            let parts = states.split(net.index, tile.runs, &shares.net_states, tile.log_bounds);
+            let own = Columns::new(private, 1, shares.participants, &shares.each);
+            self.session.run(&shares.key_heads.first, &|t, pieces| {
+                let mut own = own.take(t);
+                let room = &mut own.row_mut(0)[0].net;
+                for piece in pieces {
+                    let mut outs = outs.take(piece);
+                    for row in (0..rows).filter(|&row| self.tile.positions[row] < 0) {
+                        outs.row_mut(row).fill(0.0);
+                    }
+                    let heads = shares.key_heads.piece(piece);
+                    for (run, (bases, logs)) in tile.runs.iter().zip(&parts) {
+                        let (mut bases, mut logs) = (bases.take(piece), logs.take(piece));
+                        let bases = bases.row_mut(0).chunks_exact_mut(shape.base_len());
+                        let log_len = logs.columns().len() / heads.len().max(1);
+                        let logs = logs.row_mut(0);
+                        for (i, (head, base)) in heads.clone().zip(bases).enumerate() {
+                            let log = &mut logs[i * log_len..][..log_len];
+                            let first = i * shape.shared() * shape.value_dim;
+                            let written = Written { base, log, outs: &mut outs, first };
+                            self.key_head(net, head, run, mixed, written, room);
+                        }
+                    }
+                }
+            });
+        }
+        let netted = &*netted;
+        let norm = layer.attention_output_norm.as_deref();
+        let out = if norm.is_some() { &mut *added } else { &mut *h };
+        let outs = Columns::new(out, rows, self.weights.shape.hidden_size, &shares.hidden.bounds);
+        let own = Columns::new(private, 1, shares.participants, &shares.each);
+        self.session.run(&shares.hidden.first, &|t, pieces| {
+            let mut own = own.take(t);
+            let Private { x, y, room, .. } = &mut own.row_mut(0)[0];
+            let inner = shape.inner();
+            for (x, row) in x.chunks_exact_mut(inner.div_ceil(LANES)).zip(netted.chunks_exact(inner)).take(rows) {
+                let (values, padding) = x.as_flattened_mut().split_at_mut(inner);
+                values.copy_from_slice(row);
+                padding.fill(0.0);
+            }
+            self.round(x, rows, layer.o.inputs);
+            let mut fed = self.fed(Projection::O, &layer.o, x, room);
+            for piece in pieces {
+                self.give(&layer.o, norm, &mut fed, y, &mut outs.take(piece));
+            }
+        });
+        self.add_normed(norm, added, h, private);
+    }
+
+    /// Computes the rows of one request for key head `head`. `mixed` is the output of the input projection.
+    fn key_head(
+        &self,
+        net: &DeltaLayer,
+        head: usize,
+        run: &Run,
+        mixed: &[f32],
+        written: Written<'_, '_>,
+        room: &mut NetRoom,
+    ) {
+        let Written { base, log, outs, first } = written;
+        let shape = &net.shape;
+        let (width, shared, dim, padded) = (shape.width(), shape.shared(), shape.key_dim, shape.padded_value());
+        let (entry, before, count) = (shape.entry_len(), shape.kernel - 1, run.rows.len());
+        let (states, earlier) = base.split_at_mut(shared * dim * padded);
+        let row_of = |row: usize| &mixed[row * shape.outputs()..][..shape.outputs()];
+
+        let NetRoom { inputs, mixed: convolved, gates, out, state } = room;
+        let inputs = &mut inputs.as_flattened_mut()[..(before + run.replay + count) * width];
+        if run.zero {
+            inputs[..before * width].fill(0.0);
+        } else {
+            inputs[..before * width].copy_from_slice(earlier);
+        }
+        let (known, new) = inputs.split_at_mut((before + run.replay) * width);
+        for (input, entry) in known[before * width..].chunks_exact_mut(width).zip(log.chunks_exact(entry)) {
+            input.copy_from_slice(&entry[..width]);
+        }
+        for (input, &row) in new.chunks_exact_mut(width).zip(&run.rows) {
+            gather(shape, head, &row_of(row)[..shape.conv_dim()], input);
+        }
+        if run.commit > 0 {
+            earlier.copy_from_slice(&inputs[(run.replay + run.commit) * width..][..before * width]);
+        }
+
+        let vectors = width / LANES;
+        let convolved = &mut convolved[..count * vectors];
+        self.isa.run(ConvSilu {
+            inputs: inputs[run.replay * width..].as_chunks::<LANES>().0,
+            weight: &net.conv[head * shape.kernel * vectors..][..shape.kernel * vectors],
+            vectors,
+            out: convolved,
+        });
+        let convolved = convolved.as_flattened_mut();
+        for row in convolved.chunks_exact_mut(width) {
+            let (query, rest) = row.split_at_mut(dim);
+            self.isa.run(Unit { x: query, factor: 1.0 / (dim as f32).sqrt() });
+            self.isa.run(Unit { x: &mut rest[..dim], factor: 1.0 });
+        }
+        for j in 0..shared {
+            let value_head = head * shared + j;
+            for (gates, &row) in gates[j * count..][..count].iter_mut().zip(&run.rows) {
+                let of_heads = &row_of(row)[shape.conv_dim() + shape.inner()..];
+                let (b, a) = (of_heads[value_head], of_heads[shape.value_heads + value_head]);
+                *gates = (sigmoid(b), decay(a, net.dt_bias[value_head], net.rates[value_head]));
+            }
+        }
+
+        let places = |j| LogPlaces {
+            entry,
+            key: width,
+            delta: width + dim + j * padded,
+            decay: width + dim + shared * padded + j,
+        };
+        for (j, head_state) in states.chunks_exact_mut(dim * padded).enumerate() {
+            self.isa.run(DeltaHead {
+                key_dim: dim,
+                value_dim: shape.value_dim,
+                state: head_state,
+                zero: run.zero,
+                replay: run.replay,
+                commit: run.commit,
+                log_from: run.log_from,
+                log: &mut *log,
+                places: places(j),
+                rows: convolved,
+                stride: width,
+                value: 2 * dim + j * shape.value_dim,
+                gates: &gates[j * count..][..count],
+                out: &mut out[..count * padded],
+                scratch: &mut *state,
+            });
+            let features = (head * shared + j) * shape.value_dim;
+            for (x, &row) in out.chunks_exact(padded).zip(&run.rows) {
+                let gate = &row_of(row)[shape.conv_dim() + features..][..shape.value_dim];
+                let out = &mut outs.row_mut(row)[first + j * shape.value_dim..][..shape.value_dim];
+                let eps = self.weights.shape.rms_norm_eps;
+                self.isa.run(GatedNorm { x: &x[..shape.value_dim], weight: &net.norm, gate, eps, out });
+            }
+        }
+
+        // What heads and their columns share is written last: all of them have read what was there.
+        let new = &inputs[(before + run.replay + run.commit) * width..];
+        let entries = log.chunks_exact_mut(entry).skip(run.log_from);
+        for (i, (entry, input)) in entries.zip(new.chunks_exact(width)).enumerate() {
+            let row = run.commit + i;
+            entry[..width].copy_from_slice(input);
+            entry[width..][..dim].copy_from_slice(&convolved[row * width + dim..][..dim]);
+            for j in 0..shared {
+                entry[places(j).decay] = gates[j * count + row].1;
+            }
+        }
+    }
+
+    /// Multiplies the outputs of attention in `x` `[rows, ceil(heads head_dim / 16)]` by their gates `[heads, rows,
+    /// ceil(head_dim / 16)]`.
+    pub(super) fn apply_gates(&self, gates: &[Vector], x: &mut [Vector]) {
+        let shape = &self.weights.shape;
+        let (rows, dim) = (self.rows(), shape.head_dim);
+        let inputs = shape.num_heads * dim;
+        let vectors = dim.div_ceil(LANES);
+        for (row, x) in x.chunks_exact_mut(inputs.div_ceil(LANES)).take(rows).enumerate() {
+            for (head, x) in x.as_flattened_mut()[..inputs].chunks_exact_mut(dim).enumerate() {
+                let gates = gates[(head * rows + row) * vectors..][..vectors].as_flattened();
+                for (x, gate) in x.iter_mut().zip(gates) {
+                    *x *= gate;
+                }
+            }
+        }
+    }
+}

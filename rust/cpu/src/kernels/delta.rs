@@ -1,0 +1,248 @@
+//! Gated delta rule of one head (Yang et al. 2025, eq. 10), the convolution before it, and the gated norm after it.
+//!
+//! A state `[key_dim, value_dim]` has lanes over its columns. A sum over keys has one accumulator for each column and
+//! ascending keys, so that no instruction set and no cut of the columns can change a bit. Rows and replayed updates go
+//! through the same function.
+
+use super::element::Element;
+use super::exp::exp;
+use super::norm::squares;
+use crate::isa::{Kernel, LANES, Simd, Vector};
+
+/// Vectors of a state's row that are computed together: their sums stay in registers, their columns in the first cache.
+const BLOCK: usize = 4;
+
+/// `out = silu(sum over j of weight[j] inputs[row + j])` of each channel, for some rows.
+pub(crate) struct ConvSilu<'a> {
+    /// Inputs of the rows and of `kernel - 1` rows before, `[rows + kernel - 1, vectors]`.
+    pub(crate) inputs: &'a [Vector],
+    /// `[kernel, vectors]`
+    pub(crate) weight: &'a [Vector],
+    pub(crate) vectors: usize,
+    /// `[rows, vectors]`
+    pub(crate) out: &'a mut [Vector],
+}
+
+impl Kernel for ConvSilu<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Self { inputs, weight, vectors, out } = self;
+        for (row, out) in out.chunks_exact_mut(vectors).enumerate() {
+            for (v, out) in out.iter_mut().enumerate() {
+                let mut sum = s.mul(s.load(&inputs[row * vectors + v]), s.load(&weight[v]));
+                for (j, weight) in weight.chunks_exact(vectors).enumerate().skip(1) {
+                    sum = s.fma(s.load(&inputs[(row + j) * vectors + v]), s.load(&weight[v]), sum);
+                }
+                s.store(silu(s, sum), out);
+            }
+        }
+    }
+}
+
+/// `x / sqrt(sum of x^2 + 1e-6)`, times `factor`, in place.
+pub(crate) struct Unit<'a> {
+    pub(crate) x: &'a mut [f32],
+    pub(crate) factor: f32,
+}
+
+impl Kernel for Unit<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let scale = 1.0 / (squares(s, self.x) + 1e-6).sqrt() * self.factor;
+        for x in self.x {
+            *x *= scale;
+        }
+    }
+}
+
+/// `out = x / sqrt(mean(x^2) + eps) * weight * silu(gate)`
+pub(crate) struct GatedNorm<'a> {
+    pub(crate) x: &'a [f32],
+    pub(crate) weight: &'a [f32],
+    pub(crate) gate: &'a [f32],
+    pub(crate) eps: f32,
+    pub(crate) out: &'a mut [f32],
+}
+
+impl Kernel for GatedNorm<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Self { x, weight, gate, eps, out } = self;
+        let scale = s.splat(1.0 / (squares(s, x) / x.len() as f32 + eps).sqrt());
+        let parts = x.chunks(LANES).zip(weight.chunks(LANES)).zip(gate.chunks(LANES)).zip(out.chunks_mut(LANES));
+        for (((x, weight), gate), out) in parts {
+            let normed = s.mul(s.mul(f32::load_tail(s, x), scale), f32::load_tail(s, weight));
+            let mut lanes = [0.0; LANES];
+            s.store(s.mul(normed, silu(s, f32::load_tail(s, gate))), &mut lanes);
+            out.copy_from_slice(&lanes[..out.len()]);
+        }
+    }
+}
+
+/// `out = 1 / (1 + e^-x)`; what is behind the last element means nothing.
+pub(crate) struct Sigmoid<'a> {
+    pub(crate) x: &'a [f32],
+    pub(crate) out: &'a mut [Vector],
+}
+
+impl Kernel for Sigmoid<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for (x, out) in self.x.chunks(LANES).zip(self.out) {
+            let negative = s.sub(s.splat(0.0), f32::load_tail(s, x));
+            s.store(s.div(s.splat(1.0), s.add(s.splat(1.0), exp(s, negative))), out);
+        }
+    }
+}
+
+/// `x / (1 + e^-x)`
+#[inline(always)]
+fn silu<S: Simd>(s: S, x: S::V) -> S::V {
+    s.div(x, s.add(s.splat(1.0), exp(s, s.sub(s.splat(0.0), x))))
+}
+
+/// Place of a head's numbers in an entry of the log, and the length of an entry.
+#[derive(Clone, Copy)]
+pub(crate) struct LogPlaces {
+    pub(crate) entry: usize,
+    pub(crate) key: usize,
+    pub(crate) delta: usize,
+    pub(crate) decay: usize,
+}
+
+/// Rows of one request through one value head: its state after the logged updates, then the rows' updates and outputs.
+///
+/// The first `commit` rows change the state. The updates of the others are appended to the log, `delta` alone: keys and
+/// decays, which heads and blocks of columns share, are the caller's to write afterwards.
+pub(crate) struct DeltaHead<'a> {
+    pub(crate) key_dim: usize,
+    pub(crate) value_dim: usize,
+    /// `[key_dim, vectors, 16]`
+    pub(crate) state: &'a mut [f32],
+    /// Whether the state before the first row is zero, whatever `state` holds.
+    pub(crate) zero: bool,
+    /// Number of logged updates that come before the first row.
+    pub(crate) replay: usize,
+    pub(crate) commit: usize,
+    /// First entry of the log that the rows behind `commit` write.
+    pub(crate) log_from: usize,
+    pub(crate) log: &'a mut [f32],
+    pub(crate) places: LogPlaces,
+    /// `[rows, stride]`: of each row its query, its key, and at `value` the head's value.
+    pub(crate) rows: &'a [f32],
+    pub(crate) stride: usize,
+    pub(crate) value: usize,
+    /// beta and decay of each row.
+    pub(crate) gates: &'a [(f32, f32)],
+    /// `[rows, vectors, 16]`
+    pub(crate) out: &'a mut [f32],
+    /// `[key_dim, BLOCK]`
+    pub(crate) scratch: &'a mut [Vector],
+}
+
+impl DeltaHead<'_> {
+    /// Number of vectors of scratch memory that a head needs.
+    pub(crate) fn scratch(key_dim: usize) -> usize {
+        key_dim * BLOCK
+    }
+
+    #[inline(always)]
+    fn block<S: Simd, const N: usize>(&mut self, s: S, first: usize) {
+        let Self { key_dim, value_dim, places, stride, replay, commit, .. } = *self;
+        let vectors = value_dim.div_ceil(LANES);
+        let scratch = &mut self.scratch[..key_dim * N];
+        let columns = |row: &[f32]| -> [Vector; N] {
+            std::array::from_fn(|j| *row[(first + j) * LANES..].first_chunk().expect("rows of whole vectors"))
+        };
+        for (i, block) in scratch.chunks_exact_mut(N).enumerate() {
+            let row = &self.state[i * vectors * LANES..][..vectors * LANES];
+            block.copy_from_slice(&if self.zero { [[0.0; LANES]; N] } else { columns(row) });
+        }
+        for entry in self.log.chunks_exact(places.entry).take(replay) {
+            let delta = columns(&entry[places.delta..]).map(|delta| s.load(&delta));
+            update::<S, N, false>(s, scratch, &entry[places.key..][..key_dim], &[], delta, entry[places.decay]);
+        }
+        for (row, (&(beta, decay), out)) in
+            self.gates.iter().zip(self.out.chunks_exact_mut(vectors * LANES)).enumerate()
+        {
+            let x = &self.rows[row * stride..][..stride];
+            let (query, key) = (&x[..key_dim], &x[key_dim..2 * key_dim]);
+            let value = &x[self.value..][..value_dim];
+            let mut known = [s.splat(0.0); N];
+            for (block, &k) in scratch.chunks_exact(N).zip(key) {
+                for j in 0..N {
+                    known[j] = s.fma(s.splat(k), s.load(&block[j]), known[j]);
+                }
+            }
+            let delta: [S::V; N] = std::array::from_fn(|j| {
+                let value = &value[((first + j) * LANES).min(value_dim)..((first + j + 1) * LANES).min(value_dim)];
+                let missing = s.sub(f32::load_tail(s, value), s.mul(s.splat(decay), known[j]));
+                s.mul(s.splat(beta), missing)
+            });
+            let sums = update::<S, N, true>(s, scratch, key, query, delta, decay);
+            for j in 0..N {
+                s.store(sums[j], out[(first + j) * LANES..].first_chunk_mut().expect("rows of whole vectors"));
+            }
+            if row >= commit {
+                let entry = &mut self.log[(self.log_from + row - commit) * places.entry + places.delta..];
+                for j in 0..N {
+                    s.store(delta[j], entry[(first + j) * LANES..].first_chunk_mut().expect("whole vectors"));
+                }
+            }
+            if row + 1 == commit {
+                for (i, block) in scratch.chunks_exact(N).enumerate() {
+                    let row = &mut self.state[(i * vectors + first) * LANES..][..N * LANES];
+                    row.copy_from_slice(block.as_flattened());
+                }
+            }
+        }
+    }
+}
+
+impl Kernel for DeltaHead<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        let vectors = self.value_dim.div_ceil(LANES);
+        for first in (0..vectors).step_by(BLOCK) {
+            match vectors - first {
+                1 => self.block::<S, 1>(s, first),
+                2 => self.block::<S, 2>(s, first),
+                3 => self.block::<S, 3>(s, first),
+                _ => self.block::<S, BLOCK>(s, first),
+            }
+        }
+    }
+}
+
+/// `state = decay state + key delta^T`; returns `query^T state` if `READS`, else nothing of meaning.
+#[inline(always)]
+fn update<S: Simd, const N: usize, const READS: bool>(
+    s: S,
+    state: &mut [Vector],
+    key: &[f32],
+    query: &[f32],
+    delta: [S::V; N],
+    decay: f32,
+) -> [S::V; N] {
+    let mut sums = [s.splat(0.0); N];
+    for (i, (block, &k)) in state.chunks_exact_mut(N).zip(key).enumerate() {
+        for j in 0..N {
+            let new = s.fma(s.splat(k), delta[j], s.mul(s.splat(decay), s.load(&block[j])));
+            s.store(new, &mut block[j]);
+            if READS {
+                sums[j] = s.fma(s.splat(query[i]), new, sums[j]);
+            }
+        }
+    }
+    sums
+}

@@ -1,0 +1,199 @@
+//! States of layers with a gated delta net, and the rows of a pass by request. Computes no state.
+//!
+//! A row of state has one base state, after its first `len` positions, and a log with the updates of drafts after them.
+//! The position of a request's next row says how many of these drafts were accepted: the pass replays so many updates,
+//! in the same order of sums, and goes on. So a rejected draft leaves no trace, and nothing is copied.
+
+use crate::error::{Error, Result};
+use crate::layer::DeltaShape;
+use crate::memory::Columns;
+use crate::pass::{MAX_TILE_ROWS, Pass};
+
+/// Rows of one request in one tile.
+#[derive(Debug)]
+pub(crate) struct Run {
+    /// Index of the tile in the pass.
+    tile: usize,
+    /// Row of state.
+    pub(crate) state: usize,
+    /// Rows of the tile, ascending; masked ones are left out.
+    pub(crate) rows: Vec<usize>,
+    /// Whether the request begins here, with a state of zeros.
+    pub(crate) zero: bool,
+    /// Number of logged updates before the first row.
+    pub(crate) replay: usize,
+    /// Number of first rows that change the base state; the others are logged.
+    pub(crate) commit: usize,
+    /// First entry of the log that the others write.
+    pub(crate) log_from: usize,
+}
+
+/// States of all rows of state, in memory that a row gets when it is first used.
+#[derive(Default)]
+pub(crate) struct States {
+    shape: Option<DeltaShape>,
+    layers: usize,
+    /// Entries of each row's log.
+    capacity: usize,
+    rows: Vec<RowStates>,
+}
+
+#[derive(Default)]
+struct RowStates {
+    /// For each layer and key head the states of its value heads, then inputs of the convolution; empty if not used yet.
+    base: Vec<f32>,
+    /// For each layer and key head the entries of the log.
+    log: Vec<f32>,
+    /// Number of positions in `base`.
+    len: usize,
+    /// Number of logged updates after them.
+    drafts: usize,
+}
+
+impl States {
+    /// Returns the bytes of all states and logs.
+    pub(crate) fn bytes(&self) -> usize {
+        self.rows.iter().map(|row| size_of::<f32>() * (row.base.len() + row.log.len())).sum()
+    }
+
+    /// Fills what no row of a next pass may read: all of it with NaN, for tests.
+    pub(crate) fn poison(&mut self) {
+        for row in &mut self.rows {
+            row.base.fill(f32::NAN);
+            row.log.fill(f32::NAN);
+        }
+    }
+
+    /// Cuts the rows of a pass into runs, checks that each begins where its request's last pass ended, and reserves
+    /// memory. Afterwards the pass must be run.
+    ///
+    /// # Errors
+    /// If the states are another model's, or a row's position is not the next one. Nothing has changed then.
+    pub(crate) fn plan(&mut self, shape: DeltaShape, layers: usize, pass: &Pass<'_>) -> Result<Vec<Run>> {
+        if self.shape.is_some_and(|own| own != shape) || (self.layers != layers && self.layers != 0) {
+            let allowed = format!("those of {} layers of {:?}", self.layers, self.shape);
+            return Err(Error::invalid("states", format!("{layers} layers of {shape:?}"), allowed));
+        }
+        let mut runs: Vec<Run> = Vec::new();
+        // Length and drafts of the rows of state that the pass changes.
+        let mut grown: Vec<(usize, usize, usize)> = Vec::new();
+        let mut before = None;
+        for row in (0..pass.len()).filter(|&row| pass.positions[row] >= 0) {
+            let (state, position) = (pass.entries[row], pass.positions[row] as usize);
+            let (tile, within) = (row / MAX_TILE_ROWS, row % MAX_TILE_ROWS);
+            let first = before != Some(state);
+            before = Some(state);
+            let (len, drafts) = match grown.last() {
+                Some(&(last, len, drafts)) if !first && last == state => (len, drafts),
+                _ if grown.iter().any(|&(other, ..)| other == state) => {
+                    let allowed = "rows of one entry next to each other";
+                    return Err(Error::invalid(format!("entries[{row}]"), state, allowed));
+                }
+                _ => self.rows.get(state).map_or((0, 0), |row| (row.len, row.drafts)),
+            };
+            if first {
+                let zero = position == 0;
+                let (len, drafts) = if zero { (0, 0) } else { (len, drafts) };
+                if !(len..=len + drafts).contains(&position) {
+                    let allowed = format!("0 or {len} to {}, where row {state} has a state", len + drafts);
+                    return Err(Error::invalid(format!("positions[{row}]"), position, allowed));
+                }
+                let replay = position - len;
+                runs.push(Run { tile, state, rows: vec![within], zero, replay, commit: 1, log_from: 0 });
+                grown.push((state, position + 1, 0));
+                continue;
+            }
+            if position != len + drafts {
+                return Err(Error::invalid(format!("positions[{row}]"), position, (len + drafts).to_string()));
+            }
+            let last = runs.last_mut().expect("its first row has made one");
+            if last.tile == tile {
+                last.rows.push(within);
+                last.commit += usize::from(pass.prompts);
+            } else {
+                let commit = usize::from(pass.prompts);
+                let run =
+                    Run { tile, state, rows: vec![within], zero: false, replay: drafts, commit, log_from: drafts };
+                runs.push(run);
+            }
+            let grown = grown.last_mut().expect("its first row has made one");
+            if pass.prompts {
+                grown.1 += 1;
+            } else {
+                grown.2 += 1;
+            }
+        }
+        self.shape = Some(shape);
+        self.layers = layers;
+        self.reserve(&grown);
+        for (state, len, drafts) in grown {
+            (self.rows[state].len, self.rows[state].drafts) = (len, drafts);
+        }
+        Ok(runs)
+    }
+
+    /// Reserves memory for the states of some rows, and for their drafts.
+    fn reserve(&mut self, rows: &[(usize, usize, usize)]) {
+        let Some(shape) = self.shape else { return };
+        let heads = self.layers * shape.key_heads;
+        let entry = shape.entry_len();
+        let needed = rows.iter().map(|&(_, _, drafts)| drafts).max().unwrap_or(0);
+        if needed > self.capacity {
+            for row in self.rows.iter_mut().filter(|row| !row.base.is_empty()) {
+                let mut log = vec![0.0; heads * needed * entry];
+                if self.capacity > 0 {
+                    let kept = row.log.chunks_exact(self.capacity * entry);
+                    for (new, old) in log.chunks_exact_mut(needed * entry).zip(kept) {
+                        new[..old.len()].copy_from_slice(old);
+                    }
+                }
+                row.log = log;
+            }
+            self.capacity = needed;
+        }
+        let most = rows.iter().map(|&(state, ..)| state + 1).max().unwrap_or(0);
+        if self.rows.len() < most {
+            self.rows.resize_with(most, RowStates::default);
+        }
+        for &(state, ..) in rows {
+            let row = &mut self.rows[state];
+            if row.base.is_empty() {
+                row.base = vec![0.0; heads * shape.base_len()];
+                row.log = vec![0.0; heads * self.capacity * entry];
+            }
+        }
+    }
+
+    /// Returns the number of entries in each row's log.
+    pub(crate) fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Returns base and log of each run's row in layer `layer` of those with states, split by key heads. Bounds are in
+    /// numbers of the base and of the log.
+    pub(crate) fn split<'a>(
+        &'a mut self,
+        layer: usize,
+        runs: &[Run],
+        base_bounds: &'a [usize],
+        log_bounds: &'a [usize],
+    ) -> Vec<(Columns<'a, f32>, Columns<'a, f32>)> {
+        let shape = self.shape.expect("a pass was planned");
+        let base_len = shape.key_heads * shape.base_len();
+        let log_len = shape.key_heads * self.capacity * shape.entry_len();
+        let mut rows: Vec<Option<&mut RowStates>> = self.rows.iter_mut().map(Some).collect();
+        let parts = runs.iter().map(|run| {
+            let row = rows[run.state].take().expect("a row of state has one run in a tile");
+            let base = &mut row.base[layer * base_len..][..base_len];
+            let log = &mut row.log[layer * log_len..][..log_len];
+            (Columns::new(base, 1, base_len, base_bounds), Columns::new(log, 1, log_len, log_bounds))
+        });
+        parts.collect()
+    }
+}
+
+/// Returns the runs of a tile.
+pub(crate) fn of_tile(runs: &[Run], tile: usize) -> &[Run] {
+    let first = runs.partition_point(|run| run.tile < tile);
+    &runs[first..runs.partition_point(|run| run.tile <= tile)]
+}

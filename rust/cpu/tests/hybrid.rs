@@ -1,0 +1,251 @@
+//! Layers with states: logits are the same bits on every instruction set, by any number of threads, however a text is cut
+//! into passes, and whatever was drafted and rejected before.
+
+mod support;
+
+use proptest::prelude::*;
+use specrs_cpu::{
+    Decoder, DeltaShape, DeltaWeights, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, Mlp, ModelShape, Output,
+    Part, Pass, Pool, QkNorm, Values, Weights,
+};
+use std::sync::Arc;
+use support::Numbers;
+
+const VOCAB: usize = 41;
+const BLOCK: usize = 8;
+const LEN: usize = 80;
+const SHAPE: ModelShape = ModelShape {
+    vocab_size: VOCAB,
+    hidden_size: 40,
+    intermediate_size: 70,
+    num_heads: 4,
+    num_kv_heads: 2,
+    head_dim: 12,
+    rms_norm_eps: 1e-6,
+};
+/// Sizes that no vector divides, one vector, and more columns than are computed together.
+const NETS: [DeltaShape; 4] = [
+    DeltaShape { key_heads: 2, value_heads: 6, key_dim: 10, value_dim: 7, kernel: 4 },
+    DeltaShape { key_heads: 3, value_heads: 3, key_dim: 16, value_dim: 16, kernel: 2 },
+    DeltaShape { key_heads: 1, value_heads: 2, key_dim: 9, value_dim: 70, kernel: 5 },
+    DeltaShape { key_heads: 5, value_heads: 10, key_dim: 4, value_dim: 40, kernel: 3 },
+];
+
+fn draw(n: &mut Numbers, len: usize, scale: f32, offset: f32) -> Values {
+    Values::F32(Memory::from_vec((0..len).map(|_| n.unit() * scale + offset).collect()))
+}
+
+fn linear(n: &mut Numbers, inputs: usize, outputs: &[usize]) -> Linear {
+    let scale = 1.7 / (inputs as f32).sqrt();
+    let parts = outputs.iter().map(|&outputs| Part::new(draw(n, outputs * inputs, scale, 0.0), None, outputs));
+    Linear::new("test", inputs, parts.collect()).unwrap()
+}
+
+fn layer(n: &mut Numbers, net: Option<DeltaShape>) -> LayerWeights {
+    let (hidden, dim) = (SHAPE.hidden_size, SHAPE.head_dim);
+    let (q, kv) = (SHAPE.num_heads * dim, SHAPE.num_kv_heads * dim);
+    let delta = net.map(|shape| DeltaWeights {
+        shape,
+        conv: draw(n, shape.kernel * shape.conv_dim(), 1.0, 0.0),
+        a_log: draw(n, shape.value_heads, 1.0, -1.0),
+        dt_bias: draw(n, shape.value_heads, 1.0, 0.0),
+        norm: draw(n, shape.value_dim, 0.3, 1.0),
+    });
+    let (inputs, inner) = match net {
+        Some(s) => (vec![s.conv_dim(), s.inner(), s.value_heads, s.value_heads], s.inner()),
+        None => (vec![2 * q, kv, kv], q),
+    };
+    LayerWeights {
+        input_norm: Some(draw(n, hidden, 0.3, 1.0)),
+        qkv: linear(n, hidden, &inputs),
+        output_gate: net.is_none(),
+        delta,
+        qk_norm: net.is_none().then(|| QkNorm { q: draw(n, dim, 0.5, 1.0), k: draw(n, dim, 0.5, 1.0), whole: false }),
+        sinks: None,
+        o: linear(n, inner, &[hidden]),
+        attention_output_norm: None,
+        post_attention_norm: Some(draw(n, hidden, 0.3, 1.0)),
+        mlp: Mlp::Dense {
+            gate_up: linear(n, hidden, &[2 * SHAPE.intermediate_size]),
+            down: linear(n, SHAPE.intermediate_size, &[hidden]),
+        },
+        mlp_output_norm: None,
+    }
+}
+
+fn weights(net: DeltaShape, seed: u64) -> Arc<Weights> {
+    let n = &mut Numbers(seed);
+    let layers = [Some(net), None, Some(net)].map(|net| layer(n, net)).into();
+    let embedding = draw(n, VOCAB * SHAPE.hidden_size, 1.0, 0.0);
+    let final_norm = draw(n, SHAPE.hidden_size, 0.3, 1.0);
+    let head = linear(n, SHAPE.hidden_size, &[VOCAB]);
+    let frequencies = (0..SHAPE.head_dim / 2).map(|i| 0.3_f32.powi(i as i32)).collect();
+    Arc::new(Weights::new(SHAPE, embedding, layers, &final_norm, head, frequencies).unwrap())
+}
+
+fn cache(entries: usize) -> KvCache {
+    let shape = KvShape {
+        num_blocks: entries * LEN / BLOCK,
+        block_size: BLOCK,
+        num_kv_heads: SHAPE.num_kv_heads,
+        head_dim: SHAPE.head_dim,
+    };
+    KvCache::allocate(shape, 1, false).unwrap()
+}
+
+/// Row of a pass: its entry, its position (`None` masks it), its token.
+type Row = (usize, Option<usize>, usize);
+
+/// Logits of a pass's rows, as bits.
+fn feed(decoder: &mut Decoder, kv: &mut KvCache, rows: &[Row], prompts: bool) -> specrs_cpu::Result<Vec<Vec<u32>>> {
+    let blocks = LEN / BLOCK;
+    let entries = kv.shape().num_blocks / blocks;
+    let table: Vec<i64> = (0..(entries * blocks) as i64).collect();
+    let positions: Vec<i64> = rows.iter().map(|row| row.1.map_or(-1, |p| p as i64)).collect();
+    let slots: Vec<i64> = rows.iter().map(|row| row.1.map_or(-1, |p| (row.0 * LEN + p) as i64)).collect();
+    let tokens: Vec<i64> = rows.iter().map(|row| row.2 as i64).collect();
+    let of: Vec<usize> = rows.iter().map(|row| row.0).collect();
+    let pass = Pass {
+        tokens: &tokens,
+        positions: &positions,
+        slots: &slots,
+        entries: &of,
+        block_table: &table,
+        max_blocks: blocks,
+        prompts,
+        ..Pass::default()
+    };
+    let wanted: Vec<usize> = (0..rows.len()).collect();
+    let mut logits = vec![f32::NAN; rows.len() * VOCAB];
+    decoder.poison();
+    decoder.forward(&pass, kv, Output::Logits { rows: &wanted, num_ids: VOCAB, logits: &mut logits })?;
+    Ok(logits.chunks_exact(VOCAB).map(|row| row.iter().map(|x| x.to_bits()).collect()).collect())
+}
+
+/// Logits of each token of a text in a pass of its own, by the portable path on one thread.
+fn alone(weights: &Arc<Weights>, text: &[usize]) -> Vec<Vec<u32>> {
+    let pool = Arc::new(Pool::new(1).unwrap());
+    let mut decoder = Decoder::with_isa(Arc::clone(weights), pool, Isa::by_name("portable").unwrap());
+    let mut kv = cache(1);
+    let rows = text.iter().enumerate();
+    rows.map(|(p, &token)| feed(&mut decoder, &mut kv, &[(0, Some(p), token)], false).unwrap().remove(0)).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn bits_depend_on_nothing_but_the_text(
+        net in prop::sample::select(NETS.to_vec()),
+        isa in prop::sample::select(Isa::available()),
+        threads in 1..=4_usize,
+        entries in 1..=4_usize,
+        most in prop::sample::select(vec![2_usize, 5, 40]),
+        seed in 0..1000_u64,
+    ) {
+        let weights = weights(net, seed % 3);
+        let n = &mut Numbers(seed);
+        let mut decoder = Decoder::with_isa(Arc::clone(&weights), Arc::new(Pool::new(threads).unwrap()), isa);
+        let mut kv = cache(entries);
+        // The first texts' rows are used again for the second ones.
+        for _ in 0..2 {
+            let texts: Vec<Vec<usize>> =
+                (0..entries).map(|_| (0..n.below(50) + 20).map(|_| n.below(VOCAB)).collect()).collect();
+            let exact: Vec<Vec<Vec<u32>>> = texts.iter().map(|text| alone(&weights, text)).collect();
+            kv.poison_states();
+            let mut done = vec![0; entries];
+            while (0..entries).any(|entry| done[entry] < texts[entry].len()) {
+                // A pass of prompts, or of decoding with drafts, of which some first ones are those of the text.
+                let prompts = n.below(3) == 0;
+                let (mut rows, mut known) = (Vec::new(), Vec::new());
+                let offset = n.below(entries);
+                for i in 0..entries {
+                    let entry = (i + offset) % entries;
+                    let (text, from) = (&texts[entry], done[entry]);
+                    let count = n.below(most + 1).min(text.len() - from);
+                    let right = if prompts { count } else { n.below(count + 1).max(count.min(1)) };
+                    for (p, &token) in text.iter().enumerate().skip(from).take(count) {
+                        let token = if p < from + right { token } else { n.below(VOCAB) };
+                        if n.below(4) == 0 {
+                            rows.push((entry, None, 0));
+                            known.push(None);
+                        }
+                        rows.push((entry, Some(p), token));
+                        known.push((p < from + right).then_some((entry, p)));
+                    }
+                    done[entry] += right;
+                }
+                if rows.is_empty() {
+                    continue;
+                }
+                let found = feed(&mut decoder, &mut kv, &rows, prompts).unwrap();
+                for (known, found) in known.iter().zip(found) {
+                    match *known {
+                        Some((entry, p)) => prop_assert!(
+                            found == exact[entry][p],
+                            "{} on {threads} threads: entry {entry}, position {p}", isa.name()
+                        ),
+                        None => prop_assert!(found.iter().all(|&x| f32::from_bits(x).is_finite())),
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn small() -> (Arc<Weights>, Decoder, KvCache) {
+    let weights = weights(NETS[0], 1);
+    let decoder = Decoder::new(Arc::clone(&weights), Arc::new(Pool::new(1).unwrap())).unwrap();
+    (weights, decoder, cache(2))
+}
+
+#[test]
+fn another_position_than_the_next_is_rejected_and_changes_nothing() {
+    let (weights, mut decoder, mut kv) = small();
+    let text = [3, 1, 4, 1, 5];
+    let exact = alone(&weights, &text);
+    let rows = |from: usize, to: usize| -> Vec<Row> { (from..to).map(|p| (0, Some(p), text[p])).collect() };
+    feed(&mut decoder, &mut kv, &rows(0, 3), false).unwrap();
+    for (from, to, field) in [(4, 5, "positions[0]"), (2, 4, ""), (1, 2, "positions[0]")] {
+        let told = feed(&mut decoder, &mut kv, &rows(from, to), false);
+        assert!(told.as_ref().err().map(ToString::to_string).unwrap_or_default().contains(field), "{told:?}");
+        if field.is_empty() {
+            assert_eq!(told.unwrap(), exact[2..4]);
+        }
+    }
+    assert_eq!(feed(&mut decoder, &mut kv, &rows(3, 5), false).unwrap(), exact[3..5]);
+    let twice = [(0, Some(5), 1), (1, Some(0), 1), (0, Some(6), 1)];
+    let told = feed(&mut decoder, &mut kv, &twice, false).unwrap_err().to_string();
+    assert!(told.contains("entries[2] = 0") && told.contains("rows of one entry next to each other"), "{told}");
+}
+
+#[test]
+fn memory_of_states_grows_with_the_rows_that_are_used() {
+    let (_, mut decoder, mut kv) = small();
+    assert_eq!(kv.state_bytes(), 0);
+    feed(&mut decoder, &mut kv, &[(0, Some(0), 1)], false).unwrap();
+    let one = kv.state_bytes();
+    // Two layers; values of 7 features have 16 lanes, and the convolution 48.
+    assert_eq!(one, 2 * 4 * 2 * (3 * 10 * 16 + 3 * 48));
+    feed(&mut decoder, &mut kv, &[(1, Some(0), 1)], false).unwrap();
+    assert_eq!(kv.state_bytes(), 2 * one);
+    feed(&mut decoder, &mut kv, &[(1, Some(1), 1), (1, Some(2), 1)], false).unwrap();
+    assert_eq!(kv.state_bytes(), 2 * one + 2 * 2 * 4 * 2 * (48 + 10 + 3 * 17));
+}
+
+#[test]
+fn wrong_weights_are_rejected() {
+    let n = &mut Numbers(5);
+    let mut wrong = |change: fn(&mut DeltaWeights)| {
+        let mut made = layer(n, Some(NETS[0]));
+        change(made.delta.as_mut().unwrap());
+        let (embedding, norm) = (draw(n, VOCAB * SHAPE.hidden_size, 1.0, 0.0), draw(n, SHAPE.hidden_size, 0.3, 1.0));
+        let head = linear(n, SHAPE.hidden_size, &[VOCAB]);
+        let made = Weights::new(SHAPE, embedding, vec![made], &norm, head, vec![1.0; SHAPE.head_dim / 2]);
+        made.err().expect("they are wrong").to_string()
+    };
+    assert!(wrong(|delta| delta.shape.value_heads = 5).contains("layers[0].delta.value_heads = 5"));
+    assert!(wrong(|delta| delta.shape.kernel = 1).contains("layers[0].delta.kernel = 1"));
+    assert!(wrong(|delta| delta.shape.key_dim = 11).contains("layers[0].delta.conv"));
+    assert!(wrong(|delta| delta.norm = Values::F32(Memory::from_vec(vec![1.0]))).contains("layers[0].delta.norm"));
+}

@@ -1,0 +1,207 @@
+"""Engines whose target has layers with states: transformers' text at any K, chunking and preemption, and errors by
+name."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from hf_reference import generate, load
+from hybrid_reference import float64
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specrs import LLM, SamplingParams
+from specrs.errors import InvalidConfigError, SpecrsError, UnsupportedConfigError, UnsupportedModelError
+from specrs.models.torch_loader import load_model
+
+VOCAB = 61
+SHAPE = {"vocab": VOCAB, "hidden": 64, "intermediate": 96, "head_dim": 32, "kv_heads": 1, "eos_token_id": 0}
+KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+TOKENS = 14
+_random = random.Random(3)
+# Repeated parts, whose continuations n-grams guess.
+PROMPTS = [[_random.randrange(1, VOCAB) for _ in range(length)] * 3 for length in (1, 2, 4, 7, 11)]
+DRAFTERS: list[dict[str, Any] | None] = [
+    None,
+    {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+    {"method": "suffix", "num_speculative_tokens": 5},
+    {"method": "draft_model", "num_speculative_tokens": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("hybrids")
+    make_checkpoint(made / "target", "qwen3_5_text", layer_types=KINDS, layers=len(KINDS), **SHAPE)
+    make_checkpoint(made / "draft", "qwen3", **SHAPE)
+    return made
+
+
+@cache
+def references(target: Path) -> list[list[int]]:
+    with float64():
+        model = load(target)
+        return [generate(model, prompt, TOKENS) for prompt in PROMPTS]
+
+
+def speculative(folder: Path, drafter: dict[str, Any] | None) -> dict[str, Any]:
+    if drafter is None:
+        return {}
+    model = {"model": str(folder / "draft")} if drafter["method"] == "draft_model" else {}
+    return {"speculative_config": drafter | model}
+
+
+def texts(
+    folder: Path, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], **options: Any
+) -> list[list[int]]:
+    llm = LLM(model=str(folder / "target"), **options)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+
+
+@settings(max_examples=12)
+@given(
+    st.sampled_from(DRAFTERS),
+    st.integers(1, len(PROMPTS)),
+    st.sampled_from([3, 16, 64]),
+    st.sampled_from([None, 12]),
+    st.integers(1, 2),
+)
+def test_the_text_of_transformers(
+    folder: Path, drafter: dict[str, Any] | None, count: int, budget: int, blocks: int | None, depth: int
+) -> None:
+    """By torch in float64, in chunks, batches, and a pool that is too small for all requests."""
+    with float64():
+        found = texts(
+            folder,
+            PROMPTS[:count],
+            GREEDY,
+            dtype="float64",
+            max_model_len=48,
+            block_size=4,
+            max_num_batched_tokens=budget,
+            num_gpu_blocks_override=blocks,
+            launch_depth=depth if drafter is None or drafter["method"] == "draft_model" else 1,
+            **speculative(folder, drafter),
+        )
+    assert found == references(folder / "target")[:count]
+
+
+SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+
+
+@cache
+def plain(folder: Path, dtype: str, quantization: str | None, sampled: bool) -> list[list[int]]:
+    """Native texts without drafts, each request alone."""
+    options = {"dtype": dtype, "quantization": quantization, "max_num_seqs": 1, "threads": 1}
+    return texts(folder, PROMPTS, SAMPLED if sampled else GREEDY, **options)
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from(DRAFTERS),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from([None, "int4", "q8_0"]),
+    st.booleans(),
+    st.sampled_from([3, 16, 64]),
+    st.sampled_from([None, 12]),
+    st.integers(1, 2),
+    st.lists(st.sampled_from([None, 0, 1, 2]), min_size=len(PROMPTS), max_size=len(PROMPTS)),
+)
+def test_native_text_is_that_without_drafts(
+    folder: Path,
+    drafter: dict[str, Any] | None,
+    dtype: str,
+    quantization: str | None,
+    sampled: bool,
+    budget: int,
+    blocks: int | None,
+    threads: int,
+    ks: list[int | None],
+) -> None:
+    """Whatever is drafted, preempted and batched, by any number of threads; sampled texts with coupled draws."""
+    rule = {"rejection_sample_method": "coupled"} if sampled and drafter is not None else {}
+    params = SAMPLED if sampled else GREEDY
+    found = texts(
+        folder,
+        PROMPTS,
+        [replace(params, num_speculative_tokens=None if drafter is None else k) for k in ks],
+        dtype=dtype,
+        quantization=quantization,
+        max_model_len=48,
+        block_size=4,
+        max_num_batched_tokens=budget,
+        num_gpu_blocks_override=blocks,
+        threads=threads,
+        **speculative(folder, None if drafter is None else drafter | rule),
+    )
+    assert found == plain(folder, dtype, quantization, sampled)
+
+
+def test_native_text_is_transformers(folder: Path) -> None:
+    assert texts(folder, PROMPTS, GREEDY) == references(folder / "target")
+
+
+def test_several_completions_of_a_prompt(folder: Path) -> None:
+    """Each has a state of its own."""
+    llm = LLM(model=str(folder / "target"), max_model_len=64)
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True, detokenize=False)
+    several = llm.generate({"prompt_token_ids": PROMPTS[3]}, params, use_tqdm=False)[0].outputs
+    assert len({tuple(output.token_ids) for output in several}) == 3
+    for output in several[:1]:
+        one = SamplingParams(temperature=1.0, seed=5, max_tokens=9, ignore_eos=True, detokenize=False)
+        alone = llm.generate({"prompt_token_ids": PROMPTS[3]}, one, use_tqdm=False)[0].outputs[0]
+        assert output.token_ids == alone.token_ids
+
+
+def test_prefix_caching_is_off_and_rejected_by_name(folder: Path) -> None:
+    target = str(folder / "target")
+    assert LLM(model=target, dtype="float64").engine.config.enable_prefix_caching is False
+    with pytest.raises(UnsupportedConfigError, match="enable_prefix_caching=True: not implemented for a model whose"):
+        LLM(model=target, enable_prefix_caching=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"enable_lora": True}, UnsupportedConfigError, "enable_lora=True: not implemented for a model whose layers"),
+        ({"kv_events_config": {"enable_kv_cache_events": True}}, UnsupportedConfigError, "kv_events_config"),
+        ({"tensor_parallel_size": 2}, UnsupportedConfigError, "tensor_parallel_size=2: not implemented for a model"),
+        ({"model_impl": "transformers"}, UnsupportedModelError, "recurrent layers"),
+    ],
+)
+def test_combinations_that_are_not_implemented(
+    folder: Path, options: dict[str, Any], error: type[SpecrsError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM(model=str(folder / "target"), **options)
+
+
+def test_a_draft_model_with_states_is_rejected(folder: Path) -> None:
+    speculative_config = {"model": str(folder / "target"), "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedModelError, match="as a draft model, a model whose layers have no states"):
+        LLM(model=str(folder / "draft"), speculative_config=speculative_config)
+
+
+def test_the_default_number_of_requests_is_lowered_to_what_fits(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, draft = load_model(folder / "target", dtype="float64").state_bytes
+    assert row == 3 * 4 * (4 * 16 * 16 + 3 * (2 * 2 * 16 + 4 * 16))
+    assert draft == 3 * 4 * (2 * 2 * 16 + 4 * 16 + 2 * 16 + 4 * 16 + 4)
+    monkeypatch.setattr("specrs.backends.cpu.backend.host_memory", lambda: 40 * row)
+    small = {"model": str(folder / "target"), "dtype": "float64", "max_model_len": 32, "num_gpu_blocks_override": 2}
+    with caplog.at_level(logging.INFO, "specrs"):
+        assert LLM(**small).engine.config.max_num_seqs == 10
+    assert f"max_num_seqs is lowered from 256 to 10: a request has {row} bytes of states" in caplog.text
+    with pytest.raises(InvalidConfigError, match=r"max_num_seqs=41: each request has .* allowed: at most 40"):
+        LLM(**small, max_num_seqs=41)
