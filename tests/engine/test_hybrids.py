@@ -175,6 +175,7 @@ def test_prefix_caching_is_off_and_rejected_by_name(folder: Path) -> None:
     [
         ({"enable_lora": True}, UnsupportedConfigError, "enable_lora=True: not implemented for a model whose layers"),
         ({"kv_events_config": {"enable_kv_cache_events": True}}, UnsupportedConfigError, "kv_events_config"),
+        ({"kv_cache_path": "kv"}, UnsupportedConfigError, "kv_cache_path"),
         ({"tensor_parallel_size": 2}, UnsupportedConfigError, "tensor_parallel_size=2: not implemented for a model"),
         ({"model_impl": "transformers"}, UnsupportedModelError, "recurrent layers"),
     ],
