@@ -40,7 +40,7 @@ PREDICTED = {
     "iteration_overhead_ms": "0.03 at K = 5: prepare, assemble, accept, update, and two rows in pass 1",
     "sampling_adds_ms": "0.17 at K = 5: 5 x 16 us in drafting, 70 us in verification, and logits that are written",
     "tpot_ms": "6.2 at K = 5 (AL 3.53), 15.9 at K = 0; 6.6 to 7.1 at K = 5 after reading the compiled code",
-    "idle_us": "under 10 at batch 1 and 64: the next launch is enqueued before one ends",
+    "idle_us": "under 10 at batch 1 and 64: the next step is enqueued before one ends",
     "attention_share": "0.5 at 2k, 0.8 at 32k, 0.88 at 128k",
     "formats": "target pass of 6 rows: FP8 11.6 ms, INT4 10.4, from the times of products alone",
     "experts": "Qwen3-30B-A3B: 3.3 ms for 1 row, 7.1 for 6, from the times of products alone",
@@ -147,7 +147,7 @@ class Bench:
         settings = {} if ON_GPU else {"device": "cpu", "dtype": "float32", "block_size": 4}
         found = {}
         for kind in formats.CODINGS:
-            weights = Weights(formats.coded(self.weights.target, kind), self.weights.drafter)
+            weights = Weights(formats.quantized(self.weights.target, kind), self.weights.drafter)
             found[kind] = formats.measure(self.target, self.draft, weights, **settings)
             self.write({"formats": found})
         return found
@@ -173,10 +173,10 @@ class Bench:
         return found
 
     def idle(self) -> dict[str, Any]:
-        """The GPU between launches."""
+        """The GPU between steps."""
         sizes = [1, 64] if ON_GPU else [1]
         engine = serving.make_engine(self.target, self.draft, self.weights, 5, sizes, 512)
-        found = {str(batch): serving.idle_between_launches(engine, batch) for batch in sizes}
+        found = {str(batch): serving.idle_between_steps(engine, batch) for batch in sizes}
         release(engine)
         return found
 

@@ -1,17 +1,17 @@
-"""What K per request is worth where requests differ: the planner against every fixed K, and against one K per launch.
+"""What K per request is worth where requests differ: the planner against every fixed K, and against one K per step.
 
     python benches/bench_mixed_k.py [--sweep FILE.parquet] [--measure] [--out benches/results/...json]
 
 Half of the requests are easy (each draft stands with 0.9, say), half are hard (0.15). Requests are simulated:
 acceptance is drawn, time is what the costs say, so nothing depends on the machine's load. Costs by batch and K come
 from a formula (default: weights read once or operations by rows, the longer), from a sweep of a real server, or from
-this machine's bundled pair as an engine measures it at start. A launch whose requests differ costs the sum of its
-steps, and 3 % for being mixed.
+this machine's bundled pair as an engine measures it at start. A step whose requests differ costs the sum of its
+increments, and 3 % for being mixed.
 
-Contestants run the same requests, `batch` at a time: every fixed K; *one K*, the best for all at each launch by the
-true acceptance, which no planner of one K a launch can beat; and the planner, which has to learn. Exits with 1 if the
+Contestants run the same requests, `batch` at a time: every fixed K; *one K*, the best for all at each step by the
+true acceptance, which no planner of one K a step can beat; and the planner, which has to learn. Exits with 1 if the
 planner's gain over the best fixed K is less than 5 % where it should show: on a CPU's costs at batch 8, a GPU's at 64.
-Where reading the weights is all that a launch costs (a GPU at batch 8), there is nothing to gain: the best pair of K
+Where reading the weights is all that a step costs (a GPU at batch 8), there is nothing to gain: the best pair of K
 for easy and hard requests is then within 4 % of the best single one.
 """
 
@@ -46,13 +46,13 @@ Choose = Callable[[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]], N
 
 
 @dataclass(frozen=True, slots=True)
-class Launches:
-    """Milliseconds of launches by the K of each request."""
+class StepCosts:
+    """Milliseconds of steps by the K of each request."""
 
     costs: CostModel
 
     def ms(self, ks: NDArray[np.int64]) -> float:
-        """`ms(B, 0)` and a step for every level that some request drafts."""
+        """`ms(B, 0)` and an increment for every level that some request drafts."""
         total = self.costs.ms(len(ks), 0)
         for level in range(1, int(ks.max()) + 1):
             count = int((ks >= level).sum())
@@ -74,7 +74,7 @@ class Machine:
         return self.pass_ms + max(parameters * size / self.gb_s, 2 * parameters * rows / self.gflop_s)
 
     def costs(self, target: float, draft: float, size: float) -> CostModel:
-        """Launches of a target and a draft of so many million parameters."""
+        """Costs of steps of a target and a draft of so many million parameters."""
         batches, ks = [1, 2, 4, 8, 16, 32, 64], list(range(9))
         table = [
             [self.ms(target, size, b * (k + 1)) + k * (self.ms(draft, size, b) if k else 0.0) for k in ks]
@@ -106,7 +106,7 @@ def swept(path: Path) -> dict[str, CostModel]:
 
 
 def measured() -> CostModel:
-    """What launches of the bundled pair cost on this machine."""
+    """What steps of the bundled pair cost on this machine."""
     import torch
     from specrs import LLM
 
@@ -123,7 +123,7 @@ def tokens_per_ms(
     costs: CostModel, batch: int, mix: tuple[float, float], choose: Choose, learn: SpeculationPlanner | None
 ) -> float:
     """Run all requests, `batch` at a time."""
-    most, launches, random = costs.ks[-1], Launches(costs), np.random.default_rng(batch)
+    most, steps, random = costs.ks[-1], StepCosts(costs), np.random.default_rng(batch)
     kinds = np.arange(batch * REQUESTS) % 2  # easy and hard ones in turn
     chances = np.array(mix)[kinds]
     waiting, rows = batch, np.arange(batch)
@@ -132,7 +132,7 @@ def tokens_per_ms(
     while waiting < len(kinds):
         own = np.repeat(chances[current][:, None], most, axis=1)
         k = choose(np.minimum(most, left - 1), own, rows)
-        time = launches.ms(k)
+        time = steps.ms(k)
         stands = (random.random((batch, most)) < own) & (np.arange(most) < k[:, None])
         accepted = np.cumprod(stands, axis=1).sum(axis=1)
         if learn is not None:
@@ -150,7 +150,7 @@ def tokens_per_ms(
 
 def contestants(costs: CostModel, batch: int, mix: tuple[float, float]) -> dict[str, float]:
     """Tokens per millisecond of every contestant."""
-    most, launches = costs.ks[-1], Launches(costs)
+    most, steps = costs.ks[-1], StepCosts(costs)
     lags = np.zeros(batch, dtype=np.int64)
 
     def fixed(k: int) -> Choose:
@@ -159,7 +159,7 @@ def contestants(costs: CostModel, batch: int, mix: tuple[float, float]) -> dict[
     def one(caps: NDArray[np.int64], own: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
         choices = [np.minimum(k, caps) for k in range(most + 1)]
         gains = np.cumprod(own, axis=1)
-        rates = [(batch + (gains * (np.arange(most) < k[:, None])).sum()) / launches.ms(k) for k in choices]
+        rates = [(batch + (gains * (np.arange(most) < k[:, None])).sum()) / steps.ms(k) for k in choices]
         return choices[int(np.argmax(rates))]
 
     planner = SpeculationPlanner(max_num_seqs=batch, num_speculative_tokens=most, costs=costs)

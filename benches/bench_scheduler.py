@@ -1,10 +1,10 @@
-"""The host's part of a launch, without a model: plan + settle beside a scheduler in plain Python; plan to delivered.
+"""The host's part of a step, without a model: plan + settle beside a scheduler in plain Python; plan to delivered.
 
-    python benches/bench_scheduler.py [--batch 1 32 256] [--k 5] [--launches 1000] [--turn 50]
+    python benches/bench_scheduler.py [--batch 1 32 256] [--k 5] [--steps 1000] [--turn 50]
 
 Every row decodes with K drafts, blocks of 16, prefix caching on, acceptance uniform from 0 to K; a request that ends is
-followed by a new one. Both see the same requests and draws, in turn, some launches each: a turn is long enough to find
-its own data in the caches and short enough to share what the machine is busy with. `--turn 1` has each launch find the
+followed by a new one. Both see the same requests and draws, in turn, some steps each: a turn is long enough to find
+its own data in the caches and short enough to share what the machine is busy with. `--turn 1` has each step find the
 other's, as behind a model that runs on the same cores. Only the calls to plan and settle are timed, not what stands in
 for the device.
 
@@ -26,7 +26,7 @@ from python_scheduler import PythonScheduler
 from specrs import SamplingParams
 from specrs.backends.ring import Header, Ring, RingSlot
 from specrs.config import EngineConfig
-from specrs.core import FINISH_LENGTH, FINISH_NONE, PLAN_LAUNCH, CachedDrafter, Scheduler, TokenDecoder
+from specrs.core import FINISH_LENGTH, FINISH_NONE, PLAN_STEP, CachedDrafter, Scheduler, TokenDecoder
 from specrs.engine.engine import Engine
 from specrs.engine.parts import EngineParts
 from specrs.engine.request import Request
@@ -49,7 +49,7 @@ def limit(request_id: int) -> int:
 
 
 def rust(batch: int, k: int) -> Iterator[float]:
-    """Seconds of each launch of the Rust core, without end."""
+    """Seconds of each step of the Rust core, without end."""
     scheduler = Scheduler(
         max_num_seqs=batch,
         max_model_len=PROMPT + OUTPUT,
@@ -76,11 +76,11 @@ def rust(batch: int, k: int) -> Iterator[float]:
         start = time.perf_counter()
         status = scheduler.plan(record)
         planned = time.perf_counter() - start
-        assert status == PLAN_LAUNCH
+        assert status == PLAN_STEP
         header = Header.of(record)
         device.report(header, views, sections)
         start = time.perf_counter()
-        scheduler.settle(header.launch_id, results, settled)
+        scheduler.settle(header.step_id, results, settled)
         seconds = planned + time.perf_counter() - start
         missing = int(np.count_nonzero(reasons))
         yield seconds
@@ -100,8 +100,8 @@ class Acceptance:
         count = decode + prefill
         limits, tokens = record["admit_limit"][:admitted], record["admit_num_tokens"][:admitted]
         self._left[record["admit_row"][:admitted]] = limits - tokens
-        rows = record["entry_row"][:count]
-        drafted = np.minimum(record["entry_k"][:count], np.maximum(self._left[rows] - 1, 0))
+        rows = record["seq_row"][:count]
+        drafted = np.minimum(record["seq_k"][:count], np.maximum(self._left[rows] - 1, 0))
         accepted = np.minimum(self._rng.integers(0, self._k + 1, count), drafted)
         emitted = accepted + 1
         emitted[decode:] = record["chunk_is_last"][:prefill]
@@ -127,7 +127,7 @@ class Device:
     def use_extras(self, lookup: object) -> None:
         """Has no use for any."""
 
-    def launch(self, slot: RingSlot, header: Header) -> None:
+    def execute(self, slot: RingSlot, header: Header) -> None:
         start = time.perf_counter()
         results = slot.results_arrays
         self._acceptance.report(header, slot.record_arrays, results)
@@ -153,7 +153,7 @@ def decoder() -> TokenDecoder:
 
 
 def delivered(batch: int, k: int, text: TokenDecoder | None, stops: tuple[str, ...]) -> Iterator[float]:
-    """Seconds of each launch of an engine, the device's not counted, without end."""
+    """Seconds of each step of an engine, the device's not counted, without end."""
     config = EngineConfig(max_num_seqs=batch, max_num_batched_tokens=max(2048, batch * (k + 1)))
     scheduler = Scheduler(
         max_num_seqs=batch,
@@ -186,7 +186,7 @@ def delivered(batch: int, k: int, text: TokenDecoder | None, stops: tuple[str, .
 
 
 def plain_python(batch: int, k: int) -> Iterator[float]:
-    """Seconds of each launch of the scheduler in plain Python, without end."""
+    """Seconds of each step of the scheduler in plain Python, without end."""
     scheduler = PythonScheduler(
         max_num_seqs=batch,
         num_blocks=batch * ((PROMPT + OUTPUT) // BLOCK_SIZE + 2),
@@ -202,15 +202,15 @@ def plain_python(batch: int, k: int) -> Iterator[float]:
             scheduler.add_request(next_id, prompt(next_id), limit(next_id))
             next_id += 1
         start = time.perf_counter()
-        entries = scheduler.plan()
+        sequences = scheduler.plan()
         planned = time.perf_counter() - start
-        accepted = rng.integers(0, k + 1, len(entries)).tolist()
+        accepted = rng.integers(0, k + 1, len(sequences)).tolist()
         emitted = [
-            [7] * (min(m, entry.num_drafts) + 1) if entry.is_last or not entry.chunk else []
-            for entry, m in zip(entries, accepted, strict=True)
+            [7] * (min(m, sequence.num_drafts) + 1) if sequence.is_last or not sequence.chunk else []
+            for sequence, m in zip(sequences, accepted, strict=True)
         ]
         start = time.perf_counter()
-        ended = scheduler.settle(entries, emitted)
+        ended = scheduler.settle(sequences, emitted)
         seconds = planned + time.perf_counter() - start
         missing = len(ended)
         yield seconds
@@ -220,8 +220,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--k", type=int, default=5)
-    parser.add_argument("--launches", type=int, default=1000)
-    parser.add_argument("--turn", type=int, default=50, help="launches of one before the other's turn")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--turn", type=int, default=50, help="steps of one before the other's turn")
     args = parser.parse_args()
     rows, words = [], decoder()
     for batch in args.batch:
@@ -236,7 +236,7 @@ def main() -> None:
         for contestant in contestants.values():
             for _ in range(200):  # past the prompts, rows at different lengths
                 next(contestant)
-        for _ in range(0, args.launches, args.turn):
+        for _ in range(0, args.steps, args.turn):
             for name, contestant in contestants.items():
                 times[name] += [1e6 * next(contestant) for _ in range(args.turn)]
         cuts = {name: statistics.quantiles(values, n=10) for name, values in times.items()}
@@ -247,7 +247,7 @@ def main() -> None:
         rows.append(row)
     what = (
         f"plan + settle through Python (rust, python), and plan to delivered (delivered*), K = {args.k}, "
-        "microseconds a launch"
+        "microseconds a step"
     )
     print(json.dumps({"what": what, "python": platform.python_version(), "results": rows}, indent=2))
 

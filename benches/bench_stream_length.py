@@ -54,7 +54,7 @@ class HostClock:
     def __init__(self, llm: AsyncLLM) -> None:
         self._passes = 0.0
         runner = llm._engine.runner
-        for name in ("launch", "wait"):
+        for name in ("execute", "wait"):
             setattr(runner, name, self._timed(getattr(runner, name)))
 
     def _timed(self, function: Any) -> Any:

@@ -3,7 +3,7 @@
 The same job as a serving engine's: continuous batching, chunked prefill under a token budget, a prefix cache of full
 blocks by chained hash with LRU eviction, K drafts a request with KV reserved for them, preemption of the latest request
 when blocks are short. Written for speed as far as plain Python goes: slots, local names, no object per token. It leaves
-out what the core has beyond that: rows, draft catch-up, marks and claims, launches in flight, checks of its input.
+out what the core has beyond that: rows, draft catch-up, marks and claims, steps in flight, checks of its input.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Request:
 
 
 @dataclass(slots=True)
-class Entry:
-    """A request's part in a launch: `num_drafts` drafts, or a chunk of its prompt."""
+class StepSequence:
+    """A request's part in a step: `num_drafts` drafts, or a chunk of its prompt."""
 
     request: Request
     num_drafts: int
@@ -96,7 +96,7 @@ class Entry:
 
 
 class PythonScheduler:
-    """Plans launches and settles their results, one launch in flight."""
+    """Plans steps and settles their results, one step in flight."""
 
     def __init__(
         self, *, max_num_seqs: int, num_blocks: int, block_size: int, max_num_batched_tokens: int, num_drafts: int
@@ -113,9 +113,9 @@ class PythonScheduler:
         """Queue a request."""
         self.waiting.append(Request(request_id, list(tokens), limit, self.num_drafts))
 
-    def plan(self) -> list[Entry]:
-        """The next launch: every running request, then newcomers."""
-        entries: list[Entry] = []
+    def plan(self) -> list[StepSequence]:
+        """The next step: every running request, then newcomers."""
+        sequences: list[StepSequence] = []
         left = self.budget
         place = 0
         while place < len(self.running):
@@ -129,7 +129,7 @@ class PythonScheduler:
                 if victim is request:
                     break
             else:
-                entries.append(Entry(request, drafts, chunk, request.num_computed + chunk == n))
+                sequences.append(StepSequence(request, drafts, chunk, request.num_computed + chunk == n))
                 left -= chunk or drafts + 1
                 place += 1
         while self.waiting and left > 0 and len(self.running) < self.max_num_seqs:
@@ -141,17 +141,17 @@ class PythonScheduler:
             chunk = min(len(request.tokens) - request.num_computed, left)
             self._grow(request, request.num_computed + chunk)
             self.running.append(request)
-            entries.append(Entry(request, 0, chunk, request.num_computed + chunk == len(request.tokens)))
+            sequences.append(StepSequence(request, 0, chunk, request.num_computed + chunk == len(request.tokens)))
             left -= chunk
-        return entries
+        return sequences
 
-    def settle(self, entries: list[Entry], emitted: list[list[int]]) -> list[Request]:
-        """Take the tokens of each entry; the requests that ended."""
+    def settle(self, sequences: list[StepSequence], emitted: list[list[int]]) -> list[Request]:
+        """Take the tokens of each sequence; the requests that ended."""
         ended = []
-        for entry, tokens in zip(entries, emitted, strict=True):
-            request = entry.request
-            if entry.chunk:
-                request.num_computed += entry.chunk
+        for sequence, tokens in zip(sequences, emitted, strict=True):
+            request = sequence.request
+            if sequence.chunk:
+                request.num_computed += sequence.chunk
             if not tokens:
                 continue
             own = request.tokens

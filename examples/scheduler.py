@@ -1,4 +1,4 @@
-"""A host around the scheduler, with numpy alone: prompt chunks, draft catch-up, drafts, and two launches in flight.
+"""A host around the scheduler, with numpy alone: prompt chunks, draft catch-up, drafts, and two steps in flight.
 
     python examples/scheduler.py
 
@@ -68,8 +68,8 @@ class Device:
         self.mapper.map(self.tables[row], np.arange(count, dtype=np.int64), out)
         return out
 
-    def launch(self, record: np.ndarray, results: np.ndarray) -> None:
-        """Execute a planned launch; what it reports goes into `results`, by entry."""
+    def execute(self, record: np.ndarray, results: np.ndarray) -> None:
+        """Execute a planned step; what it reports goes into `results`, by sequence."""
         at = {name: record[offset : offset + length] for name, (offset, length) in self.record_layout.items()}
         report = {name: results[offset : offset + length] for name, (offset, length) in self.results_layout.items()}
         header = dict(zip(core.HEADER_FIELDS, at["header"].tolist(), strict=False))
@@ -83,15 +83,15 @@ class Device:
         updates = slice(header["num_block_updates"])
         self.tables[at["block_row"][updates], at["block_index"][updates]] = at["block_id"][updates]
 
-        def emit(entry: int, row: Row, new: list[int]) -> None:
+        def emit(sequence: int, row: Row, new: list[int]) -> None:
             row.tokens += new
-            report["num_emitted"][entry] = len(new)
+            report["num_emitted"][sequence] = len(new)
             # The device judges ends; these requests have no stop tokens.
-            report["finish_reason"][entry] = core.FINISH_LENGTH if len(row.tokens) == row.limit else core.FINISH_NONE
-            report["tokens"].reshape(ROWS, K + 1)[entry, : len(new)] = new
+            report["finish_reason"][sequence] = core.FINISH_LENGTH if len(row.tokens) == row.limit else core.FINISH_NONE
+            report["tokens"].reshape(ROWS, K + 1)[sequence, : len(new)] = new
 
         # Prompt chunks run the target alone; the last one of a prompt gives a token.
-        for j, row in enumerate(at["entry_row"][num_decode : num_decode + num_prefill]):
+        for j, row in enumerate(at["seq_row"][num_decode : num_decode + num_prefill]):
             fed = slice(*at["prefill_q_start"][j : j + 2])
             end = int(at["chunk_start"][j] + at["chunk_len"][j])
             best = self.target.feed(at["prefill_token"][fed].tolist(), self.slots(row, end), at["prefill_slot"][fed])
@@ -107,13 +107,13 @@ class Device:
                 self.draft.feed(state.tokens[start : start + length], slots, written)
                 state.draft_len = start + length
 
-        # Decode entries draft, verify, accept. The host planned them with bounds; the device knows the lengths.
-        for entry, row in enumerate(at["entry_row"][:num_decode]):
+        # Decoding sequences draft, verify, accept. The host planned them with bounds; the device knows the lengths.
+        for sequence, row in enumerate(at["seq_row"][:num_decode]):
             state = self.rows[row]
             n = len(state.tokens)
             if n == state.limit:
-                continue  # it ended in the launch before, which the host had not settled when it planned this one
-            k = min(int(at["entry_k"][entry]), state.limit - n - 1)
+                continue  # it ended in the step before, which the host had not settled when it planned this one
+            k = min(int(at["seq_k"][sequence]), state.limit - n - 1)
             drafts: list[int] = []
             for _ in range(k):
                 fed_tokens = (state.tokens + drafts)[state.draft_len :]
@@ -121,15 +121,15 @@ class Device:
                 drafts += self.draft.feed(fed_tokens, self.slots(row, state.draft_len))[-1:]
             best = self.target.feed([state.tokens[-1], *drafts], self.slots(row, n + k))
             accepted = next((i for i in range(k) if drafts[i] != best[i]), k)
-            emit(entry, state, best[: accepted + 1])
-            report["num_accepted"][entry], report["num_drafted"][entry] = accepted, k
+            emit(sequence, state, best[: accepted + 1])
+            report["num_accepted"][sequence], report["num_drafted"][sequence] = accepted, k
             state.draft_len = min(state.draft_len, len(state.tokens) - 1)
 
 
 def generate(
     prompts: list[list[int]], max_tokens: int, k: int = K, depth: int = 2
 ) -> tuple[list[list[int]], core.Scheduler]:
-    """Continue `prompts` greedily; the texts are the target's own for every `k` and `depth` (launches in flight)."""
+    """Continue `prompts` greedily; the texts are the target's own for every `k` and `depth` (steps in flight)."""
     scheduler = core.Scheduler(
         max_num_seqs=ROWS,
         max_model_len=MAX_LEN,
@@ -156,18 +156,18 @@ def generate(
     offset, length = scheduler.results_layout()["tokens"]
     in_flight: deque[tuple[int, np.ndarray]] = deque()
     while True:
-        # A GPU would still run the launch before while this one is planned; here each is over when `launch` returns.
-        while scheduler.plan(record) == core.PLAN_LAUNCH:
+        # A GPU would still run the step before while this one is planned; here each is over when `execute` returns.
+        while scheduler.plan(record) == core.PLAN_STEP:
             results = spare.pop()
-            device.launch(record, results)
-            in_flight.append((int(record[core.HEADER_FIELDS.index("launch_id")]), results))
+            device.execute(record, results)
+            in_flight.append((int(record[core.HEADER_FIELDS.index("step_id")]), results))
         if not in_flight:
             return texts, scheduler
-        launch_id, results = in_flight.popleft()
-        scheduler.settle(launch_id, results, settled)
+        step_id, results = in_flight.popleft()
+        scheduler.settle(step_id, results, settled)
         tokens = results[offset : offset + length].reshape(ROWS, K + 1)
-        for entry in np.flatnonzero(ids >= 0):
-            texts[ids[entry]] += tokens[entry, : num_new[entry]].tolist()
+        for sequence in np.flatnonzero(ids >= 0):
+            texts[ids[sequence]] += tokens[sequence, : num_new[sequence]].tolist()
         spare.append(results)
 
 

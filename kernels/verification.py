@@ -7,7 +7,7 @@ The rules are those of `specrs.verify`, which documents each with its source:
     verify_coupled    draft and target draw with the same noise; accept while the draws agree
 
 For B requests of at most K drafts, N = sum(K_r + 1) flat rows (`q_start` `[B+1]` int64, row q_start[b] + i is the
-distribution behind i drafts) and V tokens:
+distribution after i drafts) and V tokens:
 
     verify_greedy(target_tokens [B, K+1] int64, draft_tokens [B, K] int64, num_drafts [B] int64)
     verify_rejection(target_probs [N, V], q_start, draft_probs [B, K, V], draft_tokens, num_drafts,

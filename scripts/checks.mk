@@ -20,9 +20,9 @@ test-ranks: build ## ranks as processes: served, killed, stopped, interrupted, u
 sweeps: build ## every sweep with all its examples, three times those of make test: half an hour of two cores
 	SPECRS_SWEEP=full $(BIN)/python -m pytest $(WORKERS) $$(grep -rl 'from sweep import' tests) $(ARGS)
 
-.PHONY: launches
-launches: build ## LAUNCHES=1000000 random steps of the CPU runner against the reference: two hours of a core
-	SPECRS_LAUNCHES=$(or $(LAUNCHES),1000000) $(BIN)/python -m pytest $(WORKERS) tests/backends/test_native.py --timeout 0 $(ARGS)
+.PHONY: steps
+steps: build ## STEPS=1000000 random steps of the CPU runner against the reference: two hours of a core
+	SPECRS_STEPS=$(or $(STEPS),1000000) $(BIN)/python -m pytest $(WORKERS) tests/backends/test_native.py --timeout 0 $(ARGS)
 
 .PHONY: soak
 soak: build ## five minutes of 64 streams, twice ten of requests of every kind, without and with adapters: nothing fails, nothing leaks, no stream pauses

@@ -26,13 +26,13 @@ def counts() -> dict[str, tuple[int, int]]:
     """Kernels, greedy and sampled, of what the table has."""
     from kernel_launches import Recorder, fake_context, reference_configs
     from specrs.backends.cuda import drafting, iteration
-    from specrs.backends.cuda.context import entries_of
+    from specrs.backends.cuda.context import sequences_of
     from specrs.backends.cuda.shapes import LogitsMode, Shape
 
     k = 5
     found: dict[str, tuple[int, int]] = {}
     with tempfile.TemporaryDirectory() as folder, fake_context(*reference_configs(Path(folder)), k) as ctx:
-        entries = entries_of(ctx.record.views, "num_decode")
+        sequences = sequences_of(ctx.record.views, "num_decode")
 
         def add(name: str, work: Callable[[LogitsMode], None]) -> None:
             numbers = []
@@ -53,19 +53,19 @@ def counts() -> dict[str, tuple[int, int]]:
         add("target pass, batch 1, K = 5", verify(1, k + 1))
         add("target pass, batch 64, K = 0", verify(64, 1))
         add("target pass, batch 64, K = 5", verify(64, k + 1))
-        add("iteration, batch 1, K = 0", lambda logits_mode: iteration.run(ctx, Shape(1, 0, 1, logits_mode), entries))
+        add("iteration, batch 1, K = 0", lambda logits_mode: iteration.run(ctx, Shape(1, 0, 1, logits_mode), sequences))
         add(
             "iteration, batch 1, K = 5",
-            lambda logits_mode: iteration.run(ctx, Shape(1, k, k + 1, logits_mode), entries),
+            lambda logits_mode: iteration.run(ctx, Shape(1, k, k + 1, logits_mode), sequences),
         )
     return found
 
 
 def compiled_at_start(max_num_seqs: int = 64) -> list[tuple[str, int]]:
-    """How many kernels are compiled for graphs, and how many more for graphs with chunks behind verification and for
+    """How many kernels are compiled for graphs, and how many more for graphs with chunks after verification and for
     what launches run outside of graphs, at K = 5."""
     from kernel_launches import Recorder, fake_context, reference_configs
-    from specrs.backends.cuda.context import entries_of
+    from specrs.backends.cuda.context import sequences_of
     from specrs.backends.cuda.graphs import tasks
     from specrs.backends.cuda.shapes import Buckets, MergedShape, batch_buckets
     from specrs.backends.cuda.warm_up import warm_up
@@ -77,10 +77,10 @@ def compiled_at_start(max_num_seqs: int = 64) -> list[tuple[str, int]]:
         tempfile.TemporaryDirectory() as folder,
         fake_context(*reference_configs(Path(folder)), k, max_num_seqs=max_num_seqs) as ctx,
     ):
-        work = list(tasks(ctx, buckets, entries_of(ctx.record.views, "num_decode")))
+        work = list(tasks(ctx, buckets, sequences_of(ctx.record.views, "num_decode")))
         kinds: dict[str, list[Callable[[], None]]] = {
             "graphs": [run for key, run in work if not isinstance(key, MergedShape)],
-            "graphs with chunks behind verification": [run for key, run in work if isinstance(key, MergedShape)],
+            "graphs with chunks after verification": [run for key, run in work if isinstance(key, MergedShape)],
             "outside of graphs": [lambda: warm_up(ctx, buckets)],
         }
         known: set[tuple[object, ...]] = set()

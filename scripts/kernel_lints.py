@@ -104,7 +104,7 @@ def starts_next_early(ir: TTGIR) -> list[str]:
     further ahead have not finished writing."""
     wait, start = (next((i for i, line in enumerate(ir.lines) if op in line), None) for op in (_WAIT, _START))
     if start is not None and (wait is None or start < wait):
-        return ["lets the kernel behind it start before it has waited itself"]
+        return ["lets the kernel after it start before it has waited itself"]
     return []
 
 
@@ -125,14 +125,14 @@ def shared_results(ir: TTGIR) -> list[str]:
             a for i, op, a, _ in accesses if op == "tt.load" and i > count
         }
         if not handed:
-            found.append("nothing that is stored is loaded behind the count")
+            found.append("nothing that is stored is loaded after the count")
         stores = [i for i, op, a, _ in accesses if op == "tt.store" and a in handed]
-        found += [f"a store behind the count (line {i})" for i in stores if i > count]
+        found += [f"a store after the count (line {i})" for i in stores if i > count]
         before = [i for i in stores if i < count]
         if before and not any("ttg.barrier" in text for text in ir.lines[max(before) : count]):
             found.append("no barrier of all threads between the last store and the count")
         found += [
-            f"{a} is loaded behind the count without .cg"
+            f"{a} is loaded after the count without .cg"
             for i, op, a, text in accesses
             if op == "tt.load" and i > count and a in handed and "cache_modifier = cg" not in text
         ]
@@ -217,11 +217,11 @@ def _around_count(ops: Sequence[str], at: int) -> list[str]:
         found.append("a store between MEMBAR and the count")
     if not any(op.startswith("BAR.SYNC") for op in ops[stored + 1 : fence]):
         found.append("no BAR between the last store and MEMBAR")
-    behind = list(ops[at + 1 :])
-    cached = next((i for i, op in enumerate(behind) if op.startswith("CCTL.IVALL")), None)
-    read = next((i for i, op in enumerate(behind) if op.startswith("LDG")), len(behind))
+    after = list(ops[at + 1 :])
+    cached = next((i for i, op in enumerate(after) if op.startswith("CCTL.IVALL")), None)
+    read = next((i for i, op in enumerate(after) if op.startswith("LDG")), len(after))
     if cached is None or cached > read:
-        found.append("no CCTL.IVALL between the count and what is read behind it")
+        found.append("no CCTL.IVALL between the count and what is read after it")
     return found
 
 

@@ -56,9 +56,9 @@ def recorded_launches() -> dict[tuple[Any, ...], Any]:
             fake_context(*reference_configs(Path(folder)), 5, cache_dtype=cache_dtype) as ctx,
         ):
             launches = _launches_of(ctx)
-            for launch, behind in zip(launches, [*launches[1:], None], strict=True):
+            for launch, after in zip(launches, [*launches[1:], None], strict=True):
                 found.setdefault(launch.key(), launch)
-                if behind is not None and behind.name == "paged_attention_kernel":
+                if after is not None and after.name == "paged_attention_kernel":
                     _AHEAD.add(launch.key())
     return found
 

@@ -18,7 +18,7 @@ from specrs.verify.logprobs import LogprobsMode
 def test_defaults() -> None:
     config = EngineConfig()
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (256, 2048, 16)
-    assert (config.enable_prefix_caching, config.seed, config.launch_depth, config.num_speculative_tokens) == (
+    assert (config.enable_prefix_caching, config.seed, config.max_steps_in_flight, config.num_speculative_tokens) == (
         None,
         0,
         None,
@@ -43,14 +43,14 @@ def test_defaults() -> None:
         ("max_prefill_stall_ms", -1, "a finite number from 0 to"),
         ("max_prefill_stall_ms", float("nan"), "a finite number from 0 to"),
         ("num_reserved_decode_tokens", 1.0, "an integer from 0 to"),
-        ("priority_aging_launches", None, "an integer from 0 to"),
+        ("priority_aging_steps", None, "an integer from 0 to"),
         ("block_size", 0, "an integer from 1 to 1024"),
         ("block_size", 2048, "an integer from 1 to 1024"),
         ("block_size", 24, "a power of two from 1 to 1024"),
         ("num_gpu_blocks_override", 0, "an integer of at least 1, or None"),
         ("kv_cache_memory_bytes", -1, "an integer of at least 1, or None"),
-        ("launch_depth", 0, "an integer from 1 to 2, or None"),
-        ("launch_depth", 3, "an integer from 1 to 2, or None"),
+        ("max_steps_in_flight", 0, "an integer from 1 to 2, or None"),
+        ("max_steps_in_flight", 3, "an integer from 1 to 2, or None"),
         ("seed", 1.5, "an integer from"),
         ("seed", None, "an integer from"),
         ("enable_prefix_caching", 1, "True or False"),

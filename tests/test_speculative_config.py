@@ -228,11 +228,11 @@ def test_ngram_refuses(fields: dict[str, Any], message: str) -> None:
         SpeculativeConfig(method="ngram", num_speculative_tokens=3, **fields)
 
 
-def test_ngram_runs_one_launch_at_a_time() -> None:
+def test_ngram_runs_one_step_at_a_time() -> None:
     speculative = {"method": "ngram", "num_speculative_tokens": 3}
-    assert EngineConfig(model="target", speculative_config=speculative, launch_depth=1).launch_depth == 1  # type: ignore[arg-type]
-    with pytest.raises(InvalidConfigError, match=r"^launch_depth=2: must be 1 or None with .*method='ngram'"):
-        EngineConfig(model="target", speculative_config=speculative, launch_depth=2)  # type: ignore[arg-type]
+    assert EngineConfig(model="target", speculative_config=speculative, max_steps_in_flight=1).max_steps_in_flight == 1  # type: ignore[arg-type]
+    with pytest.raises(InvalidConfigError, match=r"^max_steps_in_flight=2: must be 1 or None with .*method='ngram'"):
+        EngineConfig(model="target", speculative_config=speculative, max_steps_in_flight=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", METHODS)

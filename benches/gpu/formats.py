@@ -34,7 +34,7 @@ def random_codes(out: int, size: int, kind: str, device: torch.device) -> Quanti
     return QuantizedWeight(codes.to(torch.int16), 1e-4 * scales, coding)
 
 
-def coded(model: TorchDecoder, kind: str) -> TorchDecoder:
+def quantized(model: TorchDecoder, kind: str) -> TorchDecoder:
     """`model` with the projections of its layers as random codes of a kind."""
     layers = []
     for layer in model.weights.layers:

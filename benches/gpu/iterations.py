@@ -9,7 +9,7 @@ import torch
 from specrs.backends.blueprint import Blueprint
 from specrs.backends.cuda import drafting, iteration
 from specrs.backends.cuda.build import make_context
-from specrs.backends.cuda.context import Context, entries_of
+from specrs.backends.cuda.context import Context, sequences_of
 from specrs.backends.cuda.sampling.sampling_state import SamplingState
 from specrs.backends.cuda.shapes import LogitsMode, Shape
 from specrs.backends.weights import Weights
@@ -49,7 +49,7 @@ class Alone:
         vocab = weights.target.vocab_size
         self.sampling = SamplingState(1, vocab, torch.float32, blueprint.device)
         self.ctx: Context = make_context(blueprint, blueprint.scheduler(blocks), self.sampling, blocks)
-        self.entries = entries_of(self.ctx.record.views, "num_decode")
+        self.sequences = sequences_of(self.ctx.record.views, "num_decode")
         self.temperature(0.0)
 
     def temperature(self, temperature: float, top_p: float = 1.0) -> None:
@@ -68,10 +68,10 @@ class Alone:
             state.stop_ids[:1] = -1
             state.block_table[0] = torch.arange(state.block_table.shape[1], device=state.block_table.device)
             views["header"].zero_()
-            self.entries.count.fill_(1)
-            views["entry_row"][:1] = 0
-            views["entry_k"][:1] = k
-            views["entry_capacity"][:1] = 2 * CONTEXT + 256
+            self.sequences.count.fill_(1)
+            views["seq_row"][:1] = 0
+            views["seq_k"][:1] = k
+            views["seq_capacity"][:1] = 2 * CONTEXT + 256
 
         return run
 
@@ -91,7 +91,7 @@ class Alone:
     def whole(self, k: int, logits_mode: LogitsMode = LogitsMode.GREEDY) -> float:
         """A whole iteration as one graph, in milliseconds."""
         shape = Shape(1, k, k + 1, logits_mode)
-        return self._time(lambda: iteration.run(self.ctx, shape, self.entries), k)
+        return self._time(lambda: iteration.run(self.ctx, shape, self.sequences), k)
 
     @torch.inference_mode()
     def chained(self, k: int) -> float:
@@ -112,7 +112,7 @@ class Alone:
         return milliseconds(lambda: self._in_turn(shape, drafts, verify), before=self.reset(k))
 
     def _in_turn(self, shape: Shape, drafts: list[Any], verify: Callable[[], None]) -> None:
-        iteration.prepare(self.ctx, shape, self.entries)
+        iteration.prepare(self.ctx, shape, self.sequences)
         for draft in drafts:
             draft()
         if shape.max_k:
@@ -122,7 +122,7 @@ class Alone:
 
     def _prepare(self, k: int) -> None:
         self.reset(k)()
-        iteration.prepare(self.ctx, Shape(1, k, k + 1, LogitsMode.GREEDY), self.entries)
+        iteration.prepare(self.ctx, Shape(1, k, k + 1, LogitsMode.GREEDY), self.sequences)
 
     def _time(self, function: Callable[[], None], k: int) -> float:
         self.reset(k)()

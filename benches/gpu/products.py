@@ -44,7 +44,7 @@ def measure(models: list[str], device: torch.device) -> dict[str, Any]:
 def one(shape: LinearShape, kind: str, rows: int, device: torch.device) -> float:
     """Microseconds of a product of dense weights as passes have it, by cuBLAS alone, or of codes, as a graph has it."""
     if kind in CODINGS:
-        # What is behind a product of codes that are heads is a kernel of its own.
+        # What is after a product of codes that are heads is a kernel of its own.
         features = shape.n if shape.gated else shape.n * shape.sides
         shape = dataclasses.replace(shape, n=features, head_dim=0, coding=CODINGS[kind](shape.k))
     limits = limits_of(device)

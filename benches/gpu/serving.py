@@ -1,4 +1,4 @@
-"""Engines end to end with synthetic acceptance: time per token, idle time between launches, throughput."""
+"""Engines end to end with synthetic acceptance: time per token, idle time between steps, throughput."""
 
 from __future__ import annotations
 
@@ -106,25 +106,25 @@ def throughput(engine: Engine, concurrency: list[int]) -> dict[int, dict[str, fl
     return found
 
 
-def idle_between_launches(engine: Engine, batch: int) -> dict[str, float]:
-    """Microseconds that the GPU waits between the end of one launch and the start of the next, in the steady state."""
+def idle_between_steps(engine: Engine, batch: int) -> dict[str, float]:
+    """Microseconds that the GPU waits between the end of one step and the start of the next, in the steady state."""
     runner = engine.runner
     assert isinstance(runner, CudaRunner)
     if not ON_GPU or runner._stream is None:
         return {"median_us": 0.0, "max_us": 0.0}
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    launch = runner.launch
+    execute = runner.execute
 
     def marked(*args: Any) -> None:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record(runner._stream)
-        launch(*args)
+        execute(*args)
         end.record(runner._stream)
         marks.append((start, end))
 
-    runner.launch = marked  # type: ignore[method-assign]
+    runner.execute = marked  # type: ignore[method-assign]
     run(engine, batch, PROMPT, OUTPUT)
-    runner.launch = launch  # type: ignore[method-assign]
+    runner.execute = execute  # type: ignore[method-assign]
     torch.cuda.synchronize()
     steady = marks[len(marks) // 4 : -len(marks) // 4]
     gaps = [1e3 * a[1].elapsed_time(b[0]) for a, b in itertools.pairwise(steady)]

@@ -1,5 +1,5 @@
 //! What an iteration on a CPU takes outside its passes: row state, drafts, verification, acceptance, results. The time around
-//! each pass is taken inside the launch and subtracted launch by launch, medians over launches in which all requests decode.
+//! each pass is taken inside the step and subtracted step by step, medians over steps in which all requests decode.
 //!
 //! `cargo bench -p specrs-benches --bench iteration` prints a line for each models, rule, batch and K, in microseconds: models
 //! of the bundled pair's shapes, whose passes push all else out of the caches, and ones of next to no weights.
@@ -8,7 +8,7 @@
 #![allow(clippy::print_stdout)]
 
 use specrs_core::sampling::LogprobsMode;
-use specrs_core::scheduler::LaunchHeader;
+use specrs_core::scheduler::StepHeader;
 use specrs_core::{Drafter, PlanOutcome, RequestParams, RequestSampling, Scheduler, SchedulerConfig};
 use specrs_cpu::iteration::{Cached, Iteration, Model, NoHost, OwnedRowState, Rule};
 use specrs_cpu::{Decoder, Isa, KvCache, KvShape, ModelShape, Pool};
@@ -47,8 +47,8 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// Median microseconds of decode launches of `batch` requests with K drafts, and of what is outside their passes.
-fn launches(batch: usize, k: usize, sampled: bool, target: &mut OnCpu, draft: &mut OnCpu) -> (f64, f64) {
+/// Median microseconds of decode steps of `batch` requests with K drafts, and of what is outside their passes.
+fn steps(batch: usize, k: usize, sampled: bool, target: &mut OnCpu, draft: &mut OnCpu) -> (f64, f64) {
     let max_len = PROMPT + OUTPUT;
     let mut config = SchedulerConfig::new(batch, max_len, batch * max_len.div_ceil(BLOCK_SIZE), BLOCK_SIZE, 2048);
     if k > 0 {
@@ -78,33 +78,33 @@ fn launches(batch: usize, k: usize, sampled: bool, target: &mut OnCpu, draft: &m
     let mut settled = vec![0; scheduler.settled_layout().size];
     let (mut times, mut outside) = (Vec::new(), Vec::new());
     iteration.take_pass_time();
-    while let PlanOutcome::Launch(header) = scheduler.plan(&mut record).unwrap() {
+    while let PlanOutcome::Step(header) = scheduler.plan(&mut record).unwrap() {
         let (mut target, mut draft) = (target.cached(), draft.cached());
         let draft = (k > 0).then_some(&mut draft as &mut dyn Model);
         let start = Instant::now();
         iteration.run(&record, &mut results, &mut state.borrow(), &mut target, draft, &mut NoHost).unwrap();
         let taken = start.elapsed();
         let passes = iteration.take_pass_time();
-        let LaunchHeader { num_decode, num_prefill, num_draft_chunks, .. } = header;
+        let StepHeader { num_decode, num_prefill, num_draft_chunks, .. } = header;
         if num_decode == batch && num_prefill == 0 && num_draft_chunks == 0 {
             times.push(taken.as_secs_f64() * 1e6);
             outside.push(taken.saturating_sub(passes).as_secs_f64() * 1e6);
         }
-        scheduler.settle(header.launch_id, &results, &mut settled).unwrap();
+        scheduler.settle(header.step_id, &results, &mut settled).unwrap();
     }
     (median(times), median(outside))
 }
 
 fn main() {
-    println!("models        batch  K  launch us  outside us");
+    println!("models        batch  K    step us  outside us");
     for (name, target, draft) in [("tiny", TINY, TINY), ("pair", TARGET, DRAFT)] {
         for sampled in [false, true] {
             for (batch, k) in [(1, 0), (1, 3), (64, 0), (64, 3)] {
                 let num_blocks = batch * (PROMPT + OUTPUT).div_ceil(BLOCK_SIZE);
                 let (mut target, mut draft) = (OnCpu::new(target, num_blocks), OnCpu::new(draft, num_blocks));
-                let (launch, outside) = launches(batch, k, sampled, &mut target, &mut draft);
+                let (step, outside) = steps(batch, k, sampled, &mut target, &mut draft);
                 let rule = if sampled { "sampled" } else { "greedy" };
-                println!("{name} {rule:<8} {batch:>5} {k:>2} {launch:>10.1} {outside:>11.1}");
+                println!("{name} {rule:<8} {batch:>5} {k:>2} {step:>10.1} {outside:>11.1}");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! A planner's decision and its learning, for a launch of requests whose acceptance differs, at K = 7.
+//! A planner's decision and its learning, for a step of requests whose acceptance differs, at K = 7.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use specrs_core::{CostLine, CostModel, SpeculationPlanner};
@@ -25,7 +25,7 @@ fn bench(c: &mut Criterion) {
         let (caps, lags) = (vec![K as i64; batch], vec![0; batch]);
         let mut ks = vec![0; batch];
         let mut turn = 0_i64;
-        let mut launch = |planner: &mut SpeculationPlanner, decide: bool, settle: bool| {
+        let mut step = |planner: &mut SpeculationPlanner, decide: bool, settle: bool| {
             if decide {
                 planner.decide(black_box(&rows), &caps, &lags, &mut ks).expect("allowed arguments");
             }
@@ -37,11 +37,11 @@ fn bench(c: &mut Criterion) {
             }
         };
         for _ in 0..100 {
-            launch(&mut planner, true, true);
+            step(&mut planner, true, true);
         }
         group.throughput(Throughput::Elements(batch as u64));
-        group.bench_function(format!("decide/{batch}"), |b| b.iter(|| launch(&mut planner, true, false)));
-        group.bench_function(format!("decide+settle/{batch}"), |b| b.iter(|| launch(&mut planner, true, true)));
+        group.bench_function(format!("decide/{batch}"), |b| b.iter(|| step(&mut planner, true, false)));
+        group.bench_function(format!("decide+settle/{batch}"), |b| b.iter(|| step(&mut planner, true, true)));
     }
     group.finish();
 }

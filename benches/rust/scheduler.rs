@@ -1,4 +1,4 @@
-//! What one launch costs the CPU: `plan` + `settle` of `support/engine.rs`, by batch and launches in flight.
+//! What one step costs the CPU: `plan` + `settle` of `support/engine.rs`, by batch and steps in flight.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use std::time::Duration;
@@ -16,9 +16,9 @@ fn bench(c: &mut Criterion) {
             let mut engine = Engine::new(batch, max_in_flight);
             for part in ["plan", "settle", "plan+settle"] {
                 group.bench_function(format!("{part}/{batch}"), |b| {
-                    b.iter_custom(|launches| {
+                    b.iter_custom(|steps| {
                         (engine.plan_time, engine.settle_time) = (Duration::ZERO, Duration::ZERO);
-                        for _ in 0..launches {
+                        for _ in 0..steps {
                             engine.step();
                         }
                         match part {
@@ -37,9 +37,9 @@ fn bench(c: &mut Criterion) {
     for (name, kv_events) in [("no KV events", false), ("KV events", true)] {
         let mut engine = Engine::with_kv_events(256, 1, kv_events);
         group.bench_function(name, |b| {
-            b.iter_custom(|launches| {
+            b.iter_custom(|steps| {
                 (engine.plan_time, engine.settle_time) = (Duration::ZERO, Duration::ZERO);
-                for _ in 0..launches {
+                for _ in 0..steps {
                     engine.step();
                 }
                 engine.plan_time + engine.settle_time

@@ -20,7 +20,7 @@ from torch import Tensor
 ACCEPT = tl.constexpr(PURPOSE_ACCEPT)
 
 
-def expect_entries(drafted: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+def expect_sequences(drafted: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """Check the tensors that every rule gets for its B sequences: the fields of a `Drafted` and of an `Accepted`.
     Raises ValueError for a wrong shape or dtype."""
     (q_start, drafts, num_drafts), (accepted, emitted) = drafted, out
@@ -147,7 +147,7 @@ def _accept_prefix(
 
 @_accept_prefix.register_fake
 def _(target_ids: Tensor, drafted: list[Tensor], out: list[Tensor], at_rates: list[Tensor], only: list[Tensor]) -> None:
-    expect_entries(drafted, out)
+    expect_sequences(drafted, out)
     expect("target_ids", target_ids, target_ids.shape, torch.int64)
 
 

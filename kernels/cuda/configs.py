@@ -80,10 +80,10 @@ class LinearShape:
         """Key in the table: `n4096-k2048-bfloat16`, then `-gated` if gated, `-heads128` for heads, `-fp8-128` for a
         coding and `-8of128` for experts."""
         heads = f"-heads{self.head_dim}" if self.head_dim else ""
-        coded = "" if self.coding is None else f"-{self.coding.kind}-{self.coding.group}"
+        coding = "" if self.coding is None else f"-{self.coding.kind}-{self.coding.group}"
         experts = "" if self.experts is None else f"-{self.experts[1]}of{self.experts[0]}"
         kind = f"{str(self.dtype).removeprefix('torch.')}{'-gated' * self.gated}"
-        return f"n{self.n}-k{self.k}-{kind}{heads}{coded}{experts}"
+        return f"n{self.n}-k{self.k}-{kind}{heads}{coding}{experts}"
 
     @property
     def bits(self) -> int:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from specrs.kernels.cuda.prepare import VerifyRows
-from specrs.kernels.cuda.row_state import Entries
+from specrs.kernels.cuda.row_state import Sequences
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
@@ -41,7 +41,7 @@ def group_rows_kernel(  # type: ignore[no-untyped-def]
 ):
     b, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tables = tables_ptr + group * group_stride
-    # Slots of flat rows, whose entries are of any length: a program takes its share of them.
+    # Slots of flat rows, whose sequences are of any length: a program takes its share of them.
     for first in range(b * BLOCK_ROWS, num_rows, tl.num_programs(0) * BLOCK_ROWS):
         i = first + tl.arange(0, BLOCK_ROWS)
         # A row that the first group has no slot for has none in any.
@@ -72,18 +72,27 @@ class GroupRows:
     """[G - 1, N], rows contiguous: slots of the rows of verification."""
 
 
-def prepare_groups(tables: Tensor, entries: Entries, verify: VerifyRows, out: GroupRows, block_size: int) -> None:
+def prepare_groups(tables: Tensor, sequences: Sequences, verify: VerifyRows, out: GroupRows, block_size: int) -> None:
     """Write `out` from the block tables of row state. Mutates nothing else, and does nothing if there is one group.
 
     Args:
         tables: `[G - 1, R + 1, max_blocks]` int64, contiguous.
-        entries: the sequences, written by `prepare_iteration`.
+        sequences: the sequences, written by `prepare_iteration`.
         verify: the rows of verification, written by `prepare_iteration`. A row without a slot has none in any group.
         out: buffers of the same numbers of sequences and rows.
         block_size: number of positions of a block, the same in all groups.
     """
     if len(tables):
-        read = [entries.row, entries.n, entries.k, entries.alive, verify.positions, verify.slots, verify.rows, tables]
+        read = [
+            sequences.row,
+            sequences.n,
+            sequences.k,
+            sequences.alive,
+            verify.positions,
+            verify.slots,
+            verify.rows,
+            tables,
+        ]
         torch.ops.specrs.prepare_groups(read, out.tables, out.slots, block_size)
 
 

@@ -54,12 +54,12 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
     begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
     end = tl.load(starts + e + 1, mask=e < EXPERTS, other=0)
     tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
-    behind = tl.cumsum(tiles, 0)
-    # The first expert with a tile behind this one; none where there is no such tile.
-    expert = tl.sum((behind <= tile).to(tl.int32), 0)
+    after = tl.cumsum(tiles, 0)
+    # The first expert with a tile after this one; none where there is no such tile.
+    expert = tl.sum((after <= tile).to(tl.int32), 0)
     if expert < EXPERTS:
         mine = e == expert
-        first = tl.sum(tl.where(mine, begin + (tile - (behind - tiles)) * BLOCK_M, 0), 0)
+        first = tl.sum(tl.where(mine, begin + (tile - (after - tiles)) * BLOCK_M, 0), 0)
         last = tl.sum(tl.where(mine, end, 0), 0)
         token = first + tl.arange(0, BLOCK_M)
         there = token < last

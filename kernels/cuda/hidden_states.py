@@ -15,13 +15,13 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["columns", "rows_per_entry"])
+@triton.jit(do_not_specialize=["columns", "rows_per_seq"])
 def gather_states_kernel(  # type: ignore[no-untyped-def]
-    states, start, row_ptr, positions, out, columns, rows_per_entry, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    states, start, row_ptr, positions, out, columns, rows_per_seq, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
     r = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    position, row = tl.load(positions + r), tl.load(row_ptr + r // rows_per_entry)
+    position, row = tl.load(positions + r), tl.load(row_ptr + r // rows_per_seq)
     column = position - tl.load(start + row)
     live = (position >= 0) & (column >= 0) & (column < columns - 1)
     at = (row * columns + tl.where(live, column, 0)) * WIDTH
@@ -153,7 +153,7 @@ def _variants() -> tuple[Variant, ...]:
     for fn, name in ((gather_states_kernel, "gather_states"), (keep_states_kernel, "keep_states")):
         for dtype in ("bf16", "fp32"):
             states = dict.fromkeys(("states", "out", "entries"), f"*{dtype}")
-            types = {**dict.fromkeys(("columns", "rows_per_entry"), "i32"), **states}
+            types = {**dict.fromkeys(("columns", "rows_per_seq"), "i32"), **states}
             signature = {arg: types.get(arg, "*i64") for arg in fn.arg_names if arg not in ("WIDTH", "BLOCK")}
             made.append(Variant(f"{name}_{dtype}", fn, signature, {"WIDTH": 3 * 5120, "BLOCK": _BLOCK}))
     return tuple(made)

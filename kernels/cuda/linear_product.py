@@ -132,7 +132,7 @@ def check_product(x: Tensor, product: Product, out: Tensor, scratch: Sequence[Te
 def skinny_linear_reference(x: Tensor, product: Product, out: Tensor) -> None:
     """Do what `skinny_linear` does, in plain torch in float64, rounded once. Sums of squares for the next norm are all
     written into row 0 of `next.squares`."""
-    assert product.heads is None, "`qk_norm_rope_reference` behind it is theirs"
+    assert product.heads is None, "`qk_norm_rope_reference` after it is theirs"
     weight = product.weight.double()
     if product.coding is not None:
         assert product.scales is not None

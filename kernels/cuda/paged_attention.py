@@ -124,7 +124,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     if k_start is not None:
         lowest = tl.load(k_start + request)
     if WINDOW > 0:
-        # Of the window of the tile's first row; rows behind it see less of that.
+        # Of the window of the tile's first row; rows after it see less of that.
         first = tl.min(tl.where(position < 0, context, position), 0)
         lowest = tl.maximum(lowest, first - (WINDOW - 1))
     if (k_start is not None) | (WINDOW > 0):
@@ -135,7 +135,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         stop = _taken(blocks, split, SPLITS, PER_SPLIT)
     # Which rows and positions there are was written before the kernel ahead of this one, which lets this one start
     # when that is finished (see `qk_norm_rope` and the product of heads). What it writes itself, q, K and V, is read
-    # behind this line.
+    # after this line.
     wait_for_previous(DEPENDENT)
     if (start < end) & (split < live):
         inside_d = d < D
@@ -311,7 +311,7 @@ def paged_attention(
 
     Row i attends positions 0..positions[i] of its request, or from its `k_start` on. With a window it attends the last
     `mask_params.window` of them. Query head h uses KV head `h // (heads / kv_heads)` (Ainslie et al. 2023). Rows at
-    position -1 give zeros, rows behind `q_start[B]` are left as they were. Nothing behind a tile's context, before
+    position -1 give zeros, rows after `q_start[B]` are left as they were. Nothing after a tile's context, before
     `k_start` or before all windows of a tile is loaded, no table entry either, so NaN left there by earlier owners
     stays there.
 
@@ -325,7 +325,7 @@ def paged_attention(
             before and after.
         mask_params: scale, window, sinks and cache scales of the layer.
         config: the fields of an AttentionConfig in order.
-        dependent: launch dependently (see `_dependent_launch`), behind `qk_norm_rope`, a product of heads or an
+        dependent: launch dependently (see `_dependent_launch`), after `qk_norm_rope`, a product of heads or an
             ordinary launch.
 
     Sums are fp32; the weights are rounded to q's dtype before they meet V.

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from specrs.core import DRAFTER_DEVICE
-from specrs.kernels.cuda.row_state import Entries, HiddenTensors, RowTensors
+from specrs.kernels.cuda.row_state import HiddenTensors, RowTensors, Sequences
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
@@ -39,21 +39,21 @@ def _slot(table, position, first, capacity, block_size: tl.constexpr):  # type: 
         "stride",
         "mask_id",
     ],
-    # Views of the record from any entry on: as compiled for an even one they would not serve an odd one.
+    # Views of the record from any sequence on: as compiled for an even one they would not serve an odd one.
     do_not_specialize_on_alignment=[
         "count_ptr",
-        "entry_row_ptr",
-        "entry_k_ptr",
-        "entry_capacity_ptr",
+        "seq_row_ptr",
+        "seq_k_ptr",
+        "seq_capacity_ptr",
         "emits_ptr",
         "drafter_ptr",
     ],
 )
 def prepare_kernel(  # type: ignore[no-untyped-def]
     count_ptr,
-    entry_row_ptr,
-    entry_k_ptr,
-    entry_capacity_ptr,
+    seq_row_ptr,
+    seq_k_ptr,
+    seq_capacity_ptr,
     emits_ptr,
     drafter_ptr,
     num_tokens_ptr,
@@ -111,9 +111,9 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
         first_chunk = count
         count += tl.load(count_ptr + 1)
     valid = b < count
-    row = tl.where(valid, tl.load(entry_row_ptr + b, mask=valid, other=0), padding_row)
-    capacity = tl.load(entry_capacity_ptr + b, mask=valid, other=0)
-    planned = tl.load(entry_k_ptr + b, mask=valid, other=0)
+    row = tl.where(valid, tl.load(seq_row_ptr + b, mask=valid, other=0), padding_row)
+    capacity = tl.load(seq_capacity_ptr + b, mask=valid, other=0)
+    planned = tl.load(seq_k_ptr + b, mask=valid, other=0)
     n = tl.load(num_tokens_ptr + row)
     alive = valid & (tl.load(active_ptr + row) != 0)
     if HAS_EMITS:
@@ -136,7 +136,7 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     k = tl.where(ready, tl.maximum(tl.minimum(planned, room), 0), 0)
 
     others = tl.arange(0, BLOCK_B)
-    rows_of = tl.load(entry_k_ptr + others, mask=others < count, other=0) + 1
+    rows_of = tl.load(seq_k_ptr + others, mask=others < count, other=0) + 1
     start = tl.sum(tl.where((others < b) & (others < count), rows_of, 0))
     tl.store(row_ptr + b, row)
     tl.store(n_ptr + b, n)
@@ -175,7 +175,7 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
             if HAS_HOST:
                 drafts = tl.where(on_host, 0, k)
             if READS_HIDDEN:
-                # The state of a position goes with the token behind it; where states leave a gap, the KV begins anew.
+                # The state of a position goes with the token after it; where states leave a gap, the KV begins anew.
                 offset = 1
                 first_state, begin = tl.load(hidden_start_ptr + row), tl.load(draft_start_ptr + row)
                 begin = tl.where((drafts > 0) & (draft_len < first_state), first_state, begin)
@@ -183,7 +183,7 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
                 tl.store(k_start_ptr + b, begin)
                 missing = tl.maximum(draft_len, first_state)
                 least = missing
-            # Pass 1 feeds the last W positions, and masks behind them where it drafts all; slot -1 where the draft has
+            # Pass 1 feeds the last W positions, and masks after them where it drafts all; slot -1 where the draft has
             # their KV already.
             c = tl.arange(0, BLOCK_C)
             fed = tl.where(drafts >= tl.maximum(c - (W - 2), 1), n - W - offset + c, -1)
@@ -211,7 +211,7 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedEntries:
+class PlannedSequences:
     """Sequences of the record that an iteration is for. int64 sections of at least B elements."""
 
     count: Tensor
@@ -261,13 +261,13 @@ class VerifyRows:
 class IterationInputs:
     """Outputs of `prepare_iteration`: the sequences of an iteration, and the inputs of its passes."""
 
-    entries: Entries
+    sequences: Sequences
     table: Tensor
     """[B, max_blocks] int64, block tables of the sequences, as far as they are read."""
     draft: DraftRows
     verify: VerifyRows
     on_host: Tensor | None = None
-    """[B] int64, 1 if the record has the sequence's drafts; written with `PlannedEntries.drafter`."""
+    """[B] int64, 1 if the record has the sequence's drafts; written with `PlannedSequences.drafter`."""
     k_start: Tensor | None = None
     """[B] int64, first position that draft passes of the sequence attend to; written for a drafter that reads hidden
     states."""
@@ -297,7 +297,7 @@ class Sizes:
 
 def prepare_iteration(
     rows: RowTensors,
-    planned: PlannedEntries,
+    planned: PlannedSequences,
     out: IterationInputs,
     sizes: Sizes,
     hidden: HiddenTensors | None = None,
@@ -316,7 +316,7 @@ def prepare_iteration(
     read += [rows.num_tokens, rows.draft_len, rows.limit, rows.active, rows.tokens, rows.block_table]
     read += [planned.k if hidden is None else hidden.start]
     draft, verify = out.draft, out.verify
-    written = out.entries.tensors()
+    written = out.sequences.tensors()
     written += [draft.first_ids, draft.first_positions, draft.first_slots, draft.positions, draft.slots, draft.draws]
     written += [verify.ids, verify.positions, verify.slots, verify.draws, verify.rows, out.table]
     if planned.drafter is not None:
@@ -426,7 +426,7 @@ class Proposed:
 
 def assemble_drafts(
     drawn: Tensor,
-    entries: Entries,
+    sequences: Sequences,
     tokens: Tensor,
     verify_ids: Tensor,
     drafts: Tensor,
@@ -437,7 +437,7 @@ def assemble_drafts(
 
     Args:
         drawn: `[K, B]` int64; row i - 1 has the tokens that pass i drew.
-        entries: the sequences, from `prepare_iteration`.
+        sequences: the sequences, from `prepare_iteration`.
         tokens: `[R + 1, M]` of row state; positions [n, n + K_r) are written.
         verify_ids: `[N]` int64; rows 1..K_r of each sequence are written.
         drafts: `[B, K]` int64, written; 0 in columns from K_r on.
@@ -445,20 +445,20 @@ def assemble_drafts(
         proposed: drafts that replace `drawn` in some sequences; None: no drafter is on the host.
     """
     host = [] if proposed is None else [proposed.on_host, proposed.tokens]
-    torch.ops.specrs.assemble_drafts(drawn, entries.tensors(), tokens, verify_ids, drafts, max_k, host)
+    torch.ops.specrs.assemble_drafts(drawn, sequences.tensors(), tokens, verify_ids, drafts, max_k, host)
 
 
 @torch.library.custom_op("specrs::assemble_drafts", mutates_args=["tokens", "verify_ids", "drafts"])
 def _assemble_drafts(
     drawn: Tensor,
-    entries: list[Tensor],
+    sequences: list[Tensor],
     tokens: Tensor,
     verify_ids: Tensor,
     drafts: Tensor,
     max_k: int,
     host: list[Tensor],
 ) -> None:
-    row, n, k, _, _, q_start = entries
+    row, n, k, _, _, q_start = sequences
     num_drafts, batch = drawn.shape
     on_host, proposed = host or [drawn, drawn]
     assemble_kernel[(batch,)](

@@ -44,7 +44,7 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
     BLOCK_REST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    # In this order the kernel behind this one starts when all those ahead of it are finished, and may read what they
+    # In this order the kernel after this one starts when all those ahead of it are finished, and may read what they
     # wrote before it waits itself.
     wait_for_previous(DEPENDENT)
     start_next(DEPENDENT)
@@ -62,9 +62,9 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
     second = tl.load(source + HALF, mask=inside, other=0).to(tl.float32)
     if REST > 0:
         j = 2 * HALF + tl.arange(0, BLOCK_REST)
-        behind = (head < HEADS + 2 * KV_HEADS)[:, None] & (j < D)[None, :]
+        after = (head < HEADS + 2 * KV_HEADS)[:, None] & (j < D)[None, :]
         rest_place = head[:, None] * D + j[None, :]
-        rest = tl.load(qkv + row * qkv_stride + rest_place, mask=behind, other=0).to(tl.float32)
+        rest = tl.load(qkv + row * qkv_stride + rest_place, mask=after, other=0).to(tl.float32)
     if qk_norm is not None:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         if REST > 0:
@@ -79,7 +79,7 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
         norm = tl.load(qk_norm + HALF + place, mask=rotated, other=0).to(tl.float32)
         second = tl.where(rotated, second * scale * norm, second)
         if REST > 0:
-            norm = tl.load(qk_norm + rest_place, mask=behind & is_qk, other=0).to(tl.float32)
+            norm = tl.load(qk_norm + rest_place, mask=after & is_qk, other=0).to(tl.float32)
             rest = tl.where(is_qk, rest * scale * norm, rest)
     # What becomes a code is rounded to that alone; what does not takes fewer registers the sooner it is rounded.
     ROTATED: tl.constexpr = tl.float32 if FRACTION > 0 else qkv.dtype.element_ty
@@ -108,10 +108,10 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
     tl.store(target + HALF, second.to(cache.dtype.element_ty), mask=written)
     if REST > 0:
         rest_target = qkv + row * qkv_stride + rest_place
-        tl.store(rest_target, rest.to(qkv.dtype.element_ty), mask=behind & (head < HEADS)[:, None])
+        tl.store(rest_target, rest.to(qkv.dtype.element_ty), mask=after & (head < HEADS)[:, None])
         if FRACTION > 0:
             rest = encoded(rest, kv_scale, FRACTION)
-        kept = behind & ((head >= HEADS) & (slot >= 0))[:, None]
+        kept = after & ((head >= HEADS) & (slot >= 0))[:, None]
         tl.store(cache + place + j[None, :], rest.to(cache.dtype.element_ty), mask=kept)
 
 

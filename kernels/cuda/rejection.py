@@ -23,7 +23,7 @@ from specrs.kernels.cuda._distribution import (
     probability,
     scaled,
 )
-from specrs.kernels.cuda.accept import ACCEPT, expect_entries, first_rejected
+from specrs.kernels.cuda.accept import ACCEPT, expect_sequences, first_rejected
 from specrs.kernels.cuda.philox import gumbel, uniform
 from specrs.kernels.cuda.sampling_scratch import BLOCK, SamplingScratch, expect, tile_of
 from specrs.kernels.cuda.sampling_structs import Accepted, Distribution, Drafted, RowParams
@@ -305,7 +305,7 @@ def _(
     out: list[Tensor],
     scratch: list[Tensor],
 ) -> None:
-    expect_entries(drafted, out)
+    expect_sequences(drafted, out)
     (logits, cut, lse), (draft_logits, draft_cut, draft_lse), drafts = p, q, drafted[1]
     (batch, k), (rows, vocab_size) = drafts.shape, logits.shape
     expect("logits", logits, (rows, vocab_size), torch.float32)

@@ -17,7 +17,7 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     residual,
     weight,
     out,
-    behind,
+    after,
     eps,
     WIDTH: tl.constexpr,
     MULTIPLIER: tl.constexpr,
@@ -32,9 +32,9 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     v = tl.load(x + at, mask=inside, other=0)
     if residual is not None:
         added = v.to(tl.float32)
-        if behind is not None:
+        if after is not None:
             added *= tl.rsqrt(tl.sum(added * added, 0) / WIDTH + eps)
-            added *= tl.load(behind + column, mask=inside, other=0).to(tl.float32)
+            added *= tl.load(after + column, mask=inside, other=0).to(tl.float32)
         if MULTIPLIER != 1:
             added *= MULTIPLIER
         v = (tl.load(residual + at, mask=inside, other=0).to(tl.float32) + added).to(v.dtype)
@@ -55,25 +55,25 @@ def rms_norm(
     out: Tensor | None,
     eps: float,
     dependent: bool,
-    behind: Tensor | None = None,
+    after: Tensor | None = None,
     multiplier: float = 1.0,
 ) -> None:
     """Write `norm(y) * weight` into `out`, with `norm(y) = y / sqrt(mean(y^2) + eps)`.
 
     y is x. If `residual` is given, y is `residual + multiplier * x`, which is also written to `residual`; with
-    `behind`, x is first replaced by `norm(x) * behind`. Without `weight` and `out`, only the residual is written.
+    `after`, x is first replaced by `norm(x) * after`. Without `weight` and `out`, only the residual is written.
 
-    x, `residual` and `out` are `[N, hidden]` contiguous, `weight` and `behind` `[hidden]`, all of one dtype. Computed
+    x, `residual` and `out` are `[N, hidden]` contiguous, `weight` and `after` `[hidden]`, all of one dtype. Computed
     in fp32. The sum is rounded to the dtype before it is normed, and the normed row before it is multiplied with its
     weight, as in transformers.
     """
-    _check(x, residual, weight, out, behind)
+    _check(x, residual, weight, out, after)
     rms_norm_kernel[(x.shape[0],)](
         x,
         residual,
         weight,
         out,
-        behind,
+        after,
         eps,
         WIDTH=x.shape[1],
         MULTIPLIER=multiplier,
@@ -91,18 +91,16 @@ def _(
     out: Tensor | None,
     eps: float,
     dependent: bool,
-    behind: Tensor | None = None,
+    after: Tensor | None = None,
     multiplier: float = 1.0,
 ) -> None:
-    _check(x, residual, weight, out, behind)
+    _check(x, residual, weight, out, after)
 
 
-def _check(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor | None, behind: Tensor | None
-) -> None:
+def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor | None, after: Tensor | None) -> None:
     assert (weight is None) == (out is None)
-    assert residual is not None or behind is None
-    for of_row in (weight, behind):
+    assert residual is not None or after is None
+    for of_row in (weight, after):
         assert of_row is None or (of_row.shape == x.shape[1:] and of_row.dtype == x.dtype)
     for tensor in (x, out, residual):
         assert tensor is None or (tensor.shape == x.shape and tensor.is_contiguous() and tensor.dtype == x.dtype)
@@ -114,7 +112,7 @@ def rms_norm_reference(
     weight: Tensor | None,
     out: Tensor | None,
     eps: float,
-    behind: Tensor | None = None,
+    after: Tensor | None = None,
     multiplier: float = 1.0,
 ) -> None:
     """Do what `rms_norm` does, in plain torch in float64, except for the rounding of the sum."""
@@ -124,7 +122,7 @@ def rms_norm_reference(
         return y * (y.square().mean(1, keepdim=True) + eps).rsqrt() * weight.double()
 
     if residual is not None:
-        residual.copy_(residual.double() + multiplier * (x.double() if behind is None else norm(x, behind)))
+        residual.copy_(residual.double() + multiplier * (x.double() if after is None else norm(x, after)))
         x = residual
     if weight is not None and out is not None:
         out.copy_(norm(x, weight))
@@ -132,7 +130,7 @@ def rms_norm_reference(
 
 def _variant(name: str, dtype: str, pointers: tuple[str, ...], multiplier: float = 1.0) -> Variant:
     present = dict.fromkeys(("x", *pointers), f"*{dtype}")
-    absent = {arg: None for arg in ("residual", "weight", "out", "behind") if arg not in present}
+    absent = {arg: None for arg in ("residual", "weight", "out", "after") if arg not in present}
     return Variant(
         name,
         rms_norm_kernel,
@@ -147,6 +145,6 @@ VARIANTS = (
     _variant("rms_norm_bf16", "bf16", ("weight", "out")),
     _variant("rms_norm_fp32_residual", "fp32", ("residual", "weight", "out")),
     _variant("rms_norm_bf16_residual_scaled", "bf16", ("residual", "weight", "out"), 0.22),
-    _variant("rms_norm_bf16_around", "bf16", ("residual", "behind", "weight", "out")),
-    _variant("rms_norm_bf16_behind", "bf16", ("residual", "behind")),
+    _variant("rms_norm_bf16_around", "bf16", ("residual", "after", "weight", "out")),
+    _variant("rms_norm_bf16_after", "bf16", ("residual", "after")),
 )

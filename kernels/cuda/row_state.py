@@ -71,7 +71,7 @@ class HiddenTensors(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class Sequences:
     """The B sequences of an iteration, as `prepare_iteration` writes them: int64, `[B]` unless said otherwise."""
 
     row: Tensor

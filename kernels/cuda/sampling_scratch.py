@@ -31,10 +31,10 @@ class SamplingScratch:
     ids: Tensor  # [rows] int64, each row's argmax after `sampling_cut`, its draw after `verify_coupled`
 
     @classmethod
-    def allocate(cls, max_rows: int, max_entries: int, vocab_size: int, device: torch.device) -> SamplingScratch:
-        """Allocate scratch for at most `max_rows` flat rows and `max_entries` sequences. It takes 51 kB per row at a
+    def allocate(cls, max_rows: int, max_seqs: int, vocab_size: int, device: torch.device) -> SamplingScratch:
+        """Allocate scratch for at most `max_rows` flat rows and `max_seqs` sequences. It takes 51 kB per row at a
         vocabulary of 151,936."""
-        rows, tiles = max(max_rows, max_entries), triton.cdiv(vocab_size, BLOCK)
+        rows, tiles = max(max_rows, max_seqs), triton.cdiv(vocab_size, BLOCK)
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)

@@ -19,7 +19,7 @@ from specrs.core import (
     MAX_STOP_IDS,
 )
 from specrs.kernels.cuda.hidden_states import Kept
-from specrs.kernels.cuda.row_state import Entries, HiddenTensors, RowTensors
+from specrs.kernels.cuda.row_state import HiddenTensors, RowTensors, Sequences
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
@@ -49,7 +49,7 @@ def _is_finite(x):  # type: ignore[no-untyped-def]
         "hidden_width",
         "is_prompt",
     ],
-    # Views of the results from any entry on, see `prepare_kernel`.
+    # Views of the results from any sequence on, see `prepare_kernel`.
     do_not_specialize_on_alignment=[
         "out_emitted_ptr",
         "out_accepted_ptr",
@@ -121,7 +121,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     # The draft that leads to the empty row is the last token: the next iteration begins with that row.
     accepted = tl.minimum(accepted, tl.maximum(first_empty - 1, 0))
 
-    # Draft j, reported behind what is emitted where it was rejected.
+    # Draft j, reported after what is emitted where it was rejected.
     draft = tl.load(tokens_ptr + row * tokens_stride + n + j - 1, mask=(j > accepted) & (j <= k), other=0)
 
     fits = n + k <= tl.load(capacity_ptr + b)
@@ -160,7 +160,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
         if emitted > 0:
             tl.store(hidden_start_ptr + row, start)
 
-    # Results behind the launch's entries are those of its prompt chunks.
+    # Results after the step's sequences are those of its prompt chunks.
     if row != padding_row:
         tl.store(out_emitted_ptr + b, emitted)
         tl.store(out_accepted_ptr + b, tl.where(good, accepted, 0))
@@ -226,7 +226,7 @@ class Reported(Protocol):
 
 def update_rows(
     rows: RowTensors,
-    entries: Entries,
+    sequences: Sequences,
     decided: Decided,
     out: Reported,
     hidden: tuple[HiddenTensors, Kept, bool] | None = None,
@@ -255,22 +255,22 @@ def update_rows(
         kept, into, is_prompt = hidden
         keeps = [kept.start, into.first, into.count]
         left += [kept.states.shape[1] - 1, int(is_prompt)]
-    torch.ops.specrs.update_rows([*entries.tensors(), *said], state, rows.stop_ids, on_host, results, left, keeps)
+    torch.ops.specrs.update_rows([*sequences.tensors(), *said], state, rows.stop_ids, on_host, results, left, keeps)
 
 
 def update_reference(
     rows: RowTensors,
-    entries: Entries,
+    sequences: Sequences,
     decided: Decided,
     out: Reported,
     hidden: tuple[HiddenTensors, Kept, bool] | None = None,
 ) -> None:
     """Do what `update_rows` does, one sequence after the other."""
-    for b, row in enumerate(entries.row.tolist()):
+    for b, row in enumerate(sequences.row.tolist()):
         if row == rows.num_tokens.shape[0] - 1:  # padding
             continue
         n, k, first, alive, capacity = (
-            int(each[b]) for each in (entries.n, entries.k, entries.q_start, entries.alive, entries.capacity)
+            int(each[b]) for each in (sequences.n, sequences.k, sequences.q_start, sequences.alive, sequences.capacity)
         )
         passes = 0 if decided.on_host is not None and decided.on_host[b] else k
         accepted = min(max(int(decided.accepted[b]), 0), k)

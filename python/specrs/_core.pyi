@@ -34,8 +34,8 @@ __all__ = [
     "PARAM_COLUMNS",
     "PARAM_COLUMN_DOCS",
     "PLAN_IDLE",
-    "PLAN_LAUNCH",
     "PLAN_SETTLE_FIRST",
+    "PLAN_STEP",
     "PURPOSE_ACCEPT",
     "PURPOSE_DRAFT",
     "PURPOSE_GUMBEL",
@@ -94,7 +94,7 @@ __all__ = [
 ]
 
 DRAFTERS: Final[tuple[str, ...]]
-"""Names of the drafters, by the number in `entry_drafter`: the device's, then the methods of `HostDrafter`."""
+"""Names of the drafters, by the number in `seq_drafter`: the device's, then the methods of `HostDrafter`."""
 HEADER_FIELDS: Final[tuple[str, ...]]
 """Names of the elements of a record's header by index. The elements after them are 0."""
 HEADER_DOCS: Final[tuple[str, ...]]
@@ -121,10 +121,10 @@ UNKNOWN_BELOW: Final[float]
 probability 0 in float32 at temperatures up to 96."""
 PLAN_IDLE: Final[int]
 """Result of `Scheduler.plan`: nothing is to be done and nothing is in flight."""
-PLAN_LAUNCH: Final[int]
-"""Result of `Scheduler.plan`: the record contains a launch."""
+PLAN_STEP: Final[int]
+"""Result of `Scheduler.plan`: the record contains a step."""
 PLAN_SETTLE_FIRST: Final[int]
-"""Result of `Scheduler.plan`: the oldest launch in flight must settle before anything can be planned."""
+"""Result of `Scheduler.plan`: the oldest step in flight must settle before anything can be planned."""
 
 FLAG_TARGET_NON_FINITE: Final[int]
 """Result flag (bit 0): the target's logits were NaN or infinite in a row that the iteration reached; the request ends
@@ -151,7 +151,7 @@ FINISH_ERROR: Final[int]
 """Finish reason: a fault on the device."""
 
 DRAFTER_DEVICE: Final[int]
-"""Number of the drafter on the device. Entries without drafts have this number too."""
+"""Number of the drafter on the device. Sequences without drafts have this number too."""
 
 PURPOSE_DRAFT: Final[int]
 """Philox purpose: draw of a draft token from q."""
@@ -193,10 +193,10 @@ class InvalidAcceptanceError(SpecrsError):
     """A draft was recorded with impossible counts."""
 
 class SettleOrderError(SpecrsError):
-    """A launch was settled out of order; launches settle in the order in which they were planned."""
+    """A step was settled out of order; steps settle in the order in which they were planned."""
 
 class InvalidResultsError(SpecrsError):
-    """The device reported results that the launch cannot have produced."""
+    """The device reported results that the step cannot have produced."""
 
 class IntegrityError(SpecrsError):
     """The state of the scheduler or the block pool contradicts itself: a bug in specrs."""
@@ -261,7 +261,7 @@ class HiddenDrafter:
     the positions before n - 1 whose hidden states are kept and whose KV is missing. Pass i feeds the output of the pass
     before and draft i - 1. After drafting at n tokens, its KV is valid up to n - 1.
 
-    The head catches up only in launches that compute hidden states. A record's draft chunks are parts of its prompt
+    The head catches up only in steps that compute hidden states. A record's draft chunks are parts of its prompt
     chunks, or have length 0 at position 0 to order a new start. If the KV lags further, the head starts anew from the
     hidden states that are kept.
     """
@@ -292,7 +292,7 @@ class TextDrafter:
     """Model on the device with its own tokenizer, which reads and writes text (SLEM).
 
     Its KV is outside the target's blocks and needs no catch-up. The number of drafts is known only when its text is
-    written, so `num_drafted` may be less than the entry's K.
+    written, so `num_drafted` may be less than the sequence's K.
     """
 
     def __new__(cls) -> TextDrafter:
@@ -473,7 +473,8 @@ class RequestSampling:
             allowed_token_ids: `[n]` int64, the only ids that the output may contain; copied.
             logit_bias: number that is added to the logit of each of these ids.
             bad_words_token_ids: token sequences that the output must not contain, none of them empty.
-            has_extras: whether the request needs data that no record can hold. The record then has the step `extras`.
+            has_extras: whether the request needs data that no record can hold. The record then has the sampling step
+                `extras`.
             pooling: whether the request wants the final hidden state of its prompt's last token, or with
                 `allowed_token_ids` that token's logits of these ids. No token is drawn: the output is token 0.
 
@@ -491,15 +492,15 @@ class RequestSampling:
 
 @final
 class Scheduler:
-    """Scheduler: decides which requests run in a launch, on which rows and blocks, with how many drafts.
+    """Scheduler: decides which requests run in a step, on which rows and blocks, with how many drafts.
 
     It does continuous batching with chunked prefill, deferred drafting, prefix caching and preemption by recompute.
-    `plan` writes one launch into a record, the caller executes it on device row state, and `settle` takes the results.
+    `plan` writes one step into a record, the caller executes it on device row state, and `settle` takes the results.
     It is deterministic: the same calls give the same records. It holds no KV and no logits, runs nothing, and has no
     clock.
 
-    R = `max_num_seqs`, C = `max_num_batched_tokens`, K = `num_speculative_tokens`. An *entry* is one row's part in a
-    launch: entries `[0, num_decode)` are decode rows by K descending, entry `num_decode + j` is prefill chunk j.
+    R = `max_num_seqs`, C = `max_num_batched_tokens`, K = `num_speculative_tokens`. A *sequence* is one row's part in a
+    step: sequences `[0, num_decode)` are decode rows by K descending, sequence `num_decode + j` is prefill chunk j.
     """
 
     def __new__(
@@ -526,7 +527,7 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         max_prefill_stall_ms: float = 0.0,
         attention_cost_ratio: float = ...,
-        priority_aging_launches: int = 0,
+        priority_aging_steps: int = 0,
         max_loras: int = 0,
         enable_prefix_caching: bool = True,
         enable_kv_cache_events: bool = False,
@@ -540,12 +541,12 @@ class Scheduler:
             max_model_len: maximum number of tokens of a request, prompt and output; at least 2.
             num_blocks: number of KV blocks in the pool; at least 1.
             block_size: number of positions per KV block; at least 1.
-            max_num_batched_tokens: number of tokens per launch (C) that decode, prefill and draft chunks share; at
+            max_num_batched_tokens: number of tokens per step (C) that decode, prefill and draft chunks share; at
                 least 1. Decoding never waits for it; chunks always have a quarter of it.
-            num_speculative_tokens: maximum number of draft tokens per request and launch (K), 0 to 1024.
+            num_speculative_tokens: maximum number of draft tokens per request and step (K), 0 to 1024.
             drafter: drafter or list of drafters; with None no request drafts. A `HostDrafter` is asked by `plan`, which
                 writes its drafts into the record, and needs `max_in_flight=1`. A list has at most one drafter that is
-                not a `HostDrafter`, and no method twice. Each request then gets in each launch the drafter that
+                not a `HostDrafter`, and no method twice. Each request then gets in each step the drafter that
                 promises the most.
             sliding_window: largest window of the layers, if all layers of the target and of the drafter in its blocks
                 have one. A window is the number of last positions that a query attends to, its own included; at least
@@ -555,22 +556,22 @@ class Scheduler:
                 the one pool. Their blocks return to it once they lie before the group's window. There are at most 1024,
                 each at least 2 and no longer than the first group's window. The draft's layers are in the first group.
                 None: all layers are in one group. Not with `enable_kv_cache_events`.
-            max_in_flight: maximum number of launches that are planned and not yet settled, 1 to 1024.
+            max_in_flight: maximum number of steps that are planned and not yet settled, 1 to 1024.
             max_constraint_len: maximum number of elements (W) that allowed_token_ids, logit_bias and bad words take in
-                a record, for one request and for all admitted in one launch. An id takes one, a bias two, a bad word
+                a record, for one request and for all admitted in one step. An id takes one, a bias two, a bad word
                 one plus its tokens.
             logits_dtype: "float32" or "float64", the precision to which sampling parameters are rounded.
             num_reserved_decode_tokens: number of output positions for which each running request must have or get
                 blocks when a new request is admitted; at least 0. With 0, a full pool often preempts.
-            long_prefill_token_threshold: maximum number of prompt tokens of a request in a launch. With 0, a request
+            long_prefill_token_threshold: maximum number of prompt tokens of a request in a step. With 0, a request
                 may use three quarters of the tokens left at its turn, plus whatever other prompts leave unused.
-            max_prefill_stall_ms: maximum time in milliseconds of prompt and draft chunks in a launch with decoding
-                requests, which wait for it. Times are learnt from `time_launch`. 16 prompt tokens and 512 catch-up
+            max_prefill_stall_ms: maximum time in milliseconds of prompt and draft chunks in a step with decoding
+                requests, which wait for it. Times are learnt from `time_step`. 16 prompt tokens and 512 catch-up
                 tokens are allowed in any case. 0 is no bound.
             attention_cost_ratio: cost of attending to one position, relative to a token at the start of a context.
                 `max_prefill_stall_ms` estimates chunks deep in a context with it; layers with a window add nothing. At
                 least 0; default 1 / 4096.
-            priority_aging_launches: number of launches that a request must have arrived earlier to go before one with a
+            priority_aging_steps: number of steps that a request must have arrived earlier to go before one with a
                 priority better by 1. With 0, priority always counts more.
             max_loras: maximum number of different LoRA adapters among the running requests, at most 1024; 0 if no
                 request has one. A request whose adapter would exceed it waits, and no request with an adapter overtakes
@@ -602,9 +603,9 @@ class Scheduler:
         Of each section, only as many elements are written as the header counts.
 
         header: `HEADER_FIELDS` (described in `HEADER_DOCS`), then zeros. Its counts are numbers of elements of the
-            sections below. No launch reads elements from `used_len` on.
-        entry_row [R], entry_k [R] (0 for chunks), entry_capacity [R] (positions that the row's block table covers),
-            entry_n_upper [R] (upper bound of the row's tokens at the start of the launch).
+            sections below. No step reads elements from `used_len` on.
+        seq_row [R], seq_k [R] (0 for chunks), seq_capacity [R] (positions that the row's block table covers),
+            seq_n_upper [R] (upper bound of the row's tokens at the start of the step).
         chunk_start [R], chunk_len [R], chunk_is_last [R]: prefill chunk j; the last one of a prompt emits a token.
         prefill_token [C], prefill_position [C], prefill_q_start [R + 1]: the chunks' rows, flat. prefill_slot [G, C]:
             their KV slots, in each of G = 1 + len(window_groups) groups.
@@ -612,11 +613,12 @@ class Scheduler:
             draft_slot (of the first group): draft catch-up chunks. Their tokens are in row state. Afterwards the row's
             draft_len is start + len, also if len is 0. Slot -1: do not write. draft_chunk_k_start [R]: from this chunk
             on the row's drafter reads KV from this position on; 0 without a window.
-        entry_drafter [R]: drafter of each entry's drafts, an index of `DRAFTERS`.
-        draft_token [R, K]: drafts of drafters on the host, those of entry i from element i * K on; empty without one.
+        seq_drafter [R]: drafter of each sequence's drafts, an index of `DRAFTERS`.
+        draft_token [R, K]: drafts of drafters on the host, those of sequence i from element i * K on; empty without
+            one.
         admit_row [R], admit_request_id [R], admit_num_tokens [R], admit_prompt_len [R] (less than num_tokens after a
             preemption), admit_draft_len [R], admit_limit [R], admit_num_cached [R]: requests that get their row in this
-            launch, before its chunks run.
+            step, before its chunks run.
         admit_min_len [R] (stop tokens count from this position on), admit_stop_ids [R, MAX_STOP_IDS] (-1 after them).
         admit_lora [R]: id of the request's adapter, 0 for none.
         admit_salt [R]: number that is equal only for requests of the same `cache_salt` and adapter; it differs between
@@ -633,23 +635,23 @@ class Scheduler:
         """
 
     def results_layout(self) -> dict[str, tuple[int, int]]:
-        """Return the sections of the results as `name: (offset, length)` in int64 elements, each by entry.
+        """Return the sections of the results as `name: (offset, length)` in int64 elements, each by sequence.
 
         num_emitted [R], num_accepted [R], num_drafted [R] (K after the device's own limits), flags [R] (`FLAG_*` bits).
         finish_reason [R]: `FINISH_STOP` if the last emitted token is a stop token at a position of at least
             admit_min_len; otherwise `FINISH_LENGTH` if the row is at its limit, else `FINISH_NONE`. The device judges,
             and `settle` only rejects impossible values.
-        tokens [R * (K + 1)], row-major by entry: the emitted tokens. Element i from num_accepted + 1 to num_drafted is
-            draft i (from 1), which was rejected. Only an `Output` with `keep_drafts` reads it.
+        tokens [R * (K + 1)], row-major by sequence: the emitted tokens. Element i from num_accepted + 1 to num_drafted
+            is draft i (from 1), which was rejected. Only an `Output` with `keep_drafts` reads it.
 
         A prompt's last chunk emits 1 token. Other chunks and rows that had ended report 0 everywhere.
         """
 
     def settled_layout(self) -> dict[str, tuple[int, int]]:
         """Return the sections of the buffer that `settle` writes as `name: (offset, length)` in int64 elements, each by
-        entry.
+        sequence.
 
-        request_id [R] (-1 if the entry's results were dropped), num_new [R] (deliver `tokens[entry, :num_new]`),
+        request_id [R] (-1 if the sequence's results were dropped), num_new [R] (deliver `tokens[sequence, :num_new]`),
         finish_reason [R] (`FINISH_*`).
         """
 
@@ -677,7 +679,7 @@ class Scheduler:
             token_ids: `[n]` int64, the prompt, at least one token; copied.
             limit: maximum number of tokens of the request, prompt and output: `min(n + max_tokens, max_model_len)`.
             min_tokens: number of output tokens before which stop ids do not count.
-            num_speculative_tokens: number of draft tokens per launch, at most the engine's; 0 never drafts.
+            num_speculative_tokens: number of draft tokens per step, at most the engine's; 0 never drafts.
             priority: smaller values go first, ties by arrival.
             caller: id of the caller that sent the request. Requests of different callers share rows and blocks evenly
                 if their priorities are equal and do not age, however many each caller sends. None: the request counts
@@ -726,10 +728,10 @@ class Scheduler:
         """Take the changes of the prefix cache since the last call, in order.
 
         The list is empty unless `enable_kv_cache_events` is set. If events are taken after each `plan`, before its
-        launch executes, `BlockRemoved` names the cached blocks that the launch may overwrite. Their KV can still be
-        copied out on the launch's stream.
+        step executes, `BlockRemoved` names the cached blocks that the step may overwrite. Their KV can still be
+        copied out on the step's stream.
 
-        The scheduler keeps at most two blocks' worth of events per block of the pool, more than a launch and its
+        The scheduler keeps at most two blocks' worth of events per block of the pool, more than a step and its
         settling produce. A caller that takes no events for longer gets `AllBlocksCleared` in place of dropped events.
         """
 
@@ -749,7 +751,7 @@ class Scheduler:
 
         A request gets no more than its own `num_speculative_tokens`. Without this call it keeps the K chosen last, at
         first its own. The draft KV of requests whose acceptance the planner found collapsed is rebuilt. After the
-        launch, pass its results to the planner with `tell`. Holds both locks.
+        step, pass its results to the planner with `tell`. Holds both locks.
 
         Raises:
             InvalidConfigError: the planner's `max_num_seqs` or `num_speculative_tokens` is not the scheduler's.
@@ -762,9 +764,9 @@ class Scheduler:
         results: NDArray[np.int64],
         ms: float | None = None,
     ) -> None:
-        """Pass the results of a launch to `planner`, from its record and its results, settled or not.
+        """Pass the results of a step to `planner`, from its record and its results, settled or not.
 
-        `ms` is the launch's duration, which counts if the launch did nothing but decode. An entry whose drafter had
+        `ms` is the step's duration, which counts if the step did nothing but decode. A sequence whose drafter had
         nothing to propose counts as one rejected draft. With drafters on the host and on the device, the planner gets
         only the device's drafts. Mutates only the planner. Holds both locks.
 
@@ -774,20 +776,20 @@ class Scheduler:
             InvalidAcceptanceError: counts of drafted and accepted tokens are impossible.
         """
 
-    def time_launch(self, launch_id: int, ms: float) -> None:
-        """Record how long the launch that settled last took. The time starts at its beginning or at the end of the
-        launch before it, and ends when all its waiting clients have their results.
+    def time_step(self, step_id: int, ms: float) -> None:
+        """Record how long the step that settled last took. The time starts at its beginning or at the end of the
+        step before it, and ends when all its waiting clients have their results.
 
         With these times, plans limit prompt tokens next to decoding requests by `max_prefill_stall_ms`. If that setting
         is 0, the call does nothing.
 
         Raises:
-            SettleOrderError: another launch settled last.
+            SettleOrderError: another step settled last.
             InvalidBufferError: `ms` is not a finite time above 0.
         """
 
     def rebuild_draft(self, request_id: int) -> None:
-        """Rebuild a running request's draft KV from position 0, by catch-up chunks of coming launches.
+        """Rebuild a running request's draft KV from position 0, by catch-up chunks of coming steps.
 
         Its blocks lose their draft marks, so that no other request continues from broken KV. A request that drafts
         nothing is left as it is.
@@ -810,23 +812,23 @@ class Scheduler:
         """
 
     def plan(self, record: NDArray[np.int64]) -> int:
-        """Plan the next launch into `record` `[record_size]` int64. Return `PLAN_IDLE`, `PLAN_LAUNCH` or
+        """Plan the next step into `record` `[record_size]` int64. Return `PLAN_IDLE`, `PLAN_STEP` or
         `PLAN_SETTLE_FIRST`.
 
-        After `PLAN_LAUNCH` the launch is in flight until it settles; otherwise the record's content is unspecified.
+        After `PLAN_STEP` the step is in flight until it settles; otherwise the record's content is unspecified.
 
         Raises:
             InvalidBufferError: `record` is not a writable contiguous int64 vector of that size.
         """
 
-    def settle(self, launch_id: int, results: NDArray[np.int64], settled: NDArray[np.int64]) -> None:
-        """Take the results of the oldest launch in flight and write the settled result of each entry into `settled`.
+    def settle(self, step_id: int, results: NDArray[np.int64], settled: NDArray[np.int64]) -> None:
+        """Take the results of the oldest step in flight and write the settled result of each sequence into `settled`.
 
         `results` is `[results_size]` int64, `settled` `[settled_size]` int64; they must not overlap.
 
         Raises:
-            SettleOrderError: another launch is the oldest in flight.
-            InvalidResultsError: the launch cannot have had these results.
+            SettleOrderError: another step is the oldest in flight.
+            InvalidResultsError: the step cannot have had these results.
             InvalidBufferError: a buffer does not have its dtype, layout or size.
         """
 
@@ -839,12 +841,12 @@ class Scheduler:
         """Number of requests with a row."""
 
     @property
-    def num_launches(self) -> int:
-        """Number of launches planned since the start, which is the id of the next one."""
+    def num_steps(self) -> int:
+        """Number of steps planned since the start, which is the id of the next one."""
 
     @property
     def num_in_flight(self) -> int:
-        """Number of launches planned and not yet settled."""
+        """Number of steps planned and not yet settled."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -876,13 +878,13 @@ class Scheduler:
         admitted."""
 
     def has_unfinished(self) -> bool:
-        """Return whether a request waits or runs, or a launch is in flight."""
+        """Return whether a request waits or runs, or a step is in flight."""
 
     def acceptance(self) -> AcceptanceTracker:
-        """Return a copy of the acceptance statistics of all settled launches."""
+        """Return a copy of the acceptance statistics of all settled steps."""
 
     def acceptance_of(self, drafter: int) -> AcceptanceTracker:
-        """Return a copy of the acceptance statistics of one drafter, an index of `DRAFTERS`, in all settled launches.
+        """Return a copy of the acceptance statistics of one drafter, an index of `DRAFTERS`, in all settled steps.
 
         Raises:
             InvalidConfigError: there is no such drafter.
@@ -890,7 +892,7 @@ class Scheduler:
 
     def draft_errors_of(self, drafter: int) -> tuple[int, str | None]:
         """Return how often a drafter, an index of `DRAFTERS`, has failed on the host, and its last failure. Each
-        failure cost the drafts of one request in one launch. It is (0, None) for `DRAFTER_DEVICE`, whose failures a
+        failure cost the drafts of one request in one step. It is (0, None) for `DRAFTER_DEVICE`, whose failures a
         runner sees.
 
         Raises:
@@ -898,7 +900,7 @@ class Scheduler:
         """
 
     def draft_kv_not_written(self, blocks: NDArray[np.int64]) -> None:
-        """Note that the device has not written the draft KV that a launch was to write into `blocks` `[N]`. That launch
+        """Note that the device has not written the draft KV that a step was to write into `blocks` `[N]`. That step
         is the one planned last. For prompt chunks of a head that reads hidden states, it is the one before. Call this
         before the next `plan`.
 
@@ -909,16 +911,16 @@ class Scheduler:
             InvalidBlockError: a block is not in the pool; nothing has changed then.
         """
 
-    def pause_drafting(self, launches: int) -> None:
-        """Stop drafting on the device and writing draft KV for the next `launches` launches. Drafters on the host go
+    def pause_drafting(self, steps: int) -> None:
+        """Stop drafting on the device and writing draft KV for the next `steps` steps. Drafters on the host go
         on. 0 ends a pause. Mutates.
 
         Raises:
-            InvalidConfigError: `launches` is negative.
+            InvalidConfigError: `steps` is negative.
         """
 
     def set_draft_costs(self, pass_cost: float, row_costs: Sequence[float], catch_up_cost: float) -> None:
-        """Set the costs of drafts, as shares of a launch without drafts: a drafting pass on the device, verifying 1, 2,
+        """Set the costs of drafts, as shares of a step without drafts: a drafting pass on the device, verifying 1, 2,
         .. K drafts, and a position of a chunk that closes the lag of draft KV. The whole chunk costs at least a pass.
         With several drafters, each request's drafter is chosen by these costs. Mutates.
 
@@ -947,8 +949,8 @@ class Scheduler:
 class RequestView:
     """View of a request, as `Scheduler.request` found it.
 
-    Lengths are the smallest that the launches in flight can lead to if the request does not end in them. Without
-    launches in flight they are exact.
+    Lengths are the smallest that the steps in flight can lead to if the request does not end in them. Without
+    steps in flight they are exact.
     """
 
     @property
@@ -978,11 +980,11 @@ class RequestView:
 
     @property
     def num_speculative_tokens(self) -> int:
-        """Number of draft tokens that the request currently asks for per launch; 0 while it waits."""
+        """Number of draft tokens that the request currently asks for per step; 0 while it waits."""
 
     @property
     def num_in_flight(self) -> int:
-        """Number of launches in flight that name the request's row."""
+        """Number of steps in flight that name the request's row."""
 
     @property
     def block_table(self) -> NDArray[np.int64]:
@@ -1032,7 +1034,7 @@ class BlockStored:
 
 @final
 class BlockRemoved:
-    """KV event: blocks can no longer be found. Their KV is unchanged until the next planned launch executes."""
+    """KV event: blocks can no longer be found. Their KV is unchanged until the next planned step executes."""
 
     @property
     def blocks(self) -> list[int]:
@@ -1213,7 +1215,7 @@ class Output:
             stop: stop strings, none empty.
             include_stop_str_in_output: whether the stop string or stop token that ends the text is part of it.
             min_tokens: number of output tokens before which stop strings do not count.
-            keep_drafts: whether `drafts` returns the drafts. The results of the request's launches must then contain
+            keep_drafts: whether `drafts` returns the drafts. The results of the request's steps must then contain
                 the rejected drafts, as `results_layout` describes for `tokens`.
 
         Raises:
@@ -1260,11 +1262,11 @@ class Output:
 
     @property
     def error(self) -> str | None:
-        """Message, if a launch or the decoder ended the request with `FINISH_ERROR`."""
+        """Message, if a step or the decoder ended the request with `FINISH_ERROR`."""
 
     @property
     def error_flags(self) -> int:
-        """Flags (`FLAG_*` bits) with which a launch reported the error that ended the request; 0 for every other
+        """Flags (`FLAG_*` bits) with which a step reported the error that ended the request; 0 for every other
         end."""
 
     @property
@@ -1313,7 +1315,7 @@ class Output:
 
 @final
 class Outputs:
-    """Outputs of all running requests: one call settles a launch and hands its results to the requests."""
+    """Outputs of all running requests: one call settles a step and hands its results to the requests."""
 
     def __new__(cls) -> Outputs:
         """Make an empty collection."""
@@ -1334,14 +1336,14 @@ class Outputs:
     def settle(
         self,
         scheduler: Scheduler,
-        launch_id: int,
+        step_id: int,
         results: NDArray[np.int64],
         settled: NDArray[np.int64],
         *,
         now: float = 0.0,
         fault: str | None = None,
     ) -> tuple[list[int], list[int]]:
-        """Settle a launch as `Scheduler.settle` does, and hand its results to the outputs of its requests: tokens,
+        """Settle a step as `Scheduler.settle` does, and hand its results to the outputs of its requests: tokens,
         text, stop strings, statistics, ends. Releases the interpreter for the outputs. Mutates.
 
         In `settled`, `num_new` is then the number of tokens that each request kept. `finish_reason` also reports stop
@@ -1350,24 +1352,24 @@ class Outputs:
 
         Args:
             now: the time, for `first_token_time` and `finish_time`.
-            fault: reason why the launch failed as a whole, for entries with flags.
+            fault: reason why the step failed as a whole, for sequences with flags.
 
         Returns:
-            Ids of the requests that received tokens or ended, in the order of their entries, and ids of those that
+            Ids of the requests that received tokens or ended, in the order of their sequences, and ids of those that
             ended.
 
         Raises:
-            SettleOrderError: another launch is the oldest in flight; nothing has changed.
+            SettleOrderError: another step is the oldest in flight; nothing has changed.
             InvalidBufferError: a buffer does not have its dtype, layout or size; nothing has changed.
-            InvalidResultsError: the launch cannot have had these results; nothing has changed.
+            InvalidResultsError: the step cannot have had these results; nothing has changed.
         """
 
 @final
 class SpeculationPlanner:
-    """Planner that chooses how many tokens each request drafts in the next launch, possibly none: the most expected
+    """Planner that chooses how many tokens each request drafts in the next step, possibly none: the most expected
     tokens per millisecond.
 
-    It knows the costs of launches (a `CostModel`, refined by `settle`) and the acceptance of drafts. Acceptance is
+    It knows the costs of steps (a `CostModel`, refined by `settle`) and the acceptance of drafts. Acceptance is
     estimated by position over all requests, times one factor per request, both exponentially forgotten. It changes its
     choice only for 0.5 % (`MARGIN`) more tokens per millisecond, and gives requests different K only for 3 %
     (`MIXED_MARGIN`).
@@ -1377,7 +1379,7 @@ class SpeculationPlanner:
     one that becomes good again is found.
 
     `Scheduler.speculate` drives it. On its own, requests are named by row, a number below R = `max_num_seqs` that
-    belongs to one request while it runs. Call `reset` for a new request on a row, `decide` before each launch, and
+    belongs to one request while it runs. Call `reset` for a new request on a row, `decide` before each step, and
     `settle` after it.
     """
 
@@ -1389,7 +1391,7 @@ class SpeculationPlanner:
         Args:
             max_num_seqs: number of rows (R), 1 to 65536.
             num_speculative_tokens: maximum number of drafts that it chooses (K), 1 to 1024.
-            costs: milliseconds by batch and K of launches that only decode, extended beyond the grid by `CostModel.ms`.
+            costs: milliseconds by batch and K of steps that only decode, extended beyond the grid by `CostModel.ms`.
             catch_up_ms: additional milliseconds of each position of a draft catch-up chunk, at least 0.
 
         Raises:
@@ -1422,7 +1424,7 @@ class SpeculationPlanner:
     def decide(
         self, rows: NDArray[np.int64], caps: NDArray[np.int64], lags: NDArray[np.int64], ks: NDArray[np.int64]
     ) -> None:
-        """Write the K of each of the next launch's B decoding requests into `ks`.
+        """Write the K of each of the next step's B decoding requests into `ks`.
 
         Args:
             rows: `[B]`, distinct.
@@ -1442,14 +1444,14 @@ class SpeculationPlanner:
         accepted: NDArray[np.int64],
         ms: float | None = None,
     ) -> None:
-        """Record the results of a launch of B decode entries.
+        """Record the results of a step of B decoding sequences.
 
         Args:
-            rows: `[B]`, row of each entry.
-            ks: `[B]`, K of each entry as launched.
+            rows: `[B]`, row of each sequence.
+            ks: `[B]`, K of each sequence as planned.
             drafted: `[B]`, number of drafted tokens: K after the device's own limits.
             accepted: `[B]`, number of drafted tokens that the target accepted.
-            ms: duration of the launch, if it did nothing but decode. It refines the costs if all requests had the same
+            ms: duration of the step, if it did nothing but decode. It refines the costs if all requests had the same
                 K.
 
         Raises:
@@ -2060,7 +2062,7 @@ _Source = tuple[CpuDecoder, CpuKVCache] | _CallableModel
 
 @final
 class CpuIteration:
-    """Executor of planned launches on a CPU, each in one call: uploads, prompt chunks, draft catch-up chunks, and one
+    """Executor of planned steps on a CPU, each in one call: uploads, prompt chunks, draft catch-up chunks, and one
     decode iteration, in this order.
 
     It applies the logits processors of requests, and reports log probabilities.
@@ -2079,7 +2081,7 @@ class CpuIteration:
         shared_tokens: tuple[Sequence[tuple[int, int]], int] | None = None,
         text_limits: tuple[int, int, int] | None = None,
     ) -> CpuIteration:
-        """Make an executor for launches of `scheduler`, whose settings are read now.
+        """Make an executor for steps of `scheduler`, whose settings are read now.
 
         Args:
             state: arrays of row state, with R = max_num_seqs. `num_tokens`, `draft_len`, `draft_start`, `limit`,
@@ -2122,20 +2124,20 @@ class CpuIteration:
         list[tuple[int, int, _Logprobs]],
         list[tuple[int, NDArray[np.float32]]],
     ]:
-        """Execute the launch planned in `record`: write row state, both KV caches, and the results into `results`.
+        """Execute the step planned in `record`: write row state, both KV caches, and the results into `results`.
 
         `adapters` are LoRA adapters with the rows of state that the target computes with them, each row at most once.
-        `host` has the grammars of the launch's requests. None: no request has a grammar, and drafts are not text.
+        `host` has the grammars of the step's requests. None: no request has a grammar, and drafts are not text.
 
         The states that prompt chunks leave to a head are fed to it by the next call, so that no first token waits for
         it.
 
         Returns:
             Number of passes of the target and of the draft. Failure of the draft's passes, if any: the exception, and
-            the blocks for `Scheduler.draft_kv_not_written`, ascending; the launch has then gone on without their
-            drafts. Log probabilities of emitted tokens, by entry. Log probabilities of prompt tokens, by request id and
-            position of the first. Both are for requests that want them. Results of requests with pooling whose prompt
-            has ended, by request id: the final hidden state `[hidden_size]`, or the logits of the allowed ids in
+            the blocks for `Scheduler.draft_kv_not_written`, ascending; the step has then gone on without their
+            drafts. Log probabilities of emitted tokens, by sequence. Log probabilities of prompt tokens, by request id
+            and position of the first. Both are for requests that want them. Results of requests with pooling whose
+            prompt has ended, by request id: the final hidden state `[hidden_size]`, or the logits of the allowed ids in
             ascending order of the ids.
 
         Raises:
@@ -2145,7 +2147,7 @@ class CpuIteration:
         """
 
     def set_rule(self, rule: str) -> None:
-        """Verify by the rule `rejection` or `coupled` from the next launch on.
+        """Verify by the rule `rejection` or `coupled` from the next step on.
 
         Raises:
             InvalidConfigError: `rule` has another name.

@@ -110,14 +110,14 @@ class EngineConfig(EngineOptions):
             raise invalid(InvalidConfigError, field, draft, f"must be 1{also}")
         if size == 1:
             return
-        coded = None if speculative is None or draft == 1 else speculative.quantization
+        quantization = None if speculative is None or draft == 1 else speculative.quantization
         activations = self.cpu_activations
         translates = speculative is not None and draft > 1 and speculative.use_heterogeneous_vocab
         parts = not translates or may_be(device, SPLIT_DRAFT_TRANSLATES_ON)
         others = (
             ("model_impl", self.model_impl, self.model_impl != "transformers", "model_impl='auto' or 'specrs'"),
             ("quantization", self.quantization, self.quantization not in INTEGERS_AT_LOAD, "quantization=None"),
-            ("speculative_config.quantization", coded, coded not in INTEGERS_AT_LOAD, f"{field}=1"),
+            ("speculative_config.quantization", quantization, quantization not in INTEGERS_AT_LOAD, f"{field}=1"),
             ("cpu_activations", activations, activations in ("auto", "fp32"), "cpu_activations='auto'"),
             ("speculative_config.use_heterogeneous_vocab", translates, parts, f"{field}=1"),
         )
@@ -155,11 +155,11 @@ class EngineConfig(EngineOptions):
         speculative = self.speculative_config
         if speculative is None:
             return
-        if speculative.drafts_on_host and self.launch_depth not in (None, 1):
+        if speculative.drafts_on_host and self.max_steps_in_flight not in (None, 1):
             raise invalid(
                 InvalidConfigError,
-                "launch_depth",
-                self.launch_depth,
+                "max_steps_in_flight",
+                self.max_steps_in_flight,
                 f"must be 1 or None with speculative_config.method={speculative.method!r}, which needs every token "
                 "settled before it drafts",
             )
@@ -238,9 +238,14 @@ class EngineConfig(EngineOptions):
                 values[name] = value
             elif name == "async_scheduling" and isinstance(value, bool):
                 depth = 2 if value else 1
-                if kwargs.get("launch_depth") not in (None, depth):
-                    raise invalid(InvalidConfigError, name, value, f"contradicts launch_depth={kwargs['launch_depth']}")
-                values["launch_depth"] = depth
+                if kwargs.get("max_steps_in_flight") not in (None, depth):
+                    raise invalid(
+                        InvalidConfigError,
+                        name,
+                        value,
+                        f"contradicts max_steps_in_flight={kwargs['max_steps_in_flight']}",
+                    )
+                values["max_steps_in_flight"] = depth
             elif name in vllm_arguments.ENGINE:
                 argument = vllm_arguments.ENGINE[name]
                 if not argument.accepts(value):

@@ -202,7 +202,7 @@ class EngineOptions:
         details="Blocks are reserved when another request is admitted. A smaller number lets more requests run at "
         "once in a full KV cache, and preempts them more often.",
     )
-    priority_aging_launches: int = _engine_option(
+    priority_aging_steps: int = _engine_option(
         0,
         Integer(0, _POSITIONS),
         "steps of waiting that count as a priority better by 1",
@@ -256,7 +256,7 @@ class EngineOptions:
     distributed_timeout: float = _engine_option(
         60.0, Number(0.0, 86400.0, open_low=True), "seconds after which a rank that does not answer is lost"
     )
-    launch_depth: int | None = _engine_option(
+    max_steps_in_flight: int | None = _engine_option(
         None,
         Integer(1, 2),
         "maximum steps in flight",

@@ -12,12 +12,12 @@ T = TypeVar("T")
 class HeaderFields:
     """Counts of one step, the first elements of its record, in the order of `specrs.core.HEADER_FIELDS`."""
 
-    launch_id: int
-    """Id of the launch. Launches are numbered from 0."""
+    step_id: int
+    """Id of the step. Steps are numbered from 0."""
     num_decode: int
-    """Decode entries. They come first."""
+    """Decoding sequences. They come first."""
     num_prefill: int
-    """Prefill entries, after the decode entries."""
+    """Prefill sequences, after the decoding sequences."""
     num_prefill_tokens: int
     """Tokens of all prefill chunks."""
     num_draft_chunks: int
@@ -25,19 +25,19 @@ class HeaderFields:
     num_draft_tokens: int
     """Tokens of all draft catch-up chunks."""
     num_admitted: int
-    """Requests that get their row in this launch."""
+    """Requests that get their row in this step."""
     num_upload_tokens: int
     """Tokens of the admitted requests, all of them uploaded."""
     num_block_updates: int
     """Block table entries to set."""
     max_k: int
-    """Largest K of a decode entry."""
+    """Largest K of a decoding sequence."""
     num_preempted: int
     """Requests that lost their row in this plan."""
     num_constraints: int
     """Elements of the admitted requests' constraints."""
     used_len: int
-    """Elements of the record up to the last one that this launch reads."""
+    """Elements of the record up to the last one that this step reads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from specrs.backends.cuda.context import entries_of
+from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.graphs import tasks
 from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.table import BACKENDS
@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 12,
     "block_size": 4,
     "num_gpu_blocks_override": 20,
-    "launch_depth": 2,
+    "max_steps_in_flight": 2,
     "device": "cpu",  # also where there is a GPU, which then runs kernel by kernel (see `gpu_shuttle`)
 }
 """Settings of engines whose requests are `PROMPTS`."""
@@ -73,11 +73,11 @@ class Graphs:
 
 @torch.inference_mode()
 def give_graphs(engine: Engine) -> Graphs:
-    """Let the engine's launches run as they do where there are graphs."""
+    """Let the engine's steps run as they do where there are graphs."""
     runner = engine.runner
     assert isinstance(runner, CudaRunner)
-    entries = entries_of(runner.ctx.record.views, "num_decode")
-    graphs = Graphs(dict(tasks(runner.ctx, runner.buckets, entries)))
+    sequences = sequences_of(runner.ctx.record.views, "num_decode")
+    graphs = Graphs(dict(tasks(runner.ctx, runner.buckets, sequences)))
     engine.runner = CudaRunner(
         runner.ctx,
         runner.sampling,

@@ -121,7 +121,7 @@ def test_called_models_give_the_same_bits(
         (lambda logits: None, "logits"),
     ],
 )
-def test_a_target_that_returns_something_else_ends_the_launch(
+def test_a_target_that_returns_something_else_ends_the_step(
     broken: Any, words: str, targets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = NativeCalls._logits

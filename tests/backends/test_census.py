@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_launches import H200, Launch, recorded
 from specrs.backends.cuda import decoder
-from specrs.backends.cuda.context import entries_of
+from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.graphs import Uncaptured, tasks
 from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.cuda.warm_up import warm_up
@@ -43,7 +43,7 @@ def start(engine: Engine, *, eager: bool) -> Keys:
             assert isinstance(runner.graphs, Uncaptured)
             runner.graphs.run_all()
         else:
-            for _, function in tasks(runner.ctx, runner.buckets, entries_of(runner.ctx.record.views, "num_decode")):
+            for _, function in tasks(runner.ctx, runner.buckets, sequences_of(runner.ctx.record.views, "num_decode")):
                 function()
         warm_up(runner.ctx, runner.buckets)
     if not eager:
@@ -133,10 +133,10 @@ def test_a_specialisation_that_the_start_lacks_is_seen(census: tuple[Keys, Keys]
     assert lacking(fewer, served) == {"update_kernel: all of it"}
 
 
-def test_an_odd_number_of_entries_is_no_other_kernel(census: tuple[Keys, Keys]) -> None:
-    """Views that begin at an odd entry are not aligned as those at an even one are."""
+def test_an_odd_number_of_sequences_is_no_other_kernel(census: tuple[Keys, Keys]) -> None:
+    """Views that begin at an odd sequence are not aligned as those at an even one are."""
     known, _ = census
-    for name, argument in (("prepare_kernel", "entry_row_ptr"), ("update_kernel", "out_flags_ptr")):
+    for name, argument in (("prepare_kernel", "seq_row_ptr"), ("update_kernel", "out_flags_ptr")):
         assert lacking(known, keys_of([moved(known, name, argument)])) == set()
 
 

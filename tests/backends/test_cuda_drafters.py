@@ -1,4 +1,4 @@
-"""Drafters other than a plain draft model on the CUDA runner: launch for launch the tokens and counts of the CPU loop.
+"""Drafters other than a plain draft model on the CUDA runner: step for step the tokens and counts of the CPU loop.
 
 As in `test_cuda_runner`, kernels are run by Triton's interpreter.
 """
@@ -59,7 +59,7 @@ class Bench:
             dtype="float32",
             speculative_config=speculative | {"rejection_sample_method": rule},
             enforce_eager=not gpu,
-            **(SMALL | {"launch_depth": depth} | fields),
+            **(SMALL | {"max_steps_in_flight": depth} | fields),
         )
 
     def engine(self, kind: str, rule: str, *, gpu: bool, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Engine:
@@ -116,19 +116,19 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "case"), CASES)
 def test_same_tokens(bench: Bench, kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in chunks, two launches in flight, into memory full of what nothing may read."""
+    """Prompts in chunks, two steps in flight, into memory full of what nothing may read."""
     rule, params = RULES[case]
     mine, theirs = (bench.engine(kind, rule, gpu=gpu, monkeypatch=monkeypatch) for gpu in (True, False))
     runner = mine.runner
     assert isinstance(runner, CudaRunner)
     poison(runner)
-    launch = runner.launch
+    execute = runner.execute
 
     def poisoned(*args: Any) -> None:
         poison(runner, caches=False)
-        launch(*args)
+        execute(*args)
 
-    monkeypatch.setattr(runner, "launch", poisoned)
+    monkeypatch.setattr(runner, "execute", poisoned)
     for ours, reference in zip(*(generate(engine, params, 6, PROMPTS) for engine in (mine, theirs)), strict=True):
         assert ours.error is None
         assert ours.output_token_ids == reference.output_token_ids
@@ -140,18 +140,18 @@ def test_same_tokens(bench: Bench, kind: str, case: str, monkeypatch: pytest.Mon
 def test_drafts_and_counts_of_a_head_are_the_scripts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain torch script's, round by round: what was drafted, and how much of it stood at each position. The prompt
     is of two chunks."""
-    engine = bench.engine("fitted head", "rejection", gpu=True, monkeypatch=monkeypatch, launch_depth=1)
+    engine = bench.engine("fitted head", "rejection", gpu=True, monkeypatch=monkeypatch, max_steps_in_flight=1)
     runner, rounds = engine.runner, dict[int, list[Round]]()
     assert isinstance(runner, CudaRunner)
     poison(runner)
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
         b, results = runner.ctx.buffers, slot.results_arrays
-        for entry in range(header.num_decode):
-            n, k = int(b.n[entry]), int(b.k[entry])
-            drafts = b.drafts[entry, :k].tolist()
-            made = Round(n, drafts, int(results["num_accepted"][entry]))
-            rounds.setdefault(int(slot.settled_arrays["request_id"][entry]), []).append(made)
+        for sequence in range(header.num_decode):
+            n, k = int(b.n[sequence]), int(b.k[sequence])
+            drafts = b.drafts[sequence, :k].tolist()
+            made = Round(n, drafts, int(results["num_accepted"][sequence]))
+            rounds.setdefault(int(slot.settled_arrays["request_id"][sequence]), []).append(made)
 
     engine.watch = watch
     target = load(bench.target)
@@ -169,7 +169,7 @@ def test_drafts_and_counts_of_a_head_are_the_scripts(bench: Bench, monkeypatch: 
 
 @torch.inference_mode()
 def poison(runner: CudaRunner, caches: bool = True) -> None:
-    """Fill whatever a launch must not read before writing it; counters stay zero."""
+    """Fill whatever a step must not read before writing it; counters stay zero."""
     ctx = runner.ctx
     tensors = [tensor for name, tensor in ctx.buffers.tensors().items() if name not in {"uniform_start"}]
     tensors.append(ctx.record.results)

@@ -72,7 +72,7 @@ def test_same_tokens(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy's, in the interpreter
-def test_a_fault_behind_the_last_layer_that_sees_all_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_after_the_last_layer_that_sees_all_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """K and V of the last layer are not finite at a position that the last row of no chunk reaches there."""
     target = make_overflowing(tmp_path / "target", 59, **(SHAPE | {"sliding_window": 2}))
     mine = load_pair(tmp_path, target, target).engine(gpu=True, monkeypatch=monkeypatch)
@@ -108,7 +108,7 @@ def test_the_same_without_drafts(pair: Pair, graphs: bool, monkeypatch: pytest.M
 
 
 def test_a_prefix_is_found_in_all_groups(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a second request computes begins behind it, in the windows' blocks as in the others."""
+    """What a second request computes begins after it, in the windows' blocks as in the others."""
     mine, reference = engines(pair, monkeypatch)
     (expected,) = generate(reference, [GREEDY], 8, [BASE])
     for cached in (0, 12):

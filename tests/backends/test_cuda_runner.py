@@ -1,4 +1,4 @@
-"""The CUDA runner against the CPU loop, launch for launch, its kernels run by Triton's interpreter.
+"""The CUDA runner against the CPU loop, step for step, its kernels run by Triton's interpreter.
 
 Up to 64 rows take the fused kernels. The pair is as small as kernels allow, because a launch of the interpreter takes
 a millisecond for each program.
@@ -69,7 +69,7 @@ class Pair:
                 prompt_lookup_max=2,
                 rejection_sample_method=rule,
             )
-            fields["launch_depth"] = 1
+            fields["max_steps_in_flight"] = 1
         # On a CPU torch computes the passes.
         config = EngineConfig(
             model=str(self.target),
@@ -298,7 +298,7 @@ def test_drafts_that_the_record_brings(pair: Pair, rule: str, monkeypatch: pytes
 def test_drafts_of_the_host_beside_drafts_of_passes(
     pair: Pair, rule: str, adjusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Launches that mix entries of both, of one alone, and rows that draft nothing; every kind of row."""
+    """Steps that mix sequences of both, of one alone, and rows that draft nothing; every kind of row."""
     params = [
         SamplingParams(temperature=0.8, allowed_token_ids=NARROW if adjusted else None),
         GREEDY,
@@ -310,7 +310,7 @@ def test_drafts_of_the_host_beside_drafts_of_passes(
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
         record, count = slot.record_arrays, header.num_decode
-        pairs = zip(record["entry_drafter"][:count], record["entry_k"][:count], strict=True)
+        pairs = zip(record["seq_drafter"][:count], record["seq_k"][:count], strict=True)
         seen.append(frozenset(int(drafter) for drafter, k in pairs if k))
 
     engines[0].watch = watch
@@ -337,8 +337,8 @@ def test_drafts_are_penalised_by_drafts(pair: Pair, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_drafter_that_raises_costs_drafts_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its first pass over committed tokens, and in two launches between drafts; requests of every path."""
-    engine = pair.engine(gpu=True, rule="coupled", monkeypatch=monkeypatch, launch_depth=1)
+    """In its first pass over committed tokens, and in two steps between drafts; requests of every path."""
+    engine = pair.engine(gpu=True, rule="coupled", monkeypatch=monkeypatch, max_steps_in_flight=1)
     calls = 0
     assert isinstance(engine.drafter, ModelPasses)
     model = engine.drafter.model
@@ -366,17 +366,17 @@ def test_nothing_depends_on_stale_memory(pair: Pair, monkeypatch: pytest.MonkeyP
     engine, reference = (pair.engine(gpu=gpu, monkeypatch=monkeypatch) for gpu in (True, False))
     runner = engine.runner
     assert isinstance(runner, CudaRunner)
-    launch = runner.launch
+    execute = runner.execute
 
     def poisoned(*args: Any) -> None:
         poison(runner)
-        launch(*args)
+        execute(*args)
 
     with torch.inference_mode():
         for cache in (runner.kv_cache, runner.ctx.drafter.kv_cache):  # type: ignore[union-attr]
             for layer in cache.layers:
                 layer.fill_(torch.nan)
-    monkeypatch.setattr(runner, "launch", poisoned)
+    monkeypatch.setattr(runner, "execute", poisoned)
     theirs = generate(reference, [GREEDY] * 3, 4)
     assert_no_ties(pair, theirs, [GREEDY] * 3, monkeypatch=monkeypatch)
     assert_same(generate(engine, [GREEDY] * 3, 4), theirs)
@@ -384,7 +384,7 @@ def test_nothing_depends_on_stale_memory(pair: Pair, monkeypatch: pytest.MonkeyP
 
 @torch.inference_mode()
 def poison(runner: CudaRunner) -> None:
-    """Fill whatever a launch must not read before writing it: buffers, workspaces, results; counters stay zero."""
+    """Fill whatever a step must not read before writing it: buffers, workspaces, results; counters stay zero."""
     ctx = runner.ctx
     constant = {"uniform_start", "draft_logits"}
     tensors = [tensor for name, tensor in ctx.buffers.tensors().items() if name not in constant]

@@ -68,7 +68,7 @@ def test_a_model_of_experts_alone_has_no_buffers_of_an_mlp(folder: Path) -> None
 
 
 def test_argmax_agrees_with_logits(folder: Path) -> None:
-    """Bit for bit with the logits of its own launch, within rounding with those of another launch or width: how a
+    """Bit for bit with the logits of its own step, within rounding with those of another step or width: how a
     product of fewer columns is summed is up to the split of the work, and above 64 rows to the library."""
     model = on_device(load(folder, "qwen3", torch.float32))
     lm_head = model.weights.lm_head

@@ -1,5 +1,5 @@
-"""Launches that run as late as a GPU may run them: records stay as they were planned until then, and results are read
-behind `wait` alone. Launches are deferred whole, not op by op."""
+"""Steps that run as late as a GPU may run them: records stay as they were planned until then, and results are read
+after `wait` alone. Steps are deferred whole, not op by op."""
 
 import random
 from collections import deque
@@ -16,21 +16,21 @@ from .cuda_engines import generate
 from .test_cuda_runner import GREEDY, Pair, make_pair
 
 UNREAD = -(1 << 40)
-"""What results are until their launch has run."""
+"""What results are until their step has run."""
 
 
 class Deferred:
-    """A stream that runs its launches when it is waited for, and now and then earlier."""
+    """A stream that runs its steps when it is waited for, and now and then earlier."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self._rng = random.Random(seed)
-        self._launch: Callable[[RingSlot, Header], None] = engine.runner.launch
+        self._execute: Callable[[RingSlot, Header], None] = engine.runner.execute
         self._queue: deque[tuple[RingSlot, Header, bytes]] = deque()
         self.most = 0
-        engine.runner.launch = self.launch  # type: ignore[method-assign]
+        engine.runner.execute = self.execute  # type: ignore[method-assign]
         engine.runner.wait = self.wait  # type: ignore[method-assign]
 
-    def launch(self, slot: RingSlot, header: Header) -> None:
+    def execute(self, slot: RingSlot, header: Header) -> None:
         slot.results[:] = UNREAD
         self._queue.append((slot, header, slot.record.tobytes()))
         self.most = max(self.most, len(self._queue))
@@ -44,7 +44,7 @@ class Deferred:
     def _run(self) -> None:
         slot, header, record = self._queue.popleft()
         assert slot.record.tobytes() == record, "a record was overwritten in flight"
-        self._launch(slot, header)
+        self._execute(slot, header)
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +62,15 @@ def run(pair: Pair, monkeypatch: pytest.MonkeyPatch, seed: int | None) -> tuple[
     return texts, 0 if stream is None else stream.most
 
 
-def test_late_launches_write_the_same(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_steps_write_the_same(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = run(pair, monkeypatch, None)
     texts, most = run(pair, monkeypatch, 0)
     assert texts == expected
-    assert most == 2, "two launches were in flight"
+    assert most == 2, "two steps were in flight"
 
 
 def test_a_record_overwritten_in_flight_is_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring.Ring, "slot", lambda self, launch_id: self._slots[0])
+    monkeypatch.setattr(ring.Ring, "slot", lambda self, step_id: self._slots[0])
     with pytest.raises(Exception, match="overwritten in flight"):
         run(pair, monkeypatch, 0)
 

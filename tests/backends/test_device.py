@@ -130,7 +130,7 @@ class Loaded(Exception):
 
 @pytest.mark.parametrize("given", [False, True], ids=["loaded", "shared"])
 def test_an_engine_is_built_with_its_device_current(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the caller's is current again behind it: kernels and graphs of `cuda:1` are made on device 1."""
+    """And the caller's is current again after it: kernels and graphs of `cuda:1` are made on device 1."""
     pretend(monkeypatch)
     entered: list[str] = []
 

@@ -109,10 +109,10 @@ TABLE = {
     "stop: the last draft": Case(
         10, 4, m=4, stop=3, k_r=4, emitted=4, n_after=14, draft_len_after=13, reason=ENDS_BY_STOP
     ),
-    "stop: the token behind the drafts": Case(
+    "stop: the token after the drafts": Case(
         10, 4, m=4, stop=4, k_r=4, emitted=5, n_after=15, draft_len_after=13, reason=ENDS_BY_STOP
     ),
-    "stop: behind what is emitted": Case(10, 4, m=1, stop=2, k_r=4, emitted=2, n_after=12, draft_len_after=11),
+    "stop: after what is emitted": Case(10, 4, m=1, stop=2, k_r=4, emitted=2, n_after=12, draft_len_after=11),
     "stop: before min_len": Case(10, 4, m=4, stop=1, min_len=12, k_r=4, emitted=5, n_after=15, draft_len_after=13),
     "stop: at min_len": Case(
         10, 4, m=4, stop=2, min_len=12, k_r=4, emitted=3, n_after=13, draft_len_after=12, reason=ENDS_BY_STOP
@@ -227,7 +227,7 @@ def test_triton(case: Case) -> None:
         1,  # unfed drafts of a draft model: the last one
         allowed_top=None if case.empty is None else allowed_top,
     )
-    update_rows(state, test_prepare.entries_of(out), decided, reported)
+    update_rows(state, test_prepare.sequences_of(out), decided, reported)
     check(case, k_r, After.of(state), reported, drafts)
 
 
@@ -297,17 +297,17 @@ class Step:
         record["admit_stop_ids"][: core.MAX_STOP_IDS] = [-1, STOP, *[-1] * (core.MAX_STOP_IDS - 2)]
         record["upload_token"][case.n - 1] = START
         record["block_index"][: self.num_blocks] = record["block_id"][: self.num_blocks] = range(self.num_blocks)
-        self._launch(runner, num_admitted=1, num_upload_tokens=case.n, num_block_updates=self.num_blocks)
+        self._execute(runner, num_admitted=1, num_upload_tokens=case.n, num_block_updates=self.num_blocks)
         if not case.active:
             end()
         self.slot.results[:] = -5
         for name, value in {"k": case.k, "capacity": case.capacity, "n_upper": case.n}.items():
-            record[f"entry_{name}"][0] = value
-        self._launch(runner, num_decode=1, max_k=case.k)
+            record[f"seq_{name}"][0] = value
+        self._execute(runner, num_decode=1, max_k=case.k)
 
-    def _launch(self, runner: CpuRunner | ReferenceRunner, **header: int) -> None:
+    def _execute(self, runner: CpuRunner | ReferenceRunner, **header: int) -> None:
         self.slot.record_arrays["header"][: len(core.HEADER_FIELDS)] = [header.get(x, 0) for x in core.HEADER_FIELDS]
-        runner.launch(self.slot, self.slot.header())
+        runner.execute(self.slot, self.slot.header())
 
     @property
     def reported(self) -> Results:
@@ -391,17 +391,17 @@ def test_rust(case: Case) -> None:
     )
 
     def settle(reported: Results) -> tuple[int, int]:
-        """`reported` of entry 0, to the scheduler; how many tokens are new, and the finish reason."""
+        """`reported` of sequence 0, to the scheduler; how many tokens are new, and the finish reason."""
         for name, values in zip(Results.__slots__, reported.tensors(), strict=True):
             reports[name][: values.numel()] = values.flatten().numpy()
-        scheduler.settle(int(record["header"][core.HEADER_FIELDS.index("launch_id")]), buffers[1], settled)
+        scheduler.settle(int(record["header"][core.HEADER_FIELDS.index("step_id")]), buffers[1], settled)
         layout = scheduler.settled_layout()
         return int(settled[layout["num_new"][0]]), int(settled[layout["finish_reason"][0]])
 
     def plan() -> int:
-        assert scheduler.plan(buffers[0]) == core.PLAN_LAUNCH
+        assert scheduler.plan(buffers[0]) == core.PLAN_STEP
         scheduler.check_integrity()
-        return int(record["entry_k"][0])
+        return int(record["seq_k"][0])
 
     # The prompt, whose last chunk emits the n-th token.
     assert plan() == 0
@@ -409,8 +409,8 @@ def test_rust(case: Case) -> None:
     assert settle(Results(one, nothing, nothing, nothing, nothing, torch.full((1, MAX_K + 1), OTHER))) == (1, NONE)
 
     assert plan() == case.k_r, "what the device would draft, so that no verification row is idle"
-    assert record["entry_n_upper"][0] == case.n
-    assert record["entry_capacity"][0] >= min(case.n + case.k_r, case.limit)
+    assert record["seq_n_upper"][0] == case.n
+    assert record["seq_capacity"][0] >= min(case.n + case.k_r, case.limit)
     step, after = run_reference(case)
     assert settle(step.reported) == (case.emitted, case.reason)
     assert scheduler.has_unfinished() == after.active
@@ -424,7 +424,7 @@ def test_rust(case: Case) -> None:
 
     left = min(case.k, case.limit - case.n_after - 1, case.context - case.n_after + 1)
     assert plan() == max(left, 0)
-    assert record["entry_n_upper"][0] == case.n_after
+    assert record["seq_n_upper"][0] == case.n_after
     lag = case.n_after - 1 - case.draft_len_after
     if case.k_r and left > 0:
         chunks = int(record["header"][core.HEADER_FIELDS.index("num_draft_chunks")])

@@ -10,7 +10,7 @@ from checkpoints import make_checkpoint
 from kernel_launches import Recorder, fake_context
 from module_files import load_file
 from specrs.backends.cuda import drafting, iteration
-from specrs.backends.cuda.context import entries_of
+from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.shapes import LogitsMode, Shape
 from specrs.forecast.roofline import Roofline, gpu_of
 from specrs.kernels.kv_codes import FRACTIONS
@@ -70,10 +70,10 @@ def test_an_iteration_of_several_kv_groups_has_a_kernel_for_them(
     roofline = Roofline(gpu_of("H200"), load_config(target), load_config(target), context=128)
     with fake_context(target, target, 3, max_num_seqs=8, max_model_len=16384) as ctx:
         assert len(ctx.state.tables) == groups
-        entries = entries_of(ctx.record.views, "num_decode")
+        sequences = sequences_of(ctx.record.views, "num_decode")
         for batch, k in ((1, 0), (2, 3)):
             with Recorder() as recorder:
-                iteration.run(ctx, Shape(batch, k, batch * (k + 1), LogitsMode.GREEDY), entries)
+                iteration.run(ctx, Shape(batch, k, batch * (k + 1), LogitsMode.GREEDY), sequences)
             # Of a draft with windows, where a row's KV begins is looked up.
             looked_up = int(k > 0 and ctx.draft_start is not None)
             assert roofline.kernels(batch, k) == len(recorder.kernels) - looked_up
@@ -81,7 +81,7 @@ def test_an_iteration_of_several_kv_groups_has_a_kernel_for_them(
 
 @pytest.mark.parametrize("family", ["qwen2", "olmo2", "gemma3_text", "qwen3_moe", "mixtral", "mistral"])
 def test_the_calculator_knows_every_family(family: str, tmp_path: Path) -> None:
-    """Norms behind and around blocks, windows, experts; few rows, more than 64, and more than 2,048."""
+    """Norms after and around blocks, windows, experts; few rows, more than 64, and more than 2,048."""
     fields = {"sliding_window": 32} if family == "mistral" else {}
     shape = {"layers": 3, "hidden": 64, "kv_heads": 2, "head_dim": 64, "vocab": 97}
     target = make_checkpoint(tmp_path, family, **shape, **fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Log probabilities of a launch's drafts: those of all rows at once, in a bounded part of their memory."""
+"""Log probabilities of a step's drafts: those of all rows at once, in a bounded part of their memory."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 import specrs.backends.cuda.sampling.logprobs as logprobs
 import torch
-from specrs.backends.cuda.entries import flat_rows
-from specrs.backends.cuda.sampling.sampling_state import EntrySampling
+from specrs.backends.cuda.sampling.sampling_state import SequenceSampling
+from specrs.backends.cuda.sequences import flat_rows
 from specrs.verify.logprobs import LogprobsMode, logprob_values, token_logprobs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,9 +30,9 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def coldest(adjusted: Tensor, entries: Tensor) -> Tensor:
-    """A filter that knows which entry a row is of: entry b loses its tokens below `b % 5`."""
-    return adjusted.masked_fill(torch.arange(VOCAB) < entries[:, None] % 5, -torch.inf)
+def coldest(adjusted: Tensor, sequences: Tensor) -> Tensor:
+    """A filter that knows which sequence a row is of: sequence b loses its tokens below `b % 5`."""
+    return adjusted.masked_fill(torch.arange(VOCAB) < sequences[:, None] % 5, -torch.inf)
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
@@ -40,16 +40,16 @@ def test_rows_run_a_few_at_a_time(mode: LogprobsMode, monkeypatch: pytest.Monkey
     monkeypatch.setattr(logprobs, "_ROWS_AT_ONCE", ROWS)
     planned = (3, 3, 2, *[1] * 9, 0, 0)
     flat, random = flat_rows(planned), torch.Generator().manual_seed(0)
-    total, width = len(flat.entry), max(planned) + 1
+    total, width = len(flat.sequence), max(planned) + 1
     raw, adjusted = (torch.randn(total, VOCAB, generator=random) for _ in range(2))
     tokens = torch.randint(VOCAB, (len(planned), width), generator=random)
-    sampling = cast(EntrySampling, SimpleNamespace(num_logprobs=3, filter=coldest, it=SimpleNamespace(flat=flat)))
+    sampling = cast(SequenceSampling, SimpleNamespace(num_logprobs=3, filter=coldest, it=SimpleNamespace(flat=flat)))
     with Largest() as largest:
-        found = logprobs.entry_logprobs(mode, range(5, 5 + len(planned)), raw, adjusted, tokens, sampling)
+        found = logprobs.sequence_logprobs(mode, range(5, 5 + len(planned)), raw, adjusted, tokens, sampling)
     assert len(planned) * width > 4 * ROWS
     assert largest.numel <= ROWS * VOCAB, "a tensor holds more rows than run at once"
 
-    values = logprob_values(mode, raw, coldest(adjusted, flat.entry))
+    values = logprob_values(mode, raw, coldest(adjusted, flat.sequence))
     expected = token_logprobs(values[flat.index.flatten()], tokens.flatten(), 3)
     assert list(found) == list(range(5, 5 + len(planned)))
     for name in ("value", "rank", "top_ids", "top_values"):

@@ -1,4 +1,4 @@
-"""Prompt chunks behind the rows of verification: the tokens of the CPU loop, and for those that decode what they have
+"""Prompt chunks after the rows of verification: the tokens of the CPU loop, and for those that decode what they have
 without any.
 
 As in `test_cuda_runner`, kernels are run by Triton's interpreter, and a replay runs what it would replay.
@@ -24,7 +24,7 @@ from .test_cuda_groups import one_group
 from .test_cuda_groups import pair as grouped  # noqa: F401 (a fixture)
 from .test_cuda_runner import GREEDY, Pair, assert_same, assert_same_counts, pair, poison  # noqa: F401 (a fixture)
 
-# One and two tokens, what fits behind verification, and what does not.
+# One and two tokens, what fits after verification, and what does not.
 PROMPTS = [[5, 9, 2, 33, 7], [60], [8, 8, 19, 30, 2, 40, 3, 22, 12], [7, 1], [11] * 26]
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9)
 FIELDS: dict[str, Any] = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "num_gpu_blocks_override": 60}
@@ -34,7 +34,7 @@ NUM_TOKENS = 6
 
 
 def arrive(engine: Engine, params: list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[Request]:
-    """Each prompt a launch behind the one before, to its end."""
+    """Each prompt a step after the one before, to its end."""
     requests = [
         Request(i, prompt, own.replace(max_tokens=NUM_TOKENS, ignore_eos=True), num_speculative_tokens=K, seed=100 + i)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
@@ -70,21 +70,21 @@ def test_same_tokens(
     fields: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With buffers and workspaces full of nonsense before every launch."""
+    """With buffers and workspaces full of nonsense before every step."""
     mine, theirs = (pair.engine(gpu=gpu, rule=rule, monkeypatch=monkeypatch, **(FIELDS | fields)) for gpu in (1, 0))
     graphs = give_graphs(mine)
     runner = mine.runner
     assert isinstance(runner, CudaRunner)
     if "method" not in fields:
-        launch = runner.launch
+        execute = runner.execute
 
         def poisoned(*args: Any) -> None:
             poison(runner)
-            launch(*args)
+            execute(*args)
 
-        monkeypatch.setattr(runner, "launch", poisoned)
+        monkeypatch.setattr(runner, "execute", poisoned)
     rode: list[bool] = []
-    mine.watch = lambda slot, header, ms: rode.append(slot.merged)  # what such launches take is not learnt from
+    mine.watch = lambda slot, header, ms: rode.append(slot.merged)  # what such steps take is not learnt from
     assert_same(arrive(mine, params), arrive(theirs, params))
     assert sum(rode) == len(merged(graphs))
     ours, cpus = mine.stats(), theirs.stats()
@@ -140,7 +140,7 @@ def test_attention_of_those_that_decode_is_cut_up_as_without_chunks(
     pair: Pair,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A row's sums have one order beside an arrival and alone; cut up for all entries they would have another."""
+    """A row's sums have one order beside an arrival and alone; cut up for all sequences they would have another."""
     engine = pair.engine(gpu=True, monkeypatch=monkeypatch, **FIELDS)
     runner = engine.runner
     assert isinstance(runner, CudaRunner)

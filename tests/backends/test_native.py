@@ -1,7 +1,7 @@
-"""The CPU's runner against the reference on the same passes: row state, KV and results of random launches, bit by bit.
+"""The CPU's runner against the reference on the same passes: row state, KV and results of random steps, bit by bit.
 
-Records are made up (`made_launches`), not planned: rows that ended, are short of blocks, lag, meet stops and limits.
-SPECRS_LAUNCHES is how many launches all cases run together; `make launches` runs a million.
+Records are made up (`made_steps`), not planned: rows that ended, are short of blocks, lag, meet stops and limits.
+SPECRS_STEPS is how many steps all cases run together; `make steps` runs a million.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from specrs.reference.rows import Row
 from specrs.reference.step import ReferenceRunner
 from specrs.verify.token_logprobs import TokenLogprobs
 
-from .made_launches import (
+from .made_steps import (
     BLOCK_SIZE,
     BUDGET,
     DEVICE_DRAFTERS,
@@ -204,14 +204,14 @@ class Pair:
         runner.extras = MadeUpExtras()
         return Reference(runner, RingSlot(self.scheduler, MAX_K if drafter != "none" else 0))
 
-    def launch(self, rng: np.random.Generator, drafter: str) -> Made:
-        """Make up a launch and run it on both."""
+    def run_step(self, rng: np.random.Generator, drafter: str) -> Made:
+        """Make up a step and run it on both."""
         made = Made(rng, self.native.state, self.native.slot, drafter, windowed=self.windowed)
         self.reference.slot.record[:] = self.native.slot.record
         for slot in (self.reference.slot, self.native.slot):
             slot.results[:] = -9
-        self.reference.runner.launch(self.reference.slot, self.reference.slot.header())
-        self.native.runner.launch(self.native.slot, self.native.slot.header())
+        self.reference.runner.execute(self.reference.slot, self.reference.slot.header())
+        self.native.runner.execute(self.native.slot, self.native.slot.header())
         return made
 
 
@@ -236,7 +236,7 @@ def shake_hidden(state: RowState, rng: np.random.Generator) -> None:
 
 
 def shake(pair: Pair, rng: np.random.Generator) -> None:
-    """Rows as they may be before a launch, the same on both sides; now and then some blocks of KV are NaN."""
+    """Rows as they may be before a step, the same on both sides; now and then some blocks of KV are NaN."""
     state, rows = pair.native.state, pair.reference.runner.rows
     for row in range(ROWS):
         ended = not state.active[row] or state.num_tokens[row] >= state.limit[row]
@@ -288,32 +288,34 @@ class NearDraws:
 
 
 def compare(pair: Pair, made: Made) -> dict[str, int]:
-    """What a launch leaves, on both sides; what of it was seen."""
+    """What a step leaves, on both sides; what of it was seen."""
     reference, native = pair.reference, pair.native
     count = made.header["num_decode"] + made.header["num_prefill"]
-    rows = native.slot.record_arrays["entry_row"][:count].tolist()
+    rows = native.slot.record_arrays["seq_row"][:count].tolist()
     flags = native.slot.results_arrays["flags"][:count].tolist()
     # Of what is short of blocks only that is reported by both, because they do not look at the same logits then.
     theirs = reference.slot.results_arrays["flags"][:count].tolist()
     assert [flag & core.FLAG_CAPACITY or flag for flag in flags] == theirs
     # Drafts of logits that are not finite are any tokens. What stands of them is another number then.
-    faulty = [entry for entry, flag in enumerate(flags) if flag & core.FLAG_DRAFT_NON_FINITE]
-    others = [entry for entry in range(count) if entry not in faulty]
+    faulty = [sequence for sequence, flag in enumerate(flags) if flag & core.FLAG_DRAFT_NON_FINITE]
+    others = [sequence for sequence in range(count) if sequence not in faulty]
     for name in SECTIONS:
         mine, own = (slot.results_arrays[name][others].tolist() for slot in (native.slot, reference.slot))
         assert name == "flags" or mine == own, name
     emitted = native.slot.results_arrays["num_emitted"][:count].tolist()
-    for entry in others:
-        accepted, drafted = (int(native.slot.results_arrays[f"num_{what}"][entry]) for what in ("accepted", "drafted"))
-        for part in (slice(emitted[entry]), slice(accepted + 1, drafted + 1)):
-            assert np.array_equal(native.slot.tokens[entry, part], reference.slot.tokens[entry, part])
-    num_logprobs = compare_logprobs(native, reference, {entry: emitted[entry] for entry in others})
+    for sequence in others:
+        accepted, drafted = (
+            int(native.slot.results_arrays[f"num_{what}"][sequence]) for what in ("accepted", "drafted")
+        )
+        for part in (slice(emitted[sequence]), slice(accepted + 1, drafted + 1)):
+            assert np.array_equal(native.slot.tokens[sequence, part], reference.slot.tokens[sequence, part])
+    num_logprobs = compare_logprobs(native, reference, {sequence: emitted[sequence] for sequence in others})
     for row, own_row in reference.runner.rows.items():
-        if row not in [rows[entry] for entry in faulty]:
+        if row not in [rows[sequence] for sequence in faulty]:
             compare_row(native.state, row, own_row)
             if own_row.active and row not in made.admitted:
                 compare_drafting(native.state, row, own_row)
-    compare_kv(pair, [(rows[entry], made.lengths[rows[entry]]) for entry in faulty])
+    compare_kv(pair, [(rows[sequence], made.lengths[rows[sequence]]) for sequence in faulty])
     reported = {name: native.slot.results_arrays[name][:count] for name in SECTIONS}
     return {
         "accepted": int(reported["num_accepted"].sum()),
@@ -372,22 +374,22 @@ def compare_kv(pair: Pair, faulty: list[tuple[int, int]]) -> None:
 
 
 def compare_logprobs(native: Native, reference: Reference, emitted: dict[int, int]) -> int:
-    """Log probabilities of the tokens that entries emitted: the same but for roundings; of how many there were any.
+    """Log probabilities of the tokens that sequences emitted: the same but for roundings; of how many there were any.
 
     Among tokens whose values differ by no more than a rounding ranks may differ, too.
     """
     mine, theirs, rows = native.slot, reference.slot, reference.runner.rows
-    asked = {entry: rows[int(mine.record_arrays["entry_row"][entry])].request for entry in emitted}
+    asked = {sequence: rows[int(mine.record_arrays["seq_row"][sequence])].request for sequence in emitted}
     decoding = range(mine.header().num_decode)  # a prompt with pooling draws no token
     wanted = {
-        entry
-        for entry, many in emitted.items()
+        sequence
+        for sequence, many in emitted.items()
         if many
-        and asked[entry].logprobs != core.LOGPROBS_NONE
-        and ("pooling" not in asked[entry].steps or entry in decoding)
+        and asked[sequence].logprobs != core.LOGPROBS_NONE
+        and ("pooling" not in asked[sequence].steps or sequence in decoding)
     }
-    assert {entry for entry in mine.logprobs if entry in emitted} == wanted
-    pairs = [(mine.logprobs[entry], theirs.logprobs[entry], emitted[entry]) for entry in wanted]
+    assert {sequence for sequence in mine.logprobs if sequence in emitted} == wanted
+    pairs = [(mine.logprobs[sequence], theirs.logprobs[sequence], emitted[sequence]) for sequence in wanted]
     assert [told[:2] for told in mine.prompt_logprobs] == [told[:2] for told in theirs.prompt_logprobs]
     assert [request_id for request_id, _ in mine.pooled] == [request_id for request_id, _ in theirs.pooled]
     for (_, found), (_, other) in zip(mine.pooled, theirs.pooled, strict=True):
@@ -440,12 +442,12 @@ WINDOWED = {"model windowed": 6, "mixed parallel windowed": 11}
 """Cases in which target and draft see so many positions, by drafter."""
 GROUPED: dict[str, tuple[int | None, ...]] = {"model grouped": (5, None, 9), "mixed head grouped": (None, 7)}
 """Cases in which each layer of the target has a KV group and a window of its own, by drafter."""
-LAUNCHES = -(-int(os.environ.get("SPECRS_LAUNCHES", 300 * len(CASES))) // len(CASES))
+NUM_STEPS = -(-int(os.environ.get("SPECRS_STEPS", 300 * len(CASES))) // len(CASES))
 """Steps that each case runs."""
 
 
 @pytest.mark.parametrize(("drafter", "rule", "rates", "draft_vocab"), CASES)
-def test_random_launches(
+def test_random_steps(
     drafter: str, rule: str, rates: list[float] | None, draft_vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng, window = np.random.default_rng(draft_vocab + len(drafter + rule)), WINDOWED.get(drafter)
@@ -454,17 +456,17 @@ def test_random_launches(
     pair = Pair(drafter, rule, rates, draft_vocab, window, windows)
     seen: dict[str, int] = {}
     near, skipped = NearDraws(monkeypatch), 0
-    for _ in range(LAUNCHES):
+    for _ in range(NUM_STEPS):
         shake(pair, rng)
         near.count = 0
-        made = pair.launch(rng, drafter)
+        made = pair.run_step(rng, drafter)
         if near.count:
             skipped += 1
             continue
         for what, times in compare(pair, made).items():
             seen[what] = seen.get(what, 0) + times
-    assert skipped < LAUNCHES / 50
+    assert skipped < NUM_STEPS / 50
     never = {what for what, times in seen.items() if not times}
     drafts = set() if drafter != "none" else {"accepted", "rejected"}
     drafts |= set() if drafter in DEVICE_DRAFTERS else {"draft faults", "catch-up tokens"}
-    assert never == drafts, "every kind of launch must come up"
+    assert never == drafts, "every kind of step must come up"

@@ -1,4 +1,4 @@
-"""A recorded launch is all that a runner needs: written to a file, replayed on a fresh one, the same tokens."""
+"""A recorded step is all that a runner needs: written to a file, replayed on a fresh one, the same tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
 
 
 def fresh(bank: Bank, method: str, rule: str, depth: int) -> Engine:
-    """Few blocks, so that requests are preempted; small launches, so that prompts come in chunks."""
+    """Few blocks, so that requests are preempted; small steps, so that prompts come in chunks."""
     speculative: dict[str, Any] = {"num_speculative_tokens": K, "rejection_sample_method": rule}
     if method == "ngram":
         speculative |= {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -49,7 +49,7 @@ def fresh(bank: Bank, method: str, rule: str, depth: int) -> Engine:
         "max_num_seqs": 5,
         "max_num_batched_tokens": 24,
         "block_size": 8,
-        "launch_depth": depth,
+        "max_steps_in_flight": depth,
         "max_model_len": 104,
     }
     draft = None if method == "ngram" else bank.drafts["close"]
@@ -84,17 +84,17 @@ def test_a_replay_reports_the_same(bank: Bank, tmp_path: Path, method: str, rule
     engine = fresh(bank, method, rule, depth)
     recording, requests = serve(engine, bank)
     assert engine.scheduler.num_preemptions > 0
-    recording.save(tmp_path / "launches.npz")
-    loaded = Recording.load(tmp_path / "launches.npz")
+    recording.save(tmp_path / "steps.npz")
+    loaded = Recording.load(tmp_path / "steps.npz")
 
     other = fresh(bank, method, rule, depth)
     poison(other)
     replayed = loaded.replay(other.runner, other.scheduler)
-    assert other.scheduler.num_launches == 0
-    assert replayed.entries() == recording.entries()
-    emitted = sum(entry.counts["num_emitted"] for entry in replayed.entries())
+    assert other.scheduler.num_steps == 0
+    assert replayed.sequences() == recording.sequences()
+    emitted = sum(sequence.counts["num_emitted"] for sequence in replayed.sequences())
     assert emitted >= sum(len(request.output_token_ids) for request in requests) > 100
-    assert any(entry.counts["num_accepted"] for entry in replayed.entries())
+    assert any(sequence.counts["num_accepted"] for sequence in replayed.sequences())
 
 
 def test_a_replay_shows_what_differs(bank: Bank) -> None:
@@ -103,10 +103,10 @@ def test_a_replay_shows_what_differs(bank: Bank) -> None:
     first = next(i for i, record in enumerate(recording.records) if record[offset + 1])
     recording.records[first][offset + 1] ^= 1 << 20
     other = fresh(bank, "draft_model", "rejection", 1)
-    assert recording.replay(other.runner, other.scheduler).entries() != recording.entries()
+    assert recording.replay(other.runner, other.scheduler).sequences() != recording.sequences()
 
 
-def test_launches_with_extras_are_rejected(bank: Bank) -> None:
+def test_steps_with_extras_are_rejected(bank: Bank) -> None:
     engine = fresh(bank, "draft_model", "rejection", 1)
     engine.watch = recording = Recording.of(engine.scheduler, K)
     request = Request(
@@ -121,7 +121,7 @@ def test_launches_with_extras_are_rejected(bank: Bank) -> None:
     steps, _ = recording.layouts["record"]["admit_steps"]
     recording.records[0][steps] |= 1 << STEPS.index("extras")
     other = fresh(bank, "draft_model", "rejection", 1)
-    with pytest.raises(EngineError, match="request 0: the launch needs its extras"):
+    with pytest.raises(EngineError, match="request 0: the step needs its extras"):
         recording.replay(other.runner, other.scheduler)
 
 

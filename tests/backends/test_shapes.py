@@ -1,4 +1,4 @@
-"""Which graph a launch takes: large enough, one that is captured, and not mostly padding."""
+"""Which graph a step takes: large enough, one that is captured, and not mostly padding."""
 
 import itertools
 
@@ -9,8 +9,8 @@ from specrs.backends.cuda.shapes import Buckets, LogitsMode, Shape, batch_bucket
 
 
 @st.composite
-def launches(draw: st.DrawFn) -> tuple[Buckets, list[int], LogitsMode]:
-    """Buckets of an engine, the K of a launch's entries in descending order, and what follows its LM heads."""
+def steps(draw: st.DrawFn) -> tuple[Buckets, list[int], LogitsMode]:
+    """Buckets of an engine, the K of a step's sequences in descending order, and what follows its LM heads."""
     max_k = draw(st.integers(0, 16))
     max_num_seqs = draw(st.integers(1, 300))
     buckets = Buckets(batch_buckets(max_num_seqs), max_k, every_k=draw(st.booleans()))
@@ -22,9 +22,9 @@ def launches(draw: st.DrawFn) -> tuple[Buckets, list[int], LogitsMode]:
     return buckets, sorted(planned, reverse=True), draw(st.sampled_from(LogitsMode))
 
 
-@given(launches())
-def test_a_whole_graph_is_captured_and_holds_the_launch(launch: tuple[Buckets, list[int], LogitsMode]) -> None:
-    buckets, planned, logits_mode = launch
+@given(steps())
+def test_a_whole_graph_is_captured_and_holds_the_step(step: tuple[Buckets, list[int], LogitsMode]) -> None:
+    buckets, planned, logits_mode = step
     shape = buckets.whole(planned, logits_mode)
     count, k, rows = len(planned), planned[0], sum(planned) + len(planned)
     if logits_mode is LogitsMode.LOGITS:
@@ -38,9 +38,9 @@ def test_a_whole_graph_is_captured_and_holds_the_launch(launch: tuple[Buckets, l
         assert 2 * rows >= count * (k + 1), "mostly masked rows"
 
 
-@given(launches())
-def test_chained_passes_are_captured_and_hold_the_launch(launch: tuple[Buckets, list[int], LogitsMode]) -> None:
-    buckets, planned, logits_mode = launch
+@given(steps())
+def test_chained_passes_are_captured_and_hold_the_step(step: tuple[Buckets, list[int], LogitsMode]) -> None:
+    buckets, planned, logits_mode = step
     shape = buckets.chained(planned, logits_mode)
     assert shape is not None
     count, rows = len(planned), sum(planned) + len(planned)
@@ -79,7 +79,7 @@ def test_captures_go_from_the_largest_down() -> None:
     chunks=st.integers(1, 6),
     max_num_seqs=st.sampled_from([1, 5, 256]),
 )
-def test_chunks_behind_verification(batch: int, k: int, rows: int, chunks: int, max_num_seqs: int) -> None:
+def test_chunks_after_verification(batch: int, k: int, rows: int, chunks: int, max_num_seqs: int) -> None:
     batches = batch_buckets(max_num_seqs)
     buckets = Buckets(batches, 5, max_chunk_rows=512, max_chunks=max_num_seqs, merges=4)
     whole = buckets.whole([k] * batch, LogitsMode.GREEDY) if batch + chunks <= max_num_seqs else None
@@ -92,7 +92,7 @@ def test_chunks_behind_verification(batch: int, k: int, rows: int, chunks: int, 
         assert shape in set(buckets.merged_shapes())
         assert shape.decode == whole
         assert shape.rows <= 64, "products of more rows are cuBLAS's, in which no row is what it is alone"
-        assert batch + chunks <= shape.entries <= max_num_seqs
+        assert batch + chunks <= shape.num_seqs <= max_num_seqs
         assert shape.chunk_rows >= rows
         assert shape.verify.rows >= batch * (k + 1) + chunks
 

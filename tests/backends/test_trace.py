@@ -15,7 +15,7 @@ from specrs.backends.blueprint import Blueprint
 from specrs.backends.cuda import drafting, iteration
 from specrs.backends.cuda.build import make_context
 from specrs.backends.cuda.chunks import catch_up_pass, feeds_chunks, prompt_pass
-from specrs.backends.cuda.context import Context, entries_of
+from specrs.backends.cuda.context import Context, sequences_of
 from specrs.backends.cuda.sampling.sampling_state import SamplingState
 from specrs.backends.cuda.shapes import ChunkShape, LogitsMode, MergedShape, Shape
 from specrs.backends.weights import Weights
@@ -241,9 +241,9 @@ def test_an_iteration_stays_on_its_device(
 ) -> None:
     ctx = context(rule)
     shape = Shape(BATCH, k, BATCH * (k + 1), logits_mode)
-    entries = entries_of(ctx.record.views, "num_decode")
+    sequences = sequences_of(ctx.record.views, "num_decode")
     with torch.inference_mode(), Watch() as watch:
-        iteration.prepare(ctx, shape, entries)
+        iteration.prepare(ctx, shape, sequences)
         drafting.draft(ctx, shape)
         iteration.verify(ctx, shape)
         iteration.accept_and_update(ctx, shape)
@@ -265,12 +265,12 @@ def count_ours(watch: Watch) -> int:
 def test_other_drafters_stay_on_the_device(
     context: Callable[..., Context], kind: str, logits_mode: LogitsMode, rule: str
 ) -> None:
-    """Whole iterations, and single passes as chained launches have them; without passes where all drafts are there."""
+    """Whole iterations, and single passes as chained steps have them; without passes where all drafts are there."""
     ctx, counts = context(rule, kind), []
-    entries = entries_of(ctx.record.views, "num_decode")
+    sequences = sequences_of(ctx.record.views, "num_decode")
     for passes in (None, 0):
         with torch.inference_mode(), Watch() as watch:
-            iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), logits_mode, passes), entries)
+            iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), logits_mode, passes), sequences)
         counts.append(count_ours(watch))
     with torch.inference_mode(), Watch() as watch:
         for i in range(1, 2 if ctx.in_parallel else K + 1):
@@ -295,7 +295,7 @@ def test_passes_over_chunks_stay_on_the_device(context: Callable[..., Context], 
 
 @pytest.mark.parametrize("k", [0, K])
 @pytest.mark.parametrize("logits_mode", [LogitsMode.GREEDY, LogitsMode.SAMPLED])
-def test_chunks_behind_verification_stay_on_the_device(
+def test_chunks_after_verification_stay_on_the_device(
     context: Callable[..., Context], logits_mode: LogitsMode, k: int
 ) -> None:
     """An attention more a layer than the iteration alone."""
@@ -304,7 +304,7 @@ def test_chunks_behind_verification_stay_on_the_device(
     merged = MergedShape(alone, BATCH, ChunkShape(16, 1))
     counts = []
     for work in (
-        lambda: iteration.run(ctx, alone, entries_of(ctx.record.views, "num_decode")),
+        lambda: iteration.run(ctx, alone, sequences_of(ctx.record.views, "num_decode")),
         lambda: iteration.run_merged(ctx, merged),
     ):
         with torch.inference_mode(), Watch() as watch:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from specrs.backends.cuda import iteration
-from specrs.backends.cuda.context import entries_of
+from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.shapes import LogitsMode, Shape
 from specrs.kernels.coding import Coding
@@ -31,25 +31,25 @@ def test_an_iteration_stays_on_its_device(family: str, kernels: int, tmp_path: P
     target = make_checkpoint(tmp_path, family, **SHAPE)  # type: ignore[arg-type]
     with FakeTensorMode():
         ctx = make(target, target, "rejection", "draft")
-        entries = entries_of(ctx.record.views, "num_decode")
+        sequences = sequences_of(ctx.record.views, "num_decode")
         with torch.inference_mode(), Watch() as watch:
-            iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), LogitsMode.GREEDY), entries)
+            iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), LogitsMode.GREEDY), sequences)
     assert count_ours(watch) == 1 + (K + 1) * (kernels * LAYERS + 3) + 3
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 @pytest.mark.parametrize("logits_mode", [LogitsMode.GREEDY, LogitsMode.SAMPLED])
 def test_groups_take_one_kernel_more_an_iteration(logits_mode: LogitsMode, rule: str, tmp_path: Path) -> None:
-    """Slots and block tables of all groups behind the first."""
+    """Slots and block tables of all groups after the first."""
     target = make_checkpoint(tmp_path, "gemma3_text", sliding_window=8, **SHAPE)  # type: ignore[arg-type]
     counts = []
     for grouped in (False, True):
         with FakeTensorMode():
             ctx = make(target, target, rule, "draft", grouped=grouped)
             assert len(ctx.state.tables) == 1 + grouped
-            entries = entries_of(ctx.record.views, "num_decode")
+            sequences = sequences_of(ctx.record.views, "num_decode")
             with torch.inference_mode(), Watch() as watch:
-                iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), logits_mode), entries)
+                iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), logits_mode), sequences)
         counts.append(count_ours(watch))
         assert (len(ctx.state.group_tables) > 0) == grouped
     assert counts[1] == counts[0] + 1

@@ -57,7 +57,7 @@ def test_the_model_and_what_drafts_for_it(
     assert settings.get("dtype") == ("float32" if model is None else None)
 
 
-@pytest.mark.parametrize("ahead", [["--launch-depth=2"], ["--async-scheduling"]], ids=" ".join)
+@pytest.mark.parametrize("ahead", [["--max-steps-in-flight=2"], ["--async-scheduling"]], ids=" ".join)
 def test_two_steps_in_flight_leave_no_drafts_from_the_text(made: list[dict[str, Any]], ahead: list[str]) -> None:
     """Unless they are asked for, which the engine then rejects; the bundled draft model drafts in any case."""
     for argv in (["m/m"], [], ["m/m", "--speculation"]):

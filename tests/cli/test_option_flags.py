@@ -158,7 +158,7 @@ def test_flags_and_keys_of_the_file_reach_the_engine(
         argv = [declared.flag, *texts]
     assert main(["serve", *argv, "--model", "m"]) == 0
     name = declared.name
-    drafts = {} if value == 2 and name == "launch_depth" else {"speculative_config": DEFAULT_TEXT_DRAFTS}
+    drafts = {} if value == 2 and name == "max_steps_in_flight" else {"speculative_config": DEFAULT_TEXT_DRAFTS}
     assert made[0] == {"model": "m", **drafts, name: value}
     assert declared.check(ValueError, name, made[0][name]) == declared.check(ValueError, name, value)  # type: ignore[arg-type]
 

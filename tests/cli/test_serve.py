@@ -69,7 +69,7 @@ def test_prompt_lookup(served: list[tuple[EngineConfig, ServerSettings]]) -> Non
 def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
     flags = "--tokenizer t --revision r --dtype bfloat16 --seed 3 --max-model-len 4K --max-num-seqs 7 --block-size 32"
     more = "--max-num-batched-tokens 1k --num-gpu-blocks-override 9 --no-enable-prefix-caching --enforce-eager"
-    policy = "--long-prefill-token-threshold 1K --num-reserved-decode-tokens 128 --priority-aging-launches 50"
+    policy = "--long-prefill-token-threshold 1K --num-reserved-decode-tokens 128 --priority-aging-steps 50"
     stall = "--max-prefill-stall-ms 62.5"
     cpu = "--kv-cache-dtype fp8 --cpu-prefill amx --cpu-activations fp32 --no-cuda-fp8-rows -tp 2"
     cpu += " --distributed-timeout 7.5"
@@ -90,7 +90,7 @@ def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSetting
         max_num_batched_tokens=1000,
         long_prefill_token_threshold=1024,
         num_reserved_decode_tokens=128,
-        priority_aging_launches=50,
+        priority_aging_steps=50,
         max_prefill_stall_ms=62.5,
         num_gpu_blocks_override=9,
         enable_prefix_caching=False,
@@ -193,9 +193,9 @@ def test_switches_carry_values_or_none(
 def test_everyday_switches_of_vllm(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
     for flags in ("--enable-chunked-prefill", "--enable-chunked-prefill True", "--uvicorn-log-level warning"):
         assert main(["serve", "m/m", *flags.split(), "--enable-prefix-caching=False"]) == 0
-    for flags in ("--async-scheduling", "--async-scheduling --launch-depth 2", "--no-async-scheduling"):
+    for flags in ("--async-scheduling", "--async-scheduling --max-steps-in-flight 2", "--no-async-scheduling"):
         assert main(["serve", "m/m", *flags.split()]) == 0
-    depths = [config.launch_depth for config, _ in served]
+    depths = [config.max_steps_in_flight for config, _ in served]
     assert depths == [None, None, None, 2, 2, 1]
     assert [config.enable_prefix_caching for config, _ in served] == [False] * 3 + [True] * 3
 
@@ -242,7 +242,10 @@ def test_flags_without_meaning_are_served_at_their_defaults(served: list[tuple[E
         (["-sc.num_speculative_tokens=17"], "num_speculative_tokens=17: "),
         (["--spec-tokens", "17"], "num_speculative_tokens=17: "),
         (["--no-enable-chunked-prefill"], "enable_chunked_prefill=False: not implemented; allowed: None or True"),
-        (["--async-scheduling", "--launch-depth", "1"], "async_scheduling=True: contradicts launch_depth=1"),
+        (
+            ["--async-scheduling", "--max-steps-in-flight", "1"],
+            "async_scheduling=True: contradicts max_steps_in_flight=1",
+        ),
     ],
 )
 def test_rejected_values_are_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -301,7 +301,7 @@ def test_iterations_that_cannot_be() -> None:
         core.CpuIteration(scheduler(window_groups=[4]), one, target)
 
 
-def test_launches_check_their_buffers() -> None:
+def test_steps_check_their_buffers() -> None:
     made = scheduler()
     iteration = core.CpuIteration(made, state(), model())
     record, results = np.zeros(made.record_size, np.int64), np.zeros(made.results_size, np.int64)
@@ -322,7 +322,7 @@ def test_launches_check_their_buffers() -> None:
 
 
 def test_an_iteration_keeps_its_arrays() -> None:
-    """Nothing else holds them; a launch writes them still."""
+    """Nothing else holds them; a step writes them still."""
     made, prompt = scheduler(), np.array([3, 1, 4])
     iteration = core.CpuIteration(made, state(), model(), rule="coupled")
     record, results = np.zeros(made.record_size, np.int64), np.zeros(made.results_size, np.int64)
@@ -330,9 +330,9 @@ def test_an_iteration_keeps_its_arrays() -> None:
     made.add_request(7, prompt, limit=8, sampling=core.RequestSampling(temperature=0.0))
     tokens = []
     while made.has_unfinished():
-        assert made.plan(record) == core.PLAN_LAUNCH
+        assert made.plan(record) == core.PLAN_STEP
         assert iteration.run(record, results) == ((1, 0), None, [], [], [])
-        made.settle(int(record[core.HEADER_FIELDS.index("launch_id")]), results, settled)
+        made.settle(int(record[core.HEADER_FIELDS.index("step_id")]), results, settled)
         tokens.append(int(results[made.results_layout()["tokens"][0]]))
     assert len(tokens) == 5
     assert tokens == greedy(prompt.tolist(), 5)

@@ -72,7 +72,7 @@ def test_a_collapse_is_told_once() -> None:
     assert own.take_collapsed() == []
 
 
-def test_an_empty_launch_is_nothing() -> None:
+def test_an_empty_step_is_nothing() -> None:
     own = planner()
     assert decide(own, ints()).tolist() == []
     own.settle(ints(), ints(), ints(), ints(), 1.0)
@@ -149,12 +149,10 @@ def test_a_planner_of_another_size_is_rejected_by_the_scheduler() -> None:
     ),
     st.floats(0.001, 2.0),
 )
-def test_any_stream_of_launches_stays_within_bounds(
-    launches: list[list[tuple[int, int, int]]], draft_ms: float
-) -> None:
+def test_any_stream_of_steps_stays_within_bounds(steps: list[list[tuple[int, int, int]]], draft_ms: float) -> None:
     own = planner(draft_ms=draft_ms)
-    for launch in launches:
-        caps, lags, wanted = (ints(*column) for column in zip(*launch, strict=True))
+    for step in steps:
+        caps, lags, wanted = (ints(*column) for column in zip(*step, strict=True))
         ks = np.full(len(caps), -1)
         own.decide(np.arange(len(caps)), caps, lags, ks)
         assert ((ks >= 0) & (ks <= np.minimum(caps, K))).all()
@@ -162,55 +160,57 @@ def test_any_stream_of_launches_stays_within_bounds(
         assert all(0.0 < chance < 1.0 for chance in own.conditional_acceptance())
 
 
-Launch = tuple[list[tuple[int, ...]], int, int]
-"""By entry its row, K, drafter, drafts verified, accepted, flags; and chunks of prompts and of drafts."""
+Step = tuple[list[tuple[int, ...]], int, int]
+"""By sequence its row, K, drafter, drafts verified, accepted, flags; and chunks of prompts and of drafts."""
 
 
 @st.composite
-def launches(draw: st.DrawFn) -> Launch:
-    entries: list[tuple[int, ...]] = []
+def steps(draw: st.DrawFn) -> Step:
+    sequences: list[tuple[int, ...]] = []
     for row in draw(st.lists(st.integers(0, 3), unique=True)):
         k = draw(st.integers(0, K))
         drafted = draw(st.integers(0, k))
         flags = core.FLAG_NOTHING_DRAFTED if k and not drafted and draw(st.booleans()) else 0
         kind = draw(st.sampled_from([core.DRAFTER_DEVICE, core.DRAFTERS.index("ngram")])) if k else core.DRAFTER_DEVICE
-        entries.append((row, k, kind, drafted, draw(st.integers(0, drafted)), flags))
+        sequences.append((row, k, kind, drafted, draw(st.integers(0, drafted)), flags))
     chunks = st.just(0) | st.integers(1, 2)
-    return entries, draw(chunks), draw(chunks)
+    return sequences, draw(chunks), draw(chunks)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(launches(), max_size=4), st.booleans(), st.booleans(), st.floats(0.5, 9.0))
-def test_a_scheduler_tells_what_settle_would(told: list[Launch], on_device: bool, on_host: bool, ms: float) -> None:
+@given(st.lists(steps(), max_size=4), st.booleans(), st.booleans(), st.floats(0.5, 9.0))
+def test_a_scheduler_tells_what_settle_would(told: list[Step], on_device: bool, on_host: bool, ms: float) -> None:
     scheduler = scheduler_for(
         *[core.CachedDrafter(max_model_len=32)] * on_device, *[core.HostDrafter("ngram")] * on_host
     )
     by_scheduler, by_hand = planner(), planner()
-    for entries, num_prefill, num_draft_chunks in told:
+    for sequences, num_prefill, num_draft_chunks in told:
         # What is not written holds anything.
         record, results = np.full(scheduler.record_size, 77), np.full(scheduler.results_size, 77)
         for field, value in (
-            ("num_decode", len(entries)),
+            ("num_decode", len(sequences)),
             ("num_prefill", num_prefill),
             ("num_draft_chunks", num_draft_chunks),
         ):
             record[core.HEADER_FIELDS.index(field)] = value
-        columns = ("entry_row", "entry_k", "entry_drafter"), ("num_drafted", "num_accepted", "flags")
+        columns = ("seq_row", "seq_k", "seq_drafter"), ("num_drafted", "num_accepted", "flags")
         layouts = scheduler.record_layout(), scheduler.results_layout()
-        for i, entry in enumerate(entries):
+        for i, sequence in enumerate(sequences):
             for buffer, layout, names, values in zip(
-                (record, results), layouts, columns, (entry[:3], entry[3:]), strict=True
+                (record, results), layouts, columns, (sequence[:3], sequence[3:]), strict=True
             ):
                 for name, value in zip(names, values, strict=True):
                     buffer[layout[name][0] + i] = value
         scheduler.tell(by_scheduler, record, results, ms)
-        heard = [entry for entry in entries if not (on_device and on_host) or entry[2] == core.DRAFTER_DEVICE]
-        if entries:
+        heard = [
+            sequence for sequence in sequences if not (on_device and on_host) or sequence[2] == core.DRAFTER_DEVICE
+        ]
+        if sequences:
             rows, ks, _, drafted, accepted, flags = zip(*heard, strict=True) if heard else ((),) * 6
             counts = [
                 1 if flag == core.FLAG_NOTHING_DRAFTED else count for count, flag in zip(drafted, flags, strict=True)
             ]
-            timed = num_prefill == num_draft_chunks == 0 and len(heard) == len(entries)
+            timed = num_prefill == num_draft_chunks == 0 and len(heard) == len(sequences)
             by_hand.settle(ints(*rows), ints(*ks), ints(*counts), ints(*accepted), ms if timed else None)
         assert by_scheduler.conditional_acceptance() == by_hand.conditional_acceptance()
         assert by_scheduler.costs().table == by_hand.costs().table

@@ -16,7 +16,7 @@ from specrs.forecast import Series, series
 from tests.data_sets import data_file
 
 TOKENS = 250  # output tokens of a request
-LAUNCHES = 1500
+NUM_STEPS = 1500
 
 
 class Engine:
@@ -30,7 +30,9 @@ class Engine:
         self.own = np.stack([self.temper() for _ in range(batch)])
         self.left = self.random.integers(2, TOKENS, batch)  # ends spread evenly, as where requests arrive one by one
         ks = range(1, len(chances) + 1)
-        self.steps = np.array([[0.0] + [costs.ms(c, k) - costs.ms(c, k - 1) for c in range(1, batch + 1)] for k in ks])
+        self.increments = np.array(
+            [[0.0] + [costs.ms(c, k) - costs.ms(c, k - 1) for c in range(1, batch + 1)] for k in ks]
+        )
         self.fixed_ms = np.array([costs.ms(batch, k) / batch for k in (0, *ks)])
         self.ms = 0.0
         self.others = np.zeros(len(chances) + 1)  # milliseconds that each fixed K takes for the same tokens
@@ -40,13 +42,13 @@ class Engine:
         odds = self.chances / (1 - self.chances) * np.exp(self.spread * self.random.standard_normal())
         return np.asarray(odds / (1 + odds))
 
-    def launch(self) -> None:
-        """One launch of the planner's choice."""
+    def run_step(self) -> None:
+        """One step of the planner's choice."""
         k, most = np.zeros(self.batch, dtype=np.int64), len(self.chances)
         self.planner.decide(self.rows, np.minimum(most, self.left - 1), self.lags, k)
         drafted = np.arange(most) < k[:, None]
         counts = drafted.sum(axis=0)
-        ms = self.costs.ms(self.batch, 0) + float(self.steps[np.arange(most), counts].sum())
+        ms = self.costs.ms(self.batch, 0) + float(self.increments[np.arange(most), counts].sum())
         self.ms += ms
         gains = np.cumprod(self.own, axis=1)
         lengths = 1.0 + np.concatenate([np.zeros((self.batch, 1)), np.cumsum(gains, axis=1)], axis=1)
@@ -61,9 +63,9 @@ class Engine:
             self.planner.reset(int(row))
 
     def speedups(self) -> NDArray[np.float64]:
-        """Over each fixed K, for the same tokens of the same requests, from the first launch on."""
-        for _ in range(LAUNCHES):
-            self.launch()
+        """Over each fixed K, for the same tokens of the same requests, from the first step on."""
+        for _ in range(NUM_STEPS):
+            self.run_step()
         return self.others / self.ms
 
 

@@ -41,7 +41,7 @@ def test_one_request_from_prompt_to_length() -> None:
     text: list[int] = []
     reason = core.FINISH_NONE
     while reason == core.FINISH_NONE:
-        assert scheduler.plan(record) == core.PLAN_LAUNCH
+        assert scheduler.plan(record) == core.PLAN_STEP
         assert scheduler.num_in_flight == 1
         assert scheduler.plan(record.copy()) == core.PLAN_SETTLE_FIRST
         header = dict(zip(core.HEADER_FIELDS, record.tolist(), strict=False))
@@ -54,12 +54,12 @@ def test_one_request_from_prompt_to_length() -> None:
             assert header["num_decode"] == 1
         results[:] = 0
         layout = scheduler.results_layout()
-        drafted = min(int(section(record, scheduler.record_layout(), "entry_k")[0]), 10 - 5 - len(text) - 1)
+        drafted = min(int(section(record, scheduler.record_layout(), "seq_k")[0]), 10 - 5 - len(text) - 1)
         section(results, layout, "num_drafted")[0] = drafted
         section(results, layout, "num_emitted")[0] = 1
         section(results, layout, "tokens")[0] = 100 + len(text)
         section(results, layout, "finish_reason")[0] = core.FINISH_LENGTH if len(text) == 4 else core.FINISH_NONE
-        scheduler.settle(header["launch_id"], results, settled)
+        scheduler.settle(header["step_id"], results, settled)
         scheduler.check_integrity()
         layout = scheduler.settled_layout()
         assert section(settled, layout, "request_id")[0] == 7
@@ -161,11 +161,11 @@ def test_life_cycle_errors() -> None:
         scheduler.add_request(3, PROMPT, limit=10)
     with pytest.raises(core.NotRunningError, match="request_id = 3 "):
         scheduler.preempt(3)
-    with pytest.raises(core.SettleOrderError, match="launch_id = 0 "):
+    with pytest.raises(core.SettleOrderError, match="step_id = 0 "):
         scheduler.settle(0, results, settled)
-    assert scheduler.plan(record) == core.PLAN_LAUNCH
+    assert scheduler.plan(record) == core.PLAN_STEP
     for wrong in (1, -1):
-        with pytest.raises(core.SettleOrderError, match=f"launch_id = {wrong} "):
+        with pytest.raises(core.SettleOrderError, match=f"step_id = {wrong} "):
             scheduler.settle(wrong, results, settled)
     scheduler.preempt(3)
     assert scheduler.num_preemptions == 1
@@ -182,7 +182,7 @@ def test_impossible_results_change_nothing() -> None:
     scheduler.add_request(3, PROMPT, limit=10)
     scheduler.plan(record)
     section(results, scheduler.results_layout(), "num_emitted")[0] = 2
-    with pytest.raises(core.InvalidResultsError, match="launch 0, entry 0: num_emitted = 2 "):
+    with pytest.raises(core.InvalidResultsError, match="step 0, sequence 0: num_emitted = 2 "):
         scheduler.settle(0, results, settled)
     assert scheduler.num_in_flight == 1
     section(results, scheduler.results_layout(), "num_emitted")[0] = 1
@@ -284,15 +284,15 @@ def test_prompts_are_copied() -> None:
 
 
 def run_alone(scheduler: Scheduler, request_id: int, prompt: NDArray[np.int64], **parameters: Any) -> list[Any]:
-    """Runs a request for one token; the KV events of its launches."""
+    """Runs a request for one token; the KV events of its steps."""
     record, results, settled = buffers(scheduler)
     section(results, scheduler.results_layout(), "num_emitted")[0] = 1
     section(results, scheduler.results_layout(), "finish_reason")[0] = core.FINISH_LENGTH
     scheduler.add_request(request_id, prompt, limit=len(prompt) + 1, **parameters)
     events = []
-    while scheduler.plan(record) == core.PLAN_LAUNCH:
+    while scheduler.plan(record) == core.PLAN_STEP:
         events += scheduler.take_kv_events()
-        scheduler.settle(int(record[core.HEADER_FIELDS.index("launch_id")]), results, settled)
+        scheduler.settle(int(record[core.HEADER_FIELDS.index("step_id")]), results, settled)
         events += scheduler.take_kv_events()
     return events
 
@@ -306,7 +306,7 @@ def test_a_request_by_its_id() -> None:
     view = scheduler.request(7)
     assert (view.state, view.row, view.num_tokens, view.limit) == ("waiting", None, 5, 10)
     assert view.block_table.tolist() == []
-    assert scheduler.plan(record) == core.PLAN_LAUNCH
+    assert scheduler.plan(record) == core.PLAN_STEP
     view = scheduler.request(7)
     assert (view.row, view.num_computed_tokens, view.num_draft_computed_tokens) == (0, 5, 0)
     assert (view.state, view.num_in_flight, view.num_speculative_tokens) == ("decode", 1, 3)

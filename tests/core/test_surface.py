@@ -65,9 +65,9 @@ def seen_by_a_host() -> tuple[core.RequestView, dict[type, object]]:
         scheduler.add_request(request_id, np.arange(request_id, request_id + 5), limit=7)
         view = scheduler.request(request_id)
         for reason in (core.FINISH_NONE, core.FINISH_LENGTH):
-            assert scheduler.plan(record) == core.PLAN_LAUNCH
+            assert scheduler.plan(record) == core.PLAN_STEP
             results[scheduler.results_layout()["finish_reason"][0]] = reason
-            scheduler.settle(int(record[core.HEADER_FIELDS.index("launch_id")]), results, settled)
+            scheduler.settle(int(record[core.HEADER_FIELDS.index("step_id")]), results, settled)
             batch = scheduler.take_kv_event_batch()
             if batch is not None:
                 events |= {type(event): event for event in [batch, *batch.events()]}
@@ -189,7 +189,7 @@ def test_errors_form_one_tree(name: str) -> None:
 
 
 def test_constants() -> None:
-    assert (core.PLAN_IDLE, core.PLAN_LAUNCH, core.PLAN_SETTLE_FIRST) == (0, 1, 2)
+    assert (core.PLAN_IDLE, core.PLAN_STEP, core.PLAN_SETTLE_FIRST) == (0, 1, 2)
     assert (core.FLAG_TARGET_NON_FINITE, core.FLAG_DRAFT_NON_FINITE, core.FLAG_CAPACITY) == (1, 2, 4)
     assert (core.FLAG_NOTHING_DRAFTED, core.FLAG_NO_TOKEN_ALLOWED) == (8, 16)
     reasons = (core.FINISH_NONE, core.FINISH_STOP, core.FINISH_LENGTH, core.FINISH_ABORT, core.FINISH_ERROR)

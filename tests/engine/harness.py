@@ -199,7 +199,7 @@ def run_greedy(engine: Engine, bank: Bank, jobs: list[Job], engine_k: int, **fie
 
 
 def assert_idle(engine: Engine) -> None:
-    """No request, no launch in flight, every block free, all invariants hold."""
+    """No request, no step in flight, every block free, all invariants hold."""
     scheduler = engine.scheduler
     scheduler.check_integrity()
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight) == (0, 0, 0)

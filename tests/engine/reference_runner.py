@@ -26,15 +26,15 @@ class EngineRunner(ReferenceRunner):
         super().__init__(*args, **settings)
         self.num_steps = 0
 
-    def launch(self, slot: RingSlot, header: Header) -> None:
-        super().launch(slot, header)
+    def execute(self, slot: RingSlot, header: Header) -> None:
+        super().execute(slot, header)
         self.num_steps += 1
 
     def use_extras(self, lookup: ExtrasLookup) -> None:
         self.extras = lookup
 
     def wait(self, slot: RingSlot) -> None:
-        """A step has ended when `launch` returns."""
+        """A step has ended when `execute` returns."""
 
     def close(self) -> None:
         """It has nothing to end."""

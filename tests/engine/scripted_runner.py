@@ -45,7 +45,7 @@ class ScriptedRunner:
     def use_extras(self, lookup: ExtrasLookup) -> None:
         self.lookup = lookup
 
-    def launch(self, slot: RingSlot, header: Header) -> None:
+    def execute(self, slot: RingSlot, header: Header) -> None:
         record, results = slot.record_arrays, slot.results_arrays
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
@@ -58,11 +58,11 @@ class ScriptedRunner:
             self.limit[row] = int(record["admit_limit"][i])
             self.admitted[row] = int(record["admit_request_id"][i]), length
             at += length
-        for entry in range(header.num_decode + header.num_prefill):
-            row, k = int(record["entry_row"][entry]), int(record["entry_k"][entry])
-            prefill = entry - header.num_decode
+        for sequence in range(header.num_decode + header.num_prefill):
+            row, k = int(record["seq_row"][sequence]), int(record["seq_k"][sequence])
+            prefill = sequence - header.num_decode
             if prefill < 0 or record["chunk_is_last"][prefill]:
-                self._iterate(entry, row, k, slot)
+                self._iterate(sequence, row, k, slot)
         self.num_target_passes += 1
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class ScriptedRunner:
     def wait(self, slot: RingSlot) -> None:
         pass
 
-    def _iterate(self, entry: int, row: int, k: int, slot: RingSlot) -> None:
+    def _iterate(self, sequence: int, row: int, k: int, slot: RingSlot) -> None:
         results = slot.results_arrays
         tokens, limit = self.tokens[row], self.limit[row]
         if len(tokens) >= limit:
@@ -84,14 +84,14 @@ class ScriptedRunner:
         accepted = min(drafted, len(tokens) % (K + 1))
         new = continuation(tokens, accepted + 1)
         tokens += new
-        results["num_drafted"][entry], results["num_accepted"][entry] = drafted, accepted
-        results["num_emitted"][entry] = len(new)
-        results["finish_reason"][entry] = FINISH_LENGTH if len(tokens) == limit else FINISH_NONE
+        results["num_drafted"][sequence], results["num_accepted"][sequence] = drafted, accepted
+        results["num_emitted"][sequence] = len(new)
+        results["finish_reason"][sequence] = FINISH_LENGTH if len(tokens) == limit else FINISH_NONE
         width = K + 1
-        results["tokens"][entry * width : entry * width + len(new)] = new
+        results["tokens"][sequence * width : sequence * width + len(new)] = new
         values = -torch.tensor(new, dtype=torch.float32)
         none = torch.empty(len(new), 0)
-        slot.logprobs[entry] = TokenLogprobs(values, torch.ones(len(new), dtype=torch.int64), none.long(), none)
+        slot.logprobs[sequence] = TokenLogprobs(values, torch.ones(len(new), dtype=torch.int64), none.long(), none)
 
 
 def make_engine(
@@ -118,7 +118,7 @@ def make_engine(
     )
     config = EngineConfig(
         speculative_config=SpeculativeConfig(num_speculative_tokens=K),
-        launch_depth=depth,
+        max_steps_in_flight=depth,
         max_num_seqs=max_num_seqs,
         max_prefill_stall_ms=max_prefill_stall_ms,
     )

@@ -27,7 +27,7 @@ K = 4
 
 @pytest.fixture(autouse=True)
 def _short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What launches cost matters to none of these tests."""
+    """What steps cost matters to none of these tests."""
     monkeypatch.setattr(warm_up, "SECONDS", 0.1)
 
 
@@ -41,7 +41,7 @@ def auto_engine(bank: Bank, draft: str = "close", **fields: object) -> Engine:
 
 
 def restless(engine: Engine, seed: int) -> None:
-    """Replace the planner by one whose costs are drawn anew every few launches, so that K jumps, 0 included."""
+    """Replace the planner by one whose costs are drawn anew every few steps, so that K jumps, 0 included."""
     chance, settled = random.Random(seed), 0
 
     def jump(slot: RingSlot, header: Header, ms: float) -> None:
@@ -84,7 +84,7 @@ def test_what_is_one_call_on_a_cpu_is_measured_for_a_shorter_time(
 @pytest.mark.parametrize("draft", ["close", "small"])
 def test_greedy_text_is_the_targets_whatever_k_does(native_qwen_bank: Bank, draft: str, depth: int) -> None:
     for seed in range(2):
-        engine = auto_engine(native_qwen_bank, draft, launch_depth=depth, max_num_seqs=3)
+        engine = auto_engine(native_qwen_bank, draft, max_steps_in_flight=depth, max_num_seqs=3)
         if seed:
             restless(engine, seed)
         jobs = []
@@ -144,22 +144,22 @@ def test_one_engine_is_made_and_is_complete(qwen_bank: Bank, monkeypatch: pytest
     monkeypatch.setattr(Engine, "__init__", noted)
     engine = auto_engine(qwen_bank)
     assert made == [engine]
-    assert (engine.scheduler.num_launches, engine.scheduler.num_free_blocks) == (0, engine.scheduler.num_blocks)
+    assert (engine.scheduler.num_steps, engine.scheduler.num_free_blocks) == (0, engine.scheduler.num_blocks)
 
 
 def test_costs_are_those_of_the_steps(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only passes advance, by 3 ms for a target's and 0.5 ms for a draft's, and a little with rows."""
     now = 0.0
     monkeypatch.setattr(warm_up.time, "perf_counter", lambda: now)
-    launch = CpuRunner.launch
+    execute = CpuRunner.execute
 
     def timed(runner: CpuRunner, slot: RingSlot, header: Header) -> None:
         nonlocal now
-        launch(runner, slot, header)
+        execute(runner, slot, header)
         rows = header.num_decode + header.num_prefill_tokens
         now += 1e-3 * (3.0 + 0.5 * header.max_k + 0.01 * rows + 0.25 * header.num_draft_tokens)
 
-    monkeypatch.setattr(CpuRunner, "launch", timed)
+    monkeypatch.setattr(CpuRunner, "execute", timed)
     monkeypatch.setattr(warm_up, "SECONDS", 1e9)
     monkeypatch.setattr(warm_up, "MAX_ROUNDS", 2)
     engine = auto_engine(qwen_bank)
@@ -178,7 +178,7 @@ def test_a_context_too_short_to_draft_in_still_serves(qwen_bank: Bank) -> None:
 
 
 @pytest.mark.parametrize(("draft", "better"), [("equal", True), ("small", False)])
-def test_the_planner_is_told_what_became_of_every_launch(native_qwen_bank: Bank, draft: str, better: bool) -> None:
+def test_the_planner_is_told_what_became_of_every_step(native_qwen_bank: Bank, draft: str, better: bool) -> None:
     engine = auto_engine(native_qwen_bank, draft)
     assert engine.planner is not None
     flat_costs(engine, 0.05)
@@ -207,7 +207,12 @@ def test_a_draft_whose_kv_is_overwritten_is_rebuilt_and_acceptance_comes_back(
 ) -> None:
     # The draft is the target, so every draft is accepted, until its KV is gone.
     engine = auto_engine(
-        native_qwen_bank, "equal", launch_depth=depth, max_model_len=512, max_num_seqs=2, max_num_batched_tokens=1024
+        native_qwen_bank,
+        "equal",
+        max_steps_in_flight=depth,
+        max_model_len=512,
+        max_num_seqs=2,
+        max_num_batched_tokens=1024,
     )
     flat_costs(engine, 0.05)
     jobs = [

@@ -140,7 +140,7 @@ class Bench:
             if drafter in self.drafts:
                 speculative["model"] = str(self.drafts[drafter])
         depth = 1 if drafter in ("ngram", "suffix", "list") else 2
-        defaults: dict[str, Any] = {"dtype": "float64", "launch_depth": depth, "max_num_batched_tokens": 16}
+        defaults: dict[str, Any] = {"dtype": "float64", "max_steps_in_flight": depth, "max_num_batched_tokens": 16}
         config = EngineConfig(
             model=str(self.target),
             speculative_config=speculative,
@@ -221,7 +221,7 @@ def requests_of(draw: Any) -> Asked:
 
 
 def watch_draft_faults(engine: Engine) -> None:
-    """Let a launch fail in which a mask of a draft's row is taken for a fault of the drafter."""
+    """Let a step fail in which a mask of a draft's row is taken for a fault of the drafter."""
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
         assert not (slot.results_arrays["flags"][: header.num_decode] & FLAG_DRAFT_NON_FINITE).any()

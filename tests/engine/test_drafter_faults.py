@@ -1,4 +1,4 @@
-"""A drafter that raises costs the drafts of its launch: texts, neighbours and counts stay, and it is logged once."""
+"""A drafter that raises costs the drafts of its step: texts, neighbours and counts stay, and it is logged once."""
 
 import logging
 from dataclasses import replace
@@ -58,7 +58,7 @@ def make_engine(drafts: Drafts, name: str, dtype: str, k: int, **fields: Any) ->
     """An engine whose KV is NaN at first."""
     bank, draft = drafts[name, dtype]
     if "," in name:
-        fields["launch_depth"] = 1
+        fields["max_steps_in_flight"] = 1
     speculative = {"model": str(draft), "num_speculative_tokens": k} | DRAFTERS[name]
     made = replace(config(bank.target, draft, k=k, dtype=dtype, **fields), speculative_config=speculative)
     if (name, dtype) not in LOADED:
@@ -72,8 +72,8 @@ def make_engine(drafts: Drafts, name: str, dtype: str, k: int, **fields: Any) ->
 def watch_integrity(engine: Engine) -> list[int]:
     """Return a list that fills with the flags of all sequences that decode.
 
-    After every launch the scheduler's invariants must hold, and KV that row state calls valid for a draft model must
-    have been written. (A head's is fed after its launch.)
+    After every step the scheduler's invariants must hold, and KV that row state calls valid for a draft model must
+    have been written. (A head's is fed after its step.)
     """
     seen: list[int] = []
     cache = engine.drafter.kv_cache
@@ -122,12 +122,12 @@ def test_any_pass_may_raise(name: str, dtype: str, data: st.DataObject, drafts: 
 def test_drafts_go_on_after_a_failure(
     name: str, dtype: str, depth: int, drafts: Drafts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The launch that fails has none, later ones have theirs: as many as without it, but for a few."""
+    """The step that fails has none, later ones have theirs: as many as without it, but for a few."""
     made = []
     for broken in ({0}, {1}, {2}, {4, 6}):
         with pytest.MonkeyPatch.context() as patch:
             faulty = Faulty(broken.__contains__, patch)
-            bank, engine = make_engine(drafts, name, dtype, 3, launch_depth=depth)
+            bank, engine = make_engine(drafts, name, dtype, 3, max_steps_in_flight=depth)
         flags = watch_integrity(engine)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -136,7 +136,7 @@ def test_drafts_go_on_after_a_failure(
             run(engine)
         assert job.output_token_ids == bank.continuations[5][:40]
         assert sum(engine.stats().draft_errors.values()) == faulty.raised == len(broken - {0})
-        logged = [record for record in caplog.records if "failed, and its launch went on" in record.getMessage()]
+        logged = [record for record in caplog.records if "failed, and its step went on" in record.getMessage()]
         assert len(logged) == min(faulty.raised, 1)
         assert all("BrokenError" in record.getMessage() for record in logged)
         made.append(engine.scheduler.acceptance_of(DRAFTER_DEVICE).drafts)
@@ -148,17 +148,17 @@ def test_drafts_go_on_after_a_failure(
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_one_that_always_raises_is_left_alone(name: str, dtype: str, depth: int, drafts: Drafts) -> None:
-    """It is tried more and more rarely: launches without drafts are planned as such."""
+    """It is tried more and more rarely: steps without drafts are planned as such."""
     with pytest.MonkeyPatch.context() as patch:
         faulty = Faulty(lambda call: True, patch)
-        bank, engine = make_engine(drafts, name, dtype, 3, launch_depth=depth)
+        bank, engine = make_engine(drafts, name, dtype, 3, max_steps_in_flight=depth)
     jobs = [request(i, bank.prompts[i], k=None, max_tokens=40, engine_k=3, ignore_eos=True) for i in range(6)]
     for job in jobs:
         engine.add_request(job)
     run(engine)
     assert [job.output_token_ids for job in jobs] == [text[:40] for text in bank.continuations[:6]]
     assert engine.scheduler.acceptance_of(DRAFTER_DEVICE).drafts == 0
-    assert 0 < faulty.raised <= 1 + engine.scheduler.num_launches.bit_length()
+    assert 0 < faulty.raised <= 1 + engine.scheduler.num_steps.bit_length()
     assert faulty.raised == sum(engine.stats().draft_errors.values())
     engine.reset_stats()
     assert not any(engine.stats().draft_errors.values())

@@ -45,12 +45,12 @@ def make_engine(bank: Bank, method: str, *, k: int | str, **fields: object) -> E
 
 
 def count_drafters(engine: Engine) -> list[set[int]]:
-    """Fills, launch by launch, with the drafters of its entries."""
+    """Fills, step by step, with the drafters of its sequences."""
     seen: list[set[int]] = []
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
         record, count = slot.record_arrays, header.num_decode
-        pairs = zip(record["entry_drafter"][:count], record["entry_k"][:count], strict=True)
+        pairs = zip(record["seq_drafter"][:count], record["seq_k"][:count], strict=True)
         seen.append({int(drafter) for drafter, k in pairs if k})
 
     engine.watch = watch
@@ -92,7 +92,7 @@ SAMPLED = [
 
 
 def sampled(bank: Bank, method: str, k: int, rule: str) -> tuple[list[list[int]], set[int]]:
-    """Every prompt with every way of sampling, and the drafters that shared a launch with another."""
+    """Every prompt with every way of sampling, and the drafters that shared a step with another."""
     engine = make_engine(bank, method, k=k, rule=rule)
     seen, jobs = count_drafters(engine), []
     for i, prompt in enumerate(bank.prompts[:12]):

@@ -40,7 +40,7 @@ def head_engine(bank: Bank, head: str, *, k: int, **fields: Any) -> Engine:
 
 @dataclass
 class Drafts:
-    """What an engine drafted: of each launch and row that did, where its head's context began, and the drafts."""
+    """What an engine drafted: of each step and row that did, where its head's context began, and the drafts."""
 
     engine: Engine
     rounds: dict[int, list[tuple[int, int, list[int]]]] = field(default_factory=dict)
@@ -48,15 +48,15 @@ class Drafts:
     def watch(self, patch: pytest.MonkeyPatch) -> "Drafts":
         """From now on."""
         request_of: dict[int, int] = {}
-        launch = self.engine.runner.launch
+        execute = self.engine.runner.execute
 
-        def launched(slot: RingSlot, header: Header) -> None:
+        def executed(slot: RingSlot, header: Header) -> None:
             record = slot.record_arrays
             admitted = (record[name][: header.num_admitted].tolist() for name in ("admit_row", "admit_request_id"))
             request_of.update(zip(*admitted, strict=True))
-            launch(slot, header)
+            execute(slot, header)
             decode, state = slice(0, header.num_decode), self.engine.runner.state
-            rows, counts = record["entry_row"][decode].tolist(), {}
+            rows, counts = record["seq_row"][decode].tolist(), {}
             for name in ("num_emitted", "num_accepted", "num_drafted"):
                 counts[name] = slot.results_arrays[name][decode].tolist()
             for row, tokens, emitted, accepted, drafted in zip(
@@ -67,7 +67,7 @@ class Drafts:
                     said = (int(state.draft_start[row]), int(state.num_tokens[row]) - emitted, drafts)
                     self.rounds.setdefault(request_of[row], []).append(said)
 
-        patch.setattr(self.engine.runner, "launch", launched)
+        patch.setattr(self.engine.runner, "execute", executed)
         return self
 
     def check(self, target: Any, head: Head, jobs: list[Request]) -> None:
@@ -240,8 +240,8 @@ def test_no_first_token_waits_for_a_native_head(head_bank: Bank) -> None:
 def test_drafts_change_no_bit(method: str, head_bank: Bank, data: st.DataObject) -> None:
     """Text is that of K = 0, and logits are its bits."""
     fields = data.draw(engine_settings(), label="engine")
-    if method != "eagle3":  # drafters on the host want the last launch settled
-        fields["launch_depth"] = 1
+    if method != "eagle3":  # drafters on the host want the last step settled
+        fields["max_steps_in_flight"] = 1
     engine_k = data.draw(st.integers(1, 8), label="engine K")
     head = data.draw(st.sampled_from(sorted(head_bank.drafts)), label="head")
     dtype = data.draw(st.sampled_from(["float32", "bfloat16"]), label="dtype")
@@ -390,7 +390,7 @@ def list_engine(bank: Bank, method: str, head: str, k: int, rule: str, **fields:
 @given(data=st.data())
 def test_lists_with_a_head_write_the_text_of_k_0(method: str, head_bank: Bank, data: st.DataObject) -> None:
     """Greedy under `rejection`, greedy and sampled under `coupled`."""
-    fields = data.draw(engine_settings(), label="engine") | {"launch_depth": 1}
+    fields = data.draw(engine_settings(), label="engine") | {"max_steps_in_flight": 1}
     engine_k = data.draw(st.integers(1, 8), label="engine K")
     rule = data.draw(st.sampled_from(["rejection", "coupled"]), label="rule")
     head = data.draw(st.sampled_from(sorted(head_bank.drafts)), label="head")

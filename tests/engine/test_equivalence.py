@@ -26,7 +26,7 @@ def engine_settings(draw: st.DrawFn) -> dict[str, object]:
         "max_num_batched_tokens": draw(st.sampled_from([7, 64, 512])),
         "enable_prefix_caching": draw(st.booleans()),
         "max_num_seqs": draw(st.sampled_from([1, 3, 8])),
-        "launch_depth": draw(st.sampled_from([1, 2])),
+        "max_steps_in_flight": draw(st.sampled_from([1, 2])),
         # From a pool that one long request fills (so that others are preempted) to one that never runs short.
         "num_gpu_blocks_override": draw(
             st.sampled_from([blocks_of_one, blocks_of_one + 2, 2 * blocks_of_one, 8 * blocks_of_one])

@@ -1,4 +1,4 @@
-"""A fault in a request or a launch ends what it concerns; neighbours, prefix cache and engine go on."""
+"""A fault in a request or a step ends what it concerns; neighbours, prefix cache and engine go on."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +42,7 @@ def poison_request(engine: Engine, monkeypatch: pytest.MonkeyPatch, marker: int,
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_non_finite_logits_end_their_request_alone(bank: Bank, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(bank.target, bank.drafts["close"], k=3, launch_depth=depth)
+    engine = make_engine(bank.target, bank.drafts["close"], k=3, max_steps_in_flight=depth)
     # A marker that no neighbour's text holds.
     used = {t for i in range(2, 7) for t in bank.prompts[i] + bank.continuations[i]}
     marker = next(t for t in range(211) if t not in used)
@@ -80,7 +80,7 @@ def test_a_poisoned_chunk_is_never_shared_before_its_prompt_ends(
     bank: Bank, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Prompts 5 and 6 begin alike for 64 tokens, four blocks, in chunks of 20; of the first, the second chunk is broken.
-    engine = make_engine(bank.target, None, k=0, max_num_batched_tokens=20, launch_depth=depth)
+    engine = make_engine(bank.target, None, k=0, max_num_batched_tokens=20, max_steps_in_flight=depth)
     jobs = [request(i, bank.prompts[i], k=None, max_tokens=20, engine_k=0, ignore_eos=True) for i in (6, 5)]
     calls = 0
     forward = TorchDecoder.forward
@@ -147,10 +147,10 @@ def test_a_draft_that_answers_nan_costs_drafts_not_text(bank: Bank, monkeypatch:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("fault", [RuntimeError("out of memory"), KeyboardInterrupt()])
-def test_a_fault_in_a_launch_ends_its_requests_and_leaves_the_engine_usable(
+def test_a_fault_in_a_step_ends_its_requests_and_leaves_the_engine_usable(
     bank: Bank, depth: int, fault: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(bank.target, bank.drafts["close"], k=3, launch_depth=depth, max_num_seqs=2)
+    engine = make_engine(bank.target, bank.drafts["close"], k=3, max_steps_in_flight=depth, max_num_seqs=2)
     jobs = [request(i, bank.prompts[i], k=3, max_tokens=20, engine_k=3, ignore_eos=True) for i in range(4)]
     for job in jobs:
         engine.add_request(job)
@@ -173,7 +173,7 @@ def test_a_fault_in_a_launch_ends_its_requests_and_leaves_the_engine_usable(
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_abort_waiting_running_and_in_flight(bank: Bank, depth: int) -> None:
-    engine = make_engine(bank.target, bank.drafts["close"], k=3, launch_depth=depth, max_num_seqs=2)
+    engine = make_engine(bank.target, bank.drafts["close"], k=3, max_steps_in_flight=depth, max_num_seqs=2)
     jobs = [request(i, bank.prompts[i], k=3, max_tokens=30, engine_k=3, ignore_eos=True) for i in range(4)]
     for job in jobs:
         engine.add_request(job)
@@ -210,7 +210,7 @@ def test_an_output_that_cannot_be_read_ends_its_request_alone(bank: Bank, depth:
     backend = Backend(models.WordLevel(words, unk_token="w0"))
     backend.decoder = decoders.Sequence([decoders.Strip(" ", 1, 1)])
     decoder = TokenDecoder(backend.to_str())
-    engine = make_engine(bank.target, bank.drafts["close"], k=3, launch_depth=depth)
+    engine = make_engine(bank.target, bank.drafts["close"], k=3, max_steps_in_flight=depth)
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     jobs = [
         Request(i, bank.prompts[i], params, decoder=decoder if i == 1 else None, num_speculative_tokens=3)

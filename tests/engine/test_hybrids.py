@@ -90,7 +90,7 @@ def test_the_text_of_transformers(
             block_size=4,
             max_num_batched_tokens=budget,
             num_gpu_blocks_override=blocks,
-            launch_depth=depth if drafter is None or drafter["method"] == "draft_model" else 1,
+            max_steps_in_flight=depth if drafter is None or drafter["method"] == "draft_model" else 1,
             **speculative(folder, drafter),
         )
     assert found == references(folder / "target")[:count]

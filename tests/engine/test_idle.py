@@ -104,7 +104,7 @@ def test_the_engines_thread_checks_when_it_has_nothing_to_do(engine: Engine) -> 
             async for _ in llm.generate(PROMPT, PARAMS):
                 pass
             async with asyncio.timeout(30):
-                while checks(engine) < count:  # at depth 2 a launch is still in flight
+                while checks(engine) < count:  # at depth 2 a step is still in flight
                     await llm.in_engine(lambda: None)
             assert checks(engine) == count
         engine.scheduler.corrupt = True  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ class Interrupt(BaseException):
 
 @contextmanager
 def interrupt_at(*counts: int) -> Iterator[None]:
-    """Raise `Interrupt` before the `counts`-th instructions of the engine, and of its runner's launches."""
+    """Raise `Interrupt` before the `counts`-th instructions of the engine, and of its runner's steps."""
     seen = [0]
     ours: dict[CodeType, bool] = {}
 
@@ -42,7 +42,7 @@ def interrupt_at(*counts: int) -> Iterator[None]:
     def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         code = frame.f_code
         if code not in ours:
-            ours[code] = any(part in code.co_filename for part in HERE) or code is ScriptedRunner.launch.__code__
+            ours[code] = any(part in code.co_filename for part in HERE) or code is ScriptedRunner.execute.__code__
         if not ours[code]:
             return None
         frame.f_trace_opcodes = True

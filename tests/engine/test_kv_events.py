@@ -29,7 +29,7 @@ def test_every_step_tells_what_it_cached(k: int) -> None:
         block_size=4,
         num_gpu_blocks_override=16,
         max_model_len=48,
-        launch_depth=2,
+        max_steps_in_flight=2,
         num_reserved_decode_tokens=0,
     )
     engine = build_engine(config)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from models.native_passes import tensors_of
 from numpy.typing import NDArray
 from specrs.backends.blueprint import Blueprint
-from specrs.core import FINISH_LENGTH, HEADER_FIELDS, PLAN_LAUNCH
+from specrs.core import FINISH_LENGTH, HEADER_FIELDS, PLAN_STEP
 from specrs.engine.engine import Engine
 from specrs.models.torch_decoder import TorchDecoder
 from sweep import sweep
@@ -150,17 +150,17 @@ LONG = {"max_model_len": 1 << 15, "max_num_seqs": 1, "max_num_batched_tokens": 2
 
 @pytest.mark.parametrize(("depth", "chunk"), [(1, 2048), (2, 512), (2, 1024)])
 def test_a_quarter_of_the_memory_for_32k_positions(long_target: Path, depth: int, chunk: int) -> None:
-    """By what a request holds at most, a launch of so many tokens and all; on a GPU two are in flight."""
+    """By what a request holds at most, a step of so many tokens and all; on a GPU two are in flight."""
     several, one = blueprints(long_target, depth, max_num_batched_tokens=chunk)
     assert several.depth == depth
     grouped, whole = (peak_blocks(made, 1 << 15) * made.bytes_per_block for made in (several, one))
     assert grouped <= 0.25 * whole, grouped / whole
 
 
-def test_a_quarter_of_the_memory_is_enough_with_launches_in_flight(
+def test_a_quarter_of_the_memory_is_enough_with_steps_in_flight(
     long_target: Path,
 ) -> None:
-    """A row that is short of blocks has the launches before it settled first."""
+    """A row that is short of blocks has the steps before it settled first."""
     several, one = blueprints(long_target, 2)
     blocks = int(0.25 * one.least_blocks * one.bytes_per_block) // several.bytes_per_block
     assert peak_blocks(several, 1 << 15) > blocks
@@ -223,23 +223,23 @@ def test_a_plain_target_with_a_draft_of_groups(banks: dict[str, Bank]) -> None:
 
 def peak_blocks(made: Blueprint, length: int, blocks: int | None = None) -> int:
     """The most blocks that a request holds whose prompt is all but two of `length` tokens, in a pool of `blocks`; None:
-    one that has enough. No model runs; as many launches are in flight as the engine has."""
-    scheduler, peak, launch = made.scheduler(blocks or length), 0, 0
+    one that has enough. No model runs; as many steps are in flight as the engine has."""
+    scheduler, peak, step_id = made.scheduler(blocks or length), 0, 0
     scheduler.add_request(0, np.ones(length - 2, np.int64), limit=length)
     record, settled = np.zeros(scheduler.record_size, np.int64), np.zeros(scheduler.settled_size, np.int64)
     sections, layout = scheduler.results_layout(), scheduler.record_layout()
     in_flight: list[NDArray[np.int64]] = []
     while scheduler.has_unfinished():
-        while len(in_flight) < made.depth and scheduler.plan(record) == PLAN_LAUNCH:
+        while len(in_flight) < made.depth and scheduler.plan(record) == PLAN_STEP:
             peak = max(peak, scheduler.num_blocks - scheduler.num_free_blocks)
             emits = record[HEADER_FIELDS.index("num_decode")] or record[layout["chunk_is_last"][0]]
             results = np.zeros(scheduler.results_size, np.int64)
             results[sections["num_emitted"][0]] = emits
-            if emits and record[layout["entry_n_upper"][0]] == length - 1:
+            if emits and record[layout["seq_n_upper"][0]] == length - 1:
                 results[sections["finish_reason"][0]] = FINISH_LENGTH
             in_flight.append(results)
-        scheduler.settle(launch, in_flight.pop(0), settled)
-        launch += 1
+        scheduler.settle(step_id, in_flight.pop(0), settled)
+        step_id += 1
     assert scheduler.num_preemptions == 0
     return peak
 

@@ -1,4 +1,4 @@
-"""`rejection` in launches that mix drafters: point masses, q over all ids and over some, side by side.
+"""`rejection` in steps that mix drafters: point masses, q over all ids and over some, side by side.
 
 Each text is drawn from the target's exact distribution, enumerated by transformers over 16 ids.
 """
@@ -36,7 +36,7 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("q", ["full", "shared", "reduced"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_two_token_draws_are_the_targets_own(sixteen: dict[str, Path], q: str, dtype: str) -> None:
-    """Prompt lookup beside a drafter with a q; in most launches some requests have drafts of either."""
+    """Prompt lookup beside a drafter with a q; in most steps some requests have drafts of either."""
     speculative = {
         "method": "ngram,eagle3" if q == "reduced" else "ngram,draft_model",
         "model": str(sixteen[q]),

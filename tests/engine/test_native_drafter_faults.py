@@ -1,4 +1,4 @@
-"""A native drafter whose own passes fail costs the drafts of its launch, as one that raises does.
+"""A native drafter whose own passes fail costs the drafts of its step, as one that raises does.
 
 What fails is real: its KV cache has fewer blocks than the target's, which each of its passes checks.
 """
@@ -39,16 +39,16 @@ def first_blocks(cache: NativeKVCache, count: int) -> Any:
 
 
 def count_faults(engine: Engine, patch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that fills with the numbers of launches whose drafter failed."""
+    """Return a list that fills with the numbers of steps whose drafter failed."""
     failed: list[int] = []
-    launch = engine.runner.launch
+    execute = engine.runner.execute
 
-    def launched(slot: RingSlot, header: Header) -> None:
-        launch(slot, header)
+    def executed(slot: RingSlot, header: Header) -> None:
+        execute(slot, header)
         if slot.draft_fault is not None:
-            failed.append(header.launch_id)
+            failed.append(header.step_id)
 
-    patch.setattr(engine.runner, "launch", launched)
+    patch.setattr(engine.runner, "execute", executed)
     return failed
 
 
@@ -61,7 +61,7 @@ def engine_of(drafts: Drafts, name: str, k: int, blocks: int, **fields: Any) -> 
 @pytest.mark.parametrize("name", DRAFTERS)
 @sweep(8)
 @given(data=st.data())
-def test_any_launch_may_fail(name: str, data: st.DataObject, drafts: Drafts) -> None:
+def test_any_step_may_fail(name: str, data: st.DataObject, drafts: Drafts) -> None:
     """At any of its passes: after prompts, catching up, or at the draft that needs a block that is not there."""
     fields = data.draw(engine_settings(), label="engine")
     k = data.draw(st.integers(1, 6), label="K")
@@ -88,14 +88,14 @@ def test_one_that_always_fails_is_left_alone(name: str, drafts: Drafts, caplog: 
         run(engine)
     assert [job.output_token_ids for job in jobs] == [text[:40] for text in bank.continuations[:6]]
     assert engine.scheduler.acceptance_of(DRAFTER_DEVICE).drafts == 0
-    assert 0 < len(failed) <= 1 + engine.scheduler.num_launches.bit_length()
+    assert 0 < len(failed) <= 1 + engine.scheduler.num_steps.bit_length()
     assert len(failed) == sum(engine.stats().draft_errors.values())
     (logged,) = [record.getMessage() for record in caplog.records if "went on without drafts" in record.getMessage()]
     assert "InvalidBufferError" in logged
     assert "slots[" in logged or "num_blocks" in logged
 
 
-def test_a_target_that_fails_still_ends_the_launch(drafts: Drafts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_fails_still_ends_the_step(drafts: Drafts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the drafter's failures are the drafter's."""
     source = CpuRunner._source
 

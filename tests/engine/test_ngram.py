@@ -170,7 +170,7 @@ def test_no_q_is_kept(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_measures_and_plans(qwen_bank: Bank) -> None:
-    """Made-up prompts draft while launches are measured; afterwards texts are those of K = 0."""
+    """Made-up prompts draft while steps are measured; afterwards texts are those of K = 0."""
     engine = make_engine(qwen_bank.target, k="auto", max_num_seqs=4)
     assert engine.planner is not None
     assert engine.stats().drafts == 0

@@ -80,12 +80,12 @@ def test_drafts_and_counts_are_those_of_a_plain_script(dtype: str, k: int, banks
     seen: list[tuple[int, list[int]]] = []
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
-        """The drafts of a launch: what it did not write over with the token behind the accepted ones."""
+        """The drafts of a step: what it did not write over with the token behind the accepted ones."""
         drafted, accepted, emitted = (
             int(slot.results_arrays[name][0]) for name in ("num_drafted", "num_accepted", "num_emitted")
         )
         if drafted:
-            row = int(slot.record_arrays["entry_row"][0])
+            row = int(slot.record_arrays["seq_row"][0])
             n = int(engine.runner.state.num_tokens[row]) - emitted
             tokens = engine.runner.state.tokens[row, n : n + drafted].tolist()
             seen.append((accepted if emitted > accepted else drafted, tokens))
@@ -116,7 +116,7 @@ def test_drafts_and_counts_are_those_of_a_plain_script(dtype: str, k: int, banks
 @pytest.mark.parametrize("depth", [1, 2])
 def test_coupled_text_is_that_without_drafts(dtype: str, depth: int, banks: dict[str, Bank]) -> None:
     bank = banks[dtype]
-    engine = with_rule(make_engine(bank, 4, launch_depth=depth, num_gpu_blocks_override=10), "coupled")
+    engine = with_rule(make_engine(bank, 4, max_steps_in_flight=depth, num_gpu_blocks_override=10), "coupled")
     poison(engine)
     jobs = [sampled(i, bank.prompts[i], i, 1 + i % 4, 4, **SAMPLED[i % len(SAMPLED)]) for i in range(12)]
     for job in jobs:

@@ -1,4 +1,4 @@
-"""Prompts beside requests that decode: the engine tells what launches took, here on a clock that the test owns."""
+"""Prompts beside requests that decode: the engine tells what steps took, here on a clock that the test owns."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from engine.scripted_runner import VOCAB, ScriptedRunner, make_engine, told
 
 BOUND = 100.0
 DECODE, TOKEN, REPORTED = 10.0, 0.5, 2.0
-"""Milliseconds: of a launch that decodes, of a prompt's token, and of reporting one's log probabilities."""
+"""Milliseconds: of a step that decodes, of a prompt's token, and of reporting one's log probabilities."""
 
 
 class Clock:
@@ -27,29 +27,29 @@ class Clock:
 
 
 class TimedRunner(ScriptedRunner):
-    """Takes time for what it computes, one launch after the other, as a device does beside the host."""
+    """Takes time for what it computes, one step after the other, as a device does beside the host."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.clock = clock
         self.free_at = 0.0
-        self.ends: dict[int, float] = {}  # by launch
+        self.ends: dict[int, float] = {}  # by step
 
-    def launch(self, slot: RingSlot, header: Header) -> None:
-        super().launch(slot, header)
+    def execute(self, slot: RingSlot, header: Header) -> None:
+        super().execute(slot, header)
         ms = DECODE * (header.num_decode > 0) + TOKEN * header.num_prefill_tokens
         self.free_at = max(self.free_at, self.clock.ms) + ms
-        self.ends[header.launch_id] = self.free_at
+        self.ends[header.step_id] = self.free_at
 
     def wait(self, slot: RingSlot) -> None:
-        self.clock.ms = max(self.clock.ms, self.ends[slot.header().launch_id])
+        self.clock.ms = max(self.clock.ms, self.ends[slot.header().step_id])
 
 
 def chunks_beside_a_stream(
     monkeypatch: pytest.MonkeyPatch, depth: int, bound: float, *, reported: float = 0.0, **params: int
 ) -> list[int]:
-    """Prompt tokens of each launch in which one request decodes and another's prompt of 2,000 tokens is computed;
-    `reported`: milliseconds that reporting a launch takes for each of its prompt tokens."""
+    """Prompt tokens of each step in which one request decodes and another's prompt of 2,000 tokens is computed;
+    `reported`: milliseconds that reporting a step takes for each of its prompt tokens."""
     clock = Clock()
     monkeypatch.setattr("specrs.engine.engine.time", SimpleNamespace(**{n: getattr(clock, n) for n in dir(clock)}))
     engine = make_engine(
@@ -92,7 +92,7 @@ def chunks_beside_a_stream(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_what_launches_took_bounds_prompts_beside_a_stream(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+def test_what_steps_took_bounds_prompts_beside_a_stream(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     chunks = chunks_beside_a_stream(monkeypatch, depth, BOUND)
     assert all(TOKEN * chunk <= 1.3 * BOUND for chunk in chunks), chunks
     assert len(chunks) <= 2 * 2000 * TOKEN / BOUND, chunks

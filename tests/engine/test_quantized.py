@@ -102,7 +102,7 @@ def test_drafts_change_no_bit(family: str, data: st.DataObject, request_bank: di
         )
         for i, prompt in enumerate(prompts)
     ]
-    # First launches that report nothing, then those that report logits.
+    # First steps that report nothing, then those that report logits.
     for which in (1, 0):
         for pair in jobs:
             made.add_request(pair[which])

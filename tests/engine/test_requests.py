@@ -75,7 +75,12 @@ def test_short_limits(any_bank: Bank, max_tokens: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_context_is_the_limit_when_max_tokens_is_none(any_bank: Bank, depth: int) -> None:
     engine = make_engine(
-        any_bank.target, any_bank.drafts["close"], dtype=any_bank.dtype, k=5, max_model_len=80, launch_depth=depth
+        any_bank.target,
+        any_bank.drafts["close"],
+        dtype=any_bank.dtype,
+        k=5,
+        max_model_len=80,
+        max_steps_in_flight=depth,
     )
     job = request(0, any_bank.prompts[5], k=5, max_tokens=None, engine_k=5, ignore_eos=True)
     serve(engine, job)
@@ -86,7 +91,7 @@ def test_the_context_is_the_limit_when_max_tokens_is_none(any_bank: Bank, depth:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_request_that_outgrows_the_drafts_context_goes_on_without_drafts(any_bank: Bank, depth: int) -> None:
     engine = make_engine(
-        any_bank.target, any_bank.target, dtype=any_bank.dtype, k=4, launch_depth=depth, draft_max_model_len=60
+        any_bank.target, any_bank.target, dtype=any_bank.dtype, k=4, max_steps_in_flight=depth, draft_max_model_len=60
     )
     long = request(0, any_bank.prompts[4], k=4, max_tokens=40, engine_k=4, ignore_eos=True)
     short = request(1, any_bank.prompts[1], k=4, max_tokens=40, engine_k=4, ignore_eos=True)
@@ -124,7 +129,7 @@ def test_more_important_requests_go_first(any_bank: Bank) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_prefix_hit_shares_target_and_draft_blocks(any_bank: Bank, depth: int) -> None:
-    engine = make_engine(any_bank.target, any_bank.target, dtype=any_bank.dtype, k=4, launch_depth=depth)
+    engine = make_engine(any_bank.target, any_bank.target, dtype=any_bank.dtype, k=4, max_steps_in_flight=depth)
     first = request(0, any_bank.prompts[5], k=4, max_tokens=20, engine_k=4, ignore_eos=True)
     serve(engine, first)
     passes = engine.stats().draft_passes
@@ -148,7 +153,9 @@ def test_other_salts_share_nothing(any_bank: Bank) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_cached_tokens_are_those_of_the_first_admission(any_bank: Bank, depth: int) -> None:
     """What a preempted request finds when it is admitted again, it computed itself: 42 tokens on a cold cache."""
-    engine = make_engine(any_bank.target, any_bank.drafts["close"], dtype=any_bank.dtype, k=3, launch_depth=depth)
+    engine = make_engine(
+        any_bank.target, any_bank.drafts["close"], dtype=any_bank.dtype, k=3, max_steps_in_flight=depth
+    )
     prompt = any_bank.prompts[5][:42]
     job = request(0, prompt, k=3, max_tokens=20, engine_k=3, ignore_eos=True)
     found: list[int] = []

@@ -80,7 +80,7 @@ def test_coupled_text_is_a_function_of_the_seed(
         max_num_batched_tokens=data.draw(st.sampled_from([7, 64, 512]), label="budget"),
         enable_prefix_caching=data.draw(st.booleans(), label="prefix caching"),
         max_num_seqs=data.draw(st.sampled_from([1, 3, 8]), label="rows"),
-        launch_depth=data.draw(st.sampled_from([1, 2]), label="depth"),
+        max_steps_in_flight=data.draw(st.sampled_from([1, 2]), label="depth"),
         num_gpu_blocks_override=data.draw(st.sampled_from([blocks, blocks + 2, 8 * blocks]), label="blocks"),
     )
     with_rule(engine, "coupled")

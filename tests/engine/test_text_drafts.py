@@ -100,7 +100,7 @@ def banks(text_bank: Bank) -> dict[str, Bank]:
 def make_engine(bank: Bank, k: int, method: str = "draft_model", **fields: Any) -> Engine:
     draft = bank.drafts["draft"]
     if method != "draft_model":
-        fields["launch_depth"] = 1
+        fields["max_steps_in_flight"] = 1
     speculative = {
         "method": method,
         "model": str(draft),
@@ -210,27 +210,27 @@ def test_texts_are_read_up_to_their_end(text_bank: Bank) -> None:
 
 
 def watch_feeding(engine: Engine, patch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that fills with how many tokens of its own each launch feeds the drafter."""
+    """Return a list that fills with how many tokens of its own each step feeds the drafter."""
     fed: list[int] = []
-    forward, launch = CallableModel.forward, engine.runner.launch
+    forward, execute = CallableModel.forward, engine.runner.execute
 
-    def launched(slot: RingSlot, header: Header) -> None:
+    def executed(slot: RingSlot, header: Header) -> None:
         fed.append(0)
-        launch(slot, header)
+        execute(slot, header)
 
     def counted(own: CallableModel, inputs: dict[str, Any], *args: Any) -> Any:
         fed[-1] += len(inputs["input_ids"]) * (own._model is engine.drafter.model)
         return forward(own, inputs, *args)
 
-    patch.setattr(engine.runner, "launch", launched)
+    patch.setattr(engine.runner, "execute", executed)
     patch.setattr(CallableModel, "forward", counted)
     return fed
 
 
 def test_a_long_text_is_fed_piece_by_piece(text_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launch feeds more than a launch may have of prompts, and what is near besides; others draft meanwhile."""
+    """No step feeds more than a step may have of prompts, and what is near besides; others draft meanwhile."""
     k, budget = 3, 16
-    engine = make_engine(text_bank, k, max_num_batched_tokens=budget, launch_depth=1)
+    engine = make_engine(text_bank, k, max_num_batched_tokens=budget, max_steps_in_flight=1)
     poison(engine)
     fed, meanwhile = watch_feeding(engine, monkeypatch), 0
     prompts = text_bank.prompts[10][:9], list(chain(*text_bank.prompts[:8]))[:75]
@@ -283,11 +283,11 @@ def test_kv_of_another_salt_is_not_gone_on_from(text_bank: Bank, monkeypatch: py
 def test_one_that_writes_nothing_is_asked_no_more(
     text_bank: Bank, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where K is planned: a launch in which it was asked in vain is one whose first draft did not stand."""
+    """Where K is planned: a step in which it was asked in vain is one whose first draft did not stand."""
     k, asked = 3, []
     costs = CostModel.lines([1, 8], [0.3, 0.3], [1.1, 1.5], [1.0, 1.4])
     monkeypatch.setattr(Bridge, "target_ids", lambda *texts: [])
-    engine = make_engine(text_bank, k, method, launch_depth=1)
+    engine = make_engine(text_bank, k, method, max_steps_in_flight=1)
     engine.planner = SpeculationPlanner(
         max_num_seqs=engine.config.max_num_seqs, num_speculative_tokens=k, costs=costs, catch_up_ms=0.0
     )
@@ -296,7 +296,7 @@ def test_one_that_writes_nothing_is_asked_no_more(
     def learned(slot: RingSlot, ms: float) -> None:
         count = slot.header().num_decode
         if count:
-            ks, kinds = (slot.record_arrays[name][:count] for name in ("entry_k", "entry_drafter"))
+            ks, kinds = (slot.record_arrays[name][:count] for name in ("seq_k", "seq_drafter"))
             asked.extend(((ks > 0) & (kinds == DRAFTER_DEVICE)).tolist())
             ms = costs.ms(count, int(ks.max()))
         learn(slot, ms)
@@ -315,7 +315,7 @@ def test_one_that_writes_nothing_is_asked_no_more(
 def test_one_that_raises_costs_its_drafts(
     dtype: str, where: str, banks: dict[str, Bank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a pass of the draft model, or where texts are read: the texts stay, and later launches draft."""
+    """In a pass of the draft model, or where texts are read: the texts stay, and later steps draft."""
     bank, calls, broken = banks[dtype], [0], {1, 2, 9, 30}
     if where == "passes":
         faulty = Faulty(broken.__contains__, monkeypatch)

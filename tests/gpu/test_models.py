@@ -154,10 +154,10 @@ def test_drafters(kind: str, tmp_path: Path) -> None:
     if "ngram" in kind:
         speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
     depth = 2 if kind in ("parallel", "other vocabulary", "eagle3") else 1
-    engine = build(target, speculative, launch_depth=depth)
+    engine = build(target, speculative, max_steps_in_flight=depth)
     texts = generate(engine, [GREEDY] * 4)
     plain = generate(engine, [GREEDY.replace(num_speculative_tokens=0)] * 4)
     assert share_of_equal(texts, plain) > 0.95
     assert engine.stats().drafts > 0
-    eager = generate(build(target, speculative, launch_depth=depth, enforce_eager=True), [GREEDY] * 4)
+    eager = generate(build(target, speculative, max_steps_in_flight=depth, enforce_eager=True), [GREEDY] * 4)
     assert share_of_equal(eager, texts) > 0.95

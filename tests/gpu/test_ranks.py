@@ -69,14 +69,14 @@ def test_texts_are_those_of_one_gpu(folders: tuple[Path, Path], params: Sampling
         assert isinstance(runner.runner, CudaRunner)
         assert runner.runner.graphs
         made = generate(engine, batch)
-        assert generate(engine, batch) == made, "the same launches give the same bits"
+        assert generate(engine, batch) == made, "the same steps give the same bits"
     finally:
         engine.close()
     # Sums have other orders: texts part at near-ties only.
     assert share_of_equal(made, expected) > 0.95
 
 
-def test_eager_launches_write_the_same(folders: tuple[Path, Path]) -> None:
+def test_eager_steps_write_the_same(folders: tuple[Path, Path]) -> None:
     texts = []
     for eager in (False, True):
         engine = make(folders, 2, 2, enforce_eager=eager)

@@ -1,4 +1,4 @@
-"""Whole, chained and eager launches on a GPU: the same tokens, no synchronisation, no allocation, no stale reads."""
+"""Whole, chained and eager steps on a GPU: the same tokens, no synchronisation, no allocation, no stale reads."""
 
 import warnings
 
@@ -37,10 +37,10 @@ def test_three_runners_write_the_same(
     batch = [params, params.replace(num_speculative_tokens=2), GREEDY, params, params.replace(num_speculative_tokens=0)]
     whole = generate(make_engine(rule=rule), batch)
     assert generate(only_chained(make_engine(rule=rule), monkeypatch), batch) == whole
-    # Eager launches are not padded: other row counts, so other tiles of the same sums; only fp32 near-ties may differ.
+    # Eager steps are not padded: other row counts, so other tiles of the same sums; only fp32 near-ties may differ.
     eager = generate(make_engine(rule=rule, enforce_eager=True), batch)
     assert share_of_equal(eager, whole) > 0.95
-    assert generate(make_engine(rule=rule), batch) == whole, "the same launches give the same bits"
+    assert generate(make_engine(rule=rule), batch) == whole, "the same steps give the same bits"
 
 
 @pytest.mark.parametrize("k", [0, 1, K])
@@ -65,8 +65,8 @@ def test_the_steady_state_neither_waits_nor_allocates(make_engine: MakeEngine, p
     refuse_synchronisation()
     try:
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        launches = engine.runner.num_target_passes
-        while engine.runner.num_target_passes < launches + 50:
+        steps = engine.runner.num_target_passes
+        while engine.runner.num_target_passes < steps + 50:
             engine.step()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     finally:
@@ -92,18 +92,18 @@ def test_two_hundred_iterations_allocate_nothing(make_engine: MakeEngine) -> Non
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_poison_between_launches_has_no_effect(make_engine: MakeEngine, params: SamplingParams) -> None:
+def test_poison_between_steps_has_no_effect(make_engine: MakeEngine, params: SamplingParams) -> None:
     expected = generate(make_engine(), [params] * 3)
     engine = make_engine()
-    runner, launch = runner_of(engine), engine.runner.launch
+    runner, execute = runner_of(engine), engine.runner.execute
 
     def poisoned(*args: object) -> None:
         torch.cuda.synchronize()
         poison(runner)
         torch.cuda.synchronize()
-        launch(*args)  # type: ignore[arg-type]
+        execute(*args)  # type: ignore[arg-type]
 
-    engine.runner.launch = poisoned  # type: ignore[method-assign]
+    engine.runner.execute = poisoned  # type: ignore[method-assign]
     assert generate(engine, [params] * 3) == expected
 
 
@@ -123,7 +123,7 @@ def poison(runner: CudaRunner) -> None:
 
 
 def test_a_row_driven_past_its_limit_stays_in_its_blocks(make_engine: MakeEngine) -> None:
-    """The host believes that the row may go on and has launched it again when it learns better, which it reports; the
+    """The host believes that the row may go on and has planned it again when it learns better, which it reports; the
     device stops at its own limit, and the neighbour's KV keeps its bits."""
     engine = make_engine()
     requests = submit(engine, [GREEDY] * 2, 200)

@@ -66,7 +66,7 @@ def make_batch(
     extra_rows: int = 0,
     max_blocks: int | None = None,
 ) -> Batch:
-    """Scattered blocks; NaN wherever a request has nothing: behind its context, in free blocks, in scratch."""
+    """Scattered blocks; NaN wherever a request has nothing: after its context, in free blocks, in scratch."""
     generator = torch.Generator().manual_seed(seed)
     contexts = [max(positions, default=-1) + 1 for positions in rows]
     needed = [-(-context // block_size) for context in contexts]

@@ -212,31 +212,31 @@ def test_an_error_of_one_request_is_its_own(llm: AsyncLLM, engine: ScriptedEngin
 
 
 def failing(engine: ScriptedEngine, *, ends: bool) -> Callable[[Any], None]:
-    """A step that raises, and that ends its requests as the engine does where a launch failed, or does not."""
+    """A step that raises, and that ends its requests as the engine does where a step failed, or does not."""
 
     def step(_: Any) -> None:
         for request in list(engine.live.values()) if ends else []:
             from specrs.engine.request import FinishReason
 
-            request.finish(FinishReason.ERROR, EngineError("the launch failed"))
+            request.finish(FinishReason.ERROR, EngineError("the step failed"))
             del engine.live[request.request_id]
         raise RuntimeError("a fault")
 
     return step
 
 
-def test_a_failed_launch_ends_its_requests_and_the_engine_goes_on(llm: AsyncLLM, engine: ScriptedEngine) -> None:
+def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(llm: AsyncLLM, engine: ScriptedEngine) -> None:
     async def main() -> None:
         for _ in range(MAX_FAULTS - 1):
             engine.before_step = failing(engine, ends=True)
-            with pytest.raises(EngineError, match="the launch failed"):
+            with pytest.raises(EngineError, match="the step failed"):
                 await all_of(llm, "a")
         engine.before_step = lambda _: None
         for _ in range(2):
-            # a launch that works starts the count anew
+            # a step that works starts the count anew
             assert (await all_of(llm, "a"))[-1].finished
             engine.before_step = failing(engine, ends=True)
-            with pytest.raises(EngineError, match="the launch failed"):
+            with pytest.raises(EngineError, match="the step failed"):
                 await all_of(llm, "a")
             engine.before_step = lambda _: None
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module", params=[1, 2])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    llm = LLM(speculative_config=SPECULATIVE, launch_depth=request.param, **SETTINGS)
+    llm = LLM(speculative_config=SPECULATIVE, max_steps_in_flight=request.param, **SETTINGS)
     yield llm
     # whatever the tests did, nothing is held at the end
     while llm.engine.has_unfinished():
@@ -135,7 +135,7 @@ def test_stream_equals_generate(llm: LLM, vanilla: list[RequestOutput]) -> None:
     streams = [llm.stream(output.prompt, GREEDY) for output in vanilla[:3]]
     shown = [""] * 3
     live = dict(enumerate(streams))
-    while live:  # in turn, so that they share launches
+    while live:  # in turn, so that they share steps
         for i, stream in list(live.items()):
             output = next(stream, None)
             if output is None:
@@ -158,16 +158,16 @@ def test_closing_a_stream_frees_what_it_held(llm: LLM, vanilla: list[RequestOutp
 def test_an_interrupt_leaves_a_usable_engine(
     llm: LLM, vanilla: list[RequestOutput], monkeypatch: pytest.MonkeyPatch, fault: type[BaseException]
 ) -> None:
-    launch, calls = llm.engine.runner.launch, 0
+    execute, calls = llm.engine.runner.execute, 0
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 4:
             raise fault
-        launch(*args, **kwargs)
+        execute(*args, **kwargs)
 
-    monkeypatch.setattr(llm.engine.runner, "launch", interrupted)
+    monkeypatch.setattr(llm.engine.runner, "execute", interrupted)
     with pytest.raises(fault):
         llm.generate(list(PROMPTS[:6]), GREEDY, use_tqdm=False)
     monkeypatch.undo()

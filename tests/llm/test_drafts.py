@@ -24,7 +24,7 @@ def alone() -> LLM:
 def test_drafts_are_what_the_draft_model_writes(alone: LLM, depth: int) -> None:
     """Drafts follow the same tokens and are drawn without randomness."""
     speculative = {"num_speculative_tokens": K}
-    llm = LLM(speculative_config=speculative, launch_depth=depth, max_model_len=256, max_num_seqs=4)
+    llm = LLM(speculative_config=speculative, max_steps_in_flight=depth, max_model_len=256, max_num_seqs=4)
     starts, drafted, lengths, rejected = [], [], [], 0
     for output in llm.generate(list(PROMPTS[:4]), PARAMS, use_tqdm=False):
         (completion,) = output.outputs

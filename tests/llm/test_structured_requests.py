@@ -103,7 +103,7 @@ def test_nobody_else_to_run(llm: LLM, engine: ScriptedEngine, compiler: Compiler
     assert (output.outputs[0].finish_reason, waited) == ("length", [0])
 
 
-def test_a_launch_ahead_settles_while_a_grammar_compiles(
+def test_a_step_ahead_settles_while_a_grammar_compiles(
     llm: LLM, engine: ScriptedEngine, compiler: Compiler, monkeypatch: Any
 ) -> None:
     """It touches no request, and none waits or runs behind it."""
@@ -118,7 +118,7 @@ def test_a_launch_ahead_settles_while_a_grammar_compiles(
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "length"]
 
 
-def test_a_launch_ahead_settles_while_a_streams_grammar_compiles(
+def test_a_step_ahead_settles_while_a_streams_grammar_compiles(
     llm: LLM, engine: ScriptedEngine, compiler: Compiler, monkeypatch: Any
 ) -> None:
     engine.planned_ahead = True

@@ -70,7 +70,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 def make_engine(adapted: Adapted, drafter: str, k: int, **fields: Any) -> Engine:
     fields |= {"enable_lora": True}
     if drafter == "ngram":
-        return make_ngram_engine(adapted.target, k=k, **(fields | {"launch_depth": 1}))
+        return make_ngram_engine(adapted.target, k=k, **(fields | {"max_steps_in_flight": 1}))
     method = "eagle3" if drafter == "head" else "draft_model"
     return harness.make_engine(adapted.target, adapted.drafts[drafter], k=k, method=method, **fields)
 
@@ -136,7 +136,7 @@ def alone(model: Path, prompt: tuple[int, ...], which: int) -> list[int]:
 @sweep(15)
 @given(jobs=JOBS, which=st.integers(0, 2), drafter=st.sampled_from(["close", "head"]), depth=st.sampled_from([1, 2]))
 def test_sampled_text(adapted: Adapted, jobs: Any, which: int, drafter: str, depth: int) -> None:
-    engine = with_rule(make_engine(adapted, drafter, 4, max_loras=2, launch_depth=depth), "coupled")
+    engine = with_rule(make_engine(adapted, drafter, 4, max_loras=2, max_steps_in_flight=depth), "coupled")
     made = []
     for i, (prompt, adapter, k, _, steps) in enumerate(jobs):
         job = sampled(3 * i + 1, adapted.prompts[prompt], 11, None if k is None else min(k, 4), 4, **SAMPLED[which])
@@ -158,7 +158,7 @@ def test_a_recording_needs_its_adapters(adapted: Adapted) -> None:
     again = engines[1]
     assert again.loras is not None
     kept = [again.loras.load(adapted.request(i)) for i in (1, 2)]
-    assert recording.replay(again.runner, again.scheduler).entries() == recording.entries()
+    assert recording.replay(again.runner, again.scheduler).sequences() == recording.sequences()
     assert len(kept) == 2
     base = harness.make_engine(adapted.target, adapted.drafts["close"], k=3)
     with pytest.raises(EngineError, match="needs a LoRA adapter"):

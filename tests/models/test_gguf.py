@@ -379,7 +379,7 @@ def test_damage(wide: Path, tmp_path: Path) -> None:
         (10, "truncated"),
         (100, "truncated"),
         (5000, "truncated"),
-        (len(whole) - 40, r"truncated: .* ends \d+ bytes behind the end"),
+        (len(whole) - 40, r"truncated: .* ends \d+ bytes after the end"),
     ):
         path.write_bytes(whole[:keep])
         with pytest.raises(CheckpointError, match=message):

@@ -14,7 +14,7 @@ from backends.cuda_engines import Graphs, K, serve_by_cuda
 from backends.test_cuda_drafters import GREEDY, PROMPTS, SAMPLED, Bench, bench  # noqa: F401 (a fixture)
 from engine.faulty_drafter import BrokenError
 from numpy.typing import NDArray
-from specrs.backends.cuda.context import entries_of
+from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.graphs import tasks
 from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.ranks import LeadingRunner
@@ -80,12 +80,12 @@ def texts(requests: list[Request]) -> list[list[int]]:
 
 
 class Replaying(CudaRunner):
-    """Runs launches as it does where there are graphs; a replay runs the function, on every rank."""
+    """Runs steps as it does where there are graphs; a replay runs the function, on every rank."""
 
     replayed: list[list[Any]] = []  # noqa: RUF012 (set by the test)
 
     def __init__(self, ctx: Any, sampling: Any, buckets: Any, graphs: None, *args: Any, **named: Any) -> None:
-        work = Graphs(dict(tasks(ctx, buckets, entries_of(ctx.record.views, "num_decode"))))
+        work = Graphs(dict(tasks(ctx, buckets, sequences_of(ctx.record.views, "num_decode"))))
         super().__init__(ctx, sampling, buckets, work, *args, **named)  # type: ignore[arg-type]
         self.replayed.append(work.replayed)
 

@@ -16,7 +16,7 @@ from specrs.backends.blueprint import Blueprint
 from specrs.backends.cuda import iteration
 from specrs.backends.cuda.build import make_buckets, make_context
 from specrs.backends.cuda.chunks import prompt_pass
-from specrs.backends.cuda.context import Context, entries_of
+from specrs.backends.cuda.context import Context, sequences_of
 from specrs.backends.cuda.graphs import tasks
 from specrs.backends.cuda.sampling.sampling_state import SamplingState
 from specrs.backends.cuda.shapes import ChunkShape, LogitsMode, Shape
@@ -104,8 +104,8 @@ def make(target: Path, rank: int, exchanges: Exchanges, degree: int, max_num_seq
     blueprint = Blueprint(config, Weights(model, LoadedDraftModel(draft)))
     sampling = SamplingState(max_num_seqs, IDS, torch.float32, CUDA)
     ctx = make_context(blueprint, blueprint.scheduler(20), sampling, 20)
-    entries = entries_of(ctx.record.views, "num_decode")
-    return ctx, [key for key, _ in tasks(ctx, make_buckets(blueprint), entries)]
+    sequences = sequences_of(ctx.record.views, "num_decode")
+    return ctx, [key for key, _ in tasks(ctx, make_buckets(blueprint), sequences)]
 
 
 def exchanged(watch: Watch) -> list[str]:
@@ -126,7 +126,7 @@ def test_a_pass_has_two_sums_a_layer(
             exchanges = FakeMemory(CUDA, group) if symmetric else GroupExchanges()
             ctx, _ = make(target, rank, exchanges, degree)
             with Watch(PARTS) as watch:
-                iteration.run(ctx, Shape(4, K, 4 * (K + 1), logits_mode), entries_of(ctx.record.views, "num_decode"))
+                iteration.run(ctx, Shape(4, K, 4 * (K + 1), logits_mode), sequences_of(ctx.record.views, "num_decode"))
         found.append(exchanged(watch))
     one, other = found
     a_pass = [ONE_SHOT if symmetric else ALL_REDUCE] * (1 + 2 * LAYERS) + [ALL_GATHER]

@@ -31,7 +31,7 @@ SHAPE: dict[str, Any] = {"hidden": 40, "intermediate": 48, "vocab": 83, "kv_head
 """Neither two nor three ranks divide 83 ids."""
 VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "untied, with biases": ("llama", 65, {"attention_bias": True, "mlp_bias": True, "tie": False}),
-    "one KV head, norms behind blocks": ("gemma3_text", 5, {"sliding_window": 7, "kv_heads": 1, "group": 4}),
+    "one KV head, norms after blocks": ("gemma3_text", 5, {"sliding_window": 7, "kv_heads": 1, "group": 4}),
     "experts, a layer without": ("qwen3_moe", 5, {"mlp_only_layers": [0], "moe_intermediate_size": 24}),
 }
 """Family, prompt, fields; only prompts of more than 64 rows are not products of few."""
@@ -77,7 +77,7 @@ def test_argmaxes_are_those_of_the_gathered_logits(rows: int, tmp_path: Path) ->
         # On each rank, and whole numbers: their products add up to the same in any order, so these logits are equal.
         weight[3] = weight[7] = (ranks.gather(weight[3])[0] * 1000).round()
         shared = torch.randn((rows, 48), generator=torch.Generator().manual_seed(2))
-        shared[0] = 1  # all logits are less than those of what is behind the last id
+        shared[0] = 1  # all logits are less than those of what is after the last id
         shared[1] = ranks.gather(weight[3])[0] * 9
         shared[2, 4] = torch.nan
         ids, top, logits = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows), torch.zeros(rows, 83)

@@ -34,8 +34,8 @@ def states(target: Path, head: Path, ranks: Ranks | None, own: Ranks | None) -> 
     place = torch.arange(9)
     inputs = PassInputs(place * 23, place, place, torch.tensor([0, 9]), torch.tensor([[0]]), 9, 16)
     recurrent, final = made.forward(inputs, made.fuse(entries), cache)
-    _, behind = made.forward(inputs, recurrent, cache)
-    return torch.cat((made.compute_logits(final), made.compute_logits(behind)))
+    _, after = made.forward(inputs, recurrent, cache)
+    return torch.cat((made.compute_logits(final), made.compute_logits(after)))
 
 
 @pytest.mark.parametrize("in_parts", [False, True])

@@ -195,7 +195,7 @@ def test_a_drafter_that_fails_costs_its_drafts(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """On all ranks: the texts stay, later launches draft, no rank ends or comes to other results; nothing reads the
+    """On all ranks: the texts stay, later steps draft, no rank ends or comes to other results; nothing reads the
     NaN that it has left. It is told where it failed, and rank 0 counts."""
     speculative = {"num_speculative_tokens": 3, "rejection_sample_method": "coupled"} | FAILING[drafter]
     config = EngineConfig.from_kwargs(
@@ -211,7 +211,7 @@ def test_a_drafter_that_fails_costs_its_drafts(
         assert stats.draft_passes > 40
         assert stats.accepted_tokens > 0
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert sum("failed, and its launch went on" in message for message in told) == 1
+    assert sum("failed, and its step went on" in message for message in told) == 1
     assert sum("on rank 1 of 2 the drafter failed" in message for message in told) == (where != "rank 0")
 
 
@@ -263,24 +263,24 @@ def test_a_rank_that_fails_anywhere(at: int, bank: Bank, monkeypatch: pytest.Mon
         assert_idle(engine)
 
 
-def test_an_interrupt_waits_for_the_launch(bank: Bank) -> None:
-    """So that no rank is left in it: the launch's requests end, the engine goes on."""
+def test_an_interrupt_waits_for_the_step(bank: Bank) -> None:
+    """So that no rank is left in it: the step's requests end, the engine goes on."""
     config = engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2, distributed_timeout=2.0)
     with engine_on_threads(config) as engine:
         assert isinstance(engine.runner, LeadingRunner)
         own, ended = engine.runner.runner, []
-        launch = own.launch
+        execute = own.execute
 
         def interrupted(slot: RingSlot, header: Header) -> None:
             signal.raise_signal(signal.SIGINT)
-            launch(slot, header)
-            ended.append(header.launch_id)
+            execute(slot, header)
+            ended.append(header.step_id)
 
-        own.launch = interrupted  # type: ignore[method-assign]
+        own.execute = interrupted  # type: ignore[method-assign]
         engine.add_request(request(0, bank.prompts[4], k=None, max_tokens=20, engine_k=3))
         with pytest.raises(KeyboardInterrupt):
             engine.step()
         assert ended == [0]
         assert not engine.requests
-        own.launch = launch  # type: ignore[method-assign]
+        own.execute = execute  # type: ignore[method-assign]
         run_greedy(engine, bank, [(5, None, 20, 1), (6, None, 20, 1)], 3)

@@ -129,7 +129,7 @@ def test_text_of_any_request(data: st.DataObject, checkpoint: Callable[[str], Pa
         speculative["model"] = str(folder / speculative["model"])
     fields = data.draw(engine_settings(), label="engine")
     if drafter in ON_HOST:
-        fields["launch_depth"] = 1  # what drafts from the text needs every token settled
+        fields["max_steps_in_flight"] = 1  # what drafts from the text needs every token settled
     config = EngineConfig.from_kwargs(
         model=str(folder / "target"),
         speculative_config=speculative if k else None,

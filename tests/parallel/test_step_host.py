@@ -232,7 +232,7 @@ def test_a_step_without_grammars_and_ranks_asks_for_nothing() -> None:
     admit(host, [(0, 10, False), (1, 11, True)])
     assert host.begin(Slot(), np.array([0])) is None  # type: ignore[arg-type]
     assert host.begin(Slot(), np.array([0, 1])) is host  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match="request 11: the launch needs its extras, which are in no record"):
+    with pytest.raises(EngineError, match="request 11: the step needs its extras, which are in no record"):
         host.start_grammar(1, 1)
     admit(host, [(1, 12, False)])
     assert host.begin(Slot(), np.array([0, 1])) is None  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from specrs.parallel.connection import DID, Connection, Kind
 from specrs.parallel.team import Team
 
 
-def test_none_ends_before_all_have_run_the_last_launch() -> None:
+def test_none_ends_before_all_have_run_the_last_step() -> None:
     ours, theirs = socket.socketpair()
     team = Team({1: Connection(ours, 0.4)}, timeout=0.4)  # says every tenth of a second that it is there
     rank = Connection(theirs, 5.0)

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 from specrs import core
-from specrs.core import PLAN_LAUNCH, CachedDrafter, Scheduler
+from specrs.core import PLAN_STEP, CachedDrafter, Scheduler
 
 Buffer = NDArray[np.int64]
-Entry = tuple[int, int, bool]
+StepSequence = tuple[int, int, bool]
 """Row, K, and whether it emits."""
 COUNTERS = ["num_waiting", "num_running", "num_in_flight", "num_free_blocks", "num_preemptions", "num_cached_tokens"]
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """Both schedulers, the device's lengths, and the launches in flight."""
+    """Both schedulers, the device's lengths, and the steps in flight."""
 
     @initialize(
         rows=st.integers(1, 4),
@@ -50,7 +50,7 @@ class CoreMachine(RuleBasedStateMachine):
             "max_in_flight": depth,
             "num_reserved_decode_tokens": policy[0],
             "long_prefill_token_threshold": policy[1],
-            "priority_aging_launches": policy[2],
+            "priority_aging_steps": policy[2],
             "enable_prefix_caching": caching,
         }
         self.both = [Scheduler(**config), Scheduler(**config)]
@@ -58,7 +58,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.record = [np.zeros(first.record_size, np.int64) for _ in self.both]
         self.settled = [np.zeros(first.settled_size, np.int64) for _ in self.both]
         self.left = [0] * rows
-        self.in_flight: deque[tuple[int, list[Entry]]] = deque()
+        self.in_flight: deque[tuple[int, list[StepSequence]]] = deque()
         self.live: list[int] = []
         self.next_id = 0
 
@@ -81,29 +81,31 @@ class CoreMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         status = [scheduler.plan(record) for scheduler, record in zip(self.both, self.record, strict=True)]
         assert status[0] == status[1]
-        if status[0] != PLAN_LAUNCH:
+        if status[0] != PLAN_STEP:
             return
         np.testing.assert_array_equal(*self.record)
         at = {name: self.record[0][o : o + n] for name, (o, n) in self.both[0].record_layout().items()}
         header = dict(zip(core.HEADER_FIELDS, at["header"].tolist(), strict=False))
-        launch_id, decode, prefill = header["launch_id"], header["num_decode"], header["num_prefill"]
+        step_id, decode, prefill = header["step_id"], header["num_decode"], header["num_prefill"]
         for i in range(header["num_admitted"]):
             self.left[at["admit_row"][i]] = int(at["admit_limit"][i] - at["admit_num_tokens"][i])
         last = [True] * decode + (at["chunk_is_last"][:prefill] == 1).tolist()
         count = decode + prefill
-        rows, ks = at["entry_row"][:count].tolist(), at["entry_k"][:count].tolist()
-        self.in_flight.append((launch_id, list(zip(rows, ks, last, strict=True))))
+        rows, ks = at["seq_row"][:count].tolist(), at["seq_k"][:count].tolist()
+        self.in_flight.append((step_id, list(zip(rows, ks, last, strict=True))))
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
-        launch_id, entries = self.in_flight.popleft()
-        results = self._results(entries, [data.draw(st.integers(0, k)) for _, k, _ in entries])
+        step_id, sequences = self.in_flight.popleft()
+        results = self._results(sequences, [data.draw(st.integers(0, k)) for _, k, _ in sequences])
         for scheduler, settled in zip(self.both, self.settled, strict=True):
-            scheduler.settle(launch_id, results, settled)
+            scheduler.settle(step_id, results, settled)
         np.testing.assert_array_equal(*self.settled)
         layout = self.both[0].settled_layout()
-        ids, reasons = (self.settled[0][layout[name][0] :][: len(entries)] for name in ("request_id", "finish_reason"))
+        ids, reasons = (
+            self.settled[0][layout[name][0] :][: len(sequences)] for name in ("request_id", "finish_reason")
+        )
         self.live = [i for i in self.live if i not in set(ids[reasons != core.FINISH_NONE].tolist())]
 
     @precondition(lambda self: self.live)
@@ -146,18 +148,18 @@ class CoreMachine(RuleBasedStateMachine):
             for scheduler in self.both:
                 scheduler.abort(request_id)
         while self.in_flight:
-            launch_id, entries = self.in_flight.popleft()
+            step_id, sequences = self.in_flight.popleft()
             for scheduler, settled in zip(self.both, self.settled, strict=True):
-                scheduler.settle(launch_id, self._results(entries, [0] * len(entries)), settled)
+                scheduler.settle(step_id, self._results(sequences, [0] * len(sequences)), settled)
         for scheduler in self.both:
             assert scheduler.num_free_blocks == scheduler.num_blocks
 
-    def _results(self, entries: list[Entry], accepted: list[int]) -> Buffer:
+    def _results(self, sequences: list[StepSequence], accepted: list[int]) -> Buffer:
         """What a device reports that accepts so many drafts where it may; the tokens are 7."""
         results = np.zeros(self.both[0].results_size, np.int64)
         at = {name: results[o : o + n] for name, (o, n) in self.both[0].results_layout().items()}
         at["tokens"][:] = 7
-        for i, ((row, k, emits), m) in enumerate(zip(entries, accepted, strict=True)):
+        for i, ((row, k, emits), m) in enumerate(zip(sequences, accepted, strict=True)):
             drafted = max(0, min(k, self.left[row] - 1))
             m = min(m, drafted)
             emitted = m + 1 if emits and self.left[row] > 0 else 0
@@ -190,21 +192,21 @@ class CoreMachine(RuleBasedStateMachine):
         ]
         if not self.in_flight:
             return [*calls, (core.SettleOrderError, lambda s: s.settle(10**6, results, settled))]
-        launch_id, entries = self.in_flight[0]
+        step_id, sequences = self.in_flight[0]
         layout = self.both[0].results_layout()
 
         def changed(name: str, value: int) -> Callable[[Scheduler], Any]:
             wrong = results.copy()
             wrong[layout[name][0]] = value
-            return lambda s: s.settle(launch_id, wrong, settled)
+            return lambda s: s.settle(step_id, wrong, settled)
 
         # Settled before, not yet planned, and out of order.
         calls += [
             (core.SettleOrderError, lambda s, i=i: s.settle(i, results, settled))  # type: ignore[misc]
-            for i in {launch_id - 1, launch_id + 1, launch_id + len(self.in_flight)} - {-1}
+            for i in {step_id - 1, step_id + 1, step_id + len(self.in_flight)} - {-1}
         ]
         changes = [
-            ("num_drafted", entries[0][1] + 1),
+            ("num_drafted", sequences[0][1] + 1),
             ("num_accepted", 1),
             ("num_emitted", 2),
             ("finish_reason", 9),

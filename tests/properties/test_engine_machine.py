@@ -42,7 +42,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.bank.target,
             self.bank.drafts["close"],
             k=K,
-            launch_depth=depth,
+            max_steps_in_flight=depth,
             block_size=8,
             num_gpu_blocks_override=blocks,
             enable_prefix_caching=prefix,

@@ -47,9 +47,9 @@ class Alone:
         before = self.scheduler.num_cached_tokens
         self.scheduler.add_request(self.num_requests, np.array(prompt), limit=len(prompt) + 1, cache_salt=salt.encode())
         self.num_requests += 1
-        while self.scheduler.plan(self.record) == core.PLAN_LAUNCH:
-            launch_id = int(self.record[core.HEADER_FIELDS.index("launch_id")])
-            self.scheduler.settle(launch_id, self.results, self.settled)
+        while self.scheduler.plan(self.record) == core.PLAN_STEP:
+            step_id = int(self.record[core.HEADER_FIELDS.index("step_id")])
+            self.scheduler.settle(step_id, self.results, self.settled)
         return self.scheduler.num_cached_tokens - before
 
 

@@ -105,29 +105,29 @@ def test_what_is_not_drained_is_aborted(signals: int) -> None:
 BREAKING = """
 import os, time
 from specrs.engine.engine import Engine
-step, launch = Engine.step, Engine._launch
+step, execute = Engine.step, Engine._execute
 def broken_step(self):
     if any(request.params.max_tokens == 77 for request in self.requests.values()):
         raise RuntimeError("a fault at /some/path")
     while not os.path.exists(GATE) and any(request.params.max_tokens == 79 for request in self.requests.values()):
         time.sleep(0.001)
     return step(self)
-def broken_launch(self, slot, header):
+def broken_execute(self, slot, header):
     if any(request.params.max_tokens == 78 for request in self.requests.values()):
-        runner, self.runner.launch = self.runner.launch, None
+        runner, self.runner.execute = self.runner.execute, None
         try:
-            return launch(self, slot, header)
+            return execute(self, slot, header)
         finally:
-            self.runner.launch = runner
-    return launch(self, slot, header)
-Engine.step, Engine._launch = broken_step, broken_launch
+            self.runner.execute = runner
+    return execute(self, slot, header)
+Engine.step, Engine._execute = broken_step, broken_execute
 """
 
 
-def test_a_launch_that_fails_and_an_engine_that_breaks(tmp_path: Path) -> None:
+def test_a_step_that_fails_and_an_engine_that_breaks(tmp_path: Path) -> None:
     gate = tmp_path / "open"
     with serving(code=f"GATE = {str(gate)!r}{BREAKING}{MAIN}") as server:
-        # a launch that takes its time: meanwhile requests that need no engine are answered
+        # a step that takes its time: meanwhile requests that need no engine are answered
         with server.streaming(**ENDLESS | {"max_tokens": 79}) as events:
             for path in ("/health", "/v1/models", "/version"):
                 assert server.get(path).status == 200
@@ -135,7 +135,7 @@ def test_a_launch_that_fails_and_an_engine_that_breaks(tmp_path: Path) -> None:
             assert server.post("/v1/completions", {"prompt": ""}).status == 400
             gate.touch()
             assert list(events)[-1] == "[DONE]"
-        # a launch: its requests end with an error, and the server serves on
+        # a step: its requests end with an error, and the server serves on
         failed = server.post("/v1/completions", {"prompt": "x", "max_tokens": 78})
         assert failed.status == 500
         assert failed.error["type"] == "InternalServerError"

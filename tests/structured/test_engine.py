@@ -79,7 +79,7 @@ def test_every_text_validates_and_is_the_same_with_speculation() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_neighbours_keep_their_text(depth: int) -> None:
-    llm = make_llm(5, launch_depth=depth)
+    llm = make_llm(5, max_steps_in_flight=depth)
     params = [structured(i) if i % 3 else NEIGHBOUR.replace(seed=i) for i in range(NUM_NEIGHBOURS)]
     for i, output in enumerate(run(llm, params)):
         if i % 3:

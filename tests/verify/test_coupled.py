@@ -33,26 +33,26 @@ def decode(target: Tensor, draft: Tensor, noise: Tensor, k: int, g: torch.Genera
     tokens = torch.zeros((TEXTS, LENGTH + 2 + k + 1), dtype=torch.int64)
     tokens[:, 1] = 1
     n = torch.full((TEXTS,), 2)
-    entry = torch.arange(TEXTS)
+    sequence = torch.arange(TEXTS)
     drafted, accepted = 0, 0
     while int(n.min()) < LENGTH + 2:
         n = n.clamp(max=LENGTH + 2)
         num_drafts = torch.randint(0, k + 1, (TEXTS,), generator=g)
         for i in range(k):
-            x = draft[tokens[entry, n + i - 2], tokens[entry, n + i - 1]]
-            tokens[entry, n + i] = draw(x, noise[entry, n + i])
+            x = draft[tokens[sequence, n + i - 2], tokens[sequence, n + i - 1]]
+            tokens[sequence, n + i] = draw(x, noise[sequence, n + i])
         q_start = torch.zeros(TEXTS + 1, dtype=torch.int64)
         torch.cumsum(num_drafts + 1, 0, out=q_start[1:])
-        of_row = entry.repeat_interleave(num_drafts + 1)
+        of_row = sequence.repeat_interleave(num_drafts + 1)
         position = n[of_row] + torch.arange(len(of_row)) - q_start[of_row]
         m, out = verify_coupled(
             target[tokens[of_row, position - 2], tokens[of_row, position - 1]],
             noise[of_row, position],
             q_start,
-            tokens[entry[:, None], n[:, None] + torch.arange(k)],
+            tokens[sequence[:, None], n[:, None] + torch.arange(k)],
             num_drafts,
         )
-        tokens[entry[:, None], n[:, None] + torch.arange(k + 1)] = out
+        tokens[sequence[:, None], n[:, None] + torch.arange(k + 1)] = out
         n = n + m + 1
         drafted, accepted = drafted + int(num_drafts.sum()), accepted + int(m.sum())
     return tokens[:, 2 : LENGTH + 2], accepted / max(drafted, 1)

@@ -247,7 +247,7 @@ def test_rows_without_drafts_draw_from_p() -> None:
     assert tokens.tolist() == [[0], [1]]
 
 
-def test_columns_past_an_entry_stay_on_its_last_row() -> None:
+def test_columns_past_a_sequence_stay_on_its_last_row() -> None:
     assert row_index(torch.tensor([0, 3, 4, 6]), 3).tolist() == [[0, 1, 2], [3, 3, 3], [4, 5, 5]]
 
 

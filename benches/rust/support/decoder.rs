@@ -101,7 +101,7 @@ impl Text {
             tokens: &tokens[..rows],
             positions: &positions[..rows],
             slots: &positions[..rows],
-            entries: &[0; 64][..rows],
+            sequences: &[0; 64][..rows],
             block_table: &self.table,
             max_blocks: self.table.len(),
             ..Pass::default()

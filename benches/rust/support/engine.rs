@@ -5,7 +5,7 @@
 //! serving are in the numbers. What stands in for the device is not: only the two calls are timed.
 
 use specrs_core::scheduler::layout::{
-    FINISH_LENGTH, FINISH_NONE, HEADER_LAUNCH_ID, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE, HEADER_NUM_PREFILL,
+    FINISH_LENGTH, FINISH_NONE, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE, HEADER_NUM_PREFILL, HEADER_STEP_ID,
 };
 use specrs_core::{Drafter, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 use std::collections::VecDeque;
@@ -17,7 +17,7 @@ const PROMPT: usize = 64;
 const OUTPUT: usize = 960;
 
 /// Row, K, and whether it emits.
-type Entry = (usize, usize, bool);
+type Sequence = (usize, usize, bool);
 
 /// The two calls, as functions of their own.
 #[derive(Clone, Copy)]
@@ -33,8 +33,8 @@ pub(crate) struct Engine {
     record: Vec<i64>,
     results: Vec<i64>,
     settled: Vec<i64>,
-    /// Ids and entries of the launches planned and not settled, oldest first.
-    in_flight: VecDeque<(u64, Vec<Entry>)>,
+    /// Ids and sequences of the steps planned and not settled, oldest first.
+    in_flight: VecDeque<(u64, Vec<Sequence>)>,
     /// Tokens that each row may still emit.
     left: Vec<usize>,
     random: u64,
@@ -111,7 +111,7 @@ impl Engine {
     fn add(&mut self) {
         // Prompts differ from the first token on, so that the prefix cache is looked up and misses.
         let prompt: Vec<i64> = (0..PROMPT as i64).map(|i| (self.next_id * 7919 + i) % 150_000).collect();
-        // Limits differ, or all rows would end in the same launch.
+        // Limits differ, or all rows would end in the same step.
         let limit = PROMPT + OUTPUT / 2 + (self.next_id as usize * 389) % (OUTPUT / 2);
         let params = RequestParams { limit, num_speculative_tokens: K, ..RequestParams::default() };
         self.scheduler.add_request(self.next_id, &prompt, &params).expect("a valid request");
@@ -123,30 +123,26 @@ impl Engine {
         (self.random >> 33) as usize % n
     }
 
-    /// Plans one launch; pretends the device ran it only as far as settling needs to know.
+    /// Plans one step; pretends the device ran it only as far as settling needs to know.
     fn plan(&mut self) -> bool {
         let start = Instant::now();
         let outcome = (self.calls.plan)(&mut self.scheduler, &mut self.record);
         self.plan_time += start.elapsed();
         match outcome {
-            PlanOutcome::Launch(_) => {}
+            PlanOutcome::Step(_) => {}
             PlanOutcome::SettleFirst => return false,
             PlanOutcome::Idle => panic!("rows are always busy"),
         }
         let layout = self.scheduler.record_layout();
         let decode = self.record[HEADER_NUM_DECODE] as usize;
-        let mut entries: Vec<_> = (0..decode)
+        let mut sequences: Vec<_> = (0..decode)
             .map(|i| {
-                (
-                    self.record[layout.entry_row.offset + i] as usize,
-                    self.record[layout.entry_k.offset + i] as usize,
-                    true,
-                )
+                (self.record[layout.seq_row.offset + i] as usize, self.record[layout.seq_k.offset + i] as usize, true)
             })
             .collect();
         for j in 0..self.record[HEADER_NUM_PREFILL] as usize {
-            let row = self.record[layout.entry_row.offset + decode + j] as usize;
-            entries.push((row, 0, self.record[layout.chunk_is_last.offset + j] == 1));
+            let row = self.record[layout.seq_row.offset + decode + j] as usize;
+            sequences.push((row, 0, self.record[layout.chunk_is_last.offset + j] == 1));
         }
         for (i, &row) in
             self.record[layout.admit_row.range()].iter().enumerate().take(self.record[HEADER_NUM_ADMITTED] as usize)
@@ -154,14 +150,14 @@ impl Engine {
             let limit = self.record[layout.admit_limit.offset + i] as usize;
             self.left[row as usize] = limit - PROMPT;
         }
-        self.in_flight.push_back((self.record[HEADER_LAUNCH_ID] as u64, entries));
+        self.in_flight.push_back((self.record[HEADER_STEP_ID] as u64, sequences));
         true
     }
 
     fn settle(&mut self) {
-        let (launch_id, entries) = self.in_flight.pop_front().expect("a launch in flight");
+        let (step_id, sequences) = self.in_flight.pop_front().expect("a step in flight");
         let layout = *self.scheduler.results_layout();
-        for (i, &(row, k, emits)) in entries.iter().enumerate() {
+        for (i, &(row, k, emits)) in sequences.iter().enumerate() {
             let left = self.left[row];
             let drafted = k.min(left.saturating_sub(1));
             let accepted = self.draw(drafted + 1);
@@ -178,10 +174,10 @@ impl Engine {
             }
         }
         let start = Instant::now();
-        (self.calls.settle)(&mut self.scheduler, launch_id, &self.results, &mut self.settled);
+        (self.calls.settle)(&mut self.scheduler, step_id, &self.results, &mut self.settled);
         self.settle_time += start.elapsed();
         let finish = self.scheduler.settled_layout().finish_reason;
-        let ended = self.settled[finish.range()].iter().take(entries.len()).filter(|&&reason| reason != 0).count();
+        let ended = self.settled[finish.range()].iter().take(sequences.len()).filter(|&&reason| reason != 0).count();
         for _ in 0..ended {
             self.add();
         }
@@ -198,8 +194,8 @@ fn plan(scheduler: &mut Scheduler, record: &mut [i64]) -> PlanOutcome {
     scheduler.plan(record).expect("a matching buffer")
 }
 
-fn settle(scheduler: &mut Scheduler, launch_id: u64, results: &[i64], settled: &mut [i64]) {
-    scheduler.settle(launch_id, results, settled).expect("valid results");
+fn settle(scheduler: &mut Scheduler, step_id: u64, results: &[i64], settled: &mut [i64]) {
+    scheduler.settle(step_id, results, settled).expect("valid results");
 }
 
 fn take_kv_events(scheduler: &mut Scheduler) {
@@ -222,9 +218,9 @@ macro_rules! plan_path {
 macro_rules! settle_path {
     ($name:ident() $(, $then:expr)?) => {
         #[inline(never)]
-        fn $name(scheduler: &mut Scheduler, launch_id: u64, results: &[i64], settled: &mut [i64]) {
+        fn $name(scheduler: &mut Scheduler, step_id: u64, results: &[i64], settled: &mut [i64]) {
             std::hint::black_box(stringify!($name));
-            settle(scheduler, launch_id, results, settled);
+            settle(scheduler, step_id, results, settled);
             $($then(scheduler);)?
         }
     };

@@ -1,4 +1,5 @@
-//! Text from a folder with a checkpoint, in plain Rust: `specrs-core` plans and judges, `specrs-cpu` computes a launch in one call.
+//! Text from a folder with a checkpoint, in plain Rust: `specrs-core` plans and judges, `specrs-cpu` computes a step in
+//! one call.
 //!
 //! The folder holds config.json, safetensors files and tokenizer.json of a dense decoder; a smaller one with the same tokenizer
 //! drafts. Weights are read where the files are mapped.
@@ -80,12 +81,12 @@ fn generate(prompt: &str, options: &Options<'_>, mut deliver: impl FnMut(&str)) 
     let mut results = vec![0; scheduler.results_layout().size];
     let mut settled = vec![0; scheduler.settled_layout().size];
     let (mut stream, mut count) = (tokenizer.decode_stream(true), 0);
-    while let PlanOutcome::Launch(header) = scheduler.plan(&mut record)? {
+    while let PlanOutcome::Step(header) = scheduler.plan(&mut record)? {
         let mut target = Cached::new(&mut decoder, &mut kv_cache, &[]);
         let mut draft = draft.as_mut().map(|(decoder, kv_cache)| Cached::new(decoder, kv_cache, &[]));
         let draft = draft.as_mut().map(|draft| draft as &mut dyn Model);
         iteration.run(&record, &mut results, &mut state.borrow(), &mut target, draft, &mut NoHost)?;
-        scheduler.settle(header.launch_id, &results, &mut settled)?;
+        scheduler.settle(header.step_id, &results, &mut settled)?;
         let new = scheduler.settled_layout().view(&settled).num_new[0] as usize;
         for &id in &scheduler.results_layout().view(&results).tokens[..new] {
             if let Some(text) = stream.step(id as u32).map_err(|error| error.to_string())? {

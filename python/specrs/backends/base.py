@@ -56,7 +56,7 @@ class Runner(Protocol):
     def use_extras(self, lookup: ExtrasLookup) -> None:
         """Set the function that finds the grammar of a request id, which records cannot hold."""
 
-    def launch(self, slot: RingSlot, header: Header) -> None:
+    def execute(self, slot: RingSlot, header: Header) -> None:
         """Execute or enqueue the step planned in `slot.record`."""
 
     def wait(self, slot: RingSlot) -> None:
@@ -81,8 +81,8 @@ class Backend(Protocol):
         """Dtypes in which this kind of device computes."""
 
     @property
-    def launch_depth(self) -> int:
-        """Default of the option `launch_depth`: number of steps that are planned and not yet settled."""
+    def max_steps_in_flight(self) -> int:
+        """Default of the option `max_steps_in_flight`: number of steps that are planned and not yet settled."""
 
     @property
     def gpus_per_rank(self) -> int:

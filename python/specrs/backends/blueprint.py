@@ -29,8 +29,9 @@ class Blueprint:
 
     config: EngineConfig
     weights: Weights
-    launch_depth: int = 1
-    """Default of the option `launch_depth` for the device: number of steps that are planned and not yet settled."""
+    max_steps_in_flight: int = 1
+    """Default of the option `max_steps_in_flight` for the device: number of steps that are planned and not yet
+    settled."""
 
     @property
     def device(self) -> str:
@@ -98,7 +99,7 @@ class Blueprint:
     @property
     def _depth_on_device(self) -> int:
         """Number of steps that are planned and not yet settled if no drafter is on the host."""
-        return self.launch_depth if self.config.launch_depth is None else self.config.launch_depth
+        return self.max_steps_in_flight if self.config.max_steps_in_flight is None else self.config.max_steps_in_flight
 
     @property
     def bytes_per_block(self) -> int:
@@ -192,7 +193,7 @@ class Blueprint:
             # No request waits while costs are measured.
             max_prefill_stall_ms=0.0 if measuring else config.max_prefill_stall_ms or 0.0,
             attention_cost_ratio=ATTENTION_COST * self.weights.target.attention_ratio,
-            priority_aging_launches=config.priority_aging_launches,
+            priority_aging_steps=config.priority_aging_steps,
             max_loras=config.max_loras if config.enable_lora else 0,
             enable_prefix_caching=config.enable_prefix_caching is not False,
             enable_kv_cache_events=config.enable_kv_cache_events and not self.window_groups,

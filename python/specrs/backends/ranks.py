@@ -34,7 +34,7 @@ class LeadingRunner:
         collected."""
         self.runner = runner
         self.team = team
-        self._num_launches = 0
+        self._num_steps = 0
         self._untold: deque[tuple[int, RingSlot, Header]] = deque()  # steps whose results are not compared yet
         self._end = weakref.finalize(self, end)
 
@@ -72,20 +72,20 @@ class LeadingRunner:
         the others."""
         self.runner.use_extras(lookup)
 
-    def launch(self, slot: RingSlot, header: Header) -> None:
+    def execute(self, slot: RingSlot, header: Header) -> None:
         """Execute the step in `slot.record` on every rank. SIGINT is held back until the end, so that no rank is left
         inside a step.
 
         Raises RankLostError, which names the rank that failed.
         """
         with _held_interrupts():
-            self.team.send(Kind.LAUNCH, slot.record[: header.used_len].view(np.uint8).data)
+            self.team.send(Kind.STEP, slot.record[: header.used_len].view(np.uint8).data)
             try:
-                self.runner.launch(slot, header)
+                self.runner.execute(slot, header)
             except BaseException as fault:
                 raise self.team.failed(fault) from fault
-            self._untold.append((self._num_launches, slot, header))
-            self._num_launches += 1
+            self._untold.append((self._num_steps, slot, header))
+            self._num_steps += 1
             self._tell()
 
     def wait(self, slot: RingSlot) -> None:

@@ -21,10 +21,10 @@ from specrs.core import HEADER_FIELDS, Scheduler
 from specrs.errors import EngineError
 
 
-class Launches(Protocol):
+class Executor(Protocol):
     """Part of a runner that a replay needs."""
 
-    def launch(self, slot: RingSlot, header: Header) -> None:
+    def execute(self, slot: RingSlot, header: Header) -> None:
         """Execute or enqueue the step planned in `slot.record`."""
 
     def wait(self, slot: RingSlot) -> None:
@@ -32,11 +32,11 @@ class Launches(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class EntryResult:
+class SequenceResult:
     """Results of one sequence in a step."""
 
-    launch_id: int
-    entry: int
+    step_id: int
+    sequence: int
     """Index of the sequence in the step."""
     counts: dict[str, int]
     """Results by section name, except `tokens`."""
@@ -67,10 +67,10 @@ class Recording:
     def __len__(self) -> int:
         return len(self.records)
 
-    def entries(self) -> list[EntryResult]:
+    def sequences(self) -> list[SequenceResult]:
         """Return the results of all sequences, decoding ones and prompt chunks, step by step."""
         both = zip(self.records, self.results, strict=True)
-        return [entry for record, results in both for entry in self._entries(record, results)]
+        return [sequence for record, results in both for sequence in self._sequences(record, results)]
 
     def save(self, path: Path) -> None:
         """Write the recording to `path` as a compressed NumPy archive. Records are mostly zeros."""
@@ -97,11 +97,11 @@ class Recording:
             }
             return cls(layouts, about["num_speculative_tokens"], records, results)
         except (OSError, ValueError, KeyError) as error:
-            raise EngineError(f"path={str(path)!r}: not a recording of launches: {error}") from error
+            raise EngineError(f"path={str(path)!r}: not a recording of steps: {error}") from error
 
     def replay(
         self,
-        runner: Launches,
+        runner: Executor,
         scheduler: Scheduler,
         make_slot: Callable[[Scheduler, int], RingSlot] = RingSlot,
     ) -> Recording:
@@ -123,18 +123,18 @@ class Recording:
             slot.record[:] = record
             header = slot.header()
             if getattr(runner, "loras", None) is None and slot.record_arrays["admit_lora"][: header.num_admitted].any():
-                raise EngineError(f"launch {header.launch_id} needs a LoRA adapter, which no record holds")
-            runner.launch(slot, header)
+                raise EngineError(f"step {header.step_id} needs a LoRA adapter, which no record holds")
+            runner.execute(slot, header)
             runner.wait(slot)
             again(slot, header, 0.0)
         return again
 
-    def _entries(self, record: NDArray[np.int64], results: NDArray[np.int64]) -> Iterator[EntryResult]:
+    def _sequences(self, record: NDArray[np.int64], results: NDArray[np.int64]) -> Iterator[SequenceResult]:
         header, sections = Header.of(record), section_arrays(results, self.layouts["results"])
         tokens = sections["tokens"].reshape(-1, self.num_speculative_tokens + 1)
-        for entry in range(header.num_decode + header.num_prefill):
-            counts = {name: int(sections[name][entry]) for name in sections if name != "tokens"}
-            yield EntryResult(header.launch_id, entry, counts, tokens[entry, : counts["num_emitted"]].tolist())
+        for sequence in range(header.num_decode + header.num_prefill):
+            counts = {name: int(sections[name][sequence]) for name in sections if name != "tokens"}
+            yield SequenceResult(header.step_id, sequence, counts, tokens[sequence, : counts["num_emitted"]].tolist())
 
 
 def layouts_of(scheduler: Scheduler) -> dict[str, Layout]:

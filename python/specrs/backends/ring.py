@@ -70,8 +70,8 @@ class RingSlot:
         """Return memory for the grammar masks of `count` sequences from `first` on: `width` rows of `words` int32 each.
         It is allocated at the first call and kept between steps."""
         if self._grammar_masks is None:
-            entries, most = self.tokens.shape
-            self._grammar_masks = np.empty((entries, most, words), dtype=np.int32)
+            sequences, most = self.tokens.shape
+            self._grammar_masks = np.empty((sequences, most, words), dtype=np.int32)
         return self._grammar_masks[first : first + count, :width]
 
     def drafter_failed(self, error: Exception, lost: NDArray[np.int64] | None = None) -> None:
@@ -89,7 +89,7 @@ class RingSlot:
 
     @property
     def is_enqueued(self) -> bool:
-        """True if `launch` may return before the step has finished, as on a GPU."""
+        """True if `execute` may return before the step has finished, as on a GPU."""
         return False
 
     def header(self) -> Header:
@@ -116,6 +116,6 @@ class Ring:
         self.depth = depth
         self._slots = [make_slot(scheduler, num_speculative_tokens) for _ in range(depth + 1)]
 
-    def slot(self, launch_id: int) -> RingSlot:
+    def slot(self, step_id: int) -> RingSlot:
         """Return the slot of a step in flight, of the last that settled, or of the next."""
-        return self._slots[launch_id % len(self._slots)]
+        return self._slots[step_id % len(self._slots)]

@@ -52,8 +52,8 @@ def engine_settings(arguments: argparse.Namespace, given: Mapping[str, Any]) -> 
     Only commands draft by default. `LLM(...)`, like vLLM's, drafts only with a `speculative_config`: programs that
     compare runs with and without drafts rely on that.
 
-    Drafts from the text need one step in flight. With two (`launch_depth`, `async_scheduling`), no default drafting is
-    added.
+    Drafts from the text need one step in flight. With two (`max_steps_in_flight`, `async_scheduling`), no default
+    drafting is added.
 
     Raises `InvalidConfigError` for two different models, and for --no-speculation with a --speculative-config.
     """
@@ -66,7 +66,7 @@ def engine_settings(arguments: argparse.Namespace, given: Mapping[str, Any]) -> 
         if asked:
             raise invalid_config("--no-speculation", True, "contradicts --speculative-config; leave one of them out")
         return settings
-    ahead = settings.get("launch_depth") == 2 or settings.get("async_scheduling") is True
+    ahead = settings.get("max_steps_in_flight") == 2 or settings.get("async_scheduling") is True
     if not asked and model is None:
         settings["speculative_config"] = dict(DEFAULT_DRAFTS)
     elif not asked and (arguments.speculation or not ahead):

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             shown = f"{one.help_text()}; the same as --speculative-config.{name}"
             add_flag(engine, one, dest="speculative_config", action=MergeKey, const=name, metavar="VALUE", help=shown)
     engine.add_argument(
-        "--async-scheduling", action=argparse.BooleanOptionalAction, help="vLLM's name for a launch depth of 2"
+        "--async-scheduling", action=argparse.BooleanOptionalAction, help="vLLM's name for two steps in flight"
     )
     server = parser.add_argument_group("server")
     add_flags(server, ServerOptions, "serve")

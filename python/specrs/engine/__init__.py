@@ -1,2 +1,2 @@
-"""The engine: its loop of plan, launch and settle, and its requests with their text. No tensors and no scheduling
+"""The engine: its loop of plan, execute and settle, and its requests with their text. No tensors and no scheduling
 decisions."""

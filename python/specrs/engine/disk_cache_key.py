@@ -34,9 +34,17 @@ NOT_IN_KEY = frozenset(
         *("model", "revision", "speculative_config"),  # the content of their files is in the key
         *("tokenizer", "skip_tokenizer_init", "tokenizer_revision"),  # blocks are found by token ids
         *("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold", "max_prefill_stall_ms"),
-        *("num_reserved_decode_tokens", "priority_aging_launches", "num_gpu_blocks_override", "kv_cache_memory_bytes"),
+        *("num_reserved_decode_tokens", "priority_aging_steps", "num_gpu_blocks_override", "kv_cache_memory_bytes"),
         *("gpu_memory_utilization", "enable_prefix_caching", "tensor_parallel_size", "distributed_timeout"),
-        *("launch_depth", "cudagraph_capture_sizes", "threads", "seed", "max_logprobs", "logprobs_mode", "device"),
+        *(
+            "max_steps_in_flight",
+            "cudagraph_capture_sizes",
+            "threads",
+            "seed",
+            "max_logprobs",
+            "logprobs_mode",
+            "device",
+        ),
         *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),  # the adapter is in the block's hash
         *("kv_events_config", "kv_cache_path", "kv_cache_disk_bytes"),
     }

@@ -1,4 +1,4 @@
-"""The engine's loop: plan, launch, settle. Owns requests, scheduler, ring and runner; computes nothing itself."""
+"""The engine's loop: plan, execute, settle. Owns requests, scheduler, ring and runner; computes nothing itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specrs.core import (
     DRAFTERS,
     FLAG_TARGET_NON_FINITE,
     PLAN_IDLE,
-    PLAN_LAUNCH,
+    PLAN_STEP,
     AcceptanceTracker,
     Outputs,
 )
@@ -50,10 +50,10 @@ its queue holds."""
 
 
 class Engine:
-    """Runs requests to their end, with up to `launch_depth` steps in flight.
+    """Runs requests to their end, with up to `max_steps_in_flight` steps in flight.
 
-    A call of `step` plans and enqueues until `launch_depth` steps are in flight, then settles the oldest. The host
-    therefore waits for a step only if a newer one is already enqueued (or at depth 1).
+    A call of `step` plans and enqueues until `max_steps_in_flight` steps are in flight, then settles the oldest. The
+    host therefore waits for a step only if a newer one is already enqueued (or at depth 1).
 
     An interrupt may end any call between any two instructions. The scheduler's own calls are atomic, so its state is
     the reference for what is in flight and which requests live. `_mend` compares the engine with it and repairs the
@@ -82,7 +82,7 @@ class Engine:
         self.requests: dict[int, Request] = {}
         self._reporting: dict[int, Request] = {}  # those with a grammar, a prediction, or log probabilities to report
         self._settled_at = 0.0
-        self._checked_at = 0  # launches when the state was last checked
+        self._checked_at = 0  # steps when the state was last checked
         self._check_after = 0.0  # by time.perf_counter
         self.runner.use_extras(partial(_extras, self.requests))  # holds no engine, so that one ends with its last use
         self.reset_stats()
@@ -214,14 +214,14 @@ class Engine:
         """Settle the steps in flight if no request lives any more, and check that the scheduler's state is consistent.
         Callers use it when they have nothing else to do.
 
-        The check runs once until the next step is launched, and takes at most a hundredth of the time; it needs about
+        The check runs once until the next step starts, and takes at most a hundredth of the time; it needs about
         0.1 us per block.
 
         Raises:
             IntegrityError: the state is inconsistent, which is a bug in specrs.
         """
         self._mend()
-        launched = self.scheduler.num_launches
+        planned = self.scheduler.num_steps
         if self.requests:
             return
         while self.scheduler.num_in_flight:
@@ -230,9 +230,9 @@ class Engine:
         if self.disk is not None:
             self.disk.save()
         begun = time.perf_counter()
-        if launched != self._checked_at and begun >= self._check_after:
+        if planned != self._checked_at and begun >= self._check_after:
             self.scheduler.check_integrity()
-            self._checked_at, ended = launched, time.perf_counter()
+            self._checked_at, ended = planned, time.perf_counter()
             self._check_after = ended + 99.0 * (ended - begun)
 
     @property
@@ -242,7 +242,7 @@ class Engine:
         return IDLE_INTERVAL if self.disk is not None and self.disk.has_due else None
 
     def close(self) -> None:
-        """End the runner's threads, and write what waits for the disk. No step can be launched afterwards."""
+        """End the runner's threads, and write what waits for the disk. No step can run afterwards."""
         self.runner.close()
         if self.disk is not None:
             self.disk.close()
@@ -320,7 +320,7 @@ class Engine:
     def _advance(self) -> list[Request]:
         scheduler = self.scheduler
         while scheduler.num_in_flight < self._depth():
-            slot = self.ring.slot(scheduler.num_launches)
+            slot = self.ring.slot(scheduler.num_steps)
             slot.started = time.perf_counter()
             if self.planner is not None:
                 scheduler.speculate(self.planner)
@@ -328,12 +328,12 @@ class Engine:
             loads = [] if self.disk is None else scheduler.take_loads()
             if loads and self.disk is not None:
                 self.disk.load(loads, alone=outcome == PLAN_IDLE)
-                if outcome != PLAN_LAUNCH:
+                if outcome != PLAN_STEP:
                     continue
-            if outcome != PLAN_LAUNCH:
+            if outcome != PLAN_STEP:
                 break
             self._faults.planned()
-            self._launch(slot, slot.header())
+            self._execute(slot, slot.header())
         touched = self._settle() if scheduler.num_in_flight else []
         self._publish()
         if self.disk is not None:
@@ -344,7 +344,7 @@ class Engine:
         if self.publish is not None and (batch := self.scheduler.take_kv_event_batch()) is not None:
             self.publish(batch)
 
-    def _launch(self, slot: RingSlot, header: Header) -> None:
+    def _execute(self, slot: RingSlot, header: Header) -> None:
         if header.num_admitted:
             ids, cached = (
                 slot.record_arrays[name][: header.num_admitted].tolist()
@@ -356,13 +356,13 @@ class Engine:
                 if request.num_cached_tokens is None:
                     request.num_cached_tokens = num_cached
                     request.scheduled_time = time.monotonic()
-        self.runner.launch(slot, header)
-        self._faults.launched(slot, header)
-        slot.executed = header.launch_id
+        self.runner.execute(slot, header)
+        self._faults.executed(slot, header)
+        slot.executed = header.step_id
 
     def _in_flight(self) -> range:
         """Ids of the steps in flight, oldest first."""
-        planned = self.scheduler.num_launches
+        planned = self.scheduler.num_steps
         return range(planned - self.scheduler.num_in_flight, planned)
 
     def _mend(self, fault: BaseException | None = None) -> None:
@@ -374,12 +374,10 @@ class Engine:
         scheduler, in_flight = self.scheduler, self._in_flight()
         last = self.ring.slot(in_flight.start - 1)  # that settled
         delivered = last.delivered == in_flight.start - 1
-        executed = all(self.ring.slot(launch_id).executed == launch_id for launch_id in in_flight)
+        executed = all(self.ring.slot(step_id).executed == step_id for step_id in in_flight)
         if delivered and executed and scheduler.num_running + scheduler.num_waiting == len(self.requests):
             return
-        error: SpecrsError = EngineError(
-            "the launch was interrupted" if fault is None else f"the launch failed: {fault!r}"
-        )
+        error: SpecrsError = EngineError("the step was interrupted" if fault is None else f"the step failed: {fault!r}")
         if isinstance(fault, EngineDeadError):
             error = fault
         live = set(scheduler.request_ids())
@@ -411,9 +409,9 @@ class Engine:
 
         If the step was not executed completely, its requests end with the error `fault`.
         """
-        launch_id = self._in_flight().start
-        slot = self.ring.slot(launch_id)
-        whole = slot.executed == launch_id
+        step_id = self._in_flight().start
+        slot = self.ring.slot(step_id)
+        whole = slot.executed == step_id
         if whole:
             try:
                 self.runner.wait(slot)
@@ -425,11 +423,11 @@ class Engine:
             # In a buffer of its own: a device may still be writing to the slot's.
             results, told = np.zeros_like(slot.results), str(fault)
             section_arrays(results, self.scheduler.results_layout())["flags"].fill(FLAG_TARGET_NON_FINITE)
-        # One call, so that an interrupt finds the launch delivered or not settled.
+        # One call, so that an interrupt finds the step delivered or not settled.
         touched_ids, ended_ids = self.outputs.settle(
-            self.scheduler, launch_id, results, slot.settled, now=time.monotonic(), fault=told
+            self.scheduler, step_id, results, slot.settled, now=time.monotonic(), fault=told
         )
-        # Beside another launch in flight this one began when the one before it ended.
+        # Next to another step in flight this one began when the one before it ended.
         begun, self._settled_at = max(slot.started, self._settled_at), time.perf_counter()
         header = slot.header()
         touched = [self.requests[request_id] for request_id in touched_ids]
@@ -440,14 +438,14 @@ class Engine:
             for request in touched:
                 if request.finished:
                     self._reporting.pop(request.request_id, None)
-        slot.delivered = launch_id
+        slot.delivered = step_id
         if whole:
             ms = 1e3 * (self._settled_at - begun)
             self._learn(slot, ms)
             if self.config.max_prefill_stall_ms and not slot.merged:
                 # Streams wait for what is reported, too. Chunks within verification cost next to nothing, and others
                 # would be taken for as cheap.
-                self.scheduler.time_launch(launch_id, 1e3 * (time.perf_counter() - begun))
+                self.scheduler.time_step(step_id, 1e3 * (time.perf_counter() - begun))
             if self.draft_check is not None and self.draft_check.settled(slot.results_arrays, header.num_decode):
                 self.draft_check = None
             if self.watch is not None:
@@ -471,19 +469,19 @@ class Engine:
                     self._reporting[request_id].pooled = pooled
                     self._num_pooled += 1
         settled = slot.settled_arrays
-        for entry, request_id in enumerate(settled["request_id"].tolist()):
+        for sequence, request_id in enumerate(settled["request_id"].tolist()):
             if request_id not in self._reporting:
                 continue
             request = self._reporting[request_id]
             reported.append(request)
             tokens = request.output_token_ids
-            before = len(tokens) - int(settled["num_new"][entry])
-            if whole and request.logprobs is not None and entry in slot.logprobs:
-                found = token_entries(slot.logprobs[entry], tokens[before:], request.params.logprobs)
+            before = len(tokens) - int(settled["num_new"][sequence])
+            if whole and request.logprobs is not None and sequence in slot.logprobs:
+                found = token_entries(slot.logprobs[sequence], tokens[before:], request.params.logprobs)
                 request.logprobs[before:] = found
-            if request.prediction_token_ids and whole and slot.record_arrays["entry_drafter"][entry] == _PREDICTION:
-                request.num_predicted_tokens += int(slot.results_arrays["num_drafted"][entry])
-                request.num_accepted_predicted_tokens += int(slot.results_arrays["num_accepted"][entry])
+            if request.prediction_token_ids and whole and slot.record_arrays["seq_drafter"][sequence] == _PREDICTION:
+                request.num_predicted_tokens += int(slot.results_arrays["num_drafted"][sequence])
+                request.num_accepted_predicted_tokens += int(slot.results_arrays["num_accepted"][sequence])
             matcher = request.matcher
             if matcher is not None and accept:
                 for token in tokens[before:]:

@@ -26,7 +26,7 @@ class DraftFaults:
         self._drafters = tuple(drafters)
         self._on_host = {name: kind for name, kind in HOST_KINDS.items() if name in self._drafters}
         self._on_device = 0
-        self._in_a_row = 0  # launches in which the device's drafter failed since one that drafted
+        self._in_a_row = 0  # steps in which the device's drafter failed since one that drafted
         self._told: set[str] = set()
 
     def counts(self) -> list[int]:
@@ -42,10 +42,10 @@ class DraftFaults:
             if failures:
                 self._tell(name, cause)
 
-    def launched(self, slot: RingSlot, header: Header) -> None:
+    def executed(self, slot: RingSlot, header: Header) -> None:
         """Handle a failure of the device's drafter in a step that was executed or enqueued. The step went on without
         drafts. If the drafter keeps failing, later steps also run without drafts for a while."""
-        fault, slot.draft_fault = slot.draft_fault, None  # its traceback holds the tensors of the launch
+        fault, slot.draft_fault = slot.draft_fault, None  # its traceback holds the tensors of the step
         if fault is not None:
             self._failed(fault)
         elif self._in_a_row and _drafts_on_device(slot, header):
@@ -64,7 +64,7 @@ class DraftFaults:
         if drafter not in self._told:
             self._told.add(drafter)
             logger.warning(
-                "the drafter %r failed, and its launch went on without drafts: %s; its other failures are only counted "
+                "the drafter %r failed, and its step went on without drafts: %s; its other failures are only counted "
                 "(EngineStats.draft_errors)",
                 drafter,
                 repr(cause) if isinstance(cause, Exception) else cause,
@@ -73,5 +73,5 @@ class DraftFaults:
 
 
 def _drafts_on_device(slot: RingSlot, header: Header) -> bool:
-    ks, drafters = (slot.record_arrays[name][: header.num_decode] for name in ("entry_k", "entry_drafter"))
+    ks, drafters = (slot.record_arrays[name][: header.num_decode] for name in ("seq_k", "seq_drafter"))
     return bool(((ks > 0) & (drafters == DRAFTER_DEVICE)).any())

@@ -91,18 +91,18 @@ def _serve(connection: Connection, ranks: Ranks, config: EngineConfig, lost: Cal
     scheduler = blueprint.scheduler(blocks)  # plans nothing here, and knows the layout of records
     runner = backend.make_runner(blueprint, scheduler, blocks, ranks)
     ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, backend.slot_type(blueprint.device))
-    launches = 0
+    steps = 0
     with contextlib.closing(runner), contextlib.closing(Reporter(connection, runner.wait, lost)) as reporter:
-        while (message := connection.receive_news()).kind == Kind.LAUNCH:
-            slot = ring.slot(launches)
-            reporter.wait_until_told(launches - ring.depth - 1)  # of the launch that had the slot before
+        while (message := connection.receive_news()).kind == Kind.STEP:
+            slot = ring.slot(steps)
+            reporter.wait_until_told(steps - ring.depth - 1)  # of the step that had the slot before
             record = np.frombuffer(message.body, dtype=np.int64)
             slot.record[: len(record)] = record
             header = slot.header()
-            runner.launch(slot, header)
+            runner.execute(slot, header)
             slot.draft_fault = None  # rank 0's counts, and its engine plans by it
-            reporter.launched(launches, slot, header)
-            launches += 1
+            reporter.executed(steps, slot, header)
+            steps += 1
 
 
 class Reporter:
@@ -115,10 +115,10 @@ class Reporter:
         self._connection, self._wait, self._lost = connection, wait, lost
         self._queue: queue.SimpleQueue[tuple[int, RingSlot, Header] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._told = -1  # the last launch that was
+        self._told = -1  # the last step that was
         self._thread: threading.Thread | None = None
 
-    def launched(self, number: int, slot: RingSlot, header: Header) -> None:
+    def executed(self, number: int, slot: RingSlot, header: Header) -> None:
         """Report step `number`, which was executed or enqueued. Raises DisconnectedError if rank 0 has closed the
         connection or does not accept the message in time."""
         if not slot.is_enqueued:

@@ -212,10 +212,10 @@ class EngineLoop(threading.Thread):
         except Exception:
             touched = [request for group, i in self._owners.values() for request in group.prompts[i]]
             self._num_faults += 1
-            # a launch that fails ends its requests; a fault that ends none is the engine's own
+            # a step that fails ends its requests; a fault that ends none is the engine's own
             if self._num_faults >= MAX_FAULTS or not any(request.finished for request in touched):
                 raise
-            logger.exception("a launch failed; its requests end with an error")
+            logger.exception("a step failed; its requests end with an error")
         else:
             self._num_faults = 0
             if not touched and self._owners and not self._engine.has_unfinished():

@@ -15,4 +15,4 @@ def plan_engine(config: EngineConfig, weights: Weights) -> tuple[Backend, Bluepr
     Raises `UnsupportedConfigError` if the options exclude the KV groups of the target.
     """
     backend = backend_of(weights.device)
-    return backend, Blueprint(config, weights, backend.launch_depth).with_kv_groups()
+    return backend, Blueprint(config, weights, backend.max_steps_in_flight).with_kv_groups()

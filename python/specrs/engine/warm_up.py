@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from specrs.backends.ring import Header, RingSlot
-from specrs.core import PLAN_LAUNCH, CostModel, Outputs
+from specrs.core import PLAN_STEP, CostModel, Outputs
 from specrs.engine.faults import DraftFaults
 from specrs.engine.parts import EngineParts, Watch
 from specrs.engine.request import Request
@@ -22,7 +22,7 @@ except for the first two."""
 NATIVE_SECONDS = 0.2
 """Seconds to spend on measuring if a step is one call of the Rust core. Such steps are short, and take similar
 times."""
-LAUNCHES = 2
+NUM_STEPS = 2
 """Number of steps of each batch size and K in a round. The fastest step of all rounds counts, because noise only adds
 time."""
 MAX_ROUNDS = 8
@@ -31,7 +31,7 @@ PROMPT = 64
 
 
 class MeasuringLoop:
-    """Loop that plans, launches and settles steps of artificial requests, and times each step as an engine does."""
+    """Loop that plans, executes and settles steps of artificial requests, and times each step as an engine does."""
 
     def __init__(self, parts: EngineParts) -> None:
         """Prepare to measure. The scheduler and ring of `parts` must be used by nothing else. An engine may use the
@@ -67,14 +67,14 @@ class MeasuringLoop:
         """Advance until one step has settled."""
         scheduler = self._scheduler
         while scheduler.num_in_flight < self.depth:
-            slot = self._ring.slot(scheduler.num_launches)
+            slot = self._ring.slot(scheduler.num_steps)
             slot.started = time.perf_counter()
-            if scheduler.plan(slot.record) != PLAN_LAUNCH:
+            if scheduler.plan(slot.record) != PLAN_STEP:
                 break
             self._faults.planned()
             header = slot.header()
-            self.runner.launch(slot, header)
-            self._faults.launched(slot, header)
+            self.runner.execute(slot, header)
+            self._faults.executed(slot, header)
         if scheduler.num_in_flight:
             self._settle()
 
@@ -89,10 +89,10 @@ class MeasuringLoop:
 
     def _settle(self) -> None:
         scheduler = self._scheduler
-        launch_id = scheduler.num_launches - scheduler.num_in_flight
-        slot = self._ring.slot(launch_id)
+        step_id = scheduler.num_steps - scheduler.num_in_flight
+        slot = self._ring.slot(step_id)
         self.runner.wait(slot)
-        _, ended = self._outputs.settle(scheduler, launch_id, slot.results, slot.settled, now=time.monotonic())
+        _, ended = self._outputs.settle(scheduler, step_id, slot.results, slot.settled, now=time.monotonic())
         begun, self._settled_at = max(slot.started, self._settled_at), time.perf_counter()
         self.live.difference_update(ended)
         if self.watch is not None:
@@ -158,7 +158,7 @@ def _catch_up_ms(loop: MeasuringLoop, decode_ms: float) -> float:
         if header.num_draft_tokens and not header.num_prefill:
             found.append(max(0.0, ms - decode_ms) / header.num_draft_tokens)
 
-    for run in range(LAUNCHES + 1):
+    for run in range(NUM_STEPS + 1):
         _run(loop, 1, loop.limits.num_speculative_tokens, watch, lambda: False, first_prompt=1 + run)
     return min(found, default=0.0)
 
@@ -169,11 +169,11 @@ def _measure(loop: MeasuringLoop, batch: int, k: int) -> float:
     times: list[float] = []
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
-        uniform = int(slot.record_arrays["entry_k"][: header.num_decode].sum()) == batch * k
+        uniform = int(slot.record_arrays["seq_k"][: header.num_decode].sum()) == batch * k
         if header.num_decode == batch and uniform and not header.num_prefill and not header.num_draft_chunks:
             times.append(ms)
 
-    _run(loop, batch, k, watch, lambda: len(times) >= LAUNCHES)
+    _run(loop, batch, k, watch, lambda: len(times) >= NUM_STEPS)
     return min(times, default=math.inf)
 
 
@@ -182,7 +182,7 @@ def _run(
 ) -> None:
     """Run `batch` requests with `k` drafts each, until they end or `done()` is true."""
     limits, config = loop.limits, loop.config
-    tokens = (k + 1) * (LAUNCHES + loop.depth + 1)
+    tokens = (k + 1) * (NUM_STEPS + loop.depth + 1)
     length = max(1, min(PROMPT, config.max_num_batched_tokens // (4 * batch), limits.max_model_len - tokens))
     params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
     for i in range(batch):

@@ -243,7 +243,7 @@ class _Layers:
             norms = 1
         else:
             # Of streams normed after blocks alone the first layer's is read as it is.
-            norms = 2 * layers + 1 - (c.norms == "behind")
+            norms = 2 * layers + 1 - (c.norms == "after")
         found.append(self._small("norms", norms, norms * 6 * rows * h))
         if rows > _FEW or not self._fuses_heads():
             found.append(self._small("rotation and KV", layers, layers * 4 * rows * (q + 2 * kv)))
@@ -260,7 +260,7 @@ class _Layers:
             found += self._experts(sum(c.experts.layers))
         many = self.heads > _FEW
         parts = -(-self.heads // _LOGITS) if many else 1
-        found.append(self._product("lm_head", c.vocab_size, h, 1, parts, coded=False, rows=self.heads))
+        found.append(self._product("lm_head", c.vocab_size, h, 1, parts, quantized=False, rows=self.heads))
         found.append(self._small("argmax", 2 * parts if many else 1, 8 * self.heads * c.vocab_size * many))
         return found
 
@@ -275,7 +275,7 @@ class _Layers:
         layers: int,
         kernels: int | None = None,
         *,
-        coded: bool = True,
+        quantized: bool = True,
         rows: int | None = None,
     ) -> Work:
         """Return the work of multiplying the pass's rows with a weight `[n, k]` in each of `layers` layers. `kernels`
@@ -283,7 +283,7 @@ class _Layers:
         kernels = layers if kernels is None else kernels
         rows, weights = self.rows if rows is None else rows, float(n) * k
         moved = 2.0 * rows * (n + k)
-        if not coded or self.quantization is None:
+        if not quantized or self.quantization is None:
             reads = kernels // layers
             moved += 2.0 * weights * reads
         else:
@@ -306,7 +306,7 @@ class _Layers:
         # Tiles of more rows than 64 read an expert's weights once for every 64 of its rows.
         reads = max(e.expected(rows), rows * e.per_token / _FEW)
         pairs = rows * e.per_token
-        work = [self._product("router", e.count, h, layers, layers * times, coded=False)]
+        work = [self._product("router", e.count, h, layers, layers * times, quantized=False)]
         for name, n, k in (("expert gate_up", 2 * i, h), ("expert down", h, i)):
             moved, flops = 2.0 * reads * n * k + 2.0 * pairs * (n + k), 2.0 * pairs * n * k
             kernels = layers * times

@@ -235,7 +235,7 @@ def layer_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
         q_norm, k_norm = layer.qk_norm[: c.num_heads].reshape(-1), layer.qk_norm[c.num_heads :].reshape(-1)
     elif layer.qk_norm is not None:
         q_norm, k_norm = layer.qk_norm[0], layer.qk_norm[-1]
-    before = c.norms != "behind"
+    before = c.norms != "after"
     return {
         "input_norm": layer.input_norm if before else None,
         "qkv": stored_parts(layer.qkv),

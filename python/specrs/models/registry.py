@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias
 from specrs.models.errors import unsupported
 from specrs.models.rope import KINDS
 
-Norms: TypeAlias = Literal["before", "behind", "around"]
-"""Place of a layer's norms. `before`: before attention and MLP. `behind`: after them, so that their outputs are normed
+Norms: TypeAlias = Literal["before", "after", "around"]
+"""Place of a layer's norms. `before`: before attention and MLP. `after`: after them, so that their outputs are normed
 before they are added to the residual stream. `around`: both."""
 
 
@@ -161,7 +161,7 @@ FAMILIES: dict[str, Family] = {
         "olmo2",
         "OLMo 2",
         qk_norm="whole",
-        norms="behind",
+        norms="after",
         has_attention_bias=True,
         kv_heads_default=True,
         rms_norm_eps=1e-5,

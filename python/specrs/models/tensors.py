@@ -112,6 +112,6 @@ def norm_names(c: ModelConfig) -> tuple[str | None, str | None, str | None, str 
     None: it has no such norm."""
     if c.norms == "before":
         return "input_layernorm", None, "post_attention_layernorm", None
-    behind = "post_attention_layernorm", "post_feedforward_layernorm"
+    after = "post_attention_layernorm", "post_feedforward_layernorm"
     before = ("input_layernorm", "pre_feedforward_layernorm") if c.norms == "around" else (None, None)
-    return before[0], behind[0], before[1], behind[1]
+    return before[0], after[0], before[1], after[1]

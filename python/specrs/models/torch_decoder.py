@@ -110,7 +110,7 @@ class TorchDecoder(TorchFacts):
         c = weights.config
         heads, kv_heads, rotary_dim = c.num_heads, c.num_kv_heads, c.partial_rotary_dim
         eps, scale, residual = c.rms_norm_eps, c.attention_scale, c.residual_multiplier
-        normed = c.norms != "behind"
+        normed = c.norms != "after"
         activate = silu_and_mul if c.activation == "silu" else gelu_and_mul
         entries: dict[int, Tensor] = {}
         h = self._embed(input_ids).to(weights.dtype)

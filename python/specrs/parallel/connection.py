@@ -36,7 +36,7 @@ class Kind(IntEnum):
     """To rank 0, JSON: the rank is connected and loaded; holds the number of KV blocks that fit in its memory."""
     START = 3
     """From rank 0, JSON: the number of KV blocks that every rank allocates."""
-    LAUNCH = 4
+    STEP = 4
     """From rank 0: the used part of a step's record."""
     DONE = 10
     """To rank 0: the outcome of a step, packed as `DID`."""

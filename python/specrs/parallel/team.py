@@ -40,7 +40,7 @@ class _Member:
     begun: int = 0  # exchanges
     lost: str | None = None
     inbox: list[Message] = field(default_factory=list)
-    done: dict[int, int] = field(default_factory=dict)  # checksums of launches that were not compared yet
+    done: dict[int, int] = field(default_factory=dict)  # checksums of steps that were not compared yet
 
 
 class Team:
@@ -114,11 +114,11 @@ class Team:
             found.append(message.json())
         return found
 
-    def done(self, launch: int, checksum: int) -> None:
-        """Record the checksum of step `launch` on rank 0. Every other rank must report the same checksum. Each rank
+    def done(self, step: int, checksum: int) -> None:
+        """Record the checksum of step `step` on rank 0. Every other rank must report the same checksum. Each rank
         computes drafts by itself, and they agree only if their processors and libraries compute alike."""
         with self._changed:
-            self._done[launch] = checksum
+            self._done[step] = checksum
             self._compare()
 
     def check(self) -> None:
@@ -200,7 +200,7 @@ class Team:
             (member.begun,) = BEGUN.unpack(message.body)
         elif message.kind == Kind.DONE:
             with self._changed:
-                launch, member.done[launch] = DID.unpack(message.body)
+                step, member.done[step] = DID.unpack(message.body)
                 self._compare()
         elif message.kind == Kind.FAILED:
             self._fail(rank, f"failed: {message.body.decode(errors='replace')}")
@@ -213,10 +213,10 @@ class Team:
 
     def _compare(self) -> None:
         members = self._members.values()
-        for launch in [launch for launch in self._done if all(launch in member.done for member in members)]:
-            own = self._done.pop(launch)
+        for step in [step for step in self._done if all(step in member.done for member in members)]:
+            own = self._done.pop(step)
             for rank, member in self._members.items():
-                if member.done.pop(launch) != own:
+                if member.done.pop(step) != own:
                     self._fail(rank, "came to other results than rank 0")
         self._changed.notify_all()
 

@@ -79,7 +79,7 @@ class ReferenceRunner:
         """Function that finds the grammar of a request id."""
 
     @torch.inference_mode()
-    def launch(self, slot: RingSlot, header: Header) -> None:
+    def execute(self, slot: RingSlot, header: Header) -> None:
         """Execute the step planned in `slot.record`; mutates rows, both KV caches and the slot's results."""
         record = {name: section.tolist() for name, section in slot.record_arrays.items()}
         slot.logprobs.clear()
@@ -90,13 +90,13 @@ class ReferenceRunner:
         self._upload(record, header)
         states = {}
         for chunk in range(header.num_prefill):
-            row = record["entry_row"][header.num_decode + chunk]
+            row = record["seq_row"][header.num_decode + chunk]
             states[row] = self._prefill(slot, record, chunk, header.num_decode + chunk, self.rows[row])
         for chunk in range(header.num_draft_chunks):
             row = record["draft_chunk_row"][chunk]
             self._catch_up(record, chunk, self.rows[row], states.get(row))
         for index in range(header.num_decode):
-            self._decode(slot, record, index, self.rows[record["entry_row"][index]], synthetic=header.max_k > 0)
+            self._decode(slot, record, index, self.rows[record["seq_row"][index]], synthetic=header.max_k > 0)
 
     def _upload(self, record: Record, header: Header) -> None:
         """Write the block updates, and begin the rows of admitted requests."""
@@ -134,7 +134,7 @@ class ReferenceRunner:
             report(slot, index, flags=0 if is_finite else FLAG_TARGET_NON_FINITE)
             return states
         it = Iteration(index, row, n, self._grammar(row))
-        if self._runs(slot, it, record["entry_capacity"][index]):
+        if self._runs(slot, it, record["seq_capacity"][index]):
             if "pooling" in request.steps:
                 self._pool(slot, it, final[-1], is_finite=is_finite)
             else:
@@ -157,13 +157,13 @@ class ReferenceRunner:
     def _decode(self, slot: RingSlot, record: Record, index: int, row: Row, *, synthetic: bool) -> None:
         """Run one iteration of one row: draft, verify, accept, report."""
         drafter, n = self.drafter, len(row.tokens)
-        by_passes = drafter is not None and record["entry_drafter"][index] == DRAFTER_DEVICE
-        k = min(record["entry_k"][index], row.limit - 1 - n)
+        by_passes = drafter is not None and record["seq_drafter"][index] == DRAFTER_DEVICE
+        k = min(record["seq_k"][index], row.limit - 1 - n)
         if drafter is not None and by_passes:
             k = min(k, drafter.max_model_len + 1 - n) if drafter.is_ready(row) else 0
         k = max(k, 0)
         it = Iteration(index, row, n, self._grammar(row), by_passes)
-        if not self._runs(slot, it, record["entry_capacity"][index] - k):
+        if not self._runs(slot, it, record["seq_capacity"][index] - k):
             return
         if drafter is not None and by_passes and k:
             drafter.draft(row, k, lambda logits: self._choose(it, logits))

@@ -121,7 +121,7 @@ def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> 
     if torchrun_rank() not in (None, 0):
         from specrs.engine.build import build_engine  # and torch
 
-        build_engine(config)  # serves rank 0's launches, and ends the process with it
+        build_engine(config)  # serves rank 0's steps, and ends the process with it
 
     def make() -> tuple[Models[Context], Shared]:
         context = make_context(engine_settings, settings)

@@ -23,7 +23,7 @@ from specrs.processes.limits import alarm, restrain
 from specrs.structured.schemas import close_objects, drop_ignored, locate
 
 LIMITS: dict[str, Any] = {
-    # an ambiguous grammar costs its request 0.1 s a token at most, not 1 s: every request of a launch waits for it
+    # an ambiguous grammar costs its request 0.1 s a token at most, not 1 s: every request of a step waits for it
     "step_max_items": 10_000,
     "verbose_errors": False,  # else an error carries the whole grammar
 }

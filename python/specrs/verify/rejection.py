@@ -93,8 +93,8 @@ def draw_after(
     p = target_probs.index_select(0, q_start[:-1] + num_accepted)
     k = draft_probs.shape[1]
     if k > 0:
-        entry = torch.arange(num_drafts.shape[0], device=num_drafts.device)
-        q = draft_probs[entry, num_accepted.clamp(max=k - 1)]
+        sequence = torch.arange(num_drafts.shape[0], device=num_drafts.device)
+        q = draft_probs[sequence, num_accepted.clamp(max=k - 1)]
         residual = (p - q).clamp_(min=0.0)
         rejected = (num_accepted < num_drafts)[:, None] & (residual.sum(dim=-1, keepdim=True) > 0)
         p = torch.where(rejected, residual, p)

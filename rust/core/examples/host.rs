@@ -1,5 +1,5 @@
 //! Example of a host in plain Rust. `specrs-core` plans. A pretended device computes prompt chunks, catch-up chunks and
-//! decode iterations with paged KV, with two launches in flight.
+//! decode iterations with paged KV, with two steps in flight.
 //!
 //! The "models" are functions of the contents of their caches, so the example needs no weights, and a wrong slot
 //! changes the text. Everything else is as in a real host.
@@ -19,7 +19,7 @@ const ROWS: usize = 4;
 const BLOCK_SIZE: usize = 16;
 const NUM_BLOCKS: usize = 64;
 const MAX_LEN: usize = 256;
-/// Number of launches planned and not yet settled: while one runs, the next is planned.
+/// Number of steps planned and not yet settled: while one runs, the next is planned.
 const DEPTH: usize = 2;
 
 /// Model: its paged KV, which contains the token of each position, and its next token for such KV.
@@ -83,10 +83,10 @@ impl Device {
         slots
     }
 
-    /// Executes a planned launch and writes its report into `results`, by entry.
-    fn launch(&mut self, layout: &RecordLayout, record: &[i64], report: &ResultsLayout, results: &mut [i64]) {
+    /// Executes a planned step and writes its report into `results`, by sequence.
+    fn execute(&mut self, layout: &RecordLayout, record: &[i64], report: &ResultsLayout, results: &mut [i64]) {
         let at = layout.view(record);
-        let header = specrs_core::scheduler::LaunchHeader::read(record);
+        let header = specrs_core::scheduler::StepHeader::read(record);
         results.fill(0);
 
         let mut uploads = at.upload_token;
@@ -106,13 +106,13 @@ impl Device {
 
         // Prompt chunks run the target alone; the last one of a prompt gives a token.
         for j in 0..header.num_prefill {
-            let entry = header.num_decode + j;
-            let (row, end) = (at.entry_row[entry] as usize, (at.chunk_start[j] + at.chunk_len[j]) as usize);
+            let sequence = header.num_decode + j;
+            let (row, end) = (at.seq_row[sequence] as usize, (at.chunk_start[j] + at.chunk_len[j]) as usize);
             let fed = at.prefill_q_start[j] as usize..at.prefill_q_start[j + 1] as usize;
             let slots = self.slots(row, end);
             let next = self.target.feed(&at.prefill_token[fed.clone()], &slots, &at.prefill_slot[fed]);
             if at.chunk_is_last[j] == 1 {
-                self.emit(row, &next[next.len() - 1..], entry, report, results);
+                self.emit(row, &next[next.len() - 1..], sequence, report, results);
             }
         }
 
@@ -128,14 +128,14 @@ impl Device {
             }
         }
 
-        // Decode entries draft, verify, accept. The host planned them with bounds; the device knows the lengths.
-        for entry in 0..header.num_decode {
-            let row = at.entry_row[entry] as usize;
+        // Decoding sequences draft, verify, accept. The host planned them with bounds; the device knows the lengths.
+        for sequence in 0..header.num_decode {
+            let row = at.seq_row[sequence] as usize;
             let (n, limit) = (self.rows[row].tokens.len(), self.rows[row].limit);
             if n == limit {
-                continue; // it ended in the launch before, which the host had not settled when it planned this one
+                continue; // it ended in the step before, which the host had not settled when it planned this one
             }
-            let k = (at.entry_k[entry] as usize).min(limit - n - 1);
+            let k = (at.seq_k[sequence] as usize).min(limit - n - 1);
             let slots = self.slots(row, n + k);
             let mut tokens = self.rows[row].tokens.clone();
             for _ in 0..k {
@@ -146,22 +146,22 @@ impl Device {
             }
             let next = self.target.feed(&tokens[n - 1..], &slots, &slots[n - 1..]);
             let accepted = (0..k).take_while(|&i| tokens[n + i] == next[i]).count();
-            self.emit(row, &next[..=accepted], entry, report, results);
-            report.num_accepted.of_mut(results)[entry] = accepted as i64;
-            report.num_drafted.of_mut(results)[entry] = k as i64;
+            self.emit(row, &next[..=accepted], sequence, report, results);
+            report.num_accepted.of_mut(results)[sequence] = accepted as i64;
+            report.num_drafted.of_mut(results)[sequence] = k as i64;
             let row = &mut self.rows[row];
             row.draft_len = row.draft_len.min(row.tokens.len() - 1);
         }
     }
 
     /// Appends new tokens of a row and reports them. The device judges ends; these requests have no stop tokens.
-    fn emit(&mut self, row: usize, new: &[i64], entry: usize, report: &ResultsLayout, results: &mut [i64]) {
+    fn emit(&mut self, row: usize, new: &[i64], sequence: usize, report: &ResultsLayout, results: &mut [i64]) {
         let row = &mut self.rows[row];
         row.tokens.extend(new);
         let ends = row.tokens.len() == row.limit;
-        report.num_emitted.of_mut(results)[entry] = new.len() as i64;
-        report.finish_reason.of_mut(results)[entry] = if ends { FINISH_LENGTH } else { FINISH_NONE };
-        report.tokens.of_mut(results)[entry * (K + 1)..][..new.len()].copy_from_slice(new);
+        report.num_emitted.of_mut(results)[sequence] = new.len() as i64;
+        report.finish_reason.of_mut(results)[sequence] = if ends { FINISH_LENGTH } else { FINISH_NONE };
+        report.tokens.of_mut(results)[sequence * (K + 1)..][..new.len()].copy_from_slice(new);
     }
 }
 
@@ -175,20 +175,20 @@ fn run(scheduler: &mut Scheduler, mut deliver: impl FnMut(i64, &[i64])) -> Resul
     let mut spare = vec![vec![0; results_layout.size]; DEPTH];
     let mut in_flight = VecDeque::new();
     loop {
-        // A GPU would still run the launch before while this one is planned; here each is over when `launch` returns.
-        while let PlanOutcome::Launch(header) = scheduler.plan(&mut record)? {
-            let mut results = spare.pop().expect("a buffer for each launch that may be in flight");
-            device.launch(&record_layout, &record, &results_layout, &mut results);
+        // A GPU would still run the step before while this one is planned; here each is over when `execute` returns.
+        while let PlanOutcome::Step(header) = scheduler.plan(&mut record)? {
+            let mut results = spare.pop().expect("a buffer for each step that may be in flight");
+            device.execute(&record_layout, &record, &results_layout, &mut results);
             in_flight.push_back((header, results));
         }
         let Some((header, results)) = in_flight.pop_front() else { return Ok(()) };
-        scheduler.settle(header.launch_id, &results, &mut settled)?;
+        scheduler.settle(header.step_id, &results, &mut settled)?;
         let came = scheduler.settled_layout().view(&settled);
         let tokens = results_layout.view(&results).tokens;
-        for entry in 0..header.num_decode + header.num_prefill {
-            let id = came.request_id[entry];
-            deliver(id, &tokens[entry * (K + 1)..][..came.num_new[entry] as usize]);
-            if came.finish_reason[entry] != FINISH_NONE {
+        for sequence in 0..header.num_decode + header.num_prefill {
+            let id = came.request_id[sequence];
+            deliver(id, &tokens[sequence * (K + 1)..][..came.num_new[sequence] as usize]);
+            if came.finish_reason[sequence] != FINISH_NONE {
                 println!("request {id} ends");
             }
         }
@@ -225,8 +225,8 @@ fn main() -> Result<(), Error> {
     for (id, text) in generate(&mut scheduler, 8, 40)?.iter().enumerate() {
         println!("request {id}: .. {:?}", &text[text.len() - 8..]);
     }
-    let books = scheduler.acceptance();
-    println!("{} drafts, acceptance length {:.2}", books.drafts(), books.acceptance_length());
+    let statistics = scheduler.acceptance();
+    println!("{} drafts, acceptance length {:.2}", statistics.drafts(), statistics.acceptance_length());
     Ok(())
 }
 
@@ -240,8 +240,8 @@ fn the_text_is_the_targets_own() {
         let own = |i: usize| target.next(text[..i].iter().copied());
         assert!((prompt..text.len()).all(|i| text[i] == own(i)), "request {id}");
     }
-    let books = scheduler.acceptance();
-    assert!(books.acceptance_length() > 2.0 && books.accepted_tokens() < books.draft_tokens());
+    let statistics = scheduler.acceptance();
+    assert!(statistics.acceptance_length() > 2.0 && statistics.accepted_tokens() < statistics.draft_tokens());
     assert!(scheduler.num_cached_tokens() > 0, "equal prompts share blocks");
     assert_eq!(scheduler.num_free_blocks(), scheduler.num_blocks());
 }

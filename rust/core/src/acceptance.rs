@@ -12,13 +12,13 @@ use crate::error::Error;
 /// ```
 /// use specrs_core::AcceptanceTracker;
 ///
-/// let mut books = AcceptanceTracker::new(3);
-/// books.record(3, 3)?;
-/// books.record(3, 0)?;
-/// books.record(0, 0)?; // no draft, so it counts nowhere
-/// assert_eq!(books.histogram(), [1, 0, 0, 1]);
-/// assert!((books.acceptance_length() - 2.5).abs() < 1e-12);
-/// assert!(books.record(2, 3).is_err(), "more accepted than drafted");
+/// let mut statistics = AcceptanceTracker::new(3);
+/// statistics.record(3, 3)?;
+/// statistics.record(3, 0)?;
+/// statistics.record(0, 0)?; // no draft, so it counts nowhere
+/// assert_eq!(statistics.histogram(), [1, 0, 0, 1]);
+/// assert!((statistics.acceptance_length() - 2.5).abs() < 1e-12);
+/// assert!(statistics.record(2, 3).is_err(), "more accepted than drafted");
 /// # Ok::<(), specrs_core::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -135,41 +135,44 @@ mod tests {
             sequences = longer.chain(std::iter::once(vec![])).collect();
         }
         for sequence in sequences {
-            let mut books = AcceptanceTracker::new(2);
+            let mut statistics = AcceptanceTracker::new(2);
             for &(drafted, accepted) in &sequence {
-                books.record(drafted, accepted).unwrap();
+                statistics.record(drafted, accepted).unwrap();
             }
             let drafts: Vec<_> = sequence.iter().filter(|(drafted, _)| *drafted > 0).collect();
             let accepted: usize = drafts.iter().map(|(_, accepted)| accepted).sum();
             let n = drafts.len() as f64;
-            assert_eq!(books.drafts(), drafts.len() as u64);
-            assert_eq!(books.draft_tokens(), drafts.iter().map(|(drafted, _)| *drafted as u64).sum::<u64>());
-            assert_eq!(books.accepted_tokens(), accepted as u64);
+            assert_eq!(statistics.drafts(), drafts.len() as u64);
+            assert_eq!(statistics.draft_tokens(), drafts.iter().map(|(drafted, _)| *drafted as u64).sum::<u64>());
+            assert_eq!(statistics.accepted_tokens(), accepted as u64);
             for i in 0..2 {
                 let count = drafts.iter().filter(|(_, accepted)| *accepted > i).count();
-                assert_eq!(books.accepted_per_position()[i], count as u64);
+                assert_eq!(statistics.accepted_per_position()[i], count as u64);
                 let share = if drafts.is_empty() { 0.0 } else { count as f64 / n };
-                assert!((books.per_position()[i] - share).abs() < 1e-12);
+                assert!((statistics.per_position()[i] - share).abs() < 1e-12);
             }
             for m in 0..=2 {
-                assert_eq!(books.histogram()[m], drafts.iter().filter(|(_, accepted)| *accepted == m).count() as u64);
+                assert_eq!(
+                    statistics.histogram()[m],
+                    drafts.iter().filter(|(_, accepted)| *accepted == m).count() as u64
+                );
             }
             let length = if drafts.is_empty() { 1.0 } else { 1.0 + accepted as f64 / n };
-            assert!((books.acceptance_length() - length).abs() < 1e-12);
-            assert!((books.per_position().iter().sum::<f64>() + 1.0 - length).abs() < 1e-12);
-            books.reset();
-            assert_eq!(books, AcceptanceTracker::new(2));
+            assert!((statistics.acceptance_length() - length).abs() < 1e-12);
+            assert!((statistics.per_position().iter().sum::<f64>() + 1.0 - length).abs() < 1e-12);
+            statistics.reset();
+            assert_eq!(statistics, AcceptanceTracker::new(2));
         }
     }
 
     #[test]
     fn rate_is_over_draft_tokens() {
-        let mut books = AcceptanceTracker::new(5);
-        assert!(books.acceptance_rate().abs() < 1e-12 && (books.acceptance_length() - 1.0).abs() < 1e-12);
-        books.record(5, 2).unwrap();
-        books.record(3, 2).unwrap();
-        assert!((books.acceptance_rate() - 0.5).abs() < 1e-12);
-        assert!((books.acceptance_length() - 3.0).abs() < 1e-12);
+        let mut statistics = AcceptanceTracker::new(5);
+        assert!(statistics.acceptance_rate().abs() < 1e-12 && (statistics.acceptance_length() - 1.0).abs() < 1e-12);
+        statistics.record(5, 2).unwrap();
+        statistics.record(3, 2).unwrap();
+        assert!((statistics.acceptance_rate() - 0.5).abs() < 1e-12);
+        assert!((statistics.acceptance_length() - 3.0).abs() < 1e-12);
     }
 
     /// Removing the records of some drafters from the statistics of all leaves exactly the records of the others.
@@ -190,21 +193,21 @@ mod tests {
 
     #[test]
     fn impossible_counts_change_nothing() {
-        let mut books = AcceptanceTracker::new(2);
-        books.record(2, 1).unwrap();
-        let before = books.clone();
+        let mut statistics = AcceptanceTracker::new(2);
+        statistics.record(2, 1).unwrap();
+        let before = statistics.clone();
         for (drafted, accepted) in [(3, 0), (3, 3), (2, 3), (0, 1), (1, 2), (usize::MAX, usize::MAX)] {
-            let error = books.record(drafted, accepted).unwrap_err().to_string();
+            let error = statistics.record(drafted, accepted).unwrap_err().to_string();
             assert!(error.contains(&drafted.to_string()) && error.contains(&accepted.to_string()), "{error}");
-            assert_eq!(books, before);
+            assert_eq!(statistics, before);
         }
     }
 
     #[test]
-    fn no_speculation_has_empty_books() {
-        let mut books = AcceptanceTracker::new(0);
-        books.record(0, 0).unwrap();
-        assert!(books.record(1, 0).is_err());
-        assert_eq!((books.per_position(), books.histogram()), (vec![], &[0_u64][..]));
+    fn no_speculation_has_empty_statistics() {
+        let mut statistics = AcceptanceTracker::new(0);
+        statistics.record(0, 0).unwrap();
+        assert!(statistics.record(1, 0).is_err());
+        assert_eq!((statistics.per_position(), statistics.histogram()), (vec![], &[0_u64][..]));
     }
 }

@@ -86,24 +86,24 @@ pub enum Error {
         /// Maximum number of tokens in a draft.
         allowed: usize,
     },
-    /// A launch was settled out of order; launches settle in the order in which they were planned.
-    #[error("launch_id = {launch_id} cannot settle now: expected {}", match expected {
-        Some(id) => format!("{id}, the oldest launch in flight"),
-        None => "a launch in flight, and there is none".to_owned(),
+    /// A step was settled out of order; steps settle in the order in which they were planned.
+    #[error("step_id = {step_id} cannot settle now: expected {}", match expected {
+        Some(id) => format!("{id}, the oldest step in flight"),
+        None => "a step in flight, and there is none".to_owned(),
     })]
     SettleOrder {
-        /// Id of the launch that was passed in.
-        launch_id: u64,
-        /// Id of the oldest launch in flight, which must settle next; `None` if no launch is in flight.
+        /// Id of the step that was passed in.
+        step_id: u64,
+        /// Id of the oldest step in flight, which must settle next; `None` if no step is in flight.
         expected: Option<u64>,
     },
-    /// The device reported results that the launch cannot have produced.
-    #[error("launch {launch_id}, entry {entry}: {field} = {value} is not allowed: expected {allowed}")]
+    /// The device reported results that the step cannot have produced.
+    #[error("step {step_id}, sequence {sequence}: {field} = {value} is not allowed: expected {allowed}")]
     InvalidResults {
-        /// Id of the launch being settled.
-        launch_id: u64,
-        /// Index of the entry in the launch.
-        entry: usize,
+        /// Id of the step being settled.
+        step_id: u64,
+        /// Index of the sequence in the step.
+        sequence: usize,
         /// Section of the results buffer.
         field: &'static str,
         /// Value found in the section.
@@ -168,12 +168,12 @@ mod tests {
                 "request 7: limit = 9 is not allowed: expected at most 8",
             ),
             (
-                Error::SettleOrder { launch_id: 3, expected: Some(2) },
-                "launch_id = 3 cannot settle now: expected 2, the oldest launch in flight",
+                Error::SettleOrder { step_id: 3, expected: Some(2) },
+                "step_id = 3 cannot settle now: expected 2, the oldest step in flight",
             ),
             (
-                Error::SettleOrder { launch_id: 3, expected: None },
-                "launch_id = 3 cannot settle now: expected a launch in flight, and there is none",
+                Error::SettleOrder { step_id: 3, expected: None },
+                "step_id = 3 cannot settle now: expected a step in flight, and there is none",
             ),
         ];
         for (error, message) in cases {

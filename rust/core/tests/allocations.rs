@@ -4,7 +4,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use specrs_core::scheduler::layout::{
-    FINISH_LENGTH, FINISH_NONE, HEADER_LAUNCH_ID, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE, HEADER_NUM_PREFILL,
+    FINISH_LENGTH, FINISH_NONE, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE, HEADER_NUM_PREFILL, HEADER_STEP_ID,
 };
 use specrs_core::{CostModel, Drafter, PlanOutcome, RequestParams, Scheduler, SchedulerConfig, SpeculationPlanner};
 
@@ -47,7 +47,7 @@ struct Host {
     record: Vec<i64>,
     results: Vec<i64>,
     settled: Vec<i64>,
-    launches: u64,
+    steps: u64,
     /// Token limits of the requests, by row.
     limits: [i64; BATCH],
 }
@@ -64,7 +64,7 @@ impl Host {
             results: vec![0; scheduler.results_layout().size],
             settled: vec![0; scheduler.settled_layout().size],
             scheduler,
-            launches: 0,
+            steps: 0,
             limits: [0; BATCH],
         }
     }
@@ -75,13 +75,13 @@ impl Host {
         self.scheduler.add_request(id, &prompt, &params).unwrap();
     }
 
-    /// Runs one launch in which every entry accepts `accepted` drafts. Returns the number of allocations in the two
+    /// Runs one step in which every sequence accepts `accepted` drafts. Returns the number of allocations in the two
     /// calls.
     fn step(&mut self, accepted: usize) -> usize {
         let before = ALLOCATIONS.get();
         let outcome = self.scheduler.plan(&mut self.record).unwrap();
         let planned = ALLOCATIONS.get() - before;
-        assert!(matches!(outcome, PlanOutcome::Launch(_)));
+        assert!(matches!(outcome, PlanOutcome::Step(_)));
         let (record, results) = (*self.scheduler.record_layout(), *self.scheduler.results_layout());
         for i in 0..self.record[HEADER_NUM_ADMITTED] as usize {
             let row = self.record[record.admit_row.offset + i] as usize;
@@ -89,22 +89,22 @@ impl Host {
         }
         let decode = self.record[HEADER_NUM_DECODE] as usize;
         for i in 0..decode + self.record[HEADER_NUM_PREFILL] as usize {
-            let k = self.record[record.entry_k.offset + i] as usize;
+            let k = self.record[record.seq_k.offset + i] as usize;
             let emits = i < decode || self.record[record.chunk_is_last.offset + i - decode] == 1;
             let m = accepted.min(k);
             self.results[results.num_emitted.offset + i] = if emits { m as i64 + 1 } else { 0 };
             self.results[results.num_accepted.offset + i] = m as i64;
             self.results[results.num_drafted.offset + i] = k as i64;
-            let n = self.record[record.entry_n_upper.offset + i] + if emits { m as i64 + 1 } else { 0 };
-            let limit = self.limits[self.record[record.entry_row.offset + i] as usize];
+            let n = self.record[record.seq_n_upper.offset + i] + if emits { m as i64 + 1 } else { 0 };
+            let limit = self.limits[self.record[record.seq_row.offset + i] as usize];
             self.results[results.finish_reason.offset + i] = if n == limit { FINISH_LENGTH } else { FINISH_NONE };
             let tokens = results.tokens.offset + i * (K + 1);
             self.results[tokens..=tokens + m].fill((i * 7 + m) as i64);
         }
-        self.launches += 1;
-        assert_eq!(self.record[HEADER_LAUNCH_ID] as u64, self.launches - 1);
+        self.steps += 1;
+        assert_eq!(self.record[HEADER_STEP_ID] as u64, self.steps - 1);
         let before = ALLOCATIONS.get();
-        self.scheduler.settle(self.launches - 1, &self.results, &mut self.settled).unwrap();
+        self.scheduler.settle(self.steps - 1, &self.results, &mut self.settled).unwrap();
         planned + ALLOCATIONS.get() - before
     }
 }
@@ -141,13 +141,13 @@ fn a_planner_allocates_nothing() {
     let (caps, lags) = ([K as i64; BATCH], [0; BATCH]);
     let (mut ks, mut accepted) = ([0; BATCH], [0; BATCH]);
     let before = ALLOCATIONS.get();
-    for launch in 0..3000 {
+    for step in 0..3000 {
         planner.decide(&rows, &caps, &lags, &mut ks).unwrap();
         for (row, accepted) in accepted.iter_mut().enumerate() {
-            *accepted = if launch % 500 < 300 { ((launch + 3 * row) % (K + 1)) as i64 } else { 0 }.min(ks[row]);
+            *accepted = if step % 500 < 300 { ((step + 3 * row) % (K + 1)) as i64 } else { 0 }.min(ks[row]);
         }
-        planner.settle(&rows, &ks, &ks, &accepted, Some(1.0 + launch as f64 % 3.0)).unwrap();
-        planner.reset(launch % BATCH).unwrap();
+        planner.settle(&rows, &ks, &ks, &accepted, Some(1.0 + step as f64 % 3.0)).unwrap();
+        planner.reset(step % BATCH).unwrap();
         planner.take_collapsed().for_each(drop);
     }
     assert_eq!(ALLOCATIONS.get(), before);

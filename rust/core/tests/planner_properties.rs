@@ -10,10 +10,10 @@ const ROWS: usize = 6;
 #[derive(Clone, Debug)]
 enum Op {
     Reset(usize),
-    /// Decision, with each row's presence in the launch, its cap and its lag.
+    /// Decision, with each row's presence in the step, its cap and its lag.
     Decide(Vec<(bool, i64, i64)>),
-    /// Settlement, with each entry's share of its K that is drafted and of its drafts that are accepted, and the
-    /// launch's time.
+    /// Settlement, with each sequence's share of its K that is drafted and of its drafts that are accepted, and the
+    /// step's time.
     Settle(Vec<(f64, f64)>, Option<f64>),
     TakeCollapsed,
     Wrong(usize),
@@ -34,10 +34,10 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Rows of a decided launch, and their K.
-type Launch = (Vec<i64>, Vec<i64>);
+/// Rows of a decided step, and their K.
+type Step = (Vec<i64>, Vec<i64>);
 
-fn apply(planner: &mut SpeculationPlanner, op: &Op, in_flight: &mut VecDeque<Launch>) -> Vec<i64> {
+fn apply(planner: &mut SpeculationPlanner, op: &Op, in_flight: &mut VecDeque<Step>) -> Vec<i64> {
     match op {
         Op::Reset(row) => planner.reset(*row).expect("a row"),
         Op::Decide(rows) => {
@@ -45,7 +45,7 @@ fn apply(planner: &mut SpeculationPlanner, op: &Op, in_flight: &mut VecDeque<Lau
             let (rows, bounds): (Vec<i64>, Vec<(i64, i64)>) = inside.map(|(row, at)| (at, (row.1, row.2))).unzip();
             let (caps, lags): (Vec<_>, Vec<_>) = bounds.into_iter().unzip();
             let mut ks = vec![-1; rows.len()];
-            planner.decide(&rows, &caps, &lags, &mut ks).expect("a launch");
+            planner.decide(&rows, &caps, &lags, &mut ks).expect("a step");
             let most = planner.num_speculative_tokens() as i64;
             assert!(ks.iter().zip(&caps).all(|(k, &cap)| (0..=cap.min(most)).contains(k)), "{ks:?} of {caps:?}");
             in_flight.push_back((rows, ks.clone()));
@@ -56,7 +56,7 @@ fn apply(planner: &mut SpeculationPlanner, op: &Op, in_flight: &mut VecDeque<Lau
             let part = |count: i64, share: f64| (count as f64 * share).round() as i64;
             let drafted: Vec<_> = ks.iter().zip(shares).map(|(&k, share)| part(k, share.0)).collect();
             let accepted: Vec<_> = drafted.iter().zip(shares).map(|(&drafted, share)| part(drafted, share.1)).collect();
-            planner.settle(&rows, &ks, &drafted, &accepted, *ms).expect("what became of a launch");
+            planner.settle(&rows, &ks, &drafted, &accepted, *ms).expect("what became of a step");
         }
         Op::TakeCollapsed => {
             let mut collapsed: Vec<_> = planner.take_collapsed().collect();

@@ -13,8 +13,8 @@ pub const MAX_TILE_ROWS: usize = 64;
 /// Pass over N flat rows.
 ///
 /// Row i feeds `tokens[i]` at `positions[i]` and writes its K and V to `slots[i]`. It attends the positions 0 to
-/// `positions[i]` of row `entries[i]` of the block table, or those within a layer's window. All of them were written
-/// before or are written by this pass. Rows of one entry have ascending positions.
+/// `positions[i]` of row `sequences[i]` of the block table, or those within a layer's window. All of them were written
+/// before or are written by this pass. Rows of one sequence have ascending positions.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Pass<'a> {
     /// Token ids, `[N]`; any value for a masked row.
@@ -24,7 +24,7 @@ pub struct Pass<'a> {
     /// KV slots, `[N]`; with -1, K and V are not kept.
     pub slots: &'a [i64],
     /// Row of the block table for each row, `[N]`; any value for a masked row.
-    pub entries: &'a [usize],
+    pub sequences: &'a [usize],
     /// Block ids, `[rows, max_blocks]`; entries after a row's position are never read.
     pub block_table: &'a [i64],
     /// KV slots in the groups after the first, `[G - 1, N]`; empty if there is one group.
@@ -175,7 +175,7 @@ impl<'a> Pass<'a> {
         let (rows, kv, further) = (self.len(), &cache.shape, cache.num_groups() - 1);
         check_len("positions", self.positions.len(), rows)?;
         check_len("slots", self.slots.len(), rows)?;
-        check_len("entries", self.entries.len(), rows)?;
+        check_len("sequences", self.sequences.len(), rows)?;
         check_len("group_slots", self.group_slots.len(), further * rows)?;
         check_len("group_tables", self.group_tables.len(), further * self.block_table.len())?;
         for row in 0..rows {
@@ -197,44 +197,44 @@ impl<'a> Pass<'a> {
         let (slots, table) = self.in_group(group, &(0..self.len()));
         for (row, &slot) in slots.iter().enumerate() {
             check_slot(slot, kv, || format!("group_slots[{}, {row}]", group - 1))?;
-            let (position, entry) = (self.positions[row], self.entries[row]);
+            let (position, sequence) = (self.positions[row], self.sequences[row]);
             if position == -1 {
                 continue;
             }
             let below = self.below(row).map(|below| below as usize);
             let from = below.unwrap_or((position as usize + 1).saturating_sub(window)) / kv.block_size;
-            let name = |i| format!("group_tables[{}, {entry}, {i}]", group - 1);
-            check_blocks(&table[entry * self.max_blocks..], from, position as usize / kv.block_size, kv, name)?;
+            let name = |i| format!("group_tables[{}, {sequence}, {i}]", group - 1);
+            check_blocks(&table[sequence * self.max_blocks..], from, position as usize / kv.block_size, kv, name)?;
         }
         Ok(())
     }
 
-    /// Returns the position of the row before, if it belongs to the same entry.
+    /// Returns the position of the row before, if it belongs to the same sequence.
     fn below(&self, row: usize) -> Option<i64> {
         let before = row.checked_sub(1)?;
-        (self.entries[before] == self.entries[row] && self.positions[before] != -1).then(|| self.positions[before])
+        (self.sequences[before] == self.sequences[row] && self.positions[before] != -1).then(|| self.positions[before])
     }
 
-    /// Returns the first position that rows of an entry attend.
-    pub(crate) fn first(&self, entry: usize) -> usize {
-        self.k_start.get(entry).map_or(0, |&first| first as usize)
+    /// Returns the first position that rows of a sequence attend.
+    pub(crate) fn first(&self, sequence: usize) -> usize {
+        self.k_start.get(sequence).map_or(0, |&first| first as usize)
     }
 
     fn check_start(&self, row: usize) -> Result<()> {
         if self.k_start.is_empty() {
             return Ok(());
         }
-        let (entry, position) = (self.entries[row], self.positions[row]);
-        let first = self.k_start.get(entry).copied().unwrap_or(-1);
+        let (sequence, position) = (self.sequences[row], self.positions[row]);
+        let first = self.k_start.get(sequence).copied().unwrap_or(-1);
         if (0..=position).contains(&first) {
             return Ok(());
         }
         let allowed = format!("0 to {position}, the position of row {row}");
-        Err(Error::invalid(format!("k_start[{entry}]"), first, allowed))
+        Err(Error::invalid(format!("k_start[{sequence}]"), first, allowed))
     }
 
     fn check_row(&self, row: usize, shape: &ModelShape, kv: &KvShape) -> Result<()> {
-        let (token, position, entry) = (self.tokens[row], self.positions[row], self.entries[row]);
+        let (token, position, sequence) = (self.tokens[row], self.positions[row], self.sequences[row]);
         if !usize::try_from(token).is_ok_and(|token| token < shape.vocab_size) {
             let allowed = format!("0 to vocab_size - 1 = {}", shape.vocab_size - 1);
             return Err(Error::invalid(format!("tokens[{row}]"), token, allowed));
@@ -244,20 +244,20 @@ impl<'a> Pass<'a> {
             let allowed = format!("-1 to max_blocks * block_size - 1 = {}", capacity as i64 - 1);
             return Err(Error::invalid(format!("positions[{row}]"), position, allowed));
         }
-        let Some(blocks) = self.block_table.get(entry * self.max_blocks..(entry + 1) * self.max_blocks) else {
+        let Some(blocks) = self.block_table.get(sequence * self.max_blocks..(sequence + 1) * self.max_blocks) else {
             let allowed = format!("a row of the block table's {}", self.block_table.len() / self.max_blocks);
-            return Err(Error::invalid(format!("entries[{row}]"), entry, allowed));
+            return Err(Error::invalid(format!("sequences[{row}]"), sequence, allowed));
         };
         // What a row below has checked is not checked again.
         let mut from = 0;
         if let Some(below) = self.below(row) {
             if below >= position {
-                let allowed = format!("above {below}, the position of the row before, of the same entry");
+                let allowed = format!("above {below}, the position of the row before, of the same sequence");
                 return Err(Error::invalid(format!("positions[{row}]"), position, allowed));
             }
             from = below as usize / kv.block_size;
         }
-        check_blocks(blocks, from, position as usize / kv.block_size, kv, |i| format!("block_table[{entry}, {i}]"))
+        check_blocks(blocks, from, position as usize / kv.block_size, kv, |i| format!("block_table[{sequence}, {i}]"))
     }
 }
 

@@ -79,7 +79,7 @@ impl States {
         let mut grown: Vec<(usize, usize, usize)> = Vec::new();
         let mut before = None;
         for row in (0..pass.len()).filter(|&row| pass.positions[row] >= 0) {
-            let (state, position) = (pass.entries[row], pass.positions[row] as usize);
+            let (state, position) = (pass.sequences[row], pass.positions[row] as usize);
             let (tile, within) = (row / MAX_TILE_ROWS, row % MAX_TILE_ROWS);
             let first = before != Some(state);
             before = Some(state);

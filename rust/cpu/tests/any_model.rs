@@ -39,7 +39,7 @@ impl Reader {
     }
 
     fn next(&self, pass: &Pass<'_>, row: usize) -> usize {
-        let table = &pass.block_table[pass.entries[row] * pass.max_blocks..];
+        let table = &pass.block_table[pass.sequences[row] * pass.max_blocks..];
         let context: Vec<i64> = (0..=pass.positions[row] as usize)
             .map(|position| self.kv[table[position / BLOCK_SIZE] as usize * BLOCK_SIZE + position % BLOCK_SIZE])
             .collect();
@@ -195,7 +195,7 @@ fn serve(kind: Kind, prompts: &[Vec<i64>], budget: usize, errs: usize, failing: 
     let mut results = vec![0; scheduler.results_layout().size];
     let mut settled = vec![0; scheduler.settled_layout().size];
     let mut served = Served { texts: HashMap::new(), accepted: 0, faults: 0 };
-    while let PlanOutcome::Launch(header) = scheduler.plan(&mut record).unwrap() {
+    while let PlanOutcome::Step(header) = scheduler.plan(&mut record).unwrap() {
         let mut rows = state.borrow();
         let mut run = |draft: Option<&mut dyn Model>| {
             iteration.run(&record, &mut results, &mut rows, &mut target, draft, &mut Shifted).unwrap();
@@ -209,19 +209,19 @@ fn serve(kind: Kind, prompts: &[Vec<i64>], budget: usize, errs: usize, failing: 
             served.faults += 1;
             scheduler.draft_kv_not_written(&fault.blocks).unwrap();
         }
-        let ids: Vec<i64> = scheduler.record_layout().view(&record).entry_row.to_vec();
+        let ids: Vec<i64> = scheduler.record_layout().view(&record).seq_row.to_vec();
         let live: Vec<(i64, i64)> = (0..prompts.len() as i64)
             .filter_map(|id| scheduler.request(id).ok()?.row.map(|row| (row as i64, id)))
             .collect();
-        scheduler.settle(header.launch_id, &results, &mut settled).unwrap();
+        scheduler.settle(header.step_id, &results, &mut settled).unwrap();
         let (layout, done) = (scheduler.results_layout(), scheduler.settled_layout().view(&settled));
         let reported = layout.view(&results);
         let width = layout.tokens.len / layout.flags.len;
-        for (entry, row) in ids.iter().enumerate().take(header.num_decode + header.num_prefill) {
+        for (seq, row) in ids.iter().enumerate().take(header.num_decode + header.num_prefill) {
             let Some((_, id)) = live.iter().find(|(held, _)| held == row) else { continue };
-            let new = &reported.tokens[entry * width..][..done.num_new[entry] as usize];
+            let new = &reported.tokens[seq * width..][..done.num_new[seq] as usize];
             served.texts.entry(*id).or_default().extend_from_slice(new);
-            served.accepted += reported.num_accepted[entry];
+            served.accepted += reported.num_accepted[seq];
         }
     }
     served

@@ -41,15 +41,15 @@ fn check(model: &Model, sequences: &[Vec<usize>], exact: &[Vec<Vec<u32>>], case:
     let longest = sequences.iter().map(Vec::len).max().unwrap();
     let mut host = Host::new(model, sequences.len(), longest, block_size, seed);
     let mut done = vec![0; sequences.len()];
-    while (0..sequences.len()).any(|entry| done[entry] < sequences[entry].len()) {
+    while (0..sequences.len()).any(|seq| done[seq] < sequences[seq].len()) {
         let mut rows = Vec::new();
         let offset = n.below(sequences.len());
         for i in 0..sequences.len() {
-            let entry = (i + offset) % sequences.len();
-            let count = n.below(most + 1).min(sequences[entry].len() - done[entry]);
-            rows.extend((done[entry]..done[entry] + count).map(|p| (entry, Some(p), sequences[entry][p])));
-            rows.extend((0..n.below(3)).map(|_| (entry, None, n.below(model.shape.vocab_size))));
-            done[entry] += count;
+            let seq = (i + offset) % sequences.len();
+            let count = n.below(most + 1).min(sequences[seq].len() - done[seq]);
+            rows.extend((done[seq]..done[seq] + count).map(|p| (seq, Some(p), sequences[seq][p])));
+            rows.extend((0..n.below(3)).map(|_| (seq, None, n.below(model.shape.vocab_size))));
+            done[seq] += count;
         }
         if rows.is_empty() {
             continue;
@@ -60,7 +60,7 @@ fn check(model: &Model, sequences: &[Vec<usize>], exact: &[Vec<Vec<u32>>], case:
             match row.1 {
                 Some(p) => assert!(
                     found == exact[row.0][p],
-                    "{} on {threads} threads: entry {}, position {p}",
+                    "{} on {threads} threads: sequence {}, position {p}",
                     isa.name(),
                     row.0
                 ),

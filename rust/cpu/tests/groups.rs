@@ -10,12 +10,12 @@ const MAX_BLOCKS: usize = 30;
 /// Three with windows, each in a group of its own behind that of the last, in the memory of one layer.
 const LAYERS: usize = 4;
 const GROUPS: [usize; LAYERS] = [1, 2, 3, 0];
-const ENTRIES: usize = 2;
+const NUM_SEQS: usize = 2;
 
 /// Sequences whose blocks come back behind the window: their memory is NaN then, and their ids are none.
 struct Grouped {
     kv: KvCache,
-    /// `[G, entries, max_blocks]`
+    /// `[G, sequences, max_blocks]`
     tables: Vec<i64>,
     free: Vec<i64>,
     window: usize,
@@ -28,7 +28,7 @@ fn nan(layer: &mut ValuesMut, block: i64, len: usize) {
 
 impl Grouped {
     fn new(model: &Model) -> Self {
-        let num_blocks = ENTRIES * (MAX_BLOCKS + 3 * 26);
+        let num_blocks = NUM_SEQS * (MAX_BLOCKS + 3 * 26);
         let (num_kv_heads, head_dim) = (model.shape.num_kv_heads, model.shape.head_dim);
         let shape = KvShape { num_blocks, block_size: BLOCK_SIZE, num_kv_heads, head_dim };
         let mut kv = KvCache::allocate(shape, 1, false).unwrap();
@@ -40,33 +40,33 @@ impl Grouped {
         assert_eq!(kv.num_groups(), LAYERS);
         let window = model.window(0).unwrap();
         let free = (0..num_blocks as i64).map(|i| i * 7 % num_blocks as i64).collect();
-        Self { kv, tables: vec![i64::MIN; LAYERS * ENTRIES * MAX_BLOCKS], free, window }
+        Self { kv, tables: vec![i64::MIN; LAYERS * NUM_SEQS * MAX_BLOCKS], free, window }
     }
 
-    fn at(&mut self, group: usize, entry: usize, index: usize) -> &mut i64 {
-        &mut self.tables[(group * ENTRIES + entry) * MAX_BLOCKS + index]
+    fn at(&mut self, group: usize, seq: usize, index: usize) -> &mut i64 {
+        &mut self.tables[(group * NUM_SEQS + seq) * MAX_BLOCKS + index]
     }
 
-    /// Logits of the rows (entry, position, token), and of a masked one in front.
+    /// Logits of the rows (sequence, position, token), and of a masked one in front.
     fn logits(&mut self, decoder: &mut Decoder, rows: &[(usize, usize, usize)]) -> Vec<Vec<f32>> {
-        let (mut slots, mut entries) = (vec![vec![-1]; LAYERS], vec![0]);
-        for &(entry, position, _) in rows {
-            entries.push(entry);
+        let (mut slots, mut seqs) = (vec![vec![-1]; LAYERS], vec![0]);
+        for &(seq, position, _) in rows {
+            seqs.push(seq);
             for (group, slots) in slots.iter_mut().enumerate() {
-                if *self.at(group, entry, position / BLOCK_SIZE) < 0 {
+                if *self.at(group, seq, position / BLOCK_SIZE) < 0 {
                     let block = self.free.pop().expect("blocks come back");
-                    *self.at(group, entry, position / BLOCK_SIZE) = block;
+                    *self.at(group, seq, position / BLOCK_SIZE) = block;
                 }
-                let block = *self.at(group, entry, position / BLOCK_SIZE);
+                let block = *self.at(group, seq, position / BLOCK_SIZE);
                 slots.push(block * BLOCK_SIZE as i64 + (position % BLOCK_SIZE) as i64);
             }
         }
-        let (first, further) = self.tables.split_at(ENTRIES * MAX_BLOCKS);
+        let (first, further) = self.tables.split_at(NUM_SEQS * MAX_BLOCKS);
         let pass = Pass {
             tokens: &[0].into_iter().chain(rows.iter().map(|row| row.2 as i64)).collect::<Vec<_>>(),
             positions: &[-1].into_iter().chain(rows.iter().map(|row| row.1 as i64)).collect::<Vec<_>>(),
             slots: &slots[0],
-            entries: &entries,
+            sequences: &seqs,
             block_table: first,
             max_blocks: MAX_BLOCKS,
             group_slots: &slots[1..].concat(),
@@ -77,18 +77,18 @@ impl Grouped {
         let mut logits = vec![f32::NAN; rows.len() * vocab];
         let output = Output::Logits { rows: &asked, num_ids: vocab, logits: &mut logits };
         decoder.forward(&pass, &mut self.kv, output).unwrap();
-        for &(entry, position, _) in rows {
-            self.give_back(entry, position + 1);
+        for &(seq, position, _) in rows {
+            self.give_back(seq, position + 1);
         }
         logits.chunks(vocab).map(<[f32]>::to_vec).collect()
     }
 
     /// What no row from position `n` on sees.
-    fn give_back(&mut self, entry: usize, n: usize) {
+    fn give_back(&mut self, seq: usize, n: usize) {
         let len = self.kv.shape().layer_len() / (self.kv.shape().num_blocks + 1);
         for group in 1..LAYERS {
             for index in 0..(n + 1).saturating_sub(self.window) / BLOCK_SIZE {
-                let block = std::mem::replace(self.at(group, entry, index), i64::MIN);
+                let block = std::mem::replace(self.at(group, seq, index), i64::MIN);
                 if block >= 0 {
                     nan(&mut self.kv.layers_mut()[0], block, len);
                     self.free.push(block);
@@ -106,15 +106,15 @@ fn groups_change_no_bit() {
             let mut decoder = model.decoder(isa, threads);
             decoder.poison();
             let mut grouped = Grouped::new(&model);
-            let mut whole = Host::new(&model, ENTRIES, BLOCK_SIZE * MAX_BLOCKS, BLOCK_SIZE, 5);
-            let (n, mut done) = (&mut Numbers(9), [0; ENTRIES]);
+            let mut whole = Host::new(&model, NUM_SEQS, BLOCK_SIZE * MAX_BLOCKS, BLOCK_SIZE, 5);
+            let (n, mut done) = (&mut Numbers(9), [0; NUM_SEQS]);
             // Of both sequences in one pass, also of more rows than a tile has.
             for counts in [[1, 4], [70, 0], [3, 60], [1, 1], [0, 13], [9, 2]] {
-                let rows: Vec<_> = (0..ENTRIES)
-                    .flat_map(|entry| (done[entry]..done[entry] + counts[entry]).map(move |p| (entry, p)))
-                    .map(|(entry, p)| (entry, p, n.below(SMALL.vocab_size)))
+                let rows: Vec<_> = (0..NUM_SEQS)
+                    .flat_map(|seq| (done[seq]..done[seq] + counts[seq]).map(move |p| (seq, p)))
+                    .map(|(seq, p)| (seq, p, n.below(SMALL.vocab_size)))
                     .collect();
-                let expected: Vec<_> = rows.iter().map(|&(entry, p, token)| (entry, Some(p), token)).collect();
+                let expected: Vec<_> = rows.iter().map(|&(seq, p, token)| (seq, Some(p), token)).collect();
                 let expected = whole.logits(&mut decoder, &expected).concat();
                 let found = grouped.logits(&mut decoder, &rows).concat();
                 assert!(expected.iter().all(|x| x.is_finite()));
@@ -150,7 +150,7 @@ fn wrong_groups_are_named() {
         tokens: &[1],
         positions: &[8],
         slots: &[5],
-        entries: &[0],
+        sequences: &[0],
         block_table: &[0, 1, 2],
         max_blocks: 3,
         group_slots: &[11],

@@ -83,9 +83,9 @@ fn weights(net: DeltaShape, seed: u64) -> Arc<Weights> {
     Arc::new(Weights::new(SHAPE, embedding, layers, &final_norm, head, frequencies).unwrap())
 }
 
-fn cache(entries: usize) -> KvCache {
+fn cache(num_seqs: usize) -> KvCache {
     let shape = KvShape {
-        num_blocks: entries * LEN / BLOCK,
+        num_blocks: seqs * LEN / BLOCK,
         block_size: BLOCK,
         num_kv_heads: SHAPE.num_kv_heads,
         head_dim: SHAPE.head_dim,
@@ -93,14 +93,14 @@ fn cache(entries: usize) -> KvCache {
     KvCache::allocate(shape, 1, false).unwrap()
 }
 
-/// Row of a pass: its entry, its position (`None` masks it), its token.
+/// Row of a pass: its seq, its position (`None` masks it), its token.
 type Row = (usize, Option<usize>, usize);
 
 /// Logits of a pass's rows, as bits.
 fn feed(decoder: &mut Decoder, kv: &mut KvCache, rows: &[Row], prompts: bool) -> specrs_cpu::Result<Vec<Vec<u32>>> {
     let blocks = LEN / BLOCK;
-    let entries = kv.shape().num_blocks / blocks;
-    let table: Vec<i64> = (0..(entries * blocks) as i64).collect();
+    let seqs = kv.shape().num_blocks / blocks;
+    let table: Vec<i64> = (0..(seqs * blocks) as i64).collect();
     let positions: Vec<i64> = rows.iter().map(|row| row.1.map_or(-1, |p| p as i64)).collect();
     let slots: Vec<i64> = rows.iter().map(|row| row.1.map_or(-1, |p| (row.0 * LEN + p) as i64)).collect();
     let tokens: Vec<i64> = rows.iter().map(|row| row.2 as i64).collect();
@@ -109,7 +109,7 @@ fn feed(decoder: &mut Decoder, kv: &mut KvCache, rows: &[Row], prompts: bool) ->
         tokens: &tokens,
         positions: &positions,
         slots: &slots,
-        entries: &of,
+        sequences: &of,
         block_table: &table,
         max_blocks: blocks,
         prompts,
@@ -139,41 +139,41 @@ proptest! {
         net in prop::sample::select(NETS.to_vec()),
         isa in prop::sample::select(Isa::available()),
         threads in 1..=4_usize,
-        entries in 1..=4_usize,
+        seqs in 1..=4_usize,
         most in prop::sample::select(vec![2_usize, 5, 40]),
         seed in 0..1000_u64,
     ) {
         let weights = weights(net, seed % 3);
         let n = &mut Numbers(seed);
         let mut decoder = Decoder::with_isa(Arc::clone(&weights), Arc::new(Pool::new(threads).unwrap()), isa);
-        let mut kv = cache(entries);
+        let mut kv = cache(seqs);
         // The first texts' rows are used again for the second ones.
         for _ in 0..2 {
             let texts: Vec<Vec<usize>> =
-                (0..entries).map(|_| (0..n.below(50) + 20).map(|_| n.below(VOCAB)).collect()).collect();
+                (0..seqs).map(|_| (0..n.below(50) + 20).map(|_| n.below(VOCAB)).collect()).collect();
             let exact: Vec<Vec<Vec<u32>>> = texts.iter().map(|text| alone(&weights, text)).collect();
             kv.poison_states();
-            let mut done = vec![0; entries];
-            while (0..entries).any(|entry| done[entry] < texts[entry].len()) {
+            let mut done = vec![0; seqs];
+            while (0..seqs).any(|seq| done[seq] < texts[seq].len()) {
                 // A pass of prompts, or of decoding with drafts, of which some first ones are those of the text.
                 let prompts = n.below(3) == 0;
                 let (mut rows, mut known) = (Vec::new(), Vec::new());
-                let offset = n.below(entries);
-                for i in 0..entries {
-                    let entry = (i + offset) % entries;
-                    let (text, from) = (&texts[entry], done[entry]);
+                let offset = n.below(seqs);
+                for i in 0..seqs {
+                    let seq = (i + offset) % seqs;
+                    let (text, from) = (&texts[seq], done[seq]);
                     let count = n.below(most + 1).min(text.len() - from);
                     let right = if prompts { count } else { n.below(count + 1).max(count.min(1)) };
                     for (p, &token) in text.iter().enumerate().skip(from).take(count) {
                         let token = if p < from + right { token } else { n.below(VOCAB) };
                         if n.below(4) == 0 {
-                            rows.push((entry, None, 0));
+                            rows.push((seq, None, 0));
                             known.push(None);
                         }
-                        rows.push((entry, Some(p), token));
-                        known.push((p < from + right).then_some((entry, p)));
+                        rows.push((seq, Some(p), token));
+                        known.push((p < from + right).then_some((seq, p)));
                     }
-                    done[entry] += right;
+                    done[seq] += right;
                 }
                 if rows.is_empty() {
                     continue;
@@ -181,9 +181,9 @@ proptest! {
                 let found = feed(&mut decoder, &mut kv, &rows, prompts).unwrap();
                 for (known, found) in known.iter().zip(found) {
                     match *known {
-                        Some((entry, p)) => prop_assert!(
-                            found == exact[entry][p],
-                            "{} on {threads} threads: entry {entry}, position {p}", isa.name()
+                        Some((seq, p)) => prop_assert!(
+                            found == exact[seq][p],
+                            "{} on {threads} threads: seq {seq}, position {p}", isa.name()
                         ),
                         None => prop_assert!(found.iter().all(|&x| f32::from_bits(x).is_finite())),
                     }
@@ -216,7 +216,7 @@ fn another_position_than_the_next_is_rejected_and_changes_nothing() {
     assert_eq!(feed(&mut decoder, &mut kv, &rows(3, 5), false).unwrap(), exact[3..5]);
     let twice = [(0, Some(5), 1), (1, Some(0), 1), (0, Some(6), 1)];
     let told = feed(&mut decoder, &mut kv, &twice, false).unwrap_err().to_string();
-    assert!(told.contains("entries[2] = 0") && told.contains("rows of one entry next to each other"), "{told}");
+    assert!(told.contains("seqs[2] = 0") && told.contains("rows of one seq next to each other"), "{told}");
 }
 
 #[test]

@@ -175,7 +175,7 @@ fn wrong_input_is_named() {
         tokens: &[1, 2],
         positions: &[0, 1],
         slots: &[0, 1],
-        entries: &[0, 0],
+        sequences: &[0, 0],
         block_table: &table,
         max_blocks: 3,
         ..Pass::default()
@@ -197,17 +197,20 @@ fn wrong_input_is_named() {
     );
     refuse(
         Pass { positions: &[4, 4], ..base },
-        "positions[1] = 4 is not allowed: expected above 4, the position of the row before, of the same entry",
+        "positions[1] = 4 is not allowed: expected above 4, the position of the row before, of the same sequence",
     );
-    refuse(Pass { entries: &[0, 2], ..base }, "entries[1] = 2 is not allowed: expected a row of the block table's 2");
     refuse(
-        Pass { entries: &[0, 1], positions: &[0, 3], ..base },
+        Pass { sequences: &[0, 2], ..base },
+        "sequences[1] = 2 is not allowed: expected a row of the block table's 2",
+    );
+    refuse(
+        Pass { sequences: &[0, 1], positions: &[0, 3], ..base },
         "block_table[1, 1] = 4 is not allowed: expected 0 to num_blocks - 1 = 3",
     );
     refuse(Pass { k_start: &[1], ..base }, "k_start[0] = 1 is not allowed: expected 0 to 0, the position of row 0");
     refuse(Pass { k_start: &[-1], ..base }, "k_start[0] = -1 is not allowed: expected 0 to 0, the position of row 0");
     // Entries past a row's position are never looked at.
-    decoder.forward(&Pass { entries: &[0, 1], positions: &[0, 2], ..base }, &mut kv, Output::Nothing).unwrap();
+    decoder.forward(&Pass { sequences: &[0, 1], positions: &[0, 2], ..base }, &mut kv, Output::Nothing).unwrap();
     let mut other = Model::random(SMALL, 2, QWEN3, 3).kv_cache(4, 3);
     let error = decoder.forward(&base, &mut other, Output::Nothing).unwrap_err().to_string();
     assert!(error.starts_with("kv_cache's [layers, num_kv_heads, head_dim] = [2, 2, 10]"), "{error}");

@@ -35,13 +35,13 @@ fn run(
     mut each: impl FnMut(usize, usize, &[f32]),
 ) {
     let mut done = vec![0; sequences.len()];
-    while (0..sequences.len()).any(|entry| done[entry] < sequences[entry].len()) {
+    while (0..sequences.len()).any(|seq| done[seq] < sequences[seq].len()) {
         let (mut rows, offset) = (Vec::new(), n.below(sequences.len()));
-        for entry in (0..sequences.len()).map(|i| (i + offset) % sequences.len()) {
-            let count = n.below(most + 1).min(sequences[entry].len() - done[entry]);
-            rows.extend((done[entry]..done[entry] + count).map(|p| (entry, Some(p), sequences[entry][p])));
-            rows.extend((0..n.below(2)).map(|_| (entry, None, 0)));
-            done[entry] += count;
+        for seq in (0..sequences.len()).map(|i| (i + offset) % sequences.len()) {
+            let count = n.below(most + 1).min(sequences[seq].len() - done[seq]);
+            rows.extend((done[seq]..done[seq] + count).map(|p| (seq, Some(p), sequences[seq][p])));
+            rows.extend((0..n.below(2)).map(|_| (seq, None, 0)));
+            done[seq] += count;
         }
         if !rows.is_empty() {
             decoder.poison();
@@ -65,12 +65,12 @@ fn check(shape: ModelShape, kind: Kind) {
     let mut host = Host::new(&models[0], which.len(), 30, 5, 1);
     host.adapters = adapters(&models, &decoder, &which);
     let (mut worst, mut apart) = (0.0_f64, f64::INFINITY);
-    run(&mut host, &mut decoder, &sequences, 21, n, |entry, position, logits| {
+    run(&mut host, &mut decoder, &sequences, 21, n, |seq, position, logits| {
         let off =
             |expected: &[support::Near]| logits.iter().zip(expected).map(|(x, near)| near.off(*x)).fold(0.0, f64::max);
-        worst = worst.max(off(&expected[entry][position]));
-        if which[entry] > 0 {
-            apart = apart.min(off(&base[entry][position]));
+        worst = worst.max(off(&expected[seq][position]));
+        if which[seq] > 0 {
+            apart = apart.min(off(&base[seq][position]));
         }
     });
     assert!(worst < 1.0 && worst > 0.1, "{kind:?}: {worst} of what rounding explains");
@@ -116,12 +116,12 @@ proptest! {
         let models = family(BY_32, Kind { bf16, prompt_tiles, code_bits, ..kind }, seed);
         let sequences: Vec<Vec<usize>> = which.iter().map(|_| (0..len).map(|_| n.below(97)).collect()).collect();
         let mut exact = vec![vec![Vec::new(); len]; which.len()];
-        for (entry, sequence) in sequences.iter().enumerate() {
+        for (seq, sequence) in sequences.iter().enumerate() {
             let mut decoder = models[0].decoder(Isa::by_name("portable").unwrap(), 1);
             let mut host = Host::new(&models[0], 1, len, 16, 1);
-            host.adapters = adapters(&models, &decoder, &which[entry..=entry]);
+            host.adapters = adapters(&models, &decoder, &which[seq..=seq]);
             for (position, &token) in sequence.iter().enumerate() {
-                exact[entry][position] = bits(&host.logits(&mut decoder, &[(0, Some(position), token)])).remove(0);
+                exact[seq][position] = bits(&host.logits(&mut decoder, &[(0, Some(position), token)])).remove(0);
             }
         }
         for isa in Isa::available() {
@@ -129,9 +129,9 @@ proptest! {
                 let mut decoder = models[0].decoder(isa, threads);
                 let mut host = Host::new(&models[0], which.len(), len, 1 + n.below(30), seed);
                 host.adapters = adapters(&models, &decoder, &which);
-                run(&mut host, &mut decoder, &sequences, most, &mut Numbers(seed ^ 9), |entry, position, logits| {
+                run(&mut host, &mut decoder, &sequences, most, &mut Numbers(seed ^ 9), |seq, position, logits| {
                     let found: Vec<u32> = logits.iter().map(|x| x.to_bits()).collect();
-                    assert!(found == exact[entry][position], "{}, {threads} threads: {entry}, {position}", isa.name());
+                    assert!(found == exact[seq][position], "{}, {threads} threads: {seq}, {position}", isa.name());
                 });
             }
         }
@@ -148,7 +148,7 @@ fn feed(decoder: &mut Decoder, kv: &mut KvCache, adapters: &[Option<&Lora>]) -> 
         tokens: &[1],
         positions: &[0],
         slots: &[0],
-        entries: &[0],
+        sequences: &[0],
         block_table: &[0],
         max_blocks: 1,
         adapters,

@@ -27,13 +27,13 @@ fn worst(model: &Model, explained: Kind) -> f64 {
     let expected: Vec<Vec<Vec<Near>>> = sequences.iter().map(|s| exact.reference(s)).collect();
     let (mut done, mut worst) = ([0, 0], 0.0_f64);
     for counts in [[17, 1], [1, 30], [3, 0], [6, 9], [13, 0]] {
-        let (mut tokens, mut positions, mut slots, mut entries) = (vec![5], vec![-1], vec![-1], vec![9]);
-        for entry in 0..2 {
-            for p in done[entry]..done[entry] + counts[entry] {
-                tokens.push(sequences[entry][p] as i64);
+        let (mut tokens, mut positions, mut slots, mut seqs) = (vec![5], vec![-1], vec![-1], vec![9]);
+        for seq in 0..2 {
+            for p in done[seq]..done[seq] + counts[seq] {
+                tokens.push(sequences[seq][p] as i64);
                 positions.push(p as i64);
-                slots.push(table[entry * max_blocks + p / block_size] * block_size as i64 + (p % block_size) as i64);
-                entries.push(entry);
+                slots.push(table[seq * max_blocks + p / block_size] * block_size as i64 + (p % block_size) as i64);
+                seqs.push(seq);
             }
         }
         let rows: Vec<usize> = (1..tokens.len()).collect();
@@ -42,7 +42,7 @@ fn worst(model: &Model, explained: Kind) -> f64 {
             tokens: &tokens,
             positions: &positions,
             slots: &slots,
-            entries: &entries,
+            sequences: &seqs,
             block_table: &table,
             max_blocks,
             prompts: true,
@@ -51,7 +51,7 @@ fn worst(model: &Model, explained: Kind) -> f64 {
         let output = Output::Logits { rows: &rows, num_ids: SHAPE.vocab_size, logits: &mut logits };
         decoder.forward(&pass, &mut kv, output).unwrap();
         for (row, logits) in rows.iter().zip(logits.chunks(SHAPE.vocab_size)) {
-            let exact = &expected[entries[*row]][positions[*row] as usize];
+            let exact = &expected[seqs[*row]][positions[*row] as usize];
             for (x, exact) in logits.iter().zip(exact) {
                 worst = worst.max(exact.off(*x));
                 assert!(x.is_finite());
@@ -126,7 +126,7 @@ fn other_rows_are_not_by_tiles() {
             tokens: &[1, 2, 3],
             positions: &[0, 1, 2],
             slots: &[0, 1, 2],
-            entries: &[0; 3],
+            sequences: &[0; 3],
             block_table: &[0],
             max_blocks: 1,
             prompts,
@@ -196,13 +196,13 @@ fn logits_and_argmax_of_hidden_states_are_the_pass_s() {
     let model = Model::random(SHAPE, 2, MISTRAL, 11);
     let mut decoder = Decoder::new(model.weights(), Arc::new(Pool::new(1).unwrap())).unwrap();
     let mut kv = model.kv_cache(4, 5);
-    let (positions, entries): (Vec<i64>, Vec<usize>) = ((0..12).collect(), vec![0; 12]);
+    let (positions, seqs): (Vec<i64>, Vec<usize>) = ((0..12).collect(), vec![0; 12]);
     let tokens: Vec<i64> = (0..12).map(|i| i * 7 % 97).collect();
     let pass = Pass {
         tokens: &tokens,
         positions: &positions,
         slots: &positions,
-        entries: &entries,
+        sequences: &seqs,
         block_table: &[0, 1, 2, 3],
         max_blocks: 4,
         ..Pass::default()
@@ -245,7 +245,7 @@ fn a_closed_pool_runs_no_pass() {
             tokens: &row,
             positions: &slots,
             slots: &slots,
-            entries: &[0],
+            sequences: &[0],
             block_table: &[0, 1, 2, 3],
             max_blocks: 4,
             ..Pass::default()

@@ -13,8 +13,8 @@ const MAX_SPECULATIVE_TOKENS: usize = 1 << 10;
 pub(crate) struct AcceptanceTracker(Mutex<specrs_core::AcceptanceTracker>);
 
 impl AcceptanceTracker {
-    pub(crate) fn from_core(books: specrs_core::AcceptanceTracker) -> Self {
-        Self(Mutex::new(books))
+    pub(crate) fn from_core(statistics: specrs_core::AcceptanceTracker) -> Self {
+        Self(Mutex::new(statistics))
     }
 
     /// Converts the K of a tracker, and raises `InvalidConfig` if it is negative or too large.
@@ -28,7 +28,7 @@ impl AcceptanceTracker {
         Ok(k)
     }
 
-    fn books(&self, py: Python<'_>) -> MutexGuard<'_, specrs_core::AcceptanceTracker> {
+    fn statistics(&self, py: Python<'_>) -> MutexGuard<'_, specrs_core::AcceptanceTracker> {
         self.0.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -43,70 +43,70 @@ impl AcceptanceTracker {
 
     #[getter]
     fn num_speculative_tokens(&self, py: Python<'_>) -> usize {
-        self.books(py).num_speculative_tokens()
+        self.statistics(py).num_speculative_tokens()
     }
 
     fn record(&self, py: Python<'_>, drafted: i64, accepted: i64) -> PyResult<()> {
         let drafted = size(py, Class::InvalidAcceptance, "drafted", drafted)?;
         let accepted = size(py, Class::InvalidAcceptance, "accepted", accepted)?;
-        self.books(py).record(drafted, accepted).or_raise(py)
+        self.statistics(py).record(drafted, accepted).or_raise(py)
     }
 
     fn reset(&self, py: Python<'_>) {
-        self.books(py).reset();
+        self.statistics(py).reset();
     }
 
     #[getter]
     fn drafts(&self, py: Python<'_>) -> u64 {
-        self.books(py).drafts()
+        self.statistics(py).drafts()
     }
 
     #[getter]
     fn draft_tokens(&self, py: Python<'_>) -> u64 {
-        self.books(py).draft_tokens()
+        self.statistics(py).draft_tokens()
     }
 
     #[getter]
     fn accepted_tokens(&self, py: Python<'_>) -> u64 {
-        self.books(py).accepted_tokens()
+        self.statistics(py).accepted_tokens()
     }
 
     #[getter]
     fn acceptance_length(&self, py: Python<'_>) -> f64 {
-        self.books(py).acceptance_length()
+        self.statistics(py).acceptance_length()
     }
 
     #[getter]
     fn acceptance_rate(&self, py: Python<'_>) -> f64 {
-        self.books(py).acceptance_rate()
+        self.statistics(py).acceptance_rate()
     }
 
     #[getter]
     fn per_position(&self, py: Python<'_>) -> Vec<f64> {
-        self.books(py).per_position()
+        self.statistics(py).per_position()
     }
 
     #[getter]
     fn accepted_per_position(&self, py: Python<'_>) -> Vec<u64> {
-        self.books(py).accepted_per_position()
+        self.statistics(py).accepted_per_position()
     }
 
     #[getter]
     fn histogram(&self, py: Python<'_>) -> Vec<u64> {
-        self.books(py).histogram().to_vec()
+        self.statistics(py).histogram().to_vec()
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {
-        let books = self.books(py);
+        let statistics = self.statistics(py);
         format!(
             "AcceptanceTracker(num_speculative_tokens={}, drafts={}, draft_tokens={}, accepted_tokens={}, \
              acceptance_length={:.3}, acceptance_rate={:.3})",
-            books.num_speculative_tokens(),
-            books.drafts(),
-            books.draft_tokens(),
-            books.accepted_tokens(),
-            books.acceptance_length(),
-            books.acceptance_rate(),
+            statistics.num_speculative_tokens(),
+            statistics.drafts(),
+            statistics.draft_tokens(),
+            statistics.accepted_tokens(),
+            statistics.acceptance_length(),
+            statistics.acceptance_rate(),
         )
     }
 }

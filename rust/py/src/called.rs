@@ -241,11 +241,11 @@ fn indices<'py>(py: Python<'py>, rows: &[usize]) -> Bound<'py, PyArray1<i64>> {
 fn pass_inputs<'py>(py: Python<'py>, pass: &Pass<'_>) -> PyResult<Bound<'py, PyDict>> {
     let (mut q_start, mut rows) = (vec![0_i64], Vec::new());
     for i in 0..pass.len() {
-        if i > 0 && pass.entries[i] != pass.entries[i - 1] {
+        if i > 0 && pass.sequences[i] != pass.sequences[i - 1] {
             q_start.push(i as i64);
         }
-        if rows.last() != Some(&pass.entries[i]) {
-            rows.push(pass.entries[i]);
+        if rows.last() != Some(&pass.sequences[i]) {
+            rows.push(pass.sequences[i]);
         }
     }
     q_start.push(pass.len() as i64);

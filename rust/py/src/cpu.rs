@@ -412,7 +412,7 @@ impl CpuKVCache {
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {
-        // A launch that holds the lock may wait for the interpreter.
+        // A step that holds the lock may wait for the interpreter.
         py.detach(|| {
             let cache = lock(&self.0);
             format!("CpuKVCache(num_blocks={}, block_size={})", cache.shape().num_blocks, cache.shape().block_size)

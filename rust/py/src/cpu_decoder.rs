@@ -92,14 +92,14 @@ impl CpuDecoder {
         let mut hidden: PyReadwriteArray<'_, f32, Ix2> = readwrite("hidden", hidden)?;
         let count = tokens.len();
         check_len(py, "q_start", q_start.len(), block_table.shape()[0] + 1)?;
-        let (requests, positions) = entries_of(py, q_start.as_slice()?, positions.as_slice()?, count)?;
+        let (requests, positions) = sequences_of(py, q_start.as_slice()?, positions.as_slice()?, count)?;
         let rows: Vec<usize> = (0..count).collect();
         let adapters = by_row(py, &adapters, count)?;
         let pass = Pass {
             tokens: tokens.as_slice()?,
             positions: &positions,
             slots: slots.as_slice()?,
-            entries: &requests,
+            sequences: &requests,
             block_table: block_table.as_slice()?,
             max_blocks: block_table.shape()[1],
             group_slots: group_slots.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
@@ -163,7 +163,7 @@ impl CpuDecoder {
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {
-        // A launch that holds the lock may wait for the interpreter.
+        // A step that holds the lock may wait for the interpreter.
         py.detach(|| {
             let decoder = lock(&self.0);
             let (layers, threads) = (decoder.weights().num_layers(), decoder.pool().threads());
@@ -178,20 +178,20 @@ impl CpuDecoder {
     }
 }
 
-/// Returns the entry of each row, and its position, -1 for rows that belong to no entry.
-fn entries_of(py: Python<'_>, q_start: &[i64], positions: &[i64], count: usize) -> PyResult<(Vec<usize>, Vec<i64>)> {
+/// Returns the sequence of each row, and its position, -1 for rows that belong to no sequence.
+fn sequences_of(py: Python<'_>, q_start: &[i64], positions: &[i64], count: usize) -> PyResult<(Vec<usize>, Vec<i64>)> {
     check_len(py, "positions", positions.len(), count)?;
     let ascending = q_start.windows(2).all(|pair| pair[0] <= pair[1]);
     if q_start[0] != 0 || !ascending || q_start[q_start.len() - 1] > count as i64 {
         let message = format!("q_start = {q_start:?} is not allowed: expected ascending numbers from 0 to {count}");
         return Err(Class::InvalidBuffer.error(py, message));
     }
-    let mut entries = Vec::with_capacity(count);
-    for (entry, pair) in q_start.windows(2).enumerate() {
-        entries.resize(pair[1] as usize, entry);
+    let mut sequences = Vec::with_capacity(count);
+    for (sequence, pair) in q_start.windows(2).enumerate() {
+        sequences.resize(pair[1] as usize, sequence);
     }
     let mut positions = positions.to_vec();
-    positions[entries.len()..].fill(-1);
-    entries.resize(count, 0);
-    Ok((entries, positions))
+    positions[sequences.len()..].fill(-1);
+    sequences.resize(count, 0);
+    Ok((sequences, positions))
 }

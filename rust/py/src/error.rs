@@ -37,8 +37,8 @@ const CLASSES: [(&str, &str, bool); 14] = [
     ("InvalidBlockError", "A block id is outside the pool, or its state does not allow the operation.", false),
     ("InvalidBufferError", "A numpy buffer has the wrong dtype, shape, layout, size or content.", false),
     ("InvalidAcceptanceError", "A draft was recorded with impossible counts.", false),
-    ("SettleOrderError", "Launches settle in the order in which they were planned.", false),
-    ("InvalidResultsError", "The device reported something that its launch cannot have produced.", false),
+    ("SettleOrderError", "Steps settle in the order in which they were planned.", false),
+    ("InvalidResultsError", "The device reported something that its step cannot have produced.", false),
     ("IntegrityError", "The state of the scheduler or the block pool contradicts itself: a bug in specrs.", false),
     ("InvalidTokenizerError", "A tokenizer cannot be read, or fails on tokens.", false),
 ];

@@ -1,4 +1,4 @@
-//! Execution of a whole launch on a CPU in one call, on row state and record in arrays of the caller.
+//! Execution of a whole step on a CPU in one call, on row state and record in arrays of the caller.
 
 use crate::buffers::{In, Out, readonly, readwrite};
 use crate::called::{Called, Raised};
@@ -14,21 +14,21 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use specrs_core::Drafter;
 use specrs_core::sampling::{LogprobsMode, TokenLogprobs};
-use specrs_core::scheduler::{HEADER_LEN, LaunchHeader};
+use specrs_core::scheduler::{HEADER_LEN, StepHeader};
 use specrs_cpu::Lora;
 use specrs_cpu::iteration::{
-    Cached, Counts, DraftFault, EntryLogprobs, Iteration, Model, Pooled, PromptLogprobs, Rule, TextLimits, Translated,
-    Translation,
+    Cached, Counts, DraftFault, Iteration, Model, Pooled, PromptLogprobs, Rule, SequenceLogprobs, TextLimits,
+    Translated, Translation,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Duration from which a launch releases the interpreter lock. A thread that releases the lock may wait a whole switch
-/// interval (5 ms) to get it back, many times the duration of a small model's launch.
+/// Duration from which a step releases the interpreter lock. A thread that releases the lock may wait a whole switch
+/// interval (5 ms) to get it back, many times the duration of a small model's step.
 const LONG: Duration = Duration::from_millis(2);
 
-/// Number of prompt tokens from which a launch is assumed to be long.
+/// Number of prompt tokens from which a step is assumed to be long.
 const LONG_PROMPT: i64 = 64;
 
 /// Failure of a drafter: the exception, and the blocks whose draft KV was not written.
@@ -38,9 +38,9 @@ fn fault_of<'py>(py: Python<'py>, raised: &Raised, fault: DraftFault) -> Fault<'
     (raised.of(py, &fault.error), fault.blocks.into_pyarray(py))
 }
 
-/// Report of a launch in addition to its results: passes of the target and the draft, and the drafter's failure. It
-/// also has log probabilities of entries by index, and of prompts by request id and first position, and the results of
-/// requests with pooling by request id.
+/// Report of a step in addition to its results: passes of the target and the draft, and the drafter's failure. It
+/// also has log probabilities of sequences by index, and of prompts by request id and first position, and the results
+/// of requests with pooling by request id.
 type Done<'py> = (
     (usize, usize),
     Option<Fault<'py>>,
@@ -117,7 +117,7 @@ pub(crate) struct CpuIteration {
     native: bool,
     /// Number of rows of state.
     rows: usize,
-    /// Whether the last launch took longer than [`LONG`].
+    /// Whether the last step took longer than [`LONG`].
     long: AtomicBool,
 }
 
@@ -199,7 +199,7 @@ impl CpuIteration {
 
     fn set_rule(&self, py: Python<'_>, rule: &str) -> PyResult<()> {
         let rule = rule_of(py, rule)?;
-        // A launch that holds the lock may wait for the interpreter.
+        // A step that holds the lock may wait for the interpreter.
         py.detach(|| lock(&self.running).iteration.set_rule(rule));
         Ok(())
     }
@@ -220,19 +220,19 @@ impl CpuIteration {
         let adapters = by_row(py, &adapters, self.rows)?;
         self.raised.clear();
         let mut host = PyHost::new(py, host, self.raised.clone())?;
-        let mut run = || self.launch(record, results, &adapters, &mut host);
+        let mut run = || self.execute(record, results, &adapters, &mut host);
         let is_long = self.long.load(Ordering::Relaxed) || num_prefill_tokens(record) > LONG_PROMPT;
         let done = if self.native && is_long { py.detach(run) } else { run() };
         if let Some(interrupt) = self.raised.interrupt(py) {
             return Err(interrupt);
         }
         let done = done.map_err(|error| self.raised.of(py, &error))?;
-        let of_entry = |entry: EntryLogprobs| Ok((entry.index, logprobs_of(py, entry.tokens)?));
+        let of_sequence = |sequence: SequenceLogprobs| Ok((sequence.index, logprobs_of(py, sequence.tokens)?));
         let of_prompt = |found: PromptLogprobs| Ok((found.request_id, found.position, logprobs_of(py, found.tokens)?));
         Ok((
             (done.counts.target_passes, done.counts.draft_passes),
             done.fault.map(|fault| fault_of(py, &self.raised, fault)),
-            done.logprobs.into_iter().map(of_entry).collect::<PyResult<_>>()?,
+            done.logprobs.into_iter().map(of_sequence).collect::<PyResult<_>>()?,
             done.prompt_logprobs.into_iter().map(of_prompt).collect::<PyResult<_>>()?,
             done.pooled.into_iter().map(|pooled| (pooled.request_id, pooled.values.into_pyarray(py))).collect(),
         ))
@@ -244,13 +244,13 @@ impl CpuIteration {
 }
 
 impl CpuIteration {
-    fn launch(
+    fn execute(
         &self,
         record: &[i64],
         results: &mut [i64],
         adapters: &[Option<Arc<Lora>>],
         host: &mut PyHost,
-    ) -> specrs_cpu::Result<Launched> {
+    ) -> specrs_cpu::Result<StepReport> {
         let begun = Instant::now();
         let adapters: Vec<Option<&Lora>> = adapters.iter().map(Option::as_deref).collect();
         let mut running = lock(&self.running);
@@ -270,15 +270,15 @@ impl CpuIteration {
         let fault = iteration.take_draft_fault();
         let (logprobs, prompt_logprobs) = (iteration.take_logprobs(), iteration.take_prompt_logprobs());
         let pooled = iteration.take_pooled();
-        done.map(|counts| Launched { counts, fault, logprobs, prompt_logprobs, pooled })
+        done.map(|counts| StepReport { counts, fault, logprobs, prompt_logprobs, pooled })
     }
 }
 
-/// Report of a launch in addition to its results.
-struct Launched {
+/// Report of a step in addition to its results.
+struct StepReport {
     counts: Counts,
     fault: Option<DraftFault>,
-    logprobs: Vec<EntryLogprobs>,
+    logprobs: Vec<SequenceLogprobs>,
     prompt_logprobs: Vec<PromptLogprobs>,
     pooled: Vec<Pooled>,
 }
@@ -286,7 +286,7 @@ struct Launched {
 /// Returns the number of prompt tokens of a record's step. It is 0 if the record is too short, which the step itself
 /// reports as an error.
 fn num_prefill_tokens(record: &[i64]) -> i64 {
-    if record.len() < HEADER_LEN { 0 } else { LaunchHeader::read(record).num_prefill_tokens as i64 }
+    if record.len() < HEADER_LEN { 0 } else { StepHeader::read(record).num_prefill_tokens as i64 }
 }
 
 fn rule_of(py: Python<'_>, rule: &str) -> PyResult<Rule> {

@@ -114,7 +114,7 @@ const CONSTANTS: [(&str, i64); 21] = [
     ("LOGPROBS_NONE", core_sampling::LOGPROBS_NONE),
     ("MAX_STOP_IDS", core_sampling::MAX_STOP_IDS as i64),
     ("PLAN_IDLE", scheduler::PLAN_IDLE),
-    ("PLAN_LAUNCH", scheduler::PLAN_LAUNCH),
+    ("PLAN_STEP", scheduler::PLAN_STEP),
     ("PLAN_SETTLE_FIRST", scheduler::PLAN_SETTLE_FIRST),
     ("FLAG_TARGET_NON_FINITE", layout::FLAG_TARGET_NON_FINITE),
     ("FLAG_DRAFT_NON_FINITE", layout::FLAG_DRAFT_NON_FINITE),

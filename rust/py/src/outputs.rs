@@ -1,4 +1,4 @@
-//! `TokenDecoder`, `Output` and `Outputs` for Python: checks, conversions, and one call per launch.
+//! `TokenDecoder`, `Output` and `Outputs` for Python: checks, conversions, and one call per step.
 
 use crate::acceptance::AcceptanceTracker;
 use crate::buffers::{In, Out, readonly, readwrite};
@@ -227,28 +227,29 @@ impl Outputs {
         self.core(py).len()
     }
 
-    #[pyo3(signature = (scheduler, launch_id, results, settled, *, now = 0.0, fault = None))]
+    #[pyo3(signature = (scheduler, step_id, results, settled, *, now = 0.0, fault = None))]
     #[expect(clippy::too_many_arguments, reason = "as Scheduler.settle, and two by keyword")]
     fn settle(
         &self,
         py: Python<'_>,
         scheduler: &Scheduler,
-        launch_id: i64,
+        step_id: i64,
         results: &Bound<'_, PyAny>,
         settled: &Bound<'_, PyAny>,
         now: f64,
         fault: Option<&str>,
     ) -> PyResult<(Vec<i64>, Vec<i64>)> {
-        let launch_id = size(py, Class::SettleOrder, "launch_id", launch_id)? as u64;
+        let step_id = size(py, Class::SettleOrder, "step_id", step_id)? as u64;
         let results: In = readonly("results", results)?;
         let mut settled: Out = readwrite("settled", settled)?;
         let (results, settled) = (results.as_slice()?, settled.as_slice_mut()?);
         let layouts = {
             let mut core = scheduler.core(py);
-            core.settle(launch_id, results, settled).or_raise(py)?;
+            core.settle(step_id, results, settled).or_raise(py)?;
             (*core.results_layout(), *core.settled_layout())
         };
-        // Other threads may run meanwhile; a signal waits for this call to return, so that a launch is delivered as a whole.
+        // Other threads may run meanwhile; a signal waits for this call to return, so that a step is delivered as a
+        // whole.
         let specrs_text::Delivered { touched, ended, stopped } = py.detach(|| {
             let mut outputs = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             outputs.deliver((&layouts.0, results), (&layouts.1, settled), now, fault).clone()

@@ -76,7 +76,7 @@ impl Rows {
         })
     }
 
-    /// Borrows the row state for a launch.
+    /// Borrows the row state for a step.
     pub(crate) fn state(&mut self) -> RowState<'_> {
         RowState {
             num_tokens: self.num_tokens.as_mut_slice(),

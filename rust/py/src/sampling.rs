@@ -71,7 +71,7 @@ impl Sampler {
             if q.shape()[0] < count || column >= columns || q.shape()[2] != vocab_size {
                 let shape = q.shape();
                 let message = format!(
-                    "q: shape is {shape:?}, expected at least {count} entries, more than column = {column} columns, \
+                    "q: shape is {shape:?}, expected at least {count} sequences, more than column = {column} columns, \
                      vocab_size = {vocab_size}"
                 );
                 return Err(Class::InvalidBuffer.error(py, message));
@@ -139,9 +139,13 @@ impl Sampler {
             check_len(py, "q", q.len(), batch * k * vocab_size)?;
         }
         state.check_rows(py, rows.as_slice()?)?;
-        let launch =
-            Launch { q_start: q_start.as_slice()?, num_drafts: num_drafts.as_slice()?, drafts: drafts.as_slice()?, k };
-        launch.check(py, count, vocab_size)?;
+        let step_drafts = StepDrafts {
+            q_start: q_start.as_slice()?,
+            num_drafts: num_drafts.as_slice()?,
+            drafts: drafts.as_slice()?,
+            k,
+        };
+        step_drafts.check(py, count, vocab_size)?;
 
         let (logits, rows, num_tokens) = (logits.as_slice()?, rows.as_slice()?, num_tokens.as_slice()?);
         let q = q.as_ref().map(|q| q.as_slice()).transpose()?;
@@ -155,8 +159,8 @@ impl Sampler {
             }
             for b in 0..batch {
                 let (params, seed) = of_row(params, state.width, seeds, rows[b]);
-                let (drafts, n) = (launch.drafts_of(b), num_tokens[b] as u64);
-                let first = launch.q_start[b] as usize * vocab_size;
+                let (drafts, n) = (step_drafts.drafts_of(b), num_tokens[b] as u64);
+                let first = step_drafts.q_start[b] as usize * vocab_size;
                 let own = &logits[first..][..(drafts.len() + 1) * vocab_size];
                 let verdict = match q {
                     Some(q) => {
@@ -232,15 +236,15 @@ impl<'py> State<'py> {
     }
 }
 
-/// Drafts of all requests of a launch.
-struct Launch<'a> {
+/// Drafts of all requests of a step.
+struct StepDrafts<'a> {
     q_start: &'a [i64],
     num_drafts: &'a [i64],
     drafts: &'a [i64],
     k: usize,
 }
 
-impl Launch<'_> {
+impl StepDrafts<'_> {
     fn drafts_of(&self, b: usize) -> &[i64] {
         &self.drafts[b * self.k..][..self.num_drafts[b] as usize]
     }
@@ -251,15 +255,15 @@ impl Launch<'_> {
             let (start, end) = (self.q_start[b], self.q_start[b + 1]);
             if start < 0 || end < start || end > count as i64 {
                 return refuse(format!(
-                    "q_start: entry {b} has rows {start} to {end}, expected a range in 0 to {count}"
+                    "q_start: sequence {b} has rows {start} to {end}, expected a range in 0 to {count}"
                 ));
             }
             let most = (end - start - 1).min(self.k as i64);
             if !(0..=most).contains(&k) {
-                return refuse(format!("num_drafts: entry {b} is {k}, expected 0 to {most}"));
+                return refuse(format!("num_drafts: sequence {b} is {k}, expected 0 to {most}"));
             }
             if let Some(id) = self.drafts_of(b).iter().find(|id| !(0..vocab_size as i64).contains(id)) {
-                return refuse(format!("drafts: entry {b} has {id}, expected ids from 0 to {}", vocab_size - 1));
+                return refuse(format!("drafts: sequence {b} has {id}, expected ids from 0 to {}", vocab_size - 1));
             }
         }
         Ok(())

@@ -18,9 +18,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Outcome of `plan`: nothing is to be done and nothing is in flight.
 pub(crate) const PLAN_IDLE: i64 = 0;
-/// Outcome of `plan`: the record contains a launch.
-pub(crate) const PLAN_LAUNCH: i64 = 1;
-/// Outcome of `plan`: a launch in flight must settle first.
+/// Outcome of `plan`: the record contains a step.
+pub(crate) const PLAN_STEP: i64 = 1;
+/// Outcome of `plan`: a step in flight must settle first.
 pub(crate) const PLAN_SETTLE_FIRST: i64 = 2;
 
 #[pyclass(frozen)]
@@ -42,7 +42,7 @@ impl Scheduler {
         *, max_num_seqs, max_model_len, num_blocks, block_size, max_num_batched_tokens, num_speculative_tokens = 0,
         drafter = None, sliding_window = None, window_groups = None, max_in_flight = 1, max_constraint_len = 0,
         logits_dtype = "float32", num_reserved_decode_tokens = 64, long_prefill_token_threshold = 0,
-        max_prefill_stall_ms = 0.0, attention_cost_ratio = 1.0 / 4096.0, priority_aging_launches = 0, max_loras = 0, enable_prefix_caching = true,
+        max_prefill_stall_ms = 0.0, attention_cost_ratio = 1.0 / 4096.0, priority_aging_steps = 0, max_loras = 0, enable_prefix_caching = true,
         enable_kv_cache_events = false, enable_block_saves = false,
         hash_key = DEFAULT_HASH_KEY,
     ))]
@@ -65,7 +65,7 @@ impl Scheduler {
         long_prefill_token_threshold: i64,
         max_prefill_stall_ms: f64,
         attention_cost_ratio: f64,
-        priority_aging_launches: i64,
+        priority_aging_steps: i64,
         max_loras: i64,
         enable_prefix_caching: bool,
         enable_kv_cache_events: bool,
@@ -95,7 +95,7 @@ impl Scheduler {
             long_prefill_token_threshold: size("long_prefill_token_threshold", long_prefill_token_threshold)?,
             max_prefill_stall_ms,
             attention_cost_ratio,
-            priority_aging_launches: size("priority_aging_launches", priority_aging_launches)?,
+            priority_aging_steps: size("priority_aging_steps", priority_aging_steps)?,
             max_loras: size("max_loras", max_loras)?,
             enable_prefix_caching,
             enable_kv_cache_events,
@@ -220,7 +220,7 @@ impl Scheduler {
         let outcome = self.core(py).plan(record.as_slice_mut()?).or_raise(py)?;
         Ok(match outcome {
             PlanOutcome::Idle => PLAN_IDLE,
-            PlanOutcome::Launch(_) => PLAN_LAUNCH,
+            PlanOutcome::Step(_) => PLAN_STEP,
             PlanOutcome::SettleFirst => PLAN_SETTLE_FIRST,
         })
     }
@@ -243,9 +243,9 @@ impl Scheduler {
         self.core(py).tell(&mut planner.planner(py), record, results, ms).or_raise(py)
     }
 
-    fn time_launch(&self, py: Python<'_>, launch_id: i64, ms: f64) -> PyResult<()> {
-        let launch_id = size(py, Class::SettleOrder, "launch_id", launch_id)? as u64;
-        self.core(py).time_launch(launch_id, ms).or_raise(py)
+    fn time_step(&self, py: Python<'_>, step_id: i64, ms: f64) -> PyResult<()> {
+        let step_id = size(py, Class::SettleOrder, "step_id", step_id)? as u64;
+        self.core(py).time_step(step_id, ms).or_raise(py)
     }
 
     fn rebuild_draft(&self, py: Python<'_>, request_id: i64) -> PyResult<()> {
@@ -255,14 +255,14 @@ impl Scheduler {
     fn settle(
         &self,
         py: Python<'_>,
-        launch_id: i64,
+        step_id: i64,
         results: &Bound<'_, PyAny>,
         settled: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let launch_id = size(py, Class::SettleOrder, "launch_id", launch_id)? as u64;
+        let step_id = size(py, Class::SettleOrder, "step_id", step_id)? as u64;
         let results: In = readonly("results", results)?;
         let mut settled: Out = readwrite("settled", settled)?;
-        self.core(py).settle(launch_id, results.as_slice()?, settled.as_slice_mut()?).or_raise(py)
+        self.core(py).settle(step_id, results.as_slice()?, settled.as_slice_mut()?).or_raise(py)
     }
 
     #[getter]
@@ -276,8 +276,8 @@ impl Scheduler {
     }
 
     #[getter]
-    fn num_launches(&self, py: Python<'_>) -> u64 {
-        self.core(py).num_launches()
+    fn num_steps(&self, py: Python<'_>) -> u64 {
+        self.core(py).num_steps()
     }
 
     #[getter]
@@ -333,9 +333,9 @@ impl Scheduler {
         self.core(py).draft_kv_not_written(blocks.as_slice()?).or_raise(py)
     }
 
-    fn pause_drafting(&self, py: Python<'_>, launches: i64) -> PyResult<()> {
-        let launches = size(py, Class::InvalidConfig, "launches", launches)?;
-        self.core(py).pause_drafting(launches as u64);
+    fn pause_drafting(&self, py: Python<'_>, steps: i64) -> PyResult<()> {
+        let steps = size(py, Class::InvalidConfig, "steps", steps)?;
+        self.core(py).pause_drafting(steps as u64);
         Ok(())
     }
 

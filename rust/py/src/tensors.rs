@@ -116,7 +116,7 @@ pub(crate) fn codes_mut<D: Dimension>(
     Ok((memory.map_err(|error| cpu_to_py(py, &error))?, shape))
 }
 
-/// Elements of rank `D` that a launch writes, and their shape.
+/// Elements of rank `D` that a step writes, and their shape.
 pub(crate) fn numbers_mut<T, D>(name: &str, array: &Bound<'_, PyAny>) -> PyResult<(MemoryMut<T>, Vec<usize>)>
 where
     T: Element + Copy + Send + Sync + 'static,

@@ -1,6 +1,6 @@
 //! Output of requests: their tokens, the text as it comes, stop strings in it, and how they ended.
 //!
-//! One call takes the results of a settled launch and hands them to all its requests. The crate has no Python, no
+//! One call takes the results of a settled step and hands them to all its requests. The crate has no Python, no
 //! scheduling and no clock: the caller passes the time. The decoding itself is done by the `tokenizers` crate.
 
 #![deny(missing_docs)]

@@ -5,7 +5,7 @@ use crate::error::Result;
 use specrs_core::AcceptanceTracker;
 use specrs_core::scheduler::layout::FINISH_ERROR;
 
-/// Finish reason: ended by the caller. Settled launches never report this number.
+/// Finish reason: ended by the caller. Settled steps never report this number.
 pub const FINISH_ABORT: i64 = 3;
 
 /// End of a request.
@@ -15,9 +15,9 @@ pub struct End {
     pub reason: i64,
     /// Time of the end, by the caller's clock.
     pub time: f64,
-    /// Message, if the reason is an error that the launch reported.
+    /// Message, if the reason is an error that the step reported.
     pub error: Option<String>,
-    /// `FLAG_*` bits with which the launch reported the error; 0 for every other end.
+    /// `FLAG_*` bits with which the step reported the error; 0 for every other end.
     pub flags: i64,
 }
 
@@ -179,7 +179,7 @@ impl Output {
         self.end_with(End { reason, time: now, error, flags: 0 });
     }
 
-    /// Ends the request because of an error that its launch reported with these `FLAG_*` bits. An error replaces any
+    /// Ends the request because of an error that its step reported with these `FLAG_*` bits. An error replaces any
     /// other end.
     pub fn fail(&mut self, error: String, flags: i64, now: f64) {
         self.end_with(End { reason: FINISH_ERROR, time: now, error: Some(error), flags });

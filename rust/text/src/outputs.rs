@@ -1,4 +1,4 @@
-//! Outputs of all running requests, and the effect of a launch on them. Settles nothing itself.
+//! Outputs of all running requests, and the effect of a step on them. Settles nothing itself.
 
 use crate::output::Output;
 use rustc_hash::FxHashMap;
@@ -7,10 +7,10 @@ use specrs_core::scheduler::layout::{
 };
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Reason why a launch failed as a whole, if it did.
+/// Reason why a step failed as a whole, if it did.
 pub type Fault<'a> = Option<&'a str>;
 
-/// Requests of a launch by id, grouped by the launch's effect on them, in the order of its entries.
+/// Requests of a step by id, grouped by the step's effect on them, in the order of its sequences.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Delivered {
     /// Requests that received tokens or ended.
@@ -65,7 +65,7 @@ impl Outputs {
     /// `num_new` becomes the number of tokens that a request kept. `finish_reason` then also reports stop strings and
     /// output that cannot be decoded.
     ///
-    /// `results` are those that were settled; `fault` is the reason why all requests of the launch end, if they do.
+    /// `results` are those that were settled; `fault` is the reason why all requests of the step end, if they do.
     pub fn deliver(
         &mut self,
         (results_layout, results): (&ResultsLayout, &[i64]),
@@ -85,44 +85,44 @@ impl Outputs {
             unreachable!("sections are disjoint")
         };
         let width = tokens.len() / ids.len().max(1);
-        for entry in 0..ids.len() {
-            let id = ids[entry];
+        for sequence in 0..ids.len() {
+            let id = ids[sequence];
             let Some(output) = self.by_id.get(&id) else {
-                ids[entry] = -1;
+                ids[sequence] = -1;
                 continue;
             };
             let mut output = output.lock().unwrap_or_else(PoisonError::into_inner);
-            let told = &tokens[entry * width..][..width];
-            if drafted[entry] > 0 {
+            let told = &tokens[sequence * width..][..width];
+            if drafted[sequence] > 0 {
                 // Counts that the scheduler has checked.
-                let (drafted, accepted) = (drafted[entry] as usize, accepted[entry] as usize);
+                let (drafted, accepted) = (drafted[sequence] as usize, accepted[sequence] as usize);
                 let _ = output.acceptance_mut().record(drafted, accepted);
                 output.keep_draft(accepted, &told[accepted + 1..=drafted]);
             }
-            let (reason, new) = (reasons[entry], &told[..counts[entry] as usize]);
-            let flags = if fault.is_some() { 0 } else { flags[entry] };
+            let (reason, new) = (reasons[sequence], &told[..counts[sequence] as usize]);
+            let flags = if fault.is_some() { 0 } else { flags[sequence] };
             let mut error = (reason == FINISH_ERROR).then(|| describe(&output, flags, fault));
             match output.append(new, reason == FINISH_STOP, now) {
                 Ok((kept, stopped)) => {
-                    counts[entry] = kept as i64;
+                    counts[sequence] = kept as i64;
                     if stopped {
-                        reasons[entry] = FINISH_STOP;
+                        reasons[sequence] = FINISH_STOP;
                     }
                 }
                 Err(broken) => {
-                    (counts[entry], reasons[entry]) = (0, FINISH_ERROR);
+                    (counts[sequence], reasons[sequence]) = (0, FINISH_ERROR);
                     error = Some(format!("request {id}: its output could not be read: {broken}"));
                 }
             }
-            self.num_tokens += counts[entry] as u64;
-            if counts[entry] > 0 || reasons[entry] != FINISH_NONE {
+            self.num_tokens += counts[sequence] as u64;
+            if counts[sequence] > 0 || reasons[sequence] != FINISH_NONE {
                 touched.push(id);
             }
-            if reasons[entry] != FINISH_NONE {
+            if reasons[sequence] != FINISH_NONE {
                 ended.push(id);
                 match error {
                     Some(error) => output.fail(error, flags, now),
-                    None => output.finish(reasons[entry], None, now),
+                    None => output.finish(reasons[sequence], None, now),
                 }
                 drop(output);
                 self.by_id.remove(&id);
@@ -143,7 +143,7 @@ fn describe(output: &Output, flags: i64, fault: Fault<'_>) -> String {
         return fault.to_string();
     }
     if flags & FLAG_CAPACITY != 0 {
-        return format!("request {id}: a position lay beyond its KV blocks; its launch wrote nothing there");
+        return format!("request {id}: a position lay beyond its KV blocks; its step wrote nothing there");
     }
     let position = output.num_prompt_tokens() + output.tokens().len();
     if flags & FLAG_NO_TOKEN_ALLOWED != 0 {

@@ -1,4 +1,4 @@
-//! Tests of one launch handed to all its requests: tokens, statistics, ends.
+//! Tests of one step handed to all its requests: tokens, statistics, ends.
 
 use serde_json::json;
 use specrs_core::SchedulerConfig;
@@ -12,25 +12,25 @@ use std::sync::{Arc, Mutex};
 const K: usize = 2;
 const WORDS: [&str; 5] = ["a", "b", "c", "Ġ", "."];
 
-/// Entry of a launch: request id, tokens, finish reason, drafted, accepted, flags.
-type Entry<'a> = (i64, &'a [i64], i64, i64, i64, i64);
+/// Sequence of a step: request id, tokens, finish reason, drafted, accepted, flags.
+type Sequence<'a> = (i64, &'a [i64], i64, i64, i64, i64);
 
-struct Launch {
+struct Step {
     results_layout: ResultsLayout,
     settled_layout: SettledLayout,
     results: Vec<i64>,
     settled: Vec<i64>,
 }
 
-impl Launch {
-    fn new(entries: &[Entry<'_>]) -> Self {
+impl Step {
+    fn new(sequences: &[Sequence<'_>]) -> Self {
         let mut config = SchedulerConfig::new(8, 32, 8, 16, 32);
         config.num_speculative_tokens = K;
         let (results_layout, settled_layout) = (ResultsLayout::new(&config), SettledLayout::new(&config));
         let mut results = vec![0; results_layout.size];
         let mut settled = vec![0; settled_layout.size];
         settled[settled_layout.request_id.range()].fill(-1);
-        for (i, &(id, tokens, reason, drafted, accepted, flags)) in entries.iter().enumerate() {
+        for (i, &(id, tokens, reason, drafted, accepted, flags)) in sequences.iter().enumerate() {
             results[results_layout.tokens.offset + i * (K + 1)..][..tokens.len()].copy_from_slice(tokens);
             results[results_layout.num_drafted.offset + i] = drafted;
             results[results_layout.num_accepted.offset + i] = accepted;
@@ -47,7 +47,7 @@ impl Launch {
         outputs.deliver(results, (&self.settled_layout, &mut self.settled), now, fault).clone()
     }
 
-    /// Returns the request id, the number of kept tokens and the finish reason of entry `i`.
+    /// Returns the request id, the number of kept tokens and the finish reason of sequence `i`.
     fn settled(&self, i: usize) -> (i64, i64, i64) {
         let at = |section: specrs_core::scheduler::layout::Section| self.settled[section.offset + i];
         (at(self.settled_layout.request_id), at(self.settled_layout.num_new), at(self.settled_layout.finish_reason))
@@ -73,7 +73,7 @@ fn add(outputs: &mut Outputs, id: i64, stop: Option<&str>) -> Arc<Mutex<Output>>
 fn each_request_gets_its_own() {
     let mut outputs = Outputs::new();
     let made: Vec<_> = (0..3).map(|id| add(&mut outputs, id, (id == 1).then_some("b c"))).collect();
-    let mut launch = Launch::new(&[
+    let mut step = Step::new(&[
         (2, &[0, 1], FINISH_NONE, 2, 1, 0),
         (-1, &[], FINISH_NONE, 1, 1, 0),
         (0, &[2], FINISH_LENGTH, 0, 0, 0),
@@ -82,15 +82,15 @@ fn each_request_gets_its_own() {
     ]);
     // The scheduler does not know of the end of 1.
     let expected = Delivered { touched: vec![2, 0, 1], ended: vec![0, 1], stopped: vec![1] };
-    assert_eq!(launch.deliver(&mut outputs, 1.5, None), expected);
+    assert_eq!(step.deliver(&mut outputs, 1.5, None), expected);
     let [zero, one, two] = [0, 1, 2].map(|i: usize| made[i].lock().unwrap());
     assert_eq!((two.tokens(), two.text(), two.first_token_time()), (&[0, 1][..], "ab", Some(1.5)));
     assert_eq!((two.acceptance().draft_tokens(), two.acceptance().accepted_tokens(), two.end()), (2, 1, None));
     assert_eq!((zero.text(), zero.end().unwrap().reason, zero.acceptance().drafts()), ("c", FINISH_LENGTH, 0));
     assert_eq!((one.tokens(), one.text(), one.stop()), (&[1, 3, 2][..], "", Some(0)));
     assert_eq!((one.end().unwrap().reason, one.end().unwrap().time), (FINISH_STOP, 1.5));
-    assert_eq!(launch.settled(3), (1, 3, FINISH_STOP));
-    assert_eq!(launch.settled(4).0, -1, "a request that is not known");
+    assert_eq!(step.settled(3), (1, 3, FINISH_STOP));
+    assert_eq!(step.settled(4).0, -1, "a request that is not known");
     assert_eq!((outputs.len(), outputs.num_tokens()), (1, 6));
 }
 
@@ -101,12 +101,12 @@ fn drafts_are_kept_where_they_are_asked_for() {
     let kept = Arc::new(Mutex::new(Output::new(1, 3, K, None, false).keeping_drafts()));
     outputs.insert(1, kept.clone());
     let mut deliver = |drafted: i64, accepted: i64, tokens: &[i64], rejected: &[i64]| {
-        let mut launch = Launch::new(&[0, 1].map(|id| (id, tokens, FINISH_NONE, drafted, accepted, 0)));
-        for entry in 0..2 {
-            let behind = launch.results_layout.tokens.offset + entry * (K + 1) + accepted as usize + 1;
-            launch.results[behind..][..rejected.len()].copy_from_slice(rejected);
+        let mut step = Step::new(&[0, 1].map(|id| (id, tokens, FINISH_NONE, drafted, accepted, 0)));
+        for sequence in 0..2 {
+            let behind = step.results_layout.tokens.offset + sequence * (K + 1) + accepted as usize + 1;
+            step.results[behind..][..rejected.len()].copy_from_slice(rejected);
         }
-        launch.deliver(&mut outputs, 0.0, None);
+        step.deliver(&mut outputs, 0.0, None);
     };
     deliver(0, 0, &[1], &[]);
     deliver(2, 0, &[2], &[3, 4]);
@@ -123,9 +123,9 @@ fn drafts_are_kept_where_they_are_asked_for() {
 fn what_follows_a_stop_string_is_dropped_and_a_stop_token_has_no_text() {
     let mut outputs = Outputs::new();
     let (one, two) = (add(&mut outputs, 1, Some("b")), add(&mut outputs, 2, None));
-    let mut launch = Launch::new(&[(1, &[0, 1, 2], FINISH_LENGTH, 0, 0, 0), (2, &[0, 4], FINISH_STOP, 0, 0, 0)]);
-    assert!(launch.deliver(&mut outputs, 0.0, None).stopped.is_empty(), "the scheduler knows of both ends");
-    assert_eq!((launch.settled(0), launch.settled(1)), ((1, 2, FINISH_STOP), (2, 2, FINISH_STOP)));
+    let mut step = Step::new(&[(1, &[0, 1, 2], FINISH_LENGTH, 0, 0, 0), (2, &[0, 4], FINISH_STOP, 0, 0, 0)]);
+    assert!(step.deliver(&mut outputs, 0.0, None).stopped.is_empty(), "the scheduler knows of both ends");
+    assert_eq!((step.settled(0), step.settled(1)), ((1, 2, FINISH_STOP), (2, 2, FINISH_STOP)));
     let (one, two) = (one.lock().unwrap(), two.lock().unwrap());
     assert_eq!((one.text(), one.tokens()), ("a", &[0, 1][..]));
     assert_eq!((two.text(), two.tokens()), ("a", &[0, 4][..]));
@@ -136,11 +136,11 @@ fn what_follows_a_stop_string_is_dropped_and_a_stop_token_has_no_text() {
 fn errors_say_why() {
     let mut outputs = Outputs::new();
     let made: Vec<_> = (0..4).map(|id| add(&mut outputs, id, None)).collect();
-    Launch::new(&[(0, &[0], FINISH_NONE, 0, 0, 0)]).deliver(&mut outputs, 0.0, None);
+    Step::new(&[(0, &[0], FINISH_NONE, 0, 0, 0)]).deliver(&mut outputs, 0.0, None);
     let flags = FLAG_TARGET_NON_FINITE;
     let ends = [(0, flags), (1, FLAG_CAPACITY), (3, FLAG_NO_TOKEN_ALLOWED)];
-    Launch::new(&ends.map(|(id, flags)| (id, &[][..], FINISH_ERROR, 0, 0, flags))).deliver(&mut outputs, 0.0, None);
-    Launch::new(&[(2, &[], FINISH_ERROR, 0, 0, flags)]).deliver(&mut outputs, 0.0, Some("out of memory"));
+    Step::new(&ends.map(|(id, flags)| (id, &[][..], FINISH_ERROR, 0, 0, flags))).deliver(&mut outputs, 0.0, None);
+    Step::new(&[(2, &[], FINISH_ERROR, 0, 0, flags)]).deliver(&mut outputs, 0.0, Some("out of memory"));
     let error = |i: usize| made[i].lock().unwrap().end().unwrap().error.clone().unwrap();
     assert!(error(0).contains("position 4") && error(0).contains("not finite"), "{}", error(0));
     assert!(error(1).contains("beyond its KV blocks"), "{}", error(1));

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 from specrs.backends.cuda.row_state import RowState
-from specrs.kernels.cuda.row_state import Entries
+from specrs.kernels.cuda.row_state import Sequences
 from torch import Tensor
 
 BLOCK_SIZE, MAX_LEN, MAX_K = 4, 40, 5
@@ -14,7 +14,7 @@ BLOCK_SIZE, MAX_LEN, MAX_K = 4, 40, 5
 
 @dataclass(frozen=True)
 class Case:
-    """Row state and a record's decode entries, `count` of them, in arrays of `batch` and more."""
+    """Row state and a record's decoding sequences, `count` of them, in arrays of `batch` and more."""
 
     state: RowState
     rows: list[int]
@@ -29,7 +29,7 @@ class Case:
         return len(self.rows)
 
     def section(self, values: list[int]) -> Tensor:
-        """An array of the record; what lies behind the entries is rubbish."""
+        """An array of the record; what lies after the sequences is rubbish."""
         return torch.tensor(values + [77] * (self.batch + 3 - len(values)))
 
 
@@ -59,13 +59,13 @@ def planned(case: Case, max_draft_lag: int | None = 2, on_host: Sequence[bool] |
     return made
 
 
-def entries(case: Case, sequences: Sequence[Planned]) -> Entries:
+def sequence_tensors(case: Case, sequences: Sequence[Planned]) -> Sequences:
     """The sequences as kernels take them, and padding after them."""
     padding = [Planned(case.state.num_tokens.shape[0] - 1, 0, 0, False, 0, sum(case.planned) + case.count)]
     padded = [*sequences, *padding * (case.batch - case.count + 1)]
     columns = {name: torch.tensor([int(getattr(one, name)) for one in padded]) for name in Planned.__slots__}
     first = columns.pop("first")
-    return Entries(**{name: column[:-1] for name, column in columns.items()}, q_start=first)
+    return Sequences(**{name: column[:-1] for name, column in columns.items()}, q_start=first)
 
 
 @st.composite

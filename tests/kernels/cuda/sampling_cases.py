@@ -15,9 +15,9 @@ CLEAR = 1e-5
 of 2 ulp each (Rust's, and whatever the interpreter calls) and probabilities relative to sums of V exponentials."""
 
 
-def poisoned_scratch(rows: int, vocab_size: int, entries: int = 1) -> SamplingScratch:
+def poisoned_scratch(rows: int, vocab_size: int, num_seqs: int = 1) -> SamplingScratch:
     """Scratch that holds NaN and ids outside of every vocabulary."""
-    scratch = SamplingScratch.allocate(rows, entries, vocab_size, torch.device("cpu"))
+    scratch = SamplingScratch.allocate(rows, num_seqs, vocab_size, torch.device("cpu"))
     scratch.tile_value.fill_(torch.nan)
     scratch.tile_id.fill_(-(2**30))
     for tensor in (scratch.tile_sum, scratch.cells, scratch.steps, scratch.ids):
@@ -26,7 +26,7 @@ def poisoned_scratch(rows: int, vocab_size: int, entries: int = 1) -> SamplingSc
 
 
 def parameters(rows: list[dict[str, float]]) -> tuple[SamplingRows, Steps]:
-    """Rows of `SamplingRows.write` arguments, and a greedy padding row behind them; the steps that they need."""
+    """Rows of `SamplingRows.write` arguments, and a greedy padding row after them; the steps that they need."""
     params = SamplingRows.allocate(len(rows) + 1)
     steps = Steps()
     for i, row in enumerate(rows):
@@ -55,9 +55,9 @@ def gaps(scores: Tensor) -> Tensor:
     return top[:, 0] - top[:, 1]
 
 
-def entries(num_drafts: list[int], spare: int) -> tuple[Tensor, Tensor, int]:
-    """`(q_start [B + 1], num_drafts [B], K)` of ragged entries; each owns `spare` rows more than it needs, as after the
-    device's guards."""
+def ragged_sequences(num_drafts: list[int], spare: int) -> tuple[Tensor, Tensor, int]:
+    """`(q_start [B + 1], num_drafts [B], K)` of ragged sequences; each owns `spare` rows more than it needs, as after
+    the device's guards."""
     drafted = torch.tensor(num_drafts)
     q_start = torch.zeros(len(num_drafts) + 1, dtype=torch.int64)
     torch.cumsum(drafted + 1 + spare, 0, out=q_start[1:])

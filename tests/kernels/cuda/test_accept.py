@@ -17,11 +17,11 @@ from torch import Tensor
 from kernels.cuda.sampling_cases import (
     CLEAR,
     POISON,
-    entries,
     gaps,
     noise_at,
     parameters,
     poisoned_scratch,
+    ragged_sequences,
     wide,
 )
 
@@ -38,7 +38,7 @@ def check(accepted: Tensor, tokens: Tensor, expected_accepted: Tensor, expected_
 )
 def test_the_longest_prefix(num_drafts: list[int], spare: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    q_start, drafted, k = entries(num_drafts, spare)
+    q_start, drafted, k = ragged_sequences(num_drafts, spare)
     ids = torch.randint(0, 2, (int(q_start[-1]),), generator=generator)
     drafts = torch.randint(0, 2, (len(num_drafts), k), generator=generator)
     expected = accept_prefix_reference(ids, q_start, drafts, drafted)
@@ -50,7 +50,7 @@ def test_the_longest_prefix(num_drafts: list[int], spare: int, seed: int) -> Non
     check(accepted, tokens, *expected)
 
 
-def test_entries_that_are_not_asked_for_stay() -> None:
+def test_sequences_that_are_not_asked_for_stay() -> None:
     ids, drafts = torch.tensor([4, 5, 4, 5]), torch.tensor([[4], [4]])
     accepted, tokens = torch.full((2,), POISON), torch.full((2, 2), POISON)
     drafted = Drafted(torch.tensor([0, 2, 4]), drafts, torch.tensor([1, 1]))
@@ -59,7 +59,7 @@ def test_entries_that_are_not_asked_for_stay() -> None:
     assert tokens.tolist() == [[POISON, POISON], [4, 5]]
 
 
-def test_padded_entries_own_no_rows() -> None:
+def test_padded_sequences_own_no_rows() -> None:
     ids = torch.tensor([4, 5])
     accepted, tokens = torch.full((3,), POISON), torch.full((3, 2), POISON)
     drafts = torch.tensor([[4], [POISON], [POISON]])
@@ -102,18 +102,18 @@ def test_acceptance_at_rates() -> None:
 )
 def test_coupled_is_the_reference(num_drafts: list[int], temperature: float, v: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    q_start, drafted, k = entries(num_drafts, 0)
+    q_start, drafted, k = ragged_sequences(num_drafts, 0)
     batch, total = len(num_drafts), int(q_start[-1])
     params, _ = parameters([{"temperature": temperature}])
     row = torch.zeros(batch, dtype=torch.int64)
-    entry = torch.arange(batch).repeat_interleave(drafted + 1)
+    sequence = torch.arange(batch).repeat_interleave(drafted + 1)
     n = torch.randint(2, 1000, (batch,), generator=generator)
-    positions = n[entry] + torch.arange(total) - q_start[entry]
+    positions = n[sequence] + torch.arange(total) - q_start[sequence]
     seeds = torch.tensor([77, 0])
     logits = torch.randn(total, v, generator=generator) * 4
-    own = params.select(row[entry])
+    own = params.select(row[sequence])
     processed = greedy_as_point_mass(logits / own.temperature, own.greedy)
-    noise = noise_at(seeds[row[entry]], positions, PURPOSE_GUMBEL, v)
+    noise = noise_at(seeds[row[sequence]], positions, PURPOSE_GUMBEL, v)
     # The kernel's noise may differ in the last bits.
     assume(temperature == 0 or gaps(processed + noise).min() > CLEAR)
     # Drafts that agree with the draws but for the last column.
@@ -123,7 +123,7 @@ def test_coupled_is_the_reference(num_drafts: list[int], temperature: float, v: 
     accepted, tokens = torch.full((batch,), POISON), torch.full((batch, k + 1), POISON)
     rules.verify_coupled(
         wide(logits),
-        row[entry],
+        row[sequence],
         RowParams(params.values, seeds),
         torch.full((total,), -torch.inf),
         positions,

@@ -126,7 +126,7 @@ COUNT = 'complete = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu"
 FAULTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "a load without .cg": ("product", [('tl.load(slot + local, cache_modifier=".cg")', "tl.load(slot + local)")]),
     "a counter that stays": ("product", [("tl.store(counters + tile, 0)", "pass")]),
-    "a store behind the count": (
+    "a store after the count": (
         "product",
         [(STORE, ""), (COUNT, f"{COUNT}\n{STORE}")],
     ),
@@ -138,7 +138,7 @@ FAULTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "a load without .cg of the second half of a head": (
         "heads", [('tl.load(slot + SUMS + local, cache_modifier=".cg")', "tl.load(slot + SUMS + local)")]),
     "a counter of heads that stays": ("heads", [("tl.store(counters + tile, 0)", "pass")]),
-    "the second half of a head behind the count": (
+    "the second half of a head after the count": (
         "heads", [(SECOND, ""), (COUNT, f"{COUNT}\n{SECOND}")]),
     "no barrier ahead of the count of heads": ("heads", [("            tl.debug_barrier()\n", "")]),
     "a load without .cg in attention of groups of eight": (

@@ -1,4 +1,4 @@
-"""Slots and block tables in the KV groups behind the first: the kernel against the CPU loop's, integer for integer,
+"""Slots and block tables in the KV groups after the first: the kernel against the CPU loop's, integer for integer,
 into poisoned buffers."""
 
 import pytest
@@ -12,20 +12,20 @@ from sweep import sweep
 
 from kernels.cuda import test_prepare
 from kernels.cuda.row_states import BLOCK_SIZE, Case, cases
-from kernels.cuda.test_prepare import POISON, entries_of
+from kernels.cuda.test_prepare import POISON, sequences_of
 
 
 def run(case: Case, out: dict[str, torch.Tensor], further: int) -> tuple[GroupRows, torch.Tensor]:
-    """The kernel over random tables of `further` groups behind `prepare_iteration`'s `out`; those tables."""
+    """The kernel over random tables of `further` groups after `prepare_iteration`'s `out`; those tables."""
     rows, blocks = case.state.block_table.shape
     tables = torch.randperm(2000)[: further * rows * blocks].view(further, rows, blocks)
     verify = VerifyRows(**{name: out[f"verify_{name}"] for name in ("ids", "positions", "slots", "draws", "rows")})
-    # As in an engine, where buffers are for more entries and rows than a launch has.
+    # As in an engine, where buffers are for more sequences and rows than a step has.
     made = GroupRows(
         torch.full((further, case.batch + 2, blocks), POISON)[:, : case.batch],
         torch.full((further, case.num_rows + 3), POISON)[:, : case.num_rows],
     )
-    prepare_groups(tables, entries_of(out), verify, made, BLOCK_SIZE)
+    prepare_groups(tables, sequences_of(out), verify, made, BLOCK_SIZE)
     return made, tables
 
 
@@ -47,11 +47,11 @@ def test_prepare_groups(case: Case, further: int, step: int) -> None:
                     block = table[it.row][position // BLOCK_SIZE]
                     slots[it.first + i] = block * BLOCK_SIZE + position % BLOCK_SIZE
         assert made.slots[group].tolist() == slots
-        for entry in range(case.batch):
-            it = planned[entry] if entry < case.count else None
+        for sequence in range(case.batch):
+            it = planned[sequence] if sequence < case.count else None
             blocks = -(-(it.n + it.k) // BLOCK_SIZE) if it is not None and it.alive else 0
             blocks = min(blocks, len(table[0]))
-            written = made.tables[group, entry].tolist()
+            written = made.tables[group, sequence].tolist()
             assert written[:blocks] == ([] if it is None else table[it.row][:blocks])
             assert set(written[blocks:]) <= {POISON}
 

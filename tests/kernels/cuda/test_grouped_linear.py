@@ -17,7 +17,7 @@ CONFIG = LinearConfig(16, 32, 1, 4, 1).as_list()
 
 
 def operands(ids: Tensor, n: int, k: int, each: int, *, gated: bool, dtype: torch.dtype = torch.float32) -> Any:
-    """x, of which columns behind K belong to somebody else, weight of 4 experts, sorted pairs, output of NaN."""
+    """x, of which columns after K belong to somebody else, weight of 4 experts, sorted pairs, output of NaN."""
     generator = torch.Generator().manual_seed(n * k)
     x = torch.randn(ids.numel() // each, k + 5, generator=generator)[:, :k].to(dtype)
     weight = torch.randn(4, n * (1 + gated), k, generator=generator).to(dtype)
@@ -41,7 +41,7 @@ def operands(ids: Tensor, n: int, k: int, each: int, *, gated: bool, dtype: torc
 def test_any_choice(
     rows: int, each: int, n: int, k: int, dtype: torch.dtype, of_pairs: bool, gated: bool, activation: str, biased: bool
 ) -> None:
-    """A row of x for each row or, as of the product behind, for each pair."""
+    """A row of x for each row or, as of the product after, for each pair."""
     ids = choices(rows, 4, each, n)
     flags = [1 if of_pairs else each, int(gated), int(activation == "gelu"), rows]
     x, weight, pairs, out = operands(ids, n, k, flags[0], gated=gated, dtype=dtype)

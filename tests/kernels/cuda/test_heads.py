@@ -64,7 +64,7 @@ def run(x: Tensor, product: Product, programs: int, block_k: int = 16) -> tuple[
     sizes = scratch_sizes(config, len(x), n=product.n, sides=product.sides)
     partials, counters = torch.full((sizes[0],), torch.nan), torch.zeros(sizes[1], dtype=torch.int32)
     cache = torch.full_like(heads.cache, torch.nan)
-    # The columns behind the heads belong to somebody else.
+    # The columns after the heads belong to somebody else.
     out = torch.full((len(x), len(product.weight) + 3), torch.nan, dtype=x.dtype)[:, : len(product.weight)]
     made = replace(product, heads=replace(heads, cache=cache))
     skinny_linear(x, made, out, (partials, counters), config.as_list(), False)

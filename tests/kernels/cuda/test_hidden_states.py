@@ -16,7 +16,7 @@ from specrs.kernels.cuda.spread_logits import spread_logits, spread_logits_refer
 from specrs.kernels.cuda.update import Decided, update_reference, update_rows
 from sweep import sweep
 
-from kernels.cuda.row_states import MAX_K, Case, cases, entries, planned
+from kernels.cuda.row_states import MAX_K, Case, cases, planned, sequence_tensors
 from kernels.cuda.test_update import copy as copy_state
 
 LAYERS, HIDDEN = 2, 3
@@ -57,7 +57,7 @@ def test_keep(data: st.DataObject) -> None:
     case = data.draw(cases())
     is_prompt = case.planned[0] == 0 and data.draw(st.booleans())
     sequences, total, width = planned(case), sum(case.planned) + case.count, case.planned[0] + 1
-    rows, states = entries(case, sequences), torch.randn(total, LAYERS, HIDDEN)
+    rows, states = sequence_tensors(case, sequences), torch.randn(total, LAYERS, HIDDEN)
     decided = Decided(
         (torch.rand(case.batch) * (MAX_K + 1)).long(),
         torch.ones(case.batch, width, dtype=torch.int64),

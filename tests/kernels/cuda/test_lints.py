@@ -96,7 +96,7 @@ def test_a_product_has_no_fault(lints: ModuleType, compiled: tuple[str, str]) ->
         (lambda t: without(t, "ttg.barrier"), "no barrier of all threads"),
         (lambda t: t.replace("add, acq_rel, gpu", "add, relaxed, gpu"), "orders nothing"),
         (lambda t: t.replace("add, acq_rel, gpu", "add, acq_rel, cta"), "scope is not the GPU"),
-        (lambda t: moved(t, "tt.atomic_rmw", "tt.store"), "a store behind the count"),
+        (lambda t: moved(t, "tt.atomic_rmw", "tt.store"), "a store after the count"),
         (lambda t: moved(t, "tt.grid_dependency_wait", "tt.return"), "ahead of the dependent wait"),
         (lambda t: without(t, "tt.grid_dependency_wait"), "does not wait"),
         (lambda t: t.replace("num = 10", "num = 0"), "waits for all copies"),
@@ -134,7 +134,7 @@ def test_a_product_lets_the_next_kernel_start_early_and_one_ahead_of_attention_m
 ) -> None:
     ttgir, start = compiled[0], "tt.grid_dependency_launch_dependents"
     (fault,) = lints.starts_next_early(lints.TTGIR(ttgir))
-    assert fault.startswith("lets the kernel behind it start before")
+    assert fault.startswith("lets the kernel after it start before")
     assert lints.starts_next_early(lints.TTGIR(moved(ttgir, "tt.grid_dependency_wait", start))) == []
     assert lints.starts_next_early(lints.TTGIR(without(ttgir, "tt.grid_dependency_wait"))) == [fault]
     assert lints.starts_next_early(lints.TTGIR(without(ttgir, start))) == []

@@ -1,4 +1,4 @@
-"""The LM head with argmax behind it, interpreted: ties, NaN, infinities, logits kept or not."""
+"""The LM head with argmax after it, interpreted: ties, NaN, infinities, logits kept or not."""
 
 import pytest
 import torch

@@ -26,7 +26,7 @@ def test_positions_beyond_2_17(splits: int) -> None:
 
 
 class FarMemory:
-    """A cache whose blocks are told to lie `shift` bytes behind where they are: addresses there are taken back, and
+    """A cache whose blocks are told to lie `shift` bytes after where they are: addresses there are taken back, and
     those where it is are refused, as an offset in 32 bits would give them."""
 
     def __init__(self, cache: torch.Tensor, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:

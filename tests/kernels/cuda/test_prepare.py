@@ -11,14 +11,14 @@ from specrs.core import DRAFTER_DEVICE, DRAFTERS
 from specrs.kernels.cuda.prepare import (
     DraftRows,
     IterationInputs,
-    PlannedEntries,
+    PlannedSequences,
     Proposed,
     Sizes,
     VerifyRows,
     assemble_drafts,
     prepare_iteration,
 )
-from specrs.kernels.cuda.row_state import Entries
+from specrs.kernels.cuda.row_state import Sequences
 from sweep import sweep
 from torch import Tensor
 
@@ -30,7 +30,7 @@ MASK = 89
 
 @dataclass(frozen=True)
 class Kind:
-    """What drafts: `width` committed tokens in pass 1, masks behind them, hidden states; of some entries the host."""
+    """What drafts: `width` committed tokens in pass 1, masks after them, hidden states; of some sequences the host."""
 
     width: int = 2
     mask: int | None = None
@@ -62,8 +62,8 @@ def kinds(draw: st.DrawFn, case: Case) -> Kind:
 
 
 def run(case: Case, emits: Tensor | None = None, kind: Kind = Kind(), chunks: int | None = None) -> dict[str, Tensor]:
-    """Everything that the kernel writes, by name; K is the largest planned one. The last `chunks` entries are chunks
-    behind those that decode."""
+    """Everything that the kernel writes, by name; K is the largest planned one. The last `chunks` sequences are chunks
+    after those that decode."""
     state, k, first_pass_rows = case.state, case.planned[0], kind.sizes.first_pass_rows
 
     def poisoned(*shape: int) -> Tensor:
@@ -88,7 +88,7 @@ def run(case: Case, emits: Tensor | None = None, kind: Kind = Kind(), chunks: in
         drafters = case.section(torch.where(kind.on_host, DRAFTERS.index("ngram"), DRAFTER_DEVICE).tolist())
     prepare_iteration(
         state,
-        PlannedEntries(
+        PlannedSequences(
             count=torch.tensor([case.count] if chunks is None else [case.count - chunks, chunks]),
             row=case.section(case.rows),
             k=case.section(case.planned),
@@ -97,7 +97,7 @@ def run(case: Case, emits: Tensor | None = None, kind: Kind = Kind(), chunks: in
             drafter=drafters,
         ),
         IterationInputs(
-            entries=entries_of(out),
+            sequences=sequences_of(out),
             table=out["table"],
             draft=DraftRows(
                 **firsts,
@@ -115,8 +115,8 @@ def run(case: Case, emits: Tensor | None = None, kind: Kind = Kind(), chunks: in
     return out
 
 
-def entries_of(out: dict[str, Tensor]) -> Entries:
-    return Entries(*(out[name] for name in ("row", "n", "k", "alive", "capacity", "q_start")))
+def sequences_of(out: dict[str, Tensor]) -> Sequences:
+    return Sequences(*(out[name] for name in ("row", "n", "k", "alive", "capacity", "q_start")))
 
 
 def sequences(case: Case, kind: Kind = Kind()) -> list[Planned]:
@@ -210,7 +210,7 @@ def check_drafting(
 @sweep(30)
 @given(cases(max_k=0))
 def test_prepare_of_prompt_chunks(case: Case) -> None:
-    emits = torch.tensor([entry % 2 for entry in range(case.batch)])
+    emits = torch.tensor([sequence % 2 for sequence in range(case.batch)])
     out, alive = run(case, emits), torch.tensor([it.alive for it in sequences(case)]).long()
     assert out["alive"][: case.count].equal(alive * emits[: case.count])
     dead = out["alive"][: case.count] == 0
@@ -219,8 +219,8 @@ def test_prepare_of_prompt_chunks(case: Case) -> None:
 
 @sweep(40)
 @given(cases(), st.data())
-def test_prepare_of_chunks_behind_entries_that_decode(case: Case, data: st.DataObject) -> None:
-    """Entries like the others, of which those that end no prompt do nothing."""
+def test_prepare_of_chunks_after_sequences_that_decode(case: Case, data: st.DataObject) -> None:
+    """Sequences like the others, of which those that end no prompt do nothing."""
     ends = data.draw(st.lists(st.integers(0, 1), max_size=case.count))
     out, plain = run(case, torch.tensor([*ends, 1, 1]), chunks=len(ends)), run(case)
     live = torch.tensor([1] * (case.count - len(ends)) + ends + [0] * (case.batch - case.count))
@@ -249,13 +249,13 @@ def test_assemble(case: Case, mixes: bool, random: Random) -> None:
     ids = out["verify_ids"].clone()
     drawn = torch.arange(100, 100 + MAX_K * (case.batch + 1)).view(MAX_K, -1)[:k, : case.batch]
     drafts = torch.full((case.batch, MAX_K), POISON)[:, :k]
-    assemble_drafts(drawn, entries_of(out), case.state.tokens, out["verify_ids"], drafts, MAX_K, proposed)
+    assemble_drafts(drawn, sequences_of(out), case.state.tokens, out["verify_ids"], drafts, MAX_K, proposed)
     expected_tokens, expected_drafts = before.clone(), torch.zeros(case.batch, k, dtype=torch.int64)
-    for entry, row in enumerate(case.rows):
-        n, start = int(out["n"][entry]), int(out["q_start"][entry])
-        for i in range(int(out["k"][entry])):
-            expected_tokens[row, n + i] = expected_drafts[entry, i] = ids[start + 1 + i] = (
-                tokens[entry, i] if placed[entry] else drawn[i, entry]
+    for sequence, row in enumerate(case.rows):
+        n, start = int(out["n"][sequence]), int(out["q_start"][sequence])
+        for i in range(int(out["k"][sequence])):
+            expected_tokens[row, n + i] = expected_drafts[sequence, i] = ids[start + 1 + i] = (
+                tokens[sequence, i] if placed[sequence] else drawn[i, sequence]
             )
     assert case.state.tokens.equal(expected_tokens)
     assert out["verify_ids"].equal(ids)

@@ -22,18 +22,18 @@ from torch import Tensor
 from kernels.cuda.sampling_cases import (
     CLEAR,
     POISON,
-    entries,
     gaps,
     noise_at,
     parameters,
     poisoned_scratch,
+    ragged_sequences,
     wide,
 )
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Entries of one verification, with what the target and the draft say."""
+    """Sequences of one verification, with what the target and the draft say."""
 
     logits: Tensor  # [N, V]
     draft_logits: Tensor  # [K, B, V]
@@ -46,7 +46,7 @@ class Batch:
     steps: Steps
 
     @property
-    def entry(self) -> Tensor:
+    def sequence(self) -> Tensor:
         return torch.arange(len(self.n)).repeat_interleave(self.q_start.diff())
 
     @property
@@ -88,7 +88,7 @@ class Batch:
         draft_logits = self.draft_logits.masked_fill(ignored.T[:, :, None], torch.nan)
         scratch = self.scratch
         verify_rejection(
-            Distribution(wide(self.logits), *self.cut(self.logits, self.row[self.entry], scratch, coarse=False)),
+            Distribution(wide(self.logits), *self.cut(self.logits, self.row[self.sequence], scratch, coarse=False)),
             Distribution(draft_logits, cut, lse),
             Drafted(self.q_start, drafts.masked_fill(ignored, POISON), self.num_drafts),
             self.row,
@@ -111,9 +111,9 @@ class Batch:
 def make(
     num_drafts: list[int], rows: list[dict[str, float]], v: int, distance: float, seed: int, spare: int = 0
 ) -> Batch:
-    """Entry b follows state row b % R; the draft's logits are the target's with noise of that deviation."""
+    """Sequence b follows state row b % R; the draft's logits are the target's with noise of that deviation."""
     generator = torch.Generator().manual_seed(seed)
-    q_start, drafted, k = entries(num_drafts, spare)
+    q_start, drafted, k = ragged_sequences(num_drafts, spare)
     batch = len(num_drafts)
     logits = torch.randn(int(q_start[-1]), v, generator=generator) * 2.5
     index = torch.minimum(q_start[:-1] + torch.arange(k)[:, None], q_start[1:] - 1)
@@ -170,7 +170,7 @@ def check(batch: Batch) -> Tensor:
     accepted, tokens = batch.verify(drafts, cut, lse)
     k, v, num_drafts = drafts.shape[1], batch.logits.shape[1], batch.num_drafts.tolist()
 
-    p = batch.probabilities(batch.logits, batch.row[batch.entry], coarse=False)
+    p = batch.probabilities(batch.logits, batch.row[batch.sequence], coarse=False)
     q = torch.zeros(len(num_drafts), k, v, dtype=torch.float64)
     for i in range(k):
         q[:, i] = batch.probabilities(batch.draft_logits[i], batch.row, coarse=True)
@@ -208,7 +208,7 @@ def test_padding_and_faulty_rows_harm_nobody() -> None:
     batch = make([2, 2, 2], [{"temperature": 0.8, "top_p": 0.9}], 40, 0.5, 6)
     drafts, cut, lse = batch.drafts()
     clean_accepted, clean_tokens = batch.verify(drafts, cut, lse)
-    # Entry 0 becomes padding that owns no row, behind the last one; entry 2's logits are faulty.
+    # Sequence 0 becomes padding that owns no row, after the last one; sequence 2's logits are faulty.
     batch.row[0] = 1
     batch.num_drafts[0] = 0
     batch.logits[6:, 3] = torch.nan

@@ -70,15 +70,15 @@ def test_rms_norm(rows: int, width: int, dtype: torch.dtype, added: str, scale: 
     x, weight = random(rows, width, dtype=dtype) * scale, random(width, dtype=dtype)
     read = read or added == "no"
     residual = None if added == "no" else random(rows, width, dtype=dtype, seed=1) * scale
-    behind = random(width, dtype=dtype, seed=2) if "normed" in added else None
+    after = random(width, dtype=dtype, seed=2) if "normed" in added else None
     multiplier = 0.375 if "times" in added else 1.0
     before = None if residual is None else residual.clone()
     out = torch.full_like(x, torch.nan)
-    rms_norm(x, residual, weight if read else None, out if read else None, EPS, False, behind, multiplier)
-    normed = x if behind is None else torch.nn.functional.rms_norm(x, (width,), behind, EPS)
+    rms_norm(x, residual, weight if read else None, out if read else None, EPS, False, after, multiplier)
+    normed = x if after is None else torch.nn.functional.rms_norm(x, (width,), after, EPS)
     if residual is not None and before is not None:
         exact = before.double()
-        rms_norm_reference(x, exact, None, None, EPS, behind, multiplier)
+        rms_norm_reference(x, exact, None, None, EPS, after, multiplier)
         assert_near(residual, exact, before + normed * multiplier)
     if read:
         given_rows = x if residual is None else residual

@@ -37,7 +37,7 @@ def operands(
         return torch.randn(shape, generator=generator).to(dtype)
 
     return {
-        # The columns behind K belong to somebody else.
+        # The columns after K belong to somebody else.
         "x": torch.cat((random(m, k), torch.full((m, 5), torch.nan, dtype=dtype)), dim=1)[:, :k],
         "weight": random(n * (1 + gated), k),
         "bias": random(n * (1 + gated)) if bias else None,

@@ -9,7 +9,7 @@ from specrs.kernels.cuda.update import Decided, update_reference, update_rows
 from sweep import sweep
 from torch import Tensor
 
-from kernels.cuda.row_states import MAX_K, Case, cases, entries, planned
+from kernels.cuda.row_states import MAX_K, Case, cases, planned, sequence_tensors
 
 
 def copy(state: RowState) -> RowState:
@@ -59,8 +59,8 @@ def test_update(
         torch.where(chance(total + 4) < faults, -torch.inf, top) if masks else None,
     )
     reported, expected = results(case.batch), results(case.batch)
-    update_reference(theirs, entries(case, sequences), decided, expected)
-    update_rows(mine, entries(case, sequences), decided, reported)
+    update_reference(theirs, sequence_tensors(case, sequences), decided, expected)
+    update_rows(mine, sequence_tensors(case, sequences), decided, reported)
     for name in RowState.__slots__:
         assert getattr(mine, name).equal(getattr(theirs, name)), name
     for ours, reference in zip(reported.tensors(), expected.tensors(), strict=True):

@@ -19,7 +19,7 @@ from specrs.errors import RankLostError
 
 KILLS = int(os.environ.get("SPECRS_KILLS", "20"))
 LATEST = 0.4
-"""Seconds behind the first launch: prompts, drafts, verifications and what is between launches."""
+"""Seconds after the first step: prompts, drafts, verifications and what is between steps."""
 LOST = "rank 1 of 2 was killed by SIGKILL"
 
 
@@ -38,7 +38,7 @@ def test_a_rank_killed_at_a_random_moment(seed: int, bank: Bank, monkeypatch: py
         started.append(self)
         start(self, *given, **named)  # type: ignore[call-overload]
 
-    fields = {"tensor_parallel_size": 2, "launch_depth": rng.choice([1, 2]), "distributed_timeout": 20.0}
+    fields = {"tensor_parallel_size": 2, "max_steps_in_flight": rng.choice([1, 2]), "distributed_timeout": 20.0}
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "__init__", recorded)
         engine = build_engine(engine_config(bank.target, bank.drafts["close"], k=3, **fields))

@@ -124,7 +124,7 @@ llm = LLM(
     dtype="float64", device="cpu", tensor_parallel_size=2, distributed_timeout=5.0, max_model_len=256,
     speculative_config={"num_speculative_tokens": 3, "draft_tensor_parallel_size": 2},
 )
-assert os.environ["RANK"] == "0"  # others serve launches, and return from no constructor
+assert os.environ["RANK"] == "0"  # others serve steps, and return from no constructor
 for again in range(2):
     if again and sys.argv[1] == "kill":
         children = "".join(open(path).read() for path in glob.glob(f"/proc/{os.getppid()}/task/*/children"))

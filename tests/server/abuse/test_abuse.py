@@ -176,7 +176,7 @@ TOLD = {"echo": True, "logprobs": 20}
 @pytest.mark.parametrize("prompts", [1, 6])
 @pytest.mark.parametrize("asked", [{}, TOLD], ids=["plain", "log probabilities"])
 def test_long_prompts_pause_no_other_stream(server: Server, prompts: int, asked: dict[str, Any]) -> None:
-    """They take part in launches of others as many tokens at a time as the bound allows; log probabilities are written
+    """They take part in steps of others as many tokens at a time as the bound allows; log probabilities are written
     64 positions at a time."""
     pause_of_a_stream(server, {"prompt": [ids(i, 2000) for i in range(prompts)], "max_tokens": 1, **asked})
 

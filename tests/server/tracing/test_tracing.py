@@ -141,10 +141,10 @@ def test_a_fault_is_the_spans_status() -> None:
     body = CompletionRequest.model_validate({"prompt": "a"})
     answer = CompletionAnswer(model="m", body=body, asked=Asked(SamplingParams()), token_text=str)
     trace = RequestTrace(provider.get_tracer("test"), None, answer, 2)
-    trace.observe(0, RequestOutput.from_error(0, "a", [1], EngineError("the launch failed")))
+    trace.observe(0, RequestOutput.from_error(0, "a", [1], EngineError("the step failed")))
     trace.close()
     failed, left = exporter.get_finished_spans()
-    assert (failed.status.status_code, failed.status.description) == (StatusCode.ERROR, "the launch failed")
+    assert (failed.status.status_code, failed.status.description) == (StatusCode.ERROR, "the step failed")
     assert failed.attributes is not None
     assert left.attributes is not None
     assert failed.attributes["error.type"] == "EngineError"

@@ -45,7 +45,7 @@ class CpuBackend:
 
     name = CPU_DTYPES.kind
     dtypes = CPU_DTYPES
-    launch_depth = 1
+    max_steps_in_flight = 1
     gpus_per_rank = 0
     drafts_text = True
 

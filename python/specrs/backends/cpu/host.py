@@ -88,7 +88,7 @@ class StepHost:
         if self._ranks is None or self._ranks.rank == 0:
             extras = self.extras(self._requests[row])
             if extras is None:
-                message = f"request {self._requests[row]}: the launch needs its extras, which are in no record"
+                message = f"request {self._requests[row]}: the step needs its extras, which are in no record"
                 raise EngineError(message)
             cursor = self._cursors[index] = GrammarCursor(extras.matcher, masks)
             cursor.start()

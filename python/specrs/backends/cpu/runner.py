@@ -95,7 +95,7 @@ class CpuRunner:
         """Set the function that finds the grammar of a request id, which records cannot hold."""
         self._host.extras = lookup
 
-    def launch(self, slot: RingSlot, header: Header) -> None:
+    def execute(self, slot: RingSlot, header: Header) -> None:
         """Execute the step planned in `slot.record`. Mutates row state, KV caches and the slot's results."""
         record = slot.record_arrays
         if header.num_admitted:
@@ -106,7 +106,7 @@ class CpuRunner:
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
         slot.pooled.clear()
-        rows = record["entry_row"][: header.num_decode + header.num_prefill]
+        rows = record["seq_row"][: header.num_decode + header.num_prefill]
         host = self._host.begin(slot, rows)
         adapters: list[tuple[CpuLora, list[int]]] = []
         if self.loras is not None and self.is_native:
@@ -116,8 +116,8 @@ class CpuRunner:
         finally:
             if host is not None:
                 host.finish()
-        for entry, found in logprobs:
-            slot.logprobs[entry] = TokenLogprobs(*found)
+        for sequence, found in logprobs:
+            slot.logprobs[sequence] = TokenLogprobs(*found)
         for request_id, position, found in of_prompts:
             slot.prompt_logprobs.append((request_id, position, TokenLogprobs(*found)))
         slot.pooled += pooled
@@ -129,7 +129,7 @@ class CpuRunner:
             slot.drafter_failed(self._host.cause or error, blocks)
 
     def wait(self, slot: RingSlot) -> None:
-        """Return at once: a step has finished when `launch` returns."""
+        """Return at once: a step has finished when `execute` returns."""
 
     def close(self) -> None:
         """End the threads. Later steps fail."""

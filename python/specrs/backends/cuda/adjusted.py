@@ -14,16 +14,16 @@ from torch import Tensor
 
 from specrs.backends.cuda.context import Context
 from specrs.backends.cuda.drafting import sample_draft
-from specrs.backends.cuda.entries import Iteration, flat_rows
 from specrs.backends.cuda.iteration import Adjusted, accept_and_update
-from specrs.backends.cuda.sampling.logprobs import entry_logprobs
-from specrs.backends.cuda.sampling.sampling_state import EntrySampling, SamplingState
+from specrs.backends.cuda.sampling.logprobs import sequence_logprobs
+from specrs.backends.cuda.sampling.sampling_state import SamplingState, SequenceSampling
+from specrs.backends.cuda.sequences import Iteration, flat_rows
 from specrs.backends.cuda.shapes import Shape
 from specrs.backends.cuda.slots import TensorSlot
 from specrs.transfer import to_device
 
 
-def entry_sampling(
+def sequence_sampling(
     ctx: Context,
     sampling: SamplingState,
     planned: Sequence[int],
@@ -31,7 +31,7 @@ def entry_sampling(
     max_context: int,
     slot: TensorSlot,
     first: int = 0,
-) -> EntrySampling:
+) -> SequenceSampling:
     """Return the adjustments for the sequences of the prepared iteration, whose first is sequence `first` of the step.
 
     `planned` has their numbers of drafts and `rows` their state rows. The result has views of the buffers that
@@ -45,10 +45,10 @@ def entry_sampling(
         num_drafts=b.k[:count],
         max_context=min(max_context, ctx.max_model_len),
     )
-    return sampling.for_entries(ctx.state, it, rows, slot, first)
+    return sampling.for_sequences(ctx.state, it, rows, slot, first)
 
 
-def draft_adjusted(ctx: Context, i: int, count: int, sampling: EntrySampling, on_host: Sequence[bool]) -> None:
+def draft_adjusted(ctx: Context, i: int, count: int, sampling: SequenceSampling, on_host: Sequence[bool]) -> None:
     """Adjust the logits of draft pass i in place, and draw its tokens from them. They are q for the rejection rule.
 
     Sequences whose drafts are `on_host` keep those drafts. Mutates buffers and row state.
@@ -56,11 +56,11 @@ def draft_adjusted(ctx: Context, i: int, count: int, sampling: EntrySampling, on
     b, it = ctx.buffers, sampling.it
     logits = b.draft_logits[i - 1, :count]
     top = logits.amax(dim=-1)  # faults are found in raw logits, because masks add -inf
-    entries = torch.arange(count, device=logits.device)
+    sequences = torch.arange(count, device=logits.device)
     forbidden = None
     if sampling.grammar is not None:
         forbidden = sampling.grammar.forbidden(torch.arange(count), torch.full((count,), i - 1))
-    adjusted = sampling.adjust(logits, entries, b.draft_draws[i - 1, :count], _on(logits, forbidden))
+    adjusted = sampling.adjust(logits, sequences, b.draft_draws[i - 1, :count], _on(logits, forbidden))
     if adjusted is not logits:
         logits.copy_(adjusted)
     sample_draft(ctx, i, count)
@@ -78,7 +78,7 @@ def draft_adjusted(ctx: Context, i: int, count: int, sampling: EntrySampling, on
 def accept_adjusted(
     ctx: Context,
     shape: Shape,
-    sampling: EntrySampling,
+    sampling: SequenceSampling,
     slot: TensorSlot,
     first: int,
     logprobs_mode: str,
@@ -91,22 +91,22 @@ def accept_adjusted(
     """
     b, it = ctx.buffers, sampling.it
     flat = it.flat
-    total = len(flat.entry)
+    total = len(flat.sequence)
     raw = b.logits[:total]
     forbidden = None
     if sampling.grammar is not None:
         on_host = flat_rows(it.planned)
-        forbidden = sampling.grammar.forbidden(on_host.entry, on_host.offset)
+        forbidden = sampling.grammar.forbidden(on_host.sequence, on_host.offset)
         sampling.grammar.finish()
-    adjusted = sampling.adjust(raw, flat.entry, b.verify_draws[:total], _on(raw, forbidden))
+    adjusted = sampling.adjust(raw, flat.sequence, b.verify_draws[:total], _on(raw, forbidden))
     exact = Shape(shape.batch, shape.max_k, total, shape.logits_mode)
     raw_top = None if adjusted is raw else raw.amax(dim=-1)
     min_len = None if sampling.min_len is None else ctx.state.min_len.index_copy(0, it.rows, sampling.min_len)
     accept_and_update(ctx, exact, first, Adjusted(adjusted, raw_top, min_len), prompts)
     if sampling.num_logprobs is not None:
         tokens = b.emitted[: len(it.planned), : shape.max_k + 1].clone()
-        entries = range(first, first + len(it.planned))
-        slot.logprobs.update(entry_logprobs(logprobs_mode, entries, raw, adjusted, tokens, sampling))
+        sequences = range(first, first + len(it.planned))
+        slot.logprobs.update(sequence_logprobs(logprobs_mode, sequences, raw, adjusted, tokens, sampling))
 
 
 def _on(logits: Tensor, forbidden: Tensor | None) -> Tensor | None:

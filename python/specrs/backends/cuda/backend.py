@@ -36,7 +36,7 @@ class CudaBackend:
 
     name = KIND
     dtypes = CUDA_DTYPES
-    launch_depth = 2
+    max_steps_in_flight = 2
     gpus_per_rank = 1
     drafts_text = False
 

@@ -19,7 +19,7 @@ from specrs.backends.cuda.slots import Results, section_views
 from specrs.core import Scheduler
 from specrs.kernels.cuda.group_rows import GroupRows
 from specrs.kernels.cuda.prepare import DraftRows, IterationInputs, VerifyRows
-from specrs.kernels.cuda.row_state import Entries
+from specrs.kernels.cuda.row_state import Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +151,16 @@ class Buffers:
             emitted=ints(b, k + 1),
         )
 
-    def entries(self, batch: int) -> Entries:
+    def sequences(self, batch: int) -> Sequences:
         """Return views of the first `batch` sequences."""
         b = slice(0, batch)
-        return Entries(self.row[b], self.n[b], self.k[b], self.alive[b], self.capacity[b], self.q_start[: batch + 1])
+        return Sequences(self.row[b], self.n[b], self.k[b], self.alive[b], self.capacity[b], self.q_start[: batch + 1])
 
     def inputs(self, shape: Shape) -> IterationInputs:
         """Return views of what `prepare_iteration` writes for a shape."""
         at, rows = (slice(0, shape.max_k), slice(0, shape.batch)), slice(0, shape.rows)
         return IterationInputs(
-            entries=self.entries(shape.batch),
+            sequences=self.sequences(shape.batch),
             table=self.table[: shape.batch],
             on_host=self.on_host[: shape.batch],
             k_start=self.k_start[: shape.batch],

@@ -11,7 +11,7 @@ from torch import Tensor
 from specrs.backends.blueprint import Blueprint
 from specrs.backends.cuda.buffers import Buffers, DeviceRecord, DraftSizes
 from specrs.backends.cuda.chunk_buffers import ChunkBuffers
-from specrs.backends.cuda.context import Context, LaunchEntries, entries_of
+from specrs.backends.cuda.context import Context, StepSequences, sequences_of
 from specrs.backends.cuda.decoder import with_buffers
 from specrs.backends.cuda.device import KIND
 from specrs.backends.cuda.draft_passes import DraftPasses, Room
@@ -151,7 +151,7 @@ def make_cuda_runner(
     sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
     sampling.ranks = ranks
     ctx = make_context(blueprint, scheduler, sampling, num_blocks)
-    buckets, decode = make_buckets(blueprint), entries_of(ctx.record.views, "num_decode")
+    buckets, decode = make_buckets(blueprint), sequences_of(ctx.record.views, "num_decode")
     uncaptured = Uncaptured(ctx, buckets, decode)
     graphs: Graphs | Uncaptured = uncaptured
     if device.type == KIND:
@@ -164,7 +164,7 @@ def make_cuda_runner(
     return CudaRunner(ctx, sampling, buckets, graphs, logprobs_mode=config.logprobs_mode)
 
 
-def _captured(ctx: Context, buckets: Buckets, decode: LaunchEntries, device: torch.device) -> Graphs:
+def _captured(ctx: Context, buckets: Buckets, decode: StepSequences, device: torch.device) -> Graphs:
     """Capture all graphs, and log the memory that they take."""
     before = torch.cuda.mem_get_info(device)[0]
     graphs = capture_all(ctx, buckets, decode, device)

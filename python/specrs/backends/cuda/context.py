@@ -57,7 +57,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchEntries:
+class StepSequences:
     """Sequences of a step that an iteration covers: decoding ones, the prompt chunks after them, or both."""
 
     count: Tensor  # [1], a view of the record's header; [2]: of decoding sequences and of chunks
@@ -65,14 +65,14 @@ class LaunchEntries:
     emits: Tensor | None = None  # [>= B] 1 for the last chunk of a prompt
 
 
-def entries_of(record: dict[str, Tensor], kind: str, first: int = 0, emits: Tensor | None = None) -> LaunchEntries:
+def sequences_of(record: dict[str, Tensor], kind: str, first: int = 0, emits: Tensor | None = None) -> StepSequences:
     """Return the decoding (`num_decode`) or prompt (`num_prefill`) sequences of the device's record."""
     at = HEADER_FIELDS.index(kind)
-    return LaunchEntries(record["header"][at : at + 1], first, emits)
+    return StepSequences(record["header"][at : at + 1], first, emits)
 
 
-def all_entries(record: dict[str, Tensor]) -> LaunchEntries:
+def all_sequences(record: dict[str, Tensor]) -> StepSequences:
     """Return all sequences of the device's record. Prompt chunks that do not end their prompt emit nothing."""
     at = HEADER_FIELDS.index("num_decode")
     assert HEADER_FIELDS[at + 1] == "num_prefill"
-    return LaunchEntries(record["header"][at : at + 2], emits=record["chunk_is_last"])
+    return StepSequences(record["header"][at : at + 2], emits=record["chunk_is_last"])

@@ -115,7 +115,7 @@ class CudaDecoder(TorchFacts):
         assert len(hidden_layers) <= room, f"hidden_layers={hidden_layers}: the workspace has room for {room}"
         hidden, c = ws.hidden[:rows], self.config
         stream = stream_of(hidden, inputs.positions, ws, c, self.ranks)
-        norms = [w.input_norm if c.norms != "behind" else None for w in weights.layers]
+        norms = [w.input_norm if c.norms != "after" else None for w in weights.layers]
         following = stream.following(norms[0])
         tables = [weights.embedding, *self.rotary, None if following is None else following.norm_weight]
         angles = [ws.cos[:, :rows], ws.sin[:, :rows]]
@@ -211,8 +211,8 @@ def _shapes_of(weights: TorchWeights) -> dict[str, list[LinearShape]]:
         kinds = {getattr(getattr(layer, name), "coding", None) for layer in weights.layers}
         (dense,) = shapes[name]
         # Products with quantized weights leave heads to `qk_norm_rope`: with two sides they have half as many tiles.
-        coded = dataclasses.replace(dense, n=dense.n * dense.sides, head_dim=0) if dense.head_dim else dense
-        shapes[name] = [dense if kind is None else dataclasses.replace(coded, coding=kind) for kind in kinds]
+        quantized = dataclasses.replace(dense, n=dense.n * dense.sides, head_dim=0) if dense.head_dim else dense
+        shapes[name] = [dense if kind is None else dataclasses.replace(quantized, coding=kind) for kind in kinds]
     return shapes
 
 
@@ -256,13 +256,13 @@ class Attention:
             (slots, AttentionRows(inputs.positions[:first], inputs.q_start, table, inputs.max_q_len, k_start))
             for slots, table in in_groups
         ]
-        behind = []
+        after = []
         if chunks is not None:
             tables = [chunks.in_group(group) for group in range(len(in_groups))]
             at = inputs.positions[first:]
-            behind = [AttentionRows(at, chunks.q_start, table, chunks.max_q_len) for table in tables]
+            after = [AttentionRows(at, chunks.q_start, table, chunks.max_q_len) for table in tables]
         fused = rows <= MAX_ROWS and fused_heads(c, dtype, ws.limits) > 0
-        return cls(c, dtype, ws, angles, where, groups, fused, chunks, behind)
+        return cls(c, dtype, ws, angles, where, groups, fused, chunks, after)
 
     def heads(self, layer: TorchLayer, cache: Tensor, index: int = 0) -> Heads | None:
         """Return what the qkv product of layer `index` needs to norm, rotate and write heads itself. None: call
@@ -293,10 +293,10 @@ class Attention:
         if chunks is None:
             self._attend(layer, qkv, cache, rows, out, index, rows.q_start.shape[0] - 1, self.ws.dependent)
             return
-        first, behind = chunks.first, self.chunk_rows[self._group(index)]
+        first, after = chunks.first, self.chunk_rows[self._group(index)]
         self._attend(layer, qkv[:first], cache, rows, out[:first], index, chunks.batch, self.ws.dependent)
         # Not dependent: it must wait for all earlier kernels, not just for the launch before it.
-        self._attend(layer, qkv[first:], cache, behind, out[first:], index, behind.q_start.shape[0] - 1, False)
+        self._attend(layer, qkv[first:], cache, after, out[first:], index, after.q_start.shape[0] - 1, False)
 
     def _attend(
         self,

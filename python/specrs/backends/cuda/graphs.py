@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from specrs.backends.cuda.chunks import catch_up_pass, feeds_chunks, prompt_pass
-from specrs.backends.cuda.context import Context, LaunchEntries
+from specrs.backends.cuda.context import Context, StepSequences
 from specrs.backends.cuda.drafting import draft_pass
 from specrs.backends.cuda.iteration import run, run_merged, verify_pass
 from specrs.backends.cuda.shapes import Buckets
@@ -61,7 +61,7 @@ class Uncaptured:
     functions over the same shapes, op by op. It has no whole iterations, because a failing draft pass inside one could
     not be isolated."""
 
-    def __init__(self, ctx: Context, buckets: Buckets, decode: LaunchEntries) -> None:
+    def __init__(self, ctx: Context, buckets: Buckets, decode: StepSequences) -> None:
         self._work: dict[Hashable, Callable[[], None]] = {
             key: work for key, work in tasks(ctx, buckets, decode) if isinstance(key, tuple)
         }
@@ -80,7 +80,7 @@ class Uncaptured:
             work()
 
 
-def tasks(ctx: Context, buckets: Buckets, decode: LaunchEntries) -> Iterable[tuple[Hashable, Callable[[], None]]]:
+def tasks(ctx: Context, buckets: Buckets, decode: StepSequences) -> Iterable[tuple[Hashable, Callable[[], None]]]:
     """Yield `(key, function)` of everything that is captured, largest first."""
     for shape in buckets.whole_shapes():
         yield shape, lambda shape=shape: run(ctx, shape, decode)  # type: ignore[misc]
@@ -100,7 +100,7 @@ def tasks(ctx: Context, buckets: Buckets, decode: LaunchEntries) -> Iterable[tup
             yield (kind, chunks), partial(function, ctx, chunks)
 
 
-def capture_all(ctx: Context, buckets: Buckets, decode: LaunchEntries, device: torch.device) -> Graphs:
+def capture_all(ctx: Context, buckets: Buckets, decode: StepSequences, device: torch.device) -> Graphs:
     """Capture every graph, with a progress bar. The record must hold no sequences, so that nothing is written."""
     graphs = Graphs(device)
     work = list(tasks(ctx, buckets, decode))
@@ -110,7 +110,7 @@ def capture_all(ctx: Context, buckets: Buckets, decode: LaunchEntries, device: t
     return graphs
 
 
-def measure_bytes(ctx: Context, buckets: Buckets, decode: LaunchEntries, device: torch.device) -> int:
+def measure_bytes(ctx: Context, buckets: Buckets, decode: StepSequences, device: torch.device) -> int:
     """Return the device memory that all graphs will take, estimated from the first and largest graph of each kind.
 
     Each is captured twice, and the second capture counts. The first also allocates what all graphs of a kind share,

@@ -80,7 +80,7 @@ class HiddenRows:
         inputs = catch_up_inputs(state, host, device, header, offset=1)
         if inputs is None or entries is None:
             return None
-        of_row = host["entry_row"][header.num_decode : header.num_decode + header.num_prefill].tolist()
+        of_row = host["seq_row"][header.num_decode : header.num_decode + header.num_prefill].tolist()
         first = dict(zip(of_row, host["prefill_q_start"][: header.num_prefill].tolist(), strict=True))
         index = torch.cat(
             [

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from specrs.backends.cuda.context import Context, LaunchEntries, all_entries
+from specrs.backends.cuda.context import Context, StepSequences, all_sequences
 from specrs.backends.cuda.drafting import draft
 from specrs.backends.cuda.shapes import LogitsMode, MergedShape, Shape
 from specrs.kernels.cuda.accept import AtRates
 from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS
 from specrs.kernels.cuda.group_rows import prepare_groups
 from specrs.kernels.cuda.hidden_states import Kept, keep_states
-from specrs.kernels.cuda.prepare import PlannedEntries, Proposed, assemble_drafts, prepare_iteration
+from specrs.kernels.cuda.prepare import PlannedSequences, Proposed, assemble_drafts, prepare_iteration
 from specrs.kernels.cuda.rules import verify_coupled, verify_greedy, verify_rejection, verify_synthetic
 from specrs.kernels.cuda.sampling_cut import sampling_cut
 from specrs.kernels.cuda.sampling_structs import Accepted, Cut, Distribution, Drafted
@@ -26,21 +26,21 @@ from specrs.kernels.cuda.update import Decided, update_rows
 from specrs.models.inputs import ChunkRows, PassInputs
 
 
-def prepare(ctx: Context, shape: Shape, entries: LaunchEntries) -> None:
+def prepare(ctx: Context, shape: Shape, sequences: StepSequences) -> None:
     """Compute lengths, guards, positions and slots of the iteration from row state and the device's record."""
-    views, first = ctx.record.views, entries.first
-    planned = PlannedEntries(
-        count=entries.count,
-        row=views["entry_row"][first:],
-        k=views["entry_k"][first:],
-        capacity=views["entry_capacity"][first:],
-        emits=entries.emits,
-        drafter=None if ctx.proposed is None else views["entry_drafter"][first:],
+    views, first = ctx.record.views, sequences.first
+    planned = PlannedSequences(
+        count=sequences.count,
+        row=views["seq_row"][first:],
+        k=views["seq_k"][first:],
+        capacity=views["seq_capacity"][first:],
+        emits=sequences.emits,
+        drafter=None if ctx.proposed is None else views["seq_drafter"][first:],
     )
     hidden = None if ctx.hidden is None else ctx.hidden.rows
     inputs, groups = ctx.buffers.inputs(shape), ctx.buffers.groups(shape.batch, shape.rows)
     prepare_iteration(ctx.state, planned, inputs, ctx.sizes, hidden)
-    prepare_groups(ctx.state.group_tables, inputs.entries, inputs.verify, groups, ctx.sizes.block_size)
+    prepare_groups(ctx.state.group_tables, inputs.sequences, inputs.verify, groups, ctx.sizes.block_size)
 
 
 def verify(ctx: Context, shape: Shape) -> None:
@@ -56,7 +56,7 @@ def assemble(ctx: Context, shape: Shape) -> None:
     b, batch, k = ctx.buffers, shape.batch, shape.max_k
     ids, drafts = b.verify_ids[: shape.rows], b.drafts[:batch, :k]
     proposed = None if ctx.proposed is None else Proposed(b.on_host[:batch], ctx.proposed)
-    assemble_drafts(b.drawn[:k, :batch], b.entries(batch), ctx.state.tokens, ids, drafts, ctx.sizes.max_k, proposed)
+    assemble_drafts(b.drawn[:k, :batch], b.sequences(batch), ctx.state.tokens, ids, drafts, ctx.sizes.max_k, proposed)
 
 
 def verify_pass(ctx: Context, batch: int, rows: int, max_q_len: int, *, greedy: bool) -> None:
@@ -133,10 +133,10 @@ def accept_and_update(
     )
     results = ctx.record.results_view.narrow(first, batch)
     if ctx.hidden is None:
-        update_rows(rows, b.entries(batch), decided, results)
+        update_rows(rows, b.sequences(batch), decided, results)
         return
     kept = Kept(b.keep_first[:batch], b.keep_count[:batch])
-    update_rows(rows, b.entries(batch), decided, results, (ctx.hidden.rows, kept, prompts is not None))
+    update_rows(rows, b.sequences(batch), decided, results, (ctx.hidden.rows, kept, prompts is not None))
     entries = ctx.hidden.entries if prompts is None else prompts
     keep_states(entries, b.q_start[:batch], b.row[:batch], kept, ctx.hidden.rows, k + 1)
 
@@ -172,9 +172,9 @@ def accept(ctx: Context, shape: Shape, logits: Tensor) -> None:
         verify_synthetic(own, drafted, AtRates(ctx.rates, ctx.params.seeds, row, n), out)
 
 
-def run(ctx: Context, shape: Shape, entries: LaunchEntries) -> None:
+def run(ctx: Context, shape: Shape, sequences: StepSequences) -> None:
     """Run a whole decode iteration."""
-    prepare(ctx, shape, entries)
+    prepare(ctx, shape, sequences)
     if shape.max_k:
         draft(ctx, shape)
     verify(ctx, shape)
@@ -188,17 +188,17 @@ def run_merged(ctx: Context, shape: MergedShape) -> None:
     sequence with K = 0.
     """
     b, verified, chunks = ctx.buffers, shape.verify, ctx.chunks
-    prepare(ctx, verified, all_entries(ctx.record.views))
+    prepare(ctx, verified, all_sequences(ctx.record.views))
     if verified.max_k:
         draft(ctx, shape.decode)
         assemble(ctx, verified)
     first, seqs = verified.rows, shape.chunk_shape.seqs
-    behind, own = slice(first, shape.rows), slice(0, shape.chunk_rows)
-    b.verify_ids[behind].copy_(chunks.ids[own])
-    b.verify_positions[behind].copy_(chunks.positions[own])
-    b.verify_slots[behind].copy_(chunks.slots[own])
+    after, own = slice(first, shape.rows), slice(0, shape.chunk_rows)
+    b.verify_ids[after].copy_(chunks.ids[own])
+    b.verify_positions[after].copy_(chunks.positions[own])
+    b.verify_slots[after].copy_(chunks.slots[own])
     if len(b.group_slots):
-        b.group_slots[:, behind].copy_(chunks.group_slots[:, own])
+        b.group_slots[:, after].copy_(chunks.group_slots[:, own])
     inputs = _verify_inputs(ctx, verified.batch, first, verified.max_k + 1, shape.rows)
     rows = ChunkRows(
         first=first,
@@ -209,6 +209,6 @@ def run_merged(ctx: Context, shape: MergedShape) -> None:
         batch=shape.decode.batch,
     )
     hidden = ctx.target.forward(replace(inputs, chunks=rows), ctx.kv_cache).final
-    chunks.merged[shape] = hidden[behind]
+    chunks.merged[shape] = hidden[after]
     lm_head(ctx, hidden[:first], greedy=verified.logits_mode is LogitsMode.GREEDY)
     accept_and_update(ctx, verified)

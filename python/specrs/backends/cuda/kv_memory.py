@@ -11,7 +11,7 @@ import torch
 
 from specrs.backends.blueprint import Blueprint
 from specrs.backends.cuda.build import make_buckets, make_context
-from specrs.backends.cuda.context import entries_of
+from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.graphs import measure_bytes
 from specrs.backends.cuda.hidden_rows import HiddenInputs
 from specrs.backends.cuda.sampling.sampling_state import SamplingState
@@ -87,7 +87,7 @@ def _measure(blueprint: Blueprint) -> tuple[int, int]:
     used = total - free
     graphs = 0
     if not config.enforce_eager:
-        graphs = measure_bytes(ctx, make_buckets(blueprint), entries_of(ctx.record.views, "num_decode"), device)
+        graphs = measure_bytes(ctx, make_buckets(blueprint), sequences_of(ctx.record.views, "num_decode"), device)
     del ctx, sampling
     gc.collect()
     torch.cuda.empty_cache()

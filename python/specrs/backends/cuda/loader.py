@@ -95,8 +95,8 @@ class QuantizedLoader(Loader):
 
     def linear(self, names: list[str], *, bias: bool) -> Weight:
         """Return the projections `names`, which share an input, as one: quantized if the kernels read all of them."""
-        coded = [self.coded(f"{name}.weight") for name in names]
-        parts = [part.to(self.device) for part in coded if part is not None]
+        quantized = [self.quantized(f"{name}.weight") for name in names]
+        parts = [part.to(self.device) for part in quantized if part is not None]
         biases = torch.cat([self.read(f"{name}.bias") for name in names]) if bias else None
         fused = fuse(parts, biases) if len(parts) == len(names) else None
         if fused is None:
@@ -104,7 +104,7 @@ class QuantizedLoader(Loader):
         self.num_codes, self.code_bytes = self.num_codes + 1, self.code_bytes + fused.num_bytes
         return fused
 
-    def coded(self, name: str) -> QuantizedWeight | None:
+    def quantized(self, name: str) -> QuantizedWeight | None:
         """Return the part of a quantized weight that this rank holds. None: it has to be dequantized."""
         whole = quantized_weight(self.codes.raw(name)) if self.codes.is_quantized(name) else None
         return whole if whole is None or self.shard is None else shard_codes(self.shard, name, whole, self.config)

@@ -23,7 +23,7 @@ def prefill_inputs(state: RowState, host: Views, device: Views, header: Header) 
     """
     chunks, tokens = slice(0, header.num_prefill), slice(0, header.num_prefill_tokens)
     lengths = host["chunk_len"][chunks]
-    rows = device["entry_row"][header.num_decode : header.num_decode + header.num_prefill]
+    rows = device["seq_row"][header.num_decode : header.num_decode + header.num_prefill]
     slots = device["prefill_slot"].view(len(state.tables), -1)[:, tokens]
     several = len(state.tables) > 1
     return PassInputs(

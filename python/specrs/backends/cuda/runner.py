@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specrs.backends.cuda.adjusted import accept_adjusted, draft_adjusted, entry_sampling
+from specrs.backends.cuda.adjusted import accept_adjusted, draft_adjusted, sequence_sampling
 from specrs.backends.cuda.chunk_passes import ChunkPasses
-from specrs.backends.cuda.context import Context, entries_of
+from specrs.backends.cuda.context import Context, sequences_of
 from specrs.backends.cuda.drafting import draft_pass
 from specrs.backends.cuda.graphs import Graphs, Uncaptured
 from specrs.backends.cuda.hidden_rows import HiddenInputs
@@ -36,9 +36,9 @@ from specrs.backends.cuda.prefill import (
     last_rows,
     prefill_inputs,
 )
-from specrs.backends.cuda.sampling.grammar import LaunchGrammar
+from specrs.backends.cuda.sampling.grammar import StepGrammar
 from specrs.backends.cuda.sampling.logprobs import prompt_logprobs
-from specrs.backends.cuda.sampling.sampling_state import EntrySampling, SamplingState
+from specrs.backends.cuda.sampling.sampling_state import SamplingState, SequenceSampling
 from specrs.backends.cuda.shapes import Buckets, LogitsMode, MergedShape, Shape
 from specrs.backends.cuda.slots import TensorSlot, blocks_of, drafted_on_host, host_drafts
 from specrs.backends.cuda.uploads import apply_uploads
@@ -97,7 +97,7 @@ class CudaRunner:
         self.logprobs_mode = logprobs_mode
         self.num_target_passes = 0
         self._on_host = None if ctx.proposed is None else OnHost()
-        self._decode_entries = entries_of(ctx.record.views, "num_decode")
+        self._decoding_sequences = sequences_of(ctx.record.views, "num_decode")
         device = ctx.state.tokens.device
         # Triton's interpreter runs the same code on a CPU, where there are no streams.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -127,7 +127,7 @@ class CudaRunner:
         return self.ctx.kv_cache
 
     @torch.inference_mode()
-    def launch(self, slot: RingSlot, header: Header) -> None:
+    def execute(self, slot: RingSlot, header: Header) -> None:
         """Enqueue the step planned in `slot.record`. `slot.results` are complete when `wait` returns."""
         assert isinstance(slot, TensorSlot)
         ctx = self.ctx
@@ -147,7 +147,7 @@ class CudaRunner:
             decoding = self._decoding(slot, header.num_decode)
             merged = self._merged(slot, header, decoding)
             entries = self._prefill(slot, header) if header.num_prefill and merged is None else None
-            behind = self._catch_up(slot, header, entries) if header.num_draft_chunks else None
+            head_prefill = self._catch_up(slot, header, entries) if header.num_draft_chunks else None
             if merged is not None and slot.draft_fault is not None:
                 merged = None
                 self._prefill(slot, header)
@@ -158,7 +158,7 @@ class CudaRunner:
             if slot.done is not None:
                 slot.done.record()
             # A head's pass over prompt chunks comes after the results. If it fails, the head starts anew.
-            if behind is not None and not self._feed(slot, header, *behind):
+            if head_prefill is not None and not self._feed(slot, header, *head_prefill):
                 rows = ctx.record.views["draft_chunk_row"][: header.num_draft_chunks]
                 ctx.state.draft_len.index_fill_(0, rows, 0)
 
@@ -214,14 +214,14 @@ class CudaRunner:
         ctx, views = self.ctx, self.ctx.record.views
         count, first = header.num_prefill, header.num_decode
         # The end of a prompt is an iteration without drafts: its last hidden row gives the distribution of position n.
-        rows = slot.views["entry_row"][first : first + count].tolist()
+        rows = slot.views["seq_row"][first : first + count].tolist()
         shape = Shape(count, 0, count, self._logits_mode(rows))
         emits = views["chunk_is_last"]
-        prepare(ctx, shape, entries_of(views, "num_prefill", first, emits))
+        prepare(ctx, shape, sequences_of(views, "num_prefill", first, emits))
         lm_head(ctx, last, greedy=shape.logits_mode is LogitsMode.GREEDY)
         if shape.logits_mode is LogitsMode.LOGITS:
             context = self._context(slot, first, count)
-            sampling = entry_sampling(ctx, self.sampling, [0] * count, rows, context, slot, first)
+            sampling = sequence_sampling(ctx, self.sampling, [0] * count, rows, context, slot, first)
             accept_adjusted(ctx, shape, sampling, slot, first, self.logprobs_mode, states)
         else:
             accept_and_update(ctx, shape, first, prompts=states)
@@ -231,9 +231,9 @@ class CudaRunner:
     ) -> tuple[PassInputs, HiddenInputs] | None:
         """Run the draft model's catch-up chunks. For a head, return the inputs of its pass over prompt chunks, whose
         hidden states are `entries`; the pass runs later, because no first token waits for it."""
-        ctx, views, behind, written = self.ctx, self.ctx.record.views, None, True
+        ctx, views, head_prefill, written = self.ctx, self.ctx.record.views, None, True
         if ctx.hidden is not None:
-            behind = ctx.hidden.rows.chunks(ctx.state, slot.views, views, header, entries)
+            head_prefill = ctx.hidden.rows.chunks(ctx.state, slot.views, views, header, entries)
         else:
             inputs = catch_up_inputs(ctx.state, slot.views, views, header, windowed=ctx.draft_start is not None)
             if ctx.draft_start is not None:
@@ -242,7 +242,7 @@ class CudaRunner:
             if inputs is not None:
                 written = self._feed(slot, header, inputs)
         caught_up(ctx.state, views, header, written=written)
-        return behind
+        return head_prefill
 
     def _feed(self, slot: TensorSlot, header: Header, inputs: PassInputs, hidden: HiddenInputs | None = None) -> bool:
         """Enqueue the drafter's pass over the step's draft chunks. Return False if it raised."""
@@ -261,11 +261,11 @@ class CudaRunner:
 
     def _context(self, slot: TensorSlot, first: int, count: int) -> int:
         """Return an upper bound, known on the host, of position + 1 over the sequences."""
-        entries = slice(first, first + count)
-        return int((slot.views["entry_n_upper"][entries] + slot.views["entry_k"][entries]).max())
+        sequences = slice(first, first + count)
+        return int((slot.views["seq_n_upper"][sequences] + slot.views["seq_k"][sequences]).max())
 
     def _decoding(self, slot: TensorSlot, count: int) -> Decoding:
-        rows, ks = (slot.views[name][:count].tolist() for name in ("entry_row", "entry_k"))
+        rows, ks = (slot.views[name][:count].tolist() for name in ("seq_row", "seq_k"))
         on_host = [False] * count if self.ctx.proposed is None else drafted_on_host(slot.views, count).tolist()
         depth = max((k for k, placed in zip(ks, on_host, strict=True) if not placed), default=0)
         return Decoding(rows, ks, on_host, depth)
@@ -277,7 +277,7 @@ class CudaRunner:
         count, chunks = header.num_decode, header.num_prefill
         if not (count and chunks):
             return None
-        rows = slot.views["entry_row"][: count + chunks]
+        rows = slot.views["seq_row"][: count + chunks]
         if self.sampling.needs_host(rows.numpy()):
             return None
         whole = self.buckets.whole(decoding.ks, self._logits_mode(rows.tolist()), decoding.depth)
@@ -321,10 +321,10 @@ class CudaRunner:
         if shape is None:
             shape = self.buckets.exact(ks, logits_mode, decoding.depth)
             self._warn(count)
-        prepare(ctx, shape, self._decode_entries)
+        prepare(ctx, shape, self._decoding_sequences)
         sampling = None
         if logits_mode is LogitsMode.LOGITS:
-            sampling = entry_sampling(ctx, self.sampling, ks, decoding.rows, self._context(slot, 0, count), slot)
+            sampling = sequence_sampling(ctx, self.sampling, ks, decoding.rows, self._context(slot, 0, count), slot)
             if sampling.grammar is not None:
                 self._follow(slot, decoding, sampling.grammar)
         self._draft(slot, decoding.on_host, partial(self._draft_passes, decoding, logits_mode, sampling))
@@ -340,7 +340,7 @@ class CudaRunner:
         else:
             accept_and_update(ctx, shape)
 
-    def _draft_passes(self, decoding: Decoding, logits_mode: LogitsMode, sampling: EntrySampling | None) -> None:
+    def _draft_passes(self, decoding: Decoding, logits_mode: LogitsMode, sampling: SequenceSampling | None) -> None:
         ctx = self.ctx
         for i in range(1, decoding.depth + 1):
             count = sum(k >= i for k in decoding.ks)
@@ -365,7 +365,7 @@ class CudaRunner:
         k = self.ctx.buffers.k[: len(on_host)]
         k.mul_(to_device(torch.tensor(on_host), k.device))
 
-    def _follow(self, slot: TensorSlot, decoding: Decoding, grammar: LaunchGrammar) -> None:
+    def _follow(self, slot: TensorSlot, decoding: Decoding, grammar: StepGrammar) -> None:
         """Advance the grammars over the drafts in the record, without reading anything back from the device."""
         if not any(decoding.on_host):
             return
@@ -378,7 +378,7 @@ class CudaRunner:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"a batch of {batch} is beyond the captured sizes {self.buckets.batches}: such launches run eagerly, "
+                f"a batch of {batch} is beyond the captured sizes {self.buckets.batches}: such steps run eagerly, "
                 "more slowly and with the same results; raise cudagraph_capture_sizes",
                 stacklevel=2,
             )

@@ -41,7 +41,7 @@ class MergedShape:
 
     decode: Shape
     """The iteration without prompt chunks. It fixes the draft passes and how attention is split."""
-    entries: int
+    num_seqs: int
     """Number of sequences: decoding ones plus prompt chunks."""
     chunk_shape: ChunkShape
     """Shape of the prompt chunks."""
@@ -54,8 +54,8 @@ class MergedShape:
     @property
     def verify(self) -> Shape:
         """The iteration with one more row of verification for each chunk."""
-        more = self.entries - self.decode.batch
-        return replace(self.decode, batch=self.entries, rows=self.decode.rows + more)
+        more = self.num_seqs - self.decode.batch
+        return replace(self.decode, batch=self.num_seqs, rows=self.decode.rows + more)
 
     @property
     def rows(self) -> int:
@@ -175,7 +175,7 @@ class Buckets:
         if batch is None:
             return None
         width = _at_least([w * batch for w in self.widths], sum(planned) + len(planned))
-        assert width is not None, "no entry has more rows than the widest"
+        assert width is not None, "no sequence has more rows than the widest"
         return Shape(batch, planned[0], width, logits_mode, self._passes(planned[0], depth))
 
     def exact(self, planned: Sequence[int], logits_mode: LogitsMode, depth: int | None = None) -> Shape:
@@ -188,7 +188,7 @@ class Buckets:
         its verification pass. None: they do not fit and need their own pass."""
         fitting = (s for s in self._merged if s.decode == whole and s.chunk_rows >= rows)
         # A shape has room for its batch and some chunks, but for no more than max_num_seqs sequences.
-        return next((s for s in fitting if count + chunks <= s.entries and chunks <= self.merged_seqs), None)
+        return next((s for s in fitting if count + chunks <= s.num_seqs and chunks <= self.merged_seqs), None)
 
     def merged_shapes(self) -> Iterator[MergedShape]:
         """Yield every whole graph with prompt chunks, largest first."""
@@ -200,11 +200,11 @@ class Buckets:
                 for logits_mode in (LogitsMode.SAMPLED, LogitsMode.GREEDY):
                     alone = Shape(batch, k, batch * (k + 1), logits_mode, self._passes(k, None))
                     none = ChunkShape(0, self.merged_seqs)
-                    behind = MergedShape(alone, min(batch + self.merged_seqs, max_num_seqs), none)
+                    merged = MergedShape(alone, min(batch + self.merged_seqs, max_num_seqs), none)
                     for total in MERGED_ROWS:
-                        rows = min(total - behind.rows, max_rows)
+                        rows = min(total - merged.rows, max_rows)
                         if rows >= _LEAST_CHUNK_ROWS:
-                            yield replace(behind, chunk_shape=replace(none, rows=rows))
+                            yield replace(merged, chunk_shape=replace(none, rows=rows))
 
     def chunks(self, rows: int, seqs: int) -> ChunkShape | None:
         """Return the smallest captured pass over `seqs` chunks of `rows` rows in total; None if all are smaller."""

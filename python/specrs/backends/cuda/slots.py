@@ -76,7 +76,7 @@ class TensorSlot(RingSlot):
 
     @property
     def is_enqueued(self) -> bool:
-        """True on a GPU, where `launch` may return before the step has finished."""
+        """True on a GPU, where `execute` may return before the step has finished."""
         return self.done is not None
 
 
@@ -86,13 +86,13 @@ def section_views(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
 
 
 def host_drafts(sections: Mapping[str, Tensor], max_num_seqs: int) -> Tensor:
-    """Return `draft_token` of a record's sections as `[R, K]` int64: `entry_k` columns of row i are for sequence i."""
+    """Return `draft_token` of a record's sections as `[R, K]` int64: `seq_k` columns of row i are for sequence i."""
     return sections["draft_token"].view(max_num_seqs, -1)
 
 
 def drafted_on_host(sections: Mapping[str, Tensor], num_decode: int) -> Tensor:
     """Return which decoding sequences have their drafts in the record, `[num_decode]` bool."""
-    return sections["entry_drafter"][:num_decode] != DRAFTER_DEVICE
+    return sections["seq_drafter"][:num_decode] != DRAFTER_DEVICE
 
 
 def blocks_of(slots: Tensor, block_size: int) -> NDArray[np.int64]:

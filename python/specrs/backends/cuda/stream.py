@@ -44,8 +44,8 @@ class Stream(Protocol):
         """Write the product `name` of the normed stream with `w` into `out`. With `heads`, for up to 64 rows, the
         kernel also norms and rotates the attention heads in `out` and writes K and V into the cache."""
 
-    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, behind: Tensor | None = None) -> None:
-        """Add the product `name` of x with `w` to the stream. The product is normed first if `behind`, a norm's weight,
+    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, after: Tensor | None = None) -> None:
+        """Add the product `name` of x with `w` to the stream. The product is normed first if `after`, a norm's weight,
         is given. `norm` is the weight of the norm through which the next product reads the stream."""
 
     def add_mlp(self, w: TorchLayer, norm: Tensor | None) -> None:
@@ -93,8 +93,8 @@ class FusedStream:
         assert norm is not None
         self._normed_product(name, norm, w, dataclasses.replace(operand(w), heads=heads), out)
 
-    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, behind: Tensor | None = None) -> None:
-        assert behind is None
+    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, after: Tensor | None = None) -> None:
+        assert after is None
         following, multiplier = self.following(norm), self.c.residual_multiplier
         product = dataclasses.replace(operand(w), accumulate=True, multiplier=multiplier, next=following)
         few_product(self.ws, name, multiplied(self.ws, x, w), product, self.hidden)
@@ -142,7 +142,7 @@ class PlainStream:
     c: ModelConfig
     ranks: Ranks | None = None
     _delta: Tensor | None = field(default=None, init=False)
-    _behind: Tensor | None = field(default=None, init=False)
+    _after: Tensor | None = field(default=None, init=False)
 
     def normed_product(
         self, name: str, norm: Tensor | None, w: Weight, out: Tensor, heads: Heads | None = None
@@ -153,15 +153,15 @@ class PlainStream:
         else:
             few_product(self.ws, name, x, dataclasses.replace(operand(w), heads=heads), out)
 
-    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, behind: Tensor | None = None) -> None:
-        self._delta, self._behind = self.ws.delta[: x.shape[0]], behind
+    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, after: Tensor | None = None) -> None:
+        self._delta, self._after = self.ws.delta[: x.shape[0]], after
         product(self.ws, name, x, w, self._part(self._delta))
         self._sum(self._delta)
 
     def add_mlp(self, w: TorchLayer, norm: Tensor | None) -> None:
         ws, rows = self.ws, self.hidden.shape[0]
-        x = self._read(w.post_attention_norm if self.c.norms != "behind" else None)
-        self._delta, self._behind = ws.delta[:rows], w.mlp_output_norm
+        x = self._read(w.post_attention_norm if self.c.norms != "after" else None)
+        self._delta, self._after = ws.delta[:rows], w.mlp_output_norm
         out = self._part(self._delta)
         if w.experts is not None:
             self._mix(x, w.experts, out)
@@ -210,5 +210,5 @@ class PlainStream:
         if self._delta is None:
             rms_norm(self.hidden, None, norm, out, eps, dependent)
         else:
-            rms_norm(self._delta, self.hidden, norm, out, eps, dependent, self._behind, multiplier)
+            rms_norm(self._delta, self.hidden, norm, out, eps, dependent, self._after, multiplier)
             self._delta = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specrs.backends.cuda.chunks import catch_up_pass, feeds_chunks
-from specrs.backends.cuda.context import Context, entries_of
+from specrs.backends.cuda.context import Context, sequences_of
 from specrs.backends.cuda.hidden_rows import HiddenInputs
 from specrs.backends.cuda.iteration import accept_and_update, assemble, lm_head, prepare
 from specrs.backends.cuda.shapes import Buckets, ChunkShape, LogitsMode, Shape
@@ -50,7 +50,7 @@ def _counts(most: int) -> Iterator[int]:
 
 def _end_prompts(ctx: Context, shape: Shape, left: HiddenStates) -> None:
     """Run the end of prompts for a shape. `left` are states of a pass over chunks."""
-    prepare(ctx, shape, entries_of(ctx.record.views, "num_prefill", emits=ctx.record.views["chunk_is_last"]))
+    prepare(ctx, shape, sequences_of(ctx.record.views, "num_prefill", emits=ctx.record.views["chunk_is_last"]))
     lm_head(ctx, left.final.new_zeros((shape.rows, left.final.shape[1])), greedy=shape.logits_mode is LogitsMode.GREEDY)
     entries = left.entries
     accept_and_update(
@@ -60,6 +60,6 @@ def _end_prompts(ctx: Context, shape: Shape, left: HiddenStates) -> None:
 
 def _around_passes(ctx: Context, shape: Shape) -> None:
     """Run what chained steps run before and after their passes."""
-    prepare(ctx, shape, entries_of(ctx.record.views, "num_decode"))
+    prepare(ctx, shape, sequences_of(ctx.record.views, "num_decode"))
     assemble(ctx, shape)
     accept_and_update(ctx, shape)

@@ -104,8 +104,8 @@ def _attention_scratch(
                 span=_FAR,
             )
             kv_heads, dim = config.num_kv_heads, config.head_dim
-            most_entries = min(batch + MERGED_CHUNKS, max_seqs)
-            sizes = cut.scratch_sizes(batch=most_entries, max_q_len=rows, num_kv_heads=kv_heads, head_dim=dim)
+            most_seqs = min(batch + MERGED_CHUNKS, max_seqs)
+            sizes = cut.scratch_sizes(batch=most_seqs, max_q_len=rows, num_kv_heads=kv_heads, head_dim=dim)
             most = max(most[0], sizes[0]), max(most[1], sizes[1]), max(most[2], sizes[2])
     return most
 
@@ -203,8 +203,8 @@ class Workspace:
             partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
         tiles = max(-(-config.vocab_size // configs["lm_head", None, m].block_n) for m in widths)
         stream_tiles = max(-(-config.hidden_size // c.block_n) for key, c in configs.items() if key[0] in ("o", "down"))
-        coded = [s for every in shapes.values() for s in every if s.coding is not None]
-        pieces = [s.n * s.sides * s.k for s in coded]
+        quantized = [s for every in shapes.values() for s in every if s.coding is not None]
+        pieces = [s.n * s.sides * s.k for s in quantized]
         numbers = min(max(pieces, default=0), _NUMBERS_BYTES // dtype.itemsize) if max_rows > CODED_ROWS else 0
         many = logits_rows(max_seqs)
         room = max_rows + PADDED_ROWS - 1  # rows of an operand that is rounded to FP8, with padding

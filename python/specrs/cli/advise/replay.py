@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specrs.core import FINISH_LENGTH, FINISH_NONE, HEADER_FIELDS, PLAN_LAUNCH, HostDrafter, Scheduler
+from specrs.core import FINISH_LENGTH, FINISH_NONE, HEADER_FIELDS, PLAN_STEP, HostDrafter, Scheduler
 
 _BLOCK = 16
 _CHUNK = 4096
@@ -94,11 +94,11 @@ class _Loop:
             start = time.perf_counter()
             state = self.scheduler.plan(self.record)
             seconds = time.perf_counter() - start
-            assert state == PLAN_LAUNCH
+            assert state == PLAN_STEP
             header = dict(zip(HEADER_FIELDS, self.planned["header"].tolist(), strict=False))
             self.results[:] = 0
             if header["num_decode"]:
-                k = int(self.planned["entry_k"][0])  # at most as many as leave a token to the target
+                k = int(self.planned["seq_k"][0])  # at most as many as leave a token to the target
                 drafts = self.planned["draft_token"][:k].tolist()
                 accepted = next((i for i, draft in enumerate(drafts) if draft != answer[done + i]), k)
                 self.reported["num_accepted"][0], self.reported["num_drafted"][0] = accepted, k
@@ -112,4 +112,4 @@ class _Loop:
             self.reported["tokens"][:emitted] = answer[done : done + emitted]
             done += emitted
             self.reported["finish_reason"][0] = FINISH_LENGTH if done == len(answer) else FINISH_NONE
-            self.scheduler.settle(header["launch_id"], self.results, self.settled)
+            self.scheduler.settle(header["step_id"], self.results, self.settled)

@@ -80,7 +80,7 @@ def table(results: Sequence[Result]) -> str:
         lines.append(line)
         if isinstance(result.k, str):
             drafted = f"{result.mean_k:.1f} drafts an iteration" if result.mean_k else "no drafts"
-            lines.append(f"{result.name}: the engine chose K for each launch, {drafted} on average")
+            lines.append(f"{result.name}: the engine chose K for each step, {drafted} on average")
     return "\n".join(lines)
 
 

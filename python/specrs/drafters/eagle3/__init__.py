@@ -21,7 +21,7 @@ from specrs.models.errors import OF_DRAFT, about
 from specrs.options import Integer, ListOf, Number, option
 
 logger = logging.getLogger("specrs")
-IDLE_LAUNCHES = 8
+IDLE_STEPS = 8
 """Maximum number of consecutive steps without drafts after which a head can still catch up from kept hidden states.
 After more it starts anew."""
 
@@ -77,7 +77,7 @@ class LoadedHead:
     def max_draft_lag(self, limits: DraftLimits) -> int:
         """Return the maximum number of positions that the head's KV may lack: those of one verification and of some
         steps without drafts."""
-        return limits.num_speculative_tokens + 2 + IDLE_LAUNCHES
+        return limits.num_speculative_tokens + 2 + IDLE_STEPS
 
     def declare(self, limits: DraftLimits) -> Declared:
         return HiddenDrafter(max_model_len=limits.shared_len, max_draft_lag=self.max_draft_lag(limits))

@@ -99,7 +99,7 @@ def parse_eagle3_config(
         )
     if config.max_position_embeddings < target.max_position_embeddings:
         logger.info(
-            "the head's max_position_embeddings=%d is less than the target's %d: drafts behind it may be worse",
+            "the head's max_position_embeddings=%d is less than the target's %d: drafts after it may be worse",
             config.max_position_embeddings,
             target.max_position_embeddings,
         )

@@ -44,7 +44,7 @@ def gguf_path(source: str | Path, revision: str | None = None) -> Path | None:
     if not colon or isinstance(source, Path) or repository.count("/") != 1 or "/" in kind or path.exists():
         return None
     if not kind:
-        raise invalid(CheckpointError, "model", text, "must name a type behind the colon, as owner/name:Q4_K_M")
+        raise invalid(CheckpointError, "model", text, "must name a type after the colon, as owner/name:Q4_K_M")
     try:
         return _hub_file(repository, revision, f"{kind}.gguf", text)
     except CheckpointError:

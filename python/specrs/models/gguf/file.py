@@ -186,7 +186,7 @@ def _read(path: Path, size: int, part: int) -> GGUFFile:
             raise CheckpointError(f"{path}: {name} of {kind} has shape {shape}, no whole blocks of {block[0]}")
         if info.start + info.num_bytes > len(data):
             missing = info.start + info.num_bytes - len(data)
-            raise CheckpointError(f"{path}: truncated: {name} ends {missing} bytes behind the end of the file")
+            raise CheckpointError(f"{path}: truncated: {name} ends {missing} bytes after the end of the file")
         tensors[name] = info
     return GGUFFile(path, metadata, tensors, (data,))
 
@@ -241,4 +241,4 @@ class _Reader:
         return self.strings(length) if of == _STRING else [self.value(of) for _ in range(length)]
 
     def truncated(self) -> CheckpointError:
-        return CheckpointError(f"{self.path}: truncated: the header goes on behind the end of the file")
+        return CheckpointError(f"{self.path}: truncated: the header goes on after the end of the file")

@@ -39,7 +39,7 @@ pub enum Drafter {
     /// The hidden states that passes leave are kept for a row's last `max_draft_lag - 1` positions before n - 1. If the
     /// head's KV lags further, the states in between are lost, and the head starts anew. It then attends from the first
     /// position whose hidden state is kept. So it never catches up in chunks of its own. A draft chunk is what a prompt
-    /// chunk of the same launch leaves to the head; one of length 0 at position 0 orders a new start.
+    /// chunk of the same step leaves to the head; one of length 0 at position 0 orders a new start.
     Hidden {
         /// Number of positions that the head can take: a request that outgrows them goes on at K = 0. 1 to 2^31.
         max_model_len: usize,
@@ -64,7 +64,7 @@ pub(crate) struct DraftBounds {
     pub(crate) on_host: bool,
     /// Whether the drafter has KV in the target's blocks.
     pub(crate) has_kv: bool,
-    /// Whether the draft KV is computed from the target's hidden states, so that only launches that compute them write
+    /// Whether the draft KV is computed from the target's hidden states, so that only steps that compute them write
     /// it.
     pub(crate) from_hidden: bool,
     /// First position that no draft can have, because the drafter takes no more positions.
@@ -156,7 +156,7 @@ impl Drafter {
         }
     }
 
-    /// Checks the settings of the drafter for `k` drafts per launch; sizes may be at most `max_size`.
+    /// Checks the settings of the drafter for `k` drafts per step; sizes may be at most `max_size`.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] naming the first setting outside its range.

@@ -1,19 +1,19 @@
-//! The choice of K for each request of one launch: the most expected tokens per millisecond. Estimates and remembers
+//! The choice of K for each request of one step: the most expected tokens per millisecond. Estimates and remembers
 //! nothing.
 //!
-//! With `c_i` requests that draft at least i tokens, a launch of B requests costs
+//! With `c_i` requests that draft at least i tokens, a step of B requests costs
 //! `ms(B, 0) + sum over i of (ms(c_i, i) - ms(c_i, i - 1))`. That is `ms(B, K)` if all draft K. Requests differ by one
 //! factor on the odds of acceptance, so the better of two is better at every position. Level i is thus drafted by the
 //! first requests in order of that factor.
 //!
 //! The ratio of tokens to milliseconds is maximised by Dinkelbach's iteration (Management Science 13(7), 1967). For a
 //! rate r, it maximises `tokens - r * ms` level by level from the deepest, each with a running maximum; then r becomes
-//! the rate of that choice. A step is O(B K). The result is exact if all requests may draft equally deep. With
+//! the rate of that choice. One update is O(B K). The result is exact if all requests may draft equally deep. With
 //! differing bounds it is at least as good as any one K for all.
 
 use crate::cost_model::CostModel;
 
-/// Maximum number of Dinkelbach steps, far above the usual number: rates converge superlinearly.
+/// Maximum number of Dinkelbach updates, far above the usual number: rates converge superlinearly.
 const MAX_STEPS: usize = 16;
 
 /// Request as the choice sees it. Candidates are sorted by `odds`, descending.
@@ -27,16 +27,16 @@ pub(super) struct Candidate {
     pub(super) penalty: f64,
 }
 
-/// Buffers of the choice, kept between launches so that they are allocated once.
+/// Buffers of the choice, kept between steps so that they are allocated once.
 #[derive(Clone, Debug)]
 pub(super) struct Choice {
     k: usize,
     /// Number of elements per level, `max_rows + 1`.
     stride: usize,
-    /// Cost `ms(b, 0)` of a launch of b requests without drafts, `[stride]`; 0 for b = 0.
+    /// Cost `ms(b, 0)` of a step of b requests without drafts, `[stride]`; 0 for b = 0.
     base: Vec<f64>,
     /// Cost of level i, `ms(c, i) - ms(c, i - 1)`, by level i - 1 and number of requests c, `[K, stride]`; 0 for c = 0.
-    steps: Vec<f64>,
+    increments: Vec<f64>,
     /// Expected tokens that the first m candidates gain at a level, `[K, stride]`.
     gains: Vec<f64>,
     /// Number of the first m candidates that may draft at a level, `[K, stride]`.
@@ -60,7 +60,7 @@ impl Choice {
             k,
             stride,
             base: vec![0.0; stride],
-            steps: vec![0.0; k * stride],
+            increments: vec![0.0; k * stride],
             gains: vec![0.0; k * stride],
             counts: vec![0; k * stride],
             penalties: vec![0.0; stride],
@@ -78,9 +78,9 @@ impl Choice {
         let mut low = 1;
         for high in model.batches().iter().copied().filter(|&b| b > 1 && b < most).chain([most]) {
             for k in 0..=self.k {
-                let step = |batch| model.ms(batch, k) - if k == 0 { 0.0 } else { model.ms(batch, k - 1) };
-                let (first, last) = (step(low), step(high));
-                let out = if k == 0 { &mut self.base } else { &mut self.steps[(k - 1) * self.stride..] };
+                let increment = |batch| model.ms(batch, k) - if k == 0 { 0.0 } else { model.ms(batch, k - 1) };
+                let (first, last) = (increment(low), increment(high));
+                let out = if k == 0 { &mut self.base } else { &mut self.increments[(k - 1) * self.stride..] };
                 let slope = (last - first) / (high - low).max(1) as f64;
                 for (i, out) in out[low..=high].iter_mut().enumerate() {
                     *out = first + i as f64 * slope;
@@ -90,14 +90,14 @@ impl Choice {
         }
     }
 
-    /// Returns the cost of a launch of `batch` requests without drafts, in milliseconds.
+    /// Returns the cost of a step of `batch` requests without drafts, in milliseconds.
     pub(super) fn base_ms(&self, batch: usize) -> f64 {
         self.base[batch]
     }
 
     /// Returns the extra cost in milliseconds of the draft at `level` for `count` requests.
-    pub(super) fn step_ms(&self, level: usize, count: usize) -> f64 {
-        self.steps[level * self.stride + count]
+    pub(super) fn increment_ms(&self, level: usize, count: usize) -> f64 {
+        self.increments[level * self.stride + count]
     }
 
     /// Prepares the buffers for `candidates`, sorted by odds in descending order. `odds` are the overall odds of
@@ -143,13 +143,13 @@ impl Choice {
             if count == 0 {
                 break;
             }
-            ms += self.steps[row + count];
+            ms += self.increments[row + count];
         }
         tokens / ms
     }
 
     /// Returns the best K for all candidates, each limited to its cap, and its rate. If caps make the K differ, the
-    /// launch costs `mixed` times the sum of its parts.
+    /// step costs `mixed` times the sum of its parts.
     pub(super) fn best_uniform(&self, mixed: f64) -> (usize, f64) {
         let best = |best: (usize, f64), (k, rate, _)| if rate > best.1 { (k, rate) } else { best };
         self.uniform(mixed).fold((0, 0.0), best)
@@ -177,7 +177,7 @@ impl Choice {
             let all = level * self.stride + self.len;
             tokens += self.gains[all];
             let count = self.counts[all] as usize;
-            ms += self.steps[level * self.stride + count];
+            ms += self.increments[level * self.stride + count];
             if level == 0 {
                 ms += self.penalties[self.len];
             }
@@ -205,12 +205,12 @@ impl Choice {
         self.ahead[..=len].fill(0.0);
         for level in (0..self.depth).rev() {
             let row = level * self.stride;
-            let (steps, charge) = (&self.steps[row..row + self.stride], if level == 0 { rate } else { 0.0 });
+            let (increments, charge) = (&self.increments[row..row + self.stride], if level == 0 { rate } else { 0.0 });
             let (mut most, mut at) = (0.0, 0);
             let scan = self.ahead[..=len].iter_mut().zip(&mut self.best[row..]);
             let values = self.gains[row..].iter().zip(&self.counts[row..]).zip(&self.penalties);
             for (m, ((ahead, best), ((gain, &count), penalty))) in scan.zip(values).enumerate() {
-                let value = gain - rate * steps[count as usize] - charge * penalty + *ahead;
+                let value = gain - rate * increments[count as usize] - charge * penalty + *ahead;
                 if value > most {
                     (most, at) = (value, m as u32);
                 }
@@ -226,7 +226,7 @@ impl Choice {
                 break;
             }
             tokens += self.gains[row + m];
-            ms += self.steps[row + self.counts[row + m] as usize];
+            ms += self.increments[row + self.counts[row + m] as usize];
             if level == 0 {
                 ms += self.penalties[m];
             }

@@ -8,9 +8,9 @@
 /// Number of trials of a position after which about half of the earlier evidence is forgotten. A rate of 0.7 is then
 /// known to 0.03.
 const OVERALL_TRIALS: f64 = 256.0;
-/// Minimum number of launches over which the earlier evidence of a position is forgotten, so that one launch of 256
+/// Minimum number of steps over which the earlier evidence of a position is forgotten, so that one step of 256
 /// requests does not replace all of it.
-const OVERALL_LAUNCHES: f64 = 16.0;
+const OVERALL_STEPS: f64 = 16.0;
 /// Acceptance assumed for the first position before any draft, measured with the bundled pair of models. It weighs
 /// [`PRIOR_TRIALS`].
 const FIRST_GUESS: f64 = 0.7;
@@ -51,7 +51,7 @@ struct Counts {
 #[derive(Clone, Debug)]
 pub(crate) struct Overall {
     positions: Vec<Counts>,
-    /// Counts of the launch being recorded, by position.
+    /// Counts of the step being recorded, by position.
     fresh: Vec<Counts>,
     chances: Vec<f64>,
     odds: Vec<f64>,
@@ -79,7 +79,7 @@ impl Overall {
         &self.odds
     }
 
-    /// Counts one draft of the current launch; `finish` adds the launch to the statistics.
+    /// Counts one draft of the current step; `finish` adds the step to the statistics.
     pub(crate) fn record(&mut self, drafted: usize, accepted: usize) {
         for (position, fresh) in self.fresh[..drafted.min(accepted + 1)].iter_mut().enumerate() {
             fresh.trials += 1.0;
@@ -87,13 +87,13 @@ impl Overall {
         }
     }
 
-    /// Adds the counts of the current launch, position by position. Earlier evidence loses as much weight as is added.
+    /// Adds the counts of the current step, position by position. Earlier evidence loses as much weight as is added.
     pub(crate) fn finish(&mut self) {
         if self.fresh.first().is_none_or(|first| first.trials == 0.0) {
             return; // whatever is recorded tried the first position
         }
         for (counts, fresh) in self.positions.iter_mut().zip(&mut self.fresh) {
-            let window = OVERALL_TRIALS.max(OVERALL_LAUNCHES * fresh.trials);
+            let window = OVERALL_TRIALS.max(OVERALL_STEPS * fresh.trials);
             let kept = window / (window + fresh.trials);
             counts.trials = counts.trials * kept + fresh.trials;
             counts.accepted = counts.accepted * kept + fresh.accepted;

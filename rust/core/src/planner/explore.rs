@@ -5,23 +5,23 @@
 //! [`PROBE_DRAFTS`] times. A useless draft costs no more than that share, and a draft that becomes good is found.
 //!
 //! *Trials*: the costs of a K that is not in use stay as they were measured, and the machine may have been busy then.
-//! So [`super::TRIAL_SHARE`] of the time goes into launches at another K for all requests, alternately the best one
-//! below and above the chosen K. Their times are compared with the launches around them, not with the times when the
+//! So [`super::TRIAL_SHARE`] of the time goes into steps at another K for all requests, alternately the best one
+//! below and above the chosen K. Their times are compared with the steps around them, not with the times when the
 //! table was made.
 
 use super::SpeculationPlanner;
 
-/// Minimum cost that is assumed for a trial, as a share of its launch. If the other K promises as much, one launch in
+/// Minimum cost that is assumed for a trial, as a share of its step. If the other K promises as much, one step in
 /// ten is a trial.
 const TRIAL_FLOOR: f64 = 0.02;
-/// Maximum number of launches that a trial waits for its two times. One or two more are needed if draft KV has to catch
+/// Maximum number of steps that a trial waits for its two times. One or two more are needed if draft KV has to catch
 /// up first.
-const TRIAL_LAUNCHES: u32 = 4;
+const TRIAL_STEPS: u32 = 4;
 /// Number of drafts in a probe. A draft whose first token is accepted half the time shows no acceptance in one probe of
 /// 256, so a good one is found at once.
 const PROBE_DRAFTS: u32 = 8;
-/// Maximum number of launches that a probe waits for its drafts, because draft KV may lag by a whole prompt.
-const PROBE_LAUNCHES: u32 = 64;
+/// Maximum number of steps that a probe waits for its drafts, because draft KV may lag by a whole prompt.
+const PROBE_STEPS: u32 = 64;
 /// Weight left to old trials of positions that no request drafts, when a probe of 8 drafts begins. At K = 0 it is the
 /// first number, as much as the probe, because all evidence is old. At a larger K it is the second, because earlier
 /// positions are still observed.
@@ -32,15 +32,15 @@ const OLD_TRIALS: (f64, f64) = (8.0, 32.0);
 pub(super) struct Probe {
     pub(super) row: usize,
     pub(super) drafts: u32,
-    launches: u32,
+    steps: u32,
 }
 
-/// Trial: launches at another K for all requests, to learn their cost.
+/// Trial: steps at another K for all requests, to learn their cost.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Trial {
     pub(super) k: usize,
-    launches: u32,
-    /// Whether the trial's first launch has been timed. Its time does not count, because kernels and caches are not
+    steps: u32,
+    /// Whether the trial's first step has been timed. Its time does not count, because kernels and caches are not
     /// ready for a new K.
     pub(super) warm: bool,
 }
@@ -50,8 +50,8 @@ impl SpeculationPlanner {
     /// changed for the probed request.
     pub(super) fn explore(&mut self, rows: &[i64], caps: &[i64], lags: &[i64], ks: &mut [i64]) {
         if let Some(probe) = &mut self.probe {
-            probe.launches -= 1;
-            if let Some(at) = rows.iter().position(|&row| row == probe.row as i64).filter(|_| probe.launches > 0) {
+            probe.steps -= 1;
+            if let Some(at) = rows.iter().position(|&row| row == probe.row as i64).filter(|_| probe.steps > 0) {
                 ks[at] = ks[at].max(caps[at].min(self.k as i64));
                 return;
             }
@@ -67,14 +67,14 @@ impl SpeculationPlanner {
         let Some(at) = (0..rows.len()).filter(may).min_by_key(turn) else { return };
         let deepest = ks.iter().copied().max().unwrap_or(0) as usize;
         let (from, to) = (ks[at] as usize, most as usize);
-        let drafts: f64 = (from..to).map(|level| self.choice.step_ms(level, 1).max(0.0)).sum();
+        let drafts: f64 = (from..to).map(|level| self.choice.increment_ms(level, 1).max(0.0)).sum();
         let cost = f64::from(PROBE_DRAFTS) * drafts + lags[at] as f64 * self.catch_up_ms;
         if self.credit < cost {
             return;
         }
         self.credit = 0.0;
         self.probed = rows[at] as usize;
-        self.probe = Some(Probe { row: self.probed, drafts: PROBE_DRAFTS, launches: PROBE_LAUNCHES });
+        self.probe = Some(Probe { row: self.probed, drafts: PROBE_DRAFTS, steps: PROBE_STEPS });
         self.overall.doubt(deepest, if deepest == 0 { OLD_TRIALS.0 } else { OLD_TRIALS.1 });
         ks[at] = most;
     }
@@ -84,8 +84,8 @@ impl SpeculationPlanner {
     pub(super) fn try_out(&mut self, caps: &[i64], lags: &[i64], ks: &mut [i64]) {
         let most = (caps.iter().copied().min().unwrap_or(0) as usize).min(self.k);
         if let Some(trial) = &mut self.trial {
-            trial.launches -= 1;
-            if trial.launches > 0 && trial.k <= most {
+            trial.steps -= 1;
+            if trial.steps > 0 && trial.k <= most {
                 ks.fill(trial.k as i64);
                 return;
             }
@@ -108,12 +108,12 @@ impl SpeculationPlanner {
         }
         self.trial_credit = 0.0;
         self.tried_above = k >= pivot;
-        self.trial = Some(Trial { k, launches: TRIAL_LAUNCHES, warm: false });
+        self.trial = Some(Trial { k, steps: TRIAL_STEPS, warm: false });
         ks.fill(k as i64);
     }
 
-    /// Notes that a launch with `k` drafts for all was timed. Returns true for the first launch of a trial, whose time
-    /// does not count; the second launch ends the trial.
+    /// Notes that a step with `k` drafts for all was timed. Returns true for the first step of a trial, whose time
+    /// does not count; the second step ends the trial.
     pub(super) fn time_trial(&mut self, k: usize) -> bool {
         match self.trial.as_mut().filter(|trial| trial.k == k) {
             Some(trial) if !trial.warm => {

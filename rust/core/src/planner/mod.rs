@@ -1,19 +1,19 @@
-//! The number of tokens that each request drafts in the next launch, possibly none. Measures no time and runs nothing.
+//! The number of tokens that each request drafts in the next step, possibly none. Measures no time and runs nothing.
 //!
-//! The planner has two inputs: the costs of launches ([`CostModel`], milliseconds by batch and K) and the results of
+//! The planner has two inputs: the costs of steps ([`CostModel`], milliseconds by batch and K) and the results of
 //! drafts (`settle`). `decide` returns the K of each request that yields the most expected tokens per millisecond of
-//! the launch.
+//! the step.
 //!
 //! | file | knows |
 //! | --- | --- |
 //! | `estimates` | how likely drafts are to be accepted |
 //! | `choice` | which K is best, given that and the costs |
-//! | `times` | what launches cost by now |
+//! | `times` | what steps cost by now |
 //! | `explore` | when to look again: probes of drafts, trials of costs |
 //! | this one | when to change, whose draft KV is broken |
 //!
-//! *Mixed launches*, whose requests draft different numbers, may run slower than their parts, because graphs and
-//! kernels are made for equal numbers. The planner learns by how much as such launches happen. If it is too much, all
+//! *Mixed steps*, whose requests draft different numbers, may run slower than their parts, because graphs and
+//! kernels are made for equal numbers. The planner learns by how much as such steps happen. If it is too much, all
 //! requests get one K.
 //!
 //! *Change*: a choice stays until another promises [`MARGIN`] more.
@@ -30,40 +30,40 @@ use crate::error::{Error, Result, check_len};
 use choice::{Candidate, Choice};
 use estimates::{Overall, Own};
 use explore::{Probe, Trial};
-use times::LaunchTimes;
+use times::StepTimes;
 
 /// Ratio by which another choice must be better than the last one: 0.5 % more tokens per millisecond. A change costs
-/// one launch with kernels and caches that are not ready for it. Estimates of steady requests move by less.
+/// one step with kernels and caches that are not ready for it. Estimates of steady requests move by less.
 const MARGIN: f64 = 0.005;
 /// Ratio by which differing K must be better than one K for all: 3 %. The best of many estimates is too high on
 /// average: even for requests that are alike, their scatter promises a gain.
 const MIXED_MARGIN: f64 = 0.03;
 /// Share of the time that probes may cost, which is the lasting cost of a useless draft.
 const PROBE_SHARE: f64 = 0.004;
-/// Share of the time that trials may cost, in launches that are timed.
+/// Share of the time that trials may cost, in steps that are timed.
 const TRIAL_SHARE: f64 = 0.002;
 /// Share of the time that trials may cost at first, when only a short measurement is known: 2 % falling with the number
-/// of launches. It adds up to about five launches, enough to try each neighbouring K once or twice.
+/// of steps. It adds up to about five steps, enough to try each neighbouring K once or twice.
 const EARLY_TRIALS: (f64, f64) = (2.0, 100.0);
-/// Number of launches over which the cost of catching up a request's draft KV is spread. It corresponds to an answer of
+/// Number of steps over which the cost of catching up a request's draft KV is spread. It corresponds to an answer of
 /// 64 to 128 tokens, the shortest usual ones.
-const CATCH_UP_LAUNCHES: f64 = 32.0;
-/// Number of launches between updates of the cost table. The table is written out for every batch size, which takes as
+const CATCH_UP_STEPS: f64 = 32.0;
+/// Number of steps between updates of the cost table. The table is written out for every batch size, which takes as
 /// long as a decision.
-const REFRESH_LAUNCHES: u32 = 16;
+const REFRESH_STEPS: u32 = 16;
 /// Value for no K: none was chosen yet, or requests have different K.
 const NO_K: usize = usize::MAX;
 
-/// Chooses K for each request of each launch.
+/// Chooses K for each request of each step.
 ///
 /// Requests are named by *row*: a number below `max_num_seqs` that belongs to one request while it runs, as in
 /// [`crate::Scheduler`]. The scheduler drives a planner by [`crate::Scheduler::speculate`]. On its own, a planner needs
-/// `reset` for a new request on a row, `decide` before each launch and `settle` after it. With launches in flight, its
-/// statistics are some launches old.
+/// `reset` for a new request on a row, `decide` before each step and `settle` after it. With steps in flight, its
+/// statistics are some steps old.
 #[derive(Clone, Debug)]
 pub struct SpeculationPlanner {
     k: usize,
-    times: LaunchTimes,
+    times: StepTimes,
     /// Cost in milliseconds of each position of a draft catch-up chunk.
     catch_up_ms: f64,
     since_refresh: u32,
@@ -71,7 +71,7 @@ pub struct SpeculationPlanner {
     uniform: usize,
     /// Milliseconds saved for trials.
     trial_credit: f64,
-    /// Number of launches that were timed.
+    /// Number of steps that were timed.
     timed: u64,
     trial: Option<Trial>,
     /// Whether the last trial was of a K above the chosen one.
@@ -99,7 +99,7 @@ pub struct SpeculationPlanner {
 
 impl SpeculationPlanner {
     /// Makes a planner without statistics for rows below `max_num_seqs` and at most `num_speculative_tokens` (K)
-    /// drafts. `costs` are those of launches that only decode; `catch_up_ms` is the additional cost of each position of
+    /// drafts. `costs` are those of steps that only decode; `catch_up_ms` is the additional cost of each position of
     /// a draft catch-up chunk.
     ///
     /// # Errors
@@ -124,7 +124,7 @@ impl SpeculationPlanner {
         choice.set_costs(&costs);
         Ok(Self {
             k: num_speculative_tokens,
-            times: LaunchTimes::new(costs),
+            times: StepTimes::new(costs),
             catch_up_ms,
             since_refresh: 0,
             uniform: NO_K,
@@ -160,7 +160,7 @@ impl SpeculationPlanner {
         self.own.len()
     }
 
-    /// Returns the costs of launches, refined by their measured times.
+    /// Returns the costs of steps, refined by their measured times.
     pub fn costs(&self) -> &CostModel {
         self.times.costs()
     }
@@ -185,9 +185,9 @@ impl SpeculationPlanner {
         Ok(())
     }
 
-    /// Chooses the K of each decoding request of the next launch into `ks`, in the order of `rows`.
+    /// Chooses the K of each decoding request of the next step into `ks`, in the order of `rows`.
     ///
-    /// `rows` are distinct. `caps` are the maximum numbers of drafts of each request in this launch, 0 for none; values
+    /// `rows` are distinct. `caps` are the maximum numbers of drafts of each request in this step, 0 for none; values
     /// above K count as K. `lags` are the positions that each request's draft KV would have to catch up first, 0 for
     /// none.
     ///
@@ -222,8 +222,8 @@ impl SpeculationPlanner {
         Ok(())
     }
 
-    /// Records the results of a launch. Each decode entry has its row, its K as decided, and its tokens `drafted` (K
-    /// after the device's own limits) and `accepted`. `ms` is the launch's duration if it did nothing but decode.
+    /// Records the results of a step. Each decoding sequence has its row, its K as decided, and its tokens `drafted` (K
+    /// after the device's own limits) and `accepted`. `ms` is the step's duration if it did nothing but decode.
     ///
     /// # Errors
     /// [`Error::InvalidBuffer`] if the lengths differ, a row is out of range, a K is not 0 to the planner's, or `ms` is
@@ -272,7 +272,7 @@ impl SpeculationPlanner {
     }
 
     fn refresh(&mut self) {
-        if self.since_refresh >= REFRESH_LAUNCHES {
+        if self.since_refresh >= REFRESH_STEPS {
             self.since_refresh = 0;
             self.choice.set_costs(self.times.costs());
         }
@@ -289,7 +289,7 @@ impl SpeculationPlanner {
         self.candidates.extend(self.order.iter().map(|&(_, at)| Candidate {
             odds: self.own[rows[at as usize] as usize].odds,
             cap: (caps[at as usize] as usize).min(self.k),
-            penalty: lags[at as usize] as f64 * self.catch_up_ms / CATCH_UP_LAUNCHES,
+            penalty: lags[at as usize] as f64 * self.catch_up_ms / CATCH_UP_STEPS,
         }));
     }
 
@@ -324,12 +324,12 @@ impl SpeculationPlanner {
         self.promised = rate;
     }
 
-    /// Returns the cost of a launch with these K, divided by the sum of its parts.
+    /// Returns the cost of a step with these K, divided by the sum of its parts.
     fn cost_of_mixing(&self, ks: &[usize]) -> f64 {
         if ks.iter().all(|&k| k == ks[0]) { 1.0 } else { self.times.mixed() }
     }
 
-    /// Adds to the credit of probes and trials, and refines the costs by the launch's time.
+    /// Adds to the credit of probes and trials, and refines the costs by the step's time.
     fn settle_time(&mut self, ks: &[i64], ms: Option<f64>) {
         let parts = self.parts_ms(ks);
         self.credit += PROBE_SHARE * parts;
@@ -346,7 +346,7 @@ impl SpeculationPlanner {
         }
     }
 
-    /// Returns the cost of a launch with these K in milliseconds, as the sum of its parts.
+    /// Returns the cost of a step with these K in milliseconds, as the sum of its parts.
     fn parts_ms(&mut self, ks: &[i64]) -> f64 {
         self.counts.fill(0);
         for &k in ks {
@@ -354,8 +354,8 @@ impl SpeculationPlanner {
                 *count += 1;
             }
         }
-        let steps: f64 = (0..self.k).map(|level| self.choice.step_ms(level, self.counts[level])).sum();
-        self.choice.base_ms(ks.len()) + steps
+        let increments: f64 = (0..self.k).map(|level| self.choice.increment_ms(level, self.counts[level])).sum();
+        self.choice.base_ms(ks.len()) + increments
     }
 
     fn check_rows(&self, rows: &[i64]) -> Result<()> {

@@ -25,7 +25,7 @@ fn lines(draft_ms: f64, target_ms: f64) -> CostModel {
     CostModel::lines(&[1, 64], &[line, line]).unwrap()
 }
 
-/// Planner and rows 0 to B - 1, for tests that decide and settle launch after launch with given chances of acceptance.
+/// Planner and rows 0 to B - 1, for tests that decide and settle step after step with given chances of acceptance.
 struct Loop {
     planner: SpeculationPlanner,
     chance: Chance,
@@ -39,9 +39,9 @@ impl Loop {
         Self { planner, chance: Chance(0x9E37_79B9_7F4A_7C15), ks: vec![0; batch], probes: 0 }
     }
 
-    /// Runs one launch in which each row accepts with `chances[row]`. Returns the K of each row as chosen without the
+    /// Runs one step in which each row accepts with `chances[row]`. Returns the K of each row as chosen without the
     /// probe.
-    fn launch(&mut self, chances: &[f64]) -> Vec<i64> {
+    fn step(&mut self, chances: &[f64]) -> Vec<i64> {
         let rows: Vec<i64> = (0..self.ks.len() as i64).collect();
         let (caps, lags) = (vec![self.planner.k as i64; rows.len()], vec![0; rows.len()]);
         let probing = self.planner.probe.map(|probe| probe.row);
@@ -53,8 +53,8 @@ impl Loop {
         self.planner.last.iter().map(|&k| k as i64).collect()
     }
 
-    fn run(&mut self, launches: usize, chances: &[f64]) -> Vec<i64> {
-        (0..launches).map(|_| self.launch(chances)).last().unwrap_or_default()
+    fn run(&mut self, steps: usize, chances: &[f64]) -> Vec<i64> {
+        (0..steps).map(|_| self.step(chances)).last().unwrap_or_default()
     }
 }
 
@@ -147,22 +147,22 @@ proptest! {
     }
 
     #[test]
-    fn any_stream_of_launches_stays_within_bounds(
-        launches in proptest::collection::vec(
+    fn any_stream_of_steps_stays_within_bounds(
+        steps in proptest::collection::vec(
             proptest::collection::vec((0_i64..12, 0_i64..60, 0.0_f64..1.0, 0.1_f64..50.0), 1..6), 1..60),
         costs in costs(),
     ) {
         let mut planner = SpeculationPlanner::new(5, 4, costs, 0.01).unwrap();
         let mut chance = Chance(7);
-        for launch in &launches {
-            let rows: Vec<i64> = (0..launch.len() as i64).rev().collect();
-            let caps: Vec<i64> = launch.iter().map(|entry| entry.0).collect();
-            let lags: Vec<i64> = launch.iter().map(|entry| entry.1).collect();
+        for step in &steps {
+            let rows: Vec<i64> = (0..step.len() as i64).rev().collect();
+            let caps: Vec<i64> = step.iter().map(|sequence| sequence.0).collect();
+            let lags: Vec<i64> = step.iter().map(|sequence| sequence.1).collect();
             let mut ks = vec![-1; rows.len()];
             planner.decide(&rows, &caps, &lags, &mut ks).unwrap();
             prop_assert!(ks.iter().zip(&caps).all(|(&k, &cap)| (0..=cap.min(4)).contains(&k)), "{ks:?} of {caps:?}");
-            let accepted: Vec<_> = ks.iter().zip(launch).map(|(&k, entry)| chance.accepted(k, entry.2)).collect();
-            planner.settle(&rows, &ks, &ks, &accepted, Some(launch[0].3)).unwrap();
+            let accepted: Vec<_> = ks.iter().zip(step).map(|(&k, sequence)| chance.accepted(k, sequence.2)).collect();
+            planner.settle(&rows, &ks, &ks, &accepted, Some(step[0].3)).unwrap();
             prop_assert!(planner.conditional_acceptance().iter().all(|chance| (0.0..1.0).contains(chance)));
             prop_assert!(planner.take_collapsed().all(|row| rows.contains(&row)));
         }
@@ -189,11 +189,11 @@ fn constant_inputs_settle_on_one_choice() {
         let (rows, caps, lags, mut ks) = ([0, 1, 2], [5; 3], [0; 3], [0; 3]);
         let mut changes = 0;
         let mut last = Vec::new();
-        for launch in 0..4000 {
+        for step in 0..4000 {
             planner.decide(&rows, &caps, &lags, &mut ks).unwrap();
             let settled = ks.map(|k| k.min(accepted));
             planner.settle(&rows, &ks, &ks, &settled, Some(1.0 + 0.2 * ks[0] as f64)).unwrap();
-            changes += usize::from(launch >= 200 && planner.last != last);
+            changes += usize::from(step >= 200 && planner.last != last);
             last.clone_from(&planner.last);
         }
         assert_eq!(changes, 0, "{accepted} accepted each time, and still it changes");
@@ -205,9 +205,9 @@ fn constant_inputs_settle_on_one_choice() {
 fn a_choice_stays_until_another_promises_half_a_percent_more() {
     let mut planner = SpeculationPlanner::new(1, 7, lines(0.01, 1.0), 0.0).unwrap();
     let (mut changes, mut last, mut ks) = (0, None, [0]);
-    // Drafts become slower by 0.05 % a launch, so a change promises little more than it must.
-    for launch in 0..18_000 {
-        let costs = lines(0.01 * 1.0005_f64.powi(launch), 1.0);
+    // Drafts become slower by 0.05 % a step, so a change promises little more than it must.
+    for step in 0..18_000 {
+        let costs = lines(0.01 * 1.0005_f64.powi(step), 1.0);
         planner.choice.set_costs(&costs);
         planner.decide(&[0], &[7], &[0], &mut ks).unwrap();
         let (odds, by_position) = ([planner.own[0].odds], planner.overall.odds().to_vec());
@@ -232,16 +232,16 @@ fn a_useless_draft_costs_its_share_and_a_draft_that_becomes_good_is_found() {
     let (draft_ms, target_ms) = (0.5, 1.0);
     let mut engine = Loop::new(1, 5, lines(draft_ms, target_ms));
     engine.run(200, &[0.0]);
-    let (mut ms, launches) = (0.0, 10_000);
+    let (mut ms, steps) = (0.0, 10_000);
     let probes = engine.probes;
-    for _ in 0..launches {
-        assert_eq!(engine.launch(&[0.0]), [0]);
+    for _ in 0..steps {
+        assert_eq!(engine.step(&[0.0]), [0]);
         ms += target_ms + draft_ms * engine.ks[0] as f64;
     }
-    let lost = ms / (f64::from(launches) * target_ms) - 1.0;
+    let lost = ms / (f64::from(steps) * target_ms) - 1.0;
     assert!(engine.probes > probes && lost < 0.01, "{} probes cost {lost}", engine.probes - probes);
     // Three probes take up to 3 x 8 x 5 x 0.5 / 0.004 ms.
-    assert!((0..15_000).any(|_| engine.launch(&[0.97])[0] > 0), "it was never found");
+    assert!((0..15_000).any(|_| engine.step(&[0.97])[0] > 0), "it was never found");
     assert!(engine.run(300, &[0.97])[0] >= 3);
 }
 
@@ -261,12 +261,12 @@ fn a_collapse_is_noticed_once_and_a_useless_draft_is_none() {
     engine.run(200, &[0.8, 0.8]);
     assert_eq!(engine.planner.take_collapsed().count(), 0);
     let noticed = (0..20).position(|_| {
-        engine.launch(&[0.8, 0.0]);
+        engine.step(&[0.8, 0.0]);
         engine.planner.take_collapsed().collect::<Vec<_>>() == [1]
     });
-    assert!(noticed.is_some_and(|launches| launches < 12), "{noticed:?}");
+    assert!(noticed.is_some_and(|steps| steps < 12), "{noticed:?}");
     for _ in 0..FOLLOWING {
-        engine.launch(&[0.8, 0.0]);
+        engine.step(&[0.8, 0.0]);
     }
     assert_eq!(engine.planner.take_collapsed().count(), 0, "not again within its patience");
     let mut useless = Loop::new(2, 4, lines(0.1, 1.0));
@@ -278,16 +278,16 @@ fn a_collapse_is_noticed_once_and_a_useless_draft_is_none() {
 const FOLLOWING: usize = 60;
 
 #[test]
-fn launches_that_mix_k_are_avoided_where_they_take_longer() {
+fn steps_that_mix_k_are_avoided_where_they_take_longer() {
     let growing =
         [(0.3, 1.0), (0.5, 1.4)].map(|(draft_ms, target_ms)| CostLine { draft_ms, target_ms, vanilla_ms: target_ms });
     let costs = CostModel::lines(&[1, 2], &growing).unwrap();
     for (factor, mixes) in [(1.0, true), (2.5, false)] {
         let mut planner = SpeculationPlanner::new(2, 3, costs.clone(), 0.0).unwrap();
         let (mut chance, mut ks, mut mixed) = (Chance(3), [0; 2], 0);
-        for launch in 0..600 {
+        for step in 0..600 {
             planner.decide(&[0, 1], &[3, 3], &[0, 0], &mut ks).unwrap();
-            mixed += usize::from(launch >= 300 && planner.last[0] != planner.last[1]);
+            mixed += usize::from(step >= 300 && planner.last[0] != planner.last[1]);
             let accepted = [chance.accepted(ks[0], 0.9), chance.accepted(ks[1], 0.02)];
             let parts: f64 = costs.ms(2, 0)
                 + (1..=3)
@@ -299,16 +299,16 @@ fn launches_that_mix_k_are_avoided_where_they_take_longer() {
             let ms = parts * if ks[0] == ks[1] { 1.0 } else { factor };
             planner.settle(&[0, 1], &ks, &ks, &accepted, Some(ms)).unwrap();
         }
-        assert!(if mixes { mixed > 200 } else { mixed < 20 }, "{mixed} of 300 launches mix at {factor}");
+        assert!(if mixes { mixed > 200 } else { mixed < 20 }, "{mixed} of 300 steps mix at {factor}");
     }
 }
 
 #[test]
-fn launch_times_refine_the_costs() {
+fn step_times_refine_the_costs() {
     let mut planner = SpeculationPlanner::new(1, 2, lines(0.1, 1.0), 0.01).unwrap();
-    for launch in 0..2000 {
+    for step in 0..2000 {
         // Drafts cost five times what the table says, on a machine that is three times slower than it was.
-        let k = (launch / 8) % 3;
+        let k = (step / 8) % 3;
         let ms = 3.0 * (1.0 + 0.5 * k as f64);
         planner.settle(&[0], &[k], &[k], &[0], Some(ms)).unwrap();
     }
@@ -316,7 +316,7 @@ fn launch_times_refine_the_costs() {
     assert!((ratio(1) - 1.5).abs() < 0.05 && (ratio(2) - 2.0).abs() < 0.07, "{:?}", planner.costs());
 }
 
-/// Simulated machine with its own costs, on which launches of `batch` rows accept each draft token with `chance`. Times
+/// Simulated machine with its own costs, on which steps of `batch` rows accept each draft token with `chance`. Times
 /// vary by up to a twentieth.
 struct Machine {
     engine: Loop,
@@ -329,12 +329,12 @@ impl Machine {
         Self { engine: Loop::new(batch, 5, believed), truth, chance }
     }
 
-    /// Runs launches and returns their tokens per millisecond.
-    fn run(&mut self, launches: usize) -> f64 {
+    /// Runs steps and returns their tokens per millisecond.
+    fn run(&mut self, steps: usize) -> f64 {
         let batch = self.engine.ks.len();
         let (rows, caps, lags): (Vec<_>, _, _) = ((0..batch as i64).collect(), vec![5; batch], vec![0; batch]);
         let (mut tokens, mut ms) = (0.0, 0.0);
-        for _ in 0..launches {
+        for _ in 0..steps {
             let Loop { planner, chance, ks, .. } = &mut self.engine;
             planner.decide(&rows, &caps, &lags, ks).unwrap();
             let accepted: Vec<_> = ks.iter().map(|&k| chance.accepted(k, self.chance)).collect();
@@ -410,10 +410,10 @@ fn trials_cost_their_share() {
 }
 
 #[test]
-fn launches_without_a_time_are_no_trials() {
+fn steps_without_a_time_are_no_trials() {
     let mut engine = Loop::new(1, 5, lines(0.1, 1.0));
     for _ in 0..2000 {
-        engine.launch(&[0.6]);
+        engine.step(&[0.6]);
         assert!(engine.planner.trial.is_none());
     }
 }

@@ -1,37 +1,37 @@
-//! Costs of launches: a given table, corrected by the measured times of launches. Measures and chooses nothing.
+//! Costs of steps: a given table, corrected by the measured times of steps. Measures and chooses nothing.
 
 use crate::cost_model::CostModel;
 
-/// Weight of one launch's time in the estimate of the machine's speed. A slow-down shows after about 16 launches. One
+/// Weight of one step's time in the estimate of the machine's speed. A slow-down shows after about 16 steps. One
 /// outlier moves the estimate by at most 6 %, this weight times the largest deviation in [`TIME_BOUNDS`].
 const MACHINE_WEIGHT: f64 = 0.06;
-/// Weight of one launch's time in the cost of its own batch and K. It is a quarter of [`MACHINE_WEIGHT`], so that a
+/// Weight of one step's time in the cost of its own batch and K. It is a quarter of [`MACHINE_WEIGHT`], so that a
 /// drift first counts as a change of the machine's speed.
 const TIME_WEIGHT: f64 = 0.015;
-/// Weight of a trial's time. A K that is not chosen is timed once in hundreds of launches, so a single time has to
+/// Weight of a trial's time. A K that is not chosen is timed once in hundreds of steps, so a single time has to
 /// count.
 const TRIAL_WEIGHT: f64 = 0.2;
 /// Bounds of a measured time as multiples of the expected time. Larger deviations come from page faults, other
-/// processes or clock changes, not from the launch.
+/// processes or clock changes, not from the step.
 const TIME_BOUNDS: (f64, f64) = (0.5, 2.0);
-/// Weight of one mixed launch's time in the cost of mixing. It corresponds to ten launches, because few launches are
+/// Weight of one mixed step's time in the cost of mixing. It corresponds to ten steps, because few steps are
 /// mixed if mixing does not pay.
 const MIXED_WEIGHT: f64 = 0.1;
-/// Bounds of a mixed launch's time as multiples of the sum of its parts. The upper bound is wide, because a host may
+/// Bounds of a mixed step's time as multiples of the sum of its parts. The upper bound is wide, because a host may
 /// have graphs for equal K only.
 const MIXED_BOUNDS: (f64, f64) = (0.5, 4.0);
 
-/// Times of launches in milliseconds by batch and K, refined by measurements.
+/// Times of steps in milliseconds by batch and K, refined by measurements.
 #[derive(Clone, Debug)]
-pub(super) struct LaunchTimes {
+pub(super) struct StepTimes {
     costs: CostModel,
     /// Ratio of the machine's current times to those of `costs`.
     scale: f64,
-    /// Ratio of the time of a mixed launch, whose requests draft different numbers, to the sum of its parts.
+    /// Ratio of the time of a mixed step, whose requests draft different numbers, to the sum of its parts.
     mixed: f64,
 }
 
-impl LaunchTimes {
+impl StepTimes {
     pub(super) fn new(costs: CostModel) -> Self {
         Self { costs, scale: 1.0, mixed: 1.0 }
     }
@@ -42,25 +42,25 @@ impl LaunchTimes {
         &self.costs
     }
 
-    /// Returns the ratio of a mixed launch's time to the sum of its parts.
+    /// Returns the ratio of a mixed step's time to the sum of its parts.
     pub(super) fn mixed(&self) -> f64 {
         self.mixed
     }
 
-    /// Returns whether the table covers this batch size, so that a launch's time can refine it.
+    /// Returns whether the table covers this batch size, so that a step's time can refine it.
     pub(super) fn covers(&self, batch: usize) -> bool {
         let batches = self.costs.batches();
         batch >= batches[0] && batch <= batches[batches.len() - 1]
     }
 
-    /// Records the time `ms` of a mixed launch, whose parts cost `parts`.
+    /// Records the time `ms` of a mixed step, whose parts cost `parts`.
     pub(super) fn observe_mixed(&mut self, ms: f64, parts: f64) {
         let factor = (ms / (self.scale * parts)).clamp(MIXED_BOUNDS.0, MIXED_BOUNDS.1);
         self.mixed += MIXED_WEIGHT * (factor - self.mixed);
     }
 
-    /// Records the time `ms` of a launch of `batch` requests with `k` drafts each. If `chosen`, the time also corrects
-    /// the machine's speed, which applies to every K. The cost itself is corrected unless this is the first launch of a
+    /// Records the time `ms` of a step of `batch` requests with `k` drafts each. If `chosen`, the time also corrects
+    /// the machine's speed, which applies to every K. The cost itself is corrected unless this is the first step of a
     /// trial.
     pub(super) fn observe(&mut self, batch: usize, k: usize, ms: f64, chosen: bool, first_of_trial: bool) {
         let expected = self.costs.ms(batch, k);

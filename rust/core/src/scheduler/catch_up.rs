@@ -1,12 +1,12 @@
-//! Choice of the rows that close the lag of their draft KV in the next launch, and of those that draft in it.
+//! Choice of the rows that close the lag of their draft KV in the next step, and of those that draft in it.
 //!
-//! Draft KV lags after a prompt (prefill runs the target alone) and after launches at K = 0. With positions
+//! Draft KV lags after a prompt (prefill runs the target alone) and after steps at K = 0. With positions
 //!
 //! | range | draft KV |
 //! | --- | --- |
 //! | `[0, draft_len)` | valid |
 //! | `[draft_len, start)` | valid: another request has written it into shared blocks since |
-//! | `[start, end)` | this launch's catch-up chunk |
+//! | `[start, end)` | this step's catch-up chunk |
 //! | `[target, n - 1)` | the first drafting pass writes it, if `end` reaches `target` |
 //!
 //! Blocks that others can find are written under a claim. A block claimed by another row ends the chunk, and the row
@@ -14,33 +14,33 @@
 //! only for blocks after them, so no two rows wait for each other. The claims of a row that no longer drafts pass to
 //! the next row that wants them.
 //!
-//! The shortest lag goes first, so that a long one does not keep the others waiting. Every fourth launch goes by
-//! importance instead, so that the long lag is closed too. A share of each launch would not suffice, because a lag
-//! grows by one token per launch while it is open.
+//! The shortest lag goes first, so that a long one does not keep the others waiting. Every fourth step goes by
+//! importance instead, so that the long lag is closed too. A share of each step would not suffice, because a lag
+//! grows by one token per step while it is open.
 
 use super::Scheduler;
 use super::plan::{DraftChunk, Lagging, Plan};
 use super::row::{Row, RowIndex, RowState};
 use crate::error::Result;
 
-/// Number of launches of which one catches up rows by importance instead of by lag.
-const IMPORTANCE_LAUNCHES: u64 = 4;
+/// Number of steps of which one catches up rows by importance instead of by lag.
+const IMPORTANCE_STEPS: u64 = 4;
 
-/// Number of tokens that a launch catches up regardless of their time. So drafts after usual prompts begin at the same
+/// Number of tokens that a step catches up regardless of their time. So drafts after usual prompts begin at the same
 /// token on machines of any speed, and a seed gives the same text under `rejection`.
 const LEAST_CAUGHT_UP: usize = 512;
 
-/// Positions that a row catches up in one launch, as in the table of the module.
+/// Positions that a row catches up in one step, as in the table of the module.
 struct Gap {
     start: usize,
     end: usize,
-    /// Whether the row drafts in this launch: `end` is the target, and the first drafting pass may write the positions
+    /// Whether the row drafts in this step: `end` is the target, and the first drafting pass may write the positions
     /// after it.
     drafts: bool,
 }
 
 impl Scheduler {
-    /// Adds catch-up chunks within the draft's budget and the room of one record. The first chunk of a launch has at
+    /// Adds catch-up chunks within the draft's budget and the room of one record. The first chunk of a step has at
     /// least one token.
     pub(super) fn catch_up(&mut self, plan: &mut Plan) -> Result<()> {
         if plan.lagging.is_empty() {
@@ -51,7 +51,7 @@ impl Scheduler {
         let mut room = self.config.max_num_batched_tokens;
         // A request that decodes alone waits for itself.
         let most_ms = self.most_ms(plan.decodes.len() - 1);
-        if !self.next_launch_id.is_multiple_of(IMPORTANCE_LAUNCHES) {
+        if !self.next_step_id.is_multiple_of(IMPORTANCE_STEPS) {
             plan.lagging.sort_unstable_by_key(|row| (row.demand, row.decode));
         }
         for index in 0..plan.lagging.len() {
@@ -93,7 +93,7 @@ impl Scheduler {
         self.claim_blocks(decode.row, start / block_size, if drafts { registered } else { end.div_ceil(block_size) })?;
         if moved {
             let row = &mut self.rows[decode.row as usize];
-            (row.draft_len, row.draft_len_moved, row.last_catch_up) = (end, false, self.next_launch_id);
+            (row.draft_len, row.draft_len_moved, row.last_catch_up) = (end, false, self.next_step_id);
             plan.draft_chunks.push(DraftChunk { row: decode.row, start, len: end - start });
             plan.work.add_draft_chunk(self.config.drafter.cost_ratio(), start, end - start);
         }
@@ -170,7 +170,7 @@ impl Scheduler {
             .map_or(end, |index| (index * block_size).max(start))
     }
 
-    /// Returns whether a row keeps its claims: it drafts, may still draft, or has ended with launches in flight.
+    /// Returns whether a row keeps its claims: it drafts, may still draft, or has ended with steps in flight.
     fn keeps_claims(&self, row_index: RowIndex) -> bool {
         let row = &self.rows[row_index as usize];
         row.state == RowState::Closed || row.drafting > 0 || self.most_drafts(row, row.k) > 0

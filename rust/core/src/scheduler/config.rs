@@ -26,10 +26,10 @@ pub struct SchedulerConfig {
     pub num_blocks: usize,
     /// Number of positions per KV block. At least 1.
     pub block_size: usize,
-    /// C: number of tokens per launch that decode, prefill and draft chunks share. At least 1. Decoding never waits for
+    /// C: number of tokens per step that decode, prefill and draft chunks share. At least 1. Decoding never waits for
     /// it, and prefill and draft chunks always have a quarter of it.
     pub max_num_batched_tokens: usize,
-    /// K: maximum number of draft tokens of a request per launch, at most 1024; 0 for no speculation.
+    /// K: maximum number of draft tokens of a request per step, at most 1024; 0 for no speculation.
     pub num_speculative_tokens: usize,
     /// Drafter on the device. Without it and without [`Self::host_drafters`] no request drafts, whatever K is.
     pub drafter: Drafter,
@@ -45,10 +45,10 @@ pub struct SchedulerConfig {
     /// window; empty if all layers are in one group. A block of the pool belongs to any group. The draft's layers are
     /// in the first group, whose window is [`Self::sliding_window`].
     pub window_groups: Vec<usize>,
-    /// Maximum number of launches that are planned and not yet settled. 1 to 1024.
+    /// Maximum number of steps that are planned and not yet settled. 1 to 1024.
     pub max_in_flight: usize,
     /// W: maximum number of elements that constraints (allowed ids, biases, bad words) take in a record. It limits one
-    /// request, and all requests admitted in one launch together. 0 for none.
+    /// request, and all requests admitted in one step together. 0 for none.
     pub max_constraint_len: usize,
     /// Precision in which logits are computed.
     pub logits_dtype: LogitsDtype,
@@ -56,20 +56,20 @@ pub struct SchedulerConfig {
     /// admitted. With 0, a full pool admits requests that it soon preempts. Each reserved block per row costs that much
     /// concurrency while the pool is full.
     pub num_reserved_decode_tokens: usize,
-    /// Maximum number of prompt tokens of a request in a launch. With 0, a request may use three quarters of the tokens
+    /// Maximum number of prompt tokens of a request in a step. With 0, a request may use three quarters of the tokens
     /// left at its turn, plus whatever other prompts leave unused.
     pub long_prefill_token_threshold: usize,
-    /// Maximum time in milliseconds of prompt and draft chunks in a launch with decoding requests, which wait for them.
-    /// Times are learnt from [`super::Scheduler::time_launch`]. 16 prompt tokens and 512 catch-up tokens are allowed in
+    /// Maximum time in milliseconds of prompt and draft chunks in a step with decoding requests, which wait for them.
+    /// Times are learnt from [`super::Scheduler::time_step`]. 16 prompt tokens and 512 catch-up tokens are allowed in
     /// any case. 0 is no bound. Finite.
     pub max_prefill_stall_ms: f64,
     /// Cost of attending to one position, relative to the cost of a token at the start of a context. With it,
     /// [`Self::max_prefill_stall_ms`] counts a chunk deep in its context as longer. Layers with a window attend to no
     /// more positions and add nothing. Finite and at least 0.
     pub attention_cost_ratio: f64,
-    /// Number of launches that a request must have arrived earlier to go before one with a priority better by 1. With
+    /// Number of steps that a request must have arrived earlier to go before one with a priority better by 1. With
     /// 0, priority always counts more.
-    pub priority_aging_launches: usize,
+    pub priority_aging_steps: usize,
     /// Maximum number of different `LoRA` adapters among the running requests, at most 1024; 0 if no request has one.
     pub max_loras: usize,
     /// Whether requests share the KV of equal prefixes.
@@ -84,7 +84,7 @@ pub struct SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// Makes settings with the given sizes, no speculation, prefix caching on, one launch in flight, and 64 reserved
+    /// Makes settings with the given sizes, no speculation, prefix caching on, one step in flight, and 64 reserved
     /// tokens.
     pub fn new(
         max_num_seqs: usize,
@@ -111,7 +111,7 @@ impl SchedulerConfig {
             long_prefill_token_threshold: 0,
             max_prefill_stall_ms: 0.0,
             attention_cost_ratio: 1.0 / 4096.0,
-            priority_aging_launches: 0,
+            priority_aging_steps: 0,
             max_loras: 0,
             enable_prefix_caching: true,
             enable_kv_cache_events: false,
@@ -142,7 +142,7 @@ impl SchedulerConfig {
             ("max_constraint_len", self.max_constraint_len, 0, MAX_SIZE),
             ("num_reserved_decode_tokens", self.num_reserved_decode_tokens, 0, MAX_SIZE),
             ("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, MAX_SIZE),
-            ("priority_aging_launches", self.priority_aging_launches, 0, MAX_SIZE),
+            ("priority_aging_steps", self.priority_aging_steps, 0, MAX_SIZE),
             ("max_loras", self.max_loras, 0, 1 << 10),
         ];
         for (field, value, least, most) in sizes {
@@ -204,7 +204,7 @@ pub struct RequestParams<'a> {
     pub limit: usize,
     /// Number of output tokens before which stop ids do not count.
     pub min_tokens: usize,
-    /// Number of draft tokens per launch, at most the engine's K; 0 never drafts.
+    /// Number of draft tokens per step, at most the engine's K; 0 never drafts.
     pub num_speculative_tokens: usize,
     /// Priority of the request: smaller values go first, ties by arrival.
     pub priority: i64,

@@ -1,4 +1,4 @@
-//! Drafters that fail, which costs drafts but never a request. Launches planned with drafts go on without them, and
+//! Drafters that fail, which costs drafts but never a request. Steps planned with drafts go on without them, and
 //! their results say so (`num_drafted` 0). Other consequences are reported by the calls in this file.
 
 use super::Scheduler;
@@ -6,7 +6,7 @@ use crate::drafts::DrafterKind;
 use crate::error::{Error, Result};
 
 impl Scheduler {
-    /// Notes that the device has not written the draft KV that a launch was to write into `blocks`. That launch is the
+    /// Notes that the device has not written the draft KV that a step was to write into `blocks`. That step is the
     /// one planned last. For prompt chunks of a head that reads hidden states, it is the one before. Call this before
     /// the next [`Self::plan`].
     ///
@@ -38,18 +38,18 @@ impl Scheduler {
         self.discard_from(broken)
     }
 
-    /// Stops drafting on the device and writing draft KV for the next `launches` launches. Drafters on the host go on.
-    pub fn pause_drafting(&mut self, launches: u64) {
-        self.drafting_from = self.next_launch_id.saturating_add(launches);
+    /// Stops drafting on the device and writing draft KV for the next `steps` steps. Drafters on the host go on.
+    pub fn pause_drafting(&mut self, steps: u64) {
+        self.drafting_from = self.next_step_id.saturating_add(steps);
     }
 
     #[inline]
     pub(super) fn drafting_is_paused(&self) -> bool {
-        self.next_launch_id < self.drafting_from
+        self.next_step_id < self.drafting_from
     }
 
     /// Returns how often a drafter on the host has failed, and its last error. Each failure cost one request its drafts
-    /// in one launch. Prompt lookup never fails, and the host already knows of failures on the device.
+    /// in one step. Prompt lookup never fails, and the host already knows of failures on the device.
     pub fn draft_errors_of(&self, drafter: DrafterKind) -> (u64, Option<&Error>) {
         let (failures, last) = &self.host_drafts.errors[drafter as usize];
         (*failures, last.as_ref())

@@ -11,7 +11,7 @@
 
 use super::plan::Plan;
 use super::row::{NO_BLOCK, RowIndex};
-use super::{LaunchHeader, Scheduler, SchedulerConfig};
+use super::{Scheduler, SchedulerConfig, StepHeader};
 use crate::block_pool::BlockPool;
 use crate::drafts::Drafter;
 use crate::error::Result;
@@ -34,7 +34,7 @@ pub(super) struct Groups {
     tables: Vec<GroupTable>,
 }
 
-/// Functions that launches call are not inlined, because they would only lengthen the code for models with one group.
+/// Functions that steps call are not inlined, because they would only lengthen the code for models with one group.
 impl Groups {
     pub(super) fn new(config: &SchedulerConfig, hasher: &BlockHasher) -> Self {
         let further = config.window_groups.len();
@@ -155,7 +155,7 @@ impl SchedulerConfig {
     }
 
     /// Returns the window of a group and its lag. The lag is how many positions before n, including the last token's
-    /// own, a launch may feed to the group's layers for a row of n tokens. Only the first group's lag includes the
+    /// own, a step may feed to the group's layers for a row of n tokens. Only the first group's lag includes the
     /// positions of a draft's first pass.
     pub(super) fn window_of(&self, group: usize) -> Option<(usize, usize)> {
         if group > 0 {
@@ -196,7 +196,7 @@ impl Scheduler {
 
     /// Adds the groups after the first to a record whose entries for the first group are written: their block table
     /// updates, and their slots of prompt chunks.
-    pub(super) fn write_groups(&self, plan: &Plan, record: &mut [i64], header: &mut LaunchHeader) {
+    pub(super) fn write_groups(&self, plan: &Plan, record: &mut [i64], header: &mut StepHeader) {
         let layout = self.record_layout;
         let of_first = header.num_block_updates;
         record[layout.block_group.offset..][..of_first].fill(0);

@@ -1,14 +1,14 @@
-//! The record's first section: counts of the launch, as a struct and by index. Python's `Header` is generated from it.
+//! The record's first section: counts of the step, as a struct and by index. Python's `Header` is generated from it.
 
 /// Number of elements in the header.
 pub const HEADER_LEN: usize = 16;
 
 macro_rules! header {
     ($($(#[doc = $doc:literal])* $field:ident: $type:ty = $index:ident,)*) => {
-        /// Counts of a planned launch, as in the record's header.
+        /// Counts of a planned step, as in the record's header.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         #[non_exhaustive]
-        pub struct LaunchHeader {
+        pub struct StepHeader {
             $($(#[doc = $doc])* pub $field: $type,)*
         }
 
@@ -25,7 +25,7 @@ macro_rules! header {
         /// Descriptions of the header's elements by index.
         pub const HEADER_DOCS: &[&str] = &[$(concat!($($doc),*)),*];
 
-        impl LaunchHeader {
+        impl StepHeader {
             /// Reads the header of a planned record.
             ///
             /// # Panics
@@ -43,11 +43,11 @@ macro_rules! header {
 }
 
 header! {
-    /// Id of the launch. Launches are numbered from 0.
-    launch_id: u64 = HEADER_LAUNCH_ID,
-    /// Decode entries. They come first.
+    /// Id of the step. Steps are numbered from 0.
+    step_id: u64 = HEADER_STEP_ID,
+    /// Decoding sequences. They come first.
     num_decode: usize = HEADER_NUM_DECODE,
-    /// Prefill entries, after the decode entries.
+    /// Prefill sequences, after the decoding sequences.
     num_prefill: usize = HEADER_NUM_PREFILL,
     /// Tokens of all prefill chunks.
     num_prefill_tokens: usize = HEADER_NUM_PREFILL_TOKENS,
@@ -55,19 +55,19 @@ header! {
     num_draft_chunks: usize = HEADER_NUM_DRAFT_CHUNKS,
     /// Tokens of all draft catch-up chunks.
     num_draft_tokens: usize = HEADER_NUM_DRAFT_TOKENS,
-    /// Requests that get their row in this launch.
+    /// Requests that get their row in this step.
     num_admitted: usize = HEADER_NUM_ADMITTED,
     /// Tokens of the admitted requests, all of them uploaded.
     num_upload_tokens: usize = HEADER_NUM_UPLOAD_TOKENS,
     /// Block table entries to set.
     num_block_updates: usize = HEADER_NUM_BLOCK_UPDATES,
-    /// Largest K of a decode entry.
+    /// Largest K of a decoding sequence.
     max_k: usize = HEADER_MAX_K,
     /// Requests that lost their row in this plan.
     num_preempted: usize = HEADER_NUM_PREEMPTED,
     /// Elements of the admitted requests' constraints.
     num_constraints: usize = HEADER_NUM_CONSTRAINTS,
-    /// Elements of the record up to the last one that this launch reads.
+    /// Elements of the record up to the last one that this step reads.
     used_len: usize = HEADER_USED_LEN,
 }
 

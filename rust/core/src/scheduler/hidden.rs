@@ -7,7 +7,7 @@
 //! | `[draft_start, draft_len)` | draft KV valid: made of the target's hidden states, and of KV from `draft_start` on |
 //! | `[hidden_start, n - 1)` | the target's hidden states are kept |
 //!
-//! KV is written when hidden states are available: after a prompt chunk, in the launch that computes it, and by the
+//! KV is written when hidden states are available: after a prompt chunk, in the step that computes it, and by the
 //! first drafting pass, at `[hidden_start, n - 1)`. If that would leave a gap after `draft_len`, the head starts anew:
 //! `draft_start` is the first position written. So a row writes only into blocks that it computed itself, and needs no
 //! claim of another row.
@@ -19,7 +19,7 @@
 use super::Scheduler;
 use super::plan::{DraftChunk, Plan};
 use super::request::RequestIndex;
-use super::row::{Entry, NO_BLOCK, RowIndex};
+use super::row::{NO_BLOCK, RowIndex, Sequence};
 use crate::error::Result;
 
 /// State of a row for a drafter that reads hidden states, in addition to [`super::row::Row`]. Other drafters have no
@@ -27,9 +27,9 @@ use crate::error::Result;
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HiddenRow {
     pub(super) draft_start: usize,
-    /// First position whose hidden state is kept, according to settled launches.
+    /// First position whose hidden state is kept, according to settled steps.
     pub(super) hidden_start: usize,
-    /// Whether the next launch orders the device to start the head anew.
+    /// Whether the next step orders the device to start the head anew.
     pub(super) restart: bool,
 }
 
@@ -68,19 +68,19 @@ impl Scheduler {
         row.draft_len = chunk.start + chunk.len;
     }
 
-    /// Updates the row's draft and hidden positions after an entry that drafted `drafted` tokens at `n`, as the device
-    /// does.
-    pub(super) fn settle_hidden(&mut self, entry: Entry, n: usize, drafted: usize) {
-        let row = &mut self.rows[entry.row as usize];
-        let hidden = &mut self.hidden[entry.row as usize];
+    /// Updates the row's draft and hidden positions after a step in which it drafted `drafted` tokens at `n`, as the
+    /// device does.
+    pub(super) fn settle_hidden(&mut self, sequence: Sequence, n: usize, drafted: usize) {
+        let row = &mut self.rows[sequence.row as usize];
+        let hidden = &mut self.hidden[sequence.row as usize];
         if drafted > 0 {
             if row.draft_len < hidden.hidden_start {
                 hidden.draft_start = hidden.hidden_start;
             }
             row.draft_len = self.config.drafter.draft_len_after(n, drafted, row.n);
         }
-        if entry.emits() {
-            let of_prompt = entry.chunk_end > 0;
+        if sequence.emits() {
+            let of_prompt = sequence.chunk_end > 0;
             hidden.hidden_start = if of_prompt {
                 n - 1
             } else {

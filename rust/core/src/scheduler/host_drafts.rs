@@ -1,13 +1,13 @@
 //! Drafts proposed on the host, searched for once per row and length, and the choice of a row's drafter if there are
 //! several.
 //!
-//! *The choice.* A drafter promises `(1 + E) / (1 + k * cost)` tokens per time of a launch without drafts, where E is
+//! *The choice.* A drafter promises `(1 + E) / (1 + k * cost)` tokens per time of a step without drafts, where E is
 //! the expected number of accepted drafts among its k. E is estimated as in the planner: by position over all requests,
 //! times one factor for this request. Host proposals are also estimated by the length of their match, because a long
 //! match says more than the drafter's kind.
 //!
 //! A draft token costs its verification row. On the device it also costs a drafting pass and the chunk that closes the
-//! lag of the draft KV. Host proposals are compared with the launch's output, whether they were drafted or not. The
+//! lag of the draft KV. Host proposals are compared with the step's output, whether they were drafted or not. The
 //! drafter on the device is tried within a share of the time.
 
 use super::request::Request;
@@ -17,12 +17,12 @@ use crate::drafts::{Drafter, DrafterKind, HostProposers, Proposal, Text};
 use crate::error::{Error, Result};
 use crate::planner::estimates::{Overall, Own};
 
-/// Cost of a verification row as a share of a launch without drafts, until the host sets it.
+/// Cost of a verification row as a share of a step without drafts, until the host sets it.
 const ROW_COST: f64 = 1.0 / 32.0;
 /// Credit for trials of the drafter on the device that is added whenever a row chooses other drafts. It keeps the
-/// statistics of the device's drafts current. The unit is the time of a launch without drafts.
+/// statistics of the device's drafts current. The unit is the time of a step without drafts.
 const DEVICE_TRIAL_SHARE: f64 = 0.01;
-/// Credit for trials of the drafter on the device at the start. The unit is the time of a launch without drafts.
+/// Credit for trials of the drafter on the device at the start. The unit is the time of a step without drafts.
 const FIRST_TRIALS: f64 = 4.0;
 const KINDS: usize = DrafterKind::ALL.len();
 /// Number of match classes, which have separate statistics: matches of 1, 2 or 3, 4 to 7, 8 to 15, and more tokens.
@@ -52,19 +52,19 @@ impl Found {
 
 /// Statistics of accepted drafts by drafter, and costs of drafting.
 #[derive(Clone, Debug)]
-struct Books {
+struct Statistics {
     /// Acceptance by drafter and match class. The device's drafts have no match and count in the first class.
     overall: [[Overall; MATCHES]; KINDS],
     /// Statistics of each row's request by drafter, with the arrival of that request.
     own: Vec<(u64, [Own; KINDS])>,
-    /// Cost of verifying 1, 2, .. K drafts as shares of a launch without drafts, `[K]`.
+    /// Cost of verifying 1, 2, .. K drafts as shares of a step without drafts, `[K]`.
     rows: Vec<f64>,
-    /// Cost of a drafting pass on the device as a share of a launch without drafts.
+    /// Cost of a drafting pass on the device as a share of a step without drafts.
     pass: f64,
-    /// Cost of each position of a chunk that closes a lag, as a share of a launch without drafts. A whole chunk costs
+    /// Cost of each position of a chunk that closes a lag, as a share of a step without drafts. A whole chunk costs
     /// at least `pass`.
     catch_up: f64,
-    /// Time that trials of the drafter on the device may still take, in launches without drafts.
+    /// Time that trials of the drafter on the device may still take, in steps without drafts.
     trial_credit: f64,
 }
 
@@ -76,7 +76,7 @@ pub(super) struct HostDrafts {
     rows: Vec<Looked>,
     pub(super) proposers: HostProposers,
     /// Statistics for the choice of a drafter; `None` unless there are several drafters.
-    books: Option<Books>,
+    statistics: Option<Statistics>,
     /// Number of failures of each drafter, and its last error.
     pub(super) errors: [(u64, Option<Error>); KINDS],
 }
@@ -91,7 +91,7 @@ impl HostDrafts {
         let several =
             usize::from(on_device) + DrafterKind::ON_HOST.iter().filter(|&&kind| drafters.has(kind)).count() > 1;
         let pass = config.drafter.cost_ratio();
-        let books = || Books {
+        let statistics = || Statistics {
             overall: DrafterKind::ALL.map(|_| std::array::from_fn(|_| Overall::new(k))),
             own: vec![(u64::MAX, [Own::NEW; KINDS]); rows],
             rows: (1..=k).map(|drafts| drafts as f64 * ROW_COST).collect(),
@@ -103,14 +103,14 @@ impl HostDrafts {
             tokens: vec![0; rows * KINDS * k],
             rows: vec![Looked::default(); rows],
             proposers: HostProposers::start(&drafters)?,
-            books: several.then(books),
+            statistics: several.then(statistics),
             errors: Default::default(),
         })
     }
 
     /// Returns whether drafters are chosen by statistics of accepted drafts, which is the case if there are several.
     pub(super) fn learns(&self) -> bool {
-        self.books.is_some()
+        self.statistics.is_some()
     }
 
     /// Records the results of a row's drafts: the numbers drafted and accepted, and the drafter. `emitted` are the
@@ -122,9 +122,9 @@ impl HostDrafts {
         (drafted, accepted, drafter): (usize, usize, DrafterKind),
         emitted: &[i64],
     ) {
-        let Some(books) = &mut self.books else { return };
+        let Some(statistics) = &mut self.statistics else { return };
         let (looked, width) = (&self.rows[row as usize], self.tokens.len() / (self.rows.len() * KINDS));
-        let (of, own) = &mut books.own[row as usize];
+        let (of, own) = &mut statistics.own[row as usize];
         if *of != whose.0 {
             (*of, *own) = (whose.0, [Own::NEW; KINDS]);
         }
@@ -140,17 +140,17 @@ impl HostDrafts {
                     tokens.iter().zip(emitted).take_while(|(draft, token)| i64::from(**draft) == **token).count();
             }
             if drafted > 0 {
-                let overall = &mut books.overall[kind as usize][class];
+                let overall = &mut statistics.overall[kind as usize][class];
                 overall.record(drafted, accepted);
                 own[kind as usize].record(drafted, accepted, overall.chances());
             }
         }
     }
 
-    /// Adds the acceptance counts of a settled launch to the averages of each drafter and match class.
+    /// Adds the acceptance counts of a settled step to the averages of each drafter and match class.
     pub(super) fn learned(&mut self) {
-        if let Some(books) = &mut self.books {
-            books.overall.as_flattened_mut().iter_mut().for_each(Overall::finish);
+        if let Some(statistics) = &mut self.statistics {
+            statistics.overall.as_flattened_mut().iter_mut().for_each(Overall::finish);
         }
     }
 
@@ -165,7 +165,7 @@ impl HostDrafts {
         });
     }
 
-    /// Returns the number of drafts of `kind` for a row and the tokens that it promises per time of a launch without
+    /// Returns the number of drafts of `kind` for a row and the tokens that it promises per time of a step without
     /// drafts. The number is `most`, or with `fewer` the best number up to `most`. A chunk over `lag` positions comes
     /// first.
     fn promise(
@@ -177,17 +177,17 @@ impl HostDrafts {
         lag: usize,
         fewer: bool,
     ) -> (usize, f64) {
-        let Some(books) = &self.books else { return (most, 1.0 + most as f64) };
-        let time = 1.0 + books.catch_up_cost(lag);
-        let (of, own) = &books.own[row as usize];
+        let Some(statistics) = &self.statistics else { return (most, 1.0 + most as f64) };
+        let time = 1.0 + statistics.catch_up_cost(lag);
+        let (of, own) = &statistics.own[row as usize];
         let odds = if *of == arrival { own[kind as usize].odds } else { 1.0 };
         let class = if kind == DrafterKind::Device { 0 } else { self.rows[row as usize].found[kind as usize].class };
         let (mut tokens, mut reach, mut best) = (1.0, 1.0, (0, 1.0));
-        for (i, overall) in books.overall[kind as usize][class].odds().iter().enumerate().take(most) {
+        for (i, overall) in statistics.overall[kind as usize][class].odds().iter().enumerate().take(most) {
             let scaled = odds * overall;
             reach *= scaled / (1.0 + scaled);
             tokens += reach;
-            let promise = tokens / (time + books.cost(kind, i + 1));
+            let promise = tokens / (time + statistics.cost(kind, i + 1));
             if promise > best.1 || !fewer {
                 best = (i + 1, promise);
             }
@@ -196,8 +196,8 @@ impl HostDrafts {
     }
 }
 
-impl Books {
-    /// Returns the cost of drafting and verifying `drafts` tokens, at least one, as a share of a launch without drafts.
+impl Statistics {
+    /// Returns the cost of drafting and verifying `drafts` tokens, at least one, as a share of a step without drafts.
     fn cost(&self, kind: DrafterKind, drafts: usize) -> f64 {
         self.rows[drafts - 1] + if kind == DrafterKind::Device { drafts as f64 * self.pass } else { 0.0 }
     }
@@ -260,7 +260,7 @@ fn continue_forced(
 }
 
 impl Scheduler {
-    /// Sets the costs of drafts, as shares of a launch without drafts: a drafting pass on the device, verifying 1, 2,
+    /// Sets the costs of drafts, as shares of a step without drafts: a drafting pass on the device, verifying 1, 2,
     /// .. K drafts, and a position of a chunk that closes a lag (the whole chunk costs at least a pass). With several
     /// drafters, each request's drafter is chosen by these costs. Until they are set, a pass costs the drafter's ratio
     /// in [`crate::Drafter`], a row 1/32, and a chunk a pass.
@@ -279,8 +279,8 @@ impl Scheduler {
         if rows.len() != k {
             return Err(Error::invalid_config("row_costs", format!("{} values", rows.len()), format!("{k} values")));
         }
-        if let Some(books) = &mut self.host_drafts.books {
-            (books.rows, books.pass, books.catch_up) = (rows, pass, catch_up);
+        if let Some(statistics) = &mut self.host_drafts.statistics {
+            (statistics.rows, statistics.pass, statistics.catch_up) = (rows, pass, catch_up);
         }
         Ok(())
     }
@@ -331,7 +331,7 @@ impl Scheduler {
         rows[index] = Looked { whose, found };
     }
 
-    /// Chooses the drafter of a live row for the next launch, unless [`Self::choose_drafter_and_k`] has done so.
+    /// Chooses the drafter of a live row for the next step, unless [`Self::choose_drafter_and_k`] has done so.
     pub(super) fn choose_drafter(&mut self, row_index: RowIndex) {
         if std::mem::take(&mut self.rows[row_index as usize].decided) {
             return;
@@ -343,7 +343,7 @@ impl Scheduler {
         }
     }
 
-    /// Chooses the drafter of a live row for the next launch, and the number of drafts if they come from the host.
+    /// Chooses the drafter of a live row for the next step, and the number of drafts if they come from the host.
     pub(super) fn choose_drafter_and_k(&mut self, row_index: RowIndex) {
         let k = self.choose(row_index, true);
         let row = &mut self.rows[row_index as usize];
@@ -383,7 +383,7 @@ impl Scheduler {
             }
         }
         if on_device > 0 && best != DrafterKind::Device {
-            let tried = self.host_drafts.books.as_mut().is_some_and(|books| books.tries(on_device, lag));
+            let tried = self.host_drafts.statistics.as_mut().is_some_and(|statistics| statistics.tries(on_device, lag));
             best = if tried { DrafterKind::Device } else { best };
         }
         self.rows[row_index as usize].drafter = best;

@@ -13,7 +13,7 @@ macro_rules! ensure {
 }
 
 impl Scheduler {
-    /// Checks that requests, rows, launches, block references, claims and the prefix cache agree. O(blocks + running
+    /// Checks that requests, rows, steps, block references, claims and the prefix cache agree. O(blocks + running
     /// tokens): for tests, and when the engine idles.
     ///
     /// # Errors
@@ -22,7 +22,7 @@ impl Scheduler {
         self.pool.check_integrity()?;
         self.check_requests()?;
         self.check_rows()?;
-        self.check_launches()?;
+        self.check_steps()?;
         self.check_blocks()
     }
 
@@ -75,7 +75,7 @@ impl Scheduler {
                     let holds = !row.blocks.is_empty() || groups.iter().any(|table| !table.blocks.is_empty());
                     ensure!(!holds && row.in_flight == 0, "free row {index} holds something: {row:?}, {groups:?}");
                 }
-                RowState::Closed => ensure!(row.in_flight > 0, "closed row {index} waits for no launch"),
+                RowState::Closed => ensure!(row.in_flight > 0, "closed row {index} waits for no step"),
                 RowState::Live => self.check_live_row(index, row)?,
             }
         }
@@ -151,29 +151,29 @@ impl Scheduler {
         Ok(())
     }
 
-    fn check_launches(&self) -> Result<()> {
-        let (in_flight, most) = (self.launches.len(), self.config.max_in_flight);
-        ensure!(in_flight <= most, "{in_flight} launches in flight, at most {most} allowed");
+    fn check_steps(&self) -> Result<()> {
+        let (in_flight, most) = (self.steps.len(), self.config.max_in_flight);
+        ensure!(in_flight <= most, "{in_flight} steps in flight, at most {most} allowed");
         let mut seen = vec![Row::default(); self.rows.len()];
-        for (place, launch) in self.launches.iter().enumerate() {
-            let expected = self.next_launch_id - (in_flight - place) as u64;
-            ensure!(launch.id == expected, "launch {} in flight where {expected} belongs", launch.id);
-            let mut named: Vec<_> = launch.entries.iter().map(|entry| entry.row).collect();
+        for (place, step) in self.steps.iter().enumerate() {
+            let expected = self.next_step_id - (in_flight - place) as u64;
+            ensure!(step.id == expected, "step {} in flight where {expected} belongs", step.id);
+            let mut named: Vec<_> = step.sequences.iter().map(|sequence| sequence.row).collect();
             named.sort_unstable();
             named.dedup();
-            ensure!(named.len() == launch.entries.len(), "launch {} names a row twice", launch.id);
-            for entry in &launch.entries {
-                let row = &mut seen[entry.row as usize];
+            ensure!(named.len() == step.sequences.len(), "step {} names a row twice", step.id);
+            for sequence in &step.sequences {
+                let row = &mut seen[sequence.row as usize];
                 row.in_flight += 1;
-                row.emitting += u32::from(entry.emits());
-                row.drafting += u32::from(entry.drafts_on_device());
-                row.emit_upper += entry.emit_upper;
+                row.emitting += u32::from(sequence.emits());
+                row.drafting += u32::from(sequence.drafts_on_device());
+                row.emit_upper += sequence.emit_upper;
             }
         }
         for (index, (row, seen)) in self.rows.iter().zip(&seen).enumerate() {
             ensure!(
                 row.in_flight == seen.in_flight,
-                "row {index} counts {} of {} launches",
+                "row {index} counts {} of {} steps",
                 row.in_flight,
                 seen.in_flight
             );

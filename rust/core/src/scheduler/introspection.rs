@@ -15,8 +15,8 @@ pub enum RequestState {
     Decode,
 }
 
-/// View of a request, returned by [`Scheduler::request`]. Lengths are the smallest that the launches in flight can lead
-/// to if the request does not end in them. Without launches in flight they are exact.
+/// View of a request, returned by [`Scheduler::request`]. Lengths are the smallest that the steps in flight can lead
+/// to if the request does not end in them. Without steps in flight they are exact.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RequestView<'a> {
@@ -32,11 +32,11 @@ pub struct RequestView<'a> {
     pub num_computed_tokens: usize,
     /// Number of positions with valid draft KV; 0 while the request waits.
     pub num_draft_computed_tokens: usize,
-    /// Number of draft tokens that the request currently asks for per launch; 0 while it waits.
+    /// Number of draft tokens that the request currently asks for per step; 0 while it waits.
     pub num_speculative_tokens: usize,
-    /// Number of launches in flight that name the request's row.
+    /// Number of steps in flight that name the request's row.
     pub num_in_flight: usize,
-    /// Blocks of the request in order of position. Blocks that no launch has sent to the device are reserved. -1 stands
+    /// Blocks of the request in order of position. Blocks that no step has sent to the device are reserved. -1 stands
     /// for blocks outside the window, which returned to the pool. Empty while the request waits.
     pub block_table: &'a [i64],
 }

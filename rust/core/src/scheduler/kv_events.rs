@@ -1,8 +1,8 @@
 //! Changes of the prefix cache, for routers that track which instance has which prefix, and for hosts that keep KV
 //! elsewhere. Events are stored by value, and the caller takes them at any time. Off unless enabled.
 //!
-//! `plan` evicts blocks before its launch executes. So events taken between the two name the blocks that the launch may
-//! overwrite. Their KV can still be copied out on the launch's stream, because no launch in flight names an evicted
+//! `plan` evicts blocks before its step executes. So events taken between the two name the blocks that the step may
+//! overwrite. Their KV can still be copied out on the step's stream, because no step in flight names an evicted
 //! block.
 
 use super::config::Lora;
@@ -34,7 +34,7 @@ pub enum KvEvent {
         /// Adapter that the stored blocks were computed with.
         lora: Option<Lora>,
     },
-    /// Blocks were removed and can no longer be found. Their KV is unchanged until the next planned launch executes.
+    /// Blocks were removed and can no longer be found. Their KV is unchanged until the next planned step executes.
     #[non_exhaustive]
     BlockRemoved {
         /// Ids of the removed blocks.
@@ -202,7 +202,7 @@ impl KvEventBatch {
 }
 
 /// Changes since the caller last took them. The maximum corresponds to every block of the pool being removed and
-/// stored, which one launch can cause.
+/// stored, which one step can cause.
 #[derive(Clone, Debug)]
 pub(super) struct KvEventLog {
     batch: KvEventBatch,
@@ -273,8 +273,8 @@ impl Scheduler {
     /// Takes the changes of the prefix cache since the last call, in order; empty unless `enable_kv_cache_events` is
     /// set.
     ///
-    /// If events are taken after each `plan`, before its launch executes, [`KvEvent::BlockRemoved`] names the cached
-    /// blocks that the launch may overwrite. A caller that takes no events for longer may get
+    /// If events are taken after each `plan`, before its step executes, [`KvEvent::BlockRemoved`] names the cached
+    /// blocks that the step may overwrite. A caller that takes no events for longer may get
     /// [`KvEvent::AllBlocksCleared`] in place of dropped events.
     pub fn take_kv_events(&mut self) -> Vec<KvEvent> {
         self.take_kv_event_batch().to_events()

@@ -1,4 +1,4 @@
-//! Layouts of the three flat int64 buffers that the caller owns: the record of a launch, its results, and the settled
+//! Layouts of the three flat int64 buffers that the caller owns: the record of a step, its results, and the settled
 //! results. They consist of offsets, and of views of a buffer's sections by name. Nothing here writes a buffer.
 
 use std::ops::Range;
@@ -103,22 +103,22 @@ layout! {
     /// counts.
     ///
     /// R = `max_num_seqs`, C = `max_num_batched_tokens`, G = 1 + `window_groups`; U = `max_model_len` + C bounds
-    /// uploads, X block updates per launch, W = `max_constraint_len`. Sections that only a launch with admissions has
+    /// uploads, X block updates per step, W = `max_constraint_len`. Sections that only a step with admissions has
     /// come last.
     RecordLayout => RecordView(r, c, g, u, x, w, host_drafts) {
-        /// Header: counts of the launch, `[HEADER_LEN]`; unused elements are 0.
+        /// Header: counts of the step, `[HEADER_LEN]`; unused elements are 0.
         header: HEADER_LEN,
-        /// Row of each entry, `[R]`: decode entries by K descending, then prefill chunks.
-        entry_row: r,
-        /// K of each entry, `[R]`; 0 for prefill chunks.
-        entry_k: r,
-        /// Kind of the drafter of each entry, `[R]`: a `DrafterKind`; 0 where K is 0.
-        entry_drafter: r,
-        /// Number of positions that the block table of each entry's row covers in this launch, `[R]`.
-        entry_capacity: r,
-        /// Upper bound of the tokens of each entry's row at the start of this launch, `[R]`.
-        entry_n_upper: r,
-        /// First position of prefill chunk j, which is entry `num_decode + j`, `[R]`.
+        /// Row of each sequence, `[R]`: decoding sequences by K descending, then prefill chunks.
+        seq_row: r,
+        /// K of each sequence, `[R]`; 0 for prefill chunks.
+        seq_k: r,
+        /// Kind of the drafter of each sequence, `[R]`: a `DrafterKind`; 0 where K is 0.
+        seq_drafter: r,
+        /// Number of positions that the block table of each sequence's row covers in this step, `[R]`.
+        seq_capacity: r,
+        /// Upper bound of the tokens of each sequence's row at the start of this step, `[R]`.
+        seq_n_upper: r,
+        /// First position of prefill chunk j, which is sequence `num_decode + j`, `[R]`.
         chunk_start: r,
         /// Number of positions of prefill chunk j, at least 1, `[R]`.
         chunk_len: r,
@@ -128,7 +128,7 @@ layout! {
         prefill_q_start: r + 1,
         /// Row of each draft catch-up chunk, `[R]`.
         draft_chunk_row: r,
-        /// First position of each draft catch-up chunk: the row's `draft_len` before the launch, `[R]`.
+        /// First position of each draft catch-up chunk: the row's `draft_len` before the step, `[R]`.
         draft_chunk_start: r,
         /// Number of positions of each draft catch-up chunk, `[R]`. The row's `draft_len` becomes start + len, also for
         /// length 0.
@@ -138,8 +138,8 @@ layout! {
         draft_chunk_k_start: r,
         /// Start of each draft chunk among the draft tokens, `[R + 1]`.
         draft_q_start: r + 1,
-        /// Drafts of entry i from element `i * K` on, `entry_k` of them, `[R, K]`; `[0]` unless a drafter on the host
-        /// proposes. Elements of entries that draft on the device mean nothing.
+        /// Drafts of sequence i from element `i * K` on, `seq_k` of them, `[R, K]`; `[0]` unless a drafter on the host
+        /// proposes. Elements of sequences that draft on the device mean nothing.
         draft_token: host_drafts,
         /// Ids of the requests preempted by this plan, `[R]`.
         preempted_request_id: r,
@@ -213,7 +213,7 @@ layout! {
 }
 
 layout! {
-    /// Sections of the results that the device reports, by entry.
+    /// Sections of the results that the device reports, by sequence.
     ResultsLayout => ResultsView(r, k1) {
         /// Number of emitted tokens, `[R]`: accepted + 1, 1 for a prompt's last chunk, 0 for other chunks and ended
         /// rows.
@@ -236,13 +236,13 @@ layout! {
 }
 
 layout! {
-    /// Sections of the settled results that `settle` writes, by entry.
+    /// Sections of the settled results that `settle` writes, by sequence.
     SettledLayout => SettledView(r) {
-        /// Request id of each entry, `[R]`; -1 if its results were dropped.
+        /// Request id of each sequence, `[R]`; -1 if its results were dropped.
         request_id: r,
-        /// Number of tokens to deliver of each entry, `[R]`: the first elements of its `tokens` in the results.
+        /// Number of tokens to deliver of each sequence, `[R]`: the first elements of its `tokens` in the results.
         num_new: r,
-        /// Finish reason of each entry, `[R]`: `FINISH_*`.
+        /// Finish reason of each sequence, `[R]`: `FINISH_*`.
         finish_reason: r,
     }
 }
@@ -252,8 +252,8 @@ impl RecordLayout {
     pub fn new(config: &SchedulerConfig) -> Self {
         let (r, c) = (config.max_num_seqs, config.max_num_batched_tokens);
         let u = config.max_model_len + c;
-        // A decode row's reservation grows by at most K + 1 positions per launch (by one token more than the last K, plus this
-        // K); a chunk adds its own blocks and one; hits of admitted requests are full blocks of uploaded tokens.
+        // A decode row's reservation grows by at most K + 1 positions per step (by one token more than the last K, plus
+        // this K); a chunk adds its own blocks and one; hits of admitted requests are full blocks of uploaded tokens.
         let per_row = config.blocks_for(config.num_speculative_tokens + 1) + 1;
         let groups = config.num_groups();
         let x = groups * (r * per_row + c / config.block_size + u / config.block_size);
@@ -261,9 +261,9 @@ impl RecordLayout {
         Self::from_sizes(r, c, groups, u, x, config.max_constraint_len, host_drafts)
     }
 
-    /// Returns the number of elements up to the last one that a launch with these counts reads. Most of a record is
-    /// room for prompts and admitted requests, which few launches have.
-    pub(super) fn used_len(&self, header: &LaunchHeader) -> usize {
+    /// Returns the number of elements up to the last one that a step with these counts reads. Most of a record is
+    /// room for prompts and admitted requests, which few steps have.
+    pub(super) fn used_len(&self, header: &StepHeader) -> usize {
         let other_groups = self.prefill_slot.len - self.prefill_token.len;
         let last_first = [
             (self.constraint, header.num_constraints),

@@ -24,9 +24,9 @@ impl Scheduler {
     pub fn add_request(&mut self, request_id: i64, token_ids: &[i64], params: &RequestParams<'_>) -> Result<()> {
         self.validate(request_id, token_ids, params)?;
         // All requests age alike, so their order never changes: it is as if those that come later had less priority.
-        let rank = match self.config.priority_aging_launches {
+        let rank = match self.config.priority_aging_steps {
             0 => i128::from(params.priority),
-            launches => i128::from(params.priority) * launches as i128 + i128::from(self.next_launch_id),
+            steps => i128::from(params.priority) * steps as i128 + i128::from(self.next_step_id),
         };
         let order = (rank, self.next_arrival);
         let salt = self.hasher.root(params.cache_salt);
@@ -195,7 +195,7 @@ impl Scheduler {
         self.running.partition_point(|&row| self.requests[self.rows[row as usize].request].order < order)
     }
 
-    /// Frees a closed row that no launch in flight names, and returns its blocks and claims to the pool.
+    /// Frees a closed row that no step in flight names, and returns its blocks and claims to the pool.
     pub(super) fn release(&mut self, row: RowIndex) -> Result<()> {
         let lease = &mut self.rows[row as usize];
         // Last to first, so that the tail is evicted before the head.

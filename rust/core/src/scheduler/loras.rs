@@ -1,6 +1,6 @@
 //! `LoRA` adapters: the root of a request's block hashes, and the limit of adapters that run at once. Knows no weights.
 //!
-//! A launch computes every row with its own adapter, and each adapter adds products of its own. So at most `max_loras`
+//! A step computes every row with its own adapter, and each adapter adds products of its own. So at most `max_loras`
 //! different adapters run, and a request whose adapter would exceed that waits. No request with an adapter overtakes
 //! it, so it is admitted when running adapters end. Requests of the base model need no adapter and continue to be
 //! admitted.

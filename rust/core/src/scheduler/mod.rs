@@ -1,7 +1,7 @@
-//! The scheduler: which requests run, on which row and blocks, with how many drafts, in which launch.
+//! The scheduler: which requests run, on which row and blocks, with how many drafts, in which step.
 //!
-//! Continuous batching with chunked prefill and deferred drafting. `plan` writes one launch into a record, the caller
-//! executes it, `settle` takes the results; up to `max_in_flight` launches may be planned and not settled. No clock, no
+//! Continuous batching with chunked prefill and deferred drafting. `plan` writes one step into a record, the caller
+//! executes it, `settle` takes the results; up to `max_in_flight` steps may be planned and not settled. No clock, no
 //! randomness: the same calls give the same records.
 //!
 //! | file | decides |
@@ -10,7 +10,7 @@
 //! | `layout`, `header` | where things are in the buffers |
 //! | `request`, `row` | what is remembered |
 //! | `lifecycle` | how requests come, go, and lose their row |
-//! | `plan`, `admission`, `catch_up` | what the next launch does |
+//! | `plan`, `admission`, `catch_up` | what the next step does |
 //! | `prefill_costs` | how many prompt tokens fit into a time |
 //! | `sharing` | whose turn it is where somebody asks for many requests at once |
 //! | `windows` | which blocks come back while their request goes on |
@@ -67,14 +67,14 @@ use crate::error::Result;
 use crate::hash::BlockHasher;
 use crate::slot_mapper::SlotMapper;
 pub use config::{Lora, MAX_SPECULATIVE_TOKENS, RequestParams, SchedulerConfig};
-pub use header::{HEADER_LEN, LaunchHeader};
+pub use header::{HEADER_LEN, StepHeader};
 pub use introspection::{RequestState, RequestView};
 pub use kv_event_msgpack::encode_kv_events;
 use kv_events::KvEventLog;
 pub use kv_events::{KvEvent, KvEventBatch};
 use layout::{RecordLayout, ResultsLayout, SettledLayout};
 use request::{Order, RequestIndex, Requests};
-use row::{Launch, Row, RowIndex};
+use row::{Row, RowIndex, Step};
 pub use saves::{DueBlock, EndedOutput};
 
 /// Outcome of `plan`. The enum is exhaustive, because a host that does not know an outcome cannot go on.
@@ -82,13 +82,13 @@ pub use saves::{DueBlock, EndedOutput};
 pub enum PlanOutcome {
     /// Nothing is to be done and nothing is in flight.
     Idle,
-    /// Nothing can be planned before the oldest launch in flight has settled.
+    /// Nothing can be planned before the oldest step in flight has settled.
     SettleFirst,
-    /// The record holds a launch, which is in flight from now on.
-    Launch(LaunchHeader),
+    /// The record holds a step, which is in flight from now on.
+    Step(StepHeader),
 }
 
-/// Scheduler that plans launches and settles their results.
+/// Scheduler that plans steps and settles their results.
 ///
 /// A loop around it plans, executes and settles; `examples/host.rs` is a whole host.
 ///
@@ -104,16 +104,17 @@ pub enum PlanOutcome {
 /// let mut record = vec![0; scheduler.record_layout().size];
 /// let mut results = vec![0; scheduler.results_layout().size];
 /// let mut settled = vec![0; scheduler.settled_layout().size];
-/// while let PlanOutcome::Launch(header) = scheduler.plan(&mut record)? {
+/// while let PlanOutcome::Step(header) = scheduler.plan(&mut record)? {
 ///     let (layout, from) = (*scheduler.results_layout(), *scheduler.record_layout());
-///     for entry in 0..header.num_decode + header.num_prefill {
-///         // Here a device would run the entry's row of `record`; it emits one token, 42, and says whether the row ends with it.
-///         let n = record[from.entry_n_upper.offset + entry] + 1;
-///         results[layout.num_emitted.offset + entry] = 1;
-///         results[layout.tokens.offset + entry] = 42;
-///         results[layout.finish_reason.offset + entry] = if n == 5 { FINISH_LENGTH } else { FINISH_NONE };
+///     for sequence in 0..header.num_decode + header.num_prefill {
+///         // Here a device would run the sequence's row of `record`; it emits one token, 42, and says whether the row
+///         // ends with it.
+///         let n = record[from.seq_n_upper.offset + sequence] + 1;
+///         results[layout.num_emitted.offset + sequence] = 1;
+///         results[layout.tokens.offset + sequence] = 42;
+///         results[layout.finish_reason.offset + sequence] = if n == 5 { FINISH_LENGTH } else { FINISH_NONE };
 ///     }
-///     scheduler.settle(header.launch_id, &results, &mut settled)?;
+///     scheduler.settle(header.step_id, &results, &mut settled)?;
 ///     assert_eq!(settled[scheduler.settled_layout().request_id.offset], 7);
 /// }
 /// assert_eq!(scheduler.num_free_blocks(), 32);
@@ -143,20 +144,20 @@ pub struct Scheduler {
     free_rows: Vec<RowIndex>,
     /// Live rows, most important first.
     running: Vec<RowIndex>,
-    /// Launches in flight, oldest first.
-    launches: VecDeque<Launch>,
-    spare_launches: Vec<Launch>,
-    /// Id and work of the launch that settled last.
-    settled: Option<(u64, prefill_costs::LaunchWork)>,
+    /// Steps in flight, oldest first.
+    steps: VecDeque<Step>,
+    spare_steps: Vec<Step>,
+    /// Id and work of the step that settled last.
+    settled: Option<(u64, prefill_costs::StepWork)>,
     prefill_costs: prefill_costs::PrefillCosts,
-    next_launch_id: u64,
+    next_step_id: u64,
     next_arrival: u64,
     num_preemptions: u64,
     num_cached_tokens: u64,
-    /// Id of the first launch that may draft on the device.
+    /// Id of the first step that may draft on the device.
     drafting_from: u64,
     plan: plan::Plan,
-    /// Blocks to publish while a launch settles, of which `[.., num_unpublished)` are used. One element more than R.
+    /// Blocks to publish while a step settles, of which `[.., num_unpublished)` are used. One element more than R.
     unpublished: Vec<settle::Publication>,
     num_unpublished: usize,
     speculation: speculation::Speculation,
@@ -202,11 +203,11 @@ impl Scheduler {
             rows: vec![Row::default(); rows],
             free_rows: (0..rows as RowIndex).rev().collect(),
             running: Vec::with_capacity(rows),
-            launches: VecDeque::with_capacity(config.max_in_flight),
-            spare_launches: Vec::new(),
+            steps: VecDeque::with_capacity(config.max_in_flight),
+            spare_steps: Vec::new(),
             settled: None,
             prefill_costs: prefill_costs::PrefillCosts::new(config.attention_cost_ratio),
-            next_launch_id: 0,
+            next_step_id: 0,
             next_arrival: 0,
             num_preemptions: 0,
             num_cached_tokens: 0,
@@ -257,14 +258,14 @@ impl Scheduler {
         self.running.len()
     }
 
-    /// Returns the number of launches planned since the start, which is the id of the next one.
-    pub fn num_launches(&self) -> u64 {
-        self.next_launch_id
+    /// Returns the number of steps planned since the start, which is the id of the next one.
+    pub fn num_steps(&self) -> u64 {
+        self.next_step_id
     }
 
-    /// Returns the number of launches planned and not yet settled.
+    /// Returns the number of steps planned and not yet settled.
     pub fn num_in_flight(&self) -> usize {
-        self.launches.len()
+        self.steps.len()
     }
 
     /// Returns the number of blocks that no request holds, cached ones included.
@@ -288,17 +289,17 @@ impl Scheduler {
         self.num_cached_tokens
     }
 
-    /// Returns whether a request waits or runs, or a launch is in flight.
+    /// Returns whether a request waits or runs, or a step is in flight.
     pub fn has_unfinished(&self) -> bool {
-        !self.by_id.is_empty() || !self.launches.is_empty()
+        !self.by_id.is_empty() || !self.steps.is_empty()
     }
 
-    /// Returns the acceptance statistics of all settled launches.
+    /// Returns the acceptance statistics of all settled steps.
     pub fn acceptance(&self) -> &AcceptanceTracker {
         &self.acceptance
     }
 
-    /// Returns the acceptance statistics of one drafter in all settled launches.
+    /// Returns the acceptance statistics of one drafter in all settled steps.
     pub fn acceptance_of(&self, drafter: DrafterKind) -> AcceptanceTracker {
         match drafter {
             DrafterKind::Device => {

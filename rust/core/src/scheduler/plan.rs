@@ -1,10 +1,10 @@
-//! Planning of the next launch. Decides for the running requests in order of importance; `admission` and `catch_up` add
+//! Planning of the next step. Decides for the running requests in order of importance; `admission` and `catch_up` add
 //! the rest.
 //!
-//! Until it is certain that a launch results, deciding may only reserve blocks, preempt, and let callers share. A plan
+//! Until it is certain that a step results, deciding may only reserve blocks, preempt, and let callers share. A plan
 //! that ends in `SettleFirst` leaves only reservations, which the next plan finds.
 
-use super::prefill_costs::LaunchWork;
+use super::prefill_costs::StepWork;
 use super::request::RequestIndex;
 use super::row::{Row, RowIndex};
 use super::{PlanOutcome, Scheduler, saves};
@@ -36,14 +36,14 @@ pub(super) struct DraftChunk {
     pub(super) len: usize,
 }
 
-/// Decode entry that could draft if its draft KV lagged less.
+/// Decoding sequence that could draft if its draft KV lagged less.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lagging {
-    /// Index of the entry in `Plan::decodes`.
+    /// Index of the sequence in `Plan::decodes`.
     pub(super) decode: usize,
-    /// Number of drafts that the entry wants.
+    /// Number of drafts that the sequence wants.
     pub(super) k: usize,
-    /// Number of draft tokens that the entry could catch up at once.
+    /// Number of draft tokens that the sequence could catch up at once.
     pub(super) demand: usize,
 }
 
@@ -57,20 +57,20 @@ pub(super) struct Budget {
     prefill_ms: f64,
 }
 
-/// Content of the launch being planned, kept between plans to reuse its allocations.
+/// Content of the step being planned, kept between plans to reuse its allocations.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Plan {
     pub(super) decodes: Vec<Decode>,
-    /// Decode entries whose draft KV lags, by importance until `catch_up` sorts them.
+    /// Decoding sequences whose draft KV lags, by importance until `catch_up` sorts them.
     pub(super) lagging: Vec<Lagging>,
     pub(super) chunks: Vec<PrefillChunk>,
     pub(super) draft_chunks: Vec<DraftChunk>,
     pub(super) admitted: Vec<RowIndex>,
     pub(super) preempted: Vec<i64>,
-    /// Number of verification rows of the decode entries, counting lagging ones at the K they want.
+    /// Number of verification rows of the decoding sequences, counting lagging ones at the K they want.
     pub(super) decode_tokens: usize,
     pub(super) prefill_tokens: usize,
-    pub(super) work: LaunchWork,
+    pub(super) work: StepWork,
     pub(super) upload_tokens: usize,
     /// Number of constraint elements of the admitted requests.
     pub(super) constraints: usize,
@@ -79,17 +79,17 @@ pub(super) struct Plan {
     pub(super) queue: Vec<RequestIndex>,
     /// Whether a waiting request found too few blocks; kept until the next plan.
     pub(super) refused: bool,
-    /// Number of running rows that have their entries, which are the most important ones.
+    /// Number of running rows that are in the plan, which are the most important ones.
     pub(super) num_placed: usize,
     /// Blocks of the current prefix hit in the first group.
     pub(super) hits: Vec<i64>,
     /// Blocks of the current prefix hit in the other groups, `[G - 1]`.
     pub(super) group_hits: Vec<Vec<i64>>,
-    /// Counts for the counting sort of the decode sequences: first the number of sequences with each K, later the
+    /// Counts for the counting sort of the decoding sequences: first the number of sequences with each K, later the
     /// number before it.
     pub(super) counts: Vec<usize>,
     pub(super) unsorted: Vec<Decode>,
-    /// Decode entries with blocks that no launch has sent to the device.
+    /// Decoding sequences with blocks that no step has sent to the device.
     pub(super) unsent: Vec<u32>,
 }
 
@@ -103,7 +103,7 @@ impl Plan {
         self.preempted.clear();
         (self.decode_tokens, self.prefill_tokens) = (0, 0);
         (self.upload_tokens, self.constraints) = (0, 0);
-        self.work = LaunchWork::default();
+        self.work = StepWork::default();
         self.budget = None;
         self.num_placed = 0;
     }
@@ -114,10 +114,10 @@ impl Plan {
     }
 }
 
-/// Decision whether a row drafts in the next launch.
+/// Decision whether a row drafts in the next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Drafting {
-    /// The row does not draft: it does not want to, or launches in flight hide how far its draft KV lags.
+    /// The row does not draft: it does not want to, or steps in flight hide how far its draft KV lags.
     Off,
     /// The row drafts this many tokens.
     Ready(usize),
@@ -126,14 +126,14 @@ enum Drafting {
 }
 
 impl Scheduler {
-    /// Plans the next launch into `record`; the launch is then in flight until `settle`. `record` is unchanged unless
-    /// the outcome is [`PlanOutcome::Launch`].
+    /// Plans the next step into `record`; the step is then in flight until `settle`. `record` is unchanged unless
+    /// the outcome is [`PlanOutcome::Step`].
     ///
     /// # Errors
     /// [`crate::Error::InvalidBuffer`] if `record` does not have its layout's size.
     pub fn plan(&mut self, record: &mut [i64]) -> Result<PlanOutcome> {
         check_len("record", record.len(), self.record_layout.size)?;
-        if self.launches.len() == self.config.max_in_flight {
+        if self.steps.len() == self.config.max_in_flight {
             return Ok(PlanOutcome::SettleFirst);
         }
         let mut plan = std::mem::take(&mut self.plan);
@@ -141,8 +141,8 @@ impl Scheduler {
         self.loads.clear();
         let outcome = self.decide(&mut plan).map(|certain| {
             if certain && !(plan.decodes.is_empty() && plan.chunks.is_empty()) {
-                PlanOutcome::Launch(self.commit(&mut plan, record))
-            } else if self.launches.is_empty() {
+                PlanOutcome::Step(self.commit(&mut plan, record))
+            } else if self.steps.is_empty() {
                 PlanOutcome::Idle
             } else {
                 PlanOutcome::SettleFirst
@@ -152,7 +152,7 @@ impl Scheduler {
         outcome
     }
 
-    /// Decides what the launch does. Returns false if launches in flight must settle first.
+    /// Decides what the step does. Returns false if steps in flight must settle first.
     fn decide(&mut self, plan: &mut Plan) -> Result<bool> {
         self.share(plan)?;
         if !self.place_running(plan)? {
@@ -171,8 +171,8 @@ impl Scheduler {
         Ok(true)
     }
 
-    /// Plans an entry for each running row, most important first. Returns false if a row that lacks blocks should wait
-    /// for launches in flight, whose end may free some. Without such launches it takes the blocks of the row with the
+    /// Plans a sequence for each running row, most important first. Returns false if a row that lacks blocks should
+    /// wait for steps in flight, whose end may free some. Without such steps it takes the blocks of the row with the
     /// last turn. The least important row is left out instead.
     fn place_running(&mut self, plan: &mut Plan) -> Result<bool> {
         let mut place = 0;
@@ -182,7 +182,7 @@ impl Scheduler {
             let placed = if prefilling { self.place_chunk(plan, row)? } else { self.place_decode(plan, row)? };
             if placed {
                 place += 1;
-            } else if !self.launches.is_empty() {
+            } else if !self.steps.is_empty() {
                 return Ok(false);
             } else if place + 1 < self.running.len() {
                 let victim = self.last_by_turn(place + 1);
@@ -196,7 +196,7 @@ impl Scheduler {
         Ok(true)
     }
 
-    /// Plans a decode entry for a row. Returns false if the row lacks blocks even at K = 0.
+    /// Plans a decoding sequence for a row. Returns false if the row lacks blocks even at K = 0.
     fn place_decode(&mut self, plan: &mut Plan, row_index: RowIndex) -> Result<bool> {
         if self.rows[row_index as usize].rebuild {
             self.begin_rebuild(row_index);
@@ -305,7 +305,7 @@ impl Scheduler {
         if row.drafter != DrafterKind::Device {
             Drafting::Ready(k)
         } else if k == 0 || row.rebuild && row.drafting > 0 {
-            // What is to be built again is, from this launch on, unless one in flight drafts.
+            // What is to be built again is, from this step on, unless one in flight drafts.
             Drafting::Off
         } else if row.drafting > 0 {
             // What was just drafted hides both n and draft_len, but their distance is bounded.
@@ -406,7 +406,7 @@ impl Scheduler {
         })
     }
 
-    /// Returns the milliseconds that chunks may take in a launch that verifies `decode_tokens` tokens; infinity without
+    /// Returns the milliseconds that chunks may take in a step that verifies `decode_tokens` tokens; infinity without
     /// a bound.
     pub(super) fn most_ms(&self, decode_tokens: usize) -> f64 {
         let bound = self.config.max_prefill_stall_ms;

@@ -1,9 +1,9 @@
-//! Costs of prompt tokens, learnt from the times of launches, and the number of tokens that fit into a time. Measures
+//! Costs of prompt tokens, learnt from the times of steps, and the number of tokens that fit into a time. Measures
 //! no time and plans nothing.
 //!
-//! A launch's prompt work takes `rate * (tokens + attention * positions)` milliseconds. `positions` is the number of
+//! A step's prompt work takes `rate * (tokens + attention * positions)` milliseconds. `positions` is the number of
 //! positions that the tokens attend to, and `attention` is [`crate::SchedulerConfig::attention_cost_ratio`]. The rate
-//! falls with the tokens of a launch, because weights are read once for all of them. It falls by steps if a device
+//! falls with the tokens of a step, because weights are read once for all of them. It falls in jumps if a device
 //! computes long chunks in another way. So there is a rate for each power of two, and never a larger one for more
 //! tokens.
 //!
@@ -13,20 +13,20 @@
 use super::Scheduler;
 use crate::error::{Error, Result};
 
-/// Number of prompt tokens that a launch may always compute, whatever their time. Fewer would cost as much, because the
+/// Number of prompt tokens that a step may always compute, whatever their time. Fewer would cost as much, because the
 /// weights are read anyway.
 const LEAST_TOKENS: usize = 16;
-/// Number of powers of two of tokens in a launch; a launch has fewer than 2^32 tokens.
+/// Number of powers of two of tokens in a step; a step has fewer than 2^32 tokens.
 const SIZES: usize = 32;
-/// Weight of one launch's time in the rate. With a half, a launch that is twice as slow as expected is followed by one
+/// Weight of one step's time in the rate. With a half, a step that is twice as slow as expected is followed by one
 /// that is slower by a third.
 const WEIGHT: f64 = 0.5;
-/// Bounds of a measured time as multiples of the expected time. A single launch may be slow for external reasons (a
+/// Bounds of a measured time as multiples of the expected time. A single step may be slow for external reasons (a
 /// page fault, a kernel that is compiled), but never fast without a reason.
 const BOUNDS: (f64, f64) = (1.0 / 16.0, 4.0);
 /// Factor between the rate of the smallest measured size and the assumed rate of smaller sizes.
 const UNKNOWN: f64 = 2.0;
-/// Minimum share of a launch's time that is attributed to prompt tokens, whatever decoding is expected to take.
+/// Minimum share of a step's time that is attributed to prompt tokens, whatever decoding is expected to take.
 const LEAST_PART: f64 = 0.125;
 /// Weight of a longer time in the estimate of decoding. It is low, because time attributed to decoding is not
 /// attributed to prompts. A shorter time counts fully at once.
@@ -56,9 +56,9 @@ impl Work {
     }
 }
 
-/// Work of a launch other than drafting.
+/// Work of a step other than drafting.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct LaunchWork {
+pub(super) struct StepWork {
     /// Work of prompt chunks, and of draft chunks times the draft's cost ratio.
     plain: Work,
     /// Work of prompt chunks whose log probabilities are reported. Each token also costs an LM head, a search for the
@@ -67,7 +67,7 @@ pub(super) struct LaunchWork {
     decode_tokens: usize,
 }
 
-impl LaunchWork {
+impl StepWork {
     pub(super) fn add_chunk(&mut self, told: bool, start: usize, len: usize) {
         let kind = if told { &mut self.told } else { &mut self.plain };
         kind.add(Work::of_chunk(start, len));
@@ -79,7 +79,7 @@ impl LaunchWork {
     }
 
     /// Returns this work for a step that also verifies `decode_tokens` tokens.
-    pub(super) fn eagle3(self, decode_tokens: usize) -> Self {
+    pub(super) fn with_decode_tokens(self, decode_tokens: usize) -> Self {
         Self { decode_tokens, ..self }
     }
 
@@ -91,7 +91,7 @@ impl LaunchWork {
 /// Costs of one kind of token.
 #[derive(Clone, Debug)]
 struct Costs {
-    /// Milliseconds per token at the start of a context, by power of two of the launch's tokens. `None` until a launch
+    /// Milliseconds per token at the start of a context, by power of two of the step's tokens. `None` until a step
     /// of this size was timed.
     rates: [Option<f64>; SIZES],
     /// Cost of attending to one position, relative to a token.
@@ -119,7 +119,7 @@ impl Costs {
         }
     }
 
-    /// Returns the milliseconds that `work` takes. It is infinite before any launch was timed, so that no other work is
+    /// Returns the milliseconds that `work` takes. It is infinite before any step was timed, so that no other work is
     /// planned next to it.
     fn ms(&self, work: Work) -> f64 {
         if work.tokens == 0.0 {
@@ -133,7 +133,7 @@ impl Costs {
     fn fitting(&self, before: Work, start: usize, ratio: f64, most: usize, ms: f64) -> usize {
         let (weight, attention) = (before.weight(self.attention), self.attention);
         let (first, last) = (Self::size_of(before.tokens), Self::size_of(before.tokens + ratio * most as f64));
-        // From the largest size on: a launch of a larger one may be the cheaper.
+        // From the largest size on: a step of a larger one may be the cheaper.
         for size in (first..=last).rev() {
             let Some(rate) = self.rate(size) else { return 0 };
             // len + attention * len * (start + len / 2) <= left
@@ -170,12 +170,12 @@ impl Costs {
     }
 }
 
-/// Costs of a launch's work other than drafting, learnt from measured times.
+/// Costs of a step's work other than drafting, learnt from measured times.
 #[derive(Clone, Debug)]
 pub(super) struct PrefillCosts {
     plain: Costs,
     told: Costs,
-    /// Milliseconds and tokens of launches that only decode.
+    /// Milliseconds and tokens of steps that only decode.
     decode: Option<(f64, usize)>,
 }
 
@@ -185,10 +185,10 @@ impl PrefillCosts {
         Self { plain: Costs::new(attention), told: Costs::new(attention), decode: None }
     }
 
-    /// Returns the length of the longest chunk from `start` on, at most `most`, with which the prompt work of a launch
-    /// takes at most `ms`. It allows [`LEAST_TOKENS`] prompt tokens per launch in any case. With `told`, the chunk's
+    /// Returns the length of the longest chunk from `start` on, at most `most`, with which the prompt work of a step
+    /// takes at most `ms`. It allows [`LEAST_TOKENS`] prompt tokens per step in any case. With `told`, the chunk's
     /// log probabilities are reported.
-    pub(super) fn fitting(&self, work: &LaunchWork, told: bool, start: usize, most: usize, ms: f64) -> usize {
+    pub(super) fn fitting(&self, work: &StepWork, told: bool, start: usize, most: usize, ms: f64) -> usize {
         let (costs, before, others) = if told {
             (&self.told, work.told, self.plain.ms(work.plain))
         } else {
@@ -200,7 +200,7 @@ impl PrefillCosts {
 
     /// Returns the length of the longest draft chunk from `start` on, at most `most`, with which all chunks take at
     /// most `ms`.
-    pub(super) fn fitting_draft(&self, work: &LaunchWork, ratio: f64, start: usize, most: usize, ms: f64) -> usize {
+    pub(super) fn fitting_draft(&self, work: &StepWork, ratio: f64, start: usize, most: usize, ms: f64) -> usize {
         self.plain.fitting(work.plain, start, ratio, most, ms - self.told.ms(work.told))
     }
 
@@ -209,8 +209,8 @@ impl PrefillCosts {
         self.plain.ms(Work { tokens: tokens as f64, positions: 0.0 })
     }
 
-    fn observe(&mut self, work: &LaunchWork, ms: f64) {
-        let LaunchWork { plain, told, decode_tokens } = *work;
+    fn observe(&mut self, work: &StepWork, ms: f64) {
+        let StepWork { plain, told, decode_tokens } = *work;
         if plain.tokens + told.tokens < 1.0 {
             self.observe_decode(ms, decode_tokens);
             return;
@@ -237,18 +237,18 @@ impl PrefillCosts {
 }
 
 impl Scheduler {
-    /// Records how long the launch that settled last took. The time starts at its beginning or at the end of the launch
+    /// Records how long the step that settled last took. The time starts at its beginning or at the end of the step
     /// before it, and ends when all its waiting clients have their results. With these times, plans limit prompt tokens
     /// next to decoding requests by [`crate::SchedulerConfig::max_prefill_stall_ms`]. If that setting is 0, the call
     /// does nothing.
     ///
     /// # Errors
-    /// [`Error::SettleOrder`] if another launch settled last, [`Error::InvalidBuffer`] if `ms` is not a finite time
+    /// [`Error::SettleOrder`] if another step settled last, [`Error::InvalidBuffer`] if `ms` is not a finite time
     /// above 0. Nothing has changed then.
-    pub fn time_launch(&mut self, launch_id: u64, ms: f64) -> Result<()> {
+    pub fn time_step(&mut self, step_id: u64, ms: f64) -> Result<()> {
         let expected = self.settled.map(|(id, _)| id);
-        let Some((_, work)) = self.settled.filter(|&(id, _)| id == launch_id) else {
-            return Err(Error::SettleOrder { launch_id, expected });
+        let Some((_, work)) = self.settled.filter(|&(id, _)| id == step_id) else {
+            return Err(Error::SettleOrder { step_id, expected });
         };
         if !(ms.is_finite() && ms > 0.0) {
             return Err(Error::invalid_buffer("ms", ms, "a finite time above 0"));
@@ -266,7 +266,7 @@ mod tests {
 
     use super::*;
 
-    /// Generates launches: prompt tokens, their start, and milliseconds.
+    /// Generates steps: prompt tokens, their start, and milliseconds.
     fn times() -> impl Strategy<Value = Vec<(usize, usize, f64)>> {
         proptest::collection::vec((1_usize..3000, 0_usize..20_000, 0.01_f64..5000.0), 0..12)
     }
@@ -311,7 +311,7 @@ mod tests {
         }
 
         #[test]
-        fn a_larger_launch_never_costs_more_by_the_token(times in times(), attention in attentions()) {
+        fn a_larger_step_never_costs_more_by_the_token(times in times(), attention in attentions()) {
             let costs = learnt(&times, attention);
             let rates: Vec<_> = (0..SIZES).filter_map(|size| costs.rates[size]).collect();
             prop_assert!(rates.is_sorted_by(|smaller, larger| smaller >= larger), "{rates:?}");
@@ -322,25 +322,25 @@ mod tests {
     #[test]
     fn what_decoding_takes_is_not_taken_for_prompts() {
         let work = |len, decode_tokens| {
-            let mut work = LaunchWork::default();
+            let mut work = StepWork::default();
             work.add_chunk(false, 0, len);
-            work.eagle3(decode_tokens)
+            work.with_decode_tokens(decode_tokens)
         };
         let mut costs = PrefillCosts::new(0.25);
-        costs.observe(&LaunchWork::default().eagle3(8), 40.0);
+        costs.observe(&StepWork::default().with_decode_tokens(8), 40.0);
         costs.observe(&work(100, 8), 50.0);
-        let rate = |costs: &PrefillCosts| costs.plain.rate(6).expect("a launch of 100 tokens");
+        let rate = |costs: &PrefillCosts| costs.plain.rate(6).expect("a step of 100 tokens");
         let expected = 10.0 / Work::of_chunk(0, 100).weight(0.25);
         assert!((rate(&costs) - expected).abs() < 1e-9, "{}", rate(&costs));
-        // Decoding that was measured slow is at most seven eighths of a launch.
+        // Decoding that was measured slow is at most seven eighths of a step.
         let mut costs = PrefillCosts::new(0.25);
-        costs.observe(&LaunchWork::default().eagle3(8), 4000.0);
+        costs.observe(&StepWork::default().with_decode_tokens(8), 4000.0);
         costs.observe(&work(100, 8), 80.0);
         assert!((rate(&costs) - expected).abs() < 1e-9, "{}", rate(&costs));
         // It follows a shorter time at once, a longer one slowly, and is less for fewer tokens.
-        costs.observe(&LaunchWork::default().eagle3(8), 40.0);
+        costs.observe(&StepWork::default().with_decode_tokens(8), 40.0);
         assert!((costs.decode_ms(8) - 40.0).abs() < 1e-9);
-        costs.observe(&LaunchWork::default().eagle3(8), 80.0);
+        costs.observe(&StepWork::default().with_decode_tokens(8), 80.0);
         assert!((costs.decode_ms(8) - 45.0).abs() < 1e-9);
         assert!((costs.decode_ms(4) - 22.5).abs() < 1e-9 && (costs.decode_ms(64) - 45.0).abs() < 1e-9);
     }
@@ -352,12 +352,12 @@ mod tests {
         let ms =
             |start: usize, len: usize| 0.1 * (len as f64 + attention * len as f64 * (start as f64 + 0.5 * len as f64));
         for size in 0..8 {
-            let mut work = LaunchWork::default();
+            let mut work = StepWork::default();
             work.add_chunk(false, 0, 1 << size);
             costs.observe(&work, ms(0, 1 << size));
         }
         for start in [0, 500, 2000] {
-            let fits = costs.fitting(&LaunchWork::default(), false, start, 1000, 6.4);
+            let fits = costs.fitting(&StepWork::default(), false, start, 1000, 6.4);
             assert!(ms(start, fits) <= 6.4 && ms(start, fits + 1) > 6.4, "{fits} from {start} on");
         }
     }

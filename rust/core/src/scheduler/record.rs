@@ -1,34 +1,34 @@
-//! Writing of a decided launch into its record, which puts it in flight.
+//! Writing of a decided step into its record, which puts it in flight.
 
 use super::layout::{RecordLayout, Section};
 use super::plan::Plan;
-use super::row::{Entry, Row, RowIndex};
-use super::{LaunchHeader, Scheduler};
+use super::row::{Row, RowIndex, Sequence};
+use super::{Scheduler, StepHeader};
 use crate::drafts::DrafterKind;
 use crate::sampling::{MAX_STOP_IDS, NUM_PARAMS};
 
 impl Scheduler {
-    /// Writes `plan` into `record` and puts the launch in flight.
-    pub(super) fn commit(&mut self, plan: &mut Plan, record: &mut [i64]) -> LaunchHeader {
-        let mut launch = self.spare_launches.pop().unwrap_or_default();
-        launch.id = self.next_launch_id;
-        launch.entries.clear();
-        launch.work = plan.work.eagle3(plan.decode_tokens);
-        self.next_launch_id += 1;
-        let mut header = LaunchHeader {
-            launch_id: launch.id,
+    /// Writes `plan` into `record` and puts the step in flight.
+    pub(super) fn commit(&mut self, plan: &mut Plan, record: &mut [i64]) -> StepHeader {
+        let mut step = self.spare_steps.pop().unwrap_or_default();
+        step.id = self.next_step_id;
+        step.sequences.clear();
+        step.work = plan.work.with_decode_tokens(plan.decode_tokens);
+        self.next_step_id += 1;
+        let mut header = StepHeader {
+            step_id: step.id,
             num_decode: plan.decodes.len(),
             num_prefill: plan.chunks.len(),
             num_admitted: plan.admitted.len(),
             num_draft_chunks: plan.draft_chunks.len(),
             num_preempted: plan.preempted.len(),
-            ..LaunchHeader::default()
+            ..StepHeader::default()
         };
         // Admitted rows show their prefix hit only until their first chunk is entered.
         self.write_admissions(plan, record, &mut header);
         self.write_draft_chunks(plan, record, &mut header);
-        self.write_decodes(plan, record, &mut header, &mut launch.entries);
-        self.write_chunks(plan, record, &mut header, &mut launch.entries);
+        self.write_decodes(plan, record, &mut header, &mut step.sequences);
+        self.write_chunks(plan, record, &mut header, &mut step.sequences);
         if !self.groups.is_empty() {
             self.write_groups(plan, record, &mut header);
         }
@@ -36,7 +36,7 @@ impl Scheduler {
         record[preempted..preempted + plan.preempted.len()].copy_from_slice(&plan.preempted);
         header.used_len = self.record_layout.used_len(&header);
         header.write(record);
-        self.launches.push_back(launch);
+        self.steps.push_back(step);
         header
     }
 
@@ -44,8 +44,8 @@ impl Scheduler {
         &mut self,
         plan: &mut Plan,
         record: &mut [i64],
-        header: &mut LaunchHeader,
-        entries: &mut Vec<Entry>,
+        header: &mut StepHeader,
+        sequences: &mut Vec<Sequence>,
     ) {
         sort_by_k(plan, self.config.num_speculative_tokens);
         let block_size = self.config.block_size;
@@ -58,13 +58,13 @@ impl Scheduler {
             row.in_flight += 1;
             row.emitting += 1;
             row.emit_upper += decode.k as u32 + 1;
-            let entry = Entry {
+            let sequence = Sequence {
                 row: decode.row,
                 emit_upper: decode.k as u32 + 1,
                 chunk_end: 0,
                 drafter: if decode.k > 0 { decode.drafter } else { DrafterKind::Device },
             };
-            if entry.drafts_on_device() {
+            if sequence.drafts_on_device() {
                 row.drafting += 1;
                 row.idle_drafts = 0;
             } else {
@@ -73,8 +73,8 @@ impl Scheduler {
             // Without a branch, which would be mispredicted: any row may need a block.
             plan.unsent[num_unsent] = i as u32;
             num_unsent += usize::from(row.num_sent * block_size < decode.covered);
-            out.set(i, decode.row, (decode.k, entry.drafter), row.num_sent * block_size, decode.n_upper);
-            entries.push(entry);
+            out.set(i, decode.row, (decode.k, sequence.drafter), row.num_sent * block_size, decode.n_upper);
+            sequences.push(sequence);
         }
         for &i in &plan.unsent[..num_unsent] {
             let decode = &plan.decodes[i as usize];
@@ -96,7 +96,13 @@ impl Scheduler {
         }
     }
 
-    fn write_chunks(&mut self, plan: &Plan, record: &mut [i64], header: &mut LaunchHeader, entries: &mut Vec<Entry>) {
+    fn write_chunks(
+        &mut self,
+        plan: &Plan,
+        record: &mut [i64],
+        header: &mut StepHeader,
+        sequences: &mut Vec<Sequence>,
+    ) {
         let layout = self.record_layout;
         record[layout.prefill_q_start.offset] = 0;
         for (j, chunk) in plan.chunks.iter().enumerate() {
@@ -113,7 +119,7 @@ impl Scheduler {
             updates.extend(chunk.row, row, end, self.config.block_size);
             header.num_block_updates = updates.len;
             out.set(
-                entries.len(),
+                sequences.len(),
                 chunk.row,
                 (0, DrafterKind::Device),
                 row.num_sent * self.config.block_size,
@@ -123,7 +129,7 @@ impl Scheduler {
             record[layout.chunk_len.offset + j] = chunk.len as i64;
             record[layout.chunk_is_last.offset + j] = i64::from(is_last);
             let drafter = DrafterKind::Device;
-            entries.push(Entry { row: chunk.row, emit_upper: u32::from(is_last), chunk_end: end as u32, drafter });
+            sequences.push(Sequence { row: chunk.row, emit_upper: u32::from(is_last), chunk_end: end as u32, drafter });
 
             let tokens = &self.requests[row.request].tokens[chunk.start..end];
             let first = header.num_prefill_tokens;
@@ -136,7 +142,7 @@ impl Scheduler {
         }
     }
 
-    fn write_draft_chunks(&mut self, plan: &Plan, record: &mut [i64], header: &mut LaunchHeader) {
+    fn write_draft_chunks(&mut self, plan: &Plan, record: &mut [i64], header: &mut StepHeader) {
         let layout = self.record_layout;
         record[layout.draft_q_start.offset] = 0;
         for (j, chunk) in plan.draft_chunks.iter().enumerate() {
@@ -171,7 +177,7 @@ impl Scheduler {
         }
     }
 
-    fn write_admissions(&self, plan: &Plan, record: &mut [i64], header: &mut LaunchHeader) {
+    fn write_admissions(&self, plan: &Plan, record: &mut [i64], header: &mut StepHeader) {
         let layout = self.record_layout;
         record[layout.admit_constraint_start.offset] = 0;
         for (i, &row_index) in plan.admitted.iter().enumerate() {
@@ -218,8 +224,8 @@ impl Scheduler {
     }
 }
 
-/// Sections of the record with an element for each entry.
-struct Entries<'a> {
+/// Sections of the record with an element for each sequence.
+struct Sequences<'a> {
     row: &'a mut [i64],
     k: &'a mut [i64],
     drafter: &'a mut [i64],
@@ -227,7 +233,7 @@ struct Entries<'a> {
     n_upper: &'a mut [i64],
 }
 
-impl Entries<'_> {
+impl Sequences<'_> {
     #[inline]
     fn set(
         &mut self,
@@ -268,16 +274,16 @@ impl BlockUpdates<'_> {
     }
 }
 
-/// Splits a record into the sections of entries and of block updates.
-fn split<'a>(layout: &RecordLayout, record: &'a mut [i64]) -> (Entries<'a>, BlockUpdates<'a>) {
-    let RecordLayout { entry_row, entry_k, entry_drafter, entry_capacity, entry_n_upper, .. } = *layout;
+/// Splits a record into the sections of sequences and of block updates.
+fn split<'a>(layout: &RecordLayout, record: &'a mut [i64]) -> (Sequences<'a>, BlockUpdates<'a>) {
+    let RecordLayout { seq_row, seq_k, seq_drafter, seq_capacity, seq_n_upper, .. } = *layout;
     let RecordLayout { block_row, block_index, block_id, .. } = *layout;
-    let sections = [entry_row, entry_k, entry_drafter, entry_capacity, entry_n_upper, block_row, block_index, block_id];
+    let sections = [seq_row, seq_k, seq_drafter, seq_capacity, seq_n_upper, block_row, block_index, block_id];
     let sections = sections.map(Section::range);
     let Ok([row, k, drafter, capacity, n_upper, block_row, index, block]) = record.get_disjoint_mut(sections) else {
         unreachable!("sections are disjoint");
     };
-    (Entries { row, k, drafter, capacity, n_upper }, BlockUpdates { row: block_row, index, block, len: 0 })
+    (Sequences { row, k, drafter, capacity, n_upper }, BlockUpdates { row: block_row, index, block, len: 0 })
 }
 
 fn write_tokens(out: &mut [i64], tokens: &[u32]) {
@@ -292,7 +298,7 @@ fn write_positions(out: &mut [i64], start: usize) {
     }
 }
 
-/// Sorts the decode entries by K descending, those of equal K by importance, with a counting sort.
+/// Sorts the decoding sequences by K descending, those of equal K by importance, with a counting sort.
 fn sort_by_k(plan: &mut Plan, max_k: usize) {
     // As a rule all draft the same.
     if plan.decodes.is_sorted_by(|a, b| a.k >= b.k) {

@@ -12,7 +12,7 @@ pub(super) type RequestIndex = u32;
 /// Order of requests, smaller first: priority minus the bonus for arriving earlier, then arrival.
 pub(super) type Order = (i128, u64);
 
-/// State of a request. Fields that every launch reads come first, in one cache line.
+/// State of a request. Fields that every step reads come first, in one cache line.
 #[derive(Clone, Debug)]
 #[repr(C, align(64))]
 pub(super) struct Request {

@@ -1,10 +1,10 @@
-//! Row of device state and the lease on it: the request that runs there, its blocks, and its launches in flight.
+//! Row of device state and the lease on it: the request that runs there, its blocks, and its steps in flight.
 //!
 //! The row index names the lease. A row is live while its request runs. When the request ends or is preempted, the row
-//! is closed. Its results in flight will be dropped, and it keeps its blocks and claims until the last such launch has
+//! is closed. Its results in flight will be dropped, and it keeps its blocks and claims until the last such step has
 //! settled.
 
-use super::prefill_costs::LaunchWork;
+use super::prefill_costs::StepWork;
 use super::request::{Request, RequestIndex};
 use crate::drafts::DrafterKind;
 
@@ -21,7 +21,7 @@ pub(super) enum RowState {
     Closed,
 }
 
-/// State of a row. The field order keeps it within two cache lines, because in a large batch every line that a launch
+/// State of a row. The field order keeps it within two cache lines, because in a large batch every line that a step
 /// reads is a cache miss.
 #[derive(Clone, Debug, Default)]
 #[repr(C, align(64))]
@@ -35,18 +35,18 @@ pub(super) struct Row {
     pub(super) k: u32,
     /// Maximum K of the running request.
     pub(super) max_k: u32,
-    /// Maximum number of tokens that entries in flight can emit.
+    /// Maximum number of tokens that the row can emit in the steps in flight.
     pub(super) emit_upper: u32,
-    /// Number of positions with valid draft KV after all planned launches. It is exact while `drafting` is 0, and a
+    /// Number of positions with valid draft KV after all planned steps. It is exact while `drafting` is 0, and a
     /// settled value otherwise.
     pub(super) draft_len: usize,
     /// Number of block table entries that records have sent to the device; later ones are reserved.
     pub(super) num_sent: usize,
-    /// Number of entries in flight.
+    /// Number of steps in flight that name the row.
     pub(super) in_flight: u32,
-    /// Number of entries in flight that emit tokens.
+    /// Number of steps in flight in which the row emits tokens.
     pub(super) emitting: u32,
-    /// Number of entries in flight that draft on the device.
+    /// Number of steps in flight in which the row drafts on the device.
     pub(super) drafting: u32,
     /// Running request; meaningful only while the row is live.
     pub(super) request: RequestIndex,
@@ -61,17 +61,17 @@ pub(super) struct Row {
     pub(super) num_registered: usize,
     /// Number of first blocks that are settled with regard to mark D (valid draft KV) and are not checked again.
     pub(super) num_draft_marked: usize,
-    /// Number of entries with K = 0 planned since the last one with K > 0. The lag after drafting may have grown by as
-    /// many tokens.
+    /// Number of steps with K = 0 for the row since the last one with K > 0. The lag after drafting may have grown by
+    /// as many tokens.
     pub(super) idle_drafts: u32,
     pub(super) state: RowState,
     /// Whether no planner has been asked about the request yet.
     pub(super) fresh: bool,
-    /// Drafter of the row in the next launch.
+    /// Drafter of the row in the next step.
     pub(super) drafter: DrafterKind,
-    /// Whether [`super::Scheduler::speculate`] has chosen the drafter for the next launch.
+    /// Whether [`super::Scheduler::speculate`] has chosen the drafter for the next step.
     pub(super) decided: bool,
-    /// Whether the draft KV from block `num_draft_marked` on must be rebuilt, once no launch in flight drafts for the
+    /// Whether the draft KV from block `num_draft_marked` on must be rebuilt, once no step in flight drafts for the
     /// row.
     pub(super) rebuild: bool,
     /// Whether `draft_len` moved without a chunk that tells the device. The row's next chunk does so, even if it has
@@ -79,7 +79,7 @@ pub(super) struct Row {
     pub(super) draft_len_moved: bool,
     /// Number of first blocks that lie before every window to come, and that returned to the pool.
     pub(super) first_block: usize,
-    /// Id of the last launch with a draft catch-up chunk of this row.
+    /// Id of the last step with a draft catch-up chunk of this row.
     pub(super) last_catch_up: u64,
 }
 
@@ -128,43 +128,43 @@ impl Row {
     }
 }
 
-/// Value of `Row::idle_drafts` if an entry in flight, or one before it, was to draft and did not.
+/// Value of `Row::idle_drafts` if the row was to draft in a step in flight, or before it, and did not.
 pub(super) const UNKNOWN_LAG: u32 = 1 << 30;
 
-/// Part of one row in a launch.
+/// Part of one row in a step.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Entry {
+pub(super) struct Sequence {
     pub(super) row: RowIndex,
-    /// Maximum number of tokens that the entry can emit: K + 1 for a decode entry, 1 for a prompt's last chunk, 0 for
-    /// another chunk.
+    /// Maximum number of tokens that the sequence can emit: K + 1 for a decoding sequence, 1 for a prompt's last chunk,
+    /// 0 for another chunk.
     pub(super) emit_upper: u32,
     /// End position of a prompt chunk that does not end its prompt.
     pub(super) chunk_end: u32,
-    /// Drafter of the entry's drafts.
+    /// Drafter of the sequence's drafts.
     pub(super) drafter: DrafterKind,
 }
 
-impl Entry {
+impl Sequence {
     /// Returns the number of draft tokens; 0 for a chunk.
     pub(super) fn k(self) -> u32 {
         self.emit_upper.saturating_sub(1)
     }
 
-    /// Returns whether the entry drafts on the device, so that its draft KV is written.
+    /// Returns whether the sequence drafts on the device, so that its draft KV is written.
     pub(super) fn drafts_on_device(self) -> bool {
         self.emit_upper > 1 && self.drafter == DrafterKind::Device
     }
 
-    /// Returns whether the entry emits tokens. An entry that does not is a chunk that does not end its prompt.
+    /// Returns whether the sequence emits tokens. A sequence that does not is a chunk that does not end its prompt.
     pub(super) fn emits(self) -> bool {
         self.emit_upper > 0
     }
 }
 
-/// Planned launch that has not settled.
+/// Planned step that has not settled.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Launch {
+pub(super) struct Step {
     pub(super) id: u64,
-    pub(super) entries: Vec<Entry>,
-    pub(super) work: LaunchWork,
+    pub(super) sequences: Vec<Sequence>,
+    pub(super) work: StepWork,
 }

@@ -5,8 +5,8 @@
 //! Without a drafter that has KV, it is due as soon as it has mark T (valid target KV). A due block that is evicted
 //! before the host takes it is lost to the host.
 //!
-//! A head that reads hidden states writes the KV of a prompt's chunk in the launch after the chunk's. Its marks count
-//! here once that launch has settled.
+//! A head that reads hidden states writes the KV of a prompt's chunk in the step after the chunk's. Its marks count
+//! here once that step has settled.
 //!
 //! A request can wait until the host has copied in blocks of its prompt. The wait begins when all else is there that
 //! its admission needs, so what is loaded is used at once.
@@ -64,7 +64,7 @@ enum Saved {
 struct BlockState {
     saved: Saved,
     is_queued: bool,
-    /// Id of the launch after which the block's draft KV is written, if the block has mark D.
+    /// Id of the step after which the block's draft KV is written, if the block has mark D.
     drafted_by: u64,
 }
 
@@ -74,9 +74,9 @@ pub(super) struct SaveLog {
     /// Blocks that became due, each once. Blocks evicted since are skipped when the host takes them.
     due: VecDeque<u32>,
     states: Vec<BlockState>,
-    /// Blocks with mark D whose draft KV a launch that has not settled will write.
+    /// Blocks with mark D whose draft KV a step that has not settled will write.
     drafted_later: Vec<u32>,
-    /// Id of the launch that settled last.
+    /// Id of the step that settled last.
     settled: u64,
     pub(super) outputs: VecDeque<EndedOutput>,
 }
@@ -103,7 +103,7 @@ impl SaveLog {
         }
     }
 
-    /// Notes that a block got mark D in the launch that settles. `is_later` says that the next launch writes the draft
+    /// Notes that a block got mark D in the step that settles. `is_later` says that the next step writes the draft
     /// KV.
     pub(super) fn drafted(&mut self, block: i64, is_later: bool) {
         self.states[block as usize].drafted_by = self.settled + u64::from(is_later);
@@ -114,14 +114,14 @@ impl SaveLog {
         }
     }
 
-    /// Notes that a launch settles: blocks whose draft KV it has written are due.
-    pub(super) fn settles(&mut self, launch_id: u64) {
-        self.settled = launch_id;
+    /// Notes that a step settles: blocks whose draft KV it has written are due.
+    pub(super) fn settles(&mut self, step_id: u64) {
+        self.settled = step_id;
         if self.drafted_later.is_empty() {
             return;
         }
         for block in std::mem::take(&mut self.drafted_later) {
-            if self.states[block as usize].drafted_by <= launch_id {
+            if self.states[block as usize].drafted_by <= step_id {
                 self.due(i64::from(block));
             } else {
                 self.drafted_later.push(block);
@@ -267,7 +267,7 @@ impl Scheduler {
 
     /// Puts blocks `first, first + 1, ..` of a live request's prompt into the prefix cache, one for each of `drafts`.
     /// An element says whether the draft KV that the host has is valid, as in [`DueBlock::draft`]. Returns the ids of
-    /// the blocks, whose KV the host must fill before the next launch. An id is `None` if the block was cached already.
+    /// the blocks, whose KV the host must fill before the next step. An id is `None` if the block was cached already.
     /// There are fewer ids if the pool has too few blocks that no request holds.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 use super::Scheduler;
 use super::layout::{self, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, ResultsLayout, Section};
 use super::lifecycle::is_token;
-use super::row::{Entry, Launch, RowIndex, RowState, UNKNOWN_LAG};
+use super::row::{RowIndex, RowState, Sequence, Step, UNKNOWN_LAG};
 use crate::drafts::DrafterKind;
 use crate::error::{Error, Result, check_len};
 use crate::sampling::STEP_EXTRAS;
@@ -13,7 +13,7 @@ const FATAL: i64 = layout::FLAG_TARGET_NON_FINITE | layout::FLAG_CAPACITY | layo
 /// All flags that a device may report.
 const ALL_FLAGS: i64 = FATAL | layout::FLAG_DRAFT_NON_FINITE | layout::FLAG_NOTHING_DRAFTED;
 
-/// Counts, flags and finish reason that the device reports for one entry. Its tokens are passed separately.
+/// Counts, flags and finish reason that the device reports for one sequence. Its tokens are passed separately.
 #[derive(Clone, Copy, Debug)]
 struct Report {
     emitted: i64,
@@ -46,7 +46,7 @@ impl<'a> Reports<'a> {
         }
     }
 
-    /// Iterates over the entries: each entry's report, and the `width` tokens that the buffer has room for.
+    /// Iterates over the sequences: each sequence's report, and the `width` tokens that the buffer has room for.
     fn iter(self, width: usize) -> impl Iterator<Item = (Report, &'a [i64])> {
         let counts = self.emitted.iter().zip(self.accepted).zip(self.drafted).zip(self.flags).zip(self.finish_reason);
         counts.zip(self.tokens.chunks_exact(width)).map(
@@ -57,20 +57,20 @@ impl<'a> Reports<'a> {
     }
 }
 
-/// Settled result of one entry.
+/// Settled result of one sequence.
 struct Settled {
     request_id: i64,
     num_new: usize,
     finish_reason: i64,
 }
 
-/// Row with blocks that may have become complete in the launch being settled.
+/// Row with blocks that may have become complete in the step being settled.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Publication {
     row: RowIndex,
     /// Number of positions with settled target KV.
     target_len: u32,
-    /// Whether the draft KV up to `draft_len` is known to be finite. It is if the row drafted in this launch, or if the
+    /// Whether the draft KV up to `draft_len` is known to be finite. It is if the row drafted in this step, or if the
     /// draft KV is made of the target's finite hidden states.
     drafted: bool,
 }
@@ -78,28 +78,28 @@ pub(super) struct Publication {
 const DROPPED: Settled = Settled { request_id: -1, num_new: 0, finish_reason: FINISH_NONE };
 
 impl Scheduler {
-    /// Takes the results of the oldest launch in flight and writes the settled result of each entry into `settled`.
-    /// Elements after the launch's entries are -1, 0 and 0.
+    /// Takes the results of the oldest step in flight and writes the settled result of each sequence into `settled`.
+    /// Elements after the step's sequences are -1, 0 and 0.
     ///
     /// # Errors
-    /// [`Error::SettleOrder`] if another launch is the oldest in flight. [`Error::InvalidBuffer`] if a buffer does not
-    /// have its layout's size. [`Error::InvalidResults`] if the launch cannot have had these results. Nothing has
+    /// [`Error::SettleOrder`] if another step is the oldest in flight. [`Error::InvalidBuffer`] if a buffer does not
+    /// have its layout's size. [`Error::InvalidResults`] if the step cannot have had these results. Nothing has
     /// changed then.
-    pub fn settle(&mut self, launch_id: u64, results: &[i64], settled: &mut [i64]) -> Result<()> {
+    pub fn settle(&mut self, step_id: u64, results: &[i64], settled: &mut [i64]) -> Result<()> {
         check_len("results", results.len(), self.results_layout.size)?;
         check_len("settled", settled.len(), self.settled_layout.size)?;
-        let expected = self.launches.front().map(|launch| launch.id);
-        if expected != Some(launch_id) {
-            return Err(Error::SettleOrder { launch_id, expected });
+        let expected = self.steps.front().map(|step| step.id);
+        if expected != Some(step_id) {
+            return Err(Error::SettleOrder { step_id, expected });
         }
-        self.validate_results(&self.launches[0], results)?;
+        self.validate_results(&self.steps[0], results)?;
 
-        let Some(launch) = self.launches.pop_front() else { return Ok(()) };
-        self.settled = Some((launch.id, launch.work));
+        let Some(step) = self.steps.pop_front() else { return Ok(()) };
+        self.settled = Some((step.id, step.work));
         if let Some(saves) = &mut self.saves {
-            saves.settles(launch.id);
+            saves.settles(step.id);
         }
-        let (used, layout) = (launch.entries.len(), self.settled_layout);
+        let (used, layout) = (step.sequences.len(), self.settled_layout);
         let sections = [layout.request_id, layout.num_new, layout.finish_reason].map(Section::range);
         let Ok([ids, counts, reasons]) = settled.get_disjoint_mut(sections) else {
             unreachable!("sections are disjoint")
@@ -110,51 +110,51 @@ impl Scheduler {
         let (reports, width) = (Reports::new(&self.results_layout, results), self.config.num_speculative_tokens + 1);
         let out = ids.iter_mut().zip(counts).zip(reasons);
         self.num_unpublished = 0;
-        for ((&entry, (report, tokens)), ((id, count), reason)) in
-            launch.entries.iter().zip(reports.iter(width)).zip(out)
+        for ((&sequence, (report, tokens)), ((id, count), reason)) in
+            step.sequences.iter().zip(reports.iter(width)).zip(out)
         {
-            let entry = self.settle_entry(entry, report, tokens)?;
-            (*id, *count, *reason) = (entry.request_id, entry.num_new as i64, entry.finish_reason);
+            let sequence = self.settle_sequence(sequence, report, tokens)?;
+            (*id, *count, *reason) = (sequence.request_id, sequence.num_new as i64, sequence.finish_reason);
         }
         self.host_drafts.learned();
         for index in 0..self.num_unpublished {
             self.publish(self.unpublished[index])?;
         }
         if self.config.has_windows() {
-            self.return_behind_windows(&launch)?;
+            self.return_behind_windows(&step)?;
         }
-        self.spare_launches.push(launch);
+        self.spare_steps.push(step);
         Ok(())
     }
 
     #[cold]
-    fn invalid(&self, entry: usize, field: &'static str, value: i64, allowed: String) -> Error {
-        let launch_id = self.launches.front().map_or(0, |launch| launch.id);
-        Error::InvalidResults { launch_id, entry, field, value, allowed }
+    fn invalid(&self, sequence: usize, field: &'static str, value: i64, allowed: String) -> Error {
+        let step_id = self.steps.front().map_or(0, |step| step.id);
+        Error::InvalidResults { step_id, sequence, field, value, allowed }
     }
 
-    fn validate_results(&self, launch: &Launch, results: &[i64]) -> Result<()> {
+    fn validate_results(&self, step: &Step, results: &[i64]) -> Result<()> {
         let (reports, width) = (Reports::new(&self.results_layout, results), self.config.num_speculative_tokens + 1);
         // All bits of all tokens together first: a loop over those that a row emits mispredicts its end.
         let all_tokens =
-            is_token(reports.tokens[..launch.entries.len() * width].iter().fold(0, |bits, token| bits | token));
-        for (index, (&entry, (report, tokens))) in launch.entries.iter().zip(reports.iter(width)).enumerate() {
+            is_token(reports.tokens[..step.sequences.len() * width].iter().fold(0, |bits, token| bits | token));
+        for (index, (&sequence, (report, tokens))) in step.sequences.iter().zip(reports.iter(width)).enumerate() {
             let Report { emitted, accepted, drafted, flags, finish_reason } = report;
-            let k = i64::from(entry.k());
+            let k = i64::from(sequence.k());
             if flags & !ALL_FLAGS != 0 {
                 return Err(self.invalid(index, "flags", flags, format!("bits of {ALL_FLAGS}")));
             }
             if !(0..=k).contains(&drafted) {
-                return Err(self.invalid(index, "num_drafted", drafted, format!("0 to the entry's K = {k}")));
+                return Err(self.invalid(index, "num_drafted", drafted, format!("0 to the sequence's K = {k}")));
             }
             if !(0..=drafted).contains(&accepted) {
                 return Err(self.invalid(index, "num_accepted", accepted, format!("0 to num_drafted = {drafted}")));
             }
-            let most = if entry.emits() { accepted + 1 } else { 0 };
+            let most = if sequence.emits() { accepted + 1 } else { 0 };
             if !(0..=most).contains(&emitted) {
                 return Err(self.invalid(index, "num_emitted", emitted, format!("0 to {most}")));
             }
-            let row = &self.rows[entry.row as usize];
+            let row = &self.rows[sequence.row as usize];
             if row.state != RowState::Live || flags & FATAL != 0 {
                 continue;
             }
@@ -166,7 +166,7 @@ impl Scheduler {
             if emitted == most && emitted < room && finish_reason == FINISH_NONE {
                 continue;
             }
-            self.validate_end(index, entry.row, most, &report, tokens)?;
+            self.validate_end(index, sequence.row, most, &report, tokens)?;
         }
         Ok(())
     }
@@ -200,75 +200,75 @@ impl Scheduler {
         Err(self.invalid(index, "finish_reason", finish_reason, allowed))
     }
 
-    fn settle_entry(&mut self, entry: Entry, report: Report, tokens: &[i64]) -> Result<Settled> {
+    fn settle_sequence(&mut self, sequence: Sequence, report: Report, tokens: &[i64]) -> Result<Settled> {
         let Report { emitted, accepted, drafted, flags, finish_reason } = report;
         let (accepted, drafted) = (accepted as usize, drafted as usize);
-        let row = &mut self.rows[entry.row as usize];
+        let row = &mut self.rows[sequence.row as usize];
         row.in_flight -= 1;
         if row.state == RowState::Closed {
             if row.in_flight == 0 {
-                self.release(entry.row)?;
+                self.release(sequence.row)?;
             }
             return Ok(DROPPED);
         }
-        row.emitting -= u32::from(entry.emits());
-        row.drafting -= u32::from(entry.drafts_on_device());
-        row.emit_upper -= entry.emit_upper;
+        row.emitting -= u32::from(sequence.emits());
+        row.drafting -= u32::from(sequence.drafts_on_device());
+        row.emit_upper -= sequence.emit_upper;
         let request = &mut self.requests[row.request];
         let request_id = request.id;
         if flags & FATAL != 0 {
-            self.end(entry.row)?;
+            self.end(sequence.row)?;
             return Ok(Settled { request_id, num_new: 0, finish_reason: FINISH_ERROR });
         }
 
         let n = row.n;
         let num_new = emitted as usize;
-        if self.host_drafts.learns() && entry.chunk_end == 0 {
+        if self.host_drafts.learns() && sequence.chunk_end == 0 {
             let whose = (request.order.1, n);
             // Asked in vain is a first draft that did not stand: it took as long, and promises as little.
-            let in_vain = usize::from(flags & layout::FLAG_NOTHING_DRAFTED != 0 && entry.drafts_on_device());
+            let in_vain = usize::from(flags & layout::FLAG_NOTHING_DRAFTED != 0 && sequence.drafts_on_device());
             self.host_drafts.learn(
-                entry.row,
+                sequence.row,
                 whose,
-                (drafted.max(in_vain), accepted, entry.drafter),
+                (drafted.max(in_vain), accepted, sequence.drafter),
                 &tokens[..num_new],
             );
         }
         request.append(tokens, num_new);
         row.n = n + num_new;
-        let drafted_on_device = drafted > 0 && entry.drafter == DrafterKind::Device;
-        if entry.drafts_on_device() && drafted == 0 {
+        let drafted_on_device = drafted > 0 && sequence.drafter == DrafterKind::Device;
+        if sequence.drafts_on_device() && drafted == 0 {
             // It did not draft after all, so how far its draft KV lags is known only once nothing in flight drafts.
             row.idle_drafts = UNKNOWN_LAG;
         }
         if drafted > 0 {
             self.acceptance.record(drafted, accepted)?;
-            if entry.drafter != DrafterKind::Device {
-                self.acceptance_on_host[entry.drafter as usize - 1].record(drafted, accepted)?;
+            if sequence.drafter != DrafterKind::Device {
+                self.acceptance_on_host[sequence.drafter as usize - 1].record(drafted, accepted)?;
             }
         }
         let from_hidden = self.drafts.from_hidden;
         if from_hidden {
-            self.settle_hidden(entry, n, if drafted_on_device { drafted } else { 0 });
+            self.settle_hidden(sequence, n, if drafted_on_device { drafted } else { 0 });
         } else if drafted_on_device {
             row.draft_len = self.config.drafter.draft_len_after(n, drafted, row.n);
         }
-        let row = &mut self.rows[entry.row as usize];
+        let row = &mut self.rows[sequence.row as usize];
         let request = &mut self.requests[row.request];
         if flags & layout::FLAG_DRAFT_NON_FINITE != 0 {
             request.draft_failed = true;
             (row.k, row.max_k) = (0, 0);
             for &block in row.registered_blocks() {
-                self.pool.release_claim(block, entry.row);
+                self.pool.release_claim(block, sequence.row);
             }
             if from_hidden {
-                self.unmark_broken(entry.row)?;
+                self.unmark_broken(sequence.row)?;
             }
         }
-        let row = &self.rows[entry.row as usize];
-        let target_len = if entry.emits() { row.n - 1 } else { entry.chunk_end as usize };
+        let row = &self.rows[sequence.row as usize];
+        let target_len = if sequence.emits() { row.n - 1 } else { sequence.chunk_end as usize };
         let publication =
-            Publication { row: entry.row, target_len: target_len as u32, drafted: drafted_on_device || from_hidden };
+            Publication { row: sequence.row, target_len: target_len as u32, drafted: drafted_on_device || from_hidden };
         // Without a branch, which would be mispredicted: any row may complete a block.
         let block_size = self.config.block_size;
         let target_complete = u32::from((row.num_registered + 1) * block_size <= target_len);
@@ -283,7 +283,7 @@ impl Scheduler {
         if publishes {
             self.publish(publication)?;
         }
-        self.end(entry.row)?;
+        self.end(sequence.row)?;
         Ok(Settled { request_id, num_new, finish_reason })
     }
 
@@ -297,7 +297,7 @@ impl Scheduler {
         while (row.num_registered + 1) * block_size <= target_len as usize {
             let index = row.num_registered;
             let hash = request.block_hash(index, block_size, &self.hasher);
-            // A launch in flight may be writing draft KV into this block, so no other row may.
+            // A step in flight may be writing draft KV into this block, so no other row may.
             let drafting =
                 (row.drafting > 0 || index * block_size < row.draft_len || self.drafts.from_hidden) && !row.rebuild;
             if self.pool.register(row.blocks[index], hash)? {

@@ -1,30 +1,30 @@
-//! Choice of K by a planner for each launch, and rebuilding of draft KV. Decides neither how deep to draft nor whose KV
+//! Choice of K by a planner for each step, and rebuilding of draft KV. Decides neither how deep to draft nor whose KV
 //! is broken.
 
 use super::Scheduler;
-use super::layout::{FLAG_NOTHING_DRAFTED, LaunchHeader};
+use super::layout::{FLAG_NOTHING_DRAFTED, StepHeader};
 use super::row::{Row, RowIndex, RowState};
 use crate::drafts::DrafterKind;
 use crate::error::{Error, Result, check_len};
 use crate::planner::SpeculationPlanner;
 
-/// Buffers for a planner's inputs and answers, by decoding row; kept between launches to reuse their allocations.
+/// Buffers for a planner's inputs and answers, by decoding row; kept between steps to reuse their allocations.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Speculation {
     rows: Vec<i64>,
     caps: Vec<i64>,
     lags: Vec<i64>,
     ks: Vec<i64>,
-    /// Number of verified drafts by decode entry, an input of the planner.
+    /// Number of verified drafts by decoding sequence, an input of the planner.
     drafted: Vec<i64>,
-    /// Number of accepted drafts by decode entry, an input of the planner.
+    /// Number of accepted drafts by decoding sequence, an input of the planner.
     accepted: Vec<i64>,
 }
 
 impl Scheduler {
     /// Lets `planner` choose the K of each request for the next [`Self::plan`], within the request's own
     /// `num_speculative_tokens`. Also rebuilds the draft KV of requests whose acceptance the planner found collapsed.
-    /// Without this call a request keeps the K chosen last, at first its own. After the launch, pass its results to the
+    /// Without this call a request keeps the K chosen last, at first its own. After the step, pass its results to the
     /// planner with [`Self::tell`].
     ///
     /// # Errors
@@ -88,8 +88,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Passes the results of a launch to `planner`, from its record and its results. `ms` is the launch's duration,
-    /// which counts if the launch did nothing but decode. An entry whose drafter had nothing to propose counts as one
+    /// Passes the results of a step to `planner`, from its record and its results. `ms` is the step's duration,
+    /// which counts if the step did nothing but decode. A sequence whose drafter had nothing to propose counts as one
     /// rejected draft. With drafters on the device and on the host, the planner gets only the device's drafts; the
     /// scheduler judges the host's itself. Drafts that come with a request, from its grammar or its prediction, are
     /// never passed to the planner.
@@ -107,7 +107,7 @@ impl Scheduler {
     ) -> Result<()> {
         check_len("record", record.len(), self.record_layout.size)?;
         check_len("results", results.len(), self.results_layout.size)?;
-        let header = LaunchHeader::read(record);
+        let header = StepHeader::read(record);
         let (record, results) = (self.record_layout.view(record), self.results_layout.view(results));
         let mixes = self.drafts.has_kv && self.drafts.on_host;
         let mut told = std::mem::take(&mut self.speculation);
@@ -115,17 +115,17 @@ impl Scheduler {
             list.clear();
         }
         let mut timed = header.num_prefill + header.num_draft_chunks == 0;
-        for entry in 0..header.num_decode.min(record.entry_row.len()) {
-            let of_request = DrafterKind::OF_REQUESTS.iter().any(|&kind| kind as i64 == record.entry_drafter[entry]);
-            if of_request || mixes && record.entry_drafter[entry] != DrafterKind::Device as i64 {
+        for sequence in 0..header.num_decode.min(record.seq_row.len()) {
+            let of_request = DrafterKind::OF_REQUESTS.iter().any(|&kind| kind as i64 == record.seq_drafter[sequence]);
+            if of_request || mixes && record.seq_drafter[sequence] != DrafterKind::Device as i64 {
                 timed = false;
                 continue;
             }
-            let in_vain = i64::from(results.flags[entry] & FLAG_NOTHING_DRAFTED != 0);
-            told.rows.push(record.entry_row[entry]);
-            told.ks.push(record.entry_k[entry]);
-            told.drafted.push(results.num_drafted[entry].max(in_vain));
-            told.accepted.push(results.num_accepted[entry]);
+            let in_vain = i64::from(results.flags[sequence] & FLAG_NOTHING_DRAFTED != 0);
+            told.rows.push(record.seq_row[sequence]);
+            told.ks.push(record.seq_k[sequence]);
+            told.drafted.push(results.num_drafted[sequence].max(in_vain));
+            told.accepted.push(results.num_accepted[sequence]);
         }
         let done = if header.num_decode == 0 {
             Ok(())
@@ -151,7 +151,7 @@ impl Scheduler {
     /// way, from that block on.
     ///
     /// For a head that reads hidden states, rows that share a block start anew whether it was marked or not. A row
-    /// whose drafts were not finite has lost its marks, and others may have continued from its blocks before. Launches
+    /// whose drafts were not finite has lost its marks, and others may have continued from its blocks before. Steps
     /// in flight may still draft for these rows; they set no marks, and the rows start anew after they have settled.
     fn discard_draft(&mut self, row: RowIndex) -> Result<()> {
         self.discard_from(vec![(row, 0)])
@@ -189,7 +189,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Begins a requested rebuild, unless a launch in flight still drafts for the row: the device would continue from
+    /// Begins a requested rebuild, unless a step in flight still drafts for the row: the device would continue from
     /// its KV.
     pub(super) fn begin_rebuild(&mut self, row_index: RowIndex) {
         let block_size = self.config.block_size;

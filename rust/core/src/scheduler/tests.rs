@@ -9,7 +9,7 @@ use crate::error::Error;
 /// Name of a contradiction, and a function that brings it about in a scheduler.
 type Damage = (&'static str, fn(&mut Scheduler));
 
-/// Makes a scheduler with two running requests, one waiting, a launch in flight, and a closed row.
+/// Makes a scheduler with two running requests, one waiting, a step in flight, and a closed row.
 fn busy() -> Scheduler {
     let config = SchedulerConfig {
         num_speculative_tokens: 2,
@@ -25,10 +25,10 @@ fn busy() -> Scheduler {
     let mut record = vec![0; scheduler.record_layout.size];
     let mut settled = vec![0; scheduler.settled_layout.size];
     let mut results = vec![0; scheduler.results_layout.size];
-    assert!(matches!(scheduler.plan(&mut record), Ok(PlanOutcome::Launch(_))));
+    assert!(matches!(scheduler.plan(&mut record), Ok(PlanOutcome::Step(_))));
     results[..3].fill(1);
     scheduler.settle(0, &results, &mut settled).unwrap();
-    assert!(matches!(scheduler.plan(&mut record), Ok(PlanOutcome::Launch(_))));
+    assert!(matches!(scheduler.plan(&mut record), Ok(PlanOutcome::Step(_))));
     scheduler.abort(1).unwrap();
     scheduler.check_integrity().unwrap();
     scheduler
@@ -47,7 +47,7 @@ fn the_check_sees_each_contradiction() {
         ("a free row in use", |s| s.free_rows.push(0)),
         ("a row lost", |s| s.rows[1].state = RowState::Free),
         ("a closed row that waits for nothing", |s| s.rows[1].in_flight = 0),
-        ("a live row that miscounts launches", |s| s.rows[0].in_flight = 2),
+        ("a live row that miscounts steps", |s| s.rows[0].in_flight = 2),
         ("a live row that miscounts tokens", |s| s.rows[0].emit_upper += 1),
         ("a live row that miscounts emissions", |s| s.rows[0].emitting = 0),
         ("a live row that miscounts drafts", |s| s.rows[0].drafting += 1),
@@ -65,7 +65,7 @@ fn the_check_sees_each_contradiction() {
             s.pool.free(block).unwrap();
         }),
         ("other tokens than were registered", |s| s.requests[0].tokens[0] = 9),
-        ("launches out of order", |s| s.launches[0].id = 7),
+        ("steps out of order", |s| s.steps[0].id = 7),
     ];
     for (name, damage) in breaks {
         let mut scheduler = busy();
@@ -83,7 +83,7 @@ fn views_are_the_sections_by_name() {
     let view = layout.view(&record);
     assert_eq!(view.header, &record[..super::layout::HEADER_LEN]);
     for (section, slice) in [
-        (layout.entry_row, view.entry_row),
+        (layout.seq_row, view.seq_row),
         (layout.admit_stop_ids, view.admit_stop_ids),
         (layout.upload_token, view.upload_token),
         (layout.constraint, view.constraint),
@@ -98,7 +98,7 @@ fn views_are_the_sections_by_name() {
     assert_eq!(results.iter().filter(|&&value| value != 0).count(), 2);
 }
 
-/// Runs one request of 10 tokens. Returns the numbers of drafts that its launches were planned with, and how often its
+/// Runs one request of 10 tokens. Returns the numbers of drafts that its steps were planned with, and how often its
 /// drafter failed.
 fn run_alone(damage: fn(&mut Scheduler)) -> (Vec<usize>, u64) {
     let config = SchedulerConfig {
@@ -111,7 +111,7 @@ fn run_alone(damage: fn(&mut Scheduler)) -> (Vec<usize>, u64) {
     scheduler.add_request(0, &[1, 2, 1, 2, 1, 2], &params).unwrap();
     let (mut record, mut settled) = (vec![0; scheduler.record_layout.size], vec![0; scheduler.settled_layout.size]);
     let (layout, mut n, mut planned) = (scheduler.results_layout, 6, Vec::new());
-    while let PlanOutcome::Launch(header) = scheduler.plan(&mut record).unwrap() {
+    while let PlanOutcome::Step(header) = scheduler.plan(&mut record).unwrap() {
         planned.push(header.max_k);
         if n == 8 {
             damage(&mut scheduler);
@@ -123,7 +123,7 @@ fn run_alone(damage: fn(&mut Scheduler)) -> (Vec<usize>, u64) {
         results[layout.num_drafted.offset] = header.max_k as i64;
         results[layout.finish_reason.offset] = if n == 16 { FINISH_LENGTH } else { FINISH_NONE };
         results[layout.tokens.offset] = 1 + (n + 1) % 2;
-        scheduler.settle(header.launch_id, &results, &mut settled).unwrap();
+        scheduler.settle(header.step_id, &results, &mut settled).unwrap();
         scheduler.check_integrity().unwrap();
     }
     assert_eq!(n, 16, "it ran to its end");

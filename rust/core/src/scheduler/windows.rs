@@ -1,7 +1,7 @@
 //! Windows of KV: the blocks that return to the pool while their request runs, and the maximum number that a row needs.
 //! Writes no record: the device's block table keeps the entry of a returned block, and no query reads it.
 //!
-//! With a window of W positions, a query at position p reads the KV of `[p + 1 - W, p]`. Launches in flight and later
+//! With a window of W positions, a query at position p reads the KV of `[p + 1 - W, p]`. Steps in flight and later
 //! ones feed a row of n settled tokens positions from n - `lag` on. `lag` is 1, or the number of positions that the
 //! drafter's first pass feeds. For a prompt they feed positions after its last settled chunk. No query reads positions
 //! before the first of these windows, and whole blocks of them return to the pool. Only catch-up chunks begin earlier:
@@ -11,7 +11,7 @@
 //! that. Its first queries lack a part of their windows, so the record says where draft KV begins
 //! (`draft_chunk_k_start`).
 
-use super::row::{Launch, NO_BLOCK, RowIndex, RowState};
+use super::row::{NO_BLOCK, RowIndex, RowState, Step};
 use super::{Scheduler, SchedulerConfig};
 use crate::error::Result;
 
@@ -36,7 +36,7 @@ impl SchedulerConfig {
         (0..self.num_groups()).map(of_group).sum()
     }
 
-    /// Returns the maximum number of blocks of a group that a row is expected to hold, with a whole launch's tokens
+    /// Returns the maximum number of blocks of a group that a row is expected to hold, with a whole step's tokens
     /// ahead of its window. `None` for a group without a window.
     pub(super) fn most_blocks_held(&self, group: usize) -> Option<usize> {
         let len = self.max_num_batched_tokens + self.num_speculative_tokens + 1;
@@ -51,18 +51,18 @@ impl Scheduler {
         self.config.least_blocks(limit)
     }
 
-    /// Returns blocks that the rows of a just settled launch no longer need to the pool. The launch's blocks must have
+    /// Returns blocks that the rows of a just settled step no longer need to the pool. The step's blocks must have
     /// been published.
-    pub(super) fn return_behind_windows(&mut self, launch: &Launch) -> Result<()> {
-        for entry in &launch.entries {
-            let row = &self.rows[entry.row as usize];
+    pub(super) fn return_behind_windows(&mut self, step: &Step) -> Result<()> {
+        for sequence in &step.sequences {
+            let row = &self.rows[sequence.row as usize];
             if row.state != RowState::Live {
                 continue;
             }
-            let n = if entry.emits() { row.n } else { entry.chunk_end as usize + 1 };
-            self.groups.return_blocks(entry.row, n, &self.config, &mut self.pool)?;
-            if row.last_catch_up <= launch.id {
-                self.return_blocks(entry.row, self.config.first_block_read(0, n))?;
+            let n = if sequence.emits() { row.n } else { sequence.chunk_end as usize + 1 };
+            self.groups.return_blocks(sequence.row, n, &self.config, &mut self.pool)?;
+            if row.last_catch_up <= step.id {
+                self.return_blocks(sequence.row, self.config.first_block_read(0, n))?;
             }
         }
         Ok(())

@@ -9,10 +9,10 @@ use std::collections::HashMap;
 use super::model::{EMPTY, draft_token, extend, lookup, target_token, with_key};
 use specrs_core::sampling::MAX_STOP_IDS;
 use specrs_core::scheduler::layout::{
-    FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID,
+    FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE, HEADER_STEP_ID,
     RecordLayout, Section,
 };
-use specrs_core::scheduler::{LaunchHeader, Scheduler, SchedulerConfig};
+use specrs_core::scheduler::{Scheduler, SchedulerConfig, StepHeader};
 use specrs_core::{Drafter, DrafterKind, HostDrafters};
 
 /// Value of KV after a fault.
@@ -82,7 +82,7 @@ impl Row {
     }
 }
 
-/// Report of one entry.
+/// Report of one sequence.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     pub emitted: Vec<i64>,
@@ -102,7 +102,7 @@ pub struct Device {
     extra_keys: HashMap<i64, Vec<(usize, Vec<u8>)>>,
     /// Row that each request was given last.
     row_of: HashMap<i64, usize>,
-    /// Flags to raise for a request at its next entry that can raise them.
+    /// Flags to raise for a request in its next step that can raise them.
     pub faults: HashMap<i64, i64>,
     /// Number of target and draft tokens computed, chunks included.
     pub target_tokens: usize,
@@ -193,27 +193,27 @@ impl Device {
         self.extra_keys.insert(request_id, extra_keys);
     }
 
-    /// Executes a launch that `scheduler` has just planned. Returns a report per entry.
-    pub fn execute(&mut self, scheduler: &Scheduler, header: LaunchHeader, record: &[i64]) -> Vec<Report> {
+    /// Executes a step that `scheduler` has just planned. Returns a report per sequence.
+    pub fn execute(&mut self, scheduler: &Scheduler, header: StepHeader, record: &[i64]) -> Vec<Report> {
         let layout = *scheduler.record_layout();
         let reader = Reader { record };
-        assert_eq!(record[HEADER_LAUNCH_ID], header.launch_id as i64);
+        assert_eq!(record[HEADER_STEP_ID], header.step_id as i64);
         self.admit(&reader, &layout, header);
         self.update_blocks(&reader, &layout, header);
         for row in self.rows.iter_mut().filter(|row| row.active) {
             let held = |group| scheduler.group_block_table(row.request_id, group).map_or(vec![], <[i64]>::to_vec);
             row.held = (0..self.config.num_groups()).map(held).collect();
         }
-        let num_entries = header.num_decode + header.num_prefill;
-        assert!(num_entries > 0 && num_entries <= self.config.max_num_seqs);
-        for entry in 0..num_entries {
-            let row = &mut self.rows[reader.at(layout.entry_row, entry)];
-            row.capacity = reader.at(layout.entry_capacity, entry);
+        let num_seqs = header.num_decode + header.num_prefill;
+        assert!(num_seqs > 0 && num_seqs <= self.config.max_num_seqs);
+        for sequence in 0..num_seqs {
+            let row = &mut self.rows[reader.at(layout.seq_row, sequence)];
+            row.capacity = reader.at(layout.seq_capacity, sequence);
             let covered = row.tables.iter().map(|table| table.len() * self.config.block_size).min();
             assert!(Some(row.capacity) <= covered, "capacity beyond the tables");
-            assert!(row.tokens.len() <= reader.at(layout.entry_n_upper, entry), "n above its upper bound");
+            assert!(row.tokens.len() <= reader.at(layout.seq_n_upper, sequence), "n above its upper bound");
         }
-        let mut reports = vec![Report::default(); num_entries];
+        let mut reports = vec![Report::default(); num_seqs];
         for j in 0..header.num_prefill {
             reports[header.num_decode + j] = self.prefill(scheduler, &reader, &layout, j, header.num_decode + j);
         }
@@ -223,21 +223,21 @@ impl Device {
         }
         assert_eq!(reader.at(layout.draft_q_start, header.num_draft_chunks), header.num_draft_tokens);
         let mut last_k = header.max_k;
-        for (entry, report) in reports.iter_mut().enumerate().take(header.num_decode) {
-            let k = reader.at(layout.entry_k, entry);
-            assert!(k <= last_k, "decode entries are sorted by K");
+        for (sequence, report) in reports.iter_mut().enumerate().take(header.num_decode) {
+            let k = reader.at(layout.seq_k, sequence);
+            assert!(k <= last_k, "decoding sequences are sorted by K");
             last_k = k;
-            let on_device = reader.at(layout.entry_drafter, entry) == DrafterKind::Device as usize;
+            let on_device = reader.at(layout.seq_drafter, sequence) == DrafterKind::Device as usize;
             let proposed = (!on_device).then(|| {
-                let at = entry * self.config.num_speculative_tokens;
+                let at = sequence * self.config.num_speculative_tokens;
                 (at..at + k).map(|at| reader.signed(layout.draft_token, at)).collect::<Vec<_>>()
             });
-            *report = self.decode(scheduler, reader.at(layout.entry_row, entry), k, proposed);
+            *report = self.decode(scheduler, reader.at(layout.seq_row, sequence), k, proposed);
         }
         reports
     }
 
-    fn admit(&mut self, reader: &Reader<'_>, layout: &RecordLayout, header: LaunchHeader) {
+    fn admit(&mut self, reader: &Reader<'_>, layout: &RecordLayout, header: StepHeader) {
         let mut at = 0;
         for i in 0..header.num_admitted {
             let request_id = reader.signed(layout.admit_request_id, i);
@@ -270,7 +270,7 @@ impl Device {
         assert_eq!(at, header.num_upload_tokens);
     }
 
-    fn update_blocks(&mut self, reader: &Reader<'_>, layout: &RecordLayout, header: LaunchHeader) {
+    fn update_blocks(&mut self, reader: &Reader<'_>, layout: &RecordLayout, header: StepHeader) {
         for i in 0..header.num_block_updates {
             let group = if self.config.num_groups() > 1 { reader.at(layout.block_group, i) } else { 0 };
             let has_window = self.window(group).is_some();
@@ -290,15 +290,15 @@ impl Device {
         reader: &Reader<'_>,
         layout: &RecordLayout,
         j: usize,
-        entry: usize,
+        sequence: usize,
     ) -> Report {
-        let row_index = reader.at(layout.entry_row, entry);
+        let row_index = reader.at(layout.seq_row, sequence);
         let (start, len) = (reader.at(layout.chunk_start, j), reader.at(layout.chunk_len, j));
         let is_last = reader.at(layout.chunk_is_last, j) == 1;
         let row = &self.rows[row_index];
         assert!(len > 0);
         if !row.active {
-            return Report::default(); // a fault in the launch before, which the host has not seen yet
+            return Report::default(); // a fault in the step before, which the host has not seen yet
         }
         assert_eq!(start, row.target_len, "chunks follow each other");
         assert_eq!(start + len == row.tokens.len(), is_last);
@@ -361,7 +361,7 @@ impl Device {
         self.rows[row_index].draft_len = start + len;
     }
 
-    /// Runs a decode entry. `proposed` are the drafts of a drafter on the host.
+    /// Runs a decoding sequence. `proposed` are the drafts of a drafter on the host.
     fn decode(&mut self, scheduler: &Scheduler, row_index: usize, k: usize, proposed: Option<Vec<i64>>) -> Report {
         let row = &self.rows[row_index];
         if !row.active {

@@ -7,7 +7,7 @@ use super::device::{Device, Report};
 use super::model::generate;
 use specrs_core::sampling::LOGPROBS_NONE;
 use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
-use specrs_core::scheduler::{LaunchHeader, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use specrs_core::scheduler::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig, StepHeader};
 use specrs_core::{Error, ExtraKey, Lora, RequestSampling, Result};
 
 /// Request with its own copy of the data that [`RequestParams`] borrows.
@@ -43,11 +43,11 @@ pub struct Driver {
     pub scheduler: Scheduler,
     pub device: Device,
     pub outcomes: BTreeMap<i64, Outcome>,
-    pub in_flight: VecDeque<(LaunchHeader, Vec<Report>)>,
-    /// Record of the newest launch.
+    pub in_flight: VecDeque<(StepHeader, Vec<Report>)>,
+    /// Record of the newest step.
     pub record: Vec<i64>,
-    /// Headers of all launches.
-    pub launches: Vec<LaunchHeader>,
+    /// Headers of all steps.
+    pub steps: Vec<StepHeader>,
     pub settled: Vec<i64>,
 }
 
@@ -62,7 +62,7 @@ impl Driver {
             device,
             outcomes: BTreeMap::new(),
             in_flight: VecDeque::new(),
-            launches: Vec::new(),
+            steps: Vec::new(),
         }
     }
 
@@ -102,19 +102,19 @@ impl Driver {
     pub fn plan(&mut self) -> PlanOutcome {
         let outcome = self.scheduler.plan(&mut self.record).expect("plan");
         self.check();
-        if let PlanOutcome::Launch(header) = outcome {
+        if let PlanOutcome::Step(header) = outcome {
             let reports = self.device.execute(&self.scheduler, header, &self.record);
             self.in_flight.push_back((header, reports));
-            self.launches.push(header);
+            self.steps.push(header);
         }
         outcome
     }
 
-    /// Plans once, and expects a launch.
-    pub fn launch(&mut self) -> LaunchHeader {
+    /// Plans once, and expects a step.
+    pub fn plan_step(&mut self) -> StepHeader {
         match self.plan() {
-            PlanOutcome::Launch(header) => header,
-            other => panic!("expected a launch, got {other:?}"),
+            PlanOutcome::Step(header) => header,
+            other => panic!("expected a step, got {other:?}"),
         }
     }
 
@@ -136,23 +136,23 @@ impl Driver {
         results
     }
 
-    /// Settles the oldest launch and collects what it delivers.
+    /// Settles the oldest step and collects what it delivers.
     pub fn settle(&mut self) {
-        let (header, reports) = self.in_flight.pop_front().expect("a launch in flight");
+        let (header, reports) = self.in_flight.pop_front().expect("a step in flight");
         let results = self.results(&reports);
-        self.scheduler.settle(header.launch_id, &results, &mut self.settled).expect("settle");
+        self.scheduler.settle(header.step_id, &results, &mut self.settled).expect("settle");
         self.check();
         let layout = *self.scheduler.settled_layout();
-        for (entry, report) in reports.iter().enumerate() {
-            let id = self.settled[layout.request_id.offset + entry];
+        for (sequence, report) in reports.iter().enumerate() {
+            let id = self.settled[layout.request_id.offset + sequence];
             if id < 0 {
                 continue;
             }
-            let num_new = self.settled[layout.num_new.offset + entry] as usize;
+            let num_new = self.settled[layout.num_new.offset + sequence] as usize;
             let outcome = self.outcomes.get_mut(&id).expect("a known request");
             assert!(outcome.finish == FINISH_NONE && !outcome.aborted, "request {id} goes on after its end");
             outcome.output.extend(&report.emitted[..num_new]);
-            outcome.finish = self.settled[layout.finish_reason.offset + entry];
+            outcome.finish = self.settled[layout.finish_reason.offset + sequence];
             assert!(outcome.expected.starts_with(&outcome.output), "request {id}: {:?}", outcome.output);
             if outcome.finish == FINISH_STOP || outcome.finish == FINISH_LENGTH {
                 assert_eq!(outcome.output, outcome.expected, "request {id} ended early");
@@ -160,11 +160,11 @@ impl Driver {
         }
     }
 
-    /// Runs one round of an engine: fills the launches in flight, then settles the oldest. Returns false when idle.
+    /// Runs one round of an engine: fills the steps in flight, then settles the oldest. Returns false when idle.
     pub fn step(&mut self) -> bool {
         while self.in_flight.len() < self.scheduler.config().max_in_flight {
             match self.plan() {
-                PlanOutcome::Launch(_) => {}
+                PlanOutcome::Step(_) => {}
                 PlanOutcome::SettleFirst => {
                     assert!(!self.in_flight.is_empty(), "nothing in flight to settle first");
                     break;

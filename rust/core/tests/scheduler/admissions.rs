@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use specrs_core::sampling::{LOGPROBS_ALL, LOGPROBS_NONE, LogitsDtype, MAX_STOP_IDS, NUM_PARAMS, PARAM_COLUMNS, STEPS};
-use specrs_core::scheduler::layout::{FLAG_TARGET_NON_FINITE, LaunchHeader};
+use specrs_core::scheduler::layout::{FLAG_TARGET_NON_FINITE, StepHeader};
 use specrs_core::{PlanOutcome, RequestParams, RequestSampling, Scheduler, SchedulerConfig};
 
 use crate::small;
@@ -20,21 +20,21 @@ impl Planned {
         Self { record: vec![-7; scheduler.record_layout().size], scheduler }
     }
 
-    fn plan(&mut self) -> LaunchHeader {
+    fn plan(&mut self) -> StepHeader {
         self.record.fill(-7);
         let outcome = self.scheduler.plan(&mut self.record).unwrap();
-        let PlanOutcome::Launch(header) = outcome else { panic!("{outcome:?}") };
-        assert_eq!(LaunchHeader::read(&self.record), header);
-        assert!(self.record[header.used_len..].iter().all(|&x| x == -7), "nothing is written that no launch reads");
+        let PlanOutcome::Step(header) = outcome else { panic!("{outcome:?}") };
+        assert_eq!(StepHeader::read(&self.record), header);
+        assert!(self.record[header.used_len..].iter().all(|&x| x == -7), "nothing is written that no step reads");
         header
     }
 
-    /// Makes every entry of the launch in flight fail.
-    fn fail(&mut self, header: LaunchHeader) {
+    /// Makes every sequence of the step in flight fail.
+    fn fail(&mut self, header: StepHeader) {
         let mut results = vec![0; self.scheduler.results_layout().size];
         results[self.scheduler.results_layout().flags.range()].fill(FLAG_TARGET_NON_FINITE);
         let mut settled = vec![0; self.scheduler.settled_layout().size];
-        self.scheduler.settle(header.launch_id, &results, &mut settled).unwrap();
+        self.scheduler.settle(header.step_id, &results, &mut settled).unwrap();
     }
 
     fn section(&self, name: &str) -> &[i64] {
@@ -134,7 +134,7 @@ fn an_empty_list_of_allowed_tokens_is_not_none() {
 }
 
 #[test]
-fn constraints_beyond_what_a_launch_has_room_for_wait_for_the_next() {
+fn constraints_beyond_what_a_step_has_room_for_wait_for_the_next() {
     let mut planned = Planned::new(SchedulerConfig { max_constraint_len: 5, ..small() });
     for (id, allowed) in [&[1, 2, 3][..], &[4, 5], &[6]].into_iter().enumerate() {
         let sampling = RequestSampling { allowed_token_ids: Some(allowed), ..RequestSampling::default() };

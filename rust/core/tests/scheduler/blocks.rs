@@ -1,4 +1,4 @@
-//! Tests with too few blocks: first K is reduced, then launches settle, then the least important request is preempted.
+//! Tests with too few blocks: first K is reduced, then steps settle, then the least important request is preempted.
 
 use specrs_core::scheduler::PlanOutcome;
 use specrs_core::{Error, SchedulerConfig};
@@ -11,7 +11,7 @@ fn two_decoding(num_blocks: usize, max_in_flight: usize) -> Driver {
     let mut driver = Driver::new(SchedulerConfig { num_blocks, max_model_len: 24, max_in_flight, ..small() });
     driver.add(0, &ask(1, 8, 16)).unwrap();
     driver.add(1, &ask(2, 8, 16)).unwrap();
-    driver.launch();
+    driver.plan_step();
     driver.settle();
     driver
 }
@@ -25,23 +25,23 @@ fn k_is_lowered_before_anything_else() {
     driver.add(1, &drafting(2, 9, 19)).unwrap();
     let mut lowered = false;
     while driver.scheduler.num_preemptions() == 0 {
-        let PlanOutcome::Launch(header) = driver.plan() else { panic!("a launch, K lowered") };
-        let ks = driver.section("entry_k", header.num_decode);
+        let PlanOutcome::Step(header) = driver.plan() else { panic!("a step, K lowered") };
+        let ks = driver.section("seq_k", header.num_decode);
         lowered |= header.num_decode == 2 && (1..3).contains(&ks[1]);
         driver.settle();
     }
-    assert!(lowered, "no launch with a lowered K came before the first preemption");
+    assert!(lowered, "no step with a lowered K came before the first preemption");
     driver.run();
 }
 
 #[test]
-fn launches_in_flight_settle_before_a_preemption() {
+fn steps_in_flight_settle_before_a_preemption() {
     let mut driver = two_decoding(6, 2);
     let mut settle_first = false;
     while driver.scheduler.num_preemptions() == 0 {
         match driver.plan() {
-            PlanOutcome::Launch(_) if driver.in_flight.len() < 2 => {}
-            PlanOutcome::Launch(_) => driver.settle(),
+            PlanOutcome::Step(_) if driver.in_flight.len() < 2 => {}
+            PlanOutcome::Step(_) => driver.settle(),
             PlanOutcome::SettleFirst => {
                 settle_first = true;
                 assert_eq!(driver.scheduler.num_preemptions(), 0);
@@ -58,12 +58,12 @@ fn launches_in_flight_settle_before_a_preemption() {
 fn the_least_important_request_gives_way_and_is_not_admitted_in_the_same_plan() {
     let mut driver = two_decoding(6, 1);
     while driver.scheduler.num_preemptions() == 0 {
-        driver.launch();
+        driver.plan_step();
         if driver.scheduler.num_preemptions() == 0 {
             driver.settle();
         }
     }
-    let header = driver.launches.last().unwrap();
+    let header = driver.steps.last().unwrap();
     assert_eq!((header.num_preempted, header.num_admitted, header.num_decode), (1, 0, 1));
     assert_eq!(driver.section("preempted_request_id", 1), [1]);
     driver.run();
@@ -75,11 +75,11 @@ fn the_victim_is_the_least_important_and_not_the_latest() {
     driver.add(0, &Ask { priority: 1, ..ask(1, 8, 16) }).unwrap();
     driver.add(1, &ask(2, 8, 16)).unwrap();
     while driver.scheduler.num_preemptions() == 0 {
-        driver.launch();
+        driver.plan_step();
         driver.settle();
     }
-    let preempted = driver.launches.iter().position(|header| header.num_preempted > 0).unwrap();
-    assert_eq!(preempted, driver.launches.len() - 1);
+    let preempted = driver.steps.iter().position(|header| header.num_preempted > 0).unwrap();
+    assert_eq!(preempted, driver.steps.len() - 1);
     assert_eq!(driver.section("preempted_request_id", 1), [0]);
     driver.run();
 }
@@ -91,7 +91,7 @@ fn of_several_below_the_least_important_gives_way() {
         driver.add(id, &ask(id as u64, 8, 16)).unwrap();
     }
     while driver.scheduler.num_preemptions() == 0 {
-        driver.launch();
+        driver.plan_step();
         driver.settle();
     }
     assert_eq!(driver.section("preempted_request_id", 1), [2], "request 0 is the first to need a fourth block");
@@ -104,16 +104,16 @@ fn blocks_of_a_victim_are_not_for_newcomers_of_the_same_plan() {
     let mut driver = Driver::new(SchedulerConfig { num_blocks: 8, max_model_len: 32, ..small() });
     driver.add(0, &ask(1, 7, 10)).unwrap();
     driver.add(1, &Ask { priority: 1, ..ask(2, 23, 9) }).unwrap();
-    driver.launch();
+    driver.plan_step();
     driver.settle();
     driver.add(2, &Ask { priority: -1, ..ask(3, 6, 5) }).unwrap();
-    driver.launch();
+    driver.plan_step();
     assert_eq!(driver.scheduler.num_preemptions(), 0);
     driver.settle();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!((header.num_preempted, header.num_decode, header.num_admitted), (1, 1, 0));
     driver.settle();
-    assert_eq!(driver.launch().num_admitted, 1);
+    assert_eq!(driver.plan_step().num_admitted, 1);
     driver.run();
 }
 
@@ -125,7 +125,7 @@ fn a_row_with_nobody_below_it_is_left_out_until_blocks_come_free() {
     driver.add(1, &ask(2, 6, 6)).unwrap();
     let decoding: Vec<_> = std::iter::from_fn(|| {
         let more = driver.step();
-        more.then(|| driver.launches[driver.launches.len() - 1].num_decode)
+        more.then(|| driver.steps[driver.steps.len() - 1].num_decode)
     })
     .collect();
     // 7 and 8 tokens fit 2 blocks; then request 0 goes on alone to 12, and request 1 from 9.
@@ -151,14 +151,14 @@ fn a_preempted_request_keeps_its_tokens_and_finds_its_own_blocks() {
     let mut driver = Driver::new(small());
     driver.add(0, &ask(1, 9, 20)).unwrap();
     for _ in 0..5 {
-        driver.launch();
+        driver.plan_step();
         driver.settle();
     }
     assert_eq!(driver.output(0).len(), 5);
     driver.preempt(0).unwrap();
     assert_eq!((driver.scheduler.num_waiting(), driver.scheduler.num_running()), (1, 0));
     assert_eq!(driver.scheduler.num_free_blocks(), driver.scheduler.num_blocks());
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!(driver.section("admit_num_tokens", 1), [14]);
     assert_eq!(driver.section("admit_num_cached", 1), [12], "13 tokens had target KV");
     assert_eq!(header.num_prefill_tokens, 2);
@@ -172,10 +172,10 @@ fn a_preempted_request_goes_back_to_its_place_in_the_queue() {
     for id in 0..3 {
         driver.add(id, &ask(id as u64, 5, 6)).unwrap();
     }
-    driver.launch();
+    driver.plan_step();
     driver.preempt(0).unwrap();
     driver.settle();
-    driver.launch();
+    driver.plan_step();
     assert_eq!(driver.section("admit_request_id", 1), [0]);
     driver.run();
 }
@@ -184,22 +184,18 @@ fn a_preempted_request_goes_back_to_its_place_in_the_queue() {
 fn results_in_flight_of_a_preempted_request_are_dropped() {
     let mut driver = Driver::new(SchedulerConfig { max_in_flight: 3, ..speculative() });
     driver.add(0, &drafting(1, 9, 30)).unwrap();
-    driver.launch();
+    driver.plan_step();
     driver.settle();
-    driver.launch();
-    driver.launch();
+    driver.plan_step();
+    driver.plan_step();
     let held = driver.scheduler.num_blocks() - driver.scheduler.num_free_blocks();
     driver.preempt(0).unwrap();
-    assert_eq!(
-        driver.scheduler.num_blocks() - driver.scheduler.num_free_blocks(),
-        held,
-        "launches in flight name them"
-    );
-    let header = driver.launch();
+    assert_eq!(driver.scheduler.num_blocks() - driver.scheduler.num_free_blocks(), held, "steps in flight name them");
+    let header = driver.plan_step();
     assert_eq!(header.num_admitted, 1, "on another row, while the old one is still in flight");
     assert_eq!(driver.section("admit_row", 1), [1]);
     driver.settle();
-    assert_eq!(driver.settled[0], -1, "a launch whose only entry is dropped");
+    assert_eq!(driver.settled[0], -1, "a step whose only sequence is dropped");
     driver.settle();
     assert_eq!(driver.output(0).len(), 1);
     driver.run();
@@ -226,17 +222,17 @@ fn abort_returns_blocks_whether_waiting_running_or_in_flight() {
     }
     driver.abort(1).unwrap();
     assert_eq!(driver.scheduler.num_waiting(), 2);
-    driver.launch();
-    driver.launch();
+    driver.plan_step();
+    driver.plan_step();
     driver.abort(0).unwrap();
     assert_eq!(driver.abort(0), Err(Error::UnknownRequest { request_id: 0 }));
     assert!(driver.scheduler.num_free_blocks() < driver.scheduler.num_blocks());
     assert_eq!(driver.plan(), PlanOutcome::SettleFirst);
     driver.settle();
-    assert_eq!(driver.plan(), PlanOutcome::SettleFirst, "the only row is still named by a launch");
+    assert_eq!(driver.plan(), PlanOutcome::SettleFirst, "the only row is still named by a step");
     driver.settle();
     assert_eq!(driver.scheduler.num_free_blocks(), driver.scheduler.num_blocks());
-    driver.launch();
+    driver.plan_step();
     driver.settle();
     driver.abort(2).unwrap();
     assert_eq!(driver.scheduler.num_free_blocks(), driver.scheduler.num_blocks(), "nothing in flight: at once");
@@ -248,8 +244,8 @@ fn abort_returns_blocks_whether_waiting_running_or_in_flight() {
 fn an_id_may_be_used_again_while_its_old_row_is_in_flight() {
     let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
     driver.add(0, &drafting(1, 9, 30)).unwrap();
-    driver.launch();
-    driver.launch();
+    driver.plan_step();
+    driver.plan_step();
     driver.abort(0).unwrap();
     driver.add(0, &drafting(2, 6, 10)).unwrap();
     driver.run();

@@ -1,7 +1,7 @@
 //! Tests of which rows draft: deferred drafting, catch-up chunks and their budget, claims, and requests whose K returns
 //! from 0.
 
-use specrs_core::scheduler::LaunchHeader;
+use specrs_core::scheduler::StepHeader;
 use specrs_core::scheduler::layout::FLAG_DRAFT_NON_FINITE;
 use specrs_core::{CostLine, CostModel, Drafter, Error, SchedulerConfig, SpeculationPlanner};
 
@@ -18,15 +18,15 @@ fn claimants(driver: &Driver) -> Vec<u32> {
 fn the_prompt_is_the_targets_alone_and_the_draft_follows() {
     let mut driver = Driver::new(speculative());
     driver.add(0, &drafting(1, 10, 20)).unwrap();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!((header.num_prefill_tokens, header.num_draft_chunks), (10, 0));
     driver.settle();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!((header.num_draft_chunks, header.num_draft_tokens, header.max_k), (1, 9, 3));
     assert_eq!((driver.section("draft_chunk_start", 1), driver.section("draft_chunk_len", 1)), (&[0][..], &[9][..]));
     driver.settle();
     for _ in 0..3 {
-        let header = driver.launch();
+        let header = driver.plan_step();
         assert_eq!((header.num_draft_chunks, header.max_k), (0, 3), "drafting keeps up by itself");
         driver.settle();
     }
@@ -37,11 +37,11 @@ fn the_prompt_is_the_targets_alone_and_the_draft_follows() {
 fn the_draft_follows_while_the_first_token_is_in_flight() {
     let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
     driver.add(0, &drafting(1, 10, 20)).unwrap();
-    driver.launch();
-    let header = driver.launch();
+    driver.plan_step();
+    let header = driver.plan_step();
     assert_eq!((header.num_draft_tokens, header.max_k), (9, 3));
     driver.run();
-    assert!(driver.launches[2..].iter().all(|header| header.num_draft_chunks == 0));
+    assert!(driver.steps[2..].iter().all(|header| header.num_draft_chunks == 0));
 }
 
 #[test]
@@ -49,9 +49,9 @@ fn two_token_prompts_draft_at_once() {
     for len in 1..4 {
         let mut driver = Driver::new(speculative());
         driver.add(0, &drafting(1, len, 20)).unwrap();
-        driver.launch();
+        driver.plan_step();
         driver.settle();
-        let header = driver.launch();
+        let header = driver.plan_step();
         assert_eq!(
             (header.num_draft_tokens, header.max_k),
             (len - 1, 3),
@@ -72,7 +72,7 @@ fn requests_at_k_0_cost_no_draft_work() {
         assert_eq!(claimants(&driver), []);
     }
     assert_eq!(driver.device.draft_tokens, 0);
-    assert!(driver.launches.iter().all(|header| header.num_draft_chunks == 0 && header.max_k == 0));
+    assert!(driver.steps.iter().all(|header| header.num_draft_chunks == 0 && header.max_k == 0));
 }
 
 #[test]
@@ -84,14 +84,14 @@ fn without_a_draft_model_nobody_drafts() {
 }
 
 #[test]
-fn a_long_lag_is_closed_over_several_launches_at_k_0() {
-    // A quarter of 32 is left eagle3 nothing else; each token costs 4, so 8 tokens a launch, less the decode row itself.
+fn a_long_lag_is_closed_over_several_steps_at_k_0() {
+    // A quarter of 32 is left next to nothing else; each token costs 4, so 8 tokens a step, less the decode row itself.
     let config = SchedulerConfig { drafter: Drafter::draft_model(64, 4.0), ..speculative() };
     let mut driver = Driver::new(config);
     driver.add(0, &drafting(1, 20, 30)).unwrap();
     let mut chunks = Vec::new();
     loop {
-        let header = driver.launch();
+        let header = driver.plan_step();
         if header.num_draft_chunks > 0 {
             chunks.push((driver.section("draft_chunk_start", 1)[0], header.num_draft_tokens, header.max_k));
         }
@@ -100,7 +100,7 @@ fn a_long_lag_is_closed_over_several_launches_at_k_0() {
             break;
         }
     }
-    // 32 less 4 decode rows gives 28: 7 tokens. Each launch at K = 0 emits one more token to catch up with.
+    // 32 less 4 decode rows gives 28: 7 tokens. Each step at K = 0 emits one more token to catch up with.
     assert_eq!(chunks, [(0, 7, 0), (7, 7, 0), (14, 7, 3)]);
     driver.run();
 }
@@ -112,10 +112,10 @@ fn the_draft_has_a_quarter_of_the_chunk_budget_beside_prefill() {
         let config = SchedulerConfig { max_num_batched_tokens: budget, ..speculative() };
         let mut driver = Driver::new(config);
         driver.add(0, &drafting(1, 20, 30)).unwrap();
-        driver.launch();
+        driver.plan_step();
         driver.settle();
         driver.add(1, &ask(2, 50, 5)).unwrap();
-        let header = driver.launch();
+        let header = driver.plan_step();
         assert_eq!((header.num_prefill_tokens, header.num_draft_tokens), tokens, "C = {budget}");
         driver.run();
     }
@@ -128,9 +128,9 @@ fn the_first_draft_chunk_makes_progress_at_any_cost() {
     let mut driver = Driver::new(config);
     driver.add(0, &drafting(1, 3, 60)).unwrap();
     driver.run();
-    let chunk_tokens: Vec<_> = driver.launches.iter().map(|header| header.num_draft_tokens).collect();
+    let chunk_tokens: Vec<_> = driver.steps.iter().map(|header| header.num_draft_tokens).collect();
     assert_eq!(chunk_tokens.iter().max(), Some(&1));
-    assert!(!driver.launches.iter().any(|header| header.max_k > 0), "one token a launch never closes a growing lag");
+    assert!(!driver.steps.iter().any(|header| header.max_k > 0), "one token a step never closes a growing lag");
 }
 
 #[test]
@@ -142,7 +142,7 @@ fn cheap_draft_tokens_are_still_bounded_by_the_record() {
         driver.add(id, &drafting(id as u64, 12, 30)).unwrap();
     }
     driver.run();
-    assert!(driver.launches.iter().all(|header| header.num_draft_tokens <= 12));
+    assert!(driver.steps.iter().all(|header| header.num_draft_tokens <= 12));
 }
 
 #[test]
@@ -152,20 +152,20 @@ fn one_request_writes_a_shared_prefix_and_the_others_wait_for_its_marks() {
     driver.run();
     driver.add(1, &drafting(1, 21, 30)).unwrap();
     driver.add(2, &drafting(1, 21, 30)).unwrap();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!(driver.section("admit_num_cached", header.num_admitted), [20, 20]);
     assert_eq!(driver.section("admit_draft_len", header.num_admitted), [0, 0]);
     driver.settle();
 
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!(header.num_draft_chunks, 1, "request 2 finds the first block claimed");
-    assert_eq!(driver.section("entry_k", header.num_decode), [3, 0]);
+    assert_eq!(driver.section("seq_k", header.num_decode), [3, 0]);
     driver.settle();
 
-    let header = driver.launch();
+    let header = driver.plan_step();
     let part = |name| driver.section(name, header.num_draft_chunks)[0];
     assert_eq!((part("draft_chunk_row"), part("draft_chunk_start"), part("draft_chunk_len")), (1, 20, 1));
-    assert_eq!(driver.section("entry_k", header.num_decode), [3, 3], "20 positions came from request 1's marks");
+    assert_eq!(driver.section("seq_k", header.num_decode), [3, 3], "20 positions came from request 1's marks");
     driver.run();
 }
 
@@ -176,19 +176,19 @@ fn a_raised_draft_len_is_told_by_a_chunk_of_length_0() {
     driver.add(0, &ask(1, 20, 1)).unwrap();
     driver.run();
     driver.add(1, &drafting(1, 20, 30)).unwrap();
-    driver.launch();
+    driver.plan_step();
     driver.settle();
     driver.add(2, &drafting(1, 20, 30)).unwrap();
-    driver.launch();
-    assert_eq!(driver.section("admit_draft_len", 1), [0], "request 1's chunk is in this launch");
+    driver.plan_step();
+    assert_eq!(driver.section("admit_draft_len", 1), [0], "request 1's chunk is in this step");
     driver.settle();
-    let header = driver.launch();
+    let header = driver.plan_step();
     let part = |name| driver.section(name, header.num_draft_chunks);
     assert_eq!(
         (part("draft_chunk_row"), part("draft_chunk_start"), part("draft_chunk_len")),
         (&[1][..], &[19][..], &[0][..])
     );
-    assert_eq!(driver.section("entry_k", header.num_decode), [3, 3]);
+    assert_eq!(driver.section("seq_k", header.num_decode), [3, 3]);
     driver.run();
 }
 
@@ -198,10 +198,10 @@ fn marks_outlive_their_request_and_spare_the_draft_its_prefix() {
     driver.add(0, &drafting(1, 21, 8)).unwrap();
     driver.run();
     driver.add(1, &drafting(1, 21, 8)).unwrap();
-    driver.launch();
+    driver.plan_step();
     assert_eq!(driver.section("admit_draft_len", 1), [20]);
     driver.settle();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!((header.num_draft_chunks, header.max_k), (0, 3), "22 tokens, draft KV to 20");
     driver.run();
 }
@@ -219,18 +219,18 @@ fn a_claim_ends_with_its_lease() {
     let before = claimants(&driver);
     assert!(!before.is_empty() && before.iter().all(|&row| row == before[0]));
     driver.abort(1).unwrap();
-    assert_eq!(claimants(&driver), before, "a launch in flight may still write there");
+    assert_eq!(claimants(&driver), before, "a step in flight may still write there");
     while !driver.in_flight.is_empty() {
         driver.settle();
     }
     assert_eq!(claimants(&driver), []);
     driver.run();
-    assert!(driver.launches.last().is_some_and(|header| header.num_draft_chunks == 0));
+    assert!(driver.steps.last().is_some_and(|header| header.num_draft_chunks == 0));
 }
 
 #[test]
 fn claims_of_a_row_that_drafts_no_more_pass_to_those_who_want_them() {
-    // 3 draft tokens a launch at most, and a context that request 1 outgrows long before it has caught up.
+    // 3 draft tokens a step at most, and a context that request 1 outgrows long before it has caught up.
     let config = SchedulerConfig { drafter: Drafter::draft_model(40, 8.0), ..speculative() };
     let mut driver = Driver::new(config);
     driver.add(0, &ask(1, 33, 1)).unwrap();
@@ -241,10 +241,10 @@ fn claims_of_a_row_that_drafts_no_more_pass_to_those_who_want_them() {
     }
     assert!(!claimants(&driver).is_empty());
     driver.add(2, &drafting(1, 21, 19)).unwrap();
-    while driver.outcomes[&2].finish == 0 && driver.launches.last().is_none_or(|header| header.max_k == 0) {
+    while driver.outcomes[&2].finish == 0 && driver.steps.last().is_none_or(|header| header.max_k == 0) {
         driver.step();
     }
-    assert!(driver.outcomes[&1].finish == 0 && driver.launches.last().is_some_and(|header| header.max_k == 3));
+    assert!(driver.outcomes[&1].finish == 0 && driver.steps.last().is_some_and(|header| header.max_k == 3));
     driver.run();
 }
 
@@ -273,10 +273,7 @@ fn a_row_whose_claims_were_taken_catches_up_behind_them_when_it_drafts_again() {
     assert_eq!(claimants(&driver).first(), Some(&1));
     driver.scheduler.speculate(&mut planner(0.01)).unwrap();
     driver.run();
-    assert_eq!(
-        driver.launches.iter().filter(|header| header.num_decode == 2).map(|header| header.max_k).max(),
-        Some(3)
-    );
+    assert_eq!(driver.steps.iter().filter(|header| header.num_decode == 2).map(|header| header.max_k).max(), Some(3));
 }
 
 #[test]
@@ -289,13 +286,13 @@ fn non_finite_drafts_turn_drafting_off_for_good() {
     driver.step();
     assert!(driver.device.faults.is_empty(), "the fault has happened");
     driver.preempt(0).unwrap();
-    let launched = driver.launches.len();
+    let num_steps = driver.steps.len();
     driver.run();
-    assert!(driver.launches[launched..].iter().all(|header| header.max_k == 0), "not even after a preemption");
+    assert!(driver.steps[num_steps..].iter().all(|header| header.max_k == 0), "not even after a preemption");
     assert_eq!(driver.output(0).len(), 40);
     // Its draft KV was never marked, so the next one writes its own.
     driver.add(1, &drafting(1, 21, 30)).unwrap();
-    driver.launch();
+    driver.plan_step();
     assert_eq!(driver.section("admit_draft_len", 1), [0]);
     driver.run();
 }
@@ -310,13 +307,13 @@ fn a_request_that_outgrows_the_drafts_context_goes_on_alone() {
             driver.add(0, &drafting(1, 20, 40)).unwrap();
             driver.run();
             assert_eq!(driver.output(0).len(), 40);
-            let drafted = driver.launches.iter().any(|header| header.max_k > 0);
+            let drafted = driver.steps.iter().any(|header| header.max_k > 0);
             assert_eq!(
                 drafted,
                 context >= 21,
                 "21 tokens after the prompt: feeding the last one takes a context of 21"
             );
-            assert!(driver.launches.last().is_some_and(|header| header.max_k == 0));
+            assert!(driver.steps.last().is_some_and(|header| header.max_k == 0));
         }
     }
 }
@@ -330,7 +327,7 @@ fn k_comes_back_after_a_shortage() {
         driver.add(0, &Ask { priority: -1, ..drafting(1, 4, 28) }).unwrap();
         driver.add(1, &ask(2, 22, 4)).unwrap();
         driver.run();
-        let ks: Vec<_> = driver.launches.iter().map(|header| header.max_k).collect();
+        let ks: Vec<_> = driver.steps.iter().map(|header| header.max_k).collect();
         let lowered =
             ks.iter().position(|&k| k == 3).and_then(|first| Some(first + ks[first..].iter().position(|&k| k < 3)?));
         let restored = lowered.is_some_and(|at| ks[at..].contains(&3));
@@ -343,12 +340,12 @@ fn a_drafter_with_one_first_row_catches_up_each_time() {
     let mut driver = Driver::new(SchedulerConfig { drafter: with_lag(1), ..speculative() });
     driver.add(0, &drafting(1, 9, 40)).unwrap();
     driver.run();
-    assert!(driver.launches[2..].iter().any(|header| header.num_draft_tokens == 1 && header.max_k > 0));
+    assert!(driver.steps[2..].iter().any(|header| header.num_draft_tokens == 1 && header.max_k > 0));
 }
 
 #[test]
 fn a_row_without_blocks_for_drafts_does_no_draft_work() {
-    // One draft token a launch, so the lag stays, while both requests take the pool block by block.
+    // One draft token a step, so the lag stays, while both requests take the pool block by block.
     let config = SchedulerConfig {
         num_blocks: 17,
         block_size: 1,
@@ -361,7 +358,7 @@ fn a_row_without_blocks_for_drafts_does_no_draft_work() {
     driver.add(1, &drafting(2, 5, 11)).unwrap();
     let mut full = false;
     while driver.scheduler.num_preemptions() == 0 {
-        let header = driver.launch();
+        let header = driver.plan_step();
         if header.num_decode == 2 {
             let free = driver.scheduler.num_free_blocks();
             assert_eq!(header.num_draft_tokens, usize::from(free > 0), "{free} blocks free");
@@ -374,21 +371,21 @@ fn a_row_without_blocks_for_drafts_does_no_draft_work() {
 }
 
 #[test]
-fn catch_up_chunks_of_one_launch_share_its_budget() {
+fn catch_up_chunks_of_one_step_share_its_budget() {
     let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 24, ..speculative() });
     driver.add(0, &drafting(1, 10, 20)).unwrap();
     driver.add(1, &drafting(2, 10, 20)).unwrap();
-    driver.launch();
+    driver.plan_step();
     driver.settle();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!(driver.section("draft_chunk_len", header.num_draft_chunks), [9, 7], "24 less 2 x 4 decode rows");
-    assert_eq!(driver.section("entry_k", 2), [3, 0]);
+    assert_eq!(driver.section("seq_k", 2), [3, 0]);
     driver.run();
 }
 
-/// Runs a request with a prompt of `long` tokens, then seven with 20 each, at C = 64. Returns the number of launches
+/// Runs a request with a prompt of `long` tokens, then seven with 20 each, at C = 64. Returns the number of steps
 /// until each drafts.
-fn launches_until_drafting(long: usize) -> Vec<usize> {
+fn steps_until_drafting(long: usize) -> Vec<usize> {
     let config = SchedulerConfig {
         num_speculative_tokens: 3,
         drafter: Drafter::draft_model(8192, 1.0),
@@ -396,33 +393,34 @@ fn launches_until_drafting(long: usize) -> Vec<usize> {
     };
     let mut driver = Driver::new(config);
     driver.add(0, &drafting(1, long, 2000)).unwrap();
-    while driver.launch().num_decode == 0 {
+    while driver.plan_step().num_decode == 0 {
         driver.settle();
     }
     for id in 1..8 {
         driver.add(id, &drafting(id as u64 + 1, 20, 2000)).unwrap();
     }
-    let (mut waits, mut launched) = (vec![None; 8], 0);
+    let (mut waits, mut num_steps) = (vec![None; 8], 0);
     while waits.contains(&None) {
         driver.settle();
-        let header = driver.launch();
-        launched += usize::from(header.num_decode == 8);
-        for (&row, &k) in driver.section("entry_row", 8).iter().zip(driver.section("entry_k", header.num_decode)) {
+        let header = driver.plan_step();
+        num_steps += usize::from(header.num_decode == 8);
+        for (&row, &k) in driver.section("seq_row", 8).iter().zip(driver.section("seq_k", header.num_decode)) {
             if k > 0 {
-                waits[row as usize].get_or_insert(launched);
+                waits[row as usize].get_or_insert(num_steps);
             }
         }
-        assert!(launched < 1900, "{waits:?}");
+        assert!(num_steps < 1900, "{waits:?}");
     }
     waits.into_iter().flatten().collect()
 }
 
 #[test]
 fn a_long_lag_keeps_nobody_from_drafting_and_is_closed_too() {
-    let waits = launches_until_drafting(4000);
-    // 7 lags of 20, and 32 tokens a launch eagle3 8 decode entries: 5 launches would do if nothing else were to be done.
-    assert!(waits[1..].iter().all(|&launches| launches <= 12), "{waits:?}");
-    // Alone it would take 125 launches of 32.
+    let waits = steps_until_drafting(4000);
+    // 7 lags of 20, and 32 tokens a step next to 8 decoding sequences: 5 steps would do if nothing else were to be
+    // done.
+    assert!(waits[1..].iter().all(|&steps| steps <= 12), "{waits:?}");
+    // Alone it would take 125 steps of 32.
     assert!(waits[0] <= 250, "{waits:?}");
 }
 
@@ -435,14 +433,14 @@ fn a_long_lag_of_an_important_request_is_closed_under_a_stream_of_short_ones() {
     };
     let mut driver = Driver::new(config);
     driver.add(0, &drafting(1, 1000, 2000)).unwrap();
-    let drafts = |driver: &Driver, header: LaunchHeader| {
-        let rows = driver.section("entry_row", header.num_decode).iter();
-        rows.zip(driver.section("entry_k", header.num_decode)).any(|(&row, &k)| row == 0 && k > 0)
+    let drafts = |driver: &Driver, header: StepHeader| {
+        let rows = driver.section("seq_row", header.num_decode).iter();
+        rows.zip(driver.section("seq_k", header.num_decode)).any(|(&row, &k)| row == 0 && k > 0)
     };
     for id in 1..1000 {
         // Each newcomer lags behind by 28 when it starts, and ends soon.
         driver.add(id, &drafting(id as u64 + 1, 28, 8)).unwrap();
-        let header = driver.launch();
+        let header = driver.plan_step();
         if drafts(&driver, header) {
             return;
         }
@@ -452,11 +450,11 @@ fn a_long_lag_of_an_important_request_is_closed_under_a_stream_of_short_ones() {
 }
 
 #[test]
-fn once_caught_up_it_drafts_in_every_launch() {
+fn once_caught_up_it_drafts_in_every_step() {
     let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 8, max_in_flight: 2, ..speculative() });
     driver.add(0, &drafting(1, 20, 44)).unwrap();
     driver.run();
-    let ks: Vec<_> = driver.launches.iter().map(|header| header.max_k).collect();
+    let ks: Vec<_> = driver.steps.iter().map(|header| header.max_k).collect();
     let first = ks.iter().position(|&k| k > 0).expect("it drafts");
     assert!(ks[..first].len() > 5 && ks[first..first + 6] == [3; 6], "{ks:?}");
 }
@@ -469,12 +467,12 @@ fn waiting_for_a_claim_is_no_demand_on_the_budget() {
     driver.run();
     driver.add(1, &drafting(1, 21, 30)).unwrap();
     driver.add(2, &drafting(1, 21, 30)).unwrap();
-    driver.launch();
-    driver.launch();
-    assert_eq!(driver.section("entry_k", 2), [3, 0], "request 1 drafts, request 2 waits for it");
+    driver.plan_step();
+    driver.plan_step();
+    assert_eq!(driver.section("seq_k", 2), [3, 0], "request 1 drafts, request 2 waits for it");
     driver.settle();
     driver.add(3, &ask(3, 60, 3)).unwrap();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!((header.num_decode, header.num_prefill_tokens), (2, 64 - 2 * 4));
     driver.run();
 }
@@ -487,14 +485,14 @@ fn non_finite_drafts_give_their_claims_back() {
     driver.device.faults.insert(1, FLAG_DRAFT_NON_FINITE);
     driver.add(1, &drafting(1, 21, 40)).unwrap();
     driver.add(2, &drafting(1, 21, 40)).unwrap();
-    driver.launch();
+    driver.plan_step();
     driver.settle();
-    driver.launch();
+    driver.plan_step();
     assert_eq!(claimants(&driver), [0; 5]);
     driver.settle();
     assert_eq!(claimants(&driver), []);
-    driver.launch();
-    assert_eq!((driver.section("entry_row", 2), driver.section("entry_k", 2)), (&[1, 0][..], &[3, 0][..]));
+    driver.plan_step();
+    assert_eq!((driver.section("seq_row", 2), driver.section("seq_k", 2)), (&[1, 0][..], &[3, 0][..]));
     driver.abort(2).unwrap();
     while driver.step() {
         assert_eq!(claimants(&driver), [], "request 1 registers blocks without claims");
@@ -508,14 +506,14 @@ fn blocks_registered_while_their_draft_kv_is_on_its_way_are_claimed() {
         let config = SchedulerConfig { max_num_batched_tokens: 20, max_in_flight: 2, ..speculative() };
         let mut driver = Driver::new(SchedulerConfig { drafter: Drafter::draft_model(64, 4.0), block_size, ..config });
         driver.add(0, &drafting(1, 20, 40)).unwrap();
-        driver.launch();
-        let header = driver.launch();
+        driver.plan_step();
+        let header = driver.plan_step();
         assert_eq!((header.num_draft_tokens, header.max_k), (4, 0));
         driver.settle();
         assert_eq!(claimants(&driver), vec![0; registered]);
         let mut unmarked = 0;
         while driver.step() {
-            // A launch with K > 0 in flight may write to any registered block that is not marked yet.
+            // A step with K > 0 in flight may write to any registered block that is not marked yet.
             if driver.in_flight.front().is_some_and(|(header, _)| header.max_k > 0) {
                 let pool = driver.scheduler.block_pool();
                 let claimable = |&block: &i64| pool.is_registered(block) && !pool.has_draft(block);
@@ -548,13 +546,13 @@ fn only_the_contiguous_prefix_of_marks_counts_and_marked_blocks_are_not_written_
     for lag in 1..5 {
         let mut driver = draft_marks_with_a_hole(lag);
         driver.add(2, &drafting(1, 21, 20)).unwrap();
-        driver.launch();
+        driver.plan_step();
         assert_eq!(
             (driver.section("admit_num_cached", 1), driver.section("admit_draft_len", 1)),
             (&[20][..], &[0][..])
         );
         driver.settle();
-        let header = driver.launch();
+        let header = driver.plan_step();
         assert_eq!(header.max_k, 3);
         let slots = driver.section("draft_slot", header.num_draft_tokens);
         assert!(slots[..8].iter().all(|&slot| slot >= 0) && slots[8..20].iter().all(|&slot| slot == -1), "{slots:?}");
@@ -582,13 +580,13 @@ fn drafting_waits_for_a_claim_on_what_its_first_pass_would_write() {
     for id in 1..3 {
         driver.add(id, &Ask { prompt: text.clone(), k: 3, max_tokens: 20, ..Ask::default() }).unwrap();
     }
-    let header = driver.launch();
+    let header = driver.plan_step();
     let draft_len = text.len() as i64 - 2;
     assert_eq!(driver.section("admit_draft_len", header.num_admitted), [draft_len; 2]);
     driver.settle();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!(
-        (header.num_draft_chunks, driver.section("entry_k", 2)),
+        (header.num_draft_chunks, driver.section("seq_k", 2)),
         (0, &[3, 0][..]),
         "lags of 3 are no lags for 3 first rows"
     );
@@ -596,12 +594,12 @@ fn drafting_waits_for_a_claim_on_what_its_first_pass_would_write() {
 }
 
 #[test]
-fn a_pause_plans_launches_without_drafts_or_draft_kv() {
+fn a_pause_plans_steps_without_drafts_or_draft_kv() {
     let mut driver = Driver::new(speculative());
     driver.add(0, &drafting(1, 12, 30)).unwrap();
     driver.scheduler.pause_drafting(5);
     driver.run();
-    let drafts: Vec<_> = driver.launches.iter().map(|header| (header.max_k, header.num_draft_tokens)).collect();
+    let drafts: Vec<_> = driver.steps.iter().map(|header| (header.max_k, header.num_draft_tokens)).collect();
     assert!(drafts[..5].iter().all(|&drafts| drafts == (0, 0)), "{drafts:?}");
     assert!(drafts[5].1 > 0 && drafts[5..].iter().any(|&(k, _)| k > 0), "{drafts:?}");
 }
@@ -611,7 +609,7 @@ fn draft_kv_that_was_not_written_is_written_again() {
     let mut driver = Driver::new(speculative());
     driver.add(0, &drafting(1, 12, 30)).unwrap();
     driver.step();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!((header.num_draft_tokens, header.max_k), (11, 3));
     let refused = driver.scheduler.draft_kv_not_written(&[0, 99]);
     assert!(matches!(refused, Err(Error::InvalidBlock { block: 99, .. })), "{refused:?}");

@@ -90,7 +90,7 @@ fn buffers_of_the_wrong_size() {
         assert!(matches!(driver.scheduler.plan(&mut record), Err(Error::InvalidBuffer { name: "record", .. })));
     }
     assert_eq!(format!("{:?}", driver.scheduler), before);
-    driver.launch();
+    driver.plan_step();
     let before = format!("{:?}", driver.scheduler);
     let results = driver.results(&driver.in_flight[0].1);
     let mut settled = driver.settled.clone();
@@ -103,43 +103,43 @@ fn buffers_of_the_wrong_size() {
 }
 
 #[test]
-fn launches_settle_in_order_and_once() {
+fn steps_settle_in_order_and_once() {
     let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
     driver.add(0, &drafting(1, 5, 20)).unwrap();
     let results = vec![0; driver.scheduler.results_layout().size];
     let mut settled = driver.settled.clone();
     let mut settle = |driver: &mut Driver, id| driver.scheduler.settle(id, &results, &mut settled);
-    assert_eq!(settle(&mut driver, 0), Err(Error::SettleOrder { launch_id: 0, expected: None }));
-    driver.launch();
-    driver.launch();
+    assert_eq!(settle(&mut driver, 0), Err(Error::SettleOrder { step_id: 0, expected: None }));
+    driver.plan_step();
+    driver.plan_step();
     let before = format!("{:?}", driver.scheduler);
     for id in [1, 2, u64::MAX] {
-        assert_eq!(settle(&mut driver, id), Err(Error::SettleOrder { launch_id: id, expected: Some(0) }));
+        assert_eq!(settle(&mut driver, id), Err(Error::SettleOrder { step_id: id, expected: Some(0) }));
     }
     assert_eq!(format!("{:?}", driver.scheduler), before);
     driver.settle();
-    assert_eq!(settle(&mut driver, 0), Err(Error::SettleOrder { launch_id: 0, expected: Some(1) }));
+    assert_eq!(settle(&mut driver, 0), Err(Error::SettleOrder { step_id: 0, expected: Some(1) }));
     driver.run();
 }
 
-/// Changes a good report of a launch with one decode entry (K = 3) and one chunk, and expects an error that names
+/// Changes a good report of a step with one decoding sequence (K = 3) and one chunk, and expects an error that names
 /// `field`.
-fn refused(field: &str, entry: usize, change: impl Fn(&mut Report)) {
+fn refused(field: &str, sequence: usize, change: impl Fn(&mut Report)) {
     let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 16, ..speculative() });
     driver.add(0, &Ask { stop: vec![96], ..drafting(1, 12, 20) }).unwrap();
     for _ in 0..2 {
-        driver.launch();
+        driver.plan_step();
         driver.settle();
     }
     driver.add(1, &ask(2, 40, 5)).unwrap();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!((header.num_decode, header.num_prefill, header.max_k), (1, 1, 3));
     let before = format!("{:?}", driver.scheduler);
     let mut reports = driver.in_flight[0].1.clone();
-    change(&mut reports[entry]);
+    change(&mut reports[sequence]);
     let results = driver.results(&reports);
     let mut settled = driver.settled.clone();
-    let error = driver.scheduler.settle(header.launch_id, &results, &mut settled).unwrap_err();
+    let error = driver.scheduler.settle(header.step_id, &results, &mut settled).unwrap_err();
     assert_eq!(field_of(&error), field, "{error}");
     assert_eq!(format!("{:?}", driver.scheduler), before);
     assert_eq!(settled, driver.settled);
@@ -147,7 +147,7 @@ fn refused(field: &str, entry: usize, change: impl Fn(&mut Report)) {
 }
 
 #[test]
-fn results_that_no_launch_can_have() {
+fn results_that_no_step_can_have() {
     refused("flags", 0, |report| report.flags = 32);
     refused("flags", 1, |report| report.flags = -1);
     refused("num_drafted", 0, |report| report.drafted = 4);
@@ -171,10 +171,10 @@ fn more_tokens_than_the_limit_allows() {
     let mut driver = Driver::new(SchedulerConfig { max_in_flight: 3, ..speculative() });
     driver.add(0, &drafting(1, 5, 7)).unwrap();
     for k in [0, 3, 3] {
-        assert_eq!(driver.launch().max_k, k);
+        assert_eq!(driver.plan_step().max_k, k);
     }
     driver.settle();
-    // Both launches were planned when the request could be short enough for K = 3; a device cuts K when it is not.
+    // Both steps were planned when the request could be short enough for K = 3; a device cuts K when it is not.
     let results = driver.results(&[Report { emitted: vec![1; 4], accepted: 3, drafted: 3, ..Report::default() }]);
     driver.scheduler.settle(1, &results, &mut driver.settled).expect("5 tokens of 7");
     let error = driver.scheduler.settle(2, &results, &mut driver.settled).unwrap_err();

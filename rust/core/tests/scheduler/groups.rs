@@ -30,7 +30,7 @@ fn gone(driver: &Driver, id: i64, group: usize) -> Vec<bool> {
 fn each_group_gives_back_what_leaves_its_window() {
     let mut driver = Driver::new(grouped());
     driver.add(0, &ask(1, 20, 30)).unwrap();
-    driver.launch();
+    driver.plan_step();
     driver.settle();
     // 21 tokens: the next query is at 20 and sees [13, 20] in group 1, [16, 20] in group 2.
     assert_eq!(gone(&driver, 0, 0), [false; 5]);
@@ -41,10 +41,10 @@ fn each_group_gives_back_what_leaves_its_window() {
 }
 
 #[test]
-fn the_record_says_whose_table_an_entry_is_in() {
+fn the_record_says_whose_table_a_sequence_is_in() {
     let mut driver = Driver::new(grouped());
     driver.add(0, &ask(1, 5, 3)).unwrap();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!(header.num_block_updates, 2 * 3);
     assert_eq!(driver.section("block_group", 6), [0, 0, 1, 2, 1, 2]);
     assert_eq!(driver.section("block_index", 6), [0, 1, 0, 0, 1, 1]);
@@ -69,12 +69,12 @@ fn a_quarter_of_the_memory_for_32k_positions_with_windows_of_1k_in_5_of_6_layers
     let mut driver = Driver::new(config);
     driver.add(0, &ask(1, len - 200, 200)).unwrap();
     let (mut peak, mut behind) = (0, 0);
-    while let PlanOutcome::Launch(_) = driver.plan() {
+    while let PlanOutcome::Step(_) = driver.plan() {
         peak = peak.max(num_held(&driver));
         driver.settle();
         behind = behind.max(num_held(&driver));
     }
-    // Each group has a sixth of the layers. With a launch of 2048 tokens ahead of the windows, and without.
+    // Each group has a sixth of the layers. With a step of 2048 tokens ahead of the windows, and without.
     let share = |blocks: usize| blocks as f64 / (6 * len / size) as f64;
     assert!(share(peak) <= 0.25 && share(behind) <= 0.2, "{} and {}", share(peak), share(behind));
 }
@@ -120,7 +120,7 @@ fn a_hit_needs_the_last_windows_of_all_groups() {
     driver.add(0, &ask(1, 25, 1)).unwrap();
     driver.run();
     driver.add(1, &ask(1, 25, 4)).unwrap();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!((cached(&driver), header.num_prefill_tokens), (24, 1));
     // A query at 24 sees [17, 24] in group 1, [20, 24] in group 2; the blocks before that were not taken from the cache.
     assert_eq!(gone(&driver, 1, 0), [false; 7]);
@@ -146,7 +146,7 @@ fn what_one_group_lacks_no_group_has() {
         driver.record = vec![0; driver.scheduler.record_layout().size];
         driver.add(1, &common(len)).unwrap();
         let before = cached(&driver);
-        driver.launch();
+        driver.plan_step();
         assert_eq!(cached(&driver) - before, hit, "a common prefix of {len}");
     }
 }
@@ -159,7 +159,7 @@ fn prompts_of_several_groups_are_admitted_by_all_their_blocks() {
         let mut driver = Driver::new(config);
         driver.add(0, &ask(1, 24, 2)).unwrap();
         driver.add(1, &ask(2, 24, 2)).unwrap();
-        driver.launch();
+        driver.plan_step();
         assert_eq!(driver.scheduler.num_running(), running, "{num_blocks} blocks");
         driver.settle();
         driver.run();

@@ -11,15 +11,15 @@ fn looking_up() -> SchedulerConfig {
 }
 
 #[test]
-fn the_record_has_each_entrys_drafts_and_no_draft_kv_is_kept() {
+fn the_record_has_each_sequences_drafts_and_no_draft_kv_is_kept() {
     let mut driver = Driver::new(looking_up());
     for (id, k) in [(1, 3), (2, 1), (3, 0)] {
         driver.add(id, &Ask { k, prompt: prompt(1, 50), max_tokens: 9, ..Ask::default() }).unwrap();
     }
     driver.run();
-    let drafted: Vec<_> = driver.launches.iter().map(|header| header.max_k).collect();
+    let drafted: Vec<_> = driver.steps.iter().map(|header| header.max_k).collect();
     assert!(drafted.contains(&3), "{drafted:?}");
-    assert!(driver.launches.iter().all(|header| header.num_draft_chunks == 0), "nothing to catch up");
+    assert!(driver.steps.iter().all(|header| header.num_draft_chunks == 0), "nothing to catch up");
     let pool = driver.scheduler.block_pool();
     assert!((0..64).any(|block| pool.is_registered(block)), "prefixes are shared");
     assert!((0..64).all(|block| !pool.has_draft(block) && pool.claimant(block).is_none()), "{drafted:?}");
@@ -30,7 +30,7 @@ fn drafts_are_as_many_as_the_request_asks_for_and_has_room_for() {
     let mut driver = Driver::new(looking_up());
     // All tokens of the vocabulary: whatever comes next has been there before.
     let vocabulary: Vec<i64> = (0..55).collect();
-    let (mut launches, mut seen) = (0, [0; 4]);
+    let (mut steps, mut seen) = (0, [0; 4]);
     for seed in 0..40 {
         let start = seed % 42;
         let all: Vec<i64> = vocabulary.iter().map(|token| (token + start) % 97).collect();
@@ -38,18 +38,17 @@ fn drafts_are_as_many_as_the_request_asks_for_and_has_room_for() {
             driver.add(seed * 4 + id, &Ask { k, max_tokens, prompt: all.clone(), ..Ask::default() }).unwrap();
         }
         while driver.scheduler.has_unfinished() {
-            let PlanOutcome::Launch(header) = driver.plan() else { panic!("a launch") };
-            let (rows, ks) =
-                (driver.section("entry_row", header.num_decode), driver.section("entry_k", header.num_decode));
+            let PlanOutcome::Step(header) = driver.plan() else { panic!("a step") };
+            let (rows, ks) = (driver.section("seq_row", header.num_decode), driver.section("seq_k", header.num_decode));
             assert!(rows.len() == ks.len());
-            launches += 1;
+            steps += 1;
             for &k in ks {
                 seen[k as usize] += 1;
             }
             driver.settle();
         }
     }
-    assert!(launches > 0 && seen.iter().all(|&count| count > 0), "entries by K: {seen:?}");
+    assert!(steps > 0 && seen.iter().all(|&count| count > 0), "sequences by K: {seen:?}");
     assert!(driver.scheduler.acceptance().drafts() > 0);
 }
 
@@ -65,10 +64,10 @@ fn a_planner_is_told_what_the_text_proposes() {
     while driver.scheduler.has_unfinished() {
         driver.scheduler.speculate(&mut planner).expect("a planner of the same sizes");
         driver.check();
-        let PlanOutcome::Launch(header) = driver.plan() else { panic!("a launch") };
-        let rows = driver.section("entry_row", header.num_decode).to_vec();
-        let planned = driver.section("entry_k", header.num_decode).to_vec();
-        let (_, reports) = driver.in_flight.front().expect("a launch");
+        let PlanOutcome::Step(header) = driver.plan() else { panic!("a step") };
+        let rows = driver.section("seq_row", header.num_decode).to_vec();
+        let planned = driver.section("seq_k", header.num_decode).to_vec();
+        let (_, reports) = driver.in_flight.front().expect("a step");
         let drafted: Vec<_> = reports[..rows.len()].iter().map(|report| report.drafted as i64).collect();
         let accepted: Vec<_> = reports[..rows.len()].iter().map(|report| report.accepted as i64).collect();
         assert_eq!(planned, drafted);
@@ -85,9 +84,9 @@ fn a_row_given_to_another_request_proposes_from_its_text() {
     for id in 0..30 {
         driver.add(id, &Ask { k: 3, max_tokens: 6, prompt: prompt(id as u64, 50), ..Ask::default() }).unwrap();
         if id % 3 == 1 {
-            driver.launch();
+            driver.plan_step();
             driver.settle();
-            driver.launch();
+            driver.plan_step();
             driver.settle();
             let _ = driver.preempt(id);
         }

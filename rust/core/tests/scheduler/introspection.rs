@@ -13,19 +13,19 @@ fn a_request_through_its_life() {
     assert_eq!((view.state, view.row, view.num_tokens, view.limit), (RequestState::Waiting, None, 13, 33));
     assert_eq!((view.num_computed_tokens, view.num_draft_computed_tokens, view.block_table), (0, 0, &[][..]));
 
-    driver.launch();
+    driver.plan_step();
     let view = driver.scheduler.request(5).unwrap();
     assert_eq!((view.state, view.row, view.num_in_flight), (RequestState::Prefill, Some(0), 1));
     assert_eq!((view.num_computed_tokens, view.block_table), (8, &[0, 1][..]), "planned counts");
     driver.settle();
-    driver.launch();
+    driver.plan_step();
     driver.settle();
     let view = driver.scheduler.request(5).unwrap();
     assert_eq!((view.state, view.num_tokens), (RequestState::Decode, 14));
     assert_eq!((view.num_computed_tokens, view.num_draft_computed_tokens), (13, 0), "the draft has not begun");
     assert_eq!((view.block_table.len(), view.num_in_flight), (4, 0));
 
-    driver.launch();
+    driver.plan_step();
     let view = driver.scheduler.request(5).unwrap();
     assert_eq!(view.num_computed_tokens, 14, "its iteration adds a token at least");
     assert!(view.num_draft_computed_tokens > 0, "catch-up is planned");
@@ -72,7 +72,7 @@ fn ids_come_by_state_and_importance() {
     for id in 0..5 {
         driver.add(id, &ask(id as u64, 5, 9)).unwrap();
     }
-    driver.launch();
+    driver.plan_step();
     assert_eq!(driver.scheduler.request_ids().collect::<Vec<_>>(), [2, 3, 4, 0, 1]);
     driver.preempt(0).unwrap();
     assert_eq!(driver.scheduler.request_ids().collect::<Vec<_>>(), [0, 2, 3, 4, 1]);

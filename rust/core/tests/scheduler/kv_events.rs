@@ -74,12 +74,12 @@ fn a_follower_knows_what_is_cached() {
             let extra_keys = if id % 5 == 0 { vec![(6, vec![id as u8])] } else { vec![] };
             driver.add(id, &Ask { extra_keys, ..drafting(id as u64 % 7, 9 + id as usize % 8, 24) }).unwrap();
         }
-        // By hand, because the events of a plan are taken before its launch executes.
+        // By hand, because the events of a plan are taken before its step executes.
         loop {
             let outcome = driver.scheduler.plan(&mut driver.record).unwrap();
             follower.follow(&mut driver);
             match outcome {
-                specrs_core::PlanOutcome::Launch(header) => {
+                specrs_core::PlanOutcome::Step(header) => {
                     let reports = driver.device.execute(&driver.scheduler, header, &driver.record);
                     driver.in_flight.push_back((header, reports));
                 }

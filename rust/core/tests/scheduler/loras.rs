@@ -30,12 +30,12 @@ fn the_one_too_many_waits_and_the_base_model_goes_on_beside_it() {
     for (id, of) in [(0, 1), (1, 2), (2, 3), (3, 0), (4, 1)] {
         add(&mut driver, id, of, if id == 0 { 2 } else { 6 });
     }
-    driver.launch();
+    driver.plan_step();
     assert_eq!(running(&driver), [0, 1, 3], "2 waits for an adapter's place, 4 is not to overtake it");
     driver.settle();
-    driver.launch();
+    driver.plan_step();
     driver.settle();
-    driver.launch();
+    driver.plan_step();
     assert_eq!(running(&driver), [1, 2, 3], "0 has ended");
     driver.run();
     assert!(driver.outcomes.values().all(|outcome| outcome.output == outcome.expected));
@@ -45,12 +45,12 @@ fn the_one_too_many_waits_and_the_base_model_goes_on_beside_it() {
 fn a_stream_of_one_adapter_does_not_starve_another() {
     let mut driver = Driver::new(adapters(1));
     add(&mut driver, 0, 1, 4);
-    driver.launch();
+    driver.plan_step();
     driver.settle();
     add(&mut driver, 1, 2, 4);
     for id in 2..30 {
         add(&mut driver, id, 1, 4);
-        driver.launch();
+        driver.plan_step();
         driver.settle();
         if running(&driver).contains(&1) {
             assert!(id < 8, "it waited for those before it alone, until request {id} came");

@@ -1,6 +1,6 @@
-//! Tests of the number of prompt tokens next to decoding requests, on machines whose launches take known times.
+//! Tests of the number of prompt tokens next to decoding requests, on machines whose steps take known times.
 
-use specrs_core::scheduler::LaunchHeader;
+use specrs_core::scheduler::StepHeader;
 use specrs_core::{Error, PlanOutcome, SchedulerConfig};
 
 use super::{ask, drafting, small, speculative};
@@ -27,11 +27,11 @@ struct Machine {
 }
 
 impl Machine {
-    /// Returns the time of the chunks in a driver's newest launch. Requests with ids from `told_from` on want log
+    /// Returns the time of the chunks in a driver's newest step. Requests with ids from `told_from` on want log
     /// probabilities.
-    fn chunk_ms(&self, driver: &Driver, header: LaunchHeader, told_from: i64) -> f64 {
+    fn chunk_ms(&self, driver: &Driver, header: StepHeader, told_from: i64) -> f64 {
         let (decode, chunks) = (header.num_decode, header.num_prefill);
-        let rows = &driver.section("entry_row", decode + chunks)[decode..];
+        let rows = &driver.section("seq_row", decode + chunks)[decode..];
         let (starts, lens) = (driver.section("chunk_start", chunks), driver.section("chunk_len", chunks));
         let row_of = |id: &i64| driver.scheduler.request(*id).ok().and_then(|view| view.row);
         let told: Vec<_> = driver.outcomes.keys().filter(|&&id| id >= told_from).filter_map(row_of).collect();
@@ -45,12 +45,12 @@ impl Machine {
         if ms > 0.0 { self.fixed + ms } else { 0.0 }
     }
 
-    /// Executes one launch and reports its time to the scheduler. Returns its header, and the time of its chunks.
-    fn step(&self, driver: &mut Driver, told_from: i64) -> (LaunchHeader, f64) {
-        let header = driver.launch();
+    /// Executes one step and reports its time to the scheduler. Returns its header, and the time of its chunks.
+    fn step(&self, driver: &mut Driver, told_from: i64) -> (StepHeader, f64) {
+        let header = driver.plan_step();
         let ms = self.chunk_ms(driver, header, told_from);
         driver.settle();
-        driver.scheduler.time_launch(header.launch_id, ms + self.decode.max(0.01)).expect("the last launch");
+        driver.scheduler.time_step(header.step_id, ms + self.decode.max(0.01)).expect("the last step");
         (header, ms)
     }
 }
@@ -102,17 +102,17 @@ fn prompts_beside_requests_that_decode_take_no_longer_than_the_bound() {
     for (name, machine) in machines {
         let mut driver = decoding(&machine, bounded(), &[2000]);
         driver.add(1, &ask(2, 6000, 2)).unwrap();
-        let (mut all, mut launches) = (Vec::new(), 0);
+        let (mut all, mut steps) = (Vec::new(), 0);
         while driver.output(1).is_empty() {
             let (header, ms) = machine.step(&mut driver, NONE_TOLD);
             assert_eq!(header.num_decode, 1, "{name}: no request waits for a prompt");
             assert!(header.num_prefill_tokens >= 16 || driver.output(1).len() == 1, "{name}: {header:?}");
             all.push(ms);
-            launches += 1;
+            steps += 1;
         }
         assert!(all.iter().all(|&ms| ms <= 1.5 * BOUND), "{name}: {all:.0?}");
         let alone = 6000.0 * (machine.token + 3000.0 * machine.position) / (BOUND - machine.fixed);
-        assert!(f64::from(launches) <= 2.0 * alone + 8.0, "{name}: {launches} launches, {alone:.1} at best: {all:.0?}");
+        assert!(f64::from(steps) <= 2.0 * alone + 8.0, "{name}: {steps} steps, {alone:.1} at best: {all:.0?}");
     }
 }
 
@@ -143,14 +143,14 @@ fn a_jump_deep_into_a_context_is_estimated_with_what_was_learnt_there() {
 
 #[test]
 fn without_a_time_and_where_none_fits_16_tokens_go_through() {
-    // Nothing was told: depth 1, and no launch is timed.
+    // Nothing was told: depth 1, and no step is timed.
     let mut driver = Driver::new(bounded());
     driver.add(0, &ask(1, 3, 2000)).unwrap();
-    driver.launch();
+    driver.plan_step();
     driver.settle();
     driver.add(1, &ask(2, 300, 2)).unwrap();
     for _ in 0..4 {
-        assert_eq!(driver.launch().num_prefill_tokens, 16);
+        assert_eq!(driver.plan_step().num_prefill_tokens, 16);
         driver.settle();
     }
     // Each token alone takes longer than the bound.
@@ -200,13 +200,13 @@ fn prompts_with_log_probabilities_have_a_cost_of_their_own() {
         all.push(ms);
     }
     assert!(all.iter().all(|&ms| ms <= 1.5 * BOUND), "{all:.0?}");
-    assert!(all.len() <= 60, "1,600 tokens at 2 ms are 33 launches: {all:.0?}");
+    assert!(all.len() <= 60, "1,600 tokens at 2 ms are 33 steps: {all:.0?}");
     assert!(plain_behind > 0, "a prompt that asks for none goes on eagle3 them: {all:.0?}");
     // Alone they have the whole budget.
     driver.abort(0).unwrap();
     driver.run();
     driver.add(102, &Ask { tells_prompt: true, ..ask(77, 1500, 2) }).unwrap();
-    assert_eq!(driver.launch().num_prefill_tokens, 1500);
+    assert_eq!(driver.plan_step().num_prefill_tokens, 1500);
     driver.settle();
     driver.run();
 }
@@ -238,26 +238,26 @@ fn catch_up_of_draft_kv_is_cut_beside_others() {
     };
     let eagle3 = run(true);
     assert!(eagle3.iter().sum::<usize>() >= 1490, "{eagle3:?}");
-    // What fits into the bound is fewer than what goes through in any launch.
+    // What fits into the bound is fewer than what goes through in any step.
     assert!(eagle3.iter().all(|&tokens| tokens <= 512), "{eagle3:?}");
     assert!(eagle3.iter().filter(|&&tokens| tokens > 0).count() < 6, "{eagle3:?}");
     assert!(run(false)[0] >= 1490, "who decodes alone waits for itself: {:?}", run(false));
 }
 
 #[test]
-fn a_time_is_of_the_launch_that_settled_last() {
+fn a_time_is_of_the_step_that_settled_last() {
     let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, max_prefill_stall_ms: 1.0, ..speculative() });
     driver.add(0, &drafting(1, 5, 20)).unwrap();
-    assert_eq!(driver.scheduler.time_launch(0, 1.0), Err(Error::SettleOrder { launch_id: 0, expected: None }));
-    driver.launch();
-    driver.launch();
+    assert_eq!(driver.scheduler.time_step(0, 1.0), Err(Error::SettleOrder { step_id: 0, expected: None }));
+    driver.plan_step();
+    driver.plan_step();
     driver.settle();
-    assert_eq!(driver.scheduler.time_launch(1, 1.0), Err(Error::SettleOrder { launch_id: 1, expected: Some(0) }));
+    assert_eq!(driver.scheduler.time_step(1, 1.0), Err(Error::SettleOrder { step_id: 1, expected: Some(0) }));
     for ms in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-        let refused = driver.scheduler.time_launch(0, ms);
+        let refused = driver.scheduler.time_step(0, ms);
         assert!(matches!(refused, Err(Error::InvalidBuffer { name: "ms", .. })), "{refused:?}");
     }
-    driver.scheduler.time_launch(0, 2.0).unwrap();
+    driver.scheduler.time_step(0, 2.0).unwrap();
     driver.run();
     for wrong in [-1.0, f64::NAN, f64::INFINITY] {
         let refused = specrs_core::Scheduler::new(SchedulerConfig { max_prefill_stall_ms: wrong, ..small() });

@@ -94,10 +94,10 @@ fn blocks_can_be_found_as_soon_as_their_chunk_has_settled() {
         driver.add(0, &ask(1, 21, 5)).unwrap();
         let mut registered = Vec::new();
         for _ in 1..max_in_flight {
-            driver.launch();
+            driver.plan_step();
         }
         for _ in 0..3 {
-            driver.launch();
+            driver.plan_step();
             driver.settle();
             registered.push((0..64).filter(|&block| driver.scheduler.block_pool().is_registered(block)).count());
         }
@@ -115,11 +115,11 @@ fn a_request_preempted_in_mid_prefill_keeps_what_has_settled() {
     });
     driver.add(0, &ask(1, 500, 5)).unwrap();
     for _ in 0..9 {
-        driver.launch();
+        driver.plan_step();
         driver.settle();
     }
     driver.preempt(0).unwrap();
-    driver.launch();
+    driver.plan_step();
     assert_eq!(driver.section("admit_num_cached", 1), [448], "28 blocks of 450 positions");
     driver.run();
     assert_eq!(driver.output(0).len(), 5);
@@ -138,7 +138,7 @@ fn prefill_tokens(asks: &[Ask], max_num_batched_tokens: usize, max_in_flight: us
         driver.add(id as i64, ask).unwrap();
     }
     driver.run();
-    driver.launches.iter().map(|header| header.num_prefill_tokens).sum()
+    driver.steps.iter().map(|header| header.num_prefill_tokens).sum()
 }
 
 #[test]
@@ -173,9 +173,9 @@ fn who_waits_for_a_prefix_keeps_its_row_and_blocks_and_others_go_on() {
         driver.add(0, &ask(1, 25, 5)).unwrap();
         driver.add(1, &ask(1, 25, 5)).unwrap();
         driver.add(2, &ask(2, 5, 5)).unwrap();
-        assert_eq!(driver.launch().num_admitted, admitted);
+        assert_eq!(driver.plan_step().num_admitted, admitted);
         driver.settle();
-        let header = driver.launch();
+        let header = driver.plan_step();
         assert_eq!(driver.section("admit_request_id", header.num_admitted), [1]);
         assert_eq!(driver.section("admit_num_cached", 1), [24]);
         driver.run();
@@ -186,7 +186,7 @@ fn who_waits_for_a_prefix_keeps_its_row_and_blocks_and_others_go_on() {
         driver.add(0, &ask(1, 25, 3)).unwrap();
         driver.add(1, &ask(1, 25, 3)).unwrap();
         driver.add(2, &ask(2, 9, 3)).unwrap();
-        assert_eq!(driver.launch().num_admitted, admitted, "{num_blocks} blocks");
+        assert_eq!(driver.plan_step().num_admitted, admitted, "{num_blocks} blocks");
         driver.run();
     }
 }
@@ -200,9 +200,9 @@ fn nobody_waits_for_a_request_that_is_gone() {
             for id in 0..3 {
                 driver.add(id, &ask(1, 41, 5)).unwrap();
             }
-            driver.launch();
+            driver.plan_step();
             driver.settle();
-            driver.launch();
+            driver.plan_step();
             assert_eq!((driver.scheduler.num_running(), driver.scheduler.num_waiting()), (1, 2));
             match end {
                 0 => driver.abort(0).unwrap(),
@@ -211,7 +211,7 @@ fn nobody_waits_for_a_request_that_is_gone() {
             }
             driver.run();
             assert_eq!((driver.output(1).len(), driver.output(2).len()), (5, 5));
-            let tokens: usize = driver.launches.iter().map(|header| header.num_prefill_tokens).sum();
+            let tokens: usize = driver.steps.iter().map(|header| header.num_prefill_tokens).sum();
             assert!(tokens < 2 * 41 + 8, "{tokens} prefill tokens");
         }
     }
@@ -267,7 +267,7 @@ fn a_sequence_is_forgotten_from_its_tail() {
 fn a_reset_waits_until_nobody_holds_a_block() {
     let mut driver = Driver::new(small());
     driver.add(0, &ask(1, 20, 5)).unwrap();
-    driver.launch();
+    driver.plan_step();
     assert!(!driver.scheduler.reset_prefix_cache());
     driver.run();
     assert!(driver.scheduler.reset_prefix_cache());

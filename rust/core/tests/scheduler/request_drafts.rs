@@ -40,11 +40,11 @@ fn started(driver: &mut Driver, ask: &Ask) -> Vec<i64> {
     outcome.expected[outcome.output.len()..].to_vec()
 }
 
-/// Returns the drafter, the drafts and K of the only decode entry of the next launch, which is then settled.
+/// Returns the drafter, the drafts and K of the only decoding sequence of the next step, which is then settled.
 fn next_drafts(driver: &mut Driver) -> (i64, Vec<i64>) {
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!((header.num_decode, header.num_prefill), (1, 0));
-    let (drafter, k) = (driver.section("entry_drafter", 1)[0], driver.section("entry_k", 1)[0]);
+    let (drafter, k) = (driver.section("seq_drafter", 1)[0], driver.section("seq_k", 1)[0]);
     let drafts = driver.section("draft_token", k as usize).to_vec();
     driver.settle();
     (drafter, drafts)
@@ -128,11 +128,8 @@ fn predictions_are_drafted_and_never_change_the_output() {
         started(&mut driver, &Ask { prediction, ..asking(6) });
         driver.run();
         let acceptance = driver.scheduler.acceptance_of(DrafterKind::Prediction);
-        let launches = driver.launches.len();
-        assert!(
-            acceptance.accepted_tokens() >= 5 && launches < 16,
-            "{wrong} wrong: {acceptance:?} in {launches} launches"
-        );
+        let steps = driver.steps.len();
+        assert!(acceptance.accepted_tokens() >= 5 && steps < 16, "{wrong} wrong: {acceptance:?} in {steps} steps");
     }
 }
 

@@ -74,7 +74,7 @@ impl Disk {
             match outcome {
                 PlanOutcome::Idle => break,
                 _ if driver.in_flight.len() == driver.scheduler.config().max_in_flight => {}
-                PlanOutcome::Launch(_) => continue,
+                PlanOutcome::Step(_) => continue,
                 PlanOutcome::SettleFirst => {}
             }
             driver.settle();
@@ -161,7 +161,7 @@ fn a_request_waits_until_it_could_be_admitted() {
     let config = SchedulerConfig { max_num_seqs: 1, ..small() };
     let mut driver = saving(&config);
     driver.add(0, &ask(1, 9, 8)).unwrap();
-    driver.launch();
+    driver.plan_step();
     driver.add(1, &ask(2, 9, 8)).unwrap();
     driver.scheduler.await_load(1).unwrap();
     while driver.outcomes[&0].finish == 0 {

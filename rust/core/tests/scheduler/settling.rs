@@ -17,7 +17,7 @@ use crate::{ask, drafting, small, speculative};
 fn one_token_is_the_whole_output() {
     let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
     driver.add(0, &drafting(1, 9, 1)).unwrap();
-    driver.launch();
+    driver.plan_step();
     assert_eq!(driver.plan(), PlanOutcome::SettleFirst, "its limit is reached, whatever the token is");
     driver.settle();
     assert_eq!((driver.output(0).len(), driver.outcomes[&0].finish), (1, FINISH_LENGTH));
@@ -29,26 +29,26 @@ fn a_stop_at_the_first_token_drops_what_follows_in_flight() {
     let first = generate(&ask(1, 9, 1).prompt, &[], 10, 0, &[]);
     let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
     driver.add(0, &Ask { stop: first.clone(), ..drafting(1, 9, 20) }).unwrap();
-    driver.launch();
-    assert_eq!(driver.launch().num_decode, 1);
+    driver.plan_step();
+    assert_eq!(driver.plan_step().num_decode, 1);
     driver.settle();
     assert_eq!((driver.output(0), driver.outcomes[&0].finish), (&first[..], FINISH_STOP));
-    assert!(driver.scheduler.num_free_blocks() < driver.scheduler.num_blocks(), "a launch in flight names the row");
+    assert!(driver.scheduler.num_free_blocks() < driver.scheduler.num_blocks(), "a step in flight names the row");
     driver.settle();
     assert_eq!(driver.scheduler.num_free_blocks(), driver.scheduler.num_blocks());
     assert_eq!(driver.settled[0], -1);
-    assert_eq!(driver.scheduler.acceptance().drafts(), 0, "launches after the end count nothing");
+    assert_eq!(driver.scheduler.acceptance().drafts(), 0, "steps after the end count nothing");
 }
 
 #[test]
-fn a_stop_inside_accepted_drafts_cuts_the_text_and_not_the_books() {
+fn a_stop_inside_accepted_drafts_cuts_the_text_and_not_the_statistics() {
     let text = generate(&ask(1, 9, 1).prompt, &[], 60, 0, &[]);
     let mut seen_cut = false;
     for stop in 1..text.len() {
         let mut driver = Driver::new(speculative());
         driver.add(0, &Ask { stop: vec![text[stop]], ..drafting(1, 9, 51) }).unwrap();
         let (mut drafts, mut accepted) = (0, 0);
-        while let PlanOutcome::Launch(_) = driver.plan() {
+        while let PlanOutcome::Step(_) = driver.plan() {
             let report = driver.in_flight[0].1[0].clone();
             drafts += u64::from(report.drafted > 0);
             accepted += report.accepted as u64;
@@ -58,8 +58,8 @@ fn a_stop_inside_accepted_drafts_cuts_the_text_and_not_the_books() {
         }
         let end = text.iter().position(|&token| token == text[stop]).unwrap();
         assert_eq!((driver.output(0), driver.outcomes[&0].finish), (&text[..=end], FINISH_STOP));
-        let books = driver.scheduler.acceptance();
-        assert_eq!((books.drafts(), books.accepted_tokens()), (drafts, accepted));
+        let statistics = driver.scheduler.acceptance();
+        assert_eq!((statistics.drafts(), statistics.accepted_tokens()), (drafts, accepted));
     }
     assert!(seen_cut);
 }
@@ -81,7 +81,7 @@ fn a_grammar_may_end_its_request_before_min_tokens() {
     for (has_extras, token, allowed) in [(true, 5, true), (true, 6, false), (false, 5, false)] {
         let mut driver = Driver::new(small());
         driver.add(0, &Ask { min_tokens: 7, stop: vec![5], has_extras, ..ask(1, 9, 20) }).unwrap();
-        driver.launch();
+        driver.plan_step();
         let report = Report { emitted: vec![token], finish_reason: FINISH_STOP, ..Report::default() };
         let results = driver.results(&[report]);
         let settled = driver.scheduler.settle(0, &results, &mut driver.settled);
@@ -110,7 +110,7 @@ fn the_device_judges_the_end_and_what_cannot_be_is_refused() {
     for ((min_tokens, max_tokens, token), finish_reason, allowed) in cases {
         let mut driver = Driver::new(small());
         driver.add(0, &Ask { min_tokens, stop: vec![5], ..ask(1, 9, max_tokens) }).unwrap();
-        driver.launch();
+        driver.plan_step();
         let results = driver.results(&[Report { emitted: vec![token], finish_reason, ..Report::default() }]);
         let settled = driver.scheduler.settle(0, &results, &mut driver.settled);
         if !allowed {
@@ -154,9 +154,9 @@ fn no_k_reaches_beyond_the_limit() {
 fn results_that_pass_the_limit_by_one_token_are_refused() {
     let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
     driver.add(0, &drafting(1, 9, 8)).unwrap();
-    driver.launch();
+    driver.plan_step();
     driver.settle();
-    assert_eq!((driver.launch().max_k, driver.launch().max_k), (3, 3));
+    assert_eq!((driver.plan_step().max_k, driver.plan_step().max_k), (3, 3));
     // 10 tokens, then 14, which leaves 3 up to the limit of 17.
     let report = |tokens: usize| Report {
         emitted: vec![5; tokens],
@@ -165,9 +165,9 @@ fn results_that_pass_the_limit_by_one_token_are_refused() {
         finish_reason: if tokens == 3 { FINISH_LENGTH } else { FINISH_NONE },
         ..Report::default()
     };
-    let mut settle = |launch_id, tokens| {
+    let mut settle = |step_id, tokens| {
         let results = driver.results(&[report(tokens)]);
-        driver.scheduler.settle(launch_id, &results, &mut driver.settled)
+        driver.scheduler.settle(step_id, &results, &mut driver.settled)
     };
     settle(1, 4).unwrap();
     let refused = settle(2, 4).unwrap_err();
@@ -213,25 +213,28 @@ fn a_fault_in_the_prompt_leaves_its_blocks_unmarked() {
 }
 
 #[test]
-fn the_books_count_what_the_device_reports() {
+fn the_statistics_count_what_the_device_reports() {
     let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
     for id in 0..4 {
         driver.add(id, &Ask { k: id as usize, ..ask(id as u64, 7, 50) }).unwrap();
     }
     let (mut drafts, mut draft_tokens, mut accepted) = (0, 0, 0);
     loop {
-        while driver.in_flight.len() < 2 && matches!(driver.plan(), PlanOutcome::Launch(_)) {}
+        while driver.in_flight.len() < 2 && matches!(driver.plan(), PlanOutcome::Step(_)) {}
         let Some((_, reports)) = driver.in_flight.front().cloned() else { break };
         driver.settle();
-        for (entry, report) in reports.iter().enumerate() {
-            if driver.settled[entry] >= 0 && report.drafted > 0 {
+        for (sequence, report) in reports.iter().enumerate() {
+            if driver.settled[sequence] >= 0 && report.drafted > 0 {
                 drafts += 1;
                 draft_tokens += report.drafted as u64;
                 accepted += report.accepted as u64;
             }
         }
     }
-    let books = driver.scheduler.acceptance();
+    let statistics = driver.scheduler.acceptance();
     assert!(drafts > 20 && accepted > 20);
-    assert_eq!((books.drafts(), books.draft_tokens(), books.accepted_tokens()), (drafts, draft_tokens, accepted));
+    assert_eq!(
+        (statistics.drafts(), statistics.draft_tokens(), statistics.accepted_tokens()),
+        (drafts, draft_tokens, accepted)
+    );
 }

@@ -14,9 +14,9 @@ fn crowd(driver: &mut Driver, first: i64, count: i64, caller: i64) {
     }
 }
 
-/// Runs `launches` launches, and settles all but the newest one if two may be in flight.
-fn go_on(driver: &mut Driver, launches: usize) {
-    for _ in 0..launches {
+/// Runs `steps` steps, and settles all but the newest one if two may be in flight.
+fn go_on(driver: &mut Driver, steps: usize) {
+    for _ in 0..steps {
         driver.plan();
         while driver.in_flight.len() >= driver.scheduler.config().max_in_flight {
             driver.settle();
@@ -137,7 +137,7 @@ fn the_last_of_a_crowd_loses_its_blocks_and_not_who_came_last() {
     go_on(&mut driver, 1);
     assert_eq!(driver.scheduler.num_running(), 4);
     while driver.scheduler.num_preemptions() == 0 {
-        driver.launch();
+        driver.plan_step();
         driver.settle();
     }
     assert_eq!(driver.section("preempted_request_id", 1), [102], "the third of its caller, before a caller's only one");

@@ -13,14 +13,14 @@ fn planner(draft_ms: f64) -> SpeculationPlanner {
     SpeculationPlanner::new(4, 3, CostModel::lines(&[1, 4], &[line, line]).unwrap(), 0.0).unwrap()
 }
 
-/// Runs one round with a planner: speculates and plans until launches are in flight, then settles one. Returns false
-/// when idle. `rows` are the rows of the launches in flight.
+/// Runs one round with a planner: speculates and plans until steps are in flight, then settles one. Returns false
+/// when idle. `rows` are the rows of the steps in flight.
 fn step(driver: &mut Driver, planner: &mut SpeculationPlanner, rows: &mut VecDeque<Vec<i64>>) -> bool {
     while driver.in_flight.len() < driver.scheduler.config().max_in_flight {
         driver.scheduler.speculate(planner).unwrap();
         driver.check();
-        let PlanOutcome::Launch(header) = driver.plan() else { break };
-        rows.push_back(driver.section("entry_row", header.num_decode).to_vec());
+        let PlanOutcome::Step(header) = driver.plan() else { break };
+        rows.push_back(driver.section("seq_row", header.num_decode).to_vec());
     }
     let Some((_, reports)) = driver.in_flight.front() else { return false };
     let rows = rows.pop_front().unwrap();
@@ -43,7 +43,7 @@ fn texts_do_not_depend_on_the_planner_and_it_keeps_to_each_requests_bound() {
             let mut rows = VecDeque::new();
             while step(&mut driver, &mut planner, &mut rows) {}
             driver.run();
-            assert_eq!(driver.launches.iter().any(|header| header.max_k > 0), drafts);
+            assert_eq!(driver.steps.iter().any(|header| header.max_k > 0), drafts);
         }
     }
 }
@@ -56,12 +56,12 @@ fn a_request_bound_to_no_drafts_gets_none_from_a_planner() {
     driver.add(1, &Ask { k: 1, ..ask(2, 9, 30) }).unwrap();
     let mut rows = VecDeque::new();
     while step(&mut driver, &mut planner, &mut rows) {}
-    assert!(driver.launches.iter().all(|header| header.max_k <= 1));
-    assert!(driver.launches.iter().any(|header| header.max_k == 1));
+    assert!(driver.steps.iter().all(|header| header.max_k <= 1));
+    assert!(driver.steps.iter().any(|header| header.max_k == 1));
 }
 
 #[test]
-fn k_may_change_with_every_launch_at_any_depth() {
+fn k_may_change_with_every_step_at_any_depth() {
     for max_in_flight in 1..4 {
         let mut driver = Driver::new(SchedulerConfig { max_in_flight, ..speculative() });
         for id in 0..5 {
@@ -76,7 +76,7 @@ fn k_may_change_with_every_launch_at_any_depth() {
                 break;
             }
         }
-        let ks: Vec<_> = driver.launches.iter().map(|header| header.max_k).collect();
+        let ks: Vec<_> = driver.steps.iter().map(|header| header.max_k).collect();
         assert!(ks.windows(2).any(|pair| pair == [0, 3]) && ks.windows(2).any(|pair| pair == [3, 0]), "{ks:?}");
     }
 }
@@ -94,27 +94,27 @@ fn a_rebuilt_draft_is_written_from_position_0_before_it_is_read() {
         while !driver.in_flight.is_empty() {
             driver.settle();
         }
-        let header = driver.launch();
+        let header = driver.plan_step();
         assert_eq!((header.num_draft_chunks, driver.section("draft_chunk_start", 1)), (1, &[0][..]));
-        assert_eq!(header.max_k, 3, "it drafts in the same launch");
-        let launched = driver.launches.len();
+        assert_eq!(header.max_k, 3, "it drafts in the same step");
+        let num_steps = driver.steps.len();
         driver.run();
-        assert!(driver.launches[launched..].iter().all(|header| header.num_draft_chunks == 0), "once is enough");
+        assert!(driver.steps[num_steps..].iter().all(|header| header.num_draft_chunks == 0), "once is enough");
     }
 }
 
 #[test]
-fn a_rebuild_waits_for_launches_in_flight_that_draft() {
+fn a_rebuild_waits_for_steps_in_flight_that_draft() {
     let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
     driver.add(0, &drafting(1, 21, 40)).unwrap();
     driver.step();
     driver.step();
     assert_eq!(driver.in_flight.len(), 1);
     driver.rebuild_draft(0).unwrap();
-    let header = driver.launch();
-    assert_eq!((header.num_draft_chunks, header.max_k), (0, 0), "the launch before it leaves its own draft_len");
+    let header = driver.plan_step();
+    assert_eq!((header.num_draft_chunks, header.max_k), (0, 0), "the step before it leaves its own draft_len");
     driver.settle();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!((header.num_draft_chunks, header.max_k), (1, 3));
     driver.run();
 }
@@ -129,12 +129,12 @@ fn a_rebuild_of_few_positions_tells_the_device_that_it_has_none() {
     driver.rebuild_draft(0).unwrap();
     let n = driver.scheduler.request(0).unwrap().num_tokens;
     assert!(n <= 8, "the first drafting pass feeds all of {n}");
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!((header.num_draft_chunks, header.max_k), (1, 3));
     assert_eq!((driver.section("draft_chunk_start", 1), driver.section("draft_chunk_len", 1)), (&[0][..], &[0][..]));
     driver.settle();
-    driver.launch();
-    assert_eq!(driver.launches.last().unwrap().num_draft_chunks, 0, "once is enough");
+    driver.plan_step();
+    assert_eq!(driver.steps.last().unwrap().num_draft_chunks, 0, "once is enough");
     driver.run();
 }
 
@@ -153,14 +153,14 @@ fn marks_of_a_broken_draft_are_gone_until_it_is_rebuilt() {
     driver.rebuild_draft(0).unwrap();
     // A request with the same prompt comes in between: it must not take the old marks at their word.
     driver.add(1, &drafting(1, 21, 30)).unwrap();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!((header.num_admitted, driver.section("admit_draft_len", 1)), (1, &[0][..]));
     driver.settle();
     assert!(marked(&driver) >= 5, "rebuilt and drafted with, so marked again");
     driver.run();
 }
 
-/// Makes a driver in which requests 1 and 2 draft with a prefix that request 3 is admitted with, in the launch that is
+/// Makes a driver in which requests 1 and 2 draft with a prefix that request 3 is admitted with, in the step that is
 /// in flight.
 fn two_drafting_and_a_sharer() -> Driver {
     let config = SchedulerConfig { max_in_flight: 2, drafter: Drafter::draft_model(64, 2.0), ..speculative() };
@@ -169,30 +169,30 @@ fn two_drafting_and_a_sharer() -> Driver {
     driver.run();
     driver.add(1, &drafting(1, 21, 40)).unwrap();
     driver.add(2, &drafting(1, 21, 40)).unwrap();
-    while driver.launch().max_k == 0 {
+    while driver.plan_step().max_k == 0 {
         driver.settle();
     }
     while !driver.in_flight.is_empty() {
         driver.settle();
     }
     driver.add(3, &drafting(1, 21, 40)).unwrap();
-    let header = driver.launch();
-    assert_eq!(driver.section("entry_k", header.num_decode), [3, 3]);
+    let header = driver.plan_step();
+    assert_eq!(driver.section("seq_k", header.num_decode), [3, 3]);
     assert_eq!(driver.section("admit_draft_len", header.num_admitted), [20]);
     driver
 }
 
 #[test]
-fn a_launch_that_skipped_marked_blocks_does_not_mark_them_again_once_they_are_broken() {
+fn a_step_that_skipped_marked_blocks_does_not_mark_them_again_once_they_are_broken() {
     let mut driver = two_drafting_and_a_sharer();
     driver.rebuild_draft(3).unwrap();
     let marked = |driver: &Driver| (0..64).filter(|&block| driver.scheduler.block_pool().has_draft(block)).count();
     assert_eq!(marked(&driver), 0, "requests 1 and 2 went on from the same blocks");
-    // The launch in flight is that of request 2, which has looked at no mark yet.
+    // The step in flight is that of request 2, which has looked at no mark yet.
     driver.settle();
     assert_eq!(marked(&driver), 0);
     driver.run();
-    assert!(driver.launches[driver.launches.len() - 4..].iter().any(|header| header.max_k == 3));
+    assert!(driver.steps[driver.steps.len() - 4..].iter().any(|header| header.max_k == 3));
 }
 
 #[test]
@@ -200,18 +200,18 @@ fn those_who_share_broken_blocks_rebuild_from_there_and_nobody_else() {
     let mut driver = two_drafting_and_a_sharer();
     driver.add(4, &drafting(9, 5, 40)).unwrap();
     driver.settle();
-    while driver.launch().max_k == 0 || driver.scheduler.num_waiting() > 0 {
+    while driver.plan_step().max_k == 0 || driver.scheduler.num_waiting() > 0 {
         driver.settle();
     }
     driver.rebuild_draft(1).unwrap();
     while !driver.in_flight.is_empty() {
         driver.settle();
     }
-    let header = driver.launch();
+    let header = driver.plan_step();
     let ks: Vec<_> = (0..4)
         .map(|row| {
-            let entry = driver.section("entry_row", 4).iter().position(|&other| other == row).unwrap();
-            driver.section("entry_k", header.num_decode)[entry]
+            let sequence = driver.section("seq_row", 4).iter().position(|&other| other == row).unwrap();
+            driver.section("seq_k", header.num_decode)[sequence]
         })
         .collect();
     assert_eq!(ks, [0, 0, 0, 3]);

@@ -125,9 +125,9 @@ fn disturbed_run(seed: u64) {
                 driver.plan();
             }
             _ if !driver.in_flight.is_empty() => {
-                let launch_id = driver.in_flight[0].0.launch_id;
+                let step_id = driver.in_flight[0].0.step_id;
                 driver.settle();
-                driver.scheduler.time_launch(launch_id, rng.pick(&[0.1, 1.0, 1.0, 30.0])).expect("the last launch");
+                driver.scheduler.time_step(step_id, rng.pick(&[0.1, 1.0, 1.0, 30.0])).expect("the last step");
             }
             _ => {}
         }

@@ -26,7 +26,7 @@ fn cached(driver: &Driver) -> u64 {
     driver.scheduler.num_cached_tokens()
 }
 
-/// Runs until idle. Returns the maximum number of blocks held between launches.
+/// Runs until idle. Returns the maximum number of blocks held between steps.
 fn peak(driver: &mut Driver) -> usize {
     let mut peak = 0;
     while driver.step() {
@@ -46,7 +46,7 @@ fn long_texts_fit_in_a_small_pool() {
                 .add(id, &Ask { k: driver.scheduler.config().num_speculative_tokens, ..ask(id as u64, 30, 300) })
                 .unwrap();
         }
-        // Of a window of 16 positions, at most 2 launches' tokens ahead of it, and blocks cut at both ends.
+        // Of a window of 16 positions, at most 2 steps' tokens ahead of it, and blocks cut at both ends.
         assert!(peak(&mut driver) <= 14);
         assert_eq!(driver.scheduler.num_preemptions(), 0, "{max_in_flight} in flight");
         assert_eq!(driver.output(0).len(), 300);
@@ -118,7 +118,7 @@ fn a_hit_needs_the_blocks_of_its_last_window() {
     driver.add(1, &ask(2, 21, 1)).unwrap();
     driver.run();
     driver.add(2, &ask(1, 41, 20)).unwrap();
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!((cached(&driver), header.num_prefill_tokens), (40, 1));
     let table = driver.scheduler.request(2).unwrap().block_table.to_vec();
     // A query at 40 sees [25, 40].
@@ -147,9 +147,9 @@ fn a_preempted_request_goes_on_with_its_last_window() {
         driver.step();
     }
     driver.preempt(0).unwrap();
-    let launches = driver.launches.len();
+    let steps = driver.steps.len();
     driver.run();
-    let prefilled: usize = driver.launches[launches..].iter().map(|header| header.num_prefill_tokens).sum();
+    let prefilled: usize = driver.steps[steps..].iter().map(|header| header.num_prefill_tokens).sum();
     assert!(prefilled <= 8, "{prefilled} tokens computed again");
 }
 
@@ -157,10 +157,10 @@ fn a_preempted_request_goes_on_with_its_last_window() {
 fn draft_kv_begins_where_the_row_holds_blocks() {
     let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 64, ..windowed_drafting() });
     driver.add(0, &drafting(1, 50, 40)).unwrap();
-    driver.launch();
+    driver.plan_step();
     driver.settle();
     // 51 tokens: the first drafting pass feeds 49, which sees [34, 49].
-    let header = driver.launch();
+    let header = driver.plan_step();
     assert_eq!((header.num_draft_chunks, header.max_k), (1, 3));
     for (name, expected) in [("draft_chunk_k_start", 32), ("draft_chunk_start", 32), ("draft_chunk_len", 17)] {
         assert_eq!(driver.section(name, 1), [expected], "{name}");
@@ -170,9 +170,9 @@ fn draft_kv_begins_where_the_row_holds_blocks() {
     // Without a window all of it is drafted from the start.
     let mut all = Driver::new(speculative());
     all.add(0, &drafting(1, 20, 10)).unwrap();
-    all.launch();
+    all.plan_step();
     all.settle();
-    all.launch();
+    all.plan_step();
     assert_eq!((all.section("draft_chunk_k_start", 1), all.section("draft_chunk_start", 1)), (&[0][..], &[0][..]));
 }
 
@@ -194,7 +194,8 @@ fn what_a_catch_up_chunk_in_flight_reads_stays() {
 
 #[test]
 fn a_newcomer_gets_what_was_computed_for_its_prompt() {
-    // Three launches in flight, so a row holds more than a window and a launch's tokens, and asks for more in the plan that admits.
+    // Three steps in flight, so a row holds more than a window and a step's tokens, and asks for more in the plan that
+    // admits.
     let config = SchedulerConfig {
         max_model_len: 24,
         num_blocks: 21,
@@ -212,8 +213,8 @@ fn a_newcomer_gets_what_was_computed_for_its_prompt() {
     }
     let mut admitted_beside_others = 0;
     loop {
-        while driver.in_flight.len() < 3 && matches!(driver.plan(), PlanOutcome::Launch(_)) {
-            let admitted = driver.launches.last().expect("a launch").num_admitted;
+        while driver.in_flight.len() < 3 && matches!(driver.plan(), PlanOutcome::Step(_)) {
+            let admitted = driver.steps.last().expect("a step").num_admitted;
             if admitted == 0 || driver.scheduler.num_running() == 1 {
                 continue;
             }

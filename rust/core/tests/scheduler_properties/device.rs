@@ -95,7 +95,7 @@ struct Row {
     draft_poisoned: bool,
 }
 
-/// Results of one entry.
+/// Results of one sequence.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Outcome {
     pub(crate) tokens: Vec<i64>,
@@ -114,7 +114,7 @@ pub(crate) struct Device {
     max_draft_lag: usize,
     /// Number of last positions that a query reads, by group.
     windows: Vec<usize>,
-    /// Blocks that the launch read or wrote.
+    /// Blocks that the step read or wrote.
     touched: RefCell<BTreeSet<i64>>,
     /// Token that one pass for all drafts feeds in their place.
     mask: Option<i64>,
@@ -130,7 +130,7 @@ pub(crate) struct Device {
     target_kv: Kv,
     draft_kv: Kv,
     pub(crate) sampling: BTreeMap<i64, Sampling>,
-    /// Flags to raise at the next entry of a request.
+    /// Flags to raise in the next step of a request.
     pub(crate) faults: BTreeMap<i64, i64>,
 }
 
@@ -169,7 +169,7 @@ impl<'a> Record<'a> {
         self.count("num_decode")
     }
 
-    pub(crate) fn num_entries(&self) -> usize {
+    pub(crate) fn num_seqs(&self) -> usize {
         self.num_decode() + self.count("num_prefill")
     }
 }
@@ -243,18 +243,18 @@ impl Device {
         self.rows[row].limit
     }
 
-    /// Executes one launch: uploads, prefill chunks, draft chunks, the decode iteration.
+    /// Executes one step: uploads, prefill chunks, draft chunks, the decode iteration.
     pub(crate) fn execute(&mut self, scheduler: &Scheduler, record: &Record<'_>) -> Vec<Outcome> {
         self.upload(record);
         self.touched.take();
         self.forget(scheduler);
-        for entry in 0..record.num_entries() {
-            let row = &mut self.rows[record.size("entry_row", entry)];
-            row.capacity = record.size("entry_capacity", entry);
-            let n_upper = record.size("entry_n_upper", entry);
+        for sequence in 0..record.num_seqs() {
+            let row = &mut self.rows[record.size("seq_row", sequence)];
+            row.capacity = record.size("seq_capacity", sequence);
+            let n_upper = record.size("seq_n_upper", sequence);
             assert!(row.tokens.len() <= n_upper, "n = {} above n_upper = {n_upper}", row.tokens.len());
         }
-        let mut outcomes = vec![Outcome::default(); record.num_entries()];
+        let mut outcomes = vec![Outcome::default(); record.num_seqs()];
         for j in 0..record.count("num_prefill") {
             outcomes[record.num_decode() + j] = self.prefill(scheduler, record, j);
         }
@@ -266,10 +266,10 @@ impl Device {
                 self.catch_up(scheduler, record, j, &mut writers);
             }
         }
-        for (entry, outcome) in outcomes.iter_mut().enumerate().take(record.num_decode()) {
-            let (row, k) = (record.size("entry_row", entry), record.size("entry_k", entry));
-            let drafter = record.size("entry_drafter", entry);
-            let drafts = || (0..k).map(|i| record.get("draft_token", entry * self.width + i)).collect::<Vec<_>>();
+        for (sequence, outcome) in outcomes.iter_mut().enumerate().take(record.num_decode()) {
+            let (row, k) = (record.size("seq_row", sequence), record.size("seq_k", sequence));
+            let drafter = record.size("seq_drafter", sequence);
+            let drafts = || (0..k).map(|i| record.get("draft_token", sequence * self.width + i)).collect::<Vec<_>>();
             let proposed = (drafter != DrafterKind::Device as usize).then(drafts);
             if let (Some(proposed), Some((min, max)), true) =
                 (&proposed, self.ngrams, drafter == DrafterKind::Ngram as usize)
@@ -315,7 +315,7 @@ impl Device {
         }
     }
 
-    /// Returns the blocks that the launch read or wrote.
+    /// Returns the blocks that the step read or wrote.
     pub(crate) fn touched(&self) -> BTreeSet<i64> {
         self.touched.borrow().clone()
     }
@@ -333,7 +333,7 @@ impl Device {
             }
         }
         for (index, row) in self.rows.iter_mut().enumerate() {
-            // One that ended on the device has its part in launches until the scheduler knows.
+            // One that ended on the device has its part in steps until the scheduler knows.
             if let Some(request) = scheduler.request(row.request_id).ok().filter(|request| request.row == Some(index)) {
                 assert_eq!(request.block_table, scheduler.group_block_table(row.request_id, 0).expect("live"));
                 let held = |group| scheduler.group_block_table(row.request_id, group).expect("live").to_vec();
@@ -390,7 +390,7 @@ impl Device {
         }
     }
 
-    /// Writes draft KV. Two requests must not write one block in one launch, and none may write a block that others
+    /// Writes draft KV. Two requests must not write one block in one step, and none may write a block that others
     /// read, because these accesses race on a GPU.
     fn write_draft(&mut self, scheduler: &Scheduler, row: usize, tokens: &[i64], writers: &mut HashMap<usize, usize>) {
         let slot = self.slot(row, tokens.len() - 1);
@@ -402,7 +402,7 @@ impl Device {
     }
 
     fn prefill(&mut self, scheduler: &Scheduler, record: &Record<'_>, j: usize) -> Outcome {
-        let row = record.size("entry_row", record.num_decode() + j);
+        let row = record.size("seq_row", record.num_decode() + j);
         let (start, len) = (record.size("chunk_start", j), record.size("chunk_len", j));
         let (from, to) = (record.size("prefill_q_start", j), record.size("prefill_q_start", j + 1));
         assert!(len > 0 && to - from == len);
@@ -439,7 +439,7 @@ impl Device {
         let (start, len) = (record.size("draft_chunk_start", j), record.size("draft_chunk_len", j));
         let (from, to) = (record.size("draft_q_start", j), record.size("draft_q_start", j + 1));
         assert_eq!(to - from, len);
-        // A row that has ended in an earlier launch may lack the tokens of its chunk: then it computes nonsense.
+        // A row that has ended in an earlier step may lack the tokens of its chunk: then it computes nonsense.
         let (tokens, active) = (self.rows[row].tokens.clone(), self.rows[row].active);
         let faulty = self.faults.get(&self.rows[row].request_id) == Some(&2);
         assert!(self.draft_context >= Some(start + len), "draft chunk to {} of {:?}", start + len, self.draft_context);
@@ -527,8 +527,8 @@ impl Device {
         }
         let num_decode = record.num_decode();
         let chunk = (0..record.count("num_prefill"))
-            .find(|&chunk| record.size("entry_row", num_decode + chunk) == row)
-            .expect("hidden states of this launch");
+            .find(|&chunk| record.size("seq_row", num_decode + chunk) == row)
+            .expect("hidden states of this step");
         assert_eq!(record.size("chunk_start", chunk), start);
         assert!(len <= record.size("chunk_len", chunk));
         assert!(self.draft_context >= Some(start + len));

@@ -152,7 +152,7 @@ pub(crate) fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strate
                 enable_prefix_caching,
                 num_reserved_decode_tokens: policy.0,
                 long_prefill_token_threshold: policy.1,
-                priority_aging_launches: policy.2,
+                priority_aging_steps: policy.2,
                 max_loras: policy.3,
                 max_prefill_stall_ms: policy.4,
                 ..SchedulerConfig::new(rows, len, least + spare, block_size, budget)

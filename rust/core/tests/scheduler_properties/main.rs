@@ -31,7 +31,8 @@ struct Request {
     ended: bool,
 }
 
-/// Launch in flight: its id, its rows, K of its decode entries, their outcomes, and the blocks that it reads or writes.
+/// Step in flight: its id, its rows, K of its decoding sequences, their outcomes, and the blocks that it reads or
+/// writes.
 type InFlight = (u64, Vec<i64>, Vec<i64>, Vec<Outcome>, BTreeSet<i64>);
 
 struct Run {
@@ -43,10 +44,10 @@ struct Run {
     in_flight: VecDeque<InFlight>,
     record: Vec<i64>,
     settled: Vec<i64>,
-    /// Number of launches so far.
-    launches: i64,
-    /// Numbers of drafts, draft tokens and accepted tokens of entries that counted.
-    books: (u64, u64, u64),
+    /// Number of steps so far.
+    steps: i64,
+    /// Numbers of drafts, draft tokens and accepted tokens of sequences that counted.
+    statistics: (u64, u64, u64),
 }
 
 impl Run {
@@ -66,22 +67,25 @@ impl Run {
             requests: BTreeMap::new(),
             planner,
             in_flight: VecDeque::new(),
-            launches: 0,
-            books: (0, 0, 0),
+            steps: 0,
+            statistics: (0, 0, 0),
         }
     }
 
     fn check(&self) {
-        self.scheduler.check_integrity().expect("books that agree");
+        self.scheduler.check_integrity().expect("statistics that agree");
         self.device.check_marks(&self.scheduler);
         let held = |block: &i64| self.scheduler.block_pool().ref_count(*block) > Some(0);
         assert!(
             self.in_flight.iter().all(|(.., touched)| touched.iter().all(held)),
-            "a launch in flight names free blocks"
+            "a step in flight names free blocks"
         );
-        let (drafts, draft_tokens, accepted) = self.books;
-        let books = self.scheduler.acceptance();
-        assert_eq!((books.drafts(), books.draft_tokens(), books.accepted_tokens()), (drafts, draft_tokens, accepted));
+        let (drafts, draft_tokens, accepted) = self.statistics;
+        let statistics = self.scheduler.acceptance();
+        assert_eq!(
+            (statistics.drafts(), statistics.draft_tokens(), statistics.accepted_tokens()),
+            (drafts, draft_tokens, accepted)
+        );
         let live = self.requests.values().filter(|request| !request.ended).count();
         assert_eq!(self.scheduler.num_waiting() + self.scheduler.num_running(), live);
     }
@@ -169,9 +173,9 @@ impl Run {
         let duplicate = self.scheduler.add_request(id, &prompt, &params);
         assert_eq!(duplicate, Err(Error::DuplicateRequest { request_id: id }));
         let expected = lone_text(&prompt, limit, &sampling);
-        let rank = match self.scheduler.config().priority_aging_launches as i64 {
+        let rank = match self.scheduler.config().priority_aging_steps as i64 {
             0 => ask.priority,
-            launches => ask.priority * launches + self.launches,
+            steps => ask.priority * steps + self.steps,
         };
         let order = (rank, self.requests.len());
         self.requests.insert(
@@ -203,15 +207,15 @@ impl Run {
                 assert!(in_flight == 0 && self.requests.values().all(|request| request.ended), "idle with work");
             }
             PlanOutcome::SettleFirst => assert!(in_flight > 0, "nothing in flight to settle first"),
-            PlanOutcome::Launch(_) => {
+            PlanOutcome::Step(_) => {
                 assert!(in_flight < self.scheduler.config().max_in_flight);
                 self.check_record(in_flight == 0);
                 let record = Record::new(&self.scheduler, &self.record);
                 let outcomes = self.device.execute(&self.scheduler, &record);
-                let rows = (0..record.num_entries()).map(|entry| record.get("entry_row", entry)).collect();
-                let ks = (0..record.num_decode()).map(|entry| record.get("entry_k", entry)).collect();
-                self.launches += 1;
-                self.in_flight.push_back((record.count("launch_id") as u64, rows, ks, outcomes, self.device.touched()));
+                let rows = (0..record.num_seqs()).map(|sequence| record.get("seq_row", sequence)).collect();
+                let ks = (0..record.num_decode()).map(|sequence| record.get("seq_k", sequence)).collect();
+                self.steps += 1;
+                self.in_flight.push_back((record.count("step_id") as u64, rows, ks, outcomes, self.device.touched()));
             }
         }
         outcome
@@ -221,20 +225,20 @@ impl Run {
     fn check_record(&self, alone: bool) {
         let config = self.scheduler.config();
         let record = Record::new(&self.scheduler, &self.record);
-        let (num_decode, num_entries) = (record.num_decode(), record.num_entries());
-        assert!(num_entries >= 1 && num_entries <= config.max_num_seqs);
-        let mut rows: Vec<_> = (0..num_entries).map(|entry| record.size("entry_row", entry)).collect();
+        let (num_decode, num_seqs) = (record.num_decode(), record.num_seqs());
+        assert!(num_seqs >= 1 && num_seqs <= config.max_num_seqs);
+        let mut rows: Vec<_> = (0..num_seqs).map(|sequence| record.size("seq_row", sequence)).collect();
         rows.sort_unstable();
         rows.dedup();
-        assert!(rows.len() == num_entries && rows.iter().all(|&row| row < config.max_num_seqs), "{rows:?}");
+        assert!(rows.len() == num_seqs && rows.iter().all(|&row| row < config.max_num_seqs), "{rows:?}");
 
-        let ks: Vec<_> = (0..num_decode).map(|entry| record.size("entry_k", entry)).collect();
+        let ks: Vec<_> = (0..num_decode).map(|sequence| record.size("seq_k", sequence)).collect();
         assert!(ks.is_sorted_by(|a, b| a >= b), "{ks:?}");
         assert_eq!(record.count("max_k"), ks.first().copied().unwrap_or(0));
-        for (entry, k) in ks.iter().enumerate() {
-            let (n_upper, capacity) = (record.size("entry_n_upper", entry), record.size("entry_capacity", entry));
-            let limit = self.device.limit_of(record.size("entry_row", entry));
-            let most = self.requests[&self.device_request(&record, entry)].k;
+        for (sequence, k) in ks.iter().enumerate() {
+            let (n_upper, capacity) = (record.size("seq_n_upper", sequence), record.size("seq_capacity", sequence));
+            let limit = self.device.limit_of(record.size("seq_row", sequence));
+            let most = self.requests[&self.device_request(&record, sequence)].k;
             assert!(*k <= most, "K = {k} of a request that drafts {most} at most");
             assert!(capacity >= limit.min(n_upper + k), "capacity {capacity} for {n_upper} + {k} of {limit}");
         }
@@ -260,7 +264,7 @@ impl Run {
         let admitted: Vec<_> = (0..record.count("num_admitted")).map(|i| record.get("admit_request_id", i)).collect();
         let preempted = record.count("num_preempted");
         assert!(admitted.is_empty() || preempted == 0);
-        assert!(alone || preempted == 0, "preempted while launches in flight could still free blocks");
+        assert!(alone || preempted == 0, "preempted while steps in flight could still free blocks");
         let loras = self.running_loras();
         if let (Some(last), Some(first)) = (
             admitted.iter().map(|id| self.turn(*id, &admitted)).max(),
@@ -281,20 +285,20 @@ impl Run {
         self.check_admissions(&record);
         // With everything settled, the most important running request always advances.
         if alone {
-            let first = self.running().into_iter().min_by_key(|id| self.requests[id].order).expect("an entry's");
-            let advances = (0..num_entries).any(|entry| self.device_request(&record, entry) == first);
+            let first = self.running().into_iter().min_by_key(|id| self.requests[id].order).expect("a running request");
+            let advances = (0..num_seqs).any(|sequence| self.device_request(&record, sequence) == first);
             assert!(advances, "request {first} stands still");
             // So does drafting: of those that could draft and have blocks for it, somebody does or comes closer to it. What a
             // preemption freed in this plan comes too late for those placed before it.
-            let idle = |&entry: &usize| {
-                let row = record.size("entry_row", entry);
-                record.size("entry_k", entry) == 0
+            let idle = |&sequence: &usize| {
+                let row = record.size("seq_row", sequence);
+                record.size("seq_k", sequence) == 0
                     && self.device.could_draft(row, self.requests[&self.device.request_of(row)].k)
             };
             if self.planner.is_none()
                 && preempted == 0
                 && self.scheduler.num_free_blocks() >= config.num_groups()
-                && (0..num_decode).any(|entry| idle(&entry))
+                && (0..num_decode).any(|sequence| idle(&sequence))
             {
                 assert!(ks[0] > 0 || draft > 0, "none comes closer to drafting");
             }
@@ -366,7 +370,7 @@ impl Run {
             return;
         }
         let config = self.scheduler.config();
-        // With a window, for the window and a whole launch's tokens; in every group.
+        // With a window, for the window and a whole step's tokens; in every group.
         let most = |window: usize| {
             (window + config.max_num_batched_tokens + config.num_speculative_tokens + 1).div_ceil(config.block_size)
         };
@@ -385,9 +389,9 @@ impl Run {
         assert!(missing <= free, "admitted with {free} free blocks of the {missing} that prompts need");
     }
 
-    /// Returns the request of an entry, as the device will know it.
-    fn device_request(&self, record: &Record<'_>, entry: usize) -> i64 {
-        let row = record.get("entry_row", entry);
+    /// Returns the request of a sequence, as the device will know it.
+    fn device_request(&self, record: &Record<'_>, sequence: usize) -> i64 {
+        let row = record.get("seq_row", sequence);
         (0..record.count("num_admitted"))
             .find(|&i| record.get("admit_row", i) == row)
             .map_or_else(|| self.device.request_of(row as usize), |i| record.get("admit_request_id", i))
@@ -407,32 +411,32 @@ impl Run {
     }
 
     fn settle(&mut self) {
-        let (launch_id, rows, ks, outcomes, _) = self.in_flight.pop_front().expect("a launch in flight");
+        let (step_id, rows, ks, outcomes, _) = self.in_flight.pop_front().expect("a step in flight");
         let results = self.results(&outcomes);
-        let late = self.scheduler.settle(launch_id + 1, &results, &mut self.settled);
-        assert_eq!(late, Err(Error::SettleOrder { launch_id: launch_id + 1, expected: Some(launch_id) }));
-        self.scheduler.settle(launch_id, &results, &mut self.settled).expect("what the device reported");
-        self.scheduler.time_launch(launch_id, 1.0 + launch_id as f64 % 5.0).expect("the launch that settled last");
+        let late = self.scheduler.settle(step_id + 1, &results, &mut self.settled);
+        assert_eq!(late, Err(Error::SettleOrder { step_id: step_id + 1, expected: Some(step_id) }));
+        self.scheduler.settle(step_id, &results, &mut self.settled).expect("what the device reported");
+        self.scheduler.time_step(step_id, 1.0 + step_id as f64 % 5.0).expect("the step that settled last");
 
         if let Some(planner) = &mut self.planner {
             let decodes = &outcomes[..ks.len()];
             let (drafted, accepted): (Vec<_>, Vec<_>) =
                 decodes.iter().map(|outcome| (outcome.drafted as i64, outcome.accepted as i64)).unzip();
-            let ms = (ks.len() == outcomes.len()).then_some(1.0 + launch_id as f64 % 7.0);
+            let ms = (ks.len() == outcomes.len()).then_some(1.0 + step_id as f64 % 7.0);
             planner.settle(&rows[..ks.len()], &ks, &drafted, &accepted, ms).expect("what was drafted and accepted");
         }
 
         let layout = *self.scheduler.settled_layout();
-        for (entry, outcome) in outcomes.iter().enumerate() {
-            let id = self.settled[layout.request_id.offset + entry];
-            let num_new = self.settled[layout.num_new.offset + entry] as usize;
-            let finish = self.settled[layout.finish_reason.offset + entry];
+        for (sequence, outcome) in outcomes.iter().enumerate() {
+            let id = self.settled[layout.request_id.offset + sequence];
+            let num_new = self.settled[layout.num_new.offset + sequence] as usize;
+            let finish = self.settled[layout.finish_reason.offset + sequence];
             if id < 0 {
                 assert_eq!((num_new, finish), (0, FINISH_NONE));
                 continue;
             }
             let request = self.requests.get_mut(&id).expect("a known request");
-            assert!(!request.ended, "request {id} on row {} goes on after its end", rows[entry]);
+            assert!(!request.ended, "request {id} on row {} goes on after its end", rows[sequence]);
             request.delivered.extend(&outcome.tokens[..num_new]);
             assert!(request.expected.starts_with(&request.delivered), "request {id}: {:?}", request.delivered);
             request.ended = finish != FINISH_NONE;
@@ -446,9 +450,9 @@ impl Run {
             let complete = request.delivered == request.expected;
             assert_eq!(complete, finish == FINISH_STOP || finish == FINISH_LENGTH, "request {id}: finish {finish}");
             if outcome.drafted > 0 {
-                self.books.0 += 1;
-                self.books.1 += outcome.drafted as u64;
-                self.books.2 += outcome.accepted as u64;
+                self.statistics.0 += 1;
+                self.statistics.1 += outcome.drafted as u64;
+                self.statistics.2 += outcome.accepted as u64;
             }
         }
     }
@@ -474,7 +478,7 @@ impl Run {
         for _ in 0..20_000 {
             match self.plan() {
                 PlanOutcome::Idle => return self.check_idle(),
-                PlanOutcome::Launch(_) if self.in_flight.len() < self.scheduler.config().max_in_flight => {}
+                PlanOutcome::Step(_) if self.in_flight.len() < self.scheduler.config().max_in_flight => {}
                 _ => self.settle(),
             }
             self.check();

@@ -332,12 +332,13 @@ impl<'a> Context<'a> {
         let (rows, group, dim) = (self.rows(), shape.group(), shape.head_dim);
         let vectors = dim.div_ceil(LANES);
         let (k_scale, v_scale) = if T::CODES { layer.kv_scales } else { (1.0, 1.0) };
-        let Pass { positions, entries, max_blocks, .. } = self.tile;
+        let Pass { positions, sequences, max_blocks, .. } = self.tile;
         let mut unit = units.start;
         while unit < units.end {
             let (head, row) = (unit / rows, unit % rows);
             let most = (units.end - unit).min(rows - row).min(RUN);
-            let same = |&next: &usize| (positions[next] < 0) == (positions[row] < 0) && entries[next] == entries[row];
+            let same =
+                |&next: &usize| (positions[next] < 0) == (positions[row] < 0) && sequences[next] == sequences[row];
             let len = (row..row + most).take_while(same).count();
             let width = group * dim;
             let out = &mut out[(unit - units.start) * width..][..len * width];
@@ -348,10 +349,10 @@ impl<'a> Context<'a> {
             }
             self.isa.run(Attend {
                 kv: &head_of(head),
-                blocks: &paging.block_table[entries[row] * max_blocks..][..max_blocks],
+                blocks: &paging.block_table[sequences[row] * max_blocks..][..max_blocks],
                 block_size: paging.shape.block_size,
                 head_dim: dim,
-                first: self.tile.first(entries[row]),
+                first: self.tile.first(sequences[row]),
                 window: layer.window,
                 positions: &positions[row..row + len],
                 heads: group,

@@ -276,7 +276,7 @@ impl Decoder {
                 tokens: &pass.tokens[rows.clone()],
                 positions: &pass.positions[rows.clone()],
                 slots: &pass.slots[rows.clone()],
-                entries: &pass.entries[rows.clone()],
+                sequences: &pass.sequences[rows.clone()],
                 ..*pass
             };
             shares.set_tile(&tile);

@@ -249,7 +249,7 @@ mod tests {
                 tokens: &zeros[..rows],
                 positions: &positions,
                 slots: &zeros[..rows],
-                entries: &[0; MAX_TILE_ROWS][..rows],
+                sequences: &[0; MAX_TILE_ROWS][..rows],
                 max_blocks: 1,
                 ..Pass::default()
             };

@@ -8,9 +8,9 @@ use specrs_core::scheduler::layout::{
     ResultsLayout,
 };
 
-use super::{Entry, Iteration, RowState};
+use super::{Iteration, RowState, Sequence};
 
-/// Verdict on an entry: its first `num_accepted` drafts are accepted, and `token` comes after them.
+/// Verdict on a sequence: its first `num_accepted` drafts are accepted, and `token` comes after them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Judged {
     num_accepted: usize,
@@ -24,74 +24,74 @@ pub(super) struct Judged {
 }
 
 impl Default for Judged {
-    /// Makes the verdict on an entry that does not run.
+    /// Makes the verdict on a sequence that does not run.
     fn default() -> Self {
         Self { num_accepted: 0, token: 0, finite: true, nothing_allowed: false }
     }
 }
 
 impl Iteration {
-    /// Verifies all entries, commits what they emit and reports it.
+    /// Verifies all sequences, commits what they emit and reports it.
     pub(super) fn accept(&mut self, results: &mut [i64], state: &mut RowState<'_>) -> Result<()> {
-        let entries = std::mem::take(&mut self.entries);
+        let sequences = std::mem::take(&mut self.sequences);
         let (mut first, keeps_q) = (0, self.q_width > 0);
-        for (b, entry) in entries.iter().enumerate() {
-            if !entry.runs() {
-                self.update(entry, &Judged::default(), results, state);
+        for (b, sequence) in sequences.iter().enumerate() {
+            if !sequence.runs() {
+                self.update(sequence, &Judged::default(), results, state);
                 continue;
             }
-            let judged = self.judge(entry, first, (keeps_q && entry.on_device()).then_some(b), state)?;
-            self.update(entry, &judged, results, state);
-            self.report_logprobs(entry, first, state)?;
-            let grown = state.num_tokens[entry.row] as usize;
+            let judged = self.judge(sequence, first, (keeps_q && sequence.on_device()).then_some(b), state)?;
+            self.update(sequence, &judged, results, state);
+            self.report_logprobs(sequence, first, state)?;
+            let grown = state.num_tokens[sequence.row] as usize;
             if let Some(rows) = &mut state.hidden {
-                self.hidden.keep_verified(rows, entry, first, grown);
+                self.hidden.keep_verified(rows, sequence, first, grown);
             }
-            first += entry.k + 1;
+            first += sequence.k + 1;
         }
-        self.entries = entries;
+        self.sequences = sequences;
         self.q_width = 0;
         Ok(())
     }
 
-    /// Verifies an entry whose rows start at `first` of the outputs. `q` is its index in q, if its drafts have one.
+    /// Verifies a sequence whose rows start at `first` of the outputs. `q` is its index in q, if its drafts have one.
     ///
-    /// Entries that sample are verified by `rejection` where the drafts have a q, by `coupled` where they have none.
+    /// Sequences that sample are verified by `rejection` where the drafts have a q, by `coupled` where they have none.
     pub(super) fn judge(
         &mut self,
-        entry: &Entry,
+        sequence: &Sequence,
         first: usize,
         q: Option<usize>,
         state: &RowState<'_>,
     ) -> Result<Judged> {
-        let (k, n, vocab_size) = (entry.k, entry.n as u64, self.sampler.vocab_size());
+        let (k, n, vocab_size) = (sequence.k, sequence.n as u64, self.sampler.vocab_size());
         let rows = first..first + k + 1;
-        let (logits, best, tops) = if entry.asked.processing {
-            self.process(entry, 0, rows.clone(), state);
+        let (logits, best, tops) = if sequence.asked.processing {
+            self.process(sequence, 0, rows.clone(), state);
             (&self.processed.logits, &self.processed.best[..=k], Some(&self.processed.tops[..=k]))
         } else {
             (&self.logits, &self.best[rows.clone()], None)
         };
-        let start = entry.row * state.token_width() + entry.n;
+        let start = sequence.row * state.token_width() + sequence.n;
         let drafts = &state.tokens[start..start + k];
         let (mut num_accepted, mut token);
-        if entry.params.greedy {
+        if sequence.params.greedy {
             num_accepted = drafts.iter().zip(best).take_while(|(draft, best)| draft == best).count();
             token = best[num_accepted];
         } else {
-            let start = if entry.asked.processing { 0 } else { first * vocab_size };
+            let start = if sequence.asked.processing { 0 } else { first * vocab_size };
             let rows = &logits[start..][..(k + 1) * vocab_size];
             let verdict = match q {
                 Some(b) => {
                     let q = &self.q[b * self.q_width * vocab_size..][..k * vocab_size];
-                    self.sampler.verify_rejection(rows, &entry.params, entry.seed, n, drafts, q)?
+                    self.sampler.verify_rejection(rows, &sequence.params, sequence.seed, n, drafts, q)?
                 }
-                None => self.sampler.verify_coupled(rows, &entry.params, entry.seed, n, drafts)?,
+                None => self.sampler.verify_coupled(rows, &sequence.params, sequence.seed, n, drafts)?,
             };
             (num_accepted, token) = (verdict.num_accepted, i64::from(verdict.token));
         }
         if let Some(rates) = self.rates.as_ref().filter(|_| self.drafting) {
-            num_accepted = at_rates(&rates[..k], entry.seed, n);
+            num_accepted = at_rates(&rates[..k], sequence.seed, n);
             token = best[num_accepted];
         }
         let raw = &self.tops[rows];
@@ -109,26 +109,26 @@ impl Iteration {
     /// Commits the emitted tokens, applies stops and the limit, and reports. No later code judges them again.
     ///
     /// If the drafter has KV, `draft_len` becomes the result of `Drafter::draft_len_after` for `K_r > 0`; else it is
-    /// unchanged. An entry that ended before reports zeros.
-    pub(super) fn update(&self, entry: &Entry, judged: &Judged, results: &mut [i64], state: &mut RowState<'_>) {
-        let mut report = Report::of(results, &self.results, entry.index);
+    /// unchanged. A sequence that ended before reports zeros.
+    pub(super) fn update(&self, sequence: &Sequence, judged: &Judged, results: &mut [i64], state: &mut RowState<'_>) {
+        let mut report = Report::of(results, &self.results, sequence.index);
         report.clear();
-        if !entry.alive {
+        if !sequence.alive {
             return;
         }
-        let mut flags = entry.flags;
+        let mut flags = sequence.flags;
         flags |= if judged.finite { 0 } else { FLAG_TARGET_NON_FINITE };
-        flags |= if entry.fits { 0 } else { FLAG_CAPACITY };
+        flags |= if sequence.fits { 0 } else { FLAG_CAPACITY };
         flags |= if judged.nothing_allowed { FLAG_NO_TOKEN_ALLOWED } else { 0 };
         report.set_flags(flags);
-        let (row, n) = (entry.row, entry.n);
-        if !entry.fits || !judged.finite || judged.nothing_allowed {
+        let (row, n) = (sequence.row, sequence.n);
+        if !sequence.fits || !judged.finite || judged.nothing_allowed {
             state.active[row] = false;
             return;
         }
         let start = row * state.token_width() + n;
         // Before the last token takes the place of the first of them.
-        report.set_rejected(judged.num_accepted, &state.tokens[start + judged.num_accepted..start + entry.k]);
+        report.set_rejected(judged.num_accepted, &state.tokens[start + judged.num_accepted..start + sequence.k]);
         state.write_tokens(row, n + judged.num_accepted, &[judged.token]);
         // Where a grammar leaves only the end, stop ids are written before `min_tokens`, and count.
         let min_len = if self.processors[row].has_grammar { 0 } else { state.min_len[row] };
@@ -138,8 +138,8 @@ impl Iteration {
         let at_limit = grown as i64 >= state.limit[row];
         state.num_tokens[row] = grown as i64;
         state.active[row] = stop.is_none() && !at_limit;
-        if entry.k > 0 && entry.on_device() && !matches!(self.config.drafter, Drafter::None | Drafter::Text) {
-            state.draft_len[row] = self.config.drafter.draft_len_after(n, entry.k, grown) as i64;
+        if sequence.k > 0 && sequence.on_device() && !matches!(self.config.drafter, Drafter::None | Drafter::Text) {
+            state.draft_len[row] = self.config.drafter.draft_len_after(n, sequence.k, grown) as i64;
         }
         let reason = if stop.is_some() {
             FINISH_STOP
@@ -148,7 +148,7 @@ impl Iteration {
         } else {
             FINISH_NONE
         };
-        report.finish(judged.num_accepted, entry.k, reason, &state.tokens[start..start + grown - n]);
+        report.finish(judged.num_accepted, sequence.k, reason, &state.tokens[start..start + grown - n]);
     }
 }
 
@@ -167,7 +167,7 @@ fn at_rates(rates: &[f32], seed: u64, n: u64) -> usize {
         .count()
 }
 
-/// Place of one entry in the results.
+/// Place of one sequence in the results.
 pub(super) struct Report<'a> {
     results: &'a mut [i64],
     layout: &'a ResultsLayout,
@@ -179,7 +179,7 @@ impl<'a> Report<'a> {
         Self { results, layout, index }
     }
 
-    /// Sets all numbers of the entry to 0; its tokens stay.
+    /// Sets all numbers of the sequence to 0; its tokens stay.
     pub(super) fn clear(&mut self) {
         let layout = self.layout;
         for section in [layout.num_emitted, layout.num_accepted, layout.num_drafted, layout.flags, layout.finish_reason]
@@ -197,7 +197,7 @@ impl<'a> Report<'a> {
         self.tokens(num_accepted + 1, drafts.len()).copy_from_slice(drafts);
     }
 
-    /// Returns `len` of the entry's tokens from `column` on.
+    /// Returns `len` of the sequence's tokens from `column` on.
     fn tokens(&mut self, column: usize, len: usize) -> &mut [i64] {
         let width = self.layout.tokens.len / self.layout.flags.len;
         &mut self.results[self.layout.tokens.offset + self.index * width + column..][..len]

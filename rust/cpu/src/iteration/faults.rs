@@ -1,13 +1,13 @@
-//! Failures of a drafter in a launch, which cost the launch its drafts, but never a request. Runs no pass.
+//! Failures of a drafter in a step, which cost the step its drafts, but never a request. Runs no pass.
 
 use super::{Batch, Host, Iteration, Model, RowState, Stage};
 use crate::error::{Error, Result, guarded};
 use specrs_core::Drafter;
 
-/// Failure of a drafter in a launch, which went on without the drafts of the drafter's passes.
+/// Failure of a drafter in a step, which went on without the drafts of the drafter's passes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DraftFault {
-    /// First error of the drafter in the launch.
+    /// First error of the drafter in the step.
     pub error: Error,
     /// Blocks whose draft KV should have been written before any draft but was not, ascending. They are the argument of
     /// the scheduler's `draft_kv_not_written`.
@@ -37,7 +37,7 @@ impl Iteration {
         Ok(failed.then(|| error.unwrap_or_else(elsewhere)))
     }
 
-    /// Draws drafts by passes. If the drafter fails now or has failed before in this launch, the entries get no drafts.
+    /// Draws drafts by passes. If the drafter fails now or has failed before in this step, the sequences get no drafts.
     /// KV that it wrote before lies after `draft_len`, which does not change, and is overwritten before it is read.
     pub(super) fn draft_or_not(
         &mut self,
@@ -45,22 +45,22 @@ impl Iteration {
         draft: &mut dyn Model,
         host: &mut dyn Host,
     ) -> Result<()> {
-        if !self.entries.iter().any(|entry| entry.k > 0 && entry.on_device()) {
+        if !self.sequences.iter().any(|sequence| sequence.k > 0 && sequence.on_device()) {
             return Ok(());
         }
         if self.fault.is_none() {
-            // The passes may end anywhere, also where they have the entries in hand.
-            self.planned.clone_from(&self.entries);
+            // The passes may end anywhere, also where they have the sequences in hand.
+            self.planned.clone_from(&self.sequences);
             let failed = self.stage(Stage::Draft, host, |own, host| match own.config.drafter {
                 Drafter::Text => own.draft_text(state, draft, host),
                 _ => own.draft(state, draft, host),
             })?;
             let Some(error) = failed else { return Ok(()) };
-            std::mem::swap(&mut self.entries, &mut self.planned);
+            std::mem::swap(&mut self.sequences, &mut self.planned);
             self.note_fault(error, Vec::new());
         }
         self.q_width = 0;
-        self.entries.iter_mut().filter(|entry| entry.on_device()).for_each(|entry| entry.k = 0);
+        self.sequences.iter_mut().filter(|sequence| sequence.on_device()).for_each(|sequence| sequence.k = 0);
         Ok(())
     }
 

@@ -7,16 +7,16 @@
 
 use specrs_core::Drafter;
 use specrs_core::scheduler::layout::RecordView;
-use specrs_core::scheduler::{LaunchHeader, SchedulerConfig};
+use specrs_core::scheduler::{SchedulerConfig, StepHeader};
 
 use super::batch::Batch;
 use super::passes::{Want, Whose};
 use super::prefill::caught_up;
-use super::{Entry, HiddenRows, Host, Iteration, Model, RowState, Stage};
+use super::{HiddenRows, Host, Iteration, Model, RowState, Sequence, Stage};
 use crate::error::{Error, Result, check_len};
 use crate::{Eagle3Input, Entries, Output, Pass};
 
-/// Hidden states that are kept between passes and between launches.
+/// Hidden states that are kept between passes and between steps.
 #[derive(Debug, Default)]
 pub(super) struct HiddenStates {
     /// Layers of the target whose input states are read; empty without a drafter that reads hidden states.
@@ -36,7 +36,7 @@ pub(super) struct HiddenStates {
     behind: Behind,
 }
 
-/// Head's pass over prompt chunks that a launch has left to the next. It contains all inputs, because the launch's
+/// Head's pass over prompt chunks that a step has left to the next. It contains all inputs, because the step's
 /// record is gone by then.
 #[derive(Debug, Default)]
 struct Behind {
@@ -99,20 +99,20 @@ impl HiddenStates {
     }
 
     /// Keeps the hidden state of a prompt's last position, which is row `at` of the target's pass.
-    pub(super) fn keep_last(&self, rows: &mut HiddenRows<'_>, entry: &Entry, at: usize) {
-        rows.states[self.column(entry.row, 0)].copy_from_slice(&self.captured[at * self.size..][..self.size]);
-        rows.start[entry.row] = entry.n as i64 - 1;
+    pub(super) fn keep_last(&self, rows: &mut HiddenRows<'_>, sequence: &Sequence, at: usize) {
+        rows.states[self.column(sequence.row, 0)].copy_from_slice(&self.captured[at * self.size..][..self.size]);
+        rows.start[sequence.row] = sequence.n as i64 - 1;
     }
 
     /// Keeps the hidden states of the tokens that an iteration committed, whose rows start at `first` of the target's
     /// pass. Older states are dropped if the head has used them for drafts, or if all states no longer fit.
-    pub(super) fn keep_verified(&self, rows: &mut HiddenRows<'_>, entry: &Entry, first: usize, grown: usize) {
-        let (row, n) = (entry.row, entry.n);
+    pub(super) fn keep_verified(&self, rows: &mut HiddenRows<'_>, sequence: &Sequence, first: usize, grown: usize) {
+        let (row, n) = (sequence.row, sequence.n);
         if grown == n {
             return;
         }
         let kept = rows.start[row] as usize;
-        let drafted = entry.k > 0 && entry.on_device();
+        let drafted = sequence.k > 0 && sequence.on_device();
         let start = if drafted || grown - 1 - kept > self.width { n - 1 } else { kept };
         rows.start[row] = start as i64;
         let columns = self.column(row, n - 1 - start).start..self.column(row, grown - 1 - start).start;
@@ -129,7 +129,7 @@ impl HiddenStates {
             tokens: &batch.tokens,
             positions: &batch.positions,
             slots: &batch.slots,
-            entries: &batch.rows,
+            sequences: &batch.rows,
             block_table,
             max_blocks: *max_blocks,
             k_start,
@@ -150,7 +150,7 @@ impl RowState<'_> {
 }
 
 impl Iteration {
-    /// Runs the pass that the launch before has left to the head. If the head fails, it starts anew in the rows of that
+    /// Runs the pass that the step before has left to the head. If the head fails, it starts anew in the rows of that
     /// pass.
     ///
     /// # Errors
@@ -167,7 +167,7 @@ impl Iteration {
         let failed = self.stage(Stage::HeadPrefill, host, |own, _| own.hidden.feed_behind(head))?;
         let behind = &mut self.hidden.behind;
         let blocks = failed.as_ref().map(|_| behind.batch.blocks(self.config.block_size)).unwrap_or_default();
-        // What failed is not tried again: every launch behind would fail, too.
+        // What failed is not tried again: every later step would fail, too.
         behind.batch.clear();
         let Some(error) = failed else {
             self.counts.draft_passes += 1;
@@ -178,12 +178,12 @@ impl Iteration {
         Ok(())
     }
 
-    /// Stores the hidden states of the launch's prompt chunks for the head's pass in the next launch. A chunk of length
+    /// Stores the hidden states of the step's prompt chunks for the head's pass in the next step. A chunk of length
     /// 0 orders a start anew.
     ///
     /// Positions whose KV another request has already written (slot -1) are not fed.
-    pub(super) fn leave_behind(&mut self, record: &RecordView<'_>, header: LaunchHeader, state: &mut RowState<'_>) {
-        let prefilled = &record.entry_row[header.num_decode..header.num_decode + header.num_prefill];
+    pub(super) fn leave_behind(&mut self, record: &RecordView<'_>, header: StepHeader, state: &mut RowState<'_>) {
+        let prefilled = &record.seq_row[header.num_decode..header.num_decode + header.num_prefill];
         let max_blocks = state.table_width();
         let HiddenStates { behind, captured, size, .. } = &mut self.hidden;
         behind.batch.clear();
@@ -228,18 +228,18 @@ impl Iteration {
             self.gather_next(i, state, hidden_size);
         }
         self.pass(state, head, want, Whose::Head)?;
-        // What the rows of entries have left, side by side: it is all that the next pass needs.
+        // What the rows of sequences have left, side by side: it is all that the next pass needs.
         for (at, &row) in self.batch.wanted.iter().enumerate() {
             self.hidden.left.copy_within(row * hidden_size..(row + 1) * hidden_size, at * hidden_size);
         }
         Ok(())
     }
 
-    /// Starts the head anew at the first kept state, in entries whose draft KV ends before it.
+    /// Starts the head anew at the first kept state, in sequences whose draft KV ends before it.
     pub(super) fn begin(&self, state: &mut RowState<'_>) {
-        for entry in self.entries.iter().filter(|entry| entry.k > 0 && entry.on_device()) {
-            let Some(first) = state.hidden.as_ref().map(|rows| rows.start[entry.row]) else { return };
-            state.restart(entry.row, first);
+        for sequence in self.sequences.iter().filter(|sequence| sequence.k > 0 && sequence.on_device()) {
+            let Some(first) = state.hidden.as_ref().map(|rows| rows.start[sequence.row]) else { return };
+            state.restart(sequence.row, first);
         }
     }
 
@@ -249,8 +249,8 @@ impl Iteration {
         self.hidden.fed.clear();
         let Some(rows) = &state.hidden else { return };
         let (block_size, width) = (self.config.block_size, self.hidden.width);
-        for entry in self.entries.iter().filter(|entry| entry.passes() > 0) {
-            let (row, end) = (entry.row, entry.n - 1);
+        for sequence in self.sequences.iter().filter(|sequence| sequence.passes() > 0) {
+            let (row, end) = (sequence.row, sequence.n - 1);
             let start = rows.start[row] as usize;
             let missing = start.max(state.draft_len[row] as usize);
             for position in missing.max(end.saturating_sub(width))..end {
@@ -272,9 +272,9 @@ impl Iteration {
     fn gather_next(&mut self, i: usize, state: &RowState<'_>, hidden_size: usize) {
         self.batch.clear();
         self.hidden.eagle3.clear();
-        let before = self.entries.iter().filter(|entry| entry.passes() >= i - 1);
-        for (at, entry) in before.enumerate().filter(|(_, entry)| entry.passes() >= i) {
-            let (row, token) = (entry.row, entry.n + i - 2);
+        let before = self.sequences.iter().filter(|sequence| sequence.passes() >= i - 1);
+        for (at, sequence) in before.enumerate().filter(|(_, sequence)| sequence.passes() >= i) {
+            let (row, token) = (sequence.row, sequence.n + i - 2);
             let slot = state.slot(row, token - 1, self.config.block_size);
             self.batch.push(row, state.token(row, token), token - 1, slot);
             self.batch.want_last();

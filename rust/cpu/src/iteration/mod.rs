@@ -1,4 +1,4 @@
-//! Execution of a whole launch on a CPU as one call: uploads, prompt chunks, draft catch-up chunks, and one decode
+//! Execution of a whole step on a CPU as one call: uploads, prompt chunks, draft catch-up chunks, and one decode
 //! iteration, in this order.
 //!
 //! The rules are those of docs/start.md, with the same names. This module plans and settles nothing. [`Model`] runs the
@@ -23,7 +23,7 @@ mod verify;
 use crate::error::{Error, Result, check_len};
 use specrs_core::sampling::{LOGPROBS_NONE, LogitsProcessors, LogprobsMode, Sampler, SamplingParams};
 use specrs_core::scheduler::layout::{RecordLayout, RecordView, ResultsLayout};
-use specrs_core::scheduler::{LaunchHeader, SchedulerConfig};
+use specrs_core::scheduler::{SchedulerConfig, StepHeader};
 use specrs_core::{Drafter, DrafterKind};
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ pub use host::{Host, NoHost, Stage};
 pub use model::{Cached, Facts, Model, Translated};
 pub use pooling::Pooled;
 use process::Processed;
-pub use process::{EntryLogprobs, PromptLogprobs};
+pub use process::{PromptLogprobs, SequenceLogprobs};
 pub use state::{HiddenRows, OwnedRowState, RowState};
 use text::TextDrafts;
 pub use text::TextLimits;
@@ -49,7 +49,7 @@ pub enum Rule {
     Coupled,
 }
 
-/// Number of passes that a launch ran.
+/// Number of passes that a step ran.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Number of passes of the target.
@@ -67,52 +67,52 @@ struct Asked {
     logprobs: bool,
 }
 
-/// Entry of a decode iteration, or the end of a prompt, which is an iteration without drafts.
+/// Sequence of a decode iteration, or the end of a prompt, which is an iteration without drafts.
 #[derive(Clone, Copy, Debug)]
-struct Entry {
-    /// Index of the entry in the launch's results.
+struct Sequence {
+    /// Index of the sequence in the step's results.
     index: usize,
     row: usize,
     /// Number of tokens, n, at the start of the iteration.
     n: usize,
     /// Number of drafts, `K_r`, after the device's own guards.
     k: usize,
-    /// Drafter of the entry's drafts, a `DrafterKind`.
+    /// Drafter of the sequence's drafts, a `DrafterKind`.
     drafter: i64,
-    /// Whether the row is live; false for rows that ended before this launch.
+    /// Whether the row is live; false for rows that ended before this step.
     alive: bool,
-    /// Whether the block table covers all drafts; if not, the entry is not fed.
+    /// Whether the block table covers all drafts; if not, the sequence is not fed.
     fits: bool,
     seed: u64,
     params: SamplingParams,
     asked: Asked,
-    /// `FLAG_*` bits of the entry's drafts.
+    /// `FLAG_*` bits of the sequence's drafts.
     flags: i64,
 }
 
-impl Entry {
+impl Sequence {
     fn runs(&self) -> bool {
         self.alive && self.fits
     }
 
-    /// Returns whether passes draw the entry's drafts; otherwise they are in the record.
+    /// Returns whether passes draw the sequence's drafts; otherwise they are in the record.
     fn on_device(&self) -> bool {
         self.drafter == DrafterKind::Device as i64
     }
 
-    /// Returns the number of draft passes that the entry needs, one for each draft. It is 0 if the host proposed its
+    /// Returns the number of draft passes that the sequence needs, one for each draft. It is 0 if the host proposed its
     /// drafts, or if it does not run.
     fn passes(&self) -> usize {
         if self.runs() && self.on_device() { self.k } else { 0 }
     }
 
-    /// Returns whether the entry needs only the model's largest logit of its rows.
+    /// Returns whether the sequence needs only the model's largest logit of its rows.
     fn takes_largest(&self) -> bool {
         self.params.greedy && !self.asked.processing
     }
 }
 
-/// Executor of launches over two models. It keeps work space, and the logits processors of the requests in its rows.
+/// Executor of steps over two models. It keeps work space, and the logits processors of the requests in its rows.
 pub struct Iteration {
     config: SchedulerConfig,
     rule: Rule,
@@ -125,15 +125,15 @@ pub struct Iteration {
     processors: Vec<LogitsProcessors>,
     processed: Processed,
     /// Log probabilities of the last step's tokens.
-    logprobs: Vec<EntryLogprobs>,
+    logprobs: Vec<SequenceLogprobs>,
     /// Log probabilities of prompt tokens in the last step.
     prompt_logprobs: Vec<PromptLogprobs>,
     /// Hidden states and logits of the last step for requests with pooling.
     pooled: Vec<Pooled>,
     batch: Batch,
-    entries: Vec<Entry>,
-    /// Copy of `entries` from before drafting.
-    planned: Vec<Entry>,
+    sequences: Vec<Sequence>,
+    /// Copy of `sequences` from before drafting.
+    planned: Vec<Sequence>,
     hidden: HiddenStates,
     /// State of a draft model that works by text; `None` for other drafters.
     texts: Option<TextDrafts>,
@@ -147,7 +147,7 @@ pub struct Iteration {
     q: Vec<f32>,
     /// K of `q`; 0 if this iteration has no `q`.
     q_width: usize,
-    /// Whether some entry of the iteration was planned with drafts.
+    /// Whether some sequence of the iteration was planned with drafts.
     drafting: bool,
     counts: Counts,
     fault: Option<DraftFault>,
@@ -156,7 +156,7 @@ pub struct Iteration {
 }
 
 impl Iteration {
-    /// Makes an executor for launches of a scheduler with these settings, over a target of `vocab_size` ids. With
+    /// Makes an executor for steps of a scheduler with these settings, over a target of `vocab_size` ids. With
     /// `rates`, drafts are accepted at these unconditional rates by position, whatever the models say. That is for
     /// timing only.
     ///
@@ -189,7 +189,7 @@ impl Iteration {
             pooled: Vec::new(),
             texts: None,
             batch: Batch::default(),
-            entries: Vec::new(),
+            sequences: Vec::new(),
             planned: Vec::new(),
             hidden: HiddenStates::default(),
             logits: Vec::new(),
@@ -212,29 +212,29 @@ impl Iteration {
         self
     }
 
-    /// Sets the rule from the next launch on.
+    /// Sets the rule from the next step on.
     pub fn set_rule(&mut self, rule: Rule) {
         self.rule = rule;
     }
 
-    /// Takes the log probabilities of the tokens that the last launch emitted, by entry, for requests that want them.
-    pub fn take_logprobs(&mut self) -> Vec<EntryLogprobs> {
+    /// Takes the log probabilities of the tokens that the last step emitted, by sequence, for requests that want them.
+    pub fn take_logprobs(&mut self) -> Vec<SequenceLogprobs> {
         std::mem::take(&mut self.logprobs)
     }
 
-    /// Takes the log probabilities of the prompt tokens that the last launch's chunks predict, for requests that want
+    /// Takes the log probabilities of the prompt tokens that the last step's chunks predict, for requests that want
     /// them.
     pub fn take_prompt_logprobs(&mut self) -> Vec<PromptLogprobs> {
         std::mem::take(&mut self.prompt_logprobs)
     }
 
-    /// Takes the hidden states and logits of prompts that ended in the last launch, for requests with pooling.
+    /// Takes the hidden states and logits of prompts that ended in the last step, for requests with pooling.
     pub fn take_pooled(&mut self) -> Vec<Pooled> {
         std::mem::take(&mut self.pooled)
     }
 
-    /// Reads the logits processors of the requests that a launch admits.
-    fn admit(&mut self, record: &RecordView<'_>, header: LaunchHeader) {
+    /// Reads the logits processors of the requests that a step admits.
+    fn admit(&mut self, record: &RecordView<'_>, header: StepHeader) {
         let vocab_size = self.sampler.vocab_size();
         for index in 0..header.num_admitted {
             self.processors[record.admit_row[index] as usize] = LogitsProcessors::read(record, index, vocab_size);
@@ -249,15 +249,15 @@ impl Iteration {
         self.pass_time.replace(Duration::ZERO).unwrap_or_default()
     }
 
-    /// Executes the launch planned in `record`: changes row state and both KV caches, and writes the results into
+    /// Executes the step planned in `record`: changes row state and both KV caches, and writes the results into
     /// `results`.
     ///
-    /// The head's KV after the launch's prompt chunks is left to the next call, so that no first token waits for it.
+    /// The head's KV after the step's prompt chunks is left to the next call, so that no first token waits for it.
     ///
-    /// If the drafter fails, the launch goes on without the drafts of its passes and reports that there were none.
+    /// If the drafter fails, the step goes on without the drafts of its passes and reports that there were none.
     /// [`take_draft_fault`](Self::take_draft_fault) then returns the failure.
     ///
-    /// `host` provides the masks of entries whose requests have a grammar, and translates texts between tokenizers.
+    /// `host` provides the masks of sequences whose requests have a grammar, and translates texts between tokenizers.
     ///
     /// # Errors
     /// If a buffer has another size than the scheduler's, or the target or the host fails.
@@ -281,7 +281,7 @@ impl Iteration {
         if let Some(draft) = reborrow(&mut draft) {
             self.feed_behind(state, draft, host)?;
         }
-        let header = LaunchHeader::read(record);
+        let header = StepHeader::read(record);
         let view = self.record.view(record);
         self.admit(&view, header);
         state.upload(&view, header);
@@ -313,34 +313,36 @@ impl Iteration {
     /// Reads lengths from row state and applies the device's guards to the planned `K_r`: `max(min(planned, min(limit -
     /// 1, draft context + 1) - n), 0)`. It is 0 if the row has ended or the draft's KV lags by more than
     /// `max_draft_lag`. A head starts anew after any lag.
-    fn prepare(&mut self, record: &RecordView<'_>, header: LaunchHeader, state: &RowState<'_>) {
-        self.entries.clear();
+    fn prepare(&mut self, record: &RecordView<'_>, header: StepHeader, state: &RowState<'_>) {
+        self.sequences.clear();
         self.drafting = header.max_k > 0;
         for index in 0..header.num_decode {
-            let (row, planned) = (record.entry_row[index] as usize, record.entry_k[index]);
-            let mut entry = self.entry_of(index, row, record.entry_capacity[index], state);
-            let n = entry.n as i64;
+            let (row, planned) = (record.seq_row[index] as usize, record.seq_k[index]);
+            let mut sequence = self.sequence_of(index, row, record.seq_capacity[index], state);
+            let n = sequence.n as i64;
             let mut end = state.limit[row] - 1;
-            let mut ready = entry.alive;
-            entry.drafter = record.entry_drafter[index];
+            let mut ready = sequence.alive;
+            sequence.drafter = record.seq_drafter[index];
             match self.config.drafter {
-                Drafter::Cached { max_model_len, max_draft_lag, .. } if entry.on_device() => {
+                Drafter::Cached { max_model_len, max_draft_lag, .. } if sequence.on_device() => {
                     end = end.min(max_model_len as i64 + 1);
                     ready &= state.draft_len[row] >= n - max_draft_lag as i64;
                 }
-                Drafter::Hidden { max_model_len, .. } if entry.on_device() => end = end.min(max_model_len as i64 + 1),
+                Drafter::Hidden { max_model_len, .. } if sequence.on_device() => {
+                    end = end.min(max_model_len as i64 + 1)
+                }
                 _ => {}
             }
-            entry.k = if ready { planned.min(end - n).max(0) as usize } else { 0 };
-            entry.fits &= n + entry.k as i64 <= record.entry_capacity[index];
-            self.entries.push(entry);
+            sequence.k = if ready { planned.min(end - n).max(0) as usize } else { 0 };
+            sequence.fits &= n + sequence.k as i64 <= record.seq_capacity[index];
+            self.sequences.push(sequence);
         }
     }
 
-    /// Makes an entry without drafts.
-    fn entry_of(&self, index: usize, row: usize, capacity: i64, state: &RowState<'_>) -> Entry {
+    /// Makes a sequence without drafts.
+    fn sequence_of(&self, index: usize, row: usize, capacity: i64, state: &RowState<'_>) -> Sequence {
         let (n, processors) = (state.num_tokens[row] as usize, &self.processors[row]);
-        Entry {
+        Sequence {
             index,
             row,
             n,

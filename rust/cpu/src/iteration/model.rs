@@ -30,7 +30,7 @@ pub trait Model {
     fn facts(&self) -> Facts<'_>;
 
     /// Feeds the rows of `pass`: writes their K and V, the requested `output`, and the hidden states of `entries`.
-    /// `pass.adapters` is empty. The model knows the adapters of rows of state, which `pass.entries` names for a
+    /// `pass.adapters` is empty. The model knows the adapters of rows of state, which `pass.sequences` names for a
     /// target.
     ///
     /// `eagle3` is the input of an EAGLE-3 head in addition to its tokens, `None` for other models. A head writes the
@@ -120,7 +120,7 @@ impl Model for Cached<'_> {
     ) -> Result<()> {
         let mut adapters: Vec<Option<&Lora>> = Vec::new();
         if !self.adapters.is_empty() {
-            for &row in pass.entries {
+            for &row in pass.sequences {
                 let Some(adapter) = self.adapters.get(row) else {
                     let allowed = format!("one for each row of state, {row} included");
                     return Err(Error::invalid("adapters", format!("{} of them", self.adapters.len()), allowed));

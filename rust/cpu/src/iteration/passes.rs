@@ -2,7 +2,7 @@
 
 use specrs_core::sampling::{UNKNOWN_BELOW, largest, lowest_id};
 
-use super::{Entry, Iteration, Model, RowState};
+use super::{Iteration, Model, RowState, Sequence};
 use crate::error::Result;
 use crate::{Eagle3Input, Entries, Output, Pass};
 use std::time::Instant;
@@ -34,21 +34,21 @@ pub(super) enum Want {
 }
 
 impl Want {
-    /// Returns the results that these entries need from the target.
-    pub(super) fn of_target<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Self {
-        Self::of(entries, |entry| entry.asked.logprobs)
+    /// Returns the results that these sequences need from the target.
+    pub(super) fn of_target<'a>(sequences: impl IntoIterator<Item = &'a Sequence>) -> Self {
+        Self::of(sequences, |sequence| sequence.asked.logprobs)
     }
 
-    /// Returns the results that these entries need from a drafter, whose log probabilities are not reported.
-    pub(super) fn of_drafter<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Self {
-        Self::of(entries, |_| false)
+    /// Returns the results that these sequences need from a drafter, whose log probabilities are not reported.
+    pub(super) fn of_drafter<'a>(sequences: impl IntoIterator<Item = &'a Sequence>) -> Self {
+        Self::of(sequences, |_| false)
     }
 
-    fn of<'a>(entries: impl IntoIterator<Item = &'a Entry>, reports: impl Fn(&Entry) -> bool) -> Self {
+    fn of<'a>(sequences: impl IntoIterator<Item = &'a Sequence>, reports: impl Fn(&Sequence) -> bool) -> Self {
         let (mut largest, mut logits) = (false, false);
-        for entry in entries {
-            largest |= entry.takes_largest();
-            logits |= reports(entry) || !entry.takes_largest();
+        for sequence in sequences {
+            largest |= sequence.takes_largest();
+            logits |= reports(sequence) || !sequence.takes_largest();
         }
         match (logits, largest) {
             (false, _) => Self::Best,
@@ -124,7 +124,7 @@ impl Iteration {
             tokens: &batch.tokens,
             positions: &batch.positions,
             slots: &batch.slots,
-            entries: &batch.rows,
+            sequences: &batch.rows,
             block_table: state.block_table,
             max_blocks: state.table_width(),
             group_slots: &batch.group_slots,

@@ -2,7 +2,7 @@
 //! no model.
 
 use crate::error::Result;
-use specrs_core::scheduler::LaunchHeader;
+use specrs_core::scheduler::StepHeader;
 use specrs_core::scheduler::layout::RecordView;
 
 use super::prefill::chunk_is_finite;
@@ -19,7 +19,7 @@ pub struct Pooled {
 }
 
 impl Iteration {
-    /// Reports the results of prompts that end in this launch, for requests with pooling. `last` has the index of each
+    /// Reports the results of prompts that end in this step, for requests with pooling. `last` has the index of each
     /// chunk's last row among the hidden states that `target` kept.
     ///
     /// Also fills `tops` and `best` of these requests' chunks: token 0, and a logit that is finite if the hidden state
@@ -27,13 +27,13 @@ impl Iteration {
     pub(super) fn pool(
         &mut self,
         record: &RecordView<'_>,
-        header: LaunchHeader,
+        header: StepHeader,
         last: &[usize],
         target: &mut dyn Model,
     ) -> Result<()> {
         let (vocab_size, hidden_size) = (self.sampler.vocab_size(), target.facts().hidden_size);
         for chunk in 0..header.num_prefill {
-            let processors = &self.processors[record.entry_row[header.num_decode + chunk] as usize];
+            let processors = &self.processors[record.seq_row[header.num_decode + chunk] as usize];
             if !processors.pooling {
                 continue;
             }
@@ -41,8 +41,8 @@ impl Iteration {
             target.hidden(&last[chunk..=chunk], &mut hidden)?;
             let is_finite = hidden.iter().all(|x| x.is_finite());
             (self.best[chunk], self.tops[chunk]) = (0, if is_finite { 0.0 } else { f32::NAN });
-            // The entry of a chunk that does not end its prompt does not run.
-            if !is_finite || !self.entries[chunk].runs() || !chunk_is_finite(record, chunk, target) {
+            // The sequence of a chunk that does not end its prompt does not run.
+            if !is_finite || !self.sequences[chunk].runs() || !chunk_is_finite(record, chunk, target) {
                 continue;
             }
             let logits = |ids: Vec<usize>| ids.iter().map(|id| self.logits[chunk * vocab_size + id]).collect();

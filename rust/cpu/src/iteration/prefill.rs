@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use specrs_core::sampling::LOGPROBS_NONE;
-use specrs_core::scheduler::LaunchHeader;
+use specrs_core::scheduler::StepHeader;
 use specrs_core::scheduler::layout::{FLAG_TARGET_NON_FINITE, RecordView};
 
 use super::accept::{Judged, Report};
@@ -10,12 +10,12 @@ use super::passes::{Want, Whose};
 use super::{Asked, Host, Iteration, Model, RowState, Stage};
 
 impl Iteration {
-    /// Runs the launch's prompt chunks in one pass. A chunk that ends its prompt emits the first token, as an iteration
+    /// Runs the step's prompt chunks in one pass. A chunk that ends its prompt emits the first token, as an iteration
     /// without drafts does. Other chunks report only whether they are finite.
     pub(super) fn prefill(
         &mut self,
         record: &RecordView<'_>,
-        header: LaunchHeader,
+        header: StepHeader,
         results: &mut [i64],
         state: &mut RowState<'_>,
         target: &mut dyn Model,
@@ -23,11 +23,11 @@ impl Iteration {
     ) -> Result<()> {
         self.batch.clear();
         self.batch.prompts = true;
-        self.entries.clear();
+        self.sequences.clear();
         let mut by_hidden = false;
         let chunks = header.num_decode..header.num_decode + header.num_prefill;
         for (chunk, index) in chunks.clone().enumerate() {
-            let row = record.entry_row[index] as usize;
+            let row = record.seq_row[index] as usize;
             for at in record.prefill_q_start[chunk] as usize..record.prefill_q_start[chunk + 1] as usize {
                 let position = record.prefill_position[at] as usize;
                 self.batch.push(row, record.prefill_token[at], position, record.prefill_slot[at]);
@@ -39,27 +39,27 @@ impl Iteration {
             }
             self.batch.want_last();
             by_hidden |= wants_prompt || pools;
-            let mut entry = self.entry_of(index, row, record.entry_capacity[index], state);
+            let mut sequence = self.sequence_of(index, row, record.seq_capacity[index], state);
             // Of a chunk that does not end its prompt only whether its largest logit is finite counts.
             if record.chunk_is_last[chunk] == 0 {
-                entry.alive = false;
+                sequence.alive = false;
             }
             // A request with pooling draws no token.
             if record.chunk_is_last[chunk] == 0 || pools {
-                (entry.params.greedy, entry.asked) = (true, Asked::default());
+                (sequence.params.greedy, sequence.asked) = (true, Asked::default());
             }
-            self.entries.push(entry);
+            self.sequences.push(sequence);
         }
         self.start_grammars(host)?;
-        let want = Want::of_target(&self.entries);
+        let want = Want::of_target(&self.sequences);
         self.pass(state, target, if by_hidden { Want::Hidden } else { want }, Whose::Target)?;
         self.counts.target_passes += 1;
         if by_hidden {
             let last = self.prompt_logprobs(record, header, state, target)?;
             self.pool(record, header, &last, target)?;
         }
-        let mut entries = std::mem::take(&mut self.entries);
-        for (chunk, (entry, index)) in entries.iter().zip(chunks).enumerate() {
+        let mut sequences = std::mem::take(&mut self.sequences);
+        for (chunk, (sequence, index)) in sequences.iter().zip(chunks).enumerate() {
             let mut report = Report::of(results, &self.results, index);
             report.clear();
             let seen = chunk_is_finite(record, chunk, target);
@@ -67,16 +67,17 @@ impl Iteration {
                 report.set_flags(if seen && self.tops[chunk].is_finite() { 0 } else { FLAG_TARGET_NON_FINITE });
                 continue;
             }
-            let mut verdict = if entry.alive { self.judge(entry, chunk, None, state)? } else { Judged::default() };
+            let mut verdict =
+                if sequence.alive { self.judge(sequence, chunk, None, state)? } else { Judged::default() };
             verdict.finite &= seen;
-            self.update(entry, &verdict, results, state);
-            self.report_logprobs(entry, chunk, state)?;
+            self.update(sequence, &verdict, results, state);
+            self.report_logprobs(sequence, chunk, state)?;
             if let Some(rows) = &mut state.hidden {
-                self.hidden.keep_last(rows, entry, record.prefill_q_start[chunk + 1] as usize - 1);
+                self.hidden.keep_last(rows, sequence, record.prefill_q_start[chunk + 1] as usize - 1);
             }
         }
-        entries.clear();
-        self.entries = entries;
+        sequences.clear();
+        self.sequences = sequences;
         Ok(())
     }
 
@@ -88,7 +89,7 @@ impl Iteration {
     pub(super) fn catch_up(
         &mut self,
         record: &RecordView<'_>,
-        header: LaunchHeader,
+        header: StepHeader,
         state: &mut RowState<'_>,
         draft: Option<&mut dyn Model>,
         host: &mut dyn Host,
@@ -130,10 +131,10 @@ pub(super) fn chunk_is_finite(record: &RecordView<'_>, chunk: usize, target: &dy
     target.finite().get(rows).is_none_or(|rows| rows.iter().all(|&finite| finite))
 }
 
-/// Updates `draft_len` of the launch's draft chunks, whose KV is valid now or will be before it is read. Chunks of
+/// Updates `draft_len` of the step's draft chunks, whose KV is valid now or will be before it is read. Chunks of
 /// length 0 do only this. If chunks were not `written`, none of their draft KV is valid, because a chunk may begin
 /// before the old end.
-pub(super) fn caught_up(record: &RecordView<'_>, header: LaunchHeader, state: &mut RowState<'_>, written: bool) {
+pub(super) fn caught_up(record: &RecordView<'_>, header: StepHeader, state: &mut RowState<'_>, written: bool) {
     for chunk in 0..header.num_draft_chunks {
         let (start, len) = (record.draft_chunk_start[chunk], record.draft_chunk_len[chunk]);
         let draft_len = &mut state.draft_len[record.draft_chunk_row[chunk] as usize];

@@ -2,18 +2,18 @@
 
 use crate::error::Result;
 use specrs_core::sampling::{LOGPROBS_NONE, RowContext, TokenCounts, TokenLogprobs, largest, log_softmax, lowest_id};
-use specrs_core::scheduler::LaunchHeader;
+use specrs_core::scheduler::StepHeader;
 use specrs_core::scheduler::layout::RecordView;
 use std::ops::Range;
 
-use super::{Entry, Host, Iteration, Model, RowState};
+use super::{Host, Iteration, Model, RowState, Sequence};
 
-/// Log probabilities of the tokens that a launch emitted for one entry.
+/// Log probabilities of the tokens that a step emitted for one sequence.
 #[derive(Clone, Debug, PartialEq)]
-pub struct EntryLogprobs {
-    /// Index of the entry in the launch's results.
+pub struct SequenceLogprobs {
+    /// Index of the sequence in the step's results.
     pub index: usize,
-    /// Log probabilities of the entry's tokens.
+    /// Log probabilities of the sequence's tokens.
     pub tokens: TokenLogprobs,
 }
 
@@ -31,7 +31,7 @@ pub struct PromptLogprobs {
 /// Maximum number of prompt rows whose logits exist at once: with 150,000 ids they take 38 MB.
 const PROMPT_ROWS: usize = 64;
 
-/// Rows of one entry's logits after masks, biases and penalties.
+/// Rows of one sequence's logits after masks, biases and penalties.
 #[derive(Debug, Default)]
 pub(super) struct Processed {
     /// Processed logits, `[M, V]`.
@@ -41,57 +41,65 @@ pub(super) struct Processed {
     /// Largest logit of each row, `[M]`: minus infinity if no token is allowed.
     pub(super) tops: Vec<f32>,
     counts: TokenCounts,
-    /// Masks of the launch's grammars, by entry and number of drafts before, `[entries, K + 1, ceil(V / 32)]`.
+    /// Masks of the step's grammars, by sequence and number of drafts before, `[sequences, K + 1, ceil(V / 32)]`.
     masks: Vec<u32>,
     /// Values that are reported, `[V]`.
     values: Vec<f32>,
 }
 
 impl Iteration {
-    /// Returns whether the token after the entry's first `num_drafts` drafts needs no logits: its grammar allows only
-    /// one token there, and no log probabilities are reported.
-    pub(super) fn is_forced(&self, entry: &Entry, num_drafts: usize) -> bool {
-        let has_grammar = self.processors[entry.row].has_grammar;
+    /// Returns whether the token after the sequence's first `num_drafts` drafts needs no logits: its grammar allows
+    /// only one token there, and no log probabilities are reported.
+    pub(super) fn is_forced(&self, sequence: &Sequence, num_drafts: usize) -> bool {
+        let has_grammar = self.processors[sequence.row].has_grammar;
         let allowed = |mask: &[u32]| mask.iter().map(|word| word.count_ones()).sum::<u32>();
         has_grammar
-            && !entry.asked.logprobs
-            && self.processed.masks.get(self.mask_place(entry, num_drafts)).is_some_and(|mask| allowed(mask) == 1)
+            && !sequence.asked.logprobs
+            && self.processed.masks.get(self.mask_place(sequence, num_drafts)).is_some_and(|mask| allowed(mask) == 1)
     }
 
-    /// Begins the grammars of entries that have not ended.
+    /// Begins the grammars of sequences that have not ended.
     pub(super) fn start_grammars(&mut self, host: &mut dyn Host) -> Result<()> {
-        for entry in self.entries.iter().filter(|entry| entry.alive && self.processors[entry.row].has_grammar) {
-            let place = self.mask_place(entry, 0);
+        for sequence in
+            self.sequences.iter().filter(|sequence| sequence.alive && self.processors[sequence.row].has_grammar)
+        {
+            let place = self.mask_place(sequence, 0);
             let masks = &mut self.processed.masks;
             if masks.len() < place.end {
                 masks.resize(self.config.max_num_seqs * (self.config.num_speculative_tokens + 1) * place.len(), 0);
             }
-            host.start_grammar(entry.index, entry.row, &mut masks[place])?;
+            host.start_grammar(sequence.index, sequence.row, &mut masks[place])?;
         }
         Ok(())
     }
 
-    /// Advances the entry's grammar, if it has one, by draft number `i` (from 1).
-    pub(super) fn advance_grammar(&mut self, entry: &Entry, i: usize, draft: i64, host: &mut dyn Host) -> Result<()> {
-        if !self.processors[entry.row].has_grammar {
+    /// Advances the sequence's grammar, if it has one, by draft number `i` (from 1).
+    pub(super) fn advance_grammar(
+        &mut self,
+        sequence: &Sequence,
+        i: usize,
+        draft: i64,
+        host: &mut dyn Host,
+    ) -> Result<()> {
+        if !self.processors[sequence.row].has_grammar {
             return Ok(());
         }
-        let place = self.mask_place(entry, i);
-        host.advance_grammar(entry.index, draft, &mut self.processed.masks[place])
+        let place = self.mask_place(sequence, i);
+        host.advance_grammar(sequence.index, draft, &mut self.processed.masks[place])
     }
 
-    /// Returns the range in `masks` of the mask after an entry's first `num_drafts` drafts.
-    fn mask_place(&self, entry: &Entry, num_drafts: usize) -> Range<usize> {
+    /// Returns the range in `masks` of the mask after a sequence's first `num_drafts` drafts.
+    fn mask_place(&self, sequence: &Sequence, num_drafts: usize) -> Range<usize> {
         let words = self.sampler.vocab_size().div_ceil(32);
-        let start = (entry.index * (self.config.num_speculative_tokens + 1) + num_drafts) * words;
+        let start = (sequence.index * (self.config.num_speculative_tokens + 1) + num_drafts) * words;
         start..start + words
     }
 
-    /// Fills `processed` from `rows` of the last pass. The first row follows the entry's first `num_drafts` drafts, and
-    /// each further row one more draft.
-    pub(super) fn process(&mut self, entry: &Entry, num_drafts: usize, rows: Range<usize>, state: &RowState<'_>) {
-        let (vocab_size, processors) = (self.sampler.vocab_size(), &self.processors[entry.row]);
-        let place = self.mask_place(entry, num_drafts);
+    /// Fills `processed` from `rows` of the last pass. The first row follows the sequence's first `num_drafts` drafts,
+    /// and each further row one more draft.
+    pub(super) fn process(&mut self, sequence: &Sequence, num_drafts: usize, rows: Range<usize>, state: &RowState<'_>) {
+        let (vocab_size, processors) = (self.sampler.vocab_size(), &self.processors[sequence.row]);
+        let place = self.mask_place(sequence, num_drafts);
         let Processed { logits, best, tops, counts, masks, .. } = &mut self.processed;
         let mut masks = masks.get(place.start..).unwrap_or_default().chunks_exact(place.len());
         logits.clear();
@@ -100,12 +108,12 @@ impl Iteration {
         tops.clear();
         for (drafts, row) in (num_drafts..).zip(logits.chunks_exact_mut(vocab_size)) {
             let mask = masks.next();
-            let position = entry.n + drafts;
+            let position = sequence.n + drafts;
             let context = RowContext {
-                tokens: state.tokens_before(entry.row, position),
-                prompt_len: state.prompt_len[entry.row] as usize,
-                stop_ids: state.stop_ids(entry.row),
-                is_before_min_len: (position as i64) < state.min_len[entry.row],
+                tokens: state.tokens_before(sequence.row, position),
+                prompt_len: state.prompt_len[sequence.row] as usize,
+                stop_ids: state.stop_ids(sequence.row),
+                is_before_min_len: (position as i64) < state.min_len[sequence.row],
                 grammar: mask.filter(|_| processors.has_grammar),
             };
             processors.apply(row, &context, counts);
@@ -115,32 +123,35 @@ impl Iteration {
         }
     }
 
-    /// Keeps the log probabilities of the tokens that an entry has emitted, if its request wants them. Its rows begin
+    /// Keeps the log probabilities of the tokens that a sequence has emitted, if its request wants them. Its rows begin
     /// at `first` of the last pass; processed rows are in `processed`.
-    pub(super) fn report_logprobs(&mut self, entry: &Entry, first: usize, state: &RowState<'_>) -> Result<()> {
-        let emitted = state.num_tokens[entry.row] as usize - entry.n;
-        if !entry.asked.logprobs || emitted == 0 {
+    pub(super) fn report_logprobs(&mut self, sequence: &Sequence, first: usize, state: &RowState<'_>) -> Result<()> {
+        let emitted = state.num_tokens[sequence.row] as usize - sequence.n;
+        if !sequence.asked.logprobs || emitted == 0 {
             return Ok(());
         }
         let (vocab_size, mode) = (self.sampler.vocab_size(), self.logprobs_mode);
-        let mut found = TokenLogprobs::with_top(self.processors[entry.row].logprobs, vocab_size, emitted);
+        let mut found = TokenLogprobs::with_top(self.processors[sequence.row].logprobs, vocab_size, emitted);
         for i in 0..emitted {
             let raw = &self.logits[(first + i) * vocab_size..][..vocab_size];
             let values = &mut self.processed.values;
             values.resize(vocab_size, 0.0);
             if mode.is_processed() {
-                let row =
-                    if entry.asked.processing { &self.processed.logits[i * vocab_size..][..vocab_size] } else { raw };
-                self.sampler.filter(row, &entry.params, values)?;
+                let row = if sequence.asked.processing {
+                    &self.processed.logits[i * vocab_size..][..vocab_size]
+                } else {
+                    raw
+                };
+                self.sampler.filter(row, &sequence.params, values)?;
             } else {
                 values.copy_from_slice(raw);
             }
             if mode.is_normalized() {
                 log_softmax(values);
             }
-            found.push(values, state.token(entry.row, entry.n + i) as usize);
+            found.push(values, state.token(sequence.row, sequence.n + i) as usize);
         }
-        self.logprobs.push(EntryLogprobs { index: entry.index, tokens: found });
+        self.logprobs.push(SequenceLogprobs { index: sequence.index, tokens: found });
         Ok(())
     }
 
@@ -151,14 +162,14 @@ impl Iteration {
     pub(super) fn prompt_logprobs(
         &mut self,
         record: &RecordView<'_>,
-        header: LaunchHeader,
+        header: StepHeader,
         state: &RowState<'_>,
         target: &mut dyn Model,
     ) -> Result<Vec<usize>> {
         let (vocab_size, mut at, mut needs_logits) = (self.sampler.vocab_size(), 0, false);
         let mut last = Vec::with_capacity(header.num_prefill);
         for chunk in 0..header.num_prefill {
-            let row = record.entry_row[header.num_decode + chunk] as usize;
+            let row = record.seq_row[header.num_decode + chunk] as usize;
             let (start, len) = (record.chunk_start[chunk] as usize, record.chunk_len[chunk] as usize);
             let processors = &self.processors[row];
             needs_logits |= !processors.pooling || processors.limits_ids();

@@ -4,9 +4,9 @@ use crate::error::{Result, check_len};
 use specrs_core::Drafter;
 use specrs_core::sampling::{MAX_STOP_IDS, NUM_PARAMS, PARAM_GREEDY, SamplingParams};
 use specrs_core::scheduler::layout::RecordView;
-use specrs_core::scheduler::{LaunchHeader, SchedulerConfig};
+use specrs_core::scheduler::{SchedulerConfig, StepHeader};
 
-/// Row state of R = `max_num_seqs` rows, followed by one reserved row of length 0, borrowed for one launch.
+/// Row state of R = `max_num_seqs` rows, followed by one reserved row of length 0, borrowed for one step.
 ///
 /// Positions `[0, num_tokens)` of `tokens` are committed; `[num_tokens, num_tokens + K_r)` hold the drafts of the
 /// running iteration. The last column of `tokens` is scratch for runners that mask writes; nothing here uses it.
@@ -89,7 +89,7 @@ impl OwnedRowState {
         }
     }
 
-    /// Borrows the state for a launch.
+    /// Borrows the state for a step.
     pub fn borrow(&mut self) -> RowState<'_> {
         let [num_tokens, draft_len, draft_start, limit, min_len, prompt_len, seeds] = &mut self.numbers;
         RowState {
@@ -199,8 +199,8 @@ impl RowState<'_> {
         &self.stop_ids[row * MAX_STOP_IDS..][..MAX_STOP_IDS]
     }
 
-    /// Initialises the rows that the launch admits, and writes the launch's block table updates.
-    pub(super) fn upload(&mut self, record: &RecordView<'_>, header: LaunchHeader) {
+    /// Initialises the rows that the step admits, and writes the step's block table updates.
+    pub(super) fn upload(&mut self, record: &RecordView<'_>, header: StepHeader) {
         let mut offset = 0;
         for i in 0..header.num_admitted {
             let row = record.admit_row[i] as usize;

@@ -7,7 +7,7 @@
 
 use crate::error::{Result, check_len};
 use crate::{Entries, Output, Pass};
-use specrs_core::scheduler::LaunchHeader;
+use specrs_core::scheduler::StepHeader;
 use specrs_core::scheduler::layout::{FLAG_NOTHING_DRAFTED, RecordView};
 
 use super::{Facts, Host, Iteration, Model, RowState};
@@ -57,7 +57,7 @@ struct Plan {
     k: usize,
     drafted: Vec<i64>,
     /// Index of the sequence among those of the iteration.
-    sequence: usize,
+    index: usize,
 }
 
 impl Plan {
@@ -72,7 +72,7 @@ impl TextDrafts {
     }
 
     /// Forgets the KV of rows whose new request has another cache salt than the one before.
-    pub(super) fn admit(&mut self, record: &RecordView<'_>, header: LaunchHeader) {
+    pub(super) fn admit(&mut self, record: &RecordView<'_>, header: StepHeader) {
         for i in 0..header.num_admitted {
             let row = &mut self.rows[record.admit_row[i] as usize];
             if row.salt != record.admit_salt[i] {
@@ -124,7 +124,7 @@ impl TextDrafts {
             tokens: &tokens,
             positions: &positions,
             slots: &slots,
-            entries: &of,
+            sequences: &of,
             block_table: &table,
             max_blocks: blocks,
             ..Pass::default()
@@ -173,17 +173,17 @@ impl Iteration {
     ) -> Result<()> {
         let (context, known) = (texts.limits.context, draft.facts().vocab_size as i64);
         let mut plans = Vec::new();
-        for (sequence, entry) in self.entries.iter_mut().enumerate().filter(|(_, entry)| entry.on_device()) {
-            let wanted = entry.passes();
-            entry.k = 0;
+        for (index, sequence) in self.sequences.iter_mut().enumerate().filter(|(_, sequence)| sequence.on_device()) {
+            let wanted = sequence.passes();
+            sequence.k = 0;
             if wanted == 0 {
                 continue;
             }
-            let own = host.draft_ids(state.tokens_before(entry.row, entry.n))?;
+            let own = host.draft_ids(state.tokens_before(sequence.row, sequence.n))?;
             // A tokenizer may have ids that the model has no embedding of.
             let fits = !own.is_empty() && own.len() + wanted <= context && own.iter().all(|id| (0..known).contains(id));
             if fits {
-                plans.push(Plan { row: entry.row, own, end: 0, k: wanted, drafted: Vec::new(), sequence });
+                plans.push(Plan { row: sequence.row, own, end: 0, k: wanted, drafted: Vec::new(), index });
             }
         }
         texts.begin(&mut plans);
@@ -195,19 +195,19 @@ impl Iteration {
         }
         let vocab_size = self.sampler.vocab_size() as i64;
         for plan in plans.into_iter().filter(|plan| plan.end == plan.own.len()) {
-            let mut entry = self.entries[plan.sequence];
-            let mut read = host.target_ids(state.tokens_before(entry.row, entry.n), &plan.own, &plan.drafted)?;
+            let mut sequence = self.sequences[plan.index];
+            let mut read = host.target_ids(state.tokens_before(sequence.row, sequence.n), &plan.own, &plan.drafted)?;
             let known = read.iter().position(|id| !(0..vocab_size).contains(id)).unwrap_or(read.len());
             read.truncate(known.min(plan.k));
-            entry.k = read.len();
+            sequence.k = read.len();
             if read.is_empty() {
-                entry.flags |= FLAG_NOTHING_DRAFTED;
+                sequence.flags |= FLAG_NOTHING_DRAFTED;
             }
-            state.write_tokens(entry.row, entry.n, &read);
+            state.write_tokens(sequence.row, sequence.n, &read);
             for (i, &token) in (1..).zip(&read) {
-                self.advance_grammar(&entry, i, token, host)?;
+                self.advance_grammar(&sequence, i, token, host)?;
             }
-            self.entries[plan.sequence] = entry;
+            self.sequences[plan.index] = sequence;
         }
         Ok(())
     }

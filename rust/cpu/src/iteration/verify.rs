@@ -6,23 +6,23 @@ use super::passes::{Want, Whose};
 use super::{Iteration, Model, RowState};
 
 impl Iteration {
-    /// Feeds `t_{n-1}, d_1 .. d_{K_r}` of every entry to the target in one pass; row i gives the distribution of
+    /// Feeds `t_{n-1}, d_1 .. d_{K_r}` of every sequence to the target in one pass; row i gives the distribution of
     /// position n + i.
     pub(super) fn verify(&mut self, state: &RowState<'_>, target: &mut dyn Model) -> Result<()> {
         self.batch.clear();
-        let entries = std::mem::take(&mut self.entries);
-        for entry in entries.iter().filter(|entry| entry.runs()) {
-            for num_drafts in 0..=entry.k {
-                let is_forced = self.is_forced(entry, num_drafts);
-                self.batch.feed(state, entry.row, entry.n - 1 + num_drafts, self.config.block_size);
+        let sequences = std::mem::take(&mut self.sequences);
+        for sequence in sequences.iter().filter(|sequence| sequence.runs()) {
+            for num_drafts in 0..=sequence.k {
+                let is_forced = self.is_forced(sequence, num_drafts);
+                self.batch.feed(state, sequence.row, sequence.n - 1 + num_drafts, self.config.block_size);
                 self.batch.want_last_unless(is_forced);
             }
         }
-        self.entries = entries;
+        self.sequences = sequences;
         if self.batch.is_empty() {
             return Ok(());
         }
-        let want = Want::of_target(self.entries.iter().filter(|entry| entry.runs()));
+        let want = Want::of_target(self.sequences.iter().filter(|sequence| sequence.runs()));
         self.pass(state, target, if self.rates.is_some() { want.with_best() } else { want }, Whose::Target)?;
         self.counts.target_passes += 1;
         Ok(())

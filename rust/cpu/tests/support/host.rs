@@ -17,10 +17,10 @@ pub struct Host {
 }
 
 impl Host {
-    /// Room for `entries` sequences of `len` tokens.
-    pub fn new(model: &Model, entries: usize, len: usize, block_size: usize, seed: u64) -> Self {
+    /// Room for `num_seqs` sequences of `len` tokens.
+    pub fn new(model: &Model, num_seqs: usize, len: usize, block_size: usize, seed: u64) -> Self {
         let max_blocks = len.div_ceil(block_size);
-        let num_blocks = entries * max_blocks;
+        let num_blocks = num_seqs * max_blocks;
         let mut table: Vec<i64> = (0..num_blocks as i64).collect();
         let n = &mut Numbers(seed);
         for i in (1..num_blocks).rev() {
@@ -38,7 +38,7 @@ impl Host {
         Self { kv, table, max_blocks, block_size, k_start: Vec::new(), adapters: Vec::new() }
     }
 
-    /// Writes NaN over the keys and values of the first `len` positions of entry 0.
+    /// Writes NaN over the keys and values of the first `len` positions of sequence 0.
     pub fn forget(&mut self, model: &Model, len: usize) {
         let (heads, dim, block_size) = (model.shape.num_kv_heads, model.shape.head_dim, self.block_size);
         for layer in self.kv.layers_mut() {
@@ -50,7 +50,7 @@ impl Host {
         }
     }
 
-    /// Writes random keys and values of the first `len` positions of entry 0.
+    /// Writes random keys and values of the first `len` positions of sequence 0.
     pub fn fill(&mut self, model: &Model, len: usize, seed: u64) -> Vec<KeysValues> {
         let n = &mut Numbers(seed);
         let (heads, dim, block_size) = (model.shape.num_kv_heads, model.shape.head_dim, self.block_size);
@@ -84,11 +84,11 @@ impl Host {
         self.kv.layers_mut().iter_mut().map(&mut fill).collect()
     }
 
-    /// One pass over (entry, position, token); masked where the position is None.
+    /// One pass over (sequence, position, token); masked where the position is None.
     pub fn pass(&mut self, decoder: &mut Decoder, rows: &[(usize, Option<usize>, usize)], output: Output<'_>) {
-        let slot = |&(entry, position, _): &(usize, Option<usize>, usize)| {
+        let slot = |&(seq, position, _): &(usize, Option<usize>, usize)| {
             position.map_or(-1, |p| {
-                let block = self.table[entry * self.max_blocks + p / self.block_size];
+                let block = self.table[seq * self.max_blocks + p / self.block_size];
                 block * self.block_size as i64 + (p % self.block_size) as i64
             })
         };
@@ -98,7 +98,7 @@ impl Host {
             tokens: &rows.iter().map(|row| row.2 as i64).collect::<Vec<_>>(),
             positions: &rows.iter().map(|row| row.1.map_or(-1, |p| p as i64)).collect::<Vec<_>>(),
             slots: &rows.iter().map(slot).collect::<Vec<_>>(),
-            entries: &rows.iter().map(|row| row.0).collect::<Vec<_>>(),
+            sequences: &rows.iter().map(|row| row.0).collect::<Vec<_>>(),
             block_table: &self.table,
             max_blocks: self.max_blocks,
             k_start: &self.k_start,

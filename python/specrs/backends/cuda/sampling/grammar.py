@@ -17,7 +17,7 @@ from specrs.structured.matcher import ALL_ALLOWED, GrammarCursor, GrammarMatcher
 from specrs.structured.torch_masks import unpack_mask
 
 
-class LaunchGrammar:
+class StepGrammar:
     """Masks for B sequences, K + 1 rows each. Row i is valid once `observe` has seen the sequence's first i drafts."""
 
     @staticmethod
@@ -62,8 +62,8 @@ class LaunchGrammar:
             if cursor is not None:
                 cursor.finish()
 
-    def forbidden(self, entries: Tensor, offsets: Tensor) -> Tensor:
-        """Return `[N, V]` bool: True for tokens that row `offsets[i]` of sequence `entries[i]` must not have. Both are
-        `[N]` int64."""
-        words = torch.from_numpy(self._words)[entries, offsets]
+    def forbidden(self, sequences: Tensor, offsets: Tensor) -> Tensor:
+        """Return `[N, V]` bool: True for tokens that row `offsets[i]` of sequence `sequences[i]` must not have. Both
+        are `[N]` int64."""
+        words = torch.from_numpy(self._words)[sequences, offsets]
         return unpack_mask(words if self._ranks is None else self._ranks.take_first(words), self.vocab_size)

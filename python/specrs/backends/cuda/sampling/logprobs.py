@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specrs.backends.cuda.row_state import RowState
-from specrs.backends.cuda.sampling.sampling_state import EntrySampling, SamplingState
+from specrs.backends.cuda.sampling.sampling_state import SamplingState, SequenceSampling
 from specrs.backends.cuda.slots import TensorSlot
 from specrs.backends.ring import Header
 from specrs.core import LOGPROBS_ALL, LOGPROBS_NONE
@@ -23,15 +23,15 @@ _ROWS_AT_ONCE = 256
 token of the vocabulary: 1.6 GB for 151,936 tokens, where 1,536 rows would take six times that."""
 
 
-def entry_logprobs(
-    mode: str, entries: Sequence[int], logits: Tensor, adjusted: Tensor, tokens: Tensor, sampling: EntrySampling
+def sequence_logprobs(
+    mode: str, sequences: Sequence[int], logits: Tensor, adjusted: Tensor, tokens: Tensor, sampling: SequenceSampling
 ) -> dict[int, TokenLogprobs]:
     """Return the log probabilities of each sequence's W tokens, by its index in the step. Columns that were not emitted
     are meaningless.
 
     Args:
         mode: value of the option `logprobs_mode`.
-        entries: index in the step of each of the B sequences that were verified.
+        sequences: index in the step of each of the B sequences that were verified.
         logits: raw logits, `[N, V]`.
         adjusted: logits after masks and penalties, `[N, V]`.
         tokens: `[B, W]` int64.
@@ -46,11 +46,11 @@ def entry_logprobs(
     for first in range(0, len(index), _ROWS_AT_ONCE):
         rows, own = index[first : first + _ROWS_AT_ONCE], wanted[first : first + _ROWS_AT_ONCE]
         raw = logits[rows]
-        processed = raw if mode.startswith("raw") else sampling.filter(adjusted[rows], flat.entry[rows])
+        processed = raw if mode.startswith("raw") else sampling.filter(adjusted[rows], flat.sequence[rows])
         values = logprob_values(cast(LogprobsMode, mode), raw, processed)
         parts.append(token_logprobs(values, own, sampling.num_logprobs))
     found = _to_host(_joined(parts))
-    return {entry: _narrow(found, i * width, width) for i, entry in enumerate(entries)}
+    return {sequence: _narrow(found, i * width, width) for i, sequence in enumerate(sequences)}
 
 
 def prompt_logprobs(
@@ -67,7 +67,7 @@ def prompt_logprobs(
     """
     chunks = slice(header.num_decode, header.num_decode + header.num_prefill)
     starts = slot.views["prefill_q_start"].tolist()
-    for chunk, row in enumerate(slot.views["entry_row"][chunks].tolist()):
+    for chunk, row in enumerate(slot.views["seq_row"][chunks].tolist()):
         own = sampling.row(row)
         if own.prompt_logprobs == LOGPROBS_NONE:
             continue

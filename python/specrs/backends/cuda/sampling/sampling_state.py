@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specrs.backends.cuda.entries import Iteration
 from specrs.backends.cuda.row_state import RowState
-from specrs.backends.cuda.sampling.grammar import LaunchGrammar
+from specrs.backends.cuda.sampling.grammar import StepGrammar
+from specrs.backends.cuda.sequences import Iteration
 from specrs.backends.cuda.slots import TensorSlot
 from specrs.backends.extras import ExtrasLookup, no_extras
 from specrs.core import LOGPROBS_ALL, LOGPROBS_NONE, PARAM_COLUMNS, RequestSampling
@@ -141,21 +141,21 @@ class SamplingState:
             return None
         extras = self.extras(request.request_id)
         if extras is None:
-            raise EngineError(f"request {request.request_id}: the launch needs its extras, which are in no record")
+            raise EngineError(f"request {request.request_id}: the step needs its extras, which are in no record")
         return extras.matcher
 
-    def for_entries(
+    def for_sequences(
         self, state: RowState, it: Iteration, rows: Sequence[int], slot: TensorSlot, first: int = 0
-    ) -> EntrySampling:
+    ) -> SequenceSampling:
         """Return the adjustments that the sequences of an iteration need. `rows` are `it.rows` on the host. `first` is
         the step's index of the first sequence. `slot` has memory for grammar masks."""
         steps, grammar = self.steps(rows), None
         if steps.extras:
             matchers = [self.matcher(row) for row in rows]
-            words = slot.grammar_masks(first, len(rows), it.max_k + 1, LaunchGrammar.words(self.vocab_size))
-            grammar = LaunchGrammar(matchers, words, self.vocab_size, self.ranks)
+            words = slot.grammar_masks(first, len(rows), it.max_k + 1, StepGrammar.words(self.vocab_size))
+            grammar = StepGrammar(matchers, words, self.vocab_size, self.ranks)
         tops = [self._rows[row].logprobs for row in rows] if steps.logprobs else []
-        return EntrySampling(
+        return SequenceSampling(
             state=state,
             it=it,
             steps=steps,
@@ -171,7 +171,7 @@ class SamplingState:
     def _min_len(self, state: RowState, it: Iteration, rows: Sequence[int]) -> Tensor:
         """Return the positions from which stop ids count, `[B]` int64: 0 for sequences with a grammar.
 
-        `EntrySampling.adjust` masks their stop ids before `min_tokens`, unless the grammar allows nothing else. So a
+        `SequenceSampling.adjust` masks their stop ids before `min_tokens`, unless the grammar allows nothing else. So a
         stop id that is drawn there must end the request.
         """
         has_grammar = torch.tensor([Steps.of(self._rows[row].steps).extras for row in rows])
@@ -203,7 +203,7 @@ class SamplingState:
 
 
 @dataclass(frozen=True, slots=True)
-class EntrySampling:
+class SequenceSampling:
     """Adjustments for B sequences of one step, applied to logits `[N, V]` of their flat rows."""
 
     state: RowState
@@ -212,16 +212,16 @@ class EntrySampling:
     params: SamplingRows  # [R+1] rows; sampling steps select the rows that they need
     prompt_len: Tensor  # [R+1] int64
     masks: Constraints | None  # [B] rows of forbidden, bad_words and bias; None: no sequence has any
-    grammar: LaunchGrammar | None
+    grammar: StepGrammar | None
     num_logprobs: int | None  # largest number of top logprobs of a sequence; None if none wants any
     vocab_size: int
     min_len: Tensor | None = None  # [B] int64, positions from which stop ids count; None: those of row state
 
-    def adjust(self, logits: Tensor, entries: Tensor, positions: Tensor, forbidden: Tensor | None = None) -> Tensor:
+    def adjust(self, logits: Tensor, sequences: Tensor, positions: Tensor, forbidden: Tensor | None = None) -> Tensor:
         """Return logits `[N, V]` of flat rows with masks, biases and penalties applied. The argument is not mutated.
 
         Args:
-            entries: sequence of each flat row, `[N]` int64.
+            sequences: sequence of each flat row, `[N]` int64.
             positions: position whose token each flat row predicts, `[N]` int64. Its history is every token before it,
                 drafts included.
             forbidden: `[N, V]` bool from a grammar.
@@ -229,7 +229,7 @@ class EntrySampling:
         steps = self.steps
         if not self.adjusts and forbidden is None:
             return logits
-        rows = self.it.rows[entries]
+        rows = self.it.rows[sequences]
         counts = None
         if steps.penalties:
             history = self.state.tokens[rows, : self.it.max_context]
@@ -238,14 +238,14 @@ class EntrySampling:
             logits,
             self.params.select(rows),
             steps,
-            constraints=self._constraints(entries, rows, positions, forbidden),
+            constraints=self._constraints(sequences, rows, positions, forbidden),
             counts=counts,
         )
 
-    def filter(self, adjusted: Tensor, entries: Tensor) -> Tensor:
+    def filter(self, adjusted: Tensor, sequences: Tensor) -> Tensor:
         """Return logits `[N, V]` of flat rows with temperature, min_p, top_k and top_p applied. Greedy rows do not
         change."""
-        return filter_logits(adjusted, self.params.select(self.it.rows[entries]), self.steps)
+        return filter_logits(adjusted, self.params.select(self.it.rows[sequences]), self.steps)
 
     @property
     def adjusts(self) -> bool:
@@ -258,7 +258,7 @@ class EntrySampling:
         return self.params.values.dtype
 
     def _constraints(
-        self, entries: Tensor, rows: Tensor, positions: Tensor, forbidden: Tensor | None
+        self, sequences: Tensor, rows: Tensor, positions: Tensor, forbidden: Tensor | None
     ) -> Constraints | None:
         """Return the masks and biases of flat rows; None if no sequence has any."""
         masks = self.masks
@@ -272,11 +272,11 @@ class EntrySampling:
                 stops_forbidden &= ~leaves_only_stops(forbidden, stop_ids)
         if masks is not None:
             if masks.forbidden is not None:
-                own = masks.forbidden[entries]
+                own = masks.forbidden[sequences]
                 forbidden = own if forbidden is None else forbidden | own
             if masks.bad_words is not None:
-                bad_words = masks.bad_words[entries]
+                bad_words = masks.bad_words[sequences]
                 context = context_rows(self.state.tokens, rows, positions, bad_words.shape[2] - 1)
             if masks.bias_ids is not None and masks.bias is not None:
-                bias_ids, bias = masks.bias_ids[entries], masks.bias[entries]
+                bias_ids, bias = masks.bias_ids[sequences], masks.bias[sequences]
         return Constraints(forbidden, bad_words, context, stop_ids, stops_forbidden, bias_ids, bias)

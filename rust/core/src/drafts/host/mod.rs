@@ -8,8 +8,8 @@ mod settings;
 mod suffix;
 
 use crate::error::{Error, Result};
-pub use grammar::GrammarProposer;
 use crate::hash::BlockHash;
+pub use grammar::GrammarProposer;
 pub use ngram::NgramProposer;
 pub use prediction::{PredictionProposer, PredictionSettings};
 pub use settings::Number;
@@ -89,11 +89,11 @@ impl Proposal {
 
 macro_rules! table {
     ($($(#[$doc:meta])* $kind:ident = $number:literal, $method:ident: $settings:ty;)+) => {
-        /// Drafters that propose on the host while a launch is planned, without any KV: [`crate::Scheduler::plan`]
-        /// writes their drafts into the record. They need the results of the last launch, so at most one launch can be
+        /// Drafters that propose on the host while a step is planned, without any KV: [`crate::Scheduler::plan`]
+        /// writes their drafts into the record. They need the results of the last step, so at most one step can be
         /// in flight.
         ///
-        /// If a scheduler has several drafters, including one on the device, each request gets in each launch the
+        /// If a scheduler has several drafters, including one on the device, each request gets in each step the
         /// drafter that promises the most.
         #[derive(Clone, Copy, Debug, Default, PartialEq)]
         pub struct HostDrafters {
@@ -105,7 +105,7 @@ macro_rules! table {
         #[repr(u8)]
         #[non_exhaustive]
         pub enum DrafterKind {
-            /// The drafter on the device ([`crate::Drafter`]). Entries without drafts have this kind too.
+            /// The drafter on the device ([`crate::Drafter`]). Sequences without drafts have this kind too.
             #[default]
             Device = 0,
             $($(#[$doc])* $kind = $number,)+

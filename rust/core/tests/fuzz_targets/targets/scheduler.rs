@@ -4,16 +4,16 @@
 use super::bytes::Bytes;
 use specrs_core::sampling::MAX_STOP_IDS;
 use specrs_core::scheduler::layout::{
-    FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID, HEADER_NUM_ADMITTED,
-    HEADER_NUM_DECODE, HEADER_NUM_PREFILL,
+    FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_TARGET_NON_FINITE, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE,
+    HEADER_NUM_PREFILL, HEADER_STEP_ID,
 };
 use specrs_core::{
     Drafter, ExtraKey, KvEvent, Lora, PlanOutcome, RequestParams, RequestSampling, Scheduler, SchedulerConfig,
 };
 use std::collections::{HashMap, VecDeque};
 
-/// Entry of a launch: row, K, and whether it emits.
-type Entry = (usize, usize, bool);
+/// Sequence of a step: row, K, and whether it emits.
+type Sequence = (usize, usize, bool);
 
 /// Row of the device.
 #[derive(Clone, Default)]
@@ -33,7 +33,7 @@ struct Run {
     record: Vec<i64>,
     results: Vec<i64>,
     settled: Vec<i64>,
-    in_flight: VecDeque<(u64, Vec<Entry>)>,
+    in_flight: VecDeque<(u64, Vec<Sequence>)>,
     rows: Vec<Row>,
     /// Block under each hash that is cached according to KV events.
     cached: HashMap<u128, i64>,
@@ -160,7 +160,7 @@ impl Run {
     }
 
     fn plan(&mut self) -> bool {
-        if !matches!(self.scheduler.plan(&mut self.record), Ok(PlanOutcome::Launch(_))) {
+        if !matches!(self.scheduler.plan(&mut self.record), Ok(PlanOutcome::Step(_))) {
             return false;
         }
         let layout = *self.scheduler.record_layout();
@@ -176,24 +176,24 @@ impl Run {
                 min_len: at(layout.admit_min_len.offset),
             };
         }
-        let entries = (0..decode + self.record[HEADER_NUM_PREFILL] as usize).map(|i| {
+        let sequences = (0..decode + self.record[HEADER_NUM_PREFILL] as usize).map(|i| {
             let last = i < decode || self.record[layout.chunk_is_last.offset + i - decode] == 1;
-            let (row, k) = (self.record[layout.entry_row.offset + i], self.record[layout.entry_k.offset + i]);
+            let (row, k) = (self.record[layout.seq_row.offset + i], self.record[layout.seq_k.offset + i]);
             (row as usize, k as usize, last)
         });
-        self.in_flight.push_back((self.record[HEADER_LAUNCH_ID] as u64, entries.collect()));
+        self.in_flight.push_back((self.record[HEADER_STEP_ID] as u64, sequences.collect()));
         true
     }
 
-    /// Settles the oldest launch with results that a device can produce, sometimes after impossible results.
+    /// Settles the oldest step with results that a device can produce, sometimes after impossible results.
     fn settle(&mut self, bytes: &mut Bytes<'_>) {
-        let Some((launch_id, entries)) = self.in_flight.pop_front() else {
+        let Some((step_id, sequences)) = self.in_flight.pop_front() else {
             return assert!(self.scheduler.settle(bytes.word(), &self.results, &mut self.settled).is_err());
         };
         self.results.fill(0);
         let layout = *self.scheduler.results_layout();
         let width = self.scheduler.config().num_speculative_tokens + 1;
-        for (i, &(row, k, emits)) in entries.iter().enumerate() {
+        for (i, &(row, k, emits)) in sequences.iter().enumerate() {
             let row = &mut self.rows[row];
             let drafted = k.min(row.left.saturating_sub(1));
             let accepted = bytes.below(drafted + 1);
@@ -217,18 +217,18 @@ impl Run {
         if bytes.byte().is_multiple_of(4) {
             let wrong = bytes.below(self.results.len());
             let kept = std::mem::replace(&mut self.results[wrong], bytes.number());
-            if self.scheduler.settle(launch_id, &self.results, &mut self.settled).is_ok() {
+            if self.scheduler.settle(step_id, &self.results, &mut self.settled).is_ok() {
                 return;
             }
             self.scheduler.check_integrity().expect("integrity after a refused settle");
             self.results[wrong] = kept;
-            assert!(self.scheduler.settle(launch_id + 1, &self.results, &mut self.settled).is_err());
+            assert!(self.scheduler.settle(step_id + 1, &self.results, &mut self.settled).is_err());
         }
-        if self.scheduler.settle(launch_id, &self.results, &mut self.settled).is_err() {
-            // A row that went on although an earlier launch was told of fewer tokens: only a fault is true of it now.
+        if self.scheduler.settle(step_id, &self.results, &mut self.settled).is_err() {
+            // A row that went on although an earlier step was told of fewer tokens: only a fault is true of it now.
             self.results.fill(0);
             self.results[layout.flags.range()].fill(FLAG_TARGET_NON_FINITE);
-            self.scheduler.settle(launch_id, &self.results, &mut self.settled).expect("a fault can always be");
+            self.scheduler.settle(step_id, &self.results, &mut self.settled).expect("a fault can always be");
         }
     }
 

@@ -1,4 +1,4 @@
-"""Launches that no scheduler planned, with requests that ask for anything. Holds no tests."""
+"""Steps that no scheduler planned, with requests that ask for anything. Holds no tests."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ class MadeUpGrammar:
 
 
 class MadeUpExtras:
-    """The grammars of a side's requests, which live from launch to launch."""
+    """The grammars of a side's requests, which live from step to step."""
 
     def __init__(self) -> None:
         self.grammars: dict[int, MadeUpGrammar] = {}
 
     def __call__(self, request_id: int) -> RequestExtras:
         grammar = self.grammars.setdefault(request_id, MadeUpGrammar(request_id))
-        assert not grammar.tokens, "a launch has left drafts accepted"
+        assert not grammar.tokens, "a step has left drafts accepted"
         return RequestExtras(cast(GrammarMatcher, grammar))
 
 
 class Made:
-    """A launch made up from row state, which it first changes: what a scheduler would never do."""
+    """A step made up from row state, which it first changes: what a scheduler would never do."""
 
     def __init__(
         self, rng: np.random.Generator, state: RowState, slot: RingSlot, drafter: str, *, windowed: bool = False
@@ -71,7 +71,7 @@ class Made:
         self.rng, self.state, self.record, self.drafter = rng, state, slot.record_arrays, drafter
         self.windowed = windowed
         self.header = dict.fromkeys(core.HEADER_FIELDS, 0) | {"used_len": len(slot.record)}
-        slot.record[:] = -7  # what a launch does not count, it must not read
+        slot.record[:] = -7  # what a step does not count, it must not read
         rows = rng.permutation(ROWS).tolist()
         num_decode = int(rng.integers(0, ROWS + 1))
         self.decode, others = rows[:num_decode], rows[num_decode:]
@@ -188,7 +188,7 @@ class Made:
                 self.record[f"block_{at}"][: len(told)] = updates
         self.header["num_block_updates"] = len(told)
 
-    def _entry(self, i: int, row: int, k: int, *, whole: bool = False) -> None:
+    def _sequence(self, i: int, row: int, k: int, *, whole: bool = False) -> None:
         n = self.lengths[row]
         short = not whole and self.rng.random() < 0.1
         told = {
@@ -199,7 +199,7 @@ class Made:
             "n_upper": n + int(self.rng.integers(0, 3)),
         }
         for name, value in told.items():
-            self.record[f"entry_{name}"][i] = value
+            self.record[f"seq_{name}"][i] = value
 
     def _whose(self) -> int:
         kinds = [core.DRAFTER_DEVICE] if self.drafter in DEVICE_DRAFTERS else []
@@ -211,7 +211,7 @@ class Made:
         most = 0 if self.drafter == "none" else MAX_K
         ks = sorted((int(k) for k in rng.integers(0, most + 1, len(self.decode))), reverse=True)
         for i, (row, k) in enumerate(zip(self.decode, ks, strict=True)):
-            self._entry(i, row, k)
+            self._sequence(i, row, k)
             if self.drafter in HOST_DRAFTERS:
                 # what the target would write next, now and then
                 self.record["draft_token"][i * MAX_K : i * MAX_K + k] = rng.integers(0, VOCAB, k)
@@ -230,7 +230,7 @@ class Made:
         record["prefill_q_start"][0] = 0
         for j, row in enumerate(self.prefill):
             n = self.lengths[row]
-            self._entry(len(self.decode) + j, row, 0)
+            self._sequence(len(self.decode) + j, row, 0)
             # A head that has begun somewhere is fed nothing before.
             reads_hidden = self.state.hidden_start is not None and row not in self.admitted
             least = int(self.state.draft_start[row]) if reads_hidden else 0

@@ -16,13 +16,13 @@ from specrs.verify.rejection import row_index
 class FlatRows:
     """Flat rows of a verification pass. Sequence b has planned[b] + 1 of them; W is the largest number."""
 
-    entry: Tensor  # [N] int64, sequence of each row
+    sequence: Tensor  # [N] int64, sequence of each row
     offset: Tensor  # [N] int64, row within the sequence
     index: Tensor  # [B, W] int64, flat row of each column; columns past the sequence's rows have its last row
 
     def to(self, device: torch.device) -> FlatRows:
         """Return a copy on `device`, without waiting for it."""
-        return FlatRows(*(to_device(tensor, device) for tensor in (self.entry, self.offset, self.index)))
+        return FlatRows(*(to_device(tensor, device) for tensor in (self.sequence, self.offset, self.index)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -34,8 +34,8 @@ def flat_rows(planned: tuple[int, ...], device: torch.device | None = None) -> F
     total, width = sum(planned) + len(planned), planned[0] + 1
     q_start = torch.zeros(len(planned) + 1, dtype=torch.int64)
     torch.cumsum(counts, 0, out=q_start[1:])
-    entry = torch.arange(len(planned)).repeat_interleave(counts, output_size=total)
-    return FlatRows(entry, torch.arange(total) - q_start[entry], row_index(q_start, width))
+    sequence = torch.arange(len(planned)).repeat_interleave(counts, output_size=total)
+    return FlatRows(sequence, torch.arange(total) - q_start[sequence], row_index(q_start, width))
 
 
 @dataclass(frozen=True, slots=True)

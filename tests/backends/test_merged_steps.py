@@ -28,7 +28,7 @@ from torch import Tensor
 from .cuda_engines import K, give_graphs
 from .test_cuda_runner import GREEDY, Pair, pair  # noqa: F401 (a fixture)
 
-# In the second launch the first decodes, with the second's one token and 7 of the third's 13 behind; in the third two
+# In the second step the first decodes, with the second's one token and 7 of the third's 13 after; in the third two
 # decode with drafts, before a chunk of the third; in the last they do before the ends of two and a chunk of the fifth.
 ARRIVALS = [[[5, 9, 2, 33, 7]], [[60], [8, 8, 19, 30, 2, 40, 3, 22, 12, 1, 4, 4, 6]], [[7, 1]], [[9] * 6]]
 
@@ -47,17 +47,17 @@ class Seen:
     kv: list[Tensor] = field(default_factory=list)
     """[layers, blocks, 2, heads, block_size, head_dim] of target and draft, their scratch blocks left out."""
     fed: list[tuple[int, Tensor]] = field(default_factory=list)
-    """Slots of chunks behind verification, -1 of what is fed among its rows, and the [hidden] that are looked at for
+    """Slots of chunks after verification, -1 of what is fed among its rows, and the [hidden] that are looked at for
     what is not finite."""
 
 
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
-    """What each launch does from now on."""
+    """What each step does from now on."""
     runner, seen = engine.runner, list[Seen]()
     assert isinstance(runner, CudaRunner)
     ctx, drafter = runner.ctx, runner.ctx.drafter
     assert isinstance(drafter, ModelPasses)
-    forward, accept, launch = CudaDecoder.forward, iteration.accept, runner.launch
+    forward, accept, execute = CudaDecoder.forward, iteration.accept, runner.execute
     chunk_faults = cuda_runner.chunk_faults
 
     def watched_forward(model: CudaDecoder, inputs: PassInputs, cache: KVCache, *rest: Any) -> HiddenStates:
@@ -65,7 +65,7 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
         if model is ctx.target:
             for slot, row in zip(inputs.slots.tolist(), left.final.clone(), strict=True):
                 if slot >= 0:
-                    assert slot not in seen[-1].hidden, "no two rows of a launch write one slot"
+                    assert slot not in seen[-1].hidden, "no two rows of a step write one slot"
                     seen[-1].hidden[slot] = row
         return left
 
@@ -83,9 +83,9 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
         seen[-1].fed = list(zip(ctx.chunks.slots.tolist(), hidden.clone(), strict=False))
         return chunk_faults(hidden, *rest)
 
-    def watched_launch(slot: RingSlot, header: Header) -> None:
+    def watched_execute(slot: RingSlot, header: Header) -> None:
         seen.append(Seen())
-        launch(slot, header)
+        execute(slot, header)
         results = ctx.record.results_view.narrow(0, header.num_decode + header.num_prefill)
         last = torch.maximum(results.num_emitted - 1, results.num_drafted)[:, None]
         said = (torch.arange(K + 1) <= last) & (results.num_emitted > 0)[:, None]
@@ -96,11 +96,11 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     monkeypatch.setattr(CudaDecoder, "forward", watched_forward)
     monkeypatch.setattr(iteration, "accept", watched_accept)
     monkeypatch.setattr(cuda_runner, "chunk_faults", watched_faults)
-    monkeypatch.setattr(runner, "launch", watched_launch)
+    monkeypatch.setattr(runner, "execute", watched_execute)
     return seen
 
 
-def launches(engine: Engine, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+def steps(engine: Engine, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     """One for each of ARRIVALS."""
     poison(engine)
     with monkeypatch.context() as patch:
@@ -120,24 +120,24 @@ def test_merged_as_with_a_pass_of_their_own(
     params: SamplingParams,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, fields = [], {"max_num_seqs": 5, "max_num_batched_tokens": 15, "launch_depth": 1}
+    made, fields = [], {"max_num_seqs": 5, "max_num_batched_tokens": 15, "max_steps_in_flight": 1}
     for merges in (True, False):
         engine = pair.engine(gpu=True, monkeypatch=monkeypatch, **fields)
         graphs = give_graphs(engine)
         if not merges:
             for shape in [key for key in graphs.work if isinstance(key, MergedShape)]:
                 del graphs.work[shape]
-        made.append(launches(engine, params, monkeypatch))
+        made.append(steps(engine, params, monkeypatch))
     assert [[one.merged for one in seen] for seen in made] == [[False, True, True, True], [False] * 4]
-    for behind, own in zip(*made, strict=True):
-        torch.testing.assert_close(behind.results, own.results, rtol=0, atol=0)
-        assert behind.hidden.keys() == own.hidden.keys()
-        assert behind.judged.keys() == own.judged.keys()
+    for after, own in zip(*made, strict=True):
+        torch.testing.assert_close(after.results, own.results, rtol=0, atol=0)
+        assert after.hidden.keys() == own.hidden.keys()
+        assert after.judged.keys() == own.judged.keys()
         for slot, row in own.hidden.items():
-            assert behind.hidden[slot].equal(row)
+            assert after.hidden[slot].equal(row)
         for row, judged in own.judged.items():
-            assert all(one.equal(other) for one, other in zip(behind.judged[row], judged, strict=True))
-        assert bool(behind.fed) == behind.merged
-        for slot, row in behind.fed:
+            assert all(one.equal(other) for one, other in zip(after.judged[row], judged, strict=True))
+        assert bool(after.fed) == after.merged
+        for slot, row in after.fed:
             assert slot < 0 or row.equal(own.hidden[slot])
-        torch.testing.assert_close(behind.kv, own.kv, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(after.kv, own.kv, rtol=0, atol=0, equal_nan=True)

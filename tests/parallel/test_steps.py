@@ -1,4 +1,4 @@
-"""Launches that a GPU runs behind the host: enqueued while others run, told when they have ended, in their order."""
+"""Steps that a GPU runs behind the host: enqueued while others run, told when they have ended, in their order."""
 
 import socket
 import threading
@@ -71,12 +71,12 @@ def wait(slot: RingSlot) -> None:
     assert done(slot).wait(TIMEOUT)
 
 
-def test_results_are_told_behind_their_launch(ends: tuple[Connection, Connection]) -> None:
+def test_results_are_told_after_their_step(ends: tuple[Connection, Connection]) -> None:
     ours, theirs = ends
     ring = make_ring()
     reporter = Reporter(theirs, wait, lost=lambda: pytest.fail("lost"))
     for number in range(2):
-        reporter.launched(number, ring.slot(number), ring.slot(number).header())
+        reporter.executed(number, ring.slot(number), ring.slot(number).header())
     reporter.wait_until_told(-1)  # nothing had the slots before
     ours.socket.setblocking(False)
     with pytest.raises(BlockingIOError):
@@ -96,7 +96,7 @@ def test_a_slot_is_not_used_again_before_it_was_told(ends: tuple[Connection, Con
     _, theirs = ends
     ring = make_ring()
     reporter = Reporter(theirs, wait, lost=lambda: pytest.fail("lost"))
-    reporter.launched(0, ring.slot(0), ring.slot(0).header())
+    reporter.executed(0, ring.slot(0), ring.slot(0).header())
     free = threading.Thread(target=reporter.wait_until_told, args=(0,))
     free.start()
     free.join(0.05)
@@ -107,7 +107,7 @@ def test_a_slot_is_not_used_again_before_it_was_told(ends: tuple[Connection, Con
     reporter.close()
 
 
-def test_a_launch_that_does_not_end_is_told_and_ends_the_rank(ends: tuple[Connection, Connection]) -> None:
+def test_a_step_that_does_not_end_is_told_and_ends_the_rank(ends: tuple[Connection, Connection]) -> None:
     ours, theirs = ends
     lost = threading.Event()
 
@@ -116,7 +116,7 @@ def test_a_launch_that_does_not_end_is_told_and_ends_the_rank(ends: tuple[Connec
 
     slot = make_ring().slot(0)
     reporter = Reporter(theirs, fail, lost.set)
-    reporter.launched(0, slot, slot.header())
+    reporter.executed(0, slot, slot.header())
     message = ours.receive()
     assert (message.kind, message.body) == (Kind.LOST, b"rank 1 waited for another one, in what its GPU runs")
     assert lost.wait(TIMEOUT)
@@ -144,14 +144,14 @@ def test_a_rank_waits_until_another_is_lost_or_for_a_time() -> None:
 
 
 class Enqueuing:
-    """A runner whose launches end when the test says so."""
+    """A runner whose steps end when the test says so."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.launched: list[RingSlot] = []
+        self.executed: list[RingSlot] = []
 
-    def launch(self, slot: RingSlot, header: Header) -> None:
-        self.launched.append(slot)
+    def execute(self, slot: RingSlot, header: Header) -> None:
+        self.executed.append(slot)
 
     def wait(self, slot: RingSlot) -> None:
         self.ranks.wait_for(lambda: slot.has_ended)
@@ -175,14 +175,14 @@ def listen(theirs: Connection) -> None:
 def follow(theirs: Connection, ring: Ring, count: int) -> None:
     """Another rank, which comes to the same results."""
     for number in range(count):
-        assert theirs.receive_news().kind == Kind.LAUNCH
+        assert theirs.receive_news().kind == Kind.STEP
         slot = ring.slot(number)
         theirs.send(Kind.DONE, DID.pack(number, checksum(slot, slot.header())))
     assert theirs.receive_news().kind == Kind.END
     theirs.close()
 
 
-def test_rank_0_compares_results_when_launches_have_ended(ends: tuple[Connection, Connection]) -> None:
+def test_rank_0_compares_results_when_steps_have_ended(ends: tuple[Connection, Connection]) -> None:
     ours, theirs = ends
 
     def work(ranks: Ranks) -> None:
@@ -192,15 +192,15 @@ def test_rank_0_compares_results_when_launches_have_ended(ends: tuple[Connection
             return
         runner = lead(ranks, ours)
         for number in range(2):
-            runner.launch(ring.slot(number), ring.slot(number).header())
+            runner.execute(ring.slot(number), ring.slot(number).header())
         told = runner.team._done.copy()
         assert not told
         for number in range(2):
             done(ring.slot(number)).set()
         runner.wait(ring.slot(0))
-        runner.wait(ring.slot(0))  # as behind an interrupt
+        runner.wait(ring.slot(0))  # as after an interrupt
         runner.wait(ring.slot(1))
-        runner.launch(ring.slot(2), ring.slot(2).header())  # which is not waited for
+        runner.execute(ring.slot(2), ring.slot(2).header())  # which is not waited for
         done(ring.slot(2)).set()
         runner.close()
         assert runner.team.error is None
@@ -209,24 +209,24 @@ def test_rank_0_compares_results_when_launches_have_ended(ends: tuple[Connection
     on_ranks(2, work)
 
 
-def test_other_results_of_an_enqueued_launch_end_the_engine(ends: tuple[Connection, Connection]) -> None:
+def test_other_results_of_an_enqueued_step_end_the_engine(ends: tuple[Connection, Connection]) -> None:
     ours, theirs = ends
 
     def work(ranks: Ranks) -> None:
         ring = make_ring()
         if ranks.rank:
-            assert theirs.receive_news().kind == Kind.LAUNCH
+            assert theirs.receive_news().kind == Kind.STEP
             theirs.send(Kind.DONE, DID.pack(0, 1))
             with pytest.raises(DisconnectedError):
                 listen(theirs)
             return
         runner = lead(ranks, ours)
-        runner.launch(ring.slot(0), ring.slot(0).header())
+        runner.execute(ring.slot(0), ring.slot(0).header())
         done(ring.slot(0)).set()
         runner.wait(ring.slot(0))
 
         def go_on() -> None:
-            runner.launch(ring.slot(1), ring.slot(1).header())
+            runner.execute(ring.slot(1), ring.slot(1).header())
             runner.wait(ring.slot(1))
 
         with pytest.raises(RankLostError, match="rank 1 of 2 came to other results than rank 0"):
@@ -241,11 +241,11 @@ def test_a_rank_that_is_lost_ends_what_rank_0_waits_for(ends: tuple[Connection, 
 
     def work(ranks: Ranks) -> None:
         if ranks.rank:
-            assert theirs.receive_news().kind == Kind.LAUNCH
+            assert theirs.receive_news().kind == Kind.STEP
             theirs.close()
             return
         runner, slot = lead(ranks, ours), make_ring().slot(0)
-        runner.launch(slot, slot.header())
+        runner.execute(slot, slot.header())
         with pytest.raises(RankLostError, match="rank 1 of 2 has closed its connection"):
             runner.wait(slot)
         runner.close()
