@@ -85,7 +85,7 @@ fn weights(net: DeltaShape, seed: u64) -> Arc<Weights> {
 
 fn cache(num_seqs: usize) -> KvCache {
     let shape = KvShape {
-        num_blocks: seqs * LEN / BLOCK,
+        num_blocks: num_seqs * LEN / BLOCK,
         block_size: BLOCK,
         num_kv_heads: SHAPE.num_kv_heads,
         head_dim: SHAPE.head_dim,
@@ -93,7 +93,7 @@ fn cache(num_seqs: usize) -> KvCache {
     KvCache::allocate(shape, 1, false).unwrap()
 }
 
-/// Row of a pass: its seq, its position (`None` masks it), its token.
+/// Row of a pass: its sequence, its position (`None` masks it), its token.
 type Row = (usize, Option<usize>, usize);
 
 /// Logits of a pass's rows, as bits.
