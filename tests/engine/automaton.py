@@ -48,6 +48,17 @@ class AutomatonMatcher:
         bits[sorted(allowed)] = 1
         out[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
+    def forced_tokens(self, most: int) -> list[int]:
+        """Up to `most` tokens after each of which nothing else may come. Stands for `GrammarMatcher.forced_tokens`."""
+        state, forced = self._states[-1], list[int]()
+        while state is not None and state not in self._automaton.complete and len(forced) < most:
+            following = self._automaton.following[state]
+            if len(following) != 1 or self._stop_ids.intersection(following):
+                break
+            [(token, state)] = following.items()
+            forced.append(token)
+        return forced
+
     def accept(self, token_id: int) -> bool:
         """Advance by a token; False, and no change, if it may not come next. Stands for `GrammarMatcher.accept`."""
         state = self._states[-1]

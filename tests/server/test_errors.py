@@ -22,7 +22,7 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (COMPLETIONS, X | {"n": True}, "n", "n=True: "),
     (COMPLETIONS, X | {"max_tokens": 1.5}, "max_tokens", "max_tokens=1.5: "),
     (COMPLETIONS, X | {"nonsense": 1}, "nonsense", "nonsense: unknown field"),
-    (COMPLETIONS, X | {"suffix": "y"}, "suffix", "suffix='y': not implemented; a text is completed at its end alone"),
+    (COMPLETIONS, X | {"suffix": "y"}, "suffix", "suffix='y': the tokenizer has no tokens for text in the middle"),
     (COMPLETIONS, X | {"best_of": 2}, "best_of", "best_of=2: not implemented; allowed: 1"),
     (COMPLETIONS, X | {"use_beam_search": True}, "use_beam_search", "use_beam_search=True: not implemented"),
     (COMPLETIONS, X | {"no_stop_trim": True}, "no_stop_trim", "no_stop_trim=True: not implemented; allowed: False"),

@@ -95,7 +95,14 @@ def served(stats: EngineStats | None = None, **config: Any) -> Metrics:
         return stats or EngineStats()
 
     settings = SimpleNamespace(
-        **{"block_size": 16, "enable_prefix_caching": True, "kv_cache_dtype": "auto", "enable_lora": False, **config}
+        **{
+            "block_size": 16,
+            "enable_prefix_caching": True,
+            "kv_cache_dtype": "auto",
+            "enable_lora": False,
+            "kv_cache_path": None,
+            **config,
+        }
     )
     llm: Any = SimpleNamespace(config=settings, limits=SimpleNamespace(num_speculative_tokens=2), stats=told)
     return Metrics(cast("AsyncLLM", llm), "m")

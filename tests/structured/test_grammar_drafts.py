@@ -59,9 +59,10 @@ def test_texts_are_those_without_drafts(name: str) -> None:
     llm = LLM(speculative_config={"rejection_sample_method": "coupled", **DRAFTERS[name]})
     for temperature in (0.0, 0.8):
         assert texts(llm, temperature) == plain(temperature)
+    if DRAFTERS[name].get("method", "draft_model") in ("draft_model", "eagle3"):
+        return  # their masked drafts have forced tokens, too
     drafted = llm.engine.stats().drafters["grammar"]
-    if DRAFTERS[name].get("method", "draft_model") not in ("draft_model", "eagle3"):
-        assert drafted.draft_tokens > 50
+    assert drafted.draft_tokens > 50
     if name == "grammar":
         assert drafted.accepted_tokens == drafted.draft_tokens, "nothing else is allowed"
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -41,6 +42,9 @@ from specrs.outputs import AcceptanceFigures, EngineStats
 from specrs.sampling import validate_request
 from specrs.tokenizer import Tokenizer, end_ids
 from specrs.verify.token_logprobs import TokenLogprobs
+
+if TYPE_CHECKING:
+    from specrs.structured.matcher import GrammarMatcher
 
 logger = logging.getLogger("specrs")
 
@@ -257,17 +261,21 @@ class Engine:
             )
             for now, before in zip(self._acceptance(), self._acceptance_before, strict=True)
         )
+        errors = [now - before for now, before in zip(self._faults.counts(), self._faults_before, strict=True)]
+        speculative = self.config.speculative_config
+        named = () if speculative is None else speculative.methods
+        by_name = [
+            (name, figures, failures)
+            for name, figures, failures in zip(self._drafter_names, drafters, errors, strict=True)
+            # Drafts that come with requests are told of once there are some.
+            if name in named or figures.drafts or failures
+        ]
         return EngineStats(
             draft_tokens=total.draft_tokens,
             acceptance_histogram=total.acceptance_histogram,
             synthetic_acceptance=total.synthetic_acceptance,
-            drafters=dict(zip(self._drafter_names, drafters, strict=True)),
-            draft_errors={
-                name: now - before
-                for name, now, before in zip(
-                    self._drafter_names, self._faults.counts(), self._faults_before, strict=True
-                )
-            },
+            drafters={name: figures for name, figures, _ in by_name},
+            draft_errors={name: failures for name, _, failures in by_name},
             draft_passes=0 if self.drafter is None else self.drafter.num_passes,
             target_passes=self.runner.num_target_passes,
             prompt_tokens=self._prompt_tokens,
@@ -328,7 +336,7 @@ class Engine:
             loads = [] if self.disk is None else scheduler.take_loads()
             if loads and self.disk is not None:
                 self.disk.load(loads, alone=outcome == PLAN_IDLE)
-                if outcome != PLAN_STEP:
+                if outcome == PLAN_IDLE:
                     continue
             if outcome != PLAN_STEP:
                 break
@@ -479,23 +487,32 @@ class Engine:
             if whole and request.logprobs is not None and sequence in slot.logprobs:
                 found = token_entries(slot.logprobs[sequence], tokens[before:], request.params.logprobs)
                 request.logprobs[before:] = found
-            if request.prediction_token_ids and whole and slot.record_arrays["seq_drafter"][sequence] == _PREDICTION:
+            of_prediction = request.prediction_token_ids and slot.record_arrays["seq_drafter"][sequence] == _PREDICTION
+            if of_prediction and whole and accept:
+                # A stop may have cut the accepted tokens.
+                accepted = min(int(slot.results_arrays["num_accepted"][sequence]), len(tokens) - before)
                 request.num_predicted_tokens += int(slot.results_arrays["num_drafted"][sequence])
-                request.num_accepted_predicted_tokens += int(slot.results_arrays["num_accepted"][sequence])
+                request.num_accepted_predicted_tokens += accepted
             matcher = request.matcher
             if matcher is not None and accept:
                 for token in tokens[before:]:
                     matcher.accept(token)
-                if self._follows_grammars and not request.finished:
-                    forced = matcher.forced_tokens(self.limits.num_speculative_tokens)
-                    self.scheduler.set_forced_tokens(request_id, np.array(forced, dtype=np.int64))
                 if matcher.error:
                     asked = request.params.structured_outputs
                     assert asked is not None
                     error = asked.refusal(f"after {len(tokens)} tokens: {matcher.error}; allowed is a simpler one")
                     request.finish(FinishReason.ERROR, error)
                     self._end(request_id, FinishReason.ERROR, error)
+                elif not request.finished:
+                    self._force(request, matcher)
         return reported
+
+    def _force(self, request: Request, matcher: GrammarMatcher) -> None:
+        """Pass the tokens that a running request's grammar forces next to the scheduler, which drafts them."""
+        most = 0 if request.bounds is None else request.bounds.num_speculative_tokens
+        if most and self._follows_grammars:
+            forced = matcher.forced_tokens(most)
+            self.scheduler.set_forced_tokens(request.request_id, np.array(forced, dtype=np.int64))
 
     def _learn(self, slot: RingSlot, ms: float | None) -> None:
         """Report the outcome of a step, and its milliseconds, to the planner of K."""

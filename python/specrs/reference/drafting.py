@@ -30,8 +30,6 @@ class Drafter(Protocol):
     """Maximum number of positions that the drafter can hold for a row."""
     hidden_layers: Sequence[int]
     """Layers of the target whose input hidden states the drafter reads. Empty for a draft model."""
-    computes_all_logits: bool
-    """True if logits are computed also where a grammar allows one token."""
     num_kept: int
     """Number of positions per row whose hidden states are kept for the drafter."""
 
@@ -80,7 +78,6 @@ class ModelDrafter:
         drafted."""
         self.model, self.kv_cache, self.vocab_size = model, kv_cache, vocab_size
         self.max_model_len, self.max_draft_lag, self.mask_token_id = max_model_len, max_draft_lag, mask_token_id
-        self.computes_all_logits = mask_token_id is not None  # a single pass has no masks yet
 
     def begin_step(self) -> None:
         """Do nothing. A draft model defers no passes to the next step."""
@@ -135,8 +132,6 @@ class ModelDrafter:
 
 class Eagle3Drafter:
     """An EAGLE-3 head (Li et al. 2025): position p is fed the target's hidden state of p and the token at p + 1."""
-
-    computes_all_logits = True
 
     def __init__(
         self, head: Any, kv_cache: KVCache, vocab_size: int, max_model_len: int, *, max_draft_lag: int

@@ -129,13 +129,14 @@ class Iteration:
             grammar=None if self.grammar is None else self.grammar.allowed[i],
         )
 
-    def without_forced(self, logits: Tensor, first: int) -> Tensor:
-        """Return logits `[N, V]` for positions from n + `first` on, with zeros where the grammar allows one token.
+    def without_forced(self, logits: Tensor) -> Tensor:
+        """Return the target's logits `[k + 1, V]`, with zeros where the grammar allows only the next draft.
         Unless log probabilities are reported, an engine does not compute those."""
         if self.grammar is None or self.row.request.logprobs != LOGPROBS_NONE:
             return logits
-        allowed = self.grammar.allowed[first : first + len(logits)]
-        return torch.where(torch.tensor([int(mask.sum()) == 1 for mask in allowed])[:, None], 0.0, logits)
+        pairs = zip(self.grammar.allowed, self.drafts, strict=False)
+        forced = [bool(mask[draft]) and int(mask.sum()) == 1 for mask, draft in pairs]
+        return torch.where(torch.tensor([*forced, False])[:, None], 0.0, logits)
 
     def add(self, draft: int) -> None:
         """Append the next draft."""

@@ -172,7 +172,7 @@ class ReferenceRunner:
             for draft in record["draft_token"][first : first + k]:
                 it.add(draft)
         final, states = self._feed(row, [row.tokens[-1], *it.drafts], range(n - 1, n + k))
-        self._finish(slot, it, it.without_forced(self.target.compute_logits(final), 0), synthetic=synthetic)
+        self._finish(slot, it, it.without_forced(self.target.compute_logits(final)), synthetic=synthetic)
         grown = len(row.tokens)
         if drafter is not None and states is not None and grown > n:
             # What the drafts were made of is given up, and what would leave the new no room.
@@ -206,8 +206,6 @@ class ReferenceRunner:
     def _choose(self, it: Iteration, logits: Tensor) -> int:
         """Draw the next draft from the drafter's logits `[V]`, and store the distribution that it was drawn from."""
         request, i = it.row.request, len(it.drafts)
-        if self.drafter is not None and not self.drafter.computes_all_logits:
-            logits = it.without_forced(logits[None], i)[0]
         if not math.isfinite(logits.max()):
             it.flags = FLAG_DRAFT_NON_FINITE
         adjusted = it.adjust(logits, i)

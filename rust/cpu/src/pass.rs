@@ -3,12 +3,9 @@
 use crate::error::{Error, Result, check_len};
 use crate::kv_cache::{KvCache, KvShape};
 use crate::lora::Lora;
+pub use crate::shape::MAX_TILE_ROWS;
 use crate::shape::ModelShape;
 use std::ops::Range;
-
-/// Maximum number of rows that go through all layers together. Longer passes are cut into tiles of as many rows, in
-/// order.
-pub const MAX_TILE_ROWS: usize = 64;
 
 /// Pass over N flat rows.
 ///

@@ -2,6 +2,10 @@
 
 use crate::error::{Error, Result};
 
+/// Maximum number of rows that go through all layers together. Longer passes are cut into tiles of as many rows, in
+/// order.
+pub const MAX_TILE_ROWS: usize = 64;
+
 /// Sizes of a dense decoder, with the names of its config.json.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ModelShape {

@@ -7,7 +7,7 @@
 use crate::error::{Error, Result};
 use crate::layer::DeltaShape;
 use crate::memory::Columns;
-use crate::pass::{MAX_TILE_ROWS, Pass};
+use crate::shape::MAX_TILE_ROWS;
 
 /// Rows of one request in one tile.
 #[derive(Debug)]
@@ -50,6 +50,17 @@ struct RowStates {
     drafts: usize,
 }
 
+/// Rows of a pass, as far as states depend on them.
+#[derive(Clone, Copy)]
+pub(crate) struct FedRows<'a> {
+    /// Row of state of each row, `[N]`.
+    pub(crate) sequences: &'a [usize],
+    /// Position of each row, `[N]`; negative for a masked row.
+    pub(crate) positions: &'a [i64],
+    /// Whether the rows belong to prompts, so that none of them is a draft.
+    pub(crate) prompts: bool,
+}
+
 impl States {
     /// Returns the bytes of all states and logs.
     pub(crate) fn bytes(&self) -> usize {
@@ -69,7 +80,7 @@ impl States {
     ///
     /// # Errors
     /// If the states are another model's, or a row's position is not the next one. Nothing has changed then.
-    pub(crate) fn plan(&mut self, shape: DeltaShape, layers: usize, pass: &Pass<'_>) -> Result<Vec<Run>> {
+    pub(crate) fn plan(&mut self, shape: DeltaShape, layers: usize, fed: FedRows<'_>) -> Result<Vec<Run>> {
         if self.shape.is_some_and(|own| own != shape) || (self.layers != layers && self.layers != 0) {
             let allowed = format!("those of {} layers of {:?}", self.layers, self.shape);
             return Err(Error::invalid("states", format!("{layers} layers of {shape:?}"), allowed));
@@ -78,16 +89,16 @@ impl States {
         // Length and drafts of the rows of state that the pass changes.
         let mut grown: Vec<(usize, usize, usize)> = Vec::new();
         let mut before = None;
-        for row in (0..pass.len()).filter(|&row| pass.positions[row] >= 0) {
-            let (state, position) = (pass.sequences[row], pass.positions[row] as usize);
+        for row in (0..fed.positions.len()).filter(|&row| fed.positions[row] >= 0) {
+            let (state, position) = (fed.sequences[row], fed.positions[row] as usize);
             let (tile, within) = (row / MAX_TILE_ROWS, row % MAX_TILE_ROWS);
             let first = before != Some(state);
             before = Some(state);
             let (len, drafts) = match grown.last() {
                 Some(&(last, len, drafts)) if !first && last == state => (len, drafts),
                 _ if grown.iter().any(|&(other, ..)| other == state) => {
-                    let allowed = "rows of one entry next to each other";
-                    return Err(Error::invalid(format!("entries[{row}]"), state, allowed));
+                    let allowed = "rows of one sequence next to each other";
+                    return Err(Error::invalid(format!("sequences[{row}]"), state, allowed));
                 }
                 _ => self.rows.get(state).map_or((0, 0), |row| (row.len, row.drafts)),
             };
@@ -109,15 +120,15 @@ impl States {
             let last = runs.last_mut().expect("its first row has made one");
             if last.tile == tile {
                 last.rows.push(within);
-                last.commit += usize::from(pass.prompts);
+                last.commit += usize::from(fed.prompts);
             } else {
-                let commit = usize::from(pass.prompts);
+                let commit = usize::from(fed.prompts);
                 let run =
                     Run { tile, state, rows: vec![within], zero: false, replay: drafts, commit, log_from: drafts };
                 runs.push(run);
             }
             let grown = grown.last_mut().expect("its first row has made one");
-            if pass.prompts {
+            if fed.prompts {
                 grown.1 += 1;
             } else {
                 grown.2 += 1;

@@ -297,6 +297,12 @@ impl Scheduler {
         self.host_drafts.rows[row_index as usize].found[drafter as usize].len.min(most)
     }
 
+    /// Returns whether drafts of a live row may come from the host.
+    pub(super) fn may_draft_on_host(&self, row_index: RowIndex) -> bool {
+        let drafters = self.config.host_drafters;
+        drafters.ngram.is_some() || drafters.suffix.is_some() || self.has_drafts_of_request(row_index)
+    }
+
     /// Returns whether a live row's request comes with drafts of its own: a prediction, or tokens that its grammar
     /// forces.
     pub(super) fn has_drafts_of_request(&self, row_index: RowIndex) -> bool {

@@ -395,7 +395,7 @@ impl Scheduler {
                     }
                 };
                 // Whose drafts it has is chosen when it is its turn; the host's have no bounds but the request's.
-                let on_host = if self.drafts.on_host { row.limit - 1 - n } else { 0 };
+                let on_host = if self.may_draft_on_host(row_index) { row.limit - 1 - n } else { 0 };
                 decode_tokens += 1 + k.max(on_host.min(row.max_k as usize));
             }
             let chunks = self.chunk_budget(decode_tokens);

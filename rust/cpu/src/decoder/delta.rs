@@ -2,13 +2,12 @@
 //! projection. It takes three phases, and one more if a norm follows.
 
 use super::Context;
-use super::scratch::{Buffers, Private};
+use super::scratch::{Buffers, NetRoom, Private};
 use crate::isa::{LANES, Vector};
 use crate::kernels::{ConvSilu, DeltaHead, GatedNorm, LogPlaces, Unit, decay, sigmoid};
-use crate::layer::{DeltaLayer, DeltaShape, Layer, gather};
+use crate::layer::{DeltaLayer, Layer, gather};
 use crate::lora::Projection;
-use crate::memory::{Columns, ColumnsMut, Vectors};
-use crate::pass::MAX_TILE_ROWS;
+use crate::memory::{Columns, ColumnsMut};
 use crate::states::{Run, States};
 
 /// Rows of a tile by request, and the cut of their logs by key heads.
@@ -26,50 +25,6 @@ struct Written<'a, 'o> {
     /// Outputs of value heads, the key head's from column `first` on.
     outs: &'a mut ColumnsMut<'o, f32>,
     first: usize,
-}
-
-/// Memory of a participant for the rows of one request and one key head.
-#[derive(Default)]
-pub(super) struct NetRoom {
-    /// Inputs of the convolution: those before the rows, of replayed drafts, and of the rows, `[.., width]`.
-    inputs: Vectors,
-    /// Convolved queries, keys and values, `[rows, width]`.
-    mixed: Vectors,
-    /// beta and decay by value head, `[value heads, rows]`.
-    gates: Vec<(f32, f32)>,
-    /// Outputs of a value head, `[rows, padded value]`.
-    out: Vec<f32>,
-    /// Columns of a state.
-    state: Vectors,
-}
-
-impl NetRoom {
-    pub(super) fn new(shape: &DeltaShape) -> Self {
-        let (rows, vectors) = (MAX_TILE_ROWS, shape.width() / LANES);
-        Self {
-            inputs: Vectors::new((rows + shape.kernel - 1) * vectors),
-            mixed: Vectors::new(rows * vectors),
-            gates: vec![(0.0, 0.0); rows * shape.shared()],
-            out: vec![0.0; rows * shape.padded_value()],
-            state: Vectors::new(DeltaHead::scratch(shape.key_dim)),
-        }
-    }
-
-    /// Reserves memory for logs of `capacity` entries.
-    pub(super) fn reserve(&mut self, shape: &DeltaShape, capacity: usize) {
-        let needed = (MAX_TILE_ROWS + capacity + shape.kernel - 1) * shape.width() / LANES;
-        if self.inputs.len() < needed {
-            self.inputs = Vectors::new(needed);
-        }
-    }
-
-    pub(super) fn poison(&mut self) {
-        self.inputs.fill([f32::NAN; LANES]);
-        self.mixed.fill([f32::NAN; LANES]);
-        self.gates.fill((f32::NAN, f32::NAN));
-        self.out.fill(f32::NAN);
-        self.state.fill([f32::NAN; LANES]);
-    }
 }
 
 impl Context<'_> {

@@ -21,7 +21,7 @@ use crate::kv_cache::{KvCache, KvLayer};
 use crate::layer::Mlp;
 use crate::pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass};
 use crate::pool::{Pool, Session};
-use crate::states::of_tile;
+use crate::states::{FedRows, of_tile};
 use crate::values::ValuesMut;
 use crate::weights::Weights;
 use delta::NetTile;
@@ -257,7 +257,10 @@ impl Decoder {
         let windowed = self.weights.ends_in_window();
         self.finite.clear();
         let runs = match self.weights.delta {
-            Some((shape, layers)) => kv.states.plan(shape, layers, pass)?,
+            Some((shape, layers)) => {
+                let &Pass { sequences, positions, prompts, .. } = pass;
+                kv.states.plan(shape, layers, FedRows { sequences, positions, prompts })?
+            }
             None => Vec::new(),
         };
         let shares = &mut self.shares[session.participants() - 1];

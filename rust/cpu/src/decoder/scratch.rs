@@ -1,11 +1,10 @@
 //! Memory that passes need, allocated once for tiles of 64 rows. Pages that no pass uses take no memory.
 
 use super::CHUNK;
-use super::delta::NetRoom;
 use super::products::FedRoom;
 use crate::isa::{Isa, LANES};
-use crate::kernels::AttendScratch;
-use crate::layer::{ExpertSizes, Layer};
+use crate::kernels::{AttendScratch, DeltaHead};
+use crate::layer::{DeltaShape, ExpertSizes, Layer};
 use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
 use crate::weights::Weights;
@@ -193,5 +192,49 @@ impl Private {
         self.room.poison();
         self.net.poison();
         self.best.fill((usize::MAX, f32::NAN));
+    }
+}
+
+/// Memory of a participant for the rows of one request and one key head.
+#[derive(Default)]
+pub(super) struct NetRoom {
+    /// Inputs of the convolution: those before the rows, of replayed drafts, and of the rows, `[.., width]`.
+    pub(super) inputs: Vectors,
+    /// Convolved queries, keys and values, `[rows, width]`.
+    pub(super) mixed: Vectors,
+    /// beta and decay by value head, `[value heads, rows]`.
+    pub(super) gates: Vec<(f32, f32)>,
+    /// Outputs of a value head, `[rows, padded value]`.
+    pub(super) out: Vec<f32>,
+    /// Columns of a state.
+    pub(super) state: Vectors,
+}
+
+impl NetRoom {
+    pub(super) fn new(shape: &DeltaShape) -> Self {
+        let (rows, vectors) = (MAX_TILE_ROWS, shape.width() / LANES);
+        Self {
+            inputs: Vectors::new((rows + shape.kernel - 1) * vectors),
+            mixed: Vectors::new(rows * vectors),
+            gates: vec![(0.0, 0.0); rows * shape.shared()],
+            out: vec![0.0; rows * shape.padded_value()],
+            state: Vectors::new(DeltaHead::scratch(shape.key_dim)),
+        }
+    }
+
+    /// Reserves memory for logs of `capacity` entries.
+    pub(super) fn reserve(&mut self, shape: &DeltaShape, capacity: usize) {
+        let needed = (MAX_TILE_ROWS + capacity + shape.kernel - 1) * shape.width() / LANES;
+        if self.inputs.len() < needed {
+            self.inputs = Vectors::new(needed);
+        }
+    }
+
+    pub(super) fn poison(&mut self) {
+        self.inputs.fill([f32::NAN; LANES]);
+        self.mixed.fill([f32::NAN; LANES]);
+        self.gates.fill((f32::NAN, f32::NAN));
+        self.out.fill(f32::NAN);
+        self.state.fill([f32::NAN; LANES]);
     }
 }

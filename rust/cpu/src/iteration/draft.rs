@@ -50,10 +50,7 @@ impl Iteration {
     fn gather(&mut self, i: usize, state: &RowState<'_>, max_draft_lag: usize, mask_token_id: Option<i64>) {
         self.batch.clear();
         let block_size = self.config.block_size;
-        let sequences = std::mem::take(&mut self.sequences);
-        for sequence in sequences.iter().filter(|sequence| sequence.passes() >= i) {
-            // Later drafts of a single pass have no masks yet.
-            let is_forced = mask_token_id.is_none() && self.is_forced(sequence, i - 1);
+        for sequence in self.sequences.iter().filter(|sequence| sequence.passes() >= i) {
             let last = sequence.n + i - 2;
             if i == 1 {
                 let first = (state.draft_len[sequence.row] as usize).max(sequence.n.saturating_sub(max_draft_lag));
@@ -62,7 +59,7 @@ impl Iteration {
                 }
             }
             self.batch.feed(state, sequence.row, last, block_size);
-            self.batch.want_last_unless(is_forced);
+            self.batch.want_last();
             if let Some(mask) = mask_token_id {
                 for position in sequence.n..sequence.n + sequence.k - 1 {
                     self.batch.push(sequence.row, mask, position, state.slot(sequence.row, position, block_size));
@@ -70,7 +67,6 @@ impl Iteration {
                 }
             }
         }
-        self.sequences = sequences;
     }
 
     /// Draws draft `i` of sequence `b` from row `at` of the pass. Greedy sequences take the argmax, others draw from

@@ -329,7 +329,7 @@ impl Iteration {
                     ready &= state.draft_len[row] >= n - max_draft_lag as i64;
                 }
                 Drafter::Hidden { max_model_len, .. } if sequence.on_device() => {
-                    end = end.min(max_model_len as i64 + 1)
+                    end = end.min(max_model_len as i64 + 1);
                 }
                 _ => {}
             }

@@ -68,14 +68,13 @@ impl Iteration {
     /// They are minus infinity for ids that a draft model does not have, and far below the others for ids that a head
     /// does not have. Ids fed to a draft model are limited to its own vocabulary.
     ///
-    /// Rows at which a grammar allows one token need no logits: theirs are zeros, and the mask leaves that token.
+    /// Rows at which a grammar allows only the next draft need no logits: theirs are zeros, and the mask leaves that
+    /// draft.
     pub(super) fn pass(&mut self, state: &RowState<'_>, model: &mut dyn Model, want: Want, whose: Whose) -> Result<()> {
-        if self.batch.forced.is_empty() {
-            return self.compute(state, model, want, whose);
-        }
-        let want = if self.batch.wanted.is_empty() { Want::Nothing } else { want };
         self.compute(state, model, want, whose)?;
-        self.insert_forced();
+        if !self.batch.forced.is_empty() {
+            self.insert_forced();
+        }
         Ok(())
     }
 

@@ -49,13 +49,20 @@ pub(super) struct Processed {
 
 impl Iteration {
     /// Returns whether the token after the sequence's first `num_drafts` drafts needs no logits: its grammar allows
-    /// only one token there, and no log probabilities are reported.
-    pub(super) fn is_forced(&self, sequence: &Sequence, num_drafts: usize) -> bool {
-        let has_grammar = self.processors[sequence.row].has_grammar;
-        let allowed = |mask: &[u32]| mask.iter().map(|word| word.count_ones()).sum::<u32>();
-        has_grammar
-            && !sequence.asked.logprobs
-            && self.processed.masks.get(self.mask_place(sequence, num_drafts)).is_some_and(|mask| allowed(mask) == 1)
+    /// only the next draft there, and no log probabilities are reported.
+    ///
+    /// Such a draft is always accepted, so a later row decides the token after the accepted drafts. That row has logits
+    /// and attends to the rows before it, so KV that is not finite is still noticed in this step.
+    pub(super) fn is_forced(&self, sequence: &Sequence, num_drafts: usize, state: &RowState<'_>) -> bool {
+        if !self.processors[sequence.row].has_grammar || sequence.asked.logprobs || num_drafts == sequence.k {
+            return false;
+        }
+        let draft = state.token(sequence.row, sequence.n + num_drafts) as usize;
+        let allows_only = |mask: &[u32]| {
+            mask.get(draft / 32).is_some_and(|word| word >> (draft % 32) & 1 == 1)
+                && mask.iter().map(|word| word.count_ones()).sum::<u32>() == 1
+        };
+        self.processed.masks.get(self.mask_place(sequence, num_drafts)).is_some_and(allows_only)
     }
 
     /// Begins the grammars of sequences that have not ended.

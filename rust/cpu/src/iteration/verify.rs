@@ -13,7 +13,7 @@ impl Iteration {
         let sequences = std::mem::take(&mut self.sequences);
         for sequence in sequences.iter().filter(|sequence| sequence.runs()) {
             for num_drafts in 0..=sequence.k {
-                let is_forced = self.is_forced(sequence, num_drafts);
+                let is_forced = self.is_forced(sequence, num_drafts, state);
                 self.batch.feed(state, sequence.row, sequence.n - 1 + num_drafts, self.config.block_size);
                 self.batch.want_last_unless(is_forced);
             }

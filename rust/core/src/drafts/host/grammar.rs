@@ -6,7 +6,8 @@ use crate::error::Result;
 /// Drafter that proposes the tokens that a request's grammar forces after its text, reported by
 /// [`crate::Scheduler::set_forced_tokens`].
 ///
-/// The scheduler continues them with the first other drafter on the host that has a proposal for the longer text.
+/// The scheduler continues them with the last other drafter in the table that has a proposal for the longer text: a
+/// prediction before suffix decoding, and that before prompt lookup.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GrammarProposer;
 

@@ -17,6 +17,8 @@ const MOST_COMPARED: usize = 32;
 const NEAR: usize = 64;
 /// Number of tokens that must agree at any other place.
 const FAR_MATCH: usize = 4;
+/// Maximum number of places with the output's last token that are compared. It bounds the time of a search.
+const MOST_PLACES: usize = 4096;
 
 /// Drafter that proposes the rest of the prediction that a request came with
 /// ([`crate::RequestParams::prediction`]).
@@ -59,12 +61,16 @@ impl Place {
         let Some(&last) = output.last() else { return };
         let (mut best, mut found) = (0, None);
         let ahead = self.next.min(prediction.len())..prediction.len();
-        for at in ahead.clone().chain((0..ahead.start).rev()).filter(|&at| prediction[at] == last) {
+        let places = ahead.clone().chain((0..ahead.start).rev()).filter(|&at| prediction[at] == last);
+        for at in places.take(MOST_PLACES) {
             let pairs = output.iter().rev().zip(prediction[..=at].iter().rev());
             let len = pairs.take(MOST_COMPARED).take_while(|(a, b)| a == b).count();
             let is_near = ahead.contains(&at) && at - ahead.start < NEAR;
             if len > best && (is_near || len >= FAR_MATCH) {
                 (best, found) = (len, Some(at + 1));
+            }
+            if best == MOST_COMPARED {
+                break;
             }
         }
         (self.next, self.match_len) = (found.unwrap_or(self.next), best);
@@ -109,8 +115,11 @@ impl HostProposer for PredictionProposer {
         if text.prediction.is_empty() {
             return Ok(Proposal::NONE);
         }
-        let mut place = self.places.get(&text.id).copied().unwrap_or_default();
-        place.follow(&[text.output(), more].concat(), text.prediction);
+        let place = self.places.entry(text.id).or_default();
+        place.follow(text.output(), text.prediction);
+        let end = &text.output()[text.output().len().saturating_sub(MOST_COMPARED)..];
+        let mut place = Place { num_followed: end.len(), ..*place };
+        place.follow(&[end, more].concat(), text.prediction);
         Ok(place.propose(text.prediction, drafts))
     }
 
