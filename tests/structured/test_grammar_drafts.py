@@ -99,8 +99,8 @@ def test_forced_tokens_need_no_logits(rows: list[tuple[int, int]]) -> None:
     passes = llm.engine.runner.num_target_passes
     num_tokens = len(output.outputs[0].token_ids)
     assert accepted >= 20
-    # Every token but the forced ones is drawn from a row; a pass that ends in the middle of nothing forced has one.
-    assert sum(wanted for _, wanted in rows) <= num_tokens - accepted
+    # Every token but the forced ones is drawn from a row; the last row's may lie past the end.
+    assert sum(wanted for _, wanted in rows) <= num_tokens - accepted + 1
     assert sum(wanted for _, wanted in rows) <= passes + 1
     rows.clear()
     [logged] = llm.generate(PROMPTS[0], asked.replace(logprobs=0), use_tqdm=False)
