@@ -69,6 +69,7 @@ __all__ = [
     "InvalidResultsError",
     "InvalidTokenizerError",
     "KVEventBatch",
+    "KVStore",
     "NgramProposer",
     "NotRunningError",
     "OutOfBlocksError",
