@@ -216,7 +216,7 @@ fn another_position_than_the_next_is_rejected_and_changes_nothing() {
     assert_eq!(feed(&mut decoder, &mut kv, &rows(3, 5), false).unwrap(), exact[3..5]);
     let twice = [(0, Some(5), 1), (1, Some(0), 1), (0, Some(6), 1)];
     let told = feed(&mut decoder, &mut kv, &twice, false).unwrap_err().to_string();
-    assert!(told.contains("seqs[2] = 0") && told.contains("rows of one seq next to each other"), "{told}");
+    assert!(told.contains("sequences[2] = 0") && told.contains("rows of one sequence next to each other"), "{told}");
 }
 
 #[test]
