@@ -20,7 +20,7 @@ from specrs.errors import EngineDeadError, InvalidRequestError, QueueFullError, 
 from specrs.inputs import Prompt, PromptType
 from specrs.lora_request import LoRARequest
 from specrs.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
-from specrs.pooling import Pooling, PoolingParams, pooled_of, read_pairs
+from specrs.pooling import Pooling, PoolingParams, pooled_of, read_pairs, read_params
 from specrs.sampling import SamplingParams
 from specrs.tokenizer import Tokenizer
 
@@ -205,9 +205,7 @@ class AsyncLLM:
     ) -> EmbeddingRequestOutput:
         """Embed one prompt, as `LLM.embed` does. Raises `InvalidRequestError` for bad input. If the engine ends the
         request with an error, that error is raised."""
-        params = PoolingParams() if pooling_params is None else pooling_params
-        if not isinstance(params, PoolingParams):
-            raise invalid_request("pooling_params", params, "must be a PoolingParams or None")
+        params = read_params(pooling_params)
         asked = await self.in_thread(lambda: self.pooling.embed_params(params, self.hidden_size))
         outputs = await self.pool([prompt], asked, lora_request=lora_request, priority=priority)
         return self.pooling.embeddings(outputs, params)[0]

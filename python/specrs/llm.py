@@ -25,7 +25,7 @@ from specrs.errors import (
 from specrs.inputs import Prompt, PromptType, is_one_prompt, prompt_text
 from specrs.lora_request import LoRARequest
 from specrs.outputs import EmbeddingRequestOutput, EngineStats, RequestOutput, ScoringRequestOutput
-from specrs.pooling import Pooling, PoolingParams, read_pairs
+from specrs.pooling import Pooling, PoolingParams, read_pairs, read_params
 from specrs.sampling import SamplingParams
 from specrs.tokenizer import Tokenizer
 
@@ -139,9 +139,7 @@ class LLM:
 
         Raises `InvalidRequestError` if a prompt or parameter is wrong, and then embeds none.
         """
-        params = PoolingParams() if pooling_params is None else pooling_params
-        if not isinstance(params, PoolingParams):
-            raise invalid_request("pooling_params", params, "must be a PoolingParams or None")
+        params = read_params(pooling_params)
         asked = self._pooling.embed_params(params, self.engine.hidden_size)
         items: Sequence[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
         outputs = self._complete(items, self._intake.read, asked, lora_request, None, use_tqdm, True, pooling=True)

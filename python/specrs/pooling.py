@@ -59,6 +59,18 @@ class PoolingParams:
         check_options(self, InvalidRequestError)
 
 
+def read_params(given: PoolingParams | None) -> PoolingParams:
+    """Return the parameters that a caller passed as `pooling_params`, the defaults for None.
+
+    Raises `InvalidRequestError` for anything else.
+    """
+    if given is None:
+        return PoolingParams()
+    if not isinstance(given, PoolingParams):
+        raise invalid_request("pooling_params", given, "must be a PoolingParams or None")
+    return given
+
+
 _EMBED = SamplingParams(
     max_tokens=1,
     temperature=0.0,

@@ -28,13 +28,13 @@ def resolve_states(config: EngineConfig, weights: Weights, free_memory: Callable
         return config if config.enable_prefix_caching is not None else replace(config, enable_prefix_caching=True)
     if config.enable_prefix_caching:
         raise invalid(UnsupportedConfigError, "enable_prefix_caching", True, f"{_REASON}; leave it out")
-    if config.enable_lora:
-        raise invalid(UnsupportedConfigError, "enable_lora", True, f"{_REASON}; allowed: False")
-    if config.enable_kv_cache_events:
-        field = "kv_events_config.enable_kv_cache_events"
-        raise invalid(UnsupportedConfigError, field, True, f"{_REASON}; allowed: False")
-    if config.kv_cache_path is not None:
-        raise invalid(UnsupportedConfigError, "kv_cache_path", config.kv_cache_path, f"{_REASON}; allowed: None")
+    for field, value, allowed in (
+        ("enable_lora", config.enable_lora, False),
+        ("kv_events_config.enable_kv_cache_events", config.enable_kv_cache_events, False),
+        ("kv_cache_path", config.kv_cache_path, None),
+    ):
+        if value != allowed:
+            raise invalid(UnsupportedConfigError, field, value, f"{_REASON}; allowed: {allowed}")
     speculative = config.speculative_config
     drafts = 0 if speculative is None else speculative.most_speculative_tokens
     needed, memory = row + drafts * draft, free_memory()

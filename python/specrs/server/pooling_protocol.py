@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from specrs.server.dispositions import Rejected
-from specrs.server.limits import MAX_PROMPTS, MAX_REQUEST_ID_LENGTH
-from specrs.server.protocol import Body, Label, PromptField
+from specrs.server.limits import MAX_PROMPTS
+from specrs.server.protocol import Body, CacheSalt, Label, Priority, PromptField, RequestId
 
 TOO_LONG = Rejected("texts are not shortened here; send a shorter one")
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -17,8 +17,8 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
 class PoolingBody(Body):
     """Fields that embeddings and scores share."""
 
-    priority: int | None = Field(None, ge=-(2**63), lt=2**63)
-    request_id: str | None = Field(None, max_length=MAX_REQUEST_ID_LENGTH, pattern=r"^[\x21-\x7e]*$")
+    priority: Priority = None
+    request_id: RequestId = None
     user: Label = None
     truncate_prompt_tokens: Annotated[Any, TOO_LONG] = None
 
@@ -30,7 +30,7 @@ class EmbeddingRequest(PoolingBody):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
     add_special_tokens: bool | None = None
-    cache_salt: str | None = Field(None, max_length=1024)
+    cache_salt: CacheSalt = None
 
     @property
     def has_large_answer(self) -> bool:

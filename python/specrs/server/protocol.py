@@ -79,6 +79,9 @@ ServiceTier = Annotated[
     Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None,
     NoEffect("all requests are served alike; `priority` orders them", silent=("auto", "default")),
 ]
+Priority = Annotated[int | None, Field(ge=-(2**63), lt=2**63)]
+CacheSalt = Annotated[str | None, Field(max_length=1024)]
+RequestId = Annotated[str | None, Field(max_length=MAX_REQUEST_ID_LENGTH, pattern=r"^[\x21-\x7e]*$")]
 Moderation = Annotated[Any, Rejected("nothing is moderated here; leave it out")]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
 Verbosity = Literal["low", "medium", "high"] | None
@@ -254,9 +257,9 @@ class SamplingBody(DrawBody):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = Field(None, ge=-(2**63), lt=2**63)
-    cache_salt: str | None = Field(None, max_length=1024)
-    request_id: str | None = Field(None, max_length=MAX_REQUEST_ID_LENGTH, pattern=r"^[\x21-\x7e]*$")
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+    request_id: RequestId = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_strs: bool | None = None

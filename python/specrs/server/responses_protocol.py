@@ -11,18 +11,21 @@ from specrs.errors import InvalidRequestError, invalid_request
 from specrs.server.dispositions import NoEffect, Rejected, warn
 from specrs.server.hosted_tools import RunnableTools, left_out, runnable_choice, runnable_tools, tool_or_hosted
 from specrs.server.input_items import is_hosted_item, item_type, item_warnings
-from specrs.server.limits import MAX_FUNCTION_NAME_LENGTH, MAX_MESSAGES, MAX_REQUEST_ID_LENGTH, MAX_TOOLS
+from specrs.server.limits import MAX_FUNCTION_NAME_LENGTH, MAX_MESSAGES, MAX_TOOLS
 from specrs.server.message_fields import without_marks
 from specrs.server.protocol import (
     DRAW_FIELDS,
     LABEL,
     CacheKey,
     CacheOptions,
+    CacheSalt,
     ChatCompletionRequest,
     DrawBody,
     Label,
     Moderation,
+    Priority,
     ReasoningEffort,
+    RequestId,
     ServiceTier,
     Verbosity,
     choice_discriminator,
@@ -157,9 +160,9 @@ class ResponsesRequest(DrawBody):
     # vLLM's, as for chats
     chat_template_kwargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    priority: int | None = Field(None, ge=-(2**63), lt=2**63)
-    cache_salt: str | None = Field(None, max_length=1024)
-    request_id: str | None = Field(None, max_length=MAX_REQUEST_ID_LENGTH, pattern=r"^[\x21-\x7e]*$")
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+    request_id: RequestId = None
 
     # labels that the response repeats
     metadata: dict[str, str] | None = None

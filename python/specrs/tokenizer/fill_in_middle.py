@@ -21,9 +21,13 @@ class _Markers:
     """Other tokens after which the text in the middle has ended."""
 
 
-_QWEN_ENDS = ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 _FORMS = (
-    _Markers("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", (*_QWEN_ENDS, "<|file_separator|>")),
+    _Markers(
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
+        ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>"),
+    ),
     _Markers("<fim_prefix>", "<fim_suffix>", "<fim_middle>", ("<|endoftext|>", "<fim_pad>", "<file_sep>")),
     _Markers("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<|endoftext|>", "<fim-pad>")),
     _Markers("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),

@@ -13,8 +13,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from specrs.sampling_lists import MAX_STOP_STRINGS
 from specrs.server.dispositions import NoEffect, Rejected
 from specrs.server.hosted_tools import runnable_tools, tool_or_hosted
-from specrs.server.limits import MAX_FUNCTION_NAME_LENGTH, MAX_MESSAGES, MAX_REQUEST_ID_LENGTH, MAX_TOOLS
-from specrs.server.protocol import CACHED, LABEL, Body, CacheOptions, DrawBody, Stop
+from specrs.server.limits import MAX_FUNCTION_NAME_LENGTH, MAX_MESSAGES, MAX_TOOLS
+from specrs.server.protocol import CACHED, LABEL, Body, CacheOptions, CacheSalt, DrawBody, Priority, RequestId, Stop
 from specrs.server.ranges import MAX_INTEGER
 
 
@@ -128,9 +128,9 @@ class MessagesRequest(CountTokensRequest, DrawBody):
 
     # vLLM's, as for chats
     structured_outputs: dict[str, Any] | None = None
-    priority: int | None = Field(None, ge=-(2**63), lt=2**63)
-    cache_salt: str | None = Field(None, max_length=1024)
-    request_id: str | None = Field(None, max_length=MAX_REQUEST_ID_LENGTH, pattern=r"^[\x21-\x7e]*$")
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+    request_id: RequestId = None
 
     metadata: Annotated[dict[str, Any] | None, LABEL] = None
     inference_geo: Annotated[str | None, NoEffect("there is one server")] = None

@@ -299,16 +299,14 @@ impl Scheduler {
 
     /// Returns whether drafts of a live row may come from the host.
     pub(super) fn may_draft_on_host(&self, row_index: RowIndex) -> bool {
-        let drafters = self.config.host_drafters;
-        drafters.ngram.is_some() || drafters.suffix.is_some() || self.has_drafts_of_request(row_index)
+        self.config.host_drafters.has_any(false) || self.has_drafts_of_request(row_index)
     }
 
     /// Returns whether a live row's request comes with drafts of its own: a prediction, or tokens that its grammar
     /// forces.
     pub(super) fn has_drafts_of_request(&self, row_index: RowIndex) -> bool {
         let request = &self.requests[self.rows[row_index as usize].request];
-        DrafterKind::OF_REQUESTS.into_iter().any(|kind| self.config.host_drafters.has(kind))
-            && !(request.prediction.is_empty() && request.forced().is_empty())
+        self.config.host_drafters.has_any(true) && !(request.prediction.is_empty() && request.forced().is_empty())
     }
 
     /// Searches for a live row's drafts on the host, unless it already has them for its present length.

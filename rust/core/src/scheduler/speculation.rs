@@ -116,8 +116,9 @@ impl Scheduler {
         }
         let mut timed = header.num_prefill + header.num_draft_chunks == 0;
         for sequence in 0..header.num_decode.min(record.seq_row.len()) {
-            let of_request = DrafterKind::OF_REQUESTS.iter().any(|&kind| kind as i64 == record.seq_drafter[sequence]);
-            if of_request || mixes && record.seq_drafter[sequence] != DrafterKind::Device as i64 {
+            let drafter = record.seq_drafter[sequence];
+            let of_request = DrafterKind::ALL.iter().any(|&kind| kind as i64 == drafter && kind.comes_with_requests());
+            if of_request || mixes && drafter != DrafterKind::Device as i64 {
                 timed = false;
                 continue;
             }

@@ -5,6 +5,7 @@
 use super::Context;
 use super::products::Fed;
 use super::scratch::{Buffers, Private, RUN};
+use super::shares::Cut;
 use crate::isa::{LANES, Vector};
 use crate::kernels::{Attend, AttendScratch, Element, KvRead, QkHead, RmsScale, Sigmoid};
 use crate::kv_cache::KvShape;
@@ -118,7 +119,7 @@ impl<'a> Context<'a> {
         let sizes = [paging.shape.num_blocks + 1, 2 * kv_heads, paging.shape.block_size * shape.head_dim];
         let Buffers { h, e, added, heads, q, gates, attended, cos, sin, .. } = buffers;
         if layer.qk_norm_whole {
-            self.project(layer, h, e, heads, private);
+            self.project(layer, &shares.qkv, h, e, heads, private);
         }
         let heads = &*heads;
         {
@@ -198,12 +199,21 @@ impl<'a> Context<'a> {
         self.add_normed(norm, added, h, private);
     }
 
-    /// Projects q, k and v into `heads` `[rows, (heads + 2 kv_heads) head_dim]`, as one phase.
-    fn project(&self, layer: &Layer, h: &[f32], e: &[f32], heads: &mut [f32], private: &mut [Private]) {
+    /// Writes a layer's input projection to `out` `[rows, outputs]`, as one phase: q, k and v of attention, or the
+    /// inputs of a delta net. `cut` cuts its outputs.
+    pub(super) fn project(
+        &self,
+        layer: &Layer,
+        cut: &Cut,
+        h: &[f32],
+        e: &[f32],
+        out: &mut [f32],
+        private: &mut [Private],
+    ) {
         let rows = self.rows();
-        let outs = Columns::new(heads, rows, layer.qkv.outputs(), &self.shares.qkv.bounds);
+        let outs = Columns::new(out, rows, layer.qkv.outputs(), &cut.bounds);
         let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
-        self.session.run(&self.shares.qkv.first, &|t, pieces| {
+        self.session.run(&cut.first, &|t, pieces| {
             let mut own = own.take(t);
             let own = &mut own.row_mut(0)[0];
             self.attention_input(h, e, layer.input_norm.as_deref(), own);
@@ -235,7 +245,7 @@ impl<'a> Context<'a> {
         let shape = &self.weights.shape;
         let (dim, rows) = (shape.head_dim, self.rows());
         let Some((q_norm, k_norm)) = layer.qk_norm.as_ref().filter(|_| layer.qk_norm_whole) else {
-            // With gates, each query has one behind it.
+            // With gates, each query is followed by its gate.
             let before = if layer.output_gate { head.min(shape.num_heads) } else { 0 };
             let first = (head + before) * dim;
             return self.product(&layer.qkv, first..first + dim, fed, rows, y, dim);
@@ -255,7 +265,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Computes the gates of a piece of the query heads, behind the sigmoid, `[heads, rows, ceil(head_dim / 16)]`.
+    /// Computes the gates of a piece of the query heads, after the sigmoid, `[heads, rows, ceil(head_dim / 16)]`.
     fn gates(&self, layer: &Layer, piece: usize, fed: &mut Fed<'_>, z: &mut [f32], out: &mut [Vector]) {
         let (dim, rows) = (self.weights.shape.head_dim, self.rows());
         let vectors = dim.div_ceil(LANES);

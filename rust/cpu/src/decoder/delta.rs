@@ -39,21 +39,7 @@ impl Context<'_> {
     ) {
         let (shape, rows, shares) = (&net.shape, self.rows(), self.shares);
         let Buffers { h, e, added, mixed, netted, .. } = buffers;
-        {
-            let outs = Columns::new(mixed, rows, shape.outputs(), &shares.net_inputs.bounds);
-            let own = Columns::new(private, 1, shares.participants, &shares.each);
-            self.session.run(&shares.net_inputs.first, &|t, pieces| {
-                let mut own = own.take(t);
-                let own = &mut own.row_mut(0)[0];
-                self.attention_input(h, e, layer.input_norm.as_deref(), own);
-                self.round(&mut own.x, rows, layer.qkv.inputs);
-                let Private { x, y, room, .. } = own;
-                let mut fed = self.fed(Projection::Qkv, &layer.qkv, x, room);
-                for piece in pieces {
-                    self.put_product(&layer.qkv, &mut fed, rows, y, &mut outs.take(piece));
-                }
-            });
-        }
+        self.project(layer, &shares.net_inputs, h, e, mixed, private);
         let mixed = &*mixed;
         {
             let outs = Columns::new(netted, rows, shape.inner(), &shares.net_outputs);

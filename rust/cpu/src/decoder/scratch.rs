@@ -28,7 +28,7 @@ pub(super) struct Buffers {
     pub(super) q: Vectors,
     /// Output of attention, `[kv_heads, rows, group * head_dim]`.
     pub(super) attended: Vec<f32>,
-    /// Gates of attention's output behind the sigmoid, `[heads, rows, ceil(head_dim / 16)]`, for models that have them.
+    /// Gates of attention's output after the sigmoid, `[heads, rows, ceil(head_dim / 16)]`, for models that have them.
     pub(super) gates: Vectors,
     /// Outputs of a delta net's input projection, `[rows, outputs]`, for models with delta nets.
     pub(super) mixed: Vec<f32>,

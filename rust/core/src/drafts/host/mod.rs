@@ -189,9 +189,11 @@ table! {
 }
 
 impl DrafterKind {
-    /// Kinds of drafters whose drafts come with a request. The scheduler chooses their number by its own statistics,
-    /// and no planner counts them: they say nothing about other requests.
-    pub(crate) const OF_REQUESTS: [Self; 2] = [Self::Prediction, Self::Grammar];
+    /// Returns whether drafts of this kind come with a request. The scheduler chooses their number by its own
+    /// statistics, and no planner counts them: they say nothing about other requests.
+    pub(crate) fn comes_with_requests(self) -> bool {
+        matches!(self, Self::Prediction | Self::Grammar)
+    }
 }
 
 impl HostDrafters {
@@ -203,6 +205,13 @@ impl HostDrafters {
     /// Makes a set of drafters with suffix decoding alone.
     pub fn suffix(settings: SuffixSettings) -> Self {
         Self { suffix: Some(settings), ..Self::default() }
+    }
+
+    /// Returns whether there is a drafter whose drafts come with requests, or with `false` one that serves every
+    /// request.
+    pub(crate) fn has_any(&self, comes_with_requests: bool) -> bool {
+        let mut kinds = DrafterKind::ON_HOST.into_iter();
+        kinds.any(|kind| self.has(kind) && kind.comes_with_requests() == comes_with_requests)
     }
 
     /// Returns whether there is any drafter on the host.

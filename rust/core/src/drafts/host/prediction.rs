@@ -78,8 +78,8 @@ impl Place {
 
     /// Writes the tokens from `next` on to the start of `drafts`.
     fn propose(&self, prediction: &[u32], drafts: &mut [u32]) -> Proposal {
-        let is_start = self.num_followed == 0;
-        if self.match_len == 0 && !is_start {
+        // The start is the place of an output without tokens, which nothing can match.
+        if self.match_len == 0 && self.num_followed > 0 {
             return Proposal::NONE;
         }
         let rest = prediction.get(self.next..).unwrap_or_default();
@@ -172,7 +172,7 @@ mod tests {
         assert_eq!(drafts_along(&[1, 2, 9, 4], &[4, 1, 2, 3, 4, 5, 4, 6], 1)[4], [5]);
         let mut far = vec![1, 2, 3, 4, 5];
         far.extend(100..100 + NEAR as u32 + 8);
-        assert_eq!(drafts_along(&[100, 9, 3], &far, 1)[3], [0_u32; 0], "one token behind is not enough");
+        assert_eq!(drafts_along(&[100, 9, 3], &far, 1)[3], [0_u32; 0], "one token far back is not enough");
         assert_eq!(drafts_along(&[100, 9, 1, 2, 3, 4], &far, 1)[6], [5], "four are");
     }
 
