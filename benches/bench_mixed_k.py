@@ -1,4 +1,4 @@
-"""What K per request is worth where requests differ: the planner against every fixed K, and against one K per step.
+"""Gain of a K per request where requests differ: the planner against every fixed K, and against one K per step.
 
     python benches/bench_mixed_k.py [--sweep FILE.parquet] [--measure] [--out benches/results/...json]
 
@@ -106,7 +106,7 @@ def swept(path: Path) -> dict[str, CostModel]:
 
 
 def measured() -> CostModel:
-    """What steps of the bundled pair cost on this machine."""
+    """Return the measured costs of the bundled pair's steps on this machine."""
     import torch
     from specrs import LLM
 

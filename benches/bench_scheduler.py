@@ -1,4 +1,4 @@
-"""The host's part of a step, without a model: plan + settle beside a scheduler in plain Python; plan to delivered.
+"""The host's part of a step, without a model: plan + settle next to a scheduler in plain Python; plan to delivered.
 
     python benches/bench_scheduler.py [--batch 1 32 256] [--k 5] [--steps 1000] [--turn 50]
 

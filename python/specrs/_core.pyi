@@ -1873,7 +1873,7 @@ class CpuKVCache:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states that requests have beside the KV, for models whose layers have some. It grows when a row
+        """Bytes of the states that requests have next to the KV, for models whose layers have some. It grows when a row
         is first used."""
 
 @final

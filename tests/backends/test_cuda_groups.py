@@ -108,7 +108,7 @@ def test_the_same_without_drafts(pair: Pair, graphs: bool, monkeypatch: pytest.M
 
 
 def test_a_prefix_is_found_in_all_groups(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a second request computes begins after it, in the windows' blocks as in the others."""
+    """A second request computes the positions after it alone, in the windows' blocks as in the others."""
     mine, reference = engines(pair, monkeypatch)
     (expected,) = generate(reference, [GREEDY], 8, [BASE])
     for cached in (0, 12):

@@ -16,7 +16,7 @@ from .cuda_engines import generate
 from .test_cuda_runner import GREEDY, Pair, make_pair
 
 UNREAD = -(1 << 40)
-"""What results are until their step has run."""
+"""Value of results until their step has run."""
 
 
 class Deferred:

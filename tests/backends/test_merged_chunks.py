@@ -140,7 +140,7 @@ def test_attention_of_those_that_decode_is_cut_up_as_without_chunks(
     pair: Pair,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A row's sums have one order beside an arrival and alone; cut up for all sequences they would have another."""
+    """A row's sums have one order next to an arrival and alone; cut up for all sequences they would have another."""
     engine = pair.engine(gpu=True, monkeypatch=monkeypatch, **FIELDS)
     runner = engine.runner
     assert isinstance(runner, CudaRunner)

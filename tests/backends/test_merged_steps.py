@@ -52,7 +52,7 @@ class Seen:
 
 
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
-    """What each step does from now on."""
+    """Record the kind of work of each step from now on."""
     runner, seen = engine.runner, list[Seen]()
     assert isinstance(runner, CudaRunner)
     ctx, drafter = runner.ctx, runner.ctx.drafter

@@ -288,7 +288,7 @@ class NearDraws:
 
 
 def compare(pair: Pair, made: Made) -> dict[str, int]:
-    """What a step leaves, on both sides; what of it was seen."""
+    """Check that a step left the same on both sides, and count the cases that it was an example of."""
     reference, native = pair.reference, pair.native
     count = made.header["num_decode"] + made.header["num_prefill"]
     rows = native.slot.record_arrays["seq_row"][:count].tolist()

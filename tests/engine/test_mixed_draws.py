@@ -36,7 +36,7 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("q", ["full", "shared", "reduced"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_two_token_draws_are_the_targets_own(sixteen: dict[str, Path], q: str, dtype: str) -> None:
-    """Prompt lookup beside a drafter with a q; in most steps some requests have drafts of either."""
+    """Prompt lookup next to a drafter with a q; in most steps some requests have drafts of either."""
     speculative = {
         "method": "ngram,eagle3" if q == "reduced" else "ngram,draft_model",
         "model": str(sixteen[q]),

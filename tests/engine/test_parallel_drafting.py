@@ -80,7 +80,7 @@ def test_drafts_and_counts_are_those_of_a_plain_script(dtype: str, k: int, banks
     seen: list[tuple[int, list[int]]] = []
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
-        """The drafts of a step: what it did not write over with the token behind the accepted ones."""
+        """The drafts of a step: what it did not write over with the token after the accepted ones."""
         drafted, accepted, emitted = (
             int(slot.results_arrays[name][0]) for name in ("num_drafted", "num_accepted", "num_emitted")
         )

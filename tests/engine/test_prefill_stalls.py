@@ -1,4 +1,4 @@
-"""Prompts beside requests that decode: the engine tells what steps took, here on a clock that the test owns."""
+"""Prompts next to requests that decode: the engine tells what steps took, here on a clock that the test owns."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ class Clock:
 
 
 class TimedRunner(ScriptedRunner):
-    """Takes time for what it computes, one step after the other, as a device does beside the host."""
+    """Takes time for what it computes, one step after the other, as a device does next to the host."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

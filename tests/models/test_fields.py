@@ -77,8 +77,8 @@ def test_every_attribute_that_code_asks_for_is_known(family: str) -> None:
         *("text_config", "vision_config", "image_token_id", "mm_tokens_per_image"),  # of models with images
     }
     # Code of towers for images, in the file of the text model.
-    beside = vars(sys.modules[type(own).__module__]).values()
-    towers = {field.name for kind in beside if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)}
+    neighbours = vars(sys.modules[type(own).__module__]).values()
+    towers = {field.name for kind in neighbours if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)}
     towers |= {"num_heads", "vision_start_token_id"} if towers else set()
     towers -= set(vars(own))
     unknown = asked - READ - set(NEUTRAL) - set(WITHOUT_EFFECT) - plumbing - towers

@@ -132,8 +132,8 @@ class Checkpoint:
         placed, config = self.placement.files, folder / "config.json"
         is_base = allow_base_model and _BASE_EMBEDDING in placed and _BASE_PREFIX + _BASE_EMBEDDING not in placed
         self.prefix = _BASE_PREFIX if is_base else ""
-        """What the names of tensors begin with here and not in the files, which hold a base model without an LM head;
-        else empty."""
+        """Beginning of tensor names here that the files' names lack, because they hold a base model without an LM head.
+        Empty for other files."""
         wrapped = config.is_file() and is_wrapped(read_json(config))
         self._names = text_names(folder, placed) if wrapped else {self.prefix + name: name for name in placed}
         """Name in the files of each tensor."""

@@ -121,7 +121,7 @@ impl KvCache {
         Self::new(shape, (0..num_layers).map(layer).collect())
     }
 
-    /// Returns the bytes of the states that rows have beside the KV. It grows when a row is first used.
+    /// Returns the bytes of the states that rows have next to the KV. It grows when a row is first used.
     pub fn state_bytes(&self) -> usize {
         self.states.bytes()
     }

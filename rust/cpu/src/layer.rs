@@ -168,7 +168,7 @@ impl DeltaWeights {
     }
 }
 
-/// Copies a key head's features of q, k and v `[conv_dim]` to `out` `[width]`, with zeros behind them.
+/// Copies a key head's features of q, k and v `[conv_dim]` to `out` `[width]`, with zeros after them.
 pub(crate) fn gather(shape: &DeltaShape, head: usize, features: &[f32], out: &mut [f32]) {
     let (dim, values) = (shape.key_dim, shape.shared() * shape.value_dim);
     let keys = shape.key_heads * dim;

@@ -405,7 +405,7 @@ impl CpuKVCache {
             .map_err(|error| cpu_to_py(py, &error))
     }
 
-    /// Bytes of the states that rows have beside the KV.
+    /// Bytes of the states that rows have next to the KV.
     #[getter]
     fn state_bytes(&self, py: Python<'_>) -> usize {
         py.detach(|| lock(&self.0).state_bytes())

@@ -103,8 +103,8 @@ fn drafts_are_kept_where_they_are_asked_for() {
     let mut deliver = |drafted: i64, accepted: i64, tokens: &[i64], rejected: &[i64]| {
         let mut step = Step::new(&[0, 1].map(|id| (id, tokens, FINISH_NONE, drafted, accepted, 0)));
         for sequence in 0..2 {
-            let behind = step.results_layout.tokens.offset + sequence * (K + 1) + accepted as usize + 1;
-            step.results[behind..][..rejected.len()].copy_from_slice(rejected);
+            let after = step.results_layout.tokens.offset + sequence * (K + 1) + accepted as usize + 1;
+            step.results[after..][..rejected.len()].copy_from_slice(rejected);
         }
         step.deliver(&mut outputs, 0.0, None);
     };

@@ -85,7 +85,7 @@ impl Kernel for GatedNorm<'_> {
     }
 }
 
-/// `out = 1 / (1 + e^-x)`; what is behind the last element means nothing.
+/// `out = 1 / (1 + e^-x)`; what comes after the last element means nothing.
 pub(crate) struct Sigmoid<'a> {
     pub(crate) x: &'a [f32],
     pub(crate) out: &'a mut [Vector],
@@ -132,7 +132,7 @@ pub(crate) struct DeltaHead<'a> {
     /// Number of logged updates that come before the first row.
     pub(crate) replay: usize,
     pub(crate) commit: usize,
-    /// First entry of the log that the rows behind `commit` write.
+    /// First entry of the log that the rows after `commit` write.
     pub(crate) log_from: usize,
     pub(crate) log: &'a mut [f32],
     pub(crate) places: LogPlaces,
