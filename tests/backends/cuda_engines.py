@@ -41,7 +41,14 @@ def generate(
 ) -> list[Request]:
     """Every prompt to its end; ids, log probabilities and statistics are in the requests."""
     requests = [
-        Request(i, prompt, own.replace(max_tokens=num_tokens, ignore_eos=True), num_speculative_tokens=K, seed=100 + i)
+        Request(
+            i,
+            prompt,
+            own.replace(max_tokens=num_tokens, ignore_eos=True),
+            num_speculative_tokens=K,
+            seed=100 + i,
+            prediction_token_ids=[int(token) for token in own.prediction or ()],
+        )
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
     ]
     for request in requests:

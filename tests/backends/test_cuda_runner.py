@@ -327,6 +327,18 @@ def test_drafts_of_the_host_beside_drafts_of_passes(
             assert with_drafts.output_token_ids == without.output_token_ids
 
 
+def test_predictions_beside_drafts_of_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step at a time: a request's own drafts reach the device, though no configured drafter is on the host."""
+    settings: dict[str, Any] = {"max_steps_in_flight": 1, "monkeypatch": monkeypatch}
+    plain = generate(pair.engine(gpu=False, **settings), [GREEDY] * 3, 12)
+    params = [GREEDY, GREEDY.replace(prediction=plain[1].output_token_ids), GREEDY]
+    mine, theirs = (generate(pair.engine(gpu=gpu, **settings), params, 12) for gpu in (True, False))
+    assert_same(mine, theirs)
+    assert [request.output_token_ids for request in mine] == [request.output_token_ids for request in plain]
+    assert mine[1].num_predicted_tokens >= K
+    assert mine[1].acceptance.histogram[K] > 0
+
+
 def test_drafts_are_penalised_by_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = (
         generate(pair.engine(gpu=gpu, monkeypatch=monkeypatch), [PENALISED] * 3, 8) for gpu in (True, False)

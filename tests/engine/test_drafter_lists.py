@@ -9,10 +9,12 @@ from specrs.backends.ring import Header, RingSlot
 from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.core import DRAFTER_DEVICE, DRAFTERS
+from specrs.engine import build
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.sampling import SamplingParams
+from specrs.speculative_config import DEFAULT_MAX_SPECULATIVE_TOKENS
 from sweep import sweep
 
 from engine import harness
@@ -140,6 +142,27 @@ def test_auto_chooses_drafter_and_k(qwen_bank: Bank) -> None:
     parts = [scheduler.acceptance_of(drafter) for drafter in range(len(DRAFTERS))]
     assert sum(part.drafts for part in parts) == statistics.drafts
     assert sum(part.accepted_tokens for part in parts) == statistics.accepted_tokens
+
+
+@pytest.mark.parametrize("method", ["draft_model", "suffix", "suffix,draft_model"])
+def test_auto_knows_what_every_kind_of_draft_costs(
+    method: str, qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a draft model alone, too: predictions and grammars draft beside it."""
+    told: list[tuple[float, list[float], float]] = []
+
+    class Told:
+        def set_draft_costs(self, passes: float, rows: list[float], catch_up: float) -> None:
+            told.append((passes, rows, catch_up))
+
+    measure = build._measure
+    monkeypatch.setattr(build, "_measure", lambda blueprint, _, *parts: measure(blueprint, Told(), *parts))
+    make_engine(qwen_bank, method, k="auto", max_steps_in_flight=1)
+    [(passes, rows, catch_up)] = told
+    assert len(rows) == DEFAULT_MAX_SPECULATIVE_TOKENS
+    assert all(cost >= 0.0 for cost in (passes, catch_up, *rows))
+    if method == "suffix":
+        assert (passes, catch_up) == (0.0, 0.0)
 
 
 def test_outputs_of_others_are_drafted_from(qwen_bank: Bank) -> None:

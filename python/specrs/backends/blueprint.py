@@ -64,6 +64,11 @@ class Blueprint:
         return (*named, *(name for name, row in rows if row.drafts_of_requests and name not in named))
 
     @property
+    def host_drafters(self) -> tuple[str, ...]:
+        """Names of the engine's drafting methods whose drafts the scheduler writes into the record."""
+        return tuple(name for name in HOST_METHODS if name in self.drafters)
+
+    @property
     def num_speculative_tokens(self) -> int:
         """Largest number of draft tokens per sequence and step (K). 0 without a drafter."""
         speculative = self.config.speculative_config
@@ -159,11 +164,11 @@ class Blueprint:
         """Return the drafters in the form that the scheduler takes. `measuring` is described at `scheduler`."""
         speculative, drafter = self.config.speculative_config, self.drafter
         declared: list[Declared | HostDrafter] = []
-        if speculative is not None and speculative.drafts_on_host and measuring is not None:
+        if speculative is not None and measuring is None:
+            declared += [HOST_METHODS[name].declare(speculative) for name in self.host_drafters]
+        elif self.host_drafters:
             # Either way the record has room for drafts from the host, as the runner expects.
             declared.append(ALWAYS_DRAFTS if measuring == "host" else NEVER_DRAFTS)
-        elif speculative is not None:
-            declared += [row.declare(speculative) for name, row in HOST_METHODS.items() if name in self.drafters]
         if drafter is not None and measuring != "host":
             declared.append(drafter.declare(self.draft_limits))
         return declared

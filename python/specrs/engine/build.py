@@ -151,21 +151,20 @@ def _measure(
 ) -> tuple[CostModel, float]:
     """Measure the cost of steps, and of a position of catch-up, with temporary schedulers.
 
-    If drafters on the host are combined with others, `scheduler` is given the cost of each kind of draft.
+    If some drafts come from the host, `scheduler` is given the cost of each kind of draft.
     """
 
-    def measured(drafter: str | None = None) -> tuple[CostModel, float]:
+    def measured(drafter: str) -> tuple[CostModel, float]:
         own = blueprint.scheduler(blocks, measuring=drafter)
         return measure_costs(make_parts(blueprint, own, runner, make_slot))
 
-    speculative = blueprint.config.speculative_config
-    if speculative is None or not speculative.drafts_on_host:
-        return measured()
+    if not blueprint.host_drafters:
+        return measured("device")
     # Made-up prompts propose nothing, so a scheduler that drafts for them measures what a draft's row costs.
     on_host, _ = measured("host")
     k, base = blueprint.num_speculative_tokens, on_host.ms(1, 0)
     rows = [max(0.0, on_host.ms(1, drafts) / base - 1.0) for drafts in range(1, k + 1)]
-    if speculative.on_host:
+    if blueprint.drafter is None:
         scheduler.set_draft_costs(0.0, rows, 0.0)
         return on_host, 0.0
     costs, catch_up_ms = measured("device")

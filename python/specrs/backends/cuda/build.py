@@ -43,7 +43,7 @@ def make_buckets(blueprint: Blueprint) -> Buckets:
     speculative = config.speculative_config
     # On the host, the text decides the number of drafts, and steps only verify.
     on_host = speculative is not None and speculative.on_host
-    mixes = speculative is not None and speculative.drafts_on_host and not on_host
+    mixes = bool(blueprint.host_drafters) and not on_host
     every_k = on_host or (speculative is not None and speculative.num_speculative_tokens == AUTO)
     return Buckets(
         sizes,
@@ -94,7 +94,6 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         passes = make_passes(loaded, room)
     windowed = passes is not None and passes.sliding_window is not None
     record = DeviceRecord(scheduler, k, device)
-    on_host = speculative is not None and speculative.drafts_on_host
     return Context(
         state=state,
         params=RowParams(sampling.params.values, sampling.seeds),
@@ -122,7 +121,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         kv_cache=blueprint.weights.target.allocate_cache(num_blocks, config.block_size),
         drafter=passes,
         rules=rules,
-        proposed=host_drafts(record.views, config.max_num_seqs) if on_host and k else None,
+        proposed=host_drafts(record.views, config.max_num_seqs) if blueprint.host_drafters and k else None,
         draft_start=torch.zeros_like(state.limit) if windowed else None,
         sizes=sizes,
         max_model_len=blueprint.max_model_len,
