@@ -217,8 +217,8 @@ class SamplingParams:
         "text that the output is expected to repeat",
         default_is="none",
         details="It is drafted, and found again after parts that differ. It never changes the output. It has no effect "
-        "on engines that do not draft, and with two steps in flight or on a GPU unless a method without a model is "
-        "configured. OpenAI's `prediction` sets it.",
+        "on engines that do not draft, and with two steps in flight, the default on a GPU, unless a method without a "
+        "model is configured. OpenAI's `prediction` sets it.",
     )
     return_drafts: bool = option(
         False, Switch(), "report drafted tokens in `CompletionOutput.drafts`, the rejected ones included"
