@@ -33,6 +33,7 @@ from specrs.reference.drafting import Eagle3Drafter, ModelDrafter
 from specrs.reference.rows import Row
 from specrs.reference.step import ReferenceRunner
 from specrs.verify.token_logprobs import TokenLogprobs
+from sweep import stride
 
 from .made_steps import (
     BLOCK_SIZE,
@@ -445,7 +446,7 @@ WINDOWED = {"model windowed": 6, "mixed parallel windowed": 11}
 """Cases in which target and draft see so many positions, by drafter."""
 GROUPED: dict[str, tuple[int | None, ...]] = {"model grouped": (5, None, 9), "mixed head grouped": (None, 7)}
 """Cases in which each layer of the target has a KV group and a window of its own, by drafter."""
-NUM_STEPS = -(-int(os.environ.get("SPECRS_STEPS", 300 * len(CASES))) // len(CASES))
+NUM_STEPS = -(-int(os.environ.get("SPECRS_STEPS", 300 // stride(2) * len(CASES))) // len(CASES))
 """Steps that each case runs."""
 
 
