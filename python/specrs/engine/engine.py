@@ -504,15 +504,16 @@ class Engine:
                     request.finish(FinishReason.ERROR, error)
                     self._end(request_id, FinishReason.ERROR, error)
                 elif not request.finished:
-                    self._force(request, matcher)
+                    self._draft_by_grammar(request, matcher)
         return reported
 
-    def _force(self, request: Request, matcher: GrammarMatcher) -> None:
-        """Pass the tokens that a running request's grammar forces next to the scheduler, which drafts them."""
+    def _draft_by_grammar(self, request: Request, matcher: GrammarMatcher) -> None:
+        """Pass the tokens that a running request's grammar forces or expects next to the scheduler, which drafts
+        them."""
         most = 0 if request.bounds is None else request.bounds.num_speculative_tokens
         if most and self._follows_grammars:
-            forced = matcher.forced_tokens(most)
-            self.scheduler.set_forced_tokens(request.request_id, np.array(forced, dtype=np.int64))
+            drafts = matcher.drafts(most)
+            self.scheduler.set_forced_tokens(request.request_id, np.array(drafts, dtype=np.int64))
 
     def _learn(self, slot: RingSlot, ms: float | None) -> None:
         """Report the outcome of a step, and its milliseconds, to the planner of K."""
