@@ -146,7 +146,7 @@ def test_auto_chooses_drafter_and_k(qwen_bank: Bank) -> None:
 def test_auto_knows_what_every_kind_of_draft_costs(
     method: str, qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a draft model alone, too: predictions and grammars draft beside it."""
+    """With a draft model alone, too, because predictions and grammars draft beside it."""
     told: list[tuple[float, list[float], float]] = []
 
     class Told:
