@@ -703,8 +703,8 @@ class Scheduler:
             InvalidBufferError: an array is not a contiguous int64 vector.
         """
 
-    def set_forced_tokens(self, request_id: int, token_ids: NDArray[np.int64]) -> None:
-        """Set the tokens `[f]` int64 that a request's grammar forces after its settled ones. Mutates.
+    def set_grammar_drafts(self, request_id: int, token_ids: NDArray[np.int64]) -> None:
+        """Set the tokens `[f]` int64 that a request's grammar forces, or makes likely, after its settled ones. Mutates.
 
         The drafter `grammar` proposes them, continued by another drafter on the host, until the request has more
         tokens.

@@ -513,7 +513,7 @@ class Engine:
         most = 0 if request.bounds is None else request.bounds.num_speculative_tokens
         if most and self._follows_grammars:
             drafts = matcher.drafts(most)
-            self.scheduler.set_forced_tokens(request.request_id, np.array(drafts, dtype=np.int64))
+            self.scheduler.set_grammar_drafts(request.request_id, np.array(drafts, dtype=np.int64))
 
     def _learn(self, slot: RingSlot, ms: float | None) -> None:
         """Report the outcome of a step, and its milliseconds, to the planner of K."""

@@ -182,9 +182,9 @@ impl Scheduler {
         self.core(py).add_request(request_id, token_ids.as_slice()?, &params).or_raise(py)
     }
 
-    fn set_forced_tokens(&self, py: Python<'_>, request_id: i64, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn set_grammar_drafts(&self, py: Python<'_>, request_id: i64, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let token_ids: In = readonly("token_ids", token_ids)?;
-        self.core(py).set_forced_tokens(request_id, token_ids.as_slice()?).or_raise(py)
+        self.core(py).set_grammar_drafts(request_id, token_ids.as_slice()?).or_raise(py)
     }
 
     fn abort(&self, py: Python<'_>, request_id: i64) -> PyResult<()> {
