@@ -30,6 +30,9 @@ class DeltaNet:
     """Number of positions that the convolution reads, including the row's own."""
     layers: tuple[bool, ...]
     """For each layer, True if it has a delta net; False: it has attention."""
+    turned: bool = False
+    """True if the output projection reads the first value head of every key head, then the second of every key head,
+    and so on, as in GGUF files. False: it reads all value heads of the first key head first."""
 
     @property
     def conv_dim(self) -> int:

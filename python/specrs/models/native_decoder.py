@@ -224,6 +224,8 @@ def _rotations(weights: NativeWeights) -> tuple[list[tuple[list[float], float]],
     return made, layers
 
 
+_DELTA_FIELDS = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "turned")
+"""Fields of `DeltaNet` that `CpuWeights` reads."""
 Stored = Array | PackedMatrix
 """A matrix for `CpuWeights`: an array, or packed integers with scales."""
 
@@ -255,7 +257,7 @@ def layer_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
 
 def _delta_arrays(weights: DeltaWeights[Array], delta: DeltaNet) -> dict[str, Any]:
     return {
-        **{name: getattr(delta, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel")},
+        **{name: getattr(delta, name) for name in _DELTA_FIELDS},
         "conv": weights.conv.reshape(-1),
         "a_log": weights.a_log,
         "dt_bias": weights.dt_bias,

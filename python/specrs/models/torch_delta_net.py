@@ -63,6 +63,8 @@ def delta_net(
             if not runs.prompts or count == len(indices):
                 kept[first + count] = state
         states.rows[row, layer] = kept
+    if d.turned:
+        out = out.view(-1, d.key_heads, d.value_heads // d.key_heads, d.value_dim).transpose(1, 2).flatten(1)
     return out
 
 

@@ -127,6 +127,9 @@ pub struct DeltaWeights {
     pub dt_bias: Values,
     /// Weight of the norm of each value head's output, `[value_dim]`.
     pub norm: Values,
+    /// Whether the output projection reads the first value head of every key head, then the second of every key head,
+    /// and so on. Otherwise it reads all value heads of the first key head first.
+    pub turned: bool,
 }
 
 /// Weights of a gated delta net in the form that passes read.
@@ -138,6 +141,8 @@ pub(crate) struct DeltaLayer {
     pub(crate) rates: Vec<f64>,
     pub(crate) dt_bias: Vec<f32>,
     pub(crate) norm: Vec<f32>,
+    /// Whether the output projection reads value heads by turns of key heads.
+    pub(crate) turned: bool,
     /// Index of the layer among those with states.
     pub(crate) index: usize,
 }
@@ -163,6 +168,7 @@ impl DeltaWeights {
             rates: self.a_log.to_f32().into_iter().map(rate).collect(),
             dt_bias: self.dt_bias.to_f32(),
             norm: self.norm.to_f32(),
+            turned: self.turned,
             index: 0,
         })
     }
@@ -207,6 +213,18 @@ pub struct Experts {
     pub per_token: usize,
     /// Whether the weights of a row's experts are divided by their sum.
     pub normalized: bool,
+    /// Expert that every row uses in addition; `None` if there is none.
+    pub shared: Option<SharedExpert>,
+}
+
+/// Expert that every row uses. Its output is multiplied by the sigmoid of a gate.
+pub struct SharedExpert {
+    /// Projection `hidden -> 1`; its rows are never rounded.
+    pub gate: Linear,
+    /// Projection `hidden -> 2 intermediate`: gate, then up.
+    pub gate_up: Linear,
+    /// Projection `intermediate -> hidden`.
+    pub down: Linear,
 }
 
 /// Sizes that all layers with experts have.
@@ -215,12 +233,15 @@ pub(crate) struct ExpertSizes {
     pub(crate) count: usize,
     pub(crate) per_token: usize,
     pub(crate) intermediate: usize,
+    /// Intermediate size of the shared expert; 0 if there is none.
+    pub(crate) shared: usize,
 }
 
 impl Experts {
     pub(crate) fn sizes(&self) -> ExpertSizes {
         let intermediate = self.experts.first().map_or(0, |expert| expert.1.inputs);
-        ExpertSizes { count: self.experts.len(), per_token: self.per_token, intermediate }
+        let shared = self.shared.as_ref().map_or(0, |shared| shared.down.inputs);
+        ExpertSizes { count: self.experts.len(), per_token: self.per_token, intermediate, shared }
     }
 
     fn check(&self, name: &str, hidden: usize) -> Result<()> {
@@ -233,6 +254,11 @@ impl Experts {
         for (i, (gate_up, down)) in self.experts.iter().enumerate() {
             gate_up.check(&format!("{name}.gate_up[{i}]"), 2 * sizes.intermediate, hidden)?;
             down.check(&format!("{name}.down[{i}]"), hidden, sizes.intermediate)?;
+        }
+        if let Some(SharedExpert { gate, gate_up, down }) = &self.shared {
+            gate.check(&format!("{name}.shared.gate"), 1, hidden)?;
+            gate_up.check(&format!("{name}.shared.gate_up"), 2 * sizes.shared, hidden)?;
+            down.check(&format!("{name}.shared.down"), hidden, sizes.shared)?;
         }
         Ok(())
     }
@@ -289,7 +315,7 @@ pub(crate) struct Layer {
 }
 
 impl Layer {
-    /// Returns all projections of layer `i` by name, except routers.
+    /// Returns all projections of layer `i` by name, except routers and gates of shared experts.
     pub(crate) fn projections(&self, i: usize) -> Vec<(String, &Linear)> {
         let mut named = vec![("qkv".to_owned(), &self.qkv), ("o".to_owned(), &self.o)];
         match &self.mlp {
@@ -300,6 +326,10 @@ impl Layer {
                 for (expert, (gate_up, down)) in mixture.experts.iter().enumerate() {
                     named.push((format!("experts.gate_up[{expert}]"), gate_up));
                     named.push((format!("experts.down[{expert}]"), down));
+                }
+                if let Some(SharedExpert { gate_up, down, .. }) = &mixture.shared {
+                    named.push(("experts.shared.gate_up".to_owned(), gate_up));
+                    named.push(("experts.shared.down".to_owned(), down));
                 }
             }
         }
@@ -331,7 +361,12 @@ impl LayerWeights {
                 gate_up.check(&name("gate_up"), 2 * intermediate, hidden)?;
                 down.check(&name("down"), hidden, intermediate)?;
             }
-            Mlp::Experts(experts) => experts.check(&name("experts"), hidden)?,
+            Mlp::Experts(experts) => {
+                experts.check(&name("experts"), hidden)?;
+                if experts.shared.is_some() && layer.mlp_output_norm.is_some() {
+                    return Err(Error::invalid(name("mlp_output_norm"), "given", "none with a shared expert"));
+                }
+            }
         }
         if let Some(QkNorm { q, k, whole }) = &layer.qk_norm {
             let (heads, kv_heads) = if *whole { (shape.num_heads, shape.num_kv_heads) } else { (1, 1) };

@@ -5,7 +5,7 @@ use super::Context;
 use super::scratch::{Buffers, NetRoom, Private};
 use crate::isa::{LANES, Vector};
 use crate::kernels::{ConvSilu, DeltaHead, GatedNorm, LogPlaces, Unit, decay, sigmoid};
-use crate::layer::{DeltaLayer, Layer, gather};
+use crate::layer::{DeltaLayer, DeltaShape, Layer, gather};
 use crate::lora::Projection;
 use crate::memory::{Columns, ColumnsMut};
 use crate::states::{Run, States};
@@ -80,7 +80,11 @@ impl Context<'_> {
             let inner = shape.inner();
             for (x, row) in x.chunks_exact_mut(inner.div_ceil(LANES)).zip(netted.chunks_exact(inner)).take(rows) {
                 let (values, padding) = x.as_flattened_mut().split_at_mut(inner);
-                values.copy_from_slice(row);
+                if net.turned {
+                    turn(shape, row, values);
+                } else {
+                    values.copy_from_slice(row);
+                }
                 padding.fill(0.0);
             }
             self.round(x, rows, layer.o.inputs);
@@ -211,5 +215,13 @@ impl Context<'_> {
                 }
             }
         }
+    }
+}
+
+/// Copies the value heads of a row `[key_heads, shared, value_dim]` to `out` `[shared, key_heads, value_dim]`.
+fn turn(shape: &DeltaShape, row: &[f32], out: &mut [f32]) {
+    for (i, head) in row.chunks_exact(shape.value_dim).enumerate() {
+        let place = i % shape.shared() * shape.key_heads + i / shape.shared();
+        out[place * shape.value_dim..][..shape.value_dim].copy_from_slice(head);
     }
 }
