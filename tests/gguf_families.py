@@ -19,10 +19,14 @@ FILE_NAMES = {
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
+    "qwen3_5_text": "qwen35",
 }
 """`general.architecture` by transformers' `model_type`, where the two differ."""
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")
 """Architectures whose q and k are permuted."""
+SHIFTED = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
+"""Architectures whose norms are stored plus 1."""
+HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate")
 
 
@@ -58,6 +62,8 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
         fields["attention.sliding_window"] = config["sliding_window"] or 0
     if architecture == "phi3":
         fields |= _phi3(config, rope)
+    if architecture in HYBRIDS:
+        fields |= _hybrid(config, rope)
     if architecture == "granite":
         fields |= {
             "attention.scale": config["attention_multiplier"],
@@ -65,6 +71,26 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
             "residual_scale": config["residual_multiplier"],
             "logit_scale": config["logits_scaling"],
         }
+    return fields
+
+
+def _hybrid(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    kinds = [kind == "linear_attention" for kind in config["layer_types"]]
+    every = kinds.index(False) + 1
+    heads = config["linear_num_value_heads"]
+    fields: dict[str, Any] = {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": heads * config["linear_value_head_dim"],
+        "full_attention_interval": every,
+        "rope.dimension_count": int(config["head_dim"] * rope.get("partial_rotary_factor", 0.25)),
+    }
+    if kinds != [(i + 1) % every != 0 for i in range(len(kinds))]:
+        fields["attention.recurrent_layers"] = kinds
+    if "mrope_section" in rope:
+        fields["rope.dimension_sections"] = [*rope["mrope_section"], 0]
     return fields
 
 
@@ -139,8 +165,10 @@ def _parts(
     config: dict[str, Any], architecture: str, name: str, numbers: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What the converter makes of one tensor of a checkpoint."""
-    if architecture == "gemma3" and name.endswith("norm.weight"):
+    if architecture in SHIFTED and name.endswith("norm.weight") and "linear_attn" not in name:
         numbers = numbers + 1
+    if architecture in HYBRIDS and "linear_attn" in name:
+        name, numbers = _of_delta_net(config, architecture, name, numbers)
     if architecture in PERMUTED and name.split(".")[-2] in ("q_proj", "k_proj"):
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         halves = numbers.view(heads, 2, numbers.shape[0] // heads // 2, *numbers.shape[1:])
@@ -162,6 +190,32 @@ def _parts(
             yield f"{stem.replace('gate_up', 'up')}.{kind}", numbers[:, 1::2]
 
 
+def _of_delta_net(
+    config: dict[str, Any], architecture: str, name: str, numbers: torch.Tensor
+) -> tuple[str, torch.Tensor]:
+    leaf = name.split("linear_attn.")[1]
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    dim, before = config["linear_value_head_dim"], 2 * keys * config["linear_key_head_dim"]
+    if leaf == "A_log":
+        numbers = -torch.exp(numbers)
+    elif leaf == "dt_bias":
+        name = name.replace("dt_bias", "dt_proj.bias")
+    elif leaf == "conv1d.weight":
+        numbers = numbers.squeeze(1)
+    if architecture == "qwen3next" or leaf == "norm.weight":
+        return name, numbers
+    if leaf == "out_proj.weight":
+        return name, by_turns(numbers.T, keys, heads, dim).T
+    if leaf in ("in_proj_qkv.weight", "conv1d.weight"):
+        return name, torch.cat((numbers[:before], by_turns(numbers[before:], keys, heads, dim)))
+    return name, by_turns(numbers, keys, heads, dim if leaf == "in_proj_z.weight" else 1)
+
+
+def by_turns(rows: torch.Tensor, keys: int, heads: int, dim: int) -> torch.Tensor:
+    """Rows of value heads, `dim` of each, with the first head of every key head, then the second, and so on."""
+    return rows.reshape(keys, heads // keys, dim, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
 def rounded(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     """A checkpoint's tensors with the numbers that blocks of `kind` hold.
 
@@ -175,7 +229,7 @@ def rounded(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
 
     made = {}
     for name, tensor in tensors.items():
-        stacked = tensor.ndim == 3  # inputs come first
+        stacked = tensor.ndim == 3 and not name.endswith("conv1d.weight")  # inputs come first
         if stacked:
             made[name] = numbers(tensor.transpose(1, 2)).transpose(1, 2).contiguous()
         elif is_matrix(name, tensor):
