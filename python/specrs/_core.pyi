@@ -1800,7 +1800,8 @@ class CpuWeights:
                 puts a gated delta net in the place of attention: its sizes `key_heads`, `value_heads`, `key_dim`,
                 `value_dim` and `kernel`; `conv` `[kernel * conv_dim]`, `a_log` and `dt_bias` `[value_heads]`, `norm`
                 `[value_dim]`. Then `qkv` is the projection to q, k, v, z, b and a, and `o` its output projection, which
-                with `turned` reads the first value head of every key head, then the second, and so on.
+                with `turned` reads the first value head of every key head, then the second, and so on. With
+                `by_key_head`, outputs of `qkv` are q, k, v and z of each key head, then b and a of each.
             final_norm: `[hidden_size]`.
             lm_head: a projection from hidden_size to vocab_size.
             frequencies: `[head_dim / 2]`, the angle of each rotated pair at position 1.

@@ -130,6 +130,9 @@ pub struct DeltaWeights {
     /// Whether the output projection reads the first value head of every key head, then the second of every key head,
     /// and so on. Otherwise it reads all value heads of the first key head first.
     pub turned: bool,
+    /// Whether outputs of the input projection lie by key head: of each q, k, v and z, then of each b and a. Otherwise
+    /// they are q, k, v, z, b and a of all heads.
+    pub by_key_head: bool,
 }
 
 /// Weights of a gated delta net in the form that passes read.
@@ -143,6 +146,8 @@ pub(crate) struct DeltaLayer {
     pub(crate) norm: Vec<f32>,
     /// Whether the output projection reads value heads by turns of key heads.
     pub(crate) turned: bool,
+    /// Whether outputs of the input projection lie by key head.
+    pub(crate) by_key_head: bool,
     /// Index of the layer among those with states.
     pub(crate) index: usize,
 }
@@ -160,7 +165,7 @@ impl DeltaWeights {
         let rows = conv.as_flattened_mut().chunks_exact_mut(shape.width());
         for (i, row) in rows.enumerate() {
             let (head, j) = (i / shape.kernel, i % shape.kernel);
-            gather(&shape, head, &given[j * shape.conv_dim()..][..shape.conv_dim()], row);
+            shape.places(head, false).gather(&shape, &given[j * shape.conv_dim()..][..shape.conv_dim()], row);
         }
         Ok(DeltaLayer {
             shape,
@@ -169,22 +174,54 @@ impl DeltaWeights {
             dt_bias: self.dt_bias.to_f32(),
             norm: self.norm.to_f32(),
             turned: self.turned,
+            by_key_head: self.by_key_head,
             index: 0,
         })
     }
 }
 
-/// Copies a key head's features of q, k and v `[conv_dim]` to `out` `[width]`, with zeros after them.
-pub(crate) fn gather(shape: &DeltaShape, head: usize, features: &[f32], out: &mut [f32]) {
-    let (dim, values) = (shape.key_dim, shape.shared() * shape.value_dim);
-    let keys = shape.key_heads * dim;
-    let (query, rest) = out.split_at_mut(dim);
-    let (key, rest) = rest.split_at_mut(dim);
-    let (value, padding) = rest.split_at_mut(values);
-    query.copy_from_slice(&features[head * dim..][..dim]);
-    key.copy_from_slice(&features[keys + head * dim..][..dim]);
-    value.copy_from_slice(&features[2 * keys + head * values..][..values]);
-    padding.fill(0.0);
+/// Where a key head's outputs of the input projection begin.
+#[derive(Clone, Copy)]
+pub(crate) struct KeyHeadPlaces {
+    query: usize,
+    key: usize,
+    value: usize,
+    /// Gates z of its value heads, `[shared, value_dim]`.
+    pub(crate) gate: usize,
+    /// b of each value head.
+    pub(crate) b: usize,
+    /// a of each value head.
+    pub(crate) a: usize,
+}
+
+impl DeltaShape {
+    /// Returns where the outputs of key head `head` begin. `by_key_head` is the layout as in [`DeltaWeights`].
+    pub(crate) fn places(&self, head: usize, by_key_head: bool) -> KeyHeadPlaces {
+        let (dim, shared) = (self.key_dim, self.shared());
+        let (keys, values, gates) = (self.key_heads * dim, shared * self.value_dim, self.conv_dim() + self.inner());
+        if by_key_head {
+            let (query, b) = (head * 2 * (dim + values), gates + head * 2 * shared);
+            let value = query + 2 * dim;
+            return KeyHeadPlaces { query, key: query + dim, value, gate: value + values, b, a: b + shared };
+        }
+        let (query, value, b) = (head * dim, 2 * keys + head * values, gates + head * shared);
+        let gate = self.conv_dim() + head * values;
+        KeyHeadPlaces { query, key: keys + query, value, gate, b, a: b + self.value_heads }
+    }
+}
+
+impl KeyHeadPlaces {
+    /// Copies the key head's features of q, k and v to `out` `[width]`, with zeros after them.
+    pub(crate) fn gather(&self, shape: &DeltaShape, features: &[f32], out: &mut [f32]) {
+        let (dim, values) = (shape.key_dim, shape.shared() * shape.value_dim);
+        let (query, rest) = out.split_at_mut(dim);
+        let (key, rest) = rest.split_at_mut(dim);
+        let (value, padding) = rest.split_at_mut(values);
+        query.copy_from_slice(&features[self.query..][..dim]);
+        key.copy_from_slice(&features[self.key..][..dim]);
+        value.copy_from_slice(&features[self.value..][..values]);
+        padding.fill(0.0);
+    }
 }
 
 /// MLP or experts of a layer, after its attention.

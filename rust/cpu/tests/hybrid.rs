@@ -51,6 +51,7 @@ fn layer(n: &mut Numbers, net: Option<DeltaShape>) -> LayerWeights {
         dt_bias: draw(n, shape.value_heads, 1.0, 0.0),
         norm: draw(n, shape.value_dim, 0.3, 1.0),
         turned: shape.key_heads == 2,
+        by_key_head: shape.key_heads == 5,
     });
     let (inputs, inner) = match net {
         Some(s) => (vec![s.conv_dim(), s.inner(), s.value_heads, s.value_heads], s.inner()),

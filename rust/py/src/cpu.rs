@@ -126,6 +126,8 @@ struct DeltaArrays<'py> {
     norm: Bound<'py, PyAny>,
     #[pyo3(default)]
     turned: bool,
+    #[pyo3(default)]
+    by_key_head: bool,
 }
 
 impl DeltaArrays<'_> {
@@ -145,6 +147,7 @@ impl DeltaArrays<'_> {
             dt_bias: vector("dt_bias", &self.dt_bias)?,
             norm: vector("norm", &self.norm)?,
             turned: self.turned,
+            by_key_head: self.by_key_head,
         })
     }
 }
