@@ -20,6 +20,8 @@ FILE_NAMES = {
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
     "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
 }
 """`general.architecture` by transformers' `model_type`, where the two differ."""
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")
@@ -27,7 +29,7 @@ PERMUTED = ("llama", "mistral3", "granite", "smollm3")
 SHIFTED = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
 """Architectures whose norms are stored plus 1."""
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
-ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate")
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate", "mlp.router", "block_sparse_moe.gate")
 
 
 def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, Any]:
@@ -54,7 +56,11 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
     if config.get("num_experts_per_tok"):
         count = config.get("num_experts") or config["num_local_experts"]
         fields |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
-    if architecture == "qwen3moe":
+    if architecture in ("qwen35moe", "qwen3next"):
+        fields["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
+    if architecture == "qwen35moe":
+        del fields["feed_forward_length"]
+    if architecture in ("qwen3moe", "qwen35moe", "qwen3next"):
         fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if architecture == "gpt-oss":
         fields["expert_feed_forward_length"] = config["intermediate_size"]
@@ -167,6 +173,12 @@ def _parts(
     """What the converter makes of one tensor of a checkpoint."""
     if architecture in SHIFTED and name.endswith("norm.weight") and "linear_attn" not in name:
         numbers = numbers + 1
+    if name.endswith("in_proj_qkvz.weight"):
+        for part, rows in zip(("qkv", "z"), by_kind(config, numbers), strict=True):
+            yield name.replace("qkvz", part), rows
+        return
+    if name.endswith("shared_expert_gate.weight") and architecture == "qwen35moe":
+        numbers = numbers.squeeze(0)
     if architecture in HYBRIDS and "linear_attn" in name:
         name, numbers = _of_delta_net(config, architecture, name, numbers)
     if architecture in PERMUTED and name.split(".")[-2] in ("q_proj", "k_proj"):
@@ -209,6 +221,14 @@ def _of_delta_net(
     if leaf in ("in_proj_qkv.weight", "conv1d.weight"):
         return name, torch.cat((numbers[:before], by_turns(numbers[before:], keys, heads, dim)))
     return name, by_turns(numbers, keys, heads, dim if leaf == "in_proj_z.weight" else 1)
+
+
+def by_kind(config: dict[str, Any], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of q, k and v of all heads, and of z, of rows that lie by key head."""
+    keys, dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
+    q, k, v, z = rows.view(keys, -1, rows.shape[1]).split([dim, dim, values, values], dim=1)
+    return torch.cat([part.reshape(-1, rows.shape[1]) for part in (q, k, v)]), z.reshape(-1, rows.shape[1])
 
 
 def by_turns(rows: torch.Tensor, keys: int, heads: int, dim: int) -> torch.Tensor:

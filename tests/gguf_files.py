@@ -70,7 +70,7 @@ def write_gguf(
     rng = np.random.default_rng(seed)
     added = [] if extra is None else list(extra.items())
     for name, array in [*file_tensors(config, family, load_file(source / "model.safetensors")), *added]:
-        packed = array.ndim > 1 and not name.endswith((".bias", "ffn_gate_inp.weight", "ssm_conv1d.weight"))
+        packed = array.ndim > 1 and not name.endswith((".bias", "inp.weight", "inp_shexp.weight", "ssm_conv1d.weight"))
         given = gguf.GGMLQuantizationType[kind if packed else plain]
         drawn = given.name not in WRITTEN
         data = draw_blocks(given.name, array.shape, rng) if drawn else gguf.quants.quantize(array, given)

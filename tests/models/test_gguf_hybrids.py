@@ -29,10 +29,14 @@ from models.harness import Feeder
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+# A seed with which no two logits of a router are so near that rounded activations change the experts.
+EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "seed": 3}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35": ("qwen3_5_text", {"layers": 4, "layer_types": KINDS, "linear_value_head_dim": 32}),
     "qwen35, three value heads": ("qwen3_5_text", {"linear_num_value_heads": 6, "linear_value_head_dim": 32}),
     "qwen35, one value head": ("qwen3_5_text", {"linear_num_value_heads": 2, "tie": False}),
+    "qwen35moe": ("qwen3_5_moe_text", {"linear_value_head_dim": 32, **EXPERTS}),
+    "qwen3next": ("qwen3_next", {"layers": 4, "layer_types": KINDS, **EXPERTS}),
 }
 """transformers' `model_type`, and how the checkpoint differs from a usual small one."""
 
@@ -163,6 +167,94 @@ def test_text_of_a_file_is_the_checkpoint_s(case: str, source: Callable[[str], P
     for config in (None, {"method": "ngram", "num_speculative_tokens": 3}):
         llm = LLM(str(path), max_model_len=64, speculative_config=config)
         assert [output.outputs[0].text for output in llm.chat(chats, GREEDY)] == expected
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+def test_gate_and_up_of_experts_in_one_tensor(
+    kind: str, source: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of a file with a tensor of each."""
+    made = gguf_families.file_tensors
+    apart = write_gguf(source("qwen35moe"), tmp_path / "apart.gguf", kind)
+
+    def fused(*arguments: Any) -> Any:
+        found = dict(made(*arguments))
+        for name in [name for name in found if "ffn_gate_exps" in name]:
+            pair = found.pop(name), found.pop(name.replace("gate", "up"))
+            found[name.replace("gate", "gate_up")] = np.concatenate(pair, axis=1)
+        return found.items()
+
+    monkeypatch.setattr("gguf_files.file_tensors", fused)
+    path = write_gguf(source("qwen35moe"), tmp_path / "model.gguf", kind)
+    for load in (load_native, load_model):
+        assert torch.equal(logits(path, load), logits(apart, load))
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_older_files_of_qwen3next(
+    kind: str, source: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of a file whose q, k, v and z are in two tensors, and by kind."""
+    apart = write_gguf(source("qwen3next"), tmp_path / "apart.gguf", kind)
+    right = gguf_families._parts
+
+    def older(config: Any, architecture: str, name: str, numbers: torch.Tensor) -> Any:
+        return iter([(name, numbers)]) if "in_proj_qkvz" in name else right(config, architecture, name, numbers)
+
+    monkeypatch.setattr(gguf_families, "_parts", older)
+    path = write_gguf(source("qwen3next"), tmp_path / "model.gguf", kind)
+    assert b"blk.0.ssm_in.weight" in path.read_bytes()
+    for load in (load_native, load_model):
+        assert torch.equal(logits(path, load), logits(apart, load))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "shape", "message"),
+    [
+        ("ssm_ba.weight", (9, 96), r"linear_attn\.in_proj_[ab]\.weight has shape \(9, 96\)"),
+        ("attn_gate.weight", (63, 96), r"linear_attn\.in_proj_z\.weight has shape \(63, 96\)"),
+        ("ffn_up_shexp.weight", (63, 96), r"mlp\.shared_expert\.up_proj\.weight has shape \(63, 96\)"),
+        ("ffn_gate_inp_shexp.weight", (95,), r"mlp\.shared_expert_gate\.weight has shape \(1, 95\)"),
+        ("ffn_gate_exps.weight", (5, 31, 96), r"mlp\.experts\.\d\.gate_proj\.weight has shape \(31, 96\)"),
+        ("ffn_gate_exps.weight", (4, 32, 96), r"mlp\.experts\.4\.gate_proj\.weight .*missing"),
+    ],
+)
+def test_wrong_shapes_of_experts_are_rejected_by_name(
+    leaf: str,
+    shape: tuple[int, ...],
+    message: str,
+    source: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = gguf_families.file_tensors
+
+    def wrong(*arguments: Any) -> Any:
+        for name, array in made(*arguments):
+            yield name, np.ones(shape, np.float32) if name == f"blk.0.{leaf}" else array
+
+    monkeypatch.setattr("gguf_files.file_tensors", wrong)
+    path = write_gguf(source("qwen3next"), tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match=rf"layers\.0\.{message}"):
+        load_native(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("expert_shared_count", 2, r"expert_shared_count=2: not implemented; allowed: 1"),
+        ("expert_gating_func", 2, r"expert_gating_func=2: not implemented; allowed: 0 or 1"),
+        ("expert_weights_norm", False, r"expert_weights_norm=False: not implemented; allowed: True"),
+        ("expert_shared_feed_forward_length", 63, r"shared_expert\.\w+\.weight has shape"),
+        ("expert_feed_forward_length", None, r"expert_feed_forward_length is missing"),
+    ],
+)
+def test_metadata_of_experts_that_is_rejected(
+    field: str, value: Any, message: str, source: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = write_gguf(source("qwen35moe"), tmp_path / "model.gguf", "F32", {f"qwen35moe.{field}": value})
+    with pytest.raises(CheckpointError, match=rf"(?s)^{path}: .*{message}"):
+        load_native(path)
 
 
 def head(width: int) -> dict[str, np.ndarray]:

@@ -108,8 +108,9 @@ def gguf_config(path: Path) -> ModelConfig:
         config = parse_config(raw_config(open_gguf(path)))
     except CheckpointError as fault:
         raise type(fault)(str(fault).replace("config.json", str(path), 1)) from fault
-    if config.delta is not None and architecture_of(open_gguf(path)).delta_net == "turned":
-        config = replace(config, delta=replace(config.delta, turned=True))
+    if config.delta is not None:
+        turned = architecture_of(open_gguf(path)).delta_net == "turned"
+        config = replace(config, delta=replace(config.delta, turned=turned, by_key_head=False))
     # Files hold the sum of a norm's weights and its offset, in fp32 as the passes compute it.
     return replace(config, norm_offset=0.0)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from specrs.errors import CheckpointError
 from specrs.models.delta_net import LINEAR
+from specrs.models.experts import SHARED_SIZE
 from specrs.models.gguf.architectures import Architecture, architecture_of
 from specrs.models.gguf.fields import Fields
 from specrs.models.gguf.file import GGUFFile
@@ -118,8 +119,13 @@ def _mlp(values: Fields, fields: ExpertFields | None) -> dict[str, Any]:
     }
     if fields.intermediate_size != "intermediate_size":
         # Files of such a family have no layer with an MLP, and weights of chosen experts add up to 1.
-        raw |= {"norm_topk_prob": True, "intermediate_size": values.size("feed_forward_length")}
-        return raw | {fields.intermediate_size: values.size("expert_feed_forward_length")}
+        size = values.size("expert_feed_forward_length")
+        raw |= {"norm_topk_prob": True, "intermediate_size": values.size("feed_forward_length", size)}
+        if fields.shared_intermediate_size is not None:
+            raw[SHARED_SIZE] = values.size("expert_shared_feed_forward_length", size)
+            if values.get("expert_shared_count", 1) != 1:
+                raise values.unsupported("expert_shared_count", "1")
+        return raw | {fields.intermediate_size: size}
     of = "expert_feed_forward_length" if "expert_feed_forward_length" in values else "feed_forward_length"
     values.check_equal("feed_forward_length", values.size(of))
     return raw | {"intermediate_size": values.size(of)}

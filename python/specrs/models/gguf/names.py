@@ -35,6 +35,15 @@ _LAYER = {
 _FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 """Tensors that hold a projection of all experts, in the order of `ExpertFields.projections`."""
+_GATE_UP_EXPERTS = "ffn_gate_up_exps"
+"""Tensor that holds the gate and up projection of all experts, of each all gate features first."""
+_SHARED_EXPERT = {
+    "ffn_gate_shexp": "shared_expert.gate_proj",
+    "ffn_up_shexp": "shared_expert.up_proj",
+    "ffn_down_shexp": "shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "shared_expert_gate",
+}
+"""Tensors of an expert that every row uses, after the block of experts, by their names in GGUF files."""
 _SINKS = "attn_sinks.weight"
 _DELTA_NET = {
     "attn_qkv.weight": "in_proj_qkv.weight",
@@ -48,6 +57,11 @@ _DELTA_NET = {
     "ssm_out.weight": "out_proj.weight",
 }
 """Tensors of a gated delta net after `linear_attn.`, by their names in GGUF files."""
+_BY_KEY_HEAD = {
+    "ssm_in.weight": ("in_proj_qkv.weight", "in_proj_z.weight"),
+    "ssm_ba.weight": ("in_proj_b.weight", "in_proj_a.weight"),
+}
+"""Tensors of a gated delta net whose rows lie by key head, with the two tensors that they hold."""
 _MTP = {
     "nextn.eh_proj": "fc",
     "nextn.enorm": "pre_fc_norm_embedding",
@@ -113,16 +127,29 @@ def _of_layer(
     names = _layer_names(architecture, c)
     if c.delta is not None and leaf in _DELTA_NET:
         yield f"linear_attn.{_DELTA_NET[leaf]}", _of_delta_net(name, leaf, shape, architecture, c.delta)
+    elif c.delta is not None and architecture.delta_net == "by key head" and leaf in _BY_KEY_HEAD:
+        parts = _by_key_head(c.delta, leaf == "ssm_in.weight")
+        fits = shape[0] == sum(map(len, parts))
+        for own, part in zip(_BY_KEY_HEAD[leaf], parts, strict=True):
+            yield f"linear_attn.{own}", Place(name, (len(part), *shape[1:]), rows=part) if fits else Place(name, shape)
     elif c.experts is not None and stem in _EXPERTS:
         projection = c.experts.projections[_EXPERTS.index(stem)]
         for expert in range(shape[0]):
             yield f"{c.experts.block}.experts.{expert}.{projection}.{kind}", Place(name, shape[1:], expert)
+    elif c.experts is not None and stem == _GATE_UP_EXPERTS and len(shape) == 3 and shape[1] % 2 == 0:
+        for projection, half in zip(c.experts.projections, np.split(np.arange(shape[1]), 2), strict=False):
+            for expert in range(shape[0]):
+                place = Place(name, (len(half), shape[2]), expert, half)
+                yield f"{c.experts.block}.experts.{expert}.{projection}.{kind}", place
+    elif c.experts is not None and c.experts.shared is not None and stem in _SHARED_EXPERT:
+        whole = (1, *shape) if len(shape) == 1 else shape
+        yield f"{c.experts.block}.{_SHARED_EXPERT[stem]}.{kind}", Place(name, whole)
     elif c.sinks and leaf == _SINKS:
         yield "self_attn.sinks", Place(name, shape)
     elif stem in names:
         heads = {"attn_q": c.num_heads, "attn_k": c.num_kv_heads}.get(stem) if architecture.interleaved else None
-        rows = None if heads is None or shape[0] % (2 * heads) else _halves(heads, shape[0])
-        yield f"{names[stem]}.{kind}", Place(name, shape, rows=rows)
+        order = None if heads is None or shape[0] % (2 * heads) else _halves(heads, shape[0])
+        yield f"{names[stem]}.{kind}", Place(name, shape, rows=order)
 
 
 def _of_delta_net(name: str, leaf: str, shape: tuple[int, ...], architecture: Architecture, d: DeltaNet) -> Place:
@@ -151,6 +178,18 @@ def _turned(key_heads: int, value_heads: int, first: int, dim: int) -> Array:
     value head has `dim` rows. Files have the first value head of every key head, then the second of every key head."""
     turned = np.arange(value_heads * dim).reshape(value_heads // key_heads, key_heads, dim).transpose(1, 0, 2)
     return np.concatenate((np.arange(first), first + turned.reshape(-1)))
+
+
+@lru_cache(maxsize=4)
+def _by_key_head(d: DeltaNet, features: bool) -> tuple[Array, Array]:
+    """Return the rows of two tensors in one whose rows lie by key head: of q, k and v, and of z (`features`), or of b
+    and of a."""
+    shared = d.value_heads // d.key_heads
+    values = shared * d.value_dim
+    bounds = [d.key_dim, 2 * d.key_dim, 2 * d.key_dim + values] if features else [shared]
+    rows = np.arange(d.conv_dim + d.inner if features else 2 * d.value_heads).reshape(d.key_heads, -1)
+    *first, second = (part.reshape(-1) for part in np.split(rows, bounds, axis=1))
+    return np.concatenate(first), second
 
 
 def _logarithm(rates: Array) -> Array:
