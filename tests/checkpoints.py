@@ -29,6 +29,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "mistral": {"sliding_window": None},
     "olmo2": {},
+    "olmo3": {"sliding_window": 9},
+    "seed_oss": {},
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 64},
     "granite": _GRANITE,
     "smollm3": {"no_rope_layer_interval": 2},
@@ -119,7 +121,7 @@ def make_checkpoint(
     transformers config as they are. `eos_token_id` is written to config.json and generation_config.json.
     """
     rope = rope_parameters or {"rope_type": "default", "rope_theta": 1e4}
-    if family == "gemma3_text" and "rope_type" in rope:
+    if family in ("gemma3_text", "olmo3") and "rope_type" in rope:
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
     if family in ("qwen3_5_text", "qwen3_5_moe_text") and "mrope_section" not in rope:
         half = int(head_dim * rope.get("partial_rotary_factor", 0.25)) // 2

@@ -240,7 +240,7 @@ def parse_config(
         has_lm_head=True,
         qk_norm=family.qk_norm is not None,
         qkv_bias=family.qkv_bias or attention_bias,
-        o_bias=attention_bias,
+        o_bias=flag(raw, "attention_out_bias") if family.attention_out_bias else attention_bias,
         mlp_bias=flag(raw, "mlp_bias", allowed=family.has_mlp_bias),
         checkpoint_dtype=_checkpoint_dtype(raw),
         eos_token_ids=stop_ids(raw, generation or {}, vocab),

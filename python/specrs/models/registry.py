@@ -74,6 +74,9 @@ class Family:
     """True if `attention_bias` may be true. Then q, k, v and o projections have a bias."""
     attention_bias: bool = False
     """Value of `attention_bias` if the field is missing."""
+    attention_out_bias: bool = False
+    """True if the field `attention_out_bias` says whether the o projection has a bias, and `attention_bias` says so for
+    q, k and v alone. False: `attention_bias` says both."""
     sinks: bool = False
     """True if each query head has an attention sink: a score that takes its share of the softmax and adds nothing."""
     has_mlp_bias: bool = False
@@ -84,7 +87,7 @@ class Family:
     """True if a missing `num_key_value_heads` means one KV head for each query head."""
     num_key_value_heads: int | None = None
     """Number of KV heads if the field is missing."""
-    windows: Literal["all", "switched", "chosen", "unrotated", "pattern", "alternating"] | None = None
+    windows: Literal["all", "switched", "chosen", "unrotated", "pattern", "alternating", "three of four"] | None = None
     """Rule for the layers that have a sliding window. None: no layer has one.
 
     - `all`: every layer, if `sliding_window` is a number.
@@ -94,6 +97,7 @@ class Family:
     - `unrotated`: if `use_sliding_window` is true, the layers that `layer_types` names, or layers without RoPE.
     - `pattern`: layers that `layer_types` names, or all but every sixth (`sliding_window_pattern`).
     - `alternating`: layers that `layer_types` names, or every second, starting with the first.
+    - `three of four`: layers that `layer_types` names, or all but every fourth.
     """
     sliding_window: int | None = None
     """Size of sliding windows in tokens if the field is missing."""
@@ -173,6 +177,32 @@ FAMILIES: dict[str, Family] = {
         has_attention_bias=True,
         kv_heads_default=True,
         rms_norm_eps=1e-5,
+    ),
+    "Olmo3ForCausalLM": Family(
+        "olmo3",
+        "OLMo 3",
+        qk_norm="whole",
+        norms="after",
+        has_attention_bias=True,
+        kv_heads_default=True,
+        windows="three of four",
+        sliding_window=4096,
+        rope_theta=5e5,
+        local_rope_theta=5e5,
+        rope_kinds=("default", "linear", "yarn", "llama3"),
+        rms_norm_eps=1e-5,
+        # transformers leaves it alone.
+        neutral=(("rope_local_base_freq", (None,)),),
+    ),
+    "SeedOssForCausalLM": Family(
+        "seed_oss",
+        "Seed-OSS",
+        has_attention_bias=True,
+        attention_bias=True,
+        attention_out_bias=True,
+        has_mlp_bias=True,
+        num_key_value_heads=8,
+        head_dim=128,
     ),
     "Phi3ForCausalLM": Family(
         "phi3",

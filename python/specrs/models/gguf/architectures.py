@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM"),
     "olmo2": Architecture("Olmo2ForCausalLM"),
+    "seed_oss": Architecture("SeedOssForCausalLM", mlp_norm="post_attention_norm"),
     "phi3": Architecture("Phi3ForCausalLM", window_period=0),
     "granite": Architecture("GraniteForCausalLM", interleaved=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", interleaved=True),
