@@ -18,14 +18,14 @@ from hybrid_reference import float64, logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from specrs.backends.cpu.weights import load_native
+from specrs.backends.cpu.weights import Rounding, load_native
 from specrs.core import CpuPool
 from specrs.errors import CheckpointError, UnsupportedModelError
 from specrs.models import torch_decoder, torch_delta_net
 from specrs.models.config import parse_config
 from specrs.models.loader import load_config
 from specrs.models.tensors import tensor_shapes
-from specrs.models.torch_loader import load_model
+from specrs.models.torch_loader import load_model, open_model
 from torch import Tensor
 
 from models.harness import Feeder
@@ -122,11 +122,18 @@ def test_rows_rounded_to_bf16_have_one_order_of_sums(family: str, tmp_path: Path
 @pytest.mark.parametrize("quantization", ["int8", "int4", "q8_0", "q4_0", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_logits_of_quantized_weights(family: str, quantization: str, tmp_path: Path) -> None:
-    """Against torch with the same numbers. Activations are rounded to 16-bit integers, which sends no row elsewhere."""
+    """Against torch with the same numbers, with activations in fp32 and rounded to 16-bit integers."""
     path = make(tmp_path / "model", family, "by 32")
     expected = by_torch(path, quantization=quantization)
-    found = Feeder(load_native(path, quantization=quantization)).feed_chunks(TOKENS, [4, 1, 18])
-    assert difference(found, expected) < (0.03 if quantization == "fp8" else 5e-3)
+    for activations, bound in (("fp32", 1e-4), ("auto", 0.02)):
+        model = load_native(path, quantization=quantization, rounding=Rounding(activations=activations))
+        found = Feeder(model).feed_chunks(TOKENS, [4, 1, 18])
+        assert difference(found, expected) < (0.03 if quantization == "fp8" else bound), activations
+    # The large projections of delta nets are quantized, too.
+    names = ("in_proj_qkvz",) if family == "qwen3_next" else ("in_proj_qkv", "in_proj_z")
+    tensors = open_model(path, None, "auto", None, quantization)[1]
+    assert all(tensors.is_quantized(f"model.layers.0.linear_attn.{name}.weight") for name in (*names, "out_proj"))
+    assert not tensors.is_quantized("model.layers.0.mlp.shared_expert_gate.weight")
     assert difference(by_torch(path), expected) > 0.01
 
 
