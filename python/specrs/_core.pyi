@@ -1794,10 +1794,14 @@ class CpuWeights:
                 then v), `o`, `gate_up`, `down`. In place of the last two `experts` may be a mapping: the
                 projections `router` (hidden_size to the experts) and of each expert `gate_up` and `down`; `per_token`,
                 how many a row is sent to; `normalized`: their weights add up to 1. All such layers have the same sizes.
+                `shared`, or None, or not there, is an expert that every row uses: projections `gate` (to one number,
+                whose sigmoid multiplies its output), `gate_up` and `down`.
                 With `output_gate`, each query head in `qkv` is followed by the gate of its output. A mapping `delta`
                 puts a gated delta net in the place of attention: its sizes `key_heads`, `value_heads`, `key_dim`,
                 `value_dim` and `kernel`; `conv` `[kernel * conv_dim]`, `a_log` and `dt_bias` `[value_heads]`, `norm`
-                `[value_dim]`. Then `qkv` is the projection to q, k, v, z, b and a, and `o` its output projection.
+                `[value_dim]`. Then `qkv` is the projection to q, k, v, z, b and a, and `o` its output projection, which
+                with `turned` reads the first value head of every key head, then the second, and so on. With
+                `by_key_head`, outputs of `qkv` are q, k, v and z of each key head, then b and a of each.
             final_norm: `[hidden_size]`.
             lm_head: a projection from hidden_size to vocab_size.
             frequencies: `[head_dim / 2]`, the angle of each rotated pair at position 1.

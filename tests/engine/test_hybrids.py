@@ -151,6 +151,15 @@ def test_native_text_is_transformers(folder: Path) -> None:
     assert texts(folder, PROMPTS, GREEDY) == references(folder / "target")
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
+def test_native_text_of_experts_is_transformers(family: str, tmp_path: Path) -> None:
+    """With and without drafts."""
+    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    target = make_checkpoint(tmp_path / "target", family, layer_types=KINDS, layers=len(KINDS), **SHAPE, **sizes)
+    for drafter in DRAFTERS[:3]:
+        assert texts(tmp_path, PROMPTS, GREEDY, **speculative(tmp_path, drafter)) == references(target)
+
+
 def test_several_completions_of_a_prompt(folder: Path) -> None:
     """Each has a state of its own."""
     llm = LLM(model=str(folder / "target"), max_model_len=64)

@@ -24,6 +24,8 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
 )
 
 from models.harness import Feeder
@@ -52,6 +54,7 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 """Family of the text model of each architecture, for `make_checkpoint`."""
 
@@ -63,13 +66,16 @@ def wrapper(architecture: str) -> Any:
         text = TEXT | {"query_pre_attn_scalar": 16, "sliding_window": 9}
         config: Any = Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4)
         model: Any = Gemma3ForConditionalGeneration(config)
-    elif architecture == "Qwen3_5ForConditionalGeneration":
-        text = (
-            TEXT | HYBRIDS["qwen3_5_text"] | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 0, 0]}}
-        )
+    elif architecture in ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"):
+        rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 0, 0]}}
+        text = TEXT | HYBRIDS[FAMILIES[architecture]] | rope
         vision = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "depth": 1, "out_hidden_size": 32}
-        config = Qwen3_5Config(text_config=text, vision_config=vision)
-        model = Qwen3_5ForConditionalGeneration(config)
+        if architecture == "Qwen3_5ForConditionalGeneration":
+            config = Qwen3_5Config(text_config=text, vision_config=vision)
+            model = Qwen3_5ForConditionalGeneration(config)
+        else:
+            config = Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+            model = Qwen3_5MoeForConditionalGeneration(config)
     else:
         vision = VISION | {"model_type": "pixtral", "head_dim": 8}
         config = Mistral3Config(text_config=TEXT | {"model_type": "mistral"}, vision_config=vision)

@@ -157,7 +157,7 @@ class Checkpoint:
         found = self.entries()
         shapes = {name: shape for name, (shape, _) in found.items()}
         check_tensors(self.folder, shapes, expected, optional, (*not_checked, *self.unlisted))
-        for name in filter(self._files.__contains__, {**expected, **optional}):
+        for name in filter(found.__contains__, {**expected, **optional}):
             if found[name][1] not in DTYPES:
                 raise CheckpointError(f"{self.folder}: {name} is {found[name][1]}, allowed are {', '.join(DTYPES)}")
 

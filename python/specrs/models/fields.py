@@ -47,6 +47,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "attention_dropout": _TRAINING,
     "embd_pdrop": _TRAINING,
     "resid_pdrop": _TRAINING,
+    "residual_dropout": _TRAINING,
     "initializer_range": _TRAINING,
     "id2label": _HEADS,
     "label2id": _HEADS,

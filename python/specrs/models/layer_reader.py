@@ -14,11 +14,20 @@ from specrs.arrays import FLOAT32, FLOAT64, Array, converted
 from specrs.kernels.frequencies import Powers, rounded_powers, signed_frequencies
 from specrs.kernels.kv_scales import UNSCALED
 from specrs.models.config import ModelConfig
-from specrs.models.decoder_weights import D, DecoderWeights, DeltaWeights, ExpertWeights, LayerWeights, T, W
+from specrs.models.decoder_weights import (
+    D,
+    DecoderWeights,
+    DeltaWeights,
+    ExpertWeights,
+    LayerWeights,
+    SharedWeights,
+    T,
+    W,
+)
 from specrs.models.experts import Experts
 from specrs.models.kv_dtypes import read_kv_scales
 from specrs.models.rope import Rope, frequencies
-from specrs.models.tensors import DELTA_INPUTS, EMBEDDING, FINAL_NORM, LM_HEAD, Readable, norm_names, tensor_shapes
+from specrs.models.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, Readable, delta_inputs, norm_names, tensor_shapes
 
 
 class LayerReader(ABC, Generic[T, W]):
@@ -31,13 +40,13 @@ class LayerReader(ABC, Generic[T, W]):
 
     def layer(self, prefix: str, c: ModelConfig) -> LayerWeights[T, W]:
         """Return the decoder layer whose tensor names begin with `prefix`."""
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention = prefix + "self_attn."
         before, after, before_mlp, after_mlp = (
             None if name is None else self.place(self.norm(prefix + name, c)) for name in norm_names(c)
         )
-        sparse = c.experts is not None and f"{prefix}{c.experts.block}.{c.experts.router}.weight" in self.checkpoint
         none = self.place(np.empty(0, self.vector_dtype))
-        qkv, gate_up = (("qkv",), ("gate_up",)) if c.fused_projections else ("qkv", ("gate", "up"))
+        qkv = ("qkv",) if c.fused_projections else "qkv"
+        gate_up, down, experts = self._mlp(prefix, c)
         return LayerWeights(
             input_norm=none if before is None else before,
             attention_output_norm=after,
@@ -46,27 +55,52 @@ class LayerReader(ABC, Generic[T, W]):
             qkv=self.linear([attention + f"{x}_proj" for x in qkv], bias=c.qkv_bias),
             qk_norm=self.place(self.qk_norm(attention, c)) if c.qk_norm else None,
             o=self.linear([attention + "o_proj"], bias=c.o_bias),
-            gate_up=self.nothing() if sparse else self.linear([mlp + f"{x}_proj" for x in gate_up], bias=c.mlp_bias),
-            down=self.nothing() if sparse else self.linear([mlp + "down_proj"], bias=c.mlp_bias),
-            experts=self.experts(prefix, c.experts) if c.experts is not None and sparse else None,
+            gate_up=gate_up,
+            down=down,
+            experts=experts,
             sinks=self.read(attention + "sinks") if c.sinks else None,
             kv_scales=read_kv_scales(self.checkpoint, attention) if self.kv_codes else UNSCALED,
         )
 
+    def _mlp(self, prefix: str, c: ModelConfig) -> tuple[W, W, ExpertWeights[T, W] | None]:
+        """Return the MLP of the layer whose tensor names begin with `prefix`, or its experts: gate and up, down, and
+        experts (None: the layer has an MLP)."""
+        if c.experts is not None and f"{prefix}{c.experts.block}.{c.experts.router}.weight" in self.checkpoint:
+            return self.nothing(), self.nothing(), self.experts(prefix, c.experts)
+        mlp = prefix + "mlp."
+        names = ("gate_up",) if c.fused_projections else ("gate", "up")
+        gate_up = self.linear([f"{mlp}{name}_proj" for name in names], bias=c.mlp_bias)
+        return gate_up, self.linear([mlp + "down_proj"], bias=c.mlp_bias), None
+
+    def shared_expert(self, block: str, experts: Experts) -> SharedWeights[W] | None:
+        """Return the expert that every row uses, of the experts whose tensor names begin with `block`. None: there is
+        none."""
+        if experts.shared is None:
+            return None
+        name = f"{block}.shared_expert"
+        return SharedWeights(
+            gate=self.linear([f"{name}_gate"], bias=False),
+            gate_up=self.linear([f"{name}.gate_proj", f"{name}.up_proj"], bias=False),
+            down=self.linear([f"{name}.down_proj"], bias=False),
+        )
+
     def delta_layer(self, prefix: str, c: ModelConfig) -> LayerWeights[T, W]:
-        """Return the layer with a delta net whose tensor names begin with `prefix`. It has an MLP."""
-        net, mlp = prefix + "linear_attn.", prefix + "mlp."
+        """Return the layer with a delta net whose tensor names begin with `prefix`."""
+        assert c.delta is not None
+        net = prefix + "linear_attn."
+        gate_up, down, experts = self._mlp(prefix, c)
         before, _, before_mlp, _ = norm_names(c)
         wide = FLOAT64 if self.vector_dtype == FLOAT64 else FLOAT32
         conv = self.checkpoint.read(net + "conv1d.weight", wide)[:, 0].T
         return LayerWeights(
             input_norm=self.place(self.norm(f"{prefix}{before}", c)),
             post_attention_norm=self.place(self.norm(f"{prefix}{before_mlp}", c)),
-            qkv=self.linear([net + name for name in DELTA_INPUTS], bias=False),
+            qkv=self.linear([net + name for name in delta_inputs(c.delta)], bias=False),
             qk_norm=None,
             o=self.linear([net + "out_proj"], bias=False),
-            gate_up=self.linear([mlp + "gate_proj", mlp + "up_proj"], bias=False),
-            down=self.linear([mlp + "down_proj"], bias=False),
+            gate_up=gate_up,
+            down=down,
+            experts=experts,
             delta=DeltaWeights(
                 conv=self.place(np.ascontiguousarray(conv)),
                 a_log=self.place(self.checkpoint.read(net + "A_log", wide)),

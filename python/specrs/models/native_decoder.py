@@ -97,6 +97,8 @@ class NativeDecoder(NumpyHeld, DecoderFacts):
         matrices = [weight for w in layers for weight in (w.qkv, w.o, w.gate_up, w.down)]
         mixtures = [w.experts for w in layers if w.experts is not None]
         matrices += [weight for w in mixtures for weight in (w.router, *w.gate_up, *w.down)]
+        shared = [w.shared for w in mixtures if w.shared is not None]
+        matrices += [weight for w in shared for weight in (w.gate, w.gate_up, w.down)]
         return sum(weight.num_bytes for weight in (*matrices, self.weights.lm_head))
 
     def native_lora(self, adapter: LoRAAdapter) -> CpuLora:
@@ -224,6 +226,8 @@ def _rotations(weights: NativeWeights) -> tuple[list[tuple[list[float], float]],
     return made, layers
 
 
+_DELTA_FIELDS = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "turned", "by_key_head")
+"""Fields of `DeltaNet` that `CpuWeights` reads."""
 Stored = Array | PackedMatrix
 """A matrix for `CpuWeights`: an array, or packed integers with scales."""
 
@@ -255,7 +259,7 @@ def layer_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
 
 def _delta_arrays(weights: DeltaWeights[Array], delta: DeltaNet) -> dict[str, Any]:
     return {
-        **{name: getattr(delta, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel")},
+        **{name: getattr(delta, name) for name in _DELTA_FIELDS},
         "conv": weights.conv.reshape(-1),
         "a_log": weights.a_log,
         "dt_bias": weights.dt_bias,
@@ -266,12 +270,16 @@ def _delta_arrays(weights: DeltaWeights[Array], delta: DeltaNet) -> dict[str, An
 def _mlp_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
     if layer.experts is None or c.experts is None:
         return {"gate_up": stored_parts(layer.gate_up), "down": stored_parts(layer.down)}
+    shared = layer.experts.shared
     mixture = {
         "router": stored_parts(layer.experts.router),
         "gate_up": [stored_parts(weight) for weight in layer.experts.gate_up],
         "down": [stored_parts(weight) for weight in layer.experts.down],
         "per_token": c.experts.per_token,
         "normalized": c.experts.norm_topk_prob,
+        "shared": None
+        if shared is None
+        else {name: stored_parts(getattr(shared, name)) for name in ("gate", "gate_up", "down")},
     }
     return {"experts": mixture}
 

@@ -125,32 +125,33 @@ class TorchDecoder(TorchFacts):
             qkv = w.qkv.product(x)
             if w.delta is not None and plan.runs is not None:
                 assert kv_cache.states is not None
-                h = h + w.o.product(delta_net(qkv, w.delta, c, i, plan.runs, kv_cache.states))
-                h = h + w.down.product(activate(w.gate_up.product(rms_norm(h, w.post_attention_norm, eps))))
-                continue
-            cache, gate = caches[i], None
-            for adapter in adapters:
-                adapter.add_(qkv, x, i, "qkv")
-            if c.output_gate:
-                qkv, gate = _without_gate(qkv, heads, c.head_dim)
-            qkv = qkv.view(-1, heads + 2 * kv_heads, c.head_dim)
-            qk = qkv.narrow(1, 0, heads + kv_heads)  # indexing takes twice as long
-            if w.qk_norm is not None and c.qk_norm_whole and self.ranks is not None:
-                self._norm_heads(qk, w.qk_norm, self.ranks)
-            elif w.qk_norm is not None and c.qk_norm_whole:
-                for part, weight in ((qk[:, :heads], w.qk_norm[:heads]), (qk[:, heads:], w.qk_norm[heads:])):
-                    rms_norm(part.flatten(1), weight.flatten(), eps, inplace=True)
-            elif w.qk_norm is not None:
-                rms_norm(qk, w.qk_norm, eps, inplace=True)
-            if rotation is not None:
-                apply_rotary_(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
-            write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention, w.kv_scales)
-            x = paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale, sinks=w.sinks, kv_scales=w.kv_scales)
-            if gate is not None:
-                x = x * torch.sigmoid(gate)
-            attended, x = x, w.o.product(x)
-            for adapter in adapters:
-                adapter.add_(x, attended, i, "o")
+                x = w.o.product(delta_net(qkv, w.delta, c, i, plan.runs, kv_cache.states))
+            else:
+                cache, gate = caches[i], None
+                for adapter in adapters:
+                    adapter.add_(qkv, x, i, "qkv")
+                if c.output_gate:
+                    qkv, gate = _without_gate(qkv, heads, c.head_dim)
+                qkv = qkv.view(-1, heads + 2 * kv_heads, c.head_dim)
+                qk = qkv.narrow(1, 0, heads + kv_heads)  # indexing takes twice as long
+                if w.qk_norm is not None and c.qk_norm_whole and self.ranks is not None:
+                    self._norm_heads(qk, w.qk_norm, self.ranks)
+                elif w.qk_norm is not None and c.qk_norm_whole:
+                    for part, weight in ((qk[:, :heads], w.qk_norm[:heads]), (qk[:, heads:], w.qk_norm[heads:])):
+                        rms_norm(part.flatten(1), weight.flatten(), eps, inplace=True)
+                elif w.qk_norm is not None:
+                    rms_norm(qk, w.qk_norm, eps, inplace=True)
+                if rotation is not None:
+                    apply_rotary_(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
+                write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention, w.kv_scales)
+                x = paged_attention(
+                    qkv.narrow(1, 0, heads), cache, attention, scale, sinks=w.sinks, kv_scales=w.kv_scales
+                )
+                if gate is not None:
+                    x = x * torch.sigmoid(gate)
+                attended, x = x, w.o.product(x)
+                for adapter in adapters:
+                    adapter.add_(x, attended, i, "o")
             x = self._sum(x)
             if w.attention_output_norm is not None:
                 rms_norm(x, w.attention_output_norm, eps, inplace=True)
@@ -279,4 +280,9 @@ def mixture(x: Tensor, weights: TorchExperts, experts: Experts) -> Tensor:
             out.narrow(0, first, count).copy_(weights.down[i].product(hidden))
             first += count
     out.mul_(shares.to(x.dtype).view(-1, 1).index_select(0, order))
-    return torch.zeros_like(x).index_add_(0, rows, out)
+    out = torch.zeros_like(x).index_add_(0, rows, out)
+    if weights.shared is not None:
+        shared = weights.shared
+        y = shared.down.product(activate(shared.gate_up.product(x)))
+        out += torch.sigmoid(shared.gate.product(x)) * y
+    return out

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,8 @@ def delta_net(
     d, wide = c.delta, w.a_log.dtype
     out = x.new_zeros((len(x), d.inner))
     x = x.to(wide)
+    if d.by_key_head:
+        x = x[:, _order(d)]
     zero = State(
         x.new_zeros((d.value_heads, d.key_dim, d.value_dim)),
         x.new_zeros((d.kernel - 1, d.conv_dim)),
@@ -63,7 +66,19 @@ def delta_net(
             if not runs.prompts or count == len(indices):
                 kept[first + count] = state
         states.rows[row, layer] = kept
+    if d.turned:
+        out = out.view(-1, d.key_heads, d.value_heads // d.key_heads, d.value_dim).transpose(1, 2).flatten(1)
     return out
+
+
+@lru_cache(maxsize=8)
+def _order(d: DeltaNet) -> Tensor:
+    """Return the indices of q, k, v, z, b and a of all heads among outputs that lie by key head."""
+    shared = d.value_heads // d.key_heads
+    values, size = shared * d.value_dim, d.conv_dim + d.inner
+    features = torch.split(torch.arange(size).view(d.key_heads, -1), [d.key_dim, d.key_dim, values, values], 1)
+    gates = torch.arange(size, d.outputs).view(d.key_heads, 2, shared).unbind(1)
+    return torch.cat([part.flatten() for part in (*features, *gates)])
 
 
 def step(x: Tensor, w: DeltaWeights[Tensor], d: DeltaNet, state: State, eps: float) -> tuple[Tensor, State]:

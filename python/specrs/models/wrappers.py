@@ -52,6 +52,9 @@ WRAPPERS: dict[str, Wrapper] = {
     "Qwen3_5ForConditionalGeneration": Wrapper(
         "Qwen3.5, Qwen3.6, Qwen3.8, dense", {"qwen3_5_text": "Qwen3_5ForCausalLM"}, {}
     ),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper(
+        "Qwen3.5, Qwen3.6, experts", {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, {}
+    ),
 }
 """Multimodal architectures whose text model is read, by their name in `architectures`."""
 

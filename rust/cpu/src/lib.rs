@@ -34,7 +34,7 @@ pub use error::{Error, Result, guarded};
 pub use isa::{Isa, Tiles};
 pub use kernels::Rounding;
 pub use kv_cache::{KvCache, KvLayer, KvShape};
-pub use layer::{Activation, DeltaShape, DeltaWeights, Experts, LayerWeights, Mlp, QkNorm};
+pub use layer::{Activation, DeltaShape, DeltaWeights, Experts, LayerWeights, Mlp, QkNorm, SharedExpert};
 pub use linear::{Linear, Part, Weight};
 pub use lora::{Lora, LoraLayer, LoraPart};
 pub use memory::{Bf16, E4m3, E5m2, Memory, MemoryMut, Owner};

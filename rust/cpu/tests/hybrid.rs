@@ -5,8 +5,8 @@ mod support;
 
 use proptest::prelude::*;
 use specrs_cpu::{
-    Decoder, DeltaShape, DeltaWeights, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, Mlp, ModelShape, Output,
-    Part, Pass, Pool, QkNorm, Values, Weights,
+    Decoder, DeltaShape, DeltaWeights, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, Mlp, ModelShape,
+    Output, Part, Pass, Pool, QkNorm, SharedExpert, Values, Weights,
 };
 use std::sync::Arc;
 use support::Numbers;
@@ -50,6 +50,8 @@ fn layer(n: &mut Numbers, net: Option<DeltaShape>) -> LayerWeights {
         a_log: draw(n, shape.value_heads, 1.0, -1.0),
         dt_bias: draw(n, shape.value_heads, 1.0, 0.0),
         norm: draw(n, shape.value_dim, 0.3, 1.0),
+        turned: shape.key_heads == 2,
+        by_key_head: shape.key_heads == 5,
     });
     let (inputs, inner) = match net {
         Some(s) => (vec![s.conv_dim(), s.inner(), s.value_heads, s.value_heads], s.inner()),
@@ -65,12 +67,27 @@ fn layer(n: &mut Numbers, net: Option<DeltaShape>) -> LayerWeights {
         o: linear(n, inner, &[hidden]),
         attention_output_norm: None,
         post_attention_norm: Some(draw(n, hidden, 0.3, 1.0)),
-        mlp: Mlp::Dense {
-            gate_up: linear(n, hidden, &[2 * SHAPE.intermediate_size]),
-            down: linear(n, SHAPE.intermediate_size, &[hidden]),
-        },
+        mlp: mlp(n, net.is_none_or(|net| net.key_heads == 3)),
         mlp_output_norm: None,
     }
+}
+
+/// An MLP, or experts of which one is shared, and has more features than an MLP.
+fn mlp(n: &mut Numbers, dense: bool) -> Mlp {
+    let hidden = SHAPE.hidden_size;
+    if dense {
+        let gate_up = linear(n, hidden, &[2 * SHAPE.intermediate_size]);
+        return Mlp::Dense { gate_up, down: linear(n, SHAPE.intermediate_size, &[hidden]) };
+    }
+    let gate_up = linear(n, hidden, &[2 * 90]);
+    let shared = SharedExpert { gate: linear(n, hidden, &[1]), gate_up, down: linear(n, 90, &[hidden]) };
+    Mlp::Experts(Experts {
+        router: linear(n, hidden, &[4]),
+        experts: (0..4).map(|_| (linear(n, hidden, &[2 * 20]), linear(n, 20, &[hidden]))).collect(),
+        per_token: 2,
+        normalized: true,
+        shared: Some(shared),
+    })
 }
 
 fn weights(net: DeltaShape, seed: u64) -> Arc<Weights> {

@@ -7,7 +7,7 @@ use numpy::{Ix1, Ix5, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
     Activation, DeltaShape, DeltaWeights, Eagle3Weights, Experts, Isa, KvCache, KvLayer, KvShape, LayerWeights, Linear,
-    Mlp, ModelShape, Multipliers, Part, Pool, QkNorm, Rotation, Tiles, Values, Weights,
+    Mlp, ModelShape, Multipliers, Part, Pool, QkNorm, Rotation, SharedExpert, Tiles, Values, Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -68,6 +68,26 @@ struct ExpertArrays<'py> {
     down: Vec<Projection<'py>>,
     per_token: i64,
     normalized: bool,
+    #[pyo3(default)]
+    shared: Option<SharedArrays<'py>>,
+}
+
+/// Expert that every row uses, in the form that Python passes.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct SharedArrays<'py> {
+    gate: Projection<'py>,
+    gate_up: Projection<'py>,
+    down: Projection<'py>,
+}
+
+impl SharedArrays<'_> {
+    /// Converts the arrays to weights. The number of inputs of `down` is half the outputs of `gate_up`.
+    fn weights(&self, name: &str, hidden: usize) -> PyResult<SharedExpert> {
+        let gate_up = linear(&format!("{name}.gate_up"), hidden, &self.gate_up)?;
+        let down = linear(&format!("{name}.down"), gate_up.outputs() / 2, &self.down)?;
+        Ok(SharedExpert { gate: linear(&format!("{name}.gate"), hidden, &self.gate)?, gate_up, down })
+    }
 }
 
 impl ExpertArrays<'_> {
@@ -86,6 +106,7 @@ impl ExpertArrays<'_> {
             experts: self.gate_up.iter().zip(&self.down).enumerate().map(expert).collect::<PyResult<_>>()?,
             per_token: size(py, Class::InvalidConfig, "per_token", self.per_token)?,
             normalized: self.normalized,
+            shared: self.shared.as_ref().map(|s| s.weights(&format!("{name}.shared"), hidden)).transpose()?,
         })
     }
 }
@@ -103,6 +124,10 @@ struct DeltaArrays<'py> {
     a_log: Bound<'py, PyAny>,
     dt_bias: Bound<'py, PyAny>,
     norm: Bound<'py, PyAny>,
+    #[pyo3(default)]
+    turned: bool,
+    #[pyo3(default)]
+    by_key_head: bool,
 }
 
 impl DeltaArrays<'_> {
@@ -121,6 +146,8 @@ impl DeltaArrays<'_> {
             a_log: vector("a_log", &self.a_log)?,
             dt_bias: vector("dt_bias", &self.dt_bias)?,
             norm: vector("norm", &self.norm)?,
+            turned: self.turned,
+            by_key_head: self.by_key_head,
         })
     }
 }

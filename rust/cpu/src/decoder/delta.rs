@@ -5,7 +5,7 @@ use super::Context;
 use super::scratch::{Buffers, NetRoom, Private};
 use crate::isa::{LANES, Vector};
 use crate::kernels::{ConvSilu, DeltaHead, GatedNorm, LogPlaces, Unit, decay, sigmoid};
-use crate::layer::{DeltaLayer, Layer, gather};
+use crate::layer::{DeltaLayer, DeltaShape, Layer};
 use crate::lora::Projection;
 use crate::memory::{Columns, ColumnsMut};
 use crate::states::{Run, States};
@@ -80,7 +80,11 @@ impl Context<'_> {
             let inner = shape.inner();
             for (x, row) in x.chunks_exact_mut(inner.div_ceil(LANES)).zip(netted.chunks_exact(inner)).take(rows) {
                 let (values, padding) = x.as_flattened_mut().split_at_mut(inner);
-                values.copy_from_slice(row);
+                if net.turned {
+                    turn(shape, row, values);
+                } else {
+                    values.copy_from_slice(row);
+                }
                 padding.fill(0.0);
             }
             self.round(x, rows, layer.o.inputs);
@@ -108,6 +112,7 @@ impl Context<'_> {
         let (entry, before, count) = (shape.entry_len(), shape.kernel - 1, run.rows.len());
         let (states, earlier) = base.split_at_mut(shared * dim * padded);
         let row_of = |row: usize| &mixed[row * shape.outputs()..][..shape.outputs()];
+        let places = shape.places(head, net.by_key_head);
 
         let NetRoom { inputs, mixed: convolved, gates, out, state } = room;
         let inputs = &mut inputs.as_flattened_mut()[..(before + run.replay + count) * width];
@@ -121,7 +126,7 @@ impl Context<'_> {
             input.copy_from_slice(&entry[..width]);
         }
         for (input, &row) in new.chunks_exact_mut(width).zip(&run.rows) {
-            gather(shape, head, &row_of(row)[..shape.conv_dim()], input);
+            places.gather(shape, row_of(row), input);
         }
         if run.commit > 0 {
             earlier.copy_from_slice(&inputs[(run.replay + run.commit) * width..][..before * width]);
@@ -144,13 +149,12 @@ impl Context<'_> {
         for j in 0..shared {
             let value_head = head * shared + j;
             for (gates, &row) in gates[j * count..][..count].iter_mut().zip(&run.rows) {
-                let of_heads = &row_of(row)[shape.conv_dim() + shape.inner()..];
-                let (b, a) = (of_heads[value_head], of_heads[shape.value_heads + value_head]);
+                let (b, a) = (row_of(row)[places.b + j], row_of(row)[places.a + j]);
                 *gates = (sigmoid(b), decay(a, net.dt_bias[value_head], net.rates[value_head]));
             }
         }
 
-        let places = |j| LogPlaces {
+        let logged = |j| LogPlaces {
             entry,
             key: width,
             delta: width + dim + j * padded,
@@ -166,7 +170,7 @@ impl Context<'_> {
                 commit: run.commit,
                 log_from: run.log_from,
                 log: &mut *log,
-                places: places(j),
+                places: logged(j),
                 rows: convolved,
                 stride: width,
                 value: 2 * dim + j * shape.value_dim,
@@ -174,9 +178,8 @@ impl Context<'_> {
                 out: &mut out[..count * padded],
                 scratch: &mut *state,
             });
-            let features = (head * shared + j) * shape.value_dim;
             for (x, &row) in out.chunks_exact(padded).zip(&run.rows) {
-                let gate = &row_of(row)[shape.conv_dim() + features..][..shape.value_dim];
+                let gate = &row_of(row)[places.gate + j * shape.value_dim..][..shape.value_dim];
                 let out = &mut outs.row_mut(row)[first + j * shape.value_dim..][..shape.value_dim];
                 let eps = self.weights.shape.rms_norm_eps;
                 self.isa.run(GatedNorm { x: &x[..shape.value_dim], weight: &net.norm, gate, eps, out });
@@ -191,7 +194,7 @@ impl Context<'_> {
             entry[..width].copy_from_slice(input);
             entry[width..][..dim].copy_from_slice(&convolved[row * width + dim..][..dim]);
             for j in 0..shared {
-                entry[places(j).decay] = gates[j * count + row].1;
+                entry[logged(j).decay] = gates[j * count + row].1;
             }
         }
     }
@@ -211,5 +214,13 @@ impl Context<'_> {
                 }
             }
         }
+    }
+}
+
+/// Copies the value heads of a row `[key_heads, shared, value_dim]` to `out` `[shared, key_heads, value_dim]`.
+fn turn(shape: &DeltaShape, row: &[f32], out: &mut [f32]) {
+    for (i, head) in row.chunks_exact(shape.value_dim).enumerate() {
+        let place = i % shape.shared() * shape.key_heads + i / shape.shared();
+        out[place * shape.value_dim..][..shape.value_dim].copy_from_slice(head);
     }
 }

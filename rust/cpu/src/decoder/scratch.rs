@@ -34,7 +34,7 @@ pub(super) struct Buffers {
     pub(super) mixed: Vec<f32>,
     /// Outputs of a delta net's value heads, `[rows, value_heads * value_dim]`, for models with delta nets.
     pub(super) netted: Vec<f32>,
-    /// Input of the down projection, `[rows, ceil(intermediate / 16)]`.
+    /// Input of the down projection of an MLP or shared expert, `[rows, ceil(intermediate / 16)]`.
     pub(super) act: Vectors,
     /// Buffers of experts; empty if no layer has experts.
     pub(super) mixture: Mixture,
@@ -97,7 +97,7 @@ pub(super) struct Private {
     pub(super) y: Vec<f32>,
     /// Output of a second projection, `[rows, chunk]`.
     pub(super) z: Vec<f32>,
-    /// Factors of the norms of all query heads and of all key heads, `[2, rows]`.
+    /// Factors of the norms of all query heads and of all key heads, `[2, rows]`, or gates of a shared expert, `[rows]`.
     pub(super) scales: Vec<f32>,
     pub(super) attend: AttendScratch,
     pub(super) room: FedRoom,
@@ -118,6 +118,7 @@ impl Buffers {
         let gated = weights.layers.iter().any(|layer| layer.output_gate);
         let net = weights.delta.map(|(net, _)| net);
         let heads = shape.num_heads + 2 * shape.num_kv_heads;
+        let shared = weights.experts.map_or(0, |sizes| sizes.shared);
         Self {
             h: vec![0.0; rows * shape.hidden_size],
             e: vec![0.0; rows * hidden],
@@ -129,7 +130,7 @@ impl Buffers {
             gates: Vectors::new(where_some(gated, rows * shape.num_heads * dim.div_ceil(LANES))),
             mixed: vec![0.0; rows * net.map_or(0, |net| net.outputs())],
             netted: vec![0.0; rows * net.map_or(0, |net| net.inner())],
-            act: Vectors::new(rows * shape.intermediate_size.div_ceil(LANES)),
+            act: Vectors::new(rows * shape.intermediate_size.max(shared).div_ceil(LANES)),
             mixture: weights.experts.map(Mixture::new).unwrap_or_default(),
             cos: vec![0.0; rotations * rows * dim / 2],
             sin: vec![0.0; rotations * rows * dim / 2],
