@@ -14,6 +14,7 @@ from hybrid_reference import float64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs import LLM, SamplingParams
+from specrs.models.torch_loader import load_model
 
 VOCAB = 61
 SHAPE = {"vocab": VOCAB, "hidden": 64, "intermediate": 96, "head_dim": 32, "kv_heads": 1, "eos_token_id": 0}
@@ -54,7 +55,7 @@ def engine(folder: Path, drafter: dict[str, Any] | None, **options: Any) -> LLM:
 
 
 def texts(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    outputs = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -93,17 +94,14 @@ def test_hits_have_transformers_text(
 ) -> None:
     """By torch in float64, in chunks and batches, a pool that is too small for all requests, and few slots."""
     with float64():
-        llm = engine(folder, drafter, dtype="float64", max_num_batched_tokens=budget, **sizes(folder, blocks, slots))
-        if drafter is None or drafter["method"] == "draft_model":
-            llm.close()
-            llm = engine(
-                folder,
-                drafter,
-                dtype="float64",
-                max_num_batched_tokens=budget,
-                max_steps_in_flight=depth,
-                **sizes(folder, blocks, slots),
-            )
+        llm = engine(
+            folder,
+            drafter,
+            dtype="float64",
+            max_num_batched_tokens=budget,
+            max_steps_in_flight=depth if drafter is None or drafter["method"] == "draft_model" else 1,
+            **sizes(folder, blocks, slots),
+        )
         for order in rounds:
             found = texts(llm, [PROMPTS[i] for i in order])
             assert found == [references(folder / "target")[i] for i in order]
@@ -120,8 +118,7 @@ def sizes(folder: Path, blocks: int | None, slots: int | None) -> dict[str, Any]
 
 @cache
 def state_bytes(folder: Path) -> int:
-    llm = engine(folder, None)
-    return llm.engine.target.state_bytes[0]
+    return load_model(folder / "target", dtype="float64").state_bytes[0]
 
 
 @cache
