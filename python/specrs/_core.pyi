@@ -1050,6 +1050,11 @@ class BlockStored:
     def lora_name(self) -> str | None:
         """Name of the LoRA adapter that the stored blocks were computed with; None for the base model."""
 
+    @property
+    def is_snapshot(self) -> bool:
+        """True if these are snapshots of states at the ends of blocks, in the place of KV; `blocks` has their slots
+        then. With states, a prefix hit needs KV and a snapshot."""
+
 @final
 class BlockRemoved:
     """KV event: blocks can no longer be found. Their KV is unchanged until the next planned step executes."""
@@ -1065,6 +1070,10 @@ class BlockRemoved:
     @property
     def has_draft(self) -> list[bool]:
         """Whether the draft KV of each removed block was valid too."""
+
+    @property
+    def is_snapshot(self) -> bool:
+        """True if these are snapshots of states, as in `BlockStored`."""
 
 @final
 class AllBlocksCleared:

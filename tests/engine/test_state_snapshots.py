@@ -14,10 +14,19 @@ from hybrid_reference import float64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs import LLM, SamplingParams
+from specrs.core import BlockStored, KVEventBatch
 from specrs.models.torch_loader import load_model
 
 VOCAB = 61
-SHAPE = {"vocab": VOCAB, "hidden": 64, "intermediate": 96, "head_dim": 32, "kv_heads": 1, "eos_token_id": 0}
+SHAPE: dict[str, Any] = {
+    "vocab": VOCAB,
+    "hidden": 64,
+    "intermediate": 96,
+    "head_dim": 32,
+    "kv_heads": 1,
+    "eos_token_id": 0,
+    "max_position_embeddings": 8192,
+}
 KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 TOKENS = 14
 _random = random.Random(4)
@@ -182,6 +191,39 @@ def test_a_hit_computes_no_more_than_the_last_block(folder: Path, drafter: dict[
     assert before.state_cache is not None
     assert after.state_cache.hits - before.state_cache.hits == 1
     assert after.state_cache.num_bytes == after.state_cache.num_cached * state_bytes(folder)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS[:2], ids=["none", "ngram"])
+def test_a_hit_on_a_long_prompt_computes_at_most_a_block(
+    folder: Path, drafter: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the places of snapshots that engines have, also for a prompt that goes on elsewhere after 3,000 tokens."""
+    monkeypatch.undo()
+    speculative = {} if drafter is None else {"speculative_config": drafter}
+    llm = LLM(model=str(folder / "target"), max_model_len=4200, threads=1, **speculative)
+    prompt = [_random.randrange(1, VOCAB) for _ in range(4000)]
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
+
+    def cached(prompt: list[int]) -> int:
+        before = llm.engine.stats().num_cached_tokens
+        texts(llm, [prompt], params)
+        return llm.engine.stats().num_cached_tokens - before
+
+    assert [cached(prompt) for _ in range(2)] == [0, 3984]
+    other = prompt[:3000] + prompt[:500]
+    assert [cached(other), cached(other[:3100] + [7] * 9)] == [2048, 2992]
+
+
+def test_events_name_snapshots(folder: Path) -> None:
+    llm = engine(folder, None, kv_events_config={"enable_kv_cache_events": True, "publisher": "null"})
+    batches: list[KVEventBatch] = []
+    llm.engine.publish = batches.append
+    texts(llm, [PROMPTS[2]])
+    stored = [event for batch in batches for event in batch.events() if isinstance(event, BlockStored)]
+    kv = [hash for event in stored if not event.is_snapshot for hash in event.block_hashes]
+    snapshots = [hash for event in stored if event.is_snapshot for hash in event.block_hashes]
+    assert len(snapshots) == llm.engine.scheduler.snapshot_stats()["stored"]
+    assert set(snapshots) <= set(kv)
 
 
 def test_completions_of_a_prompt_share_its_snapshot(folder: Path) -> None:

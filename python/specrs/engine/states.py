@@ -40,7 +40,6 @@ def resolve_states(config: EngineConfig, weights: Weights, free_memory: Callable
         return replace(config, enable_prefix_caching=caching, max_num_seqs=config.most_seqs)
     for field, value, allowed in (
         ("enable_lora", config.enable_lora, False),
-        ("kv_events_config.enable_kv_cache_events", config.enable_kv_cache_events, False),
         ("kv_cache_path", config.kv_cache_path, None),
     ):
         if value != allowed:

@@ -49,7 +49,7 @@ pub(crate) struct States {
 /// Memory of a snapshot.
 #[derive(Default)]
 struct Slot {
-    /// As `RowStates::base`; empty if the slot was not used yet.
+    /// States as in `RowStates::base`; empty if the slot was not used yet.
     base: Vec<f32>,
     /// Number of positions in `base`.
     len: usize,

@@ -172,14 +172,14 @@ impl SaveLog {
 #[inline]
 pub(super) fn allocate(
     pool: &mut BlockPool,
-    events: Option<&mut KvEventLog>,
+    mut events: Option<&mut KvEventLog>,
     saves: Option<&mut SaveLog>,
     snapshots: Option<&mut Snapshots>,
 ) -> Result<i64> {
     let evicted = pool.allocate_cached()?;
     let block = evicted.block;
     if let Some(snapshots) = snapshots {
-        snapshots.forget(evicted.hash)?;
+        snapshots.forget(evicted.hash, events.as_deref_mut())?;
     }
     if let Some(saves) = saves {
         saves.evicted(block);

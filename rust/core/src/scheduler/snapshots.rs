@@ -19,6 +19,7 @@
 use super::Scheduler;
 use super::admission::is_worth_waiting;
 use super::config::SchedulerConfig;
+use super::kv_events::KvEventLog;
 use super::plan::Plan;
 use super::request::RequestIndex;
 use super::row::RowIndex;
@@ -95,10 +96,13 @@ impl Snapshots {
     }
 
     /// Frees the snapshot at the end of a block that leaves the prefix cache, if there is one.
-    pub(super) fn forget(&mut self, hash: BlockHash) -> Result<()> {
+    pub(super) fn forget(&mut self, hash: BlockHash, events: Option<&mut KvEventLog>) -> Result<()> {
         if let Some(slot) = self.pool.lookup(hash) {
-            self.pool.forget(slot)?;
+            let evicted = self.pool.forget(slot)?;
             self.stats.evictions += 1;
+            if let Some(events) = events {
+                events.removed_snapshot(&evicted);
+            }
         }
         Ok(())
     }
@@ -125,21 +129,18 @@ impl Snapshots {
     }
 
     /// Gives a row a slot for the snapshot at `len`. Without a slot that no row is writing, it gets none.
-    fn reserve(&mut self, row: RowIndex, len: usize) {
+    fn reserve(&mut self, row: RowIndex, len: usize, events: Option<&mut KvEventLog>) {
         let slot = self.pool.allocate_free().or_else(|| {
             let evicted = self.pool.allocate_cached().ok()?;
             self.stats.evictions += 1;
+            if let Some(events) = events {
+                events.removed_snapshot(&evicted);
+            }
             Some(evicted.block)
         });
         if let Some(slot) = slot {
             self.rows[row as usize].pending.push(Pending { len, slot });
         }
-    }
-
-    /// Makes the snapshot of a settled step findable under `hash`.
-    fn store(&mut self, slot: i64, hash: BlockHash) -> Result<()> {
-        self.stats.stored += u64::from(self.pool.register(slot, hash)?);
-        self.pool.free(slot)
     }
 }
 
@@ -249,7 +250,7 @@ impl Scheduler {
         for decode in &plan.decodes {
             while snapshots.rows[decode.row as usize].next <= decode.n_upper {
                 let len = snapshots.rows[decode.row as usize].next;
-                snapshots.reserve(decode.row, len);
+                snapshots.reserve(decode.row, len, self.kv_events.as_mut());
                 snapshots.rows[decode.row as usize].next = len + snapshots.decode_interval;
             }
             let prompt = self.rows[decode.row as usize].prefill_end;
@@ -262,7 +263,7 @@ impl Scheduler {
             let first = snapshots.rows[chunk.row as usize].pending.len();
             for i in 0..passed {
                 let len = snapshots.rows[chunk.row as usize].planned[i];
-                snapshots.reserve(chunk.row, len);
+                snapshots.reserve(chunk.row, len, self.kv_events.as_mut());
             }
             let own = &mut snapshots.rows[chunk.row as usize];
             own.planned.drain(..passed);
@@ -281,18 +282,27 @@ impl Scheduler {
         {
             snapshots.rows[row_index as usize].pending.remove(0);
             let block = len / self.config.block_size - 1;
-            let hash = self.requests[row.request].block_hash(block, self.config.block_size, &self.hasher);
-            if self.pool.lookup(hash).is_none() {
-                snapshots.pool.free(slot)?; // without its KV it would be of no use
+            let request = &mut self.requests[row.request];
+            let hash = request.block_hash(block, self.config.block_size, &self.hasher);
+            // Without its KV it would be of no use.
+            let stored = self.pool.lookup(hash).is_some() && snapshots.pool.register(slot, hash)?;
+            snapshots.pool.free(slot)?;
+            if !stored {
                 continue;
             }
-            snapshots.store(slot, hash)?;
+            snapshots.stats.stored += 1;
+            if let Some(events) = &mut self.kv_events {
+                events.stored_snapshot(slot, request, block, hash);
+            }
             if len > row.prefill_end
                 && let Some(before) = snapshots.rows[row_index as usize].last.replace(hash)
                 && before != hash
                 && let Some(slot) = snapshots.pool.lookup(before)
             {
-                snapshots.pool.forget(slot)?;
+                let evicted = snapshots.pool.forget(slot)?;
+                if let Some(events) = &mut self.kv_events {
+                    events.removed_snapshot(&evicted);
+                }
             }
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! Tests of the places where snapshots of states are written, and of prefix hits that end at one.
 
-use specrs_core::SchedulerConfig;
+use specrs_core::{KvEvent, SchedulerConfig};
 
 use crate::common::driver::{Ask, Driver};
 use crate::{ask, drafting, small, speculative};
@@ -145,4 +145,41 @@ fn a_reset_forgets_snapshots() {
     driver.add(7, &ask(1, 30, 1)).unwrap();
     driver.run();
     assert_eq!(driver.scheduler.num_cached_tokens(), 0);
+}
+
+/// Snapshots according to the events since the last call: the kind of change and the slot.
+fn told(driver: &mut Driver) -> Vec<(char, i64)> {
+    let change = |event: &KvEvent| -> Vec<(char, i64)> {
+        match event {
+            KvEvent::BlockStored { blocks, is_snapshot: true, .. } => blocks.iter().map(|&slot| ('+', slot)).collect(),
+            KvEvent::BlockRemoved { blocks, is_snapshot: true, .. } => blocks.iter().map(|&slot| ('-', slot)).collect(),
+            _ => vec![],
+        }
+    };
+    driver.scheduler.take_kv_events().iter().flat_map(change).collect()
+}
+
+#[test]
+fn events_name_snapshots_with_the_block_at_their_end() {
+    let config = SchedulerConfig { num_snapshots: 2, enable_kv_cache_events: true, ..sparse(small()) };
+    let mut driver = Driver::new(config.clone());
+    driver.add(0, &ask(1, 30, 1)).unwrap();
+    driver.run();
+    let events = driver.scheduler.take_kv_events();
+    let [KvEvent::BlockStored { block_hashes: all, is_snapshot: false, .. }, snapshot] = &events[..] else {
+        panic!("{events:?}");
+    };
+    let KvEvent::BlockStored { blocks, block_hashes, parent_block_hash, token_ids, is_snapshot: true, .. } = snapshot
+    else {
+        panic!("{snapshot:?}");
+    };
+    assert_eq!((&blocks[..], block_hashes[0], *parent_block_hash), (&[0][..], all[6], Some(all[5])));
+    assert_eq!(token_ids.iter().map(|&token| i64::from(token)).collect::<Vec<_>>(), ask(1, 30, 1).prompt[24..28]);
+
+    hits(&mut driver, &[ask(2, 30, 1), ask(3, 30, 1)]);
+    assert_eq!(told(&mut driver), [('+', 1), ('-', 0), ('+', 0)]);
+    // With the KV at its end, and while a row decodes.
+    let mut driver = Driver::new(SchedulerConfig { num_blocks: 16, num_snapshots: 8, ..config });
+    assert_eq!(hits(&mut driver, &[ask(1, 30, 1), ask(2, 40, 22)]), [0, 0]);
+    assert_eq!(told(&mut driver), [('+', 0), ('-', 0), ('+', 1), ('+', 0), ('+', 2), ('-', 0)]);
 }
