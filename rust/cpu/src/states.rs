@@ -165,7 +165,16 @@ impl States {
                     return Err(Error::invalid(format!("positions[{row}]"), position, allowed));
                 }
                 let replay = position - len;
-                runs.push(Run { tile, state, rows: vec![within], zero, replay, commit: 1, log_from: 0, snapshots: vec![] });
+                runs.push(Run {
+                    tile,
+                    state,
+                    rows: vec![within],
+                    zero,
+                    replay,
+                    commit: 1,
+                    log_from: 0,
+                    snapshots: vec![],
+                });
                 before_run.push(len);
                 grown.push((state, position + 1, 0));
                 continue;

@@ -202,8 +202,7 @@ impl Model for Called {
     }
 
     fn restore_states(&mut self, row: usize, slot: usize) -> Result<()> {
-        let done =
-            Python::attach(|py| self.object.bind(py).call_method1("restore_states", (row, slot)).map(|_| ()));
+        let done = Python::attach(|py| self.object.bind(py).call_method1("restore_states", (row, slot)).map(|_| ()));
         done.map_err(|raised| self.raised.keep(raised))
     }
 

@@ -195,10 +195,11 @@ impl KvEventBatch {
                     extra_keys.push(of_block);
                 }
                 Change::Removed { block, hash, has_draft: drafted, is_snapshot } => {
-                    let follows = |event: &KvEvent| {
-                        matches!(event, KvEvent::BlockRemoved { is_snapshot: before, .. } if *before == is_snapshot)
+                    let follows = match events.last() {
+                        Some(KvEvent::BlockRemoved { is_snapshot: before, .. }) => *before == is_snapshot,
+                        _ => false,
                     };
-                    if !events.last().is_some_and(follows) {
+                    if !follows {
                         let (blocks, block_hashes, has_draft) = (vec![], vec![], vec![]);
                         events.push(KvEvent::BlockRemoved { blocks, block_hashes, has_draft, is_snapshot });
                     }

@@ -368,12 +368,7 @@ impl Scheduler {
 /// Registers `block` in the place of the cached block with the same content, if no request holds that one. Rows with
 /// states compute KV again after their snapshot. Without this, the old block would leave the cache before the blocks
 /// that follow it.
-fn replace_cached(
-    pool: &mut BlockPool,
-    events: Option<&mut KvEventLog>,
-    block: i64,
-    hash: BlockHash,
-) -> Result<bool> {
+fn replace_cached(pool: &mut BlockPool, events: Option<&mut KvEventLog>, block: i64, hash: BlockHash) -> Result<bool> {
     let Some(old) = pool.lookup(hash).filter(|&old| pool.ref_count(old) == Some(0)) else { return Ok(false) };
     let evicted = pool.forget(old)?;
     if let Some(events) = events {

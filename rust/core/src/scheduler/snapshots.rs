@@ -17,13 +17,13 @@
 //! pass writes it when it does, from committed tokens alone. The snapshot can be found once that step has settled.
 
 use super::Scheduler;
+use super::StepHeader;
 use super::admission::is_worth_waiting;
 use super::config::SchedulerConfig;
 use super::kv_events::KvEventLog;
 use super::plan::Plan;
 use super::request::RequestIndex;
 use super::row::RowIndex;
-use super::StepHeader;
 use crate::block_pool::BlockPool;
 use crate::error::Result;
 use crate::hash::BlockHash;

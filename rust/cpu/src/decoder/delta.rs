@@ -71,8 +71,7 @@ impl Context<'_> {
                             let mut snapshots: Vec<_> = snapshots
                                 .map(|(updates, columns)| (*updates, &mut columns.row_mut(0)[of_head.clone()]))
                                 .collect();
-                            let written =
-                                Written { base, log, snapshots: &mut snapshots, outs: &mut outs, first };
+                            let written = Written { base, log, snapshots: &mut snapshots, outs: &mut outs, first };
                             self.key_head(net, head, run, mixed, written, room);
                         }
                     }
