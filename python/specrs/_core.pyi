@@ -531,6 +531,9 @@ class Scheduler:
         priority_aging_steps: int = 0,
         max_loras: int = 0,
         enable_prefix_caching: bool = True,
+        num_snapshots: int = 0,
+        snapshot_interval: int = 2048,
+        decode_snapshot_interval: int = 512,
         enable_kv_cache_events: bool = False,
         enable_block_saves: bool = False,
         hash_key: bytes = ...,
@@ -578,6 +581,11 @@ class Scheduler:
                 request has one. A request whose adapter would exceed it waits, and no request with an adapter overtakes
                 it.
             enable_prefix_caching: whether requests share the KV of equal prefixes.
+            num_snapshots: number of slots for snapshots of states, if layers of the target have states in the place of
+                KV; 0 if none have. A prefix hit then needs a snapshot at its end. Not with windows or block saves.
+            snapshot_interval: number of prompt tokens between two snapshots of a long prompt, at least 1.
+            decode_snapshot_interval: number of tokens between two snapshots of a request that decodes, at least 1. It
+                keeps the last of them.
             enable_kv_cache_events: whether `take_kv_events` reports the blocks that entered and left the prefix cache.
             enable_block_saves: whether a `KVStore` saves cached blocks. Not with windows.
             hash_key: 16 bytes, default all zero. A secret key keeps clients from building prompts that collide.
@@ -621,6 +629,10 @@ class Scheduler:
             preemption), admit_draft_len [R], admit_limit [R], admit_num_cached [R]: requests that get their row in this
             step, before its chunks run.
         admit_min_len [R] (stop tokens count from this position on), admit_stop_ids [R, MAX_STOP_IDS] (-1 after them).
+        admit_snapshot [R]: slot of the snapshot that the row's states begin with, -1 for none; empty without snapshots.
+            It is read before the step writes any.
+        snapshot_row [N], snapshot_len [N], snapshot_slot [N], with N = num_snapshots: snapshots to write. A snapshot is
+            written in the step in which the row's states pass that number of positions with committed tokens alone.
         admit_lora [R]: id of the request's adapter, 0 for none.
         admit_salt [R]: number that is equal only for requests of the same `cache_salt` and adapter; it differs between
             schedulers.
@@ -873,6 +885,11 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """Number of times that a running request was preempted."""
 
+    def snapshot_stats(self) -> dict[str, int]:
+        """Return `slots` and `cached`, the numbers of snapshots that fit and that can be found, and since the start the
+        numbers `hits` of requests that began with a snapshot, `stored` of snapshots written, and `evictions` of
+        snapshots that gave way."""
+
     @property
     def num_cached_tokens(self) -> int:
         """Number of prompt tokens whose target KV came from the prefix cache, counted when their request was first
@@ -1033,6 +1050,11 @@ class BlockStored:
     def lora_name(self) -> str | None:
         """Name of the LoRA adapter that the stored blocks were computed with; None for the base model."""
 
+    @property
+    def is_snapshot(self) -> bool:
+        """True if these are snapshots of states at the ends of blocks, in the place of KV; `blocks` has their slots
+        then. With states, a prefix hit needs KV and a snapshot."""
+
 @final
 class BlockRemoved:
     """KV event: blocks can no longer be found. Their KV is unchanged until the next planned step executes."""
@@ -1048,6 +1070,10 @@ class BlockRemoved:
     @property
     def has_draft(self) -> list[bool]:
         """Whether the draft KV of each removed block was valid too."""
+
+    @property
+    def is_snapshot(self) -> bool:
+        """True if these are snapshots of states, as in `BlockStored`."""
 
 @final
 class AllBlocksCleared:
@@ -1880,6 +1906,10 @@ class CpuKVCache:
         """Bytes of the states that requests have next to the KV, for models whose layers have some. It grows when a row
         is first used."""
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the snapshots of states. It grows when a slot is first used."""
+
 @final
 class CpuDecoder:
     """Forward pass of a dense decoder over flat rows, with its own work space: one pass at a time.
@@ -2007,8 +2037,8 @@ class _CallableModel(Protocol):
         """Run one pass over N rows and write their K and V.
 
         Args:
-            inputs: keywords of `specrs.models.inputs.PassInputs` as int64 arrays, and `rows` `[B]`, the row of state of
-                each of the B sequences.
+            inputs: keywords of `specrs.models.inputs.PassInputs` as int64 arrays (`snapshots` as a tuple), and `rows`
+                `[B]`, the row of state of each of the B sequences.
             wanted: rows whose logits are returned; with `keeps`, rows whose hidden states are kept for `logits` and
                 `hidden`.
             keeps: whether to keep the hidden states of `wanted` instead of returning logits.
@@ -2028,6 +2058,9 @@ class _CallableModel(Protocol):
     def hidden(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the final hidden states `[len(rows), hidden_size]` of rows of the last pass with `keeps`, by their
         index in `wanted`."""
+
+    def restore_states(self, row: int, slot: int) -> None:
+        """Give a row of state the states of a snapshot that a pass wrote into `slot`."""
 
     def fuse(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Combine the target's hidden states `[N, layers, aux_hidden_state_size]` into the input of a head, `[N,

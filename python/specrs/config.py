@@ -22,7 +22,7 @@ from specrs.errors import (
     short,
     unknown_key,
 )
-from specrs.model_values import INTEGERS_AT_LOAD
+from specrs.model_values import DEFAULT_MAX_NUM_SEQS, INTEGERS_AT_LOAD
 from specrs.options import check_options, options_of
 from specrs.speculative_config import AUTO
 
@@ -53,6 +53,11 @@ class EngineConfig(EngineOptions):
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             reason = f"must be at least max_loras={self.max_loras}, or None"
             raise invalid(error, "max_cpu_loras", self.max_cpu_loras, reason)
+
+    @property
+    def most_seqs(self) -> int:
+        """Maximum number of requests that run at once (`max_num_seqs`, or its default)."""
+        return DEFAULT_MAX_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
 
     @property
     def most_cpu_loras(self) -> int:

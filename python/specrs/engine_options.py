@@ -17,6 +17,7 @@ from specrs.model_values import (
     CACHE_DTYPE,
     DEFAULT_CPU_KV_CACHE_BYTES,
     DEFAULT_DISK_CACHE_BYTES,
+    DEFAULT_MAX_NUM_SEQS,
     MODEL_PATH,
     QUANTIZATION,
 )
@@ -176,7 +177,12 @@ class EngineOptions:
         default_is="the model's max_position_embeddings",
         commands=_EVERYWHERE,
     )
-    max_num_seqs: int = _engine_option(256, Integer(1, 65536), "maximum requests that run at once")
+    max_num_seqs: int | None = _engine_option(
+        None,
+        Integer(1, 65536),
+        "maximum requests that run at once",
+        default_is=f"{DEFAULT_MAX_NUM_SEQS}; fewer if layers have states, whose memory this number multiplies",
+    )
     max_num_batched_tokens: int = _engine_option(2048, Integer(1, _POSITIONS, units=True), "maximum tokens per step")
     long_prefill_token_threshold: int = _engine_option(
         0,
@@ -225,8 +231,16 @@ class EngineOptions:
         "share of the GPU's memory to use",
         details="The KV cache gets what weights, buffers and graphs leave of it.",
     )
+    state_cache_memory_bytes: int | None = _engine_option(
+        None,
+        Integer(1, units=True),
+        "bytes of snapshots of states, for prefix hits of models whose layers have states",
+        default_is="four snapshots per request, in at most 15 % of the memory",
+        details="[Layers with states](supported.md#layers-with-states) says when snapshots are written.",
+        device="cpu",
+    )
     enable_prefix_caching: bool | None = _engine_option(
-        None, Switch(), "reuse the KV of equal prefixes", default_is="on; off for models whose layers have states"
+        None, Switch(), "reuse the KV of equal prefixes", default_is="on"
     )
     kv_cache_path: str | None = _engine_option(
         None,

@@ -110,7 +110,7 @@ def measure_costs(parts: EngineParts) -> tuple[CostModel, float]:
     number of passes has changed.
     """
     loop = MeasuringLoop(parts)
-    most, rows = loop.limits.num_speculative_tokens, loop.config.max_num_seqs
+    most, rows = loop.limits.num_speculative_tokens, loop.config.most_seqs
     ks = sorted({0, most} | {k for k in (3, *(1 << i for i in range(most.bit_length()))) if k < most})
     batches = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows})
     _measure(loop, 1, most)  # first calls allocate

@@ -82,7 +82,7 @@ class TorchDecoder(TorchFacts):
         attention = tuple(plans[kind] for kind in kinds)
         runs = None
         if self.config.delta is not None:
-            runs = runs_of(inputs.positions, inputs.q_start, inputs.state_rows, inputs.prompts)
+            runs = runs_of(inputs.positions, inputs.q_start, inputs.state_rows, inputs.prompts, inputs.snapshots)
         plan = PassPlan(self._rotations(inputs.positions), attention, runs)
         return self._run(inputs.input_ids, plan, kv_cache, hidden_layers, inputs.adapters)
 

@@ -27,9 +27,17 @@ class Runs(NamedTuple):
     """For each request with rows, its row of states, the indices of its rows in the pass, and the first position."""
     prompts: bool
     """True if all rows are committed tokens, so that only the last state is kept."""
+    snapshots: tuple[tuple[int, int, int], ...] = ()
+    """Row of states, length and slot of each snapshot to write, as in `PassInputs`."""
 
 
-def runs_of(positions: Tensor, q_start: Tensor, state_rows: Sequence[int] | None, prompts: bool) -> Runs:
+def runs_of(
+    positions: Tensor,
+    q_start: Tensor,
+    state_rows: Sequence[int] | None,
+    prompts: bool,
+    snapshots: tuple[tuple[int, int, int], ...] = (),
+) -> Runs:
     """Return the rows of a pass by request. `state_rows` has the row of states of each; None: its index."""
     at, starts = positions.tolist(), q_start.tolist()
     found = []
@@ -37,7 +45,7 @@ def runs_of(positions: Tensor, q_start: Tensor, state_rows: Sequence[int] | None
         rows = tuple(i for i in range(first, end) if at[i] >= 0)
         if rows:
             found.append((b if state_rows is None else state_rows[b], rows, at[rows[0]]))
-    return Runs(tuple(found), prompts)
+    return Runs(tuple(found), prompts, snapshots)
 
 
 def delta_net(
@@ -59,10 +67,18 @@ def delta_net(
     )
     for row, indices, first in runs.rows:
         state = states.begin(row, layer, first, zero)
+        # States from the committed one on; those after it are of drafts, accepted up to `first`.
+        known = states.rows[row, layer] if first else {0: zero}
+        wanted = {length: slot for of, length, slot in runs.snapshots if of == row and length > min(known)}
+        for length in wanted.keys() & known.keys():
+            if length <= first:
+                states.keep(wanted[length], layer, length, known[length])
         kept = {}
         for count, index in enumerate(indices, 1):
             o, state = step(x[index], w, d, state, c.rms_norm_eps)
             out[index] = o
+            if first + count in wanted and (runs.prompts or count == 1):
+                states.keep(wanted[first + count], layer, first + count, state)
             if not runs.prompts or count == len(indices):
                 kept[first + count] = state
         states.rows[row, layer] = kept

@@ -38,7 +38,7 @@ pub use layer::{Activation, DeltaShape, DeltaWeights, Experts, LayerWeights, Mlp
 pub use linear::{Linear, Part, Weight};
 pub use lora::{Lora, LoraLayer, LoraPart};
 pub use memory::{Bf16, E4m3, E5m2, Memory, MemoryMut, Owner};
-pub use pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass};
+pub use pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass, StateSnapshot};
 pub use pool::Pool;
 pub use quantize::quantize;
 pub use shape::ModelShape;

@@ -6,7 +6,7 @@ mod support;
 use proptest::prelude::*;
 use specrs_cpu::{
     Decoder, DeltaShape, DeltaWeights, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, Mlp, ModelShape,
-    Output, Part, Pass, Pool, QkNorm, SharedExpert, Values, Weights,
+    Output, Part, Pass, Pool, QkNorm, SharedExpert, StateSnapshot, Values, Weights,
 };
 use std::sync::Arc;
 use support::Numbers;
@@ -115,6 +115,17 @@ type Row = (usize, Option<usize>, usize);
 
 /// Logits of a pass's rows, as bits.
 fn feed(decoder: &mut Decoder, kv: &mut KvCache, rows: &[Row], prompts: bool) -> specrs_cpu::Result<Vec<Vec<u32>>> {
+    feed_keeping(decoder, kv, rows, prompts, &[])
+}
+
+/// Logits of a pass's rows, as bits. The pass writes snapshots on the way.
+fn feed_keeping(
+    decoder: &mut Decoder,
+    kv: &mut KvCache,
+    rows: &[Row],
+    prompts: bool,
+    snapshots: &[StateSnapshot],
+) -> specrs_cpu::Result<Vec<Vec<u32>>> {
     let blocks = LEN / BLOCK;
     let seqs = kv.shape().num_blocks / blocks;
     let table: Vec<i64> = (0..(seqs * blocks) as i64).collect();
@@ -130,6 +141,7 @@ fn feed(decoder: &mut Decoder, kv: &mut KvCache, rows: &[Row], prompts: bool) ->
         block_table: &table,
         max_blocks: blocks,
         prompts,
+        snapshots,
         ..Pass::default()
     };
     let wanted: Vec<usize> = (0..rows.len()).collect();
@@ -171,6 +183,12 @@ proptest! {
             let exact: Vec<Vec<Vec<u32>>> = texts.iter().map(|text| alone(&weights, text)).collect();
             kv.poison_states();
             let mut done = vec![0; seqs];
+            // Snapshots at random lengths, two of each text, and the positions that each text's base state covers.
+            let mut snapshots: Vec<StateSnapshot> = (0..2 * seqs)
+                .map(|i| StateSnapshot { row: i / 2, len: n.below(texts[i / 2].len() - 1) + 1, slot: 2 * seqs - 1 - i })
+                .collect();
+            snapshots.iter().for_each(|snapshot| kv.poison_snapshot(snapshot.slot));
+            let mut base = vec![0; seqs];
             while (0..seqs).any(|seq| done[seq] < texts[seq].len()) {
                 // A pass of prompts, or of decoding with drafts, of which some first ones are those of the text.
                 let prompts = n.below(3) == 0;
@@ -190,12 +208,15 @@ proptest! {
                         rows.push((seq, Some(p), token));
                         known.push((p < from + right).then_some((seq, p)));
                     }
+                    if count > 0 {
+                        base[seq] = if prompts { from + count } else { from + 1 };
+                    }
                     done[seq] += right;
                 }
                 if rows.is_empty() {
                     continue;
                 }
-                let found = feed(&mut decoder, &mut kv, &rows, prompts).unwrap();
+                let found = feed_keeping(&mut decoder, &mut kv, &rows, prompts, &snapshots).unwrap();
                 for (known, found) in known.iter().zip(found) {
                     match *known {
                         Some((seq, p)) => prop_assert!(
@@ -206,8 +227,34 @@ proptest! {
                     }
                 }
             }
+            kv.poison_states();
+            snapshots.retain(|snapshot| snapshot.len <= base[snapshot.row]);
+            prop_assert!(!snapshots.is_empty() || base.iter().all(|&len| len < 20));
+            for StateSnapshot { row, len, slot } in snapshots {
+                kv.restore_states(row, slot).unwrap();
+                let rest: Vec<Row> = (len..texts[row].len()).map(|p| (row, Some(p), texts[row][p])).collect();
+                let found = feed(&mut decoder, &mut kv, &rest, true).unwrap();
+                prop_assert!(found == exact[row][len..], "{}: from {len} positions of text {row}", isa.name());
+            }
         }
     }
+}
+
+#[test]
+fn a_slot_that_no_pass_has_written_is_rejected_and_so_is_one_for_two_snapshots() {
+    let (_, mut decoder, mut kv) = small();
+    assert!(kv.restore_states(0, 1).unwrap_err().to_string().contains("snapshot = 1"));
+    let twice = [1, 2].map(|len| StateSnapshot { row: 0, len, slot: 3 });
+    let rows = [(0, Some(0), 1), (0, Some(1), 1)];
+    let told = feed_keeping(&mut decoder, &mut kv, &rows, true, &twice).unwrap_err().to_string();
+    assert!(told.contains("snapshots[1].slot = 3"), "{told}");
+    assert_eq!((kv.snapshot_bytes(), kv.state_bytes()), (0, 0));
+    feed_keeping(&mut decoder, &mut kv, &rows, true, &twice[1..]).unwrap();
+    assert_eq!(kv.snapshot_bytes(), kv.state_bytes());
+    // The state of another row goes on from there.
+    kv.restore_states(1, 3).unwrap();
+    let told = feed(&mut decoder, &mut kv, &[(1, Some(1), 1)], true).unwrap_err().to_string();
+    assert!(told.contains("positions[0] = 1"), "{told}");
 }
 
 fn small() -> (Arc<Weights>, Decoder, KvCache) {

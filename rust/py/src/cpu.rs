@@ -438,6 +438,12 @@ impl CpuKVCache {
         py.detach(|| lock(&self.0).state_bytes())
     }
 
+    /// Bytes of the snapshots of states.
+    #[getter]
+    fn snapshot_bytes(&self, py: Python<'_>) -> usize {
+        py.detach(|| lock(&self.0).snapshot_bytes())
+    }
+
     fn __repr__(&self, py: Python<'_>) -> String {
         // A step that holds the lock may wait for the interpreter.
         py.detach(|| {

@@ -83,6 +83,7 @@ class CpuBackend:
             blueprint.max_model_len,
             blueprint.least_blocks,
             1 + len(blueprint.window_groups),
+            blueprint.state_bytes,
         )
 
     def slot_type(self, device: str) -> SlotType:
@@ -114,7 +115,7 @@ class CpuBackend:
             weights.target.allocate_cache(num_blocks, config.block_size),
             _make_drafter(blueprint, num_blocks),
             RowState.allocate(
-                config.max_num_seqs,
+                config.most_seqs,
                 blueprint.max_model_len,
                 config.block_size,
                 1 + len(blueprint.window_groups),
@@ -125,7 +126,7 @@ class CpuBackend:
             rates=None if speculative is None else speculative.synthetic_acceptance_rates,
             logprobs_mode=config.logprobs_mode,
             ranks=ranks,
-            loras=None if find_adapter is None else LoRARows(config.max_num_seqs, find_adapter),
+            loras=None if find_adapter is None else LoRARows(config.most_seqs, find_adapter),
         )
 
     def connect_ranks(self, ranks: Ranks, device: str, meeting: Meeting, config: EngineConfig) -> None:

@@ -83,6 +83,12 @@ class CallableModel:
         assert self._kept is not None
         return _floats(self._kept[torch.from_numpy(rows)])
 
+    def restore_states(self, row: int, slot: int) -> None:
+        """Give a row of state the states of the snapshot in `slot`."""
+        states = self._kv_cache.states
+        assert states is not None
+        states.restore(row, slot)
+
     def fuse(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Raise NotImplementedError: only a head reads hidden states of a target."""
         raise NotImplementedError
@@ -140,6 +146,10 @@ class CallableHead:
 
     def hidden(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Raise NotImplementedError: a head keeps no hidden states."""
+        raise NotImplementedError
+
+    def restore_states(self, row: int, slot: int) -> None:
+        """Raise NotImplementedError: a head has no states."""
         raise NotImplementedError
 
     @torch.inference_mode()

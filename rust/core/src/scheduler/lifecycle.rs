@@ -210,6 +210,9 @@ impl Scheduler {
             }
         }
         lease.state = RowState::Free;
+        if let Some(snapshots) = &mut self.snapshots {
+            snapshots.release(row)?;
+        }
         if !self.groups.is_empty() {
             self.groups.release(row, &mut self.pool)?;
         }

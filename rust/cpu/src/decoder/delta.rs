@@ -22,6 +22,8 @@ struct Written<'a, 'o> {
     /// States of its value heads, and inputs of the convolution.
     base: &'a mut [f32],
     log: &'a mut [f32],
+    /// Copies of `base` after some updates.
+    snapshots: &'a mut [(usize, &'a mut [f32])],
     /// Outputs of value heads, the key head's from column `first` on.
     outs: &'a mut ColumnsMut<'o, f32>,
     first: usize,
@@ -54,15 +56,22 @@ impl Context<'_> {
                         outs.row_mut(row).fill(0.0);
                     }
                     let heads = shares.key_heads.piece(piece);
-                    for (run, (bases, logs)) in tile.runs.iter().zip(&parts) {
+                    for (run, (bases, logs, snapshots)) in tile.runs.iter().zip(&parts) {
                         let (mut bases, mut logs) = (bases.take(piece), logs.take(piece));
+                        let mut snapshots: Vec<_> =
+                            snapshots.iter().map(|(updates, columns)| (*updates, columns.take(piece))).collect();
                         let bases = bases.row_mut(0).chunks_exact_mut(shape.base_len());
                         let log_len = logs.columns().len() / heads.len().max(1);
                         let logs = logs.row_mut(0);
                         for (i, (head, base)) in heads.clone().zip(bases).enumerate() {
                             let log = &mut logs[i * log_len..][..log_len];
                             let first = i * shape.shared() * shape.value_dim;
-                            let written = Written { base, log, outs: &mut outs, first };
+                            let of_head = i * shape.base_len()..(i + 1) * shape.base_len();
+                            let snapshots = snapshots.iter_mut();
+                            let mut snapshots: Vec<_> = snapshots
+                                .map(|(updates, columns)| (*updates, &mut columns.row_mut(0)[of_head.clone()]))
+                                .collect();
+                            let written = Written { base, log, snapshots: &mut snapshots, outs: &mut outs, first };
                             self.key_head(net, head, run, mixed, written, room);
                         }
                     }
@@ -106,7 +115,7 @@ impl Context<'_> {
         written: Written<'_, '_>,
         room: &mut NetRoom,
     ) {
-        let Written { base, log, outs, first } = written;
+        let Written { base, log, snapshots, outs, first } = written;
         let shape = &net.shape;
         let (width, shared, dim, padded) = (shape.width(), shape.shared(), shape.key_dim, shape.padded_value());
         let (entry, before, count) = (shape.entry_len(), shape.kernel - 1, run.rows.len());
@@ -130,6 +139,10 @@ impl Context<'_> {
         }
         if run.commit > 0 {
             earlier.copy_from_slice(&inputs[(run.replay + run.commit) * width..][..before * width]);
+        }
+
+        for (updates, kept) in snapshots.iter_mut() {
+            kept[shared * dim * padded..].copy_from_slice(&inputs[*updates * width..][..before * width]);
         }
 
         let vectors = width / LANES;
@@ -161,7 +174,11 @@ impl Context<'_> {
             decay: width + dim + shared * padded + j,
         };
         for (j, head_state) in states.chunks_exact_mut(dim * padded).enumerate() {
+            let of_head = j * dim * padded..(j + 1) * dim * padded;
+            let mut snapshots: Vec<(usize, &mut [f32])> =
+                snapshots.iter_mut().map(|(updates, kept)| (*updates, &mut kept[of_head.clone()])).collect();
             self.isa.run(DeltaHead {
+                snapshots: &mut snapshots,
                 key_dim: dim,
                 value_dim: shape.value_dim,
                 state: head_state,

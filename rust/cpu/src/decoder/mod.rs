@@ -258,8 +258,8 @@ impl Decoder {
         self.finite.clear();
         let runs = match self.weights.delta {
             Some((shape, layers)) => {
-                let &Pass { sequences, positions, prompts, .. } = pass;
-                kv.states.plan(shape, layers, FedRows { sequences, positions, prompts })?
+                let &Pass { sequences, positions, prompts, snapshots, .. } = pass;
+                kv.states.plan(shape, layers, FedRows { sequences, positions, prompts, snapshots })?
             }
             None => Vec::new(),
         };
