@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from hf_reference import load
+from specrs.drafters.mtp import head as mtp_head
 from specrs.models import torch_decoder
 from torch import Tensor
 from torch.nn.functional import silu
@@ -76,6 +77,7 @@ def float64() -> Iterator[None]:
         patch.object(modeling.Qwen3_5GatedDeltaNet, "forward", _net),
         patch.object(modeling.Qwen3_5RMSNorm, "forward", _norm),
         patch.object(torch_decoder, "rms_norm", wide_norm),
+        patch.object(mtp_head, "rms_norm", wide_norm),
         patch.object(modeling.Qwen3_5RMSNormGated, "forward", _gated_norm),
     ):
         yield
