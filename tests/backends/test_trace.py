@@ -22,9 +22,9 @@ from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.drafters.base import LoadedDrafter
 from specrs.drafters.draft_model import LoadedDraftModel
-from specrs.drafters.hidden_state import HiddenStateDrafter
 from specrs.drafters.eagle3.config import TargetFacts, parse_eagle3_config
 from specrs.drafters.eagle3.head import Eagle3Head, Eagle3Weights
+from specrs.drafters.hidden_state import LoadedHead
 from specrs.drafters.other_tokenizer import LoadedSharedTokens
 from specrs.drafters.other_tokenizer.vocabulary import SharedVocabulary
 from specrs.drafters.parallel import LoadedParallel
@@ -220,7 +220,7 @@ def make(target: Path, draft: Path, rule: str, kind: str, *, grouped: bool = Fal
     model = model.with_kv_groups(1) if grouped else model
     drafter: LoadedDrafter
     if "head" in kind:
-        drafter = HiddenStateDrafter(fake_head(draft, model))
+        drafter = LoadedHead(fake_head(draft, model))
     elif kind == "parallel":
         drafter = LoadedParallel(fake_decoder(draft, torch.bfloat16), 7)
     elif kind == "other vocabulary":

@@ -81,7 +81,7 @@ class HeadFacts:
 
 
 @dataclass(frozen=True)
-class HiddenStateDrafter:
+class LoadedHead:
     """A head with its weights. `LoadedDrafter` documents the members."""
 
     model: HeadFacts

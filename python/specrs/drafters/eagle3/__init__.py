@@ -11,7 +11,7 @@ from typing import cast
 from specrs.drafters.base import Loading
 from specrs.drafters.eagle3.files import open_head
 from specrs.drafters.eagle3.weights import Eagle3Facts
-from specrs.drafters.hidden_state import HiddenStateDrafter
+from specrs.drafters.hidden_state import LoadedHead
 from specrs.drafters.method import WHERE, CheckpointOptions, ModelMethod, wrong
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.decoder_weights import DecoderFacts
@@ -54,7 +54,7 @@ def bundled() -> str:
     return str(EAGLE3)
 
 
-def load(loading: Loading) -> HiddenStateDrafter:
+def load(loading: Loading) -> LoadedHead:
     """Load a head for the target. Raises `InvalidConfigError` or a subclass if a file is missing, wrong or not
     supported."""
     if loading.generic_target:
@@ -71,7 +71,7 @@ def load(loading: Loading) -> HiddenStateDrafter:
         head: Eagle3Facts = loading.load_head(files)
     ids = list(head.aux_layer_ids)
     logger.info("%s reads hidden states where they enter layers %s of the target, counted from 0", loading.path, ids)
-    return HiddenStateDrafter(head)
+    return LoadedHead(head)
 
 
 EAGLE3 = ModelMethod(

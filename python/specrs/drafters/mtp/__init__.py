@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from specrs.drafters.base import Loading
-from specrs.drafters.hidden_state import HiddenStateDrafter
+from specrs.drafters.hidden_state import LoadedHead
 from specrs.drafters.method import WHERE, MethodOptions, ModelMethod, wrong
 from specrs.drafters.mtp.files import open_mtp
 from specrs.drafters.mtp.weights import MtpFacts
@@ -45,7 +45,7 @@ class MtpOptions(MethodOptions):
             raise wrong("draft_vocab_counts", self.draft_vocab_counts, reason)
 
 
-def load(loading: Loading) -> HiddenStateDrafter:
+def load(loading: Loading) -> LoadedHead:
     """Load the head in the target's checkpoint. Raises `InvalidConfigError` or a subclass if it is missing, wrong or
     not supported."""
     if loading.generic_target:
@@ -61,7 +61,7 @@ def load(loading: Loading) -> HiddenStateDrafter:
         )
         head: MtpFacts = loading.load_head(files)
     logger.info("%s: its MTP head drafts %d of %d ids", loading.path, head.vocab_size, loading.target.vocab_size)
-    return HiddenStateDrafter(head)
+    return LoadedHead(head)
 
 
 MTP = ModelMethod(

@@ -11,7 +11,7 @@ from specrs.backends.cuda.drafters.model import ModelPasses
 from specrs.backends.cuda.drafters.shared_tokens import SharedTokenPasses
 from specrs.drafters.base import LoadedDrafter
 from specrs.drafters.draft_model import LoadedDraftModel
-from specrs.drafters.hidden_state import HiddenStateDrafter
+from specrs.drafters.hidden_state import LoadedHead
 from specrs.drafters.other_tokenizer import LoadedSharedTokens
 from specrs.drafters.parallel import LoadedParallel
 
@@ -19,7 +19,7 @@ PASSES: Mapping[type, Callable[[Any, Room], DraftPasses]] = {
     LoadedDraftModel: ModelPasses.make,
     LoadedParallel: ModelPasses.make,
     LoadedSharedTokens: SharedTokenPasses.make,
-    HiddenStateDrafter: HeadPasses.make,
+    LoadedHead: HeadPasses.make,
 }
 """For each type of loaded drafter, the function that makes its passes with their own KV cache."""
 

@@ -13,7 +13,7 @@ from specrs.backends.cuda.draft_passes import HiddenSource, Reduced, Room
 from specrs.backends.cuda.eagle3 import CudaEagle3Head
 from specrs.backends.cuda.hidden_rows import HiddenInputs, HiddenRows
 from specrs.drafters.eagle3.head import Eagle3Head
-from specrs.drafters.hidden_state import HiddenStateDrafter
+from specrs.drafters.hidden_state import LoadedHead
 from specrs.kernels.cuda.attention_config import ANY_LENGTH
 from specrs.kernels.cuda.hidden_states import gather_states
 from specrs.models.inputs import PassInputs
@@ -37,7 +37,7 @@ class HeadPasses:
     sliding_window: int | None = None
 
     @classmethod
-    def make(cls, drafter: HiddenStateDrafter, room: Room) -> HeadPasses:
+    def make(cls, drafter: LoadedHead, room: Room) -> HeadPasses:
         """Return the passes of `drafter`."""
         limits, own = room.limits, cast("Eagle3Head", drafter.model)
         model = CudaEagle3Head(own.weights, max_rows=room.max_rows, max_seqs=limits.max_num_seqs, ranks=own.ranks)
