@@ -195,7 +195,7 @@ def test_mistakes_are_seen(path: Path, kind: str, fault: str) -> None:
 
 @pytest.mark.parametrize("kind", ["torch", "native"])
 def test_a_state_that_is_fed_again_before_the_norm_is_seen(path: Path, kind: str) -> None:
-    """Of three drafts, the first is right, and later ones are not."""
+    """The first draft is right then, and later ones are not."""
     logits = expected(path)[1]
     with float64():
         target: Any = load_model(path, dtype="float64") if kind == "torch" else load_native(path)

@@ -29,8 +29,8 @@ class Drafter(Protocol):
     max_model_len: int
     """Maximum number of positions that the drafter can hold for a row."""
     hidden_layers: Sequence[int]
-    """Layers of the target whose input hidden states the drafter reads, numbered as by `TorchDecoder.forward`. Empty for
-    a draft model."""
+    """Layers of the target whose input hidden states the drafter reads, numbered as by `TorchDecoder.forward`. Empty
+    for a draft model."""
     num_kept: int
     """Number of positions per row whose hidden states are kept for the drafter."""
 
@@ -132,8 +132,8 @@ class ModelDrafter:
 
 
 class HiddenStateDrafter:
-    """An EAGLE-3 head (Li et al. 2025) or an MTP head. Position p is fed the target's hidden state of p and the token at
-    p + 1."""
+    """An EAGLE-3 head (Li et al. 2025) or an MTP head. Position p is fed the target's hidden state of p and the token
+    at p + 1."""
 
     def __init__(
         self, head: Any, kv_cache: KVCache, vocab_size: int, max_model_len: int, *, max_draft_lag: int
