@@ -334,7 +334,7 @@ def test_where_there_is_no_head(tmp_path: Path, path: Path) -> None:
 
 
 def test_a_head_of_a_multimodal_checkpoint(tmp_path: Path, path: Path) -> None:
-    """Of several files with an index, as published ones are. The index alone says that there is a head."""
+    """It has several files and an index, as published ones do. The index alone says that there is a head."""
     made, names = tmp_path / "model", load_file(path / "model.safetensors")
     made.mkdir()
     raw = json.loads((path / "config.json").read_text())
