@@ -20,6 +20,7 @@ from hybrid_reference import float64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mtp_reference import Script, add_head
+from quantized_files import fp8_block
 from safetensors.torch import load_file, save_file
 from specrs.backends.cpu.mtp import load_mtp
 from specrs.backends.cpu.weights import load_native
@@ -247,6 +248,28 @@ def test_a_head_of_a_quantized_target(tmp_path: Path, quantization: str, size: i
     assert found.shape[1] == (size or 64 + VOCAB)
     rows = slice(LENGTH - 1)  # of the text; drafts may differ
     close(found[rows], logits[rows], BOUND)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain head", "quantized head"])
+@pytest.mark.parametrize("kind", ["torch", "native"])
+def test_a_head_in_a_quantized_checkpoint(tmp_path: Path, quantized: bool, kind: str) -> None:
+    """Its tensors decide whether it is quantized. For the plain head, config.json does not say so."""
+    source = make_checkpoint(tmp_path / "source", "qwen3_5_text", vocab=VOCAB, hidden=48, head_dim=16, kv_heads=2)
+    path = tmp_path / "quantized"
+    whole = [f"model.layers.0.linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")]
+    whole += ["lm_head", "model.layers.0.mlp.down_proj", *(["mtp.fc"] if quantized else [])]
+    fp8_block(add_head(source) if quantized else source, path, block=(16, 16), modules_to_not_convert=whole)
+    numbers = tmp_path / "quantized.numbers"
+    if not quantized:
+        add_head(path, dtype=torch.float32)
+        add_head(numbers)
+    with float64():
+        model = load_model(numbers, dtype="float64")
+        entries = states(model, model.num_layers + 1)
+        known = run(head_of(numbers, model), entries, [LENGTH - 1])[1]
+    target: Any = load_model(path) if kind == "torch" else load_native(path)
+    found = run(head_of(path, target), entries.float(), [LENGTH - 1])[1]
+    close(found[: LENGTH - 1], known[: LENGTH - 1], BOUND)
 
 
 @pytest.mark.parametrize("kind", ["torch", "native"])
