@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from hf_reference import load
+from specrs.drafters.mtp import head as mtp_head
 from specrs.models import torch_decoder
 from torch import Tensor
 from torch.nn.functional import silu
@@ -82,7 +83,8 @@ def float64() -> Iterator[None]:
     """Let transformers and `TorchDecoder` compute the norms and the delta rule of hybrids in float64. The router's
     softmax is in float32 in both."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(torch_decoder, "rms_norm", wide_norm))
+        for owner in (torch_decoder, mtp_head):
+            stack.enter_context(patch.object(owner, "rms_norm", wide_norm))
         for name, module in MODULES.items():
             net = getattr(module, f"{name}GatedDeltaNet")
             for owner, attribute, made in (

@@ -267,7 +267,7 @@ class HiddenDrafter:
     hidden states that are kept.
     """
 
-    def __new__(cls, *, max_model_len: int, max_draft_lag: int) -> HiddenDrafter:
+    def __new__(cls, *, max_model_len: int, max_draft_lag: int, keeps_hits: bool = False) -> HiddenDrafter:
         """Make the description of a head for a `Scheduler`.
 
         Args:
@@ -275,6 +275,8 @@ class HiddenDrafter:
                 At least 1.
             max_draft_lag: maximum number of positions that the head's KV may lag behind n so that it continues from
                 there. Hidden states of one position less are kept for each row. At least K + 2.
+            keeps_hits: True if a prefix hit is kept whole although its last block alone lacks the head's KV. The head
+                then starts anew after it. False: the hit gives up that block.
 
         Raises:
             InvalidConfigError: a negative size; other values are checked by `Scheduler`.
@@ -287,6 +289,10 @@ class HiddenDrafter:
     @property
     def max_draft_lag(self) -> int:
         """Maximum number of positions that the head's KV may lag behind n so that it continues from there."""
+
+    @property
+    def keeps_hits(self) -> bool:
+        """True if a prefix hit is kept whole although its last block alone lacks the head's KV."""
 
 @final
 class TextDrafter:
@@ -1798,6 +1804,7 @@ class CpuWeights:
         lm_head: Sequence[tuple[NDArray[np.generic] | PackedMatrix, NDArray[np.generic] | None]],
         frequencies: NDArray[np.float32],
         head: Mapping[str, object] | None = None,
+        mtp: Mapping[str, object] | None = None,
         rotations: tuple[list[tuple[list[float], float]], list[int | None]] | None = None,
         multipliers: tuple[float, float, float] | None = None,
         windows: list[int | None] | None = None,
@@ -1838,6 +1845,11 @@ class CpuWeights:
                 `fc_norm_each` of each layer's state by itself; `hidden_norm`: `[hidden_size]`; `norm_before_residual`:
                 its residual is the normed hidden state; `norm_output`: it leaves its states after the final norm to
                 the next pass; `target_ids`: the target's id of each of its own, ascending.
+            mtp: makes it an MTP head: one layer, which reads what `fc` makes of the normed embedding and the normed
+                hidden state. `target_layers`: the target's number of layers; `fc`: a projection from 2 * hidden_size;
+                `embedding_norm` and `hidden_norm`: `[hidden_size]`; `target_ids`: the target's id of each of its own,
+                ascending. `lm_head` may have more outputs than these; the first ones are used. It leaves its states
+                after the final norm to the next pass.
             rotations: in place of `frequencies`, where layers rotate in several ways, or a part of a head: pairs of
                 frequencies `[P]`, of the first 2 P features, and what their cosines and sines are multiplied by; then
                 for each layer which of them it has, or None. None: `frequencies` in all layers.
@@ -1961,7 +1973,7 @@ class CpuDecoder:
             kv_cache: KV cache that is read and written.
             hidden: `[N, hidden_size]`, written.
             hidden_layers: L layers. The number of layers stands for the stream after the last layer, before the final
-                norm.
+                norm; one more for the stream after it.
             entries: `[N, L, hidden_size]`, written: the residual stream as the input of those layers. In a head, layer
                 1 is the input of its next pass.
             eagle3: `[N, hidden_size]`, only for a head: each row's hidden state.
@@ -2042,7 +2054,8 @@ class _CallableModel(Protocol):
             wanted: rows whose logits are returned; with `keeps`, rows whose hidden states are kept for `logits` and
                 `hidden`.
             keeps: whether to keep the hidden states of `wanted` instead of returning logits.
-            layers: layers whose input states are returned. For a head `[1]`: the input of its next pass.
+            layers: layers whose input states are returned; the number of layers and one more are explained at
+                `CpuDecoder.forward`. For a head `[1]`: the input of its next pass.
             eagle3: `[N, hidden_size]`, input of a head in addition to the tokens; None for other models.
 
         Returns:

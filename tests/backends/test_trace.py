@@ -22,9 +22,9 @@ from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.drafters.base import LoadedDrafter
 from specrs.drafters.draft_model import LoadedDraftModel
-from specrs.drafters.eagle3 import LoadedHead
 from specrs.drafters.eagle3.config import TargetFacts, parse_eagle3_config
 from specrs.drafters.eagle3.head import Eagle3Head, Eagle3Weights
+from specrs.drafters.hidden_state import LoadedHead
 from specrs.drafters.other_tokenizer import LoadedSharedTokens
 from specrs.drafters.other_tokenizer.vocabulary import SharedVocabulary
 from specrs.drafters.parallel import LoadedParallel

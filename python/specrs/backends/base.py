@@ -14,7 +14,8 @@ from specrs.config import EngineConfig
 from specrs.core import Scheduler
 from specrs.drafters.base import DrafterCounts
 from specrs.drafters.eagle3.reader import HeadFiles
-from specrs.drafters.eagle3.weights import Eagle3Facts
+from specrs.drafters.hidden_state import HeadFacts
+from specrs.drafters.mtp.reader import MtpFiles
 from specrs.models.base import Model
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts
@@ -123,7 +124,7 @@ class Backend(Protocol):
         Raises `InvalidConfigError` and its subclasses for what is missing, broken or not supported.
         """
 
-    def load_head(self, files: HeadFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Facts:
+    def load_head(self, files: HeadFiles | MtpFiles, target: DecoderFacts, ranks: Ranks | None) -> HeadFacts:
         """Load an EAGLE-3 head for `target`, or this rank's part of it. Raises `CheckpointError` for tensors that are
         missing, unknown or misshapen."""
 

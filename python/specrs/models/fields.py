@@ -73,7 +73,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "transformers.js_config": "of another runtime",
     "initial_context_length": "a second name of the length that the RoPE object says",
     "ignore_keys_at_rope_validation": "of a check that transformers makes",
-    "mtp_num_hidden_layers": "of a head that drafts and is not read",
+    "mtp_num_hidden_layers": "of a head that drafts, whose tensors decide whether it is there",
     "max_seq_len_cached": _SPEED,
     "cache_implementation": _SPEED,
     "_attn_implementation": _SPEED,

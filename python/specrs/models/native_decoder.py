@@ -56,7 +56,7 @@ class NativeDecoder(NumpyHeld, DecoderFacts):
         """
         self.weights = weights
         self._kv_groups = kv_groups
-        self._native = _borrow(weights) if native is None else native
+        self._native = CpuWeights(**decoder_arrays(weights)) if native is None else native
         own = CpuPool(1) if pool is None else pool
         self.decoder = CpuDecoder(self._native, own, activations=activations, prompt_tiles=prompt_tiles)
         self._loras: WeakKeyDictionary[LoRAAdapter, CpuLora] = WeakKeyDictionary()
@@ -192,18 +192,19 @@ def model_arrays(
     }
 
 
-def _borrow(weights: NativeWeights) -> CpuWeights:
+def decoder_arrays(weights: NativeWeights) -> dict[str, Any]:
+    """Return the arguments of `CpuWeights` for a decoder."""
     c = weights.config
-    return CpuWeights(
+    return {
         **model_arrays(c, weights.embedding, weights.layers, weights.final_norm, weights.lm_head),
-        frequencies=np.zeros(c.head_dim // 2, dtype=np.float32),
-        rotations=_rotations(weights),
-        multipliers=(c.embedding_multiplier, c.residual_multiplier, c.attention_scale),
-        windows=list(c.windows) or None,
-        activation=c.activation,
-        clamped_swiglu=None if c.experts is None else c.experts.swiglu,
-        kv_scales=[layer.kv_scales for layer in weights.layers],
-    )
+        "frequencies": np.zeros(c.head_dim // 2, dtype=np.float32),
+        "rotations": _rotations(weights),
+        "multipliers": (c.embedding_multiplier, c.residual_multiplier, c.attention_scale),
+        "windows": list(c.windows) or None,
+        "activation": c.activation,
+        "clamped_swiglu": None if c.experts is None else c.experts.swiglu,
+        "kv_scales": [layer.kv_scales for layer in weights.layers],
+    }
 
 
 def _rotations(weights: NativeWeights) -> tuple[list[tuple[list[float], float]], list[int | None]]:

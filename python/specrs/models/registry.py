@@ -150,6 +150,8 @@ class Family:
     output_gate: bool = False
     """True if attention's output is multiplied by the sigmoid of a gate. `q_proj` has of each head its query, then its
     gate."""
+    mtp: bool = False
+    """True if checkpoints may have an MTP head `mtp.*`, which reads hidden states after the final norm."""
     neutral: tuple[tuple[str, tuple[object, ...]], ...] = ()
     """Fields of this family that are not read, with the values at which they have no effect."""
 
@@ -301,6 +303,7 @@ FAMILIES: dict[str, Family] = {
         rope_sections=True,
         delta_net=True,
         output_gate=True,
+        mtp=True,
         neutral=(
             ("attn_output_gate", (None, True)),
             ("mamba_ssm_dtype", (None, "float32")),

@@ -68,8 +68,21 @@ class TorchDecoder(TorchFacts):
         """Feed N rows. Writes K and V of every row with a slot into `kv_cache`, and the requests' states, and changes
         nothing else.
 
-        `hidden_layers` are the layers whose inputs are returned with the final states.
+        `hidden_layers` are the layers whose inputs are returned with the final states. The number of layers stands for
+        the last layer's output, and one more for the final states.
         """
+        return self.forward_from(self.embed(inputs.input_ids), inputs, kv_cache, hidden_layers)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings of tokens, `[N, hidden]`, as the first layer reads them."""
+        c = self.config
+        h = self._embed(input_ids).to(self.weights.dtype)
+        return h if c.embedding_multiplier == 1 else h * c.embedding_multiplier
+
+    def forward_from(
+        self, h: Tensor, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()
+    ) -> HiddenStates:
+        """`forward` from the input `h` `[N, hidden]` of the first layer, in the place of the tokens of `inputs`."""
         shape, windows = self._shape(kv_cache), self.config.windows or (None,) * self.num_layers
         groups = (0,) * self.num_layers if self.kv_groups is None else self.kv_groups.of_layer
         kinds, plans = list(zip(groups, windows, strict=True)), {}
@@ -84,7 +97,7 @@ class TorchDecoder(TorchFacts):
         if self.config.delta is not None:
             runs = runs_of(inputs.positions, inputs.q_start, inputs.state_rows, inputs.prompts, inputs.snapshots)
         plan = PassPlan(self._rotations(inputs.positions), attention, runs)
-        return self._run(inputs.input_ids, plan, kv_cache, hidden_layers, inputs.adapters)
+        return self._run(h, plan, kv_cache, hidden_layers, inputs.adapters)
 
     def _rotations(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor] | None, ...]:
         """Return cos and sin of each layer for `positions` [N], as in `PassPlan.rotations`."""
@@ -100,7 +113,7 @@ class TorchDecoder(TorchFacts):
 
     def _run(
         self,
-        input_ids: Tensor,
+        h: Tensor,
         plan: PassPlan,
         kv_cache: KVCache,
         hidden_layers: Sequence[int],
@@ -113,9 +126,6 @@ class TorchDecoder(TorchFacts):
         normed = c.norms != "after"
         activate = silu_and_mul if c.activation == "silu" else gelu_and_mul
         entries: dict[int, Tensor] = {}
-        h = self._embed(input_ids).to(weights.dtype)
-        if c.embedding_multiplier != 1:
-            h = h * c.embedding_multiplier
         caches = dict(zip(c.attention_layers, kv_cache.layers, strict=True))
         layers = zip(weights.layers, plan.attention, plan.rotations, strict=True)
         for i, (w, attention, rotation) in enumerate(layers):
@@ -173,8 +183,11 @@ class TorchDecoder(TorchFacts):
             h = x.add_(h) if residual == 1 else x.mul_(residual).add_(h)
         if self.num_layers in hidden_layers:
             entries[self.num_layers] = h
+        final = rms_norm(h, weights.final_norm, eps)
+        if self.num_layers + 1 in hidden_layers:
+            entries[self.num_layers + 1] = final
         kept = torch.stack([entries[i] for i in hidden_layers], dim=1) if hidden_layers else None
-        return HiddenStates(rms_norm(h, weights.final_norm, eps), kept)
+        return HiddenStates(final, kept)
 
     def _sum(self, x: Tensor) -> Tensor:
         """Return `x` summed over all ranks. Mutates `x`."""

@@ -43,7 +43,7 @@ pub use pool::Pool;
 pub use quantize::quantize;
 pub use shape::ModelShape;
 pub use values::{Values, ValuesMut};
-pub use weights::{Eagle3Weights, Embedding, Multipliers, Rotation, Weights};
+pub use weights::{Eagle3Weights, Embedding, MtpWeights, Multipliers, Rotation, Weights};
 
 /// Returns the settings of a property test with at most `most` cases. Miri tries three, and cannot write failures to a
 /// file.

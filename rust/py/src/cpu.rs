@@ -7,7 +7,7 @@ use numpy::{Ix1, Ix5, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
     Activation, DeltaShape, DeltaWeights, Eagle3Weights, Experts, Isa, KvCache, KvLayer, KvShape, LayerWeights, Linear,
-    Mlp, ModelShape, Multipliers, Part, Pool, QkNorm, Rotation, SharedExpert, Tiles, Values, Weights,
+    Mlp, ModelShape, MtpWeights, Multipliers, Part, Pool, QkNorm, Rotation, SharedExpert, Tiles, Values, Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -196,6 +196,30 @@ struct HeadArrays<'py> {
     target_ids: Vec<i64>,
 }
 
+/// Weights of an MTP head in addition to its layer, in the form that Python passes.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct MtpArrays<'py> {
+    target_layers: usize,
+    fc: Projection<'py>,
+    embedding_norm: Bound<'py, PyAny>,
+    hidden_norm: Bound<'py, PyAny>,
+    target_ids: Vec<i64>,
+}
+
+impl MtpArrays<'_> {
+    /// Converts the arrays to weights of a head with states of `hidden` elements.
+    fn weights(self, hidden: usize) -> PyResult<MtpWeights> {
+        Ok(MtpWeights {
+            target_layers: self.target_layers,
+            fc: linear("fc", 2 * hidden, &self.fc)?,
+            embedding_norm: vector("embedding_norm", &self.embedding_norm)?,
+            hidden_norm: vector("hidden_norm", &self.hidden_norm)?,
+            target_ids: self.target_ids,
+        })
+    }
+}
+
 impl HeadArrays<'_> {
     /// Converts the arrays to weights of a head. The number of inputs of `fc` is the length of its weight's rows.
     fn weights(self) -> PyResult<Eagle3Weights> {
@@ -280,7 +304,7 @@ impl CpuWeights {
     #[new]
     #[pyo3(signature = (
         *, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, embedding, layers,
-        final_norm, lm_head, frequencies, head = None, rotations = None, multipliers = None,
+        final_norm, lm_head, frequencies, head = None, mtp = None, rotations = None, multipliers = None,
         windows = None, activation = "silu", clamped_swiglu = None, kv_scales = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only sizes and tensors")]
@@ -300,6 +324,7 @@ impl CpuWeights {
         lm_head: Projection<'_>,
         frequencies: &Bound<'_, PyAny>,
         head: Option<HeadArrays<'_>>,
+        mtp: Option<MtpArrays<'_>>,
         rotations: Option<Rotations>,
         multipliers: Option<(f32, f32, f32)>,
         windows: Option<Vec<Option<usize>>>,
@@ -339,14 +364,22 @@ impl CpuWeights {
         let final_norm = vector("final_norm", final_norm)?;
         let lm_head = linear("lm_head", shape.hidden_size, &lm_head)?;
         let frequencies = frequencies.as_slice()?.to_vec();
-        let weights = match (head, layers.len()) {
-            (None, _) => Weights::new(shape, embedding, layers, &final_norm, lm_head, frequencies),
-            (Some(head), 1) => {
+        if (head.is_some() || mtp.is_some()) && layers.len() != 1 {
+            let message = format!("layers: there are {}, expected 1 of a head", layers.len());
+            return Err(Class::InvalidBuffer.error(py, message));
+        }
+        let weights = match (head, mtp) {
+            (None, None) => Weights::new(shape, embedding, layers, &final_norm, lm_head, frequencies),
+            (Some(head), None) => {
                 let head = head.weights()?;
                 Weights::head(shape, embedding, layers.remove(0), &final_norm, lm_head, frequencies, head)
             }
-            (Some(_), count) => {
-                let message = format!("layers: there are {count}, expected 1 of a head");
+            (None, Some(mtp)) => {
+                let mtp = mtp.weights(shape.hidden_size)?;
+                Weights::mtp(shape, embedding, layers.remove(0), &final_norm, lm_head, frequencies, mtp)
+            }
+            (Some(_), Some(_)) => {
+                let message = "head and mtp: both are given, expected at most one".to_owned();
                 return Err(Class::InvalidBuffer.error(py, message));
             }
         };

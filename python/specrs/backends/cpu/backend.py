@@ -14,6 +14,7 @@ from specrs.backends.cpu.eagle3 import load_head
 from specrs.backends.cpu.kv_memory import resolve_num_blocks
 from specrs.backends.cpu.loader import load
 from specrs.backends.cpu.lora_rows import LoRARows
+from specrs.backends.cpu.mtp import load_mtp
 from specrs.backends.cpu.row_state import RowState
 from specrs.backends.cpu.runner import CpuRunner
 from specrs.backends.cpu.threads import choose_threads
@@ -25,8 +26,9 @@ from specrs.config import EngineConfig
 from specrs.core import CpuPool, InvalidBufferError, Scheduler
 from specrs.drafters.cpu import CpuDrafter
 from specrs.drafters.eagle3.reader import HeadFiles
-from specrs.drafters.eagle3.weights import Eagle3Facts
+from specrs.drafters.hidden_state import HeadFacts
 from specrs.drafters.host import OnHost
+from specrs.drafters.mtp.reader import MtpFiles
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
 from specrs.models.base import Model
 from specrs.models.config import ModelConfig
@@ -73,7 +75,9 @@ class CpuBackend:
     def load_model(self, source: ModelSource, device: str, ranks: Ranks | None) -> Model:
         return load(source, ranks)
 
-    def load_head(self, files: HeadFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Facts:
+    def load_head(self, files: HeadFiles | MtpFiles, target: DecoderFacts, ranks: Ranks | None) -> HeadFacts:
+        if isinstance(files, MtpFiles):
+            return load_mtp(files, target, target.cache_dtype)
         return load_head(files, target, target.cache_dtype, ranks)
 
     def num_blocks(self, blueprint: Blueprint) -> int:

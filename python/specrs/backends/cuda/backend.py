@@ -13,6 +13,7 @@ from specrs.backends.model_source import ModelSource
 from specrs.config import EngineConfig
 from specrs.core import Scheduler
 from specrs.drafters.eagle3.reader import HeadFiles
+from specrs.drafters.mtp.reader import MtpFiles
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts
@@ -83,7 +84,10 @@ class CudaBackend:
 
         return load(source, device, ranks)
 
-    def load_head(self, files: HeadFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Head:
+    def load_head(self, files: HeadFiles | MtpFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Head:
+        if isinstance(files, MtpFiles):
+            reason = "not implemented on a GPU; allowed: a method of another kind, or device='cpu'"
+            raise invalid(UnsupportedConfigError, "speculative_config.method", "mtp", reason)
         from specrs.backends.cuda.loader import load_head
 
         return load_head(files, target, ranks)

@@ -230,7 +230,7 @@ impl Scheduler {
             plan.hits.clear();
             self.find_windows(index, most, plan);
         }
-        if self.drafts.from_hidden {
+        if self.drafts.trims_hits {
             self.trim_hits(index, &mut plan.hits);
         }
         if self.snapshots.is_some() {

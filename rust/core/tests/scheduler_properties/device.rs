@@ -192,7 +192,7 @@ impl Device {
             Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, .. } => {
                 (max_draft_lag, mask_token_id, Some(max_model_len))
             }
-            Drafter::Hidden { max_model_len, max_draft_lag } => (max_draft_lag, None, Some(max_model_len)),
+            Drafter::Hidden { max_model_len, max_draft_lag, .. } => (max_draft_lag, None, Some(max_model_len)),
             _ => (0, None, None),
         };
         Self {

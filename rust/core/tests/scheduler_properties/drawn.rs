@@ -124,7 +124,8 @@ pub(crate) fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strate
                 (Some(_), _) if ngrams.is_some() && rows % 2 == 0 => (Drafter::None, 1),
                 (None, _) => (Drafter::None, 1),
                 (Some(max_model_len), Some(more)) => {
-                    (Drafter::Hidden { max_model_len, max_draft_lag: k + 2 + more }, k + 2 + more)
+                    let (max_draft_lag, keeps_hits) = (k + 2 + more, more % 2 == 1);
+                    (Drafter::Hidden { max_model_len, max_draft_lag, keeps_hits }, max_draft_lag)
                 }
                 (Some(max_model_len), None) => {
                     (Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, cost_ratio: ratio }, max_draft_lag)

@@ -16,9 +16,10 @@ pub(super) const RUN: usize = 16;
 pub(super) struct Buffers {
     /// Residual stream, `[rows, hidden]`.
     pub(super) h: Vec<f32>,
-    /// Embeddings, `[rows, hidden]`, for models that are fed a hidden state with each token.
+    /// Embeddings, `[rows, hidden]`, for EAGLE-3 heads. Normed embeddings and normed hidden states, `[rows, 2 hidden]`,
+    /// for MTP heads.
     pub(super) e: Vec<f32>,
-    /// One normed row, `[ceil(hidden / 16)]`, for models that are fed a hidden state with each token.
+    /// One normed row, `[ceil(hidden / 16)]`.
     pub(super) t: Vectors,
     /// Output of a block, `[rows, hidden]`, if a norm follows it.
     pub(super) added: Vec<f32>,
@@ -111,7 +112,7 @@ impl Buffers {
         let (shape, rotations) = (&weights.shape, weights.rotations.len());
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
         let where_some = |some: bool, len: usize| if some { len } else { 0 };
-        let hidden = where_some(weights.eagle3.is_some(), shape.hidden_size);
+        let fed = weights.head.as_ref().map_or(0, |head| shape.hidden_size * if head.is_mtp() { 2 } else { 1 });
         let behind = |layer: &Layer| layer.attention_output_norm.is_some() || layer.mlp_output_norm.is_some();
         let behind = weights.layers.iter().any(behind);
         let whole = weights.layers.iter().any(|layer| layer.qk_norm_whole);
@@ -121,8 +122,8 @@ impl Buffers {
         let shared = weights.experts.map_or(0, |sizes| sizes.shared);
         Self {
             h: vec![0.0; rows * shape.hidden_size],
-            e: vec![0.0; rows * hidden],
-            t: Vectors::new(hidden.div_ceil(LANES)),
+            e: vec![0.0; rows * fed],
+            t: Vectors::new(shape.hidden_size.div_ceil(LANES)),
             added: vec![0.0; rows * where_some(behind, shape.hidden_size)],
             heads: vec![0.0; rows * where_some(whole, heads * dim)],
             q: Vectors::new(rows * shape.num_heads * dim.div_ceil(LANES)),
@@ -161,7 +162,7 @@ impl Buffers {
 impl Private {
     pub(super) fn new(weights: &Weights, isa: Isa) -> Self {
         let (shape, experts) = (&weights.shape, weights.experts.is_some());
-        let fused = weights.eagle3.as_ref().map_or(0, |head| head.fc.inputs);
+        let fused = weights.head.as_ref().map_or(0, |head| head.fc.inputs);
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
         let hidden = shape.hidden_size;
         let (fed, kept) = if fused > 0 { (fused.max(2 * hidden), fused.max(hidden)) } else { (hidden, 0) };
