@@ -9,8 +9,8 @@ import torch
 from specrs.kernels.cuda.device import DeviceLimits
 
 MAX_VERIFY_ROWS = 17
-"""Maximum number of rows per request for which the context is split: K = 16 drafts and one more. Longer chunks fill the
-device without splits."""
+"""Maximum number of rows per request of a verification: K = 16 drafts and one more. Longer chunks split long contexts
+alone, in passes whose total number of rows is known."""
 ANY_LENGTH = 128
 """Number of rows of a chunk from which on its attention is divided like that of any longer one, because a tile has no
 more rows."""
@@ -25,6 +25,9 @@ _BLOCKS_PER_SPLIT = ((1, 16), (2, 4))
 """For each number of splits that the tiles leave room for, the number of consecutive blocks that a split takes at a
 time. A context with no more blocks is not split. A longer one has more splits than programs run at once, so it does not
 delay a kernel."""
+_CHUNK_RUN = 4
+"""Number of consecutive blocks that a split of a chunk's context takes at a time. A context with no more blocks is not
+split, so short prompts add in one order in passes of every shape."""
 _WAVES = 8
 """Number of programs launched per multiprocessor for long contexts, if tiles leave hardly any multiprocessor free."""
 _MAX_LONG_SPLITS = 16
@@ -68,6 +71,7 @@ class AttentionConfig:
         dtypes: tuple[torch.dtype, torch.dtype],
         limits: DeviceLimits,
         span: int,
+        total_rows: int | None = None,
     ) -> AttentionConfig:
         """Return the configuration for a batch of requests with at most `max_q_len` rows each, which attend at most
         `span` positions: a window, or the maximum of a request. `dtypes` are those of queries and of K and V.
@@ -75,6 +79,10 @@ class AttentionConfig:
         There is a split for each multiprocessor that the tiles leave free, but at most one per block of a span. The
         contexts do not matter, so a captured graph serves all of them. If tiles leave hardly any multiprocessor free,
         only long contexts are split (`blocks_per_split`).
+
+        `total_rows` is the number of rows of all requests of a pass over chunks, if it is known when the pass is
+        captured. Then long contexts of chunks are split so that live tiles fill the device once. None: chunks of more
+        than `MAX_VERIFY_ROWS` rows are not split.
         """
         (dtype, cache_dtype), group = dtypes, num_heads // num_kv_heads
         long = max_q_len > MAX_VERIFY_ROWS
@@ -91,7 +99,12 @@ class AttentionConfig:
         splits = 1 if long else max(1, min(_MAX_SPLITS, limits.num_sms // tiles))
         blocks = -(-(span + rows - 1) // block_n) + 1
         blocks_per_split = 1 if long else dict(_BLOCKS_PER_SPLIT).get(splits, 1)
-        further = min(max(2, _WAVES * limits.num_sms // tiles), _SHARED_LINES // (tiles * block_m))
+        further = max(2, _WAVES * limits.num_sms // tiles)
+        if long and total_rows is not None:
+            # Most tiles of a grid for chunks of any lengths have no rows.
+            live = min(tiles, num_kv_heads * (-(-total_rows // rows) + batch - 1))
+            blocks_per_split, further = _CHUNK_RUN, limits.num_sms // live
+        further = min(further, _SHARED_LINES // (tiles * block_m))
         further = min(further, _MAX_LONG_SPLITS, -(-blocks // blocks_per_split))
         if blocks_per_split > 1 and further > splits:
             splits = further

@@ -21,10 +21,9 @@ from specrs.backends.cuda.graphs import Graphs, Uncaptured, capture_all
 from specrs.backends.cuda.row_state import RowState
 from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.cuda.sampling.sampling_state import SamplingState
-from specrs.backends.cuda.shapes import MERGED_ROWS, Buckets, batch_buckets
+from specrs.backends.cuda.shapes import MERGED_CHUNKS, WIDE_MERGED_ROWS, Buckets, batch_buckets
 from specrs.backends.cuda.slots import host_drafts
 from specrs.backends.cuda.warm_up import warm_up
-from specrs.backends.cuda.workspace import MERGED_CHUNKS
 from specrs.core import Scheduler
 from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
@@ -74,7 +73,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         mask_token_id=rules.mask_token_id,
     )
     layers = () if loaded is None else loaded.hidden_layers
-    target_rows = max(config.max_num_batched_tokens, config.max_num_seqs * (k + 1), MERGED_ROWS[-1])
+    target_rows = max(config.max_num_batched_tokens, config.max_num_seqs * (k + 1), WIDE_MERGED_ROWS[-1])
     target = with_buffers(cast("TorchModel", blueprint.weights.target), target_rows, config.max_num_seqs, len(layers))
     vocab = blueprint.weights.target.vocab_size
     rates: Tensor | None = None

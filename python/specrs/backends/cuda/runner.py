@@ -344,7 +344,7 @@ class CudaRunner:
         ctx = self.ctx
         for i in range(1, decoding.depth + 1):
             count = sum(k >= i for k in decoding.ks)
-            key = ("draft", self.buckets.batch(count), i, logits_mode)
+            key = ("draft", self.buckets.chained_batch(count), i, logits_mode)
             if key in self.graphs:
                 self.graphs.replay(key)
             elif i == 1 or not ctx.in_parallel:
