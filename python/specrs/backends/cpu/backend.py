@@ -27,6 +27,7 @@ from specrs.drafters.cpu import CpuDrafter
 from specrs.drafters.eagle3.reader import HeadFiles
 from specrs.drafters.eagle3.weights import Eagle3Facts
 from specrs.drafters.host import OnHost
+from specrs.engine_options import BATCHED_TOKENS
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
 from specrs.models.base import Model
 from specrs.models.config import ModelConfig
@@ -75,6 +76,9 @@ class CpuBackend:
 
     def load_head(self, files: HeadFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Facts:
         return load_head(files, target, target.cache_dtype, ranks)
+
+    def batched_tokens(self, device: str) -> int:
+        return BATCHED_TOKENS
 
     def num_blocks(self, blueprint: Blueprint) -> int:
         return resolve_num_blocks(

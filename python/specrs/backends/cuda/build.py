@@ -51,7 +51,7 @@ def make_buckets(blueprint: Blueprint) -> Buckets:
         has_passes=not on_host,
         mixes=mixes,
         in_parallel=speculative is not None and speculative.parallel_drafting,
-        max_chunk_rows=config.max_num_batched_tokens,
+        max_chunk_rows=config.batched_tokens,
         max_chunks=config.max_num_seqs,
         # A head reads the hidden states of all rows of a prompt chunk, so it needs the chunk's own pass.
         merges=0 if drafter is not None and drafter.hidden_layers else MERGED_CHUNKS,
@@ -73,7 +73,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         mask_token_id=rules.mask_token_id,
     )
     layers = () if loaded is None else loaded.hidden_layers
-    target_rows = max(config.max_num_batched_tokens, config.max_num_seqs * (k + 1), WIDE_MERGED_ROWS[-1])
+    target_rows = max(config.batched_tokens, config.max_num_seqs * (k + 1), WIDE_MERGED_ROWS[-1])
     target = with_buffers(cast("TorchModel", blueprint.weights.target), target_rows, config.max_num_seqs, len(layers))
     vocab = blueprint.weights.target.vocab_size
     rates: Tensor | None = None
@@ -81,7 +81,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         rates = torch.tensor(speculative.synthetic_acceptance_rates, dtype=torch.float32, device=device)
     passes: DraftPasses | None = None
     if loaded is not None:
-        rows = max(config.max_num_batched_tokens, config.max_num_seqs * max(k + 1, sizes.first_pass_rows))
+        rows = max(config.batched_tokens, config.max_num_seqs * max(k + 1, sizes.first_pass_rows))
         room = Room(
             limits=blueprint.draft_limits,
             num_blocks=num_blocks,
@@ -109,7 +109,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
             device=device,
         ),
         chunks=ChunkBuffers.allocate(
-            config.max_num_batched_tokens,
+            config.batched_tokens,
             config.max_num_seqs,
             state.block_table.shape[1],
             groups,

@@ -52,7 +52,7 @@ def measure_num_blocks(blueprint: Blueprint, free_memory: Callable[[str], int]) 
             config.gpu_memory_utilization,
             f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free after the weights, and the buffers of an iteration "
             f"do not fit ({fault}); allowed are a smaller max_num_seqs={config.max_num_seqs}, "
-            f"max_num_batched_tokens={config.max_num_batched_tokens} or num_speculative_tokens",
+            f"max_num_batched_tokens={config.batched_tokens} or num_speculative_tokens",
         ) from None
     left = int(total * config.gpu_memory_utilization) - used - graphs
     _check_fits(blueprint, left, "gpu_memory_utilization", config.gpu_memory_utilization, needed)
@@ -75,7 +75,7 @@ def _measure(blueprint: Blueprint) -> tuple[int, int]:
     config, device = blueprint.config, torch.device(blueprint.device)
     sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
     ctx = make_context(blueprint, blueprint.scheduler(blueprint.max_model_len // config.block_size + 1), sampling, 1)
-    inputs = _prefill_inputs(config.max_num_batched_tokens, blueprint, device)
+    inputs = _prefill_inputs(config.batched_tokens, blueprint, device)
     entries = ctx.target.forward(inputs, ctx.kv_cache, ctx.hidden_layers).entries
     if ctx.drafter is not None:
         start = inputs.q_start[:1]
