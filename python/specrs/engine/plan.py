@@ -12,8 +12,9 @@ from specrs.config import EngineConfig
 
 
 def plan_engine(config: EngineConfig, weights: Weights) -> tuple[Backend, Blueprint]:
-    """Return the backend of the device that holds `weights`, and the blueprint of an engine over them. Its configuration
-    has the device's `max_num_batched_tokens` if none was given.
+    """Return the backend of the device that holds `weights`, and the blueprint of an engine over them.
+
+    The blueprint's configuration has the device's `max_num_batched_tokens` if none was given.
 
     Raises `UnsupportedConfigError` if the options exclude the KV groups of the target.
     """
