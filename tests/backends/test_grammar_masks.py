@@ -11,6 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from specrs.backends.cuda.sampling.grammar import PackedMasks, StepGrammar
 from specrs.backends.cuda.sampling.sampling_state import adjusting_bytes
+from specrs.core import RequestSampling
+from specrs.verify.history import TokenCounts
+from specrs.verify.params import SamplingRows, Steps
+from specrs.verify.processing import Constraints, adjust_logits
 
 VOCAB, WIDTH = 70, 3
 CPU = torch.device("cpu")
@@ -67,3 +71,25 @@ def test_the_memory_is_bounded() -> None:
     """256 requests with five drafts of a vocabulary of 151,936 took 5 to 6 GB, which nothing had counted."""
     assert adjusting_bytes(256 * 6, 151_936) < 2.3e9
     assert adjusting_bytes(8, 151_936) == 8 * 36 * 151_936
+
+
+def test_ids_that_a_draft_lacks_stay_out() -> None:
+    """Their logits are -inf, and no mask, bias or penalty makes them anything else."""
+    logits = torch.randn(2, 8)
+    logits[:, 5:] = -torch.inf
+    rows = SamplingRows.allocate(2, dtype=torch.float32, device=CPU)
+    asked = RequestSampling(repetition_penalty=1.7, frequency_penalty=-2.0, presence_penalty=-2.0, temperature=0.0)
+    for row in range(2):
+        rows.write(row, asked)
+    counts = TokenCounts(torch.full((2, 8), 3, dtype=torch.int32), torch.ones(2, 8, dtype=torch.bool))
+    ids, bias = torch.arange(8).expand(2, 8), torch.full((2, 8), 100.0)
+    made = adjust_logits(
+        logits,
+        rows,
+        Steps.of(asked.columns("float32")[1]),
+        constraints=Constraints(bias_ids=ids, bias=bias),
+        counts=counts,
+    )
+    assert made[:, 5:].eq(-torch.inf).all()
+    assert made[:, :5].isfinite().all()
+    assert not made[:, :5].equal(logits[:, :5])

@@ -1,10 +1,12 @@
 """Which graph a step takes: large enough, one that is captured, and not mostly padding."""
 
+import gc
 import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from specrs.backends.cuda import graphs
 from specrs.backends.cuda.shapes import WIDE_MERGED_ROWS, Buckets, LogitsMode, Shape, batch_buckets
 
 
@@ -137,3 +139,12 @@ def test_beyond_the_captured_sizes_there_is_no_graph(logits_mode: LogitsMode) ->
     assert buckets.batches == [1, 2]
     assert buckets.whole([3, 3, 3], logits_mode) is None
     assert buckets.chained([3, 3, 3], logits_mode) is None
+
+
+def test_nothing_is_collected_while_a_graph_is_captured() -> None:
+    """A finaliser that frees the device's memory there makes the capture invalid."""
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError), graphs._without_collection():
+        assert not gc.isenabled()
+        raise ZeroDivisionError
+    assert gc.isenabled()
