@@ -82,7 +82,7 @@ def test_without_graphs_one_attention_serves_chunks_of_all_lengths(
 
 
 def test_a_grid_is_as_long_as_the_longest_chunk() -> None:
-    """Of 40 chunks of 10 rows without a graph it has programs for 10 rows each, and a graph's for all its rows."""
+    """Without a graph, 40 chunks of 10 rows have programs for 10 rows each. A graph has some for all its rows."""
     buffers = ChunkBuffers.allocate(400, 40, 3, 2, 41, torch.device("cpu"))
     given = inputs([10] * 40)
     made = buffers.fill(given, ChunkShape(400, 40, captured=False))

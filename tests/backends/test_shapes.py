@@ -144,7 +144,6 @@ def test_beyond_the_captured_sizes_there_is_no_graph(logits_mode: LogitsMode) ->
 def test_nothing_is_collected_while_a_graph_is_captured() -> None:
     """A finaliser that frees the device's memory there makes the capture invalid."""
     assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError), graphs._without_collection():
+    with graphs._without_collection():
         assert not gc.isenabled()
-        raise ZeroDivisionError
     assert gc.isenabled()

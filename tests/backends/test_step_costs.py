@@ -86,7 +86,7 @@ def test_without_graphs_nothing_is_timed() -> None:
 
 
 def test_drafts_in_the_record_have_graphs_of_their_own() -> None:
-    """Those without draft passes, which cost no draft's time."""
+    """Graphs without draft passes are timed for them, which cost no draft's time."""
     buckets = Buckets([1, 4], 3, every_k=True, mixes=True)
     timed: list[Shape] = []
 
