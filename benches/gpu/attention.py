@@ -44,6 +44,8 @@ def one(device: torch.device, context: int, copied: float, rows: int = ROWS) -> 
         limits=limits,
         span=context + rows,
     )
+    span = context + rows
+    cut = cut.of_chunks(rows, batch=1, max_q_len=rows, num_kv_heads=KV_HEADS, limits=limits, span=span)
     cache = torch.randn(blocks + 1, 2, KV_HEADS, BLOCK, DIM, device=device).to(dtype)
     q = torch.randn(rows, heads * DIM, device=device).to(dtype)
     positions = torch.arange(context, context + rows, device=device)

@@ -3,7 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from specrs.kernels.cuda.device import DeviceLimits
@@ -71,7 +71,6 @@ class AttentionConfig:
         dtypes: tuple[torch.dtype, torch.dtype],
         limits: DeviceLimits,
         span: int,
-        total_rows: int | None = None,
     ) -> AttentionConfig:
         """Return the configuration for a batch of requests with at most `max_q_len` rows each, which attend at most
         `span` positions: a window, or the maximum of a request. `dtypes` are those of queries and of K and V.
@@ -80,9 +79,7 @@ class AttentionConfig:
         contexts do not matter, so a captured graph serves all of them. If tiles leave hardly any multiprocessor free,
         only long contexts are split (`blocks_per_split`).
 
-        `total_rows` is the number of rows of all requests of a pass over chunks, if it is known when the pass is
-        captured. Then long contexts of chunks are split so that live tiles fill the device once. None: chunks of more
-        than `MAX_VERIFY_ROWS` rows are not split.
+        The contexts of more than `MAX_VERIFY_ROWS` rows are not split: see `of_chunks`.
         """
         (dtype, cache_dtype), group = dtypes, num_heads // num_kv_heads
         long = max_q_len > MAX_VERIFY_ROWS
@@ -99,12 +96,7 @@ class AttentionConfig:
         splits = 1 if long else max(1, min(_MAX_SPLITS, limits.num_sms // tiles))
         blocks = -(-(span + rows - 1) // block_n) + 1
         blocks_per_split = 1 if long else dict(_BLOCKS_PER_SPLIT).get(splits, 1)
-        further = max(2, _WAVES * limits.num_sms // tiles)
-        if long and total_rows is not None:
-            # Most tiles of a grid for chunks of any lengths have no rows.
-            live = min(tiles, num_kv_heads * (-(-total_rows // rows) + batch - 1))
-            blocks_per_split, further = _CHUNK_RUN, limits.num_sms // live
-        further = min(further, _SHARED_LINES // (tiles * block_m))
+        further = min(max(2, _WAVES * limits.num_sms // tiles), _SHARED_LINES // (tiles * block_m))
         further = min(further, _MAX_LONG_SPLITS, -(-blocks // blocks_per_split))
         if blocks_per_split > 1 and further > splits:
             splits = further
@@ -122,6 +114,25 @@ class AttentionConfig:
         most = 1 if wide or short else 2 if block_m >= 64 or block_n == 128 else 3
         ahead = min(most, (limits.shared_memory - fixed) // step)
         return cls(rows, block_m, block_n, splits, 8 if wide else 4, 2 * max(1, ahead) + 1, blocks_per_split)
+
+    def of_chunks(
+        self, total_rows: int, *, batch: int, max_q_len: int, num_kv_heads: int, limits: DeviceLimits, span: int
+    ) -> AttentionConfig:
+        """Return the configuration for a pass over chunks that have `total_rows` rows in all, which is known when the
+        pass is captured. The other arguments are those of `choose`.
+
+        Contexts of more than `_CHUNK_RUN` blocks are split so that tiles with rows fill the device once. With at most
+        `MAX_VERIFY_ROWS` rows nothing changes.
+        """
+        if max_q_len <= MAX_VERIFY_ROWS:
+            return self
+        tiles = batch * num_kv_heads * -(-max_q_len // self.rows)
+        # Most tiles of a grid for chunks of any lengths have no rows.
+        live = min(tiles, num_kv_heads * (-(-total_rows // self.rows) + batch - 1))
+        blocks = -(-(span + self.rows - 1) // self.block_n) + 1
+        splits = min(limits.num_sms // live, _SHARED_LINES // (tiles * self.block_m), _MAX_LONG_SPLITS)
+        splits = min(splits, -(-blocks // _CHUNK_RUN))
+        return replace(self, splits=splits, blocks_per_split=_CHUNK_RUN) if splits > 1 else self
 
     def fused_lines(self, group: int) -> int:
         """Return the number of lines of a tile that the last program combines at a time. 0: there is nothing to

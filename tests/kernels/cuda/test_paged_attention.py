@@ -342,12 +342,13 @@ def test_splits_follow_the_free_multiprocessors(batch: int, splits: int, blocks_
 )
 def test_chunks_of_known_rows_fill_the_device_once(batch: int, rows: int, splits: int) -> None:
     """A long context is split among the multiprocessors that live tiles leave free; a short one is not."""
-    config = chosen_for_32b(batch=batch, max_q_len=rows, total_rows=rows, span=1 << 17)
+    unknown = chosen_for_32b(batch=batch, max_q_len=rows, span=1 << 17)
+    sizes = {"batch": batch, "max_q_len": rows, "num_kv_heads": 8, "span": 1 << 17}
+    config = unknown.of_chunks(rows, limits=ABSENT, **sizes)
     assert config.splits == splits
     assert config.blocks_per_split * config.block_n == (256 if splits > 1 else config.block_n)
     live = 8 * (-(-rows // config.rows) + batch - 1)
     assert splits == 1 or 132 // 2 < live * splits <= 132
-    unknown = chosen_for_32b(batch=batch, max_q_len=rows, span=1 << 17)
     assert (unknown.splits, unknown.rows, unknown.block_m) == (1, config.rows, config.block_m)
 
 

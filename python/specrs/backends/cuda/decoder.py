@@ -354,9 +354,9 @@ def _attention_config(
 ) -> list[int]:
     """Return the fields of the cached AttentionConfig for these sizes. `shape` is a number of requests, and of all rows
     if the pass is over chunks and captured."""
+    batch, total_rows = shape
     config = AttentionConfig.choose(
-        batch=shape[0],
-        total_rows=shape[1],
+        batch=batch,
         max_q_len=max_q_len,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -365,4 +365,8 @@ def _attention_config(
         limits=limits,
         span=span,
     )
+    if total_rows is not None:
+        config = config.of_chunks(
+            total_rows, batch=batch, max_q_len=max_q_len, num_kv_heads=kv_heads, limits=limits, span=span
+        )
     return list(dataclasses.astuple(config))

@@ -108,7 +108,10 @@ def _attention_scratch(
             sizes.append(needed(choose(batch=batch, max_q_len=rows), batch=most_seqs, max_q_len=rows))
     for batch in {min(seqs, max_seqs) for seqs in (*CHUNK_SEQS, MERGED_CHUNKS)}:
         for rows in range(MAX_VERIFY_ROWS + 1, MAX_CAPTURED_ROWS + 1):
-            cut = choose(batch=batch, max_q_len=rows, total_rows=rows)
+            cut = choose(batch=batch, max_q_len=rows)
+            cut = cut.of_chunks(
+                rows, batch=batch, max_q_len=rows, num_kv_heads=config.num_kv_heads, limits=limits, span=_FAR
+            )
             sizes.append(needed(cut, batch=batch, max_q_len=rows))
     partial_out, partial_stat, counters = zip(*sizes, strict=True)
     return max(partial_out), max(partial_stat), max(counters)
