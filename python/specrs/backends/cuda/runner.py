@@ -139,7 +139,7 @@ class CudaRunner:
             began = time.perf_counter()
             self.graphs.replay(shape)
             return 1e3 * (time.perf_counter() - began)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             start.record()
             self.graphs.replay(shape)
