@@ -16,7 +16,7 @@ from typing import Any
 
 from specrs import vllm_arguments
 from specrs.drafters.mtp.files import has_mtp_head
-from specrs.engine_options import INTEGER_ACTIVATIONS, SPLIT_DRAFT_TRANSLATES_ON, EngineOptions, may_be
+from specrs.engine_options import BATCHED_TOKENS, INTEGER_ACTIVATIONS, SPLIT_DRAFT_TRANSLATES_ON, EngineOptions, may_be
 from specrs.errors import (
     InvalidConfigError,
     UnsupportedConfigError,
@@ -69,6 +69,12 @@ class EngineConfig(EngineOptions):
     def most_cpu_loras(self) -> int:
         """Number of recently used LoRA adapters that are kept in memory (`max_cpu_loras`, or its default)."""
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+    @property
+    def batched_tokens(self) -> int:
+        """Maximum number of tokens per step (`max_num_batched_tokens`, or its default on a device that is unknown). The
+        configuration of an engine that is built has the default of its device."""
+        return BATCHED_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
     def check_device(self, device: str, dtype: str) -> None:
         """Raise an error for options that a device, or its ranks, do not serve.

@@ -39,6 +39,11 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 STREAMING_PREFILL_STALL_MS = 75.0
 """Default of `max_prefill_stall_ms` where answers are streamed. If prompts take twice the predicted time and a decode
 step takes 100 ms, streams pause for 250 ms."""
+BATCHED_TOKENS = 2048
+"""Default of `max_num_batched_tokens`."""
+BATCHED_TOKENS_OF_LARGE_GPUS = 8192
+"""Default of `max_num_batched_tokens` on a GPU with 80 GB or more. With 256 requests and five drafts each, decoding
+takes 1,536 tokens of a step, and as many as 588 prompt tokens arrive in it."""
 _POSITIONS = 1 << 24
 _EVERYWHERE: tuple[Command, ...] = ("serve", "chat", "generate", "bench")
 _MEASURED: tuple[Command, ...] = (*_EVERYWHERE, "advise", "forecast")
@@ -183,7 +188,12 @@ class EngineOptions:
         "maximum requests that run at once",
         default_is=f"{DEFAULT_MAX_NUM_SEQS}; fewer if layers have states, whose memory this number multiplies",
     )
-    max_num_batched_tokens: int = _engine_option(2048, Integer(1, _POSITIONS, units=True), "maximum tokens per step")
+    max_num_batched_tokens: int | None = _engine_option(
+        None,
+        Integer(1, _POSITIONS, units=True),
+        "maximum tokens per step",
+        default_is=f"{BATCHED_TOKENS}, {BATCHED_TOKENS_OF_LARGE_GPUS} on a GPU with 80 GB or more",
+    )
     long_prefill_token_threshold: int = _engine_option(
         0,
         Integer(0, _POSITIONS, units=True),

@@ -94,7 +94,7 @@ class Blueprint:
             max_model_len=self.max_model_len,
             draft_max_model_len=resolve_draft_max_model_len(config, self.drafter.model.max_position_embeddings),
             max_num_seqs=config.most_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.batched_tokens,
             block_size=config.block_size,
         )
 
@@ -205,7 +205,7 @@ class Blueprint:
             max_model_len=self.max_model_len,
             num_blocks=blocks,
             block_size=config.block_size,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.batched_tokens,
             num_speculative_tokens=self.num_speculative_tokens,
             drafter=self._declared(measuring),
             sliding_window=self.sliding_window,

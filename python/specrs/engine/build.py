@@ -156,7 +156,7 @@ def _measure(
 
     def measured(drafter: str) -> tuple[CostModel, float]:
         own = blueprint.scheduler(blocks, measuring=drafter)
-        return measure_costs(make_parts(blueprint, own, runner, make_slot))
+        return measure_costs(make_parts(blueprint, own, runner, make_slot), on_host=drafter == "host")
 
     if not blueprint.host_drafters:
         return measured("device")

@@ -69,6 +69,8 @@ class PassInputs:
     meaningless."""
     prompts: bool = False
     """True if all rows are tokens of prompts, or tokens that a draft model catches up with."""
+    captured: bool = False
+    """True if a graph of this number of rows and requests runs the pass. `max_q_len` is then the number of all rows."""
     chunks: ChunkRows | None = None
     """Prompt chunks whose rows follow those of the B requests. Only `CudaDecoder` supports them."""
     state_rows: tuple[int, ...] | None = None

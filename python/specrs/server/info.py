@@ -111,7 +111,7 @@ async def server_info(context: Context) -> dict[str, Any]:
         "kv_cache_dtype": config.kv_cache_dtype,
         "max_model_len": limits.max_model_len,
         "max_num_seqs": config.most_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_batched_tokens": config.batched_tokens,
         "enable_prefix_caching": config.enable_prefix_caching,
         "block_size": config.block_size,
         "num_gpu_blocks": stats.num_blocks,

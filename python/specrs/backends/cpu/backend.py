@@ -29,6 +29,7 @@ from specrs.drafters.eagle3.reader import HeadFiles
 from specrs.drafters.hidden_state import HeadFacts
 from specrs.drafters.host import OnHost
 from specrs.drafters.mtp.reader import MtpFiles
+from specrs.engine_options import BATCHED_TOKENS
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
 from specrs.models.base import Model
 from specrs.models.config import ModelConfig
@@ -79,6 +80,9 @@ class CpuBackend:
         if isinstance(files, MtpFiles):
             return load_mtp(files, target, target.cache_dtype)
         return load_head(files, target, target.cache_dtype, ranks)
+
+    def batched_tokens(self, device: str) -> int:
+        return BATCHED_TOKENS
 
     def num_blocks(self, blueprint: Blueprint) -> int:
         return resolve_num_blocks(

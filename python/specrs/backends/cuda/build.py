@@ -21,10 +21,9 @@ from specrs.backends.cuda.graphs import Graphs, Uncaptured, capture_all
 from specrs.backends.cuda.row_state import RowState
 from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.cuda.sampling.sampling_state import SamplingState
-from specrs.backends.cuda.shapes import MERGED_ROWS, Buckets, batch_buckets
+from specrs.backends.cuda.shapes import MERGED_CHUNKS, WIDE_MERGED_ROWS, Buckets, batch_buckets
 from specrs.backends.cuda.slots import host_drafts
 from specrs.backends.cuda.warm_up import warm_up
-from specrs.backends.cuda.workspace import MERGED_CHUNKS
 from specrs.core import Scheduler
 from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
@@ -52,7 +51,7 @@ def make_buckets(blueprint: Blueprint) -> Buckets:
         has_passes=not on_host,
         mixes=mixes,
         in_parallel=speculative is not None and speculative.parallel_drafting,
-        max_chunk_rows=config.max_num_batched_tokens,
+        max_chunk_rows=config.batched_tokens,
         max_chunks=config.most_seqs,
         # A head reads the hidden states of all rows of a prompt chunk, so it needs the chunk's own pass.
         merges=0 if drafter is not None and drafter.hidden_layers else MERGED_CHUNKS,
@@ -74,7 +73,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         mask_token_id=rules.mask_token_id,
     )
     layers = () if loaded is None else loaded.hidden_layers
-    target_rows = max(config.max_num_batched_tokens, config.most_seqs * (k + 1), MERGED_ROWS[-1])
+    target_rows = max(config.batched_tokens, config.most_seqs * (k + 1), WIDE_MERGED_ROWS[-1])
     target = with_buffers(cast("TorchModel", blueprint.weights.target), target_rows, config.most_seqs, len(layers))
     vocab = blueprint.weights.target.vocab_size
     rates: Tensor | None = None
@@ -82,7 +81,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         rates = torch.tensor(speculative.synthetic_acceptance_rates, dtype=torch.float32, device=device)
     passes: DraftPasses | None = None
     if loaded is not None:
-        rows = max(config.max_num_batched_tokens, config.most_seqs * max(k + 1, sizes.first_pass_rows))
+        rows = max(config.batched_tokens, config.most_seqs * max(k + 1, sizes.first_pass_rows))
         room = Room(
             limits=blueprint.draft_limits,
             num_blocks=num_blocks,
@@ -109,7 +108,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
             device=device,
         ),
         chunks=ChunkBuffers.allocate(
-            config.max_num_batched_tokens,
+            config.batched_tokens,
             config.most_seqs,
             state.block_table.shape[1],
             groups,

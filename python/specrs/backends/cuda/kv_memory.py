@@ -14,7 +14,7 @@ from specrs.backends.cuda.build import make_buckets, make_context
 from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.graphs import measure_bytes
 from specrs.backends.cuda.hidden_rows import HiddenInputs
-from specrs.backends.cuda.sampling.sampling_state import SamplingState
+from specrs.backends.cuda.sampling.sampling_state import SamplingState, adjusting_bytes
 from specrs.backends.kv_memory import GIB, given_num_blocks
 from specrs.errors import InvalidConfigError, invalid
 from specrs.models.inputs import PassInputs
@@ -52,7 +52,7 @@ def measure_num_blocks(blueprint: Blueprint, free_memory: Callable[[str], int]) 
             config.gpu_memory_utilization,
             f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free after the weights, and the buffers of an iteration "
             f"do not fit ({fault}); allowed are a smaller max_num_seqs={config.most_seqs}, "
-            f"max_num_batched_tokens={config.max_num_batched_tokens} or num_speculative_tokens",
+            f"max_num_batched_tokens={config.batched_tokens} or num_speculative_tokens",
         ) from None
     left = int(total * config.gpu_memory_utilization) - used - graphs
     _check_fits(blueprint, left, "gpu_memory_utilization", config.gpu_memory_utilization, needed)
@@ -75,7 +75,7 @@ def _measure(blueprint: Blueprint) -> tuple[int, int]:
     config, device = blueprint.config, torch.device(blueprint.device)
     sampling = SamplingState(config.most_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
     ctx = make_context(blueprint, blueprint.scheduler(blueprint.max_model_len // config.block_size + 1), sampling, 1)
-    inputs = _prefill_inputs(config.max_num_batched_tokens, blueprint, device)
+    inputs = _prefill_inputs(config.batched_tokens, blueprint, device)
     entries = ctx.target.forward(inputs, ctx.kv_cache, ctx.hidden_layers).entries
     if ctx.drafter is not None:
         start = inputs.q_start[:1]
@@ -85,6 +85,9 @@ def _measure(blueprint: Blueprint) -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info(device)
     # Memory that torch has freed but cached counts as used, because prefill's temporaries need it again.
     used = total - free
+    # A penalty or a grammar of one request adjusts logits of the whole batch, in memory that prefill may have left.
+    adjusting = adjusting_bytes(ctx.buffers.logits.shape[0], blueprint.weights.target.vocab_size)
+    used += max(0, adjusting - (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)))
     graphs = 0
     if not config.enforce_eager:
         graphs = measure_bytes(ctx, make_buckets(blueprint), sequences_of(ctx.record.views, "num_decode"), device)
