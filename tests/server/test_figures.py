@@ -101,6 +101,7 @@ def served(stats: EngineStats | None = None, **config: Any) -> Metrics:
             "kv_cache_dtype": "auto",
             "enable_lora": False,
             "kv_cache_path": None,
+            "state_cache_memory_bytes": None,
             **config,
         }
     )

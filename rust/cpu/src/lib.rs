@@ -38,10 +38,11 @@ pub use layer::{Activation, DeltaShape, DeltaWeights, Experts, LayerWeights, Mlp
 pub use linear::{Linear, Part, Weight};
 pub use lora::{Lora, LoraLayer, LoraPart};
 pub use memory::{Bf16, E4m3, E5m2, Memory, MemoryMut, Owner};
-pub use pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass, StateSnapshot};
+pub use pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass};
 pub use pool::Pool;
 pub use quantize::quantize;
 pub use shape::ModelShape;
+pub use states::StateSnapshot;
 pub use values::{Values, ValuesMut};
 pub use weights::{Eagle3Weights, Embedding, MtpWeights, Multipliers, Rotation, Weights};
 

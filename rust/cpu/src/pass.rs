@@ -5,6 +5,7 @@ use crate::kv_cache::{KvCache, KvShape};
 use crate::lora::Lora;
 pub use crate::shape::MAX_TILE_ROWS;
 use crate::shape::ModelShape;
+use crate::states::StateSnapshot;
 use std::ops::Range;
 
 /// Pass over N flat rows.
@@ -40,19 +41,6 @@ pub struct Pass<'a> {
     pub adapters: &'a [Option<&'a Lora>],
     /// Snapshots of states to write, for models whose layers have some.
     pub snapshots: &'a [StateSnapshot],
-}
-
-/// Snapshot of a row's states that a pass writes if the row passes its length. It is not written by a pass that does not
-/// feed the row, that ends before, or that began at this length or later.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StateSnapshot {
-    /// Row of state.
-    pub row: usize,
-    /// Number of positions that the states cover, all of them committed: drafts count once a later pass has accepted
-    /// them.
-    pub len: usize,
-    /// Slot that the snapshot is written to.
-    pub slot: usize,
 }
 
 /// Output of a pass besides K and V. `rows` are rows of the pass, ascending; only the first `num_ids` ids count.

@@ -10,8 +10,20 @@
 use crate::error::{Error, Result};
 use crate::layer::DeltaShape;
 use crate::memory::Columns;
-use crate::pass::StateSnapshot;
 use crate::shape::MAX_TILE_ROWS;
+
+/// Snapshot of a row's states that a pass writes if the row passes its length. It is not written by a pass that does not
+/// feed the row, that ends before, or that began at this length or later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateSnapshot {
+    /// Row of state.
+    pub row: usize,
+    /// Number of positions that the states cover, all of them committed: drafts count once a later pass has accepted
+    /// them.
+    pub len: usize,
+    /// Slot that the snapshot is written to.
+    pub slot: usize,
+}
 
 /// Rows of one request in one tile.
 #[derive(Debug)]

@@ -50,6 +50,7 @@ mod row;
 mod saves;
 mod settle;
 mod sharing;
+mod snapshot_pool;
 mod snapshots;
 mod speculation;
 #[cfg(test)]
@@ -78,7 +79,7 @@ use layout::{RecordLayout, ResultsLayout, SettledLayout};
 use request::{Order, RequestIndex, Requests};
 use row::{Row, RowIndex, Step};
 pub use saves::{DueBlock, EndedOutput};
-pub use snapshots::SnapshotStats;
+pub use snapshot_pool::SnapshotStats;
 
 /// Outcome of `plan`. The enum is exhaustive, because a host that does not know an outcome cannot go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -169,7 +170,7 @@ pub struct Scheduler {
     /// State for drafters that read hidden states, by row; empty for other drafters.
     hidden: Vec<hidden::HiddenRow>,
     /// Snapshots of states; `None` if no layer has a state.
-    snapshots: Option<snapshots::Snapshots>,
+    snapshots: Option<snapshot_pool::Snapshots>,
     /// Log of KV events; `None` unless events are enabled.
     kv_events: Option<KvEventLog>,
     /// Blocks that the host should copy out; `None` unless block saves are enabled.
@@ -226,7 +227,7 @@ impl Scheduler {
                 hidden::HiddenRow::default();
                 if config.drafter.bounds(config.num_speculative_tokens).from_hidden { rows } else { 0 }
             ],
-            snapshots: snapshots::Snapshots::new(&config)?,
+            snapshots: snapshot_pool::Snapshots::new(&config)?,
             kv_events: config.enable_kv_cache_events.then(|| KvEventLog::new(&config)),
             saves: config.enable_block_saves.then(|| saves::SaveLog::new(&config)),
             loads: Vec::new(),

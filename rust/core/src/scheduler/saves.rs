@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 
 use super::kv_events::KvEventLog;
 use super::request::Request;
-use super::snapshots::Snapshots;
+use super::snapshot_pool::Snapshots;
 use super::{Scheduler, SchedulerConfig};
 use crate::block_pool::BlockPool;
 use crate::error::{Error, Result};

@@ -21,7 +21,7 @@ mod translate;
 mod verify;
 
 use crate::error::{Error, Result, check_len};
-use crate::pass::StateSnapshot;
+use crate::states::StateSnapshot;
 use specrs_core::sampling::{LOGPROBS_NONE, LogitsProcessors, LogprobsMode, Sampler, SamplingParams};
 use specrs_core::scheduler::layout::{RecordLayout, RecordView, ResultsLayout};
 use specrs_core::scheduler::{SchedulerConfig, StepHeader};

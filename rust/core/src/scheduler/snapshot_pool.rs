@@ -1,0 +1,124 @@
+//! Slots of snapshots of states, found by the hash of the KV block that ends there. Knows no request and no plan.
+
+use super::config::SchedulerConfig;
+use super::kv_events::KvEventLog;
+use super::row::RowIndex;
+use crate::block_pool::BlockPool;
+use crate::error::Result;
+use crate::hash::BlockHash;
+
+/// Snapshots of a scheduler, and the work that became of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SnapshotStats {
+    /// Number of slots.
+    pub slots: usize,
+    /// Number of slots with a snapshot that can be found.
+    pub cached: usize,
+    /// Number of requests that began with a snapshot, counted each time they got a row.
+    pub hits: u64,
+    /// Number of snapshots that were written and could be found.
+    pub stored: u64,
+    /// Number of snapshots that gave way to others, or to the KV block at their end.
+    pub evictions: u64,
+}
+
+/// Snapshot that steps in flight, or the next ones, write.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pending {
+    /// Number of positions that the state covers.
+    pub(super) len: usize,
+    pub(super) slot: i64,
+}
+
+/// Snapshots of one row.
+#[derive(Clone, Debug, Default)]
+pub(super) struct RowSnapshots {
+    /// Lengths at which the prompt's chunks to come write snapshots, ascending.
+    pub(super) planned: Vec<usize>,
+    /// Snapshots with a slot that no settled step has written, by ascending length.
+    pub(super) pending: Vec<Pending>,
+    /// Length of the next snapshot while the row decodes.
+    pub(super) next: usize,
+    /// Number of positions that the row's state covers after the steps that have settled.
+    pub(super) passed: usize,
+    /// Hash of the last snapshot that the row wrote while it decoded.
+    pub(super) last: Option<BlockHash>,
+    /// Slot that the row's state begins with.
+    pub(super) restored: Option<i64>,
+}
+
+/// Slots of all snapshots, and what the rows are going to write.
+#[derive(Clone, Debug)]
+pub(super) struct Snapshots {
+    /// Slots in the place of KV blocks: held ones are being written, cached ones are found.
+    pub(super) pool: BlockPool,
+    pub(super) rows: Vec<RowSnapshots>,
+    pub(super) interval: usize,
+    pub(super) decode_interval: usize,
+    pub(super) stats: SnapshotStats,
+}
+
+impl Snapshots {
+    /// Makes a pool of free slots; `None` if the settings have none.
+    pub(super) fn new(config: &SchedulerConfig) -> Result<Option<Self>> {
+        if config.num_snapshots == 0 {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            pool: BlockPool::new(config.num_snapshots)?,
+            rows: vec![RowSnapshots::default(); config.max_num_seqs],
+            interval: config.snapshot_interval.next_multiple_of(config.block_size),
+            decode_interval: config.decode_snapshot_interval.next_multiple_of(config.block_size),
+            stats: SnapshotStats { slots: config.num_snapshots, ..SnapshotStats::default() },
+        }))
+    }
+
+    /// Frees the snapshot at the end of a block that leaves the prefix cache, if there is one.
+    pub(super) fn forget(&mut self, hash: BlockHash, events: Option<&mut KvEventLog>) -> Result<()> {
+        if let Some(slot) = self.pool.lookup(hash) {
+            let evicted = self.pool.forget(slot)?;
+            self.stats.evictions += 1;
+            if let Some(events) = events {
+                events.removed_snapshot(&evicted);
+            }
+        }
+        Ok(())
+    }
+
+    /// Frees all snapshots, of which no row is writing one.
+    pub(super) fn clear(&mut self) {
+        let cleared = self.pool.reset_prefix_cache();
+        debug_assert!(cleared, "a row without blocks writes a snapshot");
+    }
+
+    /// Notes that a row's state covers `len` positions, in the step that settles.
+    pub(super) fn passed(&mut self, row: RowIndex, len: usize) {
+        self.rows[row as usize].passed = len;
+    }
+
+    /// Frees the slots of a row that no step in flight names.
+    pub(super) fn release(&mut self, row: RowIndex) -> Result<()> {
+        let own = &mut self.rows[row as usize];
+        own.planned.clear();
+        for pending in own.pending.drain(..) {
+            self.pool.free(pending.slot)?;
+        }
+        Ok(())
+    }
+
+    /// Gives a row a slot for the snapshot at `len`. Without a slot that no row is writing, it gets none.
+    pub(super) fn reserve(&mut self, row: RowIndex, len: usize, events: Option<&mut KvEventLog>) {
+        let slot = self.pool.allocate_free().or_else(|| {
+            let evicted = self.pool.allocate_cached().ok()?;
+            self.stats.evictions += 1;
+            if let Some(events) = events {
+                events.removed_snapshot(&evicted);
+            }
+            Some(evicted.block)
+        });
+        if let Some(slot) = slot {
+            self.rows[row as usize].pending.push(Pending { len, slot });
+        }
+    }
+}
