@@ -92,6 +92,61 @@ def test_the_text_of_transformers(
     assert found == references(folder / variant)[:count]
 
 
+@cache
+def plain(target: Path, dtype: str, quantization: str | None, sampled: bool) -> list[list[int]]:
+    """Native texts without drafts, each request alone."""
+    params = SAMPLED if sampled else GREEDY
+    return texts(target, PROMPTS, params, dtype=dtype, quantization=quantization, max_num_seqs=1, threads=1)
+
+
+SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from(VARIANTS),
+    st.sampled_from(DRAFTERS),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from([None, "int4", "q8_0"]),
+    st.booleans(),
+    st.sampled_from([3, 16, 64]),
+    st.sampled_from([None, 12]),
+    st.integers(1, 2),
+)
+def test_native_text_is_that_without_drafts(
+    folder: Path,
+    variant: str,
+    drafter: dict[str, Any] | None,
+    dtype: str,
+    quantization: str | None,
+    sampled: bool,
+    budget: int,
+    blocks: int | None,
+    threads: int,
+) -> None:
+    """Whatever is drafted, preempted and batched, by any number of threads; sampled texts with coupled draws."""
+    rule = {"rejection_sample_method": "coupled"} if sampled and drafter is not None else {}
+    found = texts(
+        folder / variant,
+        PROMPTS,
+        SAMPLED if sampled else GREEDY,
+        dtype=dtype,
+        quantization=quantization,
+        max_model_len=48,
+        block_size=4,
+        max_num_batched_tokens=budget,
+        num_gpu_blocks_override=blocks,
+        threads=threads,
+        **speculative(folder, None if drafter is None else drafter | rule),
+    )
+    assert found == plain(folder / variant, dtype, quantization, sampled)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_native_text_is_transformers(folder: Path, variant: str) -> None:
+    assert texts(folder / variant, PROMPTS, GREEDY) == references(folder / variant)
+
+
 def test_a_shared_beginning_is_computed_once(folder: Path) -> None:
     """With a prefix cache, and layers that read the keys and values of others."""
     target = folder / "gemma4"

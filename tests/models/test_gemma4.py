@@ -17,9 +17,12 @@ import torch
 from checkpoints import GEMMA4, make_gemma4
 from gemma4_reference import float64, logits
 from safetensors.torch import load_file, save_file
+from specrs.backends.cpu.weights import load_native
+from specrs.core import CpuPool
 from specrs.errors import SpecrsError
 from specrs.kernels.frequencies import signed_frequencies
 from specrs.models.config import parse_config
+from specrs.models.native_decoder import NativeDecoder
 from specrs.models.rope import frequencies
 from specrs.models.tensors import tensor_shapes
 from specrs.models.torch_decoder import TorchDecoder
@@ -56,6 +59,54 @@ def test_the_logits_of_transformers(folder: Path, variant: str, chunks: list[int
     with float64():
         found = Feeder(load_model(path, dtype="float64"), block_size=4, max_len=44).feed_chunks(TOKENS, chunks)
     torch.testing.assert_close(found, reference(path), rtol=0, atol=1e-10)
+
+
+@functools.cache
+def native(path: Path, dtype: str = "float32") -> NativeDecoder:
+    return load_native(path, dtype=dtype)
+
+
+@pytest.mark.parametrize("variant", GEMMA4)
+def test_native_logits_are_near(folder: Path, variant: str) -> None:
+    path = make(folder, variant)
+    found = Feeder(native(path), block_size=4, max_len=44).feed_chunks(TOKENS, [40])
+    torch.testing.assert_close(found.double(), reference(path), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", GEMMA4)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_native_bits_depend_on_no_chunk_and_no_thread(folder: Path, variant: str, threads: int) -> None:
+    model = native(make(folder, variant))
+    whole = Feeder(model, block_size=4, max_len=44).feed_chunks(TOKENS, [40])
+    on_pool = model.on_pool(CpuPool(threads))
+    found = Feeder(on_pool, block_size=4, max_len=44, seed=1).feed_chunks(TOKENS, [1, 2, 17, 5, 15])
+    assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("variant", GEMMA4)
+@pytest.mark.parametrize("quantization", ["int8", "int4", "q8_0"])
+def test_native_quantized_logits_are_near(folder: Path, variant: str, quantization: str) -> None:
+    """Next to torch's of the same numbers; `int16` rounds activations."""
+    path = make(folder, variant)
+    with float64():
+        theirs = load_model(path, dtype="float64", quantization=quantization)
+        expected = Feeder(theirs, block_size=4, max_len=44).feed_chunks(TOKENS, [40])
+    ours = load_native(path, quantization=quantization)
+    found = Feeder(ours, block_size=4, max_len=44).feed_chunks(TOKENS, [40])
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-2)
+    assert (expected - reference(path)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("variant", GEMMA4)
+def test_native_argmax_is_taken_after_the_cap(folder: Path, variant: str) -> None:
+    """Ties that the cap makes go to the lowest id, as those of logits do."""
+    model = load_native(make_gemma4(folder / f"capped_{len(variant)}", variant, final_logit_softcapping=1e-3))
+    hidden = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)).mul(3).numpy()
+    logits = model.compute_logits(hidden)
+    ids, top = model.compute_argmax(hidden)
+    assert (logits.argmax(1) == ids).all()
+    assert (logits.max(1) == top).all()
+    assert ((logits == top[:, None]).sum(1) > 1).any()
 
 
 def _other_source(model: TorchDecoder) -> TorchDecoder:

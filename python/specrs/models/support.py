@@ -25,7 +25,7 @@ def row(architecture: str, family: Family) -> tuple[str, ...]:
         f"`{architecture}`",
         family.models,
         YES,
-        NO if family.varied_layers else YES,
+        YES,
         NO if family.delta_net or family.varied_layers else YES,
         ", ".join(f"`{method}`" for method in methods),
         ", ".join(f"`{name}`" for name in AT_LOAD),

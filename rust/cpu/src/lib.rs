@@ -34,7 +34,9 @@ pub use error::{Error, Result, guarded};
 pub use isa::{Isa, Tiles};
 pub use kernels::Rounding;
 pub use kv_cache::{KvCache, KvLayer, KvShape};
-pub use layer::{Activation, DeltaShape, DeltaWeights, Experts, LayerWeights, Mlp, QkNorm};
+pub use layer::{
+    Activation, Addition, DeltaShape, DeltaWeights, Experts, LayerSizes, LayerWeights, Mlp, QkNorm, VariedLayer,
+};
 pub use linear::{Linear, Part, Weight};
 pub use lora::{Lora, LoraLayer, LoraPart};
 pub use memory::{Bf16, E4m3, E5m2, Memory, MemoryMut, Owner};
@@ -43,7 +45,7 @@ pub use pool::Pool;
 pub use quantize::quantize;
 pub use shape::ModelShape;
 pub use values::{Values, ValuesMut};
-pub use weights::{Eagle3Weights, Embedding, Multipliers, Rotation, Weights};
+pub use weights::{Eagle3Weights, Embedding, LayerEmbedding, Multipliers, Rotation, Weights};
 
 /// Returns the settings of a property test with at most `most` cases. Miri tries three, and cannot write failures to a
 /// file.

@@ -14,7 +14,7 @@ from specrs.config import EngineConfig
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.extras import require
 from specrs.models.base import Model
-from specrs.models.loader import CPU_DTYPES, load_config
+from specrs.models.loader import CPU_DTYPES
 
 if TYPE_CHECKING:
     from specrs.parallel.ranks import Ranks  # and torch
@@ -34,10 +34,7 @@ def load(source: ModelSource, ranks: Ranks | None) -> Model:
         return _load_generic(source)
     config, types = source.config, source.types(CPU_DTYPES)
     if not config.enforce_eager and ranks is None:
-        varied = bool(load_config(source.path, revision=source.revision).varied)
-        if varied:
-            logger.info("%s: torch computes it, because its layers have different sizes", source.path)
-        elif types.dtype in NATIVE_DTYPES:
+        if types.dtype in NATIVE_DTYPES:
             return load_native(
                 source.path,
                 dtype=types.dtype,
@@ -49,9 +46,7 @@ def load(source: ModelSource, ranks: Ranks | None) -> Model:
                 rounding=Rounding(config.dtype != "auto", _activations(source)),
             )
         config.check_device(CPU_DTYPES.kind, str(types.dtype))
-        if not varied:
-            kinds = "the native pass computes float32 and bfloat16"
-            logger.info("%s: torch computes %s, %s", source.path, types.dtype, kinds)
+        logger.info("%s: torch computes %s, the native pass computes float32 and bfloat16", source.path, types.dtype)
     _check_torch(config, types.dtype)
     from specrs.models.torch_loader import load_model  # and torch, which the native pass does without
 

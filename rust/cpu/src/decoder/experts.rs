@@ -66,7 +66,7 @@ impl Context<'_> {
                 self.mix(experts, norm.is_some(), (starts, sent, weights), act, (y, &mut room.rounded), outs);
             }
         });
-        self.add_normed(norm, added, h, private);
+        self.add_normed(norm, layer.scalar, added, h, private);
     }
 
     /// Computes a piece of the experts' output. It is added to the residual stream, or written to a buffer if a norm
