@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import GEMMA4, make_gemma4
@@ -25,7 +26,6 @@ from specrs.models.config import parse_config
 from specrs.models.native_decoder import NativeDecoder
 from specrs.models.rope import frequencies
 from specrs.models.tensors import tensor_shapes
-from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
 from torch import Tensor
 from transformers import Gemma4TextConfig
@@ -109,40 +109,40 @@ def test_native_argmax_is_taken_after_the_cap(folder: Path, variant: str) -> Non
     assert ((logits == top[:, None]).sum(1) > 1).any()
 
 
-def _other_source(model: TorchDecoder) -> TorchDecoder:
+def _other_source(w: Any) -> Any:
     """A sharing layer with a window attends to layer 0's keys and values in the place of layer 1's."""
-    varied = tuple(replace(sizes, source=0) if sizes.source == 1 else sizes for sizes in model.config.varied)
-    return replace(model, weights=replace(model.weights, config=replace(model.config, varied=varied)))
+    varied = tuple(replace(sizes, source=0) if sizes.source == 1 else sizes for sizes in w.config.varied)
+    return replace(w, config=replace(w.config, varied=varied))
 
 
-def _no_softcap(model: TorchDecoder) -> TorchDecoder:
-    config = replace(model.config, final_logit_softcapping=None)
-    return replace(model, weights=replace(model.weights, config=config))
+def _no_softcap(w: Any) -> Any:
+    return replace(w, config=replace(w.config, final_logit_softcapping=None))
 
 
-def _neighbours_embedding(model: TorchDecoder) -> TorchDecoder:
+def _neighbours_embedding(w: Any) -> Any:
     """Each layer adds the embedding of its neighbour."""
-    w = model.weights.layer_embedding
-    assert w is not None
-    return replace(model, weights=replace(model.weights, layer_embedding=replace(w, table=w.table.roll(8, dims=1))))
+    own = w.layer_embedding
+    rolled = own.table.roll(8, dims=1) if isinstance(own.table, Tensor) else np.roll(own.table, 8, axis=1)
+    return replace(w, layer_embedding=replace(own, table=rolled))
 
 
-def _other_rope(model: TorchDecoder) -> TorchDecoder:
+def _other_rope(w: Any) -> Any:
     """A full layer's frequencies without the zeros: RoPE of a window's kind."""
-    c = model.config
-    ropes = tuple((theta, None) for theta, _ in c.ropes)
-    rotaries = tuple(signed_frequencies(frequencies(rope, c.rotary_dim_of(i))) for i, rope in enumerate(ropes))
-    tensors = tuple(torch.from_numpy(rotary) for rotary in rotaries)
-    return replace(model, weights=replace(model.weights, config=replace(c, ropes=ropes), rotaries=tensors))
+    ropes = tuple((theta, None) for theta, _ in w.config.ropes)
+    made = [signed_frequencies(frequencies(rope, w.config.rotary_dim_of(i))) for i, rope in enumerate(ropes)]
+    rotaries = tuple(torch.from_numpy(rotary) if isinstance(w.rotary, Tensor) else rotary for rotary in made)
+    return replace(w, config=replace(w.config, ropes=ropes), rotaries=rotaries)
 
 
 @pytest.mark.parametrize("mistake", [_other_source, _no_softcap, _neighbours_embedding, _other_rope])
-def test_a_planted_mistake_shows(folder: Path, mistake: Callable[[TorchDecoder], TorchDecoder]) -> None:
+def test_a_planted_mistake_shows(folder: Path, mistake: Callable[[Any], Any]) -> None:
     path = make(folder, "gemma4")
     with float64():
-        wrong = mistake(load_model(path, dtype="float64"))
-        found = Feeder(wrong, block_size=4, max_len=44).feed_chunks(TOKENS, [40])
-    assert (found - reference(path)).abs().max() > 0.1
+        model = load_model(path, dtype="float64")
+        found = Feeder(replace(model, weights=mistake(model.weights)), block_size=4, max_len=44)
+        assert (found.feed_chunks(TOKENS, [40]) - reference(path)).abs().max() > 0.1
+    native_found = Feeder(NativeDecoder(mistake(native(path).weights)), block_size=4, max_len=44)
+    assert (native_found.feed_chunks(TOKENS, [40]) - reference(path)).abs().max() > 0.1
 
 
 def test_both_spellings_of_layers_that_differ(folder: Path) -> None:
