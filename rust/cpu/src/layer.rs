@@ -471,7 +471,8 @@ impl LayerWeights {
             let allowed = "no norm over all heads, no output gate, and no delta net";
             return Err(Error::invalid(name("varied"), "sizes or keys of its own", allowed));
         }
-        if !scalar.is_finite() || (scalar != 1.0 && self.mlp_output_norm.is_none()) {
+        let multiplies = scalar.to_bits() != 1.0_f32.to_bits();
+        if !scalar.is_finite() || (multiplies && self.mlp_output_norm.is_none()) {
             return Err(Error::invalid(name("scalar"), scalar, "1, or a finite number with an mlp_output_norm"));
         }
         Ok(())
@@ -482,7 +483,7 @@ impl VariedLayer {
     /// Returns the sizes of the model with those of layer `i`.
     fn shape(&self, model: &ModelShape, i: usize) -> Result<ModelShape> {
         let Some(LayerSizes { num_kv_heads, head_dim, intermediate_size }) = self.sizes else { return Ok(*model) };
-        let shape = ModelShape { num_kv_heads, head_dim, intermediate_size, ..*model };
+        let shape = ModelShape { intermediate_size, num_kv_heads, head_dim, ..*model };
         shape.check()?;
         for (field, given, most) in [
             ("num_kv_heads", num_kv_heads, model.num_kv_heads),

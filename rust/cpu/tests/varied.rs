@@ -42,6 +42,9 @@ fn kinds() -> Vec<Kind> {
     ]
 }
 
+/// Change of a layer's weights, given its index.
+type Change = fn(usize, &mut LayerWeights);
+
 fn draw(n: &mut Numbers, len: usize, scale: f32, offset: f32) -> Values {
     Values::F32(Memory::from_vec((0..len).map(|_| n.unit() * scale + offset).collect()))
 }
@@ -189,7 +192,7 @@ fn every_property_of_a_layer_changes_the_logits() {
     let only = |wanted: usize, change: fn(&mut VariedLayer)| {
         of(&kinds(), move |i, layer| {
             if i == wanted {
-                change(&mut layer.varied)
+                change(&mut layer.varied);
             }
         })
     };
@@ -234,8 +237,8 @@ fn blocks_of_layers_with_different_heads_are_copied_whole() {
 
 #[test]
 fn wrong_layers_are_rejected_by_name() {
-    let with = |change: fn(usize, &mut LayerWeights)| made(&kinds(), change).err().map(|told| told.to_string());
-    let cases: [(fn(usize, &mut LayerWeights), &str); 6] = [
+    let with = |change: Change| made(&kinds(), change).err().map(|told| told.to_string());
+    let cases: [(Change, &str); 6] = [
         (|i, layer| layer.varied.source = if i == 3 { Some(4) } else { layer.varied.source }, "layers[3].source"),
         (|i, layer| layer.varied.source = if i == 4 { Some(1) } else { layer.varied.source }, "layers[4].source"),
         (|i, layer| layer.varied.source = if i == 4 { Some(3) } else { layer.varied.source }, "layers[4].source"),

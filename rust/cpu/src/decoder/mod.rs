@@ -287,7 +287,9 @@ impl Decoder {
                 sequences: &pass.sequences[rows.clone()],
                 ..*pass
             };
-            kinds.iter_mut().for_each(|shares| shares.set_tile(&tile));
+            for shares in &mut *kinds {
+                shares.set_tile(&tile);
+            }
             let eagle3 = eagle3.map(|all| Eagle3Input { hidden: &all.hidden[rows.start * hidden..] });
             let (isa, activations) = (self.isa, self.activations);
             let tiles = self.prompt_tiles.filter(|_| pass.prompts);
