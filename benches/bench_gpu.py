@@ -2,6 +2,7 @@
 
     python benches/bench_gpu.py [--out FOLDER] [--only passes,products,attention,...]
                                 [--target qwen3-32b] [--draft qwen3-1.7b] [--commit HASH]
+                                [--k 0,1,2,3,5,auto] [--concurrency 1,16,64] [--data instructcoder,mt-bench]
 
 Models are random weights at the references' shapes; acceptance is synthetic at the references' rates, so times are
 real and texts are not. One GPU, nothing downloaded; each part may run alone. `--target tiny --draft tiny` tries the
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,22 @@ import transformers
 import triton
 from gpu import attention, formats, iterations, products, serving
 from gpu.models import weight_bytes, write_config
+from gpu.rates import RATES
+from gpu.steady import steady
 from gpu.timing import ON_GPU, pretend
 from specrs.backends.weights import Weights
 from specrs.drafters.draft_model import LoadedDraftModel
 from specrs.models.torch_loader import load_model
 
-PARTS = ("passes", "products", "attention", "tpot", "idle", "formats", "throughput", "experts", "transformers")
+PARTS = (
+    *("passes", "products", "attention", "prefill", "layer", "tpot", "idle", "formats", "steady", "experts"),
+    *("server", "transformers"),
+)
+KS = "0,1,2,3,5,auto"
+CONCURRENCY = "1,4,16,64,128,256" if ON_GPU else "1,2"
+POINT_SECONDS = 28.0
+"""Seconds of a point of `steady` after which no more requests are added."""
+MAX_MODEL_LEN = 4096 if ON_GPU else 32
 PREDICTED = {
     "target_pass_ms": "15.9 at 1 to 8 rows: 63.97 GB at 4.3 TB/s and 2.2 us for each of 387 kernels; 16.2 to 17.5 "
     "after reading the compiled code (29 us a layer beyond bytes)",
@@ -43,20 +55,28 @@ PREDICTED = {
     "idle_us": "under 10 at batch 1 and 64: the next step is enqueued before one ends",
     "attention_share": "0.5 at 2k, 0.8 at 32k, 0.88 at 128k",
     "formats": "target pass of 6 rows: FP8 11.6 ms, INT4 10.4, from the times of products alone",
+    "steady": "InstructCoder, K = 0: 58 811 2380 3459 4164 tokens/s at 1 16 64 128 256 where each arrival has its own "
+    "pass; docs/benchmarks.md has what is predicted since chunks ride along; best K 2 at 64, 1 from 128 on",
+    "prefill": "a second of 128k at 32 rows: 1.2 ms if the context is split at the bandwidth of a copy, 2.3 without",
+    "layer": "64 requests, K = 5: 0.61 ms of products at 620 TFLOP/s, 0.04 of norms, SwiGLU and rotation",
     "experts": "Qwen3-30B-A3B: 3.3 ms for 1 row, 7.1 for 6, from the times of products alone",
     "transformers_ratio": "8 at K = 5: about 180 ms an iteration, bound by the host",
 }
 """For one H200 in bf16, written down before each was measured."""
 
 
-def main() -> None:
-    """Measure the parts asked for and write the file after each, so that a cut run keeps what it has."""
+def main() -> int:
+    """Measure the parts asked for and write the file after each, so that a cut run keeps what it has. Return the exit
+    code, 1 if a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benches/results"))
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--target", default="qwen3-32b")
     parser.add_argument("--draft", default="qwen3-1.7b")
     parser.add_argument("--commit", default=git("rev-parse", "--short", "HEAD"), help="where git is not at hand")
+    parser.add_argument("--k", default=KS, help="of `steady`, in this order")
+    parser.add_argument("--concurrency", default=CONCURRENCY, help="of `steady`")
+    parser.add_argument("--data", default="instructcoder", help=f"acceptance rates of `steady`: of {', '.join(RATES)}")
     arguments = parser.parse_args()
     asked = arguments.only.split(",")
     if unknown := set(asked) - set(PARTS):
@@ -65,17 +85,24 @@ def main() -> None:
         parser.error("there is no CUDA device; without one only --target tiny --draft tiny can be tried")
     if not ON_GPU:
         pretend()
-    bench = Bench(arguments.target, arguments.draft, arguments.out, arguments.commit)
+    if unknown := set(arguments.data.split(",")) - set(RATES):
+        parser.error(f"--data: {', '.join(sorted(unknown))}: allowed are {', '.join(RATES)}")
+    bench = Bench(arguments)
     for part in PARTS:
         if part in asked:
             bench.measure(part)
     print(f"written: {bench.path}")
+    return int(any(part in bench.failed for part in asked))
 
 
 class Bench:
     """The models, what was found, and the file that it goes to."""
 
-    def __init__(self, target: str, draft: str, out: Path, commit: str) -> None:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        target, draft, out, commit = arguments.target, arguments.draft, arguments.out, arguments.commit
+        self.ks = [k if k == "auto" else int(k) for k in arguments.k.split(",")]
+        self.concurrency = [int(count) for count in arguments.concurrency.split(",")]
+        self.data, self.out, self.shape = arguments.data.split(","), out, target
         self.folder = Path(tempfile.mkdtemp())
         self.target, self.draft = str(write_config(target, self.folder)), str(write_config(draft, self.folder))
         self.device = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -84,7 +111,8 @@ class Bench:
         changed = git("status", "--porcelain", "--untracked-files=no")
         out.mkdir(parents=True, exist_ok=True)
         self.path = out / f"{gpu.replace(' ', '_')}_{commit}_bench_gpu.json"
-        self.found: dict[str, Any] = {
+        before = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.found: dict[str, Any] = before | {
             "gpu": gpu,
             "commit": commit + "-dirty" * (changed not in ("", "unknown")),
             "versions": {
@@ -98,16 +126,23 @@ class Bench:
             "target": {"shape": target, "bytes": weight_bytes(target)},
             "draft": {"shape": draft, "bytes": weight_bytes(draft)},
             "predicted": PREDICTED,
-            "seconds": {},
+            "seconds": before.get("seconds", {}),
+            "failed": before.get("failed", {}),
         }
+        self.failed: dict[str, str] = self.found["failed"]
 
     def measure(self, part: str) -> None:
-        """Run one part, and write all that is there."""
+        """Run one part, and write all that is there. A part that fails leaves its error in `failed`."""
         began = time.perf_counter()
-        self.write({part: getattr(self, part)()})
+        try:
+            self.write({part: getattr(self, part)()})
+            self.failed.pop(part, None)
+        except Exception as error:
+            traceback.print_exc()
+            self.failed[part] = f"{type(error).__name__}: {error}"
         self.found["seconds"][part] = round(time.perf_counter() - began, 1)
         self.write({})
-        print(json.dumps({part: self.found[part]}, indent=2), flush=True)
+        print(json.dumps({part: self.found.get(part)}, indent=2), flush=True)
         gc.collect()
         if ON_GPU:
             torch.cuda.empty_cache()
@@ -142,6 +177,25 @@ class Bench:
         """Verification attention over long contexts."""
         return attention.measure(self.device, [2048, 32768, 131072] if ON_GPU else [32])
 
+    def prefill(self) -> dict[str, Any]:
+        """Attention of prompt chunks over long contexts."""
+        contexts = [1024, 8192, 32768, 131072] if ON_GPU else [32]
+        return attention.prefill(self.device, [32, 256, 2048] if ON_GPU else [20], contexts)
+
+    def layer(self) -> dict[str, Any]:
+        """Verifications of many rows by the number of layers; the difference is that of layers alone."""
+        ks, settings = (0, 1, 2, 3, 5), {} if ON_GPU else {"device": "cpu", "dtype": "float32", "block_size": 4}
+        batch, found = 64 if ON_GPU else 2, dict[str, dict[int, float]]()
+        ks = ks if ON_GPU else ks[:2]
+        for layers in (1, 3):
+            target = self.load(str(write_config(self.shape, self.folder, layers)))
+            draft = LoadedDraftModel(self.load(str(write_config(self.shape, self.folder, 1))))
+            folders = [str(self.folder / f"{self.shape}-{count}") for count in (layers, 1)]
+            alone = iterations.Alone(*folders, Weights(target, draft), batch=batch, **settings)
+            found[f"{layers} layers, ms"] = {batch * (k + 1): alone.batch_pass(k) for k in ks}
+        one, three = found["1 layers, ms"], found["3 layers, ms"]
+        return found | {"a layer, ms": {rows: (three[rows] - one[rows]) / 2 for rows in one}}
+
     def formats(self) -> dict[str, Any]:
         """The target as codes of every kind, beside the bf16 draft."""
         settings = {} if ON_GPU else {"device": "cpu", "dtype": "float32", "block_size": 4}
@@ -166,46 +220,66 @@ class Bench:
         found = {}
         context, tokens = (1024, 600) if ON_GPU else (6, 4)
         for k in (5, 0):
-            engine = serving.make_engine(self.target, self.draft, self.weights, k, [1], 2 * context + tokens)
+            fields = {"max_num_seqs": 1, "max_model_len": 2 * context + tokens}
+            engine = serving.make_engine(self.target, self.draft, self.weights, k, **fields)
             found[f"k{k}"] = serving.tpot(engine, context, tokens)
             release(engine)
         found["speedup"] = {"k5": found["k0"]["tpot_ms"] / found["k5"]["tpot_ms"]}
         return found
 
     def idle(self) -> dict[str, Any]:
-        """The GPU between steps."""
-        sizes = [1, 64] if ON_GPU else [1]
-        engine = serving.make_engine(self.target, self.draft, self.weights, 5, sizes, 512)
-        found = {str(batch): serving.idle_between_steps(engine, batch) for batch in sizes}
+        """Where the time of a step goes, and the GPU between steps."""
+        sizes = (1, 64) if ON_GPU else (1,)
+        fields = {"max_num_seqs": max(sizes), "max_model_len": 512 if ON_GPU else 32}
+        engine = serving.make_engine(self.target, self.draft, self.weights, 5, **fields)
+        found = {str(batch): serving.step_times(engine, batch) for batch in sizes}
         release(engine)
         return found
 
-    def throughput(self) -> dict[str, Any]:
-        """Tokens per second by K and concurrency, 150 tokens in and 200 out."""
-        found: dict[str, Any] = {}
-        sizes = [1, 4, 16, 64, 128, 256] if ON_GPU else [1, 2]
-        for k in ("auto", 5, 0, 3):
-            engine = serving.make_engine(self.target, self.draft, self.weights, k, sizes, 512)
-            found[k if k == "auto" else f"k{k}"] = serving.throughput(engine, sizes)
-            release(engine)
-            self.write({"throughput": found})
+    def steady(self) -> dict[str, Any]:
+        """Tokens per second by K and concurrency in a closed loop, 150 tokens in and 200 out, with default settings.
+
+        Adds to what the file has, so that several commands can share the values of K.
+        """
+        found: dict[str, Any] = self.found.get("steady", {})
+        fields = {"max_model_len": MAX_MODEL_LEN} | ({} if ON_GPU else {"max_num_seqs": 4})
+        for data in self.data:
+            for k in self.ks:
+                began = time.perf_counter()
+                engine = serving.make_engine(self.target, self.draft, self.weights, k, data=data, **fields)
+                cells = found.setdefault(data, {})[k if k == "auto" else f"k{k}"] = {}
+                cells["start_seconds"] = round(time.perf_counter() - began, 1)
+                for count in self.concurrency:
+                    cells[str(count)] = steady(engine, count, POINT_SECONDS)
+                    self.write({"steady": found})
+                release(engine)
         return found
 
+    def server(self) -> dict[str, Any]:
+        """The bundled pair's server under load."""
+        return self._script("server.py", str(self.out))
+
     def transformers(self) -> dict[str, Any]:
-        """Assisted generation of transformers in its own process; our weights leave the GPU before."""
+        """Assisted generation of transformers."""
+        k, context, tokens = (5, 1024, 40) if ON_GPU else (2, 6, 8)
+        arguments = map(str, (k, context, tokens))
+        found = self._script("transformers_assisted.py", self.target, self.draft, *arguments)
+        whole = self.found.get("passes", {}).get("whole_ms", {})
+        ours = whole.get(k, whole.get(str(k)))  # the keys are strings if another command measured them
+        return found | ({"ratio": found["ms_per_iteration"] / ours} if ours and "error" not in found else {})
+
+    def _script(self, name: str, *arguments: str) -> dict[str, Any]:
+        """Run a script in a process of its own, and return what it prints; our weights leave the GPU before."""
         self._weights = None
         gc.collect()
         if ON_GPU:
             torch.cuda.empty_cache()
-        script = Path(__file__).parent / "gpu" / "transformers_assisted.py"
-        k, context, tokens = (5, 1024, 40) if ON_GPU else (2, 6, 8)
-        command = [sys.executable, str(script), self.target, self.draft, *map(str, (k, context, tokens))]
+        command = [sys.executable, str(Path(__file__).parent / "gpu" / name), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            return {"error": done.stderr.strip().splitlines()[-1:]}
+            return {"error": done.stderr.strip().splitlines()[-3:]}
         found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        ours = self.found.get("passes", {}).get("whole_ms", {}).get(k)
-        return found | ({"ratio": found["ms_per_iteration"] / ours} if ours else {})
+        return found
 
 
 def release(engine: Any) -> None:
@@ -228,4 +302,4 @@ def git(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Pictures of a `bench_gpu.py` file, and the references' Table 1 from its numbers. Measures nothing.
 
-python benches/plot_gpu.py FILE.json      # writes FILE_itl.png and FILE_throughput.png beside it
+python benches/plot_gpu.py FILE.json      # writes FILE_itl.png and FILE_throughput_DATASET.png next to it
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from gpu.iterations import RATES
+from gpu.rates import RATES
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -44,7 +44,7 @@ def table(passes: dict[str, Any]) -> str:
 def draw_itl(passes: dict[str, Any], gpu: str, path: Path) -> None:
     """Time of an iteration against K with its regression, and the time per token that acceptance makes of it."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    lengths = [1 + total for total in accumulate(sorted(RATES, reverse=True))]
+    lengths = [1 + total for total in accumulate(sorted(RATES["mt-bench"], reverse=True))]
     for name, label in WAYS.items():
         ks = sorted(int(k) for k in passes[name] if int(k) >= 1)
         ms = [passes[name][str(k)] for k in ks]
@@ -65,9 +65,9 @@ def draw_itl(passes: dict[str, Any], gpu: str, path: Path) -> None:
 
 
 def draw_throughput(found: dict[str, Any], gpu: str, path: Path) -> None:
-    """Tokens per second and speed-up over K = 0 against concurrency."""
+    """Draw tokens per second and the speed-up over K = 0 against concurrency, for the data set of `found`."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    counts = [int(c) for c in found["k0"]]
+    counts = [int(c) for c in found["k0"] if c.isdigit()]
     base = [found["k0"][str(c)]["tokens_per_s"] for c in counts]
     for name, cells in found.items():
         rates = [cells[str(c)]["tokens_per_s"] for c in counts]
@@ -89,8 +89,9 @@ def main() -> None:
     if "passes" in content:
         print(table(content["passes"]))
         draw_itl(content["passes"], content["gpu"], path.with_name(f"{path.stem}_itl.png"))
-    if "throughput" in content:
-        draw_throughput(content["throughput"], content["gpu"], path.with_name(f"{path.stem}_throughput.png"))
+    for name, found in content.get("steady", {}).items():
+        if "k0" in found:
+            draw_throughput(found, content["gpu"], path.with_name(f"{path.stem}_throughput_{name}.png"))
 
 
 if __name__ == "__main__":

@@ -67,9 +67,8 @@ def compiled_at_start(max_num_seqs: int = 64) -> list[tuple[str, int]]:
     from kernel_launches import Recorder, fake_context, reference_configs
     from specrs.backends.cuda.context import sequences_of
     from specrs.backends.cuda.graphs import tasks
-    from specrs.backends.cuda.shapes import Buckets, MergedShape, batch_buckets
+    from specrs.backends.cuda.shapes import MERGED_CHUNKS, Buckets, MergedShape, batch_buckets
     from specrs.backends.cuda.warm_up import warm_up
-    from specrs.backends.cuda.workspace import MERGED_CHUNKS
 
     k, sizes = 5, {"max_chunk_rows": 2048, "max_chunks": max_num_seqs, "merges": MERGED_CHUNKS}
     buckets = Buckets(batch_buckets(max_num_seqs), k, **sizes)

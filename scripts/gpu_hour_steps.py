@@ -1,14 +1,24 @@
-"""The steps of an hour on a GPU machine, each under ten minutes, each writing what it finds as it goes.
+"""The commands of half an hour on a GPU machine, each under nine minutes, each writing what it finds as it goes.
 
-    python3 run.py               every step that has not ended well yet, in order
-    python3 run.py --step NAME   that one
-    python3 run.py --list        their names
-    python3 run.py --rehearse    each with the same commands on a CPU, small: nothing of what it says is a result
+    python3 run.py COMMAND       the steps of that command, in order
+    python3 run.py --list        the commands, with the seconds of each and its steps
+    python3 run.py --rehearse    every command with the same steps on a CPU, small: nothing of what it says is a result
+    python3 run.py COMMAND --step NAME    one of its steps
+
+| command | decides |
+| --- | --- |
+| correct | is today's code right on a GPU; times of passes alone |
+| kernels | products of many rows, prompt attention, where a step's time goes, a layer of 384 rows |
+| baseline | throughput in a steady state at K = 0, 1 and 2 |
+| drafts | the same at K = 3, 5 and auto; the server; transformers |
+| h100 | instead of all, on an H100 with 80 GB: the figures that others have published for it |
+| tools | if there is time: sanitizers and `specrs tune` |
 
 Runs in the folder that `scripts/gpu_hour` packs: the wheel is unpacked beside it, nothing is installed, built or
 downloaded. Needs torch 2.11 or newer with its Triton, transformers, pytest, pytest-timeout, pytest-xdist and
 hypothesis; a rehearsal with Triton 3.6 also numpy before 2.4. A step that is cut off keeps what it has in
-results/NAME.log and in the files of the benches; results/steps.json says how each ended.
+results/NAME.log and in the files of the benches; results/steps.json says how each ended. After each step all of
+results/ is in results.tar.gz, and in $OUT if that is set.
 """
 
 from __future__ import annotations
@@ -19,8 +29,10 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from collections.abc import Sequence
@@ -30,8 +42,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-LIMIT = 580
-"""Seconds of a step: under ten minutes, with time to write what there is."""
+ARCHIVE = HERE / "results.tar.gz"
+REHEARSAL_SECONDS = 580
+"""Seconds of a step of a rehearsal."""
 PYTEST = ("-m", "pytest", "-p", "no:benchmark", "-p", "no:cacheprovider", "-q")
 """pytest-benchmark warns under xdist, and here a warning is an error."""
 MODULES = ("torch", "triton", "transformers", "pytest", "pytest_timeout", "xdist", "hypothesis")
@@ -49,9 +62,24 @@ class Step:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-def bench(parts: str) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class Command:
+    """Steps that run one after the other, all of them within `seconds`."""
+
+    name: str
+    seconds: int
+    steps: Sequence[Step]
+
+
+def bench(parts: str, *more: str) -> tuple[str, ...]:
     """Return the command line that runs these parts of benches/bench_gpu.py."""
-    return ("benches/bench_gpu.py", "--out", "results", "--commit", commit(), "--only", parts)
+    return ("benches/bench_gpu.py", "--out", "results", "--commit", commit(), "--only", parts, *more)
+
+
+def measuring(name: str, parts: str, *more: str, small: Sequence[str] = ()) -> Step:
+    """Return a step that measures these parts; in a rehearsal with tiny models, and `small` in place of `more`."""
+    tiny = ("--target", "tiny", "--draft", "tiny")
+    return Step(name, bench(parts, *more), (*bench(parts, *small), *tiny))
 
 
 def commit() -> str:
@@ -60,40 +88,59 @@ def commit() -> str:
     return path.read_text().strip() if path.exists() else "unknown"
 
 
-def steps() -> list[Step]:
-    """In the order of what they show."""
-    tiny = ("--target", "tiny", "--draft", "tiny")
+def commands() -> list[Command]:
+    """Return the commands in the order of what they show."""
     kernels = (*PYTEST, "tests/kernels/cuda")
     slow = "test_rejection or test_sampling_cut or test_prepare or test_update or test_draw"
     collect = (*PYTEST, "--collect-only")
-    shapes = [part for name in ("qwen3-32b", "qwen3-1.7b") for part in ("--model", f"models/{name}")]
     small = ("tests/kernels/cuda/test_tolerance.py", "tests/kernels/cuda/test_lm_head.py")
-    memory = ("-k", "memory")
-    found = [
-        Step("kernels", (*kernels, "-n", "8", "-k", f"not ({slow})"), (*PYTEST, *small)),
-        Step("sampling", (*kernels, "-n", "8", "-k", slow), (*collect, "tests/kernels/cuda", "-k", slow)),
+    runners = [f"tests/backends/test_{name}.py" for name in ("cuda_runner", "cuda_drafters", "cuda_groups")]
+    runners += [f"tests/backends/test_{name}.py" for name in ("merged_steps", "merged_chunks", "chunk_passes")]
+    correct = [
+        Step("tests", (*kernels, "-n", "14", "-k", f"not ({slow})"), (*PYTEST, *small)),
+        Step("sampling", (*kernels, "-n", "14", "-k", slow), (*collect, "tests/kernels/cuda", "-k", slow)),
         Step("runners", (*PYTEST, "tests/gpu", "-n", "2", "-k", "not memory"), (*collect, "tests/gpu")),
+        Step("iterations", (*PYTEST, *runners, "-n", "14"), (*PYTEST, *runners[:1], "-k", "same_tokens and greedy")),
         # Sized by what is free, so nothing else may run beside it.
-        Step("memory", (*PYTEST, "tests/gpu", *memory), (*collect, "tests/gpu", *memory)),
-        Step(
-            "iterations",
-            (*PYTEST, "tests/backends/test_cuda_runner.py", "tests/backends/test_cuda_drafters.py", "-n", "4"),
-            (*PYTEST, "tests/backends/test_cuda_runner.py", "-k", "same_tokens and greedy"),
-        ),
+        Step("memory", (*PYTEST, "tests/gpu", "-k", "memory"), (*collect, "tests/gpu", "-k", "memory")),
+        measuring("passes", "passes"),
     ]
-    groups = ("passes", "attention", "tpot,idle", "throughput", "transformers")
-    found += [Step(parts.replace(",", "_"), bench(parts), (*bench(parts), *tiny)) for parts in groups]
+    profiled = "ncu --set full -k regex:nvjet|gemm|paged|norm -c 40 -o results/layer"
+    layer = measuring("profile", "layer")
+    times = [
+        measuring("products", "products,prefill"),
+        measuring("steps", "tpot,idle"),
+        measuring("layer", "layer"),
+        Step(layer.name, layer.command, layer.rehearsal, profiled),
+    ]
+    many = ("--concurrency", "1,16,64,128,256")
+    baseline = [measuring("baseline", "steady", "--k", "0,1,2", *many, small=("--k", "0,1", "--concurrency", "2"))]
+    drafts = [
+        measuring("drafts", "steady", "--k", "3,5,auto", *many, small=("--k", "auto", "--concurrency", "2")),
+        measuring("server", "server"),
+        measuring("transformers", "transformers"),
+    ]
+    few = ("--k", "0,1,2,3,5", "--concurrency", "1,16,32", "--data", "mt-bench")
+    h100 = [
+        measuring("h100_passes", "passes,tpot"),
+        measuring("h100_steady", "steady", *few, small=("--k", "0", "--concurrency", "1", "--data", "mt-bench")),
+    ]
+    shapes = [part for name in ("qwen3-32b", "qwen3-1.7b") for part in ("--model", f"models/{name}")]
     tune = ("-c", "import sys; from specrs.cli import main; sys.exit(main(sys.argv[1:]))", "tune", *shapes)
-    table = ("--output", "results/configs.json")
-    found.append(Step("tune", (*tune, *table), (*tune[:3], "--help")))
     one = ("tests/kernels/cuda/test_skinny_linear.py", "tests/kernels/cuda/test_paged_attention.py", "-x")
     caching = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
-    for kind in ("memcheck", "initcheck"):
-        checked = (*PYTEST, *one, "-k", "any or every")
-        found.append(Step(kind, checked, (*collect, *one), f"compute-sanitizer --tool {kind}", caching))
-    profiled = "ncu --set full -k regex:skinny|paged -c 40 -o results/profile"
-    found.append(Step("profile", bench("passes"), (*bench("passes"), *tiny), profiled))
-    return found
+    checked = (*PYTEST, *one, "-k", "any or every")
+    kinds = ("memcheck", "initcheck")
+    tools = [Step(k, checked, (*collect, *one), f"compute-sanitizer --tool {k}", caching) for k in kinds]
+    tools.append(Step("tune", (*tune, "--output", "results/configs.json"), (*tune[:3], "--help")))
+    return [
+        Command("correct", 420, correct),
+        Command("kernels", 420, times),
+        Command("baseline", 535, baseline),
+        Command("drafts", 535, drafts),
+        Command("h100", 360, h100),
+        Command("tools", 535, tools),
+    ]
 
 
 def lacks(*, rehearse: bool) -> str | None:
@@ -129,8 +176,8 @@ def prepare() -> dict[str, str]:
     }
 
 
-def run(step: Step, environment: dict[str, str], *, rehearse: bool) -> dict[str, object]:
-    """How it ended."""
+def run(step: Step, environment: dict[str, str], seconds: float, *, rehearse: bool) -> dict[str, object]:
+    """Run a step for at most `seconds`; return how it ended."""
     tool = [] if rehearse or step.tool is None else step.tool.split()
     if tool and shutil.which(tool[0]) is None:
         return {"left out": f"{tool[0]} is not there"}
@@ -139,33 +186,44 @@ def run(step: Step, environment: dict[str, str], *, rehearse: bool) -> dict[str,
     with (RESULTS / f"{step.name}.log").open("w") as log:
         log.write(" ".join(command) + "\n")
         log.flush()
+        # A session of its own: workers of a step that is cut off would keep the GPU's memory.
+        whole = environment | dict(step.environment)
+        process = subprocess.Popen(command, cwd=HERE, env=whole, stdout=log, stderr=log, start_new_session=True)
         try:
-            done = subprocess.run(
-                command,
-                cwd=HERE,
-                env=environment | dict(step.environment),
-                stdout=log,
-                stderr=log,
-                timeout=LIMIT,
-                check=False,
-            )
-            ended: object = done.returncode
+            ended: object = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            ended = f"cut off after {LIMIT} s"
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            ended = f"cut off after {seconds:.1f} s"
     return {"exit": ended, "seconds": round(time.monotonic() - began, 1), "rehearsal": rehearse}
+
+
+def archive() -> None:
+    """Put all results into one file, and a copy of it into $OUT."""
+    with tarfile.open(ARCHIVE, "w:gz") as file:
+        file.add(RESULTS, "results")
+    if out := os.environ.get("OUT"):
+        shutil.copy(ARCHIVE, out)
 
 
 def main() -> int:
     """Run; the exit code is 1 where a step failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", nargs="?")
     parser.add_argument("--step")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--rehearse", action="store_true")
     arguments = parser.parse_args()
-    chosen = [step for step in steps() if arguments.step in (None, step.name)]
-    if arguments.list or not chosen:
-        print("\n".join(step.name for step in steps()))
-        return 0 if arguments.list else 2
+    if arguments.list:
+        for command in commands():
+            print(f"{command.name} ({command.seconds} s): {', '.join(step.name for step in command.steps)}")
+        return 0
+    chosen = [
+        one for one in commands() if arguments.command == one.name or (arguments.rehearse and not arguments.command)
+    ]
+    steps = [step for command in chosen for step in command.steps if arguments.step in (None, step.name)]
+    if not steps:
+        parser.error(f"which command? {', '.join(one.name for one in commands())}; --list has their steps")
     if reason := lacks(rehearse=arguments.rehearse):
         parser.error(reason)
     environment = prepare()
@@ -178,15 +236,15 @@ def main() -> int:
     path = RESULTS / "steps.json"
     ended = json.loads(path.read_text()) if path.exists() else {}
     ended["machine"] = {"python": platform.python_version(), "commit": commit()}
-    for step in chosen:
-        before = ended.get(step.name, {})
-        if arguments.step is None and before.get("exit") == 0 and before.get("rehearsal") == arguments.rehearse:
-            continue
+    end = time.monotonic() + chosen[0].seconds
+    for step in steps:
+        seconds = REHEARSAL_SECONDS if arguments.rehearse else max(1.0, end - time.monotonic())
         print(f"{step.name} ...", end=" ", flush=True)
-        ended[step.name] = run(step, environment, rehearse=arguments.rehearse)
+        ended[step.name] = run(step, environment, seconds, rehearse=arguments.rehearse)
         path.write_text(json.dumps(ended, indent=2) + "\n")
+        archive()
         print(ended[step.name], flush=True)
-    return int(any(ended[step.name].get("exit", 0) != 0 for step in chosen))
+    return int(any(ended[step.name].get("exit", 0) != 0 for step in steps))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ SETTINGS = (
     ({"num_speculative_tokens": 1}, "With drafts"),
     ({"enable_lora": True}, "With `--enable-lora`"),
     ({"kv_cache_path": "kv"}, "With `--kv-cache-path`"),
+    ({"state_cache_memory_bytes": 1}, "With layers that have states"),
     ({"several": True}, "With several models"),
 )
 """Settings of an engine, and the heading of the metrics that it has with them and not without."""

@@ -29,6 +29,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "mistral": {"sliding_window": None},
     "olmo2": {},
+    "olmo3": {"sliding_window": 9},
+    "seed_oss": {},
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 64},
     "granite": _GRANITE,
     "smollm3": {"no_rope_layer_interval": 2},
@@ -41,15 +43,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """transformers' `model_type` of each family, and the fields that a small one of it has: multipliers that are not 1,
 layers of each kind."""
 
-HYBRIDS: dict[str, dict[str, Any]] = {
+_DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
     # Fewer key heads than value heads, so that mistakes of their order show.
-    "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": _DELTA_NET | _SHARED_EXPERT,
+    "qwen3_next": _DELTA_NET | _SHARED_EXPERT,
 }
 """Families with layers that have a state, as `FAMILIES` has the others."""
 
@@ -148,14 +159,14 @@ def make_checkpoint(
     transformers config as they are. `eos_token_id` is written to config.json and generation_config.json.
     """
     rope = rope_parameters or {"rope_type": "default", "rope_theta": 1e4}
-    if family == "gemma3_text" and "rope_type" in rope:
+    if family in ("gemma3_text", "olmo3") and "rope_type" in rope:
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
     if family == "gemma4_text" and rope_parameters is None:
         rope = {
             "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
         }
-    if family == "qwen3_5_text" and "mrope_section" not in rope:
+    if family in ("qwen3_5_text", "qwen3_5_moe_text") and "mrope_section" not in rope:
         half = int(head_dim * rope.get("partial_rotary_factor", 0.25)) // 2
         rope = rope | {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     config = CONFIG_MAPPING[family](

@@ -19,11 +19,17 @@ FILE_NAMES = {
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
 }
 """`general.architecture` by transformers' `model_type`, where the two differ."""
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")
 """Architectures whose q and k are permuted."""
-ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate")
+SHIFTED = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
+"""Architectures whose norms are stored plus 1."""
+HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate", "mlp.router", "block_sparse_moe.gate")
 
 
 def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, Any]:
@@ -50,7 +56,11 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
     if config.get("num_experts_per_tok"):
         count = config.get("num_experts") or config["num_local_experts"]
         fields |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
-    if architecture == "qwen3moe":
+    if architecture in ("qwen35moe", "qwen3next"):
+        fields["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
+    if architecture == "qwen35moe":
+        del fields["feed_forward_length"]
+    if architecture in ("qwen3moe", "qwen35moe", "qwen3next"):
         fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if architecture == "gpt-oss":
         fields["expert_feed_forward_length"] = config["intermediate_size"]
@@ -58,6 +68,8 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
         fields["attention.sliding_window"] = config["sliding_window"] or 0
     if architecture == "phi3":
         fields |= _phi3(config, rope)
+    if architecture in HYBRIDS:
+        fields |= _hybrid(config, rope)
     if architecture == "granite":
         fields |= {
             "attention.scale": config["attention_multiplier"],
@@ -65,6 +77,26 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
             "residual_scale": config["residual_multiplier"],
             "logit_scale": config["logits_scaling"],
         }
+    return fields
+
+
+def _hybrid(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    kinds = [kind == "linear_attention" for kind in config["layer_types"]]
+    every = kinds.index(False) + 1
+    heads = config["linear_num_value_heads"]
+    fields: dict[str, Any] = {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": heads * config["linear_value_head_dim"],
+        "full_attention_interval": every,
+        "rope.dimension_count": int(config["head_dim"] * rope.get("partial_rotary_factor", 0.25)),
+    }
+    if kinds != [(i + 1) % every != 0 for i in range(len(kinds))]:
+        fields["attention.recurrent_layers"] = kinds
+    if "mrope_section" in rope:
+        fields["rope.dimension_sections"] = [*rope["mrope_section"], 0]
     return fields
 
 
@@ -139,8 +171,16 @@ def _parts(
     config: dict[str, Any], architecture: str, name: str, numbers: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What the converter makes of one tensor of a checkpoint."""
-    if architecture == "gemma3" and name.endswith("norm.weight"):
+    if architecture in SHIFTED and name.endswith("norm.weight") and "linear_attn" not in name:
         numbers = numbers + 1
+    if name.endswith("in_proj_qkvz.weight"):
+        for part, rows in zip(("qkv", "z"), by_kind(config, numbers), strict=True):
+            yield name.replace("qkvz", part), rows
+        return
+    if name.endswith("shared_expert_gate.weight") and architecture == "qwen35moe":
+        numbers = numbers.squeeze(0)
+    if architecture in HYBRIDS and "linear_attn" in name:
+        name, numbers = _of_delta_net(config, architecture, name, numbers)
     if architecture in PERMUTED and name.split(".")[-2] in ("q_proj", "k_proj"):
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         halves = numbers.view(heads, 2, numbers.shape[0] // heads // 2, *numbers.shape[1:])
@@ -162,6 +202,40 @@ def _parts(
             yield f"{stem.replace('gate_up', 'up')}.{kind}", numbers[:, 1::2]
 
 
+def _of_delta_net(
+    config: dict[str, Any], architecture: str, name: str, numbers: torch.Tensor
+) -> tuple[str, torch.Tensor]:
+    leaf = name.split("linear_attn.")[1]
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    dim, before = config["linear_value_head_dim"], 2 * keys * config["linear_key_head_dim"]
+    if leaf == "A_log":
+        numbers = -torch.exp(numbers)
+    elif leaf == "dt_bias":
+        name = name.replace("dt_bias", "dt_proj.bias")
+    elif leaf == "conv1d.weight":
+        numbers = numbers.squeeze(1)
+    if architecture == "qwen3next" or leaf == "norm.weight":
+        return name, numbers
+    if leaf == "out_proj.weight":
+        return name, by_turns(numbers.T, keys, heads, dim).T
+    if leaf in ("in_proj_qkv.weight", "conv1d.weight"):
+        return name, torch.cat((numbers[:before], by_turns(numbers[before:], keys, heads, dim)))
+    return name, by_turns(numbers, keys, heads, dim if leaf == "in_proj_z.weight" else 1)
+
+
+def by_kind(config: dict[str, Any], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of q, k and v of all heads, and of z, of rows that lie by key head."""
+    keys, dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
+    q, k, v, z = rows.view(keys, -1, rows.shape[1]).split([dim, dim, values, values], dim=1)
+    return torch.cat([part.reshape(-1, rows.shape[1]) for part in (q, k, v)]), z.reshape(-1, rows.shape[1])
+
+
+def by_turns(rows: torch.Tensor, keys: int, heads: int, dim: int) -> torch.Tensor:
+    """Rows of value heads, `dim` of each, with the first head of every key head, then the second, and so on."""
+    return rows.reshape(keys, heads // keys, dim, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
 def rounded(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     """A checkpoint's tensors with the numbers that blocks of `kind` hold.
 
@@ -175,7 +249,7 @@ def rounded(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
 
     made = {}
     for name, tensor in tensors.items():
-        stacked = tensor.ndim == 3  # inputs come first
+        stacked = tensor.ndim == 3 and not name.endswith("conv1d.weight")  # inputs come first
         if stacked:
             made[name] = numbers(tensor.transpose(1, 2)).transpose(1, 2).contiguous()
         elif is_matrix(name, tensor):

@@ -46,12 +46,15 @@ def write_gguf(
     seed: int = 0,
     architecture: str | None = None,
     tensors_in_a_part: int = 0,
+    extra: dict[str, np.ndarray] | None = None,
     **fields: Any,
 ) -> Path:
     """Write the checkpoint at `source` as a file whose matrices are of `kind`, norms, routers and biases of `plain`.
 
     `architecture` is the file's name for the family, if there are several. With `tensors_in_a_part` the model is in
     several files of as many tensors, and the first one is returned.
+
+    `extra` are more tensors, by their names in the file.
 
     `replaced` and `fields` replace metadata: in `fields` a key's dots are double underscores. None leaves a key out.
     """
@@ -65,8 +68,9 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, family, split_max_tensors=tensors_in_a_part)
     _add_metadata(writer, metadata)
     rng = np.random.default_rng(seed)
-    for name, array in file_tensors(config, family, load_file(source / "model.safetensors")):
-        packed = array.ndim > 1 and not name.endswith((".bias", "ffn_gate_inp.weight"))
+    added = [] if extra is None else list(extra.items())
+    for name, array in [*file_tensors(config, family, load_file(source / "model.safetensors")), *added]:
+        packed = array.ndim > 1 and not name.endswith((".bias", "inp.weight", "inp_shexp.weight", "ssm_conv1d.weight"))
         given = gguf.GGMLQuantizationType[kind if packed else plain]
         drawn = given.name not in WRITTEN
         data = draw_blocks(given.name, array.shape, rng) if drawn else gguf.quants.quantize(array, given)

@@ -1,19 +1,29 @@
-"""transformers' Qwen3.5 in float64 throughout: its own code takes some sums in float32. Holds no tests."""
+"""transformers' hybrids in float64 throughout: its own code takes some sums in float32. Holds no tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from hf_reference import load
+from specrs.drafters.mtp import head as mtp_head
 from specrs.models import torch_decoder
 from torch import Tensor
 from torch.nn.functional import silu
-from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+MODULES = {
+    "Qwen3_5": modeling_qwen3_5,
+    "Qwen3_5Moe": modeling_qwen3_5_moe,
+    "Qwen3Next": modeling_qwen3_next,
+}
+"""Modules of transformers by the beginning of their classes' names."""
 
 
 def delta_rule(
@@ -52,13 +62,14 @@ def _gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
     return normed
 
 
-def _net(self: Any, *arguments: Any, **named: Any) -> Any:
-    """The layer, in which `float()` leaves float64 as it is: it takes the decay in float32 otherwise."""
-    with patch.object(torch.Tensor, "float", torch.Tensor.double):
-        return _FORWARD(self, *arguments, **named)
+def _wide(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of a layer, in which `float()` leaves float64 as it is: it takes the decay in float32 otherwise."""
 
+    def wide(*arguments: Any, **named: Any) -> Any:
+        with patch.object(torch.Tensor, "float", torch.Tensor.double):
+            return forward(*arguments, **named)
 
-_FORWARD = modeling.Qwen3_5GatedDeltaNet.forward
+    return wide
 
 
 def wide_norm(x: Tensor, weight: Tensor, eps: float, *, inplace: bool = False) -> Tensor:
@@ -69,15 +80,21 @@ def wide_norm(x: Tensor, weight: Tensor, eps: float, *, inplace: bool = False) -
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Let transformers and `TorchDecoder` compute the norms and the delta rule of Qwen3.5 in float64."""
-    with (
-        patch.object(modeling, "torch_chunk_gated_delta_rule", delta_rule),
-        patch.object(modeling, "torch_recurrent_gated_delta_rule", delta_rule),
-        patch.object(modeling.Qwen3_5GatedDeltaNet, "forward", _net),
-        patch.object(modeling.Qwen3_5RMSNorm, "forward", _norm),
-        patch.object(torch_decoder, "rms_norm", wide_norm),
-        patch.object(modeling.Qwen3_5RMSNormGated, "forward", _gated_norm),
-    ):
+    """Let transformers and `TorchDecoder` compute the norms and the delta rule of hybrids in float64. The router's
+    softmax is in float32 in both."""
+    with ExitStack() as stack:
+        for owner in (torch_decoder, mtp_head):
+            stack.enter_context(patch.object(owner, "rms_norm", wide_norm))
+        for name, module in MODULES.items():
+            net = getattr(module, f"{name}GatedDeltaNet")
+            for owner, attribute, made in (
+                (module, "torch_chunk_gated_delta_rule", delta_rule),
+                (module, "torch_recurrent_gated_delta_rule", delta_rule),
+                (net, "forward", _wide(net.forward)),
+                (getattr(module, f"{name}RMSNorm"), "forward", _norm),
+                (getattr(module, f"{name}RMSNormGated"), "forward", _gated_norm),
+            ):
+                stack.enter_context(patch.object(owner, attribute, made))
         yield
 
 

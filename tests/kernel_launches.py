@@ -198,7 +198,7 @@ def fake_context(
         models = [None if folder is None else fake_decoder(folder, bf16, cache_dtype) for folder in folders]
         assert models[0] is not None
         drafter = None if models[1] is None else LoadedDraftModel(models[1])
-        blueprint = Blueprint(config, Weights(models[0], drafter)).with_kv_groups()
+        blueprint = Blueprint(config, Weights(models[0], drafter), max_steps_in_flight=2).with_kv_groups()
         sampling = SamplingState(max_num_seqs, models[0].vocab_size, torch.float32, cuda)
         yield make_context(blueprint, blueprint.scheduler(num_blocks), sampling, num_blocks)
 

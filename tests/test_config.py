@@ -17,7 +17,7 @@ from specrs.verify.logprobs import LogprobsMode
 
 def test_defaults() -> None:
     config = EngineConfig()
-    assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (256, 2048, 16)
+    assert (config.most_seqs, config.batched_tokens, config.block_size) == (256, 2048, 16)
     assert (config.enable_prefix_caching, config.seed, config.max_steps_in_flight, config.num_speculative_tokens) == (
         None,
         0,

@@ -112,8 +112,8 @@ def test_dashes_equal_underscores() -> None:
         ({"max_model_len": 1}, r"^speculative_config.max_model_len=1: must be an integer of at least 2"),
         (
             {"method": "eagle"},
-            r"^speculative_config.method='eagle': not implemented; methods are draft_model, eagle3, ngram, suffix, "
-            r"prediction, grammar, or ",
+            r"^speculative_config.method='eagle': not implemented; methods are draft_model, eagle3, mtp, ngram, "
+            r"suffix, prediction, grammar, or ",
         ),
         (
             {"method": "eagle3,draft_model"},

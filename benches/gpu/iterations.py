@@ -1,4 +1,4 @@
-"""Passes and iterations alone, batch 1: what a pass costs, what the iteration adds, three ways to run it."""
+"""Passes and iterations alone: what a pass costs, what the iteration adds, three ways to run it."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from specrs.core import RequestSampling
 from specrs.speculative_config import SpeculativeConfig
 
 from gpu.piecewise import Piecewise
+from gpu.rates import rates
 from gpu.timing import ON_GPU, graphed, milliseconds
 
 CONTEXT = 1024 if ON_GPU else 8
 MAX_K = 8 if ON_GPU else 2
-RATES = (0.80, 0.60, 0.47, 0.41, 0.25, 0.17, 0.20, 0.14)
-"""Unconditional acceptance by position; their running sums give the references' acceptance lengths."""
 
 
 class Alone:
-    """One request of `CONTEXT` tokens in row 0, whose state is set back before every measurement."""
+    """`batch` requests of `CONTEXT` tokens each, whose state is set back before every measurement."""
 
-    def __init__(self, target: str, draft: str, weights: Weights, **settings: Any) -> None:
+    def __init__(self, target: str, draft: str, weights: Weights, batch: int = 1, **settings: Any) -> None:
+        self.batch = batch
         speculative = SpeculativeConfig(
             model=draft,
             num_speculative_tokens=MAX_K,
             rejection_sample_method="synthetic",
-            synthetic_acceptance_rates=sorted(RATES[:MAX_K], reverse=True),  # type: ignore[arg-type]
+            synthetic_acceptance_rates=rates("mt-bench", MAX_K),  # type: ignore[arg-type]
         )
         config = EngineConfig(
             model=target,
             speculative_config=speculative,
-            max_num_seqs=1,
+            max_num_seqs=batch,
             max_model_len=2 * CONTEXT + 256,
-            max_num_batched_tokens=256,
+            max_num_batched_tokens=max(256, batch * (MAX_K + 1)),
             **settings,
         )
         blueprint = Blueprint(config, weights)
-        blocks = -(-config.max_model_len // config.block_size) + 1  # type: ignore[operator]
+        blocks = batch * -(-config.max_model_len // config.block_size) + 1  # type: ignore[operator]
         vocab = weights.target.vocab_size
-        self.sampling = SamplingState(1, vocab, torch.float32, blueprint.device)
+        self.sampling = SamplingState(batch, vocab, torch.float32, blueprint.device)
         self.ctx: Context = make_context(blueprint, blueprint.scheduler(blocks), self.sampling, blocks)
         self.sequences = sequences_of(self.ctx.record.views, "num_decode")
         self.temperature(0.0)
@@ -60,18 +60,19 @@ class Alone:
         """Sets state and record to the start of an iteration with `k` drafts."""
 
         def run() -> None:
-            state, views = self.ctx.state, self.ctx.record.views
-            state.num_tokens[:1] = CONTEXT
-            state.draft_len[:1] = CONTEXT - 1
-            state.limit[:1] = 2 * CONTEXT + 200
-            state.active[:1] = True
-            state.stop_ids[:1] = -1
-            state.block_table[0] = torch.arange(state.block_table.shape[1], device=state.block_table.device)
+            state, views, batch = self.ctx.state, self.ctx.record.views, self.batch
+            width, device = state.block_table.shape[1], state.block_table.device
+            state.num_tokens[:batch] = CONTEXT
+            state.draft_len[:batch] = CONTEXT - 1
+            state.limit[:batch] = 2 * CONTEXT + 200
+            state.active[:batch] = True
+            state.stop_ids[:batch] = -1
+            state.block_table[:batch] = torch.arange(batch * width, device=device).view(batch, width)
             views["header"].zero_()
-            self.sequences.count.fill_(1)
-            views["seq_row"][:1] = 0
-            views["seq_k"][:1] = k
-            views["seq_capacity"][:1] = 2 * CONTEXT + 256
+            self.sequences.count.fill_(batch)
+            views["seq_row"][:batch] = torch.arange(batch, device=device)
+            views["seq_k"][:batch] = k
+            views["seq_capacity"][:batch] = 2 * CONTEXT + 256
 
         return run
 
@@ -80,6 +81,14 @@ class Alone:
         """A pass over `rows` rows with the LM head, in milliseconds."""
         self._prepare(rows - 1)
         return self._time(lambda: iteration.verify_pass(self.ctx, 1, rows, rows, greedy=True), rows - 1)
+
+    @torch.inference_mode()
+    def batch_pass(self, k: int) -> float:
+        """A verification of `k` drafts for every request with the LM head, in milliseconds."""
+        shape = Shape(self.batch, k, self.batch * (k + 1), LogitsMode.GREEDY)
+        self.reset(k)()
+        iteration.prepare(self.ctx, shape, self.sequences)
+        return self._time(lambda: iteration.verify_pass(self.ctx, shape.batch, shape.rows, k + 1, greedy=True), k)
 
     @torch.inference_mode()
     def draft_pass(self) -> float:

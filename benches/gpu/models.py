@@ -20,10 +20,11 @@ EXPERTS = {"qwen3-30b-a3b": (128, 8), "tiny-experts": (4, 2)}
 VOCAB = {"tiny": 101, "tiny-experts": 101}
 
 
-def write_config(name: str, folder: Path) -> Path:
-    """A folder with the config.json of a shape, for `load_format="dummy"`."""
+def write_config(name: str, folder: Path, num_layers: int | None = None) -> Path:
+    """Write the config.json of a shape, with `num_layers` layers instead of its own, for `load_format="dummy"`. Return
+    its folder."""
     layers, hidden, heads, kv_heads, head_dim, intermediate, tied = SHAPES[name]
-    path = folder / name
+    path = folder / (name if num_layers is None else f"{name}-{num_layers}")
     path.mkdir(parents=True, exist_ok=True)
     content = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -32,7 +33,7 @@ def write_config(name: str, folder: Path) -> Path:
         "vocab_size": VOCAB.get(name, 151_936),
         "hidden_size": hidden,
         "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": num_layers or layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,

@@ -26,6 +26,8 @@ from gpu.models import VOCAB, write_config
 from gpu.timing import ON_GPU, graphed, milliseconds
 
 ROWS = (6, 32, 64) if ON_GPU else (2,)
+MANY_ROWS = (96, 128, 160, 192, 256, 384, 512, 768, 1024, 1536, 2048) if ON_GPU else (66,)
+"""Rows for which passes use cuBLAS."""
 LAUNCHES = 24 if ON_GPU else 1
 
 
@@ -37,7 +39,9 @@ def measure(models: list[str], device: torch.device) -> dict[str, Any]:
             config = load_config(write_config(model, Path(folder)))
         for name, shape in linear_shapes(config, torch.bfloat16 if ON_GPU else torch.float32, device).items():
             kinds = ["dense", "cublas", *([] if name == "lm_head" else CODINGS)]
-            found[f"{model} {name}"] = {kind: {rows: one(shape, kind, rows, device) for rows in ROWS} for kind in kinds}
+            found[f"{model} {name}"] = {
+                kind: {rows: one(shape, kind, rows, device) for rows in ROWS} for kind in kinds
+            } | many(shape, device)
     return found | {"sampling_cut": sampling(device)}
 
 
@@ -55,6 +59,33 @@ def one(shape: LinearShape, kind: str, rows: int, device: torch.device) -> float
         wide = torch.empty(rows, len(weight), device=device, dtype=x.dtype)
         return microseconds(lambda i: torch.mm(x, operands[i % len(operands)].weight.t(), out=wide))
     return microseconds(lambda i: trial.launch(operands[i % len(operands)]))
+
+
+def many(shape: LinearShape, device: torch.device) -> dict[str, dict[int, dict[str, float]]]:
+    """Return microseconds and TFLOP/s of products of many rows, by torch's library and its number of rows.
+
+    `cublaslt` is asked for by `torch.backends.cuda.preferred_blas_library`, which leaves shapes to cuBLAS that it does
+    not serve.
+    """
+    limits = limits_of(device)
+    operands = Trial.of(shape, linear_config(shape, block_m(1), limits), 1, limits).in_turn(device)
+    features, found = len(operands[0].weight), dict[str, dict[int, dict[str, float]]]()
+    for library in ("cublas", "cublaslt"):
+        if device.type == "cuda":
+            torch.backends.cuda.preferred_blas_library(library)
+        found[f"many rows, {library}"] = of_rows = {}
+        for rows in MANY_ROWS:
+            x = torch.randn(rows, shape.k, device=device).to(shape.dtype)
+            out = torch.empty(rows, features, device=device, dtype=shape.dtype)
+
+            def launch(i: int, x: Any = x, out: Any = out) -> None:
+                torch.mm(x, operands[i % len(operands)].weight.t(), out=out)
+
+            us = microseconds(launch)
+            of_rows[rows] = {"us": us, "tflop_per_s": 2e-6 * rows * features * shape.k / us}
+    if device.type == "cuda":
+        torch.backends.cuda.preferred_blas_library("default")
+    return found
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Engines end to end with synthetic acceptance: time per token, idle time between steps, throughput."""
+"""Engines end to end with synthetic acceptance: time per token, and where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from specrs.engine.request import Request
 from specrs.sampling import SamplingParams
 from specrs.speculative_config import SpeculativeConfig
 
-from gpu.iterations import RATES
+from gpu.rates import rates
+from gpu.steady import OUTPUT, PROMPT
 from gpu.timing import ON_GPU, synchronize
-
-PROMPT, OUTPUT = (150, 200) if ON_GPU else (6, 4)
 
 
 def make_engine(
-    target: str, draft: str, weights: Weights, k: int | str, sizes: list[int], max_model_len: int
+    target: str, draft: str, weights: Weights, k: int | str, *, data: str = "mt-bench", **fields: Any
 ) -> Engine:
-    """An engine at K = `k` (or `auto`) whose drafts are accepted at the references' rates."""
+    """Return an engine at K = `k` (or `auto`, up to 5) whose drafts are accepted at the rates of `data`. All other
+    settings than `fields` are the defaults."""
     speculative = None
     if k:
         most = 5 if k == "auto" else int(k)
@@ -37,18 +37,10 @@ def make_engine(
             num_speculative_tokens=k,  # type: ignore[arg-type]
             max_num_speculative_tokens=most if k == "auto" else None,
             rejection_sample_method="synthetic",
-            synthetic_acceptance_rates=sorted(RATES[:most], reverse=True),  # type: ignore[arg-type]
+            synthetic_acceptance_rates=rates(data, most),  # type: ignore[arg-type]
         )
-    config = EngineConfig(
-        model=target,
-        speculative_config=speculative,
-        max_num_seqs=max(sizes),
-        max_model_len=max_model_len,
-        cudagraph_capture_sizes=tuple(sizes),
-        enable_prefix_caching=False,
-        gpu_memory_utilization=0.95,
-        num_gpu_blocks_override=None if ON_GPU else 40,
-    )
+    small = {} if ON_GPU else {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 64}
+    config = EngineConfig(model=target, speculative_config=speculative, enable_prefix_caching=False, **(small | fields))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of synthetic acceptance: that is what is wanted here
         return build_engine(config, weights if k else Weights(weights.target, None))
@@ -90,29 +82,15 @@ def tpot(engine: Engine, prompt_len: int, output_len: int) -> dict[str, float]:
     }
 
 
-def throughput(engine: Engine, concurrency: list[int]) -> dict[int, dict[str, float]]:
-    """Tokens per second of one wave of requests at each concurrency."""
-    run(engine, min(concurrency), PROMPT, 8)
-    found = {}
-    for count in concurrency:
-        seconds, requests = run(engine, count, PROMPT, OUTPUT)
-        tokens = sum(len(request.output_token_ids) for request in requests)
-        spans = [
-            (r.finish_time - r.first_token_time) / (len(r.output_token_ids) - 1)
-            for r in requests
-            if r.finish_time is not None and r.first_token_time is not None
-        ]
-        found[count] = {"tokens_per_s": tokens / seconds, "mean_tpot_ms": 1e3 * statistics.mean(spans)}
-    return found
+def step_times(engine: Engine, batch: int) -> dict[str, float]:
+    """Median milliseconds of a step in the steady state, from the end of the one before it to its own end: as the
+    engine settles them, as its stream executes them (uploads, graph, results), and between steps on the stream.
 
-
-def idle_between_steps(engine: Engine, batch: int) -> dict[str, float]:
-    """Microseconds that the GPU waits between the end of one step and the start of the next, in the steady state."""
-    runner = engine.runner
+    A graph alone is in the part `passes`. What is missing between the two is in the record's copy and the uploads
+    (`stream_ms` minus the graph), or in the gaps.
+    """
+    runner, ms, marks = engine.runner, list[float](), list[tuple[torch.cuda.Event, torch.cuda.Event]]()
     assert isinstance(runner, CudaRunner)
-    if not ON_GPU or runner._stream is None:
-        return {"median_us": 0.0, "max_us": 0.0}
-    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     execute = runner.execute
 
     def marked(*args: Any) -> None:
@@ -122,10 +100,20 @@ def idle_between_steps(engine: Engine, batch: int) -> dict[str, float]:
         end.record(runner._stream)
         marks.append((start, end))
 
-    runner.execute = marked  # type: ignore[method-assign]
+    if ON_GPU:
+        runner.execute = marked  # type: ignore[method-assign]
+    engine.watch = lambda _slot, header, taken: ms.append(taken) if not header.num_prefill else None
     run(engine, batch, PROMPT, OUTPUT)
-    runner.execute = execute  # type: ignore[method-assign]
-    torch.cuda.synchronize()
-    steady = marks[len(marks) // 4 : -len(marks) // 4]
-    gaps = [1e3 * a[1].elapsed_time(b[0]) for a, b in itertools.pairwise(steady)]
-    return {"median_us": statistics.median(gaps), "max_us": max(gaps)}
+    engine.watch, runner.execute = None, execute  # type: ignore[method-assign]
+    synchronize()
+
+    def middle(values: list[Any]) -> list[Any]:
+        return values[len(values) // 4 : -(len(values) // 4) or None]
+
+    found = {"settled_ms": statistics.median(middle(ms))}
+    if marks:
+        steady = middle(marks)
+        gaps = [1e3 * a[1].elapsed_time(b[0]) for a, b in itertools.pairwise(steady)]
+        found["stream_ms"] = statistics.median(a.elapsed_time(b) for a, b in steady)
+        found |= {"gap_us": statistics.median(gaps), "max_gap_us": max(gaps)}
+    return found

@@ -3,14 +3,14 @@ nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from specrs.kernels.cuda.device import DeviceLimits
 
 MAX_VERIFY_ROWS = 17
-"""Maximum number of rows per request for which the context is split: K = 16 drafts and one more. Longer chunks fill the
-device without splits."""
+"""Maximum number of rows per request of a verification: K = 16 drafts and one more. Longer chunks split long contexts
+alone, in passes whose total number of rows is known."""
 ANY_LENGTH = 128
 """Number of rows of a chunk from which on its attention is divided like that of any longer one, because a tile has no
 more rows."""
@@ -25,6 +25,9 @@ _BLOCKS_PER_SPLIT = ((1, 16), (2, 4))
 """For each number of splits that the tiles leave room for, the number of consecutive blocks that a split takes at a
 time. A context with no more blocks is not split. A longer one has more splits than programs run at once, so it does not
 delay a kernel."""
+_CHUNK_RUN = 4
+"""Number of consecutive blocks that a split of a chunk's context takes at a time. A context with no more blocks is not
+split, so short prompts add in one order in passes of every shape."""
 _WAVES = 8
 """Number of programs launched per multiprocessor for long contexts, if tiles leave hardly any multiprocessor free."""
 _MAX_LONG_SPLITS = 16
@@ -75,6 +78,8 @@ class AttentionConfig:
         There is a split for each multiprocessor that the tiles leave free, but at most one per block of a span. The
         contexts do not matter, so a captured graph serves all of them. If tiles leave hardly any multiprocessor free,
         only long contexts are split (`blocks_per_split`).
+
+        The contexts of more than `MAX_VERIFY_ROWS` rows are not split: see `of_chunks`.
         """
         (dtype, cache_dtype), group = dtypes, num_heads // num_kv_heads
         long = max_q_len > MAX_VERIFY_ROWS
@@ -109,6 +114,25 @@ class AttentionConfig:
         most = 1 if wide or short else 2 if block_m >= 64 or block_n == 128 else 3
         ahead = min(most, (limits.shared_memory - fixed) // step)
         return cls(rows, block_m, block_n, splits, 8 if wide else 4, 2 * max(1, ahead) + 1, blocks_per_split)
+
+    def of_chunks(
+        self, total_rows: int, *, batch: int, max_q_len: int, num_kv_heads: int, limits: DeviceLimits, span: int
+    ) -> AttentionConfig:
+        """Return the configuration for a pass over chunks that have `total_rows` rows in all, which is known when the
+        pass is captured. The other arguments are those of `choose`.
+
+        Contexts of more than `_CHUNK_RUN` blocks are split so that tiles with rows fill the device once. With at most
+        `MAX_VERIFY_ROWS` rows nothing changes.
+        """
+        if max_q_len <= MAX_VERIFY_ROWS:
+            return self
+        tiles = batch * num_kv_heads * -(-max_q_len // self.rows)
+        # Most tiles of a grid for chunks of any lengths have no rows.
+        live = min(tiles, num_kv_heads * (-(-total_rows // self.rows) + batch - 1))
+        blocks = -(-(span + self.rows - 1) // self.block_n) + 1
+        splits = min(limits.num_sms // live, _SHARED_LINES // (tiles * self.block_m), _MAX_LONG_SPLITS)
+        splits = min(splits, -(-blocks // _CHUNK_RUN))
+        return replace(self, splits=splits, blocks_per_split=_CHUNK_RUN) if splits > 1 else self
 
     def fused_lines(self, group: int) -> int:
         """Return the number of lines of a tile that the last program combines at a time. 0: there is nothing to

@@ -87,6 +87,12 @@ def _variants() -> tuple[Variant, ...]:
                 long |= {"PER_SPLIT": many.blocks_per_split, "FUSED": many.fused_lines(heads // kv_heads)}
                 kinds["long"] = {}, {"k_start": None, "sinks": None} | long
                 kinds["window_sinks"] = {"sinks": "*bf16"}, {"k_start": None, "WINDOW": 128}
+            if (dtype, dim, heads, rows, codes) == ("bf16", 128, 64, 2048, None):
+                sizes = {"batch": 1, "max_q_len": 32, "num_kv_heads": kv_heads, "span": 1 << 15}
+                chunk = choose(batch=1, max_q_len=32).of_chunks(32, limits=size.limits, **sizes)
+                parts = {"SPLITS": chunk.splits, "SPLIT_BLOCK": triton.next_power_of_2(chunk.splits)}
+                parts |= {"PER_SPLIT": chunk.blocks_per_split, "FUSED": chunk.fused_lines(heads // kv_heads)}
+                kinds["chunk"] = {}, {"k_start": None, "sinks": None} | parts
             for kind, (more, own) in kinds.items():
                 variants.append(
                     Variant(

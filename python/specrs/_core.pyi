@@ -267,7 +267,7 @@ class HiddenDrafter:
     hidden states that are kept.
     """
 
-    def __new__(cls, *, max_model_len: int, max_draft_lag: int) -> HiddenDrafter:
+    def __new__(cls, *, max_model_len: int, max_draft_lag: int, keeps_hits: bool = False) -> HiddenDrafter:
         """Make the description of a head for a `Scheduler`.
 
         Args:
@@ -275,6 +275,8 @@ class HiddenDrafter:
                 At least 1.
             max_draft_lag: maximum number of positions that the head's KV may lag behind n so that it continues from
                 there. Hidden states of one position less are kept for each row. At least K + 2.
+            keeps_hits: True if a prefix hit is kept whole although its last block alone lacks the head's KV. The head
+                then starts anew after it. False: the hit gives up that block.
 
         Raises:
             InvalidConfigError: a negative size; other values are checked by `Scheduler`.
@@ -287,6 +289,10 @@ class HiddenDrafter:
     @property
     def max_draft_lag(self) -> int:
         """Maximum number of positions that the head's KV may lag behind n so that it continues from there."""
+
+    @property
+    def keeps_hits(self) -> bool:
+        """True if a prefix hit is kept whole although its last block alone lacks the head's KV."""
 
 @final
 class TextDrafter:
@@ -531,6 +537,9 @@ class Scheduler:
         priority_aging_steps: int = 0,
         max_loras: int = 0,
         enable_prefix_caching: bool = True,
+        num_snapshots: int = 0,
+        snapshot_interval: int = 2048,
+        decode_snapshot_interval: int = 512,
         enable_kv_cache_events: bool = False,
         enable_block_saves: bool = False,
         hash_key: bytes = ...,
@@ -578,6 +587,11 @@ class Scheduler:
                 request has one. A request whose adapter would exceed it waits, and no request with an adapter overtakes
                 it.
             enable_prefix_caching: whether requests share the KV of equal prefixes.
+            num_snapshots: number of slots for snapshots of states, if layers of the target have states in the place of
+                KV; 0 if none have. A prefix hit then needs a snapshot at its end. Not with windows or block saves.
+            snapshot_interval: number of prompt tokens between two snapshots of a long prompt, at least 1.
+            decode_snapshot_interval: number of tokens between two snapshots of a request that decodes, at least 1. It
+                keeps the last of them.
             enable_kv_cache_events: whether `take_kv_events` reports the blocks that entered and left the prefix cache.
             enable_block_saves: whether a `KVStore` saves cached blocks. Not with windows.
             hash_key: 16 bytes, default all zero. A secret key keeps clients from building prompts that collide.
@@ -621,6 +635,10 @@ class Scheduler:
             preemption), admit_draft_len [R], admit_limit [R], admit_num_cached [R]: requests that get their row in this
             step, before its chunks run.
         admit_min_len [R] (stop tokens count from this position on), admit_stop_ids [R, MAX_STOP_IDS] (-1 after them).
+        admit_snapshot [R]: slot of the snapshot that the row's states begin with, -1 for none; empty without snapshots.
+            It is read before the step writes any.
+        snapshot_row [N], snapshot_len [N], snapshot_slot [N], with N = num_snapshots: snapshots to write. A snapshot is
+            written in the step in which the row's states pass that number of positions with committed tokens alone.
         admit_lora [R]: id of the request's adapter, 0 for none.
         admit_salt [R]: number that is equal only for requests of the same `cache_salt` and adapter; it differs between
             schedulers.
@@ -703,8 +721,8 @@ class Scheduler:
             InvalidBufferError: an array is not a contiguous int64 vector.
         """
 
-    def set_forced_tokens(self, request_id: int, token_ids: NDArray[np.int64]) -> None:
-        """Set the tokens `[f]` int64 that a request's grammar forces after its settled ones. Mutates.
+    def set_grammar_drafts(self, request_id: int, token_ids: NDArray[np.int64]) -> None:
+        """Set the tokens `[f]` int64 that a request's grammar forces, or makes likely, after its settled ones. Mutates.
 
         The drafter `grammar` proposes them, continued by another drafter on the host, until the request has more
         tokens.
@@ -873,6 +891,11 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """Number of times that a running request was preempted."""
 
+    def snapshot_stats(self) -> dict[str, int]:
+        """Return `slots` and `cached`, the numbers of snapshots that fit and that can be found, and since the start the
+        numbers `hits` of requests that began with a snapshot, `stored` of snapshots written, and `evictions` of
+        snapshots that gave way."""
+
     @property
     def num_cached_tokens(self) -> int:
         """Number of prompt tokens whose target KV came from the prefix cache, counted when their request was first
@@ -1033,6 +1056,11 @@ class BlockStored:
     def lora_name(self) -> str | None:
         """Name of the LoRA adapter that the stored blocks were computed with; None for the base model."""
 
+    @property
+    def is_snapshot(self) -> bool:
+        """True if these are snapshots of states at the ends of blocks, in the place of KV; `blocks` has their slots
+        then. With states, a prefix hit needs KV and a snapshot."""
+
 @final
 class BlockRemoved:
     """KV event: blocks can no longer be found. Their KV is unchanged until the next planned step executes."""
@@ -1048,6 +1076,10 @@ class BlockRemoved:
     @property
     def has_draft(self) -> list[bool]:
         """Whether the draft KV of each removed block was valid too."""
+
+    @property
+    def is_snapshot(self) -> bool:
+        """True if these are snapshots of states, as in `BlockStored`."""
 
 @final
 class AllBlocksCleared:
@@ -1772,6 +1804,7 @@ class CpuWeights:
         lm_head: Sequence[tuple[NDArray[np.generic] | PackedMatrix, NDArray[np.generic] | None]],
         frequencies: NDArray[np.float32],
         head: Mapping[str, object] | None = None,
+        mtp: Mapping[str, object] | None = None,
         rotations: tuple[list[tuple[list[float], float]], list[int | None]] | None = None,
         multipliers: tuple[float, float, float] | None = None,
         windows: list[int | None] | None = None,
@@ -1802,10 +1835,14 @@ class CpuWeights:
                 then v), `o`, `gate_up`, `down`. In place of the last two `experts` may be a mapping: the
                 projections `router` (hidden_size to the experts) and of each expert `gate_up` and `down`; `per_token`,
                 how many a row is sent to; `normalized`: their weights add up to 1. All such layers have the same sizes.
+                `shared`, or None, or not there, is an expert that every row uses: projections `gate` (to one number,
+                whose sigmoid multiplies its output), `gate_up` and `down`.
                 With `output_gate`, each query head in `qkv` is followed by the gate of its output. A mapping `delta`
                 puts a gated delta net in the place of attention: its sizes `key_heads`, `value_heads`, `key_dim`,
                 `value_dim` and `kernel`; `conv` `[kernel * conv_dim]`, `a_log` and `dt_bias` `[value_heads]`, `norm`
-                `[value_dim]`. Then `qkv` is the projection to q, k, v, z, b and a, and `o` its output projection.
+                `[value_dim]`. Then `qkv` is the projection to q, k, v, z, b and a, and `o` its output projection, which
+                with `turned` reads the first value head of every key head, then the second, and so on. With
+                `by_key_head`, outputs of `qkv` are q, k, v and z of each key head, then b and a of each.
                 A mapping `varied` makes the layer differ from others: its sizes `num_kv_heads`, `head_dim` and
                 `intermediate_size`, none larger than the model's; `keys_are_values`: `qkv` has no v heads; `source`: an
                 earlier layer whose keys and values it attends, `qkv` has q heads alone; `value_norm`: each head of
@@ -1821,6 +1858,11 @@ class CpuWeights:
                 `fc_norm_each` of each layer's state by itself; `hidden_norm`: `[hidden_size]`; `norm_before_residual`:
                 its residual is the normed hidden state; `norm_output`: it leaves its states after the final norm to
                 the next pass; `target_ids`: the target's id of each of its own, ascending.
+            mtp: makes it an MTP head: one layer, which reads what `fc` makes of the normed embedding and the normed
+                hidden state. `target_layers`: the target's number of layers; `fc`: a projection from 2 * hidden_size;
+                `embedding_norm` and `hidden_norm`: `[hidden_size]`; `target_ids`: the target's id of each of its own,
+                ascending. `lm_head` may have more outputs than these; the first ones are used. It leaves its states
+                after the final norm to the next pass.
             rotations: in place of `frequencies`, where layers rotate in several ways, or a part of a head: pairs of
                 frequencies `[P]`, of the first 2 P features, and what their cosines and sines are multiplied by; then
                 for each layer which of them it has, or None. None: `frequencies` in all layers.
@@ -1889,6 +1931,10 @@ class CpuKVCache:
         """Bytes of the states that requests have next to the KV, for models whose layers have some. It grows when a row
         is first used."""
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the snapshots of states. It grows when a slot is first used."""
+
 @final
 class CpuDecoder:
     """Forward pass of a dense decoder over flat rows, with its own work space: one pass at a time.
@@ -1940,7 +1986,7 @@ class CpuDecoder:
             kv_cache: KV cache that is read and written.
             hidden: `[N, hidden_size]`, written.
             hidden_layers: L layers. The number of layers stands for the stream after the last layer, before the final
-                norm.
+                norm; one more for the stream after it.
             entries: `[N, L, hidden_size]`, written: the residual stream as the input of those layers. In a head, layer
                 1 is the input of its next pass.
             eagle3: `[N, hidden_size]`, only for a head: each row's hidden state.
@@ -2016,12 +2062,13 @@ class _CallableModel(Protocol):
         """Run one pass over N rows and write their K and V.
 
         Args:
-            inputs: keywords of `specrs.models.inputs.PassInputs` as int64 arrays, and `rows` `[B]`, the row of state of
-                each of the B sequences.
+            inputs: keywords of `specrs.models.inputs.PassInputs` as int64 arrays (`snapshots` as a tuple), and `rows`
+                `[B]`, the row of state of each of the B sequences.
             wanted: rows whose logits are returned; with `keeps`, rows whose hidden states are kept for `logits` and
                 `hidden`.
             keeps: whether to keep the hidden states of `wanted` instead of returning logits.
-            layers: layers whose input states are returned. For a head `[1]`: the input of its next pass.
+            layers: layers whose input states are returned; the number of layers and one more are explained at
+                `CpuDecoder.forward`. For a head `[1]`: the input of its next pass.
             eagle3: `[N, hidden_size]`, input of a head in addition to the tokens; None for other models.
 
         Returns:
@@ -2037,6 +2084,9 @@ class _CallableModel(Protocol):
     def hidden(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the final hidden states `[len(rows), hidden_size]` of rows of the last pass with `keeps`, by their
         index in `wanted`."""
+
+    def restore_states(self, row: int, slot: int) -> None:
+        """Give a row of state the states of a snapshot that a pass wrote into `slot`."""
 
     def fuse(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Combine the target's hidden states `[N, layers, aux_hidden_state_size]` into the input of a head, `[N,

@@ -1,19 +1,22 @@
 """`EngineConfig`: the options of an engine, the rules between them, and values derived from them.
 
-The options themselves are declared in `specrs.engine_options`. This module imports no torch and reads no checkpoint.
+The options themselves are declared in `specrs.engine_options`. This module imports no torch. It reads a checkpoint's
+configuration and the names of its tensors only to find an MTP head.
 The engine calls the `resolve_*` functions with sizes of its models.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specrs import vllm_arguments
-from specrs.engine_options import INTEGER_ACTIVATIONS, SPLIT_DRAFT_TRANSLATES_ON, EngineOptions, may_be
+from specrs.drafters.mtp.files import has_mtp_head
+from specrs.engine_options import BATCHED_TOKENS, INTEGER_ACTIVATIONS, SPLIT_DRAFT_TRANSLATES_ON, EngineOptions, may_be
 from specrs.errors import (
     InvalidConfigError,
     UnsupportedConfigError,
@@ -22,9 +25,11 @@ from specrs.errors import (
     short,
     unknown_key,
 )
-from specrs.model_values import INTEGERS_AT_LOAD
+from specrs.model_values import DEFAULT_MAX_NUM_SEQS, INTEGERS_AT_LOAD
 from specrs.options import check_options, options_of
 from specrs.speculative_config import AUTO
+
+logger = logging.getLogger("specrs")
 
 
 @rejects_unknown_arguments(InvalidConfigError)
@@ -48,6 +53,7 @@ class EngineConfig(EngineOptions):
         if self.kv_cache_disk_bytes is not None and self.kv_cache_path is None:
             reason = "needs kv_cache_path, the folder whose size it limits; set it, or leave kv_cache_disk_bytes out"
             raise invalid(error, "kv_cache_disk_bytes", self.kv_cache_disk_bytes, reason)
+        self._choose_method()
         self._check_draft()
         self.check_device(self.device, self.dtype)
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
@@ -55,9 +61,20 @@ class EngineConfig(EngineOptions):
             raise invalid(error, "max_cpu_loras", self.max_cpu_loras, reason)
 
     @property
+    def most_seqs(self) -> int:
+        """Maximum number of requests that run at once (`max_num_seqs`, or its default)."""
+        return DEFAULT_MAX_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
+
+    @property
     def most_cpu_loras(self) -> int:
         """Number of recently used LoRA adapters that are kept in memory (`max_cpu_loras`, or its default)."""
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+    @property
+    def batched_tokens(self) -> int:
+        """Maximum number of tokens per step (`max_num_batched_tokens`, or its default on a device that is unknown). The
+        configuration of an engine that is built has the default of its device."""
+        return BATCHED_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
     def check_device(self, device: str, dtype: str) -> None:
         """Raise an error for options that a device, or its ranks, do not serve.
@@ -151,6 +168,19 @@ class EngineConfig(EngineOptions):
             others += [(name, method, method is None, f"{name}=None") for name, method in methods]
         _refuse_beside("cpu_activations", self.cpu_activations, "'auto'", others)
 
+    def _choose_method(self) -> None:
+        """Let a target's own MTP head draft if no draft model is named. Mutates `speculative_config`."""
+        speculative = self.speculative_config
+        if speculative is None or speculative.model is not None or "draft_model" not in speculative.methods:
+            return
+        if self.uses_bundled_target or self.load_format == "dummy" or not has_mtp_head(self.target, self.revision):
+            return
+        method = ",".join("mtp" if name == "draft_model" else name for name in speculative.methods)
+        logger.info(
+            "%s: speculative_config.method is %r: no draft model is named, and it has an MTP head", self.target, method
+        )
+        object.__setattr__(self, "speculative_config", replace(speculative, method=method))
+
     def _check_draft(self) -> None:
         speculative = self.speculative_config
         if speculative is None:
@@ -166,7 +196,10 @@ class EngineConfig(EngineOptions):
         method = speculative.model_method
         if method is None:
             return
-        if speculative.model is None and not self.uses_bundled_target:
+        if method.bundled is None and self.load_format == "dummy":
+            reason = f"not implemented with speculative_config.method={method.name!r}; allowed: 'auto'"
+            raise invalid(UnsupportedConfigError, "load_format", self.load_format, reason)
+        if method.bundled is not None and speculative.model is None and not self.uses_bundled_target:
             raise InvalidConfigError(
                 f"speculative_config.model is missing: a folder or hub id of {method.what} for "
                 f"model={short(self.model)}; it may be left out only for the bundled target"
@@ -195,7 +228,7 @@ class EngineConfig(EngineOptions):
         method = None if speculative is None else speculative.model_method
         if speculative is None or method is None:
             return None
-        return speculative.model or method.bundled()
+        return self.target if method.bundled is None else speculative.model or method.bundled()
 
     @property
     def enable_kv_cache_events(self) -> bool:

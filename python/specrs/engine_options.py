@@ -17,6 +17,7 @@ from specrs.model_values import (
     CACHE_DTYPE,
     DEFAULT_CPU_KV_CACHE_BYTES,
     DEFAULT_DISK_CACHE_BYTES,
+    DEFAULT_MAX_NUM_SEQS,
     MODEL_PATH,
     QUANTIZATION,
 )
@@ -38,6 +39,11 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 STREAMING_PREFILL_STALL_MS = 75.0
 """Default of `max_prefill_stall_ms` where answers are streamed. If prompts take twice the predicted time and a decode
 step takes 100 ms, streams pause for 250 ms."""
+BATCHED_TOKENS = 2048
+"""Default of `max_num_batched_tokens`."""
+BATCHED_TOKENS_OF_LARGE_GPUS = 8192
+"""Default of `max_num_batched_tokens` on a GPU with 80 GB or more. With 256 requests and five drafts each, decoding
+takes 1,536 tokens of a step, and as many as 588 prompt tokens arrive in it."""
 _POSITIONS = 1 << 24
 _EVERYWHERE: tuple[Command, ...] = ("serve", "chat", "generate", "bench")
 _MEASURED: tuple[Command, ...] = (*_EVERYWHERE, "advise", "forecast")
@@ -176,8 +182,18 @@ class EngineOptions:
         default_is="the model's max_position_embeddings",
         commands=_EVERYWHERE,
     )
-    max_num_seqs: int = _engine_option(256, Integer(1, 65536), "maximum requests that run at once")
-    max_num_batched_tokens: int = _engine_option(2048, Integer(1, _POSITIONS, units=True), "maximum tokens per step")
+    max_num_seqs: int | None = _engine_option(
+        None,
+        Integer(1, 65536),
+        "maximum requests that run at once",
+        default_is=f"{DEFAULT_MAX_NUM_SEQS}; fewer if layers have states, whose memory this number multiplies",
+    )
+    max_num_batched_tokens: int | None = _engine_option(
+        None,
+        Integer(1, _POSITIONS, units=True),
+        "maximum tokens per step",
+        default_is=f"{BATCHED_TOKENS}, {BATCHED_TOKENS_OF_LARGE_GPUS} on a GPU with 80 GB or more",
+    )
     long_prefill_token_threshold: int = _engine_option(
         0,
         Integer(0, _POSITIONS, units=True),
@@ -225,8 +241,16 @@ class EngineOptions:
         "share of the GPU's memory to use",
         details="The KV cache gets what weights, buffers and graphs leave of it.",
     )
+    state_cache_memory_bytes: int | None = _engine_option(
+        None,
+        Integer(1, units=True),
+        "bytes of snapshots of states, for prefix hits of models whose layers have states",
+        default_is="four snapshots per request, in at most 15 % of the memory",
+        details="[Layers with states](supported.md#layers-with-states) says when snapshots are written.",
+        device="cpu",
+    )
     enable_prefix_caching: bool | None = _engine_option(
-        None, Switch(), "reuse the KV of equal prefixes", default_is="on; off for models whose layers have states"
+        None, Switch(), "reuse the KV of equal prefixes", default_is="on"
     )
     kv_cache_path: str | None = _engine_option(
         None,

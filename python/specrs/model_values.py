@@ -6,6 +6,8 @@ from specrs.options import Choice, Text
 
 DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
 """Default size of the KV cache on a CPU in bytes. The pool is mapped lazily, so unused blocks cost no memory."""
+DEFAULT_MAX_NUM_SEQS = 256
+"""Default of `max_num_seqs`."""
 DEFAULT_DISK_CACHE_BYTES = 16 << 30
 """Default of `kv_cache_disk_bytes`, the size of a prefix cache on disk."""
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")

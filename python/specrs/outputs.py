@@ -143,6 +143,25 @@ class DiskCacheStats:
     is_writer: bool = True
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateCacheStats:
+    """Statistics of the snapshots of states, for models whose layers have some.
+
+    - `num_slots`, `num_cached`: number of snapshots that fit, and that a prefix hit can begin with now.
+    - `num_bytes`: bytes of the snapshots that can be found now.
+    - `hits`: number of requests that began with a snapshot, counted again after a preemption.
+    - `stored`: number of snapshots that were written.
+    - `evictions`: number of snapshots that gave way to another one, or to the KV block at their end.
+    """
+
+    num_slots: int = 0
+    num_cached: int = 0
+    num_bytes: int = 0
+    hits: int = 0
+    stored: int = 0
+    evictions: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineStats(AcceptanceFigures):
     """Statistics of an engine since its start or the last `reset_stats`.
@@ -157,6 +176,7 @@ class EngineStats(AcceptanceFigures):
       engine's.
     - `draft_errors`: number of failures of each drafter. The step, or one request in it, then went on without drafts.
     - `disk_cache`: statistics of the prefix cache on disk; None without one.
+    - `state_cache`: statistics of the snapshots of states since the engine's start; None without snapshots.
     - `running_loras`, `waiting_loras`: names of the LoRA adapters of requests that run or wait now.
     """
 
@@ -173,6 +193,7 @@ class EngineStats(AcceptanceFigures):
     drafters: dict[str, AcceptanceFigures] = field(default_factory=dict)
     draft_errors: dict[str, int] = field(default_factory=dict)
     disk_cache: DiskCacheStats | None = None
+    state_cache: StateCacheStats | None = None
     running_loras: tuple[str, ...] = ()
     waiting_loras: tuple[str, ...] = ()
 

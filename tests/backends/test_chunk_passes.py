@@ -81,6 +81,16 @@ def test_without_graphs_one_attention_serves_chunks_of_all_lengths(
     assert lengths == {12}, "the one shape of passes of at most 12 rows"
 
 
+def test_a_grid_is_as_long_as_the_longest_chunk() -> None:
+    """Without a graph, 40 chunks of 10 rows have programs for 10 rows each. A graph has some for all its rows."""
+    buffers = ChunkBuffers.allocate(400, 40, 3, 2, 41, torch.device("cpu"))
+    given = inputs([10] * 40)
+    made = buffers.fill(given, ChunkShape(400, 40, captured=False))
+    assert (made.max_q_len, made.captured, made.prompts) == (10, False, True)
+    made = buffers.fill(given, ChunkShape(400, 40))
+    assert (made.max_q_len, made.captured, made.prompts) == (400, True, True)
+
+
 chunks = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
@@ -156,6 +166,7 @@ def test_shapes_of_chunks() -> None:
     buckets = Buckets([1, 2], 3, max_chunk_rows=100, max_chunks=4)
     assert buckets.chunks(1, 1) == ChunkShape(16, 1)
     assert buckets.chunks(17, 2) == ChunkShape(32, 4)
+    assert buckets.chunks(65, 2) == ChunkShape(96, 4)
     assert buckets.chunks(100, 4) == ChunkShape(100, 4)
     assert buckets.chunks(101, 1) is None
     assert buckets.chunks(5, 5) is None

@@ -12,6 +12,8 @@ import specrs.engine.build as build
 import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file
+from specrs.backends.cpu.backend import CpuBackend
+from specrs.backends.cuda.backend import CudaBackend
 from specrs.backends.cuda.fit import check_weights_fit
 from specrs.backends.table import resolve_device
 from specrs.config import EngineConfig
@@ -194,3 +196,11 @@ def test_dummy_weights(family: str, tmp_path: Path) -> None:
     assert 0.015 < float(first.embedding.std()) < 0.025
     assert (first.final_norm == 1).all()
     assert len(first.layers) == first.config.num_layers
+
+
+@pytest.mark.parametrize(("gigabytes", "tokens"), [(24, 2048), (79.9, 2048), (84.9, 8192), (150, 8192)])
+def test_large_gpus_have_steps_of_more_tokens(gigabytes: float, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that prompts do not starve next to large batches. Cards sold with 80 GB have some more."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (0, int(gigabytes * 1e9)))
+    assert CudaBackend().batched_tokens("cuda:0") == tokens
+    assert (CudaBackend().batched_tokens("cpu"), CpuBackend().batched_tokens("cpu")) == (2048, 2048)

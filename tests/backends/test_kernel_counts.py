@@ -1,5 +1,6 @@
 """How many kernels passes launch: the table of docs/gpu.md, and what the roofline calculator says."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,8 @@ from kernel_launches import Recorder, fake_context
 from module_files import load_file
 from specrs.backends.cuda import drafting, iteration
 from specrs.backends.cuda.context import sequences_of
-from specrs.backends.cuda.shapes import LogitsMode, Shape
+from specrs.backends.cuda.graphs import tasks
+from specrs.backends.cuda.shapes import Buckets, LogitsMode, MergedShape, Shape, batch_buckets
 from specrs.forecast.roofline import Roofline, gpu_of
 from specrs.kernels.kv_codes import FRACTIONS
 from specrs.models.loader import load_config
@@ -101,3 +103,31 @@ def test_the_calculator_knows_every_family(family: str, tmp_path: Path) -> None:
             looked_up = i == 1 and family == "mistral"  # where a row's draft KV begins
             found = -looked_up + count(lambda i=i: drafting.draft_pass(ctx, i, 40, LogitsMode.GREEDY))  # type: ignore[misc]
             assert roofline.draft_pass(40, rows).kernels == found, rows
+
+
+def test_what_comes_before_a_dependent_kernel(tmp_path: Path) -> None:
+    """Not a copy, whose node of a graph cannot let it start. Before attention, which reads positions before it waits,
+    comes a kernel that has waited for those that wrote them, or one that lets nothing start."""
+    target = make_checkpoint(tmp_path, "qwen3", layers=1, hidden=64, kv_heads=2, head_dim=64, vocab=97)
+    buckets = Buckets(batch_buckets(24), 3, max_chunk_rows=256, max_chunks=24, merges=4)
+    with fake_context(target, target, 3, max_model_len=128, max_num_seqs=24) as ctx:
+        recorders = []
+        work = dict(tasks(ctx, buckets, sequences_of(ctx.record.views, "num_decode")))
+        shapes = [key for key in work if isinstance(key, MergedShape) and key.decode.logits_mode is LogitsMode.GREEDY]
+        wide, *_, narrow = [shape for shape in shapes if shape.decode.max_k == 3]
+        assert wide.rows > 64 >= narrow.rows
+        for key in (wide, narrow):
+            with Recorder() as recorder:
+                work[key]()
+            recorders.append(recorder)
+    seen = set()
+    for recorder in recorders:
+        for before, kernel in itertools.pairwise(recorder.kernels):
+            if isinstance(kernel, str) or not kernel.settings.get("launch_pdl"):
+                continue
+            name = before if isinstance(before, str) else before.name
+            assert "copy" not in name, kernel.name
+            if kernel.name == "paged_attention_kernel":
+                seen.add(name)
+    assert seen <= {"qk_norm_rope_kernel", "skinny_linear_kernel", "combine_tiles_kernel"}, seen
+    assert "qk_norm_rope_kernel" in seen

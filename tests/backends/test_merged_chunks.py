@@ -11,12 +11,17 @@ import pytest
 import specrs.backends.cuda.decoder as decoder
 import torch
 from engine.harness import poison as fill_pools
+from specrs.backends.cuda import products, shapes, stream
+from specrs.backends.cuda.chunk_buffers import ChunkBuffers
+from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.iteration import run_merged, verify_pass
 from specrs.backends.cuda.runner import CudaRunner
-from specrs.backends.cuda.shapes import LogitsMode, MergedShape
+from specrs.backends.cuda.shapes import ChunkShape, LogitsMode, MergedShape
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS
+from specrs.models.inputs import ChunkRows, PassInputs
+from specrs.models.torch_decoder import TorchFacts
 from specrs.sampling import SamplingParams
 
 from .cuda_engines import Graphs, K, give_graphs
@@ -92,6 +97,96 @@ def test_same_tokens(
     assert_same_counts(dataclasses.replace(ours, target_passes=cpus.target_passes), cpus)
 
 
+def few_rows(patch: pytest.MonkeyPatch) -> None:
+    """Let passes of more than 8 rows be wide, with an eighth of the numbers of rows of those of more than 64."""
+    patch.setattr(shapes, "FUSED_ROWS", 8)
+    patch.setattr(shapes, "MERGED_ROWS", (8,))
+    patch.setattr(shapes, "WIDE_MERGED_ROWS", tuple(rows // 8 for rows in shapes.WIDE_MERGED_ROWS))
+    patch.setattr(shapes, "_WIDE_CHUNK_ROWS", tuple(rows // 8 for rows in shapes._WIDE_CHUNK_ROWS))
+    patch.setattr(shapes, "_LEAST_CHUNK_ROWS", 1)
+    for module in (decoder, products, stream):
+        patch.setattr(module, "MAX_ROWS", 8)
+
+
+def wide_texts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Request], list[Request], list[int]]:  # noqa: F811
+    """Requests on the GPU's runner, where each bucket of wide passes is met, the same on the CPU loop, and the
+    buckets."""
+    fields: dict[str, Any] = {
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 40,
+        "num_gpu_blocks_override": 160,
+        "max_model_len": 32,
+    }
+    mine, theirs = (pair.engine(gpu=gpu, monkeypatch=monkeypatch, **fields) for gpu in (1, 0))
+    graphs = give_graphs(mine)
+    params, lengths = [GREEDY] * 8, (5, 6, 3, 1, 13, 3, 9, 2)
+    prompts = [[(7 * i + 3 * j) % 59 + 1 for j in range(length)] for i, length in enumerate(lengths)]
+    ours, cpus = (arrive(engine, params, prompts) for engine in (mine, theirs))
+    return ours, cpus, sorted({shape.rows for shape in merged(graphs)})
+
+
+def test_in_wide_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    few_rows(monkeypatch)
+    ours, cpus, rows = wide_texts(pair, monkeypatch)
+    assert_same(ours, cpus)
+    assert len(rows) >= 3, rows
+    assert set(rows) <= {8, *shapes.WIDE_MERGED_ROWS}
+
+
+def test_a_bucket_that_drops_the_last_chunk_row_is_seen(
+    pair: Pair,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few_rows(monkeypatch)
+    fill = ChunkBuffers.fill
+
+    def dropping(self: ChunkBuffers, given: PassInputs, shape: ChunkShape) -> PassInputs:
+        made = fill(self, given, shape)
+        last = len(given.input_ids) - 2 + (shape.rows > len(given.input_ids))
+        made.slots[max(0, last)] = -1
+        return made
+
+    monkeypatch.setattr(ChunkBuffers, "fill", dropping)
+    with pytest.raises(AssertionError):
+        assert_same(*wide_texts(pair, monkeypatch)[:2])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("total", [shapes.WIDE_MERGED_ROWS[0], shapes.WIDE_MERGED_ROWS[5]])
+def test_in_passes_of_as_many_rows_as_a_gpu_has(pair: Pair, total: int) -> None:  # noqa: F811
+    """Two requests of 33 rows, and a chunk of all other rows: hidden states and KV are those of two passes."""
+    weights, made = pair.gpu.target, []
+    assert isinstance(weights, TorchFacts)
+    width, ends = -(-total // 16), (33, 66, total)
+    table = torch.arange(3 * width).view(3, width)
+    rows = torch.arange(total)
+    sequence = torch.bucketize(rows, torch.tensor(ends), right=True)
+    positions = rows - torch.tensor((0, *ends))[sequence]
+    given = PassInputs(
+        input_ids=(7 * rows) % 61,
+        positions=positions,
+        slots=table[sequence, positions // 16] * 16 + positions % 16,
+        q_start=torch.tensor([0, 33, 66]),
+        block_table=table[:2],
+        max_q_len=33,
+        max_context=total,
+    )
+    q_start, own = torch.tensor([0, total - 66]), table[2:]
+    chunks = ChunkRows(66, q_start, own, None, total - 66, 2)
+    parts = [
+        dataclasses.replace(given, **{name: getattr(given, name)[part] for name in ("input_ids", "positions", "slots")})
+        for part in (slice(0, 66), slice(66, total))
+    ]
+    parts[1] = dataclasses.replace(parts[1], q_start=q_start, block_table=own, max_q_len=total - 66)
+    for passes in ([dataclasses.replace(given, chunks=chunks)], parts):
+        model = CudaDecoder.allocate(weights.weights, total, 4)
+        cache = weights.allocate_cache(3 * width, 16)
+        states = torch.cat([model.forward(one, cache).final.clone() for one in passes])
+        made.append((states, torch.stack(cache.layers)[:, :-1]))
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_in_every_group(
     grouped: Pair,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -146,8 +241,8 @@ def test_attention_of_those_that_decode_is_cut_up_as_without_chunks(
     assert isinstance(runner, CudaRunner)
     cut_up, cuts = decoder._attention_config, []
 
-    def watched(batch: int, *rest: Any) -> list[int]:
-        cuts.append((batch, rest, cut_up(batch, *rest)))
+    def watched(shape: tuple[int, int | None], *rest: Any) -> list[int]:
+        cuts.append((shape, rest, cut_up(shape, *rest)))
         return cuts[-1][2]
 
     whole = runner.buckets.whole([K, K], LogitsMode.GREEDY, K)
@@ -160,5 +255,6 @@ def test_attention_of_those_that_decode_is_cut_up_as_without_chunks(
         run_merged(runner.ctx, shape)
     alone, beside, chunks = cuts[0], *cuts[-2:]
     assert alone == beside
-    assert (beside[0], shape.verify.batch, chunks[0]) == (2, 5, 4)
+    assert (beside[0], shape.verify.batch) == ((2, None), 5)
+    assert chunks[0] == (4, max(shape.chunk_rows, MAX_VERIFY_ROWS + 1)), "chunks' own numbers, which the graph knows"
     assert chunks[1][0] > MAX_VERIFY_ROWS, "one attention for chunks of all lengths"

@@ -29,10 +29,11 @@ from specrs.models.kv_groups import group_sizes
 from specrs.models.native_cache import NativeKVCache
 from specrs.models.native_decoder import NativeDecoder
 from specrs.reference import sampling
-from specrs.reference.drafting import Eagle3Drafter, ModelDrafter
+from specrs.reference.drafting import HiddenStateDrafter, ModelDrafter
 from specrs.reference.rows import Row
 from specrs.reference.step import ReferenceRunner
 from specrs.verify.token_logprobs import TokenLogprobs
+from sweep import stride
 
 from .made_steps import (
     BLOCK_SIZE,
@@ -184,11 +185,11 @@ class Pair:
     def _reference(
         self, target: NativeDecoder, draft: NativeDecoder | NativeEagle3Head, drafter: str, settings: dict[str, Any]
     ) -> Reference:
-        made: ModelDrafter | Eagle3Drafter | None = None
+        made: ModelDrafter | HiddenStateDrafter | None = None
         passes, cache = over_tensors(draft), draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE)
         limits = VOCAB, MAX_LEN - 6
         if isinstance(draft, NativeEagle3Head):
-            made = Eagle3Drafter(passes, cache, *limits, max_draft_lag=MAX_K + 3)
+            made = HiddenStateDrafter(passes, cache, *limits, max_draft_lag=MAX_K + 3)
         elif drafter in ("model", "mixed"):
             made = ModelDrafter(passes, cache, *limits)
         elif drafter in ("parallel", "mixed parallel"):
@@ -445,7 +446,7 @@ WINDOWED = {"model windowed": 6, "mixed parallel windowed": 11}
 """Cases in which target and draft see so many positions, by drafter."""
 GROUPED: dict[str, tuple[int | None, ...]] = {"model grouped": (5, None, 9), "mixed head grouped": (None, 7)}
 """Cases in which each layer of the target has a KV group and a window of its own, by drafter."""
-NUM_STEPS = -(-int(os.environ.get("SPECRS_STEPS", 300 * len(CASES))) // len(CASES))
+NUM_STEPS = -(-int(os.environ.get("SPECRS_STEPS", 300 // stride(2) * len(CASES))) // len(CASES))
 """Steps that each case runs."""
 
 

@@ -1,11 +1,13 @@
 """Which graph a step takes: large enough, one that is captured, and not mostly padding."""
 
+import gc
 import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from specrs.backends.cuda.shapes import Buckets, LogitsMode, Shape, batch_buckets
+from specrs.backends.cuda import graphs
+from specrs.backends.cuda.shapes import WIDE_MERGED_ROWS, Buckets, LogitsMode, Shape, batch_buckets
 
 
 @st.composite
@@ -50,7 +52,7 @@ def test_chained_passes_are_captured_and_hold_the_step(step: tuple[Buckets, list
     assert (shape.batch, shape.rows, logits_mode is LogitsMode.GREEDY) in set(buckets.verify_passes())
     passes = set(buckets.draft_passes())
     for i in range(1, shape.max_k + 1):
-        assert (buckets.batch(sum(k >= i for k in planned)), i, logits_mode) in passes
+        assert (buckets.chained_batch(sum(k >= i for k in planned)), i, logits_mode) in passes
     assert buckets.exact(planned, logits_mode) == Shape(count, planned[0], rows, logits_mode)
 
 
@@ -86,20 +88,48 @@ def test_chunks_after_verification(batch: int, k: int, rows: int, chunks: int, m
     if whole is None or rows < chunks:
         return
     shape = buckets.merged(whole, batch, rows, chunks)
-    fits = chunks <= 4 and whole.batch * k + min(whole.batch + 4, max_num_seqs) + max(rows, 8) <= 64
+    wide = whole.rows > 64
+    fits = chunks <= 4 and whole.batch * k + min(whole.batch + 4, max_num_seqs) + max(rows, 8) <= (512 if wide else 64)
     assert (shape is not None) == fits
     if shape is not None:
         assert shape in set(buckets.merged_shapes())
-        assert shape.decode == whole
-        assert shape.rows <= 64, "products of more rows are cuBLAS's, in which no row is what it is alone"
+        assert shape.decode == whole or (wide and shape.decode.batch > whole.batch)
+        assert wide or shape.rows <= 64, "products of more rows are cuBLAS's, in which no row is what it is alone"
+        assert not wide or shape.rows <= whole.rows + 4 + max(rows, 160) + 64, "no more padding than one size"
         assert batch + chunks <= shape.num_seqs <= max_num_seqs
         assert shape.chunk_rows >= rows
         assert shape.verify.rows >= batch * (k + 1) + chunks
 
 
-def test_graphs_with_chunks_are_few() -> None:
-    buckets = Buckets(batch_buckets(256), 5, max_chunk_rows=8192, max_chunks=256, merges=4)
-    assert len(list(buckets.merged_shapes())) == 38
+@given(batch=st.integers(1, 256), k=st.integers(0, 5), rows=st.integers(1, 400), chunks=st.integers(1, 4))
+def test_with_auto_chunks_ride_along_at_every_k(batch: int, k: int, rows: int, chunks: int) -> None:
+    """Above 64 rows there is room for a usual prompt, up to 512 rows in all; a longer one has no wide shape."""
+    buckets = AUTO
+    whole = buckets.whole([k] * batch, LogitsMode.SAMPLED)
+    assert whole is not None
+    if batch + chunks > 256 or rows < chunks:
+        return
+    shape = buckets.merged(whole, batch, rows, chunks)
+    if shape is not None:
+        assert (shape.decode.max_k, shape.decode.logits_mode, shape.decode.passes) == (k, LogitsMode.SAMPLED, None)
+        assert shape.chunk_rows >= rows
+        assert batch + chunks <= shape.num_seqs
+        assert shape.rows in WIDE_MERGED_ROWS or whole.rows <= 64
+    elif whole.rows > 64:
+        coarse = min(size for size in buckets.chained_batches if size >= batch)
+        assert rows > 160 or coarse * (k + 1) + 4 + rows > 512 or batch + chunks > coarse
+
+
+AUTO = Buckets(batch_buckets(256), 5, every_k=True, max_chunk_rows=8192, max_chunks=256, merges=4)
+
+
+@pytest.mark.parametrize(("every_k", "counts"), [(False, (92, 94, 78, 195)), (True, (276, 286, 78, 195))])
+def test_graphs_are_few(every_k: bool, counts: tuple[int, ...]) -> None:
+    """docs/gpu.md has these numbers, and what they take."""
+    buckets = Buckets(batch_buckets(256), 5, every_k=every_k, max_chunk_rows=8192, max_chunks=256, merges=4)
+    kinds = buckets.whole_shapes(), buckets.merged_shapes(), buckets.verify_passes(), buckets.draft_passes()
+    assert tuple(len(list(kind)) for kind in kinds) == counts
+    assert len(buckets.batches) == 23
     assert not list(Buckets(batch_buckets(256), 5, max_chunk_rows=8192, max_chunks=256).merged_shapes())
 
 
@@ -109,3 +139,11 @@ def test_beyond_the_captured_sizes_there_is_no_graph(logits_mode: LogitsMode) ->
     assert buckets.batches == [1, 2]
     assert buckets.whole([3, 3, 3], logits_mode) is None
     assert buckets.chained([3, 3, 3], logits_mode) is None
+
+
+def test_nothing_is_collected_while_a_graph_is_captured() -> None:
+    """A finaliser that frees the device's memory there makes the capture invalid."""
+    assert gc.isenabled()
+    with graphs._without_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()

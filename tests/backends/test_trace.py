@@ -22,9 +22,9 @@ from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.drafters.base import LoadedDrafter
 from specrs.drafters.draft_model import LoadedDraftModel
-from specrs.drafters.eagle3 import LoadedHead
 from specrs.drafters.eagle3.config import TargetFacts, parse_eagle3_config
 from specrs.drafters.eagle3.head import Eagle3Head, Eagle3Weights
+from specrs.drafters.hidden_state import LoadedHead
 from specrs.drafters.other_tokenizer import LoadedSharedTokens
 from specrs.drafters.other_tokenizer.vocabulary import SharedVocabulary
 from specrs.drafters.parallel import LoadedParallel
@@ -38,6 +38,7 @@ from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_weights import TorchExperts, TorchWeights
 from specrs.parallel.ranks import Ranks
 from specrs.speculative_config import SpeculativeConfig
+from sweep import some
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -228,7 +229,7 @@ def make(target: Path, draft: Path, rule: str, kind: str, *, grouped: bool = Fal
         drafter = LoadedSharedTokens(fake_decoder(draft, torch.bfloat16), SharedVocabulary(pairs, 0, IDS))
     else:
         drafter = LoadedDraftModel(fake_decoder(draft, torch.bfloat16))
-    blueprint = Blueprint(config, Weights(model, drafter))
+    blueprint = Blueprint(config, Weights(model, drafter), max_steps_in_flight=2)
     sampling = SamplingState(BATCH, IDS, torch.float32, CUDA)
     return make_context(blueprint, blueprint.scheduler(20), sampling, 20)
 
@@ -259,9 +260,10 @@ def count_ours(watch: Watch) -> int:
     return sum(op.startswith("specrs::") for op in watch.ops)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
-@pytest.mark.parametrize("logits_mode", [LogitsMode.GREEDY, LogitsMode.SAMPLED])
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize(
+    ("kind", "logits_mode", "rule"),
+    some(3, KINDS[1:], [LogitsMode.GREEDY, LogitsMode.SAMPLED], ["rejection", "coupled"]),
+)
 def test_other_drafters_stay_on_the_device(
     context: Callable[..., Context], kind: str, logits_mode: LogitsMode, rule: str
 ) -> None:

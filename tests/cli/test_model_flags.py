@@ -1,9 +1,12 @@
 """Which model a command answers with, and what drafts for it when nothing is said. No model is loaded."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import specrs.llm
+from checkpoints import make_checkpoint
+from mtp_reference import add_head
 from specrs.cli import main
 from specrs.cli.model_flags import DEFAULT_DRAFTS, DEFAULT_TEXT_DRAFTS
 from specrs.config import EngineConfig
@@ -63,6 +66,17 @@ def test_two_steps_in_flight_leave_no_drafts_from_the_text(made: list[dict[str, 
     for argv in (["m/m"], [], ["m/m", "--speculation"]):
         main(["serve", *argv, *ahead])
     assert [settings.get("speculative_config") for settings in made] == [NONE, PAIR, TEXT]
+
+
+def test_the_mtp_head_of_a_target_drafts_too(made: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Unless the target is loaded in a way in which it has none."""
+    target = str(add_head(make_checkpoint(tmp_path / "target", "qwen3_5_text")))
+    others = (["--max-steps-in-flight=2"], ["--no-speculation"], ["--load-format=dummy"], ["--spec-method=ngram"])
+    for argv in ([], *others):
+        main(["serve", target, *argv])
+    found = [settings.get("speculative_config") for settings in made]
+    assert found == [{"method": "suffix,mtp", **PAIR}, {"method": "mtp", **PAIR}, NONE, TEXT, {"method": "ngram"}]
+    assert EngineConfig.from_kwargs(**made[0]).model == target
 
 
 @pytest.mark.parametrize("drafts", [PAIR, TEXT])

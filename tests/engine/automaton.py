@@ -48,8 +48,8 @@ class AutomatonMatcher:
         bits[sorted(allowed)] = 1
         out[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
-    def forced_tokens(self, most: int) -> list[int]:
-        """Up to `most` tokens after each of which nothing else may come. Stands for `GrammarMatcher.forced_tokens`."""
+    def drafts(self, most: int) -> list[int]:
+        """Up to `most` tokens after each of which nothing else may come. Stands for `GrammarMatcher.drafts`."""
         state, forced = self._states[-1], list[int]()
         while state is not None and state not in self._automaton.complete and len(forced) < most:
             following = self._automaton.following[state]

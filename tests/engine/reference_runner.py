@@ -11,9 +11,9 @@ from specrs.backends.cpu.runner import CpuRunner
 from specrs.backends.extras import ExtrasLookup
 from specrs.backends.ring import Header, RingSlot
 from specrs.drafters.cpu import CpuDrafter
-from specrs.drafters.eagle3 import LoadedHead
+from specrs.drafters.hidden_state import LoadedHead
 from specrs.engine.engine import Engine
-from specrs.reference.drafting import Drafter, Eagle3Drafter, ModelDrafter
+from specrs.reference.drafting import Drafter, HiddenStateDrafter, ModelDrafter
 from specrs.reference.step import ReferenceRunner
 
 
@@ -49,7 +49,7 @@ def on_reference(engine: Engine) -> EngineRunner:
         model, limits = over_tensors(before.drafter.model), blueprint.draft_limits
         given = model, before.drafter.kv_cache, before.target.vocab_size, limits.shared_len
         if isinstance(blueprint.drafter, LoadedHead):
-            drafter = Eagle3Drafter(*given, max_draft_lag=blueprint.drafter.max_draft_lag(limits))
+            drafter = HiddenStateDrafter(*given, max_draft_lag=blueprint.drafter.max_draft_lag(limits))
         else:
             drafter = ModelDrafter(*given)
     blocks = -(-blueprint.max_model_len // engine.config.block_size)

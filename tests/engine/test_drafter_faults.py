@@ -15,7 +15,7 @@ from specrs.core import DRAFTER_DEVICE, FLAG_DRAFT_NON_FINITE
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
-from sweep import sweep
+from sweep import some, sweep
 
 from engine.faulty_drafter import Faulty
 from engine.harness import Bank, config, greedy_jobs, native_bank, poison, request, run, run_greedy
@@ -116,9 +116,7 @@ def test_any_pass_may_raise(name: str, dtype: str, data: st.DataObject, drafts: 
     assert not any(flag & FLAG_DRAFT_NON_FINITE for flag in flags)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "dtype", "depth"), some(3, DRAFTERS, ["float64", "float32"], [1, 2]))
 def test_drafts_go_on_after_a_failure(
     name: str, dtype: str, depth: int, drafts: Drafts, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,7 +15,7 @@ from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.sampling import SamplingParams
 from specrs.speculative_config import DEFAULT_MAX_SPECULATIVE_TOKENS
-from sweep import sweep
+from sweep import some, sweep
 
 from engine import harness
 from engine.conftest import FAMILIES
@@ -59,8 +59,7 @@ def count_drafters(engine: Engine) -> list[set[int]]:
     return seen
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "method"), some(3, FAMILIES, METHODS))
 @sweep(10)
 @given(data=st.data())
 def test_greedy_text(method: str, family: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
@@ -106,8 +105,7 @@ def sampled(bank: Bank, method: str, k: int, rule: str) -> tuple[list[list[int]]
     return [job.output_token_ids for job in jobs], mixed
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "method"), some(3, FAMILIES, METHODS))
 def test_coupled_text_is_that_of_k_0(family: str, method: str, request: pytest.FixtureRequest) -> None:
     bank: Bank = request.getfixturevalue(family)
     vanilla, _ = sampled(bank, method, 0, "coupled")
@@ -148,7 +146,7 @@ def test_auto_chooses_drafter_and_k(qwen_bank: Bank) -> None:
 def test_auto_knows_what_every_kind_of_draft_costs(
     method: str, qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a draft model alone, too: predictions and grammars draft beside it."""
+    """With a draft model alone, too, because predictions and grammars draft beside it."""
     told: list[tuple[float, list[float], float]] = []
 
     class Told:

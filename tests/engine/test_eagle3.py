@@ -24,7 +24,7 @@ from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import load_weights
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
-from sweep import sweep
+from sweep import some, sweep
 
 from engine import harness
 from engine.harness import LONGEST, VOCAB, Bank, make_engine, poison, request, run
@@ -297,9 +297,7 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, make_eagle3(folder / "head", target, seed=3, vocab=9)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("rule", "k", "dtype"), some(3, ["rejection", "coupled"], [1, 3], ["float64", "float32"]))
 def test_two_token_draws_are_the_targets_own(sixteen: tuple[Path, Path], rule: str, k: int, dtype: str) -> None:
     """With q over a reduced vocabulary."""
     engine = make_engine(*sixteen, k=k, dtype=dtype, method="eagle3", rule=rule, **TWO_TOKENS)

@@ -151,6 +151,15 @@ def test_native_text_is_transformers(folder: Path) -> None:
     assert texts(folder, PROMPTS, GREEDY) == references(folder / "target")
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
+def test_native_text_of_experts_is_transformers(family: str, tmp_path: Path) -> None:
+    """With and without drafts."""
+    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    target = make_checkpoint(tmp_path / "target", family, layer_types=KINDS, layers=len(KINDS), **SHAPE, **sizes)
+    for drafter in DRAFTERS[:3]:
+        assert texts(tmp_path, PROMPTS, GREEDY, **speculative(tmp_path, drafter)) == references(target)
+
+
 def test_several_completions_of_a_prompt(folder: Path) -> None:
     """Each has a state of its own."""
     llm = LLM(model=str(folder / "target"), max_model_len=64)
@@ -163,18 +172,10 @@ def test_several_completions_of_a_prompt(folder: Path) -> None:
         assert output.token_ids == alone.token_ids
 
 
-def test_prefix_caching_is_off_and_rejected_by_name(folder: Path) -> None:
-    target = str(folder / "target")
-    assert LLM(model=target, dtype="float64").engine.config.enable_prefix_caching is False
-    with pytest.raises(UnsupportedConfigError, match="enable_prefix_caching=True: not implemented for a model whose"):
-        LLM(model=target, enable_prefix_caching=True)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"enable_lora": True}, UnsupportedConfigError, "enable_lora=True: not implemented for a model whose layers"),
-        ({"kv_events_config": {"enable_kv_cache_events": True}}, UnsupportedConfigError, "kv_events_config"),
         ({"kv_cache_path": "kv"}, UnsupportedConfigError, "kv_cache_path"),
         ({"tensor_parallel_size": 2}, UnsupportedConfigError, "tensor_parallel_size=2: not implemented for a model"),
         ({"model_impl": "transformers"}, UnsupportedModelError, "recurrent layers"),
@@ -199,10 +200,44 @@ def test_the_default_number_of_requests_is_lowered_to_what_fits(
     row, draft = load_model(folder / "target", dtype="float64").state_bytes
     assert row == 3 * 4 * (4 * 16 * 16 + 3 * (2 * 2 * 16 + 4 * 16))
     assert draft == 3 * 4 * (2 * 2 * 16 + 4 * 16 + 2 * 16 + 4 * 16 + 4)
-    monkeypatch.setattr("specrs.backends.cpu.backend.host_memory", lambda: 40 * row)
+    for module in ("backend", "kv_memory"):
+        monkeypatch.setattr(f"specrs.backends.cpu.{module}.host_memory", lambda: 40 * row)
     small = {"model": str(folder / "target"), "dtype": "float64", "max_model_len": 32, "num_gpu_blocks_override": 2}
     with caplog.at_level(logging.INFO, "specrs"):
         assert LLM(**small).engine.config.max_num_seqs == 10
     assert f"max_num_seqs is lowered from 256 to 10: a request has {row} bytes of states" in caplog.text
     with pytest.raises(InvalidConfigError, match=r"max_num_seqs=41: each request has .* allowed: at most 40"):
         LLM(**small, max_num_seqs=41)
+    with pytest.raises(InvalidConfigError, match=r"max_num_seqs=256: each request has .* allowed: at most 40"):
+        LLM(**small, max_num_seqs=256)
+
+
+def test_states_snapshots_and_kv_share_the_memory(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, _ = load_model(folder / "target", dtype="float64").state_bytes
+    for module in ("backend", "kv_memory"):
+        monkeypatch.setattr(f"specrs.backends.cpu.{module}.host_memory", lambda: 40 * row)
+    base = {"model": str(folder / "target"), "dtype": "float64", "max_model_len": 32, "block_size": 4}
+    config = LLM(**base).engine.config
+    assert (config.max_num_seqs, config.state_cache_memory_bytes, config.enable_prefix_caching) == (10, 6 * row, True)
+    assert LLM(**base, max_num_seqs=1).engine.config.state_cache_memory_bytes == 4 * row
+    chosen = LLM(**base, max_num_seqs=20, state_cache_memory_bytes=12 * row + 5)
+    assert chosen.engine.config.state_cache_memory_bytes == 12 * row
+    # What 32 of 40 rows' bytes leave: a block has K and V of one layer and one head of 32 float64 numbers.
+    assert chosen.engine.scheduler.num_blocks == 8 * row // (2 * 32 * 8 * 4)
+    for options, message in (
+        ({"max_num_seqs": 29, "state_cache_memory_bytes": 12 * row}, "max_num_seqs=29.*allowed: at most 28"),
+        ({"state_cache_memory_bytes": row - 1}, f"state_cache_memory_bytes={row - 1}.*at least {row}"),
+        ({"state_cache_memory_bytes": row, "enable_prefix_caching": False}, "set enable_prefix_caching=True"),
+        ({"max_num_seqs": 40, "enable_prefix_caching": True}, "enable_prefix_caching=True: a snapshot of .* bytes"),
+        ({"max_num_seqs": 40, "enable_prefix_caching": False}, "states leave of the memory"),
+        ({"max_num_seqs": 20, "kv_cache_memory_bytes": 20 * row}, "kv_cache_memory_bytes"),
+    ):
+        with pytest.raises(InvalidConfigError, match=message):
+            LLM(**base, **options)
+    with caplog.at_level(logging.WARNING, "specrs"):
+        few = LLM(**base, max_num_seqs=39, num_gpu_blocks_override=8).engine
+    assert few.config.state_cache_memory_bytes == row
+    with pytest.raises(InvalidConfigError, match="no layer of this model has a state; leave it out"):
+        LLM(model=str(folder / "draft"), state_cache_memory_bytes=1 << 20)

@@ -15,7 +15,7 @@ from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.sampling import SamplingParams
-from sweep import sweep
+from sweep import some, sweep
 
 from engine.harness import LONGEST, VOCAB, Bank, config, make_engine, poison, run
 
@@ -228,9 +228,7 @@ def check_two_token_draws(engine: Engine, target: Path, k: int, draws: int, leas
         assert abs(z) < 4.5, f"K={k}: z = {z:.1f}"
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("rule", "k", "dtype"), some(3, ["rejection", "coupled"], [1, 3], ["float64", "float32"]))
 def test_two_token_draws_are_the_targets_own(
     small_vocabulary: tuple[Path, Path], rule: str, k: int, dtype: str
 ) -> None:

@@ -10,11 +10,12 @@ from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.cuda.shapes import Buckets
 from specrs.core import InvalidResultsError
 from specrs.engine.engine import Engine
+from specrs.engine.request import Request
 from specrs.errors import EngineError
 from specrs.sampling import SamplingParams
 
 from .conftest import MakeEngine
-from .texts import GREEDY, K, exhaust, generate, share_of_equal, submit
+from .texts import GREEDY, VOCAB, K, exhaust, generate, share_of_equal, submit
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=50)
 
@@ -166,6 +167,32 @@ def test_nan_ends_one_request_and_leaves_the_others(make_engine: MakeEngine) -> 
     assert requests[1].error is None
     assert requests[1].output_token_ids == expected[1]
     assert generate(engine, [GREEDY] * 2) == expected, "no poisoned block is found by its prefix"
+
+
+@pytest.mark.parametrize("max_num_seqs", [8, 32])
+def test_merged_steps_write_the_same(
+    make_engine: MakeEngine, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that arrive one after the other ride in verification passes, of more than 64 rows with 32 requests."""
+    texts, merged = [], list[bool]()
+    for merges in (True, False):
+        engine = make_engine(max_num_seqs=max_num_seqs, num_gpu_blocks_override=600)
+        if not merges:
+            monkeypatch.setattr(runner_of(engine).buckets, "merged", lambda *_: None)
+        engine.watch = lambda slot, _header, _ms: merged.append(slot.merged)
+        requests = []
+        for i in range(max_num_seqs):
+            prompt = [(7 * i + 3 * j) % VOCAB for j in range(3 + i % 20)]
+            params = GREEDY.replace(max_tokens=60, ignore_eos=True)
+            requests.append(Request(i, prompt, params, num_speculative_tokens=K, seed=i))
+            engine.add_request(requests[-1])
+            engine.step()
+        exhaust(engine)
+        assert all(request.error is None for request in requests)
+        texts.append([request.output_token_ids for request in requests])
+        assert (sum(merged) > 4) == merges
+        merged.clear()
+    assert share_of_equal(*texts) > 0.95
 
 
 def test_a_batch_beyond_the_buckets_warns_once(make_engine: MakeEngine) -> None:

@@ -13,6 +13,7 @@ from checkpoints import FAMILIES, make_checkpoint, perturb_checkpoint
 from hf_reference import load
 from specrs.errors import UnsupportedModelError, UnsupportedRequestError
 from specrs.integrations.transformers import generate
+from sweep import some
 from transformers import LogitsProcessor, LogitsProcessorList
 
 PAD = 0
@@ -109,8 +110,11 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 
 # Families whose modules have these names, and whose random models do not repeat one token whatever their weights.
-@pytest.mark.parametrize("pair", ["qwen3", "llama", "qwen2", "mistral", "granite", "smollm3"], indirect=True)
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize(
+    ("pair", "change"),
+    some(3, ["qwen3", "llama", "qwen2", "mistral", "granite", "smollm3"], CHANGES.values()),
+    indirect=["pair"],
+)
 def test_text_is_that_of_the_weights_as_they_are(pair: tuple[Any, Any], change: Callable[[Any], None]) -> None:
     """Laid out anew after each kind of change, prefixes cached before included; and not where nothing has changed."""
     model, draft = (copy.deepcopy(one) for one in pair)

@@ -34,6 +34,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
     "windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"sliding_window": 7, "layers": 4}),
+    "seed_oss": ("seed_oss", {"attention_out_bias": True}),
     "gemma3": ("gemma3_text", {"sliding_window": 7, "kv_heads": 1}),
     "granite": ("granite", {}),
     "smollm3": ("smollm3", {"attention_bias": True}),

@@ -46,11 +46,13 @@ class Feeder:
         *,
         no_slot: frozenset[tuple[int, int]] = frozenset(),
         prompts: bool = False,
+        snapshots: tuple[tuple[int, int, int], ...] = (),
     ) -> Tensor:
         """One pass over {request: [(token, position), ...]}; logits `[N, vocab]` in that order. For models whose layers
         have states, `rows` has the first requests in order. With `prompts` all rows are those of prompts.
 
-        Position -1 masks a row; (request, position) in `no_slot` writes nothing.
+        Position -1 masks a row; (request, position) in `no_slot` writes nothing. `snapshots` has request, length and
+        slot of snapshots of states.
         """
         ids, positions, slots, starts = [], [], [], [0]
         for b, fed in rows.items():
@@ -70,6 +72,7 @@ class Feeder:
             max_q_len=max(map(len, rows.values())),
             max_context=self.max_len,
             prompts=prompts,
+            snapshots=snapshots,
             adapters=self._adapter_rows(list(rows), starts),
         )
         hidden, self.entries = self.model.forward(inputs, self.cache, self.hidden_layers)

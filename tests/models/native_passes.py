@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from specrs.core import PackedMatrix
 from specrs.drafters.eagle3.native import NativeEagle3Head
+from specrs.drafters.mtp.native import NativeMtpHead
 from specrs.models.base import HiddenStates
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
@@ -76,7 +77,7 @@ def _array(tensor: Tensor | None) -> Any:
 class TensorHead:
     """A native head whose passes take and return tensors. All else is the head's."""
 
-    def __init__(self, native: NativeEagle3Head) -> None:
+    def __init__(self, native: NativeEagle3Head | NativeMtpHead) -> None:
         self.native = native
         self.target_ids = torch.from_numpy(native.target_ids)
 
@@ -112,4 +113,4 @@ def over_tensors(model: Any) -> Any:
     """A decoder or head, or if it is native what feeds it tensors."""
     if isinstance(model, NativeDecoder):
         return TensorPasses(model)
-    return TensorHead(model) if isinstance(model, NativeEagle3Head) else model
+    return TensorHead(model) if isinstance(model, NativeEagle3Head | NativeMtpHead) else model

@@ -277,6 +277,41 @@ def test_fields_of_granite() -> None:
             parse_config(GRANITE | {field: 0})
 
 
+def test_fields_of_olmo3() -> None:
+    """In the layout of published files: a scaling is of layers without a window alone, all but each fourth have one."""
+    old = without(OLMO2, "rope_parameters", "layer_types") | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "num_hidden_layers": 8,
+        "sliding_window": 7,
+        "rope_theta": 500000,
+        "rope_scaling": {key: value for key, value in YARN_ROPE.items() if key != "rope_theta"},
+    }
+    config = parse_config(old)
+    assert config.windows == (7, 7, 7, None) * 2
+    scalings = [None if rope is None else rope[1] for rope in config.ropes]
+    assert [scaling is None for scaling in scalings] == [True, True, True, False] * 2
+    assert {rope[0] for rope in config.ropes if rope is not None} == {500000}
+    for fields, message in (
+        ({"layer_types": ["chunked_attention"] * 8}, "layer_types="),
+        ({"rope_local_base_freq": 1e4}, "rope_local_base_freq=10000"),
+        ({"sliding_window": None}, "sliding_window=None: not implemented; allowed: a number"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            parse_config(old | fields)
+
+
+def test_biases_of_seed_oss() -> None:
+    seed = without(LLAMA, "attention_bias") | {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss"}
+    found = parse_config(seed)
+    assert (found.qkv_bias, found.o_bias, found.mlp_bias) == (True, False, False)
+    found = parse_config(seed | {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True})
+    assert (found.qkv_bias, found.o_bias, found.mlp_bias) == (False, True, True)
+    with pytest.raises(CheckpointError, match="attention_out_bias=1: must be true or false"):
+        parse_config(seed | {"attention_out_bias": 1})
+
+
 def test_fields_of_smollm3() -> None:
     """Every fourth layer without RoPE; a window, where there is one, in those."""
     raw = without(SMOLLM3, "layer_types", "rope_parameters", "tie_word_embeddings") | {"num_hidden_layers": 5}

@@ -95,6 +95,34 @@ def test_rejected_drafts_leave_no_trace(path: Path, rounds: list[tuple[int, int]
             break
 
 
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4), st.integers(1, 6), st.integers(1, 12))
+def test_a_snapshot_goes_on_as_the_text_does(
+    path: Path, rounds: list[tuple[int, int]], prompt: int, length: int
+) -> None:
+    """Written in a prompt, by a verification, or where the next pass finds drafts accepted; never from a draft that may
+    be rejected."""
+    model = load_model(path, dtype="float64")
+    expected = Feeder(model).feed_chunks(TOKENS, [1] * len(TOKENS))
+    feeder, wrong, snapshots = Feeder(model), random.Random(1), ((0, length, 5),)
+    feeder.feed({0: [(TOKENS[p], p) for p in range(prompt)]}, prompts=True, snapshots=snapshots)
+    at = covered = prompt
+    for drafts, accepted in rounds:
+        rows = [(TOKENS[at + i] if i <= accepted else wrong.randrange(VOCAB), at + i) for i in range(drafts + 1)]
+        feeder.feed({0: rows}, snapshots=snapshots)
+        covered, at = at + 1, at + min(drafts, accepted) + 1
+        if at + 5 > len(TOKENS):
+            break
+    states = feeder.cache.states
+    assert (5 in states.snapshots) == (length <= covered)
+    if length <= covered:
+        states.restore(0, 5)
+        found = feeder.feed({0: [(TOKENS[p], p) for p in range(length, len(TOKENS))]}, prompts=True)
+        close(found, expected[length:], 1e-12)
+    with pytest.raises(ValueError, match="snapshot=6: expected a slot that a pass has written"):
+        states.restore(0, 6)
+
+
 SIZES: dict[str, dict[str, Any]] = {
     "small": {},
     "by 32": {"hidden": 64, "intermediate": 96, "head_dim": 32, "linear_value_head_dim": 24},

@@ -114,6 +114,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bart": ({}, "is_encoder_decoder=True"),
     "codegen": ({"n_embd": 32, "n_head": 4, "n_layer": 1, "rotary_dim": 4, "eos_token_id": 0}, "AttentionInterface"),
     "jamba": ({}, "layer_types|recurrent|cache"),
+    "lfm2": (
+        {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+        "Lfm2ForCausalLM does not run with .*: layer_types has 'conv'",
+    ),
+    "granitemoehybrid": ({}, "GraniteMoeHybridForCausalLM does not run with .*: it has recurrent layers"),
 }
 
 

@@ -32,6 +32,7 @@ from specrs.models.stored import StackedWeight
 from specrs.models.torch_loader import load_model
 from specrs.tokenizer import Tokenizer, check_same_tokenizer, shared_ids
 from transformers import CohereTokenizer, GPT2Tokenizer, GPTNeoXTokenizer, Qwen2Tokenizer
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from models.harness import Feeder
 
@@ -61,7 +62,7 @@ def numbers_of(path: Path, source: Path) -> Path:
     checkpoint, tensors = GGUFCheckpoint(path), {}
     for name in load_file(source / "model.safetensors"):
         tensors[name] = dequantized(path, gguf_name(name))
-        order = checkpoint._order(name)
+        order = checkpoint._places[name].rows
         if order is not None:
             tensors[name] = tensors[name][order]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -119,7 +120,7 @@ def test_integers_are_the_package_s_numbers(kind: str, wide: Path, tmp_path: Pat
     for name in load_file(wide / "model.safetensors"):
         if name.endswith("norm.weight"):
             continue
-        grouped, order = checkpoint.raw(name), checkpoint._order(name)
+        grouped, order = checkpoint.raw(name), checkpoint._places[name].rows
         assert grouped is not None
         expected = dequantized(path, gguf_name(name)).numpy()
         expected = expected if order is None else expected[order]
@@ -202,10 +203,18 @@ def test_text_is_split_as_the_file_says(pre: str, tmp_path: Path) -> None:
         assert SPLITS[pre] == GGUF_PRE_TOKENIZER_SPLITS[pre]
 
 
+def test_marks_belong_to_words_of_qwen35() -> None:
+    from specrs.models.gguf.byte_level import SPLITS
+    from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
+
+    assert SPLITS["qwen35"] == PRETOKENIZE_REGEX != SPLITS["qwen2"]
+
+
 @pytest.mark.parametrize(
     ("pre", "theirs"),
     [
         ("qwen2", Qwen2Tokenizer),
+        ("qwen35", Qwen3_5Tokenizer),
         ("deepseek-r1-qwen", Qwen2Tokenizer),
         ("olmo", GPTNeoXTokenizer),
         ("mpt", GPTNeoXTokenizer),

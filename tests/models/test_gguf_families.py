@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "qwen3": ("qwen3", None, {}),
     "olmo2": ("olmo2", None, {"tie": False}),
     "phi3": ("phi3", None, {**ONE_HEAD, "sliding_window": 9, "rope_parameters": PHI_ROPE, "tie": False}),
+    "seed_oss": ("seed_oss", None, {"mlp_bias": False}),
     "granite": ("granite", None, ONE_HEAD),
     "smollm3": ("smollm3", None, {"layers": 4, "no_rope_layer_interval": 4}),
     "gemma3": (
@@ -83,7 +84,8 @@ def logits(path: Path, load: Callable[..., Any] = load_native) -> torch.Tensor:
 
 
 def test_every_family_is_read() -> None:
-    assert {name for name, family in FAMILIES.items() if not family.delta_net} == READ
+    # Where such files have windows, their scaling of RoPE is not known to be the checkpoint's.
+    assert set(FAMILIES) - {"Olmo3ForCausalLM"} == READ
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,6 +18,7 @@ import torch
 from checkpoints import make_checkpoint, make_eagle3
 from gguf_files import write_gguf
 from lora.adapters import Spec, write_adapter
+from mtp_reference import add_head
 from quantized_files import awq, compressed, fp8_block, gptq, mxfp4
 
 from models import torchless
@@ -68,6 +69,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         "not exact": {"source": str(sources["fp8"]), "exact": False},
         "dummy": {"source": str(source), "load": {"load_format": "dummy"}},
         "fp8 KV": {"source": str(source), "kv": "fp8_e4m3"},
+        "mtp": {"source": str(add_head(make("hybrid", "qwen3_5_text"))), "mtp": True},
         "head": {"source": str(target), "head": str(make_eagle3(folder / "head", target))},
         "lora": {
             "source": str(source),

@@ -72,6 +72,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": YARN_ROPE | {"truncate": False}, "layers": 3, "attention_bias": False, "tie": False},
     ),
     "no norm before": ("olmo2", {"kv_heads": 2, "group": 1, "attention_bias": True, "tie": False}),
+    "every fourth layer full": ("olmo3", {"layers": 5, "rope_parameters": YARN_ROPE, "tie": False}),
+    "bias of the output alone": ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
     "every third layer full": (
         "gemma3_text",
         {"layers": 4, "sliding_window_pattern": 3, "attention_bias": True, "rope_parameters": LINEAR_ROPE},
@@ -150,6 +152,8 @@ PIECES = [
     "windows",
     "windows of later layers",
     "olmo2",
+    "every fourth layer full",
+    "bias of the output alone",
     "part of a head rotated",
     "granite",
     "windows without RoPE",

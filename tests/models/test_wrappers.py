@@ -26,6 +26,8 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
 )
 
 from models.harness import Feeder
@@ -55,6 +57,7 @@ FAMILIES = {
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 """Family of the text model of each architecture, for `make_checkpoint`."""
 
@@ -75,13 +78,16 @@ def wrapper(architecture: str) -> Any:
         vision |= {"num_key_value_heads": 1, "head_dim": 16}
         config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
         model = Gemma4ForConditionalGeneration(config)
-    elif architecture == "Qwen3_5ForConditionalGeneration":
-        text = (
-            TEXT | HYBRIDS["qwen3_5_text"] | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 0, 0]}}
-        )
+    elif architecture in ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"):
+        rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 0, 0]}}
+        text = TEXT | HYBRIDS[FAMILIES[architecture]] | rope
         vision = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "depth": 1, "out_hidden_size": 32}
-        config = Qwen3_5Config(text_config=text, vision_config=vision)
-        model = Qwen3_5ForConditionalGeneration(config)
+        if architecture == "Qwen3_5ForConditionalGeneration":
+            config = Qwen3_5Config(text_config=text, vision_config=vision)
+            model = Qwen3_5ForConditionalGeneration(config)
+        else:
+            config = Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+            model = Qwen3_5MoeForConditionalGeneration(config)
     else:
         vision = VISION | {"model_type": "pixtral", "head_dim": 8}
         config = Mistral3Config(text_config=TEXT | {"model_type": "mistral"}, vision_config=vision)
@@ -151,7 +157,7 @@ def test_an_mtp_head_is_skipped_and_said_so(tmp_path: Path, caplog: pytest.LogCa
     )
     with caplog.at_level(logging.INFO, "specrs"):
         load_model(path)
-    assert "2 tensors of an MTP head are skipped: no drafter reads it yet" in caplog.text
+    assert "2 tensors of an MTP head, which speculative_config.method='mtp' reads" in caplog.text
 
 
 def test_quantized_text(tmp_path: Path) -> None:

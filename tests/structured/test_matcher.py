@@ -1,5 +1,8 @@
 """Matchers: masks, ways back and drafts against a matcher that accepts the same tokens from scratch, and by hand."""
 
+import itertools
+import json
+import operator
 import random
 from collections.abc import Callable
 
@@ -17,6 +20,7 @@ from specrs.structured import (
     compile_grammar,
     unpack_mask,
 )
+from specrs.structured.layout import Layout
 from specrs.tokenizer import Tokenizer
 
 from .schemas import make_schema
@@ -259,14 +263,15 @@ def test_unpack_mask(vocab_size: int) -> None:
 @pytest.mark.parametrize("name", PARAMS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_forced_tokens_are_those_after_which_nothing_else_is_allowed(
+def test_drafts_without_a_layout_are_the_tokens_that_must_come(
     grammars: dict[str, Grammar], name: str, data: st.DataObject
 ) -> None:
     stop_ids = data.draw(st.sampled_from([[EOS], [EOS, 5]]))
     matcher = grammars[name].matcher(stop_ids)
+    matcher._start.layout = Layout(lambda token: b"text")
     for _ in range(data.draw(st.integers(0, 12))):
         before = mask_of(matcher)
-        forced = matcher.forced_tokens(data.draw(st.integers(1, 6)))
+        forced = matcher.drafts(data.draw(st.integers(1, 6)))
         assert (mask_of(matcher) == before).all()
         assert matcher.error is None
         for token in forced:
@@ -280,12 +285,54 @@ def test_forced_tokens_are_those_after_which_nothing_else_is_allowed(
             raise AssertionError("an allowed token was rejected")
 
 
+@pytest.mark.parametrize("name", PARAMS)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_every_draft_is_allowed(
+    grammars: dict[str, Grammar], tokenizer: Tokenizer, name: str, data: st.DataObject
+) -> None:
+    """Guesses of the layout included, which the first text of a grammar leaves for the second."""
+    layout = Layout(lambda token: tokenizer.decode([token]).encode())
+    for _ in range(2):
+        matcher = grammars[name].matcher([EOS])
+        matcher._start.layout = layout
+        for _ in range(data.draw(st.integers(0, 20))):
+            before, most = mask_of(matcher), data.draw(st.integers(1, 6))
+            drafts = matcher.drafts(most)
+            assert len(drafts) <= most
+            assert (mask_of(matcher) == before).all()
+            num_taken = data.draw(st.integers(0, len(drafts)))
+            for token in drafts[:num_taken]:
+                assert token in allowed(matcher)
+                assert matcher.accept(token)
+            assert matcher.accept(data.draw(st.sampled_from(allowed(matcher))))
+
+
+def test_a_layout_is_drafted_from_its_second_time_on(compiled: Callable[..., Grammar], tokenizer: Tokenizer) -> None:
+    keys = ("first", "second", "third")
+    schema = {"type": "object", "properties": {key: {"type": "integer"} for key in keys}, "required": [*keys]}
+    schema["additionalProperties"] = False
+    grammar, values = compiled(json=schema), dict(zip(keys, (1, 22, 333), strict=True))
+    for indent in (2, None, 4):
+        matcher, drafted = grammar.matcher([EOS]), 0
+        tokens = tokenizer.encode(json.dumps(values, indent=indent), add_special_tokens=False)
+        place = 0
+        while place < len(tokens):
+            drafts = matcher.drafts(16)
+            right = sum(itertools.takewhile(bool, map(operator.eq, drafts, tokens[place:])))
+            drafted += right
+            for token in tokens[place : place + right + 1]:
+                assert matcher.accept(token)
+            place += right + 1
+        assert drafted > len(tokens) / 3, (indent, drafted, len(tokens))
+
+
 def test_a_text_that_must_end_forces_the_only_stop_id(compiled: Callable[..., Grammar], tokenizer: Tokenizer) -> None:
     grammar = compiled(choice=["red"])
     red = tokenizer.encode("red", add_special_tokens=False)
-    assert grammar.matcher([EOS]).forced_tokens(9) == [*red, EOS]
-    assert grammar.matcher([EOS]).forced_tokens(len(red)) == red
-    assert grammar.matcher([EOS, 5]).forced_tokens(9) == red
+    assert grammar.matcher([EOS]).drafts(9) == [*red, EOS]
+    assert grammar.matcher([EOS]).drafts(len(red)) == red
+    assert grammar.matcher([EOS, 5]).drafts(9) == red
     ended = grammar.matcher([EOS])
     assert all(map(ended.accept, [*red, EOS]))
-    assert ended.forced_tokens(9) == []
+    assert ended.drafts(9) == []

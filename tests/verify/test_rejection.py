@@ -13,6 +13,7 @@ from specrs.verify.coupled import verify_coupled
 from specrs.verify.processing import greedy_as_point_mass
 from specrs.verify.rejection import append_token, count_accepted, draw_after, row_index, verify_rejection
 from specrs.verify.sample import draw_draft
+from sweep import some
 from torch import Tensor
 
 from verify.enumeration import (
@@ -88,9 +89,15 @@ def by_own_draws(
     return verify_coupled(p.log(), words.log_().neg_().log_().neg_().float(), q_start, drafts, num_drafts)
 
 
-@pytest.mark.parametrize("verify", [as_point_mass, by_own_draws])
-@pytest.mark.parametrize("draft", ["unrelated", "negative"])
-@pytest.mark.parametrize("name", ["plain", "top_k", "frequency_penalty", "bad_words", "greedy", "together"])
+@pytest.mark.parametrize(
+    ("name", "verify", "draft"),
+    some(
+        3,
+        ["plain", "top_k", "frequency_penalty", "bad_words", "greedy", "together"],
+        [as_point_mass, by_own_draws],
+        ["unrelated", "negative"],
+    ),
+)
 def test_a_point_mass_as_q(name: str, draft: str, verify: Verify, noise: tuple[Noise, Noise]) -> None:
     """Both forms of the rule keep the distribution, and accept a draft with the probability p gives it."""
     w = world(REQUESTS[name], draft)
@@ -102,8 +109,7 @@ def test_a_point_mass_as_q(name: str, draft: str, verify: Verify, noise: tuple[N
     assert sigma(first[:2], np.array([1 - stands, stands])) < LIMIT
 
 
-@pytest.mark.parametrize("draft", ["unrelated", "equal", "negative"])
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(("name", "draft"), some(2, REQUESTS, ["unrelated", "equal", "negative"]))
 def test_pairs_of_tokens_have_the_target_distribution(name: str, draft: str, noise: tuple[Noise, Noise]) -> None:
     w = world(REQUESTS[name], draft)
     counts, accepted = decode_pairs(w, noise)

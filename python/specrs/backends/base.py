@@ -11,10 +11,11 @@ from specrs.backends.extras import ExtrasLookup
 from specrs.backends.model_source import ModelSource
 from specrs.backends.ring import Header, RingSlot
 from specrs.config import EngineConfig
-from specrs.core import Scheduler
+from specrs.core import CostModel, Scheduler
 from specrs.drafters.base import DrafterCounts
 from specrs.drafters.eagle3.reader import HeadFiles
-from specrs.drafters.eagle3.weights import Eagle3Facts
+from specrs.drafters.hidden_state import HeadFacts
+from specrs.drafters.mtp.reader import MtpFiles
 from specrs.models.base import Model
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts
@@ -48,6 +49,10 @@ class Runner(Protocol):
     @property
     def is_native(self) -> bool:
         """True if a step is one call of the Rust core. Such steps are short and alike, so timing a few is enough."""
+
+    def step_costs(self, *, on_host: bool) -> CostModel | None:
+        """Return the milliseconds of steps by batch and K, measured without requests; `on_host` if the record has the
+        drafts. None: the runner cannot, and steps of requests have to be timed. Nothing may be in flight."""
 
     @property
     def supports_pooling(self) -> bool:
@@ -123,9 +128,12 @@ class Backend(Protocol):
         Raises `InvalidConfigError` and its subclasses for what is missing, broken or not supported.
         """
 
-    def load_head(self, files: HeadFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Facts:
+    def load_head(self, files: HeadFiles | MtpFiles, target: DecoderFacts, ranks: Ranks | None) -> HeadFacts:
         """Load an EAGLE-3 head for `target`, or this rank's part of it. Raises `CheckpointError` for tensors that are
         missing, unknown or misshapen."""
+
+    def batched_tokens(self, device: str) -> int:
+        """Return the default of `max_num_batched_tokens` on a device."""
 
     def num_blocks(self, blueprint: Blueprint) -> int:
         """Return the size of the KV block pool, which target and drafter share.

@@ -22,6 +22,11 @@ Measured with native passes on one core of an EPYC with AVX-512, for chunks of 6
 tokens: 1.4 with the bundled target, 1.7 with SmolLM2-135M.
 """
 
+SNAPSHOT_INTERVAL = 2048
+"""Number of prompt tokens between two snapshots of states in a long prompt."""
+DECODE_SNAPSHOT_INTERVAL = 512
+"""Number of tokens between two snapshots of states of a request that decodes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
@@ -88,8 +93,8 @@ class Blueprint:
             num_speculative_tokens=self.num_speculative_tokens,
             max_model_len=self.max_model_len,
             draft_max_model_len=resolve_draft_max_model_len(config, self.drafter.model.max_position_embeddings),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.most_seqs,
+            max_num_batched_tokens=config.batched_tokens,
             block_size=config.block_size,
         )
 
@@ -110,6 +115,20 @@ class Blueprint:
     def bytes_per_block(self) -> int:
         """Number of bytes of K and V in one block, over all models that share the target's blocks."""
         return sum(model.bytes_per_block(self.config.block_size) for model in self._sharing)
+
+    @property
+    def num_snapshots(self) -> int:
+        """Number of snapshots of states that prefix hits may begin with. 0 if no layer has a state, or without prefix
+        caching."""
+        row, _ = self.weights.target.state_bytes
+        given = self.config.state_cache_memory_bytes
+        return 0 if row == 0 or given is None else given // row
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all requests, of their drafts, and of all snapshots."""
+        row, draft = self.weights.target.state_bytes
+        return self.config.most_seqs * (row + self.num_speculative_tokens * draft) + self.num_snapshots * row
 
     @property
     def sliding_window(self) -> int | None:
@@ -182,11 +201,11 @@ class Blueprint:
         """
         config = self.config
         return Scheduler(
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.most_seqs,
             max_model_len=self.max_model_len,
             num_blocks=blocks,
             block_size=config.block_size,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.batched_tokens,
             num_speculative_tokens=self.num_speculative_tokens,
             drafter=self._declared(measuring),
             sliding_window=self.sliding_window,
@@ -201,6 +220,9 @@ class Blueprint:
             priority_aging_steps=config.priority_aging_steps,
             max_loras=config.max_loras if config.enable_lora else 0,
             enable_prefix_caching=config.enable_prefix_caching is not False,
+            num_snapshots=self.num_snapshots,
+            snapshot_interval=SNAPSHOT_INTERVAL,
+            decode_snapshot_interval=DECODE_SNAPSHOT_INTERVAL,
             enable_kv_cache_events=config.enable_kv_cache_events and not self.window_groups,
             enable_block_saves=disk_key is not None,
             hash_key=secrets.token_bytes(16) if disk_key is None else disk_key,

@@ -93,12 +93,14 @@ class ModelSource:
 
 
 def draft_source(config: EngineConfig) -> tuple[str, str | None] | None:
-    """Return folder or hub id of the draft model or EAGLE-3 head, and its revision. None if the engine never speculates
-    with one."""
+    """Return folder or hub id of the draft model or head, and its revision. They are the target's for an MTP head. None
+    if the engine never speculates with one."""
     speculative, draft = config.speculative_config, config.draft
     if speculative is None or draft is None or speculative.most_speculative_tokens == 0:
         return None
-    return draft, speculative.revision
+    method = speculative.model_method
+    in_target = method is not None and method.bundled is None
+    return draft, config.revision if in_target else speculative.revision
 
 
 def drafts_by_model(config: EngineConfig) -> bool:

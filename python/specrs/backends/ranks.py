@@ -17,6 +17,7 @@ import numpy as np
 from specrs.backends.base import Runner
 from specrs.backends.extras import ExtrasLookup
 from specrs.backends.ring import Header, RingSlot
+from specrs.core import CostModel
 from specrs.drafters.base import DrafterCounts
 from specrs.errors import RankLostError
 from specrs.parallel.connection import Kind
@@ -61,6 +62,10 @@ class LeadingRunner:
     def is_native(self) -> bool:
         """False, because steps wait for other ranks and their times differ."""
         return False
+
+    def step_costs(self, *, on_host: bool) -> CostModel | None:
+        """Return None: a replay on one rank would wait for the others."""
+        return None
 
     @property
     def kv_cache(self) -> Any:

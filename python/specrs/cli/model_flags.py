@@ -13,8 +13,11 @@ DEFAULT_DRAFTS = {"rejection_sample_method": "coupled"}
 drafts that the user did not ask for change no text."""
 DEFAULT_TEXT_DRAFTS = {"method": "suffix", **DEFAULT_DRAFTS}
 """Default drafting of other models: from the text, because that needs no second model."""
+METHOD_OF_TARGET = "mtp"
+"""Method that is added to the default drafting of a target with an MTP head."""
 ABOUT_DRAFTS = (
-    "Drafts are on. The bundled pair has a draft model; for another model, drafts repeat earlier parts of the text."
+    "Drafts are on. The bundled pair has a draft model; for another model, drafts repeat earlier parts of the text, or "
+    "come from its MTP head."
 )
 
 
@@ -29,8 +32,8 @@ def add_model(parser: argparse.ArgumentParser, engine: argparse._ArgumentGroup, 
     engine.add_argument(
         "--speculation",
         action=argparse.BooleanOptionalAction,
-        help="draft without a --speculative-config: with the bundled draft model, or from the text of another model; "
-        "default: on",
+        help="draft without a --speculative-config: with the bundled draft model, or from the text of another model "
+        "and with its MTP head; default: on",
     )
 
 
@@ -52,8 +55,8 @@ def engine_settings(arguments: argparse.Namespace, given: Mapping[str, Any]) -> 
     Only commands draft by default. `LLM(...)`, like vLLM's, drafts only with a `speculative_config`: programs that
     compare runs with and without drafts rely on that.
 
-    Drafts from the text need one step in flight. With two (`max_steps_in_flight`, `async_scheduling`), no default
-    drafting is added.
+    Drafts from the text need one step in flight. With two (`max_steps_in_flight`, `async_scheduling`), they are not
+    added by default.
 
     Raises `InvalidConfigError` for two different models, and for --no-speculation with a --speculative-config.
     """
@@ -69,6 +72,18 @@ def engine_settings(arguments: argparse.Namespace, given: Mapping[str, Any]) -> 
     ahead = settings.get("max_steps_in_flight") == 2 or settings.get("async_scheduling") is True
     if not asked and model is None:
         settings["speculative_config"] = dict(DEFAULT_DRAFTS)
-    elif not asked and (arguments.speculation or not ahead):
-        settings["speculative_config"] = dict(DEFAULT_TEXT_DRAFTS)
+    elif not asked:
+        methods = [DEFAULT_TEXT_DRAFTS["method"]] if arguments.speculation or not ahead else []
+        methods += [METHOD_OF_TARGET] if _has_head(settings) else []
+        if methods:
+            settings["speculative_config"] = {"method": ",".join(methods), **DEFAULT_DRAFTS}
     return settings
+
+
+def _has_head(settings: Mapping[str, Any]) -> bool:
+    """Return whether the target of the settings has an MTP head that can draft with them."""
+    from specrs.drafters.mtp.files import has_mtp_head
+
+    if settings.get("load_format") == "dummy" or settings.get("model_impl") == "transformers":
+        return False
+    return has_mtp_head(settings["model"], settings.get("revision"))

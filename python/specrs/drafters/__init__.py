@@ -14,6 +14,7 @@ from specrs.drafters.draft_model import DRAFT_MODEL
 from specrs.drafters.eagle3 import EAGLE3, Eagle3Options
 from specrs.drafters.grammar import GRAMMAR
 from specrs.drafters.method import WHERE, HostMethod, Method, ModelMethod
+from specrs.drafters.mtp import MTP, MtpOptions
 from specrs.drafters.ngram import NGRAM, NgramOptions
 from specrs.drafters.other_tokenizer import OTHER_TOKENIZER, OtherTokenizerOptions
 from specrs.drafters.parallel import PARALLEL, ParallelOptions
@@ -22,12 +23,12 @@ from specrs.drafters.suffix import SUFFIX, SuffixOptions
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.options import options_of
 
-TABLE: tuple[Method, ...] = (OTHER_TOKENIZER, PARALLEL, DRAFT_MODEL, EAGLE3, NGRAM, SUFFIX, PREDICTION, GRAMMAR)
+TABLE: tuple[Method, ...] = (OTHER_TOKENIZER, PARALLEL, DRAFT_MODEL, EAGLE3, MTP, NGRAM, SUFFIX, PREDICTION, GRAMMAR)
 """Rows of all drafters. If several rows have the same name, the first whose `serves` returns True is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterOptions(SuffixOptions, NgramOptions, Eagle3Options, OtherTokenizerOptions, ParallelOptions):
+class DrafterOptions(SuffixOptions, NgramOptions, MtpOptions, Eagle3Options, OtherTokenizerOptions, ParallelOptions):
     """Options of all drafters. Those of the last base class come first."""
 
     def check_rules(self) -> None:

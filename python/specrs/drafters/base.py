@@ -25,7 +25,7 @@ class Loading:
     """Everything that is needed to load a drafter: its source, its target, and the functions that load weights."""
 
     path: str
-    """Folder or hub id of the draft model or head."""
+    """Folder or hub id of the draft model or head; for a head in the target's checkpoint, the target's."""
     revision: str | None
     options: Any
     """Options of the drafter's method, the engine's `SpeculativeConfig`."""
@@ -40,7 +40,7 @@ class Loading:
     load_model: Callable[[], Model]
     """Function that loads `path` as a model."""
     load_head: Callable[[Any], Any]
-    """Function that loads the EAGLE-3 head of a `HeadFiles`."""
+    """Function that loads the EAGLE-3 head of a `HeadFiles`, or the MTP head of an `MtpFiles`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,8 @@ class LoadedDrafter(Protocol):
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Target layers at whose entry the drafter reads hidden states; () for a draft model."""
+        """Target layers at whose entry the drafter reads hidden states, as in `HeadFacts.aux_layer_ids`; () for a draft
+        model."""
 
     @property
     def has_own_blocks(self) -> bool:

@@ -75,8 +75,9 @@ class ModelMethod(Method):
 
     what: str
     """Noun for its checkpoint in error messages, such as `a draft`."""
-    bundled: Callable[[], str]
-    """Function that returns the folder of the drafter that comes with the package, for the bundled target."""
+    bundled: Callable[[], str] | None
+    """Function that returns the folder of the drafter that comes with the package, for the bundled target. None: the
+    drafter is in the target's checkpoint, whatever the target is."""
     load: Callable[[Loading], LoadedDrafter]
     """Function that loads the drafter's weights. Raises `InvalidConfigError` or a subclass if a file is missing, wrong
     or not supported."""

@@ -117,7 +117,7 @@ def _assemble(
     if config.plans_speculation and blueprint.num_speculative_tokens:
         costs, catch_up_ms = _measure(blueprint, scheduler, runner, blocks, make_slot)
         planner = SpeculationPlanner(
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.most_seqs,
             num_speculative_tokens=blueprint.num_speculative_tokens,
             costs=costs,
             catch_up_ms=catch_up_ms,
@@ -156,7 +156,7 @@ def _measure(
 
     def measured(drafter: str) -> tuple[CostModel, float]:
         own = blueprint.scheduler(blocks, measuring=drafter)
-        return measure_costs(make_parts(blueprint, own, runner, make_slot))
+        return measure_costs(make_parts(blueprint, own, runner, make_slot), on_host=drafter == "host")
 
     if not blueprint.host_drafters:
         return measured("device")

@@ -46,7 +46,7 @@ NOT_IN_KEY = frozenset(
             "device",
         ),
         *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),  # the adapter is in the block's hash
-        *("kv_events_config", "kv_cache_path", "kv_cache_disk_bytes"),
+        *("kv_events_config", "kv_cache_path", "kv_cache_disk_bytes", "state_cache_memory_bytes"),
     }
 )
 """Options that change no bit of KV on a CPU. All others are in the key, so an option that is forgotten here costs hits,

@@ -38,7 +38,7 @@ from specrs.errors import (
     UnsupportedRequestError,
     invalid,
 )
-from specrs.outputs import AcceptanceFigures, EngineStats
+from specrs.outputs import AcceptanceFigures, EngineStats, StateCacheStats
 from specrs.sampling import validate_request
 from specrs.tokenizer import Tokenizer, end_ids
 from specrs.verify.token_logprobs import TokenLogprobs
@@ -287,8 +287,24 @@ class Engine:
             num_blocks=self.scheduler.num_blocks,
             num_free_blocks=self.scheduler.num_free_blocks,
             disk_cache=None if self.disk is None else self.disk.stats(),
+            state_cache=self._state_cache_stats(),
             running_loras=self._lora_names(waiting=False),
             waiting_loras=self._lora_names(waiting=True),
+        )
+
+    def _state_cache_stats(self) -> StateCacheStats | None:
+        given = self.config.state_cache_memory_bytes
+        if given is None:
+            return None
+        stats = self.scheduler.snapshot_stats()
+        size = given // stats["slots"]
+        return StateCacheStats(
+            num_slots=stats["slots"],
+            num_cached=stats["cached"],
+            num_bytes=stats["cached"] * size,
+            hits=stats["hits"],
+            stored=stats["stored"],
+            evictions=stats["evictions"],
         )
 
     def _lora_names(self, *, waiting: bool) -> tuple[str, ...]:
@@ -504,15 +520,16 @@ class Engine:
                     request.finish(FinishReason.ERROR, error)
                     self._end(request_id, FinishReason.ERROR, error)
                 elif not request.finished:
-                    self._force(request, matcher)
+                    self._draft_by_grammar(request, matcher)
         return reported
 
-    def _force(self, request: Request, matcher: GrammarMatcher) -> None:
-        """Pass the tokens that a running request's grammar forces next to the scheduler, which drafts them."""
+    def _draft_by_grammar(self, request: Request, matcher: GrammarMatcher) -> None:
+        """Pass the tokens that a running request's grammar forces or expects next to the scheduler, which drafts
+        them."""
         most = 0 if request.bounds is None else request.bounds.num_speculative_tokens
         if most and self._follows_grammars:
-            forced = matcher.forced_tokens(most)
-            self.scheduler.set_forced_tokens(request.request_id, np.array(forced, dtype=np.int64))
+            drafts = matcher.drafts(most)
+            self.scheduler.set_grammar_drafts(request.request_id, np.array(drafts, dtype=np.int64))
 
     def _learn(self, slot: RingSlot, ms: float | None) -> None:
         """Report the outcome of a step, and its milliseconds, to the planner of K."""

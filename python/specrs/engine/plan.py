@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specrs.backends.base import Backend
 from specrs.backends.blueprint import Blueprint
 from specrs.backends.table import backend_of
@@ -12,7 +14,11 @@ from specrs.config import EngineConfig
 def plan_engine(config: EngineConfig, weights: Weights) -> tuple[Backend, Blueprint]:
     """Return the backend of the device that holds `weights`, and the blueprint of an engine over them.
 
+    The blueprint's configuration has the device's `max_num_batched_tokens` if none was given.
+
     Raises `UnsupportedConfigError` if the options exclude the KV groups of the target.
     """
     backend = backend_of(weights.device)
+    if config.max_num_batched_tokens is None:
+        config = replace(config, max_num_batched_tokens=backend.batched_tokens(weights.device))
     return backend, Blueprint(config, weights, backend.max_steps_in_flight).with_kv_groups()

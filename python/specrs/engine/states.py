@@ -1,4 +1,5 @@
-"""Options of an engine whose target has layers with states: what they exclude, and how many requests fit."""
+"""Options of an engine whose target has layers with states: what they exclude, and how many requests and snapshots
+fit."""
 
 from __future__ import annotations
 
@@ -13,37 +14,94 @@ from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
 logger = logging.getLogger("specrs")
 _SHARE = 4
 """Without a number of requests from the user, states get this fraction (1 / 4) of the memory."""
+_SNAPSHOTS_PER_REQUEST = 4
+"""Default number of snapshots for each request that may run."""
+_SNAPSHOT_PERCENT = 15
+"""Maximum percentage of the memory that snapshots take by default."""
 _REASON = "not implemented for a model whose layers have states, such as this one"
 
 
 def resolve_states(config: EngineConfig, weights: Weights, free_memory: Callable[[], int]) -> EngineConfig:
-    """Return `config` with `enable_prefix_caching` on or off. For a model with states it is off, and the default of
-    `max_num_seqs` is lowered to the number of requests whose states fit.
+    """Return `config` with `enable_prefix_caching` on or off, and a number in `max_num_seqs`.
 
-    Raises UnsupportedConfigError for options that such a model excludes, and InvalidConfigError if the states of
-    `max_num_seqs` requests do not fit in the memory that `free_memory` returns.
+    For a model with states, the default of `max_num_seqs` is lowered to the number of requests whose states fit, and
+    `state_cache_memory_bytes` becomes the bytes of the snapshots; None without prefix caching.
+
+    Raises UnsupportedConfigError for options that such a model excludes. Raises InvalidConfigError if states and
+    snapshots do not fit in the memory that `free_memory` returns.
     """
     row, draft = weights.target.state_bytes
+    given = config.state_cache_memory_bytes
     if row == 0:
-        return config if config.enable_prefix_caching is not None else replace(config, enable_prefix_caching=True)
-    if config.enable_prefix_caching:
-        raise invalid(UnsupportedConfigError, "enable_prefix_caching", True, f"{_REASON}; leave it out")
+        if given is not None:
+            reason = "no layer of this model has a state; leave it out"
+            raise invalid(InvalidConfigError, "state_cache_memory_bytes", given, reason)
+        caching = config.enable_prefix_caching is not False
+        return replace(config, enable_prefix_caching=caching, max_num_seqs=config.most_seqs)
     for field, value, allowed in (
         ("enable_lora", config.enable_lora, False),
-        ("kv_events_config.enable_kv_cache_events", config.enable_kv_cache_events, False),
         ("kv_cache_path", config.kv_cache_path, None),
     ):
         if value != allowed:
             raise invalid(UnsupportedConfigError, field, value, f"{_REASON}; allowed: {allowed}")
+    if given is not None and config.enable_prefix_caching is False:
+        reason = "snapshots serve prefix hits; leave it out, or set enable_prefix_caching=True"
+        raise invalid(InvalidConfigError, "state_cache_memory_bytes", given, reason)
+    if given is not None and given < row:
+        reason = f"a snapshot has {row} bytes; allowed: at least {row}, or enable_prefix_caching=False"
+        raise invalid(InvalidConfigError, "state_cache_memory_bytes", given, reason)
+    requests, snapshots = fit_states(config, row, draft, free_memory())
+    if config.enable_prefix_caching is False:
+        return replace(config, max_num_seqs=requests)
+    return replace(
+        config,
+        enable_prefix_caching=snapshots > 0,
+        max_num_seqs=requests,
+        state_cache_memory_bytes=snapshots * row or None,
+    )
+
+
+def fit_states(config: EngineConfig, row: int, draft: int, memory: int) -> tuple[int, int]:
+    """Return the number of requests and of snapshots whose states fit in `memory` bytes.
+
+    `row` and `draft` are the bytes of a request's states, and of each of its drafts. Raises InvalidConfigError if what
+    the user asked for does not fit.
+    """
     speculative = config.speculative_config
     drafts = 0 if speculative is None else speculative.most_speculative_tokens
-    needed, memory = row + drafts * draft, free_memory()
-    most, given = memory // needed, config.max_num_seqs
+    needed = row + drafts * draft
+    requests = _num_requests(config, needed, memory - (config.state_cache_memory_bytes or 0))
+    if config.enable_prefix_caching is False:
+        return requests, 0
+    return requests, _num_snapshots(config, row, memory, memory - requests * needed, requests)
+
+
+def _num_requests(config: EngineConfig, needed: int, memory: int) -> int:
+    """Return the number of requests, each with `needed` bytes of states. A number from the user is kept. Raises
+    InvalidConfigError if their states exceed `memory`, which is what snapshots leave."""
+    most, requests = memory // needed, config.most_seqs
     fit = most // _SHARE
-    if given == EngineConfig.max_num_seqs and given > fit > 0:
-        logger.info("max_num_seqs is lowered from %d to %d: a request has %d bytes of states", given, fit, needed)
-        given = fit
-    if given > most:
-        reason = f"each request has {needed} bytes of states, and there are {memory} of memory"
-        raise invalid(InvalidConfigError, "max_num_seqs", given, f"{reason}; allowed: at most {most}")
-    return replace(config, enable_prefix_caching=False, max_num_seqs=given)
+    if config.max_num_seqs is None and requests > fit > 0:
+        logger.info("max_num_seqs is lowered from %d to %d: a request has %d bytes of states", requests, fit, needed)
+        return fit
+    if requests > most:
+        reason = f"each request has {needed} bytes of states, and there are {max(0, memory)} of memory"
+        if config.state_cache_memory_bytes is not None:
+            reason += f" next to state_cache_memory_bytes={config.state_cache_memory_bytes}"
+        raise invalid(InvalidConfigError, "max_num_seqs", requests, f"{reason}; allowed: at most {max(0, most)}")
+    return requests
+
+
+def _num_snapshots(config: EngineConfig, row: int, memory: int, left: int, requests: int) -> int:
+    """Return the number of snapshots of `row` bytes each, by default as many as `left` bytes and the share of `memory`
+    allow. 0 if not even one fits, and nobody asked for prefix caching."""
+    if config.state_cache_memory_bytes is not None:
+        return config.state_cache_memory_bytes // row
+    fit = min(left, memory * _SNAPSHOT_PERCENT // 100) // row
+    if fit > 0:
+        return min(fit, _SNAPSHOTS_PER_REQUEST * requests)
+    reason = f"a snapshot of {row} bytes does not fit next to the states of {requests} requests"
+    if config.enable_prefix_caching:
+        raise invalid(InvalidConfigError, "enable_prefix_caching", True, f"{reason}; lower max_num_seqs={requests}")
+    logger.warning("prefix caching is off: %s", reason)
+    return 0

@@ -99,8 +99,9 @@ class MeasuringLoop:
             self.watch(slot, slot.header(), 1e3 * (self._settled_at - begun))
 
 
-def measure_costs(parts: EngineParts) -> tuple[CostModel, float]:
-    """Measure the cost of steps.
+def measure_costs(parts: EngineParts, *, on_host: bool = False) -> tuple[CostModel, float]:
+    """Measure the cost of steps, with drafts from the record if `on_host`. A runner that can measures them itself
+    (`Runner.step_costs`).
 
     Returns the milliseconds of steps that only decode, at batch sizes 1, 2, 4, ... and K = 0, 1, 2, 3, 4, 8, ... and
     the maximum of both; and the milliseconds per position of a draft catch-up chunk. Batch sizes that there is no time
@@ -110,10 +111,13 @@ def measure_costs(parts: EngineParts) -> tuple[CostModel, float]:
     number of passes has changed.
     """
     loop = MeasuringLoop(parts)
-    most, rows = loop.limits.num_speculative_tokens, loop.config.max_num_seqs
+    most, rows = loop.limits.num_speculative_tokens, loop.config.most_seqs
     ks = sorted({0, most} | {k for k in (3, *(1 << i for i in range(most.bit_length()))) if k < most})
     batches = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows})
+    own = loop.runner.step_costs(on_host=on_host)
     _measure(loop, 1, most)  # first calls allocate
+    if own is not None:
+        return own, _catch_up_ms(loop, own.ms(1, most))
     table = {(batch, k): math.inf for batch in batches for k in ks}
     seconds = NATIVE_SECONDS if loop.runner.is_native else SECONDS
     began, measured = time.perf_counter(), len(batches)
@@ -183,7 +187,7 @@ def _run(
     """Run `batch` requests with `k` drafts each, until they end or `done()` is true."""
     limits, config = loop.limits, loop.config
     tokens = (k + 1) * (NUM_STEPS + loop.depth + 1)
-    length = max(1, min(PROMPT, config.max_num_batched_tokens // (4 * batch), limits.max_model_len - tokens))
+    length = max(1, min(PROMPT, config.batched_tokens // (4 * batch), limits.max_model_len - tokens))
     params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
     for i in range(batch):
         # The same prompts for every K: their KV comes from the prefix cache from the second time on.

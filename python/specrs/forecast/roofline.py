@@ -132,8 +132,8 @@ def weight_bytes(config: ModelConfig, quantization: str | None = None) -> float:
 
 
 def kv_bytes(config: ModelConfig, kv_cache_dtype: str = "auto") -> float:
-    """Return the bytes of K and V of one position, over all layers."""
-    numbers = 2.0 * config.num_layers * config.num_kv_heads * config.head_dim
+    """Return the bytes of K and V of one position, over all layers with attention."""
+    numbers = 2.0 * len(config.attention_layers) * config.num_kv_heads * config.head_dim
     return numbers * cache_dtype(kv_cache_dtype).itemsize
 
 
@@ -202,9 +202,10 @@ class Roofline:
         return CostModel(list(batches), ks, [[self.iteration_ms(batch, k) for k in ks] for batch in batches])
 
     def memory_gb(self, batch: int) -> float:
-        """Return the gigabytes of the weights of both models, and of the KV of `batch` contexts."""
+        """Return the gigabytes of the weights of both models, and of the KV and the states of `batch` contexts."""
         positions, cached = batch * self.context, self.kv_cache_dtype
-        total = weight_bytes(self.target, self.quantization) + positions * kv_bytes(self.target, cached)
+        states = 0 if self.target.delta is None else batch * self.target.delta.row_bytes
+        total = states + weight_bytes(self.target, self.quantization) + positions * kv_bytes(self.target, cached)
         if self.draft is not None:
             total += weight_bytes(self.draft, self.draft_quantization) + positions * kv_bytes(self.draft, cached)
         return total / 1e9

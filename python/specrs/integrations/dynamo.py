@@ -88,8 +88,8 @@ class Worker(LLMEngine):
                 context_length=self._llm.limits.max_model_len,
                 kv_cache_block_size=config.block_size,
                 total_kv_blocks=stats.num_blocks,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.most_seqs,
+                max_num_batched_tokens=config.batched_tokens,
             ),
         )
 

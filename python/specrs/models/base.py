@@ -59,7 +59,7 @@ class Model(Protocol):
     @property
     def num_layers(self) -> int:
         """Number of layers. `hidden_layers` of a pass may name 0 to this number; the number itself means the last
-        layer's output."""
+        layer's output. `TorchDecoder` and native decoders also take one more, which means the final states."""
 
     @property
     def max_position_embeddings(self) -> int:

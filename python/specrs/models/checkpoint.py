@@ -18,7 +18,7 @@ from specrs.arrays import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, Array, converted
 from specrs.errors import CheckpointError, invalid, short
 from specrs.models.hub import did_you_mean, download_bar, hub_error
 from specrs.models.shard_index import place
-from specrs.models.wrappers import is_wrapped, text_names
+from specrs.models.wrappers import is_of_mtp_head, is_wrapped, text_names
 
 logger = logging.getLogger("specrs")
 
@@ -113,8 +113,10 @@ class Checkpoint:
     Tensors of a multimodal checkpoint's text model have the names that the text model alone has: see `models.wrappers`.
     """
 
-    def __init__(self, folder: Path, *, allow_base_model: bool = False) -> None:
+    def __init__(self, folder: Path, *, allow_base_model: bool = False, mtp_head: bool = False) -> None:
         """Open the files. With `allow_base_model`, tensors of a base model are renamed: see `prefix`.
+
+        With `mtp_head`, the tensors are those of the checkpoint's MTP head, else those of the model without it.
 
         Raises CheckpointError if a file is missing or damaged, or if there are only pickled weights.
         """
@@ -129,12 +131,16 @@ class Checkpoint:
             except (SafetensorError, OSError) as fault:
                 raise CheckpointError(f"{path}: damaged or truncated: {fault}") from fault
         self.placement = place(folder, weight_map, {name: list(file.entries) for name, file in files.items()})
-        placed, config = self.placement.files, folder / "config.json"
+        config = folder / "config.json"
+        placed = {name: file for name, file in self.placement.files.items() if is_of_mtp_head(name) == mtp_head}
         is_base = allow_base_model and _BASE_EMBEDDING in placed and _BASE_PREFIX + _BASE_EMBEDDING not in placed
         self.prefix = _BASE_PREFIX if is_base else ""
         """Beginning of tensor names here that the files' names lack, because they hold a base model without an LM head.
         Empty for other files."""
-        wrapped = config.is_file() and is_wrapped(read_json(config))
+        if not mtp_head and len(placed) < len(self.placement.files):
+            skipped = len(self.placement.files) - len(placed)
+            logger.info("%s: %d tensors of an MTP head, which speculative_config.method='mtp' reads", folder, skipped)
+        wrapped = not mtp_head and config.is_file() and is_wrapped(read_json(config))
         self._names = text_names(folder, placed) if wrapped else {self.prefix + name: name for name in placed}
         """Name in the files of each tensor."""
         self.unlisted = frozenset(name for name, file in self._names.items() if file in self.placement.unlisted)
@@ -157,7 +163,7 @@ class Checkpoint:
         found = self.entries()
         shapes = {name: shape for name, (shape, _) in found.items()}
         check_tensors(self.folder, shapes, expected, optional, (*not_checked, *self.unlisted))
-        for name in filter(self._files.__contains__, {**expected, **optional}):
+        for name in filter(found.__contains__, {**expected, **optional}):
             if found[name][1] not in DTYPES:
                 raise CheckpointError(f"{self.folder}: {name} is {found[name][1]}, allowed are {', '.join(DTYPES)}")
 

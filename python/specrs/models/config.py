@@ -13,10 +13,10 @@ from typing import Any
 
 from specrs.models.delta_net import DeltaNet, parse_delta_net
 from specrs.models.errors import malformed, unsupported
-from specrs.models.experts import EXPERT_COUNTS, Experts, parse_experts
+from specrs.models.experts import EXPERT_COUNTS, SHARED_SIZE, Experts, parse_experts
 from specrs.models.fields import NEUTRAL
 from specrs.models.layers import layer_kinds, parse_layers
-from specrs.models.registry import Family, Norms, family_of
+from specrs.models.registry import ExpertFields, Family, Norms, family_of
 from specrs.models.rope import ALL_KINDS, LongRopeScaling, Rope, RopeFacts, Scaling, rope_magnitude
 from specrs.models.values import flag, number, optional_number, size
 from specrs.models.varied_layers import LayerEmbedding, LayerSizes, parse_layer_embedding, parse_layer_sizes
@@ -152,8 +152,8 @@ class ModelConfig:
         router, expert = self.experts.count * h, 3 * h * self.experts.intermediate_size
         if self.experts.biases:
             router, expert = router + self.experts.count, expert + 2 * self.experts.intermediate_size + h
-        sparse = sum(self.experts.layers)
-        read = router + self.experts.expected(rows) * expert
+        sparse, shared = sum(self.experts.layers), self.experts.shared
+        read = router + self.experts.expected(rows) * expert + (0 if shared is None else (3 * shared + 1) * h)
         return total + sparse * read + (self.num_layers - sparse) * mlp
 
     def _varied_parameters(self) -> int:
@@ -223,9 +223,11 @@ def parse_config(
     architecture, family = family_of(raw.get("architectures"))
     neutral = {"model_type": (None, family.model_type)} | NEUTRAL | dict(family.neutral)
     for field, values in neutral.items():
-        read = family.experts is not None and field in EXPERT_COUNTS
-        read = read or (field == "partial_rotary_factor" and family.partial_rotary)
-        if read or (field in _VARIED and family.varied_layers):
+        if family.experts is not None and _counts(field, family.experts):
+            continue
+        if field == "partial_rotary_factor" and family.partial_rotary:
+            continue
+        if field in _VARIED and family.varied_layers:
             continue
         if raw.get(field) not in values:
             raise unsupported(field, raw[field], " or ".join(map(repr, values)))
@@ -245,7 +247,10 @@ def parse_config(
     max_positions = size(raw, "max_position_embeddings")
     head_dim = _head_dim(raw, family, hidden, heads)
     factor = _rotary_factor(raw, family.rotary_factor) if family.partial_rotary else 1.0
-    delta = parse_delta_net(raw, num_layers) if family.delta_net else None
+    delta = parse_delta_net(raw, num_layers, by_key_head=family.fused_delta_net) if family.delta_net else None
+    experts = None if family.experts is None else parse_experts(raw, family.experts, num_layers)
+    # Where every layer has experts, a file need not have the size of an MLP.
+    no_mlp = experts.intermediate_size if experts is not None and all(experts.layers) else None
     if delta is not None:
         raw = {field: value for field, value in raw.items() if field != "layer_types"}
     if family.rope_sections:
@@ -261,7 +266,7 @@ def parse_config(
         raw = {**raw, "rope_parameters": dict(family.rope_default)}
     facts = RopeFacts(max_positions, family.rope_theta, _rotary_dim(head_dim, factor), original, kinds)
     (theta, scaling), ropes, windows = parse_layers(raw, family, num_layers, facts, factor)
-    intermediate = size(raw, "intermediate_size")
+    intermediate = size(raw, "intermediate_size", no_mlp)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab,
@@ -279,7 +284,7 @@ def parse_config(
         has_lm_head=True,
         qk_norm=family.qk_norm is not None,
         qkv_bias=family.qkv_bias or attention_bias,
-        o_bias=attention_bias,
+        o_bias=flag(raw, "attention_out_bias") if family.attention_out_bias else attention_bias,
         mlp_bias=flag(raw, "mlp_bias", allowed=family.has_mlp_bias),
         checkpoint_dtype=_checkpoint_dtype(raw),
         eos_token_ids=stop_ids(raw, generation or {}, vocab),
@@ -293,7 +298,7 @@ def parse_config(
         activation=family.activation,
         fused_projections=family.fused_projections,
         sinks=family.sinks,
-        experts=None if family.experts is None else parse_experts(raw, family.experts, num_layers),
+        experts=experts,
         delta=delta,
         output_gate=family.output_gate,
         **_multipliers(raw, family, hidden),
@@ -320,6 +325,11 @@ def _varied(
         "attention_multiplier": 1.0,
         "final_logit_softcapping": optional_number(raw, "final_logit_softcapping"),
     }
+
+
+def _counts(field: str, fields: ExpertFields) -> bool:
+    """Return whether a family with experts reads `field`, which is without effect in others."""
+    return field in EXPERT_COUNTS or (field == SHARED_SIZE and fields.shared_intermediate_size is not None)
 
 
 def _multipliers(raw: Mapping[str, Any], family: Family, hidden: int) -> dict[str, Any]:

@@ -25,6 +25,18 @@ D = TypeVar("D")
 
 
 @dataclass(frozen=True, slots=True)
+class SharedWeights(Generic[W]):
+    """Expert of one layer that every row uses."""
+
+    gate: W
+    """Projection hidden -> 1. The expert's output is multiplied by its sigmoid."""
+    gate_up: W
+    """Fused gate and up projection: hidden -> 2 * intermediate."""
+    down: W
+    """Down projection: intermediate -> hidden."""
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertWeights(Generic[T, W]):
     """Router and experts of one layer."""
 
@@ -39,6 +51,8 @@ class ExpertWeights(Generic[T, W]):
     None if experts have memory of their own."""
     stacked_biases: tuple[T, T] | None = None
     """Biases of `gate_up` and `down` as two tensors `[experts, out]`. None: there are no biases."""
+    shared: SharedWeights[W] | None = None
+    """Expert that every row uses in addition. None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +104,7 @@ class LayerWeights(Generic[T, W]):
     qkv: W
     """Fused q, k and v projection: hidden -> (heads + 2 * kv_heads) * head_dim. It is q alone, or q and k, in
     layers that project no more: see `LayerSizes`. With `output_gate`, of each query head its query, then its gate. In a
-    layer with a delta net its input projection: q, k, v, z, b and a."""
+    layer with a delta net its input projection: see `tensors.delta_inputs`."""
     qk_norm: T | None
     """[heads + kv_heads, head_dim]: the query norm repeated for each query head, then the key norm for each KV head.
     With `qk_norm_whole`, the weights of one norm over all query heads and one over all KV heads, in the same shape.

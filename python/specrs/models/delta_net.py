@@ -30,6 +30,12 @@ class DeltaNet:
     """Number of positions that the convolution reads, including the row's own."""
     layers: tuple[bool, ...]
     """For each layer, True if it has a delta net; False: it has attention."""
+    turned: bool = False
+    """True if the output projection reads the first value head of every key head, then the second of every key head,
+    and so on, as in GGUF files. False: it reads all value heads of the first key head first."""
+    by_key_head: bool = False
+    """True if outputs of the input projections lie by key head: q, k, v and z of each, then b and a of each. False:
+    they are q, k, v, z, b and a of all heads."""
 
     @property
     def conv_dim(self) -> int:
@@ -61,9 +67,11 @@ class DeltaNet:
         return 4 * update * sum(self.layers)
 
 
-def parse_delta_net(raw: Mapping[str, Any], num_layers: int) -> DeltaNet:
-    """Return the delta nets that config.json describes. Raises UnsupportedModelError and CheckpointError, which name
-    field and value."""
+def parse_delta_net(raw: Mapping[str, Any], num_layers: int, *, by_key_head: bool = False) -> DeltaNet:
+    """Return the delta nets that config.json describes. `by_key_head` is the layout, as in `DeltaNet`.
+
+    Raises UnsupportedModelError and CheckpointError, which name field and value.
+    """
     kinds = raw.get("layer_types")
     every = size(raw, "full_attention_interval", 4)
     if kinds is None:
@@ -80,6 +88,7 @@ def parse_delta_net(raw: Mapping[str, Any], num_layers: int) -> DeltaNet:
         value_dim=size(raw, "linear_value_head_dim", 128),
         kernel=size(raw, "linear_conv_kernel_dim", 4),
         layers=tuple(kind == LINEAR for kind in kinds),
+        by_key_head=by_key_head,
     )
     if made.value_heads % made.key_heads:
         allowed = f"a multiple of linear_num_key_heads={made.key_heads}"

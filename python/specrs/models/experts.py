@@ -3,7 +3,7 @@ layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from specrs.models.errors import malformed
 from specrs.models.registry import ExpertFields
@@ -11,6 +11,8 @@ from specrs.models.values import flag, number, size
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
 """Two names of the field for the number of experts in a layer."""
+SHARED_SIZE = "shared_expert_intermediate_size"
+"""Field for the intermediate size of an expert that every row uses."""
 
 
 class ClampedSwiglu(NamedTuple):
@@ -46,8 +48,11 @@ class Experts:
     """True if router and experts have biases."""
     softmax_of_chosen: bool = False
     """True if weights are the softmax of the chosen logits only."""
-    stacked: bool = False
-    """True if the checkpoint stores all experts of a layer in one tensor per projection."""
+    stacked: Literal["alternating", "halves"] | None = None
+    """Layout of tensors that hold all experts of a layer, as in `ExpertFields`. None: each expert has its own."""
+    shared: int | None = None
+    """Intermediate size of an expert that every row uses in addition. Its output is multiplied by the sigmoid of a
+    gate. None: there is none."""
     swiglu: ClampedSwiglu | None = None
     """Parameters of the experts' clamped SwiGLU. None: experts use the model's activation."""
 
@@ -72,6 +77,7 @@ def parse_experts(raw: Mapping[str, Any], fields: ExpertFields, num_layers: int)
         raise malformed("num_experts_per_tok", per_token, f"at most {fields.count}={count}")
     if raw.get("experts_per_token") not in (None, per_token):
         raise malformed("experts_per_token", raw["experts_per_token"], f"num_experts_per_tok={per_token}")
+    shared = fields.shared_intermediate_size
     layers = (True,) * num_layers
     if fields.dense_layers:
         every, dense = size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers")
@@ -83,7 +89,7 @@ def parse_experts(raw: Mapping[str, Any], fields: ExpertFields, num_layers: int)
         count=count,
         per_token=per_token,
         intermediate_size=size(raw, fields.intermediate_size, fields.default_intermediate_size),
-        norm_topk_prob=fields.norm_topk_prob or flag(raw, "norm_topk_prob"),
+        norm_topk_prob=fields.norm_topk_prob or flag(raw, "norm_topk_prob", default=fields.default_norm_topk_prob),
         layers=layers,
         block=fields.block,
         projections=fields.projections,
@@ -91,6 +97,7 @@ def parse_experts(raw: Mapping[str, Any], fields: ExpertFields, num_layers: int)
         biases=fields.biases,
         softmax_of_chosen=fields.softmax_of_chosen,
         stacked=fields.stacked,
+        shared=None if shared is None else size(raw, SHARED_SIZE, shared),
         swiglu=_swiglu(raw) if fields.clamped else None,
     )
 

@@ -134,7 +134,8 @@ def _check_config(folder: Path, raw: dict[str, Any], config: PreTrainedConfig) -
         raise _refused(folder, name, "its configuration has no max_position_embeddings")
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
-            raise unsupported("layer_types", kind, "layers of attention alone")
+            reason = f"layer_types has {kind!r}, and only layers of attention are implemented"
+            raise _refused(folder, name, reason)
     rope = getattr(text, "rope_parameters", None) or {}
     for found in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         original = found.get("original_max_position_embeddings") or text.max_position_embeddings

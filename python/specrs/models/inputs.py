@@ -69,10 +69,15 @@ class PassInputs:
     meaningless."""
     prompts: bool = False
     """True if all rows are tokens of prompts, or tokens that a draft model catches up with."""
+    captured: bool = False
+    """True if a graph of this number of rows and requests runs the pass. `max_q_len` is then the number of all rows."""
     chunks: ChunkRows | None = None
     """Prompt chunks whose rows follow those of the B requests. Only `CudaDecoder` supports them."""
     state_rows: tuple[int, ...] | None = None
     """[B] row of states of each request, for models whose layers have some. None: its index."""
+    snapshots: tuple[tuple[int, int, int], ...] = ()
+    """Row of states, length and slot of each snapshot to write. It is written if the row's committed state passes that
+    length in this pass."""
     adapters: tuple[AdapterRows, ...] = ()
     """For each LoRA adapter, the rows that use it. Other rows use the base model. Only `TorchDecoder` and `CudaDecoder`
     support them."""

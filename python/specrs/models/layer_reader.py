@@ -22,6 +22,7 @@ from specrs.models.decoder_weights import (
     ExpertWeights,
     LayerEmbeddingWeights,
     LayerWeights,
+    SharedWeights,
     T,
     W,
 )
@@ -29,13 +30,13 @@ from specrs.models.experts import Experts
 from specrs.models.kv_dtypes import read_kv_scales
 from specrs.models.rope import Rope, frequencies
 from specrs.models.tensors import (
-    DELTA_INPUTS,
     EMBEDDING,
     FINAL_NORM,
     LAYER_EMBEDDING,
     LM_HEAD,
     Readable,
     attention_inputs,
+    delta_inputs,
     norm_names,
     optional_shapes,
     tensor_shapes,
@@ -54,13 +55,13 @@ class LayerReader(ABC, Generic[T, W]):
     def layer(self, prefix: str, c: ModelConfig, own: LayerSizes | None = None) -> LayerWeights[T, W]:
         """Return the decoder layer whose tensor names begin with `prefix`. `own` has its sizes; None: those of `c`."""
         sizes = c.plain_sizes if own is None else own
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention = prefix + "self_attn."
         before, after, before_mlp, after_mlp = (
             None if name is None else self.place(self.norm(prefix + name, c)) for name in norm_names(c)
         )
-        sparse = c.experts is not None and f"{prefix}{c.experts.block}.{c.experts.router}.weight" in self.checkpoint
         none = self.place(np.empty(0, self.vector_dtype))
-        qkv, gate_up = (("qkv",), ("gate_up",)) if c.fused_projections else (attention_inputs(sizes), ("gate", "up"))
+        qkv = ("qkv",) if c.fused_projections else attention_inputs(sizes)
+        gate_up, down, experts = self._mlp(prefix, c)
         return LayerWeights(
             input_norm=none if before is None else before,
             attention_output_norm=after,
@@ -69,9 +70,9 @@ class LayerReader(ABC, Generic[T, W]):
             qkv=self.linear([attention + f"{x}_proj" for x in qkv], bias=c.qkv_bias),
             qk_norm=self.place(self.qk_norm(attention, c, sizes)) if c.qk_norm else None,
             o=self.linear([attention + "o_proj"], bias=c.o_bias),
-            gate_up=self.nothing() if sparse else self.linear([mlp + f"{x}_proj" for x in gate_up], bias=c.mlp_bias),
-            down=self.nothing() if sparse else self.linear([mlp + "down_proj"], bias=c.mlp_bias),
-            experts=self.experts(prefix, c.experts) if c.experts is not None and sparse else None,
+            gate_up=gate_up,
+            down=down,
+            experts=experts,
             sinks=self.read(attention + "sinks") if c.sinks else None,
             kv_scales=read_kv_scales(self.checkpoint, attention) if self.kv_codes else UNSCALED,
             addition=None if c.layer_embedding is None else self.addition(prefix, c),
@@ -86,20 +87,45 @@ class LayerReader(ABC, Generic[T, W]):
             norm=self.place(self.norm(f"{prefix}post_per_layer_input_norm", c)),
         )
 
+    def _mlp(self, prefix: str, c: ModelConfig) -> tuple[W, W, ExpertWeights[T, W] | None]:
+        """Return the MLP of the layer whose tensor names begin with `prefix`, or its experts: gate and up, down, and
+        experts (None: the layer has an MLP)."""
+        if c.experts is not None and f"{prefix}{c.experts.block}.{c.experts.router}.weight" in self.checkpoint:
+            return self.nothing(), self.nothing(), self.experts(prefix, c.experts)
+        mlp = prefix + "mlp."
+        names = ("gate_up",) if c.fused_projections else ("gate", "up")
+        gate_up = self.linear([f"{mlp}{name}_proj" for name in names], bias=c.mlp_bias)
+        return gate_up, self.linear([mlp + "down_proj"], bias=c.mlp_bias), None
+
+    def shared_expert(self, block: str, experts: Experts) -> SharedWeights[W] | None:
+        """Return the expert that every row uses, of the experts whose tensor names begin with `block`. None: there is
+        none."""
+        if experts.shared is None:
+            return None
+        name = f"{block}.shared_expert"
+        return SharedWeights(
+            gate=self.linear([f"{name}_gate"], bias=False),
+            gate_up=self.linear([f"{name}.gate_proj", f"{name}.up_proj"], bias=False),
+            down=self.linear([f"{name}.down_proj"], bias=False),
+        )
+
     def delta_layer(self, prefix: str, c: ModelConfig) -> LayerWeights[T, W]:
-        """Return the layer with a delta net whose tensor names begin with `prefix`. It has an MLP."""
-        net, mlp = prefix + "linear_attn.", prefix + "mlp."
+        """Return the layer with a delta net whose tensor names begin with `prefix`."""
+        assert c.delta is not None
+        net = prefix + "linear_attn."
+        gate_up, down, experts = self._mlp(prefix, c)
         before, _, before_mlp, _ = norm_names(c)
         wide = FLOAT64 if self.vector_dtype == FLOAT64 else FLOAT32
         conv = self.checkpoint.read(net + "conv1d.weight", wide)[:, 0].T
         return LayerWeights(
             input_norm=self.place(self.norm(f"{prefix}{before}", c)),
             post_attention_norm=self.place(self.norm(f"{prefix}{before_mlp}", c)),
-            qkv=self.linear([net + name for name in DELTA_INPUTS], bias=False),
+            qkv=self.linear([net + name for name in delta_inputs(c.delta)], bias=False),
             qk_norm=None,
             o=self.linear([net + "out_proj"], bias=False),
-            gate_up=self.linear([mlp + "gate_proj", mlp + "up_proj"], bias=False),
-            down=self.linear([mlp + "down_proj"], bias=False),
+            gate_up=gate_up,
+            down=down,
+            experts=experts,
             delta=DeltaWeights(
                 conv=self.place(np.ascontiguousarray(conv)),
                 a_log=self.place(self.checkpoint.read(net + "A_log", wide)),

@@ -60,8 +60,11 @@ def _kinds(
     hides = window is not None and window < max_positions
     if hides and family.windows is None:
         raise unsupported("sliding_window", window, "null, or max_position_embeddings or more, for this architecture")
-    if family.windows in ("pattern", "alternating"):
-        sliding = _pattern(raw, num_layers) if family.windows == "pattern" else [i % 2 == 0 for i in range(num_layers)]
+    if family.windows in ("pattern", "alternating", "three of four"):
+        every = 2 if family.windows == "alternating" else 4
+        sliding = [(i + 1) % every != 0 for i in range(num_layers)]
+        if family.windows == "pattern":
+            sliding = _pattern(raw, num_layers)
         known: tuple[str, ...] = (FULL, SLIDING)
     else:
         first = 0

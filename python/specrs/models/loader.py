@@ -121,7 +121,8 @@ def open_checkpoint(
     config, scheme = _read_config(folder), scheme_of(read_config(folder))
     if load_format == "dummy":
         return config, DummyCheckpoint(config)
-    files = StackedCheckpoint(folder) if _is_stacked(config) else Checkpoint(folder, allow_base_model=True)
+    stacked = None if config.experts is None else config.experts.stacked
+    files = Checkpoint(folder, allow_base_model=True) if stacked is None else StackedCheckpoint(folder, stacked)
     if files.prefix and not config.tie_word_embeddings and LM_HEAD not in files:
         config = replace(config, tie_word_embeddings=True, has_lm_head=False)
     tensors = files if scheme is None else QuantizedCheckpoint(files, scheme)
@@ -208,13 +209,9 @@ def _read_config(folder: Path) -> ModelConfig:
             raw = {field: value for field, value in raw.items() if field not in FIELDS}
         generation = folder / "generation_config.json"
         config = parse_config(raw, read_json(generation) if generation.exists() else None)
-        allowed = methods_of(stacked=_is_stacked(config))
+        allowed = methods_of(stacked=config.experts is not None and config.experts.stacked == "alternating")
         if scheme is not None and scheme.method not in allowed:
             raise unsupported(
                 f"{FIELDS[0]}.quant_method", scheme.method, f"for {config.architecture} {', '.join(allowed)}"
             )
         return config
-
-
-def _is_stacked(config: ModelConfig) -> bool:
-    return config.experts is not None and config.experts.stacked

@@ -57,7 +57,7 @@ class NativeDecoder(NumpyHeld, DecoderFacts):
         """
         self.weights = weights
         self._kv_groups = kv_groups
-        self._native = _borrow(weights) if native is None else native
+        self._native = CpuWeights(**decoder_arrays(weights)) if native is None else native
         own = CpuPool(1) if pool is None else pool
         self.decoder = CpuDecoder(self._native, own, activations=activations, prompt_tiles=prompt_tiles)
         self._loras: WeakKeyDictionary[LoRAAdapter, CpuLora] = WeakKeyDictionary()
@@ -102,6 +102,8 @@ class NativeDecoder(NumpyHeld, DecoderFacts):
         if self.weights.layer_embedding is not None:
             matrices.append(self.weights.layer_embedding.projection)
         matrices += [weight for w in mixtures for weight in (w.router, *w.gate_up, *w.down)]
+        shared = [w.shared for w in mixtures if w.shared is not None]
+        matrices += [weight for w in shared for weight in (w.gate, w.gate_up, w.down)]
         return sum(weight.num_bytes for weight in (*matrices, self.weights.lm_head))
 
     def native_lora(self, adapter: LoRAAdapter) -> CpuLora:
@@ -196,24 +198,25 @@ def model_arrays(
     }
 
 
-def _borrow(weights: NativeWeights) -> CpuWeights:
+def decoder_arrays(weights: NativeWeights) -> dict[str, Any]:
+    """Return the arguments of `CpuWeights` for a decoder."""
     c = weights.config
     arrays = model_arrays(c, weights.embedding, weights.layers, weights.final_norm, weights.lm_head)
     embedding = weights.layer_embedding
-    return CpuWeights(
+    return {
         **arrays,
-        frequencies=np.zeros(arrays["head_dim"] // 2, dtype=np.float32),
-        rotations=_rotations(weights),
-        multipliers=(c.embedding_multiplier, c.residual_multiplier, c.attention_scale),
-        windows=list(c.windows) or None,
-        activation=c.activation,
-        clamped_swiglu=None if c.experts is None else c.experts.swiglu,
-        kv_scales=[layer.kv_scales for layer in weights.layers],
-        layer_embedding=None
+        "frequencies": np.zeros(arrays["head_dim"] // 2, dtype=np.float32),
+        "rotations": _rotations(weights),
+        "multipliers": (c.embedding_multiplier, c.residual_multiplier, c.attention_scale),
+        "windows": list(c.windows) or None,
+        "activation": c.activation,
+        "clamped_swiglu": None if c.experts is None else c.experts.swiglu,
+        "kv_scales": [layer.kv_scales for layer in weights.layers],
+        "layer_embedding": None
         if embedding is None or c.layer_embedding is None
         else (c.layer_embedding.size, _stored(embedding.table), stored_parts(embedding.projection), embedding.norm),
-        softcap=c.final_logit_softcapping,
-    )
+        "softcap": c.final_logit_softcapping,
+    }
 
 
 def _rotations(weights: NativeWeights) -> tuple[list[tuple[list[float], float]], list[int | None]]:
@@ -237,6 +240,8 @@ def _rotations(weights: NativeWeights) -> tuple[list[tuple[list[float], float]],
     return made, layers
 
 
+_DELTA_FIELDS = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "turned", "by_key_head")
+"""Fields of `DeltaNet` that `CpuWeights` reads."""
 Stored = Array | PackedMatrix
 """A matrix for `CpuWeights`: an array, or packed integers with scales."""
 
@@ -271,7 +276,7 @@ def layer_arrays(layer: NativeLayer, c: ModelConfig, sizes: LayerSizes) -> dict[
 
 def _delta_arrays(weights: DeltaWeights[Array], delta: DeltaNet) -> dict[str, Any]:
     return {
-        **{name: getattr(delta, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel")},
+        **{name: getattr(delta, name) for name in _DELTA_FIELDS},
         "conv": weights.conv.reshape(-1),
         "a_log": weights.a_log,
         "dt_bias": weights.dt_bias,
@@ -294,12 +299,16 @@ def _varied_arrays(layer: NativeLayer, c: ModelConfig, sizes: LayerSizes) -> dic
 def _mlp_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
     if layer.experts is None or c.experts is None:
         return {"gate_up": stored_parts(layer.gate_up), "down": stored_parts(layer.down)}
+    shared = layer.experts.shared
     mixture = {
         "router": stored_parts(layer.experts.router),
         "gate_up": [stored_parts(weight) for weight in layer.experts.gate_up],
         "down": [stored_parts(weight) for weight in layer.experts.down],
         "per_token": c.experts.per_token,
         "normalized": c.experts.norm_topk_prob,
+        "shared": None
+        if shared is None
+        else {name: stored_parts(getattr(shared, name)) for name in ("gate", "gate_up", "down")},
     }
     return {"experts": mixture}
 

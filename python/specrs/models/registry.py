@@ -32,6 +32,8 @@ class ExpertFields:
     norm_topk_prob: bool = False
     """True if the weights of the chosen experts always add up to 1. False: only if the field `norm_topk_prob` is
     true."""
+    default_norm_topk_prob: bool = False
+    """Value of `norm_topk_prob` if the field is missing."""
     dense_layers: bool = False
     """True if some layers have an MLP: those in `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
     router: str = "gate"
@@ -43,8 +45,12 @@ class ExpertFields:
     weights."""
     clamped: bool = False
     """True if experts use the clamped SwiGLU, with `swiglu_alpha` and `swiglu_limit`."""
-    stacked: bool = False
-    """True if a checkpoint stores all experts of a layer in one tensor per projection: see `models.stacked`."""
+    stacked: Literal["alternating", "halves"] | None = None
+    """Layout of tensors `experts.gate_up_proj` and `experts.down_proj`, which hold all experts of a layer: see
+    `models.stacked`. With `halves`, a checkpoint may also have one tensor per expert and projection. None: it has."""
+    shared_intermediate_size: int | None = None
+    """Value of `shared_expert_intermediate_size`, the size of an expert that every row uses, if the field is missing.
+    None: there is no such expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,9 @@ class Family:
     """True if `attention_bias` may be true. Then q, k, v and o projections have a bias."""
     attention_bias: bool = False
     """Value of `attention_bias` if the field is missing."""
+    attention_out_bias: bool = False
+    """True if the field `attention_out_bias` says whether the o projection has a bias, and `attention_bias` says so for
+    q, k and v alone. False: `attention_bias` says both."""
     sinks: bool = False
     """True if each query head has an attention sink: a score that takes its share of the softmax and adds nothing."""
     has_mlp_bias: bool = False
@@ -78,7 +87,7 @@ class Family:
     """True if a missing `num_key_value_heads` means one KV head for each query head."""
     num_key_value_heads: int | None = None
     """Number of KV heads if the field is missing."""
-    windows: Literal["all", "switched", "chosen", "unrotated", "pattern", "alternating"] | None = None
+    windows: Literal["all", "switched", "chosen", "unrotated", "pattern", "alternating", "three of four"] | None = None
     """Rule for the layers that have a sliding window. None: no layer has one.
 
     - `all`: every layer, if `sliding_window` is a number.
@@ -88,6 +97,7 @@ class Family:
     - `unrotated`: if `use_sliding_window` is true, the layers that `layer_types` names, or layers without RoPE.
     - `pattern`: layers that `layer_types` names, or all but every sixth (`sliding_window_pattern`).
     - `alternating`: layers that `layer_types` names, or every second, starting with the first.
+    - `three of four`: layers that `layer_types` names, or all but every fourth.
     """
     sliding_window: int | None = None
     """Size of sliding windows in tokens if the field is missing."""
@@ -135,12 +145,16 @@ class Family:
     """Description of the experts that replace the MLP. None: layers have an MLP."""
     delta_net: bool = False
     """True if some layers have a gated delta net in the place of attention: see `models.delta_net`."""
+    fused_delta_net: bool = False
+    """True if a delta net has two input projections, `in_proj_qkvz` and `in_proj_ba`, whose outputs lie by key head."""
     output_gate: bool = False
     """True if attention's output is multiplied by the sigmoid of a gate. `q_proj` has of each head its query, then its
     gate."""
     varied_layers: bool = False
     """True if sizes of layers differ, layers may share keys and values, and each may have embeddings of its own: see
     `models.varied_layers`."""
+    mtp: bool = False
+    """True if checkpoints may have an MTP head `mtp.*`, which reads hidden states after the final norm."""
     neutral: tuple[tuple[str, tuple[object, ...]], ...] = ()
     """Fields of this family that are not read, with the values at which they have no effect."""
 
@@ -168,6 +182,32 @@ FAMILIES: dict[str, Family] = {
         has_attention_bias=True,
         kv_heads_default=True,
         rms_norm_eps=1e-5,
+    ),
+    "Olmo3ForCausalLM": Family(
+        "olmo3",
+        "OLMo 3",
+        qk_norm="whole",
+        norms="after",
+        has_attention_bias=True,
+        kv_heads_default=True,
+        windows="three of four",
+        sliding_window=4096,
+        rope_theta=5e5,
+        local_rope_theta=5e5,
+        rope_kinds=("default", "linear", "yarn", "llama3"),
+        rms_norm_eps=1e-5,
+        # transformers leaves it alone.
+        neutral=(("rope_local_base_freq", (None,)),),
+    ),
+    "SeedOssForCausalLM": Family(
+        "seed_oss",
+        "Seed-OSS",
+        has_attention_bias=True,
+        attention_bias=True,
+        attention_out_bias=True,
+        has_mlp_bias=True,
+        num_key_value_heads=8,
+        head_dim=128,
     ),
     "Phi3ForCausalLM": Family(
         "phi3",
@@ -293,10 +333,73 @@ FAMILIES: dict[str, Family] = {
         rope_sections=True,
         delta_net=True,
         output_gate=True,
+        mtp=True,
         neutral=(
             ("attn_output_gate", (None, True)),
             ("mamba_ssm_dtype", (None, "float32")),
             ("mlp_only_layers", (None, [])),
+            ("mtp_use_dedicated_embeddings", (None, False)),
+        ),
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        "qwen3_5_moe_text",
+        "Qwen3.5, Qwen3.6, experts",
+        qk_norm="heads",
+        norm_offset=1.0,
+        num_key_value_heads=2,
+        head_dim=256,
+        partial_rotary=True,
+        rotary_factor=0.25,
+        rope_kinds=("default",),
+        rope_sections=True,
+        delta_net=True,
+        output_gate=True,
+        experts=ExpertFields(
+            "num_experts",
+            256,
+            8,
+            "moe_intermediate_size",
+            512,
+            "mlp",
+            norm_topk_prob=True,
+            stacked="halves",
+            shared_intermediate_size=512,
+        ),
+        neutral=(
+            ("attn_output_gate", (None, True)),
+            ("mamba_ssm_dtype", (None, "float32")),
+            ("mlp_only_layers", (None, [])),
+            ("decoder_sparse_step", (None, 1)),
+            ("mtp_use_dedicated_embeddings", (None, False)),
+        ),
+    ),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next",
+        "Qwen3-Next",
+        qk_norm="heads",
+        norm_offset=1.0,
+        num_key_value_heads=2,
+        head_dim=256,
+        partial_rotary=True,
+        rotary_factor=0.25,
+        delta_net=True,
+        fused_delta_net=True,
+        output_gate=True,
+        experts=ExpertFields(
+            "num_experts",
+            512,
+            10,
+            "moe_intermediate_size",
+            512,
+            "mlp",
+            default_norm_topk_prob=True,
+            dense_layers=True,
+            stacked="halves",
+            shared_intermediate_size=512,
+        ),
+        neutral=(
+            ("attn_output_gate", (None, True)),
+            ("mamba_ssm_dtype", (None, "float32")),
             ("mtp_use_dedicated_embeddings", (None, False)),
         ),
     ),
@@ -332,7 +435,7 @@ FAMILIES: dict[str, Family] = {
             biases=True,
             softmax_of_chosen=True,
             clamped=True,
-            stacked=True,
+            stacked="alternating",
         ),
     ),
 }

@@ -1,24 +1,25 @@
-"""Reader of checkpoints that store all experts of a layer in one tensor per projection, as gpt-oss does.
+"""Reader of checkpoints that store all experts of a layer in one tensor per projection.
 
 gpt-oss has `experts.gate_up_proj` `[experts, in, 2 out]`, with gate and up features alternating, and
 `experts.down_proj` `[experts, in, out]`. Biases `[experts, ..]` end in `_bias`. Quantized weights, with outputs before
-inputs, end in `_blocks` and `_scales`. Here each expert's projection gets its own name, `experts.3.gate_proj.weight`
-`[out, in]`, `.bias`, `.blocks` or `.scales`, and its tensor is a view.
+inputs, end in `_blocks` and `_scales`. Qwen3.5 has `experts.gate_up_proj` `[experts, 2 out, in]`, with all gate
+features first, and `experts.down_proj` `[experts, out, in]`. Here each expert's projection gets its own name,
+`experts.3.gate_proj.weight` `[out, in]`, `.bias`, `.blocks` or `.scales`, and its tensor is a view.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from specrs.arrays import Array
 from specrs.models.checkpoint import Checkpoint
 
 _STACKED = re.compile(r"(?P<experts>.*\.experts)\.(?P<projection>gate_up|down)_proj(?P<kind>|_bias|_blocks|_scales)")
 _KINDS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
-_PARTS = {"gate_up": (("gate_proj", 0, 2), ("up_proj", 1, 2)), "down": (("down_proj", 0, 1),)}
-"""Projections in a stacked tensor: name, first output and step between outputs."""
+_GATE_UP = ("gate_proj", "up_proj")
+"""Projections in a stacked tensor of gate and up features."""
 
 
 class _View(NamedTuple):
@@ -27,8 +28,8 @@ class _View(NamedTuple):
     name: str
     """Name of the stacked tensor in the file."""
     expert: int
-    first: int
-    step: int
+    outputs: slice
+    """The projection's outputs in the stacked tensor."""
     turned: bool
     """True if the stacked tensor has inputs before outputs."""
 
@@ -36,30 +37,40 @@ class _View(NamedTuple):
         sizes = list(whole[1:])
         if self.turned:
             sizes.reverse()
-        sizes[0] = len(range(self.first, sizes[0], self.step))
+        sizes[0] = len(range(*self.outputs.indices(sizes[0])))
         return tuple(sizes)
 
     def of(self, whole: Array) -> Array:
         own: Array = whole[self.expert]
-        return (own.T if self.turned else own)[self.first :: self.step]
+        return (own.T if self.turned else own)[self.outputs]
 
 
 class StackedCheckpoint(Checkpoint):
     """Tensors of a folder in which each tensor of experts is split by expert and projection, as strided views."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open the files. Raises CheckpointError if one is missing or damaged, or if there are only pickled weights."""
-        super().__init__(folder)
+    def __init__(self, folder: Path, layout: Literal["alternating", "halves"]) -> None:
+        """Open the files. `layout` is gpt-oss' (`alternating`) or Qwen3.5's (`halves`).
+
+        Raises CheckpointError if a file is missing or damaged, or if there are only pickled weights.
+        """
+        super().__init__(folder, allow_base_model=layout == "halves")
         self._views: dict[str, _View] = {}
         for name, (shape, _) in super().entries().items():
             found = _STACKED.fullmatch(name)
             dimensions = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
             if found is None or len(shape) != dimensions[found["kind"]]:
                 continue
+            parts = {"down_proj": slice(None)}
+            if found["projection"] == "gate_up":
+                half = shape[1] // 2
+                alternating = (slice(0, None, 2), slice(1, None, 2))
+                outputs = alternating if layout == "alternating" else (slice(0, half), slice(half, None))
+                parts = dict(zip(_GATE_UP, outputs, strict=True))
             for expert in range(shape[0]):
-                for part, first, step in _PARTS[found["projection"]]:
+                for part, outputs_of in parts.items():
                     own = f"{found['experts']}.{expert}.{part}.{_KINDS[found['kind']]}"
-                    self._views[own] = _View(name, expert, first, step, found["kind"] == "")
+                    turned = layout == "alternating" and found["kind"] == ""
+                    self._views[own] = _View(name, expert, outputs_of, turned)
         self.unlisted |= {own for own, view in self._views.items() if view.name in self.unlisted}
 
     def entries(self) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -20,7 +20,7 @@ YES, NO = "yes", "no"
 
 def row(architecture: str, family: Family) -> tuple[str, ...]:
     """Return the cells of a family's row."""
-    methods = methods_of(stacked=family.experts is not None and family.experts.stacked)
+    methods = methods_of(stacked=family.experts is not None and family.experts.stacked == "alternating")
     return (
         f"`{architecture}`",
         family.models,

@@ -71,6 +71,9 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
             for expert in range(c.experts.count):
                 for name, shape in zip(c.experts.projections, ((e, h), (e, h), (h, e)), strict=True):
                     parts[f"experts.{expert}.{name}"] = shape
+            if c.experts.shared is not None:
+                parts |= {"shared_expert_gate": (1, h), "shared_expert.down_proj": (h, c.experts.shared)}
+                parts |= {f"shared_expert.{name}_proj": (c.experts.shared, h) for name in ("gate", "up")}
             for name, shape in parts.items():
                 shapes[f"{block}.{name}.weight"] = shape
                 if c.experts.biases:
@@ -138,15 +141,19 @@ def optional_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-DELTA_INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-"""Projections of a delta net's input, in the order in which `LayerWeights.qkv` fuses them."""
+def delta_inputs(d: DeltaNet) -> dict[str, int]:
+    """Return the names of a delta net's input projections, in the order in which `LayerWeights.qkv` fuses them, with
+    their numbers of outputs."""
+    if d.by_key_head:
+        return {"in_proj_qkvz": d.conv_dim + d.inner, "in_proj_ba": 2 * d.value_heads}
+    heads = d.value_heads
+    return {"in_proj_qkv": d.conv_dim, "in_proj_z": d.inner, "in_proj_b": heads, "in_proj_a": heads}
 
 
 def delta_shapes(d: DeltaNet, hidden: int) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors of a gated delta net, after `linear_attn.`."""
-    outputs = (d.conv_dim, d.inner, d.value_heads, d.value_heads)
     return {
-        **{f"{name}.weight": (rows, hidden) for name, rows in zip(DELTA_INPUTS, outputs, strict=True)},
+        **{f"{name}.weight": (rows, hidden) for name, rows in delta_inputs(d).items()},
         "conv1d.weight": (d.conv_dim, 1, d.kernel),
         "A_log": (d.value_heads,),
         "dt_bias": (d.value_heads,),

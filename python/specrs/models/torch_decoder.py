@@ -68,8 +68,22 @@ class TorchDecoder(TorchFacts):
         """Feed N rows. Writes K and V of every row with a slot into `kv_cache`, and the requests' states, and changes
         nothing else.
 
-        `hidden_layers` are the layers whose inputs are returned with the final states.
+        `hidden_layers` are the layers whose inputs are returned with the final states. The number of layers stands for
+        the last layer's output, and one more for the final states.
         """
+        return self.forward_from(self.embed(inputs.input_ids), inputs, kv_cache, hidden_layers)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings of tokens, `[N, hidden]`, as the first layer reads them."""
+        c = self.config
+        h = self._embed(input_ids).to(self.weights.dtype)
+        return h if c.embedding_multiplier == 1 else h * c.embedding_multiplier
+
+    def forward_from(
+        self, h: Tensor, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()
+    ) -> HiddenStates:
+        """`forward` from the input `h` `[N, hidden]` of the first layer, in the place of the tokens of `inputs`. Layers
+        that add embeddings of their own look up those tokens all the same."""
         windows = self.config.windows or (None,) * self.num_layers
         groups = (0,) * self.num_layers if self.kv_groups is None else self.kv_groups.of_layer
         shapes = [self._shape(kv_cache, i) for i in range(self.num_layers)]
@@ -83,9 +97,10 @@ class TorchDecoder(TorchFacts):
         attention = tuple(plans[kind] for kind in kinds)
         runs = None
         if self.config.delta is not None:
-            runs = runs_of(inputs.positions, inputs.q_start, inputs.state_rows, inputs.prompts)
+            runs = runs_of(inputs.positions, inputs.q_start, inputs.state_rows, inputs.prompts, inputs.snapshots)
         plan = PassPlan(self._rotations(inputs.positions), attention, runs)
-        return self._run(inputs.input_ids, plan, kv_cache, hidden_layers, inputs.adapters)
+        added = None if self.weights.layer_embedding is None else self._layer_embeddings(inputs.input_ids, h)
+        return self._run(h, added, plan, kv_cache, hidden_layers, inputs.adapters)
 
     def _rotations(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor] | None, ...]:
         """Return cos and sin of each layer for `positions` [N], as in `PassPlan.rotations`."""
@@ -102,7 +117,8 @@ class TorchDecoder(TorchFacts):
 
     def _run(
         self,
-        input_ids: Tensor,
+        h: Tensor,
+        added: Tensor | None,
         plan: PassPlan,
         kv_cache: KVCache,
         hidden_layers: Sequence[int],
@@ -115,10 +131,6 @@ class TorchDecoder(TorchFacts):
         normed = c.norms != "after"
         activate = silu_and_mul if c.activation == "silu" else gelu_and_mul
         entries: dict[int, Tensor] = {}
-        h = self._embed(input_ids).to(weights.dtype)
-        if c.embedding_multiplier != 1:
-            h = h * c.embedding_multiplier
-        additions = None if weights.layer_embedding is None else self._layer_embeddings(input_ids, h)
         caches = dict(zip(c.attention_layers, kv_cache.layers, strict=True))
         layers = zip(weights.layers, plan.attention, plan.rotations, strict=True)
         for i, (w, attention, rotation) in enumerate(layers):
@@ -128,36 +140,37 @@ class TorchDecoder(TorchFacts):
             qkv = w.qkv.product(x)
             if w.delta is not None and plan.runs is not None:
                 assert kv_cache.states is not None
-                h = h + w.o.product(delta_net(qkv, w.delta, c, i, plan.runs, kv_cache.states))
-                h = h + w.down.product(activate(w.gate_up.product(rms_norm(h, w.post_attention_norm, eps))))
-                continue
-            cache, gate, sizes = caches[i], None, c.sizes_of(i)
-            kv_heads = sizes.num_kv_heads if sizes.source is None else 0
-            for adapter in adapters:
-                adapter.add_(qkv, x, i, "qkv")
-            if c.output_gate:
-                qkv, gate = _without_gate(qkv, heads, c.head_dim)
-            qkv = qkv.view(-1, heads + sizes.projected_heads, sizes.head_dim)
-            if sizes.keys_are_values:
-                qkv = torch.cat((qkv, qkv.narrow(1, heads, kv_heads)), 1)
-            qk = qkv.narrow(1, 0, heads + kv_heads)  # indexing takes twice as long
-            if w.qk_norm is not None and c.qk_norm_whole and self.ranks is not None:
-                self._norm_heads(qk, w.qk_norm, self.ranks)
-            elif w.qk_norm is not None and c.qk_norm_whole:
-                for part, weight in ((qk[:, :heads], w.qk_norm[:heads]), (qk[:, heads:], w.qk_norm[heads:])):
-                    rms_norm(part.flatten(1), weight.flatten(), eps, inplace=True)
-            elif w.qk_norm is not None:
-                rms_norm(qkv if c.value_norm else qk, w.qk_norm, eps, inplace=True)
-            if rotation is not None:
-                apply_rotary_(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
-            if sizes.source is None:
-                write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention, w.kv_scales)
-            x = paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale, sinks=w.sinks, kv_scales=w.kv_scales)
-            if gate is not None:
-                x = x * torch.sigmoid(gate)
-            attended, x = x, w.o.product(x)
-            for adapter in adapters:
-                adapter.add_(x, attended, i, "o")
+                x = w.o.product(delta_net(qkv, w.delta, c, i, plan.runs, kv_cache.states))
+            else:
+                cache, gate, sizes = caches[i], None, c.sizes_of(i)
+                kv_heads = sizes.num_kv_heads if sizes.source is None else 0
+                for adapter in adapters:
+                    adapter.add_(qkv, x, i, "qkv")
+                if c.output_gate:
+                    qkv, gate = _without_gate(qkv, heads, c.head_dim)
+                qkv = qkv.view(-1, heads + sizes.projected_heads, sizes.head_dim)
+                if sizes.keys_are_values:
+                    qkv = torch.cat((qkv, qkv.narrow(1, heads, kv_heads)), 1)
+                qk = qkv.narrow(1, 0, heads + kv_heads)  # indexing takes twice as long
+                if w.qk_norm is not None and c.qk_norm_whole and self.ranks is not None:
+                    self._norm_heads(qk, w.qk_norm, self.ranks)
+                elif w.qk_norm is not None and c.qk_norm_whole:
+                    for part, weight in ((qk[:, :heads], w.qk_norm[:heads]), (qk[:, heads:], w.qk_norm[heads:])):
+                        rms_norm(part.flatten(1), weight.flatten(), eps, inplace=True)
+                elif w.qk_norm is not None:
+                    rms_norm(qkv if c.value_norm else qk, w.qk_norm, eps, inplace=True)
+                if rotation is not None:
+                    apply_rotary_(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
+                if sizes.source is None:
+                    write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention, w.kv_scales)
+                x = paged_attention(
+                    qkv.narrow(1, 0, heads), cache, attention, scale, sinks=w.sinks, kv_scales=w.kv_scales
+                )
+                if gate is not None:
+                    x = x * torch.sigmoid(gate)
+                attended, x = x, w.o.product(x)
+                for adapter in adapters:
+                    adapter.add_(x, attended, i, "o")
             x = self._sum(x)
             if w.attention_output_norm is not None:
                 rms_norm(x, w.attention_output_norm, eps, inplace=True)
@@ -177,15 +190,18 @@ class TorchDecoder(TorchFacts):
             if w.mlp_output_norm is not None:
                 rms_norm(x, w.mlp_output_norm, eps, inplace=True)
             h = x.add_(h) if residual == 1 else x.mul_(residual).add_(h)
-            if w.addition is not None and additions is not None:
-                own = activate(torch.cat((w.addition.gate.product(h), additions[:, i]), 1))
+            if w.addition is not None and added is not None:
+                own = activate(torch.cat((w.addition.gate.product(h), added[:, i]), 1))
                 h = rms_norm(w.addition.projection.product(own), w.addition.norm, eps).add_(h)
             if w.scalar != 1:
                 h = h * w.scalar
         if self.num_layers in hidden_layers:
             entries[self.num_layers] = h
+        final = rms_norm(h, weights.final_norm, eps)
+        if self.num_layers + 1 in hidden_layers:
+            entries[self.num_layers + 1] = final
         kept = torch.stack([entries[i] for i in hidden_layers], dim=1) if hidden_layers else None
-        return HiddenStates(rms_norm(h, weights.final_norm, eps), kept)
+        return HiddenStates(final, kept)
 
     def _sum(self, x: Tensor) -> Tensor:
         """Return `x` summed over all ranks. Mutates `x`."""
@@ -306,4 +322,9 @@ def mixture(x: Tensor, weights: TorchExperts, experts: Experts) -> Tensor:
             out.narrow(0, first, count).copy_(weights.down[i].product(hidden))
             first += count
     out.mul_(shares.to(x.dtype).view(-1, 1).index_select(0, order))
-    return torch.zeros_like(x).index_add_(0, rows, out)
+    out = torch.zeros_like(x).index_add_(0, rows, out)
+    if weights.shared is not None:
+        shared = weights.shared
+        y = shared.down.product(activate(shared.gate_up.product(x)))
+        out += torch.sigmoid(shared.gate.product(x)) * y
+    return out

@@ -160,6 +160,7 @@ class TorchReader(LayerReader[Tensor, Weight]):
             down=tuple(packed[1]),
             stacked=(gate_up, outputs) if in_place else None,
             stacked_biases=biases if in_place else None,
+            shared=self.shared_expert(block, experts),
         )
 
     def stack(self, names: list[list[str]], kind: str) -> Tensor:

@@ -27,6 +27,19 @@ class DeltaStates:
 
     rows: dict[tuple[int, int], dict[int, State]] = field(default_factory=dict)
     """For each (row, layer) the states at which the next pass may begin, by the number of positions before it."""
+    snapshots: dict[int, dict[int, tuple[int, State]]] = field(default_factory=dict)
+    """For each slot and layer the length and state of a snapshot."""
+
+    def keep(self, slot: int, layer: int, length: int, state: State) -> None:
+        """Write the state of a layer after `length` positions into a slot."""
+        self.snapshots.setdefault(slot, {})[layer] = (length, state)
+
+    def restore(self, row: int, slot: int) -> None:
+        """Give a row the states of a snapshot. Raises ValueError if no pass has written the slot."""
+        if slot not in self.snapshots:
+            raise ValueError(f"snapshot={slot}: expected a slot that a pass has written, one of {set(self.snapshots)}")
+        for layer, (length, state) in self.snapshots[slot].items():
+            self.rows[row, layer] = {length: state}
 
     def begin(self, row: int, layer: int, position: int, zero: State) -> State:
         """Return the state before `position`: `zero` at position 0.

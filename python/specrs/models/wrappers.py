@@ -62,6 +62,9 @@ WRAPPERS: dict[str, Wrapper] = {
     "Qwen3_5ForConditionalGeneration": Wrapper(
         "Qwen3.5, Qwen3.6, Qwen3.8, dense", {"qwen3_5_text": "Qwen3_5ForCausalLM"}, {}
     ),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper(
+        "Qwen3.5, Qwen3.6, experts", {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, {}
+    ),
 }
 """Multimodal architectures whose text model is read, by their name in `architectures`."""
 
@@ -73,7 +76,7 @@ _TOWERS = re.compile(
 )
 """Beginnings of the names of tensors that only images and sound need."""
 _HEAD = "mtp."
-"""Beginning of the names of a head's tensors that predicts several tokens. No drafter reads it yet."""
+"""Beginning of the names of the tensors of an MTP head."""
 _TEXT = re.compile(r"(language_model\.model|model\.language_model|language_model\.(?=lm_head))\.?")
 """Beginnings of the names of a text model's tensors."""
 
@@ -82,6 +85,11 @@ def is_wrapped(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes a multimodal checkpoint of `WRAPPERS`."""
     names = raw.get("architectures")
     return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in WRAPPERS
+
+
+def is_of_mtp_head(name: str) -> bool:
+    """Return whether a checkpoint's tensor belongs to an MTP head, which the drafter `mtp` reads."""
+    return name.startswith(_HEAD)
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
@@ -109,17 +117,14 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
 def text_names(source: object, names: Iterable[str]) -> dict[str, str]:
     """Return the names in a multimodal checkpoint of its text model's tensors, by their names in the text model.
 
-    Tensors of towers and of MTP heads are left out, and a log line for each says so. `source` names the checkpoint in
-    messages. Raises CheckpointError if two tensors are the same one of the text model.
+    Tensors of towers are left out, and a log line says so. `source` names the checkpoint in messages. Raises
+    CheckpointError if two tensors are the same one of the text model.
     """
     found: dict[str, str] = {}
-    skipped, heads = [], 0
+    skipped = []
     for name in sorted(names):
         if _TOWERS.match(name):
             skipped.append(name)
-            continue
-        if name.startswith(_HEAD):
-            heads += 1
             continue
         own = text_name(name)
         if own in found:
@@ -132,8 +137,6 @@ def text_names(source: object, names: Iterable[str]) -> dict[str, str]:
             len(skipped),
             skipped[0],
         )
-    if heads:
-        logger.info("%s: %d tensors of an MTP head are skipped: no drafter reads it yet", source, heads)
     return found
 
 

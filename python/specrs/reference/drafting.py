@@ -1,5 +1,5 @@
-"""Drafting in the reference engine by passes of a model: a draft model token by token or in parallel, or an EAGLE-3
-head.
+"""Drafting in the reference engine by passes of a model: a draft model token by token or in parallel, or a head that
+reads hidden states of the target.
 
 Draft i, from 1 on, stands at position n + i - 1.
 """
@@ -29,7 +29,8 @@ class Drafter(Protocol):
     max_model_len: int
     """Maximum number of positions that the drafter can hold for a row."""
     hidden_layers: Sequence[int]
-    """Layers of the target whose input hidden states the drafter reads. Empty for a draft model."""
+    """Layers of the target whose input hidden states the drafter reads, numbered as by `TorchDecoder.forward`. Empty
+    for a draft model."""
     num_kept: int
     """Number of positions per row whose hidden states are kept for the drafter."""
 
@@ -130,13 +131,14 @@ class ModelDrafter:
         return n if self.mask_token_id is not None else min(grown, n + k) - 1
 
 
-class Eagle3Drafter:
-    """An EAGLE-3 head (Li et al. 2025): position p is fed the target's hidden state of p and the token at p + 1."""
+class HiddenStateDrafter:
+    """An EAGLE-3 head (Li et al. 2025) or an MTP head. Position p is fed the target's hidden state of p and the token
+    at p + 1."""
 
     def __init__(
         self, head: Any, kv_cache: KVCache, vocab_size: int, max_model_len: int, *, max_draft_lag: int
     ) -> None:
-        """`head` has the members of `specrs.drafters.eagle3.head.Eagle3Head`; `vocab_size` is the target's. The
+        """`head` has the members of `Eagle3Head` or `MtpHead`; `vocab_size` is the target's. The
         target's hidden states are kept for the last `max_draft_lag - 1` positions of each row."""
         self.head, self.kv_cache, self.vocab_size, self.max_model_len = head, kv_cache, vocab_size, max_model_len
         self.hidden_layers: Sequence[int] = head.aux_layer_ids

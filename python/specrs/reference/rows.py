@@ -21,7 +21,7 @@ class Row:
 
     [0, n - 1)                  the target's KV is valid
     [draft_start, draft_len)    the drafter's KV is valid, with a context from `draft_start` on
-    [hidden_start, n - 1)       `hidden` has the target's hidden states, which an EAGLE-3 head will read
+    [hidden_start, n - 1)       `hidden` has the target's hidden states, which a head will read
     """
 
     request: Request
@@ -34,6 +34,8 @@ class Row:
     stop_ids: list[int]
     tables: Tensor
     """`[G, max_blocks]` int64, the row's blocks in each KV group."""
+    index: int = 0
+    """Number of the row, under which layers with states keep its states."""
     draft_len: int = 0
     active: bool = True
     """False once the request has ended."""
@@ -72,6 +74,7 @@ def pass_inputs(
         group_slots=slots[1:] if len(tables) > 1 else None,
         group_tables=tables[1:, None] if len(tables) > 1 else None,
         prompts=prompts,
+        state_rows=(row.index,),
     )
 
 

@@ -114,12 +114,13 @@ class ReferenceRunner:
                 min_len=record["admit_min_len"][i],
                 stop_ids=[stop for stop in stops if stop >= 0],
                 tables=self.tables[row],
+                index=row,
                 draft_len=record["admit_draft_len"][i],
             )
 
     def _prefill(self, slot: RingSlot, record: Record, chunk: int, index: int, row: Row) -> Tensor | None:
         """Feed a prompt chunk, and draw the first token if it ends the prompt. Return the target's hidden states `[N,
-        L, hidden]` for an EAGLE-3 head; None without one."""
+        L, hidden]` for a head; None without one."""
         request, n = row.request, len(row.tokens)
         fed = slice(*record["prefill_q_start"][chunk : chunk + 2])
         tokens, positions = record["prefill_token"][fed], record["prefill_position"][fed]

@@ -59,7 +59,7 @@ async def loads(models: Models[Context], shared: Shared) -> dict[str, Any]:
         "num_used_tokens": held,
         "max_total_num_tokens": total,
         "token_usage": usage,
-        "max_running_requests": sum(llm.config.max_num_seqs for llm, _ in found),
+        "max_running_requests": sum(llm.config.most_seqs for llm, _ in found),
     }
     return {
         "timestamp": time.time(),
@@ -110,8 +110,8 @@ async def server_info(context: Context) -> dict[str, Any]:
         "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "max_model_len": limits.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_seqs": config.most_seqs,
+        "max_num_batched_tokens": config.batched_tokens,
         "enable_prefix_caching": config.enable_prefix_caching,
         "block_size": config.block_size,
         "num_gpu_blocks": stats.num_blocks,

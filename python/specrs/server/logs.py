@@ -55,7 +55,7 @@ async def log_what_runs(llm: AsyncLLM) -> None:
         llm.device,
         "" if config.tensor_parallel_size == 1 else f" by {config.tensor_parallel_size} ranks",
         limits.max_model_len,
-        config.max_num_seqs,
+        config.most_seqs,
         stats.num_blocks * config.block_size,
         config.block_size,
         "" if config.kv_cache_dtype == "auto" else f", {config.kv_cache_dtype}",

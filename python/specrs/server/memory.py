@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specrs.backends.kv_memory import host_memory
 from specrs.backends.model_source import draft_source, drafts_by_model
 from specrs.backends.table import resolve_device
 from specrs.config import EngineConfig
+from specrs.engine.states import fit_states
 from specrs.errors import UnsupportedModelError, invalid_config
 from specrs.model_values import DEFAULT_CPU_KV_CACHE_BYTES
 from specrs.models.checkpoint import resolve_folder
@@ -20,7 +22,7 @@ _ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def memory_of(config: EngineConfig) -> int:
-    """Return the bytes of an engine's weight files and KV cache. Files of a hub id are downloaded first.
+    """Return the bytes of an engine's weight files, KV cache and states. Files of a hub id are downloaded first.
 
     Buffers are not counted, and weights count as they are stored: `quantization` at load takes less.
 
@@ -31,7 +33,7 @@ def memory_of(config: EngineConfig) -> int:
     sources = [(config.target, config.revision), *([] if draft is None else [draft])]
     weights = sum(_file_bytes(source, revision) for source, revision in sources)
     kv_sources = sources if drafts_by_model(config) else sources[:1]
-    return weights + _kv_bytes(config, kv_sources)
+    return weights + _kv_bytes(config, kv_sources) + _state_bytes(config)
 
 
 def _file_bytes(source: str, revision: str | None) -> int:
@@ -40,6 +42,18 @@ def _file_bytes(source: str, revision: str | None) -> int:
         return sum((file.parent / name).stat().st_size for name in part_names(file.name))
     folder: Path = resolve_folder(source, revision)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _state_bytes(config: EngineConfig) -> int:
+    """Return the bytes of the states of all requests, and of snapshots. 0 if no layer of the target has a state."""
+    try:
+        delta = load_config(config.target, revision=config.revision).delta
+    except UnsupportedModelError:
+        return 0
+    if delta is None:
+        return 0
+    requests, snapshots = fit_states(config, delta.row_bytes, delta.draft_bytes, host_memory())
+    return (requests + snapshots) * delta.row_bytes
 
 
 def _kv_bytes(config: EngineConfig, sources: list[tuple[str, str | None]]) -> int:
@@ -58,5 +72,5 @@ def _kv_bytes(config: EngineConfig, sources: list[tuple[str, str | None]]) -> in
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override * block
     longest = config.max_model_len or models[0].max_position_embeddings
-    requests = -(-longest // config.block_size) * config.max_num_seqs
+    requests = -(-longest // config.block_size) * config.most_seqs
     return min(DEFAULT_CPU_KV_CACHE_BYTES, requests * block)

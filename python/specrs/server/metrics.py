@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from specrs.async_llm import AsyncLLM
 from specrs.config import EngineConfig
 from specrs.errors import EngineDeadError
-from specrs.outputs import DiskCacheStats, EngineStats, RequestOutput
+from specrs.outputs import DiskCacheStats, EngineStats, RequestOutput, StateCacheStats
 from specrs.server.models import Model
 from specrs.server.response_store import ResponseStore
 
@@ -232,6 +232,23 @@ class _EngineCollector(Collector):
             )
             writer.add_metric(values, disk.is_writer)
             yield writer
+        if config.state_cache_memory_bytes is not None:
+            states = stats.state_cache or StateCacheStats()
+            for name, text, count in (
+                ("hits", "Requests that began with a snapshot of states.", states.hits),
+                ("stored", "Snapshots of states written.", states.stored),
+                ("evictions", "Snapshots of states that gave way to others or to KV blocks.", states.evictions),
+            ):
+                family = CounterMetricFamily(f"specrs:state_cache_{name}", text, labels=names)
+                family.add_metric(values, count)
+                yield family
+            for name, text, count in (
+                ("bytes", "Bytes of the snapshots of states that can be found.", states.num_bytes),
+                ("capacity_bytes", "Bytes of snapshots of states that fit.", config.state_cache_memory_bytes),
+            ):
+                sizes = GaugeMetricFamily(f"specrs:state_cache_{name}", text, labels=names)
+                sizes.add_metric(values, count)
+                yield sizes
         if self.num_drafts:
             yield counter("spec_decode_num_drafts", "Iterations that drafted.", stats.drafts)
             yield counter("spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens)

@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 from specrs.errors import EngineError
 from specrs.processes.child import Child
 from specrs.structured import worker
+from specrs.structured.layout import Layout
 from specrs.structured.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Start:
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
         """Build the grammar from the worker's answer, `grammar`."""
+        self.layout = Layout(lambda token: tokenizer.decode_bytes([token]))
+        """Layout of the grammar's texts so far, for all requests that have the grammar."""
         self._tokenizer = tokenizer
         self._grammar = grammar
         self._matcher = worker.make_matcher(tokenizer, grammar)

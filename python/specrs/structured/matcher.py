@@ -1,4 +1,5 @@
-"""Follows the text of one request through its grammar: masks of the next tokens, and rollback. Samples nothing.
+"""Follows the text of one request through its grammar: masks of the next tokens, likely tokens, and rollback. Samples
+nothing.
 
 A mask is `[ceil(V / 32)]` int32. Token t may come next if and only if bit t % 32 of word t // 32 is set. If the grammar
 leaves only one text, the mask allows only the tokenizer's own spelling of it.
@@ -7,13 +8,14 @@ leaves only one text, the mask allows only the tokenizer's own spelling of it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specrs.errors import SpecrsError, invalid
+from specrs.structured.layout import CONTEXT
 
 if TYPE_CHECKING:
     from specrs.structured.compiler import Start
@@ -46,6 +48,7 @@ class GrammarMatcher:
         self._end_token_id = end_token_id
         self._tokens: list[int] = []  # accepted by the library; what came after its end is only counted
         self._num_accepted = 0
+        self._num_learned = 0  # of the tokens, by the layout
         self._ended_at: int | None = None  # num_accepted right after the first stop id
         size = max(vocab_size, end_token_id + 1)
         self._num_words = -(-vocab_size // 32)
@@ -92,23 +95,49 @@ class GrammarMatcher:
         self._num_accepted += 1
         return True
 
-    def forced_tokens(self, most: int) -> list[int]:
-        """Return up to `most` tokens that must come next, because the grammar allows no others. Changes nothing.
+    def drafts(self, most: int) -> list[int]:
+        """Return up to `most` tokens that are likely to come next. Leaves the state as it was.
 
-        A stop id comes last if the text must end there and the request has no other stop id.
+        Tokens that must come because the grammar allows no others are among them. Where it leaves a choice of
+        punctuation or white space, the token is the one that earlier texts of the grammar have there. A stop id comes
+        last if the text must end there and the request has no other stop id. Learns the layout of the accepted tokens.
         """
+        self._start.layout.learn(self._tokens, self._num_learned)
+        self._num_learned = len(self._tokens)
         if self._ended_at is not None:
             return []
-        found = self._library.compute_ff_tokens()
-        forced = list(itertools.takewhile(lambda token: 0 <= token < self._vocab_size, found))[:most]
+        drafts = list[int]()
+        while len(drafts) < most:
+            more = self._forced(most - len(drafts)) or self._guess(drafts)
+            taken = self._library.try_consume_tokens(more)
+            drafts += more[:taken]
+            if not more or taken < len(more):
+                break
+        stopped = self._library.is_stopped()
         if self._recovered():
             return []
-        if len(forced) == len(found) < most and len(self.stop_ids) == 1:
-            ended = self._library.deep_copy() if forced else self._library
-            ended.try_consume_tokens(forced)
-            if ended.is_stopped():
-                forced += self.stop_ids
-        return forced
+        if drafts and not self._library.rollback(len(drafts)):
+            self._rebuild()
+        if stopped and len(drafts) < most and len(self.stop_ids) == 1:
+            drafts += self.stop_ids
+        return drafts
+
+    def _forced(self, most: int) -> list[int]:
+        """Return up to `most` tokens that must come next, because the grammar allows no others."""
+        found = self._library.compute_ff_tokens()
+        return list(itertools.takewhile(lambda token: 0 <= token < self._vocab_size, found))[:most]
+
+    def _guess(self, drafts: list[int]) -> list[int]:
+        """Return the token that earlier texts have after `drafts`, if the grammar allows it; else none."""
+        layout, before = self._start.layout, [*self._tokens[-CONTEXT:], *drafts]
+        guesses: Iterable[int] = layout.guesses(before)
+        if self._library.compute_ff_bytes():
+            # Bytes must come, but not one token: a quote that ends a key, with the colon or without it.
+            guesses = itertools.chain(guesses, layout.latest())
+        for token in guesses:
+            if self._library.validate_tokens([token]) == 1:
+                return [token]
+        return []
 
     def rollback(self, num_tokens: int) -> None:
         """Roll back the last `num_tokens` accepted tokens."""
@@ -120,6 +149,7 @@ class GrammarMatcher:
         surplus = len(self._tokens) - self._num_accepted
         if surplus > 0:
             del self._tokens[self._num_accepted :]
+            self._num_learned = min(self._num_learned, len(self._tokens))
             if not self._library.rollback(surplus):
                 self._rebuild()
 

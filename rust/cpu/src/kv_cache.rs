@@ -141,6 +141,25 @@ impl KvCache {
         self.states.bytes()
     }
 
+    /// Returns the bytes of the snapshots of states. It grows when a slot is first used.
+    pub fn snapshot_bytes(&self) -> usize {
+        self.states.snapshot_bytes()
+    }
+
+    /// Gives a row the states of a snapshot, as a pass wrote it into `slot`. The row's next position is the snapshot's
+    /// length.
+    ///
+    /// # Errors
+    /// If no pass has written the slot.
+    pub fn restore_states(&mut self, row: usize, slot: usize) -> Result<()> {
+        self.states.restore(row, slot)
+    }
+
+    /// Fills a slot of snapshots with NaN, for tests.
+    pub fn poison_snapshot(&mut self, slot: usize) {
+        self.states.poison_snapshot(slot);
+    }
+
     /// Fills the memory of states with NaN, for tests: a request that begins at position 0 reads none of it.
     pub fn poison_states(&mut self) {
         self.states.poison();

@@ -128,6 +128,12 @@ pub struct DeltaWeights {
     pub dt_bias: Values,
     /// Weight of the norm of each value head's output, `[value_dim]`.
     pub norm: Values,
+    /// Whether the output projection reads the first value head of every key head, then the second of every key head,
+    /// and so on. Otherwise it reads all value heads of the first key head first.
+    pub turned: bool,
+    /// Whether outputs of the input projection lie by key head: of each q, k, v and z, then of each b and a. Otherwise
+    /// they are q, k, v, z, b and a of all heads.
+    pub by_key_head: bool,
 }
 
 /// Weights of a gated delta net in the form that passes read.
@@ -139,6 +145,10 @@ pub(crate) struct DeltaLayer {
     pub(crate) rates: Vec<f64>,
     pub(crate) dt_bias: Vec<f32>,
     pub(crate) norm: Vec<f32>,
+    /// Whether the output projection reads value heads by turns of key heads.
+    pub(crate) turned: bool,
+    /// Whether outputs of the input projection lie by key head.
+    pub(crate) by_key_head: bool,
     /// Index of the layer among those with states.
     pub(crate) index: usize,
 }
@@ -156,7 +166,7 @@ impl DeltaWeights {
         let rows = conv.as_flattened_mut().chunks_exact_mut(shape.width());
         for (i, row) in rows.enumerate() {
             let (head, j) = (i / shape.kernel, i % shape.kernel);
-            gather(&shape, head, &given[j * shape.conv_dim()..][..shape.conv_dim()], row);
+            shape.places(head, false).gather(&shape, &given[j * shape.conv_dim()..][..shape.conv_dim()], row);
         }
         Ok(DeltaLayer {
             shape,
@@ -164,22 +174,55 @@ impl DeltaWeights {
             rates: self.a_log.to_f32().into_iter().map(rate).collect(),
             dt_bias: self.dt_bias.to_f32(),
             norm: self.norm.to_f32(),
+            turned: self.turned,
+            by_key_head: self.by_key_head,
             index: 0,
         })
     }
 }
 
-/// Copies a key head's features of q, k and v `[conv_dim]` to `out` `[width]`, with zeros after them.
-pub(crate) fn gather(shape: &DeltaShape, head: usize, features: &[f32], out: &mut [f32]) {
-    let (dim, values) = (shape.key_dim, shape.shared() * shape.value_dim);
-    let keys = shape.key_heads * dim;
-    let (query, rest) = out.split_at_mut(dim);
-    let (key, rest) = rest.split_at_mut(dim);
-    let (value, padding) = rest.split_at_mut(values);
-    query.copy_from_slice(&features[head * dim..][..dim]);
-    key.copy_from_slice(&features[keys + head * dim..][..dim]);
-    value.copy_from_slice(&features[2 * keys + head * values..][..values]);
-    padding.fill(0.0);
+/// Where a key head's outputs of the input projection begin.
+#[derive(Clone, Copy)]
+pub(crate) struct KeyHeadPlaces {
+    query: usize,
+    key: usize,
+    value: usize,
+    /// Gates z of its value heads, `[shared, value_dim]`.
+    pub(crate) gate: usize,
+    /// b of each value head.
+    pub(crate) b: usize,
+    /// a of each value head.
+    pub(crate) a: usize,
+}
+
+impl DeltaShape {
+    /// Returns where the outputs of key head `head` begin. `by_key_head` is the layout as in [`DeltaWeights`].
+    pub(crate) fn places(&self, head: usize, by_key_head: bool) -> KeyHeadPlaces {
+        let (dim, shared) = (self.key_dim, self.shared());
+        let (keys, values, gates) = (self.key_heads * dim, shared * self.value_dim, self.conv_dim() + self.inner());
+        if by_key_head {
+            let (query, b) = (head * 2 * (dim + values), gates + head * 2 * shared);
+            let value = query + 2 * dim;
+            return KeyHeadPlaces { query, key: query + dim, value, gate: value + values, b, a: b + shared };
+        }
+        let (query, value, b) = (head * dim, 2 * keys + head * values, gates + head * shared);
+        let gate = self.conv_dim() + head * values;
+        KeyHeadPlaces { query, key: keys + query, value, gate, b, a: b + self.value_heads }
+    }
+}
+
+impl KeyHeadPlaces {
+    /// Copies the key head's features of q, k and v to `out` `[width]`, with zeros after them.
+    pub(crate) fn gather(&self, shape: &DeltaShape, features: &[f32], out: &mut [f32]) {
+        let (dim, values) = (shape.key_dim, shape.shared() * shape.value_dim);
+        let (query, rest) = out.split_at_mut(dim);
+        let (key, rest) = rest.split_at_mut(dim);
+        let (value, padding) = rest.split_at_mut(values);
+        query.copy_from_slice(&features[self.query..][..dim]);
+        key.copy_from_slice(&features[self.key..][..dim]);
+        value.copy_from_slice(&features[self.value..][..values]);
+        padding.fill(0.0);
+    }
 }
 
 /// MLP or experts of a layer, after its attention.
@@ -208,6 +251,18 @@ pub struct Experts {
     pub per_token: usize,
     /// Whether the weights of a row's experts are divided by their sum.
     pub normalized: bool,
+    /// Expert that every row uses in addition; `None` if there is none.
+    pub shared: Option<SharedExpert>,
+}
+
+/// Expert that every row uses. Its output is multiplied by the sigmoid of a gate.
+pub struct SharedExpert {
+    /// Projection `hidden -> 1`; its rows are never rounded.
+    pub gate: Linear,
+    /// Projection `hidden -> 2 intermediate`: gate, then up.
+    pub gate_up: Linear,
+    /// Projection `intermediate -> hidden`.
+    pub down: Linear,
 }
 
 /// Sizes that all layers with experts have.
@@ -216,12 +271,15 @@ pub(crate) struct ExpertSizes {
     pub(crate) count: usize,
     pub(crate) per_token: usize,
     pub(crate) intermediate: usize,
+    /// Intermediate size of the shared expert; 0 if there is none.
+    pub(crate) shared: usize,
 }
 
 impl Experts {
     pub(crate) fn sizes(&self) -> ExpertSizes {
         let intermediate = self.experts.first().map_or(0, |expert| expert.1.inputs);
-        ExpertSizes { count: self.experts.len(), per_token: self.per_token, intermediate }
+        let shared = self.shared.as_ref().map_or(0, |shared| shared.down.inputs);
+        ExpertSizes { count: self.experts.len(), per_token: self.per_token, intermediate, shared }
     }
 
     fn check(&self, name: &str, hidden: usize) -> Result<()> {
@@ -234,6 +292,11 @@ impl Experts {
         for (i, (gate_up, down)) in self.experts.iter().enumerate() {
             gate_up.check(&format!("{name}.gate_up[{i}]"), 2 * sizes.intermediate, hidden)?;
             down.check(&format!("{name}.down[{i}]"), hidden, sizes.intermediate)?;
+        }
+        if let Some(SharedExpert { gate, gate_up, down }) = &self.shared {
+            gate.check(&format!("{name}.shared.gate"), 1, hidden)?;
+            gate_up.check(&format!("{name}.shared.gate_up"), 2 * sizes.shared, hidden)?;
+            down.check(&format!("{name}.shared.down"), hidden, sizes.shared)?;
         }
         Ok(())
     }
@@ -366,7 +429,7 @@ impl Layer {
         }
     }
 
-    /// Returns all projections of layer `i` by name, except routers.
+    /// Returns all projections of layer `i` by name, except routers and gates of shared experts.
     pub(crate) fn projections(&self, i: usize) -> Vec<(String, &Linear)> {
         let mut named = vec![("qkv".to_owned(), &self.qkv), ("o".to_owned(), &self.o)];
         match &self.mlp {
@@ -377,6 +440,10 @@ impl Layer {
                 for (expert, (gate_up, down)) in mixture.experts.iter().enumerate() {
                     named.push((format!("experts.gate_up[{expert}]"), gate_up));
                     named.push((format!("experts.down[{expert}]"), down));
+                }
+                if let Some(SharedExpert { gate_up, down, .. }) = &mixture.shared {
+                    named.push(("experts.shared.gate_up".to_owned(), gate_up));
+                    named.push(("experts.shared.down".to_owned(), down));
                 }
             }
         }
@@ -418,7 +485,12 @@ impl LayerWeights {
                 gate_up.check(&name("gate_up"), 2 * intermediate, hidden)?;
                 down.check(&name("down"), hidden, intermediate)?;
             }
-            Mlp::Experts(experts) => experts.check(&name("experts"), hidden)?,
+            Mlp::Experts(experts) => {
+                experts.check(&name("experts"), hidden)?;
+                if experts.shared.is_some() && layer.mlp_output_norm.is_some() {
+                    return Err(Error::invalid(name("mlp_output_norm"), "given", "none with a shared expert"));
+                }
+            }
         }
         if let Some(QkNorm { q, k, whole }) = &layer.qk_norm {
             let (heads, kv_heads) = if *whole { (shape.num_heads, shape.num_kv_heads) } else { (1, 1) };

@@ -35,17 +35,18 @@ pub use isa::{Isa, Tiles};
 pub use kernels::Rounding;
 pub use kv_cache::{KvCache, KvLayer, KvShape};
 pub use layer::{
-    Activation, Addition, DeltaShape, DeltaWeights, Experts, LayerSizes, LayerWeights, Mlp, QkNorm, VariedLayer,
+    Activation, Addition, DeltaShape, DeltaWeights, Experts, LayerSizes, LayerWeights, Mlp, QkNorm, SharedExpert,
+    VariedLayer,
 };
 pub use linear::{Linear, Part, Weight};
 pub use lora::{Lora, LoraLayer, LoraPart};
 pub use memory::{Bf16, E4m3, E5m2, Memory, MemoryMut, Owner};
-pub use pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass};
+pub use pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass, StateSnapshot};
 pub use pool::Pool;
 pub use quantize::quantize;
 pub use shape::ModelShape;
 pub use values::{Values, ValuesMut};
-pub use weights::{Eagle3Weights, Embedding, LayerEmbedding, Multipliers, Rotation, Weights};
+pub use weights::{Eagle3Weights, Embedding, LayerEmbedding, MtpWeights, Multipliers, Rotation, Weights};
 
 /// Returns the settings of a property test with at most `most` cases. Miri tries three, and cannot write failures to a
 /// file.

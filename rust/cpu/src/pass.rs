@@ -38,6 +38,21 @@ pub struct Pass<'a> {
     pub prompts: bool,
     /// Adapter of each row, `[N]`, `None` for no adapter; empty if no row has one.
     pub adapters: &'a [Option<&'a Lora>],
+    /// Snapshots of states to write, for models whose layers have some.
+    pub snapshots: &'a [StateSnapshot],
+}
+
+/// Snapshot of a row's states that a pass writes if the row passes its length. It is not written by a pass that does not
+/// feed the row, that ends before, or that began at this length or later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateSnapshot {
+    /// Row of state.
+    pub row: usize,
+    /// Number of positions that the states cover, all of them committed: drafts count once a later pass has accepted
+    /// them.
+    pub len: usize,
+    /// Slot that the snapshot is written to.
+    pub slot: usize,
 }
 
 /// Output of a pass besides K and V. `rows` are rows of the pass, ascending; only the first `num_ids` ids count.
@@ -77,17 +92,18 @@ pub enum Output<'a> {
 /// Hidden states that a pass keeps: the residual stream of all rows as the input of some layers.
 #[derive(Debug)]
 pub struct Entries<'a> {
-    /// Layers in any order. The number of layers stands for the stream after the last layer, before the final norm.
+    /// Layers in any order. The number of layers stands for the stream after the last layer, before the final norm. One
+    /// more stands for the stream after the final norm.
     pub layers: &'a [usize],
     /// Kept hidden states, `[N, layers, hidden_size]`.
     pub states: &'a mut [f32],
 }
 
-/// Input of an EAGLE-3 head's pass in addition to its tokens, which are those after its positions.
+/// Input of an EAGLE-3 or MTP head's pass in addition to its tokens, which are those after its positions.
 #[derive(Clone, Copy, Debug)]
 pub struct Eagle3Input<'a> {
-    /// Hidden states, `[N, hidden_size]`: the target's states, fused, or the output of the pass before; any value for a
-    /// masked row.
+    /// Hidden states, `[N, hidden_size]`: the target's states (of EAGLE-3, fused), or the output of the pass before; any
+    /// value for a masked row.
     pub hidden: &'a [f32],
 }
 
@@ -100,8 +116,8 @@ impl Eagle3Input<'_> {
 impl Entries<'_> {
     pub(crate) fn check(&self, num_rows: usize, num_layers: usize, shape: &ModelShape) -> Result<()> {
         check_len("states", self.states.len(), num_rows * self.layers.len() * shape.hidden_size)?;
-        match self.layers.iter().find(|&&layer| layer > num_layers) {
-            Some(&layer) => Err(Error::invalid("hidden_layers", layer, format!("0 to {num_layers}"))),
+        match self.layers.iter().find(|&&layer| layer > num_layers + 1) {
+            Some(&layer) => Err(Error::invalid("hidden_layers", layer, format!("0 to {}", num_layers + 1))),
             None => Ok(()),
         }
     }

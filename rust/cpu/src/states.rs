@@ -3,10 +3,14 @@
 //! A row of state has one base state, after its first `len` positions, and a log with the updates of drafts after them.
 //! The position of a request's next row says how many of these drafts were accepted: the pass replays so many updates,
 //! in the same order of sums, and goes on. So a rejected draft leaves no trace, and nothing is copied.
+//!
+//! A snapshot is a copy of a base state after a given number of positions. A pass writes it while the base passes that
+//! number, so it never includes a draft that may be rejected. Another row can begin with it.
 
 use crate::error::{Error, Result};
 use crate::layer::DeltaShape;
 use crate::memory::Columns;
+use crate::pass::StateSnapshot;
 use crate::shape::MAX_TILE_ROWS;
 
 /// Rows of one request in one tile.
@@ -26,6 +30,9 @@ pub(crate) struct Run {
     pub(crate) commit: usize,
     /// First entry of the log that the others write.
     pub(crate) log_from: usize,
+    /// Snapshots that the rows write: the number of updates of the base before each, replayed ones included, and its
+    /// slot.
+    pub(crate) snapshots: Vec<(usize, usize)>,
 }
 
 /// States of all rows of state, in memory that a row gets when it is first used.
@@ -36,7 +43,23 @@ pub(crate) struct States {
     /// Entries of each row's log.
     capacity: usize,
     rows: Vec<RowStates>,
+    slots: Vec<Slot>,
 }
+
+/// Memory of a snapshot.
+#[derive(Default)]
+struct Slot {
+    /// States as in `RowStates::base`; empty if the slot was not used yet.
+    base: Vec<f32>,
+    /// Number of positions in `base`.
+    len: usize,
+}
+
+/// Snapshot of a run: the number of updates before it, and its memory split by key heads.
+pub(crate) type SnapshotColumns<'a> = (usize, Columns<'a, f32>);
+
+/// Memory of a run in one layer, split by key heads: base, log, and snapshots.
+pub(crate) type RunColumns<'a> = (Columns<'a, f32>, Columns<'a, f32>, Vec<SnapshotColumns<'a>>);
 
 #[derive(Default)]
 struct RowStates {
@@ -59,12 +82,42 @@ pub(crate) struct FedRows<'a> {
     pub(crate) positions: &'a [i64],
     /// Whether the rows belong to prompts, so that none of them is a draft.
     pub(crate) prompts: bool,
+    /// Snapshots to write.
+    pub(crate) snapshots: &'a [StateSnapshot],
 }
 
 impl States {
     /// Returns the bytes of all states and logs.
     pub(crate) fn bytes(&self) -> usize {
         self.rows.iter().map(|row| size_of::<f32>() * (row.base.len() + row.log.len())).sum()
+    }
+
+    /// Returns the bytes of all snapshots.
+    pub(crate) fn snapshot_bytes(&self) -> usize {
+        self.slots.iter().map(|slot| size_of::<f32>() * slot.base.len()).sum()
+    }
+
+    /// Fills a slot with NaN, for tests.
+    pub(crate) fn poison_snapshot(&mut self, slot: usize) {
+        if let Some(slot) = self.slots.get_mut(slot) {
+            slot.base.fill(f32::NAN);
+        }
+    }
+
+    /// Gives a row the states of a snapshot. Its next position is the snapshot's length.
+    ///
+    /// # Errors
+    /// If no pass has written the slot.
+    pub(crate) fn restore(&mut self, row: usize, slot: usize) -> Result<()> {
+        let Some(found) = self.slots.get(slot).filter(|found| !found.base.is_empty()) else {
+            return Err(Error::invalid("snapshot", slot, "a slot that a pass has written"));
+        };
+        let len = found.len;
+        self.reserve(&[(row, len, 0)]);
+        let own = &mut self.rows[row];
+        own.base.copy_from_slice(&self.slots[slot].base);
+        (own.len, own.drafts) = (len, 0);
+        Ok(())
     }
 
     /// Fills what no row of a next pass may read: all of it with NaN, for tests.
@@ -88,6 +141,8 @@ impl States {
         let mut runs: Vec<Run> = Vec::new();
         // Length and drafts of the rows of state that the pass changes.
         let mut grown: Vec<(usize, usize, usize)> = Vec::new();
+        // Number of positions in the base state before each run.
+        let mut before_run: Vec<usize> = Vec::new();
         let mut before = None;
         for row in (0..fed.positions.len()).filter(|&row| fed.positions[row] >= 0) {
             let (state, position) = (fed.sequences[row], fed.positions[row] as usize);
@@ -110,7 +165,17 @@ impl States {
                     return Err(Error::invalid(format!("positions[{row}]"), position, allowed));
                 }
                 let replay = position - len;
-                runs.push(Run { tile, state, rows: vec![within], zero, replay, commit: 1, log_from: 0 });
+                runs.push(Run {
+                    tile,
+                    state,
+                    rows: vec![within],
+                    zero,
+                    replay,
+                    commit: 1,
+                    log_from: 0,
+                    snapshots: vec![],
+                });
+                before_run.push(len);
                 grown.push((state, position + 1, 0));
                 continue;
             }
@@ -122,10 +187,9 @@ impl States {
                 last.rows.push(within);
                 last.commit += usize::from(fed.prompts);
             } else {
-                let commit = usize::from(fed.prompts);
-                let run =
-                    Run { tile, state, rows: vec![within], zero: false, replay: drafts, commit, log_from: drafts };
-                runs.push(run);
+                let (rows, commit, snapshots) = (vec![within], usize::from(fed.prompts), vec![]);
+                runs.push(Run { tile, state, rows, zero: false, replay: drafts, commit, log_from: drafts, snapshots });
+                before_run.push(len);
             }
             let grown = grown.last_mut().expect("its first row has made one");
             if fed.prompts {
@@ -134,13 +198,39 @@ impl States {
                 grown.2 += 1;
             }
         }
+        for (i, snapshot) in fed.snapshots.iter().enumerate() {
+            if fed.snapshots[..i].iter().any(|other| other.slot == snapshot.slot) {
+                let allowed = "a slot that no other snapshot of the pass has";
+                return Err(Error::invalid(format!("snapshots[{i}].slot"), snapshot.slot, allowed));
+            }
+        }
         self.shape = Some(shape);
         self.layers = layers;
         self.reserve(&grown);
+        self.place_snapshots(&mut runs, &before_run, fed.snapshots);
         for (state, len, drafts) in grown {
             (self.rows[state].len, self.rows[state].drafts) = (len, drafts);
         }
         Ok(runs)
+    }
+
+    /// Gives each run the snapshots whose lengths its committed rows pass, and reserves their memory.
+    fn place_snapshots(&mut self, runs: &mut [Run], before: &[usize], snapshots: &[StateSnapshot]) {
+        let Some(shape) = self.shape else { return };
+        for snapshot in snapshots {
+            let passes = |(run, before): &(&mut Run, &usize)| {
+                let updates = if run.commit > 0 { run.replay + run.commit } else { 0 };
+                run.state == snapshot.row && (**before + 1..=**before + updates).contains(&snapshot.len)
+            };
+            let Some((run, before)) = runs.iter_mut().zip(before).find(passes) else { continue };
+            run.snapshots.push((snapshot.len - before, snapshot.slot));
+            if self.slots.len() <= snapshot.slot {
+                self.slots.resize_with(snapshot.slot + 1, Slot::default);
+            }
+            let slot = &mut self.slots[snapshot.slot];
+            slot.base.resize(self.layers * shape.key_heads * shape.base_len(), 0.0);
+            slot.len = snapshot.len;
+        }
     }
 
     /// Reserves memory for the states of some rows, and for their drafts.
@@ -180,24 +270,33 @@ impl States {
         self.capacity
     }
 
-    /// Returns base and log of each run's row in layer `layer` of those with states, split by key heads. Bounds are in
-    /// numbers of the base and of the log.
+    /// Returns base, log and snapshots of each run's row in layer `layer` of those with states, split by key heads.
+    /// Bounds are in numbers of the base and of the log.
     pub(crate) fn split<'a>(
         &'a mut self,
         layer: usize,
         runs: &[Run],
         base_bounds: &'a [usize],
         log_bounds: &'a [usize],
-    ) -> Vec<(Columns<'a, f32>, Columns<'a, f32>)> {
+    ) -> Vec<RunColumns<'a>> {
         let shape = self.shape.expect("a pass was planned");
         let base_len = shape.key_heads * shape.base_len();
         let log_len = shape.key_heads * self.capacity * shape.entry_len();
         let mut rows: Vec<Option<&mut RowStates>> = self.rows.iter_mut().map(Some).collect();
+        let mut slots: Vec<Option<&mut Slot>> = Vec::new();
+        if runs.iter().any(|run| !run.snapshots.is_empty()) {
+            slots.extend(self.slots.iter_mut().map(Some));
+        }
         let parts = runs.iter().map(|run| {
             let row = rows[run.state].take().expect("a row of state has one run in a tile");
             let base = &mut row.base[layer * base_len..][..base_len];
             let log = &mut row.log[layer * log_len..][..log_len];
-            (Columns::new(base, 1, base_len, base_bounds), Columns::new(log, 1, log_len, log_bounds))
+            let snapshots = run.snapshots.iter().map(|&(updates, slot)| {
+                let slot = slots[slot].take().expect("a slot has one snapshot in a pass");
+                (updates, Columns::new(&mut slot.base[layer * base_len..][..base_len], 1, base_len, base_bounds))
+            });
+            let snapshots = snapshots.collect();
+            (Columns::new(base, 1, base_len, base_bounds), Columns::new(log, 1, log_len, log_bounds), snapshots)
         });
         parts.collect()
     }

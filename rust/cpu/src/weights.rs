@@ -104,21 +104,90 @@ pub struct Eagle3Weights {
     pub target_ids: Vec<i64>,
 }
 
-/// Weights of an EAGLE-3 head in addition to its layer, in the form that passes read.
-pub(crate) struct Normed {
+/// Weights of an MTP head in addition to its layer, which is a layer of the target's kind. The head reads the target's
+/// hidden state after the final norm, and its own state after its final norm.
+pub struct MtpWeights {
+    /// Number of layers of the target.
+    pub target_layers: usize,
+    /// Projection `2 hidden -> hidden` of the normed embedding, then the normed hidden state.
+    pub fc: Linear,
+    /// Weight of the norm of the embedding, `[hidden]`.
+    pub embedding_norm: Values,
+    /// Weight of the norm of the hidden state, `[hidden]`.
+    pub hidden_norm: Values,
+    /// Target's id of each of the head's ids, ascending. The LM head's further outputs are not used.
+    pub target_ids: Vec<i64>,
+}
+
+/// Weights of a head that reads hidden states of a target, in addition to its layer, in the form that passes read.
+pub(crate) struct Head {
     pub(crate) hidden_layers: Vec<usize>,
+    /// Number of elements of one hidden state of the target.
+    pub(crate) state_size: usize,
     pub(crate) fc: Linear,
-    pub(crate) fc_norm: Option<Vec<f32>>,
-    /// Number of inputs of `fc` that are normed together.
-    pub(crate) together: usize,
     pub(crate) hidden_norm: Vec<f32>,
-    pub(crate) before_residual: bool,
+    /// Whether a pass leaves its state after the final norm to the next pass.
     pub(crate) norm_output: bool,
     pub(crate) target_ids: Vec<i64>,
+    pub(crate) input: HeadInput,
+}
+
+/// What `fc` of a head reads, and where the embedding goes in.
+pub(crate) enum HeadInput {
+    /// `fc` combines the target's states before the passes. The layer reads the normed embedding and the normed state.
+    Eagle3 {
+        fc_norm: Option<Vec<f32>>,
+        /// Number of inputs of `fc` that are normed together.
+        together: usize,
+        before_residual: bool,
+    },
+    /// `fc` is the first phase of a pass and combines the normed embedding and the normed state.
+    Mtp { embedding_norm: Vec<f32> },
+}
+
+impl Head {
+    /// Returns whether it is an MTP head.
+    pub(crate) fn is_mtp(&self) -> bool {
+        matches!(self.input, HeadInput::Mtp { .. })
+    }
+}
+
+fn check_target_ids(ids: &[i64], shape: &ModelShape) -> Result<()> {
+    let outside = |&&id: &&i64| usize::try_from(id).map_or(true, |id| id >= shape.vocab_size);
+    if let Some(id) = ids.iter().find(outside) {
+        return Err(Error::invalid("target_ids", id, format!("0 to vocab_size - 1 = {}", shape.vocab_size - 1)));
+    }
+    if !ids.is_sorted_by(|a, b| a < b) {
+        return Err(Error::invalid("target_ids", "ids that do not ascend", "ascending ids"));
+    }
+    Ok(())
+}
+
+impl MtpWeights {
+    fn check(self, shape: &ModelShape, num_ids: usize) -> Result<Head> {
+        let hidden = shape.hidden_size;
+        self.fc.check("fc", hidden, 2 * hidden)?;
+        check_len("embedding_norm", self.embedding_norm.len(), hidden)?;
+        check_len("hidden_norm", self.hidden_norm.len(), hidden)?;
+        if !(1..=num_ids).contains(&self.target_ids.len()) {
+            let given = format!("{} of them", self.target_ids.len());
+            return Err(Error::invalid("target_ids", given, format!("1 to the LM head's {num_ids} outputs")));
+        }
+        check_target_ids(&self.target_ids, shape)?;
+        Ok(Head {
+            hidden_layers: vec![self.target_layers + 1],
+            state_size: hidden,
+            fc: self.fc,
+            hidden_norm: self.hidden_norm.to_f32(),
+            norm_output: true,
+            target_ids: self.target_ids,
+            input: HeadInput::Mtp { embedding_norm: self.embedding_norm.to_f32() },
+        })
+    }
 }
 
 impl Eagle3Weights {
-    fn check(self, shape: &ModelShape, num_ids: usize) -> Result<Normed> {
+    fn check(self, shape: &ModelShape, num_ids: usize) -> Result<Head> {
         let (layers, inputs) = (self.hidden_layers.len(), self.fc.inputs);
         check_len("hidden_norm", self.hidden_norm.len(), shape.hidden_size)?;
         self.fc.check("fc", shape.hidden_size, inputs)?;
@@ -130,22 +199,19 @@ impl Eagle3Weights {
             check_len("fc_norm", norm.len(), inputs)?;
         }
         check_len("target_ids", self.target_ids.len(), num_ids)?;
-        let outside = |&&id: &&i64| usize::try_from(id).map_or(true, |id| id >= shape.vocab_size);
-        if let Some(id) = self.target_ids.iter().find(outside) {
-            return Err(Error::invalid("target_ids", id, format!("0 to vocab_size - 1 = {}", shape.vocab_size - 1)));
-        }
-        if !self.target_ids.is_sorted_by(|a, b| a < b) {
-            return Err(Error::invalid("target_ids", "ids that do not ascend", "ascending ids"));
-        }
-        Ok(Normed {
-            fc_norm: self.fc_norm.as_ref().map(Values::to_f32),
-            together: if self.fc_norm_each { inputs / layers } else { inputs },
+        check_target_ids(&self.target_ids, shape)?;
+        Ok(Head {
             hidden_layers: self.hidden_layers,
+            state_size: inputs / layers,
             fc: self.fc,
             hidden_norm: self.hidden_norm.to_f32(),
-            before_residual: self.norm_before_residual,
             norm_output: self.norm_output,
             target_ids: self.target_ids,
+            input: HeadInput::Eagle3 {
+                fc_norm: self.fc_norm.as_ref().map(Values::to_f32),
+                together: if self.fc_norm_each { inputs / layers } else { inputs },
+                before_residual: self.norm_before_residual,
+            },
         })
     }
 }
@@ -153,7 +219,8 @@ impl Eagle3Weights {
 /// All weights of a dense decoder, checked against its shape. Read-only: several decoders may share them.
 pub struct Weights {
     pub(crate) shape: ModelShape,
-    pub(crate) eagle3: Option<Normed>,
+    /// Weights of a head that reads hidden states of a target; `None` for other models.
+    pub(crate) head: Option<Head>,
     pub(crate) embedding: Embedding,
     pub(crate) layers: Vec<Layer>,
     pub(crate) final_norm: Vec<f32>,
@@ -209,8 +276,26 @@ impl Weights {
         if layer.input_norm.is_none() {
             return Err(Error::invalid("layers[0].input_norm", "none", "the norm of a head's embeddings"));
         }
-        let normed = eagle3.check(&shape, lm_head.outputs())?;
-        Self::build(shape, embedding, vec![layer], final_norm, lm_head, frequencies, Some(normed))
+        let head = eagle3.check(&shape, lm_head.outputs())?;
+        Self::build(shape, embedding, vec![layer], final_norm, lm_head, frequencies, Some(head))
+    }
+
+    /// Makes the weights of an MTP head. Its one layer is as a decoder's. `embedding` and `lm_head` are the target's.
+    ///
+    /// # Errors
+    /// If a size is impossible or a tensor does not match the others.
+    pub fn mtp(
+        shape: ModelShape,
+        embedding: impl Into<Embedding>,
+        layer: LayerWeights,
+        final_norm: &Values,
+        lm_head: Linear,
+        frequencies: Vec<f32>,
+        mtp: MtpWeights,
+    ) -> Result<Self> {
+        lm_head.check("lm_head", lm_head.outputs().max(1), shape.hidden_size)?;
+        let head = mtp.check(&shape, lm_head.outputs())?;
+        Self::build(shape, embedding, vec![layer], final_norm, lm_head, frequencies, Some(head))
     }
 
     fn build(
@@ -220,7 +305,7 @@ impl Weights {
         final_norm: &Values,
         lm_head: Linear,
         frequencies: Vec<f32>,
-        eagle3: Option<Normed>,
+        head: Option<Head>,
     ) -> Result<Self> {
         shape.check()?;
         let hidden = shape.hidden_size;
@@ -228,7 +313,8 @@ impl Weights {
         check_len("embedding", embedding.len(), shape.vocab_size * hidden)?;
         check_len("final_norm", final_norm.len(), hidden)?;
         check_len("frequencies", frequencies.len(), shape.head_dim / 2)?;
-        let inputs = if eagle3.is_some() { 2 * hidden } else { hidden };
+        let reads_pairs = head.as_ref().is_some_and(|head| !head.is_mtp());
+        let inputs = if reads_pairs { 2 * hidden } else { hidden };
         let mut layers = layers
             .into_iter()
             .enumerate()
@@ -238,8 +324,8 @@ impl Weights {
         for (i, layer) in layers.iter_mut().enumerate() {
             let Some(net) = &mut layer.delta else { continue };
             let (shape, count) = delta.get_or_insert((net.shape, 0));
-            if *shape != net.shape || eagle3.is_some() {
-                let allowed = if eagle3.is_some() { "none in a head".to_owned() } else { format!("{shape:?}") };
+            if *shape != net.shape || head.is_some() {
+                let allowed = if head.is_some() { "none in a head".to_owned() } else { format!("{shape:?}") };
                 return Err(Error::invalid(format!("layers[{i}].delta"), format!("{:?}", net.shape), allowed));
             }
             net.index = *count;
@@ -278,7 +364,7 @@ impl Weights {
         let scores = 1.0 / (shape.head_dim as f32).sqrt();
         Ok(Self {
             shape,
-            eagle3,
+            head,
             embedding,
             layers,
             final_norm: final_norm.to_f32(),
@@ -424,25 +510,25 @@ impl Weights {
         Ok(Self { multipliers, ..self })
     }
 
-    /// Returns the layers of the target whose input states an EAGLE-3 head reads, and the size of a state; empty and 0
-    /// for other models.
+    /// Returns the target's hidden states that a head reads, as [`Entries`](crate::Entries) numbers them, and the size
+    /// of a state; empty and 0 for other models.
     pub fn hidden_layers(&self) -> (&[usize], usize) {
-        self.eagle3.as_ref().map_or((&[], 0), |head| (&head.hidden_layers, head.fc.inputs / head.hidden_layers.len()))
+        self.head.as_ref().map_or((&[], 0), |head| (&head.hidden_layers, head.state_size))
     }
 
-    /// Returns the target's id of each id of an EAGLE-3 head, ascending; `None` for other models.
+    /// Returns the target's id of each id of a head, ascending; `None` for other models.
     pub fn target_ids(&self) -> Option<&[i64]> {
-        self.eagle3.as_ref().map(|head| &*head.target_ids)
+        self.head.as_ref().map(|head| &*head.target_ids)
     }
 
-    /// Returns the number of logits per row: the vocabulary, or the ids of an EAGLE-3 head.
+    /// Returns the number of logits per row: the vocabulary, or the ids of a head.
     pub fn num_ids(&self) -> usize {
-        self.lm_head.outputs()
+        self.head.as_ref().map_or(self.lm_head.outputs(), |head| head.target_ids.len())
     }
 
     /// Returns all projections by name.
     pub(crate) fn projections(&self) -> impl Iterator<Item = (String, &Linear)> {
-        let fc = self.eagle3.iter().map(|eagle3| ("fc".to_owned(), &eagle3.fc));
+        let fc = self.head.iter().map(|head| ("fc".to_owned(), &head.fc));
         let layers = self.layers.iter().enumerate().flat_map(|(i, layer)| layer.projections(i));
         let added =
             self.layer_embedding.iter().map(|added| ("layer_embedding.projection".to_owned(), &added.projection));

@@ -112,6 +112,10 @@ impl Model for Reader {
         &[]
     }
 
+    fn restore_states(&mut self, _row: usize, _slot: usize) -> Result<()> {
+        unreachable!("it has no states")
+    }
+
     fn fuse(&mut self, _states: &[f32], _fused: &mut [f32]) -> Result<()> {
         unreachable!("it is no head")
     }

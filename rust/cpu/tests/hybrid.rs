@@ -5,8 +5,8 @@ mod support;
 
 use proptest::prelude::*;
 use specrs_cpu::{
-    Decoder, DeltaShape, DeltaWeights, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, Mlp, ModelShape, Output,
-    Part, Pass, Pool, QkNorm, Values, Weights,
+    Decoder, DeltaShape, DeltaWeights, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, Mlp, ModelShape,
+    Output, Part, Pass, Pool, QkNorm, SharedExpert, StateSnapshot, Values, Weights,
 };
 use std::sync::Arc;
 use support::Numbers;
@@ -50,6 +50,8 @@ fn layer(n: &mut Numbers, net: Option<DeltaShape>) -> LayerWeights {
         a_log: draw(n, shape.value_heads, 1.0, -1.0),
         dt_bias: draw(n, shape.value_heads, 1.0, 0.0),
         norm: draw(n, shape.value_dim, 0.3, 1.0),
+        turned: shape.key_heads == 2,
+        by_key_head: shape.key_heads == 5,
     });
     let (inputs, inner) = match net {
         Some(s) => (vec![s.conv_dim(), s.inner(), s.value_heads, s.value_heads], s.inner()),
@@ -66,12 +68,27 @@ fn layer(n: &mut Numbers, net: Option<DeltaShape>) -> LayerWeights {
         o: linear(n, inner, &[hidden]),
         attention_output_norm: None,
         post_attention_norm: Some(draw(n, hidden, 0.3, 1.0)),
-        mlp: Mlp::Dense {
-            gate_up: linear(n, hidden, &[2 * SHAPE.intermediate_size]),
-            down: linear(n, SHAPE.intermediate_size, &[hidden]),
-        },
+        mlp: mlp(n, net.is_none_or(|net| net.key_heads == 3)),
         mlp_output_norm: None,
     }
+}
+
+/// An MLP, or experts of which one is shared, and has more features than an MLP.
+fn mlp(n: &mut Numbers, dense: bool) -> Mlp {
+    let hidden = SHAPE.hidden_size;
+    if dense {
+        let gate_up = linear(n, hidden, &[2 * SHAPE.intermediate_size]);
+        return Mlp::Dense { gate_up, down: linear(n, SHAPE.intermediate_size, &[hidden]) };
+    }
+    let gate_up = linear(n, hidden, &[2 * 90]);
+    let shared = SharedExpert { gate: linear(n, hidden, &[1]), gate_up, down: linear(n, 90, &[hidden]) };
+    Mlp::Experts(Experts {
+        router: linear(n, hidden, &[4]),
+        experts: (0..4).map(|_| (linear(n, hidden, &[2 * 20]), linear(n, 20, &[hidden]))).collect(),
+        per_token: 2,
+        normalized: true,
+        shared: Some(shared),
+    })
 }
 
 fn weights(net: DeltaShape, seed: u64) -> Arc<Weights> {
@@ -99,6 +116,17 @@ type Row = (usize, Option<usize>, usize);
 
 /// Logits of a pass's rows, as bits.
 fn feed(decoder: &mut Decoder, kv: &mut KvCache, rows: &[Row], prompts: bool) -> specrs_cpu::Result<Vec<Vec<u32>>> {
+    feed_keeping(decoder, kv, rows, prompts, &[])
+}
+
+/// Logits of a pass's rows, as bits. The pass writes snapshots on the way.
+fn feed_keeping(
+    decoder: &mut Decoder,
+    kv: &mut KvCache,
+    rows: &[Row],
+    prompts: bool,
+    snapshots: &[StateSnapshot],
+) -> specrs_cpu::Result<Vec<Vec<u32>>> {
     let blocks = LEN / BLOCK;
     let seqs = kv.shape().num_blocks / blocks;
     let table: Vec<i64> = (0..(seqs * blocks) as i64).collect();
@@ -114,6 +142,7 @@ fn feed(decoder: &mut Decoder, kv: &mut KvCache, rows: &[Row], prompts: bool) ->
         block_table: &table,
         max_blocks: blocks,
         prompts,
+        snapshots,
         ..Pass::default()
     };
     let wanted: Vec<usize> = (0..rows.len()).collect();
@@ -155,6 +184,12 @@ proptest! {
             let exact: Vec<Vec<Vec<u32>>> = texts.iter().map(|text| alone(&weights, text)).collect();
             kv.poison_states();
             let mut done = vec![0; seqs];
+            // Snapshots at random lengths, two of each text, and the positions that each text's base state covers.
+            let mut snapshots: Vec<StateSnapshot> = (0..2 * seqs)
+                .map(|i| StateSnapshot { row: i / 2, len: n.below(texts[i / 2].len() - 1) + 1, slot: 2 * seqs - 1 - i })
+                .collect();
+            snapshots.iter().for_each(|snapshot| kv.poison_snapshot(snapshot.slot));
+            let mut base = vec![0; seqs];
             while (0..seqs).any(|seq| done[seq] < texts[seq].len()) {
                 // A pass of prompts, or of decoding with drafts, of which some first ones are those of the text.
                 let prompts = n.below(3) == 0;
@@ -174,12 +209,15 @@ proptest! {
                         rows.push((seq, Some(p), token));
                         known.push((p < from + right).then_some((seq, p)));
                     }
+                    if count > 0 {
+                        base[seq] = if prompts { from + count } else { from + 1 };
+                    }
                     done[seq] += right;
                 }
                 if rows.is_empty() {
                     continue;
                 }
-                let found = feed(&mut decoder, &mut kv, &rows, prompts).unwrap();
+                let found = feed_keeping(&mut decoder, &mut kv, &rows, prompts, &snapshots).unwrap();
                 for (known, found) in known.iter().zip(found) {
                     match *known {
                         Some((seq, p)) => prop_assert!(
@@ -190,8 +228,34 @@ proptest! {
                     }
                 }
             }
+            kv.poison_states();
+            snapshots.retain(|snapshot| snapshot.len <= base[snapshot.row]);
+            prop_assert!(!snapshots.is_empty() || base.iter().all(|&len| len < 20));
+            for StateSnapshot { row, len, slot } in snapshots {
+                kv.restore_states(row, slot).unwrap();
+                let rest: Vec<Row> = (len..texts[row].len()).map(|p| (row, Some(p), texts[row][p])).collect();
+                let found = feed(&mut decoder, &mut kv, &rest, true).unwrap();
+                prop_assert!(found == exact[row][len..], "{}: from {len} positions of text {row}", isa.name());
+            }
         }
     }
+}
+
+#[test]
+fn a_slot_that_no_pass_has_written_is_rejected_and_so_is_one_for_two_snapshots() {
+    let (_, mut decoder, mut kv) = small();
+    assert!(kv.restore_states(0, 1).unwrap_err().to_string().contains("snapshot = 1"));
+    let twice = [1, 2].map(|len| StateSnapshot { row: 0, len, slot: 3 });
+    let rows = [(0, Some(0), 1), (0, Some(1), 1)];
+    let told = feed_keeping(&mut decoder, &mut kv, &rows, true, &twice).unwrap_err().to_string();
+    assert!(told.contains("snapshots[1].slot = 3"), "{told}");
+    assert_eq!((kv.snapshot_bytes(), kv.state_bytes()), (0, 0));
+    feed_keeping(&mut decoder, &mut kv, &rows, true, &twice[1..]).unwrap();
+    assert_eq!(kv.snapshot_bytes(), kv.state_bytes());
+    // The state of another row goes on from there.
+    kv.restore_states(1, 3).unwrap();
+    let told = feed(&mut decoder, &mut kv, &[(1, Some(1), 1)], true).unwrap_err().to_string();
+    assert!(told.contains("positions[0] = 1"), "{told}");
 }
 
 fn small() -> (Arc<Weights>, Decoder, KvCache) {

@@ -4,7 +4,7 @@ use crate::buffers::readonly;
 use crate::error::{Class, cpu_to_py};
 use numpy::{Ix1, Ix2, Ix3, PyArray1, PyArray2, PyArray3, PyArrayMethods, PyReadonlyArray};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple};
 use specrs_core::sampling::{largest, lowest_id};
 use specrs_cpu::iteration::{Facts, Model};
 use specrs_cpu::{Eagle3Input, Entries, Error, Output, Pass, Result};
@@ -201,6 +201,11 @@ impl Model for Called {
         &self.finite
     }
 
+    fn restore_states(&mut self, row: usize, slot: usize) -> Result<()> {
+        let done = Python::attach(|py| self.object.bind(py).call_method1("restore_states", (row, slot)).map(|_| ()));
+        done.map_err(|raised| self.raised.keep(raised))
+    }
+
     fn fuse(&mut self, states: &[f32], fused: &mut [f32]) -> Result<()> {
         let (layers, size) = (self.hidden_layers.0.len(), self.hidden_layers.1);
         let done = Python::attach(|py| {
@@ -270,6 +275,10 @@ fn pass_inputs<'py>(py: Python<'py>, pass: &Pass<'_>) -> PyResult<Bound<'py, PyD
     inputs.set_item("max_context", max_context)?;
     inputs.set_item("prompts", pass.prompts)?;
     inputs.set_item("rows", indices(py, &rows))?;
+    if !pass.snapshots.is_empty() {
+        let snapshots: Vec<_> = pass.snapshots.iter().map(|one| (one.row, one.len, one.slot)).collect();
+        inputs.set_item("snapshots", PyTuple::new(py, snapshots)?)?;
+    }
     if !pass.k_start.is_empty() {
         inputs.set_item("k_start", PyArray1::from_iter(py, rows.iter().map(|&row| pass.k_start[row])))?;
     }

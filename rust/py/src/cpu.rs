@@ -7,8 +7,8 @@ use numpy::{Ix1, Ix5, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
     Activation, Addition, DeltaShape, DeltaWeights, Eagle3Weights, Experts, Isa, KvCache, KvLayer, KvShape,
-    LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape, Multipliers, Part, Pool, QkNorm, Rotation,
-    Tiles, Values, VariedLayer, Weights,
+    LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape, MtpWeights, Multipliers, Part, Pool, QkNorm,
+    Rotation, SharedExpert, Tiles, Values, VariedLayer, Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -69,6 +69,26 @@ struct ExpertArrays<'py> {
     down: Vec<Projection<'py>>,
     per_token: i64,
     normalized: bool,
+    #[pyo3(default)]
+    shared: Option<SharedArrays<'py>>,
+}
+
+/// Expert that every row uses, in the form that Python passes.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct SharedArrays<'py> {
+    gate: Projection<'py>,
+    gate_up: Projection<'py>,
+    down: Projection<'py>,
+}
+
+impl SharedArrays<'_> {
+    /// Converts the arrays to weights. The number of inputs of `down` is half the outputs of `gate_up`.
+    fn weights(&self, name: &str, hidden: usize) -> PyResult<SharedExpert> {
+        let gate_up = linear(&format!("{name}.gate_up"), hidden, &self.gate_up)?;
+        let down = linear(&format!("{name}.down"), gate_up.outputs() / 2, &self.down)?;
+        Ok(SharedExpert { gate: linear(&format!("{name}.gate"), hidden, &self.gate)?, gate_up, down })
+    }
 }
 
 impl ExpertArrays<'_> {
@@ -87,6 +107,7 @@ impl ExpertArrays<'_> {
             experts: self.gate_up.iter().zip(&self.down).enumerate().map(expert).collect::<PyResult<_>>()?,
             per_token: size(py, Class::InvalidConfig, "per_token", self.per_token)?,
             normalized: self.normalized,
+            shared: self.shared.as_ref().map(|s| s.weights(&format!("{name}.shared"), hidden)).transpose()?,
         })
     }
 }
@@ -104,6 +125,10 @@ struct DeltaArrays<'py> {
     a_log: Bound<'py, PyAny>,
     dt_bias: Bound<'py, PyAny>,
     norm: Bound<'py, PyAny>,
+    #[pyo3(default)]
+    turned: bool,
+    #[pyo3(default)]
+    by_key_head: bool,
 }
 
 impl DeltaArrays<'_> {
@@ -122,6 +147,8 @@ impl DeltaArrays<'_> {
             a_log: vector("a_log", &self.a_log)?,
             dt_bias: vector("dt_bias", &self.dt_bias)?,
             norm: vector("norm", &self.norm)?,
+            turned: self.turned,
+            by_key_head: self.by_key_head,
         })
     }
 }
@@ -218,6 +245,30 @@ struct HeadArrays<'py> {
     target_ids: Vec<i64>,
 }
 
+/// Weights of an MTP head in addition to its layer, in the form that Python passes.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct MtpArrays<'py> {
+    target_layers: usize,
+    fc: Projection<'py>,
+    embedding_norm: Bound<'py, PyAny>,
+    hidden_norm: Bound<'py, PyAny>,
+    target_ids: Vec<i64>,
+}
+
+impl MtpArrays<'_> {
+    /// Converts the arrays to weights of a head with states of `hidden` elements.
+    fn weights(self, hidden: usize) -> PyResult<MtpWeights> {
+        Ok(MtpWeights {
+            target_layers: self.target_layers,
+            fc: linear("fc", 2 * hidden, &self.fc)?,
+            embedding_norm: vector("embedding_norm", &self.embedding_norm)?,
+            hidden_norm: vector("hidden_norm", &self.hidden_norm)?,
+            target_ids: self.target_ids,
+        })
+    }
+}
+
 impl HeadArrays<'_> {
     /// Converts the arrays to weights of a head. The number of inputs of `fc` is the length of its weight's rows.
     fn weights(self) -> PyResult<Eagle3Weights> {
@@ -308,7 +359,7 @@ impl CpuWeights {
     #[new]
     #[pyo3(signature = (
         *, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, embedding, layers,
-        final_norm, lm_head, frequencies, head = None, rotations = None, multipliers = None,
+        final_norm, lm_head, frequencies, head = None, mtp = None, rotations = None, multipliers = None,
         windows = None, activation = "silu", clamped_swiglu = None, kv_scales = None,
         layer_embedding = None, softcap = None,
     ))]
@@ -329,6 +380,7 @@ impl CpuWeights {
         lm_head: Projection<'_>,
         frequencies: &Bound<'_, PyAny>,
         head: Option<HeadArrays<'_>>,
+        mtp: Option<MtpArrays<'_>>,
         rotations: Option<Rotations>,
         multipliers: Option<(f32, f32, f32)>,
         windows: Option<Vec<Option<usize>>>,
@@ -380,14 +432,22 @@ impl CpuWeights {
                 })
             })
             .transpose()?;
-        let weights = match (head, layers.len()) {
-            (None, _) => Weights::new(shape, embedding, layers, &final_norm, lm_head, frequencies),
-            (Some(head), 1) => {
+        if (head.is_some() || mtp.is_some()) && layers.len() != 1 {
+            let message = format!("layers: there are {}, expected 1 of a head", layers.len());
+            return Err(Class::InvalidBuffer.error(py, message));
+        }
+        let weights = match (head, mtp) {
+            (None, None) => Weights::new(shape, embedding, layers, &final_norm, lm_head, frequencies),
+            (Some(head), None) => {
                 let head = head.weights()?;
                 Weights::head(shape, embedding, layers.remove(0), &final_norm, lm_head, frequencies, head)
             }
-            (Some(_), count) => {
-                let message = format!("layers: there are {count}, expected 1 of a head");
+            (None, Some(mtp)) => {
+                let mtp = mtp.weights(shape.hidden_size)?;
+                Weights::mtp(shape, embedding, layers.remove(0), &final_norm, lm_head, frequencies, mtp)
+            }
+            (Some(_), Some(_)) => {
+                let message = "head and mtp: both are given, expected at most one".to_owned();
                 return Err(Class::InvalidBuffer.error(py, message));
             }
         };
@@ -487,6 +547,12 @@ impl CpuKVCache {
     #[getter]
     fn state_bytes(&self, py: Python<'_>) -> usize {
         py.detach(|| lock(&self.0).state_bytes())
+    }
+
+    /// Bytes of the snapshots of states.
+    #[getter]
+    fn snapshot_bytes(&self, py: Python<'_>) -> usize {
+        py.detach(|| lock(&self.0).snapshot_bytes())
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {

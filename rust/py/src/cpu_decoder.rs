@@ -107,6 +107,7 @@ impl CpuDecoder {
             k_start: k_start.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
             prompts,
             adapters: &[],
+            snapshots: &[],
         };
         let hidden = hidden.as_slice_mut()?;
         let states = match &mut states {

@@ -58,23 +58,27 @@ pub(crate) struct HiddenDrafter {
     max_model_len: usize,
     #[pyo3(get)]
     max_draft_lag: usize,
+    #[pyo3(get)]
+    keeps_hits: bool,
 }
 
 #[pymethods]
 impl HiddenDrafter {
     #[new]
-    #[pyo3(signature = (*, max_model_len, max_draft_lag))]
-    fn new(py: Python<'_>, max_model_len: i64, max_draft_lag: i64) -> PyResult<Self> {
+    #[pyo3(signature = (*, max_model_len, max_draft_lag, keeps_hits = false))]
+    fn new(py: Python<'_>, max_model_len: i64, max_draft_lag: i64, keeps_hits: bool) -> PyResult<Self> {
         let size = |field, value| size(py, Class::InvalidConfig, field, value);
         Ok(Self {
             max_model_len: size("drafter.max_model_len", max_model_len)?,
             max_draft_lag: size("drafter.max_draft_lag", max_draft_lag)?,
+            keeps_hits,
         })
     }
 
     fn __repr__(&self) -> String {
-        let Self { max_model_len, max_draft_lag } = self;
-        format!("HiddenDrafter(max_model_len={max_model_len}, max_draft_lag={max_draft_lag})")
+        let Self { max_model_len, max_draft_lag, keeps_hits } = self;
+        let keeps = if *keeps_hits { ", keeps_hits=True" } else { "" };
+        format!("HiddenDrafter(max_model_len={max_model_len}, max_draft_lag={max_draft_lag}{keeps})")
     }
 }
 
@@ -219,8 +223,8 @@ impl DrafterArgument<'_> {
                 OneDrafter::Host(drafter) => drafter.add_to(py, &mut host)?,
                 OneDrafter::Text(drafter) => std::mem::replace(&mut device, drafter.0) != Drafter::None,
                 OneDrafter::Hidden(drafter) => {
-                    let HiddenDrafter { max_model_len, max_draft_lag } = *drafter;
-                    let drafter = Drafter::Hidden { max_model_len, max_draft_lag };
+                    let HiddenDrafter { max_model_len, max_draft_lag, keeps_hits } = *drafter;
+                    let drafter = Drafter::Hidden { max_model_len, max_draft_lag, keeps_hits };
                     std::mem::replace(&mut device, drafter) != Drafter::None
                 }
                 OneDrafter::Cached(drafter) => {

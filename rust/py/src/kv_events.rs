@@ -14,6 +14,7 @@ pub(crate) struct BlockStored {
     extra_keys: Vec<Vec<(usize, Box<[u8]>)>>,
     cache_salt: Box<[u8]>,
     lora: Option<Lora>,
+    is_snapshot: bool,
 }
 
 #[pymethods]
@@ -66,6 +67,11 @@ impl BlockStored {
         self.lora.as_ref().map(|lora| &*lora.name)
     }
 
+    #[getter]
+    fn is_snapshot(&self) -> bool {
+        self.is_snapshot
+    }
+
     fn __repr__(&self) -> String {
         format!("BlockStored(blocks={:?}, {} tokens)", self.blocks, self.token_ids.len())
     }
@@ -76,6 +82,7 @@ pub(crate) struct BlockRemoved {
     blocks: Vec<i64>,
     block_hashes: Vec<u128>,
     has_draft: Vec<bool>,
+    is_snapshot: bool,
 }
 
 #[pymethods]
@@ -93,6 +100,11 @@ impl BlockRemoved {
     #[getter]
     fn has_draft(&self) -> Vec<bool> {
         self.has_draft.clone()
+    }
+
+    #[getter]
+    fn is_snapshot(&self) -> bool {
+        self.is_snapshot
     }
 
     fn __repr__(&self) -> String {
@@ -149,16 +161,24 @@ pub(crate) fn to_list(py: Python<'_>, events: Vec<KvEvent>) -> PyResult<Bound<'_
                 extra_keys,
                 cache_salt,
                 lora,
+                is_snapshot,
                 ..
             } => {
                 let token_ids = token_ids.into_iter().map(i64::from).collect();
-                list.append(Bound::new(
-                    py,
-                    BlockStored { blocks, block_hashes, parent_block_hash, token_ids, extra_keys, cache_salt, lora },
-                )?)?;
+                let stored = BlockStored {
+                    blocks,
+                    block_hashes,
+                    parent_block_hash,
+                    token_ids,
+                    extra_keys,
+                    cache_salt,
+                    lora,
+                    is_snapshot,
+                };
+                list.append(Bound::new(py, stored)?)?;
             }
-            KvEvent::BlockRemoved { blocks, block_hashes, has_draft, .. } => {
-                list.append(Bound::new(py, BlockRemoved { blocks, block_hashes, has_draft })?)?;
+            KvEvent::BlockRemoved { blocks, block_hashes, has_draft, is_snapshot, .. } => {
+                list.append(Bound::new(py, BlockRemoved { blocks, block_hashes, has_draft, is_snapshot })?)?;
             }
             KvEvent::AllBlocksCleared => list.append(Bound::new(py, AllBlocksCleared)?)?,
             other => unreachable!("{other:?} has no class here"),

@@ -43,6 +43,7 @@ impl Scheduler {
         drafter = None, sliding_window = None, window_groups = None, max_in_flight = 1, max_constraint_len = 0,
         logits_dtype = "float32", num_reserved_decode_tokens = 64, long_prefill_token_threshold = 0,
         max_prefill_stall_ms = 0.0, attention_cost_ratio = 1.0 / 4096.0, priority_aging_steps = 0, max_loras = 0, enable_prefix_caching = true,
+        num_snapshots = 0, snapshot_interval = 2048, decode_snapshot_interval = 512,
         enable_kv_cache_events = false, enable_block_saves = false,
         hash_key = DEFAULT_HASH_KEY,
     ))]
@@ -68,6 +69,9 @@ impl Scheduler {
         priority_aging_steps: i64,
         max_loras: i64,
         enable_prefix_caching: bool,
+        num_snapshots: i64,
+        snapshot_interval: i64,
+        decode_snapshot_interval: i64,
         enable_kv_cache_events: bool,
         enable_block_saves: bool,
         hash_key: &[u8],
@@ -98,6 +102,9 @@ impl Scheduler {
             priority_aging_steps: size("priority_aging_steps", priority_aging_steps)?,
             max_loras: size("max_loras", max_loras)?,
             enable_prefix_caching,
+            num_snapshots: size("num_snapshots", num_snapshots)?,
+            snapshot_interval: size("snapshot_interval", snapshot_interval)?,
+            decode_snapshot_interval: size("decode_snapshot_interval", decode_snapshot_interval)?,
             enable_kv_cache_events,
             enable_block_saves,
             hash_key: hash_key_bytes(py, hash_key)?,
@@ -182,9 +189,9 @@ impl Scheduler {
         self.core(py).add_request(request_id, token_ids.as_slice()?, &params).or_raise(py)
     }
 
-    fn set_forced_tokens(&self, py: Python<'_>, request_id: i64, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn set_grammar_drafts(&self, py: Python<'_>, request_id: i64, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let token_ids: In = readonly("token_ids", token_ids)?;
-        self.core(py).set_forced_tokens(request_id, token_ids.as_slice()?).or_raise(py)
+        self.core(py).set_grammar_drafts(request_id, token_ids.as_slice()?).or_raise(py)
     }
 
     fn abort(&self, py: Python<'_>, request_id: i64) -> PyResult<()> {
@@ -307,6 +314,18 @@ impl Scheduler {
     #[getter]
     fn num_cached_tokens(&self, py: Python<'_>) -> u64 {
         self.core(py).num_cached_tokens()
+    }
+
+    fn snapshot_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.core(py).snapshot_stats();
+        let dict = PyDict::new(py);
+        for (name, count) in [("slots", stats.slots as u64), ("cached", stats.cached as u64)] {
+            dict.set_item(name, count)?;
+        }
+        for (name, count) in [("hits", stats.hits), ("stored", stats.stored), ("evictions", stats.evictions)] {
+            dict.set_item(name, count)?;
+        }
+        Ok(dict)
     }
 
     fn has_unfinished(&self, py: Python<'_>) -> bool {

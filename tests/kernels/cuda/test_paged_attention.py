@@ -336,6 +336,31 @@ def test_splits_follow_the_free_multiprocessors(batch: int, splits: int, blocks_
     assert (config.rows, config.block_m) == (6, 64)
 
 
+@pytest.mark.parametrize(
+    ("batch", "rows", "splits"),
+    [(1, 18, 8), (1, 32, 8), (1, 64, 4), (1, 96, 2), (1, 128, 2), (1, 160, 1), (1, 256, 1), (4, 60, 2), (8, 256, 1)],
+)
+def test_chunks_of_known_rows_fill_the_device_once(batch: int, rows: int, splits: int) -> None:
+    """A long context is split among the multiprocessors that live tiles leave free; a short one is not."""
+    unknown = chosen_for_32b(batch=batch, max_q_len=rows, span=1 << 17)
+    sizes = {"batch": batch, "max_q_len": rows, "num_kv_heads": 8, "span": 1 << 17}
+    config = unknown.of_chunks(rows, limits=ABSENT, **sizes)
+    assert config.splits == splits
+    assert config.blocks_per_split * config.block_n == (256 if splits > 1 else config.block_n)
+    live = 8 * (-(-rows // config.rows) + batch - 1)
+    assert splits == 1 or 132 // 2 < live * splits <= 132
+    assert (unknown.splits, unknown.rows, unknown.block_m) == (1, config.rows, config.block_m)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_long_chunk_in_parts(window: int | None) -> None:
+    """Next to one whose context is a whole, and next to a request without rows."""
+    p = Pass([span(150, 171), span(3, 22), [-1]], 4, 2, 16, 16, window=window)
+    p.check(cut(p, 8, 3, blocks_per_split=4))
+    alone, whole = cut(p, 8, 3, blocks_per_split=4), cut(p, 8, 1)
+    assert p.run(alone)[21:40].equal(p.run(whole)[21:40]), "a short context adds in one order, whatever the splits"
+
+
 @pytest.mark.parametrize("batch", [1, 4, 8, 9, 16, 32, 64])
 @pytest.mark.parametrize("context", [1 << 15, 1 << 17])
 def test_a_long_context_beside_short_ones_is_cut_up(batch: int, context: int) -> None:

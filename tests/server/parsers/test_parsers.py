@@ -13,6 +13,7 @@ from specrs.server.parsers.base import Arguments, CallStart, Content, Event, Fun
 from specrs.server.parsers.forced import NamedParser, RequiredParser
 from specrs.server.parsers.harmony import HarmonyContent, HarmonyParser
 from specrs.server.parsers.table import TOOL_PARSERS, new_call_id, parser_shown_by
+from sweep import sweep
 
 
 @dataclass
@@ -165,7 +166,7 @@ BEHIND_TEXT = (
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@settings(max_examples=60, deadline=None)
+@sweep(180)
 @given(data=st.data(), made=calls, places=cuts)
 def test_calls_are_read_back_from_any_pieces(form: str, data: st.DataObject, made: Calls, places: list[int]) -> None:
     name, write = FORMATS[form]
@@ -235,7 +236,7 @@ TAGGED: dict[str, tuple[str, Callable[[Texts], str]]] = {
 
 
 @pytest.mark.parametrize("form", TAGGED)
-@settings(max_examples=60, deadline=None)
+@sweep(180)
 @given(made=texts, places=cuts)
 def test_texts_between_tags_are_read_back(form: str, made: Texts, places: list[int]) -> None:
     name, write = TAGGED[form]
@@ -342,7 +343,7 @@ anything = st.lists(st.sampled_from(PARTS), max_size=14).map("".join)
 
 
 @pytest.mark.parametrize("name", [*TOOL_PARSERS, "required", "named"])
-@settings(max_examples=150, deadline=None)
+@sweep(450)
 @given(text=anything, places=cuts)
 @example(text='{"name": "f"} ; x', places=[1, 3])
 @example(text='<tool_call>{"name": "f", "arguments": ["\\', places=[5])

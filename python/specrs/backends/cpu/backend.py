@@ -14,6 +14,7 @@ from specrs.backends.cpu.eagle3 import load_head
 from specrs.backends.cpu.kv_memory import resolve_num_blocks
 from specrs.backends.cpu.loader import load
 from specrs.backends.cpu.lora_rows import LoRARows
+from specrs.backends.cpu.mtp import load_mtp
 from specrs.backends.cpu.row_state import RowState
 from specrs.backends.cpu.runner import CpuRunner
 from specrs.backends.cpu.threads import choose_threads
@@ -25,8 +26,10 @@ from specrs.config import EngineConfig
 from specrs.core import CpuPool, InvalidBufferError, Scheduler
 from specrs.drafters.cpu import CpuDrafter
 from specrs.drafters.eagle3.reader import HeadFiles
-from specrs.drafters.eagle3.weights import Eagle3Facts
+from specrs.drafters.hidden_state import HeadFacts
 from specrs.drafters.host import OnHost
+from specrs.drafters.mtp.reader import MtpFiles
+from specrs.engine_options import BATCHED_TOKENS
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
 from specrs.models.base import Model
 from specrs.models.config import ModelConfig
@@ -73,8 +76,13 @@ class CpuBackend:
     def load_model(self, source: ModelSource, device: str, ranks: Ranks | None) -> Model:
         return load(source, ranks)
 
-    def load_head(self, files: HeadFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Facts:
+    def load_head(self, files: HeadFiles | MtpFiles, target: DecoderFacts, ranks: Ranks | None) -> HeadFacts:
+        if isinstance(files, MtpFiles):
+            return load_mtp(files, target, target.cache_dtype)
         return load_head(files, target, target.cache_dtype, ranks)
+
+    def batched_tokens(self, device: str) -> int:
+        return BATCHED_TOKENS
 
     def num_blocks(self, blueprint: Blueprint) -> int:
         return resolve_num_blocks(
@@ -83,6 +91,7 @@ class CpuBackend:
             blueprint.max_model_len,
             blueprint.least_blocks,
             1 + len(blueprint.window_groups),
+            blueprint.state_bytes,
         )
 
     def slot_type(self, device: str) -> SlotType:
@@ -114,7 +123,7 @@ class CpuBackend:
             weights.target.allocate_cache(num_blocks, config.block_size),
             _make_drafter(blueprint, num_blocks),
             RowState.allocate(
-                config.max_num_seqs,
+                config.most_seqs,
                 blueprint.max_model_len,
                 config.block_size,
                 1 + len(blueprint.window_groups),
@@ -125,7 +134,7 @@ class CpuBackend:
             rates=None if speculative is None else speculative.synthetic_acceptance_rates,
             logprobs_mode=config.logprobs_mode,
             ranks=ranks,
-            loras=None if find_adapter is None else LoRARows(config.max_num_seqs, find_adapter),
+            loras=None if find_adapter is None else LoRARows(config.most_seqs, find_adapter),
         )
 
     def connect_ranks(self, ranks: Ranks, device: str, meeting: Meeting, config: EngineConfig) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specrs.drafters.eagle3.head import Eagle3Head
+from specrs.drafters.mtp.head import MtpHead
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.lora import AdapterRows, LoRAAdapter
@@ -51,9 +52,8 @@ class CallableModel:
         """Run a pass over N rows, and write their K and V into the cache.
 
         `wanted` are the rows whose logits are returned or, with `keeps`, whose hidden states are kept for `logits` and
-        `hidden`. `layers` are the
-        layers whose inputs are returned as hidden states. `eagle3` must be None: only EAGLE-3 heads read hidden states
-        of a target.
+        `hidden`. `layers` are the layers whose inputs are returned as hidden states. `eagle3` must be None: only heads
+        read hidden states of a target.
         """
         assert eagle3 is None
         rows = inputs.pop("rows").tolist()
@@ -83,6 +83,12 @@ class CallableModel:
         assert self._kept is not None
         return _floats(self._kept[torch.from_numpy(rows)])
 
+    def restore_states(self, row: int, slot: int) -> None:
+        """Give a row of state the states of the snapshot in `slot`."""
+        states = self._kv_cache.states
+        assert states is not None
+        states.restore(row, slot)
+
     def fuse(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Raise NotImplementedError: only a head reads hidden states of a target."""
         raise NotImplementedError
@@ -96,9 +102,9 @@ class CallableModel:
 
 
 class CallableHead:
-    """A torch EAGLE-3 head and its KV cache, as `specrs._core._CallableModel`."""
+    """A torch EAGLE-3 or MTP head and its KV cache, as `specrs._core._CallableModel`."""
 
-    def __init__(self, head: Eagle3Head, kv_cache: KVCache, vocab_size: int) -> None:
+    def __init__(self, head: Eagle3Head | MtpHead, kv_cache: KVCache, vocab_size: int) -> None:
         """Wrap `head`. `vocab_size` is the target's."""
         self._head = head
         self._kv_cache = kv_cache
@@ -108,7 +114,7 @@ class CallableHead:
         self.hidden_size = head.hidden_size
         self.target_ids = None if head.vocab_size == vocab_size else head.target_ids.numpy()
         self.aux_hidden_state_layers = list(head.aux_layer_ids)
-        self.aux_hidden_state_size = head.weights.config.target_hidden_size
+        self.aux_hidden_state_size = head.target_hidden_size
 
     @torch.inference_mode()
     def forward(
@@ -140,6 +146,10 @@ class CallableHead:
 
     def hidden(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Raise NotImplementedError: a head keeps no hidden states."""
+        raise NotImplementedError
+
+    def restore_states(self, row: int, slot: int) -> None:
+        """Raise NotImplementedError: a head has no states."""
         raise NotImplementedError
 
     @torch.inference_mode()

@@ -10,7 +10,7 @@ from specrs.backends.cpu.lora_rows import LoRARows
 from specrs.backends.cpu.row_state import RowState
 from specrs.backends.extras import ExtrasLookup
 from specrs.backends.ring import Header, RingSlot
-from specrs.core import CpuDecoder, CpuIteration, CpuKVCache, CpuLora, CpuPool, Scheduler
+from specrs.core import CostModel, CpuDecoder, CpuIteration, CpuKVCache, CpuLora, CpuPool, Scheduler
 from specrs.drafters.cpu import CpuDrafter
 from specrs.drafters.host import OnHost
 from specrs.verify.token_logprobs import TokenLogprobs
@@ -75,6 +75,10 @@ class CpuRunner:
     def supports_pooling(self) -> bool:
         """True: every model of a CPU returns the hidden states of requests with pooling."""
         return True
+
+    def step_costs(self, *, on_host: bool) -> CostModel | None:
+        """Return None: only steps of requests tell what steps cost."""
+        return None
 
     @property
     def is_native(self) -> bool:

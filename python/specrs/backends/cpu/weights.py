@@ -145,6 +145,7 @@ class NativeReader(LayerReader[Array, NativeWeight]):
             router=self.router(f"{block}.{experts.router}", bias=bias),
             gate_up=tuple(self.linear([name + gate, name + up], bias=bias) for name in names),
             down=tuple(self.linear([name + down], bias=bias) for name in names),
+            shared=self.shared_expert(block, experts),
         )
 
     def router(self, name: str, *, bias: bool) -> NativeWeight:

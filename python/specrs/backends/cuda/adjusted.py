@@ -57,10 +57,10 @@ def draft_adjusted(ctx: Context, i: int, count: int, sampling: SequenceSampling,
     logits = b.draft_logits[i - 1, :count]
     top = logits.amax(dim=-1)  # faults are found in raw logits, because masks add -inf
     sequences = torch.arange(count, device=logits.device)
-    forbidden = None
+    masks = None
     if sampling.grammar is not None:
-        forbidden = sampling.grammar.forbidden(torch.arange(count), torch.full((count,), i - 1))
-    adjusted = sampling.adjust(logits, sequences, b.draft_draws[i - 1, :count], _on(logits, forbidden))
+        masks = sampling.grammar.masks(torch.arange(count), torch.full((count,), i - 1), logits.device)
+    adjusted = sampling.adjust(logits, sequences, b.draft_draws[i - 1, :count], masks)
     if adjusted is not logits:
         logits.copy_(adjusted)
     sample_draft(ctx, i, count)
@@ -93,12 +93,12 @@ def accept_adjusted(
     flat = it.flat
     total = len(flat.sequence)
     raw = b.logits[:total]
-    forbidden = None
+    masks = None
     if sampling.grammar is not None:
         on_host = flat_rows(it.planned)
-        forbidden = sampling.grammar.forbidden(on_host.sequence, on_host.offset)
+        masks = sampling.grammar.masks(on_host.sequence, on_host.offset, raw.device)
         sampling.grammar.finish()
-    adjusted = sampling.adjust(raw, flat.sequence, b.verify_draws[:total], _on(raw, forbidden))
+    adjusted = sampling.adjust(raw, flat.sequence, b.verify_draws[:total], masks)
     exact = Shape(shape.batch, shape.max_k, total, shape.logits_mode)
     raw_top = None if adjusted is raw else raw.amax(dim=-1)
     min_len = None if sampling.min_len is None else ctx.state.min_len.index_copy(0, it.rows, sampling.min_len)
@@ -107,7 +107,3 @@ def accept_adjusted(
         tokens = b.emitted[: len(it.planned), : shape.max_k + 1].clone()
         sequences = range(first, first + len(it.planned))
         slot.logprobs.update(sequence_logprobs(logprobs_mode, sequences, raw, adjusted, tokens, sampling))
-
-
-def _on(logits: Tensor, forbidden: Tensor | None) -> Tensor | None:
-    return None if forbidden is None else to_device(forbidden, logits.device)

@@ -13,6 +13,8 @@ from specrs.backends.model_source import ModelSource
 from specrs.config import EngineConfig
 from specrs.core import Scheduler
 from specrs.drafters.eagle3.reader import HeadFiles
+from specrs.drafters.mtp.reader import MtpFiles
+from specrs.engine_options import BATCHED_TOKENS, BATCHED_TOKENS_OF_LARGE_GPUS
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     from specrs.models.torch_decoder import TorchDecoder
     from specrs.parallel.ranks import Ranks
     from specrs.parallel.start import Meeting
+
+
+LARGE_GPU_BYTES = 80 * 10**9
+"""Bytes of a GPU's memory from which steps have `BATCHED_TOKENS_OF_LARGE_GPUS`."""
 
 
 class CudaBackend:
@@ -83,10 +89,21 @@ class CudaBackend:
 
         return load(source, device, ranks)
 
-    def load_head(self, files: HeadFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Head:
+    def load_head(self, files: HeadFiles | MtpFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Head:
+        if isinstance(files, MtpFiles):
+            reason = "not implemented on a GPU; allowed: a method of another kind, or device='cpu'"
+            raise invalid(UnsupportedConfigError, "speculative_config.method", "mtp", reason)
         from specrs.backends.cuda.loader import load_head
 
         return load_head(files, target, ranks)
+
+    def batched_tokens(self, device: str) -> int:
+        import torch
+
+        if torch.device(device).type != KIND:  # kernels are interpreted
+            return BATCHED_TOKENS
+        total = torch.cuda.mem_get_info(device)[1]
+        return BATCHED_TOKENS_OF_LARGE_GPUS if total >= LARGE_GPU_BYTES else BATCHED_TOKENS
 
     def num_blocks(self, blueprint: Blueprint) -> int:
         from specrs.backends.cuda.kv_memory import measure_num_blocks

@@ -21,10 +21,9 @@ from specrs.backends.cuda.graphs import Graphs, Uncaptured, capture_all
 from specrs.backends.cuda.row_state import RowState
 from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.cuda.sampling.sampling_state import SamplingState
-from specrs.backends.cuda.shapes import MERGED_ROWS, Buckets, batch_buckets
+from specrs.backends.cuda.shapes import MERGED_CHUNKS, WIDE_MERGED_ROWS, Buckets, batch_buckets
 from specrs.backends.cuda.slots import host_drafts
 from specrs.backends.cuda.warm_up import warm_up
-from specrs.backends.cuda.workspace import MERGED_CHUNKS
 from specrs.core import Scheduler
 from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 def make_buckets(blueprint: Blueprint) -> Buckets:
     """Return the shapes for which graphs are captured, or to which steps are padded without graphs."""
     config, drafter = blueprint.config, blueprint.weights.drafter
-    sizes = batch_buckets(config.max_num_seqs, None if config.enforce_eager else config.cudagraph_capture_sizes)
+    sizes = batch_buckets(config.most_seqs, None if config.enforce_eager else config.cudagraph_capture_sizes)
     speculative = config.speculative_config
     # On the host, the text decides the number of drafts, and steps only verify.
     on_host = speculative is not None and speculative.on_host
@@ -52,8 +51,8 @@ def make_buckets(blueprint: Blueprint) -> Buckets:
         has_passes=not on_host,
         mixes=mixes,
         in_parallel=speculative is not None and speculative.parallel_drafting,
-        max_chunk_rows=config.max_num_batched_tokens,
-        max_chunks=config.max_num_seqs,
+        max_chunk_rows=config.batched_tokens,
+        max_chunks=config.most_seqs,
         # A head reads the hidden states of all rows of a prompt chunk, so it needs the chunk's own pass.
         merges=0 if drafter is not None and drafter.hidden_layers else MERGED_CHUNKS,
     )
@@ -64,7 +63,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     config, device, k = blueprint.config, torch.device(blueprint.device), blueprint.num_speculative_tokens
     speculative = config.speculative_config
     groups = 1 + len(blueprint.window_groups)
-    state = RowState.allocate(config.max_num_seqs, blueprint.max_model_len, config.block_size, device, groups)
+    state = RowState.allocate(config.most_seqs, blueprint.max_model_len, config.block_size, device, groups)
     loaded, rules = blueprint.drafter, _rules(blueprint)
     sizes = Sizes(
         draft_context=rules.max_model_len or blueprint.max_model_len,
@@ -74,15 +73,15 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         mask_token_id=rules.mask_token_id,
     )
     layers = () if loaded is None else loaded.hidden_layers
-    target_rows = max(config.max_num_batched_tokens, config.max_num_seqs * (k + 1), MERGED_ROWS[-1])
-    target = with_buffers(cast("TorchModel", blueprint.weights.target), target_rows, config.max_num_seqs, len(layers))
+    target_rows = max(config.batched_tokens, config.most_seqs * (k + 1), WIDE_MERGED_ROWS[-1])
+    target = with_buffers(cast("TorchModel", blueprint.weights.target), target_rows, config.most_seqs, len(layers))
     vocab = blueprint.weights.target.vocab_size
     rates: Tensor | None = None
     if speculative is not None and speculative.synthetic_acceptance_rates is not None:
         rates = torch.tensor(speculative.synthetic_acceptance_rates, dtype=torch.float32, device=device)
     passes: DraftPasses | None = None
     if loaded is not None:
-        rows = max(config.max_num_batched_tokens, config.max_num_seqs * max(k + 1, sizes.first_pass_rows))
+        rows = max(config.batched_tokens, config.most_seqs * max(k + 1, sizes.first_pass_rows))
         room = Room(
             limits=blueprint.draft_limits,
             num_blocks=num_blocks,
@@ -99,7 +98,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         params=RowParams(sampling.params.values, sampling.seeds),
         record=record,
         buffers=Buffers.allocate(
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.most_seqs,
             num_speculative_tokens=k,
             drafting=DraftSizes(torch.float32, sizes.first_pass_rows) if passes is None else passes.sizes,
             keeps_q=not rules.is_point_mass,
@@ -109,19 +108,19 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
             device=device,
         ),
         chunks=ChunkBuffers.allocate(
-            config.max_num_batched_tokens,
-            config.max_num_seqs,
+            config.batched_tokens,
+            config.most_seqs,
             state.block_table.shape[1],
             groups,
             blueprint.max_model_len,
             device,
         ),
-        scratch=SamplingScratch.allocate(config.max_num_seqs * (k + 1), config.max_num_seqs, vocab, device),
+        scratch=SamplingScratch.allocate(config.most_seqs * (k + 1), config.most_seqs, vocab, device),
         target=target,
         kv_cache=blueprint.weights.target.allocate_cache(num_blocks, config.block_size),
         drafter=passes,
         rules=rules,
-        proposed=host_drafts(record.views, config.max_num_seqs) if blueprint.host_drafters and k else None,
+        proposed=host_drafts(record.views, config.most_seqs) if blueprint.host_drafters and k else None,
         draft_start=torch.zeros_like(state.limit) if windowed else None,
         sizes=sizes,
         max_model_len=blueprint.max_model_len,
@@ -147,7 +146,7 @@ def make_cuda_runner(
     All `ranks` must call this at the same time, because captures exchange data in the same order.
     """
     config, device = blueprint.config, torch.device(blueprint.device)
-    sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
+    sampling = SamplingState(config.most_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
     sampling.ranks = ranks
     ctx = make_context(blueprint, scheduler, sampling, num_blocks)
     buckets, decode = make_buckets(blueprint), sequences_of(ctx.record.views, "num_decode")

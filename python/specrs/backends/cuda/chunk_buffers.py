@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from specrs.backends.cuda.shapes import ChunkShape, MergedShape
-from specrs.kernels.cuda.attention_config import ANY_LENGTH
 from specrs.models.base import HiddenStates
 from specrs.models.inputs import PassInputs
 
@@ -63,12 +62,13 @@ class ChunkBuffers:
             slots=self.slots[: shape.rows],
             q_start=self.q_start[: shape.seqs + 1],
             block_table=self.table[: shape.seqs],
-            # One attention kernel for chunks of all lengths. With exact bounds, each would be compiled anew.
-            max_q_len=shape.rows if shape.captured else max(shape.rows, ANY_LENGTH),
+            max_q_len=shape.rows,
             max_context=self.max_model_len,
             k_start=self.k_start[: shape.seqs] if windowed else None,
             group_slots=self.group_slots[:, : shape.rows],
             group_tables=self.group_tables[:, : shape.seqs],
+            prompts=True,
+            captured=shape.captured,
         )
 
     def fill(self, given: PassInputs, shape: ChunkShape) -> PassInputs:
@@ -91,7 +91,9 @@ class ChunkBuffers:
             self.group_slots[:, :rows].copy_(given.group_slots)
             self.group_slots[:, rows : shape.rows].fill_(-1)
             self.group_tables[:, :seqs].copy_(given.group_tables)
-        return replace(self.inputs(shape, windowed=given.k_start is not None), max_context=given.max_context)
+        made = replace(self.inputs(shape, windowed=given.k_start is not None), max_context=given.max_context)
+        # A grid for a chunk of all rows would have as many programs for every chunk.
+        return made if shape.captured else replace(made, max_q_len=given.max_q_len)
 
     def mask_ends(self, last: Tensor, is_end: Tensor) -> None:
         """Mask the last row of each chunk that ends its prompt, because verification feeds this row. `last` `[S]` are

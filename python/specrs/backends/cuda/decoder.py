@@ -21,7 +21,7 @@ from specrs.backends.cuda.stream import stream_of
 from specrs.backends.cuda.workspace import Workspace, fused_heads, linear_shapes, logits_rows, rotations
 from specrs.errors import UnsupportedModelError, invalid
 from specrs.kernels.cuda._heads import Heads
-from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig
+from specrs.kernels.cuda.attention_config import ANY_LENGTH, MAX_VERIFY_ROWS, AttentionConfig
 from specrs.kernels.cuda.configs import LinearShape
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.embedding import embed
@@ -234,6 +234,10 @@ class Attention:
     """Prompt chunks after the rows of the requests. None: there are none."""
     chunk_rows: Sequence[AttentionRows]
     """Rows of the prompt chunks, for each KV group. Empty without chunks."""
+    total_rows: int | None
+    """Number of all rows of a captured pass over chunks. None: the pass is another."""
+    any_length: bool
+    """True if chunks of all lengths use one kernel, because no graph fixes their number of rows."""
 
     @classmethod
     def of(
@@ -262,7 +266,8 @@ class Attention:
             at = inputs.positions[first:]
             after = [AttentionRows(at, chunks.q_start, table, chunks.max_q_len) for table in tables]
         fused = rows <= MAX_ROWS and fused_heads(c, dtype, ws.limits) > 0
-        return cls(c, dtype, ws, angles, where, groups, fused, chunks, after)
+        total_rows, any_length = rows if inputs.captured else None, inputs.prompts and not inputs.captured
+        return cls(c, dtype, ws, angles, where, groups, fused, chunks, after, total_rows, any_length)
 
     def heads(self, layer: TorchLayer, cache: Tensor, index: int = 0) -> Heads | None:
         """Return what the qkv product of layer `index` needs to norm, rotate and write heads itself. None: call
@@ -291,12 +296,14 @@ class Attention:
         """
         (_, rows), chunks = self.where[self._group(index)], self.chunks
         if chunks is None:
-            self._attend(layer, qkv, cache, rows, out, index, rows.q_start.shape[0] - 1, self.ws.dependent)
+            batch = rows.q_start.shape[0] - 1
+            self._attend(layer, qkv, cache, rows, out, index, (batch, self.total_rows), self.ws.dependent)
             return
         first, after = chunks.first, self.chunk_rows[self._group(index)]
-        self._attend(layer, qkv[:first], cache, rows, out[:first], index, chunks.batch, self.ws.dependent)
+        self._attend(layer, qkv[:first], cache, rows, out[:first], index, (chunks.batch, None), self.ws.dependent)
         # Not dependent: it must wait for all earlier kernels, not just for the launch before it.
-        self._attend(layer, qkv[first:], cache, after, out[first:], index, after.q_start.shape[0] - 1, False)
+        shape = after.q_start.shape[0] - 1, max(len(qkv) - first, after.max_q_len)
+        self._attend(layer, qkv[first:], cache, after, out[first:], index, shape, False)
 
     def _attend(
         self,
@@ -306,17 +313,19 @@ class Attention:
         rows: AttentionRows,
         out: Tensor,
         index: int,
-        batch: int,
+        shape: tuple[int, int | None],
         dependent: bool,
     ) -> None:
-        """Launch attention for `rows`. Its work is split as for `batch` requests."""
+        """Launch attention for `rows`. Its work is split for `shape`: a number of requests, and the number of rows of
+        chunks if it is known."""
         c, ws = self.c, self.ws
         window = c.windows[index] if c.windows else None
         # The table's width, not the step's longest context, keeps one order of sums and few compiled kernels.
         held = rows.block_table.shape[1] * cache.shape[3]
         span = held if window is None else min(window, held)
         heads = (c.num_heads, c.num_kv_heads, c.head_dim)
-        cut = _attention_config(batch, rows.max_q_len, *heads, (self.dtype, cache.dtype), ws.limits, span)
+        max_q_len = max(rows.max_q_len, ANY_LENGTH) if self.any_length else rows.max_q_len
+        cut = _attention_config(shape, max_q_len, *heads, (self.dtype, cache.dtype), ws.limits, span)
         mask_params = MaskParams(c.attention_scale, window, layer.sinks, layer.kv_scales)
         scratch, width = (ws.partials, ws.stats, ws.counters), c.num_heads * c.head_dim
         paged_attention(qkv[:, :width], cache, rows, out, scratch, mask_params, cut, dependent)
@@ -334,7 +343,7 @@ class Attention:
 
 @lru_cache(maxsize=256)
 def _attention_config(
-    batch: int,
+    shape: tuple[int, int | None],
     max_q_len: int,
     heads: int,
     kv_heads: int,
@@ -343,7 +352,9 @@ def _attention_config(
     limits: DeviceLimits,
     span: int,
 ) -> list[int]:
-    """Return the fields of the cached AttentionConfig for these sizes."""
+    """Return the fields of the cached AttentionConfig for these sizes. `shape` is a number of requests, and of all rows
+    if the pass is over chunks and captured."""
+    batch, total_rows = shape
     config = AttentionConfig.choose(
         batch=batch,
         max_q_len=max_q_len,
@@ -354,4 +365,8 @@ def _attention_config(
         limits=limits,
         span=span,
     )
+    if total_rows is not None:
+        config = config.of_chunks(
+            total_rows, batch=batch, max_q_len=max_q_len, num_kv_heads=kv_heads, limits=limits, span=span
+        )
     return list(dataclasses.astuple(config))

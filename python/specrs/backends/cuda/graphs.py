@@ -6,7 +6,9 @@ but none for activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import contextlib
+import gc
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -16,10 +18,11 @@ from specrs.backends.cuda.chunks import catch_up_pass, feeds_chunks, prompt_pass
 from specrs.backends.cuda.context import Context, StepSequences
 from specrs.backends.cuda.drafting import draft_pass
 from specrs.backends.cuda.iteration import run, run_merged, verify_pass
-from specrs.backends.cuda.shapes import Buckets
+from specrs.backends.cuda.shapes import Buckets, MergedShape, Shape
 
 WARM_UPS = 2
-"""Eager runs before a capture. The first compiles kernels and sets up cuBLAS, which must not happen in a capture."""
+"""Eager runs before the first capture. The first one compiles kernels and sets up cuBLAS, which must not happen in a
+capture. Each later capture has one such run, for the kernels of its own shape."""
 
 
 class Graphs:
@@ -42,18 +45,35 @@ class Graphs:
         """Capture `function` under `key`. It also runs eagerly before, which must be harmless."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UPS):
+            for _ in range(1 if self._graphs else WARM_UPS):
                 function()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # In other modes NCCL's thread, which queries events of earlier exchanges, would end the capture.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        mode = "thread_local"
+        with (
+            _without_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode),
+        ):
             function()
         self._graphs[key] = graph
 
     def replay(self, key: Hashable) -> None:
         """Enqueue the graph of `key` on the current stream. Raises KeyError if there is none."""
         self._graphs[key].replay()
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Run no garbage collection in the context. A finaliser that frees memory of the device in the middle of a capture
+    makes the capture invalid."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Uncaptured:
@@ -112,9 +132,10 @@ def capture_all(ctx: Context, buckets: Buckets, decode: StepSequences, device: t
 
 def measure_bytes(ctx: Context, buckets: Buckets, decode: StepSequences, device: torch.device) -> int:
     """Return the device memory that all graphs will take, estimated from the first and largest graph of each kind.
+    Whole iterations with another number of draft passes are another kind.
 
-    Each is captured twice, and the second capture counts. The first also allocates what all graphs of a kind share,
-    such as 32 MiB of cuBLAS workspace for the new stream.
+    Each of these is captured twice, and the second capture counts. The first also allocates what all graphs of a kind
+    share, such as 32 MiB of cuBLAS workspace for the new stream.
     """
     graphs, work = Graphs(device), list(tasks(ctx, buckets, decode))
     each: dict[str, int] = {}
@@ -134,4 +155,8 @@ def measure_bytes(ctx: Context, buckets: Buckets, decode: StepSequences, device:
 
 
 def _kind(key: Hashable) -> str:
-    return str(key[0]) if isinstance(key, tuple) else "whole"
+    """Return the name of the graphs that take as much memory as that of `key`, or less."""
+    if isinstance(key, tuple):
+        return str(key[0])
+    assert isinstance(key, Shape | MergedShape)
+    return f"whole, {(key.decode if isinstance(key, MergedShape) else key).depth} draft passes"

@@ -188,17 +188,18 @@ def run_merged(ctx: Context, shape: MergedShape) -> None:
     sequence with K = 0.
     """
     b, verified, chunks = ctx.buffers, shape.verify, ctx.chunks
-    prepare(ctx, verified, all_sequences(ctx.record.views))
-    if verified.max_k:
-        draft(ctx, shape.decode)
-        assemble(ctx, verified)
     first, seqs = verified.rows, shape.chunk_shape.seqs
     after, own = slice(first, shape.rows), slice(0, shape.chunk_rows)
+    # Before all kernels: a graph may not have a kernel that is launched dependently right after a copy.
     b.verify_ids[after].copy_(chunks.ids[own])
     b.verify_positions[after].copy_(chunks.positions[own])
     b.verify_slots[after].copy_(chunks.slots[own])
     if len(b.group_slots):
         b.group_slots[:, after].copy_(chunks.group_slots[:, own])
+    prepare(ctx, verified, all_sequences(ctx.record.views))
+    if verified.max_k:
+        draft(ctx, shape.decode)
+        assemble(ctx, verified)
     inputs = _verify_inputs(ctx, verified.batch, first, verified.max_k + 1, shape.rows)
     rows = ChunkRows(
         first=first,

@@ -14,7 +14,7 @@ from specrs.backends.cuda.build import make_buckets, make_context
 from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.graphs import measure_bytes
 from specrs.backends.cuda.hidden_rows import HiddenInputs
-from specrs.backends.cuda.sampling.sampling_state import SamplingState
+from specrs.backends.cuda.sampling.sampling_state import SamplingState, adjusting_bytes
 from specrs.backends.kv_memory import GIB, given_num_blocks
 from specrs.errors import InvalidConfigError, invalid
 from specrs.models.inputs import PassInputs
@@ -51,12 +51,12 @@ def measure_num_blocks(blueprint: Blueprint, free_memory: Callable[[str], int]) 
             "gpu_memory_utilization",
             config.gpu_memory_utilization,
             f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free after the weights, and the buffers of an iteration "
-            f"do not fit ({fault}); allowed are a smaller max_num_seqs={config.max_num_seqs}, "
-            f"max_num_batched_tokens={config.max_num_batched_tokens} or num_speculative_tokens",
+            f"do not fit ({fault}); allowed are a smaller max_num_seqs={config.most_seqs}, "
+            f"max_num_batched_tokens={config.batched_tokens} or num_speculative_tokens",
         ) from None
     left = int(total * config.gpu_memory_utilization) - used - graphs
     _check_fits(blueprint, left, "gpu_memory_utilization", config.gpu_memory_utilization, needed)
-    blocks = min(left // per_block, per_request * config.max_num_seqs)
+    blocks = min(left // per_block, per_request * config.most_seqs)
     logger.info(
         "GPU memory: %.2f of %.2f GiB used by weights, buffers and a full prefill, %.2f GiB reserved for graphs, "
         "%.2f GiB for %d KV blocks of %d positions",
@@ -73,9 +73,9 @@ def measure_num_blocks(blueprint: Blueprint, free_memory: Callable[[str], int]) 
 def _measure(blueprint: Blueprint) -> tuple[int, int]:
     """Return `(bytes used without the KV pool, bytes that all graphs will take)`. Leaves nothing allocated."""
     config, device = blueprint.config, torch.device(blueprint.device)
-    sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
+    sampling = SamplingState(config.most_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
     ctx = make_context(blueprint, blueprint.scheduler(blueprint.max_model_len // config.block_size + 1), sampling, 1)
-    inputs = _prefill_inputs(config.max_num_batched_tokens, blueprint, device)
+    inputs = _prefill_inputs(config.batched_tokens, blueprint, device)
     entries = ctx.target.forward(inputs, ctx.kv_cache, ctx.hidden_layers).entries
     if ctx.drafter is not None:
         start = inputs.q_start[:1]
@@ -85,6 +85,9 @@ def _measure(blueprint: Blueprint) -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info(device)
     # Memory that torch has freed but cached counts as used, because prefill's temporaries need it again.
     used = total - free
+    # A penalty or a grammar of one request adjusts logits of the whole batch, in memory that prefill may have left.
+    adjusting = adjusting_bytes(ctx.buffers.logits.shape[0], blueprint.weights.target.vocab_size)
+    used += max(0, adjusting - (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)))
     graphs = 0
     if not config.enforce_eager:
         graphs = measure_bytes(ctx, make_buckets(blueprint), sequences_of(ctx.record.views, "num_decode"), device)
@@ -125,5 +128,5 @@ def _check_fits(blueprint: Blueprint, left: int, field: str, value: object, need
         value,
         f"one request of max_model_len={blueprint.max_model_len} needs {needed / GIB:.2f} GiB of KV cache and "
         f"{max(0, left) / GIB:.2f} GiB are left, {(needed - left) / GIB:.2f} GiB too little; {instead}a larger "
-        f"{field}, fewer max_num_seqs={blueprint.config.max_num_seqs}, or a smaller model",
+        f"{field}, fewer max_num_seqs={blueprint.config.most_seqs}, or a smaller model",
     )

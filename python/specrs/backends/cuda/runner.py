@@ -10,6 +10,7 @@ chained.
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,9 +42,11 @@ from specrs.backends.cuda.sampling.logprobs import prompt_logprobs
 from specrs.backends.cuda.sampling.sampling_state import SamplingState, SequenceSampling
 from specrs.backends.cuda.shapes import Buckets, LogitsMode, MergedShape, Shape
 from specrs.backends.cuda.slots import TensorSlot, blocks_of, drafted_on_host, host_drafts
+from specrs.backends.cuda.step_costs import replayed_costs
 from specrs.backends.cuda.uploads import apply_uploads
 from specrs.backends.extras import ExtrasLookup
 from specrs.backends.ring import Header, RingSlot
+from specrs.core import CostModel
 from specrs.drafters.base import DrafterCounts
 from specrs.drafters.host import OnHost
 from specrs.models.inputs import PassInputs
@@ -120,6 +123,29 @@ class CudaRunner:
     def is_native(self) -> bool:
         """False, because a step is a chain of kernels."""
         return False
+
+    @torch.inference_mode()
+    def step_costs(self, *, on_host: bool) -> CostModel | None:
+        """Return the milliseconds of steps by batch and K, from replays without sequences. None without graphs. Clears
+        the device's record."""
+        self.ctx.record.views["header"].zero_()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return replayed_costs(self.buckets, self.graphs, self._replay_ms, on_host=on_host)
+
+    def _replay_ms(self, shape: Shape) -> float:
+        """Return the milliseconds of one replay. Waits for it."""
+        if self._stream is None:
+            began = time.perf_counter()
+            self.graphs.replay(shape)
+            return 1e3 * (time.perf_counter() - began)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            start.record()
+            self.graphs.replay(shape)
+            end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
 
     @property
     def kv_cache(self) -> KVCache:
@@ -344,7 +370,7 @@ class CudaRunner:
         ctx = self.ctx
         for i in range(1, decoding.depth + 1):
             count = sum(k >= i for k in decoding.ks)
-            key = ("draft", self.buckets.batch(count), i, logits_mode)
+            key = ("draft", self.buckets.chained_batch(count), i, logits_mode)
             if key in self.graphs:
                 self.graphs.replay(key)
             elif i == 1 or not ctx.in_parallel:

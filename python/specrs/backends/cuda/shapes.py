@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -63,16 +64,28 @@ class MergedShape:
         return self.verify.rows + self.chunk_rows
 
 
-MERGED_ROWS = (32, 64)
-"""Numbers of rows of a pass with prompt chunks. Up to 64 rows its products use the kernels of verification alone, so
-other texts do not change. Wider products would use cuBLAS."""
+FUSED_ROWS = 64
+"""Largest number of rows of a pass whose products are the kernels of verification alone. Wider ones use cuBLAS."""
+MERGED_ROWS = (32, FUSED_ROWS)
+"""Numbers of rows of a pass with prompt chunks, if its verification alone has at most `FUSED_ROWS` rows. It then keeps
+its kernels, so other texts do not change."""
+WIDE_MERGED_ROWS = (96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Numbers of rows of a pass with prompt chunks, if its verification alone has more than `FUSED_ROWS` rows. cuBLAS may
+add in another order for each of them, as it may for each padded batch."""
+_WIDE_CHUNK_ROWS = (32, 96, 160)
+"""Numbers of chunk rows for which a wide pass takes the next number of rows: part of a prompt, half of a usual one, and
+a usual one."""
 _LEAST_CHUNK_ROWS = 8
 """Least number of rows that a merged shape must leave for chunks."""
-CHUNK_ROWS = (16, 32, 64, 128, 256)
+MERGED_CHUNKS = 4
+"""Largest number of prompt chunks in a verification pass."""
+CHUNK_ROWS = (16, 32, 64, 96, 128, 160, 192, 256)
 """Numbers of rows of captured passes over chunks. In longer passes the GPU takes longer than the host, so a graph gains
 nothing."""
 CHUNK_SEQS = (1, 8)
 """Numbers of chunks in captured passes."""
+MAX_CAPTURED_ROWS = max(CHUNK_ROWS[-1], WIDE_MERGED_ROWS[-1])
+"""Largest number of rows of chunks in a captured pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +99,20 @@ class ChunkShape:
 
 
 def batch_buckets(max_num_seqs: int, sizes: Sequence[int] | None = None) -> list[int]:
-    """Return the batch sizes for which graphs are captured, ascending: powers of two, and from 16 on the values halfway
-    between.
+    """Return the batch sizes for which whole iterations are captured, ascending: 1, 2, 4, then steps of 8 to 64, of 16
+    to 256, and from there on those of `coarse_buckets`.
 
     `sizes` replaces them; sizes above `max_num_seqs` are dropped. Steps beyond the largest size run eagerly.
     """
     if sizes is not None:
         return sorted({size for size in sizes if size <= max_num_seqs})
+    fine = {1, 2, 4, *range(8, 64, 8), *range(64, 257, 16)}
+    return sorted({size for size in fine if size < max_num_seqs} | set(coarse_buckets(max_num_seqs)))
+
+
+def coarse_buckets(max_num_seqs: int) -> list[int]:
+    """Return powers of two below `max_num_seqs`, from 16 on the values halfway between, and `max_num_seqs`,
+    ascending."""
     powers = [1 << i for i in range(max_num_seqs.bit_length())]
     default = powers + [3 * power // 2 for power in powers if power >= 16]
     return sorted({size for size in default if size < max_num_seqs} | {max_num_seqs})
@@ -133,17 +153,26 @@ class Buckets:
         self.whole_ks = list(range(self.max_k, -1, -1)) if every_k else list(dict.fromkeys((self.max_k, 0)))
         # For steps whose drafts are all in the record. Texts decide how many.
         self.host_ks = list(range(self.max_k, 0, -1)) if mixes else []
-        # Average rows per sequence. Steps in which some sequences draft less take the next larger number.
-        width = num_speculative_tokens + 1
+        # Few steps run pass by pass, and each draft pass has graphs of its own, so half as many sizes do.
+        fine = bool(self.batches) and self.batches == batch_buckets(self.batches[-1])
+        self.chained_batches = coarse_buckets(self.batches[-1]) if fine else self.batches
         self.chunk_rows = sorted({min(rows, max_chunk_rows) for rows in CHUNK_ROWS if max_chunk_rows})
         self.chunk_seqs = sorted({min(seqs, max_chunks) for seqs in CHUNK_SEQS if max_chunks})
         self.merged_seqs = min(merges, max_chunks)
-        self._merged = list(self._merged_shapes(max_chunks, max_chunk_rows)) if self.merged_seqs else []
-        self.widths = sorted({1 << i for i in range(width.bit_length()) if 1 << i < width} | {width})
+        self._merged: dict[tuple[int, LogitsMode, int | None], list[MergedShape]] = defaultdict(list)
+        if self.merged_seqs:
+            for merged in self._merged_shapes(max_chunks, max_chunk_rows):
+                self._merged[_kind(merged.decode)].append(merged)
+        # Average rows per sequence. Steps in which some sequences draft less take the next larger number.
+        self.widths = _widths(num_speculative_tokens + 1)
 
     def batch(self, count: int) -> int | None:
         """Return the smallest batch size of at least `count`; None if all are smaller."""
         return _at_least(self.batches, count)
+
+    def chained_batch(self, count: int) -> int | None:
+        """Return the smallest batch size of single passes of at least `count`; None if all are smaller."""
+        return _at_least(self.chained_batches, count)
 
     def whole(self, planned: Sequence[int], logits_mode: LogitsMode, depth: int | None = None) -> Shape | None:
         """Return the shape of the whole-iteration graph for sequences with `planned` drafts, descending; None: run
@@ -171,7 +200,7 @@ class Buckets:
 
     def chained(self, planned: Sequence[int], logits_mode: LogitsMode, depth: int | None = None) -> Shape | None:
         """Return the padded shape of a step that runs pass by pass; None if its batch is larger than all sizes."""
-        batch = self.batch(len(planned))
+        batch = self.chained_batch(len(planned))
         if batch is None:
             return None
         width = _at_least([w * batch for w in self.widths], sum(planned) + len(planned))
@@ -185,26 +214,40 @@ class Buckets:
 
     def merged(self, whole: Shape, count: int, rows: int, chunks: int) -> MergedShape | None:
         """Return the shape of `whole`, for `count` sequences, with `chunks` prompt chunks of `rows` rows in total in
-        its verification pass. None: they do not fit and need their own pass."""
-        fitting = (s for s in self._merged if s.decode == whole and s.chunk_rows >= rows)
+        its verification pass. None: they do not fit and need their own pass.
+
+        If `whole` has more than `FUSED_ROWS` rows, the shape may have a larger batch.
+        """
+        if chunks > self.merged_seqs:
+            return None
         # A shape has room for its batch and some chunks, but for no more than max_num_seqs sequences.
-        return next((s for s in fitting if count + chunks <= s.num_seqs and chunks <= self.merged_seqs), None)
+        room = (s for s in self._merged[_kind(whole)] if s.chunk_rows >= rows and count + chunks <= s.num_seqs)
+        wide = whole.rows > FUSED_ROWS
+        fitting = (s for s in room if s.decode == whole or (wide and s.decode.batch > whole.batch))
+        return min(fitting, key=lambda shape: shape.rows, default=None)
 
     def merged_shapes(self) -> Iterator[MergedShape]:
         """Yield every whole graph with prompt chunks, largest first."""
-        yield from sorted(self._merged, key=lambda shape: -shape.rows)
+        every = (shape for shapes in self._merged.values() for shape in shapes)
+        yield from sorted(every, key=lambda shape: -shape.rows)
 
     def _merged_shapes(self, max_num_seqs: int, max_rows: int) -> Iterator[MergedShape]:
+        for alone in self._merging():
+            none = ChunkShape(0, self.merged_seqs)
+            merged = MergedShape(alone, min(alone.batch + self.merged_seqs, max_num_seqs), none)
+            for total in _merged_rows(alone, merged.rows):
+                rows = min(total - merged.rows, max_rows)
+                if rows >= _LEAST_CHUNK_ROWS:
+                    yield replace(merged, chunk_shape=replace(none, rows=rows))
+
+    def _merging(self) -> Iterator[Shape]:
+        """Yield the iterations that have graphs with prompt chunks. Wide ones have them for coarse batches alone."""
         for batch in self.batches:
-            for k in dict.fromkeys((self.max_k, 0)):
+            for k in self.whole_ks:
                 for logits_mode in (LogitsMode.SAMPLED, LogitsMode.GREEDY):
                     alone = Shape(batch, k, batch * (k + 1), logits_mode, self._passes(k, None))
-                    none = ChunkShape(0, self.merged_seqs)
-                    merged = MergedShape(alone, min(batch + self.merged_seqs, max_num_seqs), none)
-                    for total in MERGED_ROWS:
-                        rows = min(total - merged.rows, max_rows)
-                        if rows >= _LEAST_CHUNK_ROWS:
-                            yield replace(merged, chunk_shape=replace(none, rows=rows))
+                    if alone.rows <= FUSED_ROWS or batch in self.chained_batches:
+                        yield alone
 
     def chunks(self, rows: int, seqs: int) -> ChunkShape | None:
         """Return the smallest captured pass over `seqs` chunks of `rows` rows in total; None if all are smaller."""
@@ -227,17 +270,40 @@ class Buckets:
 
     def draft_passes(self) -> Iterator[tuple[int, int, LogitsMode]]:
         """Yield `(batch, pass, logits_mode)` of every chained draft pass, largest first."""
-        for batch in reversed(self.batches if self.has_passes else []):
+        for batch in reversed(self.chained_batches if self.has_passes else []):
             for i in range(1, (min(1, self.max_k) if self.in_parallel else self.max_k) + 1):
                 for logits_mode in LogitsMode:
                     yield batch, i, logits_mode
 
     def verify_passes(self) -> Iterator[tuple[int, int, bool]]:
         """Yield `(batch, rows, greedy)` of every chained verification pass, largest first."""
-        for batch in reversed(self.batches):
+        for batch in reversed(self.chained_batches):
             for width in reversed(self.widths):
                 for greedy in (False, True):
                     yield batch, batch * width, greedy
+
+
+def _merged_rows(alone: Shape, without_chunks: int) -> list[int]:
+    """Return the numbers of rows of passes with prompt chunks after the iteration `alone`. `without_chunks` is their
+    number of rows before the chunks."""
+    if alone.rows <= FUSED_ROWS:
+        return list(MERGED_ROWS)
+    wanted = {_at_least(WIDE_MERGED_ROWS, without_chunks + rows) for rows in _WIDE_CHUNK_ROWS}
+    return sorted(rows or WIDE_MERGED_ROWS[-1] for rows in wanted)
+
+
+def _kind(shape: Shape) -> tuple[int, LogitsMode, int | None]:
+    """Return the part of a shape that a merged shape of a larger batch must have, too."""
+    return shape.max_k, shape.logits_mode, shape.passes
+
+
+def _widths(most: int) -> list[int]:
+    """Return 1 and `most`, and between them halves of `most` down to 3, ascending."""
+    found = {1, most}
+    while most > 3:
+        most = (most + 1) // 2
+        found.add(most)
+    return sorted(found)
 
 
 def _at_least(sizes: Sequence[int], count: int) -> int | None:

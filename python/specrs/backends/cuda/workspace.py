@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from specrs.backends.cuda.experts import ExpertBuffers
+from specrs.backends.cuda.shapes import CHUNK_SEQS, MAX_CAPTURED_ROWS, MERGED_CHUNKS
 from specrs.kernels.coding import Coding
 from specrs.kernels.cuda._heads import WIDTHS
 from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig
@@ -27,8 +29,6 @@ stream."""
 CODED_ROWS = 256
 """Largest number of rows for which quantized weights are read in place, once per 64 rows. Dequantizing them moves ten
 times their bytes or more."""
-MERGED_CHUNKS = 4
-"""Largest number of prompt chunks in a verification pass."""
 _NUMBERS_BYTES = 64 * 2**20
 """Bytes of memory for a dequantized piece of a quantized weight, for products of more rows."""
 _FAR = 1 << 24
@@ -88,26 +88,33 @@ def _rounded_sizes(shapes: Mapping[str, Sequence[LinearShape]], max_rows: int) -
 def _attention_scratch(
     config: ModelConfig, max_seqs: int, dtype: torch.dtype, limits: DeviceLimits
 ) -> tuple[int, int, int]:
-    """Return the largest scratch sizes of attention over `max_seqs` requests and `MERGED_CHUNKS` ends of prompts, as in
-    `AttentionConfig.scratch_sizes`. Shorter spans have no more splits, so the longest is used."""
-    most = (0, 0, 0)
+    """Return the largest scratch sizes of attention over `max_seqs` requests and `MERGED_CHUNKS` ends of prompts, and
+    over captured prompt chunks, as in `AttentionConfig.scratch_sizes`. Shorter spans have no more splits, so the
+    longest is used."""
+    choose = partial(
+        AttentionConfig.choose,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtypes=(dtype, dtype),
+        limits=limits,
+        span=_FAR,
+    )
+    needed = partial(AttentionConfig.scratch_sizes, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+    sizes = [(0, 0, 0)]
     for batch in range(1, max_seqs + 1):
         for rows in range(1, MAX_VERIFY_ROWS + 1):
-            cut = AttentionConfig.choose(
-                batch=batch,
-                max_q_len=rows,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                dtypes=(dtype, dtype),
-                limits=limits,
-                span=_FAR,
-            )
-            kv_heads, dim = config.num_kv_heads, config.head_dim
             most_seqs = min(batch + MERGED_CHUNKS, max_seqs)
-            sizes = cut.scratch_sizes(batch=most_seqs, max_q_len=rows, num_kv_heads=kv_heads, head_dim=dim)
-            most = max(most[0], sizes[0]), max(most[1], sizes[1]), max(most[2], sizes[2])
-    return most
+            sizes.append(needed(choose(batch=batch, max_q_len=rows), batch=most_seqs, max_q_len=rows))
+    for batch in {min(seqs, max_seqs) for seqs in (*CHUNK_SEQS, MERGED_CHUNKS)}:
+        for rows in range(MAX_VERIFY_ROWS + 1, MAX_CAPTURED_ROWS + 1):
+            cut = choose(batch=batch, max_q_len=rows)
+            cut = cut.of_chunks(
+                rows, batch=batch, max_q_len=rows, num_kv_heads=config.num_kv_heads, limits=limits, span=_FAR
+            )
+            sizes.append(needed(cut, batch=batch, max_q_len=rows))
+    partial_out, partial_stat, counters = zip(*sizes, strict=True)
+    return max(partial_out), max(partial_stat), max(counters)
 
 
 @dataclass(frozen=True, slots=True)

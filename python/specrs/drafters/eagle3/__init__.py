@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from dataclasses import dataclass
+from typing import cast
 
-from specrs.core import HiddenDrafter
-from specrs.drafters.base import Declared, DraftLimits, Loading
-from specrs.drafters.cpu import CpuDrafter
-from specrs.drafters.eagle3.check import HeadCheck
+from specrs.drafters.base import Loading
 from specrs.drafters.eagle3.files import open_head
 from specrs.drafters.eagle3.weights import Eagle3Facts
+from specrs.drafters.hidden_state import LoadedHead
 from specrs.drafters.method import WHERE, CheckpointOptions, ModelMethod, wrong
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.decoder_weights import DecoderFacts
@@ -21,9 +19,6 @@ from specrs.models.errors import OF_DRAFT, about
 from specrs.options import Integer, ListOf, Number, option
 
 logger = logging.getLogger("specrs")
-IDLE_STEPS = 8
-"""Maximum number of consecutive steps without drafts after which a head can still catch up from kept hidden states.
-After more it starts anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,41 +52,6 @@ def bundled() -> str:
     from specrs.pair import EAGLE3
 
     return str(EAGLE3)
-
-
-@dataclass(frozen=True)
-class LoadedHead:
-    """A head with its weights. `LoadedDrafter` documents the members."""
-
-    model: Eagle3Facts
-
-    has_own_blocks = False
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return self.model.aux_layer_ids
-
-    def with_model(self, model: Any) -> Self:
-        return replace(self, model=model)
-
-    def max_draft_lag(self, limits: DraftLimits) -> int:
-        """Return the maximum number of positions that the head's KV may lack: those of one verification and of some
-        steps without drafts."""
-        return limits.num_speculative_tokens + 2 + IDLE_STEPS
-
-    def declare(self, limits: DraftLimits) -> Declared:
-        return HiddenDrafter(max_model_len=limits.shared_len, max_draft_lag=self.max_draft_lag(limits))
-
-    def hidden_row_size(self, limits: DraftLimits) -> int:
-        width = len(self.model.aux_layer_ids) * self.model.weights.config.target_hidden_size
-        return self.max_draft_lag(limits) * width
-
-    def on_cpu(self, limits: DraftLimits, num_blocks: int) -> CpuDrafter:
-        cache = self.model.allocate_cache(num_blocks, limits.block_size)
-        return CpuDrafter(model=self.model, kv_cache=cache, hidden_layers=self.hidden_layers)
-
-    def check(self, path: str) -> HeadCheck:
-        return HeadCheck(path, self.model.aux_layer_ids)
 
 
 def load(loading: Loading) -> LoadedHead:

@@ -4,18 +4,16 @@ nothing."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic
 
 import numpy as np
 
 from specrs.arrays import Array
 from specrs.drafters.eagle3.config import Eagle3Config
+from specrs.drafters.hidden_state import HeadFacts
 from specrs.models.decoder_weights import D, LayerWeights, T, W
 from specrs.models.kv_dtypes import kv_block_bytes
 from specrs.models.stored import NativeWeight
-
-if TYPE_CHECKING:
-    from specrs.core import CpuDecoder, CpuPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +53,31 @@ NativeHeadWeights = HeadWeights[Array, NativeWeight, np.dtype[Any]]
 """Weights of a head for the native pass on a CPU."""
 
 
-class Eagle3Facts:
+class Eagle3Facts(HeadFacts):
     """Facts about an EAGLE-3 head that do not depend on what computes it."""
 
     weights: HeadWeights[Any, Any, Any]
-    decoder: CpuDecoder | None = None
-    """The head's passes on a CPU in the Rust core; None: torch computes them."""
-
-    sliding_window: int | None = None
-    """Number of last positions that the head attends to; None: all positions."""
-
-    def on_pool(self, pool: CpuPool, *, activations: str = "auto", prompt_tiles: bool = False) -> Eagle3Facts:
-        """Return the same weights with passes on the threads of `pool`; itself if torch computes the passes.
-
-        `activations` is that of `CpuDecoder`. Raises `InvalidBufferError` for `bf16` and weights that are not bf16.
-        """
-        return self
-
-    @property
-    def cache_dtype(self) -> np.dtype[Any]:
-        """Dtype of K and V in the cache."""
-        raise NotImplementedError
+    least_acceptance = 0.15
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
         """Target layers at whose entry the head reads hidden states, ascending."""
         return self.weights.config.aux_layer_ids
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Number of features of one hidden state of the target."""
+        return self.weights.config.target_hidden_size
+
+    @property
+    def advice(self) -> str:
+        """Sentences for a warning that few drafts are accepted: what may be wrong, and what to do."""
+        ids = list(self.aux_layer_ids)
+        return (
+            f"It reads hidden states where they enter layers {ids}, counted from 0; where its ids mean the output of a "
+            f"layer, set speculative_config.aux_hidden_state_layer_ids={[layer + 1 for layer in ids]}, and where it "
+            "was trained with another base than its config.json says, speculative_config.rope_theta"
+        )
 
     @property
     def hidden_size(self) -> int:
@@ -108,7 +105,3 @@ class Eagle3Facts:
     def bytes_per_block(self, block_size: int) -> int:
         """Return the number of bytes of KV of one block."""
         return kv_block_bytes(self.weights.config.layer, block_size, self.cache_dtype.itemsize)
-
-    def allocate_cache(self, num_blocks: int, block_size: int) -> Any:
-        """Return a zeroed KV cache for the head, of one layer."""
-        raise NotImplementedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from specrs.errors import UnsupportedModelError, short
 from specrs.models.gguf.file import GGUFFile
@@ -25,6 +25,9 @@ class Architecture:
     window_period: int | None = None
     """Period of layers without a sliding window: all layers but every `window_period`-th have one. 0: all layers have
     one. None: no layer has one."""
+    delta_net: Literal["turned", "by key head"] | None = None
+    """Order of value heads in the tensors of a gated delta net. `turned`: the first value head of every key head, then
+    the second of every key head, and so on. `by key head`: the checkpoint's order. None: there are no delta nets."""
 
     @property
     def family(self) -> Family:
@@ -39,10 +42,14 @@ ARCHITECTURES = {
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM"),
     "olmo2": Architecture("Olmo2ForCausalLM"),
+    "seed_oss": Architecture("SeedOssForCausalLM", mlp_norm="post_attention_norm"),
     "phi3": Architecture("Phi3ForCausalLM", window_period=0),
     "granite": Architecture("GraniteForCausalLM", interleaved=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", interleaved=True),
     "gemma3": Architecture("Gemma3ForCausalLM", window_period=6),
+    "qwen35": Architecture("Qwen3_5ForCausalLM", mlp_norm="post_attention_norm", delta_net="turned"),
+    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", mlp_norm="post_attention_norm", delta_net="turned"),
+    "qwen3next": Architecture("Qwen3NextForCausalLM", mlp_norm="post_attention_norm", delta_net="by key head"),
     "gpt-oss": Architecture("GptOssForCausalLM", mlp_norm="post_attention_norm", window_period=2),
 }
 """Architectures by `general.architecture`. A pattern of windows in the file takes precedence over `window_period`."""

@@ -18,6 +18,10 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+_QWEN35 = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
@@ -32,13 +36,14 @@ _GPT2, _DIGITS = "gpt2", "digits"
 SPLITS = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "dbrx", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jais", "mpt"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
 }
 """Rule for splitting text before merges, by `tokenizer.ggml.pre`."""
-NFC = frozenset({"qwen2", "deepseek-r1-qwen", "olmo", "mpt", "command-r"})
+NFC = frozenset({"qwen2", "qwen35", "deepseek-r1-qwen", "olmo", "mpt", "command-r"})
 """Values of `tokenizer.ggml.pre` whose tokenizers normalize text to NFC first, as their `tokenizer.json` does."""
 WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})
 """Values of `tokenizer.ggml.pre` whose tokenizers look a whole word up before they merge its parts. If the file does

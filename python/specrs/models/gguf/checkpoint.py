@@ -3,6 +3,7 @@ model."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,12 +20,14 @@ from specrs.models.gguf.architectures import architecture_of
 from specrs.models.gguf.blocks import GROUPED
 from specrs.models.gguf.config import raw_config
 from specrs.models.gguf.file import GGUFFile, TensorInfo, dequantize, open_gguf
-from specrs.models.gguf.names import places
+from specrs.models.gguf.names import HEAD, places
 from specrs.models.gguf.splits import first_parts, part_names, whole_name
 from specrs.models.gguf.types import PLAIN
 from specrs.models.hub import hub_error
 from specrs.models.quantization.base import QuantizedTensors, bits_of
 from specrs.models.quantization.grouped import Grouped
+
+logger = logging.getLogger("specrs")
 
 
 def gguf_path(source: str | Path, revision: str | None = None) -> Path | None:
@@ -105,6 +108,9 @@ def gguf_config(path: Path) -> ModelConfig:
         config = parse_config(raw_config(open_gguf(path)))
     except CheckpointError as fault:
         raise type(fault)(str(fault).replace("config.json", str(path), 1)) from fault
+    if config.delta is not None:
+        turned = architecture_of(open_gguf(path)).delta_net == "turned"
+        config = replace(config, delta=replace(config.delta, turned=turned, by_key_head=False))
     # Files hold the sum of a norm's weights and its offset, in fp32 as the passes compute it.
     return replace(config, norm_offset=0.0)
 
@@ -117,25 +123,29 @@ class GGUFCheckpoint(QuantizedTensors):
         self.folder = path
         self.file: GGUFFile = open_gguf(path)
         self._places = places(self.file, architecture_of(self.file), gguf_config(path))
+        heads = sum(name.startswith(HEAD) for name in self._places)
+        if heads:
+            logger.info("%s: %d tensors of an MTP head are skipped: no drafter reads it yet", path, heads)
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
     def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that exactly the `required` tensors, and perhaps `optional` ones, are there in their shapes.
+        """Check that exactly the `required` tensors, and perhaps `optional` ones, are there in their shapes. Tensors of
+        an MTP head are not checked.
 
         Raises CheckpointError that names the tensors, UnsupportedModelError for a type that has no numbers.
         """
-        shapes = {name: self._shape(name) for name in self._places}
+        shapes = {name: place.shape for name, place in self._places.items() if not name.startswith(HEAD)}
         check_tensors(self.folder, shapes, required, optional)
-        for kind in {self._info(name).kind for name in self._places} - {*PLAIN, *GROUPED, *PackedMatrix.KINDS}:
+        for kind in {self._info(name).kind for name in shapes} - {*PLAIN, *GROUPED, *PackedMatrix.KINDS}:
             block = next(info.block for info in self.file.tensors.values() if info.kind == kind)
             try:
                 dequantize(np.zeros((1, block[1]), np.uint8), kind, self.folder)
             except UnsupportedModelError:
                 raise
             except (NotImplementedError, ValueError):
-                name = next(name for name in self._places if self._info(name).kind == kind)
+                name = next(name for name in shapes if self._info(name).kind == kind)
                 reason = f"{self.folder}: {name} is of type {kind}: not implemented by the package gguf"
                 raise UnsupportedModelError(reason) from None
 
@@ -146,11 +156,21 @@ class GGUFCheckpoint(QuantizedTensors):
     def mapped(self, name: str) -> Array:
         """Return one tensor with its rows in the checkpoint's order.
 
-        It has the file's type where that is numbers, else it is float32, made each time. Raises as `GGUFFile.numbers`.
+        It has the file's type where that is numbers, else it is float32, made each time. Raises as `GGUFFile.numbers`,
+        and CheckpointError for numbers that the checkpoint's cannot be computed of.
         """
-        numbers = self.file.numbers(self._places[name].name, self._rows(name)).reshape(self._shape(name))
-        order = self._order(name)
-        return numbers if order is None else numbers[order]
+        place, info = self._places[name], self._info(name)
+        numbers = self.file.numbers(place.name, self._rows(name))
+        numbers = numbers.reshape(info.shape if place.expert is None else info.shape[1:])
+        if place.rows is not None:
+            numbers = numbers[place.rows]
+        if place.computed is not None:
+            computed = place.computed(numbers)
+            wrong = ~np.isfinite(computed)
+            if wrong.any():
+                raise CheckpointError(f"{self.folder}: {place.name}: {numbers[wrong][0]:g} must be finite and below 0")
+            numbers = computed
+        return numbers.reshape(place.shape)
 
     def packed(self, name: str) -> PackedMatrix | None:
         """Return the matrix `name` packed for a CPU; None for types that have no packed layout.
@@ -160,9 +180,11 @@ class GGUFCheckpoint(QuantizedTensors):
         kind, tensor, rows = self._info(name).kind, self._places[name].name, self._rows(name)
         if kind not in PackedMatrix.KINDS:
             return None
-        order = self._order(name)
+        order, blocks = self._places[name].rows, self.file.blocks(tensor)[rows]
+        if order is not None and len(order) < len(blocks):
+            order, blocks = None, blocks[order]
         try:
-            made = PackedMatrix(kind, self.file.blocks(tensor)[rows], order)
+            made = PackedMatrix(kind, blocks, order)
         except InvalidBufferError:
             self.file.numbers(tensor, rows)  # raises, and says where
             raise
@@ -172,7 +194,7 @@ class GGUFCheckpoint(QuantizedTensors):
     def quantized_bits(self, name: str) -> int | None:
         """Return the bits of a weight that a GPU's kernels read as codes, at most; None where it becomes numbers."""
         kinds = {"Q4_0": ("int4", "int8"), "Q8_0": ("int8",), "Q6_K": ("int8",)}.get(self._info(name).kind, ())
-        return bits_of(kinds, 16 if self._info(name).kind == "Q6_K" else 32, self._shape(name)[1])
+        return bits_of(kinds, 16 if self._info(name).kind == "Q6_K" else 32, self._places[name].shape[1])
 
     def packed_bits(self, name: str) -> float:
         """Return the bits per weight of the tensor's type."""
@@ -187,7 +209,7 @@ class GGUFCheckpoint(QuantizedTensors):
         kind, rows = self._info(name).kind, self._rows(name)
         if kind not in GROUPED:
             return None
-        order = self._order(name)
+        order = self._places[name].rows
         grouped = GROUPED[kind](self.file.blocks(self._places[name].name)[rows])
         if not np.isfinite(grouped.scales).all():
             self.file.numbers(self._places[name].name, rows)  # raises, and says where
@@ -198,22 +220,10 @@ class GGUFCheckpoint(QuantizedTensors):
     def _info(self, name: str) -> TensorInfo:
         return self.file.tensors[self._places[name].name]
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        shape = self._info(name).shape
-        return shape if self._places[name].expert is None else shape[1:]
-
     def _rows(self, name: str) -> slice:
         """Return the rows of the file's tensor that `name` has: all of them, or its expert's."""
         expert = self._places[name].expert
         if expert is None:
             return slice(None)
-        rows = math.prod(self._shape(name)[:-1])
+        rows = math.prod(self._info(name).shape[1:-1])
         return slice(expert * rows, (expert + 1) * rows)
-
-    def _order(self, name: str) -> Array | None:
-        """Where rows of q and k are that rotate neighbours: in pairs by head; here the halves are apart."""
-        heads = self._places[name].heads
-        if heads is None:
-            return None
-        rows = self._shape(name)[0]
-        return np.arange(rows).reshape(heads, rows // heads // 2, 2).transpose(0, 2, 1).reshape(-1)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from specrs.errors import CheckpointError
+from specrs.models.delta_net import LINEAR
+from specrs.models.experts import SHARED_SIZE
 from specrs.models.gguf.architectures import Architecture, architecture_of
 from specrs.models.gguf.fields import Fields
 from specrs.models.gguf.file import GGUFFile
 from specrs.models.gguf.rope import rope_object
 from specrs.models.gguf.vocabulary import end_ids
 from specrs.models.layers import FULL, SLIDING
-from specrs.models.registry import ExpertFields
+from specrs.models.registry import ExpertFields, Family
 
 _GEMMA3_27B_LAYERS = 62
 """Number of layers of Gemma 3 27B. Only this size does not divide attention scores by the root of the head's size."""
@@ -26,7 +28,7 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
     architecture, prefix = architecture_of(file), file.metadata["general.architecture"]
     family, values = architecture.family, Fields(file, prefix)
     heads, hidden = values.size("attention.head_count"), values.size("embedding_length")
-    layers, positions = values.size("block_count"), values.size("context_length")
+    layers, positions = _num_layers(values, family), values.size("context_length")
     head_dim = values.size("attention.key_length", max(1, hidden // heads))
     rotary_dim = values.size("rope.dimension_count", head_dim)
     values.check_equal("attention.value_length", head_dim)
@@ -61,16 +63,49 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
     raw["rope_parameters"] = rope
     if family.original_positions is not None:
         raw["original_max_position_embeddings"] = values.size("rope.scaling.original_context_length", positions)
-    if rotary_dim != head_dim:
+    if family.partial_rotary:
         raw["partial_rotary_factor"] = rotary_dim / head_dim
     if family.multipliers:
         raw |= _multipliers(values)
     if family.query_pre_attn_scalar is not None:
         raw["query_pre_attn_scalar"] = hidden // heads if layers == _GEMMA3_27B_LAYERS else head_dim
+    if family.delta_net:
+        raw |= _delta_net(values, layers)
     raw |= _windows(values, architecture, layers)
     raw |= _mlp(values, family.experts)
     raw |= _biases(file, architecture)
     values.check_all_read()
+    return raw
+
+
+def _num_layers(values: Fields, family: Family) -> int:
+    """Return the number of layers without those of an MTP head, which `block_count` includes."""
+    blocks = values.size("block_count")
+    heads = values.get("nextn_predict_layers", 0) if family.delta_net else 0
+    if type(heads) is not int or not 0 <= heads < blocks:
+        raise values.unsupported("nextn_predict_layers", f"a number of layers below block_count={blocks}")
+    return blocks - heads
+
+
+def _delta_net(values: Fields, layers: int) -> dict[str, Any]:
+    """Return the fields of config.json for the sizes of gated delta nets and the layers that have one."""
+    heads, inner = values.size("ssm.time_step_rank"), values.size("ssm.inner_size")
+    if inner % heads:
+        raise values.unsupported("ssm.inner_size", f"a multiple of ssm.time_step_rank={heads}")
+    values.raw("rope.dimension_sections")  # positions of images, which are those of the text for text
+    raw: dict[str, Any] = {
+        "linear_num_key_heads": values.size("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": values.size("ssm.state_size"),
+        "linear_value_head_dim": inner // heads,
+        "linear_conv_kernel_dim": values.size("ssm.conv_kernel"),
+        "full_attention_interval": values.size("full_attention_interval", 4),
+    }
+    kinds = values.raw("attention.recurrent_layers")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) < layers or any(type(kind) is not bool for kind in kinds):
+            raise values.unsupported("attention.recurrent_layers", f"true or false for each of {layers} layers")
+        raw["layer_types"] = [LINEAR if kind else FULL for kind in kinds[:layers]]
     return raw
 
 
@@ -84,8 +119,13 @@ def _mlp(values: Fields, fields: ExpertFields | None) -> dict[str, Any]:
     }
     if fields.intermediate_size != "intermediate_size":
         # Files of such a family have no layer with an MLP, and weights of chosen experts add up to 1.
-        raw |= {"norm_topk_prob": True, "intermediate_size": values.size("feed_forward_length")}
-        return raw | {fields.intermediate_size: values.size("expert_feed_forward_length")}
+        size = values.size("expert_feed_forward_length")
+        raw |= {"norm_topk_prob": True, "intermediate_size": values.size("feed_forward_length", size)}
+        if fields.shared_intermediate_size is not None:
+            raw[SHARED_SIZE] = values.size("expert_shared_feed_forward_length", size)
+            if values.get("expert_shared_count", 1) != 1:
+                raise values.unsupported("expert_shared_count", "1")
+        return raw | {fields.intermediate_size: size}
     of = "expert_feed_forward_length" if "expert_feed_forward_length" in values else "feed_forward_length"
     values.check_equal("feed_forward_length", values.size(of))
     return raw | {"intermediate_size": values.size(of)}

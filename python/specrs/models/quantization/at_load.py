@@ -17,8 +17,17 @@ from specrs.models.quantization.base import QuantizedTensors, bits_of
 from specrs.models.quantization.fp8 import quantized
 from specrs.models.quantization.grouped import PACKED_UNIT, Grouped, Raw, Scaled8
 
-PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
-"""Endings of the names of projections, also those of experts. Routers have other names."""
+PROJECTIONS = (
+    "_proj.weight",
+    ".w1.weight",
+    ".w2.weight",
+    ".w3.weight",
+    ".in_proj_qkv.weight",
+    ".in_proj_z.weight",
+    ".in_proj_qkvz.weight",
+)
+"""Endings of the names of projections, also those of experts. Routers have other names, and so have the projections of
+a delta net to one number per head."""
 INT4_GROUPS = (128, 64, 32)
 """Sizes of INT4 groups. The first that divides the number of inputs is used."""
 _RANGES = {kind: (codes * 2.0**-20, codes * 65504.0) for kind, codes in (("Q8_0", 127), ("Q4_0", 8))}

@@ -154,6 +154,15 @@ def split_at(text: str, *markers: str, final: bool) -> tuple[str, str | None, st
         return text[:place], marker, text[place + len(marker) :]
     held = 0
     if not final:
-        longest = min(len(text), max(map(len, markers)) - 1)
-        held = next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in markers)), 0)
+        tail = text[-max(map(len, markers)) + 1 :]
+        starts = [i for marker in markers if (i := _start_of(marker, tail)) >= 0]
+        held = len(tail) - min(starts) if starts else 0
     return text[: len(text) - held], None, text[len(text) - held :]
+
+
+def _start_of(marker: str, tail: str) -> int:
+    """Return the first place from which `tail` is the beginning of `marker`, but not all of it; -1 without one."""
+    place = tail.find(marker[0])
+    while place >= 0 and not (len(tail) - place < len(marker) and marker.startswith(tail[place:])):
+        place = tail.find(marker[0], place + 1)
+    return place

@@ -176,6 +176,26 @@ impl BlockPool {
         Some(Evicted { block: i64::from(id), hash: block.entry.hash(), has_draft })
     }
 
+    /// Frees a cached block: it can no longer be found. Returns it with its former hash.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlock`] if the block is not cached.
+    pub(crate) fn forget(&mut self, block: i64) -> Result<Evicted> {
+        let id = self.checked(block, "a cached block", |b| b.ref_count == 0 && b.registered)?;
+        self.lists.remove(&mut self.blocks, ListId::Cached, id as u32);
+        self.by_hash.remove(&mut self.blocks, id as u32);
+        self.lists.push_front(&mut self.blocks, ListId::Free, id as u32);
+        let b = &mut self.blocks[id];
+        b.registered = false;
+        let has_draft = std::mem::take(&mut b.has_draft);
+        Ok(Evicted { block, hash: b.entry.hash(), has_draft })
+    }
+
+    /// Returns the number of cached blocks, which can be found by hash and have no holder.
+    pub(crate) fn num_cached(&self) -> usize {
+        self.lists.len(ListId::Cached)
+    }
+
     /// Adds a holder to a held or cached block.
     ///
     /// # Errors

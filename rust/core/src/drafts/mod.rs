@@ -33,7 +33,7 @@ pub enum Drafter {
         /// above 0.
         cost_ratio: f64,
     },
-    /// A head on the device that reads the target's hidden states (EAGLE-3), with its own KV in the target's blocks.
+    /// A head on the device that reads the target's hidden states (EAGLE-3, MTP), with its own KV in the target's blocks.
     /// The KV of position p is computed from the target's hidden state there and from the token at p + 1.
     ///
     /// The hidden states that passes leave are kept for a row's last `max_draft_lag - 1` positions before n - 1. If the
@@ -46,6 +46,9 @@ pub enum Drafter {
         /// Maximum number of positions that the head's KV may lag behind n so that it continues from there. At least
         /// the lag after a verification, K + 2, and at most 2^31.
         max_draft_lag: usize,
+        /// Whether a prefix hit is kept whole if only its last block lacks the head's KV. The head then starts anew
+        /// after it. Otherwise the hit gives up that block.
+        keeps_hits: bool,
     },
     /// A draft model on the device with its own tokenizer, which reads and writes text. Its KV is outside the target's
     /// blocks and needs no catch-up. The number of drafts is known only when its text is written, so `num_drafted` may
@@ -53,7 +56,7 @@ pub enum Drafter {
     Text,
 }
 
-/// Cost of a token of an EAGLE-3 head in tokens of the target, when the scheduler compares it with drafters on the
+/// Cost of a token of an EAGLE-3 or MTP head in tokens of the target, when the scheduler compares it with drafters on the
 /// host. A head is one layer of many.
 const HEAD_COST: f64 = 0.1;
 
@@ -67,6 +70,8 @@ pub(crate) struct DraftBounds {
     /// Whether the draft KV is computed from the target's hidden states, so that only steps that compute them write
     /// it.
     pub(crate) from_hidden: bool,
+    /// Whether a prefix hit gives up its last block if only that block lacks draft KV.
+    pub(crate) trims_hits: bool,
     /// First position that no draft can have, because the drafter takes no more positions.
     pub(crate) end_of_drafts: usize,
     /// Maximum number of positions that a row's draft KV may lag behind its n tokens so that the row still drafts.
@@ -82,6 +87,7 @@ impl DraftBounds {
             on_host: false,
             has_kv: false,
             from_hidden: false,
+            trims_hits: false,
             end_of_drafts: 0,
             max_draft_lag: usize::MAX,
             lag_after_drafting: 0,
@@ -104,6 +110,7 @@ impl Drafter {
                 on_host: false,
                 has_kv: true,
                 from_hidden: false,
+                trims_hits: false,
                 // The last draft is drawn from the last position that it can take, and never fed.
                 end_of_drafts: max_model_len + 1,
                 max_draft_lag,
@@ -112,9 +119,10 @@ impl Drafter {
             },
             Self::Text => DraftBounds { end_of_drafts: usize::MAX, ..DraftBounds::without_kv() },
             // Whatever the lag is, it drafts.
-            Self::Hidden { max_model_len, .. } => DraftBounds {
+            Self::Hidden { max_model_len, keeps_hits, .. } => DraftBounds {
                 has_kv: true,
                 from_hidden: true,
+                trims_hits: !keeps_hits,
                 end_of_drafts: max_model_len + 1,
                 ..DraftBounds::without_kv()
             },
@@ -164,7 +172,7 @@ impl Drafter {
         let (max_model_len, max_draft_lag, least_lag) = match *self {
             Self::None | Self::Text => return Ok(()),
             Self::Cached { max_model_len, max_draft_lag, .. } => (max_model_len, max_draft_lag, 1),
-            Self::Hidden { max_model_len, max_draft_lag } => (max_model_len, max_draft_lag, k + 2),
+            Self::Hidden { max_model_len, max_draft_lag, .. } => (max_model_len, max_draft_lag, k + 2),
         };
         for (field, value, least) in
             [("drafter.max_model_len", max_model_len, 1), ("drafter.max_draft_lag", max_draft_lag, least_lag)]

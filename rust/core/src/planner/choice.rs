@@ -149,7 +149,8 @@ impl Choice {
     }
 
     /// Returns the best K for all candidates, each limited to its cap, and its rate. If caps make the K differ, the
-    /// step costs `mixed` times the sum of its parts.
+    /// step costs `mixed` times the sum of its parts, or as if all drafted as many: a host with graphs for equal K
+    /// alone pads the others.
     pub(super) fn best_uniform(&self, mixed: f64) -> (usize, f64) {
         let best = |best: (usize, f64), (k, rate, _)| if rate > best.1 { (k, rate) } else { best };
         self.uniform(mixed).fold((0, 0.0), best)
@@ -172,18 +173,36 @@ impl Choice {
     /// Iterates over one K for all candidates, from 0 up: K, rate and milliseconds.
     fn uniform(&self, mixed: f64) -> impl Iterator<Item = (usize, f64, f64)> {
         let (mut tokens, mut ms) = (self.len as f64, self.base[self.len]);
+        let mut padded = ms;
         (0..=self.depth).map(move |k| {
             let Some(level) = k.checked_sub(1) else { return (0, tokens / ms, ms) };
             let all = level * self.stride + self.len;
             tokens += self.gains[all];
             let count = self.counts[all] as usize;
             ms += self.increments[level * self.stride + count];
+            padded += self.increments[all];
             if level == 0 {
                 ms += self.penalties[self.len];
+                padded += self.penalties[self.len];
             }
-            let ms = ms * if count == self.len { 1.0 } else { mixed };
+            let ms = if count == self.len { ms } else { (ms * mixed).min(padded.max(ms)) };
             (k, tokens / ms, ms)
         })
+    }
+
+    /// Returns the cost of a step with `ks` divided by the sum of its parts, if only caps make them differ and all
+    /// others are padded to the largest; at least 1. None if they differ otherwise.
+    pub(super) fn padding(&self, candidates: &[Candidate], ks: &[usize]) -> Option<f64> {
+        let most = ks.iter().copied().max().unwrap_or(0);
+        if ks.iter().zip(candidates).any(|(&k, candidate)| k != candidate.cap.min(most)) {
+            return None;
+        }
+        let (mut ms, mut padded) = (self.base[self.len], self.base[self.len]);
+        for level in 0..most {
+            ms += self.increments[level * self.stride + self.counts[level * self.stride + self.len] as usize];
+            padded += self.increments[level * self.stride + self.len];
+        }
+        Some((padded / ms).max(1.0))
     }
 
     /// Writes the best K of each candidate into `ks` and returns the rate. `guess` is the rate to begin with.

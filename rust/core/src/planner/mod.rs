@@ -69,6 +69,8 @@ pub struct SpeculationPlanner {
     since_refresh: u32,
     /// K that was last chosen for all requests, or `NO_K` if their K differed.
     uniform: usize,
+    /// Whether only their caps made the K of the last decision differ, if they did.
+    capped: bool,
     /// Milliseconds saved for trials.
     trial_credit: f64,
     /// Number of steps that were timed.
@@ -128,6 +130,7 @@ impl SpeculationPlanner {
             catch_up_ms,
             since_refresh: 0,
             uniform: NO_K,
+            capped: false,
             trial_credit: 0.0,
             timed: 0,
             trial: None,
@@ -210,12 +213,14 @@ impl SpeculationPlanner {
         self.refresh();
         self.sort(rows, caps, lags);
         self.choose(rows);
+        self.capped = self.choice.padding(&self.candidates, &self.ks).is_some();
         for (&(_, at), &k) in self.order.iter().zip(&self.ks) {
             ks[at as usize] = k as i64;
             self.last[rows[at as usize] as usize] = k;
         }
         self.uniform = if ks.iter().all(|&k| k == ks[0]) { ks[0] as usize } else { NO_K };
         self.explore(rows, caps, lags, ks);
+        self.capped &= self.probe.is_none();
         if self.probe.is_none() {
             self.try_out(caps, lags, ks);
         }
@@ -326,7 +331,11 @@ impl SpeculationPlanner {
 
     /// Returns the cost of a step with these K, divided by the sum of its parts.
     fn cost_of_mixing(&self, ks: &[usize]) -> f64 {
-        if ks.iter().all(|&k| k == ks[0]) { 1.0 } else { self.times.mixed() }
+        if ks.iter().all(|&k| k == ks[0]) {
+            return 1.0;
+        }
+        let mixed = self.times.mixed();
+        self.choice.padding(&self.candidates, ks).map_or(mixed, |padding| mixed.min(padding))
     }
 
     /// Adds to the credit of probes and trials, and refines the costs by the step's time.
@@ -338,7 +347,11 @@ impl SpeculationPlanner {
         self.trial_credit += parts * TRIAL_SHARE.max(EARLY_TRIALS.0 / (EARLY_TRIALS.1 + self.timed as f64));
         self.timed += 1;
         if ks.iter().any(|&other| other != ks[0]) {
-            self.times.observe_mixed(ms, parts);
+            // Where only caps differ, as at the ends of texts, the others may be padded, which says nothing about
+            // choices that mix.
+            if !self.capped {
+                self.times.observe_mixed(ms, parts);
+            }
         } else {
             let k = ks[0] as usize;
             let first_of_trial = self.time_trial(k);

@@ -29,11 +29,15 @@ pub(super) struct StepTimes {
     scale: f64,
     /// Ratio of the time of a mixed step, whose requests draft different numbers, to the sum of its parts.
     mixed: f64,
+    /// Whether a step was timed, by batch size and K of the grid as in `costs`. The time of the first one teaches
+    /// nothing, because a kernel may be compiled or a graph uploaded in it.
+    timed: Vec<bool>,
 }
 
 impl StepTimes {
     pub(super) fn new(costs: CostModel) -> Self {
-        Self { costs, scale: 1.0, mixed: 1.0 }
+        let timed = vec![false; costs.table().len()];
+        Self { costs, scale: 1.0, mixed: 1.0, timed }
     }
 
     /// Returns the current costs. Only their ratios mean anything: a machine that slows down as a whole does not change
@@ -61,8 +65,11 @@ impl StepTimes {
 
     /// Records the time `ms` of a step of `batch` requests with `k` drafts each. If `chosen`, the time also corrects
     /// the machine's speed, which applies to every K. The cost itself is corrected unless this is the first step of a
-    /// trial.
+    /// trial. The first step of a batch size and K corrects neither.
     pub(super) fn observe(&mut self, batch: usize, k: usize, ms: f64, chosen: bool, first_of_trial: bool) {
+        if self.is_first(batch, k) {
+            return;
+        }
         let expected = self.costs.ms(batch, k);
         let surprise = (ms / (self.scale * expected)).clamp(TIME_BOUNDS.0, TIME_BOUNDS.1);
         if chosen {
@@ -73,5 +80,14 @@ impl StepTimes {
             // A K outside the grid teaches nothing about it; the grid of a host need not reach K.
             let _ = self.costs.observe(batch, k, expected * surprise, weight);
         }
+    }
+
+    /// Notes a step of `batch` requests with `k` drafts each. Returns whether none was noted before at the next grid
+    /// point.
+    fn is_first(&mut self, batch: usize, k: usize) -> bool {
+        let (batches, ks) = (self.costs.batches(), self.costs.ks());
+        let row = batches.partition_point(|&other| other < batch).min(batches.len() - 1);
+        let column = ks.partition_point(|&other| other < k).min(ks.len() - 1);
+        !std::mem::replace(&mut self.timed[row * ks.len() + column], true)
     }
 }

@@ -76,6 +76,9 @@ impl Scheduler {
             }
             loras.add(lora);
             let row = self.open_row(index, &plan.hits, &plan.group_hits)?;
+            if self.snapshots.is_some() {
+                self.open_snapshots(row, plan.num_cached)?;
+            }
             self.grow(row, start + len)?;
             let taken = self.rows[row as usize].blocks.len() - plan.hits.len();
             growth += missing.saturating_sub(taken * self.config.num_groups());
@@ -179,6 +182,9 @@ impl Scheduler {
     /// prefix is computing them. It waits if these blocks have at least as many tokens as would then be left to
     /// compute. Running requests do not depend on waiting ones, so the wait ends.
     fn waits_for_prefix(&mut self, index: RequestIndex, hits: usize) -> bool {
+        if self.snapshots.is_some() {
+            return self.waits_for_snapshot(index, hits);
+        }
         let block_size = self.config.block_size;
         let num_tokens = self.requests[index].tokens.len();
         let most = (num_tokens - 1) / block_size;
@@ -196,7 +202,7 @@ impl Scheduler {
             };
             shared = shared.max(hits + (hits..end).take_while(|block| equal(block)).count());
         }
-        (shared - hits) * block_size >= (num_tokens - shared * block_size).max(block_size)
+        is_worth_waiting(shared, hits, num_tokens, block_size)
     }
 
     /// Fills the plan's hits with the cached blocks of the longest known prefix. The prefix excludes the last token,
@@ -224,8 +230,11 @@ impl Scheduler {
             plan.hits.clear();
             self.find_windows(index, most, plan);
         }
-        if self.drafts.from_hidden {
+        if self.drafts.trims_hits {
             self.trim_hits(index, &mut plan.hits);
+        }
+        if self.snapshots.is_some() {
+            self.end_at_snapshot(index, plan);
         }
     }
 
@@ -258,4 +267,10 @@ impl Scheduler {
             hits.reverse();
         }
     }
+}
+
+/// Returns whether a request of `num_tokens` tokens should wait until another has computed `shared` of its first blocks,
+/// of which `hits` are cached already.
+pub(super) fn is_worth_waiting(shared: usize, hits: usize, num_tokens: usize, block_size: usize) -> bool {
+    (shared - hits) * block_size >= (num_tokens - shared * block_size).max(block_size)
 }

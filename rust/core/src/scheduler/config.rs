@@ -74,6 +74,16 @@ pub struct SchedulerConfig {
     pub max_loras: usize,
     /// Whether requests share the KV of equal prefixes.
     pub enable_prefix_caching: bool,
+    /// Number of slots for snapshots of states, if layers of the target have states in the place of KV; 0 if none have.
+    /// A prefix hit then needs a snapshot at its end. At least 1 with such layers and prefix caching; 0 with windows and
+    /// block saves.
+    pub num_snapshots: usize,
+    /// Number of prompt tokens between two snapshots of a long prompt. A snapshot lies at a block's end, so it counts as
+    /// the next multiple of [`Self::block_size`]. At least 1.
+    pub snapshot_interval: usize,
+    /// Number of tokens between two snapshots of a request that decodes, as [`Self::snapshot_interval`]. A request keeps
+    /// the last of them.
+    pub decode_snapshot_interval: usize,
     /// Whether [`super::Scheduler::take_kv_events`] reports the blocks that entered and left the prefix cache.
     pub enable_kv_cache_events: bool,
     /// Whether the host copies cached blocks elsewhere, with [`super::Scheduler::take_due_block`]. False with windows,
@@ -114,6 +124,9 @@ impl SchedulerConfig {
             priority_aging_steps: 0,
             max_loras: 0,
             enable_prefix_caching: true,
+            num_snapshots: 0,
+            snapshot_interval: 2048,
+            decode_snapshot_interval: 512,
             enable_kv_cache_events: false,
             enable_block_saves: false,
             hash_key: [0; 16],
@@ -144,6 +157,9 @@ impl SchedulerConfig {
             ("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, MAX_SIZE),
             ("priority_aging_steps", self.priority_aging_steps, 0, MAX_SIZE),
             ("max_loras", self.max_loras, 0, 1 << 10),
+            ("num_snapshots", self.num_snapshots, 0, MAX_SIZE),
+            ("snapshot_interval", self.snapshot_interval, 1, MAX_SIZE),
+            ("decode_snapshot_interval", self.decode_snapshot_interval, 1, MAX_SIZE),
         ];
         for (field, value, least, most) in sizes {
             if value < least || value > most {
@@ -179,6 +195,10 @@ impl SchedulerConfig {
         if self.enable_kv_cache_events && further > 0 {
             let allowed = "false with window_groups, whose blocks have no events";
             return Err(Error::invalid_config("enable_kv_cache_events", true, allowed));
+        }
+        if self.num_snapshots > 0 && (self.has_windows() || self.enable_block_saves || !self.enable_prefix_caching) {
+            let allowed = "0 with windows, with block saves, or without prefix caching";
+            return Err(Error::invalid_config("num_snapshots", self.num_snapshots, allowed));
         }
         if self.enable_block_saves && self.has_windows() {
             return Err(Error::invalid_config("enable_block_saves", true, "false with windows".to_owned()));

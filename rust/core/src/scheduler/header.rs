@@ -67,6 +67,8 @@ header! {
     num_preempted: usize = HEADER_NUM_PREEMPTED,
     /// Elements of the admitted requests' constraints.
     num_constraints: usize = HEADER_NUM_CONSTRAINTS,
+    /// Snapshots of states that the step may write.
+    num_snapshots: usize = HEADER_NUM_SNAPSHOTS,
     /// Elements of the record up to the last one that this step reads.
     used_len: usize = HEADER_USED_LEN,
 }

@@ -115,11 +115,11 @@ impl Scheduler {
     }
 
     /// Drops the last block of a prefix hit if only that block lacks mark D (valid draft KV). Computing one block again
-    /// costs less than a head without the context before it.
+    /// costs less than a head without the context before it. With states the hit must end at its snapshot.
     pub(super) fn trim_hits(&self, index: RequestIndex, hits: &mut Vec<i64>) {
         let request = &self.requests[index];
         // Behind a window, in any group, the block before it would be missing then.
-        let is_whole = hits.first() != Some(&NO_BLOCK) && self.groups.is_empty();
+        let is_whole = hits.first() != Some(&NO_BLOCK) && self.groups.is_empty() && self.snapshots.is_none();
         if is_whole && request.k > 0 && !request.draft_failed && self.drafted_hits(index, hits) + 1 == hits.len() {
             hits.pop();
         }

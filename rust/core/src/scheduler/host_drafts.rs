@@ -232,31 +232,31 @@ fn text_of(request: &Request) -> Text<'_> {
         salt: request.salt,
         tokens: &request.tokens,
         prompt_len: request.prompt_len,
-        forced: request.forced(),
+        grammar_drafts: request.grammar_drafts(),
         prediction: &request.prediction,
     }
 }
 
-/// Continues the forced tokens, which are the first `forced` of `drafts`, with a proposal of another drafter. Of several
+/// Continues a grammar's drafts, which are the first `len` of `drafts`, with a proposal of another drafter. Of several
 /// proposals the last one in the table of drafters counts. Returns the number of drafts.
-fn continue_forced(
+fn continue_grammar_drafts(
     proposers: &mut HostProposers,
     text: Text<'_>,
-    forced: usize,
+    len: usize,
     drafts: &mut [u32],
     errors: &mut [(u64, Option<Error>); KINDS],
 ) -> usize {
-    let (tokens, rest) = drafts.split_at_mut(forced);
-    let (mut more, mut len) = (vec![0; rest.len()], 0);
+    let (tokens, rest) = drafts.split_at_mut(len);
+    let (mut more, mut continued) = (vec![0; rest.len()], 0);
     proposers.each(|kind, proposer| match proposer.propose_after(text, tokens, &mut more) {
         Ok(Proposal { len: 0, .. }) => {}
         Ok(proposal) => {
-            len = proposal.len;
-            rest[..len].copy_from_slice(&more[..len]);
+            continued = proposal.len;
+            rest[..continued].copy_from_slice(&more[..continued]);
         }
         Err(error) => count(errors, kind, error),
     });
-    forced + len
+    len + continued
 }
 
 impl Scheduler {
@@ -306,7 +306,8 @@ impl Scheduler {
     /// forces.
     pub(super) fn has_drafts_of_request(&self, row_index: RowIndex) -> bool {
         let request = &self.requests[self.rows[row_index as usize].request];
-        self.config.host_drafters.has_any(true) && !(request.prediction.is_empty() && request.forced().is_empty())
+        self.config.host_drafters.has_any(true)
+            && !(request.prediction.is_empty() && request.grammar_drafts().is_empty())
     }
 
     /// Searches for a live row's drafts on the host, unless it already has them for its present length.
@@ -327,10 +328,10 @@ impl Scheduler {
             Ok(proposal) => found[kind as usize] = Found::new(&proposal),
             Err(error) => count(errors, kind, error),
         });
-        let forced = &mut found[DrafterKind::Grammar as usize];
-        if (1..most).contains(&forced.len) {
+        let of_grammar = &mut found[DrafterKind::Grammar as usize];
+        if (1..most).contains(&of_grammar.len) {
             let drafts = &mut tokens[place(DrafterKind::Grammar)][..most];
-            forced.len = continue_forced(proposers, text, forced.len, drafts, errors);
+            of_grammar.len = continue_grammar_drafts(proposers, text, of_grammar.len, drafts, errors);
         }
         rows[index] = Looked { whose, found };
     }

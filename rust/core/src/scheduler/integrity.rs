@@ -23,7 +23,8 @@ impl Scheduler {
         self.check_requests()?;
         self.check_rows()?;
         self.check_steps()?;
-        self.check_blocks()
+        self.check_blocks()?;
+        self.check_snapshots()
     }
 
     fn check_requests(&self) -> Result<()> {
@@ -185,6 +186,35 @@ impl Scheduler {
                 counts(row),
                 counts(seen)
             );
+        }
+        Ok(())
+    }
+
+    fn check_snapshots(&self) -> Result<()> {
+        let Some(snapshots) = &self.snapshots else { return Ok(()) };
+        snapshots.pool.check_integrity()?;
+        let mut held = vec![0; snapshots.pool.num_blocks()];
+        for (index, (own, row)) in snapshots.rows.iter().zip(&self.rows).enumerate() {
+            let idle = own.planned.is_empty() && own.pending.is_empty();
+            ensure!(row.state != RowState::Free || idle, "free row {index} has snapshots: {own:?}");
+            own.pending.iter().for_each(|snapshot| held[snapshot.slot as usize] += 1);
+            let lens: Vec<_> = own.pending.iter().map(|snapshot| snapshot.len).chain(own.planned.clone()).collect();
+            ensure!(lens.is_sorted_by(|a, b| a < b), "snapshots of row {index} are out of order: {own:?}");
+            let aligned = lens.iter().all(|len| len.is_multiple_of(self.config.block_size));
+            ensure!(aligned, "a snapshot of row {index} is not at a block's end: {own:?}");
+            if row.state == RowState::Live {
+                let later = lens.first().is_none_or(|&len| len > own.passed);
+                ensure!(later, "row {index} passed {} positions and still waits for a snapshot: {own:?}", own.passed);
+                let planned = own.planned.first().is_none_or(|&len| len > row.num_computed);
+                ensure!(planned, "row {index} is to write a snapshot that it passed: {own:?}, {row:?}");
+            }
+        }
+        for (slot, &held) in held.iter().enumerate() {
+            let counted = snapshots.pool.ref_count(slot as i64);
+            ensure!(counted == Some(held), "snapshot slot {slot} counts {counted:?} holders, not {held}");
+            if let Some(hash) = snapshots.pool.block_hash(slot as i64) {
+                ensure!(self.pool.lookup(hash).is_some(), "snapshot slot {slot} ends no cached block");
+            }
         }
         Ok(())
     }

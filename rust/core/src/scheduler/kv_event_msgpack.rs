@@ -10,7 +10,8 @@ use crate::hash::BlockHash;
 ///
 /// `timestamp` is in seconds since 1970. `sliding_window` is the setting of the scheduler that stored the blocks. An
 /// extra key is a string if it is UTF-8 and binary otherwise; the same holds for the cache salt of a first block. The
-/// offset of an extra key is not encoded, as in vLLM.
+/// offset of an extra key is not encoded, as in vLLM. Snapshots of states are in group 1, of the kind `mamba`, which is
+/// vLLM's word for layers with states.
 pub fn encode_kv_events(
     events: &[KvEvent],
     timestamp: f64,
@@ -38,7 +39,14 @@ impl Writer {
     fn event(&mut self, event: &KvEvent, sliding_window: Option<usize>) {
         match event {
             KvEvent::BlockStored {
-                block_hashes, parent_block_hash, token_ids, extra_keys, cache_salt, lora, ..
+                block_hashes,
+                parent_block_hash,
+                token_ids,
+                extra_keys,
+                cache_salt,
+                lora,
+                is_snapshot,
+                ..
             } => {
                 self.map(11 + usize::from(sliding_window.is_some()));
                 self.entry("type").string("BlockStored");
@@ -69,19 +77,23 @@ impl Writer {
                     let salt = (i == 0 && !cache_salt.is_empty()).then_some(cache_salt);
                     self.keys(salt.into_iter().chain(keys.iter().map(|(_, key)| key)));
                 }
-                self.entry("group_idx").uint(0);
-                let kind = if sliding_window.is_some() { "sliding_window" } else { "full_attention" };
+                self.entry("group_idx").uint(u64::from(*is_snapshot));
+                let kind = match (is_snapshot, sliding_window) {
+                    (true, _) => "mamba",
+                    (false, Some(_)) => "sliding_window",
+                    (false, None) => "full_attention",
+                };
                 self.entry("kv_cache_spec_kind").string(kind);
                 if let Some(window) = sliding_window {
                     self.entry("kv_cache_spec_sliding_window").uint(window as u64);
                 }
             }
-            KvEvent::BlockRemoved { block_hashes, .. } => {
+            KvEvent::BlockRemoved { block_hashes, is_snapshot, .. } => {
                 self.map(4);
                 self.entry("type").string("BlockRemoved");
                 self.entry("block_hashes").hashes(block_hashes);
                 self.entry("medium").string("GPU");
-                self.entry("group_idx").uint(0);
+                self.entry("group_idx").uint(u64::from(*is_snapshot));
             }
             KvEvent::AllBlocksCleared => {
                 self.map(1);

@@ -33,6 +33,9 @@ pub enum KvEvent {
         cache_salt: Box<[u8]>,
         /// Adapter that the stored blocks were computed with.
         lora: Option<Lora>,
+        /// Whether these are snapshots of states at the ends of blocks, in the place of KV. `blocks` has their slots then.
+        /// With states, a prefix hit needs KV and a snapshot.
+        is_snapshot: bool,
     },
     /// Blocks were removed and can no longer be found. Their KV is unchanged until the next planned step executes.
     #[non_exhaustive]
@@ -43,6 +46,8 @@ pub enum KvEvent {
         block_hashes: Vec<BlockHash>,
         /// Whether the draft KV of each removed block was valid too.
         has_draft: Vec<bool>,
+        /// Whether these are snapshots of states, as in [`KvEvent::BlockStored`].
+        is_snapshot: bool,
     },
     /// All blocks were removed, or earlier events were dropped because too many came since the last call. Later events
     /// are correct again. After a drop, blocks stored before may still be cached, but no event will name them.
@@ -77,6 +82,8 @@ const REMOVED: u32 = 2;
 const REMOVED_WITH_DRAFT: u32 = 3;
 /// Kind of change: all blocks were removed, or earlier changes were dropped.
 const CLEARED: u32 = 4;
+/// Bit of a kind: the change is of a snapshot of states at the block's end.
+const SNAPSHOT: u32 = 8;
 /// Number of words in a hash.
 const HASH: usize = 4;
 /// Number of words before a stored block's tokens.
@@ -86,8 +93,8 @@ const REMOVED_WORDS: usize = 2 + HASH;
 
 /// Change as read back from the words.
 enum Change<'a> {
-    Stored { block: i64, hash: BlockHash, parent: Option<BlockHash>, token_ids: &'a [u32] },
-    Removed { block: i64, hash: BlockHash, has_draft: bool },
+    Stored { block: i64, hash: BlockHash, parent: Option<BlockHash>, token_ids: &'a [u32], is_snapshot: bool },
+    Removed { block: i64, hash: BlockHash, has_draft: bool, is_snapshot: bool },
     Cleared,
 }
 
@@ -118,13 +125,14 @@ impl KvEventBatch {
         let mut at = 0;
         std::iter::from_fn(move || {
             let (start, words) = (at, &self.words[at..]);
-            let kind = *words.first()?;
+            let kind = *words.first()? & !SNAPSHOT;
+            let is_snapshot = words[0] & SNAPSHOT > 0;
             let (change, length) = match kind {
                 CLEARED => (Change::Cleared, 1),
                 REMOVED | REMOVED_WITH_DRAFT => {
                     let hash = hash_of(&words[2..REMOVED_WORDS]);
                     let has_draft = kind == REMOVED_WITH_DRAFT;
-                    (Change::Removed { block: words[1].into(), hash, has_draft }, REMOVED_WORDS)
+                    (Change::Removed { block: words[1].into(), hash, has_draft, is_snapshot }, REMOVED_WORDS)
                 }
                 _ => {
                     let length = STORED_WORDS + self.block_size;
@@ -134,6 +142,7 @@ impl KvEventBatch {
                         hash: hash_of(&words[2..2 + HASH]),
                         parent: (kind == STORED).then_some(parent),
                         token_ids: &words[STORED_WORDS..length],
+                        is_snapshot,
                     };
                     (stored, length)
                 }
@@ -150,10 +159,10 @@ impl KvEventBatch {
         let mut loras = self.loras.iter().peekable();
         for (start, change) in self.changes() {
             match change {
-                Change::Stored { block, hash, parent, token_ids: own } => {
+                Change::Stored { block, hash, parent, token_ids: own, is_snapshot } => {
                     let follows = match events.last() {
-                        Some(KvEvent::BlockStored { block_hashes, .. }) => {
-                            parent.is_some() && block_hashes.last().copied() == parent
+                        Some(KvEvent::BlockStored { block_hashes, is_snapshot: before, .. }) => {
+                            *before == is_snapshot && parent.is_some() && block_hashes.last().copied() == parent
                         }
                         _ => false,
                     };
@@ -168,6 +177,7 @@ impl KvEventBatch {
                             extra_keys: vec![],
                             cache_salt: salt.unwrap_or_default(),
                             lora: lora.cloned(),
+                            is_snapshot,
                         });
                     }
                     let Some(KvEvent::BlockStored { blocks, block_hashes, token_ids, extra_keys, .. }) =
@@ -184,11 +194,16 @@ impl KvEventBatch {
                     }
                     extra_keys.push(of_block);
                 }
-                Change::Removed { block, hash, has_draft: drafted } => {
-                    if !matches!(events.last(), Some(KvEvent::BlockRemoved { .. })) {
-                        events.push(KvEvent::BlockRemoved { blocks: vec![], block_hashes: vec![], has_draft: vec![] });
+                Change::Removed { block, hash, has_draft: drafted, is_snapshot } => {
+                    let follows = match events.last() {
+                        Some(KvEvent::BlockRemoved { is_snapshot: before, .. }) => *before == is_snapshot,
+                        _ => false,
+                    };
+                    if !follows {
+                        let (blocks, block_hashes, has_draft) = (vec![], vec![], vec![]);
+                        events.push(KvEvent::BlockRemoved { blocks, block_hashes, has_draft, is_snapshot });
                     }
-                    if let Some(KvEvent::BlockRemoved { blocks, block_hashes, has_draft }) = events.last_mut() {
+                    if let Some(KvEvent::BlockRemoved { blocks, block_hashes, has_draft, .. }) = events.last_mut() {
                         blocks.push(block);
                         block_hashes.push(hash);
                         has_draft.push(drafted);
@@ -213,7 +228,8 @@ pub(super) struct KvEventLog {
 impl KvEventLog {
     pub(super) fn new(config: &SchedulerConfig) -> Self {
         let batch = KvEventBatch { block_size: config.block_size, ..KvEventBatch::default() };
-        Self { batch, capacity: config.num_blocks * (REMOVED_WORDS + STORED_WORDS + config.block_size) }
+        let most = config.num_blocks + config.num_snapshots;
+        Self { batch, capacity: most * (REMOVED_WORDS + STORED_WORDS + config.block_size) }
     }
 
     /// Records an evicted block. It needs no check of the capacity, because the block was stored before.
@@ -224,9 +240,22 @@ impl KvEventLog {
         self.batch.words.extend_from_slice(&[REMOVED + u32::from(has_draft), block as u32, a, b, c, d]);
     }
 
-    /// Records that the request's block `index` was registered under `hash`.
+    /// Records a snapshot of states that gave way.
+    pub(super) fn removed_snapshot(&mut self, evicted: &Evicted) {
+        let change = self.batch.words.len();
+        self.removed(evicted);
+        self.batch.words[change] |= SNAPSHOT;
+    }
+
+    /// Records that a snapshot of states at the end of the request's block `index` is in `slot`.
+    pub(super) fn stored_snapshot(&mut self, slot: i64, request: &Request, index: usize, hash: BlockHash) {
+        let change = self.stored(slot, request, index, hash);
+        self.batch.words[change] |= SNAPSHOT;
+    }
+
+    /// Records that the request's block `index` was registered under `hash`. Returns the start of the change.
     #[inline(never)] // out of the way of those who take no events
-    pub(super) fn stored(&mut self, block: i64, request: &Request, index: usize, hash: BlockHash) {
+    pub(super) fn stored(&mut self, block: i64, request: &Request, index: usize, hash: BlockHash) -> usize {
         // A caller who does not take events loses them, not memory; the first may be what was dropped before.
         if self.batch.words.len() > self.capacity {
             self.cleared();
@@ -244,6 +273,7 @@ impl KvEventLog {
         if request.has_extra_keys() || request.lora.is_some() || !request.cache_salt.is_empty() {
             self.stored_of(change, request, index);
         }
+        change
     }
 
     /// Records the extra keys, cache salt and adapter of the change's block.

@@ -103,9 +103,9 @@ layout! {
     /// counts.
     ///
     /// R = `max_num_seqs`, C = `max_num_batched_tokens`, G = 1 + `window_groups`; U = `max_model_len` + C bounds
-    /// uploads, X block updates per step, W = `max_constraint_len`. Sections that only a step with admissions has
-    /// come last.
-    RecordLayout => RecordView(r, c, g, u, x, w, host_drafts) {
+    /// uploads, X block updates per step, W = `max_constraint_len`, N = `num_snapshots`. Sections that only a step with
+    /// admissions has come last.
+    RecordLayout => RecordView(r, c, g, u, x, w, n, host_drafts) {
         /// Header: counts of the step, `[HEADER_LEN]`; unused elements are 0.
         header: HEADER_LEN,
         /// Row of each sequence, `[R]`: decoding sequences by K descending, then prefill chunks.
@@ -152,6 +152,13 @@ layout! {
         block_index: x,
         /// Block id of each block table entry to set, `[X]`.
         block_id: x,
+        /// Row of state of each snapshot to write, `[N]`.
+        snapshot_row: n,
+        /// Number of first positions that each snapshot's state covers, `[N]`. It is written in the step in which the
+        /// row's state passes this number with committed tokens alone; in a step after that one, nothing is written.
+        snapshot_len: n,
+        /// Slot of each snapshot, `[N]`. The step reads the snapshots of admitted rows before it writes any.
+        snapshot_slot: n,
         /// Token of each prefill row, `[C]`.
         prefill_token: c,
         /// Position of each prefill row, `[C]`.
@@ -179,6 +186,9 @@ layout! {
         admit_min_len: r,
         /// Number of positions with valid target KV from the prefix cache of each admitted request, `[R]`.
         admit_num_cached: r,
+        /// Slot of the snapshot that each admitted request's row begins with, `[R]`; -1 if it begins without state.
+        /// `[0]` without snapshots.
+        admit_snapshot: if n > 0 { r } else { 0 },
         /// Id of the `LoRA` adapter of each admitted request, `[R]`; 0 for none.
         admit_lora: r,
         /// Number of the cache salt and adapter of each admitted request, `[R]`; equal numbers mean that both are
@@ -258,7 +268,7 @@ impl RecordLayout {
         let groups = config.num_groups();
         let x = groups * (r * per_row + c / config.block_size + u / config.block_size);
         let host_drafts = if config.host_drafters.is_some() { r * config.num_speculative_tokens } else { 0 };
-        Self::from_sizes(r, c, groups, u, x, config.max_constraint_len, host_drafts)
+        Self::from_sizes(r, c, groups, u, x, config.max_constraint_len, config.num_snapshots, host_drafts)
     }
 
     /// Returns the number of elements up to the last one that a step with these counts reads. Most of a record is

@@ -128,18 +128,18 @@ impl Scheduler {
         self.preempt_row(row)
     }
 
-    /// Sets the tokens that a request's grammar forces after its settled ones, as drafts of
+    /// Sets the tokens that a request's grammar forces, or makes likely, after its settled ones, as drafts of
     /// [`DrafterKind::Grammar`](crate::DrafterKind::Grammar). They count until the request has more tokens.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`] if the id is not live. [`Error::InvalidRequest`] for a token id outside its range.
-    pub fn set_forced_tokens(&mut self, request_id: i64, token_ids: &[i64]) -> Result<()> {
+    pub fn set_grammar_drafts(&mut self, request_id: i64, token_ids: &[i64]) -> Result<()> {
         let index = self.live(request_id)?;
         if let Some(at) = token_ids.iter().position(|&token| !is_token(token)) {
             let value = format!("{} at index {at}", token_ids[at]);
-            return Err(Error::invalid_request(request_id, "forced_token_ids", value, format!("0 to {MAX_TOKEN}")));
+            return Err(Error::invalid_request(request_id, "token_ids", value, format!("0 to {MAX_TOKEN}")));
         }
-        self.requests[index].set_forced(token_ids);
+        self.requests[index].set_grammar_drafts(token_ids);
         Ok(())
     }
 
@@ -210,6 +210,9 @@ impl Scheduler {
             }
         }
         lease.state = RowState::Free;
+        if let Some(snapshots) = &mut self.snapshots {
+            snapshots.release(row)?;
+        }
         if !self.groups.is_empty() {
             self.groups.release(row, &mut self.pool)?;
         }

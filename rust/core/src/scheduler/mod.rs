@@ -16,6 +16,7 @@
 //! | `windows` | which blocks come back while their request goes on |
 //! | `loras` | how many `LoRA` adapters run at once, and whose blocks are whose |
 //! | `groups` | block tables of layers that remember otherwise |
+//! | `snapshots` | where states of layers without KV are kept, for prefix hits |
 //! | `host_drafts` | what a drafter on the host proposes |
 //! | `hidden` | where the KV of a drafter begins that reads hidden states, and who may go on from it |
 //! | `speculation` | K by a planner; draft KV built again |
@@ -49,6 +50,7 @@ mod row;
 mod saves;
 mod settle;
 mod sharing;
+mod snapshots;
 mod speculation;
 #[cfg(test)]
 mod tests;
@@ -76,6 +78,7 @@ use layout::{RecordLayout, ResultsLayout, SettledLayout};
 use request::{Order, RequestIndex, Requests};
 use row::{Row, RowIndex, Step};
 pub use saves::{DueBlock, EndedOutput};
+pub use snapshots::SnapshotStats;
 
 /// Outcome of `plan`. The enum is exhaustive, because a host that does not know an outcome cannot go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -165,6 +168,8 @@ pub struct Scheduler {
     groups: groups::Groups,
     /// State for drafters that read hidden states, by row; empty for other drafters.
     hidden: Vec<hidden::HiddenRow>,
+    /// Snapshots of states; `None` if no layer has a state.
+    snapshots: Option<snapshots::Snapshots>,
     /// Log of KV events; `None` unless events are enabled.
     kv_events: Option<KvEventLog>,
     /// Blocks that the host should copy out; `None` unless block saves are enabled.
@@ -221,6 +226,7 @@ impl Scheduler {
                 hidden::HiddenRow::default();
                 if config.drafter.bounds(config.num_speculative_tokens).from_hidden { rows } else { 0 }
             ],
+            snapshots: snapshots::Snapshots::new(&config)?,
             kv_events: config.enable_kv_cache_events.then(|| KvEventLog::new(&config)),
             saves: config.enable_block_saves.then(|| saves::SaveLog::new(&config)),
             loads: Vec::new(),
@@ -317,6 +323,9 @@ impl Scheduler {
     /// Forgets all cached prefixes. Returns false, and changes nothing, while any block is held.
     pub fn reset_prefix_cache(&mut self) -> bool {
         let reset = self.pool.reset_prefix_cache();
+        if reset && let Some(snapshots) = &mut self.snapshots {
+            snapshots.clear();
+        }
         if reset && let Some(events) = &mut self.kv_events {
             events.cleared();
         }

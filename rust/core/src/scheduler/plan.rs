@@ -85,6 +85,9 @@ pub(super) struct Plan {
     pub(super) hits: Vec<i64>,
     /// Blocks of the current prefix hit in the other groups, `[G - 1]`.
     pub(super) group_hits: Vec<Vec<i64>>,
+    /// Number of first blocks of the current request whose KV is cached, which may be more than its prefix hit if
+    /// layers have states.
+    pub(super) num_cached: usize,
     /// Counts for the counting sort of the decoding sequences: first the number of sequences with each K, later the
     /// number before it.
     pub(super) counts: Vec<usize>,
@@ -362,7 +365,10 @@ impl Scheduler {
         while blocks.len() * self.config.block_size < positions {
             let block = match self.pool.allocate_free() {
                 Some(block) => block,
-                None => saves::allocate(&mut self.pool, self.kv_events.as_mut(), self.saves.as_mut())?,
+                None => {
+                    let (events, saves) = (self.kv_events.as_mut(), self.saves.as_mut());
+                    saves::allocate(&mut self.pool, events, saves, self.snapshots.as_mut())?
+                }
             };
             blocks.push(block);
         }

@@ -32,6 +32,9 @@ impl Scheduler {
         if !self.groups.is_empty() {
             self.write_groups(plan, record, &mut header);
         }
+        if self.snapshots.is_some() {
+            self.write_snapshots(plan, record, &mut header);
+        }
         let preempted = self.record_layout.preempted_request_id.offset;
         record[preempted..preempted + plan.preempted.len()].copy_from_slice(&plan.preempted);
         header.used_len = self.record_layout.used_len(&header);

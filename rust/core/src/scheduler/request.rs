@@ -48,8 +48,8 @@ pub(super) struct Request {
     pub(super) lora: Option<Lora>,
     /// Tokens that the request predicts for its output.
     pub(super) prediction: Box<[u32]>,
-    /// Tokens that the request's grammar forces, and the number of tokens after which they come.
-    forced: (usize, Vec<u32>),
+    /// Tokens that the request's grammar forces or makes likely, and the number of tokens after which they come.
+    grammar_drafts: (usize, Vec<u32>),
 }
 
 /// Sampling parameters in the form that the record has whenever the request is admitted.
@@ -115,20 +115,20 @@ impl Request {
             hashes: Vec::new(),
             lora: params.lora.cloned(),
             prediction: params.prediction.iter().map(|&token| token as u32).collect(),
-            forced: (0, Vec::new()),
+            grammar_drafts: (0, Vec::new()),
         }
     }
 
-    /// Returns the tokens that the request's grammar forces after its present ones.
-    pub(super) fn forced(&self) -> &[u32] {
-        if self.forced.0 == self.tokens.len() { &self.forced.1 } else { &[] }
+    /// Returns the tokens that the request's grammar forces or makes likely after its present ones.
+    pub(super) fn grammar_drafts(&self) -> &[u32] {
+        if self.grammar_drafts.0 == self.tokens.len() { &self.grammar_drafts.1 } else { &[] }
     }
 
     /// Sets the tokens that the request's grammar forces after its present ones.
-    pub(super) fn set_forced(&mut self, tokens: &[i64]) {
-        self.forced.0 = self.tokens.len();
-        self.forced.1.clear();
-        self.forced.1.extend(tokens.iter().map(|&token| token as u32));
+    pub(super) fn set_grammar_drafts(&mut self, tokens: &[i64]) {
+        self.grammar_drafts.0 = self.tokens.len();
+        self.grammar_drafts.1.clear();
+        self.grammar_drafts.1.extend(tokens.iter().map(|&token| token as u32));
     }
 
     /// Returns whether log probabilities of the request's prompt are reported.

@@ -15,6 +15,7 @@ use std::collections::VecDeque;
 
 use super::kv_events::KvEventLog;
 use super::request::Request;
+use super::snapshots::Snapshots;
 use super::{Scheduler, SchedulerConfig};
 use crate::block_pool::BlockPool;
 use crate::error::{Error, Result};
@@ -171,11 +172,15 @@ impl SaveLog {
 #[inline]
 pub(super) fn allocate(
     pool: &mut BlockPool,
-    events: Option<&mut KvEventLog>,
+    mut events: Option<&mut KvEventLog>,
     saves: Option<&mut SaveLog>,
+    snapshots: Option<&mut Snapshots>,
 ) -> Result<i64> {
     let evicted = pool.allocate_cached()?;
     let block = evicted.block;
+    if let Some(snapshots) = snapshots {
+        snapshots.forget(evicted.hash, events.as_deref_mut())?;
+    }
     if let Some(saves) = saves {
         saves.evicted(block);
     }
@@ -323,7 +328,7 @@ impl Scheduler {
         if let Some(block) = self.pool.allocate_free() {
             return Ok(Some(block));
         }
-        match allocate(&mut self.pool, self.kv_events.as_mut(), self.saves.as_mut()) {
+        match allocate(&mut self.pool, self.kv_events.as_mut(), self.saves.as_mut(), self.snapshots.as_mut()) {
             Ok(block) => Ok(Some(block)),
             Err(Error::OutOfBlocks { .. }) => Ok(None),
             Err(error) => Err(error),

@@ -1,11 +1,14 @@
 //! Settling of results: tokens, ends, acceptance statistics, and the blocks that others may use from now on.
 
 use super::Scheduler;
+use super::kv_events::KvEventLog;
 use super::layout::{self, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, ResultsLayout, Section};
 use super::lifecycle::is_token;
 use super::row::{RowIndex, RowState, Sequence, Step, UNKNOWN_LAG};
+use crate::block_pool::BlockPool;
 use crate::drafts::DrafterKind;
 use crate::error::{Error, Result, check_len};
+use crate::hash::BlockHash;
 use crate::sampling::STEP_EXTRAS;
 
 /// Flags of results whose tokens mean nothing, so that the request ends with an error.
@@ -120,6 +123,13 @@ impl Scheduler {
         for index in 0..self.num_unpublished {
             self.publish(self.unpublished[index])?;
         }
+        if self.snapshots.is_some() {
+            for sequence in &step.sequences {
+                if self.rows[sequence.row as usize].state == RowState::Live {
+                    self.settle_snapshots(sequence.row)?;
+                }
+            }
+        }
         if self.config.has_windows() {
             self.return_behind_windows(&step)?;
         }
@@ -222,6 +232,9 @@ impl Scheduler {
         }
 
         let n = row.n;
+        if let Some(snapshots) = &mut self.snapshots {
+            snapshots.passed(sequence.row, if sequence.chunk_end > 0 { sequence.chunk_end as usize } else { n });
+        }
         let num_new = emitted as usize;
         if self.host_drafts.learns() && sequence.chunk_end == 0 {
             let whose = (request.order.1, n);
@@ -283,6 +296,9 @@ impl Scheduler {
         if publishes {
             self.publish(publication)?;
         }
+        if self.snapshots.is_some() {
+            self.settle_snapshots(sequence.row)?;
+        }
         self.end(sequence.row)?;
         Ok(Settled { request_id, num_new, finish_reason })
     }
@@ -300,7 +316,11 @@ impl Scheduler {
             // A step in flight may be writing draft KV into this block, so no other row may.
             let drafting =
                 (row.drafting > 0 || index * block_size < row.draft_len || self.drafts.from_hidden) && !row.rebuild;
-            if self.pool.register(row.blocks[index], hash)? {
+            let mut registered = self.pool.register(row.blocks[index], hash)?;
+            if !registered && self.snapshots.is_some() {
+                registered = replace_cached(&mut self.pool, self.kv_events.as_mut(), row.blocks[index], hash)?;
+            }
+            if registered {
                 if drafting && !request.draft_failed {
                     self.pool.claim(row.blocks[index], row_index)?;
                 }
@@ -343,4 +363,16 @@ impl Scheduler {
         }
         Ok(())
     }
+}
+
+/// Registers `block` in the place of the cached block with the same content, if no request holds that one. Rows with
+/// states compute KV again after their snapshot. Without this, the old block would leave the cache before the blocks
+/// that follow it.
+fn replace_cached(pool: &mut BlockPool, events: Option<&mut KvEventLog>, block: i64, hash: BlockHash) -> Result<bool> {
+    let Some(old) = pool.lookup(hash).filter(|&old| pool.ref_count(old) == Some(0)) else { return Ok(false) };
+    let evicted = pool.forget(old)?;
+    if let Some(events) = events {
+        events.removed(&evicted);
+    }
+    pool.register(block, hash)
 }

@@ -21,6 +21,7 @@ mod request_drafts;
 mod saves;
 mod settling;
 mod sharing;
+mod snapshots;
 mod speculation;
 mod sweep;
 mod windows;

@@ -51,10 +51,10 @@ fn next_drafts(driver: &mut Driver) -> (i64, Vec<i64>) {
 }
 
 #[test]
-fn forced_tokens_are_drafted_until_the_request_has_more() {
+fn grammar_drafts_are_drafted_until_the_request_has_more() {
     let mut driver = Driver::new(with_drafts_of_requests());
     let rest = started(&mut driver, &asking(1));
-    driver.scheduler.set_forced_tokens(0, &rest[..3]).unwrap();
+    driver.scheduler.set_grammar_drafts(0, &rest[..3]).unwrap();
     assert_eq!(next_drafts(&mut driver), (DrafterKind::Grammar as i64, rest[..3].to_vec()));
     assert_eq!(next_drafts(&mut driver).1, [0; 0], "they count for one length of the text");
     let acceptance = driver.scheduler.acceptance_of(DrafterKind::Grammar);
@@ -63,24 +63,24 @@ fn forced_tokens_are_drafted_until_the_request_has_more() {
 }
 
 #[test]
-fn no_more_than_k_forced_tokens_are_drafted() {
+fn no_more_than_k_grammar_drafts_are_drafted() {
     let mut driver = Driver::new(with_drafts_of_requests());
     let rest = started(&mut driver, &Ask { k: 2, ..asking(2) });
-    driver.scheduler.set_forced_tokens(0, &rest[..9]).unwrap();
+    driver.scheduler.set_grammar_drafts(0, &rest[..9]).unwrap();
     assert_eq!(next_drafts(&mut driver).1, rest[..2]);
     driver.run();
 }
 
 #[test]
-fn forced_tokens_are_continued_by_another_drafter() {
+fn grammar_drafts_are_continued_by_another_drafter() {
     let mut driver = Driver::new(with_drafts_of_requests());
     let rest = started(&mut driver, &asking(3));
     let prediction = rest.clone();
     driver.run();
-    // The prediction begins in the middle, so its place is found only after the forced tokens.
+    // The prediction begins in the middle, so its place is found only after the grammar's drafts.
     let mut driver = Driver::new(with_drafts_of_requests());
     assert_eq!(started(&mut driver, &Ask { prediction: prediction[1..].to_vec(), ..asking(3) }), rest);
-    driver.scheduler.set_forced_tokens(0, &rest[..2]).unwrap();
+    driver.scheduler.set_grammar_drafts(0, &rest[..2]).unwrap();
     assert_eq!(next_drafts(&mut driver), (DrafterKind::Grammar as i64, rest[..5].to_vec()));
     driver.run();
 }
@@ -89,7 +89,7 @@ fn forced_tokens_are_continued_by_another_drafter() {
 fn a_planner_that_never_drafts_leaves_the_drafts_of_requests() {
     let (mut driver, mut planner) = (Driver::new(with_drafts_of_requests()), that_never_drafts());
     let rest = started(&mut driver, &asking(4));
-    driver.scheduler.set_forced_tokens(0, &rest[..4]).unwrap();
+    driver.scheduler.set_grammar_drafts(0, &rest[..4]).unwrap();
     driver.scheduler.speculate(&mut planner).unwrap();
     assert_eq!(next_drafts(&mut driver).1, rest[..4]);
     driver.scheduler.speculate(&mut planner).unwrap();
@@ -98,7 +98,7 @@ fn a_planner_that_never_drafts_leaves_the_drafts_of_requests() {
 }
 
 #[test]
-fn forced_tokens_and_a_draft_model_take_turns() {
+fn grammar_drafts_and_a_draft_model_take_turns() {
     let config = with_drafts_of_requests();
     let host_drafters = HostDrafters::default().with_drafts_of_requests();
     let mut driver = Driver::new(SchedulerConfig { host_drafters, drafter: Drafter::draft_model(64, 0.1), ..config });
@@ -108,7 +108,7 @@ fn forced_tokens_and_a_draft_model_take_turns() {
     while driver.step() {
         for (&id, outcome) in driver.outcomes.iter().filter(|(id, _)| *id % 2 == 0) {
             let rest = outcome.expected[outcome.output.len()..].iter().take(5).copied().collect::<Vec<_>>();
-            let _ended = driver.scheduler.set_forced_tokens(id, &rest);
+            let _ended = driver.scheduler.set_grammar_drafts(id, &rest);
         }
     }
     let drafts = [DrafterKind::Grammar, DrafterKind::Device].map(|kind| driver.scheduler.acceptance_of(kind).drafts());
@@ -138,18 +138,18 @@ fn requests_without_drafts_of_their_own_share_nothing_of_others() {
     let mut driver = Driver::new(with_drafts_of_requests());
     let rest = started(&mut driver, &asking(7));
     driver.add(1, &asking(7)).unwrap();
-    driver.scheduler.set_forced_tokens(0, &rest[..3]).unwrap();
+    driver.scheduler.set_grammar_drafts(0, &rest[..3]).unwrap();
     driver.run();
     assert_eq!(driver.scheduler.acceptance_of(DrafterKind::Grammar).drafts(), 1);
 }
 
 #[test]
-fn wrong_forced_tokens_are_rejected() {
+fn wrong_grammar_drafts_are_rejected() {
     let mut driver = Driver::new(with_drafts_of_requests());
     driver.add(0, &asking(8)).unwrap();
-    assert!(matches!(driver.scheduler.set_forced_tokens(3, &[1]), Err(Error::UnknownRequest { request_id: 3 })));
-    let wrong = driver.scheduler.set_forced_tokens(0, &[1, -2]).unwrap_err().to_string();
-    assert!(wrong.contains("forced_token_ids = -2 at index 1"), "{wrong}");
+    assert!(matches!(driver.scheduler.set_grammar_drafts(3, &[1]), Err(Error::UnknownRequest { request_id: 3 })));
+    let wrong = driver.scheduler.set_grammar_drafts(0, &[1, -2]).unwrap_err().to_string();
+    assert!(wrong.contains("token_ids = -2 at index 1"), "{wrong}");
     let wrong = driver.add(1, &Ask { prediction: vec![-1], ..asking(8) }).unwrap_err().to_string();
     assert!(wrong.contains("prediction = -1 at index 0"), "{wrong}");
     driver.run();

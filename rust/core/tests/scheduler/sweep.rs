@@ -81,12 +81,12 @@ fn random_ask(rng: &mut Rng, config: &SchedulerConfig) -> Ask {
     }
 }
 
-/// Reports forced tokens for a request: what it will have, with a wrong token now and then.
+/// Reports drafts by a grammar for a request: what it will have, with a wrong token now and then.
 fn force(driver: &mut Driver, rng: &mut Rng, id: i64) {
     let outcome = &driver.outcomes[&id];
     let rest = outcome.expected[outcome.output.len()..].iter().take(rng.below(8));
     let tokens: Vec<_> = rest.map(|&token| if rng.below(9) == 0 { (token + 1) % 97 } else { token }).collect();
-    let _ = driver.scheduler.set_forced_tokens(id, &tokens);
+    let _ = driver.scheduler.set_grammar_drafts(id, &tokens);
 }
 
 fn disturbed_run(seed: u64) {

@@ -93,6 +93,8 @@ struct Row {
     broken: bool,
     /// Whether the row's draft KV contains NaN; only this row may read it.
     draft_poisoned: bool,
+    /// Tokens that the row's state has seen, all of them committed.
+    state: Vec<i64>,
 }
 
 /// Results of one sequence.
@@ -108,6 +110,9 @@ pub(crate) struct Outcome {
 /// KV by slot: the group, the tenant, and the tokens up to the position written there. `None` was never written or is
 /// NaN. Neither tenants nor groups ever share KV.
 type Kv = Vec<Option<(usize, u8, Vec<i64>)>>;
+
+/// Snapshots by slot: the tenant, and the tokens that the state has seen. `None` was never written or is NaN.
+type States = Vec<Option<(u8, Vec<i64>)>>;
 
 pub(crate) struct Device {
     block_size: usize,
@@ -129,6 +134,9 @@ pub(crate) struct Device {
     row_of: HashMap<i64, usize>,
     target_kv: Kv,
     draft_kv: Kv,
+    snapshots: States,
+    /// Row, length and slot of the snapshots that the step may write.
+    to_write: Vec<(usize, usize, usize)>,
     pub(crate) sampling: BTreeMap<i64, Sampling>,
     /// Flags to raise in the next step of a request.
     pub(crate) faults: BTreeMap<i64, i64>,
@@ -184,7 +192,7 @@ impl Device {
             Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, .. } => {
                 (max_draft_lag, mask_token_id, Some(max_model_len))
             }
-            Drafter::Hidden { max_model_len, max_draft_lag } => (max_draft_lag, None, Some(max_model_len)),
+            Drafter::Hidden { max_model_len, max_draft_lag, .. } => (max_draft_lag, None, Some(max_model_len)),
             _ => (0, None, None),
         };
         Self {
@@ -201,6 +209,8 @@ impl Device {
             row_of: HashMap::new(),
             target_kv: vec![None; slots],
             draft_kv: vec![None; slots],
+            snapshots: vec![None; config.num_snapshots],
+            to_write: vec![],
             sampling: BTreeMap::new(),
             faults: BTreeMap::new(),
         }
@@ -246,6 +256,12 @@ impl Device {
     /// Executes one step: uploads, prefill chunks, draft chunks, the decode iteration.
     pub(crate) fn execute(&mut self, scheduler: &Scheduler, record: &Record<'_>) -> Vec<Outcome> {
         self.upload(record);
+        self.to_write = (0..record.count("num_snapshots"))
+            .map(|i| {
+                let of = |name| record.size(name, i);
+                (of("snapshot_row"), of("snapshot_len"), of("snapshot_slot"))
+            })
+            .collect();
         self.touched.take();
         self.forget(scheduler);
         for sequence in 0..record.num_seqs() {
@@ -305,6 +321,7 @@ impl Device {
                 limit: record.size("admit_limit", i),
                 ..Row::default()
             };
+            self.restore(record, i, row);
             token += len;
         }
         assert_eq!(token, record.count("num_upload_tokens"));
@@ -312,6 +329,41 @@ impl Device {
             let row = &mut self.rows[record.size("block_row", i)];
             let group = if self.windows.len() > 1 { record.size("block_group", i) } else { 0 };
             row.table.insert((group, record.size("block_index", i)), record.size("block_id", i));
+        }
+    }
+
+    /// Gives a newly admitted row the state that it begins with.
+    fn restore(&mut self, record: &Record<'_>, index: usize, row: usize) {
+        let cached = record.size("admit_num_cached", index);
+        if self.snapshots.is_empty() {
+            return;
+        }
+        let slot = record.get("admit_snapshot", index);
+        assert_eq!(slot >= 0, cached > 0, "a row begins with a state if it does not begin at 0");
+        if slot >= 0 {
+            let (tenant, tokens) = self.snapshots[slot as usize].clone().expect("a snapshot that was written");
+            let own = &self.rows[row];
+            assert_eq!(tenant, self.sampling[&own.request_id].tenant);
+            assert_eq!(tokens, own.tokens[..cached], "snapshot in slot {slot} for request {}", own.request_id);
+            self.rows[row].state = tokens;
+        }
+    }
+
+    /// Feeds a row's state the committed `tokens` from its last one on, and writes the snapshots that it passes.
+    fn feed_state(&mut self, row: usize, start: usize, tokens: &[i64]) {
+        if self.snapshots.is_empty() {
+            return;
+        }
+        let own = &mut self.rows[row];
+        let seen = own.state.len();
+        assert!(seen <= start, "{seen} of the {start} tokens before the next");
+        assert_eq!(own.state, tokens[..seen]);
+        own.state = tokens.to_vec();
+        let tenant = self.sampling[&own.request_id].tenant;
+        for &(of, len, slot) in &self.to_write {
+            if of == row && seen < len && len <= tokens.len() {
+                self.snapshots[slot] = Some((tenant, tokens[..len].to_vec()));
+            }
         }
     }
 
@@ -419,6 +471,8 @@ impl Device {
             }
             self.write_target(scheduler, row, &tokens[..=position]);
         }
+        assert!(self.snapshots.is_empty() || self.rows[row].state.len() == start, "the state is another position's");
+        self.feed_state(row, start, &tokens[..start + len]);
         self.read_target(row, &tokens[..start + len], start);
         if let Some(fatal) = self.fatal(row, start, start + len) {
             return fatal;
@@ -635,6 +689,7 @@ impl Device {
         for end in n..=tokens.len() {
             self.write_target(scheduler, row, &tokens[..end]);
         }
+        self.feed_state(row, n - 1, &tokens[..n]);
         self.read_target(row, &tokens, n - 1);
         if let Some(fatal) = self.fatal(row, n - 1, tokens.len()) {
             return fatal;
@@ -687,6 +742,9 @@ impl Device {
         self.faults.remove(&request_id);
         self.rows[row].active = false;
         self.rows[row].broken = true;
+        for &(_, _, slot) in self.to_write.iter().filter(|&&(of, ..)| of == row) {
+            self.snapshots[slot] = None;
+        }
         for position in start..end {
             for group in 0..self.windows.len() {
                 let slot = self.slot_in(group, row, position);

@@ -103,6 +103,8 @@ pub(crate) fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strate
         prop::sample::select(vec![0_usize, 0, 1, 4]),
         prop_oneof![1 => Just(0_usize), 1 => 1..4_usize],
         prop::sample::select(vec![0.0, 0.0, 1.0, 20.0]),
+        // Layers with states, or none.
+        prop::option::weighted(0.5, (1..10_usize, 1..14_usize, 1..7_usize)),
     );
     let ngrams = prop::option::weighted(0.2, (1..4_usize, 0..3_usize));
     let hidden = prop::option::weighted(0.4, 0..4_usize);
@@ -122,7 +124,8 @@ pub(crate) fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strate
                 (Some(_), _) if ngrams.is_some() && rows % 2 == 0 => (Drafter::None, 1),
                 (None, _) => (Drafter::None, 1),
                 (Some(max_model_len), Some(more)) => {
-                    (Drafter::Hidden { max_model_len, max_draft_lag: k + 2 + more }, k + 2 + more)
+                    let (max_draft_lag, keeps_hits) = (k + 2 + more, more % 2 == 1);
+                    (Drafter::Hidden { max_model_len, max_draft_lag, keeps_hits }, max_draft_lag)
                 }
                 (Some(max_model_len), None) => {
                     (Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, cost_ratio: ratio }, max_draft_lag)
@@ -136,7 +139,12 @@ pub(crate) fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strate
             let further: usize = window_groups.iter().map(|&window| of_window(window, 1)).sum();
             let least = sliding_window.map_or(all, |window| of_window(window, lag)) + further;
             let spare = spare * (1 + window_groups.len());
+            let states = policy.5.filter(|_| enable_prefix_caching && sliding_window.is_none() && further == 0);
+            let (num_snapshots, snapshot_interval, decode_snapshot_interval) = states.unwrap_or((0, 1, 1));
             SchedulerConfig {
+                num_snapshots,
+                snapshot_interval,
+                decode_snapshot_interval,
                 num_speculative_tokens: k,
                 drafter,
                 sliding_window,

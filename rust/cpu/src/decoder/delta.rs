@@ -5,7 +5,7 @@ use super::Context;
 use super::scratch::{Buffers, NetRoom, Private};
 use crate::isa::{LANES, Vector};
 use crate::kernels::{ConvSilu, DeltaHead, GatedNorm, LogPlaces, Unit, decay, sigmoid};
-use crate::layer::{DeltaLayer, Layer, gather};
+use crate::layer::{DeltaLayer, DeltaShape, Layer};
 use crate::lora::Projection;
 use crate::memory::{Columns, ColumnsMut};
 use crate::states::{Run, States};
@@ -22,6 +22,8 @@ struct Written<'a, 'o> {
     /// States of its value heads, and inputs of the convolution.
     base: &'a mut [f32],
     log: &'a mut [f32],
+    /// Copies of `base` after some updates.
+    snapshots: &'a mut [(usize, &'a mut [f32])],
     /// Outputs of value heads, the key head's from column `first` on.
     outs: &'a mut ColumnsMut<'o, f32>,
     first: usize,
@@ -54,15 +56,22 @@ impl Context<'_> {
                         outs.row_mut(row).fill(0.0);
                     }
                     let heads = shares.key_heads.piece(piece);
-                    for (run, (bases, logs)) in tile.runs.iter().zip(&parts) {
+                    for (run, (bases, logs, snapshots)) in tile.runs.iter().zip(&parts) {
                         let (mut bases, mut logs) = (bases.take(piece), logs.take(piece));
+                        let mut snapshots: Vec<_> =
+                            snapshots.iter().map(|(updates, columns)| (*updates, columns.take(piece))).collect();
                         let bases = bases.row_mut(0).chunks_exact_mut(shape.base_len());
                         let log_len = logs.columns().len() / heads.len().max(1);
                         let logs = logs.row_mut(0);
                         for (i, (head, base)) in heads.clone().zip(bases).enumerate() {
                             let log = &mut logs[i * log_len..][..log_len];
                             let first = i * shape.shared() * shape.value_dim;
-                            let written = Written { base, log, outs: &mut outs, first };
+                            let of_head = i * shape.base_len()..(i + 1) * shape.base_len();
+                            let snapshots = snapshots.iter_mut();
+                            let mut snapshots: Vec<_> = snapshots
+                                .map(|(updates, columns)| (*updates, &mut columns.row_mut(0)[of_head.clone()]))
+                                .collect();
+                            let written = Written { base, log, snapshots: &mut snapshots, outs: &mut outs, first };
                             self.key_head(net, head, run, mixed, written, room);
                         }
                     }
@@ -80,7 +89,11 @@ impl Context<'_> {
             let inner = shape.inner();
             for (x, row) in x.chunks_exact_mut(inner.div_ceil(LANES)).zip(netted.chunks_exact(inner)).take(rows) {
                 let (values, padding) = x.as_flattened_mut().split_at_mut(inner);
-                values.copy_from_slice(row);
+                if net.turned {
+                    turn(shape, row, values);
+                } else {
+                    values.copy_from_slice(row);
+                }
                 padding.fill(0.0);
             }
             self.round(x, rows, layer.o.inputs);
@@ -102,12 +115,13 @@ impl Context<'_> {
         written: Written<'_, '_>,
         room: &mut NetRoom,
     ) {
-        let Written { base, log, outs, first } = written;
+        let Written { base, log, snapshots, outs, first } = written;
         let shape = &net.shape;
         let (width, shared, dim, padded) = (shape.width(), shape.shared(), shape.key_dim, shape.padded_value());
         let (entry, before, count) = (shape.entry_len(), shape.kernel - 1, run.rows.len());
         let (states, earlier) = base.split_at_mut(shared * dim * padded);
         let row_of = |row: usize| &mixed[row * shape.outputs()..][..shape.outputs()];
+        let places = shape.places(head, net.by_key_head);
 
         let NetRoom { inputs, mixed: convolved, gates, out, state } = room;
         let inputs = &mut inputs.as_flattened_mut()[..(before + run.replay + count) * width];
@@ -121,10 +135,14 @@ impl Context<'_> {
             input.copy_from_slice(&entry[..width]);
         }
         for (input, &row) in new.chunks_exact_mut(width).zip(&run.rows) {
-            gather(shape, head, &row_of(row)[..shape.conv_dim()], input);
+            places.gather(shape, row_of(row), input);
         }
         if run.commit > 0 {
             earlier.copy_from_slice(&inputs[(run.replay + run.commit) * width..][..before * width]);
+        }
+
+        for (updates, kept) in snapshots.iter_mut() {
+            kept[shared * dim * padded..].copy_from_slice(&inputs[*updates * width..][..before * width]);
         }
 
         let vectors = width / LANES;
@@ -144,20 +162,23 @@ impl Context<'_> {
         for j in 0..shared {
             let value_head = head * shared + j;
             for (gates, &row) in gates[j * count..][..count].iter_mut().zip(&run.rows) {
-                let of_heads = &row_of(row)[shape.conv_dim() + shape.inner()..];
-                let (b, a) = (of_heads[value_head], of_heads[shape.value_heads + value_head]);
+                let (b, a) = (row_of(row)[places.b + j], row_of(row)[places.a + j]);
                 *gates = (sigmoid(b), decay(a, net.dt_bias[value_head], net.rates[value_head]));
             }
         }
 
-        let places = |j| LogPlaces {
+        let logged = |j| LogPlaces {
             entry,
             key: width,
             delta: width + dim + j * padded,
             decay: width + dim + shared * padded + j,
         };
         for (j, head_state) in states.chunks_exact_mut(dim * padded).enumerate() {
+            let of_head = j * dim * padded..(j + 1) * dim * padded;
+            let mut snapshots: Vec<(usize, &mut [f32])> =
+                snapshots.iter_mut().map(|(updates, kept)| (*updates, &mut kept[of_head.clone()])).collect();
             self.isa.run(DeltaHead {
+                snapshots: &mut snapshots,
                 key_dim: dim,
                 value_dim: shape.value_dim,
                 state: head_state,
@@ -166,7 +187,7 @@ impl Context<'_> {
                 commit: run.commit,
                 log_from: run.log_from,
                 log: &mut *log,
-                places: places(j),
+                places: logged(j),
                 rows: convolved,
                 stride: width,
                 value: 2 * dim + j * shape.value_dim,
@@ -174,9 +195,8 @@ impl Context<'_> {
                 out: &mut out[..count * padded],
                 scratch: &mut *state,
             });
-            let features = (head * shared + j) * shape.value_dim;
             for (x, &row) in out.chunks_exact(padded).zip(&run.rows) {
-                let gate = &row_of(row)[shape.conv_dim() + features..][..shape.value_dim];
+                let gate = &row_of(row)[places.gate + j * shape.value_dim..][..shape.value_dim];
                 let out = &mut outs.row_mut(row)[first + j * shape.value_dim..][..shape.value_dim];
                 let eps = self.weights.shape.rms_norm_eps;
                 self.isa.run(GatedNorm { x: &x[..shape.value_dim], weight: &net.norm, gate, eps, out });
@@ -191,7 +211,7 @@ impl Context<'_> {
             entry[..width].copy_from_slice(input);
             entry[width..][..dim].copy_from_slice(&convolved[row * width + dim..][..dim]);
             for j in 0..shared {
-                entry[places(j).decay] = gates[j * count + row].1;
+                entry[logged(j).decay] = gates[j * count + row].1;
             }
         }
     }
@@ -211,5 +231,13 @@ impl Context<'_> {
                 }
             }
         }
+    }
+}
+
+/// Copies the value heads of a row `[key_heads, shared, value_dim]` to `out` `[shared, key_heads, value_dim]`.
+fn turn(shape: &DeltaShape, row: &[f32], out: &mut [f32]) {
+    for (i, head) in row.chunks_exact(shape.value_dim).enumerate() {
+        let place = i % shape.shared() * shape.key_heads + i / shape.shared();
+        out[place * shape.value_dim..][..shape.value_dim].copy_from_slice(head);
     }
 }

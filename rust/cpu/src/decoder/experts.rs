@@ -1,18 +1,18 @@
-//! Experts of a layer in place of its MLP: three phases, or four if a norm follows. Rows are grouped by expert, so that
+//! Experts of a layer in place of its MLP: three phases, four if a norm follows, five with a shared expert. Rows are grouped by expert, so that
 //! the weights of each expert are read once per tile.
 
 use super::products::Fed;
 use super::scratch::{Buffers, Mixture, Private};
 use super::{Activations, CHUNK, Context};
 use crate::isa::{LANES, Vector};
-use crate::kernels::{RoundedRoom, Route};
-use crate::layer::{Experts, Layer};
+use crate::kernels::{RoundedRoom, Route, sigmoid};
+use crate::layer::{Experts, Layer, SharedExpert};
 use crate::memory::{Columns, ColumnsMut};
 
 impl Context<'_> {
     pub(super) fn experts(&self, layer: &Layer, experts: &Experts, buffers: &mut Buffers, private: &mut [Private]) {
         let (rows, hidden, sizes) = (self.rows(), self.weights.shape.hidden_size, experts.sizes());
-        let Buffers { h, added, mixture, .. } = buffers;
+        let Buffers { h, added, act: shared_act, mixture, .. } = buffers;
         {
             let logits = Columns::new(&mut mixture.logits, rows, sizes.count, &self.shares.router.bounds);
             let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
@@ -47,11 +47,14 @@ impl Context<'_> {
                         if !of.is_empty() {
                             let x = gather(x, &sent[of.clone()], hidden.div_ceil(LANES), copied);
                             let mut fed = self.fed_rows(gate_up, x, of.len(), &mut room.rounded);
-                            self.gate_up(gate_up, &mut fed, of, (y, z), &mut acts);
+                            self.gate_up(gate_up, &mut fed, of, None, (y, z), &mut acts);
                         }
                     }
                 }
             });
+        }
+        if let Some(shared) = &experts.shared {
+            self.shared_features(layer, shared, h, shared_act, private);
         }
         let act = &act[..sent.len() * vectors];
         let norm = layer.mlp_output_norm.as_deref();
@@ -67,6 +70,55 @@ impl Context<'_> {
             }
         });
         self.add_normed(norm, layer.scalar, added, h, private);
+        if let Some(shared) = &experts.shared {
+            self.add_shared(shared, shared_act, h, private);
+        }
+    }
+
+    /// Computes the features of the shared expert between gate, up and down, times the sigmoid of each row's gate. The
+    /// down projection is linear, so its output is multiplied by that, too.
+    fn shared_features(
+        &self,
+        layer: &Layer,
+        shared: &SharedExpert,
+        h: &[f32],
+        act: &mut [Vector],
+        private: &mut [Private],
+    ) {
+        let (rows, hidden) = (self.rows(), self.weights.shape.hidden_size);
+        let acts = Columns::new(act, rows, shared.down.inputs.div_ceil(LANES), &self.shares.shared.bounds);
+        let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+        self.session.run(&self.shares.shared.first, &|t, pieces| {
+            let mut own = own.take(t);
+            let Private { x, y, z, scales, room, .. } = &mut own.row_mut(0)[0];
+            self.norm(0..rows, h, layer.post_attention_norm.as_deref(), x);
+            let exact = Context { activations: Activations { bf16: false, ..self.activations }, ..*self };
+            exact.product(&shared.gate, 0..1, &mut Fed::rows(x), rows, y, 1);
+            let gates = &mut scales[..rows];
+            gates.iter_mut().zip(&*y).for_each(|(gate, &y)| *gate = sigmoid(y));
+            self.round(x, rows, hidden);
+            let mut fed = self.fed_rows(&shared.gate_up, x, rows, &mut room.rounded);
+            for piece in pieces {
+                let acts = &mut acts.take(piece);
+                self.gate_up(&shared.gate_up, &mut fed, 0..rows, Some(gates), (y, z), acts);
+            }
+        });
+    }
+
+    /// Adds the output of the shared expert to the residual stream.
+    fn add_shared(&self, shared: &SharedExpert, act: &[Vector], h: &mut [f32], private: &mut [Private]) {
+        let rows = self.rows();
+        let act = &act[..rows * shared.down.inputs.div_ceil(LANES)];
+        let hs = Columns::new(h, rows, self.weights.shape.hidden_size, &self.shares.hidden.bounds);
+        let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+        self.session.run(&self.shares.hidden.first, &|t, pieces| {
+            let mut own = own.take(t);
+            let Private { y, room, .. } = &mut own.row_mut(0)[0];
+            let mut fed = self.fed_rows(&shared.down, act, rows, &mut room.rounded);
+            for piece in pieces {
+                self.give(&shared.down, None, &mut fed, y, &mut hs.take(piece));
+            }
+        });
     }
 
     /// Computes a piece of the experts' output. It is added to the residual stream, or written to a buffer if a norm

@@ -1,26 +1,33 @@
-//! Input of an EAGLE-3 head: combines the target's hidden states before the head's passes, in one phase.
+//! Input of a head: `fc` combines the target's hidden states before an EAGLE-3 head's passes, or embeddings and hidden
+//! states as the first phase of an MTP head's pass.
 
-use super::scratch::Private;
+use super::scratch::{Buffers, Private};
 use super::{Context, Decoder};
 use crate::error::{Error, Result, check_len};
 use crate::isa::LANES;
 use crate::kernels::RmsNorm;
 use crate::memory::Columns;
 use crate::pass::MAX_TILE_ROWS;
-use crate::weights::{Normed, Weights};
+use crate::weights::{Head, HeadInput, Weights};
 
 impl Decoder {
     /// Combines the target's hidden states `[N, L, its hidden size]` into states of the head, `out` `[N, hidden_size]`,
-    /// which [`Eagle3Input`](crate::Eagle3Input) takes. The decoder's weights must be those of an EAGLE-3 head.
+    /// which [`Eagle3Input`](crate::Eagle3Input) takes. The decoder's weights must be those of a head. An MTP head reads
+    /// the states as they are.
     ///
     /// # Errors
     /// If a slice has a wrong length, or the decoder is no head.
     pub fn fuse(&mut self, states: &[f32], out: &mut [f32]) -> Result<()> {
         let weights: &Weights = &self.weights;
         let hidden = weights.shape.hidden_size;
-        let Some(head) = &weights.eagle3 else {
+        let Some(head) = &weights.head else {
             return Err(Error::invalid("states", "given", "none: it is no head"));
         };
+        if head.is_mtp() {
+            check_len("out", out.len(), states.len())?;
+            out.copy_from_slice(states);
+            return Ok(());
+        }
         let inputs = head.fc.inputs;
         if !states.len().is_multiple_of(inputs) {
             let allowed = format!("a multiple of the {inputs} inputs of fc");
@@ -38,7 +45,30 @@ impl Decoder {
 }
 
 impl Context<'_> {
-    fn fuse(&self, head: &Normed, states: &[f32], out: &mut [f32], private: &mut [Private]) {
+    /// Writes `fc` of an MTP head's input, the rows `[rows, 2 hidden]` of `e`, to the residual stream `h`.
+    pub(super) fn combine(&self, head: &Head, buffers: &mut Buffers, private: &mut [Private]) {
+        let (rows, inputs) = (self.rows(), head.fc.inputs);
+        let Buffers { h, e, .. } = buffers;
+        let e = &*e;
+        let outs = Columns::new(h, rows, self.weights.shape.hidden_size, &self.shares.hidden.bounds);
+        let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+        self.session.run(&self.shares.hidden.first, &|t, pieces| {
+            let mut own = own.take(t);
+            let Private { x, y, room, .. } = &mut own.row_mut(0)[0];
+            for (row, x) in e.chunks_exact(inputs).zip(x.chunks_exact_mut(inputs.div_ceil(LANES))).take(rows) {
+                let (values, padding) = x.as_flattened_mut().split_at_mut(inputs);
+                values.copy_from_slice(row);
+                padding.fill(0.0);
+            }
+            self.round(x, rows, inputs);
+            let mut fed = self.fed_rows(&head.fc, x, rows, &mut room.rounded);
+            for piece in pieces {
+                self.put_product(&head.fc, &mut fed, rows, y, &mut outs.take(piece));
+            }
+        });
+    }
+
+    fn fuse(&self, head: &Head, states: &[f32], out: &mut [f32], private: &mut [Private]) {
         let rows = states.len() / head.fc.inputs;
         let outs = Columns::new(out, rows, self.weights.shape.hidden_size, &self.shares.hidden.bounds);
         let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
@@ -56,13 +86,17 @@ impl Context<'_> {
     }
 
     /// Writes the input of `fc` into the participant's `x`.
-    fn fuse_input(&self, head: &Normed, states: &[f32], own: &mut Private) {
-        let (inputs, together, eps) = (head.fc.inputs, head.together, self.weights.shape.rms_norm_eps);
+    fn fuse_input(&self, head: &Head, states: &[f32], own: &mut Private) {
+        let (inputs, eps) = (head.fc.inputs, self.weights.shape.rms_norm_eps);
+        let (norm, together) = match &head.input {
+            HeadInput::Eagle3 { fc_norm, together, .. } => (fc_norm.as_deref(), *together),
+            HeadInput::Mtp { .. } => (None, inputs),
+        };
         let rows = own.x.chunks_exact_mut(inputs.div_ceil(LANES));
         for (states, x) in states.chunks_exact(inputs).zip(rows) {
             let (values, padding) = x.as_flattened_mut().split_at_mut(inputs);
             padding.fill(0.0);
-            let Some(norm) = &head.fc_norm else {
+            let Some(norm) = norm else {
                 values.copy_from_slice(states);
                 continue;
             };

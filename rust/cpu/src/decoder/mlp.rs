@@ -33,7 +33,7 @@ impl Context<'_> {
                 self.round(x, rows, gate_up.inputs);
                 let mut fed = self.fed(Projection::GateUp, gate_up, x, room);
                 for piece in pieces {
-                    self.gate_up(gate_up, &mut fed, 0..rows, (y, z), &mut acts.take(piece));
+                    self.gate_up(gate_up, &mut fed, 0..rows, None, (y, z), &mut acts.take(piece));
                 }
             });
         }
@@ -56,12 +56,13 @@ impl Context<'_> {
     }
 
     /// Computes a piece of the features between gate, up and down, into rows `rows` of `acts`. These are the rows that
-    /// the projection is fed.
+    /// the projection is fed. Features of each row are multiplied by its factor, if there are `factors`.
     pub(super) fn gate_up(
         &self,
         linear: &Linear,
         fed: &mut Fed<'_>,
         rows: Range<usize>,
+        factors: Option<&[f32]>,
         (y, z): (&mut [f32], &mut [f32]),
         acts: &mut ColumnsMut<'_, Vector>,
     ) {
@@ -83,6 +84,9 @@ impl Context<'_> {
                     Activation::ClampedSwiglu { alpha, limit } => {
                         self.isa.run(ClampedGateMul { gate, up, alpha, limit, out });
                     }
+                }
+                if let Some(factors) = factors {
+                    out.as_flattened_mut().iter_mut().for_each(|x| *x *= factors[row]);
                 }
             }
         }

@@ -25,7 +25,7 @@ use crate::pool::{Pool, Session};
 use crate::shape::ModelShape;
 use crate::states::{FedRows, of_tile};
 use crate::values::ValuesMut;
-use crate::weights::Weights;
+use crate::weights::{HeadInput, Weights};
 use delta::NetTile;
 use loras::AdaptedRows;
 use products::TileRoom;
@@ -80,7 +80,7 @@ struct Context<'a> {
     pass: Pass<'a>,
     /// Index in `pass` of the tile's first row.
     first: usize,
-    /// Hidden states that an EAGLE-3 head is fed with its tokens; `None` for other models.
+    /// Hidden states that a head is fed with its tokens; `None` for other models.
     eagle3: Option<Eagle3Input<'a>>,
     /// Rows of the tile that have adapters.
     adapted: &'a [AdaptedRows<'a>],
@@ -215,8 +215,8 @@ impl Decoder {
         self.run(pass, None, kv, output, entries)
     }
 
-    /// Runs a pass of an EAGLE-3 head, which is fed hidden states with the tokens. The hidden states for the next pass
-    /// are in `entries` at layer 1.
+    /// Runs a pass of an EAGLE-3 or MTP head, which is fed hidden states with the tokens. The hidden states for the next
+    /// pass are in `entries` at layer 1.
     ///
     /// # Errors
     /// If the pass is invalid as in [`forward_keeping`](Self::forward_keeping), hidden states have another size, or
@@ -247,7 +247,7 @@ impl Decoder {
             of_group.map(|(layer, _)| layer.window).max().unwrap_or(0)
         };
         pass.check(&self.weights.shape, self.weights.num_ids(), kv, &output, window_of)?;
-        match (&eagle3, &self.weights.eagle3) {
+        match (&eagle3, &self.weights.head) {
             (Some(eagle3), Some(_)) => eagle3.check(pass, &self.weights.shape)?,
             (None, None) => {}
             (given, _) => {
@@ -263,8 +263,8 @@ impl Decoder {
         self.finite.clear();
         let runs = match self.weights.delta {
             Some((shape, layers)) => {
-                let &Pass { sequences, positions, prompts, .. } = pass;
-                kv.states.plan(shape, layers, FedRows { sequences, positions, prompts })?
+                let &Pass { sequences, positions, prompts, snapshots, .. } = pass;
+                kv.states.plan(shape, layers, FedRows { sequences, positions, prompts, snapshots })?
             }
             None => Vec::new(),
         };
@@ -392,6 +392,9 @@ impl Context<'_> {
         if let Some(added) = &self.weights.layer_embedding {
             Context { tiles: None, ..*self }.embed_layers(added, buffers, private);
         }
+        if let Some(head) = self.weights.head.as_ref().filter(|head| head.is_mtp()) {
+            Context { tiles: None, ..*self }.combine(head, buffers, private);
+        }
         let kv_shape = kv.shape;
         let mut with_keys = kv.layers.iter();
         for (i, layer) in self.weights.layers.iter().enumerate() {
@@ -417,9 +420,12 @@ impl Context<'_> {
                 Context { tiles: None, ..cx }.add_embedding(linears, norm, layer.scalar, buffers, private);
             }
         }
-        self.keep(self.weights.layers.len(), &buffers.h, &mut entries);
-        if self.weights.eagle3.as_ref().is_some_and(|head| head.norm_output) {
-            self.norm_kept(self.weights.layers.len(), &mut buffers.t, &mut entries);
+        let last = self.weights.layers.len();
+        self.keep(last, &buffers.h, &mut entries);
+        self.keep(last + 1, &buffers.h, &mut entries);
+        self.norm_kept(last + 1, &mut buffers.t, &mut entries);
+        if self.weights.head.as_ref().is_some_and(|head| head.norm_output) {
+            self.norm_kept(last, &mut buffers.t, &mut entries);
         }
     }
 
@@ -434,7 +440,7 @@ impl Context<'_> {
         }
     }
 
-    /// Applies the final norm to the states kept after the last layer, number `i`.
+    /// Applies the final norm to the states kept as number `i`.
     fn norm_kept(&self, i: usize, t: &mut [Vector], entries: &mut Entries<'_>) {
         let (hidden, eps) = (self.weights.shape.hidden_size, self.weights.shape.rms_norm_eps);
         for (at, _) in entries.layers.iter().enumerate().filter(|&(_, &layer)| layer == i) {
@@ -454,19 +460,32 @@ impl Context<'_> {
             let (token, position) = (self.tile.tokens[row], self.tile.positions[row]);
             let h = &mut buffers.h[row * hidden..][..hidden];
             let token = if position < 0 { None } else { Some(token as usize) };
-            match (self.eagle3, &self.weights.eagle3) {
-                (Some(eagle3), Some(normed)) => {
-                    let e = &mut buffers.e[row * hidden..][..hidden];
-                    self.expand(token, e);
+            match (self.eagle3, &self.weights.head) {
+                (Some(eagle3), Some(head)) => {
                     match token {
                         Some(_) => h.copy_from_slice(&eagle3.hidden[row * hidden..][..hidden]),
                         None => h.fill(0.0),
                     }
-                    if normed.before_residual {
-                        let eps = self.weights.shape.rms_norm_eps;
+                    let eps = self.weights.shape.rms_norm_eps;
+                    let mut norm = |x: &mut [f32], weight: &[f32]| {
                         let out = &mut buffers.t[..hidden.div_ceil(LANES)];
-                        self.isa.run(RmsNorm { x: h, weight: &normed.hidden_norm, eps, out });
-                        h.copy_from_slice(&out.as_flattened()[..hidden]);
+                        self.isa.run(RmsNorm { x, weight, eps, out });
+                        x.copy_from_slice(&out.as_flattened()[..hidden]);
+                    };
+                    match &head.input {
+                        HeadInput::Eagle3 { before_residual, .. } => {
+                            self.expand(token, &mut buffers.e[row * hidden..][..hidden]);
+                            if *before_residual {
+                                norm(h, &head.hidden_norm);
+                            }
+                        }
+                        HeadInput::Mtp { embedding_norm } => {
+                            let (e, state) = buffers.e[row * 2 * hidden..][..2 * hidden].split_at_mut(hidden);
+                            self.expand(token, e);
+                            norm(e, embedding_norm);
+                            state.copy_from_slice(h);
+                            norm(state, &head.hidden_norm);
+                        }
                     }
                 }
                 _ => self.expand(token, h),
@@ -506,9 +525,11 @@ impl Context<'_> {
     /// Writes the input of a layer's q, k and v into the participant's `x`: the normed residual stream. In an EAGLE-3
     /// head the normed embeddings `e` come before it.
     fn attention_input(&self, h: &[f32], e: &[f32], input_norm: Option<&[f32]>, own: &mut Private) {
-        let (Some(normed), Some(input_norm)) = (&self.weights.eagle3, input_norm) else {
+        let head = self.weights.head.as_ref().filter(|head| !head.is_mtp());
+        let (Some(head), Some(input_norm)) = (head, input_norm) else {
             return self.norm(0..self.rows(), h, input_norm, &mut own.x);
         };
+        let normed_before = matches!(head.input, HeadInput::Eagle3 { before_residual: true, .. });
         let hidden = self.weights.shape.hidden_size;
         let eps = self.weights.shape.rms_norm_eps;
         let rows = own.x.chunks_exact_mut((2 * hidden).div_ceil(LANES)).take(self.rows());
@@ -519,10 +540,10 @@ impl Context<'_> {
             let t = &mut own.t[..hidden.div_ceil(LANES)];
             self.isa.run(RmsNorm { x: e, weight: input_norm, eps, out: t });
             first.copy_from_slice(&t.as_flattened()[..hidden]);
-            if normed.before_residual {
+            if normed_before {
                 second.copy_from_slice(h);
             } else {
-                self.isa.run(RmsNorm { x: h, weight: &normed.hidden_norm, eps, out: t });
+                self.isa.run(RmsNorm { x: h, weight: &head.hidden_norm, eps, out: t });
                 second.copy_from_slice(&t.as_flattened()[..hidden]);
             }
             padding.fill(0.0);

@@ -17,9 +17,10 @@ pub(super) const RUN: usize = 16;
 pub(super) struct Buffers {
     /// Residual stream, `[rows, hidden]`.
     pub(super) h: Vec<f32>,
-    /// Embeddings, `[rows, hidden]`, for models that are fed a hidden state with each token.
+    /// Embeddings, `[rows, hidden]`, for EAGLE-3 heads. Normed embeddings and normed hidden states, `[rows, 2 hidden]`,
+    /// for MTP heads.
     pub(super) e: Vec<f32>,
-    /// One normed row, `[ceil(hidden / 16)]`, for models that are fed a hidden state with each token.
+    /// One normed row, `[ceil(hidden / 16)]`.
     pub(super) t: Vectors,
     /// Output of a block, `[rows, hidden]`, if a norm follows it.
     pub(super) added: Vec<f32>,
@@ -35,7 +36,7 @@ pub(super) struct Buffers {
     pub(super) mixed: Vec<f32>,
     /// Outputs of a delta net's value heads, `[rows, value_heads * value_dim]`, for models with delta nets.
     pub(super) netted: Vec<f32>,
-    /// Input of the down projection, `[rows, ceil(intermediate / 16)]`.
+    /// Input of the down projection of an MLP or shared expert, `[rows, ceil(intermediate / 16)]`.
     pub(super) act: Vectors,
     /// Embeddings of single layers, `[rows, layers, size]`, for models that have them.
     pub(super) layer_embedding: Vec<f32>,
@@ -104,7 +105,7 @@ pub(super) struct Private {
     pub(super) y: Vec<f32>,
     /// Output of a second projection, `[rows, chunk]`.
     pub(super) z: Vec<f32>,
-    /// Factors of the norms of all query heads and of all key heads, `[2, rows]`.
+    /// Factors of the norms of all query heads and of all key heads, `[2, rows]`, or gates of a shared expert, `[rows]`.
     pub(super) scales: Vec<f32>,
     pub(super) attend: AttendScratch,
     pub(super) room: FedRoom,
@@ -118,7 +119,7 @@ impl Buffers {
         let (shape, rotations) = (&weights.shape, weights.rotations.len());
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
         let where_some = |some: bool, len: usize| if some { len } else { 0 };
-        let hidden = where_some(weights.eagle3.is_some(), shape.hidden_size);
+        let fed = weights.head.as_ref().map_or(0, |head| shape.hidden_size * if head.is_mtp() { 2 } else { 1 });
         let behind = |layer: &Layer| {
             layer.attention_output_norm.is_some() || layer.mlp_output_norm.is_some() || layer.addition.is_some()
         };
@@ -128,10 +129,11 @@ impl Buffers {
         let net = weights.delta.map(|(net, _)| net);
         let heads = shape.num_heads + 2 * shape.num_kv_heads;
         let (size, all) = weights.layer_embedding.as_ref().map_or((0, 0), |e| (e.size, e.projection.outputs()));
+        let shared = weights.experts.map_or(0, |sizes| sizes.shared);
         Self {
             h: vec![0.0; rows * shape.hidden_size],
-            e: vec![0.0; rows * hidden],
-            t: Vectors::new(hidden.div_ceil(LANES)),
+            e: vec![0.0; rows * fed],
+            t: Vectors::new(shape.hidden_size.div_ceil(LANES)),
             added: vec![0.0; rows * where_some(behind, shape.hidden_size)],
             heads: vec![0.0; rows * where_some(whole, heads * dim)],
             q: Vectors::new(rows * shape.num_heads * dim.div_ceil(LANES)),
@@ -139,7 +141,7 @@ impl Buffers {
             gates: Vectors::new(where_some(gated, rows * shape.num_heads * dim.div_ceil(LANES))),
             mixed: vec![0.0; rows * net.map_or(0, |net| net.outputs())],
             netted: vec![0.0; rows * net.map_or(0, |net| net.inner())],
-            act: Vectors::new(rows * shape.intermediate_size.div_ceil(LANES)),
+            act: Vectors::new(rows * shape.intermediate_size.max(shared).div_ceil(LANES)),
             layer_embedding: vec![0.0; rows * all],
             looked_up: vec![0.0; all],
             gated: Vectors::new(rows * size.div_ceil(LANES)),
@@ -175,7 +177,7 @@ impl Buffers {
 impl Private {
     pub(super) fn new(weights: &Weights, isa: Isa) -> Self {
         let (shape, experts) = (&weights.shape, weights.experts.is_some());
-        let fused = weights.eagle3.as_ref().map_or(0, |head| head.fc.inputs);
+        let fused = weights.head.as_ref().map_or(0, |head| head.fc.inputs);
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
         let hidden = shape.hidden_size;
         let (fed, kept) = if fused > 0 { (fused.max(2 * hidden), fused.max(hidden)) } else { (hidden, 0) };

@@ -80,6 +80,8 @@ pub(super) struct Shares {
     pub(super) intermediate: Cut,
     /// Cut of an expert's features between gate, up and down, in multiples of sixteen.
     pub(super) expert: Cut,
+    /// Cut of a shared expert's features between gate, up and down, in multiples of sixteen.
+    pub(super) shared: Cut,
     /// Cut of a router's logits.
     pub(super) router: Cut,
     /// Cut of the query heads.
@@ -152,6 +154,7 @@ impl Shares {
             // Pairs of bf16 numbers lie by 32.
             intermediate: even(shape.intermediate_size.div_ceil(LANES), 2, CHUNK / LANES),
             expert: even(experts.map_or(0, |sizes| sizes.intermediate.div_ceil(LANES)), 2, 4 * CHUNK / LANES),
+            shared: even(experts.map_or(0, |sizes| sizes.shared.div_ceil(LANES)), 2, CHUNK / LANES),
             router: even(experts.map_or(0, |sizes| sizes.count), 8, CHUNK),
             q_vectors: vec![0; q.bounds.len()],
             q,
@@ -254,7 +257,7 @@ mod tests {
             rows in 1..=MAX_TILE_ROWS,
             num_ids in 1..300_000_usize,
         ) {
-            let sizes = ExpertSizes { count: 21, per_token: 2, intermediate: 50 };
+            let sizes = ExpertSizes { count: 21, per_token: 2, intermediate: 50, shared: 90 };
             let mut shares = Shares::new(shape(heads, kv_heads), None, Some(sizes), Some(NET), participants);
             let positions: Vec<i64> = (0..rows as i64).map(|i| i * i * 100 - 1).collect();
             let zeros = [0; MAX_TILE_ROWS];
@@ -282,6 +285,7 @@ mod tests {
                 (&shares.rows.bounds, &shares.rows.first, 0..rows * 72),
                 (&shares.qkv.bounds, &shares.qkv.first, 0..(heads + 2 * kv_heads) * 12),
                 (&shares.expert.bounds, &shares.expert.first, 0..4),
+                (&shares.shared.bounds, &shares.shared.first, 0..6),
                 (&shares.router.bounds, &shares.router.first, 0..21),
                 (&shares.net_inputs.bounds, &shares.net_inputs.first, 0..NET.outputs()),
                 (&shares.key_heads.bounds, &shares.key_heads.first, 0..NET.key_heads),

@@ -84,8 +84,8 @@ impl HiddenStates {
             let allowed = format!("the target's = {}", facts.vocab_size);
             return Err(Error::invalid("the head's vocab_size", own, allowed));
         }
-        if let Some(layer) = layers.iter().find(|&&layer| layer > facts.num_layers) {
-            return Err(Error::invalid("hidden_layers", layer, format!("0 to {}", facts.num_layers)));
+        if let Some(layer) = layers.iter().find(|&&layer| layer > facts.num_layers + 1) {
+            return Err(Error::invalid("hidden_layers", layer, format!("0 to {}", facts.num_layers + 1)));
         }
         self.layers.extend_from_slice(layers);
         (self.size, self.width) = (layers.len() * size, max_draft_lag - 1);

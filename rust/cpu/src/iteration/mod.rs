@@ -21,6 +21,7 @@ mod translate;
 mod verify;
 
 use crate::error::{Error, Result, check_len};
+use crate::pass::StateSnapshot;
 use specrs_core::sampling::{LOGPROBS_NONE, LogitsProcessors, LogprobsMode, Sampler, SamplingParams};
 use specrs_core::scheduler::layout::{RecordLayout, RecordView, ResultsLayout};
 use specrs_core::scheduler::{SchedulerConfig, StepHeader};
@@ -131,6 +132,8 @@ pub struct Iteration {
     /// Hidden states and logits of the last step for requests with pooling.
     pooled: Vec<Pooled>,
     batch: Batch,
+    /// Snapshots of states that the step may write.
+    snapshots: Vec<StateSnapshot>,
     sequences: Vec<Sequence>,
     /// Copy of `sequences` from before drafting.
     planned: Vec<Sequence>,
@@ -189,6 +192,7 @@ impl Iteration {
             pooled: Vec::new(),
             texts: None,
             batch: Batch::default(),
+            snapshots: Vec::new(),
             sequences: Vec::new(),
             planned: Vec::new(),
             hidden: HiddenStates::default(),
@@ -244,6 +248,22 @@ impl Iteration {
         }
     }
 
+    /// Gives admitted rows the states that they begin with, and reads which snapshots the step may write.
+    fn read_snapshots(&mut self, record: &RecordView<'_>, header: StepHeader, target: &mut dyn Model) -> Result<()> {
+        let admitted = record.admit_row.iter().zip(record.admit_snapshot).take(header.num_admitted);
+        for (&row, &slot) in admitted.filter(|&(_, &slot)| slot >= 0) {
+            target.restore_states(row as usize, slot as usize)?;
+        }
+        self.snapshots.clear();
+        let rows = record.snapshot_row.iter().zip(record.snapshot_len).zip(record.snapshot_slot);
+        self.snapshots.extend(rows.take(header.num_snapshots).map(|((&row, &len), &slot)| StateSnapshot {
+            row: row as usize,
+            len: len as usize,
+            slot: slot as usize,
+        }));
+        Ok(())
+    }
+
     /// Takes the time of passes since the last call. Times are measured only from the first call on, for benchmarks.
     pub fn take_pass_time(&mut self) -> Duration {
         self.pass_time.replace(Duration::ZERO).unwrap_or_default()
@@ -285,6 +305,7 @@ impl Iteration {
         let view = self.record.view(record);
         self.admit(&view, header);
         state.upload(&view, header);
+        self.read_snapshots(&view, header, target)?;
         if header.num_prefill > 0 {
             self.prefill(&view, header, results, state, target, host)?;
         }

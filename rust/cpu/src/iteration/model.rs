@@ -71,6 +71,12 @@ pub trait Model {
     /// attends all positions, because then the last row of a prompt chunk shows it for all rows before it.
     fn finite(&self) -> &[bool];
 
+    /// Gives a row of state the states of a snapshot that a pass wrote into `slot`.
+    ///
+    /// # Errors
+    /// If no layer has states, or the slot was not written.
+    fn restore_states(&mut self, row: usize, slot: usize) -> Result<()>;
+
     /// Combines the target's hidden states `[N, layers, size]` into what a head is fed, `[N, hidden_size]`.
     ///
     /// # Errors
@@ -162,6 +168,10 @@ impl Model for Cached<'_> {
         self.decoder.finite()
     }
 
+    fn restore_states(&mut self, row: usize, slot: usize) -> Result<()> {
+        self.kv_cache.restore_states(row, slot)
+    }
+
     fn fuse(&mut self, states: &[f32], fused: &mut [f32]) -> Result<()> {
         self.decoder.fuse(states, fused)
     }
@@ -228,6 +238,10 @@ impl Model for Translated<'_> {
 
     fn finite(&self) -> &[bool] {
         self.model.finite()
+    }
+
+    fn restore_states(&mut self, row: usize, slot: usize) -> Result<()> {
+        self.model.restore_states(row, slot)
     }
 
     fn fuse(&mut self, states: &[f32], fused: &mut [f32]) -> Result<()> {

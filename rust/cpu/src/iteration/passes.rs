@@ -117,7 +117,7 @@ impl Iteration {
         }
         // Only where blocks come back behind windows, or states are not kept, does KV of drafts begin behind position 0.
         let begins_late = whose == Whose::Head || self.config.sliding_window.is_some();
-        let Self { batch, hidden, best, tops, logits, pass_time, .. } = self;
+        let Self { batch, snapshots, hidden, best, tops, logits, pass_time, .. } = self;
         let (count, num_ids) = (batch.wanted.len(), known.min(vocab_size));
         let pass = Pass {
             tokens: &batch.tokens,
@@ -131,6 +131,7 @@ impl Iteration {
             k_start: if whose == Whose::Target || !begins_late { &[] } else { state.draft_start },
             prompts,
             adapters: &[],
+            snapshots: if whose == Whose::Target { snapshots } else { &[] },
         };
         // A pass that keeps hidden states has none to write.
         let mut forward = |model: &mut dyn Model, output: Option<Output<'_>>| {

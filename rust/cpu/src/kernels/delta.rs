@@ -146,6 +146,9 @@ pub(crate) struct DeltaHead<'a> {
     pub(crate) out: &'a mut [f32],
     /// `[key_dim, BLOCK]`
     pub(crate) scratch: &'a mut [Vector],
+    /// Copies of the state to make on the way: the number of updates, replayed ones included, that each comes after. The
+    /// memory is as `state`.
+    pub(crate) snapshots: &'a mut [(usize, &'a mut [f32])],
 }
 
 impl DeltaHead<'_> {
@@ -166,9 +169,12 @@ impl DeltaHead<'_> {
             let row = &self.state[i * vectors * LANES..][..vectors * LANES];
             block.copy_from_slice(&if self.zero { [[0.0; LANES]; N] } else { columns(row) });
         }
-        for entry in self.log.chunks_exact(places.entry).take(replay) {
+        for (i, entry) in self.log.chunks_exact(places.entry).take(replay).enumerate() {
             let delta = columns(&entry[places.delta..]).map(|delta| s.load(&delta));
             update::<S, N, false>(s, scratch, &entry[places.key..][..key_dim], &[], delta, entry[places.decay]);
+            for (_, kept) in self.snapshots.iter_mut().filter(|(updates, _)| *updates == i + 1) {
+                write_columns::<N>(scratch, kept, vectors, first);
+            }
         }
         for (row, (&(beta, decay), out)) in
             self.gates.iter().zip(self.out.chunks_exact_mut(vectors * LANES)).enumerate()
@@ -197,11 +203,11 @@ impl DeltaHead<'_> {
                     s.store(delta[j], entry[(first + j) * LANES..].first_chunk_mut().expect("whole vectors"));
                 }
             }
+            for (_, kept) in self.snapshots.iter_mut().filter(|(updates, _)| *updates == replay + row + 1) {
+                write_columns::<N>(scratch, kept, vectors, first);
+            }
             if row + 1 == commit {
-                for (i, block) in scratch.chunks_exact(N).enumerate() {
-                    let row = &mut self.state[(i * vectors + first) * LANES..][..N * LANES];
-                    row.copy_from_slice(block.as_flattened());
-                }
+                write_columns::<N>(scratch, self.state, vectors, first);
             }
         }
     }
@@ -221,6 +227,14 @@ impl Kernel for DeltaHead<'_> {
                 _ => self.block::<S, BLOCK>(s, first),
             }
         }
+    }
+}
+
+/// Writes columns of a state, from vector `first` on, into the rows of `vectors` vectors of a state's memory.
+#[inline(always)]
+fn write_columns<const N: usize>(columns: &[Vector], state: &mut [f32], vectors: usize, first: usize) {
+    for (i, block) in columns.chunks_exact(N).enumerate() {
+        state[(i * vectors + first) * LANES..][..N * LANES].copy_from_slice(block.as_flattened());
     }
 }
 

@@ -321,6 +321,7 @@ impl Model {
                     experts: l.experts.iter().map(|[gate, up, down]| (linear(&[gate, up]), linear(&[down]))).collect(),
                     per_token: 2,
                     normalized: self.kind.normalized,
+                    shared: None,
                 }),
             },
             mlp_output_norm: self.kind.behind.then(|| values(&l.mlp_output_norm)),

@@ -11,7 +11,7 @@ from specrs.backends.cuda.drafters.model import ModelPasses
 from specrs.backends.cuda.drafters.shared_tokens import SharedTokenPasses
 from specrs.drafters.base import LoadedDrafter
 from specrs.drafters.draft_model import LoadedDraftModel
-from specrs.drafters.eagle3 import LoadedHead
+from specrs.drafters.hidden_state import LoadedHead
 from specrs.drafters.other_tokenizer import LoadedSharedTokens
 from specrs.drafters.parallel import LoadedParallel
 

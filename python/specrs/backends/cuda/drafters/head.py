@@ -12,8 +12,8 @@ from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.draft_passes import HiddenSource, Reduced, Room
 from specrs.backends.cuda.eagle3 import CudaEagle3Head
 from specrs.backends.cuda.hidden_rows import HiddenInputs, HiddenRows
-from specrs.drafters.eagle3 import LoadedHead
 from specrs.drafters.eagle3.head import Eagle3Head
+from specrs.drafters.hidden_state import LoadedHead
 from specrs.kernels.cuda.attention_config import ANY_LENGTH
 from specrs.kernels.cuda.hidden_states import gather_states
 from specrs.models.inputs import PassInputs

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specrs.backends.cuda.row_state import RowState
-from specrs.backends.cuda.sampling.grammar import StepGrammar
+from specrs.backends.cuda.sampling.grammar import PackedMasks, StepGrammar
 from specrs.backends.cuda.sequences import Iteration
 from specrs.backends.cuda.slots import TensorSlot
 from specrs.backends.extras import ExtrasLookup, no_extras
@@ -32,6 +32,17 @@ from specrs.verify.params import SamplingRows, Steps
 from specrs.verify.processing import Constraints, adjust_logits, filter_logits, leaves_only_stops
 
 Views = Mapping[str, Tensor]
+
+
+ADJUSTED_ROWS = 256
+"""Maximum number of flat rows whose logits are adjusted at the same time."""
+_BYTES_PER_LOGIT = 32
+"""Bytes that adjusting a logit takes at most, on top of the result: two int32 counts, a mask, and five fp32 numbers."""
+
+
+def adjusting_bytes(rows: int, vocab_size: int) -> int:
+    """Return the bytes that adjusting `rows` rows of logits takes on the device, the result included."""
+    return (4 * rows + _BYTES_PER_LOGIT * min(rows, ADJUSTED_ROWS)) * vocab_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +164,8 @@ class SamplingState:
         if steps.extras:
             matchers = [self.matcher(row) for row in rows]
             words = slot.grammar_masks(first, len(rows), it.max_k + 1, StepGrammar.words(self.vocab_size))
-            grammar = StepGrammar(matchers, words, self.vocab_size, self.ranks)
+            has_grammar = [Steps.of(self._rows[row].steps).extras for row in rows]
+            grammar = StepGrammar(matchers, has_grammar, words, self.vocab_size, self.ranks)
         tops = [self._rows[row].logprobs for row in rows] if steps.logprobs else []
         return SequenceSampling(
             state=state,
@@ -217,18 +229,32 @@ class SequenceSampling:
     vocab_size: int
     min_len: Tensor | None = None  # [B] int64, positions from which stop ids count; None: those of row state
 
-    def adjust(self, logits: Tensor, sequences: Tensor, positions: Tensor, forbidden: Tensor | None = None) -> Tensor:
+    def adjust(self, logits: Tensor, sequences: Tensor, positions: Tensor, masks: PackedMasks | None = None) -> Tensor:
         """Return logits `[N, V]` of flat rows with masks, biases and penalties applied. The argument is not mutated.
+
+        More than `ADJUSTED_ROWS` rows are adjusted one part after the other, which bounds the memory.
 
         Args:
             sequences: sequence of each flat row, `[N]` int64.
             positions: position whose token each flat row predicts, `[N]` int64. Its history is every token before it,
                 drafts included.
-            forbidden: `[N, V]` bool from a grammar.
+            masks: of grammars.
         """
-        steps = self.steps
-        if not self.adjusts and forbidden is None:
+        if not self.adjusts and masks is None:
             return logits
+        if len(logits) <= ADJUSTED_ROWS:
+            return self._adjust(logits, sequences, positions, slice(0, len(logits)), masks)
+        out = torch.empty_like(logits)
+        for first in range(0, len(logits), ADJUSTED_ROWS):
+            part = slice(first, min(first + ADJUSTED_ROWS, len(logits)))
+            out[part] = self._adjust(logits[part], sequences[part], positions[part], part, masks)
+        return out
+
+    def _adjust(
+        self, logits: Tensor, sequences: Tensor, positions: Tensor, part: slice, masks: PackedMasks | None
+    ) -> Tensor:
+        """Adjust the flat rows of `part`."""
+        steps, forbidden = self.steps, None if masks is None else masks.forbidden(part)
         rows = self.it.rows[sequences]
         counts = None
         if steps.penalties:

@@ -1,10 +1,11 @@
-//! Drafts that a request's grammar forces. The scheduler's caller follows the grammar and reports the forced tokens.
+//! Drafts by a request's grammar. The scheduler's caller follows the grammar, and reports the tokens that it forces or
+//! that are likely.
 
 use super::{HostProposer, HostSettings, Proposal, Settings, Text};
 use crate::error::Result;
 
-/// Drafter that proposes the tokens that a request's grammar forces after its text, reported by
-/// [`crate::Scheduler::set_forced_tokens`].
+/// Drafter that proposes the tokens that a request's grammar forces or makes likely after its text, reported by
+/// [`crate::Scheduler::set_grammar_drafts`].
 ///
 /// The scheduler continues them with the last other drafter in the table that has a proposal for the longer text: a
 /// prediction before suffix decoding, and that before prompt lookup.
@@ -24,11 +25,11 @@ impl HostSettings for GrammarProposer {
 }
 
 impl HostProposer for GrammarProposer {
-    /// Writes the forced tokens. Their number is the length of the match: acceptance after the forced tokens is counted
-    /// by how many tokens were forced.
+    /// Writes the reported tokens. Their number is the length of the match: acceptance is counted by how many tokens
+    /// were reported.
     fn propose(&mut self, text: Text<'_>, drafts: &mut [u32]) -> Result<Proposal> {
-        let len = text.forced.len().min(drafts.len());
-        drafts[..len].copy_from_slice(&text.forced[..len]);
+        let len = text.grammar_drafts.len().min(drafts.len());
+        drafts[..len].copy_from_slice(&text.grammar_drafts[..len]);
         Ok(Proposal { len, match_len: len })
     }
 

@@ -60,8 +60,8 @@ pub(crate) struct Text<'a> {
     pub(crate) tokens: &'a [u32],
     /// Number of `tokens` that belong to the prompt.
     pub(crate) prompt_len: usize,
-    /// Tokens that the request's grammar forces after `tokens`.
-    pub(crate) forced: &'a [u32],
+    /// Tokens that the request's grammar forces or makes likely after `tokens`.
+    pub(crate) grammar_drafts: &'a [u32],
     /// Tokens that the request predicts for its output.
     pub(crate) prediction: &'a [u32],
 }
@@ -219,7 +219,7 @@ impl HostDrafters {
         *self != Self::default()
     }
 
-    /// Returns the same drafters and those whose drafts come with requests: predictions, and tokens forced by grammars.
+    /// Returns the same drafters and those whose drafts come with requests: predictions, and drafts by grammars.
     #[must_use]
     pub fn with_drafts_of_requests(self) -> Self {
         Self { prediction: Some(PredictionSettings), grammar: Some(GrammarProposer), ..self }

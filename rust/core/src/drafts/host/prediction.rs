@@ -136,7 +136,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn text<'a>(tokens: &'a [u32], prediction: &'a [u32]) -> Text<'a> {
-        Text { id: 1, salt: BlockHash::default(), tokens, prompt_len: 1, forced: &[], prediction }
+        Text { id: 1, salt: BlockHash::default(), tokens, prompt_len: 1, grammar_drafts: &[], prediction }
     }
 
     /// Returns the drafts after each prefix of `output`, as a scheduler asks for them.
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn forced_tokens_move_the_place_for_one_proposal_only() {
+    fn grammar_drafts_move_the_place_for_one_proposal_only() {
         let (mut proposer, prediction) = (PredictionProposer::default(), [5, 6, 7, 8]);
         let mut drafts = [0; 1];
         proposer.propose(text(&[0, 5], &prediction), &mut drafts).unwrap();

@@ -1,5 +1,4 @@
-"""Warns if the first drafts of an EAGLE-3 head are rarely accepted, because it may read other hidden states than in
-training."""
+"""Warns if the first drafts of a head are rarely accepted, because it may read other hidden states than in training."""
 
 from __future__ import annotations
 
@@ -12,15 +11,18 @@ from numpy.typing import NDArray
 
 logger = logging.getLogger("specrs")
 DRAFTS = 1000
-LEAST_ACCEPTANCE = 0.15
 
 
 @dataclass(slots=True)
 class HeadCheck:
-    """Counter of the first 1,000 drafts. Warns if less than 15 % of their first tokens were accepted."""
+    """Counter of a head's first 1,000 drafts. Warns if too few of their first tokens were accepted."""
 
     head: str
-    layer_ids: tuple[int, ...]
+    """The user's name for the head."""
+    least: float
+    """Share of first tokens that the target accepts at least if the head fits it."""
+    advice: str
+    """End of the warning: what may be wrong, and what to do."""
     drafts: int = 0
     accepted: int = 0
 
@@ -33,18 +35,14 @@ class HeadCheck:
         self.accepted += int(np.count_nonzero(results["num_accepted"][:num_decode]))
         if self.drafts < DRAFTS:
             return False
-        if self.accepted < LEAST_ACCEPTANCE * self.drafts:
-            ids = list(self.layer_ids)
+        if self.accepted < self.least * self.drafts:
             logger.warning(
                 "%s: the target accepted the first token of %.1f %% of the first %d drafts, and of a head that fits it "
-                "more than %.0f %%. It reads hidden states where they enter layers %s, counted from 0; where its ids "
-                "mean the output of a layer, set speculative_config.aux_hidden_state_layer_ids=%s, and where it was "
-                "trained with another base than its config.json says, speculative_config.rope_theta",
+                "more than %.0f %%. %s",
                 self.head,
                 100.0 * self.accepted / self.drafts,
                 self.drafts,
-                100.0 * LEAST_ACCEPTANCE,
-                ids,
-                [layer + 1 for layer in ids],
+                100.0 * self.least,
+                self.advice,
             )
         return True

@@ -1,0 +1,54 @@
+"""Loader of MTP heads for a CPU. A head is native if its target is, and else computed by torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from specrs.arrays import BFLOAT16, Array, aligned, converted
+from specrs.backends.cpu.weights import NativeReader
+from specrs.core import PackedMatrix
+from specrs.drafters.mtp.native import NativeMtpHead
+from specrs.drafters.mtp.reader import MtpFiles, MtpReader
+from specrs.drafters.mtp.weights import MtpFacts
+from specrs.models.decoder_weights import DecoderFacts
+from specrs.models.native_decoder import NativeDecoder
+from specrs.models.stored import NativeWeight, StackedWeight
+
+
+def load_mtp(files: MtpFiles, target: DecoderFacts, cache_dtype: np.dtype[Any] | None = None) -> MtpFacts:
+    """Load a head in the dtype of `target`: a `NativeMtpHead` for a native target, else torch's `MtpHead`.
+
+    `cache_dtype` is the dtype of the head's K and V in the cache; None: the head's dtype. Embedding and LM head are the
+    target's. Raises CheckpointError for tensors that are missing, unknown or misshapen, before the first is read.
+    """
+    if isinstance(target, NativeDecoder):
+        return NativeMtpHead(NativeMtpReader(files, target).load(cache_dtype))
+    from specrs.drafters.mtp.torch_loader import load_torch_mtp
+    from specrs.models.torch_decoder import TorchDecoder  # and torch, which native targets do without
+
+    assert isinstance(target, TorchDecoder)
+    return load_torch_mtp(files, target, cache_dtype)
+
+
+class NativeMtpReader(NativeReader, MtpReader[Array, NativeWeight, np.dtype[Any]]):
+    """Reads a head's tensors for native passes. Matrices stay mapped if they are bf16; norms become float32."""
+
+    def __init__(self, files: MtpFiles, target: NativeDecoder) -> None:
+        self.checkpoint = files.tensors
+        self.files, self.target = files, target
+
+    def matrix(self, name: str) -> Array:
+        """Return the matrix `name`: in place if it is bf16, else converted to the target's dtype."""
+        matrix = self.files.tensors.mapped(name)
+        return aligned(matrix if matrix.dtype == BFLOAT16 else converted(matrix, self.target.dtype))
+
+    def lm_head(self, shared: NativeWeight, ids: Array, *, first: bool) -> NativeWeight:
+        """Return the target's LM head `shared` if `ids` are its first ones. Otherwise copy the rows `ids`, as bfloat16
+        if they are quantized: that suffices for drafts."""
+        if first:
+            return shared
+        (matrix,) = shared.parts
+        rows = converted(matrix.numbers()[ids], BFLOAT16) if isinstance(matrix, PackedMatrix) else matrix[ids]
+        return StackedWeight((aligned(rows),))

@@ -1,0 +1,118 @@
+"""What heads that draft from hidden states of the target share: EAGLE-3 heads and MTP heads. Computes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from specrs.core import HiddenDrafter
+from specrs.drafters.base import Declared, DraftLimits
+from specrs.drafters.cpu import CpuDrafter
+from specrs.drafters.head_check import HeadCheck
+
+if TYPE_CHECKING:
+    from specrs.core import CpuDecoder, CpuPool
+
+IDLE_STEPS = 8
+"""Maximum number of consecutive steps without drafts after which a head can still catch up from kept hidden states.
+After more it starts anew."""
+
+
+class HeadFacts:
+    """Facts about a head that do not depend on what computes it."""
+
+    weights: Any
+    decoder: CpuDecoder | None = None
+    """The head's passes on a CPU in the Rust core; None: torch computes them."""
+
+    sliding_window: int | None = None
+    """Number of last positions that the head attends to; None: all positions."""
+
+    keeps_hits = False
+    """True if a prefix hit is kept whole although its last block alone lacks the head's KV."""
+
+    least_acceptance: float
+    """Share of first draft tokens that the target accepts at least if the head fits it."""
+
+    def on_pool(self, pool: CpuPool, *, activations: str = "auto", prompt_tiles: bool = False) -> Self:
+        """Return the same weights with passes on the threads of `pool`; itself if torch computes the passes.
+
+        `activations` is that of `CpuDecoder`. Raises `InvalidBufferError` for `bf16` and weights that are not bf16.
+        """
+        return self
+
+    @property
+    def cache_dtype(self) -> np.dtype[Any]:
+        """Dtype of K and V in the cache."""
+        raise NotImplementedError
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """Hidden states of the target that the head reads, ascending. Number i is the input of layer i, and the output
+        of the last layer for i = number of layers. One more is the state after the final norm."""
+        raise NotImplementedError
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Number of features of one hidden state of the target."""
+        raise NotImplementedError
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that the head drafts, Vd. A row has this many logits."""
+        raise NotImplementedError
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Maximum number of positions: the target's. The head sets no limit, because its RoPE angles are computed and
+        not looked up."""
+        raise NotImplementedError
+
+    @property
+    def advice(self) -> str:
+        """Sentences for a warning that few drafts are accepted: what may be wrong, and what to do."""
+        raise NotImplementedError
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> Any:
+        """Return a zeroed KV cache for the head, of one layer."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LoadedHead:
+    """A head with its weights. `LoadedDrafter` documents the members."""
+
+    model: HeadFacts
+
+    has_own_blocks = False
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.model.aux_layer_ids
+
+    def with_model(self, model: Any) -> Self:
+        return replace(self, model=model)
+
+    def max_draft_lag(self, limits: DraftLimits) -> int:
+        """Return the maximum number of positions that the head's KV may lack: those of one verification and of some
+        steps without drafts."""
+        return limits.num_speculative_tokens + 2 + IDLE_STEPS
+
+    def declare(self, limits: DraftLimits) -> Declared:
+        return HiddenDrafter(
+            max_model_len=limits.shared_len,
+            max_draft_lag=self.max_draft_lag(limits),
+            keeps_hits=self.model.keeps_hits,
+        )
+
+    def hidden_row_size(self, limits: DraftLimits) -> int:
+        return self.max_draft_lag(limits) * len(self.hidden_layers) * self.model.target_hidden_size
+
+    def on_cpu(self, limits: DraftLimits, num_blocks: int) -> CpuDrafter:
+        cache = self.model.allocate_cache(num_blocks, limits.block_size)
+        return CpuDrafter(model=self.model, kv_cache=cache, hidden_layers=self.hidden_layers)
+
+    def check(self, path: str) -> HeadCheck:
+        return HeadCheck(path, self.model.least_acceptance, self.model.advice)

@@ -1,0 +1,103 @@
+"""Finds the MTP head in a target's checkpoint, and chooses the ids that it drafts. Reads no tensor."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+
+from specrs.arrays import Array
+from specrs.drafters.method import WHERE, wrong
+from specrs.drafters.mtp.reader import MtpFiles, head_config
+from specrs.errors import CheckpointError, SpecrsError, UnsupportedModelError, invalid, short
+from specrs.models.checkpoint import DTYPES, INDEX, Checkpoint, read_json, resolve_folder
+from specrs.models.decoder_weights import DecoderFacts
+from specrs.models.gguf.checkpoint import gguf_path
+from specrs.models.loader import load_config
+from specrs.models.quantization.checkpoint import QuantizedCheckpoint
+from specrs.models.quantization.table import read_config, scheme_of
+from specrs.models.registry import FAMILIES
+from specrs.models.tensors import Tensors
+from specrs.models.wrappers import is_of_mtp_head
+
+
+def has_mtp_head(source: str, revision: str | None) -> bool:
+    """Return whether the checkpoint of a folder or hub id has an MTP head. False if it cannot be read.
+
+    Weights of a hub id are not downloaded. If it has neither an index nor weights on disk, config.json decides.
+    """
+    with contextlib.suppress(SpecrsError):
+        # Heads in GGUF files (`nextn` tensors) are not read yet.
+        if (
+            gguf_path(source, revision) is not None
+            or not FAMILIES[load_config(source, revision=revision).architecture].mtp
+        ):
+            return False
+        folder = resolve_folder(source, revision, weights=False)
+        if (folder / INDEX).is_file():
+            names = read_json(folder / INDEX).get("weight_map")
+            return isinstance(names, dict) and any(map(is_of_mtp_head, names))
+        if any(folder.glob("*.safetensors")):
+            return bool(Checkpoint(folder, mtp_head=True).entries())
+        raw = read_json(folder / "config.json")
+        return bool((raw.get("text_config") or raw).get("mtp_num_hidden_layers"))
+    return False
+
+
+def open_mtp(
+    source: str, target: DecoderFacts, *, revision: str | None, size: int | None, counts: str | None
+) -> MtpFiles:
+    """Open the MTP head in the checkpoint `source` of `target`. `size` and `counts` are those of `draft_ids`.
+
+    Raises CheckpointError if the checkpoint has no head, UnsupportedModelError if its kind of head or file is not
+    implemented, and InvalidConfigError for a wrong `size` or `counts`.
+    """
+    ids = draft_ids(size, counts, target.vocab_size)
+    return MtpFiles(source, head_config(target.config), _tensors(source, target, revision), ids)
+
+
+def _tensors(source: str, target: DecoderFacts, revision: str | None) -> Tensors:
+    """Return the source of the tensors `mtp.*`."""
+    field, value = WHERE + "method", "mtp"
+    if not FAMILIES[target.config.architecture].mtp:
+        known = ", ".join(name for name, family in FAMILIES.items() if family.mtp)
+        reason = f"not implemented for {target.config.architecture}; implemented for {known}"
+        raise invalid(UnsupportedModelError, field, value, reason)
+    if gguf_path(source, revision) is not None:
+        # Their names (`blk.L.nextn.eh_proj` for `mtp.fc`, and so on) belong into `gguf.names`.
+        raise invalid(
+            UnsupportedModelError, field, value, "not implemented for GGUF files; use a safetensors checkpoint"
+        )
+    folder = resolve_folder(source, revision)
+    files = Checkpoint(folder, mtp_head=True)
+    found = files.entries()
+    if not found:
+        reason = f"{source} has no tensors mtp.*; use a checkpoint with an MTP head, or another method"
+        raise invalid(CheckpointError, field, value, reason)
+    # Quantizers often leave the head as it was and do not say so, so the tensors decide.
+    scheme = scheme_of(read_config(folder))
+    plain = all(dtype in DTYPES and name.endswith(".weight") for name, (_, dtype) in found.items())
+    return files if scheme is None or plain else QuantizedCheckpoint(files, scheme)
+
+
+def draft_ids(size: int | None, counts: str | None, vocab_size: int) -> Array:
+    """Return the ids that a head drafts, `[size]` int64, ascending.
+
+    They are the first `size` ids, or the most frequent ones of the JSON file `counts`, an object with the count of each
+    token id. The lower id wins a tie, and ids that it lacks count 0. With `size` None they are all `vocab_size` ids.
+
+    Raises InvalidConfigError for a wrong size, CheckpointError for a wrong file.
+    """
+    if size is not None and size > vocab_size:
+        raise wrong("draft_vocab_size", size, f"must be at most {vocab_size}, the target's number of ids")
+    if size is None or counts is None:
+        return np.arange(vocab_size if size is None else size)
+    of_id = np.zeros(vocab_size, np.float64)
+    for key, count in read_json(Path(counts)).items():
+        if not key.isdecimal() or int(key) >= vocab_size:
+            raise CheckpointError(f"{counts}: {short(key)} must be a token id from 0 to {vocab_size - 1}")
+        if type(count) not in (int, float) or not 0 <= count < np.inf:
+            raise CheckpointError(f"{counts}: {key}: {short(count)} must be a number of at least 0")
+        of_id[int(key)] = count
+    return np.sort(np.argsort(-of_id, kind="stable")[:size])

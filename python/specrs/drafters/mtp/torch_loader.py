@@ -1,0 +1,47 @@
+"""Builds an MTP head that torch computes from its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specrs.arrays import Array
+from specrs.drafters.mtp.head import MtpHead, TorchMtpWeights
+from specrs.drafters.mtp.reader import MtpFiles, MtpReader
+from specrs.kernels.linear import DenseWeight, Weight, dense_weight
+from specrs.models.torch_arrays import TORCH_DTYPES
+from specrs.models.torch_decoder import TorchDecoder
+from specrs.models.torch_loader import TorchReader
+from specrs.models.torch_tensors import TorchArrays
+from specrs.models.torch_weights import TorchWeights
+
+
+def load_torch_mtp(files: MtpFiles, target: TorchDecoder, cache_dtype: np.dtype[Any] | None) -> MtpHead:
+    """Return the head of `files` for `target`, on the target's device and in its dtype.
+
+    `cache_dtype` is the dtype of K and V in its cache; None: the target's. Raises CheckpointError for tensors that are
+    missing, unknown or misshapen.
+    """
+    made = TorchMtpReader(files, target).load(None if cache_dtype is None else TORCH_DTYPES[cache_dtype])
+    decoder = {field.name: getattr(made.decoder, field.name) for field in fields(made.decoder)}
+    of_head = {field.name: getattr(made, field.name) for field in fields(made)}
+    return MtpHead(TorchMtpWeights(**of_head | {"decoder": TorchWeights(**decoder, device=target.device)}))
+
+
+class TorchMtpReader(TorchReader, MtpReader[Tensor, Weight, torch.dtype]):
+    """Fuses and packs the tensors of a head for torch."""
+
+    def __init__(self, files: MtpFiles, target: TorchDecoder) -> None:
+        super().__init__(TorchArrays(files.tensors), target.weights.dtype, target.device)
+        self.files, self.target = files, target
+
+    def lm_head(self, shared: Weight, ids: Array, *, first: bool) -> Weight:
+        """Return the rows `ids` of the target's LM head `shared`; a view of it if they are the first ones."""
+        if len(ids) == shared.shape[0]:
+            return shared
+        rows = shared.weight if isinstance(shared, DenseWeight) else shared.dequantized()
+        return dense_weight(rows[: len(ids)] if first else rows[torch.from_numpy(ids).to(rows.device)])

@@ -1,0 +1,310 @@
+//! Snapshots of states, for targets with layers that have a state per request in the place of KV.
+//!
+//! KV of a prefix can be read block by block; a state cannot be cut. So a prefix hit of such a target needs the KV of its
+//! blocks and a snapshot of the states at its end. Snapshots have slots in a pool of their own. A snapshot is found by
+//! the hash of the KV block that ends there, and leaves the pool with that block. The least recently used snapshot is
+//! the first to give way.
+//!
+//! | place of a snapshot | reason |
+//! | --- | --- |
+//! | the last block's end before the prompt's end | the same prompt comes again, or goes on after its answer |
+//! | every `snapshot_interval` positions of a prompt | prompts that differ late; preemption |
+//! | where a lookup found KV further than a snapshot | a beginning that requests share |
+//! | the end of what a waiting request shares with the row | the same, for requests that come together |
+//! | every `decode_snapshot_interval` positions of an output | preemption, and a next turn; a row keeps the last one |
+//!
+//! The record names row, length and slot of a snapshot in each step in which the row's state may pass that length. The
+//! pass writes it when it does, from committed tokens alone. The snapshot can be found once that step has settled.
+
+use super::Scheduler;
+use super::StepHeader;
+use super::admission::is_worth_waiting;
+use super::config::SchedulerConfig;
+use super::kv_events::KvEventLog;
+use super::plan::Plan;
+use super::request::RequestIndex;
+use super::row::RowIndex;
+use crate::block_pool::BlockPool;
+use crate::error::Result;
+use crate::hash::BlockHash;
+
+/// Snapshots of a scheduler, and the work that became of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SnapshotStats {
+    /// Number of slots.
+    pub slots: usize,
+    /// Number of slots with a snapshot that can be found.
+    pub cached: usize,
+    /// Number of requests that began with a snapshot, counted each time they got a row.
+    pub hits: u64,
+    /// Number of snapshots that were written and could be found.
+    pub stored: u64,
+    /// Number of snapshots that gave way to others, or to the KV block at their end.
+    pub evictions: u64,
+}
+
+/// Snapshot that steps in flight, or the next ones, write.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pending {
+    /// Number of positions that the state covers.
+    pub(super) len: usize,
+    pub(super) slot: i64,
+}
+
+/// Snapshots of one row.
+#[derive(Clone, Debug, Default)]
+pub(super) struct RowSnapshots {
+    /// Lengths at which the prompt's chunks to come write snapshots, ascending.
+    pub(super) planned: Vec<usize>,
+    /// Snapshots with a slot that no settled step has written, by ascending length.
+    pub(super) pending: Vec<Pending>,
+    /// Length of the next snapshot while the row decodes.
+    next: usize,
+    /// Number of positions that the row's state covers after the steps that have settled.
+    pub(super) passed: usize,
+    /// Hash of the last snapshot that the row wrote while it decoded.
+    last: Option<BlockHash>,
+    /// Slot that the row's state begins with.
+    restored: Option<i64>,
+}
+
+/// Slots of all snapshots, and what the rows are going to write.
+#[derive(Clone, Debug)]
+pub(super) struct Snapshots {
+    /// Slots in the place of KV blocks: held ones are being written, cached ones are found.
+    pub(super) pool: BlockPool,
+    pub(super) rows: Vec<RowSnapshots>,
+    interval: usize,
+    decode_interval: usize,
+    stats: SnapshotStats,
+}
+
+impl Snapshots {
+    /// Makes a pool of free slots; `None` if the settings have none.
+    pub(super) fn new(config: &SchedulerConfig) -> Result<Option<Self>> {
+        if config.num_snapshots == 0 {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            pool: BlockPool::new(config.num_snapshots)?,
+            rows: vec![RowSnapshots::default(); config.max_num_seqs],
+            interval: config.snapshot_interval.next_multiple_of(config.block_size),
+            decode_interval: config.decode_snapshot_interval.next_multiple_of(config.block_size),
+            stats: SnapshotStats { slots: config.num_snapshots, ..SnapshotStats::default() },
+        }))
+    }
+
+    /// Frees the snapshot at the end of a block that leaves the prefix cache, if there is one.
+    pub(super) fn forget(&mut self, hash: BlockHash, events: Option<&mut KvEventLog>) -> Result<()> {
+        if let Some(slot) = self.pool.lookup(hash) {
+            let evicted = self.pool.forget(slot)?;
+            self.stats.evictions += 1;
+            if let Some(events) = events {
+                events.removed_snapshot(&evicted);
+            }
+        }
+        Ok(())
+    }
+
+    /// Frees all snapshots, of which no row is writing one.
+    pub(super) fn clear(&mut self) {
+        let cleared = self.pool.reset_prefix_cache();
+        debug_assert!(cleared, "a row without blocks writes a snapshot");
+    }
+
+    /// Notes that a row's state covers `len` positions, in the step that settles.
+    pub(super) fn passed(&mut self, row: RowIndex, len: usize) {
+        self.rows[row as usize].passed = len;
+    }
+
+    /// Frees the slots of a row that no step in flight names.
+    pub(super) fn release(&mut self, row: RowIndex) -> Result<()> {
+        let own = &mut self.rows[row as usize];
+        own.planned.clear();
+        for pending in own.pending.drain(..) {
+            self.pool.free(pending.slot)?;
+        }
+        Ok(())
+    }
+
+    /// Gives a row a slot for the snapshot at `len`. Without a slot that no row is writing, it gets none.
+    fn reserve(&mut self, row: RowIndex, len: usize, events: Option<&mut KvEventLog>) {
+        let slot = self.pool.allocate_free().or_else(|| {
+            let evicted = self.pool.allocate_cached().ok()?;
+            self.stats.evictions += 1;
+            if let Some(events) = events {
+                events.removed_snapshot(&evicted);
+            }
+            Some(evicted.block)
+        });
+        if let Some(slot) = slot {
+            self.rows[row as usize].pending.push(Pending { len, slot });
+        }
+    }
+}
+
+impl Scheduler {
+    /// Returns the number of snapshots and how often they were used; all 0 if no layer has a state.
+    pub fn snapshot_stats(&self) -> SnapshotStats {
+        let of = |snapshots: &Snapshots| SnapshotStats { cached: snapshots.pool.num_cached(), ..snapshots.stats };
+        self.snapshots.as_ref().map(of).unwrap_or_default()
+    }
+
+    /// Shortens the plan's prefix hit to the last block with a snapshot at its end.
+    pub(super) fn end_at_snapshot(&mut self, index: RequestIndex, plan: &mut Plan) {
+        let (Some(snapshots), request) = (&self.snapshots, &mut self.requests[index]) else { return };
+        plan.num_cached = plan.hits.len();
+        let found = |&end: &usize| {
+            let hash = request.block_hash(end - 1, self.config.block_size, &self.hasher);
+            snapshots.pool.lookup(hash).is_some()
+        };
+        let end = (1..=plan.hits.len()).rev().find(found).unwrap_or(0);
+        plan.hits.truncate(end);
+    }
+
+    /// Returns whether a request should wait for a snapshot after its `hits`, which a running request with an equal
+    /// prefix is going to write. A running request may get one more snapshot, at the end of the prefix that both share.
+    pub(super) fn waits_for_snapshot(&mut self, index: RequestIndex, hits: usize) -> bool {
+        let (block_size, num_tokens) = (self.config.block_size, self.requests[index].tokens.len());
+        let most = (num_tokens - 1) / block_size;
+        let Some(snapshots) = &mut self.snapshots else { return false };
+        for &row_index in &self.running {
+            let (row, own) = (&self.rows[row_index as usize], &mut snapshots.rows[row_index as usize]);
+            let end = most.min(row.prefill_end / block_size);
+            // Requests whose prompts are reported have hashes that no other request has.
+            if own.pending.is_empty() && own.planned.is_empty() || hits >= end {
+                continue;
+            }
+            let other = row.request;
+            let mut equal = |block: usize| {
+                let hash = self.requests[other].block_hash(block, block_size, &self.hasher);
+                hash == self.requests[index].block_hash(block, block_size, &self.hasher)
+            };
+            // A block's hash includes all blocks before it.
+            let lens = own.pending.iter().map(|pending| pending.len).chain(own.planned.iter().copied());
+            let ends = lens.map(|len| len / block_size).filter(|ends| (hits + 1..=end).contains(ends));
+            let written = ends.filter(|&ends| equal(ends - 1)).max().unwrap_or(hits);
+            if is_worth_waiting(written, hits, num_tokens, block_size) {
+                return true;
+            }
+            let shared = (hits..end).take_while(|&block| equal(block)).count() + hits;
+            let len = shared * block_size;
+            if len > row.num_computed && is_worth_waiting(shared, hits, num_tokens, block_size) {
+                let place = own.planned.partition_point(|&planned| planned < len);
+                own.planned.insert(place, len);
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Chooses where a newly opened row writes snapshots, and holds the one that it begins with until it is recorded.
+    /// The KV of its first `num_cached` blocks is cached.
+    pub(super) fn open_snapshots(&mut self, row_index: RowIndex, num_cached: usize) -> Result<()> {
+        let Some(snapshots) = &mut self.snapshots else { return Ok(()) };
+        let (row, block_size) = (&self.rows[row_index as usize], self.config.block_size);
+        let request = &mut self.requests[row.request];
+        let (start, end) = (row.num_computed, row.prefill_end);
+        let own = &mut snapshots.rows[row_index as usize];
+        (own.passed, own.last, own.restored) = (start, None, None);
+        if start > 0 {
+            let hash = request.block_hash(start / block_size - 1, block_size, &self.hasher);
+            own.restored = snapshots.pool.lookup(hash);
+            if let Some(slot) = own.restored {
+                // It is the most recently used one now.
+                snapshots.pool.share(slot)?;
+                snapshots.pool.free(slot)?;
+            }
+            snapshots.stats.hits += 1;
+        }
+        if request.tells_prompt() {
+            own.next = usize::MAX; // nobody else finds its blocks
+            return Ok(());
+        }
+        own.next = (end + 1).next_multiple_of(snapshots.decode_interval);
+        let last = (end - 1) / block_size * block_size;
+        let every = (1..).map(|i| i * snapshots.interval).take_while(|&len| len < last);
+        own.planned.extend(every.chain([num_cached * block_size, last]).filter(|&len| len > start));
+        own.planned.sort_unstable();
+        own.planned.dedup();
+        Ok(())
+    }
+
+    /// Gives slots to the snapshots that the planned step may write, and writes them into the record, with those that
+    /// admitted rows begin with.
+    pub(super) fn write_snapshots(&mut self, plan: &Plan, record: &mut [i64], header: &mut StepHeader) {
+        let layout = self.record_layout;
+        let Some(snapshots) = &mut self.snapshots else { return };
+        for (i, &row) in plan.admitted.iter().enumerate() {
+            let restored = snapshots.rows[row as usize].restored.take();
+            record[layout.admit_snapshot.offset + i] = restored.unwrap_or(-1);
+        }
+        let mut write = |row: RowIndex, snapshot: &Pending| {
+            let at = header.num_snapshots;
+            record[layout.snapshot_row.offset + at] = i64::from(row);
+            record[layout.snapshot_len.offset + at] = snapshot.len as i64;
+            record[layout.snapshot_slot.offset + at] = snapshot.slot;
+            header.num_snapshots += 1;
+        };
+        for decode in &plan.decodes {
+            while snapshots.rows[decode.row as usize].next <= decode.n_upper {
+                let len = snapshots.rows[decode.row as usize].next;
+                snapshots.reserve(decode.row, len, self.kv_events.as_mut());
+                snapshots.rows[decode.row as usize].next = len + snapshots.decode_interval;
+            }
+            let prompt = self.rows[decode.row as usize].prefill_end;
+            let pending = &snapshots.rows[decode.row as usize].pending;
+            pending.iter().filter(|pending| pending.len > prompt).for_each(|pending| write(decode.row, pending));
+        }
+        for chunk in &plan.chunks {
+            let end = chunk.start + chunk.len;
+            let passed = snapshots.rows[chunk.row as usize].planned.partition_point(|&len| len <= end);
+            let first = snapshots.rows[chunk.row as usize].pending.len();
+            for i in 0..passed {
+                let len = snapshots.rows[chunk.row as usize].planned[i];
+                snapshots.reserve(chunk.row, len, self.kv_events.as_mut());
+            }
+            let own = &mut snapshots.rows[chunk.row as usize];
+            own.planned.drain(..passed);
+            own.pending[first..].iter().for_each(|pending| write(chunk.row, pending));
+        }
+    }
+
+    /// Makes the snapshots findable that a live row wrote up to the step that settles. The row's KV blocks must have been
+    /// published.
+    pub(super) fn settle_snapshots(&mut self, row_index: RowIndex) -> Result<()> {
+        let Some(snapshots) = &mut self.snapshots else { return Ok(()) };
+        let row = &self.rows[row_index as usize];
+        let passed = snapshots.rows[row_index as usize].passed;
+        while let Some(&Pending { len, slot }) = snapshots.rows[row_index as usize].pending.first()
+            && len <= passed
+        {
+            snapshots.rows[row_index as usize].pending.remove(0);
+            let block = len / self.config.block_size - 1;
+            let request = &mut self.requests[row.request];
+            let hash = request.block_hash(block, self.config.block_size, &self.hasher);
+            // Without its KV it would be of no use.
+            let stored = self.pool.lookup(hash).is_some() && snapshots.pool.register(slot, hash)?;
+            snapshots.pool.free(slot)?;
+            if !stored {
+                continue;
+            }
+            snapshots.stats.stored += 1;
+            if let Some(events) = &mut self.kv_events {
+                events.stored_snapshot(slot, request, block, hash);
+            }
+            if len > row.prefill_end
+                && let Some(before) = snapshots.rows[row_index as usize].last.replace(hash)
+                && before != hash
+                && let Some(slot) = snapshots.pool.lookup(before)
+            {
+                let evicted = snapshots.pool.forget(slot)?;
+                if let Some(events) = &mut self.kv_events {
+                    events.removed_snapshot(&evicted);
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,252 @@
+"""Prefix hits of targets with layers that have states: they have the bits of a miss, with and without drafts."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from hf_reference import generate, load
+from hybrid_reference import float64
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specrs import LLM, SamplingParams
+from specrs.core import BlockStored, KVEventBatch
+from specrs.models.torch_loader import load_model
+
+VOCAB = 61
+SHAPE: dict[str, Any] = {
+    "vocab": VOCAB,
+    "hidden": 64,
+    "intermediate": 96,
+    "head_dim": 32,
+    "kv_heads": 1,
+    "eos_token_id": 0,
+    "max_position_embeddings": 8192,
+}
+KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+TOKENS = 14
+_random = random.Random(4)
+# Repeated parts, whose continuations n-grams guess. Each long prompt begins like another one.
+PARTS = [[_random.randrange(1, VOCAB) for _ in range(length)] * 3 for length in (2, 4, 7)]
+PROMPTS = [PARTS[2], PARTS[2] + PARTS[0], PARTS[2] + PARTS[1], PARTS[1] + PARTS[2], PARTS[1] + PARTS[0], PARTS[2][:13]]
+DRAFTERS: list[dict[str, Any] | None] = [
+    None,
+    {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+    {"method": "suffix", "num_speculative_tokens": 5},
+    {"method": "draft_model", "num_speculative_tokens": 2},
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("snapshots")
+    make_checkpoint(made / "target", "qwen3_5_text", layer_types=KINDS, layers=len(KINDS), **SHAPE)
+    make_checkpoint(made / "draft", "qwen3", **SHAPE)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specrs.backends.blueprint.SNAPSHOT_INTERVAL", 8)
+    monkeypatch.setattr("specrs.backends.blueprint.DECODE_SNAPSHOT_INTERVAL", 4)
+
+
+def engine(folder: Path, drafter: dict[str, Any] | None, **options: Any) -> LLM:
+    if drafter is not None:
+        model = {"model": str(folder / "draft")} if drafter["method"] == "draft_model" else {}
+        options |= {"speculative_config": drafter | model}
+    return LLM(model=str(folder / "target"), max_model_len=64, block_size=4, threads=1, **options)
+
+
+def texts(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    outputs = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@cache
+def references(target: Path) -> list[list[int]]:
+    with float64():
+        model = load(target)
+        return [generate(model, prompt, TOKENS) for prompt in PROMPTS]
+
+
+def followed(texts_before: list[list[int]]) -> list[list[int]]:
+    """Prompts that go on after the texts."""
+    return [prompt + text + [3, 5] for prompt, text in zip(PROMPTS, texts_before, strict=True)]
+
+
+ORDERS = st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=8)
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from(DRAFTERS),
+    st.lists(ORDERS, min_size=1, max_size=3),
+    st.sampled_from([3, 16, 64]),
+    st.sampled_from([None, 16]),
+    st.sampled_from([None, 1, 3]),
+    st.integers(1, 2),
+)
+def test_hits_have_transformers_text(
+    folder: Path,
+    drafter: dict[str, Any] | None,
+    rounds: list[list[int]],
+    budget: int,
+    blocks: int | None,
+    slots: int | None,
+    depth: int,
+) -> None:
+    """By torch in float64, in chunks and batches, a pool that is too small for all requests, and few slots."""
+    with float64():
+        llm = engine(
+            folder,
+            drafter,
+            dtype="float64",
+            max_num_batched_tokens=budget,
+            max_steps_in_flight=depth if drafter is None or drafter["method"] == "draft_model" else 1,
+            **sizes(folder, blocks, slots),
+        )
+        for order in rounds:
+            found = texts(llm, [PROMPTS[i] for i in order])
+            assert found == [references(folder / "target")[i] for i in order]
+        llm.engine.scheduler.check_integrity()
+
+
+def sizes(folder: Path, blocks: int | None, slots: int | None) -> dict[str, Any]:
+    """Options for a pool of `blocks` KV blocks and `slots` snapshots; None: the defaults."""
+    found: dict[str, Any] = {} if blocks is None else {"num_gpu_blocks_override": blocks}
+    if slots is not None:
+        found["state_cache_memory_bytes"] = slots * state_bytes(folder)
+    return found
+
+
+@cache
+def state_bytes(folder: Path) -> int:
+    return load_model(folder / "target", dtype="float64").state_bytes[0]
+
+
+@cache
+def plain(folder: Path, dtype: str, quantization: str | None) -> tuple[list[list[int]], list[list[int]]]:
+    """Native texts without drafts and prefix caching, each request alone: of the prompts, and of what follows them."""
+    options = {"dtype": dtype, "quantization": quantization, "max_num_seqs": 1, "enable_prefix_caching": False}
+    llm = engine(folder, None, **options)
+    first = texts(llm, PROMPTS)
+    return first, texts(llm, followed(first))
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(DRAFTERS),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from([None, "int4"]),
+    st.lists(ORDERS, min_size=2, max_size=3),
+    st.sampled_from([3, 16, 64]),
+    st.sampled_from([None, 24]),
+    st.sampled_from([None, 1, 3]),
+)
+def test_native_hits_have_the_bits_of_misses(
+    folder: Path,
+    drafter: dict[str, Any] | None,
+    dtype: str,
+    quantization: str | None,
+    rounds: list[list[int]],
+    budget: int,
+    blocks: int | None,
+    slots: int | None,
+) -> None:
+    """Whatever is drafted, preempted, evicted and batched; also where a prompt goes on after an answer."""
+    first, second = plain(folder, dtype, quantization)
+    llm = engine(
+        folder,
+        drafter,
+        dtype=dtype,
+        quantization=quantization,
+        max_num_batched_tokens=budget,
+        **sizes(folder, blocks, slots),
+    )
+    for order in rounds:
+        assert texts(llm, [PROMPTS[i] for i in order]) == [first[i] for i in order]
+        assert texts(llm, [followed(first)[i] for i in order]) == [second[i] for i in order]
+    llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: "none" if drafter is None else drafter["method"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_hit_computes_no_more_than_the_last_block(folder: Path, drafter: dict[str, Any] | None, dtype: str) -> None:
+    """Drafts change nothing about hits."""
+    llm = engine(folder, drafter, dtype=dtype)
+    prompt = PROMPTS[2] + PROMPTS[3]  # 66 tokens do not fit
+    prompt = prompt[:50]
+    texts(llm, [prompt])
+    before = llm.engine.stats()
+    texts(llm, [prompt])
+    after = llm.engine.stats()
+    assert after.num_cached_tokens - before.num_cached_tokens == 48
+    assert after.state_cache is not None
+    assert before.state_cache is not None
+    assert after.state_cache.hits - before.state_cache.hits == 1
+    assert after.state_cache.num_bytes == after.state_cache.num_cached * state_bytes(folder)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS[:2], ids=["none", "ngram"])
+def test_a_hit_on_a_long_prompt_computes_at_most_a_block(
+    folder: Path, drafter: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the places of snapshots that engines have, also for a prompt that goes on elsewhere after 3,000 tokens."""
+    monkeypatch.undo()
+    speculative = {} if drafter is None else {"speculative_config": drafter}
+    llm = LLM(model=str(folder / "target"), max_model_len=4200, threads=1, **speculative)
+    prompt = [_random.randrange(1, VOCAB) for _ in range(4000)]
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
+
+    def cached(prompt: list[int]) -> int:
+        before = llm.engine.stats().num_cached_tokens
+        texts(llm, [prompt], params)
+        return llm.engine.stats().num_cached_tokens - before
+
+    assert [cached(prompt) for _ in range(2)] == [0, 3984]
+    other = prompt[:3000] + prompt[:500]
+    assert [cached(other), cached(other[:3100] + [7] * 9)] == [2048, 2992]
+
+
+def test_events_name_snapshots(folder: Path) -> None:
+    llm = engine(folder, None, kv_events_config={"enable_kv_cache_events": True, "publisher": "null"})
+    batches: list[KVEventBatch] = []
+    llm.engine.publish = batches.append
+    texts(llm, [PROMPTS[2]])
+    stored = [event for batch in batches for event in batch.events() if isinstance(event, BlockStored)]
+    kv = [hash for event in stored if not event.is_snapshot for hash in event.block_hashes]
+    snapshots = [hash for event in stored if event.is_snapshot for hash in event.block_hashes]
+    assert len(snapshots) == llm.engine.scheduler.snapshot_stats()["stored"]
+    assert set(snapshots) <= set(kv)
+
+
+def test_completions_of_a_prompt_share_its_snapshot(folder: Path) -> None:
+    llm = engine(folder, None)
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True, detokenize=False)
+    several = llm.generate({"prompt_token_ids": PROMPTS[3]}, params, use_tqdm=False)[0].outputs
+    alone = engine(folder, None, enable_prefix_caching=False)
+    same = alone.generate({"prompt_token_ids": PROMPTS[3]}, params, use_tqdm=False)[0].outputs
+    assert [output.token_ids for output in several] == [output.token_ids for output in same]
+    stats = llm.engine.stats()
+    assert stats.state_cache is not None
+    assert (stats.num_cached_tokens, stats.state_cache.hits) == (2 * 32, 2)
+
+
+def test_requests_with_logprobs_penalties_and_priorities_hit(folder: Path) -> None:
+    llm = engine(folder, DRAFTERS[1])
+    alone = engine(folder, None, enable_prefix_caching=False)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, detokenize=False, **more)
+        for more in ({"logprobs": 2}, {"presence_penalty": 1.5}, {"prompt_logprobs": 1}, {"min_tokens": 4})
+    ]
+    for _ in range(2):
+        for one in params:
+            assert texts(llm, [PROMPTS[1]], one) == texts(alone, [PROMPTS[1]], one)
+    stats = llm.engine.stats()
+    assert stats.num_cached_tokens == 5 * (len(PROMPTS[1]) - 1) // 4 * 4
