@@ -72,6 +72,7 @@ def families(
     num_speculative_tokens: int = 0,
     enable_lora: bool = False,
     kv_cache_path: str | None = None,
+    state_cache_memory_bytes: int | None = None,
     several: bool = False,
 ) -> list[Metric]:
     """Return what a server with these settings of its engine writes, without the times of creation. With `several`, the
@@ -87,6 +88,7 @@ def families(
         enable_lora=enable_lora,
         max_loras=1,
         kv_cache_path=kv_cache_path,
+        state_cache_memory_bytes=state_cache_memory_bytes,
     )
     limits = SimpleNamespace(num_speculative_tokens=num_speculative_tokens)
     llm: Any = SimpleNamespace(config=config, limits=limits, stats=stats)

@@ -36,6 +36,8 @@ class HeaderFields:
     """Requests that lost their row in this plan."""
     num_constraints: int
     """Elements of the admitted requests' constraints."""
+    num_snapshots: int
+    """Snapshots of states that the step may write."""
     used_len: int
     """Elements of the record up to the last one that this step reads."""
 

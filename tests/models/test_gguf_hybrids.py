@@ -16,6 +16,7 @@ import torch
 from checkpoints import make_checkpoint
 from gguf_families import by_turns, rounded
 from gguf_files import dequantized, write_gguf
+from mtp_reference import add_head
 from safetensors.torch import load_file, save_file
 from specrs import LLM, SamplingParams
 from specrs.backends.cpu.weights import Rounding, load_native
@@ -278,12 +279,53 @@ def test_tensors_of_an_mtp_head_have_its_names(
     path = write_gguf(folder, tmp_path / "model.gguf", replaced=fields, extra=head(96))
     with caplog.at_level(logging.INFO, "specrs"):
         assert close(logits(path), logits(folder), 1e-5)
-    assert f"{path}: 7 tensors of an MTP head are skipped" in caplog.text
-    checkpoint = GGUFCheckpoint(path)
+    assert f"{path}: 7 tensors of an MTP head, which speculative_config.method='mtp' reads" in caplog.text
+    checkpoint = GGUFCheckpoint(path, mtp_head=True)
     names = ["fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0.self_attn.q_proj"]
     names += ["layers.0.input_layernorm", "layers.0.post_attention_layernorm"]
     firsts = [checkpoint.mapped(f"mtp.{name}.weight").reshape(-1)[0] for name in names]
     assert firsts == [1, 1, 2, 3, 1, 7, 8]
+
+
+HEAD_TENSORS = {
+    "mtp.fc": "nextn.eh_proj",
+    "mtp.pre_fc_norm_embedding": "nextn.enorm",
+    "mtp.pre_fc_norm_hidden": "nextn.hnorm",
+    "mtp.norm": "nextn.shared_head_norm",
+    "mtp.layers.0.input_layernorm": "attn_norm",
+    "mtp.layers.0.post_attention_layernorm": "post_attention_norm",
+    **{f"mtp.layers.0.self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
+    "mtp.layers.0.self_attn.o_proj": "attn_output",
+    **{f"mtp.layers.0.self_attn.{name}_norm": f"attn_{name}_norm" for name in "qk"},
+    **{f"mtp.layers.0.mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+}
+"""Names of a dense head's tensors in a checkpoint and in a file."""
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_head_in_a_file_drafts(kind: str, source: Callable[[str], Path], tmp_path: Path) -> None:
+    """By default, with the acceptance of the folder's head, and the text of no drafts."""
+    plain, layers = source("qwen35"), len(KINDS)
+    folder = add_head(Path(shutil.copytree(plain, tmp_path / "model")), seed=4)
+    head = {
+        # Norms have the offset of 1 added.
+        f"blk.{layers}.{HEAD_TENSORS[name.removesuffix('.weight')]}.weight": (t.float() + (t.ndim == 1)).numpy()
+        for name, t in load_file(folder / "model.safetensors").items()
+        if name.startswith("mtp.")
+    }
+    fields = {"qwen35.block_count": layers + 1, "qwen35.nextn_predict_layers": 1}
+    path = write_gguf(plain, tmp_path / "model.gguf", kind, fields, extra=head)
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "threads": 1, "max_model_len": 64}
+    texts, accepted = [], []
+    for model, drafts in ((path, None), (path, {"num_speculative_tokens": 3}), (folder, {"num_speculative_tokens": 3})):
+        llm = LLM(str(model), speculative_config=drafts, **settings)
+        [output] = llm.generate([TOKENS], GREEDY.replace(max_tokens=40), use_tqdm=False)
+        texts.append(output.outputs[0].token_ids)
+        accepted.append((llm.stats().drafts, llm.stats().accepted_tokens))
+        assert drafts is None or "mtp" in llm.stats().drafters
+    assert texts[0] == texts[1]
+    if kind == "F32":
+        assert (texts[1], accepted[1]) == (texts[2], accepted[2])
 
 
 @pytest.mark.parametrize(

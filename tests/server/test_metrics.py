@@ -20,7 +20,7 @@ def test_each_drafter_has_its_counters() -> None:
         return EngineStats(drafters=figures, draft_errors={"ngram": 0, "draft_model": 3})
 
     config = SimpleNamespace(block_size=16, enable_prefix_caching=True, kv_cache_dtype="auto", enable_lora=False)
-    config.kv_cache_path = None
+    config.kv_cache_path = config.state_cache_memory_bytes = None
     llm: Any = SimpleNamespace(config=config, limits=SimpleNamespace(num_speculative_tokens=2), stats=stats)
     lines = asyncio.run(Metrics(cast("AsyncLLM", llm), "m").render()).decode().splitlines()
     labels = 'drafter="{}",engine="0",model_name="m"'

@@ -94,7 +94,7 @@ def _num_requests(config: EngineConfig, needed: int, memory: int) -> int:
 
 def _num_snapshots(config: EngineConfig, row: int, memory: int, left: int, requests: int) -> int:
     """Return the number of snapshots of `row` bytes each, by default as many as `left` bytes and the share of `memory`
-    allow. 0 if not even one fits, and nobody asked for prefix caching."""
+    allow. 0 if not even one fits, and the configuration does not ask for prefix caching."""
     if config.state_cache_memory_bytes is not None:
         return config.state_cache_memory_bytes // row
     fit = min(left, memory * _SNAPSHOT_PERCENT // 100) // row

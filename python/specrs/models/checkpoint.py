@@ -18,7 +18,7 @@ from specrs.arrays import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, Array, converted
 from specrs.errors import CheckpointError, invalid, short
 from specrs.models.hub import did_you_mean, download_bar, hub_error
 from specrs.models.shard_index import place
-from specrs.models.wrappers import is_of_mtp_head, is_wrapped, text_names
+from specrs.models.wrappers import is_of_mtp_head, is_wrapped, log_mtp_head, text_names
 
 logger = logging.getLogger("specrs")
 
@@ -138,8 +138,7 @@ class Checkpoint:
         """Beginning of tensor names here that the files' names lack, because they hold a base model without an LM head.
         Empty for other files."""
         if not mtp_head and len(placed) < len(self.placement.files):
-            skipped = len(self.placement.files) - len(placed)
-            logger.info("%s: %d tensors of an MTP head, which speculative_config.method='mtp' reads", folder, skipped)
+            log_mtp_head(folder, len(self.placement.files) - len(placed))
         wrapped = not mtp_head and config.is_file() and is_wrapped(read_json(config))
         self._names = text_names(folder, placed) if wrapped else {self.prefix + name: name for name in placed}
         """Name in the files of each tensor."""

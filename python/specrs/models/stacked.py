@@ -48,12 +48,13 @@ class _View(NamedTuple):
 class StackedCheckpoint(Checkpoint):
     """Tensors of a folder in which each tensor of experts is split by expert and projection, as strided views."""
 
-    def __init__(self, folder: Path, layout: Literal["alternating", "halves"]) -> None:
-        """Open the files. `layout` is gpt-oss' (`alternating`) or Qwen3.5's (`halves`).
+    def __init__(self, folder: Path, layout: Literal["alternating", "halves"], *, mtp_head: bool = False) -> None:
+        """Open the files. `layout` is gpt-oss' (`alternating`) or Qwen3.5's (`halves`). `mtp_head` is that of
+        `Checkpoint`.
 
         Raises CheckpointError if a file is missing or damaged, or if there are only pickled weights.
         """
-        super().__init__(folder, allow_base_model=layout == "halves")
+        super().__init__(folder, allow_base_model=layout == "halves" and not mtp_head, mtp_head=mtp_head)
         self._views: dict[str, _View] = {}
         for name, (shape, _) in super().entries().items():
             found = _STACKED.fullmatch(name)

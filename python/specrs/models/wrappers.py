@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from specrs.errors import CheckpointError
@@ -75,7 +76,7 @@ _TOWERS = re.compile(
     r"|vision_embedder)\."
 )
 """Beginnings of the names of tensors that only images and sound need."""
-_HEAD = "mtp."
+HEAD = "mtp."
 """Beginning of the names of the tensors of an MTP head."""
 _TEXT = re.compile(r"(language_model\.model|model\.language_model|language_model\.(?=lm_head))\.?")
 """Beginnings of the names of a text model's tensors."""
@@ -89,7 +90,12 @@ def is_wrapped(raw: Mapping[str, Any]) -> bool:
 
 def is_of_mtp_head(name: str) -> bool:
     """Return whether a checkpoint's tensor belongs to an MTP head, which the drafter `mtp` reads."""
-    return name.startswith(_HEAD)
+    return name.startswith(HEAD)
+
+
+def log_mtp_head(path: Path, count: int) -> None:
+    """Log that a model's checkpoint has `count` tensors of an MTP head, which the model does not read."""
+    logger.info("%s: %d tensors of an MTP head, which speculative_config.method='mtp' reads", path, count)
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:

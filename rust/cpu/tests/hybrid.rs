@@ -188,7 +188,9 @@ proptest! {
             let mut snapshots: Vec<StateSnapshot> = (0..2 * seqs)
                 .map(|i| StateSnapshot { row: i / 2, len: n.below(texts[i / 2].len() - 1) + 1, slot: 2 * seqs - 1 - i })
                 .collect();
-            snapshots.iter().for_each(|snapshot| kv.poison_snapshot(snapshot.slot));
+            for snapshot in &snapshots {
+                kv.poison_snapshot(snapshot.slot);
+            }
             let mut base = vec![0; seqs];
             while (0..seqs).any(|seq| done[seq] < texts[seq].len()) {
                 // A pass of prompts, or of decoding with drafts, of which some first ones are those of the text.

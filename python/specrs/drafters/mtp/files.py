@@ -13,11 +13,12 @@ from specrs.drafters.mtp.reader import MtpFiles, head_config
 from specrs.errors import CheckpointError, SpecrsError, UnsupportedModelError, invalid, short
 from specrs.models.checkpoint import DTYPES, INDEX, Checkpoint, read_json, resolve_folder
 from specrs.models.decoder_weights import DecoderFacts
-from specrs.models.gguf.checkpoint import gguf_path
+from specrs.models.gguf.checkpoint import GGUFCheckpoint, gguf_path
 from specrs.models.loader import load_config
 from specrs.models.quantization.checkpoint import QuantizedCheckpoint
 from specrs.models.quantization.table import read_config, scheme_of
 from specrs.models.registry import FAMILIES
+from specrs.models.stacked import StackedCheckpoint
 from specrs.models.tensors import Tensors
 from specrs.models.wrappers import is_of_mtp_head
 
@@ -28,12 +29,11 @@ def has_mtp_head(source: str, revision: str | None) -> bool:
     Weights of a hub id are not downloaded. If it has neither an index nor weights on disk, config.json decides.
     """
     with contextlib.suppress(SpecrsError):
-        # Heads in GGUF files (`nextn` tensors) are not read yet.
-        if (
-            gguf_path(source, revision) is not None
-            or not FAMILIES[load_config(source, revision=revision).architecture].mtp
-        ):
+        if not FAMILIES[load_config(source, revision=revision).architecture].mtp:
             return False
+        file = gguf_path(source, revision)
+        if file is not None:
+            return bool(GGUFCheckpoint(file, mtp_head=True).names())
         folder = resolve_folder(source, revision, weights=False)
         if (folder / INDEX).is_file():
             names = read_json(folder / INDEX).get("weight_map")
@@ -64,17 +64,19 @@ def _tensors(source: str, target: DecoderFacts, revision: str | None) -> Tensors
         known = ", ".join(name for name, family in FAMILIES.items() if family.mtp)
         reason = f"not implemented for {target.config.architecture}; implemented for {known}"
         raise invalid(UnsupportedModelError, field, value, reason)
-    if gguf_path(source, revision) is not None:
-        # Their names (`blk.L.nextn.eh_proj` for `mtp.fc`, and so on) belong into `gguf.names`.
-        raise invalid(
-            UnsupportedModelError, field, value, "not implemented for GGUF files; use a safetensors checkpoint"
-        )
-    folder = resolve_folder(source, revision)
-    files = Checkpoint(folder, mtp_head=True)
+    reason = f"{source} has no tensors {{}}; use a checkpoint with an MTP head, or another method"
+    file = gguf_path(source, revision)
+    if file is not None:
+        blocks = GGUFCheckpoint(file, mtp_head=True)
+        if not blocks.names():
+            raise invalid(CheckpointError, field, value, reason.format("nextn"))
+        return blocks
+    folder, experts = resolve_folder(source, revision), target.config.experts
+    stacked = None if experts is None else experts.stacked
+    files = Checkpoint(folder, mtp_head=True) if stacked is None else StackedCheckpoint(folder, stacked, mtp_head=True)
     found = files.entries()
     if not found:
-        reason = f"{source} has no tensors mtp.*; use a checkpoint with an MTP head, or another method"
-        raise invalid(CheckpointError, field, value, reason)
+        raise invalid(CheckpointError, field, value, reason.format("mtp.*"))
     # Quantizers often leave the head as it was and do not say so, so the tensors decide.
     scheme = scheme_of(read_config(folder))
     plain = all(dtype in DTYPES and name.endswith(".weight") for name, (_, dtype) in found.items())

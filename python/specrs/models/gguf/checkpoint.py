@@ -3,7 +3,6 @@ model."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,14 +19,13 @@ from specrs.models.gguf.architectures import architecture_of
 from specrs.models.gguf.blocks import GROUPED
 from specrs.models.gguf.config import raw_config
 from specrs.models.gguf.file import GGUFFile, TensorInfo, dequantize, open_gguf
-from specrs.models.gguf.names import HEAD, places
+from specrs.models.gguf.names import places
 from specrs.models.gguf.splits import first_parts, part_names, whole_name
 from specrs.models.gguf.types import PLAIN
 from specrs.models.hub import hub_error
 from specrs.models.quantization.base import QuantizedTensors, bits_of
 from specrs.models.quantization.grouped import Grouped
-
-logger = logging.getLogger("specrs")
+from specrs.models.wrappers import is_of_mtp_head, log_mtp_head
 
 
 def gguf_path(source: str | Path, revision: str | None = None) -> Path | None:
@@ -118,25 +116,29 @@ def gguf_config(path: Path) -> ModelConfig:
 class GGUFCheckpoint(QuantizedTensors):
     """The tensors of one file, or of one model in several. Blocks stay in the file until they are asked for."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the header. Raises as `open_gguf` and `gguf_config`."""
+    def __init__(self, path: Path, *, mtp_head: bool = False) -> None:
+        """Read the header. With `mtp_head`, the tensors are those of the file's MTP head, else those of the model
+        without it. Raises as `open_gguf` and `gguf_config`."""
         self.folder = path
         self.file: GGUFFile = open_gguf(path)
-        self._places = places(self.file, architecture_of(self.file), gguf_config(path))
-        heads = sum(name.startswith(HEAD) for name in self._places)
-        if heads:
-            logger.info("%s: %d tensors of an MTP head are skipped: no drafter reads it yet", path, heads)
+        found = places(self.file, architecture_of(self.file), gguf_config(path))
+        self._places = {name: place for name, place in found.items() if is_of_mtp_head(name) == mtp_head}
+        if not mtp_head and len(self._places) < len(found):
+            log_mtp_head(path, len(found) - len(self._places))
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+        return list(self._places)
+
     def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that exactly the `required` tensors, and perhaps `optional` ones, are there in their shapes. Tensors of
-        an MTP head are not checked.
+        """Check that exactly the `required` tensors, and perhaps `optional` ones, are there in their shapes.
 
         Raises CheckpointError that names the tensors, UnsupportedModelError for a type that has no numbers.
         """
-        shapes = {name: place.shape for name, place in self._places.items() if not name.startswith(HEAD)}
+        shapes = {name: place.shape for name, place in self._places.items()}
         check_tensors(self.folder, shapes, required, optional)
         for kind in {self._info(name).kind for name in shapes} - {*PLAIN, *GROUPED, *PackedMatrix.KINDS}:
             block = next(info.block for info in self.file.tensors.values() if info.kind == kind)

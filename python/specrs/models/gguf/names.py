@@ -17,9 +17,8 @@ from specrs.models.gguf.architectures import Architecture
 from specrs.models.gguf.file import GGUFFile
 from specrs.models.gguf.rope import FACTORS, LONG_FACTORS
 from specrs.models.tensors import norm_names
+from specrs.models.wrappers import HEAD
 
-HEAD = "mtp."
-"""Beginning of the names of an MTP head's tensors."""
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_q": "self_attn.q_proj",

@@ -62,6 +62,7 @@ const HEAD_COST: f64 = 0.1;
 
 /// Limits that a drafter sets for every row. They are computed once, because planning reads them for each row.
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "facts about a drafter that do not exclude each other")]
 pub(crate) struct DraftBounds {
     /// Whether the scheduler also has drafters on the host.
     pub(crate) on_host: bool,

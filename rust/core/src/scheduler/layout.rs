@@ -66,6 +66,7 @@ macro_rules! layout {
         }
 
         impl $name {
+            #[allow(clippy::too_many_arguments)] // sizes, each with a name of its own
             fn from_sizes($($size: usize),*) -> Self {
                 let mut layout = Self::default();
                 $(

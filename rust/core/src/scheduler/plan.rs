@@ -363,12 +363,11 @@ impl Scheduler {
     pub(super) fn grow(&mut self, row: RowIndex, positions: usize) -> Result<()> {
         let blocks = &mut self.rows[row as usize].blocks;
         while blocks.len() * self.config.block_size < positions {
-            let block = match self.pool.allocate_free() {
-                Some(block) => block,
-                None => {
-                    let (events, saves) = (self.kv_events.as_mut(), self.saves.as_mut());
-                    saves::allocate(&mut self.pool, events, saves, self.snapshots.as_mut())?
-                }
+            let block = if let Some(block) = self.pool.allocate_free() {
+                block
+            } else {
+                let (events, saves) = (self.kv_events.as_mut(), self.saves.as_mut());
+                saves::allocate(&mut self.pool, events, saves, self.snapshots.as_mut())?
             };
             blocks.push(block);
         }

@@ -219,7 +219,7 @@ impl Scheduler {
             snapshots.stats.hits += 1;
         }
         if request.tells_prompt() {
-            own.next = usize::MAX; // nobody else finds its blocks
+            own.next = usize::MAX; // no other request finds its blocks
             return Ok(());
         }
         own.next = (end + 1).next_multiple_of(snapshots.decode_interval);
