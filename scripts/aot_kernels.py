@@ -1,7 +1,7 @@
 """Compile every variant of every Triton kernel for every GPU generation, without a GPU, and compare with the baseline.
 
     python scripts/aot_kernels.py                 compare with the baseline of the installed Triton
-    python scripts/aot_kernels.py --write         write it
+    python scripts/aot_kernels.py --write         write it; with --only, the rest of it stays
     python scripts/aot_kernels.py --only argmax   only variants whose name has this in it
     python scripts/aot_kernels.py --neighbours    for sm_89 and sm_121, too, where a kernel has matrix instructions
 
@@ -211,8 +211,6 @@ def main() -> int:
     arguments = parser.parse_args()
     if os.environ.pop("TRITON_INTERPRET", "0") not in ("", "0"):
         print("TRITON_INTERPRET is set; kernels are compiled without it", file=sys.stderr)
-    if arguments.write and arguments.only:
-        parser.error("--write takes all variants")
     import triton
 
     path = BASELINES / f"aot_baseline_triton_{triton.__version__}.json"
@@ -224,7 +222,9 @@ def main() -> int:
     problems = faults(actual)
     if arguments.write:
         if not problems:
-            path.write_text(dump(actual), encoding="utf-8")
+            kept = json.loads(path.read_text(encoding="utf-8")) if arguments.only else {}
+            kept = {name: results for name, results in kept.items() if arguments.only not in name}
+            path.write_text(dump(kept | actual), encoding="utf-8")
     elif not path.exists():
         problems.append(f"{path.name}: no baseline for Triton {triton.__version__}; --write makes one")
     else:

@@ -237,7 +237,7 @@ def test_states_snapshots_and_kv_share_the_memory(
         with pytest.raises(InvalidConfigError, match=message):
             LLM(**base, **options)
     with caplog.at_level(logging.WARNING, "specrs"):
-        few = LLM(**base, max_num_seqs=39, num_gpu_blocks_override=8).engine
+        few = LLM(**base, max_num_seqs=38, num_gpu_blocks_override=8).engine
     assert few.config.state_cache_memory_bytes == row
     with pytest.raises(InvalidConfigError, match="no layer of this model has a state; leave it out"):
         LLM(model=str(folder / "draft"), state_cache_memory_bytes=1 << 20)

@@ -249,4 +249,4 @@ def test_requests_with_logprobs_penalties_and_priorities_hit(folder: Path) -> No
         for one in params:
             assert texts(llm, [PROMPTS[1]], one) == texts(alone, [PROMPTS[1]], one)
     stats = llm.engine.stats()
-    assert stats.num_cached_tokens == 5 * (len(PROMPTS[1]) - 1) // 4 * 4
+    assert stats.num_cached_tokens == 5 * ((len(PROMPTS[1]) - 1) // 4 * 4)

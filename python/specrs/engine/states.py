@@ -93,11 +93,14 @@ def _num_requests(config: EngineConfig, needed: int, memory: int) -> int:
 
 
 def _num_snapshots(config: EngineConfig, row: int, memory: int, left: int, requests: int) -> int:
-    """Return the number of snapshots of `row` bytes each, by default as many as `left` bytes and the share of `memory`
-    allow. 0 if not even one fits, and the configuration does not ask for prefix caching."""
+    """Return the number of snapshots of `row` bytes each.
+
+    By default they take at most half of the `left` bytes, so that KV gets the rest, and a share of `memory`. The number
+    is 0 if not even one fits, and the configuration does not ask for prefix caching.
+    """
     if config.state_cache_memory_bytes is not None:
         return config.state_cache_memory_bytes // row
-    fit = min(left, memory * _SNAPSHOT_PERCENT // 100) // row
+    fit = min(left // 2, memory * _SNAPSHOT_PERCENT // 100) // row
     if fit > 0:
         return min(fit, _SNAPSHOTS_PER_REQUEST * requests)
     reason = f"a snapshot of {row} bytes does not fit next to the states of {requests} requests"
