@@ -64,6 +64,44 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 """Families with layers that have a state, as `FAMILIES` has the others."""
 
+_GEMMA4_KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+GEMMA4: dict[str, dict[str, Any]] = {
+    # Both kinds of layers share keys and values, from layers 1 and 2.
+    "gemma4": {
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "sliding_window": 8,
+    },
+    "gemma4, keys are values": {
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "sliding_window": 8,
+    },
+    "gemma4, all of it": {
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 2,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "sliding_window": 8,
+    },
+}
+"""Fields of small models of Gemma 4."""
+
+
+def make_gemma4(path: Path, variant: str = "gemma4", **fields: Any) -> Path:
+    """Write a random checkpoint of Gemma 4's text model under `path` (created) and return `path`. Heads have 16
+    features, and 32 in layers without a window."""
+    sizes: dict[str, Any] = {"vocab": 61, "hidden": 64, "intermediate": 96, "head_dim": 16, "kv_heads": 2}
+    given = {"final_logit_softcapping": 5.0, "global_head_dim": 32, "layer_types": list(_GEMMA4_KINDS)} | GEMMA4[
+        variant
+    ]
+    given = sizes | {"layers": len(_GEMMA4_KINDS)} | given | fields
+    given.setdefault("vocab_size_per_layer_input", given["vocab"])
+    return make_checkpoint(path, "gemma4_text", **given)
+
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -123,6 +161,11 @@ def make_checkpoint(
     rope = rope_parameters or {"rope_type": "default", "rope_theta": 1e4}
     if family in ("gemma3_text", "olmo3") and "rope_type" in rope:
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+    if family == "gemma4_text" and rope_parameters is None:
+        rope = {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        }
     if family in ("qwen3_5_text", "qwen3_5_moe_text") and "mrope_section" not in rope:
         half = int(head_dim * rope.get("partial_rotary_factor", 0.25)) // 2
         rope = rope | {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
@@ -141,7 +184,7 @@ def make_checkpoint(
         bos_token_id=None,
         eos_token_id=eos_token_id,
         pad_token_id=0,
-        **((FAMILIES | HYBRIDS)[family] | config_fields),
+        **((FAMILIES | HYBRIDS).get(family, {}) | config_fields),
     )
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -149,6 +192,9 @@ def make_checkpoint(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * initializer_range
             parameter.copy_(1 + noise if name.endswith("norm.weight") else noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + torch.randn(buffer.shape, generator=generator) * initializer_range)
     path.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
     if with_tokenizer:

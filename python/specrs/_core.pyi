@@ -1811,6 +1811,14 @@ class CpuWeights:
         activation: str = "silu",
         clamped_swiglu: tuple[float, float] | None = None,
         kv_scales: Sequence[tuple[float, float]] | None = None,
+        layer_embedding: tuple[
+            int,
+            NDArray[np.generic] | PackedMatrix,
+            Sequence[tuple[NDArray[np.generic] | PackedMatrix, NDArray[np.generic] | None]],
+            NDArray[np.generic],
+        ]
+        | None = None,
+        softcap: float | None = None,
     ) -> CpuWeights:
         """A decoder's weights; sizes by the names of config.json.
 
@@ -1835,6 +1843,11 @@ class CpuWeights:
                 `[value_dim]`. Then `qkv` is the projection to q, k, v, z, b and a, and `o` its output projection, which
                 with `turned` reads the first value head of every key head, then the second, and so on. With
                 `by_key_head`, outputs of `qkv` are q, k, v and z of each key head, then b and a of each.
+                A mapping `varied` makes the layer differ from others: its sizes `num_kv_heads`, `head_dim` and
+                `intermediate_size`, none larger than the model's; `keys_are_values`: `qkv` has no v heads; `source`: an
+                earlier layer whose keys and values it attends, `qkv` has q heads alone; `value_norm`: each head of
+                values is normed, without a weight; `addition`: a projection from hidden_size to the layer's embedding,
+                one back, and the norm of what is added; `scalar`: a factor of the layer's output.
             final_norm: `[hidden_size]`.
             lm_head: a projection from hidden_size to vocab_size.
             frequencies: `[head_dim / 2]`, the angle of each rotated pair at position 1.

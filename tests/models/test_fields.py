@@ -25,6 +25,7 @@ from specrs.models import experts as experts_module
 from specrs.models import layers as layers_module
 from specrs.models import registry as registry_module
 from specrs.models import rope as rope_module
+from specrs.models import varied_layers as varied_module
 from specrs.models.fields import NEUTRAL, WITHOUT_EFFECT
 from specrs.models.registry import FAMILIES
 from specrs.models.torch_decoder import TorchDecoder
@@ -35,7 +36,15 @@ from models.harness import Feeder
 
 READ = {
     name
-    for module in (config_module, delta_module, experts_module, layers_module, registry_module, rope_module)
+    for module in (
+        config_module,
+        delta_module,
+        experts_module,
+        layers_module,
+        registry_module,
+        rope_module,
+        varied_module,
+    )
     for name in re.findall(r'"([a-z]\w+)"', Path(str(module.__file__)).read_text())
 }
 """Every name that what reads config.json mentions as a string."""

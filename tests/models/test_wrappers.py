@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import HYBRIDS, edit_json, make_checkpoint
+from checkpoints import HYBRIDS, edit_json, make_checkpoint, make_gemma4
 from quantized_files import compressed
 from safetensors.torch import load_file, save_file
 from specrs.backends.cpu.weights import load_native
@@ -20,6 +20,8 @@ from specrs.models.wrappers import WRAPPERS, text_config, text_name
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen3_5Config,
@@ -52,6 +54,7 @@ VISION = {
 SPELLINGS = ("language_model.model.", "model.language_model.")
 FAMILIES = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
@@ -66,6 +69,15 @@ def wrapper(architecture: str) -> Any:
         text = TEXT | {"query_pre_attn_scalar": 16, "sliding_window": 9}
         config: Any = Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4)
         model: Any = Gemma3ForConditionalGeneration(config)
+    elif architecture == "Gemma4ForConditionalGeneration":
+        ple = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 3}
+        kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+        own = {"num_hidden_layers": 6, "layer_types": kinds, "global_head_dim": 32, "sliding_window": 9}
+        text = TEXT | ple | own | {"final_logit_softcapping": 5.0}
+        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+        vision |= {"num_key_value_heads": 1, "head_dim": 16}
+        config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+        model = Gemma4ForConditionalGeneration(config)
     elif architecture in ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"):
         rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 0, 0]}}
         text = TEXT | HYBRIDS[FAMILIES[architecture]] | rope
@@ -128,7 +140,9 @@ def test_the_logits_of_transformers(architecture: str, tmp_path: Path, caplog: p
 @pytest.mark.parametrize("tie", [True, False])
 def test_the_text_checkpoint_of_it(architecture: str, spelling: str, tie: bool, tmp_path: Path) -> None:
     """The bits of the same tensors without the wrapper."""
-    text = make_checkpoint(tmp_path / "text", FAMILIES[architecture], tie=tie, eos_token_id=[7, 9])
+    make = make_gemma4 if architecture == "Gemma4ForConditionalGeneration" else make_checkpoint
+    kind = {} if make is make_gemma4 else {"family": FAMILIES[architecture]}
+    text = make(tmp_path / "text", **kind, tie=tie, eos_token_id=[7, 9])
     path = wrapped(text, tmp_path / "wrapped", architecture, spelling, tie_word_embeddings=tie)
     assert load_config(path) == load_config(text)
     assert torch.equal(logits(load_native(path)), logits(load_native(text)))
@@ -204,6 +218,9 @@ def test_fields_that_published_files_leave_out() -> None:
     made = text_config(raw)
     expected = {"vocab_size": 262208, "num_attention_heads": 8, "eos_token_id": [1, 106], "model_type": "gemma3_text"}
     assert made.items() >= (expected | {"tie_word_embeddings": True}).items()
+    raw["architectures"] = ["Gemma4ForConditionalGeneration"]
+    expected = {"vocab_size": 262144, "num_attention_heads": 8, "eos_token_id": [1, 106], "model_type": "gemma4_text"}
+    assert text_config(raw).items() >= (expected | {"tie_word_embeddings": True}).items()
 
 
 def test_names() -> None:

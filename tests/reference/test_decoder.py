@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FAMILIES
+from checkpoints import FAMILIES, GEMMA4, make_gemma4
+from hf_reference import load
 from models.harness import Feeder
 from models.test_torch_decoder import VARIANTS, expected, make, tokens
 from specrs.backends.cpu.weights import load_native
@@ -25,6 +26,14 @@ def test_logits_are_those_of_transformers(folder: Path, name: str) -> None:
     found = Decoder(make(folder, name)).logits(tokens())
     atol = 1e-4 if VARIANTS[name][0] in ROUNDED else 1e-12
     torch.testing.assert_close(found, expected(folder, name, torch.float64), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("variant", GEMMA4)
+def test_logits_of_gemma4_are_those_of_transformers(folder: Path, variant: str) -> None:
+    path, ids = make_gemma4(folder / variant.replace(" ", "_"), variant), [token % 61 for token in tokens()]
+    with torch.inference_mode():
+        theirs = load(path)(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(Decoder(path).logits(ids), theirs, rtol=0, atol=1e-4)
 
 
 def test_long_rope_depends_on_the_longest_text(folder: Path) -> None:

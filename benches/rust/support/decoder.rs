@@ -5,7 +5,7 @@
 use specrs_core::philox::{Purpose, fill_uniform};
 use specrs_cpu::{
     Bf16, Decoder, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, Mlp, ModelShape, Output, Part, Pass, Pool,
-    QkNorm, Values, Weights,
+    QkNorm, Values, VariedLayer, Weights,
 };
 use std::sync::Arc;
 
@@ -58,6 +58,7 @@ pub(crate) fn weights((shape, layers): (ModelShape, usize), bf16: bool) -> Arc<W
         post_attention_norm: Some(values(p, hidden, 2.0, bf16)),
         mlp: Mlp::Dense { gate_up: linear(p, 2 * intermediate, hidden), down: linear(p, hidden, intermediate) },
         mlp_output_norm: None,
+        varied: VariedLayer::default(),
     };
     let layers = (0..layers).map(|_| layer(p)).collect();
     let embedding = values(p, shape.vocab_size * hidden, 2.0, bf16);

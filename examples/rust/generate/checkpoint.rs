@@ -5,7 +5,7 @@ use std::{collections::HashMap, fs, path::Path, sync::Arc};
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
-use specrs_cpu::{LayerWeights, Linear, Memory, Mlp, ModelShape, Part, QkNorm, Values, Weights};
+use specrs_cpu::{LayerWeights, Linear, Memory, Mlp, ModelShape, Part, QkNorm, Values, VariedLayer, Weights};
 
 use crate::{MAX_LEN, Result};
 
@@ -111,6 +111,7 @@ impl Checkpoint {
                     down: linear(shape.intermediate_size, &["mlp.down"])?,
                 },
                 mlp_output_norm: None,
+                varied: VariedLayer::default(),
             })
         };
         let layers = (0..self.size("num_hidden_layers")?).map(layer).collect::<Result<_>>()?;

@@ -10,7 +10,7 @@ import numpy as np
 from specrs.config import EngineConfig
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.config import ModelConfig
-from specrs.models.errors import without_states
+from specrs.models.errors import with_equal_layers, without_states
 from specrs.models.kv_dtypes import resolve_cache_dtype
 from specrs.models.loader import CPU_DTYPES, DeviceDtypes, is_known_family, load_config, resolve_dtype
 from specrs.models.quantization.at_load import INT4_GROUPS
@@ -80,8 +80,11 @@ class ModelSource:
         model = load_config(self.path, revision=self.revision)
         if dtypes is not CPU_DTYPES:
             without_states(model, "on a GPU")
+            with_equal_layers(model, "on a GPU")
         if self.is_draft:
             without_states(model, "as a draft model")
+        elif self.config.enable_lora:
+            with_equal_layers(model, "with enable_lora=True")
         if quantization in ("int4", "q8_0", "q4_0"):
             _check_groups(field, quantization, self.path, model)
         dtype = resolve_dtype(self.dtype, model, dtypes)
@@ -117,11 +120,12 @@ def _check_groups(field: str, quantization: str, source: str, model: ModelConfig
     smallest = INT4_GROUPS[-1]
     experts = [] if model.experts is None else [("an expert's intermediate size", model.experts.intermediate_size)]
     dense = model.experts is None or not all(model.experts.layers)
+    layers = model.varied or (model.plain_sizes,)
     for name, size in (
         ("hidden_size", model.hidden_size),
-        *([("intermediate_size", model.intermediate_size)] if dense else []),
+        *([("intermediate_size", sizes.intermediate_size) for sizes in layers] if dense else []),
         *experts,
-        ("num_attention_heads * head_dim", model.num_heads * model.head_dim),
+        *(("num_attention_heads * head_dim", model.num_heads * sizes.head_dim) for sizes in layers),
         *([] if model.delta is None else [("linear_num_value_heads * linear_value_head_dim", model.delta.inner)]),
     ):
         if size % smallest:

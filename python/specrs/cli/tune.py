@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.kernels.cuda.configs import TABLE, LinearShape
     from specrs.kernels.cuda.device import limits_of
     from specrs.kernels.cuda.tuning import DeviceTimer, compile_trial, trials, tune, write_table
-    from specrs.models.errors import without_states
+    from specrs.models.errors import with_equal_layers, without_states
     from specrs.models.loader import load_config, resolve_dtype
     from specrs.models.torch_arrays import TORCH_DTYPES
 
@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
     for source in arguments.model:
         config = load_config(source, revision=arguments.revision)
         without_states(config, "on a GPU")
+        with_equal_layers(config, "on a GPU")
         dtype = TORCH_DTYPES[resolve_dtype(arguments.dtype, config, CUDA_DTYPES)]
         products = *linear_shapes(config, dtype, device).values(), *expert_shapes(config, dtype).values()
         shapes |= {shape.key: shape for shape in products}

@@ -34,7 +34,7 @@ from specrs.errors import EngineError, UnsupportedRequestError, invalid
 from specrs.integrations.fingerprint import fingerprint
 from specrs.integrations.hf_arguments import TokenStream, check_arguments, of_generate
 from specrs.models.config import parse_config
-from specrs.models.errors import unsupported, without_states
+from specrs.models.errors import unsupported, with_equal_layers, without_states
 from specrs.models.torch_arrays import TORCH_DTYPES, to_numpy
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_tensors
@@ -228,6 +228,7 @@ def _decoder(model: PreTrainedModel) -> TorchDecoder:
         if config.experts is not None:
             raise unsupported("architectures", [config.architecture], "a model without experts")
         without_states(config, "for custom_generate")
+        with_equal_layers(config, "for custom_generate")
         dtypes = backend_of(str(model.device)).dtypes
         kept = _Kept(contents, load_tensors(config, _StateDict(model), model.dtype, model.device, dtypes))
         _decoders[model] = kept

@@ -15,10 +15,11 @@ from specrs.models.delta_net import DeltaNet, parse_delta_net
 from specrs.models.errors import malformed, unsupported
 from specrs.models.experts import EXPERT_COUNTS, SHARED_SIZE, Experts, parse_experts
 from specrs.models.fields import NEUTRAL
-from specrs.models.layers import parse_layers
+from specrs.models.layers import layer_kinds, parse_layers
 from specrs.models.registry import ExpertFields, Family, Norms, family_of
-from specrs.models.rope import KINDS, LongRopeScaling, Rope, RopeFacts, Scaling, rope_magnitude
+from specrs.models.rope import ALL_KINDS, LongRopeScaling, Rope, RopeFacts, Scaling, rope_magnitude
 from specrs.models.values import flag, number, optional_number, size
+from specrs.models.varied_layers import LayerEmbedding, LayerSizes, parse_layer_embedding, parse_layer_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,29 @@ class ModelConfig:
     """Sizes of the delta nets that replace attention in some layers. None: all layers have attention."""
     output_gate: bool = False
     """True if attention's output is multiplied by the sigmoid of a gate, a second half of each head of `q_proj`."""
+    varied: tuple[LayerSizes, ...] = ()
+    """Sizes of each layer. Empty: all layers have `head_dim`, `num_kv_heads` and `intermediate_size`."""
+    layer_embedding: LayerEmbedding | None = None
+    """Sizes of the embeddings that each layer adds for the row's token. None: there are none."""
+    layer_scalars: bool = False
+    """True if each layer multiplies its output, residual stream included, by a number of the checkpoint."""
+    value_norm: bool = False
+    """True if each head of values has an RMSNorm without weights."""
+    final_logit_softcapping: float | None = None
+    """Number c for which logits x become `c tanh(x / c)`. None: logits stay as they are."""
+
+    def sizes_of(self, layer: int) -> LayerSizes:
+        """Return the sizes of a layer."""
+        return self.varied[layer] if self.varied else self.plain_sizes
+
+    @property
+    def plain_sizes(self) -> LayerSizes:
+        """Sizes of a layer that the configuration does not name."""
+        return LayerSizes(self.head_dim, self.num_kv_heads, self.intermediate_size)
+
+    def rotary_dim_of(self, layer: int) -> int:
+        """Return the number of features of a head that RoPE rotates in a layer, from the first on."""
+        return self.varied[layer].head_dim if self.varied else self.rotary_dim
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -102,6 +126,8 @@ class ModelConfig:
     def num_parameters_read(self, rows: int) -> float:
         """Return the expected number of weights that a pass over `rows` rows reads. Counts the experts that some row
         uses (`Experts.expected`), and the input embedding only if the LM head shares it."""
+        if self.varied:
+            return self._varied_parameters()
         q, kv, h, i = (
             self.num_heads * self.head_dim,
             self.num_kv_heads * self.head_dim,
@@ -130,14 +156,29 @@ class ModelConfig:
         read = router + self.experts.expected(rows) * expert + (0 if shared is None else (3 * shared + 1) * h)
         return total + sparse * read + (self.num_layers - sparse) * mlp
 
+    def _varied_parameters(self) -> int:
+        """Return the number of weights that a pass reads of a model whose layers differ."""
+        h, embedding = self.hidden_size, self.layer_embedding
+        total = h + self.vocab_size * h
+        for sizes in self.varied:
+            q, kv = self.num_heads * sizes.head_dim, sizes.projected_heads * sizes.head_dim
+            total += h * (2 * q + kv) + (q + kv) * self.qkv_bias + h * self.o_bias + 3 * h * sizes.intermediate_size
+            total += sizes.head_dim * (1 if sizes.source is not None else 2) + 4 * h + 1
+            if embedding is not None:
+                total += 2 * h * embedding.size + h
+        if embedding is not None:
+            total += embedding.size * (1 + self.num_layers * h)
+        return total
+
     @property
     def attention_ratio(self) -> float:
         """Multiplications of attention per context position, divided by those of one token's matrix products without
         the LM head. Layers with a sliding window count as 0, because their cost stops growing once the window is
         full."""
-        full = self.windows.count(None) if self.windows else len(self.attention_layers)
+        layers = self.attention_layers
+        full = [i for i in layers if self.windows[i] is None] if self.windows else layers
         products = self.num_parameters - self.vocab_size * self.hidden_size
-        return full * 2 * self.num_heads * self.head_dim / products
+        return sum(2 * self.num_heads * self.sizes_of(i).head_dim for i in full) / products
 
     @property
     def rotary_dim(self) -> int:
@@ -170,7 +211,7 @@ class ModelConfig:
 
 
 def parse_config(
-    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, rope_kinds: tuple[str, ...] = KINDS
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, rope_kinds: tuple[str, ...] = ALL_KINDS
 ) -> ModelConfig:
     """Build a ModelConfig from the objects in config.json and generation_config.json (None: there is no such file).
 
@@ -185,6 +226,8 @@ def parse_config(
         if family.experts is not None and _counts(field, family.experts):
             continue
         if field == "partial_rotary_factor" and family.partial_rotary:
+            continue
+        if field in _VARIED and family.varied_layers:
             continue
         if raw.get(field) not in values:
             raise unsupported(field, raw[field], " or ".join(map(repr, values)))
@@ -223,11 +266,12 @@ def parse_config(
         raw = {**raw, "rope_parameters": dict(family.rope_default)}
     facts = RopeFacts(max_positions, family.rope_theta, _rotary_dim(head_dim, factor), original, kinds)
     (theta, scaling), ropes, windows = parse_layers(raw, family, num_layers, facts, factor)
+    intermediate = size(raw, "intermediate_size", no_mlp)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab,
         hidden_size=hidden,
-        intermediate_size=size(raw, "intermediate_size", no_mlp),
+        intermediate_size=intermediate,
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -258,7 +302,29 @@ def parse_config(
         delta=delta,
         output_gate=family.output_gate,
         **_multipliers(raw, family, hidden),
+        **_varied(raw, family, num_layers, max_positions, LayerSizes(head_dim, kv_heads, intermediate)),
     )
+
+
+_VARIED = ("per_layer_config", "num_kv_shared_layers")
+"""Fields that only families with `varied_layers` read."""
+
+
+def _varied(
+    raw: Mapping[str, Any], family: Family, num_layers: int, max_positions: int, plain: LayerSizes
+) -> dict[str, Any]:
+    """Return the fields of ModelConfig for a family with `varied_layers`."""
+    if not family.varied_layers:
+        return {}
+    kinds = layer_kinds(raw, family, num_layers, max_positions)
+    return {
+        "varied": parse_layer_sizes(raw, kinds, size(raw, "num_attention_heads"), plain),
+        "layer_embedding": parse_layer_embedding(raw, size(raw, "vocab_size")),
+        "layer_scalars": True,
+        "value_norm": True,
+        "attention_multiplier": 1.0,
+        "final_logit_softcapping": optional_number(raw, "final_logit_softcapping"),
+    }
 
 
 def _counts(field: str, fields: ExpertFields) -> bool:
@@ -266,9 +332,9 @@ def _counts(field: str, fields: ExpertFields) -> bool:
     return field in EXPERT_COUNTS or (field == SHARED_SIZE and fields.shared_intermediate_size is not None)
 
 
-def _multipliers(raw: Mapping[str, Any], family: Family, hidden: int) -> dict[str, float]:
+def _multipliers(raw: Mapping[str, Any], family: Family, hidden: int) -> dict[str, Any]:
     """Return the fields of ModelConfig that multiply embeddings, residuals and scores, or divide logits."""
-    made: dict[str, float] = {}
+    made: dict[str, Any] = {}
     if family.multipliers:
         fields = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
         made |= {field: number(raw, field, default=1.0) for field in fields}

@@ -70,17 +70,45 @@ class DeltaWeights(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
+class AdditionWeights(Generic[T, W]):
+    """Weights with which a layer adds its embedding of the row's token to the residual stream h: `h += norm(projection
+    (gelu(gate h) * embedding))`."""
+
+    gate: W
+    """Projection hidden -> size."""
+    projection: W
+    """Projection size -> hidden."""
+    norm: T
+    """[hidden]"""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEmbeddingWeights(Generic[T, W]):
+    """Weights of the embeddings of single layers. For the scaled embedding e of a token, layer i's is `(norm(projection
+    e / sqrt(hidden))[i] + table[token][i] * sqrt(size)) / sqrt(2)`."""
+
+    table: T
+    """[vocab, layers * size]"""
+    projection: W
+    """Projection hidden -> layers * size."""
+    norm: T
+    """Norm of each layer's part of the projection, [size]."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights(Generic[T, W]):
     """Weights of one layer. Projections that share an input are fused by rows: q, k and v; gate and up."""
 
     input_norm: T
     """Norm before attention, [hidden]. [0] if the layer has no norm there."""
     qkv: W
-    """Fused q, k and v projection: hidden -> (heads + 2 * kv_heads) * head_dim. With `output_gate`, of each query head
-    its query, then its gate. In a layer with a delta net its input projection: see `tensors.delta_inputs`."""
+    """Fused q, k and v projection: hidden -> (heads + 2 * kv_heads) * head_dim. It is q alone, or q and k, in
+    layers that project no more: see `LayerSizes`. With `output_gate`, of each query head its query, then its gate. In a
+    layer with a delta net its input projection: see `tensors.delta_inputs`."""
     qk_norm: T | None
     """[heads + kv_heads, head_dim]: the query norm repeated for each query head, then the key norm for each KV head.
-    With `qk_norm_whole`, the weights of one norm over all query heads and one over all KV heads, in the same shape."""
+    With `qk_norm_whole`, the weights of one norm over all query heads and one over all KV heads, in the same shape.
+    With `value_norm`, rows of 1 for the value heads follow. A layer without keys has rows for its query heads alone."""
     o: W
     """Output projection of attention or of the delta net: heads * head_dim -> hidden."""
     post_attention_norm: T
@@ -102,6 +130,10 @@ class LayerWeights(Generic[T, W]):
     """Scales of K and V in a quantized KV cache."""
     delta: DeltaWeights[T] | None = None
     """Weights of the gated delta net that replaces attention. None: the layer has attention."""
+    addition: AdditionWeights[T, W] | None = None
+    """Weights with which the layer adds its embedding of the row's token. None: it adds none."""
+    scalar: float = 1.0
+    """Factor on the layer's output, residual stream included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +157,8 @@ class DecoderWeights(Generic[T, W, D]):
     """Signed RoPE frequencies of each layer; None: no RoPE. Empty: all layers use `rotary`."""
     cache_dtype: D | None = None
     """Dtype of K and V in the cache. None: `dtype`."""
+    layer_embedding: LayerEmbeddingWeights[T, W] | None = None
+    """Weights of the embeddings of single layers. None: there are none."""
 
 
 NativeLayer = LayerWeights[Array, NativeWeight]
@@ -167,8 +201,9 @@ class DecoderFacts(Model):
 
     @property
     def kv_group_sizes(self) -> Sequence[int]:
-        """Numbers of layers per KV group that `with_kv_groups` accepts."""
-        return group_sizes(self.config.windows)
+        """Numbers of layers per KV group that `with_kv_groups` accepts. Empty for layers of different sizes: blocks of
+        all groups have one size."""
+        return () if self.config.varied else group_sizes(self.config.windows)
 
     def place(self, array: Array) -> Any:
         """Return `array` in the model's dtype on the device of its weights."""

@@ -47,5 +47,5 @@ class DummyCheckpoint:
 
 
 def is_norm(name: str) -> bool:
-    """Return whether a tensor holds the weights of a norm."""
-    return name.endswith("norm.weight")
+    """Return whether a tensor holds the weights of a norm, or a layer's factor, which is 1 in fresh models too."""
+    return name.endswith(("norm.weight", "layer_scalar"))

@@ -25,6 +25,13 @@ def without_states(config: Any, where: str) -> None:
         raise unsupported("architectures", [config.architecture], f"{where}, a model whose layers have no states")
 
 
+def with_equal_layers(config: Any, where: str) -> None:
+    """Raise UnsupportedModelError for a model whose layers have different sizes, in a place that does not serve them.
+    `config` is its ModelConfig, and `where` says what does not."""
+    if config.varied:
+        raise unsupported("architectures", [config.architecture], f"{where}, a model whose layers have equal sizes")
+
+
 @contextmanager
 def of_folder(folder: Path) -> Iterator[None]:
     """Add the folder's path to errors about config.json that are raised inside. An engine reads several folders."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specrs.models.config import ModelConfig
 from specrs.models.kv_blocks import KVBlocks
-from specrs.models.kv_dtypes import kv_block_bytes, kv_shape
+from specrs.models.kv_dtypes import kv_block_bytes, kv_layer_shapes, kv_shape, with_sources
 from specrs.models.kv_groups import KVGroups
 from specrs.models.torch_states import DeltaStates
 
@@ -25,7 +25,7 @@ class KVCache(KVBlocks[Tensor]):
 
     layers: list[Tensor]
     """For each layer with attention `[num_blocks + 1, 2, kv_heads, block_size, head_dim]`, contiguous; dimension 1 is
-    K, V. Layers of different KV groups may be the same tensor."""
+    K, V. Layers of different KV groups may be the same tensor, as are layers that share keys and values."""
     block_size: int
     states: DeltaStates | None = None
     """States of the requests, for models whose layers have some. None: all layers have attention."""
@@ -46,6 +46,10 @@ class KVCache(KVBlocks[Tensor]):
         On a CPU, NumPy asks for zeroed pages, which the system maps at their first write. torch.zeros would write them
         all, at 2 s and 1 GiB of memory for each GiB.
         """
+        if config.varied:
+            shapes = kv_layer_shapes(config, num_blocks + 1, block_size)
+            own = [None if shape is None else _zeros(shape, dtype, device) for shape in shapes]
+            return cls(with_sources(config, own), block_size)
         layers = list(_zeros(kv_shape(config, num_blocks + 1, block_size, groups), dtype, device).unbind(0))
         states = None if config.delta is None else DeltaStates()
         return cls(layers if groups is None else [layers[place] for place in groups.places], block_size, states)

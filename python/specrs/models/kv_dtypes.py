@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from specrs.models.config import ModelConfig
 from specrs.models.kv_groups import KVGroups
 from specrs.models.tensors import Readable
 
+A = TypeVar("A")
 CODES: dict[str, np.dtype[Any]] = {"fp8_e4m3": FLOAT8_E4M3, "fp8_e5m2": FLOAT8_E5M2}
 """FP8 dtypes of a quantized KV cache, by the value of `kv_cache_dtype`."""
 SCALE_NAMES = ("{x}_scale", "attn.{x}_scale", "{x}_proj.{x}_scale", "qkv_proj.{x}_scale", "{x}_proj.output_scale")
@@ -64,8 +66,10 @@ def kv_shape(
     """Return the shape of a whole cache: `[layers, num_blocks, 2, kv_heads, block_size, head_dim]`, of the layers that
     have attention.
 
-    With `groups`, a block holds the layers of one KV group, so `layers` is the size of a group.
+    With `groups`, a block holds the layers of one KV group, so `layers` is the size of a group. Not for models whose
+    layers differ: see `kv_layer_shapes`.
     """
+    assert not config.varied
     num_layers = len(config.attention_layers) if groups is None else groups.layers_per_block
     return num_layers, num_blocks, 2, config.num_kv_heads, block_size, config.head_dim
 
@@ -73,4 +77,25 @@ def kv_shape(
 def kv_block_bytes(config: ModelConfig, block_size: int, itemsize: int, groups: KVGroups | None = None) -> int:
     """Return the bytes of one block, with K and V numbers of `itemsize` bytes: of all layers, or with `groups` of one
     KV group."""
+    if config.varied:
+        return sum(math.prod(shape) for shape in kv_layer_shapes(config, 1, block_size) if shape is not None) * itemsize
     return math.prod(kv_shape(config, 1, block_size, groups)) * itemsize
+
+
+def kv_layer_shapes(
+    config: ModelConfig, num_blocks: int, block_size: int
+) -> list[tuple[int, int, int, int, int] | None]:
+    """Return the shape of each layer's cache in a model whose layers differ: `[num_blocks, 2, kv_heads, block_size,
+    head_dim]`. None: the layer reads the cache of its `source`."""
+    return [
+        None if sizes.source is not None else (num_blocks, 2, sizes.num_kv_heads, block_size, sizes.head_dim)
+        for sizes in config.varied
+    ]
+
+
+def with_sources(config: ModelConfig, own: Sequence[A | None]) -> list[A]:
+    """Return the cache of every layer, given those of layers that have one of their own."""
+    made: list[A] = []
+    for sizes, layer in zip(config.varied, own, strict=True):
+        made.append(made[sizes.source] if layer is None and sizes.source is not None else cast("A", layer))
+    return made

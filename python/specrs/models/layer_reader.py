@@ -15,10 +15,12 @@ from specrs.kernels.frequencies import Powers, rounded_powers, signed_frequencie
 from specrs.kernels.kv_scales import UNSCALED
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import (
+    AdditionWeights,
     D,
     DecoderWeights,
     DeltaWeights,
     ExpertWeights,
+    LayerEmbeddingWeights,
     LayerWeights,
     SharedWeights,
     T,
@@ -27,7 +29,19 @@ from specrs.models.decoder_weights import (
 from specrs.models.experts import Experts
 from specrs.models.kv_dtypes import read_kv_scales
 from specrs.models.rope import Rope, frequencies
-from specrs.models.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, Readable, delta_inputs, norm_names, tensor_shapes
+from specrs.models.tensors import (
+    EMBEDDING,
+    FINAL_NORM,
+    LAYER_EMBEDDING,
+    LM_HEAD,
+    Readable,
+    attention_inputs,
+    delta_inputs,
+    norm_names,
+    optional_shapes,
+    tensor_shapes,
+)
+from specrs.models.varied_layers import LayerSizes
 
 
 class LayerReader(ABC, Generic[T, W]):
@@ -38,14 +52,15 @@ class LayerReader(ABC, Generic[T, W]):
     kv_codes = False
     """True if K and V are cached in FP8, so that their scales are read."""
 
-    def layer(self, prefix: str, c: ModelConfig) -> LayerWeights[T, W]:
-        """Return the decoder layer whose tensor names begin with `prefix`."""
+    def layer(self, prefix: str, c: ModelConfig, own: LayerSizes | None = None) -> LayerWeights[T, W]:
+        """Return the decoder layer whose tensor names begin with `prefix`. `own` has its sizes; None: those of `c`."""
+        sizes = c.plain_sizes if own is None else own
         attention = prefix + "self_attn."
         before, after, before_mlp, after_mlp = (
             None if name is None else self.place(self.norm(prefix + name, c)) for name in norm_names(c)
         )
         none = self.place(np.empty(0, self.vector_dtype))
-        qkv = ("qkv",) if c.fused_projections else "qkv"
+        qkv = ("qkv",) if c.fused_projections else attention_inputs(sizes)
         gate_up, down, experts = self._mlp(prefix, c)
         return LayerWeights(
             input_norm=none if before is None else before,
@@ -53,13 +68,23 @@ class LayerReader(ABC, Generic[T, W]):
             post_attention_norm=none if before_mlp is None else before_mlp,
             mlp_output_norm=after_mlp,
             qkv=self.linear([attention + f"{x}_proj" for x in qkv], bias=c.qkv_bias),
-            qk_norm=self.place(self.qk_norm(attention, c)) if c.qk_norm else None,
+            qk_norm=self.place(self.qk_norm(attention, c, sizes)) if c.qk_norm else None,
             o=self.linear([attention + "o_proj"], bias=c.o_bias),
             gate_up=gate_up,
             down=down,
             experts=experts,
             sinks=self.read(attention + "sinks") if c.sinks else None,
             kv_scales=read_kv_scales(self.checkpoint, attention) if self.kv_codes else UNSCALED,
+            addition=None if c.layer_embedding is None else self.addition(prefix, c),
+            scalar=float(self.vector(f"{prefix}layer_scalar")[0]) if c.layer_scalars else 1.0,
+        )
+
+    def addition(self, prefix: str, c: ModelConfig) -> AdditionWeights[T, W]:
+        """Return the weights with which the layer adds its embedding of a token to the residual stream."""
+        return AdditionWeights(
+            gate=self.linear([f"{prefix}per_layer_input_gate"], bias=False),
+            projection=self.linear([f"{prefix}per_layer_projection"], bias=False),
+            norm=self.place(self.norm(f"{prefix}post_per_layer_input_norm", c)),
         )
 
     def _mlp(self, prefix: str, c: ModelConfig) -> tuple[W, W, ExpertWeights[T, W] | None]:
@@ -110,12 +135,18 @@ class LayerReader(ABC, Generic[T, W]):
             ),
         )
 
-    def qk_norm(self, attention: str, c: ModelConfig) -> Array:
+    def qk_norm(self, attention: str, c: ModelConfig, sizes: LayerSizes) -> Array:
         """Return the norms of queries and keys, `[heads + kv_heads, head_dim]`, as `LayerWeights.qk_norm` describes."""
-        q, k = self.norm(attention + "q_norm", c), self.norm(attention + "k_norm", c)
+        q = self.norm(attention + "q_norm", c)
+        if sizes.source is not None:
+            return np.tile(q, (c.num_heads, 1))
+        k = self.norm(attention + "k_norm", c)
         if c.qk_norm_whole:
-            return np.concatenate((q, k)).reshape(-1, c.head_dim)
-        return np.concatenate((np.tile(q, (c.num_heads, 1)), np.tile(k, (c.num_kv_heads, 1))))
+            return np.concatenate((q, k)).reshape(-1, sizes.head_dim)
+        parts = [np.tile(q, (c.num_heads, 1)), np.tile(k, (sizes.num_kv_heads, 1))]
+        if c.value_norm:
+            parts.append(np.ones((sizes.num_kv_heads, sizes.head_dim), k.dtype))
+        return np.concatenate(parts)
 
     def norm(self, name: str, c: ModelConfig) -> Array:
         """Return the weights of the norm `name`, with the configuration's `norm_offset` added."""
@@ -182,7 +213,9 @@ class ModelReader(LayerReader[T, W], Generic[T, W, D]):
         self.check()
         embedding = self.matrix(EMBEDDING)
         head = embedding if c.tie_word_embeddings else self.matrix(LM_HEAD)
-        rotaries = {rope: None if rope is None else self.signed(rope, c.rotary_dim) for rope in c.ropes}
+        turns = [(rope, c.rotary_dim_of(i)) for i, rope in enumerate(c.ropes)]
+        known = dict.fromkeys(turns)
+        rotaries = {(rope, dim): None if rope is None else self.signed(rope, dim) for rope, dim in known}
         layers = tqdm(range(c.num_layers), desc="Loading layers", delay=2.0, disable=None)
         final_norm = self.norm(FINAL_NORM.removesuffix(".weight"), c)
         return DecoderWeights(
@@ -193,20 +226,29 @@ class ModelReader(LayerReader[T, W], Generic[T, W, D]):
             final_norm=self.place(_computed(final_norm, lambda wide: wide / c.logits_scaling)),
             lm_head=self.lm_head(head),
             rotary=self.signed((c.rope_theta, c.rope_scaling), c.rotary_dim),
-            rotaries=tuple(rotaries[rope] for rope in c.ropes),
+            rotaries=tuple(rotaries[turn] for turn in turns),
+            layer_embedding=None if c.layer_embedding is None else self.layer_embedding(),
             cache_dtype=self.cache_dtype,
         )
 
     def _layer(self, i: int) -> LayerWeights[T, W]:
         prefix, delta = f"model.layers.{i}.", self.held.delta
-        of_kind = self.layer if delta is None or not delta.layers[i] else self.delta_layer
-        return of_kind(prefix, self.held)
+        if delta is not None and delta.layers[i]:
+            return self.delta_layer(prefix, self.held)
+        return self.layer(prefix, self.held, self.held.sizes_of(i))
+
+    def layer_embedding(self) -> LayerEmbeddingWeights[T, W]:
+        """Return the weights of the embeddings that layers add."""
+        return LayerEmbeddingWeights(
+            table=self.matrix(LAYER_EMBEDDING),
+            projection=self.linear(["model.per_layer_model_projection"], bias=False),
+            norm=self.place(self.norm("model.per_layer_projection_norm", self.config)),
+        )
 
     def check(self) -> None:
         """Check the names and shapes of all tensors. Raises CheckpointError for tensors that are missing, unknown or
         misshapen."""
-        c = self.config
-        self.checkpoint.check(tensor_shapes(c), {LM_HEAD: (c.vocab_size, c.hidden_size)})
+        self.checkpoint.check(tensor_shapes(self.config), optional_shapes(self.config))
 
     @abstractmethod
     def lm_head(self, weight: T) -> W:

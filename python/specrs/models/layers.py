@@ -35,6 +35,18 @@ def parse_layers(
     return rope, () if all(rotated) else tuple(rope if has else None for has in rotated), windows
 
 
+def layer_kinds(raw: Mapping[str, Any], family: Family, num_layers: int, max_positions: int) -> list[str]:
+    """Return the kind of attention of each layer, for a family in which all layers have RoPE.
+
+    Raises UnsupportedModelError for a value that is not implemented, CheckpointError for a malformed one; both name
+    field and value.
+    """
+    kinds = _kinds(raw, family, num_layers, max_positions, (True,) * num_layers)[0]
+    if family.varied_layers and kinds[-1] != FULL:
+        raise unsupported("layer_types", kinds[-1], f"{FULL!r} in the last layer")
+    return kinds
+
+
 def _kinds(
     raw: Mapping[str, Any], family: Family, num_layers: int, max_positions: int, rotated: tuple[bool, ...]
 ) -> tuple[list[str], int | None]:
@@ -108,7 +120,8 @@ def _two_ropes(raw: Mapping[str, Any], facts: RopeFacts, local_theta: float) -> 
         raise unsupported("rope_parameters", ropes, f"an object of {FULL} and {SLIDING}")
     for kind, rope in ropes.items():
         factor = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
-        if factor not in (None, 1):
+        proportional = isinstance(rope, Mapping) and rope.get("rope_type") == "proportional"
+        if factor not in (None, 1) and not proportional:
             raise unsupported(f"rope_parameters.{kind}.partial_rotary_factor", factor, "1")
     base = optional_number(raw, "rope_local_base_freq")
     local = {} if base is None else {"rope_theta": base}

@@ -24,7 +24,7 @@ from specrs.models.quantization.checkpoint import QuantizedCheckpoint
 from specrs.models.quantization.table import FIELDS, methods_of, read_config, scheme_of
 from specrs.models.registry import is_known
 from specrs.models.stacked import StackedCheckpoint
-from specrs.models.tensors import EMBEDDING, LM_HEAD, Named, Tensors, tensor_shapes
+from specrs.models.tensors import EMBEDDING, LM_HEAD, Named, Tensors, optional_shapes, tensor_shapes
 from specrs.models.wrappers import is_wrapped
 
 logger = logging.getLogger("specrs")
@@ -137,7 +137,7 @@ def with_own_head(config: ModelConfig, tensors: Named, has_same_head: Callable[[
     """
     if not config.tie_word_embeddings:
         return config
-    tensors.check(tensor_shapes(config), {LM_HEAD: (config.vocab_size, config.hidden_size)})
+    tensors.check(tensor_shapes(config), optional_shapes(config))
     if LM_HEAD not in tensors:
         return config
     if has_same_head():

@@ -13,7 +13,7 @@ from specrs.arrays import Array, bits
 from specrs.core import CpuKVCache
 from specrs.models.config import ModelConfig
 from specrs.models.kv_blocks import KVBlocks
-from specrs.models.kv_dtypes import CODES, kv_shape
+from specrs.models.kv_dtypes import CODES, kv_layer_shapes, kv_shape, with_sources
 from specrs.models.kv_groups import KVGroups
 
 
@@ -27,7 +27,8 @@ class NativeKVCache(KVBlocks[Array]):
 
     layers: list[Array]
     """For each layer with attention `[num_blocks + 1, 2, kv_heads, block_size, head_dim]`, contiguous; dimension 1 is
-    K, V. Layers of different KV groups may be the same array."""
+    K, V. Layers of different KV groups may be the same array, as are layers
+    that share keys and values."""
     block_size: int
     native: CpuKVCache
     """Handle of native passes to this memory, and to the states of requests."""
@@ -46,10 +47,19 @@ class NativeKVCache(KVBlocks[Array]):
 
         The system maps its pages at their first write.
         """
+        if config.varied:
+            shapes = kv_layer_shapes(config, num_blocks + 1, block_size)
+            own = [None if shape is None else _zeros(shape, dtype) for shape in shapes]
+            native = native_cache([layer for layer in own if layer is not None])
+            return cls(with_sources(config, own), block_size, native)
         shape = kv_shape(config, num_blocks + 1, block_size, groups)
-        places = list(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8).view(dtype).reshape(shape))
+        places = list(_zeros(shape, dtype))
         layers = places if groups is None else [places[place] for place in groups.places]
         return cls(layers, block_size, native_cache(layers, groups))
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    return np.zeros(math.prod(shape) * dtype.itemsize, np.uint8).view(dtype).reshape(shape)
 
 
 def native_cache(layers: Sequence[Array], groups: KVGroups | None = None) -> CpuKVCache:

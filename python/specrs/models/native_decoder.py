@@ -26,6 +26,7 @@ from specrs.models.native_cache import NativeKVCache
 from specrs.models.native_inputs import Ints, NativeInputs, NativeStates
 from specrs.models.rope import Rope, rope_magnitude
 from specrs.models.stored import NativeWeight
+from specrs.models.varied_layers import LayerSizes
 
 
 class NativeDecoder(NumpyHeld, DecoderFacts):
@@ -96,6 +97,10 @@ class NativeDecoder(NumpyHeld, DecoderFacts):
         layers = self.weights.layers
         matrices = [weight for w in layers for weight in (w.qkv, w.o, w.gate_up, w.down)]
         mixtures = [w.experts for w in layers if w.experts is not None]
+        additions = [w.addition for w in layers if w.addition is not None]
+        matrices += [weight for w in additions for weight in (w.gate, w.projection)]
+        if self.weights.layer_embedding is not None:
+            matrices.append(self.weights.layer_embedding.projection)
         matrices += [weight for w in mixtures for weight in (w.router, *w.gate_up, *w.down)]
         shared = [w.shared for w in mixtures if w.shared is not None]
         matrices += [weight for w in shared for weight in (w.gate, w.gate_up, w.down)]
@@ -177,16 +182,17 @@ def model_arrays(
     c: ModelConfig, embedding: Array, layers: Sequence[NativeLayer], final_norm: Array, lm_head: NativeWeight
 ) -> dict[str, Any]:
     """Return the arguments of `CpuWeights` that decoders and EAGLE-3 heads share. `c` has the sizes of the layers."""
+    layer_sizes = c.varied or (c.plain_sizes,)
     return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
+        "intermediate_size": max(sizes.intermediate_size for sizes in layer_sizes),
         "num_heads": c.num_heads,
-        "num_kv_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
+        "num_kv_heads": max(sizes.num_kv_heads for sizes in layer_sizes),
+        "head_dim": max(sizes.head_dim for sizes in layer_sizes),
         "rms_norm_eps": c.rms_norm_eps,
         "embedding": _stored(embedding),
-        "layers": [layer_arrays(layer, c) for layer in layers],
+        "layers": [layer_arrays(layer, c, c.sizes_of(i)) for i, layer in enumerate(layers)],
         "final_norm": bits(final_norm),
         "lm_head": stored_parts(lm_head),
     }
@@ -195,15 +201,21 @@ def model_arrays(
 def decoder_arrays(weights: NativeWeights) -> dict[str, Any]:
     """Return the arguments of `CpuWeights` for a decoder."""
     c = weights.config
+    arrays = model_arrays(c, weights.embedding, weights.layers, weights.final_norm, weights.lm_head)
+    embedding = weights.layer_embedding
     return {
-        **model_arrays(c, weights.embedding, weights.layers, weights.final_norm, weights.lm_head),
-        "frequencies": np.zeros(c.head_dim // 2, dtype=np.float32),
+        **arrays,
+        "frequencies": np.zeros(arrays["head_dim"] // 2, dtype=np.float32),
         "rotations": _rotations(weights),
         "multipliers": (c.embedding_multiplier, c.residual_multiplier, c.attention_scale),
         "windows": list(c.windows) or None,
         "activation": c.activation,
         "clamped_swiglu": None if c.experts is None else c.experts.swiglu,
         "kv_scales": [layer.kv_scales for layer in weights.layers],
+        "layer_embedding": None
+        if embedding is None or c.layer_embedding is None
+        else (c.layer_embedding.size, _stored(embedding.table), stored_parts(embedding.projection), embedding.norm),
+        "softcap": c.final_logit_softcapping,
     }
 
 
@@ -212,7 +224,7 @@ def _rotations(weights: NativeWeights) -> tuple[list[tuple[list[float], float]],
     index of its rotation, None without RoPE."""
     c = weights.config
     rotaries = weights.rotaries or (weights.rotary,) * c.num_layers
-    known: dict[Rope, int] = {}
+    known: dict[tuple[Rope, int], int] = {}
     made: list[tuple[list[float], float]] = []
     layers: list[int | None] = []
     for i, rotary in enumerate(rotaries):
@@ -220,10 +232,11 @@ def _rotations(weights: NativeWeights) -> tuple[list[tuple[list[float], float]],
         if rope is None or rotary is None:
             layers.append(None)
             continue
-        if rope not in known:
-            known[rope] = len(made)
-            made.append((rotary[c.rotary_dim // 2 :].tolist(), rope_magnitude(rope[1])))
-        layers.append(known[rope])
+        turn = rope, c.rotary_dim_of(i)
+        if turn not in known:
+            known[turn] = len(made)
+            made.append((rotary[turn[1] // 2 :].tolist(), rope_magnitude(rope[1])))
+        layers.append(known[turn])
     return made, layers
 
 
@@ -233,13 +246,15 @@ Stored = Array | PackedMatrix
 """A matrix for `CpuWeights`: an array, or packed integers with scales."""
 
 
-def layer_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
-    """Return the arrays of one layer of the model `c` for `CpuWeights`, by argument name."""
+def layer_arrays(layer: NativeLayer, c: ModelConfig, sizes: LayerSizes) -> dict[str, Any]:
+    """Return the arrays of one layer of the model `c` for `CpuWeights`, by argument name. `sizes` are the layer's."""
     q_norm = k_norm = None
     if layer.qk_norm is not None and c.qk_norm_whole:
         q_norm, k_norm = layer.qk_norm[: c.num_heads].reshape(-1), layer.qk_norm[c.num_heads :].reshape(-1)
     elif layer.qk_norm is not None:
-        q_norm, k_norm = layer.qk_norm[0], layer.qk_norm[-1]
+        q_norm = layer.qk_norm[0]
+        # A layer that attends to another one's keys has no norm of keys, and none is read.
+        k_norm = layer.qk_norm[c.num_heads] if sizes.source is None else np.ones_like(q_norm)
     before = c.norms != "after"
     return {
         "input_norm": layer.input_norm if before else None,
@@ -254,6 +269,7 @@ def layer_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
         "attention_output_norm": layer.attention_output_norm,
         "post_attention_norm": layer.post_attention_norm if before else None,
         "mlp_output_norm": layer.mlp_output_norm,
+        "varied": _varied_arrays(layer, c, sizes) if c.varied else None,
         **_mlp_arrays(layer, c),
     }
 
@@ -265,6 +281,18 @@ def _delta_arrays(weights: DeltaWeights[Array], delta: DeltaNet) -> dict[str, An
         "a_log": weights.a_log,
         "dt_bias": weights.dt_bias,
         "norm": weights.norm,
+    }
+
+
+def _varied_arrays(layer: NativeLayer, c: ModelConfig, sizes: LayerSizes) -> dict[str, Any]:
+    own = layer.addition
+    return {
+        **{name: getattr(sizes, name) for name in ("num_kv_heads", "head_dim", "intermediate_size")},
+        "keys_are_values": sizes.keys_are_values,
+        "source": sizes.source,
+        "value_norm": c.value_norm,
+        "addition": None if own is None else (stored_parts(own.gate), stored_parts(own.projection), own.norm),
+        "scalar": layer.scalar,
     }
 
 

@@ -150,6 +150,9 @@ class Family:
     output_gate: bool = False
     """True if attention's output is multiplied by the sigmoid of a gate. `q_proj` has of each head its query, then its
     gate."""
+    varied_layers: bool = False
+    """True if sizes of layers differ, layers may share keys and values, and each may have embeddings of its own: see
+    `models.varied_layers`."""
     mtp: bool = False
     """True if checkpoints may have an MTP head `mtp.*`, which reads hidden states after the final norm."""
     neutral: tuple[tuple[str, tuple[object, ...]], ...] = ()
@@ -259,6 +262,33 @@ FAMILIES: dict[str, Family] = {
             ("use_bidirectional_attention", (None, False)),
             ("attn_logit_softcapping", (None,)),
             ("final_logit_softcapping", (None,)),
+        ),
+    ),
+    "Gemma4ForCausalLM": Family(
+        "gemma4_text",
+        "Gemma 4, text, dense",
+        qk_norm="heads",
+        norms="around",
+        act_field="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        has_attention_bias=True,
+        num_key_value_heads=4,
+        head_dim=256,
+        windows="pattern",
+        sliding_window=512,
+        rope_theta=1e6,
+        local_rope_theta=1e4,
+        rope_kinds=("default", "proportional"),
+        rope_default=(
+            ("full_attention", {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}),
+            ("sliding_attention", {"rope_type": "default", "rope_theta": 1e4}),
+        ),
+        scaled_embedding=True,
+        tied=True,
+        varied_layers=True,
+        neutral=(
+            ("use_bidirectional_attention", (None, False, "vision")),
+            ("enable_moe_block", (None, False)),
         ),
     ),
     "Qwen3MoeForCausalLM": Family(

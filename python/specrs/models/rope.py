@@ -113,7 +113,29 @@ class LongRopeScaling:
         return np.float32(1) / (factors * powers(dim, theta))
 
 
-Scaling: TypeAlias = Llama3Scaling | LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling
+@dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """RoPE of Gemma 4's full layers: the first `share` of the frequencies of a whole head, divided by `factor`, and 0
+    for the others. A pair at frequency 0 is not rotated."""
+
+    share: float
+    factor: float
+
+    @property
+    def magnitude(self) -> float:
+        """Factor on cos and sin: 1."""
+        return 1.0
+
+    def frequencies(self, dim: int, theta: float, powers: Powers) -> Array:
+        """Return the frequencies, `[dim / 2]` float32."""
+        made = inverse_frequencies(dim, theta, powers=powers) / np.float32(self.factor)
+        made[int(self.share * dim // 2) :] = 0.0
+        return made
+
+
+Scaling: TypeAlias = (
+    ProportionalScaling | Llama3Scaling | LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling
+)
 Rope: TypeAlias = tuple[float, Scaling | None]
 """Theta, and the scaling of frequencies (None: they are not scaled)."""
 
@@ -169,6 +191,8 @@ _FIELDS = (
 )
 KINDS = ("default", "llama3", "linear", "dynamic", "yarn", "longrope")
 """Values of `rope_type` that most families allow."""
+ALL_KINDS = (*KINDS, "proportional")
+"""Values of `rope_type` that some family allows."""
 
 
 def parse_rope(raw: Mapping[str, Any], facts: RopeFacts, partial_rotary_factor: float = 1.0) -> Rope:
@@ -234,6 +258,11 @@ def _scaling(kind: str, source: Mapping[str, Any], name: str, facts: RopeFacts) 
         return DynamicScaling(number(source, "factor"))
     if kind == "llama3":
         return _llama3(source, name)
+    if kind == "proportional":
+        share = number(source, "partial_rotary_factor", 1.0)
+        if share > 1:
+            raise malformed(f"{name}.partial_rotary_factor", share, "at most 1")
+        return ProportionalScaling(share, number(source, "factor", 1.0))
     length = size(source, _LENGTH)
     ratio = facts.max_positions / length
     given = optional_number(source, "factor")

@@ -66,6 +66,9 @@ def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
     if c.delta is not None:
         reason = f"not implemented for a model whose layers have states, as in {source}; allowed: 1"
         raise invalid(UnsupportedConfigError, field, size, reason)
+    if c.varied:
+        reason = f"not implemented for a model whose layers have different sizes, as in {source}; allowed: 1"
+        raise invalid(UnsupportedConfigError, field, size, reason)
     sizes = {"num_attention_heads": c.num_heads}
     if c.experts is None or not all(c.experts.layers):
         sizes["intermediate_size"] = c.intermediate_size

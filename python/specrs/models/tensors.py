@@ -11,8 +11,11 @@ import numpy as np
 from specrs.arrays import Array
 from specrs.models.config import ModelConfig
 from specrs.models.delta_net import DeltaNet
+from specrs.models.varied_layers import LayerSizes
 
 EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
+"""Embeddings of single layers, `[vocab, layers * size]`."""
 
 
 class Named(Protocol):
@@ -46,21 +49,18 @@ class Tensors(Readable, Protocol):
 
 def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors that a checkpoint of `c` must hold."""
-    h, q, kv, i = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
+    h = c.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, h), FINAL_NORM: (h,)}
     if not c.tie_word_embeddings:
         shapes[LM_HEAD] = (c.vocab_size, h)
-    qkv, gate_up = [("q", q * (1 + c.output_gate)), ("k", kv), ("v", kv)], [("gate", i), ("up", i)]
-    if c.fused_projections:
-        qkv, gate_up = [("qkv", q + 2 * kv)], [("gate_up", 2 * i)]
-    projections = {
-        **{f"self_attn.{name}_proj": (rows, h, c.qkv_bias) for name, rows in qkv},
-        "self_attn.o_proj": (h, q, c.o_bias),
-        **{f"mlp.{name}_proj": (rows, h, c.mlp_bias) for name, rows in gate_up},
-        "mlp.down_proj": (h, i, c.mlp_bias),
-    }
+    if c.layer_embedding is not None:
+        size = c.layer_embedding.size
+        shapes[LAYER_EMBEDDING] = (c.layer_embedding.vocab_size, c.num_layers * size)
+        shapes["model.per_layer_model_projection.weight"] = (c.num_layers * size, h)
+        shapes["model.per_layer_projection_norm.weight"] = (size,)
     for layer in range(c.num_layers):
-        prefix = f"model.layers.{layer}."
+        prefix, sizes = f"model.layers.{layer}.", c.sizes_of(layer)
+        q, kv = c.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
         sparse = c.experts is not None and c.experts.layers[layer]
         delta = c.delta is not None and c.delta.layers[layer]
         if c.delta is not None and delta:
@@ -78,7 +78,7 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
                 shapes[f"{block}.{name}.weight"] = shape
                 if c.experts.biases:
                     shapes[f"{block}.{name}.bias"] = shape[:1]
-        for name, (rows, columns, bias) in projections.items():
+        for name, (rows, columns, bias) in _projections(c, sizes).items():
             if (sparse and name.startswith("mlp.")) or (delta and name.startswith("self_attn.")):
                 continue
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
@@ -88,8 +88,56 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         if c.sinks:
             shapes[f"{prefix}self_attn.sinks"] = (c.num_heads,)
         if c.qk_norm and not delta:
-            sizes = (q, kv) if c.qk_norm_whole else (c.head_dim, c.head_dim)
-            shapes |= {f"{prefix}self_attn.{x}_norm.weight": (n,) for x, n in zip("qk", sizes, strict=True)}
+            norms = [("q", q if c.qk_norm_whole else sizes.head_dim)]
+            if sizes.source is None:
+                norms.append(("k", kv if c.qk_norm_whole else sizes.head_dim))
+            shapes |= {f"{prefix}self_attn.{x}_norm.weight": (n,) for x, n in norms}
+        if c.layer_embedding is not None:
+            size = c.layer_embedding.size
+            shapes[f"{prefix}per_layer_input_gate.weight"] = (size, h)
+            shapes[f"{prefix}per_layer_projection.weight"] = (h, size)
+            shapes[f"{prefix}post_per_layer_input_norm.weight"] = (h,)
+        if c.layer_scalars:
+            shapes[f"{prefix}layer_scalar"] = (1,)
+    return shapes
+
+
+def _projections(c: ModelConfig, sizes: LayerSizes) -> dict[str, tuple[int, int, bool]]:
+    """Return outputs, inputs and bias of the projections of attention and MLP in a layer of `sizes`."""
+    h, q, kv, i = (
+        c.hidden_size,
+        c.num_heads * sizes.head_dim,
+        sizes.num_kv_heads * sizes.head_dim,
+        sizes.intermediate_size,
+    )
+    kinds = {"q": q * (1 + c.output_gate), "k": kv, "v": kv}
+    qkv, gate_up = [(x, kinds[x]) for x in attention_inputs(sizes)], [("gate", i), ("up", i)]
+    if c.fused_projections:
+        qkv, gate_up = [("qkv", q + 2 * kv)], [("gate_up", 2 * i)]
+    return {
+        **{f"self_attn.{name}_proj": (rows, h, c.qkv_bias) for name, rows in qkv},
+        "self_attn.o_proj": (h, q, c.o_bias),
+        **{f"mlp.{name}_proj": (rows, h, c.mlp_bias) for name, rows in gate_up},
+        "mlp.down_proj": (h, i, c.mlp_bias),
+    }
+
+
+def attention_inputs(sizes: LayerSizes) -> str:
+    """Return the names of the projections that attention's input has in a layer: q, k and v, or some of them."""
+    if sizes.source is not None:
+        return "q"
+    return "qk" if sizes.keys_are_values else "qkv"
+
+
+def optional_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of tensors that a checkpoint of `c` may hold beyond those of `tensor_shapes`: an LM head,
+    and keys and values of layers that attend to another layer's, which are not read."""
+    shapes: dict[str, tuple[int, ...]] = {LM_HEAD: (c.vocab_size, c.hidden_size)}
+    for layer, sizes in enumerate(c.varied):
+        if sizes.source is not None:
+            attention, kv = f"model.layers.{layer}.self_attn.", sizes.num_kv_heads * sizes.head_dim
+            shapes |= {f"{attention}{x}_proj.weight": (kv, c.hidden_size) for x in "kv"}
+            shapes[f"{attention}k_norm.weight"] = (sizes.head_dim,)
     return shapes
 
 

@@ -82,14 +82,16 @@ class TorchDecoder(TorchFacts):
     def forward_from(
         self, h: Tensor, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()
     ) -> HiddenStates:
-        """`forward` from the input `h` `[N, hidden]` of the first layer, in the place of the tokens of `inputs`."""
-        shape, windows = self._shape(kv_cache), self.config.windows or (None,) * self.num_layers
+        """`forward` from the input `h` `[N, hidden]` of the first layer, in the place of the tokens of `inputs`. Layers
+        that add embeddings of their own look up those tokens all the same."""
+        windows = self.config.windows or (None,) * self.num_layers
         groups = (0,) * self.num_layers if self.kv_groups is None else self.kv_groups.of_layer
-        kinds, plans = list(zip(groups, windows, strict=True)), {}
-        for group, size in set(kinds):
+        shapes = [self._shape(kv_cache, i) for i in range(self.num_layers)]
+        kinds, plans = list(zip(groups, windows, shapes, strict=True)), {}
+        for group, size, shape in set(kinds):
             slots, table = inputs.in_group(group)
             visibility = None if size is None else window(size)
-            plans[group, size] = plan_attention(
+            plans[group, size, shape] = plan_attention(
                 inputs.positions, slots, inputs.q_start, table, shape, inputs.k_start, visibility
             )
         attention = tuple(plans[kind] for kind in kinds)
@@ -97,23 +99,26 @@ class TorchDecoder(TorchFacts):
         if self.config.delta is not None:
             runs = runs_of(inputs.positions, inputs.q_start, inputs.state_rows, inputs.prompts, inputs.snapshots)
         plan = PassPlan(self._rotations(inputs.positions), attention, runs)
-        return self._run(h, plan, kv_cache, hidden_layers, inputs.adapters)
+        added = None if self.weights.layer_embedding is None else self._layer_embeddings(inputs.input_ids, h)
+        return self._run(h, added, plan, kv_cache, hidden_layers, inputs.adapters)
 
     def _rotations(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor] | None, ...]:
         """Return cos and sin of each layer for `positions` [N], as in `PassPlan.rotations`."""
         weights, c = self.weights, self.config
         if not weights.rotaries:
             return (rotary_cos_sin(positions, weights.rotary, weights.dtype, c.rope_magnitude),) * self.num_layers
-        made: dict[Rope | None, tuple[Tensor, Tensor] | None] = {}
-        for rope, rotary in zip(c.ropes, weights.rotaries, strict=True):
-            if rope not in made:
-                magnitude = rope_magnitude(None if rope is None else rope[1])
-                made[rope] = None if rotary is None else rotary_cos_sin(positions, rotary, weights.dtype, magnitude)
-        return tuple(made[rope] for rope in c.ropes)
+        made: dict[tuple[Rope | None, int], tuple[Tensor, Tensor] | None] = {}
+        turns = [(rope, c.rotary_dim_of(i)) for i, rope in enumerate(c.ropes)]
+        for turn, rotary in zip(turns, weights.rotaries, strict=True):
+            if turn not in made:
+                magnitude = rope_magnitude(None if turn[0] is None else turn[0][1])
+                made[turn] = None if rotary is None else rotary_cos_sin(positions, rotary, weights.dtype, magnitude)
+        return tuple(made[turn] for turn in turns)
 
     def _run(
         self,
         h: Tensor,
+        added: Tensor | None,
         plan: PassPlan,
         kv_cache: KVCache,
         hidden_layers: Sequence[int],
@@ -121,7 +126,7 @@ class TorchDecoder(TorchFacts):
     ) -> HiddenStates:
         weights = self.weights
         c = weights.config
-        heads, kv_heads, rotary_dim = c.num_heads, c.num_kv_heads, c.partial_rotary_dim
+        heads, rotary_dim = c.num_heads, c.partial_rotary_dim
         eps, scale, residual = c.rms_norm_eps, c.attention_scale, c.residual_multiplier
         normed = c.norms != "after"
         activate = silu_and_mul if c.activation == "silu" else gelu_and_mul
@@ -137,12 +142,15 @@ class TorchDecoder(TorchFacts):
                 assert kv_cache.states is not None
                 x = w.o.product(delta_net(qkv, w.delta, c, i, plan.runs, kv_cache.states))
             else:
-                cache, gate = caches[i], None
+                cache, gate, sizes = caches[i], None, c.sizes_of(i)
+                kv_heads = sizes.num_kv_heads if sizes.source is None else 0
                 for adapter in adapters:
                     adapter.add_(qkv, x, i, "qkv")
                 if c.output_gate:
                     qkv, gate = _without_gate(qkv, heads, c.head_dim)
-                qkv = qkv.view(-1, heads + 2 * kv_heads, c.head_dim)
+                qkv = qkv.view(-1, heads + sizes.projected_heads, sizes.head_dim)
+                if sizes.keys_are_values:
+                    qkv = torch.cat((qkv, qkv.narrow(1, heads, kv_heads)), 1)
                 qk = qkv.narrow(1, 0, heads + kv_heads)  # indexing takes twice as long
                 if w.qk_norm is not None and c.qk_norm_whole and self.ranks is not None:
                     self._norm_heads(qk, w.qk_norm, self.ranks)
@@ -150,10 +158,11 @@ class TorchDecoder(TorchFacts):
                     for part, weight in ((qk[:, :heads], w.qk_norm[:heads]), (qk[:, heads:], w.qk_norm[heads:])):
                         rms_norm(part.flatten(1), weight.flatten(), eps, inplace=True)
                 elif w.qk_norm is not None:
-                    rms_norm(qk, w.qk_norm, eps, inplace=True)
+                    rms_norm(qkv if c.value_norm else qk, w.qk_norm, eps, inplace=True)
                 if rotation is not None:
                     apply_rotary_(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
-                write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention, w.kv_scales)
+                if sizes.source is None:
+                    write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention, w.kv_scales)
                 x = paged_attention(
                     qkv.narrow(1, 0, heads), cache, attention, scale, sinks=w.sinks, kv_scales=w.kv_scales
                 )
@@ -181,6 +190,11 @@ class TorchDecoder(TorchFacts):
             if w.mlp_output_norm is not None:
                 rms_norm(x, w.mlp_output_norm, eps, inplace=True)
             h = x.add_(h) if residual == 1 else x.mul_(residual).add_(h)
+            if w.addition is not None and added is not None:
+                own = activate(torch.cat((w.addition.gate.product(h), added[:, i]), 1))
+                h = rms_norm(w.addition.projection.product(own), w.addition.norm, eps).add_(h)
+            if w.scalar != 1:
+                h = h * w.scalar
         if self.num_layers in hidden_layers:
             entries[self.num_layers] = h
         final = rms_norm(h, weights.final_norm, eps)
@@ -236,10 +250,22 @@ class TorchDecoder(TorchFacts):
         elsewhere = 0 if self.ranks is None else c.vocab_size - len(self.weights.embedding)
         return c.num_parameters - elsewhere * c.hidden_size
 
-    def _shape(self, kv_cache: KVCache) -> AttentionShape:
-        c = self.weights.config
+    def _layer_embeddings(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
+        """Return each layer's embedding of N tokens, `[N, layers, size]`, as `LayerEmbeddingWeights` describes.
+        `embedded` `[N, hidden]` has the tokens' scaled embeddings."""
+        w, c = self.weights.layer_embedding, self.config
+        assert w is not None
+        assert c.layer_embedding is not None
+        shape = (-1, c.num_layers, c.layer_embedding.size)
+        projected = (w.projection.product(embedded) * c.hidden_size**-0.5).view(shape)
+        looked_up = w.table.index_select(0, input_ids).to(embedded.dtype) * c.layer_embedding.size**0.5
+        made: Tensor = (rms_norm(projected, w.norm, c.rms_norm_eps) + looked_up.view(shape)) * 2**-0.5
+        return made
+
+    def _shape(self, kv_cache: KVCache, layer: int) -> AttentionShape:
+        c, sizes = self.weights.config, self.weights.config.sizes_of(layer)
         dtypes = self.weights.dtype, kv_cache.layers[0].dtype
-        return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, kv_cache.block_size, *dtypes)
+        return AttentionShape(c.num_heads, sizes.num_kv_heads, sizes.head_dim, kv_cache.block_size, *dtypes)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits of final hidden states `[L, hidden]`: fp32, or float64 for float64 models.
@@ -253,6 +279,9 @@ class TorchDecoder(TorchFacts):
         if self.weights.dtype == torch.bfloat16:
             hidden = hidden.float()
         logits = self.weights.lm_head.product(hidden)
+        cap = self.config.final_logit_softcapping
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
         if self.ranks is not None:
             logits = self.ranks.side_by_side(logits, self.vocab_size)
         return logits if out is None else out.copy_(logits[:, : out.shape[1]])

@@ -44,6 +44,16 @@ WRAPPERS: dict[str, Wrapper] = {
         },
         tied=True,
     ),
+    "Gemma4ForConditionalGeneration": Wrapper(
+        "Gemma 4, dense",
+        {"gemma4_text": "Gemma4ForCausalLM"},
+        {
+            "vocab_size": 262144,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+        tied=True,
+    ),
     "Mistral3ForConditionalGeneration": Wrapper(
         "Mistral Small 3.1, 3.2",
         {"mistral": "MistralForCausalLM"},

@@ -19,7 +19,7 @@ from specrs.arrays import FLOAT64, Array
 from specrs.models.experts import Experts
 from specrs.models.loader import open_checkpoint
 from specrs.models.rope import frequencies, rope_magnitude
-from specrs.models.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, norm_names
+from specrs.models.tensors import EMBEDDING, FINAL_NORM, LAYER_EMBEDDING, LM_HEAD, norm_names
 
 
 class Decoder:
@@ -38,15 +38,18 @@ class Decoder:
         """Return the logits after each of N tokens, `[N, V]`."""
         c, final = self.config, self.hidden_states(tokens)[-1]
         head = self._read(EMBEDDING if c.tie_word_embeddings else LM_HEAD)
-        return linear(self._norm(final, FINAL_NORM.removesuffix(".weight")), head) / c.logits_scaling
+        logits = linear(self._norm(final, FINAL_NORM.removesuffix(".weight")), head) / c.logits_scaling
+        cap = c.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def hidden_states(self, tokens: Sequence[int]) -> list[Tensor]:
         """Return the residual stream `[N, hidden]` before each layer, and after the last."""
         c, states = self.config, [self._read(EMBEDDING)[list(tokens)] * self.config.embedding_multiplier]
+        added, kept = self._layer_embeddings(tokens, states[0]), dict[int, tuple[Tensor, Tensor]]()
         for i in range(c.num_layers):
             layer, x = f"model.layers.{i}.", states[-1]
             before, after, before_mlp, after_mlp = (name and layer + name for name in norm_names(c))
-            attended = self._norm(self._attention(self._norm(x, before), i, layer + "self_attn."), after)
+            attended = self._norm(self._attention(self._norm(x, before), i, layer + "self_attn.", kept), after)
             x = x + attended * c.residual_multiplier
             y = self._norm(x, before_mlp)
             has_experts = c.experts is not None and c.experts.layers[i]
@@ -54,24 +57,44 @@ class Decoder:
                 y = self._mixture(y, c.experts, f"{layer}{c.experts.block}.")
             else:
                 y = self._mlp(y, layer + "mlp.")
-            states.append(x + self._norm(y, after_mlp) * c.residual_multiplier)
+            x = x + self._norm(y, after_mlp) * c.residual_multiplier
+            if added is not None:
+                gated = gelu(self._linear(x, layer + "per_layer_input_gate"), approximate="tanh") * added[:, i]
+                projected = self._linear(gated, layer + "per_layer_projection")
+                x = x + self._norm(projected, layer + "post_per_layer_input_norm")
+            states.append(x * self._read(layer + "layer_scalar") if c.layer_scalars else x)
         return states
 
-    def _attention(self, x: Tensor, i: int, prefix: str) -> Tensor:
-        """Attention of layer `i` over `x` `[N, hidden]`."""
-        c, count = self.config, len(x)
-        sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+    def _layer_embeddings(self, tokens: Sequence[int], embedded: Tensor) -> Tensor | None:
+        """Return the embedding of each token that each layer adds, `[N, layers, size]`; None if layers add none.
+        `embedded` `[N, hidden]` has the scaled embeddings."""
+        c = self.config
+        if c.layer_embedding is None:
+            return None
+        shape = len(tokens), c.num_layers, c.layer_embedding.size
+        projected = self._linear(embedded, "model.per_layer_model_projection") / math.sqrt(c.hidden_size)
+        looked_up = self._read(LAYER_EMBEDDING)[list(tokens)] * math.sqrt(c.layer_embedding.size)
+        normed = self._norm(projected.view(shape), "model.per_layer_projection_norm")
+        return (normed + looked_up.view(shape)) / math.sqrt(2)
+
+    def _attention(self, x: Tensor, i: int, prefix: str, kept: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+        """Attention of layer `i` over `x` `[N, hidden]`. `kept` has keys and values of earlier layers, and gets those
+        of this one."""
+        c, count, sizes = self.config, len(x), self.config.sizes_of(i)
         if c.fused_projections:
-            q, k, v = torch.split(self._linear(x, prefix + "qkv_proj"), sizes, dim=1)
+            rows = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+            q, k, v = torch.split(self._linear(x, prefix + "qkv_proj"), rows, dim=1)
         else:
-            q, k, v = (self._linear(x, f"{prefix}{name}_proj") for name in "qkv")
-        if c.qk_norm and c.qk_norm_whole:
-            q, k = self._norm(q, prefix + "q_norm"), self._norm(k, prefix + "k_norm")
-        q, k, v = (part.view(count, -1, c.head_dim) for part in (q, k, v))
-        if c.qk_norm and not c.qk_norm_whole:
-            q, k = self._norm(q, prefix + "q_norm"), self._norm(k, prefix + "k_norm")
-        q, k = self._rotate(q, i), self._rotate(k, i)
-        k, v = (part.repeat_interleave(c.num_heads // c.num_kv_heads, dim=1) for part in (k, v))
+            q = self._linear(x, prefix + "q_proj")
+            k = q if sizes.source is not None else self._linear(x, prefix + "k_proj")
+            v = k if sizes.source is not None or sizes.keys_are_values else self._linear(x, prefix + "v_proj")
+        q = self._rotate(self._head_norm(q, prefix + "q_norm", sizes.head_dim), i)
+        if sizes.source is None:
+            v = v.view(count, -1, sizes.head_dim)
+            v = self._normed(v) if c.value_norm else v
+            kept[i] = self._rotate(self._head_norm(k, prefix + "k_norm", sizes.head_dim), i), v
+        k, v = kept[i if sizes.source is None else sizes.source]
+        k, v = (part.repeat_interleave(c.num_heads // sizes.num_kv_heads, dim=1) for part in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * c.attention_scale
         distance = torch.arange(count)[:, None] - torch.arange(count)
         window = c.windows[i] if c.windows else None
@@ -82,9 +105,18 @@ class Decoder:
         attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[:, :, :count], v)
         return self._linear(attended.reshape(count, -1), prefix + "o_proj")
 
+    def _head_norm(self, x: Tensor, name: str, head_dim: int) -> Tensor:
+        """Return `x` `[N, heads * head_dim]` by head, `[N, heads, head_dim]`, after the norm `name` of each head or of
+        all heads as one, if the model has it."""
+        c = self.config
+        if c.qk_norm and c.qk_norm_whole:
+            x = self._norm(x, name)
+        x = x.view(len(x), -1, head_dim)
+        return self._norm(x, name) if c.qk_norm and not c.qk_norm_whole else x
+
     def _rotate(self, x: Tensor, i: int) -> Tensor:
         """Apply the RoPE of layer `i` to heads `[N, heads, head_dim]` (Su et al. 2021)."""
-        rope, dim = self.config.rope_of(i), self.config.rotary_dim
+        rope, dim = self.config.rope_of(i), self.config.rotary_dim_of(i)
         if rope is None:
             return x
 
@@ -131,9 +163,12 @@ class Decoder:
         """Apply RMSNorm over the last dimension (Zhang and Sennrich 2019). With `name` None, return `x`."""
         if name is None:
             return x
+        return self._normed(x) * (self._read(f"{name}.weight") + self.config.norm_offset)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """Apply RMSNorm without a weight over the last dimension."""
         rounded = x.float()
-        normed = rounded * (rounded.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
-        return normed.double() * (self._read(f"{name}.weight") + self.config.norm_offset)
+        return (rounded * (rounded.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()).double()
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         bias = f"{name}.bias"

@@ -48,6 +48,8 @@ pub struct KvCache {
     pub(crate) places: Vec<ValuesMut>,
     pub(crate) layers: Vec<KvLayer>,
     pub(crate) shape: KvShape,
+    /// Number of KV heads and `head_dim` of each place.
+    heads: Vec<(usize, usize)>,
     /// States of rows, for models whose layers have some.
     pub(crate) states: States,
 }
@@ -59,6 +61,16 @@ impl KvCache {
     /// # Errors
     /// If a size is 0, a layer has a wrong length, or layers differ in type.
     pub fn new(shape: KvShape, layers: Vec<ValuesMut>) -> Result<Self> {
+        let heads = vec![(shape.num_kv_heads, shape.head_dim); layers.len()];
+        Self::of_heads(shape, heads, layers)
+    }
+
+    /// Makes a cache as [`new`](Self::new) does, of layers that may have different heads: `heads` has the number of KV
+    /// heads and `head_dim` of each. The other sizes of `shape` hold for all layers.
+    ///
+    /// # Errors
+    /// If a size is 0, a layer has a wrong length, or layers differ in type.
+    pub fn of_heads(shape: KvShape, heads: Vec<(usize, usize)>, layers: Vec<ValuesMut>) -> Result<Self> {
         let sizes =
             [("block_size", shape.block_size), ("num_kv_heads", shape.num_kv_heads), ("head_dim", shape.head_dim)];
         for (field, size) in sizes {
@@ -66,14 +78,17 @@ impl KvCache {
                 return Err(Error::invalid(field, size, "at least 1"));
             }
         }
+        check_len("heads", heads.len(), layers.len())?;
         for (i, layer) in layers.iter().enumerate() {
-            check_len(&format!("kv_cache.layers[{i}]"), layer.len(), shape.layer_len())?;
+            let (num_kv_heads, head_dim) = heads[i];
+            let own = KvShape { num_kv_heads, head_dim, ..shape };
+            check_len(&format!("kv_cache.layers[{i}]"), layer.len(), own.layer_len())?;
             if discriminant(layer) != discriminant(&layers[0]) {
                 return Err(Error::invalid(format!("kv_cache.layers[{i}]"), "another type", "the type of layer 0"));
             }
         }
         let own = (0..layers.len()).map(|place| KvLayer { group: 0, place }).collect();
-        Ok(Self { places: layers, layers: own, shape, states: States::default() })
+        Ok(Self { places: layers, layers: own, shape, heads, states: States::default() })
     }
 
     /// Assigns this memory to the layers of a model in several groups. The cache's layers so far become the places of
@@ -162,7 +177,7 @@ impl KvCache {
 
     /// Returns the number of bytes of one block, K and V of all places.
     pub fn block_bytes(&self) -> usize {
-        let elements = self.block_len() * self.places.len();
+        let elements: usize = (0..self.places.len()).map(|place| self.block_len(place)).sum();
         elements * self.places.first().map_or(0, ValuesMut::element_bytes)
     }
 
@@ -172,9 +187,9 @@ impl KvCache {
     /// If the block is not among the blocks that can be allocated.
     pub fn append_block(&self, block: usize, out: &mut Vec<u8>) {
         assert!(block < self.shape.num_blocks, "block {block} of {}", self.shape.num_blocks);
-        let elements = block * self.block_len()..(block + 1) * self.block_len();
-        for place in &self.places {
-            out.extend_from_slice(place.bytes(elements.clone()));
+        for (i, place) in self.places.iter().enumerate() {
+            let len = self.block_len(i);
+            out.extend_from_slice(place.bytes(block * len..(block + 1) * len));
         }
     }
 
@@ -185,29 +200,38 @@ impl KvCache {
     pub fn fill_block(&mut self, block: usize, bytes: &[u8]) {
         assert!(block < self.shape.num_blocks, "block {block} of {}", self.shape.num_blocks);
         assert_eq!(bytes.len(), self.block_bytes(), "bytes of a block");
-        let elements = block * self.block_len()..(block + 1) * self.block_len();
-        let each = bytes.len() / self.places.len();
-        for (place, bytes) in self.places.iter_mut().zip(bytes.chunks_exact(each)) {
-            place.bytes_mut(elements.clone()).copy_from_slice(bytes);
+        let lens: Vec<usize> = (0..self.places.len()).map(|place| self.block_len(place)).collect();
+        let mut rest = bytes;
+        for (place, len) in self.places.iter_mut().zip(lens) {
+            let out = place.bytes_mut(block * len..(block + 1) * len);
+            let (own, others) = rest.split_at(out.len());
+            out.copy_from_slice(own);
+            rest = others;
         }
     }
 
-    /// Returns the number of elements of one block in one place.
-    fn block_len(&self) -> usize {
-        2 * self.shape.num_kv_heads * self.shape.block_size * self.shape.head_dim
+    /// Returns the number of elements of one block in a place.
+    fn block_len(&self, place: usize) -> usize {
+        let (num_kv_heads, head_dim) = self.heads[place];
+        2 * num_kv_heads * self.shape.block_size * head_dim
     }
 
-    /// Rejects a cache whose sizes do not match the model, which has `num_layers` layers with attention.
-    pub(crate) fn check(&self, shape: &ModelShape, num_layers: usize) -> Result<()> {
-        let found = [self.layers.len(), self.shape.num_kv_heads, self.shape.head_dim];
-        let expected = [num_layers, shape.num_kv_heads, shape.head_dim];
-        if found == expected {
-            return Ok(());
+    /// Rejects a cache whose sizes do not match the model: `shapes` has those of each layer with keys and values.
+    pub(crate) fn check<'a>(&self, shapes: impl Iterator<Item = &'a ModelShape> + Clone) -> Result<()> {
+        let num_layers = shapes.clone().count();
+        let mut at = self.layers.iter();
+        for shape in shapes {
+            let expected = [num_layers, shape.num_kv_heads, shape.head_dim];
+            let (kv_heads, head_dim) = at.next().map_or((0, 0), |layer| self.heads[layer.place]);
+            let found = [self.layers.len(), kv_heads, head_dim];
+            if found != expected {
+                return Err(Error::invalid(
+                    "kv_cache's [layers, num_kv_heads, head_dim]",
+                    format!("{found:?}"),
+                    format!("{expected:?}"),
+                ));
+            }
         }
-        Err(Error::invalid(
-            "kv_cache's [layers, num_kv_heads, head_dim]",
-            format!("{found:?}"),
-            format!("{expected:?}"),
-        ))
+        Ok(())
     }
 }

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result, check_len};
 use crate::isa::LANES;
 use crate::kernels::rate;
+use crate::kv_cache::KvLayer;
 use crate::linear::Linear;
 use crate::memory::Vectors;
 use crate::shape::ModelShape;
@@ -301,6 +302,50 @@ impl Experts {
     }
 }
 
+/// Sizes of one layer, in models whose layers differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerSizes {
+    /// Number of KV heads, a divisor of the number of query heads.
+    pub num_kv_heads: usize,
+    /// Number of features in a head, even.
+    pub head_dim: usize,
+    /// Number of features between gate, up and down.
+    pub intermediate_size: usize,
+}
+
+/// Weights with which a layer adds its embedding e of the row's token to the residual stream h:
+/// `h += norm(projection (act(gate h) * e))`.
+pub struct Addition {
+    /// Projection `hidden -> size`.
+    pub gate: Linear,
+    /// Projection `size -> hidden`.
+    pub projection: Linear,
+    /// Weight of the norm of what is added, `[hidden]`.
+    pub norm: Values,
+}
+
+/// Properties of a layer that differs from the others of its model (Gemma 4).
+pub struct VariedLayer {
+    /// Sizes of the layer, none larger than the model's; `None` if they are the model's.
+    pub sizes: Option<LayerSizes>,
+    /// Whether `qkv` has no v heads: values are the output of the k heads, before their norm and rotation.
+    pub keys_are_values: bool,
+    /// Earlier layer whose keys and values the layer attends. Then `qkv` has q heads alone.
+    pub source: Option<usize>,
+    /// Whether each head of values is normed, without a weight.
+    pub value_norm: bool,
+    /// Embedding that the layer adds for the row's token.
+    pub addition: Option<Addition>,
+    /// Factor of the layer's output, residual stream included. Other factors than 1 need an `mlp_output_norm`.
+    pub scalar: f32,
+}
+
+impl Default for VariedLayer {
+    fn default() -> Self {
+        Self { sizes: None, keys_are_values: false, source: None, value_norm: false, addition: None, scalar: 1.0 }
+    }
+}
+
 /// Weights of one layer as a caller passes them; norms are copied, projections are not.
 pub struct LayerWeights {
     /// Weight of the norm before attention, `[hidden]`; `None` if attention is fed the residual stream without a norm.
@@ -326,6 +371,8 @@ pub struct LayerWeights {
     pub mlp: Mlp,
     /// Weight of the norm of the MLP output before it is added to the residual stream, `[hidden]`.
     pub mlp_output_norm: Option<Values>,
+    /// What differs from other layers.
+    pub varied: VariedLayer,
 }
 
 /// Weights of one layer as passes read them.
@@ -349,9 +396,39 @@ pub(crate) struct Layer {
     pub(crate) window: usize,
     /// Scales of K and V if the cache is quantized.
     pub(crate) kv_scales: (f32, f32),
+    /// Sizes of the model, with the layer's own.
+    pub(crate) shape: ModelShape,
+    /// Index of `shape` among those of the model's layers.
+    pub(crate) kind: usize,
+    pub(crate) keys_are_values: bool,
+    pub(crate) source: Option<usize>,
+    /// Index of the layer whose keys and values it attends, among those that have some.
+    pub(crate) source_place: Option<usize>,
+    /// Weight of the norm of values, `[head_dim]` ones; `None` if they are not normed.
+    pub(crate) value_norm: Option<Vec<f32>>,
+    pub(crate) addition: Option<(Linear, Linear, Vec<f32>)>,
+    pub(crate) scalar: f32,
 }
 
 impl Layer {
+    /// Returns whether the layer has keys and values of its own.
+    pub(crate) fn has_keys(&self) -> bool {
+        self.delta.is_none() && self.source.is_none()
+    }
+
+    /// Returns the place of the layer's keys and values: the next of `with_keys`, the places of layers that have keys, or
+    /// that of its source. `None` for a layer without attention.
+    pub(crate) fn kv_layer<'a>(
+        &self,
+        all: &[KvLayer],
+        with_keys: &mut impl Iterator<Item = &'a KvLayer>,
+    ) -> Option<KvLayer> {
+        match self.source {
+            Some(_) => self.source_place.map(|place| all[place]),
+            None => with_keys.next().copied(),
+        }
+    }
+
     /// Returns all projections of layer `i` by name, except routers and gates of shared experts.
     pub(crate) fn projections(&self, i: usize) -> Vec<(String, &Linear)> {
         let mut named = vec![("qkv".to_owned(), &self.qkv), ("o".to_owned(), &self.o)];
@@ -370,22 +447,32 @@ impl Layer {
                 }
             }
         }
+        if let Some((gate, projection, _)) = &self.addition {
+            named.extend([("addition.gate".to_owned(), gate), ("addition.projection".to_owned(), projection)]);
+        }
         named.into_iter().map(|(name, linear)| (format!("layers[{i}].{name}"), linear)).collect()
     }
 }
 
 impl LayerWeights {
     /// Checks the weights of layer `i`, whose projection of q, k and v has `inputs` inputs, and returns the layer.
-    pub(crate) fn check(self, shape: &ModelShape, i: usize, inputs: usize) -> Result<Layer> {
+    pub(crate) fn check(self, model: &ModelShape, i: usize, inputs: usize) -> Result<Layer> {
         let layer = self;
+        let shape = &layer.varied.shape(model, i)?;
         let (hidden, intermediate, dim) = (shape.hidden_size, shape.intermediate_size, shape.head_dim);
         let name = |field: &str| format!("layers[{i}].{field}");
         let norm = |field: &str, norm: &Option<Values>| {
             norm.as_ref().map(|norm| check_len(&name(field), norm.len(), hidden).map(|()| norm.to_f32())).transpose()
         };
+        layer.check_varied(model, shape, i)?;
         let delta = layer.delta.map(|delta| delta.check(&name("delta"))).transpose()?;
         let queries = shape.num_heads * (1 + usize::from(layer.output_gate));
-        let attention = ((queries + 2 * shape.num_kv_heads) * dim, shape.num_heads * dim);
+        let keys = match &layer.varied {
+            VariedLayer { source: Some(_), .. } => 0,
+            VariedLayer { keys_are_values: true, .. } => shape.num_kv_heads,
+            _ => 2 * shape.num_kv_heads,
+        };
+        let attention = ((queries + keys) * dim, shape.num_heads * dim);
         let of_net = |net: &DeltaLayer| (net.shape.outputs(), net.shape.inner());
         let (outputs, inner) = delta.as_ref().map_or(attention, of_net);
         layer.qkv.check(&name("qkv"), outputs, inputs)?;
@@ -413,7 +500,21 @@ impl LayerWeights {
         if let Some(sinks) = &layer.sinks {
             check_len(&name("sinks"), sinks.len(), shape.num_heads)?;
         }
+        let addition = layer.varied.addition.map(|Addition { gate, projection, norm }| {
+            check_len(&name("addition.norm"), norm.len(), hidden)?;
+            gate.check(&name("addition.gate"), projection.inputs, hidden)?;
+            projection.check(&name("addition.projection"), hidden, projection.inputs)?;
+            Ok::<_, Error>((gate, projection, norm.to_f32()))
+        });
         Ok(Layer {
+            shape: *shape,
+            kind: 0,
+            keys_are_values: layer.varied.keys_are_values,
+            source: layer.varied.source,
+            source_place: None,
+            value_norm: layer.varied.value_norm.then(|| vec![1.0; dim]),
+            addition: addition.transpose()?,
+            scalar: layer.varied.scalar,
             input_norm: norm("input_norm", &layer.input_norm)?,
             qkv: layer.qkv,
             output_gate: layer.output_gate,
@@ -430,5 +531,42 @@ impl LayerWeights {
             window: usize::MAX,
             kv_scales: (1.0, 1.0),
         })
+    }
+
+    /// Rejects properties of a varied layer that do not go together, or not with others.
+    fn check_varied(&self, model: &ModelShape, shape: &ModelShape, i: usize) -> Result<()> {
+        let VariedLayer { keys_are_values, source, value_norm, scalar, .. } = self.varied;
+        let name = |field: &str| format!("layers[{i}].{field}");
+        let varied = *shape != *model || keys_are_values || source.is_some() || value_norm;
+        let whole = self.qk_norm.as_ref().is_some_and(|norm| norm.whole);
+        if varied && (whole || self.output_gate || self.delta.is_some()) {
+            let allowed = "no norm over all heads, no output gate, and no delta net";
+            return Err(Error::invalid(name("varied"), "sizes or keys of its own", allowed));
+        }
+        let multiplies = scalar.to_bits() != 1.0_f32.to_bits();
+        if !scalar.is_finite() || (multiplies && self.mlp_output_norm.is_none()) {
+            return Err(Error::invalid(name("scalar"), scalar, "1, or a finite number with an mlp_output_norm"));
+        }
+        Ok(())
+    }
+}
+
+impl VariedLayer {
+    /// Returns the sizes of the model with those of layer `i`.
+    fn shape(&self, model: &ModelShape, i: usize) -> Result<ModelShape> {
+        let Some(LayerSizes { num_kv_heads, head_dim, intermediate_size }) = self.sizes else { return Ok(*model) };
+        let shape = ModelShape { intermediate_size, num_kv_heads, head_dim, ..*model };
+        shape.check()?;
+        for (field, given, most) in [
+            ("num_kv_heads", num_kv_heads, model.num_kv_heads),
+            ("head_dim", head_dim, model.head_dim),
+            ("intermediate_size", intermediate_size, model.intermediate_size),
+        ] {
+            if given > most {
+                let allowed = format!("at most the model's {most}");
+                return Err(Error::invalid(format!("layers[{i}].{field}"), given, allowed));
+            }
+        }
+        Ok(shape)
     }
 }

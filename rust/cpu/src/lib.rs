@@ -34,7 +34,10 @@ pub use error::{Error, Result, guarded};
 pub use isa::{Isa, Tiles};
 pub use kernels::Rounding;
 pub use kv_cache::{KvCache, KvLayer, KvShape};
-pub use layer::{Activation, DeltaShape, DeltaWeights, Experts, LayerWeights, Mlp, QkNorm, SharedExpert};
+pub use layer::{
+    Activation, Addition, DeltaShape, DeltaWeights, Experts, LayerSizes, LayerWeights, Mlp, QkNorm, SharedExpert,
+    VariedLayer,
+};
 pub use linear::{Linear, Part, Weight};
 pub use lora::{Lora, LoraLayer, LoraPart};
 pub use memory::{Bf16, E4m3, E5m2, Memory, MemoryMut, Owner};
@@ -44,7 +47,7 @@ pub use quantize::quantize;
 pub use shape::ModelShape;
 pub use states::StateSnapshot;
 pub use values::{Values, ValuesMut};
-pub use weights::{Eagle3Weights, Embedding, MtpWeights, Multipliers, Rotation, Weights};
+pub use weights::{Eagle3Weights, Embedding, LayerEmbedding, MtpWeights, Multipliers, Rotation, Weights};
 
 /// Returns the settings of a property test with at most `most` cases. Miri tries three, and cannot write failures to a
 /// file.

@@ -51,6 +51,26 @@ pub struct Rotation {
     pub magnitude: f32,
 }
 
+/// Embeddings of single layers. For the scaled embedding e of a token, layer i's is
+/// `(norm(projection e / sqrt(hidden))[i] + table[token][i] * sqrt(size)) / sqrt(2)`.
+pub struct LayerEmbedding {
+    /// Embeddings, `[ids, layers * size]`, at least as many ids as the vocabulary has.
+    pub table: Embedding,
+    /// Projection `hidden -> layers * size`.
+    pub projection: Linear,
+    /// Weight of the norm of each layer's part of the projection, `[size]`.
+    pub norm: Values,
+}
+
+/// Embeddings of single layers in the form that passes read.
+pub(crate) struct Added {
+    pub(crate) table: Embedding,
+    pub(crate) projection: Linear,
+    pub(crate) norm: Vec<f32>,
+    /// Number of features for each layer.
+    pub(crate) size: usize,
+}
+
 /// Constant factors of a pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Multipliers {
@@ -211,6 +231,11 @@ pub struct Weights {
     pub(crate) experts: Option<ExpertSizes>,
     /// Sizes of the delta nets, and the number of layers with one; `None` if all layers have attention.
     pub(crate) delta: Option<(DeltaShape, usize)>,
+    /// Distinct sizes of layers.
+    pub(crate) kinds: Vec<ModelShape>,
+    pub(crate) layer_embedding: Option<Added>,
+    /// Number c for which logits x become `c tanh(x / c)`.
+    pub(crate) softcap: Option<f32>,
 }
 
 impl Weights {
@@ -315,6 +340,27 @@ impl Weights {
                 return Err(Error::invalid(format!("layers[{i}].experts"), format!("{sizes:?}"), allowed));
             }
         }
+        let mut kinds = Vec::new();
+        for i in 0..layers.len() {
+            let own = layers[i].shape;
+            layers[i].kind = kinds.iter().position(|kind| *kind == own).unwrap_or(kinds.len());
+            if layers[i].kind == kinds.len() {
+                kinds.push(own);
+            }
+            let Some(source) = layers[i].source else { continue };
+            let shared = |other: &Layer| {
+                let heads = |shape: &ModelShape| (shape.num_kv_heads, shape.head_dim);
+                other.source.is_none() && heads(&other.shape) == heads(&own)
+            };
+            if source >= i || !shared(&layers[source]) {
+                let allowed = "an earlier layer with keys and values of the same sizes";
+                return Err(Error::invalid(format!("layers[{i}].source"), source, allowed));
+            }
+            layers[i].source_place = Some(layers[..source].iter().filter(|layer| layer.has_keys()).count());
+        }
+        if kinds.is_empty() {
+            kinds.push(shape);
+        }
         let scores = 1.0 / (shape.head_dim as f32).sqrt();
         Ok(Self {
             shape,
@@ -328,6 +374,9 @@ impl Weights {
             activation: Activation::Silu,
             experts,
             delta,
+            kinds,
+            layer_embedding: None,
+            softcap: None,
         })
     }
 
@@ -350,6 +399,12 @@ impl Weights {
         for (layer, &rotation) in self.layers.iter_mut().zip(layers) {
             if let Some(given) = rotation.filter(|&index| index >= rotations.len()) {
                 return Err(Error::invalid("rotation", given, format!("less than {}", rotations.len())));
+            }
+            let most = layer.shape.head_dim / 2;
+            let pairs = rotation.map_or(0, |index| rotations[index].frequencies.len());
+            if pairs > most {
+                let field = "rotation of a layer".to_owned();
+                return Err(Error::invalid(field, format!("{pairs} pairs"), format!("at most head_dim / 2 = {most}")));
             }
             layer.rotation = rotation;
         }
@@ -400,6 +455,39 @@ impl Weights {
         Ok(self)
     }
 
+    /// Sets the embeddings of single layers. Every layer must have an [`Addition`](crate::Addition) of their size.
+    ///
+    /// # Errors
+    /// If a tensor does not match the others.
+    pub fn with_layer_embedding(mut self, given: LayerEmbedding) -> Result<Self> {
+        let LayerEmbedding { table, projection, norm } = given;
+        let (size, layers) = (norm.len(), self.layers.len());
+        let width = (size * layers).max(1);
+        projection.check("layer_embedding.projection", size * layers, self.shape.hidden_size)?;
+        if size == 0 || !table.len().is_multiple_of(width) || table.len() / width < self.shape.vocab_size {
+            let allowed = format!("[at least {}, {width}]", self.shape.vocab_size);
+            return Err(Error::invalid("layer_embedding.table", format!("{} elements", table.len()), allowed));
+        }
+        for (i, layer) in self.layers.iter().enumerate() {
+            let given = layer.addition.as_ref().map_or(0, |addition| addition.1.inputs);
+            if given != size {
+                let field = format!("layers[{i}].addition.projection's inputs");
+                return Err(Error::invalid(field, given, format!("the layer embedding's size, {size}")));
+            }
+        }
+        self.layer_embedding = Some(Added { table, projection, norm: norm.to_f32(), size });
+        Ok(self)
+    }
+
+    /// Sets the number c for which logits x become `c tanh(x / c)`.
+    ///
+    /// # Errors
+    /// If it is not finite and above 0.
+    pub fn with_softcap(self, softcap: f32) -> Result<Self> {
+        check_multiplier("softcap", softcap)?;
+        Ok(Self { softcap: Some(softcap), ..self })
+    }
+
     /// Returns the maximum number of positions that a layer attends; `None` if some layer attends all.
     pub fn sliding_window(&self) -> Option<usize> {
         self.layers.iter().map(|layer| layer.window).max().filter(|&window| window != usize::MAX)
@@ -442,7 +530,9 @@ impl Weights {
     pub(crate) fn projections(&self) -> impl Iterator<Item = (String, &Linear)> {
         let fc = self.head.iter().map(|head| ("fc".to_owned(), &head.fc));
         let layers = self.layers.iter().enumerate().flat_map(|(i, layer)| layer.projections(i));
-        layers.chain(fc).chain([("lm_head".to_owned(), &self.lm_head)])
+        let added =
+            self.layer_embedding.iter().map(|added| ("layer_embedding.projection".to_owned(), &added.projection));
+        layers.chain(fc).chain(added).chain([("lm_head".to_owned(), &self.lm_head)])
     }
 
     /// Rejects weights that cannot be multiplied as pairs of bf16 numbers.
@@ -479,9 +569,9 @@ impl Weights {
         self.layers.len()
     }
 
-    /// Returns the number of layers with attention, and so with keys and values.
-    pub fn num_attention_layers(&self) -> usize {
-        self.layers.len() - self.delta.map_or(0, |(_, count)| count)
+    /// Returns the layers that have keys and values of their own.
+    pub(crate) fn with_keys(&self) -> impl Iterator<Item = &Layer> + Clone {
+        self.layers.iter().filter(|layer| layer.has_keys())
     }
 }
 

@@ -58,6 +58,7 @@ fn layer(n: &mut Numbers, net: Option<DeltaShape>) -> LayerWeights {
         None => (vec![2 * q, kv, kv], q),
     };
     LayerWeights {
+        varied: specrs_cpu::VariedLayer::default(),
         input_norm: Some(draw(n, hidden, 0.3, 1.0)),
         qkv: linear(n, hidden, &inputs),
         output_gate: net.is_none(),

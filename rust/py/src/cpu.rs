@@ -6,8 +6,9 @@ use crate::tensors::{codes_mut, embedding as embedding_of, values, values_mut, w
 use numpy::{Ix1, Ix5, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Activation, DeltaShape, DeltaWeights, Eagle3Weights, Experts, Isa, KvCache, KvLayer, KvShape, LayerWeights, Linear,
-    Mlp, ModelShape, MtpWeights, Multipliers, Part, Pool, QkNorm, Rotation, SharedExpert, Tiles, Values, Weights,
+    Activation, Addition, DeltaShape, DeltaWeights, Eagle3Weights, Experts, Isa, KvCache, KvLayer, KvShape,
+    LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape, MtpWeights, Multipliers, Part, Pool, QkNorm,
+    Rotation, SharedExpert, Tiles, Values, VariedLayer, Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -180,7 +181,55 @@ struct LayerArrays<'py> {
     experts: Option<ExpertArrays<'py>>,
     #[pyo3(default)]
     mlp_output_norm: Option<Bound<'py, PyAny>>,
+    #[pyo3(default)]
+    varied: Option<VariedArrays<'py>>,
 }
+
+/// What differs from other layers, in the form that Python passes.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct VariedArrays<'py> {
+    num_kv_heads: i64,
+    head_dim: i64,
+    intermediate_size: i64,
+    keys_are_values: bool,
+    source: Option<usize>,
+    value_norm: bool,
+    /// Projections to and from the layer's embedding, and the norm of what is added.
+    addition: Option<(Projection<'py>, Projection<'py>, Bound<'py, PyAny>)>,
+    scalar: f32,
+}
+
+impl VariedArrays<'_> {
+    /// Converts the arrays of layer `i` of a model of `size` features by layer embedding.
+    fn weights(&self, i: usize, py: Python<'_>, hidden: usize, embedding: usize) -> PyResult<VariedLayer> {
+        let size = |field: &str, value| size(py, Class::InvalidConfig, field, value);
+        let name = |field: &str| format!("layers[{i}].addition.{field}");
+        let addition = self.addition.as_ref().map(|(gate, projection, norm)| {
+            Ok::<_, PyErr>(Addition {
+                gate: linear(&name("gate"), hidden, gate)?,
+                projection: linear(&name("projection"), embedding, projection)?,
+                norm: vector(&name("norm"), norm)?,
+            })
+        });
+        Ok(VariedLayer {
+            sizes: Some(LayerSizes {
+                num_kv_heads: size("num_kv_heads", self.num_kv_heads)?,
+                head_dim: size("head_dim", self.head_dim)?,
+                intermediate_size: size("intermediate_size", self.intermediate_size)?,
+            }),
+            keys_are_values: self.keys_are_values,
+            source: self.source,
+            value_norm: self.value_norm,
+            addition: addition.transpose()?,
+            scalar: self.scalar,
+        })
+    }
+}
+
+/// Embeddings of single layers in the form that Python passes: number of features for each layer, table, projection,
+/// norm.
+type LayerEmbeddingArrays<'py> = (usize, Bound<'py, PyAny>, Projection<'py>, Bound<'py, PyAny>);
 
 /// Weights of an EAGLE-3 head in addition to its layer, in the form that Python passes.
 #[derive(FromPyObject)]
@@ -266,6 +315,7 @@ fn layer(
     arrays: &LayerArrays<'_>,
     shape: &ModelShape,
     inputs: usize,
+    embedding: usize,
 ) -> PyResult<LayerWeights> {
     let name = |field: &str| format!("layers[{i}].{field}");
     let hidden = shape.hidden_size;
@@ -273,7 +323,11 @@ fn layer(
         array.as_ref().map(|array| vector(&name(field), array)).transpose()
     };
     let delta = arrays.delta.as_ref().map(|delta| delta.weights(&name("delta"), py)).transpose()?;
-    let inner = delta.as_ref().map_or(shape.num_heads * shape.head_dim, |delta| delta.shape.inner());
+    let varied = arrays.varied.as_ref().map(|varied| varied.weights(i, py, hidden, embedding)).transpose()?;
+    let varied = varied.unwrap_or_default();
+    let (head_dim, intermediate) =
+        varied.sizes.map_or((shape.head_dim, shape.intermediate_size), |own| (own.head_dim, own.intermediate_size));
+    let inner = delta.as_ref().map_or(shape.num_heads * head_dim, |delta| delta.shape.inner());
     Ok(LayerWeights {
         input_norm: norm("input_norm", &arrays.input_norm)?,
         qkv: linear(&name("qkv"), inputs, &arrays.qkv)?,
@@ -292,10 +346,11 @@ fn layer(
             Some(experts) => Mlp::Experts(experts.weights(&name("experts"), py, hidden)?),
             None => Mlp::Dense {
                 gate_up: linear(&name("gate_up"), hidden, &arrays.gate_up)?,
-                down: linear(&name("down"), shape.intermediate_size, &arrays.down)?,
+                down: linear(&name("down"), intermediate, &arrays.down)?,
             },
         },
         mlp_output_norm: norm("mlp_output_norm", &arrays.mlp_output_norm)?,
+        varied,
     })
 }
 
@@ -306,6 +361,7 @@ impl CpuWeights {
         *, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, embedding, layers,
         final_norm, lm_head, frequencies, head = None, mtp = None, rotations = None, multipliers = None,
         windows = None, activation = "silu", clamped_swiglu = None, kv_scales = None,
+        layer_embedding = None, softcap = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only sizes and tensors")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
@@ -331,6 +387,8 @@ impl CpuWeights {
         activation: &str,
         clamped_swiglu: Option<(f32, f32)>,
         kv_scales: Option<Vec<(f32, f32)>>,
+        layer_embedding: Option<LayerEmbeddingArrays<'_>>,
+        softcap: Option<f32>,
     ) -> PyResult<Self> {
         let size = |field, value| size(py, Class::InvalidConfig, field, value);
         let shape = ModelShape {
@@ -356,14 +414,24 @@ impl CpuWeights {
         let frequencies: PyReadonlyArray<'_, f32, Ix1> = readonly("frequencies", frequencies)?;
         let embedding = embedding_of("embedding", embedding)?;
         let inputs = shape.hidden_size * if head.is_some() { 2 } else { 1 };
+        let features = layer_embedding.as_ref().map_or(0, |given| given.0);
         let mut layers = layers
             .iter()
             .enumerate()
-            .map(|(i, arrays)| layer(py, i, arrays, &shape, inputs))
+            .map(|(i, arrays)| layer(py, i, arrays, &shape, inputs, features))
             .collect::<PyResult<Vec<_>>>()?;
         let final_norm = vector("final_norm", final_norm)?;
         let lm_head = linear("lm_head", shape.hidden_size, &lm_head)?;
         let frequencies = frequencies.as_slice()?.to_vec();
+        let layer_embedding = layer_embedding
+            .map(|(_, table, projection, norm)| {
+                Ok::<_, PyErr>(LayerEmbedding {
+                    table: embedding_of("layer_embedding.table", &table)?,
+                    projection: linear("layer_embedding.projection", shape.hidden_size, &projection)?,
+                    norm: vector("layer_embedding.norm", &norm)?,
+                })
+            })
+            .transpose()?;
         if (head.is_some() || mtp.is_some()) && layers.len() != 1 {
             let message = format!("layers: there are {}, expected 1 of a head", layers.len());
             return Err(Class::InvalidBuffer.error(py, message));
@@ -405,6 +473,14 @@ impl CpuWeights {
                 Some(scales) => weights.with_kv_scales(&scales),
                 None => Ok(weights),
             })
+            .and_then(|weights| match layer_embedding {
+                Some(given) => weights.with_layer_embedding(given),
+                None => Ok(weights),
+            })
+            .and_then(|weights| match softcap {
+                Some(softcap) => weights.with_softcap(softcap),
+                None => Ok(weights),
+            })
             .and_then(|weights| weights.with_activation(activation))
             .map(|weights| Self(Arc::new(weights)))
             .map_err(|error| cpu_to_py(py, &error))
@@ -430,7 +506,7 @@ impl CpuKVCache {
         groups: Option<Vec<(usize, usize)>>,
         codes: Option<&str>,
     ) -> PyResult<Self> {
-        let (mut made, mut first) = (Vec::with_capacity(layers.len()), None);
+        let (mut made, mut heads, mut first) = (Vec::with_capacity(layers.len()), Vec::new(), None);
         if let Some(other) = codes.filter(|codes| !["fp8_e4m3", "fp8_e5m2"].contains(codes)) {
             let message = format!("codes = {other:?} is not allowed: expected \"fp8_e4m3\" or \"fp8_e5m2\"");
             return Err(Class::InvalidConfig.error(py, message));
@@ -442,10 +518,12 @@ impl CpuKVCache {
                 Some(codes) => codes_mut::<Ix5>(&name, array, codes == "fp8_e4m3")?,
             };
             let expected = first.get_or_insert_with(|| shape.clone());
-            if shape != *expected || shape[0] == 0 || shape[1] != 2 {
-                let allowed = "[num_blocks + 1, 2, num_kv_heads, block_size, head_dim], the same for all layers";
+            if [shape[0], shape[3]] != [expected[0], expected[3]] || shape[0] == 0 || shape[1] != 2 {
+                let allowed =
+                    "[num_blocks + 1, 2, num_kv_heads, block_size, head_dim], with the same blocks in all layers";
                 return Err(Class::InvalidBuffer.error(py, format!("{name}: shape is {shape:?}, expected {allowed}")));
             }
+            heads.push((shape[2], shape[4]));
             made.push(layer);
         }
         let Some(shape) = first else {
@@ -453,7 +531,7 @@ impl CpuKVCache {
         };
         let shape =
             KvShape { num_blocks: shape[0] - 1, num_kv_heads: shape[2], block_size: shape[3], head_dim: shape[4] };
-        KvCache::new(shape, made)
+        KvCache::of_heads(shape, heads, made)
             .and_then(|cache| match groups {
                 Some(groups) => {
                     let layer = |(group, place)| KvLayer { group, place };

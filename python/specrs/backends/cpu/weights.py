@@ -28,7 +28,7 @@ from specrs.models.native_decoder import NativeDecoder
 from specrs.models.quantization.at_load import QuantizedAtLoad, quantized_at_load
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.stored import NativeWeight, PackedWeight, StackedWeight
-from specrs.models.tensors import EMBEDDING, LM_HEAD, Tensors, tensor_shapes
+from specrs.models.tensors import EMBEDDING, LAYER_EMBEDDING, LM_HEAD, Tensors, tensor_shapes
 
 logger = logging.getLogger("specrs")
 _AT_ONCE = 1 << 20
@@ -81,7 +81,7 @@ def load_native(
 
     `quantization` `fp8` rounds projections to FP8, and holds them dequantized. `int8` by output, `int4` by group,
     `q8_0` and `q4_0` by groups of 32 quantize them from the file's numbers, one matrix at a time. Embedding, LM head
-    and routers are not quantized but copied, so that the file does not stay mapped.
+    and routers are not quantized but copied, so that the file does not stay mapped. Embeddings of single layers stay.
 
     Quantized matrices are packed if a packed layout holds them exactly, embedding and LM head too, and activations are
     rounded to 16-bit integers for products with them. `rounding` says what becomes of others.
@@ -265,7 +265,8 @@ class _QuantizedLoader(_NativeLoader):
         """Return the matrix `name` packed (embedding and LM head only), or as numbers."""
         if not self.checkpoint.is_quantized(name):
             found = super().matrix(name)
-            return np.array(found, order="C") if self.copies else found
+            # A pass reads few rows of the layers' embeddings, which are large.
+            return np.array(found, order="C") if self.copies and name != LAYER_EMBEDDING else found
         if name in (EMBEDDING, LM_HEAD) and (packed := self._packed(name)) is not None:
             # Passes look up embeddings in packed blocks, too; nothing else reads them.
             return cast("Array", packed)

@@ -114,7 +114,7 @@ impl<'a> Context<'a> {
         buffers: &mut Buffers,
         private: &mut [Private],
     ) {
-        let shape = &self.weights.shape;
+        let shape = &layer.shape;
         let (rows, shares, kv_heads) = (self.rows(), self.shares, shape.num_kv_heads);
         let sizes = [paging.shape.num_blocks + 1, 2 * kv_heads, paging.shape.block_size * shape.head_dim];
         let Buffers { h, e, added, heads, q, gates, attended, cos, sin, .. } = buffers;
@@ -186,7 +186,7 @@ impl<'a> Context<'a> {
         self.session.run(&shares.hidden.first, &|t, pieces| {
             let mut own = own.take(t);
             let Private { x, y, room, .. } = &mut own.row_mut(0)[0];
-            self.collect(attended, x);
+            self.collect(layer, attended, x);
             if layer.output_gate {
                 self.apply_gates(gates, x);
             }
@@ -196,7 +196,7 @@ impl<'a> Context<'a> {
                 self.give(&layer.o, norm, &mut fed, y, &mut outs.take(piece));
             }
         });
-        self.add_normed(norm, added, h, private);
+        self.add_normed(norm, 1.0, added, h, private);
     }
 
     /// Writes a layer's input projection to `out` `[rows, outputs]`, as one phase: q, k and v of attention, or the
@@ -242,12 +242,15 @@ impl<'a> Context<'a> {
     /// are read from `given` and normed.
     fn project_head(&self, layer: &Layer, head: usize, given: &HeadInputs<'_>, fed: &mut Fed<'_>, y: &mut [f32]) {
         let HeadInputs { projected: heads, scales, .. } = given;
-        let shape = &self.weights.shape;
+        let shape = &layer.shape;
         let (dim, rows) = (shape.head_dim, self.rows());
         let Some((q_norm, k_norm)) = layer.qk_norm.as_ref().filter(|_| layer.qk_norm_whole) else {
             // With gates, each query is followed by its gate.
             let before = if layer.output_gate { head.min(shape.num_heads) } else { 0 };
-            let first = (head + before) * dim;
+            // Values that are keys are the product of the key head.
+            let is_value = head >= shape.num_heads + shape.num_kv_heads;
+            let behind = if layer.keys_are_values && is_value { shape.num_kv_heads } else { 0 };
+            let first = (head + before - behind) * dim;
             return self.product(&layer.qkv, first..first + dim, fed, rows, y, dim);
         };
         let keys = shape.num_heads..shape.num_heads + shape.num_kv_heads;
@@ -267,7 +270,7 @@ impl<'a> Context<'a> {
 
     /// Computes the gates of a piece of the query heads, after the sigmoid, `[heads, rows, ceil(head_dim / 16)]`.
     fn gates(&self, layer: &Layer, piece: usize, fed: &mut Fed<'_>, z: &mut [f32], out: &mut [Vector]) {
-        let (dim, rows) = (self.weights.shape.head_dim, self.rows());
+        let (dim, rows) = (layer.shape.head_dim, self.rows());
         let vectors = dim.div_ceil(LANES);
         for (head, out) in self.shares.q.piece(piece).zip(out.chunks_exact_mut(rows * vectors)) {
             let first = (2 * head + 1) * dim;
@@ -289,7 +292,7 @@ impl<'a> Context<'a> {
         out: HeadOutputs<'_, '_, T>,
     ) {
         let HeadOutputs { q, planes } = out;
-        let shape = &self.weights.shape;
+        let shape = &layer.shape;
         let (dim, heads, kv_heads, rows) = (shape.head_dim, shape.num_heads, shape.num_kv_heads, self.rows());
         let (vectors, shares) = (dim.div_ceil(LANES), self.shares);
         let block_size = planes.inner() / dim;
@@ -310,12 +313,18 @@ impl<'a> Context<'a> {
                 padding.fill(0.0);
             }
         }
+        if layer.source.is_some() {
+            return;
+        }
         // Key heads, then value heads, as in the projection and in a block.
         for head in shares.k.piece(piece).chain(shares.v.piece(piece)) {
             self.project_head(layer, heads + head, given, fed, y);
             for (row, y) in y.chunks_exact_mut(dim).take(rows).enumerate() {
                 if head < kv_heads {
                     rotate(row, y, norms.map(|norms| &*norms.1));
+                } else if let Some(norm) = &layer.value_norm {
+                    let eps = shape.rms_norm_eps;
+                    self.isa.run(QkHead { x: &mut *y, norm: Some(norm), eps, cos: &[], sin: &[] });
                 }
                 if given.slots[row] >= 0 && self.tile.positions[row] >= 0 {
                     let slot = given.slots[row] as usize;
@@ -338,7 +347,7 @@ impl<'a> Context<'a> {
         paging: &Paging<'_>,
         scratch: &mut AttendScratch,
     ) {
-        let shape = &self.weights.shape;
+        let shape = &layer.shape;
         let (rows, group, dim) = (self.rows(), shape.group(), shape.head_dim);
         let vectors = dim.div_ceil(LANES);
         let (k_scale, v_scale) = if T::CODES { layer.kv_scales } else { (1.0, 1.0) };
@@ -383,8 +392,8 @@ impl<'a> Context<'a> {
     }
 
     /// Copies the attention output `[kv_heads, rows, group * head_dim]` to `x` as rows of a projection's input.
-    fn collect(&self, attended: &[f32], x: &mut [Vector]) {
-        let shape = &self.weights.shape;
+    fn collect(&self, layer: &Layer, attended: &[f32], x: &mut [Vector]) {
+        let shape = &layer.shape;
         let (rows, width) = (self.rows(), shape.group() * shape.head_dim);
         let inputs = shape.num_heads * shape.head_dim;
         for (row, x) in x.chunks_exact_mut(inputs.div_ceil(LANES)).take(rows).enumerate() {

@@ -102,7 +102,7 @@ impl Context<'_> {
                 self.give(&layer.o, norm, &mut fed, y, &mut outs.take(piece));
             }
         });
-        self.add_normed(norm, added, h, private);
+        self.add_normed(norm, 1.0, added, h, private);
     }
 
     /// Computes the rows of one request for key head `head`. `mixed` is the output of the input projection.

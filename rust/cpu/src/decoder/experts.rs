@@ -69,7 +69,7 @@ impl Context<'_> {
                 self.mix(experts, norm.is_some(), (starts, sent, weights), act, (y, &mut room.rounded), outs);
             }
         });
-        self.add_normed(norm, added, h, private);
+        self.add_normed(norm, layer.scalar, added, h, private);
         if let Some(shared) = &experts.shared {
             self.add_shared(shared, shared_act, h, private);
         }

@@ -35,7 +35,7 @@ impl Decoder {
         }
         check_len("out", out.len(), states.len() / inputs * hidden)?;
         let session = self.pool.enter()?;
-        let shares = &self.shares[session.participants() - 1];
+        let shares = &self.shares[session.participants() - 1][0];
         for (states, out) in states.chunks(MAX_TILE_ROWS * inputs).zip(out.chunks_mut(MAX_TILE_ROWS * hidden)) {
             let cx = Context::without_rows(self.isa, self.activations, weights, shares, &session);
             cx.fuse(head, states, out, &mut self.private);

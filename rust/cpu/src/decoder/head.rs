@@ -5,7 +5,7 @@ use super::scratch::Private;
 use super::{CHUNK, Context, Decoder, Range};
 use crate::error::{Error, Result, check_len};
 use crate::isa::{LANES, Vector};
-use crate::kernels::{Argmax, better};
+use crate::kernels::{Argmax, Softcap, better};
 use crate::memory::Columns;
 use crate::pass::{MAX_TILE_ROWS, Output};
 
@@ -68,7 +68,7 @@ impl Decoder {
 
     fn head(&mut self, num_ids: usize, work: impl FnOnce(&Context<'_>, &mut [Private])) -> Result<()> {
         let session = self.pool.enter()?;
-        let shares = &mut self.shares[session.participants() - 1];
+        let shares = &mut self.shares[session.participants() - 1][0];
         shares.set_ids(num_ids);
         let cx = Context::without_rows(self.isa, self.activations, &self.weights, shares, &session);
         work(&cx, &mut self.private);
@@ -197,6 +197,11 @@ impl Context<'_> {
         for start in ids.clone().step_by(CHUNK) {
             let chunk = start..(start + CHUNK).min(ids.end);
             self.product(&self.weights.lm_head, chunk.clone(), fed, rows, y, CHUNK);
+            if let Some(cap) = self.weights.softcap {
+                for y in y.chunks_exact_mut(CHUNK).take(rows) {
+                    self.isa.run(Softcap { x: &mut y[..chunk.len()], cap });
+                }
+            }
             for (i, y) in y.chunks_exact(CHUNK).take(rows).enumerate() {
                 each(i, chunk.clone(), &y[..chunk.len()]);
             }

@@ -19,7 +19,7 @@ impl Context<'_> {
         buffers: &mut Buffers,
         private: &mut [Private],
     ) {
-        let shape = &self.weights.shape;
+        let shape = &layer.shape;
         let rows = self.rows();
         let vectors = shape.intermediate_size.div_ceil(LANES);
         let Buffers { h, added, act, .. } = buffers;
@@ -50,7 +50,9 @@ impl Context<'_> {
                 self.give(down, norm, &mut fed, y, &mut outs.take(piece));
             }
         });
-        self.add_normed(norm, added, h, private);
+        // A layer that adds an embedding is multiplied by its factor after that.
+        let scalar = if layer.addition.is_some() { 1.0 } else { layer.scalar };
+        self.add_normed(norm, scalar, added, h, private);
     }
 
     /// Computes a piece of the features between gate, up and down, into rows `rows` of `acts`. These are the rows that
@@ -110,8 +112,16 @@ impl Context<'_> {
         }
     }
 
-    /// Adds the normed output of a block to the residual stream if `norm` is given, as one phase by rows.
-    pub(super) fn add_normed(&self, norm: Option<&[f32]>, added: &[f32], h: &mut [f32], private: &mut [Private]) {
+    /// Adds the normed output of a block to the residual stream and multiplies that by `scalar`, if `norm` is given, as
+    /// one phase by rows.
+    pub(super) fn add_normed(
+        &self,
+        norm: Option<&[f32]>,
+        scalar: f32,
+        added: &[f32],
+        h: &mut [f32],
+        private: &mut [Private],
+    ) {
         let Some(weight) = norm else { return };
         let (hidden, eps) = (self.weights.shape.hidden_size, self.weights.shape.rms_norm_eps);
         let multiplier = self.weights.multipliers.residual;
@@ -126,7 +136,7 @@ impl Context<'_> {
                 for (h, x) in hs.row_mut(0).chunks_exact_mut(hidden).zip(added.chunks_exact(hidden)) {
                     self.isa.run(RmsNorm { x, weight, eps, out: &mut *out });
                     for (h, x) in h.iter_mut().zip(out.as_flattened()) {
-                        *h += x * multiplier;
+                        *h = (*h + x * multiplier) * scalar;
                     }
                 }
             }

@@ -3,6 +3,7 @@
 //! A pass is a sequence of phases. In each phase, the participants write disjoint parts of a buffer and read the
 //! results of earlier phases. Hidden states are fp32 between all products, even if weights are bf16.
 
+mod added;
 mod attention;
 mod delta;
 mod experts;
@@ -21,6 +22,7 @@ use crate::kv_cache::{KvCache, KvLayer};
 use crate::layer::Mlp;
 use crate::pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass};
 use crate::pool::{Pool, Session};
+use crate::shape::ModelShape;
 use crate::states::{FedRows, of_tile};
 use crate::values::ValuesMut;
 use crate::weights::{HeadInput, Weights};
@@ -43,8 +45,8 @@ pub struct Decoder {
     activations: Activations,
     /// Tiles that multiply the rows of prompts; `None` if they are multiplied by vectors.
     prompt_tiles: Option<Tiles>,
-    /// Cuts of the work, by number of participants less one.
-    shares: Vec<Shares>,
+    /// Cuts of the work, by number of participants less one, for each of the layers' sizes.
+    shares: Vec<Vec<Shares>>,
     buffers: Buffers,
     private: Vec<Private>,
     /// Whether each row of the last pass is finite; see [`finite`](Self::finite).
@@ -69,6 +71,8 @@ struct Context<'a> {
     tiles: Option<Tiles>,
     weights: &'a Weights,
     shares: &'a Shares,
+    /// Cuts for each of the layers' sizes; `shares` is one of them.
+    kinds: &'a [Shares],
     session: &'a Session<'a>,
     /// Rows of the tile, with their slots and blocks in the first KV group.
     tile: Pass<'a>,
@@ -95,13 +99,15 @@ impl Decoder {
 
     /// Makes a decoder of these weights on these threads, with the given instructions. They change only the time.
     pub fn with_isa(weights: Arc<Weights>, pool: Arc<Pool>, isa: Isa) -> Self {
-        let shape = weights.shape;
+        let delta = weights.delta.map(|(delta, _)| delta);
+        let added = weights.layer_embedding.as_ref().map_or((0, 0), |added| (added.size, added.projection.outputs()));
+        let of_kind = |kind: &ModelShape, participants| {
+            let made = Shares::new(*kind, weights.sliding_window(), weights.experts, delta, participants);
+            made.with_added(added)
+        };
         Self {
             shares: (1..=pool.threads())
-                .map(|participants| {
-                    let delta = weights.delta.map(|(delta, _)| delta);
-                    Shares::new(shape, weights.sliding_window(), weights.experts, delta, participants)
-                })
+                .map(|participants| weights.kinds.iter().map(|kind| of_kind(kind, participants)).collect())
                 .collect(),
             buffers: Buffers::new(&weights),
             private: (0..pool.threads()).map(|_| Private::new(&weights, isa)).collect(),
@@ -235,10 +241,9 @@ impl Decoder {
         mut entries: Entries<'_>,
     ) -> Result<()> {
         let hidden = self.weights.shape.hidden_size;
-        kv.check(&self.weights.shape, self.weights.num_attention_layers())?;
+        kv.check(self.weights.with_keys().map(|layer| &layer.shape))?;
         let window_of = |group| {
-            let attending = self.weights.layers.iter().filter(|layer| layer.delta.is_none());
-            let of_group = attending.zip(&kv.layers).filter(|(_, at)| at.group == group);
+            let of_group = self.weights.with_keys().zip(&kv.layers).filter(|(_, at)| at.group == group);
             of_group.map(|(layer, _)| layer.window).max().unwrap_or(0)
         };
         pass.check(&self.weights.shape, self.weights.num_ids(), kv, &output, window_of)?;
@@ -263,15 +268,15 @@ impl Decoder {
             }
             None => Vec::new(),
         };
-        let shares = &mut self.shares[session.participants() - 1];
+        let kinds = &mut self.shares[session.participants() - 1];
         let mut log_bounds = Vec::new();
         if let Some((shape, _)) = &self.weights.delta {
             let capacity = kv.states.capacity();
             self.private.iter_mut().for_each(|own| own.net.reserve(shape, capacity));
-            log_bounds.extend(shares.key_heads.bounds.iter().map(|head| head * capacity * shape.entry_len()));
+            log_bounds.extend(kinds[0].key_heads.bounds.iter().map(|head| head * capacity * shape.entry_len()));
         }
         if let Output::Logits { num_ids, .. } | Output::Argmax { num_ids, .. } = &output {
-            shares.set_ids(*num_ids);
+            kinds[0].set_ids(*num_ids);
         }
         for first in (0..pass.len()).step_by(MAX_TILE_ROWS) {
             let rows = first..(first + MAX_TILE_ROWS).min(pass.len());
@@ -282,7 +287,9 @@ impl Decoder {
                 sequences: &pass.sequences[rows.clone()],
                 ..*pass
             };
-            shares.set_tile(&tile);
+            for shares in &mut *kinds {
+                shares.set_tile(&tile);
+            }
             let eagle3 = eagle3.map(|all| Eagle3Input { hidden: &all.hidden[rows.start * hidden..] });
             let (isa, activations) = (self.isa, self.activations);
             let tiles = self.prompt_tiles.filter(|_| pass.prompts);
@@ -293,7 +300,8 @@ impl Decoder {
                 activations,
                 tiles,
                 weights,
-                shares,
+                shares: &kinds[0],
+                kinds,
                 session,
                 tile,
                 pass: *pass,
@@ -348,7 +356,22 @@ impl<'a> Context<'a> {
     ) -> Self {
         let (tile, pass) = (Pass::default(), Pass::default());
         let (tiles, eagle3, adapted) = (None, None, &[]);
-        Self { isa, activations, tiles, weights, shares, session, tile, pass, first: 0, eagle3, adapted, layer: 0 }
+        let kinds = std::slice::from_ref(shares);
+        Self {
+            isa,
+            activations,
+            tiles,
+            weights,
+            shares,
+            kinds,
+            session,
+            tile,
+            pass,
+            first: 0,
+            eagle3,
+            adapted,
+            layer: 0,
+        }
     }
 }
 
@@ -366,17 +389,20 @@ impl Context<'_> {
         mut entries: Entries<'_>,
     ) {
         self.embed(buffers);
+        if let Some(added) = &self.weights.layer_embedding {
+            Context { tiles: None, ..*self }.embed_layers(added, buffers, private);
+        }
         if let Some(head) = self.weights.head.as_ref().filter(|head| head.is_mtp()) {
             Context { tiles: None, ..*self }.combine(head, buffers, private);
         }
         let kv_shape = kv.shape;
-        let mut attending = kv.layers.iter();
+        let mut with_keys = kv.layers.iter();
         for (i, layer) in self.weights.layers.iter().enumerate() {
             self.keep(i, &buffers.h, &mut entries);
-            let cx = Context { layer: i, ..*self };
+            let cx = Context { layer: i, shares: &self.kinds[layer.kind], ..*self };
             if let Some(delta) = &layer.delta {
                 cx.delta_net(layer, delta, &mut kv.states, net, buffers, private);
-            } else if let Some(&KvLayer { group, place }) = attending.next() {
+            } else if let Some(KvLayer { group, place }) = layer.kv_layer(&kv.layers, &mut with_keys) {
                 let paging = self.paging(group, kv_shape);
                 match &mut kv.places[place] {
                     ValuesMut::F32(kv) => cx.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
@@ -388,6 +414,10 @@ impl Context<'_> {
             match &layer.mlp {
                 Mlp::Dense { gate_up, down } => cx.mlp(layer, gate_up, down, buffers, private),
                 Mlp::Experts(mixture) => Context { tiles: None, ..cx }.experts(layer, mixture, buffers, private),
+            }
+            if let Some((gate, projection, norm)) = &layer.addition {
+                let linears = (gate, projection);
+                Context { tiles: None, ..cx }.add_embedding(linears, norm, layer.scalar, buffers, private);
             }
         }
         let last = self.weights.layers.len();

@@ -7,6 +7,7 @@ use crate::kernels::{AttendScratch, DeltaHead};
 use crate::layer::{DeltaShape, ExpertSizes, Layer};
 use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
+use crate::shape::ModelShape;
 use crate::weights::Weights;
 
 /// Maximum number of rows of one request that are attended together.
@@ -37,6 +38,12 @@ pub(super) struct Buffers {
     pub(super) netted: Vec<f32>,
     /// Input of the down projection of an MLP or shared expert, `[rows, ceil(intermediate / 16)]`.
     pub(super) act: Vectors,
+    /// Embeddings of single layers, `[rows, layers, size]`, for models that have them.
+    pub(super) layer_embedding: Vec<f32>,
+    /// Embeddings of single layers as the table has them for one row, `[layers, size]`.
+    pub(super) looked_up: Vec<f32>,
+    /// Gated embeddings of one layer, `[rows, ceil(size / 16)]`.
+    pub(super) gated: Vectors,
     /// Buffers of experts; empty if no layer has experts.
     pub(super) mixture: Mixture,
     /// Cosines of each rotation, `[rotations, rows, head_dim / 2]`, of which shorter rotations use the first elements.
@@ -113,12 +120,15 @@ impl Buffers {
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
         let where_some = |some: bool, len: usize| if some { len } else { 0 };
         let fed = weights.head.as_ref().map_or(0, |head| shape.hidden_size * if head.is_mtp() { 2 } else { 1 });
-        let behind = |layer: &Layer| layer.attention_output_norm.is_some() || layer.mlp_output_norm.is_some();
+        let behind = |layer: &Layer| {
+            layer.attention_output_norm.is_some() || layer.mlp_output_norm.is_some() || layer.addition.is_some()
+        };
         let behind = weights.layers.iter().any(behind);
         let whole = weights.layers.iter().any(|layer| layer.qk_norm_whole);
         let gated = weights.layers.iter().any(|layer| layer.output_gate);
         let net = weights.delta.map(|(net, _)| net);
         let heads = shape.num_heads + 2 * shape.num_kv_heads;
+        let (size, all) = weights.layer_embedding.as_ref().map_or((0, 0), |e| (e.size, e.projection.outputs()));
         let shared = weights.experts.map_or(0, |sizes| sizes.shared);
         Self {
             h: vec![0.0; rows * shape.hidden_size],
@@ -132,6 +142,9 @@ impl Buffers {
             mixed: vec![0.0; rows * net.map_or(0, |net| net.outputs())],
             netted: vec![0.0; rows * net.map_or(0, |net| net.inner())],
             act: Vectors::new(rows * shape.intermediate_size.max(shared).div_ceil(LANES)),
+            layer_embedding: vec![0.0; rows * all],
+            looked_up: vec![0.0; all],
+            gated: Vectors::new(rows * size.div_ceil(LANES)),
             mixture: weights.experts.map(Mixture::new).unwrap_or_default(),
             cos: vec![0.0; rotations * rows * dim / 2],
             sin: vec![0.0; rotations * rows * dim / 2],
@@ -149,10 +162,12 @@ impl Buffers {
             &mut self.netted,
             &mut self.cos,
             &mut self.sin,
+            &mut self.layer_embedding,
+            &mut self.looked_up,
         ] {
             buffer.fill(f32::NAN);
         }
-        for buffer in [&mut self.q, &mut self.gates, &mut self.act, &mut self.t] {
+        for buffer in [&mut self.q, &mut self.gates, &mut self.act, &mut self.t, &mut self.gated] {
             buffer.fill([f32::NAN; LANES]);
         }
         self.mixture.poison();
@@ -176,7 +191,7 @@ impl Private {
             y: vec![0.0; rows * CHUNK.max(dim)],
             z: vec![0.0; rows * CHUNK.max(dim)],
             scales: vec![0.0; 2 * rows],
-            attend: AttendScratch::new(RUN, shape.group(), dim),
+            attend: AttendScratch::new(RUN, weights.kinds.iter().map(ModelShape::group).max().unwrap_or(1), dim),
             room: FedRoom::new(weights, isa),
             net: net.map(|net| NetRoom::new(&net)).unwrap_or_default(),
             best: vec![(0, 0.0); rows],

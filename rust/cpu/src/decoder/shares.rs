@@ -113,6 +113,10 @@ pub(super) struct Shares {
     pub(super) net_states: Vec<usize>,
     /// Cut of the requested ids.
     pub(super) ids: Cut,
+    /// Cut of a layer's embedding of a token, in vectors.
+    pub(super) addition: Cut,
+    /// Cut of the projection to all layers' embeddings.
+    pub(super) layer_embedding: Cut,
     shape: ModelShape,
     /// Maximum number of positions that a row attends.
     attended_at_most: usize,
@@ -166,9 +170,18 @@ impl Shares {
             net_states: of_key_heads(delta.map_or(0, |delta| delta.base_len())),
             key_heads,
             ids: Cut::new(),
+            addition: Cut::new(),
+            layer_embedding: Cut::new(),
             shape,
             attended_at_most: window.unwrap_or(usize::MAX),
         }
+    }
+
+    /// Returns the cuts for a model whose layers add embeddings of `size` features, `all` features for all layers.
+    pub(super) fn with_added(mut self, (size, all): (usize, usize)) -> Self {
+        self.addition.set_even(size.div_ceil(LANES), 2, CHUNK / LANES, self.participants);
+        self.layer_embedding.set_even(all, 16, CHUNK, self.participants);
+        self
     }
 
     /// Sets the cuts that depend on the rows of a tile. Attention is cut by the cost of its contexts, and then at the

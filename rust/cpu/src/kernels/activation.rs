@@ -63,6 +63,28 @@ impl Kernel for ClampedGateMul<'_> {
     }
 }
 
+/// `x = cap tanh(x / cap)`, as `cap (1 - 2 / (1 + e^(2x / cap)))`. NaN stays NaN.
+pub(crate) struct Softcap<'a> {
+    pub(crate) x: &'a mut [f32],
+    pub(crate) cap: f32,
+}
+
+impl Kernel for Softcap<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (one, two) = (s.splat(1.0), s.splat(2.0));
+        let (cap, twice) = (s.splat(self.cap), s.splat(2.0 / self.cap));
+        for x in self.x.chunks_mut(LANES) {
+            let power = exp(s, s.mul(f32::load_tail(s, x), twice));
+            let mut out = [0.0; LANES];
+            s.store(s.mul(cap, s.sub(one, s.div(two, s.add(one, power)))), &mut out);
+            x.copy_from_slice(&out[..x.len()]);
+        }
+    }
+}
+
 /// `2 sqrt(2 / pi) (x + 0.044715 x^3)`: half of 1 + tanh(u) is 1 / (1 + e^-2u) (Hendrycks and Gimpel 2016, section 2).
 #[inline(always)]
 fn tanh_argument<S: Simd>(s: S, x: S::V) -> S::V {
@@ -129,6 +151,34 @@ mod tests {
             let mut out = [[0.0; LANES]];
             isa.run(ClampedGateMul { gate: &[f32::NAN, 1.0], up: &[1.0, f32::NAN], alpha, limit, out: &mut out });
             assert!(out[0][0].is_nan() && out[0][1].is_nan(), "{}", isa.name());
+        }
+    }
+
+    #[test]
+    fn softcaps_are_accurate_and_the_same_everywhere() {
+        let cap = 30.0_f32;
+        for i in (-200_000..200_000_i32).step_by(LANES) {
+            let x: [f32; LANES] = std::array::from_fn(|j| (i + j as i32) as f32 * 1e-3);
+            let of = |isa: Isa| {
+                let (mut out, mut tail) = (x, [0.0; 5]);
+                isa.run(Softcap { x: &mut out, cap });
+                tail.copy_from_slice(&x[..5]);
+                isa.run(Softcap { x: &mut tail, cap });
+                assert_eq!(tail.map(f32::to_bits)[..], out.map(f32::to_bits)[..5]);
+                out
+            };
+            let sets = Isa::available();
+            let found = of(sets[0]);
+            assert!(sets.iter().all(|&isa| of(isa).map(f32::to_bits) == found.map(f32::to_bits)), "{x:?}");
+            for (x, found) in x.iter().zip(found) {
+                let exact = f64::from(cap) * (f64::from(*x) / f64::from(cap)).tanh();
+                assert!((f64::from(found) - exact).abs() < 1e-5, "{x}: {found} for {exact}");
+            }
+        }
+        for isa in Isa::available() {
+            let mut x = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0];
+            isa.run(Softcap { x: &mut x, cap });
+            assert!(x[0].is_nan() && x[1..] == [cap, -cap, 0.0], "{}: {x:?}", isa.name());
         }
     }
 

@@ -20,7 +20,7 @@ mod rounded;
 mod route;
 mod tiles;
 
-pub(crate) use activation::{ClampedGateMul, GateMul};
+pub(crate) use activation::{ClampedGateMul, GateMul, Softcap};
 pub(crate) use argmax::{Argmax, better};
 pub(crate) use attention::{Attend, AttendScratch, KvRead};
 pub(crate) use blocks::BlockProduct;

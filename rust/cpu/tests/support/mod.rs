@@ -300,6 +300,7 @@ impl Model {
             Linear::new("test", inputs, parts).unwrap()
         };
         let layer = |l: &LayerNumbers| LayerWeights {
+            varied: specrs_cpu::VariedLayer::default(),
             output_gate: false,
             delta: None,
             input_norm: self.kind.before.then(|| values(&l.input_norm)),

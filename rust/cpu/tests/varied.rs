@@ -1,0 +1,256 @@
+//! Layers of different sizes that share keys and values and add embeddings (Gemma 4): logits are the same bits on every
+//! instruction set, by any number of threads and however a text is cut into passes. Each property of a layer changes
+//! them.
+
+mod support;
+
+use proptest::prelude::*;
+use specrs_cpu::{
+    Activation, Addition, Decoder, Isa, KvCache, KvShape, LayerEmbedding, LayerSizes, LayerWeights, Linear, Memory,
+    MemoryMut, Mlp, ModelShape, Output, Part, Pass, Pool, QkNorm, Rotation, Values, ValuesMut, VariedLayer, Weights,
+};
+use std::sync::Arc;
+use support::Numbers;
+
+const VOCAB: usize = 41;
+const BLOCK: usize = 8;
+const LEN: usize = 48;
+const SIZE: usize = 21;
+const SHAPE: ModelShape = ModelShape {
+    vocab_size: VOCAB,
+    hidden_size: 40,
+    intermediate_size: 150,
+    num_heads: 4,
+    num_kv_heads: 2,
+    head_dim: 24,
+    rms_norm_eps: 1e-6,
+};
+const SMALL: LayerSizes = LayerSizes { num_kv_heads: 2, head_dim: 12, intermediate_size: 70 };
+const LARGE: LayerSizes = LayerSizes { num_kv_heads: 1, head_dim: 24, intermediate_size: 70 };
+
+/// A layer's sizes, whether keys are values, and the layer whose keys it attends.
+type Kind = (LayerSizes, bool, Option<usize>);
+
+fn kinds() -> Vec<Kind> {
+    let wide = |sizes| LayerSizes { intermediate_size: 150, ..sizes };
+    vec![
+        (SMALL, false, None),
+        (SMALL, false, None),
+        (LARGE, true, None),
+        (wide(SMALL), false, Some(1)),
+        (wide(LARGE), false, Some(2)),
+    ]
+}
+
+/// Change of a layer's weights, given its index.
+type Change = fn(usize, &mut LayerWeights);
+
+fn draw(n: &mut Numbers, len: usize, scale: f32, offset: f32) -> Values {
+    Values::F32(Memory::from_vec((0..len).map(|_| n.unit() * scale + offset).collect()))
+}
+
+fn linear(n: &mut Numbers, inputs: usize, outputs: usize) -> Linear {
+    let scale = 1.7 / (inputs as f32).sqrt();
+    Linear::new("test", inputs, vec![Part::new(draw(n, outputs * inputs, scale, 0.0), None, outputs)]).unwrap()
+}
+
+fn layer(n: &mut Numbers, (sizes, keys_are_values, source): Kind) -> LayerWeights {
+    let (hidden, dim) = (SHAPE.hidden_size, sizes.head_dim);
+    let keys = if source.is_some() { 0 } else { sizes.num_kv_heads * if keys_are_values { 1 } else { 2 } };
+    let norm = |n: &mut Numbers| Some(draw(n, hidden, 0.3, 1.0));
+    LayerWeights {
+        input_norm: norm(n),
+        qkv: linear(n, hidden, (SHAPE.num_heads + keys) * dim),
+        output_gate: false,
+        delta: None,
+        qk_norm: Some(QkNorm { q: draw(n, dim, 0.5, 1.0), k: draw(n, dim, 0.5, 1.0), whole: false }),
+        sinks: None,
+        o: linear(n, SHAPE.num_heads * dim, hidden),
+        attention_output_norm: norm(n),
+        post_attention_norm: norm(n),
+        mlp: Mlp::Dense {
+            gate_up: linear(n, hidden, 2 * sizes.intermediate_size),
+            down: linear(n, sizes.intermediate_size, hidden),
+        },
+        mlp_output_norm: norm(n),
+        varied: VariedLayer {
+            sizes: Some(sizes),
+            keys_are_values,
+            source,
+            value_norm: true,
+            addition: Some(Addition {
+                gate: linear(n, hidden, SIZE),
+                projection: linear(n, SIZE, hidden),
+                norm: draw(n, hidden, 0.3, 1.0),
+            }),
+            scalar: 1.0 + 0.3 * n.unit(),
+        },
+    }
+}
+
+fn made(kinds: &[Kind], change: impl Fn(usize, &mut LayerWeights)) -> specrs_cpu::Result<Weights> {
+    let n = &mut Numbers(7);
+    let mut layers: Vec<_> = kinds.iter().map(|&kind| layer(n, kind)).collect();
+    layers.iter_mut().enumerate().for_each(|(i, layer)| change(i, layer));
+    let embedding = draw(n, VOCAB * SHAPE.hidden_size, 1.0, 0.0);
+    let final_norm = draw(n, SHAPE.hidden_size, 0.3, 1.0);
+    let head = linear(n, SHAPE.hidden_size, VOCAB);
+    let added = LayerEmbedding {
+        table: draw(n, VOCAB * kinds.len() * SIZE, 1.0, 0.0).into(),
+        projection: linear(n, SHAPE.hidden_size, kinds.len() * SIZE),
+        norm: draw(n, SIZE, 0.3, 1.0),
+    };
+    let rotation = |pairs: usize, base: f32| Rotation {
+        frequencies: (0..pairs).map(|i| if 2 * i < pairs { base.powi(i as i32) } else { 0.0 }).collect(),
+        magnitude: 1.0,
+    };
+    let of_layers: Vec<_> = kinds.iter().map(|kind| Some(usize::from(kind.0.head_dim == 24))).collect();
+    let windows: Vec<_> = kinds.iter().map(|kind| (kind.0.head_dim == 12).then_some(9)).collect();
+    Weights::new(SHAPE, embedding, layers, &final_norm, head, vec![0.0; SHAPE.head_dim / 2])?
+        .with_rotations(vec![rotation(6, 0.3), rotation(12, 0.6)], &of_layers)?
+        .with_windows(&windows)?
+        .with_activation(Activation::GeluTanh)?
+        .with_layer_embedding(added)?
+        .with_softcap(5.0)
+}
+
+fn cache(kinds: &[Kind]) -> KvCache {
+    let own: Vec<_> = kinds.iter().filter(|kind| kind.2.is_none()).map(|kind| kind.0).collect();
+    let heads: Vec<_> = own.iter().map(|sizes| (sizes.num_kv_heads, sizes.head_dim)).collect();
+    let shape = KvShape { num_blocks: LEN / BLOCK, block_size: BLOCK, num_kv_heads: heads[0].0, head_dim: heads[0].1 };
+    let layer = |&(num_kv_heads, head_dim): &(usize, usize)| {
+        let own = KvShape { num_kv_heads, head_dim, ..shape };
+        ValuesMut::F32(MemoryMut::from_vec(vec![f32::NAN; own.layer_len()]))
+    };
+    KvCache::of_heads(shape, heads.clone(), heads.iter().map(layer).collect()).unwrap()
+}
+
+/// Logits of a text that is fed in passes of `cuts` rows, as bits.
+fn logits(decoder: &mut Decoder, kv: &mut KvCache, text: &[usize], cuts: &[usize]) -> Vec<u32> {
+    let table: Vec<i64> = (0..(LEN / BLOCK) as i64).collect();
+    let (mut at, mut found) = (0, Vec::new());
+    for &count in cuts.iter().cycle() {
+        let rows = at..(at + count).min(text.len());
+        let positions: Vec<i64> = rows.clone().map(|p| p as i64).collect();
+        let tokens: Vec<i64> = text[rows.clone()].iter().map(|&token| token as i64).collect();
+        let pass = Pass {
+            tokens: &tokens,
+            positions: &positions,
+            slots: &positions,
+            sequences: &vec![0; rows.len()],
+            block_table: &table,
+            max_blocks: LEN / BLOCK,
+            ..Pass::default()
+        };
+        let wanted: Vec<usize> = (0..rows.len()).collect();
+        let mut logits = vec![f32::NAN; rows.len() * VOCAB];
+        decoder.poison();
+        decoder.forward(&pass, kv, Output::Logits { rows: &wanted, num_ids: VOCAB, logits: &mut logits }).unwrap();
+        found.extend(logits.iter().map(|x| x.to_bits()));
+        at = rows.end;
+        if at == text.len() {
+            break;
+        }
+    }
+    found
+}
+
+fn text() -> Vec<usize> {
+    let n = &mut Numbers(3);
+    (0..LEN).map(|_| n.below(VOCAB)).collect()
+}
+
+fn of(kinds: &[Kind], change: impl Fn(usize, &mut LayerWeights)) -> Vec<u32> {
+    let weights = Arc::new(made(kinds, change).unwrap());
+    let mut decoder = Decoder::with_isa(weights, Arc::new(Pool::new(1).unwrap()), Isa::by_name("portable").unwrap());
+    logits(&mut decoder, &mut cache(kinds), &text(), &[1])
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn bits_depend_on_nothing_but_the_text(
+        isa in prop::sample::select(Isa::available()),
+        threads in 1..=5_usize,
+        cuts in prop::collection::vec(1..=LEN, 1..4),
+    ) {
+        let exact = of(&kinds(), |_, _| ());
+        prop_assert!(exact.iter().all(|&x| f32::from_bits(x).abs() <= 5.0));
+        let weights = Arc::new(made(&kinds(), |_, _| ()).unwrap());
+        let mut decoder = Decoder::with_isa(weights, Arc::new(Pool::new(threads).unwrap()), isa);
+        prop_assert!(logits(&mut decoder, &mut cache(&kinds()), &text(), &cuts) == exact, "{}", isa.name());
+    }
+}
+
+#[test]
+fn every_property_of_a_layer_changes_the_logits() {
+    let exact = of(&kinds(), |_, _| ());
+    let mut other_source = kinds();
+    other_source[3].2 = Some(0);
+    assert_ne!(of(&other_source, |_, _| ()), exact);
+    let only = |wanted: usize, change: fn(&mut VariedLayer)| {
+        of(&kinds(), move |i, layer| {
+            if i == wanted {
+                change(&mut layer.varied);
+            }
+        })
+    };
+    for layer in 0..5 {
+        assert_ne!(only(layer, |varied| varied.scalar = 1.0), exact, "scalar of {layer}");
+        // A layer without keys norms no values.
+        assert_eq!(only(layer, |varied| varied.value_norm = false) == exact, layer > 2, "norm of {layer}");
+    }
+}
+
+#[test]
+fn a_cache_of_other_heads_is_rejected() {
+    let mut other = kinds();
+    other[2].0.num_kv_heads = 2;
+    let weights = Arc::new(made(&kinds(), |_, _| ()).unwrap());
+    let mut decoder = Decoder::new(weights, Arc::new(Pool::new(1).unwrap())).unwrap();
+    let (mut kv, table) = (cache(&other), [0]);
+    let pass = Pass {
+        tokens: &[1],
+        positions: &[0],
+        slots: &[0],
+        sequences: &[0],
+        block_table: &table,
+        max_blocks: 1,
+        ..Pass::default()
+    };
+    let told = decoder.forward(&pass, &mut kv, Output::Nothing).unwrap_err().to_string();
+    assert!(told.contains("[3, 2, 24]") && told.contains("[3, 1, 24]"), "{told}");
+}
+
+#[test]
+fn blocks_of_layers_with_different_heads_are_copied_whole() {
+    let mut kv = cache(&kinds());
+    let sizes = [2 * 2 * 12, 2 * 2 * 12, 2 * 24].map(|each| each * BLOCK * 4);
+    assert_eq!(kv.block_bytes(), sizes.iter().sum::<usize>());
+    let bytes: Vec<u8> = (0..kv.block_bytes()).map(|i| (i % 251) as u8).collect();
+    kv.fill_block(2, &bytes);
+    let mut found = Vec::new();
+    kv.append_block(2, &mut found);
+    assert_eq!(found, bytes);
+}
+
+#[test]
+fn wrong_layers_are_rejected_by_name() {
+    let with = |change: Change| made(&kinds(), change).err().map(|told| told.to_string());
+    let cases: [(Change, &str); 6] = [
+        (|i, layer| layer.varied.source = if i == 3 { Some(4) } else { layer.varied.source }, "layers[3].source"),
+        (|i, layer| layer.varied.source = if i == 4 { Some(1) } else { layer.varied.source }, "layers[4].source"),
+        (|i, layer| layer.varied.source = if i == 4 { Some(3) } else { layer.varied.source }, "layers[4].source"),
+        (|i, layer| layer.varied.scalar = if i == 1 { f32::NAN } else { 1.0 }, "layers[1].scalar"),
+        (
+            |i, layer| layer.varied.addition = if i == 2 { None } else { layer.varied.addition.take() },
+            "layers[2].addition",
+        ),
+        (|_, layer| layer.varied.sizes = Some(LayerSizes { head_dim: 26, ..LARGE }), "layers[0].head_dim"),
+    ];
+    for (change, field) in cases {
+        let told = with(change).unwrap_or_default();
+        assert!(told.contains(field), "{told} for {field}");
+    }
+}
