@@ -149,7 +149,10 @@ def test_negative_sizes_and_missing_tensors() -> None:
     [
         ([], r"^layers: there are 0, expected at least 1$"),
         ([np.zeros((5, 3, 1, 4, 4), np.float32)], r"^layers\[0\]: shape is \[5, 3, 1, 4, 4\], expected \[num_blocks"),
-        ([*kv_layers(4), *kv_layers(5)], r"^layers\[1\]: shape is \[6, 2, 1, 4, 4\], expected .*with the same blocks in all layers$"),
+        (
+            [*kv_layers(4), *kv_layers(5)],
+            r"^layers\[1\]: shape is \[6, 2, 1, 4, 4\], expected .*with the same blocks in all layers$",
+        ),
         ([kv_layers()[0].astype(np.float64)], rf"^layers\[0\]: dtype is float64, {FLOATS}$"),
         ([misaligned((5, 2, 1, 4, 4))], r"^layers\[0\]: strides are"),
         ([np.zeros((5, 2, 1, 4, 8), np.float32)[..., ::2]], r"^layers\[0\]: strides are"),
