@@ -6,6 +6,7 @@ use crate::kernels::rate;
 use crate::kv_cache::KvLayer;
 use crate::linear::Linear;
 use crate::memory::Vectors;
+use crate::shape::DeltaShape;
 use crate::shape::ModelShape;
 use crate::values::Values;
 
@@ -35,85 +36,6 @@ pub struct QkNorm {
     pub k: Values,
     /// Whether all query heads are normed as one, and all key heads as one.
     pub whole: bool,
-}
-
-/// Sizes of a gated delta net, which all layers with one share.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeltaShape {
-    /// Number of query heads, and of key heads.
-    pub key_heads: usize,
-    /// Number of value heads, a multiple of `key_heads`: value head j has key head `j / (value_heads / key_heads)`.
-    pub value_heads: usize,
-    /// Number of features in a query and in a key.
-    pub key_dim: usize,
-    /// Number of features in a value.
-    pub value_dim: usize,
-    /// Number of positions that the convolution reads, including a row's own; at least 2.
-    pub kernel: usize,
-}
-
-impl DeltaShape {
-    /// Returns the number of features of q, k and v together, which the convolution mixes.
-    pub fn conv_dim(&self) -> usize {
-        2 * self.key_heads * self.key_dim + self.inner()
-    }
-
-    /// Returns the number of features of all value heads.
-    pub fn inner(&self) -> usize {
-        self.value_heads * self.value_dim
-    }
-
-    /// Returns the number of outputs of the input projection: q, k, v and z features, b and a of each value head.
-    pub fn outputs(&self) -> usize {
-        self.conv_dim() + self.inner() + 2 * self.value_heads
-    }
-
-    /// Returns the number of value heads that share a key head.
-    pub(crate) fn shared(&self) -> usize {
-        self.value_heads / self.key_heads
-    }
-
-    /// Returns the number of features of a key head's query, key and values, rounded up to whole vectors.
-    pub(crate) fn width(&self) -> usize {
-        (2 * self.key_dim + self.shared() * self.value_dim).next_multiple_of(LANES)
-    }
-
-    /// Returns the number of features in a value, rounded up to whole vectors.
-    pub(crate) fn padded_value(&self) -> usize {
-        self.value_dim.next_multiple_of(LANES)
-    }
-
-    /// Returns the number of elements that a key head keeps of a layer: states of its value heads, inputs of the
-    /// convolution.
-    pub(crate) fn base_len(&self) -> usize {
-        self.shared() * self.key_dim * self.padded_value() + (self.kernel - 1) * self.width()
-    }
-
-    /// Returns the number of elements in a log entry of a key head: inputs of the convolution, key, and for each value
-    /// head delta and decay.
-    pub(crate) fn entry_len(&self) -> usize {
-        self.width() + self.key_dim + self.shared() * (self.padded_value() + 1)
-    }
-
-    fn check(&self, name: &str) -> Result<()> {
-        let least = [
-            ("key_heads", self.key_heads, 1),
-            ("value_heads", self.value_heads, 1),
-            ("key_dim", self.key_dim, 1),
-            ("value_dim", self.value_dim, 1),
-            ("kernel", self.kernel, 2),
-        ];
-        for (field, size, least) in least {
-            if size < least {
-                return Err(Error::invalid(format!("{name}.{field}"), size, format!("at least {least}")));
-            }
-        }
-        if !self.value_heads.is_multiple_of(self.key_heads) {
-            let allowed = format!("a multiple of key_heads = {}", self.key_heads);
-            return Err(Error::invalid(format!("{name}.value_heads"), self.value_heads, allowed));
-        }
-        Ok(())
-    }
 }
 
 /// Weights of a gated delta net besides its projections, in the place of attention.

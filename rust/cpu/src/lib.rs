@@ -35,8 +35,7 @@ pub use isa::{Isa, Tiles};
 pub use kernels::Rounding;
 pub use kv_cache::{KvCache, KvLayer, KvShape};
 pub use layer::{
-    Activation, Addition, DeltaShape, DeltaWeights, Experts, LayerSizes, LayerWeights, Mlp, QkNorm, SharedExpert,
-    VariedLayer,
+    Activation, Addition, DeltaWeights, Experts, LayerSizes, LayerWeights, Mlp, QkNorm, SharedExpert, VariedLayer,
 };
 pub use linear::{Linear, Part, Weight};
 pub use lora::{Lora, LoraLayer, LoraPart};
@@ -44,7 +43,7 @@ pub use memory::{Bf16, E4m3, E5m2, Memory, MemoryMut, Owner};
 pub use pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass};
 pub use pool::Pool;
 pub use quantize::quantize;
-pub use shape::ModelShape;
+pub use shape::{DeltaShape, ModelShape};
 pub use states::StateSnapshot;
 pub use values::{Values, ValuesMut};
 pub use weights::{Eagle3Weights, Embedding, LayerEmbedding, MtpWeights, Multipliers, Rotation, Weights};

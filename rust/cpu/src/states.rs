@@ -8,8 +8,8 @@
 //! number, so it never includes a draft that may be rejected. Another row can begin with it.
 
 use crate::error::{Error, Result};
-use crate::layer::DeltaShape;
 use crate::memory::Columns;
+use crate::shape::DeltaShape;
 use crate::shape::MAX_TILE_ROWS;
 
 /// Snapshot of a row's states that a pass writes if the row passes its length. It is not written by a pass that does not

@@ -3,9 +3,10 @@
 use crate::blocks::Packed;
 use crate::error::{Error, Result, check_len};
 use crate::kernels::{LEAST_WEIGHT, PAIRS};
-use crate::layer::{Activation, DeltaShape, ExpertSizes, Layer, LayerWeights, Mlp};
+use crate::layer::{Activation, ExpertSizes, Layer, LayerWeights, Mlp};
 use crate::linear::{Linear, Weight};
 use crate::memory::Bf16;
+use crate::shape::DeltaShape;
 use crate::shape::ModelShape;
 use crate::values::Values;
 use std::sync::Arc;

@@ -66,8 +66,7 @@ macro_rules! layout {
         }
 
         impl $name {
-            #[allow(clippy::too_many_arguments)] // sizes, each with a name of its own
-            fn from_sizes($($size: usize),*) -> Self {
+            fn from_sizes([$($size),*]: [usize; [$(stringify!($size)),*].len()]) -> Self {
                 let mut layout = Self::default();
                 $(
                     layout.$field = Section { offset: layout.size, len: $len };
@@ -269,7 +268,7 @@ impl RecordLayout {
         let groups = config.num_groups();
         let x = groups * (r * per_row + c / config.block_size + u / config.block_size);
         let host_drafts = if config.host_drafters.is_some() { r * config.num_speculative_tokens } else { 0 };
-        Self::from_sizes(r, c, groups, u, x, config.max_constraint_len, config.num_snapshots, host_drafts)
+        Self::from_sizes([r, c, groups, u, x, config.max_constraint_len, config.num_snapshots, host_drafts])
     }
 
     /// Returns the number of elements up to the last one that a step with these counts reads. Most of a record is
@@ -293,13 +292,13 @@ impl RecordLayout {
 impl ResultsLayout {
     /// Computes the layout of the results for these settings.
     pub fn new(config: &SchedulerConfig) -> Self {
-        Self::from_sizes(config.max_num_seqs, config.num_speculative_tokens + 1)
+        Self::from_sizes([config.max_num_seqs, config.num_speculative_tokens + 1])
     }
 }
 
 impl SettledLayout {
     /// Computes the layout of the settled results for these settings.
     pub fn new(config: &SchedulerConfig) -> Self {
-        Self::from_sizes(config.max_num_seqs)
+        Self::from_sizes([config.max_num_seqs])
     }
 }

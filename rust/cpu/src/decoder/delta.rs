@@ -5,9 +5,10 @@ use super::Context;
 use super::scratch::{Buffers, NetRoom, Private};
 use crate::isa::{LANES, Vector};
 use crate::kernels::{ConvSilu, DeltaHead, GatedNorm, LogPlaces, Unit, decay, sigmoid};
-use crate::layer::{DeltaLayer, DeltaShape, Layer};
+use crate::layer::{DeltaLayer, Layer};
 use crate::lora::Projection;
 use crate::memory::{Columns, ColumnsMut};
+use crate::shape::DeltaShape;
 use crate::states::{Run, States};
 
 /// Rows of a tile by request, and the cut of their logs by key heads.

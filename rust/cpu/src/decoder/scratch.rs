@@ -4,9 +4,10 @@ use super::CHUNK;
 use super::products::FedRoom;
 use crate::isa::{Isa, LANES};
 use crate::kernels::{AttendScratch, DeltaHead};
-use crate::layer::{DeltaShape, ExpertSizes, Layer};
+use crate::layer::{ExpertSizes, Layer};
 use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
+use crate::shape::DeltaShape;
 use crate::shape::ModelShape;
 use crate::weights::Weights;
 

@@ -4,9 +4,10 @@
 use super::CHUNK;
 use super::scratch::RUN;
 use crate::isa::LANES;
-use crate::layer::{DeltaShape, ExpertSizes};
+use crate::layer::ExpertSizes;
 use crate::memory::MAX_PARTS;
 use crate::pass::{MAX_TILE_ROWS, Pass};
+use crate::shape::DeltaShape;
 use crate::shape::ModelShape;
 use std::ops::Range;
 
