@@ -1,4 +1,5 @@
-"""What heads that draft from hidden states of the target share: EAGLE-3 heads and MTP heads. Computes nothing."""
+"""Facts and declaration of heads that draft from the target's hidden states: EAGLE-3 and MTP heads. Computes
+nothing."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from specrs.core import HiddenDrafter
-from specrs.drafters.base import Declared, DraftLimits
+from specrs.drafters.base import Declared, DraftLimits, Loading
 from specrs.drafters.cpu import CpuDrafter
 from specrs.drafters.head_check import HeadCheck
+from specrs.drafters.method import WHERE
+from specrs.errors import UnsupportedConfigError, invalid
 
 if TYPE_CHECKING:
     from specrs.core import CpuDecoder, CpuPool
@@ -55,6 +58,11 @@ class HeadFacts:
         raise NotImplementedError
 
     @property
+    def hidden_size(self) -> int:
+        """Number of features of the head's states, H."""
+        raise NotImplementedError
+
+    @property
     def target_hidden_size(self) -> int:
         """Number of features of one hidden state of the target."""
         raise NotImplementedError
@@ -78,6 +86,14 @@ class HeadFacts:
     def allocate_cache(self, num_blocks: int, block_size: int) -> Any:
         """Return a zeroed KV cache for the head, of one layer."""
         raise NotImplementedError
+
+
+def reject_generic_target(loading: Loading) -> None:
+    """Raise `UnsupportedConfigError` for a target that transformers' modules compute, because they give no hidden
+    states."""
+    if loading.generic_target:
+        reason = "not implemented for a target of model_impl='transformers'; allowed: a method of another kind"
+        raise invalid(UnsupportedConfigError, WHERE + "method", loading.options.method, reason)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from typing import cast
 from specrs.drafters.base import Loading
 from specrs.drafters.eagle3.files import open_head
 from specrs.drafters.eagle3.weights import Eagle3Facts
-from specrs.drafters.hidden_state import LoadedHead
-from specrs.drafters.method import WHERE, CheckpointOptions, ModelMethod, wrong
-from specrs.errors import UnsupportedConfigError, invalid
+from specrs.drafters.hidden_state import LoadedHead, reject_generic_target
+from specrs.drafters.method import CheckpointOptions, ModelMethod, wrong
 from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.errors import OF_DRAFT, about
 from specrs.options import Integer, ListOf, Number, option
@@ -57,9 +56,7 @@ def bundled() -> str:
 def load(loading: Loading) -> LoadedHead:
     """Load a head for the target. Raises `InvalidConfigError` or a subclass if a file is missing, wrong or not
     supported."""
-    if loading.generic_target:
-        reason = "not implemented for a target of model_impl='transformers'; allowed: a method of another kind"
-        raise invalid(UnsupportedConfigError, WHERE + "method", loading.options.method, reason)
+    reject_generic_target(loading)
     with about(*OF_DRAFT):
         files = open_head(
             loading.path,

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import cast
 
 from specrs.drafters.base import Loading
-from specrs.drafters.hidden_state import LoadedHead
-from specrs.drafters.method import WHERE, MethodOptions, ModelMethod, wrong
+from specrs.drafters.hidden_state import LoadedHead, reject_generic_target
+from specrs.drafters.method import MethodOptions, ModelMethod, wrong
 from specrs.drafters.mtp.files import open_mtp
 from specrs.drafters.mtp.weights import MtpFacts
-from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.errors import OF_TARGET, about
 from specrs.options import Integer, Text, option
@@ -48,9 +47,7 @@ class MtpOptions(MethodOptions):
 def load(loading: Loading) -> LoadedHead:
     """Load the head in the target's checkpoint. Raises `InvalidConfigError` or a subclass if it is missing, wrong or
     not supported."""
-    if loading.generic_target:
-        reason = "not implemented for a target of model_impl='transformers'; allowed: a method of another kind"
-        raise invalid(UnsupportedConfigError, WHERE + "method", loading.options.method, reason)
+    reject_generic_target(loading)
     with about(*OF_TARGET):
         files = open_mtp(
             loading.path,
