@@ -195,13 +195,13 @@ class _EngineCollector(Collector):
             return
         names, values = tuple(self._labels), tuple(self._labels.values())
 
-        def counter(name: str, text: str, value: float) -> Metric:
-            family = CounterMetricFamily(f"vllm:{name}", text, labels=names)
+        def counter(name: str, text: str, value: float, of: str = "vllm") -> Metric:
+            family = CounterMetricFamily(f"{of}:{name}", text, labels=names)
             family.add_metric(values, value)
             return family
 
-        def gauge(name: str, text: str, value: float) -> Metric:
-            family = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
+        def gauge(name: str, text: str, value: float, of: str = "vllm") -> Metric:
+            family = GaugeMetricFamily(f"{of}:{name}", text, labels=names)
             family.add_metric(values, value)
             return family
 
@@ -222,16 +222,9 @@ class _EngineCollector(Collector):
                 ("written_bytes", "Bytes written to the prefix cache on disk.", disk.written_bytes),
                 ("errors", "Records and files on disk that could not be read or written.", disk.errors),
             ):
-                family = CounterMetricFamily(f"specrs:disk_cache_{name}", text, labels=names)
-                family.add_metric(values, value)
-                yield family
-            writer = GaugeMetricFamily(
-                "specrs:disk_cache_is_writer",
-                "Whether this process writes to the prefix cache on disk: 1, or 0 while another one does.",
-                labels=names,
-            )
-            writer.add_metric(values, disk.is_writer)
-            yield writer
+                yield counter(f"disk_cache_{name}", text, value, of="specrs")
+            text = "Whether this process writes to the prefix cache on disk: 1, or 0 while another one does."
+            yield gauge("disk_cache_is_writer", text, disk.is_writer, of="specrs")
         if config.state_cache_memory_bytes is not None:
             states = stats.state_cache or StateCacheStats()
             for name, text, count in (
@@ -239,16 +232,12 @@ class _EngineCollector(Collector):
                 ("stored", "Snapshots of states written.", states.stored),
                 ("evictions", "Snapshots of states that gave way to others or to KV blocks.", states.evictions),
             ):
-                family = CounterMetricFamily(f"specrs:state_cache_{name}", text, labels=names)
-                family.add_metric(values, count)
-                yield family
+                yield counter(f"state_cache_{name}", text, count, of="specrs")
             for name, text, count in (
                 ("bytes", "Bytes of the snapshots of states that can be found.", states.num_bytes),
                 ("capacity_bytes", "Bytes of snapshots of states that fit.", config.state_cache_memory_bytes),
             ):
-                sizes = GaugeMetricFamily(f"specrs:state_cache_{name}", text, labels=names)
-                sizes.add_metric(values, count)
-                yield sizes
+                yield gauge(f"state_cache_{name}", text, count, of="specrs")
         if self.num_drafts:
             yield counter("spec_decode_num_drafts", "Iterations that drafted.", stats.drafts)
             yield counter("spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens)
