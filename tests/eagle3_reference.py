@@ -71,7 +71,8 @@ class Head:
         return linear(x, self.tensors["fc.weight"])
 
     def run(self, hidden: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What each row leaves for the next, `[N, H]`, and its logits `[N, Vd]`; a row sees itself and those before."""
+        """Return the states that the rows leave for their successors, `[N, H]`, and their logits, `[N, Vd]`. Each row
+        sees itself and those before."""
         t, p = self.tensors, self.layer
         g = self.norm(hidden, p + "hidden_norm.weight")
         x = torch.cat([self.norm(self.embedding[tokens], p + "input_layernorm.weight"), g], dim=-1)

@@ -73,7 +73,8 @@ class Script:
         self.target_ids = torch.arange(target.config.vocab_size)
 
     def run(self, hidden: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What each row leaves for the next, `[N, H]`, and its logits `[N, V]`; a row sees itself and those before."""
+        """Return the states that the rows leave for their successors, `[N, H]`, and their logits, `[N, V]`. Each row
+        sees itself and those before."""
         left = self.model.forward_layer(0, hidden[None], positions[None], None, input_ids=tokens[None])
         return left[0], self.model._project_to_logits(left)[0]
 

@@ -26,7 +26,7 @@ WAVES = 6
 
 @dataclass
 class Steps:
-    """What the steps between `start` and now were."""
+    """Counts of the steps that were watched."""
 
     ms: list[float] = field(default_factory=list)
     batch: list[int] = field(default_factory=list)

@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def texts(folder: Path) -> list[list[int]]:
-    """What transformers writes after each prompt."""
+    """Return the text of transformers after each prompt."""
     with float64():
         model = load(folder / "plain")
         return [generate(model, prompt, TOKENS) for prompt in PROMPTS]
@@ -146,7 +146,7 @@ def test_drafts_and_counts_are_the_scripts(folder: Path, head: str, k: int, monk
 def seen(
     path: Path, k: int, monkeypatch: pytest.MonkeyPatch, **fields: Any
 ) -> dict[int, list[tuple[int, int, list[int]]]]:
-    """What an engine drafts for every prompt."""
+    """Return the drafts of an engine for every prompt."""
     engine = engine_of(path, k, **fields)
     drafts = Drafts(engine).watch(monkeypatch)
     jobs_of(engine, k)
