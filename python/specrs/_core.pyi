@@ -1328,10 +1328,11 @@ class Output:
         """
 
     def append(self, token_ids: Sequence[int], *, ended_by_token: bool = False, now: float = 0.0) -> tuple[int, bool]:
-        """Take new tokens. Return how many were taken, and whether a stop string among them ended the text. Mutates.
+        """Take new tokens. Return how many were taken, and whether a stop string has ended the text. Mutates.
 
-        Tokens after the one that completes a stop string are not taken. With `ended_by_token` the last one is a stop
-        token: an output token, but no text unless `include_stop_str_in_output` is set.
+        Tokens after the one that completes a stop string are not taken, in this call or a later one. With
+        `ended_by_token` the last one is a stop token: an output token, but no text unless `include_stop_str_in_output`
+        is set.
 
         Raises:
             InvalidTokenizerError: the text of the tokens cannot be decoded; none is taken.

@@ -154,8 +154,10 @@ def test_wrong_bodies(reranker: Server, path: str, body: dict[str, Any], message
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
-def test_rerank(reranker: Server, llm: LLM, path: str) -> None:
-    documents = [*TEXTS, {"text": "on the mat"}]
+@pytest.mark.parametrize("objects", [(4,), (0, 4), (0, 1, 2, 3, 4)])
+def test_rerank(reranker: Server, llm: LLM, path: str, objects: tuple[int, ...]) -> None:
+    """A document is a string or an object, in any order; `objects` are the indices of the latter."""
+    documents = [{"text": text} if i in objects else text for i, text in enumerate([*TEXTS, "on the mat"])]
     answer = answered(reranker, path, model="served", query="where?", documents=documents)
     outputs = llm.score("where?", [*TEXTS, "on the mat"], use_tqdm=False)
     scores = [output.outputs.score for output in outputs]

@@ -92,9 +92,10 @@ def unused(body: BaseModel, at: str = "") -> Iterator[str]:
                 yield f"{at}{name}: has no effect; {entry.reason}"
         elif isinstance(value, BaseModel):
             yield from unused(value, f"{at}{name}.")
-        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+        elif isinstance(value, list):
             for i, item in zip(getattr(value, "places", range(len(value))), value, strict=True):
-                yield from unused(item, f"{at}{name}[{i}].")
+                if isinstance(item, BaseModel):
+                    yield from unused(item, f"{at}{name}[{i}].")
 
 
 def warn(text: str, *, log: bool = True) -> None:

@@ -149,8 +149,8 @@ impl Output {
         self.end.as_ref()
     }
 
-    /// Takes new tokens. Returns how many were taken, and whether a stop string among them ended the text. Tokens after
-    /// the stop string are dropped.
+    /// Takes new tokens. Returns how many were taken, and whether a stop string has ended the text. Tokens after the
+    /// stop string are not taken, in this call or a later one.
     ///
     /// With `ended_by_token`, the last token is a stop token. It is an output token, but no text unless the output
     /// shows stops.
@@ -158,6 +158,9 @@ impl Output {
     /// # Errors
     /// [`crate::Error::Decode`] if the text of the tokens cannot be decoded; none is taken then.
     pub fn append(&mut self, tokens: &[i64], ended_by_token: bool, now: f64) -> Result<(usize, bool)> {
+        if self.stop.is_some() {
+            return Ok((0, true));
+        }
         if !tokens.is_empty() {
             self.first_token_time.get_or_insert(now);
         }

@@ -126,8 +126,10 @@ fn what_follows_a_stop_string_is_dropped_and_a_stop_token_has_no_text() {
     let mut step = Step::new(&[(1, &[0, 1, 2], FINISH_LENGTH, 0, 0, 0), (2, &[0, 4], FINISH_STOP, 0, 0, 0)]);
     assert!(step.deliver(&mut outputs, 0.0, None).stopped.is_empty(), "the scheduler knows of both ends");
     assert_eq!((step.settled(0), step.settled(1)), ((1, 2, FINISH_STOP), (2, 2, FINISH_STOP)));
-    let (one, two) = (one.lock().unwrap(), two.lock().unwrap());
+    let (mut one, two) = (one.lock().unwrap(), two.lock().unwrap());
     assert_eq!((one.text(), one.tokens()), ("a", &[0, 1][..]));
+    assert_eq!(one.append(&[2], false, 1.0).unwrap(), (0, true));
+    assert_eq!((one.text(), one.tokens()), ("a", &[0, 1][..]), "nor is what a later step brings");
     assert_eq!((two.text(), two.tokens()), ("a", &[0, 4][..]));
     assert!(outputs.is_empty());
 }
