@@ -162,15 +162,20 @@ impl DeltaHead<'_> {
         let Self { key_dim, value_dim, places, stride, replay, commit, .. } = *self;
         let vectors = value_dim.div_ceil(LANES);
         let scratch = &mut self.scratch[..key_dim * N];
-        let columns = |row: &[f32]| -> [Vector; N] {
-            std::array::from_fn(|j| *row[(first + j) * LANES..].first_chunk().expect("rows of whole vectors"))
-        };
         for (i, block) in scratch.chunks_exact_mut(N).enumerate() {
-            let row = &self.state[i * vectors * LANES..][..vectors * LANES];
-            block.copy_from_slice(&if self.zero { [[0.0; LANES]; N] } else { columns(row) });
+            let row = &self.state[(i * vectors + first) * LANES..][..N * LANES];
+            if self.zero {
+                block.fill([0.0; LANES]);
+            } else {
+                block.as_flattened_mut().copy_from_slice(row);
+            }
         }
+        // Loops in place of closures: what a closure calls is not compiled for the instruction set of `S`.
+        let mut delta = [s.splat(0.0); N];
         for (i, entry) in self.log.chunks_exact(places.entry).take(replay).enumerate() {
-            let delta = columns(&entry[places.delta..]).map(|delta| s.load(&delta));
+            for (j, delta) in delta.iter_mut().enumerate() {
+                *delta = s.load(entry[places.delta + (first + j) * LANES..].first_chunk().expect("whole vectors"));
+            }
             update::<S, N, false>(s, scratch, &entry[places.key..][..key_dim], &[], delta, entry[places.decay]);
             for (_, kept) in self.snapshots.iter_mut().filter(|(updates, _)| *updates == i + 1) {
                 write_columns::<N>(scratch, kept, vectors, first);
@@ -188,11 +193,11 @@ impl DeltaHead<'_> {
                     known[j] = s.fma(s.splat(k), s.load(&block[j]), known[j]);
                 }
             }
-            let delta: [S::V; N] = std::array::from_fn(|j| {
+            for (j, delta) in delta.iter_mut().enumerate() {
                 let value = &value[((first + j) * LANES).min(value_dim)..((first + j + 1) * LANES).min(value_dim)];
                 let missing = s.sub(f32::load_tail(s, value), s.mul(s.splat(decay), known[j]));
-                s.mul(s.splat(beta), missing)
-            });
+                *delta = s.mul(s.splat(beta), missing);
+            }
             let sums = update::<S, N, true>(s, scratch, key, query, delta, decay);
             for j in 0..N {
                 s.store(sums[j], out[(first + j) * LANES..].first_chunk_mut().expect("rows of whole vectors"));
