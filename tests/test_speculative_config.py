@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from specrs import pair
+from specrs.backends.table import BACKENDS
 from specrs.config import EngineConfig, resolve_draft_max_model_len
 from specrs.core import SuffixCache
 from specrs.drafters import methods_of
@@ -43,7 +44,7 @@ def test_synthetic_acceptance() -> None:
 
 
 def test_auto_has_a_most() -> None:
-    for given, most in ((None, 7), (1, 1), (16, 16)):
+    for given, most in ((None, 16), (1, 1), (16, 16)):
         auto = speculative(num_speculative_tokens="auto", max_num_speculative_tokens=given)
         assert (auto.num_speculative_tokens, auto.most_speculative_tokens) == ("auto", most)
         config = EngineConfig(model="target", speculative_config=auto)
@@ -58,6 +59,25 @@ def test_auto_has_a_most() -> None:
         synthetic_acceptance_rates=[0.7, 0.5],
     )
     assert rates.synthetic_acceptance_rates == (0.7, 0.5)
+    # Without a maximum it is the number of rates.
+    three = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.7, 0.5, 0.5]}
+    assert speculative(num_speculative_tokens="auto", **three).most_speculative_tokens == 3
+    with pytest.raises(InvalidConfigError, match=r"synthetic_acceptance_rates=.*must have at most 16 rates$"):
+        speculative(num_speculative_tokens="auto", **(three | {"synthetic_acceptance_rates": [0.5] * 17}))
+
+
+def test_the_device_has_the_default_of_the_maximum() -> None:
+    auto = speculative(num_speculative_tokens="auto")
+    assert BACKENDS["cpu"].max_speculative_tokens == auto.most_speculative_tokens == 16
+    on_gpu = auto.on_device(BACKENDS["cuda"].max_speculative_tokens)
+    assert (on_gpu.num_speculative_tokens, on_gpu.most_speculative_tokens) == ("auto", 7)
+    rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5] * 9}
+    for given in (
+        speculative(num_speculative_tokens=9),
+        speculative(num_speculative_tokens="auto", max_num_speculative_tokens=9),
+        speculative(num_speculative_tokens="auto", **rates),
+    ):
+        assert given.on_device(7) == given, "what is given stays"
 
 
 def test_speculative_config_accepts_what_is_listed() -> None:
@@ -201,7 +221,7 @@ def test_ngram_sizes_default_as_in_vllm(fields: dict[str, int], sizes: tuple[int
     )
     assert config.speculative_config is not None
     assert config.speculative_config.prompt_lookup == sizes
-    assert (config.draft, config.num_speculative_tokens, config.plans_speculation) == (None, 7, True)
+    assert (config.draft, config.num_speculative_tokens, config.plans_speculation) == (None, 16, True)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +258,7 @@ def test_ngram_runs_one_step_at_a_time() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_engine_chooses_the_number_of_drafts_by_default(method: str) -> None:
     for made in (SpeculativeConfig(method=method), SpeculativeConfig.from_mapping({"method": method})):
-        assert (made.num_speculative_tokens, made.most_speculative_tokens) == ("auto", 7)
+        assert (made.num_speculative_tokens, made.most_speculative_tokens) == ("auto", 16)
 
 
 def test_draft_may_be_left_out_for_the_bundled_target_only() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specrs.drafters import HOST_METHODS, METHODS, DrafterOptions, methods_of, model_method
@@ -25,8 +25,11 @@ from specrs.options import Choice, Integer, ListOf, Number, Switch, check_option
 from specrs.sampling import MAX_SPECULATIVE_TOKENS
 
 AUTO = "auto"
-DEFAULT_MAX_SPECULATIVE_TOKENS = 7
-"""Default maximum number of drafts with `num_speculative_tokens="auto"`: verification then has 8 rows per request."""
+DEFAULT_MAX_SPECULATIVE_TOKENS = 16
+"""Default maximum number of drafts with `num_speculative_tokens="auto"` on a CPU, or on a device that is unknown."""
+DEFAULT_MAX_SPECULATIVE_TOKENS_OF_GPUS = 7
+"""Default maximum number of drafts with `num_speculative_tokens="auto"` on a GPU. Each K has CUDA graphs of its own,
+which take memory and time at start."""
 
 
 class _Methods(Choice):
@@ -103,7 +106,9 @@ class DraftingOptions:
         None,
         Integer(1, MAX_SPECULATIVE_TOKENS),
         "maximum draft tokens per step with num_speculative_tokens='auto'",
-        default_is=f"{DEFAULT_MAX_SPECULATIVE_TOKENS}",
+        default_is=f"{DEFAULT_MAX_SPECULATIVE_TOKENS} on a CPU, {DEFAULT_MAX_SPECULATIVE_TOKENS_OF_GPUS} on a GPU, "
+        "whose graphs are made for each number",
+        details="With `synthetic_acceptance_rates`, the default is the number of rates.",
     )
 
 
@@ -145,6 +150,8 @@ class SpeculativeConfig(DrafterOptions, DraftingOptions):
                 raise wrong(name, rates, "allowed only with rejection_sample_method='synthetic'")
         elif len(rates or ()) != count:
             raise wrong(name, rates, f"must be a list of num_speculative_tokens={count} rates")
+        elif count > MAX_SPECULATIVE_TOKENS:
+            raise wrong(name, rates, f"must have at most {MAX_SPECULATIVE_TOKENS} rates")
         elif any(later > earlier for earlier, later in itertools.pairwise(rates or ())):
             raise wrong(name, rates, "must not rise: each is the share of drafts accepted up to that position")
 
@@ -170,11 +177,20 @@ class SpeculativeConfig(DrafterOptions, DraftingOptions):
 
     @property
     def most_speculative_tokens(self) -> int:
-        """Maximum number of drafts of an iteration."""
+        """Maximum number of drafts of an iteration. With `auto` and no maximum it is the default of a CPU; the
+        configuration of an engine that is built has the maximum of its device."""
         if isinstance(self.num_speculative_tokens, int):
             return self.num_speculative_tokens
-        given = self.max_num_speculative_tokens
-        return DEFAULT_MAX_SPECULATIVE_TOKENS if given is None else given
+        if self.max_num_speculative_tokens is not None:
+            return self.max_num_speculative_tokens
+        return len(self.synthetic_acceptance_rates or ()) or DEFAULT_MAX_SPECULATIVE_TOKENS
+
+    def on_device(self, most: int) -> SpeculativeConfig:
+        """Return the configuration for a device on which `most` is the default maximum number of drafts."""
+        given = self.max_num_speculative_tokens is not None or self.synthetic_acceptance_rates is not None
+        if given or self.num_speculative_tokens != AUTO or most == self.most_speculative_tokens:
+            return self
+        return replace(self, max_num_speculative_tokens=most)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SpeculativeConfig:

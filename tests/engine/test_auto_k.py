@@ -31,12 +31,12 @@ def _short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up, "SECONDS", 0.1)
 
 
-def auto_engine(bank: Bank, draft: str = "close", **fields: object) -> Engine:
-    """An engine that chooses up to 4 drafts."""
+def auto_engine(bank: Bank, draft: str = "close", most: int | None = K, **fields: object) -> Engine:
+    """An engine that chooses up to `most` drafts, or the default."""
     path = bank.drafts[draft]
     settings = config(bank.target, path, k=1, dtype=bank.dtype, **fields)
     assert settings.speculative_config is not None
-    speculative = replace(settings.speculative_config, num_speculative_tokens="auto", max_num_speculative_tokens=K)
+    speculative = replace(settings.speculative_config, num_speculative_tokens="auto", max_num_speculative_tokens=most)
     return build_engine(replace(settings, speculative_config=speculative), weights(bank.target, path, bank.dtype))
 
 
@@ -48,9 +48,10 @@ def restless(engine: Engine, seed: int) -> None:
         nonlocal settled
         settled += 1
         if settled % 3 == 0:
-            costs = CostModel([1, 8], [0, 1, K], [[1.0, 1 + chance.random(), 1 + 4 * chance.random()]] * 2)
+            most = engine.num_speculative_tokens
+            costs = CostModel([1, 8], [0, 1, most], [[1.0, 1 + chance.random(), 1 + 4 * chance.random()]] * 2)
             engine.planner = SpeculationPlanner(
-                max_num_seqs=engine.config.max_num_seqs, num_speculative_tokens=K, costs=costs
+                max_num_seqs=engine.config.max_num_seqs, num_speculative_tokens=most, costs=costs
             )
 
     engine.watch = jump
@@ -81,23 +82,71 @@ def test_what_is_one_call_on_a_cpu_is_measured_for_a_shorter_time(
         assert max(batch for batch, _ in measured) == (2 if rounds == 1 else 8)
 
 
+@pytest.mark.parametrize(("draft_ms", "many"), [(0.02, True), (0.24, True), (0.26, False), (2.0, False)])
+def test_many_drafts_are_measured_where_drafts_are_cheap(
+    native_qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch, draft_ms: float, many: bool
+) -> None:
+    measured: list[tuple[int, int]] = []
+
+    def measure(_: object, batch: int, k: int) -> float:
+        measured.append((batch, k))
+        return 1.0 + batch * draft_ms * k + (0.5 if k == 16 else 0.0)
+
+    monkeypatch.setattr(warm_up, "_measure", measure)
+    monkeypatch.setattr(warm_up, "NATIVE_SECONDS", math.inf)
+    engine = auto_engine(native_qwen_bank, most=None)
+    assert engine.planner is not None
+    assert engine.planner.num_speculative_tokens == 16
+    costs = engine.planner.costs()
+    assert costs.ks == [0, 1, 2, 3, 4, 8, *([16] if many else [])]
+    assert {k for _, k in measured} == set(costs.ks)
+    for batch in (1, 2, 4, 8):
+        assert costs.ms(batch, 16) == pytest.approx(1.0 + 16 * batch * draft_ms + (0.5 if many else 0.0))
+
+    # Without time only one request runs with many drafts; for more, costs continue the line of few drafts.
+    measured.clear()
+    monkeypatch.setattr(warm_up, "NATIVE_SECONDS", 0.0)
+    engine = auto_engine(native_qwen_bank, most=None)
+    assert engine.planner is not None
+    assert ((1, 16) in measured) == many
+    assert (2, 16) not in measured
+    assert engine.planner.costs().ms(2, 16) == pytest.approx(1.0 + 32 * draft_ms)
+
+
+def test_a_lag_is_closed_once_for_each_measurement(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No further step is run once the draft's KV is complete."""
+    chunks = drafting = 0
+    execute = CpuRunner.execute
+
+    def counted(runner: CpuRunner, slot: RingSlot, header: Header) -> None:
+        nonlocal chunks, drafting
+        execute(runner, slot, header)
+        chunks += header.num_draft_chunks
+        drafting += header.max_k > 0
+
+    monkeypatch.setattr(CpuRunner, "execute", counted)
+    monkeypatch.setattr(warm_up, "_measure", lambda *_: 1.0)
+    engine = auto_engine(qwen_bank, most=None, max_steps_in_flight=1)
+    assert engine.planner is not None
+    assert chunks == drafting == warm_up.NUM_STEPS + 1
+
+
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("draft", ["close", "small"])
-def test_greedy_text_is_the_targets_whatever_k_does(native_qwen_bank: Bank, draft: str, depth: int) -> None:
+@pytest.mark.parametrize(("draft", "most"), [("close", K), ("close", 16), ("small", K)])
+def test_greedy_text_is_the_targets_whatever_k_does(native_qwen_bank: Bank, draft: str, most: int, depth: int) -> None:
     for seed in range(2):
-        engine = auto_engine(native_qwen_bank, draft, max_steps_in_flight=depth, max_num_seqs=3)
+        engine = auto_engine(native_qwen_bank, draft, most, max_steps_in_flight=depth, max_num_seqs=3)
         if seed:
             restless(engine, seed)
         jobs = []
-        for i, bound in enumerate((None, 0, 1, 3, None, 2)):
-            job = request(i, native_qwen_bank.prompts[3 + i], k=bound, max_tokens=40, engine_k=K, ignore_eos=True)
+        for i, bound in enumerate((None, 0, 1, 3, None, 2, most - 1)):
+            job = request(i, native_qwen_bank.prompts[3 + i], k=bound, max_tokens=40, engine_k=most, ignore_eos=True)
             engine.add_request(job)
             jobs.append((job, bound, native_qwen_bank.expected(3 + i, 40, ignore_eos=True)))
         run(engine)
         for job, bound, expected in jobs:
             assert job.output_token_ids == expected
-            most = K if bound is None else bound
-            assert job.acceptance.draft_tokens <= most * job.acceptance.drafts
+            assert job.acceptance.draft_tokens <= (most if bound is None else bound) * job.acceptance.drafts
 
 
 def test_coupled_text_does_not_change_with_k() -> None:

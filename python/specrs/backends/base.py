@@ -90,6 +90,10 @@ class Backend(Protocol):
         """Default of the option `max_steps_in_flight`: number of steps that are planned and not yet settled."""
 
     @property
+    def max_speculative_tokens(self) -> int:
+        """Default of the option `max_num_speculative_tokens`: maximum number of drafts with K chosen by the engine."""
+
+    @property
     def gpus_per_rank(self) -> int:
         """Number of GPUs that each rank uses."""
 

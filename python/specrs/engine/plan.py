@@ -14,11 +14,14 @@ from specrs.config import EngineConfig
 def plan_engine(config: EngineConfig, weights: Weights) -> tuple[Backend, Blueprint]:
     """Return the backend of the device that holds `weights`, and the blueprint of an engine over them.
 
-    The blueprint's configuration has the device's `max_num_batched_tokens` if none was given.
+    The blueprint's configuration has the device's `max_num_batched_tokens`, and its maximum number of drafts, if none
+    were given.
 
     Raises `UnsupportedConfigError` if the options exclude the KV groups of the target.
     """
     backend = backend_of(weights.device)
     if config.max_num_batched_tokens is None:
         config = replace(config, max_num_batched_tokens=backend.batched_tokens(weights.device))
+    if config.speculative_config is not None:
+        config = replace(config, speculative_config=config.speculative_config.on_device(backend.max_speculative_tokens))
     return backend, Blueprint(config, weights, backend.max_steps_in_flight).with_kv_groups()

@@ -26,6 +26,11 @@ NUM_STEPS = 2
 """Number of steps of each batch size and K in a round. The fastest step of all rounds counts, because noise only adds
 time."""
 MAX_ROUNDS = 8
+FEW_DRAFTS = 8
+"""Numbers of drafts up to this one are always measured. Their costs lie close to a line."""
+FEW_DRAFTS_COST = 3.0
+"""Maximum cost of a step with `FEW_DRAFTS` drafts, relative to one without, at which larger numbers are measured. If a
+step costs more, 16 drafts give less than 14 % more tokens per second than 8, even if all are accepted."""
 PROMPT = 64
 """Number of tokens of each request's prompt."""
 
@@ -103,9 +108,11 @@ def measure_costs(parts: EngineParts, *, on_host: bool = False) -> tuple[CostMod
     """Measure the cost of steps, with drafts from the record if `on_host`. A runner that can measures them itself
     (`Runner.step_costs`).
 
-    Returns the milliseconds of steps that only decode, at batch sizes 1, 2, 4, ... and K = 0, 1, 2, 3, 4, 8, ... and
-    the maximum of both; and the milliseconds per position of a draft catch-up chunk. Batch sizes that there is no time
-    for are extrapolated from the last two measured ones. Real steps refine all costs later.
+    Returns the milliseconds of steps that only decode, at batch sizes 1, 2, 4, ... and K = 0, 1, 2, 3, 4, 8, 16 and
+    the maximum of both; and the milliseconds per position of a draft catch-up chunk, 0 with drafts from the record.
+    Batch sizes that there is no time for are extrapolated from the last two measured ones. K above `FEW_DRAFTS` are
+    left out of the costs if drafts are dear; where there is no time for them, their costs continue the line of smaller
+    K. Real steps refine all costs later.
 
     Runs requests of artificial tokens and drops them. The scheduler of `parts` cannot be used afterwards. The runner's
     number of passes has changed.
@@ -113,33 +120,52 @@ def measure_costs(parts: EngineParts, *, on_host: bool = False) -> tuple[CostMod
     loop = MeasuringLoop(parts)
     most, rows = loop.limits.num_speculative_tokens, loop.config.most_seqs
     ks = sorted({0, most} | {k for k in (3, *(1 << i for i in range(most.bit_length()))) if k < most})
+    few, many = [k for k in ks if k <= FEW_DRAFTS], [k for k in ks if k > FEW_DRAFTS]
     batches = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows})
     own = loop.runner.step_costs(on_host=on_host)
-    _measure(loop, 1, most)  # first calls allocate
+    _measure(loop, 1, few[-1])  # first calls allocate
     if own is not None:
-        return own, _catch_up_ms(loop, own.ms(1, most))
+        return own, 0.0 if on_host else _catch_up_ms(loop, few[-1], own.ms(1, few[-1]))
     table = {(batch, k): math.inf for batch in batches for k in ks}
     seconds = NATIVE_SECONDS if loop.runner.is_native else SECONDS
     began, measured = time.perf_counter(), len(batches)
     for rounds in range(MAX_ROUNDS):
         for i, batch in enumerate(batches[:measured]):
             before = time.perf_counter()
-            for k in reversed(ks):  # the deepest first: the others find its draft KV in the prefix cache
+            for k in reversed(few):  # the deepest first: the others find its draft KV in the prefix cache
                 table[batch, k] = min(table[batch, k], _measure(loop, batch, k))
+            if not rounds and not i and table[batch, few[-1]] > FEW_DRAFTS_COST * table[batch, 0]:
+                many = []
+            for k in many:
+                if not i or time.perf_counter() - began < seconds:
+                    table[batch, k] = min(table[batch, k], _measure(loop, batch, k))
             now = time.perf_counter()
             if not rounds and i and now - began + 2.0 * (now - before) > seconds:
                 measured = i + 1
                 break
         if time.perf_counter() - began > seconds:
             break
-    # In a context too short for a single draft no draft pays, whatever it costs.
-    known = [[table[batch, k] if math.isfinite(table[batch, k]) else 1.0 for k in ks] for batch in batches[:measured]]
-    model = CostModel(batches[:measured], ks, [_smooth(ks, row) for row in known])
+    ks = few + many
+    known = [_completed(ks, [table[batch, k] for k in ks], len(few)) for batch in batches[:measured]]
+    model = CostModel(batches[:measured], ks, known)
     ms = np.array([[model.ms(batch, k) for k in ks] for batch in batches])
     # Fewer requests or drafts never take longer: where they seem to, something else did.
     ms = np.minimum.accumulate(np.minimum.accumulate(ms[::-1, ::-1], axis=0), axis=1)[::-1, ::-1]
     costs = CostModel(batches, ks, ms.tolist())
-    return costs, _catch_up_ms(loop, costs.ms(1, most))
+    return costs, 0.0 if on_host else _catch_up_ms(loop, few[-1], costs.ms(1, few[-1]))
+
+
+def _completed(ks: list[int], row: list[float], num_few: int) -> list[float]:
+    """Return the measured costs `row` at `ks` without noise, and with numbers for those that are infinite.
+
+    The first `num_few` are smoothed. Of the others, those that were not measured continue the line of the last two
+    before them.
+    """
+    # In a context too short for a single draft no draft pays, whatever it costs.
+    found = _smooth(ks[:num_few], [ms if math.isfinite(ms) else 1.0 for ms in row[:num_few]])
+    for i in range(num_few, len(ks)):
+        found.append(row[i] if math.isfinite(row[i]) else CostModel([1], ks[:i], [found]).ms(1, ks[i]))
+    return found
 
 
 def _smooth(ks: list[int], row: list[float]) -> list[float]:
@@ -154,16 +180,21 @@ def _smooth(ks: list[int], row: list[float]) -> list[float]:
     return [row[0], *(float(slope * k + intercept) for k in ks[1:])]
 
 
-def _catch_up_ms(loop: MeasuringLoop, decode_ms: float) -> float:
-    """Measure the milliseconds per position of a catch-up chunk, its fixed part included."""
+def _catch_up_ms(loop: MeasuringLoop, k: int, decode_ms: float) -> float:
+    """Measure the milliseconds per position of a catch-up chunk, its fixed part included. `decode_ms` is the time of a
+    step with `k` drafts."""
     found: list[float] = []
+    drafted: list[RingSlot] = []
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
         if header.num_draft_tokens and not header.num_prefill:
             found.append(max(0.0, ms - decode_ms) / header.num_draft_tokens)
+        elif header.num_decode and slot.record_arrays["seq_k"][0]:
+            drafted.append(slot)  # nothing is left to catch up with
 
     for run in range(NUM_STEPS + 1):
-        _run(loop, 1, loop.limits.num_speculative_tokens, watch, lambda: False, first_prompt=1 + run)
+        drafted.clear()
+        _run(loop, 1, k, watch, lambda: bool(drafted), first_prompt=1 + run)
     return min(found, default=0.0)
 
 

@@ -36,6 +36,7 @@ from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.loader import CPU_DTYPES
 from specrs.models.native_decoder import NativeDecoder
+from specrs.speculative_config import DEFAULT_MAX_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:
     from specrs.backends.base import FindAdapter, SlotType
@@ -49,6 +50,7 @@ class CpuBackend:
     name = CPU_DTYPES.kind
     dtypes = CPU_DTYPES
     max_steps_in_flight = 1
+    max_speculative_tokens = DEFAULT_MAX_SPECULATIVE_TOKENS
     gpus_per_rank = 0
     drafts_text = True
 

@@ -20,6 +20,7 @@ from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.shards import check_norms_of_ranks
 from specrs.parallel.connection import ExchangeError
+from specrs.speculative_config import DEFAULT_MAX_SPECULATIVE_TOKENS_OF_GPUS
 
 if TYPE_CHECKING:
     from specrs.backends.base import FindAdapter, SlotType
@@ -43,6 +44,7 @@ class CudaBackend:
     name = KIND
     dtypes = CUDA_DTYPES
     max_steps_in_flight = 2
+    max_speculative_tokens = DEFAULT_MAX_SPECULATIVE_TOKENS_OF_GPUS
     gpus_per_rank = 1
     drafts_text = False
 

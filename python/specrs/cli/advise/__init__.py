@@ -19,7 +19,7 @@ from specrs.errors import InvalidConfigError, check_int, check_number
 from specrs.model_values import AT_LOAD
 from specrs.options import one_of
 from specrs.sampling import MAX_SPECULATIVE_TOKENS
-from specrs.speculative_config import DEFAULT_MAX_SPECULATIVE_TOKENS
+from specrs.speculative_config import DEFAULT_MAX_SPECULATIVE_TOKENS, DEFAULT_MAX_SPECULATIVE_TOKENS_OF_GPUS
 
 if TYPE_CHECKING:
     from specrs.cli.advise.choice import Drafted, Forecast
@@ -69,8 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="types of weights to compare with the checkpoint's, with commas between, each "
         f"{one_of(AT_LOAD)}; they change the text; default: none",
     )
-    most = f"largest number of drafts, 1 to {MAX_SPECULATIVE_TOKENS}; default: {DEFAULT_MAX_SPECULATIVE_TOKENS}"
-    parser.add_argument("--max-k", type=int, default=DEFAULT_MAX_SPECULATIVE_TOKENS, metavar="N", help=most)
+    parser.add_argument(
+        "--max-k",
+        type=int,
+        metavar="N",
+        help=f"largest number of drafts, 1 to {MAX_SPECULATIVE_TOKENS}; default: {DEFAULT_MAX_SPECULATIVE_TOKENS} on "
+        f"a CPU, {DEFAULT_MAX_SPECULATIVE_TOKENS_OF_GPUS} on a GPU",
+    )
     parser.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="tokens to generate per request; default: 128"
     )
@@ -94,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and the advice, and write the file. Raises `SpecrsError` for wrong options or
     traffic."""
+    from specrs.backends.table import backend_of
     from specrs.cli.advise import report
     from specrs.cli.advise.choice import choose, finalists, rescaled
     from specrs.cli.advise.measure import ROUNDS
@@ -102,12 +108,15 @@ def run(arguments: argparse.Namespace) -> None:
 
     for name in ("max_tokens", "num_prompts"):
         check_int(InvalidConfigError, f"--{name.replace('_', '-')}", getattr(arguments, name), 1)
-    check_int(InvalidConfigError, "--max-k", arguments.max_k, 1, MAX_SPECULATIVE_TOKENS)
+    if arguments.max_k is not None:
+        check_int(InvalidConfigError, "--max-k", arguments.max_k, 1, MAX_SPECULATIVE_TOKENS)
     check_number(InvalidConfigError, "--seconds", arguments.seconds, 0.0)
     if arguments.out is not None:
         report.check_out(arguments.out)
-    model, max_k = arguments.model_tag, arguments.max_k
-    given = given_options(arguments, EngineOptions, "advise")
+    model, given = arguments.model_tag, given_options(arguments, EngineOptions, "advise")
+    if arguments.max_k is None:
+        arguments.max_k = backend_of(given.get("device", "auto")).max_speculative_tokens
+    max_k = arguments.max_k
     set_torch_threads(arguments.threads, bundled=model is None)
     machine, requests = prepare(arguments, given)
     deadline = time.perf_counter() + arguments.seconds
@@ -164,7 +173,7 @@ def prepare(arguments: argparse.Namespace, given: dict[str, Any]) -> tuple[Machi
 def _forecasts(
     arguments: argparse.Namespace, machine: Machine, requests: list[LoggedRequest]
 ) -> tuple[list[LoggedRequest], list[Forecast]]:
-    """Measure costs, generate answers, and forecast every drafter at every K, with all types of weights.
+    """Measure costs, generate answers, and forecast every drafter at each K, with all types of weights.
 
     Return also the requests that were answered: those for which there was time.
     """
@@ -193,7 +202,7 @@ def _forecasts(
     for quantization, own in all_costs.items():
         forecasts.append(Forecast(Candidate(quantization=quantization), 1.0, scale * own.ms(1, 0)))
         for name, drafted in runs.items():
-            for k in range(1, arguments.max_k + 1):
+            for k in _numbers_of_drafts(arguments.max_k):
                 more = scale * (own.ms(1, k) - costs.ms(1, k))
                 forecasts.append(from_runs(Candidate(name, k, quantization, with_model[name]), k, drafted, more))
     return requests, forecasts
@@ -202,7 +211,7 @@ def _forecasts(
 def _replayed(
     max_k: int, texts: list[KnownText], all_costs: dict[str | None, CostModel], scale: float
 ) -> list[Forecast]:
-    """Replay the drafters that need no model at every K, and forecast them with all types of weights."""
+    """Replay the drafters that need no model at each K, and forecast them with all types of weights."""
     from specrs.cli.advise.choice import Candidate, from_replay
     from specrs.cli.advise.replay import replay
     from specrs.drafters import HOST_METHODS
@@ -216,13 +225,18 @@ def _replayed(
     for config in _FROM_TEXT:
         speculative = SpeculativeConfig.from_mapping(config)
         drafters = [row.declare(speculative) for name, row in HOST_METHODS.items() if name in speculative.methods]
-        for k in range(1, max_k + 1):
+        for k in _numbers_of_drafts(max_k):
             found = replay(texts, drafters, k, rows[:k])
             drafting = max(0.0, 1e3 * found.seconds / max(1, found.passes.total()) - idle_ms)
             for quantization, own in all_costs.items():
                 candidate = Candidate(_name(config), k, quantization, config)
                 forecasts.append(from_replay(candidate, found, own, scale, drafting))
     return forecasts
+
+
+def _numbers_of_drafts(max_k: int) -> list[int]:
+    """Return the K to forecast: all up to 8, then every other one, and `max_k`. Near a large K speeds differ little."""
+    return [k for k in range(1, max_k + 1) if k <= 8 or k % 2 == 0 or k == max_k]
 
 
 def _run_with_model(

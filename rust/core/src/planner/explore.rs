@@ -1,8 +1,8 @@
 //! Exploration: when a planner drafts more or less than its choice to learn. Chooses nothing by the results.
 //!
 //! *Probes*: positions that no request drafts yield no evidence, and at K = 0 none do. So the planner saves
-//! [`super::PROBE_SHARE`] of the time until it pays for a probe: one request, in turn, drafts as much as it may,
-//! [`PROBE_DRAFTS`] times. A useless draft costs no more than that share, and a draft that becomes good is found.
+//! [`super::PROBE_SHARE`] of the time until it pays for a probe: one request, in turn, drafts up to [`PROBE_REACH`]
+//! tokens more than any does, [`PROBE_DRAFTS`] times. A useless draft costs no more than that share, and a draft that becomes good is found.
 //!
 //! *Trials*: the costs of a K that is not in use stay as they were measured, and the machine may have been busy then.
 //! So [`super::TRIAL_SHARE`] of the time goes into steps at another K for all requests, alternately the best one
@@ -20,6 +20,9 @@ const TRIAL_STEPS: u32 = 4;
 /// Number of drafts in a probe. A draft whose first token is accepted half the time shows no acceptance in one probe of
 /// 256, so a good one is found at once.
 const PROBE_DRAFTS: u32 = 8;
+/// Maximum number of positions that a probe reaches beyond the deepest drafts in use. From K = 0 straight to K = 16, a
+/// probe would cost twice as much, so there would be half as many. A good draft is found in several probes.
+pub(super) const PROBE_REACH: i64 = 7;
 /// Maximum number of steps that a probe waits for its drafts, because draft KV may lag by a whole prompt.
 const PROBE_STEPS: u32 = 64;
 /// Weight left to old trials of positions that no request drafts, when a probe of 8 drafts begins. At K = 0 it is the
@@ -31,6 +34,8 @@ const OLD_TRIALS: (f64, f64) = (8.0, 32.0);
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Probe {
     pub(super) row: usize,
+    /// Number of drafts that the request makes, within its cap.
+    k: i64,
     pub(super) drafts: u32,
     steps: u32,
 }
@@ -52,7 +57,7 @@ impl SpeculationPlanner {
         if let Some(probe) = &mut self.probe {
             probe.steps -= 1;
             if let Some(at) = rows.iter().position(|&row| row == probe.row as i64).filter(|_| probe.steps > 0) {
-                ks[at] = ks[at].max(caps[at].min(self.k as i64));
+                ks[at] = ks[at].max(caps[at].min(probe.k));
                 return;
             }
             self.probe = None;
@@ -61,11 +66,12 @@ impl SpeculationPlanner {
             return;
         }
         // The next row in turn of those that could teach something, and that may go all the way.
-        let most = caps.iter().copied().max().unwrap_or(0).min(self.k as i64);
+        let deepest = ks.iter().copied().max().unwrap_or(0);
+        let most = caps.iter().copied().max().unwrap_or(0).min(self.k as i64).min(deepest + PROBE_REACH);
         let turn = |&at: &usize| (rows[at] as usize + self.own.len() - self.probed - 1) % self.own.len();
         let may = |&at: &usize| caps[at] >= most && ks[at] < most;
         let Some(at) = (0..rows.len()).filter(may).min_by_key(turn) else { return };
-        let deepest = ks.iter().copied().max().unwrap_or(0) as usize;
+        let deepest = deepest as usize;
         let (from, to) = (ks[at] as usize, most as usize);
         let drafts: f64 = (from..to).map(|level| self.choice.increment_ms(level, 1).max(0.0)).sum();
         let cost = f64::from(PROBE_DRAFTS) * drafts + lags[at] as f64 * self.catch_up_ms;
@@ -74,7 +80,7 @@ impl SpeculationPlanner {
         }
         self.credit = 0.0;
         self.probed = rows[at] as usize;
-        self.probe = Some(Probe { row: self.probed, drafts: PROBE_DRAFTS, steps: PROBE_STEPS });
+        self.probe = Some(Probe { row: self.probed, k: most, drafts: PROBE_DRAFTS, steps: PROBE_STEPS });
         self.overall.doubt(deepest, if deepest == 0 { OLD_TRIALS.0 } else { OLD_TRIALS.1 });
         ks[at] = most;
     }

@@ -1,4 +1,5 @@
 use super::choice::{Candidate, Choice};
+use super::explore::PROBE_REACH;
 use super::*;
 use crate::CostLine;
 use proptest::prelude::*;
@@ -243,6 +244,23 @@ fn a_useless_draft_costs_its_share_and_a_draft_that_becomes_good_is_found() {
     // Three probes take up to 3 x 8 x 5 x 0.5 / 0.004 ms.
     assert!((0..15_000).any(|_| engine.step(&[0.97])[0] > 0), "it was never found");
     assert!(engine.run(300, &[0.97])[0] >= 3);
+}
+
+#[test]
+fn a_probe_reaches_a_few_positions_beyond_the_drafts_in_use() {
+    let mut engine = Loop::new(1, 16, lines(0.05, 1.0));
+    engine.run(400, &[0.0]);
+    let mut deepest = 0;
+    for _ in 0..20_000 {
+        assert_eq!(engine.step(&[0.0]), [0]);
+        deepest = deepest.max(engine.ks[0]);
+    }
+    assert_eq!(deepest, PROBE_REACH, "no probe of a useless draft pays for more");
+    // Rows that are cheap and drafts that are good: step by step all 16 are drafted, and rows that are dear are not.
+    assert!((0..15_000).any(|_| engine.step(&[0.99])[0] == 16), "{:?}", engine.planner.last);
+    let mut dear = Loop::new(1, 16, lines(0.3, 1.0));
+    let k = dear.run(5_000, &[0.8])[0];
+    assert!((1..=4).contains(&k), "{k}");
 }
 
 #[test]

@@ -24,6 +24,9 @@ const ROW_COST: f64 = 1.0 / 32.0;
 const DEVICE_TRIAL_SHARE: f64 = 0.01;
 /// Credit for trials of the drafter on the device at the start. The unit is the time of a step without drafts.
 const FIRST_TRIALS: f64 = 4.0;
+/// Maximum number of drafts that a trial of the drafter on the device is charged for if a planner chooses K. It rarely
+/// chooses more where other drafters were better so far.
+const TRIAL_DRAFTS: usize = 7;
 const KINDS: usize = DrafterKind::ALL.len();
 /// Number of match classes, which have separate statistics: matches of 1, 2 or 3, 4 to 7, 8 to 15, and more tokens.
 const MATCHES: usize = 5;
@@ -48,6 +51,17 @@ impl Found {
         let (len, match_len) = (*len, *match_len);
         Self { len, class: (match_len.max(1).ilog2() as usize).min(MATCHES - 1) }
     }
+}
+
+/// Number of a drafter's proposals that a step verifies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verified {
+    /// All, because K is fixed.
+    All,
+    /// The best number of them, but at least one.
+    Some,
+    /// The best number of them, possibly none.
+    SomeOrNone,
 }
 
 /// Statistics of accepted drafts by drafter, and costs of drafting.
@@ -166,8 +180,7 @@ impl HostDrafts {
     }
 
     /// Returns the number of drafts of `kind` for a row and the tokens that it promises per time of a step without
-    /// drafts. The number is `most`, or with `fewer` the best number up to `most`. A chunk over `lag` positions comes
-    /// first.
+    /// drafts. The number is the best of `least` to `most`. A chunk over `lag` positions comes first.
     fn promise(
         &self,
         row: RowIndex,
@@ -175,7 +188,7 @@ impl HostDrafts {
         kind: DrafterKind,
         most: usize,
         lag: usize,
-        fewer: bool,
+        least: usize,
     ) -> (usize, f64) {
         let Some(statistics) = &self.statistics else { return (most, 1.0 + most as f64) };
         let time = 1.0 + statistics.catch_up_cost(lag);
@@ -188,7 +201,7 @@ impl HostDrafts {
             reach *= scaled / (1.0 + scaled);
             tokens += reach;
             let promise = tokens / (time + statistics.cost(kind, i + 1));
-            if promise > best.1 || !fewer {
+            if i < least || promise > best.1 {
                 best = (i + 1, promise);
             }
         }
@@ -336,13 +349,23 @@ impl Scheduler {
         rows[index] = Looked { whose, found };
     }
 
-    /// Chooses the drafter of a live row for the next step, unless [`Self::choose_drafter_and_k`] has done so.
+    /// Chooses the drafter of a live row for the next step, unless [`Self::choose_drafter_and_k`] or
+    /// [`Self::choose_planned_drafter`] has done so. All its drafts are verified.
     pub(super) fn choose_drafter(&mut self, row_index: RowIndex) {
-        if std::mem::take(&mut self.rows[row_index as usize].decided) {
-            return;
+        if !std::mem::take(&mut self.rows[row_index as usize].decided) {
+            self.choose_if_several(row_index, Verified::All);
         }
+    }
+
+    /// Chooses the drafter of a live row for the next step. A planner then chooses the number of its drafts.
+    pub(super) fn choose_planned_drafter(&mut self, row_index: RowIndex) {
+        self.choose_if_several(row_index, Verified::Some);
+        self.rows[row_index as usize].decided = self.drafts.on_host;
+    }
+
+    fn choose_if_several(&mut self, row_index: RowIndex, verified: Verified) {
         if self.host_drafts.learns() {
-            self.choose(row_index, false);
+            self.choose(row_index, verified);
         } else {
             self.rows[row_index as usize].drafter = self.config.host_drafters.first();
         }
@@ -350,7 +373,7 @@ impl Scheduler {
 
     /// Chooses the drafter of a live row for the next step, and the number of drafts if they come from the host.
     pub(super) fn choose_drafter_and_k(&mut self, row_index: RowIndex) {
-        let k = self.choose(row_index, true);
+        let k = self.choose(row_index, Verified::SomeOrNone);
         let row = &mut self.rows[row_index as usize];
         row.decided = true;
         if row.drafter != DrafterKind::Device {
@@ -358,7 +381,9 @@ impl Scheduler {
         }
     }
 
-    fn choose(&mut self, row_index: RowIndex, fewer: bool) -> usize {
+    /// Chooses the drafter of a live row that promises the most tokens per time. Returns the number of drafts for which
+    /// it does.
+    fn choose(&mut self, row_index: RowIndex, verified: Verified) -> usize {
         self.look(row_index);
         let Row { limit, max_k, request, rebuild, .. } = self.rows[row_index as usize];
         let (n, arrival) = (self.rows[row_index as usize].lower_bound(), self.requests[request].order.1);
@@ -380,7 +405,12 @@ impl Scheduler {
                 _ => self.host_drafts.rows[row_index as usize].found[kind as usize].len.min(room(limit - 1)),
             };
             let lag = if kind == DrafterKind::Device { lag } else { 0 };
-            let (k, promise) = self.host_drafts.promise(row_index, arrival, kind, drafts, lag, fewer);
+            let least = match verified {
+                Verified::All => drafts,
+                Verified::Some => 1,
+                Verified::SomeOrNone => 0,
+            };
+            let (k, promise) = self.host_drafts.promise(row_index, arrival, kind, drafts, lag, least);
             // Without drafts nothing is promised: a drafter that has some goes before.
             let promise = if k == 0 { 0.0 } else { promise };
             if promise > most {
@@ -388,7 +418,8 @@ impl Scheduler {
             }
         }
         if on_device > 0 && best != DrafterKind::Device {
-            let tried = self.host_drafts.statistics.as_mut().is_some_and(|statistics| statistics.tries(on_device, lag));
+            let charged = if verified == Verified::All { on_device } else { on_device.min(TRIAL_DRAFTS) };
+            let tried = self.host_drafts.statistics.as_mut().is_some_and(|statistics| statistics.tries(charged, lag));
             best = if tried { DrafterKind::Device } else { best };
         }
         self.rows[row_index as usize].drafter = best;
@@ -416,7 +447,7 @@ mod tests {
         let mut drafts = HostDrafts::new(&config).unwrap();
         let promised = |drafts: &mut HostDrafts, match_len: usize| {
             drafts.rows[0].found[DrafterKind::Ngram as usize] = Found::new(&Proposal { len: 2, match_len });
-            drafts.promise(0, 0, DrafterKind::Ngram, 2, 0, false).1.to_bits()
+            drafts.promise(0, 0, DrafterKind::Ngram, 2, 0, 2).1.to_bits()
         };
         assert_eq!(promised(&mut drafts, 1), promised(&mut drafts, 12), "nothing is known yet");
         for _ in 0..100 {
@@ -431,5 +462,24 @@ mod tests {
         let (short, long) = (promised(&mut drafts, 1), promised(&mut drafts, 12));
         assert!(f64::from_bits(short) < 1.2 && f64::from_bits(long) > 2.5, "{short} {long}");
         assert_eq!(promised(&mut drafts, 8), long, "8 to 15 tokens are one class");
+    }
+
+    #[test]
+    fn a_long_proposal_promises_what_its_best_part_does() {
+        let host_drafters =
+            HostDrafters { suffix: Some(SuffixSettings::default()), ..HostDrafters::ngram(NgramProposer::default()) };
+        let config =
+            SchedulerConfig { num_speculative_tokens: 16, host_drafters, ..SchedulerConfig::new(1, 32, 64, 2, 64) };
+        let mut drafts = HostDrafts::new(&config).unwrap();
+        let statistics = drafts.statistics.as_mut().unwrap();
+        statistics.rows = (1..=16).map(|drafts| 0.3 * f64::from(drafts)).collect();
+        let promise = |most, least| drafts.promise(0, 0, DrafterKind::Ngram, most, 0, least);
+        let (best, least, all) = (promise(16, 0), promise(16, 1), promise(16, 16));
+        assert_eq!((best, all.0), (least, 16), "one draft pays");
+        assert!(best.0 < 8 && best.1 > 1.2 && all.1 < 0.7, "{best:?} {all:?}");
+        assert_eq!(promise(best.0, best.0), best, "further proposals take nothing from it");
+        drafts.statistics.as_mut().unwrap().rows = vec![9.0; 16];
+        let promise = |least| drafts.promise(0, 0, DrafterKind::Ngram, 16, 0, least);
+        assert_eq!((promise(0), promise(1).0 > 0), ((0, 1.0), true), "no draft pays");
     }
 }

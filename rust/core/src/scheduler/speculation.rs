@@ -63,8 +63,7 @@ impl Scheduler {
                     continue;
                 }
             } else {
-                self.choose_drafter(row_index);
-                self.rows[row_index as usize].decided = self.drafts.on_host;
+                self.choose_planned_drafter(row_index);
             }
             let row = &self.rows[row_index as usize];
             asked.rows.push(i64::from(row_index));
