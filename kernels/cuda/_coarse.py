@@ -1,7 +1,8 @@
 """Coarse threshold for drafting: both histograms of a row in one step, and the threshold from them. Launches nothing.
 
 Cells are 1/32 nat below the largest logit, as in step 0 of the exact search. Weights and counts of a row are added up
-in the same step, so top_k and top_p take one pass over the logits, whichever of them a row has.
+in the same step, so top_k and top_p take one pass over the logits, whichever of them a row has. A row with neither
+needs no histogram, and adds each tile's weights to one cell.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ _CELLS = tl.constexpr(1024)
 
 @triton.jit
 def _add_tile(  # type: ignore[no-untyped-def]
-    row_ptr, cells, m, temperature, farthest, counted, first, end, BLOCK: tl.constexpr
+    row_ptr, cells, m, temperature, farthest, counted, weighed, first, end, BLOCK: tl.constexpr
 ):
-    """Add tokens first .. end to the histograms: their weights to cells 0 .. 1023 and, with `counted`, their numbers to
-    cells 1024 .. 2047."""
+    """Add tokens first .. end to the histograms: with `weighed` their weights to cells 0 .. 1023, without it all of
+    them to cell 0; with `counted` their numbers to cells 1024 .. 2047."""
+    total = tl.zeros([BLOCK], tl.int64)
     for start in range(first, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = scaled(row_ptr, token, token < end, temperature)
@@ -41,9 +43,14 @@ def _add_tile(  # type: ignore[no-untyped-def]
         cell = cell_of(gap, chosen)
         weight = tl.where(chosen & (gap <= farthest), tl.exp(-tl.maximum(gap, 0.0)), 0.0)
         amount = (weight * UNIT).to(tl.int64)
-        add_to_cells(cells, cell, amount, amount > 0, 32)
+        if weighed:
+            add_to_cells(cells, cell, amount, amount > 0, 32)
+        else:
+            total += amount
         if counted:
             add_to_cells(cells + _CELLS, cell, tl.full([BLOCK], 1, tl.int64), chosen, 32)
+    if not weighed:
+        tl.atomic_add(cells, tl.sum(total, axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -94,13 +101,15 @@ def coarse_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_ids + row, token.to(tl.int64))
     if (tl.load(params + GREEDY) == 0.0) & is_finite(top):
         temperature = tl.load(params + TEMPERATURE)
+        counted = tl.load(params + TOP_K) < float("inf")
         _add_tile(
             logits + row * stride,
             cells + row * CELLS,
             tl.div_rn(top, temperature),
             temperature,
             gap_limit(params),
-            tl.load(params + TOP_K) < float("inf"),
+            counted,
+            counted | (tl.load(params + TOP_P) < float("inf")),
             t * tile,
             tl.minimum(t * tile + tile, V),
             BLOCK,
