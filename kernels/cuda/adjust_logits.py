@@ -89,7 +89,7 @@ class History:
     tokens: Tensor
     """[R + 1, >= n + K] int64"""
     prompt_len: Tensor
-    """[R + 1] int64"""
+    """[R + 1] int64, number of tokens of the prompt; no draft is one of them."""
     stop_ids: Tensor
     """[R + 1, MAX_STOP_IDS] int64, -1 is padding."""
     min_len: Tensor
@@ -108,7 +108,7 @@ def tops_kernel(  # type: ignore[no-untyped-def]
     asked = tl.load(asked_of + m)
     row_ptr = logits + tl.load(row_of + m) * stride
     is_first = tl.load(asked_of + m - 1, mask=m > 0, other=-1) != asked
-    zeroes = is_first & (tl.load(table + asked * COLUMNS + PENALISED) != 0)
+    zeroed = tl.where(is_first & (tl.load(table + asked * COLUMNS + PENALISED) != 0), V, 0)
     own = counts + (asked - first) * V
     top = tl.full([BLOCK], -float("inf"), tl.float32)
     faulty = tl.zeros([BLOCK], tl.int32)
@@ -117,7 +117,7 @@ def tops_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(row_ptr + token, mask=token < V, other=-float("inf"))
         faulty = faulty | (x != x).to(tl.int32)
         top = tl.maximum(top, tl.where(x == x, x, -float("inf")))
-        tl.store(own + token, tl.zeros([BLOCK], tl.int32), mask=(token < V) & zeroes)
+        tl.store(own + token, tl.zeros([BLOCK], tl.int32), mask=token < zeroed)
     best = tl.where(tl.max(faulty, axis=0) > 0, float("nan"), tl.max(top, axis=0))
     tl.store(tile_value + m * 2 * tile_stride + t, best)
 
@@ -163,11 +163,11 @@ def _allows_more(words, stops, V, LANES: tl.constexpr):  # type: ignore[no-untyp
     for start in range(0, (V + 31) // 32, LANES):
         index = start + tl.arange(0, LANES)
         left = tl.load(words + index, mask=index < (V + 31) // 32, other=0)
-        left = tl.where((index == V // 32) & (V % 32 != 0), left & ((1 << (V % 32)) - 1), left)
+        left = tl.where(index == V // 32, left & ((1 << (V % 32)) - 1), left)
         for s in range(0, _NUM_STOPS):
             stop = tl.load(stops + s).to(tl.int32)
-            bit = tl.where(index == stop // 32, 1 << (stop % 32), 0)
-            left = tl.where(stop >= 0, left & ~bit, left)
+            word = tl.where(stop >= 0, stop // 32, -1)
+            left = tl.where(index == word, left & ~(1 << (stop % 32)), left)
         more = more | left
     return tl.max((more != 0).to(tl.int32), axis=0) != 0
 
@@ -229,13 +229,14 @@ def edit_kernel(  # type: ignore[no-untyped-def]
 
     if (tl.load(own + STOPS) != 0) & (position < tl.load(min_len + row)):
         mask = tl.load(mask_of + m)
-        forbids = tl.full([], 1, tl.int1)
+        forbidden = tl.full([], _NUM_STOPS, tl.int32)
         if mask >= 0:
             # A grammar that allows nothing but stop ids has a complete text, to which min_tokens does not apply.
-            forbids = _allows_more(grammar + mask * ((V + 31) // 32), stop_ids + row * _NUM_STOPS, V, LANES)
+            more = _allows_more(grammar + mask * ((V + 31) // 32), stop_ids + row * _NUM_STOPS, V, LANES)
+            forbidden = tl.where(more, _NUM_STOPS, 0)
         s = tl.arange(0, _NUM_STOPS)
         stop = tl.load(stop_ids + row * _NUM_STOPS + s)
-        tl.store(row_ptr + stop, tl.full([_NUM_STOPS], -float("inf"), tl.float32), mask=(stop >= 0) & forbids)
+        tl.store(row_ptr + stop, tl.full([_NUM_STOPS], -float("inf"), tl.float32), mask=(stop >= 0) & (s < forbidden))
 
 
 @triton.jit
