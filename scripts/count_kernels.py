@@ -86,15 +86,15 @@ class Asking:
 class FakeGrammar:
     """Stands in for the grammar of one sequence: copies one packed mask for each row, and the drafts of a pass."""
 
-    def __init__(self, words: int, rows: int) -> None:
-        self._words, self._rows = words, rows
+    def __init__(self, words: int, rows: int, all_rows: int) -> None:
+        self._words, self._rows, self._all_rows = words, rows, all_rows
 
     def masks(self, sequences: Any, offsets: Any, device: Any) -> Any:
-        """Copy the masks to the device."""
+        """Write masks on the device, in place of a copy."""
         import torch
 
-        count = 1 if offsets[0] == offsets[-1] else self._rows
-        return torch.zeros((count, self._words), dtype=torch.int32).to(device)
+        count = self._rows if len(offsets) == self._all_rows else 1
+        return torch.zeros((count, self._words), dtype=torch.int32, device=device)
 
     def observe(self, tokens: Any, live: Any) -> None:
         """Copy the drafts to the host."""
@@ -144,7 +144,10 @@ def asking(batch: int = 64, k: int = 5, context: int = 1024) -> tuple[list[Askin
             requests = [free if request is None else request] + [free] * (batch - 1)
             steps = Steps.of(requests[0].steps)
             with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
-                patch.setattr("specrs.backends.cuda.sampling.asked.to_device", lambda t, d: t.to(d))
+                patch.setattr(
+                    "specrs.backends.cuda.sampling.asked.to_device",
+                    lambda t, d: torch.zeros(t.shape, dtype=t.dtype, device=d),
+                )
                 patch.setattr(adjusted, "flat_rows", lambda _: flat)
                 plan = AskedPlan.of(planned, requests, vocab, device)
                 sampling = SequenceSampling(
@@ -154,7 +157,7 @@ def asking(batch: int = 64, k: int = 5, context: int = 1024) -> tuple[list[Askin
                     params=SamplingRows(ctx.params.values),
                     prompt_len=ctx.state.limit,
                     plan=plan,
-                    grammar=FakeGrammar(-(-vocab // 32), k + 1) if steps.extras else None,
+                    grammar=FakeGrammar(-(-vocab // 32), k + 1, rows) if steps.extras else None,
                     logprobs={0: requests[0].logprobs} if steps.logprobs else {},
                 )
                 recorder.kernels.clear()  # what a steady batch does once

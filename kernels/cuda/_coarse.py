@@ -2,7 +2,7 @@
 
 Cells are 1/32 nat below the largest logit, as in step 0 of the exact search. Weights and counts of a row are added up
 in the same step, so top_k and top_p take one pass over the logits, whichever of them a row has. A row with neither
-needs no histogram, and adds each tile's weights to one cell.
+needs no histogram, and adds the weights of each tile to cell 0.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from specrs.kernels.cuda._distribution import (
     store_cut,
     store_no_cut,
 )
-from specrs.kernels.cuda._search import UNIT, add_to_cells, cell_of, last_key, place_of
+from specrs.kernels.cuda._search import TOTAL, UNIT, add_tile, add_to_cells, cell_of, last_key, place_of
 
 _CELLS = tl.constexpr(1024)
 
 
 @triton.jit
 def _add_tile(  # type: ignore[no-untyped-def]
-    row_ptr, cells, m, temperature, farthest, counted, weighed, first, end, BLOCK: tl.constexpr
+    row_ptr, cells, m, temperature, farthest, counted, first, end, BLOCK: tl.constexpr
 ):
-    """Add tokens first .. end to the histograms: with `weighed` their weights to cells 0 .. 1023, without it all of
-    them to cell 0; with `counted` their numbers to cells 1024 .. 2047."""
-    total = tl.zeros([BLOCK], tl.int64)
+    """Add tokens first .. end to the histograms: their weights to cells 0 .. 1023 and, with `counted`, their numbers to
+    cells 1024 .. 2047."""
     for start in range(first, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = scaled(row_ptr, token, token < end, temperature)
@@ -43,14 +42,9 @@ def _add_tile(  # type: ignore[no-untyped-def]
         cell = cell_of(gap, chosen)
         weight = tl.where(chosen & (gap <= farthest), tl.exp(-tl.maximum(gap, 0.0)), 0.0)
         amount = (weight * UNIT).to(tl.int64)
-        if weighed:
-            add_to_cells(cells, cell, amount, amount > 0, 32)
-        else:
-            total += amount
+        add_to_cells(cells, cell, amount, amount > 0, 32)
         if counted:
             add_to_cells(cells + _CELLS, cell, tl.full([BLOCK], 1, tl.int64), chosen, 32)
-    if not weighed:
-        tl.atomic_add(cells, tl.sum(total, axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -101,19 +95,30 @@ def coarse_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_ids + row, token.to(tl.int64))
     if (tl.load(params + GREEDY) == 0.0) & is_finite(top):
         temperature = tl.load(params + TEMPERATURE)
+        m, row_ptr, own = tl.div_rn(top, temperature), logits + row * stride, cells + row * CELLS
+        first, end = t * tile, tl.minimum(t * tile + tile, V)
         counted = tl.load(params + TOP_K) < float("inf")
-        _add_tile(
-            logits + row * stride,
-            cells + row * CELLS,
-            tl.div_rn(top, temperature),
-            temperature,
-            gap_limit(params),
-            counted,
-            counted | (tl.load(params + TOP_P) < float("inf")),
-            t * tile,
-            tl.minimum(t * tile + tile, V),
-            BLOCK,
-        )
+        if counted | (tl.load(params + TOP_P) < float("inf")):
+            _add_tile(row_ptr, own, m, temperature, gap_limit(params), counted, first, end, BLOCK)
+        else:
+            none = tl.full([], 0, tl.int64)
+            total = add_tile(
+                row_ptr,
+                own,
+                m,
+                temperature,
+                gap_limit(params),
+                none,
+                none,
+                none,
+                none + LAST_KEY,
+                first,
+                end,
+                TOTAL,
+                True,
+                BLOCK,
+            )
+            tl.atomic_add(own, total, sem="relaxed")
 
 
 @triton.jit
