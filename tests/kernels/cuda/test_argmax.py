@@ -80,4 +80,4 @@ def test_scratch_counts_its_bytes() -> None:
     scratch = SamplingScratch.allocate(2, 3, 5000, torch.device("cpu"))
     assert scratch.ids.shape == (3,)
     assert scratch.tile_sum.shape == (3, 5)
-    assert scratch.num_bytes == 3 * (2 * 5 * 8 + 5 * 8 + 3 * 2048 * 8 + 9 * 6 * 8 + 8)
+    assert scratch.num_bytes == 3 * (2 * 5 * 8 + 5 * 8 + 3 * 2048 * 8 + 9 * 6 * 8 + 8 + 5000 * 4)
