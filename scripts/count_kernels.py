@@ -1,7 +1,7 @@
-"""Count the kernels of passes and iterations of Qwen3-32B with Qwen3-1.7B on a GPU, without one: docs/gpu.md's table.
+"""Count the kernels of passes and iterations of Qwen3-32B with Qwen3-1.7B on a GPU, without one: docs/gpu.md's tables.
 
-    python scripts/count_kernels.py           print it
-    python scripts/count_kernels.py --write   write it into docs/gpu.md
+    python scripts/count_kernels.py           print them
+    python scripts/count_kernels.py --write   write them into docs/gpu.md
     python scripts/count_kernels.py --start   print how many kernels the start compiles
 
 Kernels are counted as they are launched, an op of cuBLAS or torch as one. Measures no time.
@@ -14,11 +14,17 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/gpu.md"
 BEGIN, END = "<!-- scripts/count_kernels.py -->\n", "<!-- end -->\n"
+BEGIN_ASKING = "<!-- scripts/count_kernels.py: requests that ask -->\n"
 sys.path.insert(0, str(ROOT / "tests"))
 
 
@@ -61,6 +67,142 @@ def counts() -> dict[str, tuple[int, int]]:
     return found
 
 
+@dataclass(frozen=True)
+class Asking:
+    """What one request that asks for something adds to an iteration of others."""
+
+    name: str
+    kernels: int
+    bytes: float
+
+    @property
+    def us(self) -> float:
+        """Predicted microseconds on an H200: bytes over bandwidth, and a fixed time for each kernel."""
+        from specrs.forecast.gpus import GPUS, KERNEL_US
+
+        return self.kernels * KERNEL_US + self.bytes / GPUS["H200"].bytes_per_us
+
+
+class FakeGrammar:
+    """Stands in for the grammar of one sequence: copies one packed mask for each row, and the drafts of a pass."""
+
+    def __init__(self, words: int, rows: int, all_rows: int) -> None:
+        self._words, self._rows, self._all_rows = words, rows, all_rows
+
+    def masks(self, sequences: Any, offsets: Any, device: Any) -> Any:
+        """Write masks on the device, in place of a copy."""
+        import torch
+
+        count = self._rows if len(offsets) == self._all_rows else 1
+        return torch.zeros((count, self._words), dtype=torch.int32, device=device)
+
+    def observe(self, tokens: Any, live: Any) -> None:
+        """Copy the drafts to the host."""
+        import torch
+
+        torch.stack((tokens, live.to(tokens.dtype))).cpu()
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+
+def asking(batch: int = 64, k: int = 5, context: int = 1024) -> tuple[list[Asking], Asking]:
+    """Return what each kind of request adds to a sampled iteration of `batch` requests, one of which asks. And what a
+    greedy iteration pays for being sampled, pass by pass."""
+    import torch
+    from kernel_launches import Recorder, fake_context, reference_configs
+    from specrs.backends.cuda import adjusted, iteration
+    from specrs.backends.cuda.context import sequences_of
+    from specrs.backends.cuda.sampling.asked import AskedPlan, RowMasks, RowSampling
+    from specrs.backends.cuda.sampling.sampling_state import SequenceSampling
+    from specrs.backends.cuda.sequences import FlatRows, Iteration
+    from specrs.backends.cuda.shapes import LogitsMode, Shape
+    from specrs.core import STEPS
+    from specrs.verify.params import SamplingRows, Steps
+
+    def bits(*names: str) -> int:
+        return sum(1 << STEPS.index(name) for name in names)
+
+    free = RowSampling(0, 0, 0, -2, -2)
+    kinds: dict[str, tuple[int, RowMasks | None, int]] = {
+        "penalties": (bits("repetition", "counts"), None, 0),
+        "`logit_bias`, `bad_words`": (bits("constraints"), RowMasks(None, [7] * 300, [1.0] * 300, [[1, 2]] * 20), 0),
+        "`min_tokens`": (bits("min_tokens"), None, 0),
+        "a grammar": (bits("extras"), None, 0),
+        "20 log probabilities": (bits("logprobs"), None, 20),
+        "penalties and log probabilities": (bits("repetition", "counts", "logprobs"), None, 20),
+    }
+    planned, rows = (k,) * batch, batch * (k + 1)
+    with tempfile.TemporaryDirectory() as folder, fake_context(*reference_configs(Path(folder)), k) as ctx:
+        b, vocab = ctx.buffers, ctx.buffers.logits.shape[1]
+        device, shape = b.row.device, Shape(batch, k, rows, LogitsMode.LOGITS)
+        index = torch.arange(rows, device=device).view(batch, k + 1)
+        flat = FlatRows(index.flatten() // (k + 1), index.flatten() % (k + 1), index)
+
+        def chain(request: RowSampling | None) -> list[Any]:
+            """Launches between the passes."""
+            requests = [free if request is None else request] + [free] * (batch - 1)
+            steps = Steps.of(requests[0].steps)
+            with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
+                patch.setattr(
+                    "specrs.backends.cuda.sampling.asked.to_device",
+                    lambda t, d: torch.zeros(t.shape, dtype=t.dtype, device=d),
+                )
+                patch.setattr(adjusted, "flat_rows", lambda _: flat)
+                plan = AskedPlan.of(planned, requests, vocab, device)
+                sampling = SequenceSampling(
+                    state=ctx.state,
+                    it=Iteration(b.row[:batch], planned, flat, b.k[:batch], context),
+                    steps=steps,
+                    params=SamplingRows(ctx.params.values),
+                    prompt_len=ctx.state.limit,
+                    plan=plan,
+                    grammar=FakeGrammar(-(-vocab // 32), k + 1, rows) if steps.extras else None,
+                    logprobs={0: requests[0].logprobs} if steps.logprobs else {},
+                )
+                recorder.kernels.clear()  # what a steady batch does once
+                for i in range(1, k + 1):
+                    adjusted.draft_adjusted(ctx, i, batch, sampling, [False] * batch)
+                slot = SimpleNamespace(logprobs={})
+                adjusted.accept_adjusted(ctx, shape, sampling, slot, 0, "raw_logprobs")
+            return recorder.kernels
+
+        def moved(launches: list[Any], logprobs: bool) -> float:
+            """Bytes of logits and counts that these launches read and write, and those of tokens that are counted."""
+            found = 64.0 * (k + 1) * vocab if logprobs else 0.0
+            for launch in launches:
+                name = launch if isinstance(launch, str) else launch.name
+                if name in ("tops_kernel", "adjust_kernel"):
+                    found += (8 if name == "tops_kernel" else 12) * vocab * launch.grid[1]
+                found += 12 * context if name == "history_kernel" else 0
+            return found
+
+        plain = len(chain(None))
+        found = []
+        for name, (steps, masks, logprobs) in kinds.items():
+            launches = chain(RowSampling(0, 0, steps, logprobs or -2, -2, masks))
+            found.append(Asking(name, len(launches) - plain, moved(launches, logprobs > 0)))
+        sequences, numbers = sequences_of(ctx.record.views, "num_decode"), []
+        for logits_mode in (LogitsMode.GREEDY, LogitsMode.SAMPLED):
+            with Recorder() as recorder:
+                iteration.run(ctx, Shape(batch, k, rows, logits_mode), sequences)
+            numbers.append(len(recorder.kernels))
+        # Draft passes write logits and read them again. Each pass of a chain is a graph of its own.
+        chained = Asking("the others are greedy", numbers[1] - numbers[0] + k + 2, 8.0 * k * batch * vocab)
+    return found, chained
+
+
+def asking_table(found: list[Asking], chained: Asking) -> str:
+    """Return what requests that ask add, as the table in docs/gpu.md."""
+    rows = [
+        f"| {one.name} | {one.kernels} | {one.bytes / 1e6:.0f} MB | {one.us / 1e3:.2f} ms | "
+        f"{(one.us + chained.us) / 1e3:.2f} ms |"
+        for one in found
+    ]
+    head = ["| one request of 64 asks for | kernels | moved | others sample | others are greedy |"]
+    return "\n".join([*head, "| --- | --- | --- | --- | --- |", *rows]) + "\n"
+
+
 def compiled_at_start(max_num_seqs: int = 64) -> list[tuple[str, int]]:
     """How many kernels are compiled for graphs, and how many more for graphs with chunks after verification and for
     what launches run outside of graphs, at K = 5."""
@@ -100,10 +242,10 @@ def table(found: dict[str, tuple[int, int]]) -> str:
     return "\n".join(["| kernels of a | greedy | sampled |", "| --- | --- | --- |", *rows]) + "\n"
 
 
-def page_with(text: str, page: str) -> str:
-    """`page` with the table `text` in its place."""
-    whole = f"{BEGIN}\n{text}\n{END}"
-    changed, count = re.subn(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: whole, page, flags=re.DOTALL)
+def page_with(text: str, page: str, begin: str = BEGIN) -> str:
+    """`page` with the table `text` in its place, which starts with `begin`."""
+    whole = f"{begin}\n{text}\n{END}"
+    changed, count = re.subn(re.escape(begin) + ".*?" + re.escape(END), lambda _: whole, page, flags=re.DOTALL)
     assert count == 1, f"{PAGE.name} has {count} places for the table"
     return changed
 
@@ -118,10 +260,11 @@ def main() -> None:
         found = compiled_at_start()
         print(*(f"{kind}: {count}" for kind, count in found), f"all: {sum(n for _, n in found)}", sep="\n")
         return
-    text = table(counts())
+    text, of_asking = table(counts()), asking_table(*asking())
     if arguments.write:
-        PAGE.write_text(page_with(text, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(text, end="")
+        page = page_with(text, PAGE.read_text(encoding="utf-8"))
+        PAGE.write_text(page_with(of_asking, page, BEGIN_ASKING), encoding="utf-8")
+    print(text, of_asking, sep="\n", end="")
 
 
 if __name__ == "__main__":

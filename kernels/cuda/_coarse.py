@@ -1,7 +1,8 @@
 """Coarse threshold for drafting: both histograms of a row in one step, and the threshold from them. Launches nothing.
 
 Cells are 1/32 nat below the largest logit, as in step 0 of the exact search. Weights and counts of a row are added up
-in the same step, so top_k and top_p take one pass over the logits, whichever of them a row has.
+in the same step, so top_k and top_p take one pass over the logits, whichever of them a row has. A row with neither
+needs no histogram, and adds the weights of each tile to cell 0.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from specrs.kernels.cuda._distribution import (
     store_cut,
     store_no_cut,
 )
-from specrs.kernels.cuda._search import UNIT, add_to_cells, cell_of, last_key, place_of
+from specrs.kernels.cuda._search import TOTAL, UNIT, add_tile, add_to_cells, cell_of, last_key, place_of
 
 _CELLS = tl.constexpr(1024)
 
@@ -94,17 +95,30 @@ def coarse_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_ids + row, token.to(tl.int64))
     if (tl.load(params + GREEDY) == 0.0) & is_finite(top):
         temperature = tl.load(params + TEMPERATURE)
-        _add_tile(
-            logits + row * stride,
-            cells + row * CELLS,
-            tl.div_rn(top, temperature),
-            temperature,
-            gap_limit(params),
-            tl.load(params + TOP_K) < float("inf"),
-            t * tile,
-            tl.minimum(t * tile + tile, V),
-            BLOCK,
-        )
+        m, row_ptr, own = tl.div_rn(top, temperature), logits + row * stride, cells + row * CELLS
+        first, end = t * tile, tl.minimum(t * tile + tile, V)
+        counted = tl.load(params + TOP_K) < float("inf")
+        if counted | (tl.load(params + TOP_P) < float("inf")):
+            _add_tile(row_ptr, own, m, temperature, gap_limit(params), counted, first, end, BLOCK)
+        else:
+            none = tl.full([], 0, tl.int64)
+            total = add_tile(
+                row_ptr,
+                own,
+                m,
+                temperature,
+                gap_limit(params),
+                none,
+                none,
+                none,
+                none + LAST_KEY,
+                first,
+                end,
+                TOTAL,
+                True,
+                BLOCK,
+            )
+            tl.atomic_add(own, total, sem="relaxed")
 
 
 @triton.jit

@@ -10,13 +10,14 @@ cut one logit earlier or later, because its exp rounds differently.
 Launches:
 
     exact     tiles, finish     always
-              count, 4 steps    with `top_k` in any row; rows without it exit at once
+              count, 4 steps    with `top_k` in any row
               weigh, 4 steps    with `top_p` in any row
               total             without `top_p`
     coarse    tiles, step, finish, whatever the rows have
 
-That is 10 launches with every filter, 6 with only `top_p`, 3 without filters, and 3 for drafting. Step 0 of a search
-does an atomic addition per token, later steps only for tokens in the remaining interval.
+That is 10 launches with every filter, 6 with only `top_p`, 3 without filters, and 3 for drafting. A row without a
+filter does not search: its programs exit at once, but for one step that adds up the weights of tiles. Step 0 of a
+search does an atomic addition per token, later steps only for tokens in the remaining interval.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from specrs.kernels.cuda._distribution import (
     PARAMS,
     TEMPERATURE,
     TOP_K,
+    TOP_P,
     combine_tiles,
     gap_limit,
     is_finite,
@@ -119,6 +121,13 @@ def search_kernel(  # type: ignore[no-untyped-def]
         index = tl.arange(0, CELLS)
         tl.store(upcoming + index, tl.zeros([CELLS], tl.int64), mask=index % tl.num_programs(0) == t)
 
+    has_top_k = tl.load(params + TOP_K) < float("inf")
+    if MODE == COUNT:
+        searches = has_top_k
+    elif MODE == WEIGHT:
+        searches = tl.load(params + TOP_P) < float("inf")
+    else:
+        searches = has_top_k & False
     if (tl.load(params + GREEDY) == 0.0) & is_finite(top):
         temperature = tl.load(params + TEMPERATURE)
         m = tl.div_rn(top, temperature)
@@ -126,41 +135,47 @@ def search_kernel(  # type: ignore[no-untyped-def]
         shift, cell = lo, lo
         limit = tl.full([], LAST_KEY, tl.int64)
         if LEVEL > 0:
-            lo, shift, base, target, cell = narrow(previous, finished, params, m, LEVEL == 1, MODE == WEIGHT)
+            if searches:
+                lo, shift, base, target, cell = narrow(previous, finished, params, m, LEVEL == 1, MODE == WEIGHT)
+                if t == 0:
+                    tl.store(slot + LO, lo)
+                    tl.store(slot + SHIFT, shift)
+                    tl.store(slot + BASE, base)
+                    tl.store(slot + TARGET, target)
+                    tl.store(slot + CELL, cell)
             limit = tl.load(previous + LIMIT)
-            if t == 0:
-                tl.store(slot + LO, lo)
-                tl.store(slot + SHIFT, shift)
-                tl.store(slot + BASE, base)
-                tl.store(slot + TARGET, target)
-                tl.store(slot + CELL, cell)
-        elif AFTER_COUNT:
-            limit, _, _, _, _ = narrow(previous, finished, params, m, False, False)
+        elif AFTER_COUNT:  # noqa: SIM102 (a constant)
+            if has_top_k:
+                limit, _, _, _, _ = narrow(previous, finished, params, m, False, False)
         if t == 0:
             tl.store(slot + LIMIT, limit)
-        if MODE == COUNT and LEVEL == 0:
-            # Nothing to count: an empty histogram reaches no target.
-            shift = tl.where(tl.load(params + TOP_K) < float("inf"), shift, -1)
-        if shift >= 0:
-            farthest = gap_limit(params) if MIN_P else float("inf")
-            total = add_tile(
-                logits + row * stride,
-                own,
-                m,
-                temperature,
-                farthest,
-                lo,
-                shift,
-                cell,
-                limit,
-                t * tile,
-                tl.minimum(t * tile + tile, V),
-                MODE,
-                LEVEL == 0,
-                BLOCK,
-            )
-            if MODE == TOTAL:
+        farthest = gap_limit(params) if MIN_P else float("inf")
+        row_ptr, first, end = logits + row * stride, t * tile, tl.minimum(t * tile + tile, V)
+        if MODE != COUNT and LEVEL == 0:  # noqa: SIM102 (constants)
+            if searches == 0:
+                # All weights of a tile are enough where no threshold is searched for.
+                total = add_tile(
+                    row_ptr, own, m, temperature, farthest, lo, shift, cell, limit, first, end, TOTAL, True, BLOCK
+                )
                 tl.store(tile_sum + row * tile_stride + t, total)
+        if MODE != TOTAL:  # noqa: SIM102 (a constant)
+            if searches & (shift >= 0):
+                add_tile(
+                    row_ptr,
+                    own,
+                    m,
+                    temperature,
+                    farthest,
+                    lo,
+                    shift,
+                    cell,
+                    limit,
+                    first,
+                    end,
+                    MODE,
+                    LEVEL == 0,
+                    BLOCK,
+                )
 
 
 @triton.jit(do_not_specialize=["num_tiles", "step", "scratch_rows"])
@@ -193,13 +208,13 @@ def finish_kernel(  # type: ignore[no-untyped-def]
         m = tl.div_rn(top, tl.load(params + TEMPERATURE))
         slot = steps + (row * STEP_SLOTS + step) * STEP_WORDS
         key = tl.load(slot + LIMIT)
-        if MODE == WEIGHT:
-            histogram = cells + (step % 3 * scratch_rows + row) * CELLS
-            lo, _, kept, _, _ = narrow(slot, histogram, params, m, False, True)
-            key = tl.minimum(key, lo)
-        else:
-            t = tl.arange(0, TILES)
-            kept = tl.sum(tl.load(tile_sum + row * tile_stride + t, mask=t < num_tiles, other=0), axis=0)
+        t = tl.arange(0, TILES)
+        kept = tl.sum(tl.load(tile_sum + row * tile_stride + t, mask=t < num_tiles, other=0), axis=0)
+        if MODE == WEIGHT:  # noqa: SIM102 (a constant)
+            if tl.load(params + TOP_P) < float("inf"):
+                histogram = cells + (step % 3 * scratch_rows + row) * CELLS
+                lo, _, kept, _, _ = narrow(slot, histogram, params, m, False, True)
+                key = tl.minimum(key, lo)
         if MIN_P:
             key = tl.minimum(key, last_key(m, gap_limit(params)))
         store_cut(out_cut + row, out_lse + row, key, kept, m)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,12 @@ STEPS = 8
 """Number of search steps of `sampling_cut` with every filter."""
 STEP_WORDS = 6
 _PROGRAMS = 1024
+LARGEST_TILE = 16_384
+"""Maximum number of tokens of a tile. One row that samples among many that are greedy is then still shared by ten
+programs at a vocabulary of 151,936, and no program has much more to do than the others."""
+COUNTED_SEQUENCES = 32
+"""Maximum number of sequences whose tokens are counted at the same time, for penalties. Their counts take 19 MB at a
+vocabulary of 151,936."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +36,12 @@ class SamplingScratch:
     cells: Tensor  # [3, rows, 2048] int64, histograms of three search steps in turn
     steps: Tensor  # [rows, 9, 6] int64, what each search step starts from
     ids: Tensor  # [rows] int64, each row's argmax after `sampling_cut`, its draw after `verify_coupled`
+    counts: Tensor  # [at most 32 sequences, V] int32, how often each token occurs, for penalties
 
     @classmethod
     def allocate(cls, max_rows: int, max_seqs: int, vocab_size: int, device: torch.device) -> SamplingScratch:
-        """Allocate scratch for at most `max_rows` flat rows and `max_seqs` sequences. It takes 51 kB per row at a
-        vocabulary of 151,936."""
+        """Allocate scratch for at most `max_rows` flat rows and `max_seqs` sequences. At a vocabulary of 151,936
+        it takes 51 kB per row, and 608 kB for each of up to 32 sequences."""
         rows, tiles = max(max_rows, max_seqs), triton.cdiv(vocab_size, BLOCK)
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -46,21 +54,21 @@ class SamplingScratch:
             cells=empty(3, rows, CELLS, dtype=torch.int64),
             steps=empty(rows, STEPS + 1, STEP_WORDS, dtype=torch.int64),
             ids=empty(rows, dtype=torch.int64),
+            counts=empty(min(max_seqs, COUNTED_SEQUENCES), vocab_size, dtype=torch.int32),
         )
 
     @property
     def num_bytes(self) -> int:
         """Number of bytes of all buffers."""
-        tensors = (self.tile_value, self.tile_id, self.tile_sum, self.cells, self.steps, self.ids)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(getattr(self, field.name).nbytes for field in dataclasses.fields(self))
 
 
 def tile_of(num_rows: int, vocab_size: int) -> int:
-    """Return the number of tokens of a tile, a power of two times 1,024. It is 1,024 as long as that makes at most
-    about 1,024 programs, which fill a GPU with one row as with six. With more rows it is larger, so that a program's
-    fixed cost pays off."""
+    """Return the number of tokens of a tile, a power of two times 1,024 and at most `LARGEST_TILE`. It is 1,024 as long
+    as that makes at most about 1,024 programs, which fill a GPU with one row as with six. With more rows it is larger,
+    so that a program's fixed cost pays off."""
     tile = BLOCK
-    while num_rows * triton.cdiv(vocab_size, tile) > _PROGRAMS and tile < vocab_size:
+    while num_rows * triton.cdiv(vocab_size, tile) > _PROGRAMS and tile < min(vocab_size, LARGEST_TILE):
         tile *= 2
     return tile
 

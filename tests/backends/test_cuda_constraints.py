@@ -4,7 +4,7 @@ As in `test_cuda_runner`, kernels are run by Triton's interpreter.
 """
 
 import pytest
-import specrs.backends.cuda.sampling.sampling_state as sampling_state
+import specrs.kernels.cuda.sampling_scratch as sampling_scratch
 from engine.test_constraints import EDGES, watch_draft_faults
 from specrs.engine.engine import Engine
 
@@ -36,8 +36,8 @@ def made(engine: Engine, temperature: float, k: int) -> list[tuple[list[int], st
 def test_text_and_end_are_those_of_no_drafts(
     pair: Pair, rule: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits are adjusted two rows at a time, so a step has several parts."""
-    monkeypatch.setattr(sampling_state, "ADJUSTED_ROWS", 2)
+    """Logits are adjusted two sequences at a time, so a step has several parts."""
+    monkeypatch.setattr(sampling_scratch, "COUNTED_SEQUENCES", 2)
     expected = made(pair.engine(gpu=False, monkeypatch=monkeypatch, rule=rule), temperature, k=0)
     assert {reason for _, reason, _ in expected} >= {"stop", "error"}
     assert made(pair.engine(gpu=True, monkeypatch=monkeypatch, rule=rule), temperature, k=K) == expected

@@ -41,6 +41,15 @@ def test_the_page_has_the_kernels_that_are_launched(script: ModuleType, tmp_path
     assert [roofline.kernels(1, k) for k in (0, 5)] == [greedy[f"iteration, batch 1, K = {k}"] for k in (0, 5)]
 
 
+def test_one_request_that_asks_costs_little(script: ModuleType) -> None:
+    found, chained = script.asking()
+    page = (ROOT / "docs/gpu.md").read_text()
+    text = script.asking_table(found, chained)
+    assert script.page_with(text, page, script.BEGIN_ASKING) == page, "scripts/count_kernels.py --write"
+    assert all(one.us + chained.us < 2000 for one in found)
+    assert all(one.bytes < 1e8 for one in found), "bytes of one request, not of 64"
+
+
 def test_a_table_that_is_not_what_is_launched_is_seen(script: ModuleType) -> None:
     page = (ROOT / "docs/gpu.md").read_text()
     assert script.page_with(script.table({"draft pass, batch 1": (171, 176)}), page) != page

@@ -36,21 +36,26 @@ def coldest(adjusted: Tensor, sequences: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
-def test_rows_run_a_few_at_a_time(mode: LogprobsMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_ROWS_AT_ONCE", ROWS)
+@pytest.mark.parametrize("wanted", [dict.fromkeys(range(14), 3), {0: 3, 1: 1, 4: 0, 5: 3, 6: 2, 13: 3}, {3: 3}])
+def test_rows_that_ask_run_a_few_at_a_time(
+    mode: LogprobsMode, wanted: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "RANKED_ROWS", ROWS)
     planned = (3, 3, 2, *[1] * 9, 0, 0)
     flat, random = flat_rows(planned), torch.Generator().manual_seed(0)
     total, width = len(flat.sequence), max(planned) + 1
-    raw, adjusted = (torch.randn(total, VOCAB, generator=random) for _ in range(2))
+    logits = torch.randn(total, VOCAB, generator=random)
     tokens = torch.randint(VOCAB, (len(planned), width), generator=random)
-    sampling = cast(SequenceSampling, SimpleNamespace(num_logprobs=3, filter=coldest, it=SimpleNamespace(flat=flat)))
+    sampling = cast(SequenceSampling, SimpleNamespace(logprobs=wanted, filter=coldest, it=SimpleNamespace(flat=flat)))
     with Largest() as largest:
-        found = logprobs.sequence_logprobs(mode, range(5, 5 + len(planned)), raw, adjusted, tokens, sampling)
+        found = dict(logprobs.sequence_logprobs(mode, logits, tokens, sampling))
     assert len(planned) * width > 4 * ROWS
     assert largest.numel <= ROWS * VOCAB, "a tensor holds more rows than run at once"
 
-    values = logprob_values(mode, raw, coldest(adjusted, flat.sequence))
-    expected = token_logprobs(values[flat.index.flatten()], tokens.flatten(), 3)
-    assert list(found) == list(range(5, 5 + len(planned)))
-    for name in ("value", "rank", "top_ids", "top_values"):
-        assert torch.cat([getattr(one, name) for one in found.values()]).equal(getattr(expected, name))
+    values = logprob_values(mode, logits, coldest(logits, flat.sequence))
+    assert list(found) == list(wanted)
+    for sequence, num_top in wanted.items():
+        own = token_logprobs(values[flat.index[sequence]], tokens[sequence], num_top)
+        for name in ("value", "rank", "top_ids", "top_values"):
+            given = getattr(found[sequence], name)
+            assert (given[:, :num_top] if name.startswith("top") else given).equal(getattr(own, name))

@@ -66,6 +66,7 @@ def test_a_row_of_nothing_but_nan() -> None:
 def test_tiles_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tile_of(1, 151_936) == tile_of(6, 151_936) == 1024
     assert tile_of(64, 151_936) == 16_384
+    assert tile_of(1536, 151_936) == 16_384, "one row is shared by several programs, however many rows there are"
     assert tile_of(1000, 50) == 1024
     monkeypatch.setattr(sampling_scratch, "_PROGRAMS", 2)
     assert tile_of(1, 5000) == 4096
@@ -79,4 +80,4 @@ def test_scratch_counts_its_bytes() -> None:
     scratch = SamplingScratch.allocate(2, 3, 5000, torch.device("cpu"))
     assert scratch.ids.shape == (3,)
     assert scratch.tile_sum.shape == (3, 5)
-    assert scratch.num_bytes == 3 * (2 * 5 * 8 + 5 * 8 + 3 * 2048 * 8 + 9 * 6 * 8 + 8)
+    assert scratch.num_bytes == 3 * (2 * 5 * 8 + 5 * 8 + 3 * 2048 * 8 + 9 * 6 * 8 + 8 + 5000 * 4)

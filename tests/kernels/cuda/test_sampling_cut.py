@@ -16,7 +16,7 @@ from specrs.verify.params import SamplingRows, Steps
 from sweep import sweep
 from torch import Tensor
 
-from kernels.cuda.sampling_cases import parameters, poisoned_scratch, wide
+from kernels.cuda.sampling_cases import POISON, parameters, poisoned_scratch, wide
 
 TOLERANCE = 3e-6
 """Relative tolerance of a sum of weights: the documented one at these sizes, which covers the reference's fp32
@@ -148,6 +148,23 @@ def test_a_gap_at_the_edge_of_the_coarse_cut_is_outside() -> None:
     params, steps = parameters([{"top_k": 3}])
     got = run(logits, torch.tensor([0]), params, steps, coarse=True)
     assert got.kept(logits)[0].tolist() == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+def test_a_row_without_filters_does_not_search(coarse: bool) -> None:
+    """Its neighbour has every filter, so every step is launched."""
+    logits = torch.randn(2, 2500, generator=torch.Generator().manual_seed(6)) * 3
+    params, steps = parameters([{"top_p": 0.9, "top_k": 50}, {"temperature": 0.7}])
+    scratch = poisoned_scratch(2, 2500)
+    out = CutTensors(torch.empty(2), torch.empty(2, dtype=torch.float64), torch.empty(2))
+    filters = Filters(steps.top_k, steps.top_p, steps.min_p)
+    sampling_cut(logits, torch.arange(2), params.values, out, scratch, coarse=coarse, filters=filters)
+    if coarse:
+        assert scratch.cells[0, 0].count_nonzero() > 10
+        assert scratch.cells[0, 1].nonzero().tolist() == [[0]], "all weights are in one cell"
+    else:
+        shifts = (scratch.steps[:, 1:8, 1] != POISON).sum(dim=1).tolist()
+        assert shifts == [6, 0], "three steps of each filter start from what the one before found"
 
 
 def test_neighbours_and_tiles_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

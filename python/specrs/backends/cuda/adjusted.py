@@ -1,8 +1,8 @@
 """Masks, penalties, grammars and log probabilities between logits and sampling on a GPU, outside CUDA graphs.
 
-Few requests have any of these, so they are ops of `sampling.sampling_state` that allocate. A grammar copies each
-drafted token to the host, where its matcher lives, and waits for it. Nothing else here waits. Tokens are drawn by the
-same kernels as in graphs.
+Few requests have any of these. Kernels change logits of their rows alone, and the rows of other requests cost what they
+cost without. A grammar copies each drafted token to the host, where its matcher lives, and waits for it when the next
+pass is enqueued. Nothing else here waits. Tokens are drawn by the same kernels as in graphs.
 """
 
 from __future__ import annotations
@@ -53,26 +53,30 @@ def draft_adjusted(ctx: Context, i: int, count: int, sampling: SequenceSampling,
 
     Sequences whose drafts are `on_host` keep those drafts. Mutates buffers and row state.
     """
-    b, it = ctx.buffers, sampling.it
-    logits = b.draft_logits[i - 1, :count]
-    top = logits.amax(dim=-1)  # faults are found in raw logits, because masks add -inf
-    sequences = torch.arange(count, device=logits.device)
-    masks = None
-    if sampling.grammar is not None:
-        masks = sampling.grammar.masks(torch.arange(count), torch.full((count,), i - 1), logits.device)
-    adjusted = sampling.adjust(logits, sequences, b.draft_draws[i - 1, :count], masks)
-    if adjusted is not logits:
-        logits.copy_(adjusted)
+    b, it, plan = ctx.buffers, sampling.it, sampling.plan
+    at = (i - 1, slice(0, count))
+    rows = None if plan is None else plan.drafting(count)
+    if rows is None:
+        sample_draft(ctx, i, count)
+        return
+    logits, grammar, masks = b.draft_logits[at], sampling.grammar, None
+    if grammar is not None:
+        masks = grammar.masks(torch.arange(count), torch.full((count,), i - 1), logits.device)
+    raw_top = sampling.adjust(logits, b.draft_draws[at], rows, b.n, masks, ctx.scratch)
     sample_draft(ctx, i, count)
-    b.draft_top[i - 1, :count].copy_(top)
+    b.draft_top[at].index_copy_(0, rows.row, raw_top)  # faults are found in raw logits, because masks add -inf
+    assert plan is not None
+    if grammar is None and not plan.reads_tokens:
+        return
     live = it.num_drafts[:count] >= i
     if any(on_host):
         live &= to_device(~torch.tensor(on_host[:count]), live.device)
-    # The penalties of the next pass need these tokens. `assemble` writes them again.
-    positions = torch.where(live, b.draft_draws[i - 1, :count], ctx.state.scratch_column)
-    ctx.state.tokens[it.rows[:count], positions] = b.drawn[i - 1, :count]
-    if sampling.grammar is not None:
-        sampling.grammar.observe(b.drawn[i - 1, :count], live)
+    if plan.reads_tokens:
+        # Adjustments of the next pass need these tokens. `assemble` writes them again.
+        positions = torch.where(live, b.draft_draws[at], ctx.state.scratch_column)
+        ctx.state.tokens[it.rows[:count], positions] = b.drawn[at]
+    if grammar is not None:
+        grammar.observe(b.drawn[at], live)
 
 
 def accept_adjusted(
@@ -89,21 +93,27 @@ def accept_adjusted(
     The first sequence here is sequence `first` of the step. `prompts` `[count, L, hidden]` are hidden states of the
     last tokens of prompts that end; None: this is a decode iteration.
     """
-    b, it = ctx.buffers, sampling.it
-    flat = it.flat
-    total = len(flat.sequence)
-    raw = b.logits[:total]
-    masks = None
-    if sampling.grammar is not None:
-        on_host = flat_rows(it.planned)
-        masks = sampling.grammar.masks(on_host.sequence, on_host.offset, raw.device)
-        sampling.grammar.finish()
-    adjusted = sampling.adjust(raw, flat.sequence, b.verify_draws[:total], masks)
+    b, it, plan = ctx.buffers, sampling.it, sampling.plan
+    total = len(it.flat.sequence)
+    logits, adjusted, kept = b.logits[:total], None, None
+    if plan is not None:
+        masks = None
+        if sampling.grammar is not None:
+            on_host = flat_rows(it.planned)
+            masks = sampling.grammar.masks(on_host.sequence, on_host.offset, logits.device)
+            sampling.grammar.finish()
+        if logprobs_mode.startswith("raw"):
+            kept = plan.rows_of(sampling.logprobs)
+        raw = None if kept is None else logits[kept]
+        raw_top = sampling.adjust(logits, b.verify_draws[:total], plan.verify, b.n, masks, ctx.scratch)
+        min_len = None if sampling.min_len is None else ctx.state.min_len.index_copy(0, it.rows, sampling.min_len)
+        adjusted = Adjusted(plan.verify.row, raw_top, min_len)
     exact = Shape(shape.batch, shape.max_k, total, shape.logits_mode)
-    raw_top = None if adjusted is raw else raw.amax(dim=-1)
-    min_len = None if sampling.min_len is None else ctx.state.min_len.index_copy(0, it.rows, sampling.min_len)
-    accept_and_update(ctx, exact, first, Adjusted(adjusted, raw_top, min_len), prompts)
-    if sampling.num_logprobs is not None:
-        tokens = b.emitted[: len(it.planned), : shape.max_k + 1].clone()
-        sequences = range(first, first + len(it.planned))
-        slot.logprobs.update(sequence_logprobs(logprobs_mode, sequences, raw, adjusted, tokens, sampling))
+    accept_and_update(ctx, exact, first, adjusted, prompts)
+    if not sampling.logprobs:
+        return
+    if kept is not None and raw is not None:
+        logits.index_copy_(0, kept, raw)
+    tokens = b.emitted[: len(it.planned), : shape.max_k + 1]
+    for sequence, found in sequence_logprobs(logprobs_mode, logits, tokens, sampling):
+        slot.logprobs[first + sequence] = found

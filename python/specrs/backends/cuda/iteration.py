@@ -94,12 +94,12 @@ def lm_head(ctx: Context, hidden: Tensor, *, greedy: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Adjusted:
-    """Logits after masks and penalties, with values that replace the corresponding ones in buffers and row state."""
+    """Values that replace those in buffers and row state where masks and penalties changed logits."""
 
-    logits: Tensor
-    """[rows, V] fp32 adjusted logits."""
-    raw_top: Tensor | None
-    """[rows] fp32, largest logit of each row before masks. None: `logits` are not adjusted."""
+    rows: Tensor
+    """[M] int64, flat rows whose logits were changed."""
+    raw_top: Tensor
+    """[M] fp32, largest logit of each of these rows before."""
     min_len: Tensor | None
     """[R + 1] int64, positions from which stop ids count. None: those of row state."""
 
@@ -114,13 +114,14 @@ def accept_and_update(
     iteration, whose states are where the target's pass left them.
     """
     b, batch, k = ctx.buffers, shape.batch, shape.max_k
-    accept(ctx, shape, b.logits[: shape.rows] if adjusted is None else adjusted.logits)
+    accept(ctx, shape, b.logits[: shape.rows])
     rows, allowed_top = ctx.state, b.target_top[: shape.rows]
     target_top = allowed_top
-    if adjusted is not None and adjusted.raw_top is not None:
-        target_top = adjusted.raw_top
-    if adjusted is not None and adjusted.min_len is not None:
-        rows = replace(rows, min_len=adjusted.min_len)
+    if adjusted is not None:
+        # Faults are found in raw logits, because masks add -inf.
+        target_top = allowed_top.index_copy(0, adjusted.rows, adjusted.raw_top)
+        if adjusted.min_len is not None:
+            rows = replace(rows, min_len=adjusted.min_len)
     decided = Decided(
         accepted=b.accepted[:batch],
         emitted=b.emitted[:batch, : k + 1],

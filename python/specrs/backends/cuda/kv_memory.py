@@ -14,7 +14,8 @@ from specrs.backends.cuda.build import make_buckets, make_context
 from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.graphs import measure_bytes
 from specrs.backends.cuda.hidden_rows import HiddenInputs
-from specrs.backends.cuda.sampling.sampling_state import SamplingState, adjusting_bytes
+from specrs.backends.cuda.sampling.logprobs import reporting_bytes
+from specrs.backends.cuda.sampling.sampling_state import SamplingState
 from specrs.backends.kv_memory import GIB, given_num_blocks
 from specrs.errors import InvalidConfigError, invalid
 from specrs.models.inputs import PassInputs
@@ -85,9 +86,9 @@ def _measure(blueprint: Blueprint) -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info(device)
     # Memory that torch has freed but cached counts as used, because prefill's temporaries need it again.
     used = total - free
-    # A penalty or a grammar of one request adjusts logits of the whole batch, in memory that prefill may have left.
-    adjusting = adjusting_bytes(ctx.buffers.logits.shape[0], blueprint.weights.target.vocab_size)
-    used += max(0, adjusting - (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)))
+    # Log probabilities take memory that prefill may have left. Masks and penalties change logits where they are.
+    reporting = reporting_bytes(ctx.buffers.logits.shape[0], blueprint.weights.target.vocab_size)
+    used += max(0, reporting - (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)))
     graphs = 0
     if not config.enforce_eager:
         graphs = measure_bytes(ctx, make_buckets(blueprint), sequences_of(ctx.record.views, "num_decode"), device)

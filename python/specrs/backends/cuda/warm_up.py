@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
 from specrs.backends.cuda.chunks import catch_up_pass, feeds_chunks
 from specrs.backends.cuda.context import Context, sequences_of
 from specrs.backends.cuda.hidden_rows import HiddenInputs
 from specrs.backends.cuda.iteration import accept_and_update, assemble, lm_head, prepare
 from specrs.backends.cuda.shapes import Buckets, ChunkShape, LogitsMode, Shape
+from specrs.kernels.cuda.adjust_logits import ALLOWED, COLUMNS, Asked, AskedRows, History, adjust
 from specrs.models.base import HiddenStates
 
 
@@ -26,6 +30,8 @@ def warm_up(ctx: Context, buckets: Buckets) -> None:
             _end_prompts(ctx, Shape(count, 0, count, logits_mode), left)
         for k in range(1, buckets.max_k + 1):
             _around_passes(ctx, Shape(1, k, k + 1, logits_mode))
+    for logits in (ctx.buffers.logits, *ctx.buffers.draft_logits):
+        _adjust(ctx, logits)
 
 
 def _long_chunks(ctx: Context) -> HiddenStates:
@@ -63,3 +69,23 @@ def _around_passes(ctx: Context, shape: Shape) -> None:
     prepare(ctx, shape, sequences_of(ctx.record.views, "num_decode"))
     assemble(ctx, shape)
     accept_and_update(ctx, shape)
+
+
+def _adjust(ctx: Context, logits: Tensor) -> None:
+    """Run the kernels of masks and penalties on a row that asks for nothing."""
+    state, b = ctx.state, ctx.buffers
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=logits.device)
+
+    words = -(-logits.shape[1] // 32)
+    asked = Asked(
+        table=zeros(1, COLUMNS.value),
+        lists=zeros(1),
+        biases=zeros(1, dtype=torch.float32),
+        allowed=zeros(1, words, dtype=torch.int32),
+    )
+    asked.table[:, ALLOWED.value] = -1
+    history = History(b.row, b.n, state.tokens, state.limit, state.stop_ids, state.min_len, ctx.params.values)
+    rows, top = AskedRows(zeros(1), zeros(1), zeros(1) - 1, [1]), zeros(1, dtype=torch.float32)
+    adjust(logits, zeros(len(logits)), asked, rows, None, history, 1, top, ctx.scratch)

@@ -1,12 +1,12 @@
 """Grammar masks for the sequences of a step: the tokens that each row may have after its drafts. Compiles no grammar.
 
-The matcher lives on the host, so a step with grammars reads each drafted token back (chained, at depth 1).
+The matcher lives on the host, so a step with grammars reads each drafted token back (chained, at depth 1). It is read
+when the next pass is enqueued already, so the device does not wait for the matcher.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,30 +15,7 @@ from torch import Tensor
 
 from specrs.parallel.ranks import Ranks
 from specrs.structured.matcher import ALL_ALLOWED, GrammarCursor, GrammarMatcher
-from specrs.structured.torch_masks import unpack_mask
-from specrs.transfer import to_device
-
-
-@dataclass(frozen=True, slots=True)
-class PackedMasks:
-    """Masks of those of N flat rows whose sequences have a grammar, as words on the device."""
-
-    rows: Tensor
-    """[G] int64, ascending flat rows, in host memory."""
-    words: Tensor
-    """[G, words(V)] int32, bit i of word j is 1 if id 32 j + i is allowed."""
-    vocab_size: int
-
-    def forbidden(self, part: slice) -> Tensor:
-        """Return `[rows of part, V]` bool on the device, True for tokens that a flat row must not have. Rows without
-        grammar may have all."""
-        first, last = torch.searchsorted(self.rows, torch.tensor((part.start, part.stop))).tolist()
-        device = self.words.device
-        out = torch.zeros((part.stop - part.start, self.vocab_size), dtype=torch.bool, device=device)
-        if first < last:
-            at = to_device(self.rows[first:last] - part.start, device)
-            out.index_copy_(0, at, unpack_mask(self.words[first:last], self.vocab_size))
-        return out
+from specrs.transfer import to_device, to_host
 
 
 class StepGrammar:
@@ -54,18 +31,17 @@ class StepGrammar:
         matchers: Sequence[GrammarMatcher | None],
         has_grammar: Sequence[bool],
         masks: NDArray[np.int32],
-        vocab_size: int,
         ranks: Ranks | None = None,
     ) -> None:
-        """Write the first masks. `masks` `[B, K+1, words(vocab_size)]` is mutated, here and by `observe`.
+        """Write the first masks. `masks` `[B, K+1, words(V)]` is mutated, here and by `masks`.
 
         `matchers` has None for sequences without grammar, for which `has_grammar` is False. Of several `ranks`, rank 0
         alone has matchers, and sends its masks to the others.
         """
-        self.vocab_size = vocab_size
         self._has_grammar = torch.tensor(has_grammar)
         self._ranks = ranks
         self._words = masks
+        self._given: tuple[Tensor, torch.cuda.Event | None] | None = None  # drafts that were not advanced over
         masks[np.asarray(has_grammar)] = ALL_ALLOWED
         self._cursors = [
             None if matcher is None else GrammarCursor(matcher, rows)
@@ -76,25 +52,41 @@ class StepGrammar:
                 cursor.start()
 
     def observe(self, tokens: Tensor, live: Tensor) -> None:
-        """Advance the grammars of the first sequences over their drafts `tokens` `[count]` of one pass. `live`
-        `[count]` marks true drafts."""
-        # One copy, because the host waits for each.
-        both = torch.stack((tokens, live.to(tokens.dtype))).tolist()
-        for cursor, token, is_draft in zip(self._cursors, *both, strict=False):
+        """Take the drafts `tokens` `[count]` of one pass of the first sequences. `live` `[count]` marks true drafts.
+        The grammars advance over them when a mask of a later row is asked for. Waits for nothing but drafts that were
+        given before."""
+        self._advance()
+        # One copy for both.
+        drafts, done = to_host(torch.stack((tokens, live.to(tokens.dtype)))), None
+        if tokens.is_cuda:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        self._given = drafts, done
+
+    def _advance(self) -> None:
+        """Advance the grammars over the drafts that were given last. Waits until the device has drawn them."""
+        if self._given is None:
+            return
+        (drafts, done), self._given = self._given, None
+        if done is not None:
+            done.synchronize()
+        for cursor, token, is_draft in zip(self._cursors, *drafts.tolist(), strict=False):
             if cursor is not None and is_draft:
                 cursor.advance(token)
 
     def finish(self) -> None:
         """Take the drafts out of the grammars, which keep settled tokens only."""
+        self._given = None
         for cursor in self._cursors:
             if cursor is not None:
                 cursor.finish()
 
-    def masks(self, sequences: Tensor, offsets: Tensor, device: torch.device) -> PackedMasks:
-        """Return the masks of flat rows: of row `offsets[i]` of sequence `sequences[i]`, both `[N]` int64 in host
-        memory. Only words of sequences with a grammar are copied to `device`."""
+    def masks(self, sequences: Tensor, offsets: Tensor, device: torch.device) -> Tensor:
+        """Return the masks `[G, words(V)]` int32 on `device` of those of N flat rows whose sequences have a grammar, in
+        the order of the rows. Row i is row `offsets[i]` of sequence `sequences[i]`, both `[N]` int64 in host memory."""
+        self._advance()
         rows = self._has_grammar[sequences].nonzero().flatten()
         words = torch.from_numpy(self._words)[sequences[rows], offsets[rows]]
         if self._ranks is not None:
             words = self._ranks.take_first(words)
-        return PackedMasks(rows, to_device(words, device), self.vocab_size)
+        return to_device(words, device)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from specrs.backends.cuda.row_state import RowState
@@ -18,39 +16,56 @@ from specrs.transfer import to_host
 from specrs.verify.logprobs import LogprobsMode, logprob_values, token_logprobs
 from specrs.verify.token_logprobs import TokenLogprobs
 
-_ROWS_AT_ONCE = 256
-"""Maximum number of rows whose logits or log probabilities exist at the same time. They take about 40 bytes per row and
-token of the vocabulary: 1.6 GB for 151,936 tokens, where 1,536 rows would take six times that."""
+RANKED_ROWS = 32
+"""Number of rows whose tokens are ranked at the same time."""
+_BYTES_PER_RANKED = 64
+"""Bytes that ranking takes for each row and token of the vocabulary, if all tokens are reported."""
+_PROMPT_ROWS = 256
+"""Number of rows of a prompt whose logits exist at the same time."""
+
+
+def reporting_bytes(rows: int, vocab_size: int) -> int:
+    """Return the bytes that log probabilities of a step take on the device. `rows` are the flat rows of verification;
+    raw logits of those that a penalty changes are kept until they are reported."""
+    return vocab_size * (4 * max(rows, _PROMPT_ROWS) + _BYTES_PER_RANKED * RANKED_ROWS)
 
 
 def sequence_logprobs(
-    mode: str, sequences: Sequence[int], logits: Tensor, adjusted: Tensor, tokens: Tensor, sampling: SequenceSampling
-) -> dict[int, TokenLogprobs]:
-    """Return the log probabilities of each sequence's W tokens, by its index in the step. Columns that were not emitted
-    are meaningless.
+    mode: str, logits: Tensor, tokens: Tensor, sampling: SequenceSampling
+) -> Iterator[tuple[int, TokenLogprobs]]:
+    """Yield `(sequence, log probabilities of its W tokens)` for the sequences that want any. Columns that were not
+    emitted are meaningless. Other sequences cost nothing.
 
     Args:
         mode: value of the option `logprobs_mode`.
-        sequences: index in the step of each of the B sequences that were verified.
-        logits: raw logits, `[N, V]`.
-        adjusted: logits after masks and penalties, `[N, V]`.
+        logits: `[N, V]`. Raw logits if `mode` is raw, else those after masks and penalties.
         tokens: `[B, W]` int64.
-        sampling: adjustments of the sequences; its `num_logprobs` says how many values each wants.
+        sampling: adjustments of the sequences; its `logprobs` says how many values each wants.
 
-    Returns:
-        Values in host memory. On a GPU they are complete when the step's results are.
+    Values are in host memory. On a GPU they are complete when the step's results are.
     """
-    assert sampling.num_logprobs is not None
     width, flat = tokens.shape[1], sampling.it.flat
-    index, wanted, parts = flat.index.flatten(), tokens.flatten(), []
-    for first in range(0, len(index), _ROWS_AT_ONCE):
-        rows, own = index[first : first + _ROWS_AT_ONCE], wanted[first : first + _ROWS_AT_ONCE]
-        raw = logits[rows]
-        processed = raw if mode.startswith("raw") else sampling.filter(adjusted[rows], flat.sequence[rows])
-        values = logprob_values(cast(LogprobsMode, mode), raw, processed)
-        parts.append(token_logprobs(values, own, sampling.num_logprobs))
-    found = _to_host(_joined(parts))
-    return {sequence: _narrow(found, i * width, width) for i, sequence in enumerate(sequences)}
+    for part, num_top in _parts(sampling.logprobs, max(1, RANKED_ROWS // width)):
+        index = flat.index[part[0] : part[-1] + 1].flatten()
+        own = tokens[part[0] : part[-1] + 1].flatten()
+        raw = logits[index]
+        processed = raw if mode.startswith("raw") else sampling.filter(raw, flat.sequence[index])
+        found = _to_host(token_logprobs(logprob_values(cast(LogprobsMode, mode), raw, processed), own, num_top))
+        for i, sequence in enumerate(part):
+            yield sequence, _narrow(found, i * width, width)
+
+
+def _parts(wanted: Mapping[int, int], most: int) -> Iterator[tuple[range, int]]:
+    """Yield ranges of at most `most` neighbouring sequences that want log probabilities, each with the largest number
+    of top tokens of its sequences."""
+    sequences = sorted(wanted)
+    first = 0
+    for i, sequence in enumerate(sequences):
+        after = sequences[i + 1] if i + 1 < len(sequences) else None
+        if after != sequence + 1 or i + 1 - first == most:
+            part = range(sequences[first], sequence + 1)
+            yield part, max(wanted[one] for one in part)
+            first = i + 1
 
 
 def prompt_logprobs(
@@ -73,19 +88,16 @@ def prompt_logprobs(
             continue
         first = int(slot.views["chunk_start"][chunk])
         count = min(starts[chunk + 1] - starts[chunk], own.prompt_len - 1 - first)
-        for at in range(0, count, _ROWS_AT_ONCE):
-            rows = min(_ROWS_AT_ONCE, count - at)
+        width = sampling.vocab_size if own.prompt_logprobs == LOGPROBS_ALL else own.prompt_logprobs
+        for at in range(0, count, _PROMPT_ROWS):
+            rows = min(_PROMPT_ROWS, count - at)
             logits = compute_logits(hidden[starts[chunk] + at : starts[chunk] + at + rows])
-            tokens = state.tokens[row, first + at + 1 : first + at + 1 + rows]
-            width = sampling.vocab_size if own.prompt_logprobs == LOGPROBS_ALL else own.prompt_logprobs
-            slot.prompt_logprobs.append(
-                (own.request_id, first + at + 1, _to_host(token_logprobs(torch.log_softmax(logits, -1), tokens, width)))
-            )
-
-
-def _joined(parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
-    columns = ([getattr(part, field.name) for part in parts] for field in dataclasses.fields(TokenLogprobs))
-    return TokenLogprobs(*(torch.cat(column) for column in columns))
+            for i in range(0, rows, RANKED_ROWS):
+                position = first + at + i + 1
+                part = logits[i : i + RANKED_ROWS]
+                tokens = state.tokens[row, position : position + len(part)]
+                values = token_logprobs(part.log_softmax(dim=-1), tokens, width)
+                slot.prompt_logprobs.append((own.request_id, position, _to_host(values)))
 
 
 def _to_host(found: TokenLogprobs) -> TokenLogprobs:
