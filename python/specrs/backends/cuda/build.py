@@ -74,7 +74,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     )
     layers = () if loaded is None else loaded.hidden_layers
     target_rows = max(config.batched_tokens, config.most_seqs * (k + 1), WIDE_MERGED_ROWS[-1])
-    target = with_buffers(cast("TorchModel", blueprint.weights.target), target_rows, config.most_seqs, len(layers))
+    target = with_buffers(cast("TorchModel", blueprint.weights.target), target_rows, config.most_seqs, len(layers), k)
     vocab = blueprint.weights.target.vocab_size
     rates: Tensor | None = None
     if speculative is not None and speculative.synthetic_acceptance_rates is not None:
