@@ -128,8 +128,8 @@ def delta_conv(
         where: `rows` `[S]`, `q_start` `[S + 1]` and `runs` `[4, >= S]` of `delta_runs`.
         inputs: `[R, kernel - 1 + K, conv_dim]` contiguous, of x's dtype: for each row of states the inputs of the
             last `kernel - 1` positions of the base, then those of logged drafts.
-        mixed: `[>= rows of the piece, conv_dim]` fp32 contiguous, written: SiLU of the convolution. Queries and keys are
-            divided by their length, and queries also by the square root of their number of features.
+        mixed: `[>= rows of the piece, conv_dim]` fp32 contiguous, written: SiLU of the convolution. Queries and keys
+            are divided by their length, and queries also by the square root of their number of features.
         gates: `[>= rows of the piece, 2, value_heads]` fp32 contiguous, written: beta and decay.
         replayed: `[>= S, K, key_heads * key_dim]` fp32 contiguous, written: keys of the logged updates to replay.
         sizes: see `_delta_layout.Sizes`.

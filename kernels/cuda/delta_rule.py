@@ -18,8 +18,8 @@ from torch import Tensor
 
 @triton.jit
 def _advance(state, key, delta, decay):  # type: ignore[no-untyped-def]
-    """Return `decay state + key delta^T`. The sum is one explicit `fma`, which no compiler can round otherwise at one of
-    the two places that call this function."""
+    """Return `decay state + key delta^T`. The sum is one explicit `fma`, which no compiler can round in another way at
+    one of the two places that call this function."""
     return tl.fma(key[:, None], delta[None, :], decay * state)
 
 
@@ -149,8 +149,8 @@ def delta_rule(
         mixed: what `delta_conv` has written. Values become outputs.
         dependent: launch dependently (see `_dependent_launch`).
 
-    One compiled kernel serves prompts and verification, so that a row's sums have one order, whatever the other rows and
-    requests are and however the pass is cut.
+    One compiled kernel serves prompts and verification, so that a row's sums have one order, whatever the other rows
+    and requests are and however the pass is cut.
     """
     _check(x, where, gates, replayed, memory, mixed, sizes, piece)
     rows, q_start, runs = where

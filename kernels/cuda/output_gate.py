@@ -87,8 +87,8 @@ def _check_split(x: Tensor, out: Tensor, num_heads: int, dim: int) -> None:
 
 @torch.library.custom_op("specrs::apply_gates", mutates_args=("out",))
 def apply_gates(x: Tensor, out: Tensor, num_heads: int, dim: int, dependent: bool) -> None:
-    """Multiply attention's output `out` `[N, heads * dim]`, rows of any stride, by the sigmoid of its gates in `x`, which
-    is as for `split_gates`. Computed in fp32 and rounded once."""
+    """Multiply attention's output `out` `[N, heads * dim]`, rows of any stride, by the sigmoid of its gates in `x`,
+    which is as for `split_gates`. Computed in fp32 and rounded once."""
     _check_apply(x, out, num_heads, dim)
     rows, width = out.shape
     apply_gates_kernel[(rows, triton.cdiv(width, _BLOCK))](

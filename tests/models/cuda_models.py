@@ -43,6 +43,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "mixtral": ("mixtral", {"sliding_window": 7}),
     "gpt_oss": ("gpt_oss", {"sliding_window": 7, "tie": False}),
+    "hybrid": (
+        "qwen3_5_text",
+        {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "layers": 3},
+    ),
     "one KV head": ("qwen3", {"kv_heads": 1, "group": 5, "head_dim": 20}),
 }
 LENGTH = 90
@@ -103,14 +107,21 @@ class Poisoned(CudaDecoder):
         buffers = [getattr(self.workspace, f.name) for f in dataclasses.fields(self.workspace)]
         if self.workspace.experts is not None:
             buffers += self.workspace.experts.tensors
+        if self.states is not None:
+            buffers += [self.states.mixed, self.states.gates, self.states.replayed]
         for buffer in buffers:
             if isinstance(buffer, Tensor) and buffer.is_floating_point():
                 buffer.fill_(torch.nan)
 
 
 def on_device(model: TorchDecoder, num_hidden_layers: int = 0) -> Poisoned:
-    made = CudaDecoder.allocate(as_on_a_gpu(model), max_rows=LENGTH, max_seqs=4, num_hidden_layers=num_hidden_layers)
-    return Poisoned(made.weights, made.workspace)
+    made = CudaDecoder.allocate(
+        as_on_a_gpu(model), max_rows=LENGTH, max_seqs=4, num_hidden_layers=num_hidden_layers, num_drafts=8
+    )
+    if made.states is not None:
+        for memory in (made.states.inputs, made.states.bases, made.states.deltas, made.states.decays):
+            memory.fill_(torch.nan)
+    return Poisoned(made.weights, made.workspace, states=made.states)
 
 
 def outputs(model: Any, run: Callable[[Feeder], list[Tensor]]) -> Tensor:

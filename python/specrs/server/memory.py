@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from specrs.backends.kv_memory import host_memory
 from specrs.backends.model_source import draft_source, drafts_by_model
-from specrs.backends.table import resolve_device
+from specrs.backends.table import backend_of, resolve_device
 from specrs.config import EngineConfig
 from specrs.engine.states import fit_states
 from specrs.errors import UnsupportedModelError, invalid_config
@@ -52,7 +52,11 @@ def _state_bytes(config: EngineConfig) -> int:
         return 0
     if delta is None:
         return 0
-    requests, snapshots = fit_states(config, delta.row_bytes, delta.draft_bytes, host_memory())
+    device = resolve_device(config.device)
+    backend = backend_of(device)
+    if not backend.keeps_snapshots:
+        config = replace(config, enable_prefix_caching=False)
+    requests, snapshots = fit_states(config, delta.row_bytes, delta.draft_bytes, backend.free_memory(device))
     return (requests + snapshots) * delta.row_bytes
 
 

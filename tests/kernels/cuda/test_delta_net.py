@@ -5,6 +5,7 @@ Whatever memory no row has written yet is NaN.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -125,7 +126,7 @@ class Driver:
         rows, first = torch.cat(x).to(self.dtype), starts[0][-1]
         of_rows = [torch.tensor([own.row for own in fed], dtype=torch.int64) for fed in (decoding, chunks)]
         q_start, none = [torch.tensor(start) for start in starts], torch.zeros((1, 1), dtype=torch.int64)
-        longest = [max((b - a for a, b in zip(start, start[1:], strict=False)), default=0) for start in starts]
+        longest = [max((b - a for a, b in itertools.pairwise(start)), default=0) for start in starts]
         after = ChunkRows(first, q_start[1], none, None, longest[1], len(decoding), of_rows[1]) if chunks else None
         at = torch.tensor(positions)
         inputs = PassInputs(
@@ -203,10 +204,16 @@ def test_bits_are_those_of_rows_one_by_one(net: DeltaNet, drafts: int, prompt: i
     outputs, at = [], 0
     while at < prompt:
         rows = data.draw(st.integers(1, prompt - at))
-        chunk = Fed(1, own[at : at + rows], at)
-        beside = [Fed(0, text(net, 0)[:1], 0)] if data.draw(st.booleans()) else []
-        made = driver.feed(beside, [chunk], w) if beside else driver.feed([chunk], [], w, prompts=True)
-        outputs.append(made[len(beside) :])
+        chunk, end = Fed(1, own[at : at + rows], at), at + rows
+        kind = data.draw(st.sampled_from(["alone", "next to another request", "the last row is verified"]))
+        if kind == "alone":
+            outputs.append(driver.feed([chunk], [], w, prompts=True))
+        elif kind == "next to another request":
+            outputs.append(driver.feed([Fed(0, text(net, 0)[:1], 0)], [chunk], w)[1:])
+        else:
+            chunk = Fed(1, chunk.x[:-1], at, masked=1)
+            made = driver.feed([Fed(1, own[end - 1 : end], end - 1)], [chunk], w)
+            outputs += [made[1:-1], made[:1]]
         at += rows
     while at < 20:
         k = data.draw(st.integers(0, drafts))

@@ -54,8 +54,8 @@ class NetStates:
     eps: float
     """Eps of the norm of outputs."""
     inputs: Tensor
-    """[L, R, kernel - 1 + K, conv_dim] in the model's dtype: inputs of the convolution, of the base's last positions and
-    of logged drafts."""
+    """[L, R, kernel - 1 + K, conv_dim] in the model's dtype: inputs of the convolution, of the base's last positions
+    and of logged drafts."""
     bases: Tensor
     """[L, R, value_heads, key_dim, value_dim] fp32."""
     deltas: Tensor
@@ -121,8 +121,8 @@ class NetStates:
         )
 
     def begin(self, inputs: PassInputs, dependent: bool) -> NetPass:
-        """Return the pass of `inputs` through the delta nets. Enqueues kernels that find its rows by request, and change
-        `lengths` and `drafts`."""
+        """Return the pass of `inputs` through the delta nets. Enqueues kernels that find its rows by request, and
+        change `lengths` and `drafts`."""
         rows, chunks, parts = inputs.input_ids.shape[0], inputs.chunks, []
         first = rows if chunks is None else chunks.first
         if chunks is not None:
