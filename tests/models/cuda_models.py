@@ -13,6 +13,7 @@ from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.kernels.linear import DenseWeight, Weight
 from specrs.models.base import HiddenStates
 from specrs.models.decoder_weights import ExpertWeights
+from specrs.models.delta_net import FULL, LINEAR
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.torch_decoder import TorchDecoder
@@ -43,10 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "mixtral": ("mixtral", {"sliding_window": 7}),
     "gpt_oss": ("gpt_oss", {"sliding_window": 7, "tie": False}),
-    "hybrid": (
-        "qwen3_5_text",
-        {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "layers": 3},
-    ),
+    "hybrid": ("qwen3_5_text", {"layer_types": [LINEAR, FULL, LINEAR], "layers": 3}),
     "one KV head": ("qwen3", {"kv_heads": 1, "group": 5, "head_dim": 20}),
 }
 LENGTH = 90

@@ -49,7 +49,7 @@ class Feeder:
         snapshots: tuple[tuple[int, int, int], ...] = (),
     ) -> Tensor:
         """One pass over {request: [(token, position), ...]}; logits `[N, vocab]` in that order. With `prompts` all rows
-        are those of prompts.
+        are those of prompts. For native models whose layers have states, `rows` has the first requests in order.
 
         Position -1 masks a row; (request, position) in `no_slot` writes nothing. `snapshots` has request, length and
         slot of snapshots of states.
