@@ -114,10 +114,11 @@ def engine(folder: Path, drafter: str | None, *, gpu: bool, **fields: Any) -> En
             serve_by_cuda(patch)
             fields["enforce_eager"] = False
         made = build_engine(config_of(folder, drafter, **fields), weights(folder, drafter))
-    assert isinstance(made.runner, CudaRunner) == gpu
-    if gpu:
+    runner = made.runner
+    assert isinstance(runner, CudaRunner) == gpu
+    if isinstance(runner, CudaRunner):
         poison(made)
-        target = made.runner.ctx.target
+        target = runner.ctx.target
         assert isinstance(target, CudaDecoder)
         assert target.states is not None
         for memory in (target.states.inputs, target.states.bases, target.states.deltas, target.states.decays):

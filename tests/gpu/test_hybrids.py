@@ -34,7 +34,8 @@ class Passes:
     """One request through one delta net of random weights on a GPU."""
 
     def __init__(self, net: DeltaNet, drafts: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.config: Any = SimpleNamespace(delta=net, rms_norm_eps=1e-6)
+        config: Any = SimpleNamespace(delta=net, rms_norm_eps=1e-6)
+        self.config = config
         generator = torch.Generator(device).manual_seed(5)
 
         def random(*shape: int) -> Tensor:
@@ -125,7 +126,7 @@ def test_texts(pair: tuple[Path, Path], kind: str) -> None:
         speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
     else:
         speculative["model"] = str(draft)
-    fields = {"enable_prefix_caching": False}
+    fields: dict[str, Any] = {"enable_prefix_caching": False}
     engine = build(target, speculative, **fields)
     texts = generate(engine, [GREEDY] * 4)
     assert engine.stats().drafts > 0

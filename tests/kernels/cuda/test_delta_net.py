@@ -286,12 +286,14 @@ def test_runs(data: st.DataObject) -> None:
         starts.append(len(positions) - first)
     positions += [-1]
     at, q_start = torch.tensor(positions), torch.tensor(starts)
-    mine, theirs = ([lengths.clone(), drafts.clone(), torch.full((4, 7), 77)] for _ in range(2))
-    delta_runs(at, q_start, rows, *mine, first, prompts, False)
-    delta_runs_reference(at, q_start, rows, *theirs, first, prompts)
-    for found, expected in zip(mine[:2], theirs[:2], strict=True):
-        assert found.equal(expected)
-    fed_ones = mine[2][0, :count] > 0
-    assert mine[2][:2].equal(theirs[2][:2])
-    assert mine[2][3].equal(theirs[2][3])
-    assert mine[2][2, :count][fed_ones].equal(theirs[2][2, :count][fed_ones])
+    mine, theirs = torch.full((2, 4, 7), 77)
+    own = lengths.clone(), drafts.clone()
+    delta_runs(at, q_start, rows, *own, mine, first, prompts, False)
+    delta_runs_reference(at, q_start, rows, lengths, drafts, theirs, first, prompts)
+    assert own[0].equal(lengths)
+    assert own[1].equal(drafts)
+    some = theirs[0] > 0
+    some[count:] = True
+    for i in range(4):
+        assert mine[i, some].equal(theirs[i, some])
+    assert mine[0].equal(theirs[0])
