@@ -31,7 +31,8 @@ def exp64(x):  # type: ignore[no-untyped-def]
     series = one
     for i in tl.static_range(13):
         series = one + series * (r * (one / (13 - i)))
-    power = ((n.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+    exponent = tl.where(x == x, n, one - one).to(tl.int64)
+    power = ((exponent + 1023) << 52).to(tl.float64, bitcast=True)
     return tl.where(x < -most, one - one, series * power)
 
 
