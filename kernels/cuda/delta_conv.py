@@ -61,7 +61,7 @@ def delta_conv_kernel(  # type: ignore[no-untyped-def]
     # The request's rows in this piece of the pass. Its first piece computes the keys of replayed updates, too.
     begin, end = tl.maximum(low - start, 0), tl.minimum(high - start, count)
     t = tl.where(begin == 0, 0, replay + begin) + tl.program_id(2) * TILE + tl.arange(0, TILE)
-    live = (t < replay + end) & (begin < end)
+    live = t < tl.where(begin < end, replay + end, 0)
     fed = live & (t >= replay)
     i = t - replay
 
@@ -77,7 +77,9 @@ def delta_conv_kernel(  # type: ignore[no-untyped-def]
         at = t + tap
         is_kept = at < BEFORE + replay
         before = tl.load(
-            kept + at[:, None] * CHANNELS, mask=(live & is_kept & from_base)[:, None] & inside, other=0
+            kept + at[:, None] * CHANNELS,
+            mask=(live & (at < tl.where(from_base, BEFORE + replay, 0)))[:, None] & inside,
+            other=0,
         ).to(tl.float32)
         new = tl.load(
             own + (at - BEFORE - replay)[:, None] * x_stride + column[None, :],
@@ -94,11 +96,11 @@ def delta_conv_kernel(  # type: ignore[no-untyped-def]
     tl.store(mixed + place, made, mask=fed[:, None] & inside)
     of_key = (s * most + t)[:, None] * KEYS + (channel - KEYS)[None, :]
     is_key = (head >= KEY_HEADS) & (head < 2 * KEY_HEADS)
-    tl.store(replayed + of_key, made, mask=(live & (t < replay) & is_key)[:, None] & inside)
+    tl.store(replayed + of_key, made, mask=(live & (t < tl.where(is_key, replay, 0)))[:, None] & inside)
 
     value_head = tl.maximum(head - 2 * KEY_HEADS, 0)
     b_column, a_column = number_columns(value_head, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, BY_KEY_HEAD)
-    gated = fed & is_value
+    gated = fed & (t < tl.where(is_value, replay + end, 0))
     b = tl.load(own + i * x_stride + b_column, mask=gated, other=0).to(tl.float32)
     a = tl.load(own + i * x_stride + a_column, mask=gated, other=0).to(tl.float32)
     gate = gates + (start - low + i) * (2 * VALUE_HEADS) + value_head

@@ -75,7 +75,8 @@ def delta_rule_kernel(  # type: ignore[no-untyped-def]
     base = bases + of_state + k[:, None] * VALUE_DIM + column[None, :]
     # A later piece of the pass goes on from the base, which the piece before it has written.
     is_first = begin == 0
-    state = tl.load(base, mask=inside & ((begins == 0) | (begin > 0)), other=0)
+    held = (k < tl.where((begins == 0) | (begin > 0), KEY_DIM, 0))[:, None] & in_value[None, :]
+    state = tl.load(base, mask=held, other=0)
     state = tl.where(is_first & (begins == 2), float("nan"), state)
 
     key_head = head // (VALUE_HEADS // KEY_HEADS)
@@ -104,7 +105,8 @@ def delta_rule_kernel(  # type: ignore[no-untyped-def]
             tl.store(base, state, mask=inside)
         # Programs log what they alone read, so that none overwrites what another one still has to replay.
         logged = i - commit
-        tl.store(delta_log + logged * (VALUE_HEADS * VALUE_DIM), delta, mask=in_value & (logged >= 0))
+        is_logged = column < tl.where(logged >= 0, VALUE_DIM, 0)
+        tl.store(delta_log + logged * (VALUE_HEADS * VALUE_DIM), delta, mask=is_logged)
         tl.store(decay_log + logged * (VALUE_HEADS * tl.num_programs(2)), decay, mask=logged >= 0)
 
     # Inputs of the convolution for the next pass. All programs together have all channels.
@@ -117,9 +119,9 @@ def delta_rule_kernel(  # type: ignore[no-untyped-def]
             # Ascending, because each comes from a place further on.
             at = replay + commit + j
             is_kept = at < BEFORE + replay
-            old = tl.load(kept + at * CHANNELS, mask=(channel < CHANNELS) & is_kept & (begins == 0), other=0)
+            old = tl.load(kept + at * CHANNELS, mask=channel < tl.where(is_kept & (begins == 0), CHANNELS, 0), other=0)
             new = tl.load(
-                source + (at - BEFORE - replay) * x_stride, mask=(channel < CHANNELS) & (at >= BEFORE + replay), other=0
+                source + (at - BEFORE - replay) * x_stride, mask=channel < tl.where(is_kept, 0, CHANNELS), other=0
             )
             tl.store(kept + j * CHANNELS, tl.where(is_kept, old, new), mask=channel < CHANNELS)
         for i in range(commit, count):

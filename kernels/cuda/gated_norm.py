@@ -45,7 +45,8 @@ def gated_norm_kernel(  # type: ignore[no-untyped-def]
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     j = tl.arange(0, BLOCK)
     inside = (head < VALUE_HEADS)[:, None] & (j < VALUE_DIM)[None, :]
-    live = inside & (tl.load(positions + first + at) >= 0)
+    is_fed = tl.load(positions + first + at) >= 0
+    live = inside & (j < tl.where(is_fed, VALUE_DIM, 0))[None, :]
     y = tl.load(mixed + at * CHANNELS + 2 * KEYS + head[:, None] * VALUE_DIM + j[None, :], mask=live, other=0)
     column = gate_column(head, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, BY_KEY_HEAD)
     z = tl.load(x + (first + at) * x_stride + column[:, None] + j[None, :], mask=live, other=0).to(tl.float32)
