@@ -77,9 +77,7 @@ def delta_conv_kernel(  # type: ignore[no-untyped-def]
         at = t + tap
         is_kept = at < BEFORE + replay
         before = tl.load(
-            kept + at[:, None] * CHANNELS,
-            mask=(live & (at < tl.where(from_base, BEFORE + replay, 0)))[:, None] & inside,
-            other=0,
+            kept + at[:, None] * CHANNELS, mask=(live & (at < tl.where(from_base, BEFORE + replay, 0)))[:, None] & inside, other=0
         ).to(tl.float32)
         new = tl.load(
             own + (at - BEFORE - replay)[:, None] * x_stride + column[None, :],
@@ -127,7 +125,7 @@ def delta_conv(
     Args:
         x: `[N, outputs]`, rows of any stride: what the input projection gives (see `_delta_layout`).
         weights: weights of the convolution `[kernel, conv_dim]`, and a_log and dt_bias `[value_heads]`, fp32.
-        where: `rows` `[S]`, `q_start` `[S + 1]` and `runs` `[4, >= S]` of `delta_runs`.
+        where: `rows` `[S]`, `q_start` `[S + 1]` and `runs` `[5, >= S]` of `delta_runs`.
         inputs: `[R, kernel - 1 + K, conv_dim]` contiguous, of x's dtype: for each row of states the inputs of the
             last `kernel - 1` positions of the base, then those of logged drafts.
         mixed: `[>= rows of the piece, conv_dim]` fp32 contiguous, written: SiLU of the convolution. Queries and keys

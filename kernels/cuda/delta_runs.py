@@ -49,14 +49,15 @@ def delta_runs_kernel(  # type: ignore[no-untyped-def]
     replay = tl.where(position == 0, 0, position - tl.load(lengths + row))
     known = (replay >= 0) & (replay <= tl.load(drafts + row))
     begin = tl.where(position == 0, 1, tl.where(known, 0, 2)).to(tl.int64)
+    fed = count > 0
     commit = count
     if not PROMPTS:
         commit = tl.minimum(count, 1)
-    fed = count > 0
     tl.store(runs + s, count)
     tl.store(runs + stride + s, tl.where(known & fed, replay, 0))
     tl.store(runs + 2 * stride + s, begin)
     tl.store(runs + 3 * stride + s, commit)
+    tl.store(runs + 4 * stride + s, tl.where(fed & known, position - replay, 0))
     tl.store(lengths + row, position + commit, mask=fed)
     tl.store(drafts + row, count - commit, mask=fed)
 
@@ -74,7 +75,7 @@ def delta_runs(
     dependent: bool,
 ) -> None:
     """Write the runs of S requests: number of rows, number of logged updates before them, what they begin with (`BASE`,
-    `ZEROS` or `FAULT`), and number of first rows that change the base.
+    `ZEROS` or `FAULT`), number of first rows that change the base, and number of positions in the base before.
 
     Args:
         positions: `[N]` int64 of a pass; -1 masks a row. In a request, masked rows come last.
@@ -82,7 +83,7 @@ def delta_runs(
         rows: `[S]` int64, the requests' rows of states. A request without rows may have any row.
         lengths, drafts: `[R]` int64, number of positions in the base of each row of states, and of logged updates after
             them. Written for requests with rows: they become what this pass leaves.
-        runs: `[4, >= S]` int64, written.
+        runs: `[5, >= S]` int64, written.
         first: index of the pass's first row of these requests.
         prompts: True if all rows are committed tokens. False: all but a request's first may be rejected later.
         dependent: launch dependently (see `_dependent_launch`).
@@ -122,7 +123,7 @@ def _(
 def _check(positions: Tensor, q_start: Tensor, rows: Tensor, lengths: Tensor, drafts: Tensor, runs: Tensor) -> None:
     assert q_start.shape == (rows.shape[0] + 1,)
     assert lengths.shape == drafts.shape
-    assert runs.shape[0] == 4
+    assert runs.shape[0] == 5
     assert runs.shape[1] >= rows.shape[0]
     for tensor in (positions, q_start, rows, lengths, drafts):
         assert tensor.is_contiguous()
@@ -145,14 +146,14 @@ def delta_runs_reference(
     for s, (row, start, end) in enumerate(zip(rows.tolist(), starts[:-1], starts[1:], strict=True)):
         fed = [position for position in positions[start:end].tolist() if position >= 0]
         commit = len(fed) if prompts else min(1, len(fed))
-        runs[:, s] = torch.tensor([len(fed), 0, FAULT, commit])
+        runs[:, s] = torch.tensor([len(fed), 0, FAULT, commit, 0])
         if not fed:
             continue
         replay = fed[0] - int(lengths[row])
         if fed[0] == 0:
             runs[2, s] = ZEROS
         elif 0 <= replay <= int(drafts[row]):
-            runs[1:3, s] = torch.tensor([replay, BASE])
+            runs[1:3, s], runs[4, s] = torch.tensor([replay, BASE]), lengths[row]
         lengths[row], drafts[row] = fed[0] + commit, len(fed) - commit
 
 

@@ -25,10 +25,8 @@ from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
-from specrs.engine.states import resolve_states
 from specrs.engine.weights import load_weights
-from specrs.errors import UnsupportedConfigError, UnsupportedModelError
-from specrs.kv_events_config import KVEventsConfig
+from specrs.errors import UnsupportedModelError
 from specrs.models.loader import load_config
 from specrs.sampling import SamplingParams
 from specrs.speculative_config import SpeculativeConfig
@@ -55,6 +53,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def paths(folder: Path) -> tuple[Path, Path]:
     target = make_checkpoint(folder / "target", "qwen3_5_text", seed=1, **SHAPE, **NET)
     return target, make_checkpoint(folder / "draft", "qwen3", seed=2, layers=1, **SHAPE)
+
+
+LONG = [PROMPTS[2][:15], [*PROMPTS[2][:15], 4, 4, 9], PROMPTS[2][:9] + PROMPTS[1], PROMPTS[1] + PROMPTS[2][:4]]
+"""Prompts that begin alike."""
+
+
+@cache
+def long_texts(folder: Path) -> list[list[int]]:
+    """Texts of `LONG` by the CPU loop without drafts."""
+    return [texts(generate(engine(folder, None, gpu=False), [GREEDY], 8, [prompt]))[0] for prompt in LONG]
 
 
 def test_prompt_chunks(folder: Path) -> None:
@@ -102,9 +110,8 @@ def config_of(folder: Path, drafter: str | None, **fields: Any) -> EngineConfig:
     return EngineConfig(
         model=str(target),
         dtype="float32",
-        enable_prefix_caching=False,
         speculative_config=None if drafter is None else SpeculativeConfig(**speculative, rejection_sample_method=rule),
-        **(SMALL | {"enforce_eager": True} | fields),
+        **(SMALL | {"enforce_eager": True, "enable_prefix_caching": False} | fields),
     )
 
 
@@ -121,7 +128,7 @@ def engine(folder: Path, drafter: str | None, *, gpu: bool, **fields: Any) -> En
         target = runner.ctx.target
         assert isinstance(target, CudaDecoder)
         assert target.states is not None
-        for memory in (target.states.inputs, target.states.bases, target.states.deltas, target.states.decays):
+        for memory in target.states.memory:
             memory.fill_(torch.nan)
     return made
 
@@ -140,7 +147,7 @@ def plain(folder: Path, params: tuple[SamplingParams, ...], num_tokens: int) -> 
 SAMPLED = SamplingParams(temperature=1.0)
 
 
-@sweep(18)
+@sweep(9)
 @given(
     st.sampled_from([None, "ngram", "draft_model"]),
     st.booleans(),
@@ -218,29 +225,47 @@ def test_nan_in_a_state_ends_its_request_alone(folder: Path) -> None:
         assert requests[i].output_token_ids == plain(folder, (GREEDY,) * 3, 12)[i]
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"enable_prefix_caching": True}, "enable_prefix_caching=True"),
-        ({"state_cache_memory_bytes": 1 << 20}, f"state_cache_memory_bytes={1 << 20}"),
-        (
-            {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)},
-            "kv_events_config.enable_kv_cache_events=True",
-        ),
-    ],
+@sweep(6)
+@given(
+    st.sampled_from([None, "ngram", "draft_model"]),
+    st.lists(st.lists(st.integers(0, len(LONG) - 1), min_size=1, max_size=3), min_size=2, max_size=3),
+    st.sampled_from([5, 12]),
+    st.sampled_from([None, 1, 4]),
+    st.booleans(),
 )
-def test_prefix_caching_is_rejected_by_name(folder: Path, fields: dict[str, Any], field: str) -> None:
-    """A device whose passes write no snapshots of states."""
-    config = replace(config_of(folder, None), **({"enable_prefix_caching": None} | fields))
-    with pytest.raises(UnsupportedConfigError, match=rf"{field}: not implemented .* device='cpu'; leave it out"):
-        resolve_states(config, weights(folder, None), lambda: 1 << 30, keeps_snapshots=False)
+def test_prefix_hits_have_the_texts_of_misses(
+    folder: Path, drafter: str | None, rounds: list[list[int]], budget: int, slots: int | None, graphs: bool
+) -> None:
+    """Prompts that begin alike, again and again, with few slots and many; snapshots are often written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specrs.backends.blueprint.SNAPSHOT_INTERVAL", 8)
+        patch.setattr("specrs.backends.blueprint.DECODE_SNAPSHOT_INTERVAL", 4)
+        row, _ = weights(folder, None).target.state_bytes
+        mine = engine(
+            folder,
+            drafter,
+            gpu=True,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=True,
+            state_cache_memory_bytes=None if slots is None else slots * row,
+        )
+        if graphs:
+            give_graphs(mine)
+        for order in rounds:
+            prompts = [LONG[i] for i in order]
+            made = texts(generate(mine, [GREEDY] * len(order), 8, prompts))
+            assert made == [long_texts(folder)[i] for i in order]
+        mine.scheduler.check_integrity()
 
 
-def test_prefix_caching_is_off_by_default(folder: Path) -> None:
-    config = replace(config_of(folder, None), enable_prefix_caching=None)
-    resolved = resolve_states(config, weights(folder, None), lambda: 1 << 30, keeps_snapshots=False)
-    assert resolved.enable_prefix_caching is False
-    assert resolved.state_cache_memory_bytes is None
+def test_a_hit_begins_with_a_snapshot(folder: Path) -> None:
+    mine = engine(folder, "draft_model", gpu=True, enable_prefix_caching=True)
+    for _ in range(2):
+        assert texts(generate(mine, [GREEDY], 8, LONG[:1])) == long_texts(folder)[:1]
+    stats = mine.stats()
+    assert stats.state_cache is not None
+    assert stats.state_cache.hits == 1
+    assert stats.state_cache.stored > 0
 
 
 def test_models_that_the_kernels_do_not_serve(folder: Path, tmp_path: Path) -> None:

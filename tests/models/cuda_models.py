@@ -117,7 +117,7 @@ def on_device(model: TorchDecoder, num_hidden_layers: int = 0) -> Poisoned:
         as_on_a_gpu(model), max_rows=LENGTH, max_seqs=4, num_hidden_layers=num_hidden_layers, num_drafts=8
     )
     if made.states is not None:
-        for memory in (made.states.inputs, made.states.bases, made.states.deltas, made.states.decays):
+        for memory in made.states.memory:
             memory.fill_(torch.nan)
     return Poisoned(made.weights, made.workspace, states=made.states)
 

@@ -94,10 +94,6 @@ class Backend(Protocol):
         """Number of GPUs that each rank uses."""
 
     @property
-    def keeps_snapshots(self) -> bool:
-        """True if passes write snapshots of states, without which a model with states has no prefix hits."""
-
-    @property
     def drafts_text(self) -> bool:
         """True if a draft model of another tokenizer drafts text under the rule `coupled`. False: it drafts tokens."""
 

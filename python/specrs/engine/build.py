@@ -75,8 +75,8 @@ def _build(
             "not the target's",
             stacklevel=2,
         )
-    device, on = weights.device, backend_of(weights.device)
-    config = resolve_states(config, weights, lambda: on.free_memory(device), keeps_snapshots=on.keeps_snapshots)
+    free = backend_of(weights.device).free_memory
+    config = resolve_states(config, weights, lambda: free(weights.device))
     backend, blueprint = plan_engine(config, weights)
     with contextlib.ExitStack() as undo:
         engine = _assemble(backend, blueprint, team, end, undo)

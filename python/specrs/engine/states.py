@@ -21,14 +21,11 @@ _SNAPSHOT_PERCENT = 15
 _REASON = "not implemented for a model whose layers have states, such as this one"
 
 
-def resolve_states(
-    config: EngineConfig, weights: Weights, free_memory: Callable[[], int], *, keeps_snapshots: bool = True
-) -> EngineConfig:
+def resolve_states(config: EngineConfig, weights: Weights, free_memory: Callable[[], int]) -> EngineConfig:
     """Return `config` with `enable_prefix_caching` on or off, and a number in `max_num_seqs`.
 
     For a model with states, the default of `max_num_seqs` is lowered to the number of requests whose states fit, and
-    `state_cache_memory_bytes` becomes the bytes of the snapshots; None without prefix caching. `keeps_snapshots` is
-    False for a device that writes none: then prefix caching is off.
+    `state_cache_memory_bytes` becomes the bytes of the snapshots; None without prefix caching.
 
     Raises UnsupportedConfigError for options that such a model excludes. Raises InvalidConfigError if states and
     snapshots do not fit in the memory that `free_memory` returns.
@@ -47,8 +44,6 @@ def resolve_states(
     ):
         if value != allowed:
             raise invalid(UnsupportedConfigError, field, value, f"{_REASON}; allowed: {allowed}")
-    if not keeps_snapshots:
-        config = _without_snapshots(config, weights.device)
     if given is not None and config.enable_prefix_caching is False:
         reason = "snapshots serve prefix hits; leave it out, or set enable_prefix_caching=True"
         raise invalid(InvalidConfigError, "state_cache_memory_bytes", given, reason)
@@ -64,20 +59,6 @@ def resolve_states(
         max_num_seqs=requests,
         state_cache_memory_bytes=snapshots * row or None,
     )
-
-
-def _without_snapshots(config: EngineConfig, device: str) -> EngineConfig:
-    """Return `config` without prefix caching. Raises UnsupportedConfigError if it asks for prefix caching."""
-    for field, value in (
-        ("enable_prefix_caching", config.enable_prefix_caching),
-        ("state_cache_memory_bytes", config.state_cache_memory_bytes),
-        ("kv_events_config.enable_kv_cache_events", config.enable_kv_cache_events),
-    ):
-        if value:
-            reason = f"{_REASON}, on device={device!r}; leave it out, or set device='cpu'"
-            raise invalid(UnsupportedConfigError, field, value, reason)
-    logger.info("prefix caching is off: snapshots of states are not implemented on device=%r", device)
-    return replace(config, enable_prefix_caching=False)
 
 
 def fit_states(config: EngineConfig, row: int, draft: int, memory: int) -> tuple[int, int]:

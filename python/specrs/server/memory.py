@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from specrs.backends.model_source import draft_source, drafts_by_model
@@ -53,10 +52,8 @@ def _state_bytes(config: EngineConfig) -> int:
     if delta is None:
         return 0
     device = resolve_device(config.device)
-    backend = backend_of(device)
-    if not backend.keeps_snapshots:
-        config = replace(config, enable_prefix_caching=False)
-    requests, snapshots = fit_states(config, delta.row_bytes, delta.draft_bytes, backend.free_memory(device))
+    memory = backend_of(device).free_memory(device)
+    requests, snapshots = fit_states(config, delta.row_bytes, delta.draft_bytes, memory)
     return (requests + snapshots) * delta.row_bytes
 
 

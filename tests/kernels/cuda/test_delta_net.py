@@ -90,6 +90,7 @@ class Driver:
     net: DeltaNet
     drafts: int
     dtype: torch.dtype = torch.float32
+    slots: int = 0
     states: NetStates = field(init=False)
     exact: DeltaStates = field(default_factory=DeltaStates)
     own: DeltaStates = field(default_factory=DeltaStates)
@@ -100,11 +101,19 @@ class Driver:
             max_rows=64,
             max_seqs=ROWS,
             num_drafts=self.drafts,
+            num_snapshots=self.slots,
             dtype=self.dtype,
             device=torch.device("cpu"),
         )
-        for memory in (self.states.inputs, self.states.bases, self.states.deltas, self.states.decays):
+        for memory in self.states.memory:
             memory.fill_(torch.nan)
+
+    def plan(self, snapshots: list[tuple[int, int, int]]) -> None:
+        """Let the next passes write snapshots: row, length and slot of each."""
+        self.states.num_planned.fill_(len(snapshots))
+        for i, snapshot in enumerate(snapshots):
+            self.states.planned[:, i] = torch.tensor(snapshot)
+            self.states.kept_lengths[snapshot[2]] = snapshot[1]
 
     @property
     def config(self) -> Any:
@@ -155,7 +164,7 @@ class Driver:
         return torch.cat(outputs[::-1])
 
 
-@sweep(25)
+@sweep(12)
 @given(nets(), st.integers(0, 4), st.sampled_from([torch.float32, torch.float16]), st.data())
 def test_passes_are_near_float64(net: DeltaNet, drafts: int, dtype: torch.dtype, data: st.DataObject) -> None:
     """Prompts in chunks, alone and next to verification, drafts of which some are accepted, masked rows, and requests
@@ -191,7 +200,7 @@ def test_passes_are_near_float64(net: DeltaNet, drafts: int, dtype: torch.dtype,
             at[row] += count
 
 
-@sweep(25)
+@sweep(12)
 @given(nets(), st.integers(1, 4), st.integers(1, 9), st.data())
 def test_bits_are_those_of_rows_one_by_one(net: DeltaNet, drafts: int, prompt: int, data: st.DataObject) -> None:
     """Outputs and states, whatever was accepted, however prompts are cut into chunks and pieces, with and without other
@@ -230,6 +239,45 @@ def test_bits_are_those_of_rows_one_by_one(net: DeltaNet, drafts: int, prompt: i
     assert driver.states.inputs[:, 1, : net.kernel - 1].equal(alone.states.inputs[:, 1])
     assert int(driver.states.lengths[1]) == at + 1
     assert int(driver.states.drafts[1]) == 0
+
+
+@sweep(12)
+@given(nets(), st.integers(1, 4), st.integers(1, 9), st.data())
+def test_snapshots_are_states_of_committed_rows(net: DeltaNet, drafts: int, prompt: int, data: st.DataObject) -> None:
+    """Written by a prompt, by a verification or by a replay, once the base passes their lengths, and not before. A row
+    that begins with one goes on with the same bits."""
+    w, own = weights_of(net), text(net, 1)
+    alone, lengths = Driver(net, 0), data.draw(st.lists(st.integers(1, 16), min_size=1, max_size=3, unique=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(net_states, "PIECE_ROWS", data.draw(st.integers(1, 6)))
+        driver = Driver(net, drafts, slots=5)
+    driver.plan([(0, 2, 1), *((1, length, 2 + i) for i, length in enumerate(lengths))])
+    driver.feed([Fed(1, own[:prompt], 0)], [], w, prompts=True)
+    at = covered = prompt
+    for _ in range(data.draw(st.integers(0, 3))):
+        k = data.draw(st.integers(0, drafts))
+        kept = 1 + data.draw(st.integers(0, k))
+        x = torch.cat((own[at : at + kept], torch.randn(k + 1 - kept, net.outputs)))
+        driver.feed([Fed(1, x, at)], [], w)
+        covered, at = at + 1, at + kept
+    states = []
+    for p in range(20):
+        alone.feed([Fed(1, own[p : p + 1], p)], [], w)
+        states.append((alone.states.bases[:, 1].clone(), alone.states.inputs[:, 1].clone()))
+    kept_states, kept_inputs = driver.states.kept_bases, driver.states.kept_inputs
+    for slot in (0, 1):
+        assert kept_states[:, slot].isnan().all()
+    for slot, length in enumerate(lengths, 2):
+        if length > covered:
+            assert kept_states[:, slot].isnan().all()
+            assert kept_inputs[:, slot].isnan().all()
+            continue
+        assert kept_states[:, slot].equal(states[length - 1][0])
+        assert kept_inputs[:, slot].equal(states[length - 1][1])
+        driver.plan([])
+        driver.states.restore(2, slot)
+        driver.feed([Fed(2, own[length : length + 3], length)], [], w, prompts=True)
+        assert driver.states.bases[:, 2].equal(states[length + 2][0])
 
 
 def test_a_position_that_no_state_reaches_spoils_its_request_alone() -> None:
@@ -286,7 +334,7 @@ def test_runs(data: st.DataObject) -> None:
         starts.append(len(positions) - first)
     positions += [-1]
     at, q_start = torch.tensor(positions), torch.tensor(starts)
-    mine, theirs = torch.full((2, 4, 7), 77)
+    mine, theirs = torch.full((2, 5, 7), 77)
     own = lengths.clone(), drafts.clone()
     delta_runs(at, q_start, rows, *own, mine, first, prompts, False)
     delta_runs_reference(at, q_start, rows, lengths, drafts, theirs, first, prompts)
@@ -294,6 +342,7 @@ def test_runs(data: st.DataObject) -> None:
     assert own[1].equal(drafts)
     some = theirs[0] > 0
     some[count:] = True
-    for i in range(4):
+    for i in (0, 1, 3, 4):
         assert mine[i, some].equal(theirs[i, some])
+    assert mine[2, theirs[0] > 0].equal(theirs[2, theirs[0] > 0])
     assert mine[0].equal(theirs[0])

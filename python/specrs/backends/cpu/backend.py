@@ -51,7 +51,6 @@ class CpuBackend:
     max_steps_in_flight = 1
     gpus_per_rank = 0
     drafts_text = True
-    keeps_snapshots = True
 
     def is_available(self) -> bool:
         return True

@@ -45,7 +45,6 @@ class CudaBackend:
     max_steps_in_flight = 2
     gpus_per_rank = 1
     drafts_text = False
-    keeps_snapshots = False
 
     def is_available(self) -> bool:
         return has_gpu()

@@ -78,12 +78,14 @@ class CudaDecoder(TorchFacts):
         kv_groups: KVGroups | None = None,
         ranks: Ranks | None = None,
         num_drafts: int = 0,
+        num_snapshots: int = 0,
     ) -> CudaDecoder:
         """Return a decoder of `weights` with persistent buffers for one pass at a time, which a CUDA graph can capture.
 
         Passes may have `max_rows` rows and `num_hidden_layers` hidden layers, and argmaxes 17 rows for each of
         `max_seqs` requests. A model whose layers have states keeps those of `max_seqs` requests, each with up to
-        `num_drafts` drafts. Raises UnsupportedModelError for a model that the kernels do not serve.
+        `num_drafts` drafts, and `num_snapshots` snapshots of them. Raises UnsupportedModelError for a model that the
+        kernels do not serve.
         """
         c, device = weights.config, weights.device
         check_head_dim(c.head_dim, device)
@@ -111,7 +113,13 @@ class CudaDecoder(TorchFacts):
         if c.delta is not None:
             check_net(c.delta, device)
             states = NetStates.allocate(
-                c, max_rows=max_rows, max_seqs=max_seqs, num_drafts=num_drafts, dtype=weights.dtype, device=device
+                c,
+                max_rows=max_rows,
+                max_seqs=max_seqs,
+                num_drafts=num_drafts,
+                num_snapshots=num_snapshots,
+                dtype=weights.dtype,
+                device=device,
             )
         return cls(weights, workspace, kv_groups, ranks, embedding_parts, logits_parts, states)
 
@@ -240,14 +248,19 @@ class CudaDecoder(TorchFacts):
 
 
 def with_buffers(
-    model: TorchModel, max_rows: int, max_seqs: int, num_hidden_layers: int = 0, num_drafts: int = 0
+    model: TorchModel,
+    max_rows: int,
+    max_seqs: int,
+    num_hidden_layers: int = 0,
+    num_drafts: int = 0,
+    num_snapshots: int = 0,
 ) -> TorchModel:
     """Return a `CudaDecoder` over the weights of a decoder, made by `CudaDecoder.allocate`. Returns any other model
     unchanged."""
     if not isinstance(model, TorchFacts):
         return model
     return CudaDecoder.allocate(
-        model.weights, max_rows, max_seqs, num_hidden_layers, model.kv_groups, model.ranks, num_drafts
+        model.weights, max_rows, max_seqs, num_hidden_layers, model.kv_groups, model.ranks, num_drafts, num_snapshots
     )
 
 

@@ -6,11 +6,14 @@ for the engine's life. A request that begins at position 0 begins with states of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from specrs.backends.ring import Header
+from specrs.core import HEADER_FIELDS
 from specrs.errors import UnsupportedModelError, invalid
 from specrs.kernels.cuda._delta_layout import slices
 from specrs.kernels.cuda.delta_conv import delta_conv
@@ -66,8 +69,18 @@ class NetStates:
     """[R + 1] int64; the last element is the padding row's."""
     drafts: Tensor
     """[R + 1] int64."""
+    kept_inputs: Tensor
+    """[L, N, kernel - 1, conv_dim] in the model's dtype, in N slots of snapshots: `inputs` without those of drafts."""
+    kept_bases: Tensor
+    """[L, N, value_heads, key_dim, value_dim] fp32, in N slots of snapshots."""
+    kept_lengths: Tensor
+    """[N] int64, number of positions that the snapshot in each slot covers, or will cover once it is written."""
+    num_planned: Tensor
+    """[1] int64, number of snapshots that the step may write."""
+    planned: Tensor
+    """[3, N] int64, row of states, length and slot of each snapshot that the step may write."""
     runs: Tensor
-    """[2, 4, R] int64, rows of a pass by request, as from `delta_runs`: of verification, and of prompt chunks."""
+    """[2, 5, R] int64, rows of a pass by request, as from `delta_runs`: of verification, and of prompt chunks."""
     indices: Tensor
     """[R] int64: 0, 1, 2, ..."""
     mixed: Tensor
@@ -85,11 +98,12 @@ class NetStates:
         max_rows: int,
         max_seqs: int,
         num_drafts: int,
+        num_snapshots: int = 0,
         dtype: torch.dtype,
         device: torch.device,
     ) -> NetStates:
-        """Return states of `max_seqs` requests with at most `num_drafts` drafts each, for passes of at most `max_rows`
-        rows."""
+        """Return states of `max_seqs` requests with at most `num_drafts` drafts each, and slots for `num_snapshots`
+        snapshots, for passes of at most `max_rows` rows."""
         net = config.delta
         assert net is not None
         layers = sum(net.layers)
@@ -113,12 +127,49 @@ class NetStates:
             decays=floats(layers, max_seqs, num_drafts, net.value_heads, slices(sizes)),
             lengths=ints(max_seqs + 1),
             drafts=ints(max_seqs + 1),
-            runs=ints(2, 4, max_seqs),
+            kept_inputs=floats(layers, num_snapshots, net.kernel - 1, net.conv_dim, dtype=dtype),
+            kept_bases=floats(layers, num_snapshots, net.value_heads, net.key_dim, net.value_dim),
+            kept_lengths=ints(num_snapshots),
+            num_planned=ints(1),
+            planned=ints(3, num_snapshots),
+            runs=ints(2, 5, max_seqs),
             indices=torch.arange(max_seqs, device=device),
             mixed=floats(rows, net.conv_dim),
             gates=floats(rows, 2, net.value_heads),
             replayed=floats(max_seqs, num_drafts, net.key_heads * net.key_dim),
         )
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """Numbers of states, logs and snapshots. What no pass has written may be NaN."""
+        return self.inputs, self.bases, self.deltas, self.decays, self.kept_inputs, self.kept_bases
+
+    def begin_step(self, host: Mapping[str, Tensor], device: Mapping[str, Tensor], header: Header) -> None:
+        """Give admitted rows the states that they begin with, and read which snapshots the step may write.
+
+        `host` and `device` are the record's sections in host memory and on the states' device. Nothing is read back.
+        """
+        if not len(self.kept_lengths):
+            return
+        admitted, count = slice(0, header.num_admitted), slice(0, header.num_snapshots)
+        found = zip(host["admit_row"][admitted].tolist(), host["admit_snapshot"][admitted].tolist(), strict=True)
+        for row, slot in found:
+            if slot >= 0:
+                self.restore(row, slot)
+        at = HEADER_FIELDS.index("num_snapshots")
+        self.num_planned.copy_(device["header"][at : at + 1])
+        if header.num_snapshots:
+            for own, name in zip(self.planned, ("snapshot_row", "snapshot_len", "snapshot_slot"), strict=True):
+                own[count].copy_(device[name][count])
+            _, lengths, slots = self.planned[:, count]
+            self.kept_lengths.index_copy_(0, slots, lengths)
+
+    def restore(self, row: int, slot: int) -> None:
+        """Give a row of states the snapshot in `slot`. Its next position is the snapshot's length."""
+        self.inputs[:, row, : self.kept_inputs.shape[2]].copy_(self.kept_inputs[:, slot])
+        self.bases[:, row].copy_(self.kept_bases[:, slot])
+        self.lengths[row].copy_(self.kept_lengths[slot])
+        self.drafts[row].zero_()
 
     def begin(self, inputs: PassInputs, dependent: bool) -> NetPass:
         """Return the pass of `inputs` through the delta nets. Enqueues kernels that find its rows by request, and
@@ -187,6 +238,7 @@ class NetPass:
         memory = [s.inputs[layer], s.bases[layer], s.deltas[layer], s.decays[layer]]
         weights = [w.conv, w.a_log, w.dt_bias]
         delta_conv(x, weights, part.where, memory[0], s.mixed, s.gates, s.replayed, s.sizes, piece, dependent)
-        delta_rule(x, part.where, s.gates, s.replayed, memory, s.mixed, s.sizes, piece, dependent)
+        kept, planned = [s.kept_inputs[layer], s.kept_bases[layer]], [s.num_planned, *s.planned]
+        delta_rule(x, part.where, s.gates, s.replayed, memory, s.mixed, kept, planned, s.sizes, piece, dependent)
         rows = [part.first + low, part.first + high]
         gated_norm(x, s.mixed, w.norm, self.positions, out, s.sizes, s.turned, rows, s.eps, dependent)
