@@ -77,7 +77,9 @@ def delta_conv_kernel(  # type: ignore[no-untyped-def]
         at = t + tap
         is_kept = at < BEFORE + replay
         before = tl.load(
-            kept + at[:, None] * CHANNELS, mask=(live & (at < tl.where(from_base, BEFORE + replay, 0)))[:, None] & inside, other=0
+            kept + at[:, None] * CHANNELS,
+            mask=(live & (at < tl.where(from_base, BEFORE + replay, 0)))[:, None] & inside,
+            other=0,
         ).to(tl.float32)
         new = tl.load(
             own + (at - BEFORE - replay)[:, None] * x_stride + column[None, :],

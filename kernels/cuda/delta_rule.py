@@ -173,7 +173,9 @@ def delta_rule_kernel(  # type: ignore[no-untyped-def]
                 for j in tl.static_range(BEFORE):
                     at = wanted - before + j
                     is_kept = at < BEFORE + replay
-                    old = tl.load(kept + at * CHANNELS, mask=channel < tl.where(is_kept & (begins == 0), CHANNELS, 0), other=0)
+                    old = tl.load(
+                        kept + at * CHANNELS, mask=channel < tl.where(is_kept & (begins == 0), CHANNELS, 0), other=0
+                    )
                     new = tl.load(
                         source + (at - BEFORE - replay) * x_stride,
                         mask=channel < tl.where(is_kept, 0, CHANNELS),
