@@ -5,6 +5,7 @@ from the host and allocations pass, so a dispatch mode watches every op; what ke
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ from specrs.drafters.other_tokenizer.vocabulary import SharedVocabulary
 from specrs.drafters.parallel import LoadedParallel
 from specrs.kernels.linear import DenseWeight
 from specrs.models.checkpoint import read_json
-from specrs.models.decoder_weights import ExpertWeights, LayerWeights
+from specrs.models.config import ModelConfig
+from specrs.models.decoder_weights import DeltaWeights, ExpertWeights, LayerWeights
 from specrs.models.experts import Experts
 from specrs.models.loader import load_config
 from specrs.models.shards import Shard
 from specrs.models.torch_decoder import TorchDecoder
-from specrs.models.torch_weights import TorchExperts, TorchWeights
+from specrs.models.torch_weights import TorchExperts, TorchLayer, TorchWeights
 from specrs.parallel.ranks import Ranks
 from specrs.speculative_config import SpeculativeConfig
 from sweep import some
@@ -121,19 +123,44 @@ def fake_decoder(
         gate_up=linear(2 * c.intermediate_size, c.hidden_size),
         down=linear(c.hidden_size, c.intermediate_size),
     )
+    layers = (layer,) * c.num_layers
+    if c.delta is not None:
+        net, gates = fake_net(layer, c), q if c.output_gate else 0
+        layer = replace(layer, qkv=linear(q + gates + 2 * kv, c.hidden_size))
+        layers = tuple(net if is_net else layer for is_net in c.delta.layers)
     weights = TorchWeights(
         config=c,
         dtype=dtype,
         device=CUDA,
         embedding=empty(ids, c.hidden_size),
-        layers=(layer,) * c.num_layers,
+        layers=layers,
         final_norm=empty(c.hidden_size),
         lm_head=linear(ids, c.hidden_size),
-        rotary=torch.empty(c.head_dim, device=CUDA),
+        rotary=torch.empty(c.rotary_dim, device=CUDA),
         rotaries=tuple(torch.empty(c.head_dim, device=CUDA) for _ in c.ropes),
         cache_dtype=cache_dtype,
     )
     return TorchDecoder(weights, ranks=ranks)
+
+
+def fake_net(layer: TorchLayer, c: ModelConfig) -> TorchLayer:
+    """A layer with a delta net, with the MLP and norms of `layer`."""
+    net = c.delta
+    assert net is not None
+
+    def floats(*shape: int) -> Tensor:
+        return torch.empty(shape, device=CUDA)
+
+    dtype = layer.input_norm.dtype
+    return replace(
+        layer,
+        qkv=DenseWeight(torch.empty((net.outputs, c.hidden_size), dtype=dtype, device=CUDA)),
+        qk_norm=None,
+        o=DenseWeight(torch.empty((c.hidden_size, net.inner), dtype=dtype, device=CUDA)),
+        delta=DeltaWeights(
+            floats(net.kernel, net.conv_dim), floats(net.value_heads), floats(net.value_heads), floats(net.value_dim)
+        ),
+    )
 
 
 def fake_experts(e: Experts, h: int, dtype: torch.dtype) -> TorchExperts:

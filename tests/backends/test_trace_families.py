@@ -37,6 +37,23 @@ def test_an_iteration_stays_on_its_device(family: str, kernels: int, tmp_path: P
     assert count_ours(watch) == 1 + (K + 1) * (kernels * LAYERS + 3) + 3
 
 
+@pytest.mark.parametrize("k", [0, K])
+def test_delta_nets_take_seven_kernels(k: int, tmp_path: Path) -> None:
+    """Of a layer with a delta net, three stand between its products. A layer of gated attention has eight kernels: it
+    takes gates apart, and applies them. Where rows are is found once in a pass."""
+    target = make_checkpoint(tmp_path / "target", "qwen3_5_text", **SHAPE)  # type: ignore[arg-type]
+    draft = make_checkpoint(tmp_path / "draft", "qwen3", **SHAPE)  # type: ignore[arg-type]
+    counts = []
+    for path in (target, draft):
+        with FakeTensorMode():
+            ctx = make(path, draft, "rejection", "draft")
+            sequences = sequences_of(ctx.record.views, "num_decode")
+            with torch.inference_mode(), Watch() as watch:
+                iteration.run(ctx, Shape(BATCH, k, BATCH * (k + 1), LogitsMode.GREEDY), sequences)
+        counts.append(count_ours(watch))
+    assert counts[0] - counts[1] == 1 + 7 + 8 - 5 * LAYERS
+
+
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 @pytest.mark.parametrize("logits_mode", [LogitsMode.GREEDY, LogitsMode.SAMPLED])
 def test_groups_take_one_kernel_more_an_iteration(logits_mode: LogitsMode, rule: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.kernels.linear import DenseWeight, Weight
 from specrs.models.base import HiddenStates
 from specrs.models.decoder_weights import ExpertWeights
+from specrs.models.delta_net import FULL, LINEAR
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.torch_decoder import TorchDecoder
@@ -43,6 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "mixtral": ("mixtral", {"sliding_window": 7}),
     "gpt_oss": ("gpt_oss", {"sliding_window": 7, "tie": False}),
+    "hybrid": ("qwen3_5_text", {"layer_types": [LINEAR, FULL, LINEAR], "layers": 3}),
     "one KV head": ("qwen3", {"kv_heads": 1, "group": 5, "head_dim": 20}),
 }
 LENGTH = 90
@@ -103,14 +105,21 @@ class Poisoned(CudaDecoder):
         buffers = [getattr(self.workspace, f.name) for f in dataclasses.fields(self.workspace)]
         if self.workspace.experts is not None:
             buffers += self.workspace.experts.tensors
+        if self.states is not None:
+            buffers += [self.states.mixed, self.states.gates, self.states.replayed]
         for buffer in buffers:
             if isinstance(buffer, Tensor) and buffer.is_floating_point():
                 buffer.fill_(torch.nan)
 
 
 def on_device(model: TorchDecoder, num_hidden_layers: int = 0) -> Poisoned:
-    made = CudaDecoder.allocate(as_on_a_gpu(model), max_rows=LENGTH, max_seqs=4, num_hidden_layers=num_hidden_layers)
-    return Poisoned(made.weights, made.workspace)
+    made = CudaDecoder.allocate(
+        as_on_a_gpu(model), max_rows=LENGTH, max_seqs=4, num_hidden_layers=num_hidden_layers, num_drafts=8
+    )
+    if made.states is not None:
+        for memory in made.states.memory:
+            memory.fill_(torch.nan)
+    return Poisoned(made.weights, made.workspace, states=made.states)
 
 
 def outputs(model: Any, run: Callable[[Feeder], list[Tensor]]) -> Tensor:

@@ -48,8 +48,8 @@ class Feeder:
         prompts: bool = False,
         snapshots: tuple[tuple[int, int, int], ...] = (),
     ) -> Tensor:
-        """One pass over {request: [(token, position), ...]}; logits `[N, vocab]` in that order. For models whose layers
-        have states, `rows` has the first requests in order. With `prompts` all rows are those of prompts.
+        """One pass over {request: [(token, position), ...]}; logits `[N, vocab]` in that order. With `prompts` all rows
+        are those of prompts. For native models whose layers have states, `rows` has the first requests in order.
 
         Position -1 masks a row; (request, position) in `no_slot` writes nothing. `snapshots` has request, length and
         slot of snapshots of states.
@@ -72,6 +72,8 @@ class Feeder:
             max_q_len=max(map(len, rows.values())),
             max_context=self.max_len,
             prompts=prompts,
+            state_rows=tuple(rows),
+            device_rows=torch.tensor(list(rows)),
             snapshots=snapshots,
             adapters=self._adapter_rows(list(rows), starts),
         )

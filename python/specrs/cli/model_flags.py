@@ -81,9 +81,11 @@ def engine_settings(arguments: argparse.Namespace, given: Mapping[str, Any]) -> 
 
 
 def _has_head(settings: Mapping[str, Any]) -> bool:
-    """Return whether the target of the settings has an MTP head that can draft with them."""
+    """Return whether the target of the settings has an MTP head that can draft with them. No head drafts on a GPU."""
+    from specrs.backends.table import backend_of
     from specrs.drafters.mtp.files import has_mtp_head
 
     if settings.get("load_format") == "dummy" or settings.get("model_impl") == "transformers":
         return False
-    return has_mtp_head(settings["model"], settings.get("revision"))
+    found = has_mtp_head(settings["model"], settings.get("revision"))
+    return found and backend_of(settings.get("device") or "auto").name == "cpu"

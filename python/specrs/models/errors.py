@@ -25,6 +25,13 @@ def without_states(config: Any, where: str) -> None:
         raise unsupported("architectures", [config.architecture], f"{where}, a model whose layers have no states")
 
 
+def without_shared_experts(config: Any, where: str) -> None:
+    """Raise UnsupportedModelError for a model with an expert that every row uses, in a place that does not serve it.
+    `config` is its ModelConfig, and `where` says what does not."""
+    if config.experts is not None and config.experts.shared is not None:
+        raise unsupported("architectures", [config.architecture], f"{where}, a model without shared experts")
+
+
 def with_equal_layers(config: Any, where: str) -> None:
     """Raise UnsupportedModelError for a model whose layers have different sizes, in a place that does not serve them.
     `config` is its ModelConfig, and `where` says what does not."""

@@ -26,6 +26,8 @@ class ChunkRows:
     batch: int
     """Number of requests, at most B, for which the attention of the other rows is split. It fixes the order of their
     sums, so chunks do not change it."""
+    device_rows: Tensor | None = None
+    """[S] int64 row of states of each chunk's request, for models whose layers have some. None: its index."""
 
     def in_group(self, group: int) -> Tensor:
         """Return the block table of a KV group, [S, max_blocks]."""
@@ -75,6 +77,8 @@ class PassInputs:
     """Prompt chunks whose rows follow those of the B requests. Only `CudaDecoder` supports them."""
     state_rows: tuple[int, ...] | None = None
     """[B] row of states of each request, for models whose layers have some. None: its index."""
+    device_rows: Tensor | None = None
+    """[B] int64 row of states of each request, as `CudaDecoder` reads them. None: its index."""
     snapshots: tuple[tuple[int, int, int], ...] = ()
     """Row of states, length and slot of each snapshot to write. It is written if the row's committed state passes that
     length in this pass."""

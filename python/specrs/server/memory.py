@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specrs.backends.kv_memory import host_memory
 from specrs.backends.model_source import draft_source, drafts_by_model
-from specrs.backends.table import resolve_device
+from specrs.backends.table import backend_of, resolve_device
 from specrs.config import EngineConfig
 from specrs.engine.states import fit_states
 from specrs.errors import UnsupportedModelError, invalid_config
@@ -52,7 +51,9 @@ def _state_bytes(config: EngineConfig) -> int:
         return 0
     if delta is None:
         return 0
-    requests, snapshots = fit_states(config, delta.row_bytes, delta.draft_bytes, host_memory())
+    device = resolve_device(config.device)
+    memory = backend_of(device).free_memory(device)
+    requests, snapshots = fit_states(config, delta.row_bytes, delta.draft_bytes, memory)
     return (requests + snapshots) * delta.row_bytes
 
 

@@ -12,7 +12,7 @@ from specrs.backends.blueprint import Blueprint
 from specrs.backends.cuda.buffers import Buffers, DeviceRecord, DraftSizes
 from specrs.backends.cuda.chunk_buffers import ChunkBuffers
 from specrs.backends.cuda.context import Context, StepSequences, sequences_of
-from specrs.backends.cuda.decoder import with_buffers
+from specrs.backends.cuda.decoder import CudaDecoder, with_buffers
 from specrs.backends.cuda.device import KIND
 from specrs.backends.cuda.draft_passes import DraftPasses, Room
 from specrs.backends.cuda.draft_rules import ON_HOST, DraftRules
@@ -74,7 +74,14 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     )
     layers = () if loaded is None else loaded.hidden_layers
     target_rows = max(config.batched_tokens, config.most_seqs * (k + 1), WIDE_MERGED_ROWS[-1])
-    target = with_buffers(cast("TorchModel", blueprint.weights.target), target_rows, config.most_seqs, len(layers))
+    target = with_buffers(
+        cast("TorchModel", blueprint.weights.target),
+        target_rows,
+        config.most_seqs,
+        len(layers),
+        k,
+        blueprint.num_snapshots,
+    )
     vocab = blueprint.weights.target.vocab_size
     rates: Tensor | None = None
     if speculative is not None and speculative.synthetic_acceptance_rates is not None:
@@ -117,6 +124,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         ),
         scratch=SamplingScratch.allocate(config.most_seqs * (k + 1), config.most_seqs, vocab, device),
         target=target,
+        states=target.states if isinstance(target, CudaDecoder) else None,
         kv_cache=blueprint.weights.target.allocate_cache(num_blocks, config.block_size),
         drafter=passes,
         rules=rules,

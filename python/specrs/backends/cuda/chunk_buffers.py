@@ -23,6 +23,7 @@ class ChunkBuffers:
     q_start: Tensor  # [R + 1]
     table: Tensor  # [R, max_blocks]
     k_start: Tensor  # [R]
+    rows: Tensor  # [R], state row of each chunk's request
     group_slots: Tensor  # [G - 1, C], in the KV groups after the first
     group_tables: Tensor  # [G - 1, R, max_blocks]
     max_model_len: int
@@ -49,6 +50,7 @@ class ChunkBuffers:
             q_start=ints(seqs + 1),
             table=ints(seqs, max_blocks),
             k_start=ints(seqs),
+            rows=ints(seqs),
             group_slots=ints(num_groups - 1, rows, fill=-1),
             group_tables=ints(num_groups - 1, seqs, max_blocks),
             max_model_len=max_model_len,
@@ -67,6 +69,7 @@ class ChunkBuffers:
             k_start=self.k_start[: shape.seqs] if windowed else None,
             group_slots=self.group_slots[:, : shape.rows],
             group_tables=self.group_tables[:, : shape.seqs],
+            device_rows=self.rows[: shape.seqs],
             prompts=True,
             captured=shape.captured,
         )
@@ -87,6 +90,8 @@ class ChunkBuffers:
         self.table[:seqs].copy_(given.block_table)
         if given.k_start is not None:
             self.k_start[:seqs].copy_(given.k_start)
+        if given.device_rows is not None:
+            self.rows[:seqs].copy_(given.device_rows)
         if given.group_slots is not None and given.group_tables is not None:
             self.group_slots[:, :rows].copy_(given.group_slots)
             self.group_slots[:, rows : shape.rows].fill_(-1)

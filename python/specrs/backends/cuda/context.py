@@ -10,6 +10,7 @@ from specrs.backends.cuda.buffers import Buffers, DeviceRecord
 from specrs.backends.cuda.chunk_buffers import ChunkBuffers
 from specrs.backends.cuda.draft_passes import DraftPasses, HiddenSource
 from specrs.backends.cuda.draft_rules import DraftRules
+from specrs.backends.cuda.net_states import NetStates
 from specrs.backends.cuda.row_state import RowState
 from specrs.core import HEADER_FIELDS
 from specrs.kernels.cuda.prepare import Sizes
@@ -30,6 +31,7 @@ class Context:
     chunks: ChunkBuffers
     scratch: SamplingScratch
     target: TorchModel
+    states: NetStates | None  # states of the target's delta nets; None: all layers have attention
     kv_cache: KVCache
     drafter: DraftPasses | None  # None without speculation, and if all drafts are from the host
     rules: DraftRules

@@ -15,9 +15,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from specrs.backends.cuda.net_states import NetPass, NetStates, check_net
 from specrs.backends.cuda.parts import EmbeddingParts, LogitsParts
 from specrs.backends.cuda.products import stored, write_argmax, write_logits
-from specrs.backends.cuda.stream import stream_of
+from specrs.backends.cuda.stream import Stream, stream_of
 from specrs.backends.cuda.workspace import Workspace, fused_heads, linear_shapes, logits_rows, rotations
 from specrs.errors import UnsupportedModelError, invalid
 from specrs.kernels.cuda._heads import Heads
@@ -26,6 +27,7 @@ from specrs.kernels.cuda.configs import LinearShape
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.embedding import embed
 from specrs.kernels.cuda.linear_product import MAX_ROWS
+from specrs.kernels.cuda.output_gate import apply_gates, split_gates
 from specrs.kernels.cuda.paged_attention import AttentionRows, MaskParams, paged_attention
 from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope
 from specrs.kernels.linear import DenseWeight
@@ -57,6 +59,8 @@ class CudaDecoder(TorchFacts):
     """Exchange of embeddings among ranks. None: there is one rank."""
     logits_parts: LogitsParts | None = None
     """Exchange of logits and argmaxes among ranks. None: there is one rank."""
+    states: NetStates | None = None
+    """States of delta nets. None: all layers have attention."""
     rotary: tuple[Tensor, Tensor | None] = field(init=False)
     """Signed frequencies of each distinct RoPE, `[rotations, rotary_dim]` fp32, and the factors on their cos and sin,
     `[rotations]` fp32 (None: all are 1)."""
@@ -73,11 +77,15 @@ class CudaDecoder(TorchFacts):
         num_hidden_layers: int = 0,
         kv_groups: KVGroups | None = None,
         ranks: Ranks | None = None,
+        num_drafts: int = 0,
+        num_snapshots: int = 0,
     ) -> CudaDecoder:
         """Return a decoder of `weights` with persistent buffers for one pass at a time, which a CUDA graph can capture.
 
         Passes may have `max_rows` rows and `num_hidden_layers` hidden layers, and argmaxes 17 rows for each of
-        `max_seqs` requests. Raises UnsupportedModelError for a model that the kernels do not serve.
+        `max_seqs` requests. A model whose layers have states keeps those of `max_seqs` requests, each with up to
+        `num_drafts` drafts, and `num_snapshots` snapshots of them. Raises UnsupportedModelError for a model that the
+        kernels do not serve.
         """
         c, device = weights.config, weights.device
         check_head_dim(c.head_dim, device)
@@ -101,10 +109,23 @@ class CudaDecoder(TorchFacts):
         )
         if has_fp8_rows(weights):
             workspace = workspace.rounding_rows(shapes)
-        return cls(weights, workspace, kv_groups, ranks, embedding_parts, logits_parts)
+        states = None
+        if c.delta is not None:
+            check_net(c.delta, device)
+            states = NetStates.allocate(
+                c,
+                max_rows=max_rows,
+                max_seqs=max_seqs,
+                num_drafts=num_drafts,
+                num_snapshots=num_snapshots,
+                dtype=weights.dtype,
+                device=device,
+            )
+        return cls(weights, workspace, kv_groups, ranks, embedding_parts, logits_parts, states)
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
-        """Feed N rows. Writes K and V of every row with a slot into `kv_cache`, and returns views of the workspace.
+        """Feed N rows. Writes K and V of every row with a slot into `kv_cache`, and the requests' states, and returns
+        views of the workspace.
 
         Up to 64 rows use fused products, more use cuBLAS. `hidden_layers` are the layers whose inputs are returned with
         the final states.
@@ -129,20 +150,67 @@ class CudaDecoder(TorchFacts):
         else:
             self.embedding_parts.embed(inputs.input_ids, hidden, write)
         attend = Attention.of(c, weights.dtype, inputs, ws, groups=self.kv_groups)
-        qkv, attended = ws.qkv[:rows], ws.attended[:rows]
-        for i, (w, cache) in enumerate(zip(weights.layers, kv_cache.layers, strict=True)):
-            heads = attend.heads(w, cache, i)
-            stream.normed_product("qkv", norms[i], w.qkv, qkv, heads)
-            for at, layer in enumerate(hidden_layers):
-                if layer == i:
-                    ws.entries[:rows, at].copy_(hidden)
-            if heads is None:
-                attend.apply_rope(w, qkv, cache, i)
-            attend(w, qkv, cache, attended, i)
-            stream.add_product("o", attended, w.o, w.post_attention_norm, w.attention_output_norm)
+        nets = None if self.states is None else self.states.begin(inputs, ws.dependent)
+        caches, num_nets = dict(zip(c.attention_layers, kv_cache.layers, strict=True)), 0
+        for i, w in enumerate(weights.layers):
+            entries = [ws.entries[:rows, at] for at, layer in enumerate(hidden_layers) if layer == i]
+            if w.delta is None:
+                self._attention(stream, attend, norms[i], w, caches[i], i, entries)
+            else:
+                assert nets is not None
+                self._delta_net(stream, nets, norms[i], w, num_nets, entries)
+                num_nets += 1
             stream.add_mlp(w, norms[i + 1] if i + 1 < len(norms) else None)
         kept = ws.entries[:rows, : len(hidden_layers)] if hidden_layers else None
         return HiddenStates(stream.normed(weights.final_norm), kept)
+
+    def _attention(
+        self,
+        stream: Stream,
+        attend: Attention,
+        norm: Tensor | None,
+        w: TorchLayer,
+        cache: Tensor,
+        index: int,
+        entries: Sequence[Tensor],
+    ) -> None:
+        """Add the output of a layer's attention to the stream. Copies the stream at the layer's input into each of
+        `entries` `[N, hidden]`."""
+        ws, c, rows = self.workspace, self.config, attend.rows
+        qkv, attended = ws.qkv[:rows], ws.attended[:rows]
+        heads = attend.heads(w, cache, index)
+        projected = ws.projection(rows, w.qkv.shape[0]) if c.output_gate else qkv
+        stream.normed_product("qkv", norm, w.qkv, projected, heads)
+        for entry in entries:
+            entry.copy_(ws.hidden[:rows])
+        if c.output_gate:
+            split_gates(projected, qkv, c.num_heads, c.head_dim, ws.dependent)
+        if heads is None:
+            attend.apply_rope(w, qkv, cache, index)
+        attend(w, qkv, cache, attended, index)
+        if c.output_gate:
+            apply_gates(projected, attended, c.num_heads, c.head_dim, ws.dependent)
+        stream.add_product("o", attended, w.o, w.post_attention_norm, w.attention_output_norm)
+
+    def _delta_net(
+        self,
+        stream: Stream,
+        nets: NetPass,
+        norm: Tensor | None,
+        w: TorchLayer,
+        index: int,
+        entries: Sequence[Tensor],
+    ) -> None:
+        """Add the output of delta net number `index` to the stream. Copies the stream at the layer's input into each of
+        `entries` `[N, hidden]`."""
+        ws, rows = self.workspace, len(nets.positions)
+        projected, netted = ws.projection(rows, w.qkv.shape[0]), ws.netted[:rows]
+        stream.normed_product("net", norm, w.qkv, projected)
+        for entry in entries:
+            entry.copy_(ws.hidden[:rows])
+        assert w.delta is not None
+        nets(index, w.delta, projected, netted)
+        stream.add_product("net_o", netted, w.o, w.post_attention_norm, w.attention_output_norm)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits of final hidden states `[L, hidden]`, fp32. With `out` `[L, ids]`, write those of the first
@@ -179,12 +247,21 @@ class CudaDecoder(TorchFacts):
             self.compute_logits(hidden, logits)
 
 
-def with_buffers(model: TorchModel, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> TorchModel:
+def with_buffers(
+    model: TorchModel,
+    max_rows: int,
+    max_seqs: int,
+    num_hidden_layers: int = 0,
+    num_drafts: int = 0,
+    num_snapshots: int = 0,
+) -> TorchModel:
     """Return a `CudaDecoder` over the weights of a decoder, made by `CudaDecoder.allocate`. Returns any other model
     unchanged."""
     if not isinstance(model, TorchFacts):
         return model
-    return CudaDecoder.allocate(model.weights, max_rows, max_seqs, num_hidden_layers, model.kv_groups, model.ranks)
+    return CudaDecoder.allocate(
+        model.weights, max_rows, max_seqs, num_hidden_layers, model.kv_groups, model.ranks, num_drafts, num_snapshots
+    )
 
 
 def check_head_dim(head_dim: int, device: torch.device) -> None:
@@ -207,8 +284,18 @@ def _rotary(weights: TorchWeights) -> tuple[Tensor, Tensor | None]:
 def _shapes_of(weights: TorchWeights) -> dict[str, list[LinearShape]]:
     """Return the products of `linear_shapes`, each in every coding that a layer's weight has."""
     shapes = {name: [shape] for name, shape in linear_shapes(weights.config, weights.dtype, weights.device).items()}
-    for name in ("qkv", "o", "gate_up", "down"):
-        kinds = {getattr(getattr(layer, name), "coding", None) for layer in weights.layers}
+    attention = [layer for layer in weights.layers if layer.delta is None]
+    nets = [layer for layer in weights.layers if layer.delta is not None]
+    products = {
+        "qkv": [layer.qkv for layer in attention],
+        "o": [layer.o for layer in attention],
+        "net": [layer.qkv for layer in nets],
+        "net_o": [layer.o for layer in nets],
+        "gate_up": [layer.gate_up for layer in weights.layers],
+        "down": [layer.down for layer in weights.layers],
+    }
+    for name in (name for name in products if name in shapes):
+        kinds = {getattr(weight, "coding", None) for weight in products[name]}
         (dense,) = shapes[name]
         # Products with quantized weights leave heads to `qk_norm_rope`: with two sides they have half as many tiles.
         quantized = dataclasses.replace(dense, n=dense.n * dense.sides, head_dim=0) if dense.head_dim else dense
@@ -238,6 +325,8 @@ class Attention:
     """Number of all rows of a captured pass over chunks. None: the pass is another."""
     any_length: bool
     """True if chunks of all lengths use one kernel, because no graph fixes their number of rows."""
+    rows: int
+    """Number of rows of the pass."""
 
     @classmethod
     def of(
@@ -267,7 +356,7 @@ class Attention:
             after = [AttentionRows(at, chunks.q_start, table, chunks.max_q_len) for table in tables]
         fused = rows <= MAX_ROWS and fused_heads(c, dtype, ws.limits) > 0
         total_rows, any_length = rows if inputs.captured else None, inputs.prompts and not inputs.captured
-        return cls(c, dtype, ws, angles, where, groups, fused, chunks, after, total_rows, any_length)
+        return cls(c, dtype, ws, angles, where, groups, fused, chunks, after, total_rows, any_length, rows)
 
     def heads(self, layer: TorchLayer, cache: Tensor, index: int = 0) -> Heads | None:
         """Return what the qkv product of layer `index` needs to norm, rotate and write heads itself. None: call

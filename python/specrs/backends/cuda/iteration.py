@@ -79,6 +79,7 @@ def _verify_inputs(ctx: Context, batch: int, rows: int, max_q_len: int, all_rows
         max_context=ctx.max_model_len,
         group_slots=groups.slots,
         group_tables=groups.tables,
+        device_rows=b.row[:batch],
     )
 
 
@@ -209,6 +210,7 @@ def run_merged(ctx: Context, shape: MergedShape) -> None:
         group_tables=chunks.group_tables[:, :seqs],
         max_q_len=max(shape.chunk_rows, MAX_VERIFY_ROWS + 1),
         batch=shape.decode.batch,
+        device_rows=chunks.rows[:seqs],
     )
     hidden = ctx.target.forward(replace(inputs, chunks=rows), ctx.kv_cache).final
     chunks.merged[shape] = hidden[after]

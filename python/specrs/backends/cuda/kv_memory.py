@@ -113,6 +113,8 @@ def _prefill_inputs(rows: int, blueprint: Blueprint, device: torch.device) -> Pa
         max_context=rows,
         group_slots=torch.full((further, rows), -1, dtype=torch.int64, device=device),
         group_tables=torch.zeros((further, 1, blocks), dtype=torch.int64, device=device),
+        device_rows=torch.zeros(1, dtype=torch.int64, device=device),
+        prompts=True,
     )
 
 

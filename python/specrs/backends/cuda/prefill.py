@@ -36,6 +36,7 @@ def prefill_inputs(state: RowState, host: Views, device: Views, header: Header) 
         max_context=int((host["chunk_start"][chunks] + lengths).max()),
         group_slots=slots[1:] if several else None,
         group_tables=state.group_tables[:, rows] if several else None,
+        device_rows=rows,
         prompts=True,
     )
 

@@ -166,6 +166,8 @@ class CudaRunner:
             if header.num_admitted:
                 self.sampling.remember(slot.views, header.num_admitted)
             apply_uploads(ctx.state, self.sampling, slot.views, ctx.record.views, header)
+            if ctx.states is not None:
+                ctx.states.begin_step(slot.views, ctx.record.views, header)
             if ctx.hidden is not None and header.num_admitted:
                 ctx.hidden.rows.admit(ctx.record.views, header.num_admitted)
             if ctx.draft_start is not None and header.num_admitted:

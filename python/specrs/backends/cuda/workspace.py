@@ -46,9 +46,9 @@ def rotations(config: ModelConfig) -> list[Rope]:
 
 def fused_heads(config: ModelConfig, dtype: torch.dtype, limits: DeviceLimits) -> int:
     """Return the features of a head if the qkv product itself can norm, rotate and write heads, else 0. It needs a tile
-    that holds one head, a rotation of the whole head, and norms of single heads."""
+    that holds one head, a rotation of the whole head, norms of single heads, and no gates between queries."""
     dim = config.head_dim
-    if config.qk_norm_whole or config.rotary_dim != dim:
+    if config.qk_norm_whole or config.rotary_dim != dim or config.output_gate:
         return 0
     if not limits.capability:
         return dim if dim >= 16 and dim & (dim - 1) == 0 else 0
@@ -60,19 +60,36 @@ def linear_shapes(config: ModelConfig, dtype: torch.dtype, device: torch.device 
     heads = fused_heads(config, dtype, limits_of(torch.device(device)))
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     router = {} if config.experts is None else {"router": LinearShape(config.experts.count, config.hidden_size, dtype)}
-    return router | {
-        "qkv": LinearShape((q + 2 * kv) // (2 if heads else 1), config.hidden_size, dtype, head_dim=heads),
-        "o": LinearShape(config.hidden_size, q, dtype),
-        "gate_up": LinearShape(config.intermediate_size, config.hidden_size, dtype, gated=True),
-        "down": LinearShape(config.hidden_size, config.intermediate_size, dtype),
-        "lm_head": LinearShape(config.vocab_size, config.hidden_size, dtype),
-    }
+    net, nets = config.delta, {}
+    if net is not None:
+        nets["net"] = LinearShape(net.outputs, config.hidden_size, dtype)
+        nets["net_o"] = LinearShape(config.hidden_size, net.inner, dtype)
+    qkv = q * (1 + config.output_gate) + 2 * kv
+    return (
+        router
+        | nets
+        | {
+            "qkv": LinearShape(qkv // (2 if heads else 1), config.hidden_size, dtype, head_dim=heads),
+            "o": LinearShape(config.hidden_size, q, dtype),
+            "gate_up": LinearShape(config.intermediate_size, config.hidden_size, dtype, gated=True),
+            "down": LinearShape(config.hidden_size, config.intermediate_size, dtype),
+            "lm_head": LinearShape(config.vocab_size, config.hidden_size, dtype),
+        }
+    )
 
 
 def logits_rows(max_seqs: int) -> int:
     """Return the number of rows whose logits exist at the same time when an argmax reads them, for `max_seqs`
     requests."""
     return min(_LOGITS_ROWS, max_seqs * MAX_VERIFY_ROWS)
+
+
+def _projected_width(config: ModelConfig) -> int:
+    """Return the largest number of outputs of an input projection that are not all queries, keys and values. 0 if there
+    is none."""
+    net = 0 if config.delta is None else config.delta.outputs
+    gated = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim if config.output_gate else 0
+    return max(net, gated)
 
 
 def _rounded_sizes(shapes: Mapping[str, Sequence[LinearShape]], max_rows: int) -> tuple[int, int]:
@@ -137,8 +154,13 @@ class Workspace:
     product."""
     qkv: Tensor
     """[max_rows, (heads + 2 * kv_heads) * head_dim], queries, keys and values."""
+    projected: Tensor
+    """Outputs of input projections that are not all queries, keys and values, flat: of attention with output gates, and
+    of delta nets. Empty if a model has neither."""
     attended: Tensor
     """[max_rows, heads * head_dim], attention's output."""
+    netted: Tensor
+    """[max_rows, value_heads * value_dim], output of delta nets. No columns if a model has none."""
     gate_up: Tensor
     """[min(max_rows, 2048), 2 * intermediate], gate and up before activation, for many rows. No rows if no layer has an
     MLP."""
@@ -209,7 +231,8 @@ class Workspace:
             sizes = scratch_sizes(cut, m, n=shape.n, sides=shape.sides)
             partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
         tiles = max(-(-config.vocab_size // configs["lm_head", None, m].block_n) for m in widths)
-        stream_tiles = max(-(-config.hidden_size // c.block_n) for key, c in configs.items() if key[0] in ("o", "down"))
+        added = ("o", "net_o", "down")
+        stream_tiles = max(-(-config.hidden_size // c.block_n) for key, c in configs.items() if key[0] in added)
         quantized = [s for every in shapes.values() for s in every if s.coding is not None]
         pieces = [s.n * s.sides * s.k for s in quantized]
         numbers = min(max(pieces, default=0), _NUMBERS_BYTES // dtype.itemsize) if max_rows > CODED_ROWS else 0
@@ -230,8 +253,10 @@ class Workspace:
             squares=buffer(stream_tiles, MAX_ROWS, dtype=f32),
             normed=buffer(max_rows, config.hidden_size),
             delta=buffer(room, config.hidden_size),
-            qkv=buffer(room, of["qkv"].sides * of["qkv"].n),
+            qkv=buffer(room, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim),
+            projected=buffer(room * _projected_width(config)),
             attended=buffer(max_rows, of["o"].k),
+            netted=buffer(max_rows, 0 if config.delta is None else config.delta.inner),
             gate_up=buffer(mlp_rows, 2 * config.intermediate_size),
             activated=buffer(mlp_rows, config.intermediate_size),
             entries=buffer(max_rows, num_hidden_layers, config.hidden_size),
@@ -262,6 +287,10 @@ class Workspace:
             rounded=torch.zeros(rounded, dtype=self.hidden.dtype, device=device),
             row_scales=torch.zeros(row_scales, dtype=torch.float32, device=device),
         )
+
+    def projection(self, rows: int, width: int) -> Tensor:
+        """Return `[rows, width]` of `projected`, contiguous, for an input projection with `width` outputs."""
+        return self.projected[: rows * width].view(rows, width)
 
     @property
     def rounds_rows(self) -> bool:

@@ -1,0 +1,284 @@
+"""The CUDA pass of models with gated delta nets, its kernels interpreted: logits, and texts of whole engines."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engine.harness import poison
+from hypothesis import given
+from hypothesis import strategies as st
+from models.cuda_models import LENGTH, compare, load, on_device, span
+from models.harness import Feeder
+from specrs.backends.cuda.decoder import CudaDecoder
+from specrs.backends.cuda.device import CUDA_DTYPES
+from specrs.backends.cuda.net_states import check_net
+from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.model_source import ModelSource
+from specrs.config import EngineConfig
+from specrs.engine.build import build_engine
+from specrs.engine.engine import Engine
+from specrs.engine.request import Request
+from specrs.engine.weights import load_weights
+from specrs.errors import UnsupportedModelError
+from specrs.models.loader import load_config
+from specrs.sampling import SamplingParams
+from specrs.speculative_config import SpeculativeConfig
+from sweep import sweep
+from torch import Tensor
+
+from backends.cuda_engines import SMALL, generate, give_graphs, serve_by_cuda
+
+VOCAB, K = 61, 3
+SHAPE: dict[str, Any] = {"hidden": 32, "intermediate": 32, "kv_heads": 1, "head_dim": 16, "vocab": VOCAB}
+NET: dict[str, Any] = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+GREEDY = SamplingParams(temperature=0.0)
+_random = random.Random(3)
+# Repeated parts, whose continuations n-grams guess.
+PROMPTS = [[_random.randrange(VOCAB) for _ in range(length)] * 3 for length in (1, 3, 5)]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hybrids")
+
+
+@cache
+def paths(folder: Path) -> tuple[Path, Path]:
+    target = make_checkpoint(folder / "target", "qwen3_5_text", seed=1, **SHAPE, **NET)
+    return target, make_checkpoint(folder / "draft", "qwen3", seed=2, layers=1, **SHAPE)
+
+
+LONG = [PROMPTS[2][:15], [*PROMPTS[2][:15], 4, 4, 9], PROMPTS[2][:9] + PROMPTS[1], PROMPTS[1] + PROMPTS[2][:4]]
+"""Prompts that begin alike."""
+
+
+@cache
+def long_texts(folder: Path) -> list[list[int]]:
+    """Texts of `LONG` by the CPU loop without drafts."""
+    return [texts(generate(engine(folder, None, gpu=False), [GREEDY], 8, [prompt]))[0] for prompt in LONG]
+
+
+def test_prompt_chunks(folder: Path) -> None:
+    """More than 64 rows at once, next to another request's chunk; then verification, and rows one by one."""
+
+    def run(feeder: Feeder) -> list[Tensor]:
+        return [
+            feeder.feed({0: span(0, 71), 1: span(0, 12)}, prompts=True),
+            feeder.feed({0: span(71, LENGTH), 1: span(12, 13)}, prompts=True),
+            feeder.feed({1: span(13, 17), 0: span(LENGTH, LENGTH + 3)}),
+            feeder.feed({0: span(LENGTH + 1, LENGTH + 2), 1: span(17, 18)}),
+        ]
+
+    compare(folder, "hybrid", run)
+
+
+@pytest.mark.parametrize("kernel", ["delta_conv", "delta_rule", "gated_norm", "split_gates", "apply_gates"])
+def test_every_kernel_is_needed(folder: Path, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it logits are NaN or others: buffers hold NaN, and states too."""
+    model = load(folder, "hybrid", torch.float32)
+    fed = [{0: span(0, 5)}, {0: span(5, 7)}]
+    feeder = Feeder(on_device(model), block_size=8, max_len=LENGTH)
+    expected = [feeder.feed(rows, prompts=True) for rows in fed]
+    module = "decoder" if "gates" in kernel else "net_states"
+    monkeypatch.setattr(f"specrs.backends.cuda.{module}.{kernel}", lambda *_: None)
+    feeder = Feeder(on_device(model), block_size=8, max_len=LENGTH)
+    found = [feeder.feed(rows, prompts=True) for rows in fed]
+    assert not torch.allclose(found[1], expected[1])
+
+
+@cache
+def weights(folder: Path, drafter: str | None) -> Any:
+    return load_weights(config_of(folder, drafter))
+
+
+def config_of(folder: Path, drafter: str | None, **fields: Any) -> EngineConfig:
+    target, draft = paths(folder)
+    speculative: dict[str, Any] = {"method": drafter, "num_speculative_tokens": K}
+    if drafter == "ngram":
+        speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
+        fields["max_steps_in_flight"] = 1
+    elif drafter == "draft_model":
+        speculative["model"] = str(draft)
+    rule = fields.pop("rule", "rejection")
+    return EngineConfig(
+        model=str(target),
+        dtype="float32",
+        speculative_config=None if drafter is None else SpeculativeConfig(**speculative, rejection_sample_method=rule),
+        **(SMALL | {"enforce_eager": True, "enable_prefix_caching": False} | fields),
+    )
+
+
+def engine(folder: Path, drafter: str | None, *, gpu: bool, **fields: Any) -> Engine:
+    with pytest.MonkeyPatch.context() as patch:
+        if gpu:
+            serve_by_cuda(patch)
+            fields["enforce_eager"] = False
+        made = build_engine(config_of(folder, drafter, **fields), weights(folder, drafter))
+    runner = made.runner
+    assert isinstance(runner, CudaRunner) == gpu
+    if isinstance(runner, CudaRunner):
+        poison(made)
+        target = runner.ctx.target
+        assert isinstance(target, CudaDecoder)
+        assert target.states is not None
+        for memory in target.states.memory:
+            memory.fill_(torch.nan)
+    return made
+
+
+def texts(requests: list[Request]) -> list[list[int]]:
+    assert all(request.error is None for request in requests)
+    return [request.output_token_ids for request in requests]
+
+
+@cache
+def plain(folder: Path, params: tuple[SamplingParams, ...], num_tokens: int) -> list[list[int]]:
+    """Texts of the CPU loop without drafts."""
+    return texts(generate(engine(folder, None, gpu=False), list(params), num_tokens, PROMPTS))
+
+
+SAMPLED = SamplingParams(temperature=1.0)
+
+
+@sweep(9)
+@given(
+    st.sampled_from([None, "ngram", "draft_model"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([4, 12]),
+    st.sampled_from([11, 20]),
+    st.lists(st.sampled_from([0, 1, K]), min_size=3, max_size=3),
+)
+def test_texts_are_those_of_a_cpu_without_drafts(
+    folder: Path, drafter: str | None, sampled: bool, graphs: bool, budget: int, blocks: int, ks: list[int]
+) -> None:
+    """Whatever is drafted, preempted, batched and cut into chunks, with prompts in verification passes or apart."""
+    params = SAMPLED if sampled else GREEDY
+    mine = engine(
+        folder,
+        drafter,
+        gpu=True,
+        rule="coupled" if sampled else "rejection",
+        max_num_batched_tokens=budget,
+        num_gpu_blocks_override=blocks,
+        num_reserved_decode_tokens=0,
+    )
+    if graphs:
+        give_graphs(mine)
+    own = [params.replace(num_speculative_tokens=None if drafter is None else k) for k in ks]
+    assert texts(generate(mine, own, 12, PROMPTS)) == plain(folder, (params,) * 3, 12)
+
+
+def test_drafts_are_accepted_and_rows_are_used_again(folder: Path) -> None:
+    """Requests that follow others in their rows find no trace of them. The pool makes some begin anew."""
+    mine = engine(folder, "ngram", gpu=True, num_gpu_blocks_override=11, num_reserved_decode_tokens=0, max_num_seqs=2)
+    for _ in range(2):
+        assert texts(generate(mine, [GREEDY] * 3, 12, PROMPTS)) == plain(folder, (GREEDY,) * 3, 12)
+    stats = mine.stats()
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+    assert mine.scheduler.num_preemptions > 0
+
+
+def test_prompts_in_verification_passes(folder: Path) -> None:
+    """Requests that come one after the other."""
+    mine = engine(folder, "draft_model", gpu=True)
+    graphs = give_graphs(mine)
+    requests = []
+    for i, prompt in enumerate(PROMPTS[::-1]):
+        params = GREEDY.replace(max_tokens=12, ignore_eos=True)
+        requests.append(Request(i, prompt, params, num_speculative_tokens=K, seed=i))
+        mine.add_request(requests[-1])
+        for _ in range(3):
+            mine.step()
+    while mine.has_unfinished():
+        mine.step()
+    assert texts(requests)[::-1] == plain(folder, (GREEDY,) * 3, 12)
+    assert any(type(key).__name__ == "MergedShape" for key in graphs.replayed)
+
+
+def test_nan_in_a_state_ends_its_request_alone(folder: Path) -> None:
+    mine = engine(folder, None, gpu=True)
+    requests = [
+        Request(i, prompt, GREEDY.replace(max_tokens=12, ignore_eos=True), seed=i) for i, prompt in enumerate(PROMPTS)
+    ]
+    for request in requests:
+        mine.add_request(request)
+    while any(len(request.output_token_ids) < 2 for request in requests):
+        mine.step()
+    assert isinstance(mine.runner, CudaRunner)
+    ctx = mine.runner.ctx
+    assert isinstance(ctx.target, CudaDecoder)
+    assert ctx.target.states is not None
+    rows = [row for row in range(3) if ctx.state.tokens[row, : len(PROMPTS[1])].tolist() == PROMPTS[1]]
+    ctx.target.states.bases[:, rows[0]] = torch.nan
+    while mine.has_unfinished():
+        mine.step()
+    assert "not finite" in str(requests[1].error)
+    for i in (0, 2):
+        assert requests[i].output_token_ids == plain(folder, (GREEDY,) * 3, 12)[i]
+
+
+@sweep(6)
+@given(
+    st.sampled_from([None, "ngram", "draft_model"]),
+    st.lists(st.lists(st.integers(0, len(LONG) - 1), min_size=1, max_size=3), min_size=2, max_size=3),
+    st.sampled_from([5, 12]),
+    st.sampled_from([None, 1, 4]),
+    st.booleans(),
+)
+def test_prefix_hits_have_the_texts_of_misses(
+    folder: Path, drafter: str | None, rounds: list[list[int]], budget: int, slots: int | None, graphs: bool
+) -> None:
+    """Prompts that begin alike, again and again, with few slots and many; snapshots are often written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specrs.backends.blueprint.SNAPSHOT_INTERVAL", 8)
+        patch.setattr("specrs.backends.blueprint.DECODE_SNAPSHOT_INTERVAL", 4)
+        row, _ = weights(folder, None).target.state_bytes
+        mine = engine(
+            folder,
+            drafter,
+            gpu=True,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=True,
+            state_cache_memory_bytes=None if slots is None else slots * row,
+        )
+        if graphs:
+            give_graphs(mine)
+        for order in rounds:
+            prompts = [LONG[i] for i in order]
+            made = texts(generate(mine, [GREEDY] * len(order), 8, prompts))
+            assert made == [long_texts(folder)[i] for i in order]
+        mine.scheduler.check_integrity()
+
+
+def test_a_hit_begins_with_a_snapshot(folder: Path) -> None:
+    mine = engine(folder, "draft_model", gpu=True, enable_prefix_caching=True)
+    for _ in range(2):
+        assert texts(generate(mine, [GREEDY], 8, LONG[:1])) == long_texts(folder)[:1]
+    stats = mine.stats()
+    assert stats.state_cache is not None
+    assert stats.state_cache.hits == 1
+    assert stats.state_cache.stored > 0
+
+
+def test_models_that_the_kernels_do_not_serve(folder: Path, tmp_path: Path) -> None:
+    """Shared experts, and heads of delta nets that are too large."""
+    target = make_checkpoint(tmp_path, "qwen3_5_moe_text", **SHAPE, **NET)
+    source = ModelSource.of_target(EngineConfig(model=str(target), dtype="float32"))
+    with pytest.raises(UnsupportedModelError, match="on a GPU, a model without shared experts"):
+        source.types(CUDA_DTYPES)
+    assert ModelSource.of_target(config_of(folder, None)).types(CUDA_DTYPES).dtype == "float32"
+    net = load_config(paths(folder)[0]).delta
+    assert net is not None
+    for field, own in (("linear_key_head_dim", "key_dim"), ("linear_value_head_dim", "value_dim")):
+        wide = replace(net, **{own: 136})  # type: ignore[arg-type]
+        check_net(wide, torch.device("cpu"))
+        with pytest.raises(UnsupportedModelError, match=rf"{field}=136: the GPU kernels serve at most 128"):
+            check_net(wide, torch.device("cuda"))
