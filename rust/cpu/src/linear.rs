@@ -74,7 +74,7 @@ impl Part {
     }
 
     fn packed(&self) -> Option<&Packed> {
-        if let Weight::Packed(packed) = &self.weight { Some(packed) } else { None }
+        if let Weight::Packed(packed) = &self.weight { Some(packed.as_ref()) } else { None }
     }
 }
 
