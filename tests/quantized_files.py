@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,18 +109,25 @@ def _packed(values: np.ndarray, bits: int, order: list[int]) -> Tensor:
     return torch.from_numpy(words.view(np.int32))
 
 
+def _shuffled(layer: str, size: int, group: int) -> np.ndarray:
+    """Return the group of each input of `layer`, in any order. Projections that share an input have the same order, as
+    quantizers write it."""
+    for one, other in (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj")):
+        layer = layer.replace(one, other)
+    found: np.ndarray = np.random.default_rng(zlib.crc32(layer.encode())).permutation(np.arange(size) // group)
+    return found
+
+
 def gptq(
     source: Path, path: Path, *, bits: int = 4, group: int = 32, sym: bool = True, desc_act: bool = False,
     version: str = "gptq", **fields: Any,
 ) -> Path:  # fmt: skip
     """Write a checkpoint in GPTQ's format."""
-    rng = np.random.default_rng(0)
 
-    def write(_: str, weight: Tensor) -> Written:
+    def write(layer: str, weight: Tensor) -> Written:
         size = weight.shape[1]
-        group_of = np.arange(size) // (group if group > 0 else size)
-        if desc_act:
-            group_of = rng.permutation(group_of)
+        whole = group if group > 0 else size
+        group_of = _shuffled(layer, size, whole) if desc_act else np.arange(size) // whole
         codes, zeros, scales = _codes(weight.numpy(), group_of, bits, sym)
         straight = list(range(32 // bits))
         stored = zeros - (version == "gptq")
@@ -179,14 +187,13 @@ def compressed(source: Path, path: Path, form: str, *, ordered: bool = False, **
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    rng = np.random.default_rng(1)
     weights = QuantizationArgs(**args)
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     compressor = BaseCompressor.get_value_from_registry(form)
 
-    def write(_: str, weight: Tensor) -> Written:
+    def write(layer: str, weight: Tensor) -> Written:
         out, size = weight.shape
-        groups = torch.from_numpy(rng.permutation(np.arange(size) // (weights.group_size or size)))
+        groups = torch.from_numpy(_shuffled(layer, size, weights.group_size or size))
         order = groups.argsort(stable=True) if ordered else torch.arange(size)
         weight = weight[:, order]
         match weights.strategy:

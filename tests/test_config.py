@@ -216,7 +216,20 @@ def test_arguments_of_vllm_that_would_change_something(name: str, value: object)
 
 def test_quantization() -> None:
     """Quantization of target and draft is set separately, on any device."""
-    for kind in (None, "fp8", "int8", "int4", "q8_0", "q4_0", "compressed-tensors", "gptq", "awq", "mxfp4", "gguf"):
+    for kind in (
+        None,
+        "fp8",
+        "int8",
+        "int4",
+        "q8_0",
+        "q4_0",
+        "q4_k",
+        "compressed-tensors",
+        "gptq",
+        "awq",
+        "mxfp4",
+        "gguf",
+    ):
         assert EngineConfig.from_kwargs(quantization=kind).quantization == kind
         for fields in ({"device": "cuda:1"}, {"dtype": "double"}, {"enforce_eager": True}):
             assert EngineConfig(quantization=kind, **fields).quantization == kind  # type: ignore[arg-type]
@@ -225,7 +238,7 @@ def test_quantization() -> None:
         assert made.speculative_config is not None
         assert made.speculative_config.quantization == kind
     own = "'compressed-tensors', 'gptq', 'awq', 'mxfp4', 'gguf'"
-    allowed = f"not implemented; allowed: None, 'fp8', 'int8', 'int4', 'q8_0', 'q4_0', {own}"
+    allowed = f"not implemented; allowed: None, 'fp8', 'int8', 'int4', 'q8_0', 'q4_0', 'q4_k', {own}"
     for bad in ("marlin", "INT8", 8, ["int8"], ""):
         with pytest.raises(UnsupportedConfigError, match=rf"^quantization=.*: {allowed}$"):
             EngineConfig(quantization=bad)  # type: ignore[arg-type]

@@ -91,6 +91,7 @@ __all__ = [
     "cpu_instruction_sets",
     "philox_gumbel",
     "philox_uniform",
+    "quantize_q4_k",
     "quantize_weight",
 ]
 
@@ -1752,7 +1753,9 @@ class PackedMatrix:
         """
 
     @staticmethod
-    def grouped(values: NDArray[np.int16], scales: NDArray[np.float32]) -> PackedMatrix:
+    def grouped(
+        values: NDArray[np.int16], scales: NDArray[np.float32], order: NDArray[np.int64] | None = None
+    ) -> PackedMatrix:
         """Pack integers, by as many threads as the process may run. Weight `[o, i]` is `values[o, i]` times the scale
         of its group.
 
@@ -1762,9 +1765,12 @@ class PackedMatrix:
         Args:
             values: `[out, in]`, -128 to 127.
             scales: `[out, groups]`; groups have the same number of inputs, a multiple of 32.
+            order: `[in]`, the input that each column of `values` belongs to; None: columns are in the inputs' order.
+                Products round activations in the order of the columns.
 
         Raises:
-            InvalidBufferError: other groups or integers, a scale that is not finite, or a wrong dtype or layout.
+            InvalidBufferError: other groups or integers, a scale that is not finite, an `order` without each input
+                once, or a wrong dtype or layout.
         """
 
     @property
@@ -1776,11 +1782,16 @@ class PackedMatrix:
         """(out, in)"""
 
     @property
+    def order(self) -> NDArray[np.int64] | None:
+        """Inputs in the order in which activations are rounded, `[in]`; None if that is their own. A copy."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its memory."""
 
     def numbers(self) -> NDArray[np.float32]:
-        """Return the matrix as numbers, `[out, in]` float32, each rounded once. Made on each call."""
+        """Return the matrix as numbers, `[out, in]` float32, each rounded once, with inputs in their own order. Made on
+        each call."""
 
 @final
 class CpuWeights:
@@ -2519,6 +2530,18 @@ def philox_gumbel(
     Raises:
         InvalidConfigError: `purpose` is not one of `PURPOSE_*`.
         InvalidBufferError: an array has the wrong dtype, layout or size.
+    """
+
+def quantize_q4_k(name: str, weight: NDArray[np.generic]) -> NDArray[np.uint8]:
+    """Return `weight` `[out, in]` (float32, or uint16 with the bits of bfloat16) as blocks of Q4_K, uint8
+    `[out, in / 256 * 144]`, by as many threads as the process may run.
+
+    Each 32 numbers get a scale and a minimum of 6 bits each with about the least squared error. The bytes are the same
+    on every machine.
+
+    Raises:
+        InvalidBufferError: `weight` has the wrong dtype or layout, its inputs are no multiple of 256, or a number is
+            not finite or above 4,126,752. `name` is what the error calls the weight.
     """
 
 def quantize_weight(

@@ -83,6 +83,7 @@ from ._core import (
     cpu_instruction_sets,
     philox_gumbel,
     philox_uniform,
+    quantize_q4_k,
     quantize_weight,
 )
 
@@ -165,5 +166,6 @@ __all__ = [
     "cpu_instruction_sets",
     "philox_gumbel",
     "philox_uniform",
+    "quantize_q4_k",
     "quantize_weight",
 ]

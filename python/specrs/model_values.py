@@ -11,7 +11,7 @@ DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_DISK_CACHE_BYTES = 16 << 30
 """Default of `kv_cache_disk_bytes`, the size of a prefix cache on disk."""
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
-INTEGERS_AT_LOAD = ("int8", "int4", "q8_0", "q4_0")
+INTEGERS_AT_LOAD = ("int8", "int4", "q8_0", "q4_0", "q4_k")
 """Types of integers that 16-bit and 32-bit weights can be quantized to while they load."""
 AT_LOAD = ("fp8", *INTEGERS_AT_LOAD)
 """Quantization methods that can also quantize 16-bit and 32-bit weights while they load. `models.quantization.table`

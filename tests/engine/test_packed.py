@@ -11,6 +11,7 @@ from checkpoints import make_checkpoint, perturb_checkpoint
 from gguf_files import write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quantized_files import gptq
 from specrs.backends.weights import Weights
 from specrs.engine.build import build_engine
 from specrs.engine.weights import load_weights
@@ -19,23 +20,26 @@ from specrs.errors import UnsupportedConfigError
 from engine.harness import config, make_prompts, request, run
 from engine.logits import LOGITS, logits_of, with_logits
 
-KINDS = ("Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "IQ4_NL")
+ACT_ORDER = "GPTQ, act-order"
+KINDS = ("Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "IQ4_NL", ACT_ORDER)
 PROMPTS = [tuple(prompt) for prompt in make_prompts(count=4)]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """A target and a close draft of each type of blocks."""
+    """A target and a close draft of each type of blocks, and of GPTQ with groups out of order."""
     folder = tmp_path_factory.mktemp("packed")
     sizes = {"head_dim": 64, "kv_heads": 2, "hidden": 256, "intermediate": 256, "layers": 1, "with_tokenizer": False}
     target = make_checkpoint(folder / "target", "qwen3", initializer_range=0.05, **sizes)
     draft = perturb_checkpoint(target, folder / "draft", noise=0.05, seed=2)
-    return {
+    act_order = (gptq(target, folder / "target-gptq", desc_act=True), gptq(draft, folder / "draft-gptq", desc_act=True))
+    return {ACT_ORDER: act_order} | {
         kind: (
             write_gguf(target, folder / f"target-{kind}.gguf", kind),
             write_gguf(draft, folder / f"draft-{kind}.gguf", kind),
         )
         for kind in KINDS
+        if kind != ACT_ORDER
     }
 
 

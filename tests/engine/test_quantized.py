@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import shutil
 from dataclasses import replace
@@ -81,7 +82,7 @@ def alone(target: Path, prompt: tuple[int, ...], dtype: str, kind: str | None) -
 def test_drafts_change_no_bit(family: str, data: st.DataObject, request_bank: dict[str, Bank]) -> None:
     """Text and logits at any K are those of K = 0, whatever the draft is."""
     bank = request_bank[family]
-    kind, draft_kind = data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from([None, *KINDS]))
+    kind, draft_kind = data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from([None, *KINDS, "q4_k"]))
     draft = bank.drafts[data.draw(st.sampled_from(["close", "small", "equal"]))]
     k = data.draw(st.integers(1, 5))
     made = engine(
@@ -225,16 +226,19 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
         load_native(folder, quantization="int8")
 
 
-@pytest.mark.parametrize(("kind", "value"), [("q4_0", torch.nan), ("q4_0", torch.inf), ("q4_0", 6e5), ("q8_0", 9e6)])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("q4_0", torch.nan), ("q4_0", torch.inf), ("q4_0", 6e5), ("q8_0", 9e6), ("q4_k", torch.nan), ("q4_k", 5e6)],
+)
 def test_a_weight_that_no_block_holds_is_named(kind: str, value: float, tmp_path: Path) -> None:
-    """An eighth of the largest weight, or a 127th of it with Q8_0, must be a number of fp16."""
-    folder = make_checkpoint(tmp_path / "broken", layers=1, with_tokenizer=False)
+    """An eighth of the largest weight, or a 127th of it with Q8_0, or a 63rd with Q4_K, must be a number of fp16."""
+    folder = make_checkpoint(tmp_path / "broken", layers=1, hidden=256, with_tokenizer=False)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    reason = r"largest weight is (nan|inf|600000|9e\+06), and must be 0 or from .* to (524032|8.31901e\+06); use int8"
+    reason = r"largest weight is (nan|inf|600000|[95]e\+06), and must be 0 or from .* to (524032|[48].*e\+06); use int8"
     name = r"model\.layers\.0\.mlp\.up_proj\.weight"
-    with pytest.raises(CheckpointError, match=rf"broken: {name} cannot be quantized to Q._0: its {reason}"):
+    with pytest.raises(CheckpointError, match=rf"broken: {name} cannot be quantized to Q._[0K]: its {reason}"):
         load_native(folder, quantization=kind)
 
 
@@ -288,7 +292,7 @@ def test_models_that_make_no_groups(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "odd", hidden=96, intermediate=168, layers=1, with_tokenizer=False)
     even = make_checkpoint(tmp_path / "even", layers=1, with_tokenizer=False)
     reason = r"odd has intermediate_size = 168, groups need a multiple of 32; allowed: None, 'fp8' or 'int8'"
-    for kind in ("int4", "q8_0", "q4_0"):
+    for kind in ("int4", "q8_0", "q4_0", "q4_k"):
         with pytest.raises(UnsupportedConfigError, match=rf"^quantization='{kind}': .*{reason}"):
             load_weights(EngineConfig(model=str(folder), device="cpu", quantization=kind))
     load_weights(EngineConfig(model=str(folder), device="cpu", quantization="int8"))
@@ -323,6 +327,44 @@ def test_other_passes_have_the_same_numbers(kind: str, tmp_path: Path) -> None:
         assert isinstance(weight, QuantizedWeight)
         assert weight.coding.kind == ("int8" if name in ("o", "down") or BITS[kind] == 8 else "int4")
         assert torch.equal(weight.dequantized(), numbers)
+
+
+def test_q4_k_is_for_inputs_that_make_super_blocks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Other matrices become Q8_0, which the log says once for each projection. The numbers are the same in a float64
+    model, and on a GPU, whose kernels read the codes of Q8_0 alone."""
+    folder = make_checkpoint(
+        tmp_path / "mixed", hidden=256, intermediate=512, head_dim=24, layers=2, dtype=torch.float64,
+        with_tokenizer=False,
+    )  # fmt: skip
+    caplog.set_level(logging.INFO, "specrs")
+    layers = load_native(folder, dtype="float32", quantization="q4_k").weights.layers
+    said = [record.getMessage() for record in caplog.records]
+    size = layers[0].o.shape[1]
+    assert size % 256
+    reason = f"its {size} inputs are no multiple of 256"
+    assert said == [
+        f"{folder}: each o_proj.weight becomes Q8_0 in place of Q4_K: {reason}",
+        f"{folder}: 14 matrices are packed, 0.00 GiB; 0 become float32 when they are loaded, 0.00 GiB",
+    ]
+    made = load_weights(EngineConfig(model=str(folder), device="cpu", quantization="q4_k")).target
+    assert isinstance(made, TorchDecoder)
+    config, checkpoint = open_checkpoint(folder, None, "auto")
+    codes = quantized_at_load(checkpoint, "q4_k")
+    coded = QuantizedLoader(config, codes, torch.float32, torch.device("cpu")).load().layers
+    for i, name in itertools.product((0, 1), ("qkv", "o", "gate_up", "down")):
+        native = getattr(layers[i], name)
+        assert isinstance(native, PackedWeight)
+        kinds = {part.kind for part in native.parts if isinstance(part, PackedMatrix)}
+        assert kinds == {"Q8_0" if name == "o" else "Q4_K"}
+        numbers = torch.from_numpy(numbers_of(native))
+        assert torch.equal(getattr(made.weights.layers[i], name).dequantized().double(), numbers)
+        weight = getattr(coded[i], name)
+        assert isinstance(weight, QuantizedWeight) == (name == "o")
+        assert torch.equal(weight.dequantized() if name == "o" else weight.weight, numbers)
+    assert [codes.quantized_bits(f"model.layers.0.{name}.weight") for name in ("self_attn.o_proj", "mlp.up_proj")] == [
+        8,
+        None,
+    ]
 
 
 def test_what_a_gpu_cannot_group_is_rejected_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, quants
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.arrays import BFLOAT16, FLOAT64, Array, bits
-from specrs.core import InvalidBufferError, PackedMatrix, quantize_weight
+from specrs.core import InvalidBufferError, PackedMatrix, quantize_q4_k, quantize_weight
 from specrs.models.quantization.grouped import Grouped
 from specrs.models.stored import PackedWeight
 
@@ -75,6 +76,119 @@ def test_packed_numbers_are_those_given(data: st.DataObject) -> None:
     narrow = values.min() >= -8 and values.max() <= 7
     width = (values.max(2) - values.min(2)).max()
     assert packed.kind == ("INT4" if narrow or (width < 16 and dtype != np.float32) else "INT8")
+
+
+@given(st.data())
+def test_inputs_of_a_group_are_brought_together(data: st.DataObject) -> None:
+    """Numbers are those of the inputs' own order. Groups that are only in another order need no order of inputs."""
+    groups, group = data.draw(st.integers(1, 4), label="groups"), 32 * data.draw(st.integers(1, 3), label="group")
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32), label="seed"))
+    out, size = data.draw(st.integers(1, 20), label="out"), groups * group
+    values = generator.integers(-8, 8, (out, size), np.int16)
+    scales = generator.standard_normal((out, groups)).astype(BFLOAT16).astype(np.float32)
+    way = data.draw(st.sampled_from(["inputs", "groups"]), label="order of")
+    group_of = generator.permutation(groups).repeat(group)
+    if way == "inputs":
+        group_of = generator.permutation(group_of)
+    grouped = Grouped(values, scales, group_of)
+    packed = grouped.packed()
+    assert packed is not None
+    assert packed.kind == "INT4"
+    assert np.array_equal(packed.numbers(), values * scales[:, group_of])
+    if (group_of.reshape(groups, group) == group_of[::group, None]).all():
+        assert packed.order is None
+    else:
+        assert packed.order is not None
+        assert np.array_equal(packed.order, group_of.argsort(kind="stable"))
+    if groups > 1:
+        group_of = group_of.copy()
+        group_of[group_of.tolist().index(0)] = 1
+        assert Grouped(values, scales, group_of).packed() is None, "groups of different sizes"
+
+
+@pytest.mark.parametrize("order", [[0] * 32, [*range(1, 33)], [*range(31)], [-1, *range(31)]])
+def test_orders_without_each_input_once(order: list[int]) -> None:
+    given = np.array(order, np.int64)
+    with pytest.raises(InvalidBufferError, match=r"order"):
+        PackedMatrix.grouped(np.zeros((2, 32), np.int16), np.ones((2, 1), F32), given)
+
+
+ROWS = {
+    "normal": lambda generator, shape: generator.standard_normal(shape),
+    "heavy tails": lambda generator, shape: generator.standard_t(3, shape),
+    "one sided": lambda generator, shape: generator.exponential(size=shape),
+    "far from 0": lambda generator, shape: generator.standard_normal(shape) - 5.0,
+    "sparse": lambda generator, shape: generator.standard_normal(shape) * (generator.random(shape) < 0.1),
+}
+"""Weights of which blocks are made."""
+
+
+@given(
+    rows=st.sampled_from(list(ROWS)),
+    shape=st.tuples(st.integers(4, 24), st.integers(1, 3)),
+    exponent=st.integers(-3, 5),
+    as_bf16=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_q4_k_blocks(rows: str, shape: tuple[int, int], exponent: int, as_bf16: bool, seed: int) -> None:
+    """The package gguf reads the same numbers, and on ordinary weights their error is below that of its Q4_0."""
+    generator = np.random.default_rng(seed)
+    weight = (ROWS[rows](generator, (shape[0], 256 * shape[1])) * 10.0**exponent).astype(np.float32)
+    if as_bf16:
+        weight = weight.astype(BFLOAT16).astype(np.float32)
+    blocks = quantize_q4_k("w", weight)
+    if as_bf16:
+        assert np.array_equal(blocks, quantize_q4_k("w", bits(weight.astype(BFLOAT16))))
+    numbers = quants.dequantize(blocks, GGMLQuantizationType.Q4_K)
+    assert np.array_equal(PackedMatrix("Q4_K", blocks).numbers(), numbers)
+    error = np.square(numbers.astype(FLOAT64) - weight).sum()
+    if rows != "sparse":  # few blocks of few weights
+        other = quants.dequantize(quants.quantize(weight, GGMLQuantizationType.Q4_0), GGMLQuantizationType.Q4_0)
+        assert error < np.square(other.astype(FLOAT64) - weight).sum()
+    # Codes over the whole range of each block, with a scale and a minimum that are not rounded.
+    of = weight.astype(FLOAT64).reshape(-1, 32)
+    low, high = of.min(1, keepdims=True, initial=0.0), of.max(1, keepdims=True)
+    scale = np.maximum((high - low) / 15, 1e-300)
+    whole = np.square(np.rint((of - low) / scale) * scale + low - of).sum()
+    assert error < 1.1 * whole + 1e-12 * np.square(weight, dtype=FLOAT64).sum()
+
+
+def test_q4_k_of_special_rows() -> None:
+    """Zeros stay zeros, also next to other blocks; so do numbers that are too small. A block of one number is off by
+    at most the rounding of 6 bits."""
+    weight = np.zeros((4, 256), np.float32)
+    weight[1] = np.repeat(np.array([1, -1, 2, -2, 3, -3, 4, 0], np.float32), 32)
+    weight[2] = 1e-38
+    weight[3, :32] = np.linspace(-63 * 65504.0, 63 * 65504.0, 32)
+    numbers = PackedMatrix("Q4_K", quantize_q4_k("w", weight)).numbers()
+    assert not numbers[[0, 2]].any()
+    assert np.abs(numbers[1] - weight[1]).max() <= 4 / 63
+    assert not numbers[1, 224:].any()
+    assert np.isfinite(numbers).all()
+    assert np.abs(numbers[3, :32] - weight[3, :32]).max() < 63 * 65504.0 / 12
+    assert not numbers[3, 32:].any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 4126753.0])
+def test_weights_that_q4_k_does_not_hold(bad: float) -> None:
+    weight = np.ones((3, 512), np.float32)
+    weight[1, 300] = bad
+    with pytest.raises(InvalidBufferError, match=r"^up_proj\[1, 300\] = .* expected a number of at most 4126752$"):
+        quantize_q4_k("up_proj", weight)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (np.ones((2, 128), np.float32), r"^w's inputs = 128 is not allowed: expected a multiple of 256$"),
+        (np.ones((2, 0), np.float32), r"^w's inputs = 0 is not allowed"),
+        (np.ones((2, 256)), r"^w: dtype is float64"),
+        (np.ones(256, np.float32), r"^w: "),
+    ],
+)
+def test_arrays_that_are_no_super_blocks(weight: Array, message: str) -> None:
+    with pytest.raises(InvalidBufferError, match=message):
+        quantize_q4_k("w", weight)
 
 
 @pytest.mark.parametrize(

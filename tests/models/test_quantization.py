@@ -60,7 +60,7 @@ FORMATS: dict[str, tuple[Make, str | None]] = {
     ),
     "ct-int4-act-order": (
         lambda s, p: compressed(s, p, "pack-quantized", ordered=True, num_bits=4, strategy="group", group_size=32),
-        None,
+        "INT4",
     ),
     "ct-int4-act-order-asymmetric": (
         lambda s, p: compressed(
@@ -73,7 +73,7 @@ FORMATS: dict[str, tuple[Make, str | None]] = {
             group_size=16,
             symmetric=False,
         ),
-        None,
+        "INT8",  # its scales are fp32
     ),
     "ct-int8-packed": (
         lambda s, p: compressed(s, p, "pack-quantized", num_bits=8, strategy="group", group_size=32),
@@ -89,7 +89,7 @@ FORMATS: dict[str, tuple[Make, str | None]] = {
     "gptq-4-all": (lambda s, p: gptq(s, p, group=-1), "INT4"),
     "gptq-4-asymmetric": (lambda s, p: gptq(s, p, sym=False), "INT4"),
     "gptq-4-v2": (lambda s, p: gptq(s, p, sym=False, version="gptq_v2"), "INT4"),
-    "gptq-4-act-order": (lambda s, p: gptq(s, p, desc_act=True), None),
+    "gptq-4-act-order": (lambda s, p: gptq(s, p, desc_act=True), "INT4"),
     "gptq-8": (lambda s, p: gptq(s, p, bits=8), "INT8"),
     "awq": (awq, "INT4"),
 }
@@ -233,6 +233,28 @@ def test_truncated_packs(
     change(path, LAYER, **{suffix: whole.double()})
     with pytest.raises(CheckpointError, match=rf"up_proj\.{suffix} is F64, quantization_config makes it"):
         load_model(path)
+
+
+def test_projections_whose_inputs_are_in_different_orders(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Activations are rounded in one order, so the first projection is packed and the other becomes numbers."""
+    path = gptq(source, tmp_path / "gptq", desc_act=True)
+    groups = load_file(path / "model.safetensors")[f"{LAYER}.g_idx"]
+    change(path, LAYER, g_idx=groups.flip(0))
+    caplog.set_level("WARNING", "specrs")
+    model = load_native(path, dtype="float32")
+    weight = model.weights.layers[1].gate_up
+    assert isinstance(weight, PackedWeight)
+    gate, up = weight.parts
+    assert isinstance(gate, PackedMatrix)
+    assert not isinstance(up, PackedMatrix)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        f"{path}: {LAYER} is in another order of inputs than model.layers.1.mlp.gate_proj, so it becomes float32"
+    )
+    expected = logits(path)
+    assert (Feeder(model).feed_chunks(TOKENS, [8]) - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
 def test_other_damage(source: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ mod states;
 mod values;
 mod weights;
 
-pub use blocks::{BlockType, Packed};
+pub use blocks::{BlockType, Packed, quantize_q4_k};
 pub use decoder::Decoder;
 pub use error::{Error, Result, guarded};
 pub use isa::{Isa, Tiles};

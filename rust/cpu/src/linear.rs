@@ -72,6 +72,10 @@ impl Part {
     pub fn new(weight: impl Into<Weight>, bias: Option<&Values>, outputs: usize) -> Self {
         Self { weight: weight.into(), bias: bias.map(Values::to_f32), outputs }
     }
+
+    fn packed(&self) -> Option<&Packed> {
+        if let Weight::Packed(packed) = &self.weight { Some(packed.as_ref()) } else { None }
+    }
 }
 
 /// A projection of `inputs` features: its parts above each other, so that q, k and v may be one tensor or three.
@@ -84,7 +88,8 @@ impl Linear {
     /// A projection of these parts, in this order.
     ///
     /// # Errors
-    /// Where a part does not hold `outputs * inputs` weights, or its bias's not `outputs`. `name` is the error's field.
+    /// Where a part does not hold `outputs * inputs` weights, or its bias's not `outputs`, or packed parts have inputs in
+    /// different orders. `name` is the error's field.
     pub fn new(name: &str, inputs: usize, parts: Vec<Part>) -> Result<Self> {
         for (i, part) in parts.iter().enumerate() {
             part.weight.check(&format!("{name}.parts[{i}].weight"), part.outputs, inputs)?;
@@ -92,7 +97,17 @@ impl Linear {
                 check_len(&format!("{name}.parts[{i}].bias"), bias.len(), part.outputs)?;
             }
         }
-        Ok(Self { parts, inputs })
+        let made = Self { parts, inputs };
+        if let Some(i) = made.parts.iter().position(|part| part.packed().is_some_and(|w| w.order() != made.order())) {
+            let field = format!("{name}.parts[{i}].weight's order of inputs");
+            return Err(Error::invalid(field, "another one", "the order of the packed parts before it"));
+        }
+        Ok(made)
+    }
+
+    /// Order of inputs in which rows are rounded for packed parts; `None` if that is their own.
+    pub(crate) fn order(&self) -> Option<&[u32]> {
+        self.parts.iter().find_map(Part::packed).and_then(Packed::order)
     }
 
     /// Output features of all parts.
@@ -102,7 +117,7 @@ impl Linear {
 
     /// Whether some part is packed, so that rows are rounded for it.
     pub(crate) fn has_packed(&self) -> bool {
-        self.parts.iter().any(|part| matches!(part.weight, Weight::Packed(_)))
+        self.parts.iter().any(|part| part.packed().is_some())
     }
 
     pub(crate) fn check(&self, name: &str, outputs: usize, inputs: usize) -> Result<()> {

@@ -72,7 +72,7 @@ mod _core {
     #[pymodule_export]
     use super::planner::SpeculationPlanner;
     #[pymodule_export]
-    use super::quantize::quantize_weight;
+    use super::quantize::{quantize_q4_k, quantize_weight};
     #[pymodule_export]
     use super::request_sampling::RequestSampling;
     #[pymodule_export]

@@ -2,7 +2,7 @@
 
 use crate::buffers::{In, readonly};
 use crate::error::{Class, cpu_to_py, size};
-use numpy::{Ix2, PyArray2, PyArrayMethods, PyReadonlyArray, PyUntypedArrayMethods};
+use numpy::{Ix2, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{BlockType, Packed};
 use std::sync::Arc;
@@ -10,6 +10,13 @@ use std::sync::Arc;
 /// A matrix of integers with scales.
 #[pyclass(frozen)]
 pub(crate) struct PackedMatrix(pub(crate) Arc<Packed>);
+
+/// Reads the argument `order`: numbers of at least 0.
+fn indices(py: Python<'_>, order: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Vec<usize>>> {
+    let Some(order) = order else { return Ok(None) };
+    let order: In<'_> = readonly("order", order)?;
+    order.as_slice()?.iter().map(|&at| size(py, Class::InvalidBuffer, "order", at)).collect::<PyResult<_>>().map(Some)
+}
 
 #[pymethods]
 impl PackedMatrix {
@@ -21,17 +28,7 @@ impl PackedMatrix {
             return Err(Class::InvalidBuffer.error(py, format!("kind = {kind:?} is not allowed: expected {known}")));
         };
         let blocks: PyReadonlyArray<'_, u8, Ix2> = readonly("blocks", blocks)?;
-        let order: Option<In<'_>> = order.map(|order| readonly("order", order)).transpose()?;
-        let order = match &order {
-            Some(order) => Some(
-                order
-                    .as_slice()?
-                    .iter()
-                    .map(|&row| size(py, Class::InvalidBuffer, "order", row))
-                    .collect::<PyResult<Vec<_>>>()?,
-            ),
-            None => None,
-        };
+        let order = indices(py, order)?;
         let width = blocks.shape()[1];
         if !width.is_multiple_of(kind.bytes()) {
             let message = format!("blocks: rows have {width} bytes, expected a multiple of {}", kind.bytes());
@@ -44,7 +41,13 @@ impl PackedMatrix {
     }
 
     #[staticmethod]
-    fn grouped(py: Python<'_>, values: &Bound<'_, PyAny>, scales: &Bound<'_, PyAny>) -> PyResult<Self> {
+    #[pyo3(signature = (values, scales, order = None))]
+    fn grouped(
+        py: Python<'_>,
+        values: &Bound<'_, PyAny>,
+        scales: &Bound<'_, PyAny>,
+        order: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
         let values: PyReadonlyArray<'_, i16, Ix2> = readonly("values", values)?;
         let scales: PyReadonlyArray<'_, f32, Ix2> = readonly("scales", scales)?;
         let (outputs, inputs) = (values.shape()[0], values.shape()[1]);
@@ -52,10 +55,15 @@ impl PackedMatrix {
             let message = format!("scales: shape is {:?}, expected [{outputs}, groups]", scales.shape());
             return Err(Class::InvalidBuffer.error(py, message));
         }
-        let (values, scales) = (values.as_slice()?, scales.as_slice()?);
-        py.detach(|| Packed::grouped("matrix", values, inputs, scales, usable_threads()))
-            .map(|packed| Self(Arc::new(packed)))
-            .map_err(|error| cpu_to_py(py, &error))
+        let (values, scales, order) = (values.as_slice()?, scales.as_slice()?, indices(py, order)?);
+        let packed = || {
+            let packed = Packed::grouped("matrix", values, inputs, scales, usable_threads())?;
+            match order {
+                Some(order) => packed.with_order("matrix", &order),
+                None => Ok(packed),
+            }
+        };
+        py.detach(packed).map(|packed| Self(Arc::new(packed))).map_err(|error| cpu_to_py(py, &error))
     }
 
     #[classattr]
@@ -72,6 +80,11 @@ impl PackedMatrix {
     #[getter]
     fn shape(&self) -> (usize, usize) {
         (self.0.outputs(), self.0.inputs())
+    }
+
+    #[getter]
+    fn order<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyArray1<i64>>> {
+        self.0.order().map(|order| PyArray1::from_iter(py, order.iter().map(|&input| i64::from(input))))
     }
 
     #[getter]

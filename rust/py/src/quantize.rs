@@ -4,9 +4,9 @@ use crate::buffers::readwrite;
 use crate::error::{Class, cpu_to_py};
 use crate::packed::usable_threads;
 use crate::tensors::{values, values_mut};
-use numpy::{Ix2, PyReadwriteArray, PyUntypedArrayMethods};
+use numpy::{Ix2, PyArray2, PyArrayMethods, PyReadwriteArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use specrs_cpu::{ValuesMut, quantize};
+use specrs_cpu::{BlockType, ValuesMut};
 
 /// Largest codes, of 4 and of 8 bits.
 const LARGEST: [i8; 2] = [7, 127];
@@ -41,6 +41,24 @@ pub(crate) fn quantize_weight(
         return Err(Class::InvalidBuffer.error(py, message));
     }
     let (codes, scales) = (codes.as_slice_mut()?, scales.as_mut_slice());
-    py.detach(|| quantize(name, &weight, shape[1], largest, codes, scales, usable_threads()))
+    py.detach(|| specrs_cpu::quantize(name, &weight, shape[1], largest, codes, scales, usable_threads()))
         .map_err(|error| cpu_to_py(py, &error))
+}
+
+#[pyfunction]
+pub(crate) fn quantize_q4_k<'py>(
+    py: Python<'py>,
+    name: &str,
+    weight: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyArray2<u8>>> {
+    let (weight, shape) = values::<Ix2>(name, weight)?;
+    let width = shape[1] / BlockType::Q4_K.numbers() * BlockType::Q4_K.bytes();
+    let blocks = PyArray2::<u8>::zeros(py, [shape[0], width], false);
+    {
+        let mut out = blocks.readwrite();
+        let out = out.as_slice_mut()?;
+        py.detach(|| specrs_cpu::quantize_q4_k(name, &weight, shape[1], out, usable_threads()))
+            .map_err(|error| cpu_to_py(py, &error))?;
+    }
+    Ok(blocks)
 }

@@ -80,8 +80,9 @@ def load_native(
     bf16 holds all matrices exactly, passes read them as bf16, the same numbers in half the bytes.
 
     `quantization` `fp8` rounds projections to FP8, and holds them dequantized. `int8` by output, `int4` by group,
-    `q8_0` and `q4_0` by groups of 32 quantize them from the file's numbers, one matrix at a time. Embedding, LM head
-    and routers are not quantized but copied, so that the file does not stay mapped. Embeddings of single layers stay.
+    `q8_0`, `q4_0` and `q4_k` by groups of 32 quantize them from the file's numbers, one matrix at a time. Embedding, LM
+    head and routers are not quantized but copied, so that the file does not stay mapped. Embeddings of single layers
+    stay.
 
     Quantized matrices are packed if a packed layout holds them exactly, embedding and LM head too, and activations are
     rounded to 16-bit integers for products with them. `rounding` says what becomes of others.
@@ -249,7 +250,7 @@ class _QuantizedLoader(_NativeLoader):
             raise CheckpointError(f"{self.checkpoint.folder}: {needed}, and {room}; {remedy}")
 
     def linear(self, names: list[str], *, bias: bool) -> NativeWeight:
-        packed = [self._packed(f"{name}.weight") for name in names]
+        packed = self._in_one_order(names, [self._packed(f"{name}.weight") for name in names])
         if all(part is None for part in packed):
             return super().linear(names, bias=bias)
         parts = (self.matrix(f"{n}.weight") if part is None else part for n, part in zip(names, packed, strict=True))
@@ -279,6 +280,25 @@ class _QuantizedLoader(_NativeLoader):
         if packed is not None:
             self.num_packed, self.packed_bytes = self.num_packed + 1, self.packed_bytes + packed.nbytes
         return packed
+
+    def _in_one_order(self, names: list[str], packed: list[PackedMatrix | None]) -> list[PackedMatrix | None]:
+        """Return the packed matrices of the projections `names`, which share an input, without those whose order of
+        inputs is not that of the first: activations are rounded in one order."""
+        first = next((i for i, part in enumerate(packed) if part is not None), 0)
+        kept: list[PackedMatrix | None] = []
+        for name, part in zip(names, packed, strict=True):
+            if part is None or _same(part.order, cast("PackedMatrix", packed[first]).order):
+                kept.append(part)
+                continue
+            reason = f"is in another order of inputs than {names[first]}"
+            logger.warning("%s: %s %s, so it becomes %s", self.checkpoint.folder, name, reason, self.made)
+            self.num_packed, self.packed_bytes = self.num_packed - 1, self.packed_bytes - part.nbytes
+            kept.append(None)
+        return kept
+
+
+def _same(order: Array | None, other: Array | None) -> bool:
+    return order is other or (order is not None and other is not None and np.array_equal(order, other))
 
 
 def fits_bfloat16(matrix: Array) -> bool:

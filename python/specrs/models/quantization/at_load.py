@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from specrs.arrays import BFLOAT16, FLOAT32, Array, aligned, bits, converted
-from specrs.core import InvalidBufferError, PackedMatrix, quantize_weight
+from specrs.core import InvalidBufferError, PackedMatrix, quantize_q4_k, quantize_weight
 from specrs.errors import CheckpointError
 from specrs.models.gguf.blocks import GROUPED
 from specrs.models.quantization.base import QuantizedTensors, bits_of
 from specrs.models.quantization.fp8 import quantized
 from specrs.models.quantization.grouped import PACKED_UNIT, Grouped, Raw, Scaled8
 
+logger = logging.getLogger("specrs")
 PROJECTIONS = (
     "_proj.weight",
     ".w1.weight",
@@ -30,8 +33,12 @@ PROJECTIONS = (
 a delta net to one number per head."""
 INT4_GROUPS = (128, 64, 32)
 """Sizes of INT4 groups. The first that divides the number of inputs is used."""
+SUPER_BLOCK = 256
+"""Inputs of a block of Q4_K. Matrices with another number of inputs than a multiple of it become Q8_0."""
 _RANGES = {kind: (codes * 2.0**-20, codes * 65504.0) for kind, codes in (("Q8_0", 127), ("Q4_0", 8))}
-"""Sizes that the largest weight of a matrix may have, by block type: fp16 holds its scale within a thirtieth."""
+_RANGES["Q4_K"] = 480 * 2.0**-24, 63 * 65504.0
+"""Sizes that the largest weight of a matrix may have, by block type: fp16 holds its scale within a thirtieth, or with
+Q4_K a 63rd of the scale so that one of the integers from 32 to 63 makes it."""
 
 
 class QuantizedAtLoad(QuantizedTensors):
@@ -121,46 +128,68 @@ class IntegersAtLoad(QuantizedAtLoad):
 
 
 class BlocksAtLoad(QuantizedAtLoad):
-    """A checkpoint whose projections are quantized to a block type of GGML by the package gguf: integers by groups of
-    32 inputs, with fp16 scales."""
+    """A checkpoint whose projections are quantized to a block type of GGML: by the package gguf to integers by groups
+    of 32 inputs, with fp16 scales, or by the core to Q4_K."""
 
     def __init__(self, tensors: Any, quantization: str) -> None:
-        """Wrap `tensors`, a checkpoint of any kind. `quantization` is `q8_0` or `q4_0`."""
+        """Wrap `tensors`, a checkpoint of any kind. `quantization` is `q8_0`, `q4_0` or `q4_k`."""
         super().__init__(tensors)
-        self._kind = quantization.upper()
+        self._asked = quantization
 
     def packed(self, name: str) -> PackedMatrix:
         """Return a projection packed for native CPU passes. Raises CheckpointError for weights that fp16 scales cannot
         hold."""
-        return PackedMatrix(self._kind, self._blocks(name))
+        return PackedMatrix(*self._blocks(name))
 
-    def raw(self, name: str) -> Grouped:
-        """Return the integers and scales of a projection. Raises CheckpointError for weights that fp16 scales cannot
-        hold."""
-        return GROUPED[self._kind](self._blocks(name))
+    def raw(self, name: str) -> Grouped | None:
+        """Return the integers and scales of a projection. None for Q4_K, whose blocks also have minima. Raises
+        CheckpointError for weights that fp16 scales cannot hold."""
+        if block_type(self._asked, self._tensors.mapped(name).shape[1]) not in GROUPED:
+            return None
+        kind, blocks = self._blocks(name)
+        return GROUPED[kind](blocks)
 
     def quantized_bits(self, name: str) -> int | None:
         """Return the bits per weight that GPU kernels read, at most. None if they read the dequantized matrix."""
-        return bits_at_load(self._kind.lower(), self._tensors.mapped(name).shape[1])
+        return bits_at_load(self._asked, self._tensors.mapped(name).shape[1])
 
     def _numbers(self, name: str) -> Array:
-        return self.raw(name).numbers()
+        kind, blocks = self._blocks(name)
+        return GROUPED[kind](blocks).numbers() if kind in GROUPED else PackedMatrix(kind, blocks).numbers()
 
-    def _blocks(self, name: str) -> Array:
-        """Return the blocks of a projection, uint8 `[out, bytes]`."""
-        from gguf import GGMLQuantizationType, quants  # which takes a quarter of a second
-
+    def _blocks(self, name: str) -> tuple[str, Array]:
+        """Return the block type of a projection and its blocks, uint8 `[out, bytes]`."""
         matrix = np.ascontiguousarray(converted(self._tensors.mapped(name), FLOAT32))
-        if matrix.shape[1] % PACKED_UNIT:
-            reason = f"{self._kind} needs a multiple of {PACKED_UNIT} inputs, and it has {matrix.shape[1]}"
+        size = matrix.shape[1]
+        kind = block_type(self._asked, size)
+        if kind != self._asked.upper():
+            _log_other_type(self.folder, ".".join(name.split(".")[-2:]), size, kind)
+        if size % PACKED_UNIT:
+            reason = f"{kind} needs a multiple of {PACKED_UNIT} inputs, and it has {size}"
             raise CheckpointError(f"{self.folder}: {name} cannot be quantized: {reason}")
-        largest, (least, most) = np.abs(matrix).max(initial=0.0), _RANGES[self._kind]
+        largest, (least, most) = np.abs(matrix).max(initial=0.0), _RANGES[kind]
         if largest != 0 and not least <= largest <= most:
             reason = f"its largest weight is {largest:g}, and must be 0 or from {least:g} to {most:g}; use int8"
-            raise CheckpointError(f"{self.folder}: {name} cannot be quantized to {self._kind}: {reason}")
+            raise CheckpointError(f"{self.folder}: {name} cannot be quantized to {kind}: {reason}")
+        if kind == "Q4_K":
+            return kind, quantize_q4_k(name, matrix)
+        from gguf import GGMLQuantizationType, quants  # which takes a quarter of a second
+
         with np.errstate(all="ignore"):  # blocks of tiny numbers become zeros
-            blocks: Array = quants.quantize(matrix, GGMLQuantizationType[self._kind])
-        return blocks
+            return kind, quants.quantize(matrix, GGMLQuantizationType[kind])
+
+
+@functools.cache
+def _log_other_type(folder: Path | str, projection: str, size: int, kind: str) -> None:
+    """Log once, not for each layer, that the matrices `projection` become `kind`."""
+    reason = f"its {size} inputs are no multiple of {SUPER_BLOCK}"
+    logger.info("%s: each %s becomes %s in place of Q4_K: %s", folder, projection, kind, reason)
+
+
+def block_type(quantization: str, size: int) -> str:
+    """Return the block type to which `quantization` (`q8_0`, `q4_0` or `q4_k`) quantizes a matrix with `size`
+    inputs."""
+    return "Q8_0" if quantization == "q4_k" and size % SUPER_BLOCK else quantization.upper()
 
 
 def quantized_at_load(tensors: Any, quantization: str) -> QuantizedAtLoad:
@@ -181,8 +210,9 @@ def bits_at_load(quantization: str, size: int) -> int | None:
     matrix."""
     if quantization == "int4":
         return bits_of(("int4", "int8"), int4_group(size), size)
-    if quantization in ("q8_0", "q4_0"):
-        return bits_of(("int8",) if quantization == "q8_0" else ("int4", "int8"), PACKED_UNIT, size)
+    if quantization.upper() in _RANGES:
+        kinds = {"Q8_0": ("int8",), "Q4_0": ("int4", "int8")}.get(block_type(quantization, size), ())
+        return bits_of(kinds, PACKED_UNIT, size)
     return bits_of((quantization,), 0, size)
 
 

@@ -46,19 +46,32 @@ class Grouped:
     def packed(self) -> PackedMatrix | None:
         """Return the matrix packed for native CPU passes.
 
-        None for groups that are not consecutive or no multiple of 32 inputs, for integers beyond 8 bits, and for
-        numbers that are not finite.
+        Inputs of groups that are not consecutive are brought together: the matrix then has an order of inputs.
+
+        None for groups of different sizes, or whose size is no multiple of 32 inputs, for integers beyond 8 bits, and
+        for numbers that are not finite.
         """
-        group = self.values.shape[1] // self.scales.shape[1]
-        if self.group_of is not None or group % PACKED_UNIT or not self.values.size:
+        groups = self.scales.shape[1]
+        group = self.values.shape[1] // groups
+        if group % PACKED_UNIT or not self.values.size:
             return None
+        values, scales, order = self.values, self.scales, None
+        if self.group_of is not None:
+            if (np.bincount(self.group_of, minlength=groups) != group).any():
+                return None
+            runs = self.group_of.reshape(groups, group)
+            if (runs == runs[:, :1]).all():
+                scales = scales[:, runs[:, 0]]
+            else:
+                order = np.argsort(self.group_of, kind="stable")
+                values = values[:, order]
         low, high = int(self.values.min()), int(self.values.max())
         if low < -128 or high > 127:
             return None
         with np.errstate(all="ignore"):
             if not np.isfinite(self.scales * FLOAT32.type(max(-low, high, 1))).all():
                 return None
-        return PackedMatrix.grouped(np.ascontiguousarray(self.values, np.int16), np.ascontiguousarray(self.scales))
+        return PackedMatrix.grouped(np.ascontiguousarray(values, np.int16), np.ascontiguousarray(scales), order)
 
 
 @dataclass(frozen=True, slots=True)

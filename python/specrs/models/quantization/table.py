@@ -1,7 +1,7 @@
 """Table of quantized formats: their parsers, and the form in which each device computes them.
 
 It defines the values of `quantization=`. None accepts the checkpoint's own format. A method's name must be the
-checkpoint's. fp8, int8, int4, q8_0 and q4_0 quantize unquantized weights while they are loaded.
+checkpoint's. fp8, int8, int4, q8_0, q4_0 and q4_k quantize unquantized weights while they are loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STACKED = ("mxfp4",)
 """Methods for checkpoints that store all experts of a layer in one tensor per projection. Other methods do not support
 these."""
 GGUF = "gguf"
-AT_LOAD = ("fp8", "int8", "int4", "q8_0", "q4_0")
+AT_LOAD = ("fp8", "int8", "int4", "q8_0", "q4_0", "q4_k")
 """Formats to which unquantized weights can be quantized while they are loaded."""
 FIELDS = ("quantization_config", "compression_config")
 """Fields of config.json that may hold the configuration. Older checkpoints of compressed-tensors use the second
@@ -71,12 +71,12 @@ TABLE = (
     Format("compressed-tensors", "packed INT4 by group or output, symmetric", _PACKED_4, _CODES_4),
     Format("compressed-tensors", "packed INT4, not symmetric", _PACKED_4, _CODES_4),
     Format("compressed-tensors", "packed INT8, symmetric", _PACKED_8, _CODES_8),
-    Format("compressed-tensors", "packed, act-order (`weight_g_idx`)", _BF16, _NUMBERS),
+    Format("compressed-tensors", "packed INT4, act-order (`weight_g_idx`)", _PACKED_4, _NUMBERS),
     Format("compressed-tensors", "NVFP4", _BF16, _CODES_8),
     Format("gptq", "4 bit, symmetric", _PACKED_4, _CODES_4),
     Format("gptq", "4 bit, not symmetric", _PACKED_4, _CODES_4),
     Format("gptq", "8 bit, symmetric", _PACKED_8, _CODES_8),
-    Format("gptq", "`desc_act` with groups out of order", _BF16, _NUMBERS),
+    Format("gptq", "`desc_act` with groups out of order", "INT4 or INT8, packed", _NUMBERS),
     Format("awq", "4 bit, gemm order", _PACKED_4, _CODES_4),
     Format("mxfp4", "experts in MXFP4 (gpt-oss)", _PACKED, _NUMBERS),
     Format("gguf", "F32, F16, BF16", "as the file has them", _NUMBERS),
@@ -89,6 +89,7 @@ TABLE = (
     Format("int8", "any of 16 or 32 bit, quantized at load", _PACKED_8, _CODES_8),
     Format("q8_0", "any of 16 or 32 bit, quantized at load", _PACKED_8, _CODES_8),
     Format("q4_0", "any of 16 or 32 bit, quantized at load", _PACKED_4, _CODES_4),
+    Format("q4_k", "any of 16 or 32 bit, quantized at load", "Q4_K blocks, packed", _NUMBERS),
     Format("fp8", "any of 16 or 32 bit, quantized at load", _BF16, _FP8),
 )
 

@@ -1,11 +1,14 @@
 //! Quantized weights, packed: sixteen outputs side by side, as kernels read them.
 
 mod pack;
+mod super_blocks;
 mod types;
 
+pub use super_blocks::quantize_q4_k;
 pub use types::BlockType;
 pub(crate) use types::{BLOCK, Format, Minima, SUPER, Scales};
 
+use crate::error::{Error, Result};
 use crate::isa::LANES;
 use crate::memory::{Line, from_f16};
 
@@ -29,9 +32,32 @@ pub struct Packed {
     /// `[strips, blocks, 1 or 2 with minima, groups of a block, 16]` where scales are [`Scales::Sub`]; `[strips, scales, 16]`
     /// where minima are [`Minima::Zeros`].
     subs: Vec<i8>,
+    /// `[inputs]`: the input of each place of an output's codes. `None` if inputs are in their own order.
+    order: Option<Box<[u32]>>,
 }
 
 impl Packed {
+    /// Returns the matrix with inputs in another order: place i of the codes belongs to input `order[i]`. Products round
+    /// rows in this order. `name` is what an error calls the matrix.
+    ///
+    /// # Errors
+    /// If `order` does not have each input once.
+    pub fn with_order(mut self, name: &str, order: &[usize]) -> Result<Self> {
+        let mut seen = vec![false; self.inputs];
+        let is_new = |&input: &usize| seen.get_mut(input).is_some_and(|seen| !std::mem::replace(seen, true));
+        if order.len() != self.inputs || !order.iter().all(is_new) {
+            let allowed = format!("each input from 0 to {} once", self.inputs - 1);
+            return Err(Error::invalid(format!("{name}'s order"), format!("{} inputs", order.len()), allowed));
+        }
+        self.order = Some(order.iter().map(|&input| input as u32).collect());
+        Ok(self)
+    }
+
+    /// Inputs in the order of the codes; `None` if that is their own.
+    pub fn order(&self) -> Option<&[u32]> {
+        self.order.as_deref()
+    }
+
     /// GGML's name of the type of a file, or INT4 or INT8.
     pub fn kind(&self) -> &'static str {
         self.kind
@@ -49,7 +75,8 @@ impl Packed {
 
     /// Bytes of its memory.
     pub fn num_bytes(&self) -> usize {
-        size_of_val(&*self.codes) + self.halves.len() * 2 + self.subs.len()
+        let order = self.order.as_deref().map_or(0, size_of_val);
+        size_of_val(&*self.codes) + self.halves.len() * 2 + self.subs.len() + order
     }
 
     pub(crate) fn format(&self) -> Format {
@@ -80,13 +107,14 @@ impl Packed {
     pub fn row(&self, output: usize, out: &mut [f32]) {
         let (strip, lane) = (output / LANES, output % LANES);
         let (format, (halves, subs)) = (self.format, self.scales(strip));
-        let lines = self.codes(strip).chunks_exact(format.lines());
-        for (block, (lines, out)) in lines.zip(out.chunks_exact_mut(BLOCK)).enumerate() {
-            for (input, out) in out.iter_mut().enumerate() {
+        for (block, lines) in self.codes(strip).chunks_exact(format.lines()).enumerate() {
+            for input in 0..BLOCK {
                 let group = if format.halves { input / 16 } else { 0 };
                 let (scale, min) = format.numbers(halves, subs, block, group, lane);
                 let q = format.code(lines, lane, input) as f32;
-                *out = if format.minima == Minima::None { scale * q } else { scale.mul_add(q, min) };
+                let place = block * BLOCK + input;
+                let input = self.order().map_or(place, |order| order[place] as usize);
+                out[input] = if format.minima == Minima::None { scale * q } else { scale.mul_add(q, min) };
             }
         }
     }

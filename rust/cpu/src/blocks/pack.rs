@@ -128,6 +128,7 @@ impl Packed {
             codes: zeroed_lines(strips * blocks * format.lines()),
             halves: vec![0; scales * format.halves_per_scale()],
             subs: vec![0; scales * format.subs_per_scale()],
+            order: None,
         }
     }
 

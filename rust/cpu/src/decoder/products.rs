@@ -139,7 +139,7 @@ impl Context<'_> {
         let rounded = linear.has_packed().then(|| {
             let (x, to) = (&x[..rows * (linear.inputs / LANES)], self.activations.packed);
             let tiles = self.isa.byte_tiles().filter(|_| fill_tiles(rows, to));
-            self.isa.run(Round { x, inputs: linear.inputs, to, tiles, room })
+            self.isa.run(Round { x, inputs: linear.inputs, order: linear.order(), to, tiles, room })
         });
         Input::Rows { x, rounded }
     }

@@ -121,6 +121,8 @@ impl RoundedRoom {
 pub(crate) struct Round<'a, 'r> {
     pub(crate) x: &'a [Vector],
     pub(crate) inputs: usize,
+    /// `[inputs]`: the input at each place of the blocks; `None` if inputs are in their own order.
+    pub(crate) order: Option<&'a [u32]>,
     pub(crate) to: Rounding,
     /// Tiles for which the rows are laid out, too.
     pub(crate) tiles: Option<Tiles>,
@@ -133,7 +135,8 @@ impl<'r> Kernel for Round<'_, 'r> {
     #[inline(always)]
     fn run<S: Simd>(self, _: S) -> Rounded<'r> {
         let blocks = self.inputs / BLOCK;
-        let numbers = self.x.as_flattened().as_chunks::<BLOCK>().0;
+        let flat = self.x.as_flattened();
+        let numbers = flat.as_chunks::<BLOCK>().0;
         let RoundedRoom { pairs, quads, scales, sums, planes } = self.room;
         let (count, wide) = (numbers.len(), self.to == Rounding::Int16);
         let quads = &mut quads[..if wide { 0 } else { count }];
@@ -141,7 +144,18 @@ impl<'r> Kernel for Round<'_, 'r> {
         let mut planes = self.tiles.map(|tiles| (tiles, planes.of(count / blocks, blocks)));
         for i in 0..count {
             let codes;
-            (scales[i], codes) = round(&numbers[i], self.to.largest());
+            let mut moved = [0.0; BLOCK];
+            let numbers = match self.order {
+                None => &numbers[i],
+                Some(order) => {
+                    let row = &flat[i / blocks * self.inputs..][..self.inputs];
+                    for (number, &input) in moved.iter_mut().zip(&order[i % blocks * BLOCK..]) {
+                        *number = row[input as usize];
+                    }
+                    &moved
+                }
+            };
+            (scales[i], codes) = round(numbers, self.to.largest());
             pairs[i] = paired(&codes);
             sums[i] = totals(&codes);
             if !wide {

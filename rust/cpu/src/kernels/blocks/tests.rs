@@ -210,6 +210,13 @@ fn check_groups(of: Integers, outputs: usize, (group, groups): (usize, usize), r
         Scales::Bf16 => 2_f32.powi(100),
     };
     let packed = Packed::grouped("w", &values, inputs, &scales, 1 + seed as usize % 3).unwrap();
+    // Inputs in another order: a step that is coprime to their number, which is 32 times a small one.
+    let order: Option<Vec<usize>> =
+        seed.is_multiple_of(2).then(|| (0..inputs).map(|place| (place * 11_213 + 5) % inputs).collect());
+    let packed = match &order {
+        Some(order) => packed.with_order("w", order).unwrap(),
+        None => packed,
+    };
     assert_eq!((packed.kind(), packed.format().scales), (if of.bits == 8 { "INT8" } else { "INT4" }, of.scales));
     assert_eq!(packed.format().minima, if of.zeros { Minima::Zeros } else { Minima::None });
     let of_output = |(values, scales): (&[i16], &[f32])| Output::of_group(values, scales, of.zeros);
@@ -217,7 +224,8 @@ fn check_groups(of: Integers, outputs: usize, (group, groups): (usize, usize), r
     for (output, values) in values.chunks_exact(inputs).enumerate() {
         let mut row = vec![f32::NAN; inputs];
         packed.row(output, &mut row);
-        for (i, (found, &q)) in row.iter().zip(values).enumerate() {
+        for (i, &q) in values.iter().enumerate() {
+            let found = row[order.as_ref().map_or(i, |order| order[i])];
             let number = f32::from(q) * scales[output * groups + i / group];
             assert!((found - number).abs() <= 0.0, "{of:?}: {found} for {number}");
         }
@@ -240,7 +248,8 @@ fn compare(packed: &Packed, outputs: &[Output], rows: usize, range: (usize, usiz
         let expected: Vec<Vec<f32>> = x
             .as_flattened()
             .chunks_exact(inputs)
-            .map(|x| outputs[range.clone()].iter().map(|output| output.product(x, top_code)).collect())
+            .map(|x| packed.order().map_or(x.to_vec(), |order| order.iter().map(|&input| x[input as usize]).collect()))
+            .map(|x| outputs[range.clone()].iter().map(|output| output.product(&x, top_code)).collect())
             .collect();
         for (isa, tiles) in ways() {
             let found = product((isa, tiles, to), packed, &x, rows, &range);
@@ -273,7 +282,7 @@ fn product(
     let (inputs, y_stride) = (packed.inputs(), range.len() + 3);
     let mut room = RoundedRoom::new(rows, inputs, tiles.is_some());
     let mut y = vec![f32::NAN; rows * y_stride];
-    let rounded = isa.run(Round { x, inputs, to, tiles, room: &mut room });
+    let rounded = isa.run(Round { x, inputs, order: packed.order(), to, tiles, room: &mut room });
     let outputs = range.clone();
     BlockProduct { w: packed, outputs, x: rounded, rows, y: &mut y, y_stride }.run(isa);
     y
@@ -352,4 +361,18 @@ fn what_is_no_matrix_of_blocks_is_an_error() {
     blocks[34 + 1] = 0x7C;
     let message = Packed::new("w", BlockType::Q8_0, &blocks, 32, None, 2).map(|_| ()).unwrap_err().to_string();
     assert!(message.contains("w's scale of row 1, block 0"), "{message}");
+}
+
+#[test]
+fn an_order_has_each_input_once() {
+    let of = |order: &[usize]| {
+        let packed = Packed::grouped("w", &[1; 64], 32, &[1.0; 2], 1).unwrap();
+        packed.with_order("w", order).map(|packed| packed.order().unwrap().to_vec())
+    };
+    let turned: Vec<usize> = (0..32).rev().collect();
+    assert_eq!(of(&turned).unwrap(), (0..32).rev().collect::<Vec<u32>>());
+    for wrong in [&turned[1..], &[0; 32], &[&turned[1..], &[32]].concat(), &[&turned[..], &[0]].concat()] {
+        let message = of(wrong).unwrap_err().to_string();
+        assert!(message.contains("w's order"), "{message}");
+    }
 }
