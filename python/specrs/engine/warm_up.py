@@ -189,7 +189,7 @@ def _catch_up_ms(loop: MeasuringLoop, k: int, decode_ms: float) -> float:
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
         if header.num_draft_tokens and not header.num_prefill:
             found.append(max(0.0, ms - decode_ms) / header.num_draft_tokens)
-        elif header.num_decode and slot.record_arrays["seq_k"][0]:
+        if header.num_decode and slot.record_arrays["seq_k"][0]:
             drafted.append(slot)  # nothing is left to catch up with
 
     for run in range(NUM_STEPS + 1):
