@@ -96,6 +96,12 @@ class History:
     """[R + 1] int64, positions before it must not have a stop id."""
     values: Tensor
     """[R + 1, 8] fp32 of `SamplingRows`."""
+    max_context: int
+    """No sequence has more committed tokens; 0 if none has a penalty."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, in the order of the fields."""
+        return [self.row, self.n, self.tokens, self.prompt_len, self.stop_ids, self.min_len, self.values]
 
 
 @triton.jit(do_not_specialize=["first", "tile"], do_not_specialize_on_alignment=["row_of", "asked_of"])
@@ -310,7 +316,6 @@ def adjust(
     rows: AskedRows,
     grammar: Tensor | None,
     history: History,
-    max_context: int,
     raw_top: Tensor,
     scratch: SamplingScratch,
 ) -> None:
@@ -323,19 +328,17 @@ def adjust(
         rows: rows of these sequences, all or those of the first ones.
         grammar: `[G, ceil(V / 32)]` int32, masks that `rows.mask` names. None: no row has any.
         history: row state and sequences.
-        max_context: no sequence has more committed tokens.
         raw_top: `[M]` fp32, becomes the largest logit of each row before it was changed, NaN if the row has one.
         scratch: `counts` says how many sequences are adjusted at the same time.
     """
+    tables = [asked.table, asked.lists, asked.biases, asked.allowed]
     torch.ops.specrs.adjust_logits(
         logits,
         positions,
-        [asked.table, asked.lists, asked.biases, asked.allowed],
         [rows.row, rows.asked, rows.mask],
         list(rows.counts),
-        asked.allowed if grammar is None else grammar,
-        [getattr(history, name) for name in History.__slots__],
-        max_context,
+        [*tables, asked.allowed if grammar is None else grammar, *history.tensors()],
+        history.max_context,
         raw_top,
         [scratch.tile_value, scratch.counts],
     )
@@ -345,17 +348,16 @@ def adjust(
 def _adjust_logits(
     logits: Tensor,
     positions: Tensor,
-    asked: list[Tensor],
     rows: list[Tensor],
     row_counts: list[int],
-    grammar: Tensor,
-    history: list[Tensor],
+    read: list[Tensor],
     max_context: int,
     raw_top: Tensor,
     scratch: list[Tensor],
 ) -> None:
-    """Launch the kernels. Lists of tensors are the fields of `Asked`, `AskedRows` and `History`."""
-    (table, lists, biases, allowed), (tile_value, counts) = asked, scratch
+    """Launch the kernels. `rows` are those of `AskedRows`; `read` are the tensors of `Asked`, the grammar masks, and
+    the tensors of `History`."""
+    (table, lists, biases, allowed, grammar, *history), (tile_value, counts) = read, scratch
     state_row, n, tokens, prompt_len, stop_ids, min_len, values = history
     stride, vocab_size = logits.stride(0), logits.shape[1]
     tokens_stride, tile_stride = tokens.stride(0), tile_value.shape[2]
@@ -438,16 +440,14 @@ def _adjust_logits(
 def _(
     logits: Tensor,
     positions: Tensor,
-    asked: list[Tensor],
     rows: list[Tensor],
     row_counts: list[int],
-    grammar: Tensor,
-    history: list[Tensor],
+    read: list[Tensor],
     max_context: int,
     raw_top: Tensor,
     scratch: list[Tensor],
 ) -> None:
-    table, _, biases, allowed = asked
+    table, _, biases, allowed, grammar = read[:5]
     words, count = triton.cdiv(logits.shape[1], 32), rows[0].shape
     expect("logits", logits, logits.shape, torch.float32)
     expect("positions", positions, logits.shape[:1], torch.int64)

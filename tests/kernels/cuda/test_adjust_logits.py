@@ -115,6 +115,7 @@ def cases(draw: st.DrawFn, vocab: int | None = None, least: int = 1) -> Case:
         stop_ids=stop_ids,
         min_len=min_len,
         values=params.values,
+        max_context=0,
     )
     return Case(v, planned, requests, history, masks_, logits, positions)
 
@@ -133,7 +134,8 @@ def run(case: Case, rows: AskedRows, positions: Tensor, counted: int = 32) -> tu
     assert plan is not None
     logits, top = wide(case.logits), torch.full((len(rows.row),), -5.0)
     most = int(case.history.n.max()) if plan.penalised else 0
-    adjust(logits, positions, plan.asked, rows, case.masks, case.history, most, top, poisoned(case, counted))
+    history = dataclasses.replace(case.history, max_context=most)
+    adjust(logits, positions, plan.asked, rows, case.masks, history, top, poisoned(case, counted))
     return logits, top
 
 
@@ -191,6 +193,7 @@ def grammar_case(seed: int = 0) -> Case:
         stop_ids=torch.full((4, MAX_STOP_IDS), -1),
         min_len=torch.zeros(4, dtype=torch.int64),
         values=SamplingRows.allocate(4).values,
+        max_context=0,
     )
     masks = torch.stack([pack_ids(torch.tensor([10 * i + 1]), vocab) for i in range(4)])
     logits = torch.randn(7, vocab, generator=generator)
@@ -250,6 +253,7 @@ def test_what_history_says_matters(field: str) -> None:
         stop_ids=stops,
         min_len=torch.tensor([0, 7, 0]),
         values=params.values,
+        max_context=0,
     )
     asked = RowSampling(0, 2, bits(repetition=True, counts=True, min_tokens=True), -2, -2)
     case = Case(9, [1], [asked], history, torch.zeros(1, 1, dtype=torch.int32), torch.randn(2, 9, generator=generator),

@@ -86,6 +86,6 @@ def _adjust(ctx: Context, logits: Tensor) -> None:
         allowed=zeros(1, words, dtype=torch.int32),
     )
     asked.table[:, ALLOWED.value] = -1
-    history = History(b.row, b.n, state.tokens, state.limit, state.stop_ids, state.min_len, ctx.params.values)
+    history = History(b.row, b.n, state.tokens, state.limit, state.stop_ids, state.min_len, ctx.params.values, 1)
     rows, top = AskedRows(zeros(1), zeros(1), zeros(1) - 1, [1]), zeros(1, dtype=torch.float32)
-    adjust(logits, zeros(len(logits)), asked, rows, None, history, 1, top, ctx.scratch)
+    adjust(logits, zeros(len(logits)), asked, rows, None, history, top, ctx.scratch)

@@ -198,9 +198,9 @@ class SequenceSampling:
             stop_ids=state.stop_ids,
             min_len=state.min_len,
             values=self.params.values,
+            max_context=self.it.max_context if self.plan.penalised else 0,
         )
-        max_context = self.it.max_context if self.plan.penalised else 0
-        adjust(logits, positions, self.plan.asked, rows, masks, history, max_context, top, scratch)
+        adjust(logits, positions, self.plan.asked, rows, masks, history, top, scratch)
         return top
 
     def filter(self, adjusted: Tensor, sequences: Tensor) -> Tensor:
