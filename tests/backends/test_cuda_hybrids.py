@@ -186,14 +186,23 @@ def test_texts_are_those_of_a_cpu_without_drafts(
 
 
 def test_drafts_are_accepted_and_rows_are_used_again(folder: Path) -> None:
-    """Requests that follow others in their rows find no trace of them. The pool makes some begin anew."""
-    mine = engine(folder, "ngram", gpu=True, num_gpu_blocks_override=8, num_reserved_decode_tokens=0, max_num_seqs=2)
+    """Requests that follow others in their rows find no trace of them."""
+    mine = engine(folder, "ngram", gpu=True, max_num_seqs=2)
     expected = plain(folder, (GREEDY,) * 3, 7)
     for _ in range(2):
         assert texts(generate(mine, [predicting(GREEDY, own) for own in expected], 7, PROMPTS)) == expected
     stats = mine.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens
-    assert mine.scheduler.num_preemptions > 0
+
+
+def test_a_preempted_request_begins_anew(folder: Path) -> None:
+    """Two requests outgrow the pool."""
+    prompts, made = [PROMPTS[1], PROMPTS[1][::-1]], []
+    for gpu in (True, False):
+        own = engine(folder, None, gpu=gpu, num_gpu_blocks_override=8, num_reserved_decode_tokens=0)
+        made.append(texts(generate(own, [GREEDY] * 2, 14, prompts)))
+        assert own.scheduler.num_preemptions > 0
+    assert made[0] == made[1]
 
 
 def test_prompts_in_verification_passes(folder: Path) -> None:
