@@ -39,7 +39,7 @@ def test_an_iteration_stays_on_its_device(family: str, kernels: int, tmp_path: P
 
 @pytest.mark.parametrize("k", [0, K])
 def test_delta_nets_take_seven_kernels(k: int, tmp_path: Path) -> None:
-    """Of a layer with a delta net, three stand between its products. A layer of gated attention has eight kernels: it
+    """A layer with a delta net has three kernels between its products. A layer of gated attention has eight kernels: it
     takes gates apart, and applies them. Where rows are is found once in a pass."""
     target = make_checkpoint(tmp_path / "target", "qwen3_5_text", **SHAPE)  # type: ignore[arg-type]
     draft = make_checkpoint(tmp_path / "draft", "qwen3", **SHAPE)  # type: ignore[arg-type]
