@@ -109,15 +109,13 @@ def delta_conv_kernel(  # type: ignore[no-untyped-def]
     tl.store(gate + VALUE_HEADS, rate, mask=gated)
 
 
-@torch.library.custom_op("specrs::delta_conv", mutates_args=("mixed", "gates", "replayed"))
+@torch.library.custom_op("specrs::delta_conv", mutates_args=("made",))
 def delta_conv(
     x: Tensor,
     weights: list[Tensor],
     where: list[Tensor],
     inputs: Tensor,
-    mixed: Tensor,
-    gates: Tensor,
-    replayed: Tensor,
+    made: list[Tensor],
     sizes: list[int],
     piece: list[int],
     dependent: bool,
@@ -130,10 +128,10 @@ def delta_conv(
         where: `rows` `[S]`, `q_start` `[S + 1]` and `runs` `[5, >= S]` of `delta_runs`.
         inputs: `[R, kernel - 1 + K, conv_dim]` contiguous, of x's dtype: for each row of states the inputs of the
             last `kernel - 1` positions of the base, then those of logged drafts.
-        mixed: `[>= rows of the piece, conv_dim]` fp32 contiguous, written: SiLU of the convolution. Queries and keys
-            are divided by their length, and queries also by the square root of their number of features.
-        gates: `[>= rows of the piece, 2, value_heads]` fp32 contiguous, written: beta and decay.
-        replayed: `[>= S, K, key_heads * key_dim]` fp32 contiguous, written: keys of the logged updates to replay.
+        made: three fp32 tensors, contiguous, written. `mixed` `[>= rows of the piece, conv_dim]` is SiLU of the
+            convolution. Queries and keys are divided by their length, and queries also by the square root of their
+            number of features. `gates` `[>= rows of the piece, 2, value_heads]` are beta and decay. `replayed` `[>= S,
+            K, key_heads * key_dim]` are keys of the logged updates to replay.
         sizes: see `_delta_layout.Sizes`.
         piece: index in x of the requests' first row; first row of the piece and the one after its last, counted from
             there; and an upper bound of a request's rows in the piece.
@@ -141,8 +139,8 @@ def delta_conv(
 
     Everything is computed in fp32, gates in float64. Masked rows are not written.
     """
-    _check(x, weights, where, inputs, mixed, gates, replayed, sizes, piece)
-    rows, q_start, runs = where
+    _check(x, weights, where, inputs, made, sizes, piece)
+    (rows, q_start, runs), (_, _, replayed) = where, made
     key_heads, value_heads, key_dim, value_dim = sizes[:4]
     first, low, high, longest = piece
     tiles = triton.cdiv(replayed.shape[1] + longest, _TILE)
@@ -153,9 +151,7 @@ def delta_conv(
         q_start,
         runs,
         inputs,
-        mixed,
-        gates,
-        replayed,
+        *made,
         x.stride(0),
         first,
         low,
@@ -177,14 +173,12 @@ def _(
     weights: list[Tensor],
     where: list[Tensor],
     inputs: Tensor,
-    mixed: Tensor,
-    gates: Tensor,
-    replayed: Tensor,
+    made: list[Tensor],
     sizes: list[int],
     piece: list[int],
     dependent: bool,
 ) -> None:
-    _check(x, weights, where, inputs, mixed, gates, replayed, sizes, piece)
+    _check(x, weights, where, inputs, made, sizes, piece)
 
 
 def _check(
@@ -192,14 +186,12 @@ def _check(
     weights: list[Tensor],
     where: list[Tensor],
     inputs: Tensor,
-    mixed: Tensor,
-    gates: Tensor,
-    replayed: Tensor,
+    made: list[Tensor],
     sizes: Sizes,
     piece: list[int],
 ) -> None:
     key_heads, value_heads, key_dim, _, kernel, _ = sizes
-    (conv, a_log, dt_bias), (rows, q_start, runs) = weights, where
+    (conv, a_log, dt_bias), (rows, q_start, runs), (mixed, gates, replayed) = weights, where, made
     channels, drafts = conv_dim(sizes), replayed.shape[1]
     assert x.shape[1] == outputs(sizes)
     assert x.stride(1) == 1

@@ -200,30 +200,27 @@ def delta_rule_kernel(  # type: ignore[no-untyped-def]
             tl.store(kept + (BEFORE + i - commit) * CHANNELS, new, mask=channel < CHANNELS)
 
 
-@torch.library.custom_op("specrs::delta_rule", mutates_args=("memory", "mixed", "kept"))
+@torch.library.custom_op("specrs::delta_rule", mutates_args=("memory",))
 def delta_rule(
     x: Tensor,
     where: list[Tensor],
-    gates: Tensor,
-    replayed: Tensor,
+    prepared: list[Tensor],
     memory: list[Tensor],
-    mixed: Tensor,
-    kept: list[Tensor],
     snapshots: list[Tensor],
     sizes: list[int],
     piece: list[int],
     dependent: bool,
 ) -> None:
-    """Run the gated delta rule over the rows of S requests that `delta_conv` has prepared. Mutates `memory` and `kept`.
+    """Run the gated delta rule over the rows of S requests that `delta_conv` has prepared. Mutates `memory`.
 
     Args:
-        x, where, gates, replayed, sizes, piece: as for `delta_conv`.
+        x, where, sizes, piece: as for `delta_conv`.
+        prepared: `gates` and `replayed` of `delta_conv`.
         memory: inputs of the convolution, as for `delta_conv`; states `[R, value_heads, key_dim, value_dim]`; logged
             deltas `[R, K, value_heads * value_dim]`; and logged decays `[R, K, value_heads, slices]`. All but the
-            inputs are fp32, all are contiguous. No two requests may have the same row of states.
-        mixed: what `delta_conv` has written. Values become outputs.
-        kept: snapshots in N slots, written: inputs of the convolution `[N, kernel - 1, conv_dim]` of x's dtype, and
-            states `[N, value_heads, key_dim, value_dim]` fp32, contiguous.
+            inputs are fp32, all are contiguous. No two requests may have the same row of states. Then `mixed` of
+            `delta_conv`, whose values become outputs; and snapshots in N slots: inputs of the convolution `[N,
+            kernel - 1, conv_dim]` of x's dtype, and states `[N, value_heads, key_dim, value_dim]` fp32.
         snapshots: number of snapshots to write, `[1]`; and row of states, length and slot of each, `[N]` int64. One is
             written when the base passes that length: never from drafts that may be rejected.
         dependent: launch dependently (see `_dependent_launch`).
@@ -231,10 +228,10 @@ def delta_rule(
     One compiled kernel serves prompts and verification, so that a row's sums have one order, whatever the other rows
     and requests are and however the pass is cut.
     """
-    _check(x, where, gates, replayed, memory, mixed, kept, sizes, piece)
+    _check(x, where, prepared, memory, sizes, piece)
     rows, q_start, runs = where
     first, low, high, _ = piece
-    slots = kept[0].shape[0]
+    (gates, replayed), slots = prepared, memory[5].shape[0]
     programs = sizes[1] * slices(sizes)
     delta_rule_kernel[(rows.shape[0], sizes[1], slices(sizes))](
         x,
@@ -244,8 +241,6 @@ def delta_rule(
         gates,
         replayed,
         *memory,
-        mixed,
-        *kept,
         *snapshots,
         x.stride(0),
         first,
@@ -269,32 +264,27 @@ def delta_rule(
 def _(
     x: Tensor,
     where: list[Tensor],
-    gates: Tensor,
-    replayed: Tensor,
+    prepared: list[Tensor],
     memory: list[Tensor],
-    mixed: Tensor,
-    kept: list[Tensor],
     snapshots: list[Tensor],
     sizes: list[int],
     piece: list[int],
     dependent: bool,
 ) -> None:
-    _check(x, where, gates, replayed, memory, mixed, kept, sizes, piece)
+    _check(x, where, prepared, memory, sizes, piece)
 
 
 def _check(
     x: Tensor,
     where: list[Tensor],
-    gates: Tensor,
-    replayed: Tensor,
+    prepared: list[Tensor],
     memory: list[Tensor],
-    mixed: Tensor,
-    kept: list[Tensor],
     sizes: Sizes,
     piece: list[int],
 ) -> None:
     key_heads, value_heads, key_dim, value_dim, kernel, _ = sizes
-    (inputs, bases, deltas, decays), (rows, q_start, runs) = memory, where
+    (inputs, bases, deltas, decays, mixed, *kept), (rows, q_start, runs) = memory, where
+    gates, replayed = prepared
     drafts, held, needed = replayed.shape[1], bases.shape[0], piece[2] - piece[1]
     assert x.shape[1] == outputs(sizes)
     assert x.stride(1) == 1
@@ -314,7 +304,7 @@ def _check(
     assert kept[0].shape == (kept[1].shape[0], kernel - 1, conv_dim(sizes))
     assert kept[0].dtype == x.dtype
     assert kept[1].shape[1:] == bases.shape[1:]
-    for tensor in (*memory, gates, replayed, mixed, *kept):
+    for tensor in (*memory, gates, replayed):
         assert tensor.is_contiguous()
 
 

@@ -62,13 +62,12 @@ def delta_runs_kernel(  # type: ignore[no-untyped-def]
     tl.store(drafts + row, count - commit, mask=fed)
 
 
-@torch.library.custom_op("specrs::delta_runs", mutates_args=("lengths", "drafts", "runs"))
+@torch.library.custom_op("specrs::delta_runs", mutates_args=("counts", "runs"))
 def delta_runs(
     positions: Tensor,
     q_start: Tensor,
     rows: Tensor,
-    lengths: Tensor,
-    drafts: Tensor,
+    counts: list[Tensor],
     runs: Tensor,
     first: int,
     prompts: bool,
@@ -81,20 +80,19 @@ def delta_runs(
         positions: `[N]` int64 of a pass; -1 masks a row. In a request, masked rows come last.
         q_start: `[S + 1]` int64, first row of each request, counted from row `first`.
         rows: `[S]` int64, the requests' rows of states. A request without rows may have any row.
-        lengths, drafts: `[R]` int64, number of positions in the base of each row of states, and of logged updates after
-            them. Written for requests with rows: they become what this pass leaves.
+        counts: lengths and drafts, `[R]` int64 each: number of positions in the base of each row of states, and of
+            logged updates after them. Written for requests with rows: they become what this pass leaves.
         runs: `[5, >= S]` int64, written.
         first: index of the pass's first row of these requests.
         prompts: True if all rows are committed tokens. False: all but a request's first may be rejected later.
         dependent: launch dependently (see `_dependent_launch`).
     """
-    _check(positions, q_start, rows, lengths, drafts, runs)
+    _check(positions, q_start, rows, counts, runs)
     delta_runs_kernel[(rows.shape[0],)](
         positions,
         q_start,
         rows,
-        lengths,
-        drafts,
+        *counts,
         runs,
         first,
         runs.stride(0),
@@ -110,17 +108,17 @@ def _(
     positions: Tensor,
     q_start: Tensor,
     rows: Tensor,
-    lengths: Tensor,
-    drafts: Tensor,
+    counts: list[Tensor],
     runs: Tensor,
     first: int,
     prompts: bool,
     dependent: bool,
 ) -> None:
-    _check(positions, q_start, rows, lengths, drafts, runs)
+    _check(positions, q_start, rows, counts, runs)
 
 
-def _check(positions: Tensor, q_start: Tensor, rows: Tensor, lengths: Tensor, drafts: Tensor, runs: Tensor) -> None:
+def _check(positions: Tensor, q_start: Tensor, rows: Tensor, counts: list[Tensor], runs: Tensor) -> None:
+    lengths, drafts = counts
     assert q_start.shape == (rows.shape[0] + 1,)
     assert lengths.shape == drafts.shape
     assert runs.shape[0] == 5
@@ -135,13 +133,13 @@ def delta_runs_reference(
     positions: Tensor,
     q_start: Tensor,
     rows: Tensor,
-    lengths: Tensor,
-    drafts: Tensor,
+    counts: list[Tensor],
     runs: Tensor,
     first: int,
     prompts: bool,
 ) -> None:
     """Do what `delta_runs` does, one request after the other."""
+    lengths, drafts = counts
     starts = [first + start for start in q_start.tolist()]
     for s, (row, start, end) in enumerate(zip(rows.tolist(), starts[:-1], starts[1:], strict=True)):
         fed = [position for position in positions[start:end].tolist() if position >= 0]

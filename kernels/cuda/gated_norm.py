@@ -61,10 +61,7 @@ def gated_norm_kernel(  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("specrs::gated_norm", mutates_args=("out",))
 def gated_norm(
-    x: Tensor,
-    mixed: Tensor,
-    norm: Tensor,
-    positions: Tensor,
+    operands: list[Tensor],
     out: Tensor,
     sizes: list[int],
     turned: bool,
@@ -76,10 +73,9 @@ def gated_norm(
     `piece[1]` - 1 of a pass.
 
     Args:
-        x: `[N, outputs]`, rows of any stride: what the input projection gives, z among it.
-        mixed: `[>= rows of the piece, conv_dim]` fp32 contiguous, with the outputs y of `delta_rule`.
-        norm: `[value_dim]` fp32.
-        positions: `[N]` int64; rows at -1 get zeros.
+        operands: what the input projection gives, z among it, `[N, outputs]`, rows of any stride; `mixed` `[>= rows of
+            the piece, conv_dim]` fp32 contiguous, with the outputs y of `delta_rule`; the norm's weight `[value_dim]`
+            fp32; and positions `[N]` int64, of which rows at -1 get zeros.
         out: `[N, value_heads * value_dim]` of x's dtype, rows of any stride.
         sizes: see `_delta_layout.Sizes`.
         turned: True if `out` has the first value head of every key head, then the second of every key head, and so on.
@@ -88,7 +84,8 @@ def gated_norm(
 
     Everything is computed in fp32 and rounded once.
     """
-    _check(x, mixed, norm, positions, out, sizes, piece)
+    _check(*operands, out, sizes, piece)
+    x, mixed, norm, positions = operands
     value_heads, value_dim = sizes[1], sizes[3]
     gated_norm_kernel[(piece[1] - piece[0], triton.cdiv(value_heads, _HEADS))](
         x,
@@ -111,10 +108,7 @@ def gated_norm(
 
 @gated_norm.register_fake
 def _(
-    x: Tensor,
-    mixed: Tensor,
-    norm: Tensor,
-    positions: Tensor,
+    operands: list[Tensor],
     out: Tensor,
     sizes: list[int],
     turned: bool,
@@ -122,7 +116,7 @@ def _(
     eps: float,
     dependent: bool,
 ) -> None:
-    _check(x, mixed, norm, positions, out, sizes, piece)
+    _check(*operands, out, sizes, piece)
 
 
 def _check(

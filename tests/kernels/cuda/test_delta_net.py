@@ -336,8 +336,8 @@ def test_runs(data: st.DataObject) -> None:
     at, q_start = torch.tensor(positions), torch.tensor(starts)
     mine, theirs = torch.full((2, 5, 7), 77)
     own = lengths.clone(), drafts.clone()
-    delta_runs(at, q_start, rows, *own, mine, first, prompts, False)
-    delta_runs_reference(at, q_start, rows, lengths, drafts, theirs, first, prompts)
+    delta_runs(at, q_start, rows, [*own], mine, first, prompts, False)
+    delta_runs_reference(at, q_start, rows, [lengths, drafts], theirs, first, prompts)
     assert own[0].equal(lengths)
     assert own[1].equal(drafts)
     some = theirs[0] > 0

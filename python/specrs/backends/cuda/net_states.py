@@ -185,9 +185,8 @@ class NetStates:
         parts.append(_Part(0, first, most, where, prompts=inputs.prompts))
         for part in parts:
             own, q_start, runs = part.where
-            delta_runs(
-                inputs.positions, q_start, own, self.lengths, self.drafts, runs, part.first, part.prompts, dependent
-            )
+            counts = [self.lengths, self.drafts]
+            delta_runs(inputs.positions, q_start, own, counts, runs, part.first, part.prompts, dependent)
         return NetPass(self, inputs.positions, parts, dependent)
 
     def _rows(self, given: Tensor | None, q_start: Tensor) -> Tensor:
@@ -235,10 +234,11 @@ class NetPass:
         """Run the rows `low` to before `high` of a part."""
         s, dependent = self.states, self.dependent
         piece = [part.first, low, high, min(part.longest, high - low)]
-        memory = [s.inputs[layer], s.bases[layer], s.deltas[layer], s.decays[layer]]
+        memory = [s.inputs[layer], s.bases[layer], s.deltas[layer], s.decays[layer], s.mixed]
+        memory += [s.kept_inputs[layer], s.kept_bases[layer]]
         weights = [w.conv, w.a_log, w.dt_bias]
-        delta_conv(x, weights, part.where, memory[0], s.mixed, s.gates, s.replayed, s.sizes, piece, dependent)
-        kept, planned = [s.kept_inputs[layer], s.kept_bases[layer]], [s.num_planned, *s.planned]
-        delta_rule(x, part.where, s.gates, s.replayed, memory, s.mixed, kept, planned, s.sizes, piece, dependent)
+        delta_conv(x, weights, part.where, memory[0], [s.mixed, s.gates, s.replayed], s.sizes, piece, dependent)
+        prepared, planned = [s.gates, s.replayed], [s.num_planned, *s.planned]
+        delta_rule(x, part.where, prepared, memory, planned, s.sizes, piece, dependent)
         rows = [part.first + low, part.first + high]
-        gated_norm(x, s.mixed, w.norm, self.positions, out, s.sizes, s.turned, rows, s.eps, dependent)
+        gated_norm([x, s.mixed, w.norm, self.positions], out, s.sizes, s.turned, rows, s.eps, dependent)
