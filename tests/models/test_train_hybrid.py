@@ -65,7 +65,7 @@ def close(found: torch.Tensor, known: torch.Tensor) -> None:
 
 
 def test_the_checkpoint_has_the_logits_of_training(script: Any, tmp_path: Path) -> None:
-    """Of the target, and of a head's row that reads what j rows before it have left."""
+    """Compares the target, and rows of the head that read what j rows before them have left."""
     made = trainer(script, tmp_path)
     torch.manual_seed(0)
     for parameter in made.hybrid.parameters():
