@@ -1,7 +1,7 @@
 # `make demo` on a fresh machine: Python 3.11-3.13, a C compiler and Rust are all it needs.
 #   PYTHON=...                     another interpreter
 #   TORCH=2.11.0 TRANSFORMERS=...  other versions than the locked ones, in an environment of their own
-#   MODEL=...                      for make demo: smollm2, or a folder or GGUF file, instead of the bundled pair
+#   MODEL=...                      for make demo: hybrid, smollm2, or a folder or GGUF file, instead of the bundled pair
 #   ARGS=...                       passed to specrs demo or pytest
 
 .DEFAULT_GOAL := help
@@ -46,7 +46,7 @@ build: $(VENV)/.installed $(VENV)/.built ## the environment with everything that
 NVIDIA := $(wildcard /dev/nvidia[0-9]* /usr/lib/wsl/lib/libcuda.so.1)
 
 .PHONY: demo
-demo: $(VENV)/.built $(if $(NVIDIA),$(VENV)/.installed-cuda) ## the bundled pair: plain decoding against K = 1, 3, 5, 7; MODEL=smollm2: a real model, drafts from its text
+demo: $(VENV)/.built $(if $(NVIDIA),$(VENV)/.installed-cuda) ## the bundled pair: plain decoding against K = 1, 3, 5, 7; MODEL=hybrid: the bundled hybrid and its MTP head; MODEL=smollm2: a real model, drafts from its text
 	$(if $(MODEL),model=$(if $(filter smollm2,$(MODEL)),$$(scripts/real_model $(BIN)/python),$(MODEL)) &&) $(BIN)/specrs demo $(if $(MODEL),--model "$$model") $(ARGS)
 
 # A worker for each core: half the time on two. Idle workers take tests from busy ones, so that no long file is last.

@@ -109,7 +109,7 @@ class Head(nn.Module):
         states of the target at N positions, `embedded` `[B, N, H]` the tokens behind them. Row i of pass j means
         something for i >= j."""
         n = entries.shape[1]
-        cos, sin = self._angles(n, entries.device)
+        cos, sin = rotary_angles(n, self.shape.head_dim, self.shape.theta, entries.device)
         layer: Any = self.midlayer
         attn, mlp = layer["self_attn"], layer["mlp"]
         tokens = layer["input_layernorm"](embedded)
@@ -121,11 +121,11 @@ class Head(nn.Module):
                 hidden = hidden.roll(1, dims=1)
             x = torch.cat((tokens, layer["hidden_norm"](hidden)), dim=-1)
             q, k, v = (self._split(attn[f"{name}_proj"](x)) for name in "qkv")
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            q, k = rotate_half(q, cos, sin), rotate_half(k, cos, sin)
             repeats = self.shape.heads // self.shape.kv_heads
             keys.append(k.repeat_interleave(repeats, dim=1))
             values.append(v.repeat_interleave(repeats, dim=1))
-            attended = _attend(q, keys, values)
+            attended = attend(q, keys, values)
             hidden = hidden + attn["o_proj"](attended.transpose(1, 2).flatten(2))
             y = layer["post_attention_layernorm"](hidden)
             hidden = hidden + mlp["down_proj"](silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
@@ -134,18 +134,21 @@ class Head(nn.Module):
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
 
-    def _angles(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        exponents = torch.arange(0, self.shape.head_dim, 2, device=device) / self.shape.head_dim
-        angles = torch.arange(n, device=device).view(-1, 1) / self.shape.theta**exponents
-        return angles.cos(), angles.sin()
+
+def rotary_angles(n: int, size: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[n, size / 2]` of RoPE for `size` features at positions 0 to n - 1."""
+    exponents = torch.arange(0, size, 2, device=device) / size
+    angles = torch.arange(n, device=device).view(-1, 1) / theta**exponents
+    return angles.cos(), angles.sin()
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs of features i and i + D / 2 of `x` `[..., n, D]`, in fp32."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def _attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """Row i of pass j attends what a draft at depth j finds: rows 0..i-j of the first pass, row i - j + s of pass s."""
     j, scale = len(keys) - 1, q.shape[-1] ** -0.5
     n = q.shape[2]

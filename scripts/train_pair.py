@@ -46,13 +46,18 @@ SHAPES = {
 MINUTES = {"target": 30.0, "draft": 12.0}
 
 
-def make_tokens(out: Path) -> None:
-    """Write `tokenizer.json` and the token stream `tokens.npy` (uint16; each file starts with the end token)."""
+def read_texts() -> list[str]:
+    """Sources of the Python standard library, in a fixed order that mixes its packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "test", "tests", "idlelib"}
     files = sorted(p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
     random.Random(0).shuffle(files)
-    texts = [p.read_text(encoding="utf8", errors="ignore") for p in files]
+    return [p.read_text(encoding="utf8", errors="ignore") for p in files]
+
+
+def make_tokens(out: Path) -> None:
+    """Write `tokenizer.json` and the token stream `tokens.npy`."""
+    texts = read_texts()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,8 +66,12 @@ def make_tokens(out: Path) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(out / "tokenizer.json"))
-    ids = [i for text in texts for i in [0, *tokenizer.encode(text).ids]]
-    np.save(out / "tokens.npy", np.array(ids, dtype=np.uint16))
+    np.save(out / "tokens.npy", encode(tokenizer, texts))
+
+
+def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
+    """Token stream of `texts` as uint16; each text starts with the end token."""
+    return np.array([i for text in texts for i in [0, *tokenizer.encode(text).ids]], dtype=np.uint16)
 
 
 def train(name: str, out: Path, minutes: float) -> None:

@@ -41,6 +41,21 @@ def test_demo_of_another_drafter(
     assert "All 2 texts with drafts equal vanilla's, token for token." in printed
 
 
+def test_demo_of_the_bundled_hybrid(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its MTP head drafts, at K from 1 to 4; the prompts are those of the pair."""
+    monkeypatch.setattr("specrs.pair.prompts.PROMPTS", PROMPTS[:1])
+    assert main(["demo", "--model", "hybrid", "--max-tokens", "24"]) == 0
+    printed = capsys.readouterr().out
+    assert "float32\nbundled hybrid: 3.5 M parameters, MTP head 0.41 M; 1 prompts, 24 tokens each" in printed
+    assert PROMPTS[0] in printed
+    assert "its continuation: vanilla, K = 1, K = 2, K = 3, K = 4, auto\n" in printed
+    row = next(line.split() for line in printed.splitlines() if line.startswith("K = 4"))
+    assert float(row[5]) > 1.0, "it drafted"
+    assert "All 5 texts with drafts equal vanilla's, token for token." in printed
+    assert main(["demo", "--model", "hybrid", "--head", str(EAGLE3)]) == 2
+    assert "--head=" in capsys.readouterr().err
+
+
 def test_demo_of_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

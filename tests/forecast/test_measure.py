@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from specrs.cli import main
 from specrs.forecast.measure import measure
+from specrs.pair import HYBRID
 from specrs.pair.prompts import PROMPTS
 from specrs.sampling import SamplingParams
 
@@ -24,6 +25,17 @@ def test_measure(
     names = [forecast["name"] for forecast in json.loads(file.read_text())["forecasts"]]
     # What cannot draft by itself is not timed by itself.
     assert names == (["inside", "alone"] if method == "draft_model" else ["forecast"])
+    assert "T_d" in capsys.readouterr().out
+
+
+def test_measure_of_an_mtp_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count_passes(monkeypatch, draft_token_ms=0.5)
+    file = tmp_path / "forecast.json"
+    assert main([*MEASURE, "--model", str(HYBRID), "--json", str(file)]) == 0
+    (forecast,) = json.loads(file.read_text())["forecasts"]
+    assert forecast["name"] == "forecast"
     assert "T_d" in capsys.readouterr().out
 
 

@@ -17,7 +17,7 @@ KERNELS = {
 }
 PAIR = {
     f"specrs/pair/{model}/{file}"
-    for model in ("target", "draft")
+    for model in ("target", "draft", "hybrid")
     for file in (
         "config.json",
         "generation_config.json",

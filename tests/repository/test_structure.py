@@ -10,7 +10,7 @@ PACKAGE = ROOT / "python/specrs"
 EXAMPLES = {
     "scripts/architecture_picture.py",
     "scripts/prose.py",
-    *("scripts/train_pair.py", "scripts/train_eagle3.py", "scripts/eagle3_text.py"),
+    *("scripts/train_pair.py", "scripts/train_hybrid.py", "scripts/train_eagle3.py", "scripts/eagle3_text.py"),
     *("examples/host_loop.py", "examples/scheduler.py"),
 }
 

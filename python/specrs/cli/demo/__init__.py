@@ -1,5 +1,5 @@
-"""`specrs demo`: compares plain decoding with K drafts, for the bundled pair on the bundled prompts, or for another
-model with drafts from its text. `measure` does the measuring.
+"""`specrs demo`: compares plain decoding with K drafts, for the bundled pair or the bundled hybrid on the bundled prompts,
+or for another model with drafts from its text. `measure` does the measuring.
 
 Requests run one at a time and are greedy. Prefix caching is off, so that no setting reads what another computed.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,28 +24,51 @@ if TYPE_CHECKING:
 DESCRIPTION = (
     "Run the bundled target over the bundled prompts without drafts, with several K, and with K chosen by the "
     "engine. Compare text, acceptance and tokens per second. The bundled draft drafts, or what "
-    "--speculative-config names. With --model, that model answers, once with each drafter that needs no draft "
-    "model."
+    "--speculative-config names. With --model hybrid, the bundled hybrid answers, and its MTP head drafts. With "
+    "another --model, that model answers, once with each drafter that needs no draft model."
 )
 CONTEXT = 1024
 FROM_TEXT = ("ngram", "suffix")
 """Drafting methods for a model for which no drafter is named."""
-PAIR_DRAFTS, TEXT_DRAFTS, HEAD_DRAFTS = [1, 3, 5, 7], [5], [3]
+TEXT_DRAFTS, HEAD_DRAFTS = [5], [3]
+HYBRID = "hybrid"
+"""Value of --model for the bundled hybrid."""
+
+
+@dataclass(frozen=True)
+class Bundled:
+    """A target that comes with the package, and what the demo compares for it."""
+
+    name: str
+    """Name in messages and in the heading."""
+    size: str
+    drafter: str
+    """Name and size of the drafter that comes with it."""
+    drafts: list[int]
+    """Numbers of drafts."""
+
+
+BUNDLED = {
+    None: Bundled("bundled pair", "target 5.2 M parameters", "draft 0.46 M", [1, 3, 5, 7]),
+    HYBRID: Bundled("bundled hybrid", "3.5 M parameters", "MTP head 0.41 M", [1, 2, 3, 4]),
+}
+"""Bundled targets by the value of --model."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `specrs demo`."""
     parser.add_argument(
         "--model",
-        help=f"another target: {MODEL}. N-grams and suffix decoding draft for it, or what "
-        "--speculative-config names; default: the bundled pair, in float32",
+        help=f"another target: {HYBRID} for the bundled hybrid, in float32, or {MODEL}. N-grams and suffix decoding "
+        "draft for it, or what --speculative-config names; default: the bundled pair, in float32",
     )
     parser.add_argument("--head", help="folder or hub id of an EAGLE-3 head of --model, which drafts, too")
     parser.add_argument(
         "--k",
         type=drafts_list,
         metavar="LIST",
-        help="numbers of drafts; default: 1,3,5,7, with --model alone 5 from the text and 3 of a head",
+        help="numbers of drafts; default: 1,3,5,7, for the bundled hybrid 1,2,3,4, with another --model alone 5 from "
+        "the text and 3 of a head",
     )
     parser.add_argument(
         "--speculative-config",
@@ -65,28 +89,32 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.cli.output import check_picture
     from specrs.sampling import SamplingParams
 
-    drafter, model = arguments.speculative_config or {}, arguments.model
+    drafter, bundled = arguments.speculative_config or {}, BUNDLED.get(arguments.model)
     if "num_speculative_tokens" in drafter:
         field = "--speculative-config num_speculative_tokens"
         raise invalid_config(field, drafter["num_speculative_tokens"], "must come from --k")
-    if arguments.head is not None and (model is None or drafter):
-        raise invalid_config("--head", arguments.head, "allowed with --model, and without --speculative-config")
+    if arguments.head is not None and (bundled is not None or drafter):
+        reason = "allowed with --model of another model than the bundled ones, and without --speculative-config"
+        raise invalid_config("--head", arguments.head, reason)
     if arguments.plot is not None:
         check_picture(arguments.plot)
-    # The pair's end token is ignored, so that prompts generate as many tokens each; what chats have answers that end.
-    params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=model is None)
-    dtype = arguments.dtype or ("float32" if model is None else "auto")
-    print(f"loading {'the bundled pair' if model is None else model} ...", file=sys.stderr)
+    # The end token of bundled models is ignored, so that prompts generate as many tokens each; what chats have answers
+    # that end.
+    params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=bundled is not None)
+    dtype = arguments.dtype or ("auto" if bundled is None else "float32")
+    print(f"loading {arguments.model if bundled is None else f'the {bundled.name}'} ...", file=sys.stderr)
 
     from tqdm import tqdm
 
     from specrs.cli.threads import set_torch_threads
 
-    set_torch_threads(arguments.threads, bundled=model is None)
-    settings = _settings(arguments, drafter, dtype)
-    prompts = _prompts(model, settings[0].llm.tokenizer)
-    name = None if model is None else Path(model).name
-    print(report.heading(len(prompts), arguments.max_tokens, arguments.threads, dtype, _named(arguments), name))
+    set_torch_threads(arguments.threads, bundled=bundled is not None)
+    settings = _settings(arguments, bundled, drafter, dtype)
+    prompts = _prompts(bundled, settings[0].llm.tokenizer)
+    target = Path(arguments.model).name if bundled is None else f"{bundled.name}: {bundled.size}"
+    tokens = f"{'up to ' if bundled is None else ''}{arguments.max_tokens} tokens"
+    machine = report.machine(arguments.threads, dtype)
+    print(f"{machine}\n{report.heading(target, _named(arguments, bundled), len(prompts), tokens)}")
     total = len(prompts) * len(settings) * arguments.max_tokens
     interval = 0.1 if sys.stderr.isatty() else 5.0  # a log gets a line now and then
     with tqdm(total=total, unit=" tokens", leave=False, dynamic_ncols=True, mininterval=interval) as bar:
@@ -101,24 +129,27 @@ def run(arguments: argparse.Namespace) -> None:
     print(report.explanation(results), end="")
     print(report.equality(results))
     if arguments.plot is not None:
-        machine = report.machine(arguments.threads, dtype)
         caption = f"{len(prompts)} prompts, {arguments.max_tokens} tokens each; {machine}"
-        plot.draw(results, caption, arguments.plot, name or "Bundled pair")
+        plot.draw(results, caption, arguments.plot, target if bundled is None else bundled.name.capitalize())
         print(f"\npicture: {arguments.plot}")
 
 
-def _settings(arguments: argparse.Namespace, drafter: dict[str, Any], dtype: str) -> list[Setting]:
+def _settings(
+    arguments: argparse.Namespace, bundled: Bundled | None, drafter: dict[str, Any], dtype: str
+) -> list[Setting]:
     """Return the settings to compare: plain decoding, each K with each available drafter, and K chosen by the
     engine."""
     from specrs.cli.demo.measure import Setting
     from specrs.llm import LLM
+    from specrs.pair import HYBRID as FOLDER
     from specrs.speculative_config import AUTO, for_repeats
 
+    model = str(FOLDER) if arguments.model == HYBRID else arguments.model
     head = {} if arguments.head is None else {"model": arguments.head}
 
     def engine(config: dict[str, Any], k: int | str) -> LLM:
         return LLM(
-            model=arguments.model,
+            model=model,
             speculative_config={**for_repeats(config), "num_speculative_tokens": k},
             dtype=dtype,
             max_model_len=CONTEXT,
@@ -127,8 +158,8 @@ def _settings(arguments: argparse.Namespace, drafter: dict[str, Any], dtype: str
             threads=arguments.threads,
         )
 
-    if arguments.model is None or drafter:
-        ks = arguments.k or PAIR_DRAFTS
+    if bundled is not None or drafter:
+        ks = arguments.k or (BUNDLED[None] if bundled is None else bundled).drafts
         llm = engine(drafter, max(ks))
         return [Setting(0, llm), *(Setting(k, llm) for k in ks), Setting(AUTO, engine(drafter, AUTO))]
     own: list[tuple[str, dict[str, Any], list[int]]]
@@ -142,21 +173,22 @@ def _settings(arguments: argparse.Namespace, drafter: dict[str, Any], dtype: str
     return [Setting(0, drafted[0].llm), *drafted, Setting(AUTO, chosen)]
 
 
-def _named(arguments: argparse.Namespace) -> str | None:
-    """Return the drafter's name in the heading; None for the bundled draft model."""
+def _named(arguments: argparse.Namespace, bundled: Bundled | None) -> str:
+    """Return the drafter's name in the heading."""
     drafter = arguments.speculative_config or {}
     named = drafter.get("method", drafter.get("model"))
     if named is not None:
         return f"drafts by {named}"
-    if arguments.model is None:
-        return None
+    if bundled is not None:
+        return bundled.drafter
     return "drafts from the text" + ("" if arguments.head is None else f" and by the head {Path(arguments.head).name}")
 
 
-def _prompts(model: str | None, tokenizer: Tokenizer | None) -> list[tuple[str, Prompt]]:
-    """Return the label and content of each prompt. They are chats if the model has a chat template."""
+def _prompts(bundled: Bundled | None, tokenizer: Tokenizer | None) -> list[tuple[str, Prompt]]:
+    """Return the label and content of each prompt. They are chats if the model has a chat template and is not a
+    bundled one."""
     assert tokenizer is not None
-    if model is None or not tokenizer.chat_template:
+    if bundled is not None or not tokenizer.chat_template:
         from specrs.pair.prompts import PROMPTS
 
         return [(prompt, prompt) for prompt in PROMPTS]

@@ -30,20 +30,9 @@ def _processor() -> str:
     return os.uname().machine
 
 
-BUNDLED = "bundled pair: target 5.2 M parameters"
-BUNDLED_DRAFT = "draft 0.46 M"
-
-
-def heading(
-    num_prompts: int, max_tokens: int, threads: int, dtype: str, drafter: str | None = None, model: str | None = None
-) -> str:
-    """Return a heading that says what will run and on what. `drafter` and `model` name drafter and target if they are
-    not the bundled ones."""
-    return (
-        f"{machine(threads, dtype)}\n"
-        f"{BUNDLED if model is None else model}, {drafter or BUNDLED_DRAFT}; "
-        f"{num_prompts} prompts, {'' if model is None else 'up to '}{max_tokens} tokens each, greedy, one at a time\n"
-    )
+def heading(target: str, drafter: str, num_prompts: int, tokens: str) -> str:
+    """Return a line that says what will run. `tokens` is the number of tokens per prompt, in words."""
+    return f"{target}, {drafter}; {num_prompts} prompts, {tokens} each, greedy, one at a time\n"
 
 
 def text(prompt: str, results: Sequence[Result]) -> str:
