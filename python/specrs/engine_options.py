@@ -159,7 +159,7 @@ class EngineOptions:
         None,
         QUANTIZATION,
         "type of the projections' weights",
-        note=f"{', '.join(AT_LOAD)} also quantize weights of 16 and 32 bit at load",
+        note=f"the first {len(AT_LOAD)} also quantize weights of 16 and 32 bit at load",
         default_is="the checkpoint's",
         short="-q",
         commands=_EVERYWHERE,

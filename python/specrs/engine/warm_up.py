@@ -111,8 +111,8 @@ def measure_costs(parts: EngineParts, *, on_host: bool = False) -> tuple[CostMod
     Returns the milliseconds of steps that only decode, at batch sizes 1, 2, 4, ... and K = 0, 1, 2, 3, 4, 8, 16 and
     the maximum of both; and the milliseconds per position of a draft catch-up chunk, 0 with drafts from the record.
     Batch sizes that there is no time for are extrapolated from the last two measured ones. K above `FEW_DRAFTS` are
-    left out of the costs if drafts are dear; where there is no time for them, their costs continue the line of smaller
-    K. Real steps refine all costs later.
+    left out of the costs if drafts are expensive. Where there is no time for them, their costs continue the line of
+    smaller K. Real steps refine all costs later.
 
     Runs requests of artificial tokens and drops them. The scheduler of `parts` cannot be used afterwards. The runner's
     number of passes has changed.

@@ -1,5 +1,5 @@
-"""`specrs demo`: compares plain decoding with K drafts, for the bundled pair or the bundled hybrid on the bundled prompts,
-or for another model with drafts from its text. `measure` does the measuring.
+"""`specrs demo`: compares plain decoding with K drafts. The model is the bundled pair or the bundled hybrid on the
+bundled prompts, or another model with drafts from its text. `measure` does the measuring.
 
 Requests run one at a time and are greedy. Prefix caching is off, so that no setting reads what another computed.
 """

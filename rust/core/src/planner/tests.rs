@@ -256,10 +256,10 @@ fn a_probe_reaches_a_few_positions_beyond_the_drafts_in_use() {
         deepest = deepest.max(engine.ks[0]);
     }
     assert_eq!(deepest, PROBE_REACH, "no probe of a useless draft pays for more");
-    // Rows that are cheap and drafts that are good: step by step all 16 are drafted, and rows that are dear are not.
+    // Rows that are cheap and drafts that are good: step by step all 16 are drafted, and rows that are expensive are not.
     assert!((0..15_000).any(|_| engine.step(&[0.99])[0] == 16), "{:?}", engine.planner.last);
-    let mut dear = Loop::new(1, 16, lines(0.3, 1.0));
-    let k = dear.run(5_000, &[0.8])[0];
+    let mut expensive = Loop::new(1, 16, lines(0.3, 1.0));
+    let k = expensive.run(5_000, &[0.8])[0];
     assert!((1..=4).contains(&k), "{k}");
 }
 
