@@ -23,8 +23,17 @@ if TYPE_CHECKING:
     from specrs.kernels.cuda.device import DeviceLimits
     from specrs.models.config import ModelConfig
 
-WEIGHT_BITS: Mapping[str | None, float] = {None: 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.25, "q8_0": 9.0, "q4_0": 5.0}
-"""Bits per weight by quantization, with a GPU's fp32 scales: INT4 has groups of 128 inputs, Q8_0 and Q4_0 of 32."""
+WEIGHT_BITS: Mapping[str | None, float] = {
+    None: 16.0,
+    "fp8": 8.0,
+    "int8": 8.0,
+    "int4": 4.25,
+    "q8_0": 9.0,
+    "q4_0": 5.0,
+    "q4_k": 16.0,
+}
+"""Bits per weight by quantization, with a GPU's fp32 scales: INT4 has groups of 128 inputs, Q8_0 and Q4_0 of 32. GPUs
+keep the numbers of Q4_K."""
 _FEW, _CODED, _MLP, _LOGITS = 64, 256, 2048, 256
 """Maximum number of rows: for fused products (`_FEW`), for quantized weights that are read in place (`_CODED`), for one
 run of an MLP (`_MLP`), and for one run of logits (`_LOGITS`)."""
