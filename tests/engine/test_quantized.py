@@ -333,7 +333,7 @@ def test_q4_k_is_for_inputs_that_make_super_blocks(tmp_path: Path, caplog: pytes
     """Other matrices become Q8_0, which the log says once for each projection. The numbers are the same in a float64
     model, and on a GPU, whose kernels read the codes of Q8_0 alone."""
     folder = make_checkpoint(
-        tmp_path / "mixed", hidden=256, intermediate=512, head_dim=24, layers=2, dtype=torch.float64,
+        tmp_path / "mixed", hidden=256, intermediate=512, head_dim=32, layers=2, dtype=torch.float64,
         with_tokenizer=False,
     )  # fmt: skip
     caplog.set_level(logging.INFO, "specrs")

@@ -73,7 +73,7 @@ FORMATS: dict[str, tuple[Make, str | None]] = {
             group_size=16,
             symmetric=False,
         ),
-        "INT8",  # its scales are fp32
+        None,  # its groups are no multiple of 32
     ),
     "ct-int8-packed": (
         lambda s, p: compressed(s, p, "pack-quantized", num_bits=8, strategy="group", group_size=32),
