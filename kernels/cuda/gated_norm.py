@@ -84,7 +84,7 @@ def gated_norm(
 
     Everything is computed in fp32 and rounded once.
     """
-    _check(*operands, out, sizes, piece)
+    _check(operands, out, sizes, piece)
     x, mixed, norm, positions = operands
     value_heads, value_dim = sizes[1], sizes[3]
     gated_norm_kernel[(piece[1] - piece[0], triton.cdiv(value_heads, _HEADS))](
@@ -116,12 +116,11 @@ def _(
     eps: float,
     dependent: bool,
 ) -> None:
-    _check(*operands, out, sizes, piece)
+    _check(operands, out, sizes, piece)
 
 
-def _check(
-    x: Tensor, mixed: Tensor, norm: Tensor, positions: Tensor, out: Tensor, sizes: Sizes, piece: list[int]
-) -> None:
+def _check(operands: list[Tensor], out: Tensor, sizes: Sizes, piece: list[int]) -> None:
+    x, mixed, norm, positions = operands
     assert x.shape == (positions.shape[0], outputs(sizes))
     assert out.shape == (positions.shape[0], sizes[1] * sizes[3])
     assert x.stride(1) == out.stride(1) == 1

@@ -61,12 +61,17 @@ struct Line {
 /// If `inputs` is no multiple of 256, a slice has another length, or a weight is not finite or above 4,126,752, the
 /// largest number of the format. `name` is the error's field.
 pub fn quantize_q4_k(name: &str, weight: &Values, inputs: usize, blocks: &mut [u8], threads: usize) -> Result<()> {
-    let bytes = BlockType::Q4_K.bytes();
     if inputs == 0 || !inputs.is_multiple_of(SUPER) {
         return Err(Error::invalid(format!("{name}'s inputs"), inputs, format!("a multiple of {SUPER}")));
     }
     check_len(name, weight.len(), weight.len() / inputs * inputs)?;
-    check_len("blocks", blocks.len(), weight.len() / SUPER * bytes)?;
+    check_len("blocks", blocks.len(), weight.len() / SUPER * BlockType::Q4_K.bytes())?;
+    write(name, weight, inputs, blocks, threads)
+}
+
+/// Writes all super-blocks, in as many shares as there are threads.
+fn write(name: &str, weight: &Values, inputs: usize, blocks: &mut [u8], threads: usize) -> Result<()> {
+    let bytes = BlockType::Q4_K.bytes();
     let share = (weight.len() / SUPER).div_ceil(threads.max(1)).max(1);
     std::thread::scope(|scope| {
         let work = move |first: usize, blocks: &mut [u8]| -> Result<()> {
