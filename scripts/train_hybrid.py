@@ -14,6 +14,10 @@ the token stream is never trained on. A minute of work is lost at most: the same
 
 `--compile` halves the time of a step. It needs a C++ compiler. The schedule follows the clock, so a second run gives an
 equally good model, not the same bits.
+
+The bundled hybrid had 44 minutes for the target and 18 for the head on a busy core, 1,723 and 1,075 steps. On held-out
+text its losses are 2.48 (target) and 2.51 (head). Its acceptance lengths there (greedy, fp32) are 1.92 / 2.72 / 3.49 /
+4.12 at K = 1 / 2 / 3 / 4. Before the stage `head` they were 1.89 / 2.54 / 3.14 / 3.53.
 """
 
 from __future__ import annotations

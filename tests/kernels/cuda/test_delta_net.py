@@ -224,7 +224,7 @@ def test_bits_are_those_of_rows_one_by_one(net: DeltaNet, drafts: int, prompt: i
             made = driver.feed([Fed(1, own[end - 1 : end], end - 1)], [chunk], w)
             outputs += [made[1:-1], made[:1]]
         at += rows
-    while at < 20:
+    while at < 13:
         k = data.draw(st.integers(0, drafts))
         kept = 1 + data.draw(st.integers(0, k))
         x = torch.cat((own[at : at + kept], torch.randn(k + 1 - kept, net.outputs)))
