@@ -1,4 +1,4 @@
-"""What states cost: models whose layers are gated delta nets and attention, in the shape of Qwen3.5-0.8B.
+"""Cost of states, in models of gated delta nets and attention with the shape of Qwen3.5-0.8B.
 
     python benches/bench_hybrids.py FOLDER [--threads 2] [--rounds 5] [--parts pass state prefix] [--out FILE.json]
     python benches/bench_hybrids.py FOLDER --parts peer --gguf FILE.gguf... --llama-bench PATH

@@ -69,7 +69,7 @@ def counts() -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Asking:
-    """What one request that asks for something adds to an iteration of others."""
+    """Kernels, bytes and time that one request with a mask, bias or penalty adds to an iteration of others."""
 
     name: str
     kernels: int

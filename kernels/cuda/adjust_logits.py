@@ -51,7 +51,8 @@ _TILES = 256
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What A sequences of an iteration ask, on the device. `specrs.backends.cuda.sampling.asked` makes it."""
+    """Masks, biases, bad words and penalties of A sequences, on the device, made by
+    `specrs.backends.cuda.sampling.asked`."""
 
     table: Tensor
     """[A, COLUMNS] int64"""

@@ -15,7 +15,7 @@ from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
 BASE, ZEROS, FAULT = 0, 1, 2
-"""What the states before a request's first row are: the base and the log, zeros, or NaN, because neither base nor log
+"""Kinds of the states before a request's first row: the base and the log; zeros; or NaN, because neither base nor log
 reach that position."""
 _BLOCK = 256
 

@@ -1,5 +1,5 @@
-"""What the sequences of an iteration ask beyond temperature and filters: masks, biases, bad words and penalties, laid
-out for the kernels of `kernels.cuda.adjust_logits`. Launches none."""
+"""Masks, biases, bad words and penalties of the sequences of an iteration, laid out for the kernels of
+`kernels.cuda.adjust_logits`. Launches none."""
 
 from __future__ import annotations
 
