@@ -1,13 +1,14 @@
 """Cost of states, in models of gated delta nets and attention with the shape of Qwen3.5-0.8B.
 
-    python benches/bench_hybrids.py FOLDER [--threads 2] [--rounds 5] [--parts pass state prefix] [--out FILE.json]
+    python benches/bench_hybrids.py FOLDER [--threads 2] [--rounds 5] [--parts pass state ...] [--out FILE.json]
     python benches/bench_hybrids.py FOLDER --parts peer --gguf FILE.gguf... --llama-bench PATH
 
 - pass: time per token of plain decoding, against a model of the same width with attention alone and as many weights
 - state: time of a verification of 4 rows on one thread, in a model that has the states of the 0.8B and next to no
   weights; nearly all drafts are accepted, so that their updates are replayed
 - prefix: a prompt of 4,000 tokens that the prefix cache knows, with and without the MTP head: tokens computed, and the
-  time of the first token against a cold one; time of a pass that writes a snapshot against one that writes none
+  time of the first token against a cold one
+- snapshot: the first token of a prompt of 1,024 tokens with snapshots for the prefix cache, against one without
 - peer: plain decoding of GGUF files against llama.cpp's `llama-bench`
 
 FOLDER receives the checkpoints, with random weights (3 GB). Figures are medians of rounds in which the compared ones
@@ -17,6 +18,7 @@ take turns.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import shutil
@@ -53,7 +55,7 @@ QWEN35_0_8B: dict[str, Any] = {
     "mtp_num_hidden_layers": 1,
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-PARTS = ("pass", "state", "prefix", "peer")
+PARTS = ("pass", "state", "prefix", "snapshot", "peer")
 
 
 def make_hybrid(folder: Path, **fields: Any) -> Path:
@@ -186,6 +188,26 @@ def measure_prefix(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def measure_snapshot(args: argparse.Namespace) -> dict[str, Any]:
+    """First tokens of prompts of 1,024 tokens, with snapshots for the prefix cache and without."""
+    folder = make_hybrid(args.folder / "hybrid-0.8b")
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    engines = {
+        caching: LLM(str(folder), **settings(args), speculative_config=None, enable_prefix_caching=caching)
+        for caching in (True, False)
+    }
+    seeds = itertools.count()
+
+    def first_token(llm: LLM) -> float:
+        [output] = llm.generate(prompt(1024, seed=next(seeds)), params, use_tqdm=False)
+        return output.metrics.first_token_time - output.metrics.arrival_time
+
+    ways = {str(caching): lambda llm=llm: first_token(llm) for caching, llm in engines.items()}
+    medians = {name: statistics.median(values) for name, values in in_turns(args.rounds, ways).items()}
+    stored = engines[True].stats().state_cache.stored
+    return {"first_token_s": medians, "ratio": medians["True"] / medians["False"], "stored": stored}
+
+
 def measure_peer(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for file in args.gguf:
@@ -213,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS[:3]), choices=PARTS)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)
     parser.add_argument("--gguf", nargs="+", type=Path, default=[])
     parser.add_argument("--llama-bench", type=Path)
     parser.add_argument("--out", type=Path)
@@ -223,6 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "pass": measure_pass,
         "state": measure_state,
         "prefix": measure_prefix,
+        "snapshot": measure_snapshot,
         "peer": measure_peer,
     }
     results: dict[str, Any] = {}
