@@ -63,5 +63,5 @@ collect_ignore = [] if GPU else ["gpu"]
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """The bundled pair's: byte-level BPE of 2,048 tokens, `<|endoftext|>` is id 0."""
+    """The bundled pair's tokenizer: byte-level BPE of 2,048 tokens, in which `<|endoftext|>` is id 0."""
     return Tokenizer(str(TARGET))

@@ -73,7 +73,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": _PLAIN | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
     "olmoe": _PLAIN | {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5},
 }
-"""transformers' `model_type` of each, and the fields of a small one."""
+"""Fields of a small model of each architecture, by transformers' `model_type`."""
 
 
 def make_generic(path: Path, model_type: str, *, seed: int = 0, initializer_range: float = 0.3, **fields: Any) -> Path:

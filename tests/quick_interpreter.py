@@ -1,5 +1,5 @@
-"""Triton's interpreter without work whose outcome it drops or has found before, and with products of tiles that are the
-same on every CPU. Holds no tests.
+"""Speeds up Triton's interpreter by skipping repeated work, and makes products of tiles the same on every CPU. Holds no
+tests.
 
 The interpreter replaces the functions of `triton.language` by its own at every launch and again at every call of one
 kernel function by another, and finds them anew each time, by `inspect.getmembers`. Here they are found once, and what
@@ -28,7 +28,7 @@ from triton.runtime import interpreter
 
 
 def install() -> None:
-    """For this process, until its end; once."""
+    """Install the changes for the rest of this process. Further calls do nothing."""
     _find_builtins_once()
     _check_shapes_once()
     _match_operands_once()
@@ -83,7 +83,7 @@ def _find_builtins_once() -> None:
 
 
 def _add_in_one_order() -> None:
-    """In `tl.dot` of floats, whatever the place of an element in its tile."""
+    """Make `tl.dot` of floats add in one order, whatever the place of an element in its tile."""
     plain = interpreter.InterpreterBuilder.create_dot
 
     def dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
@@ -105,7 +105,7 @@ def _match_operands_once() -> None:
     tensors: dict[tuple[Any, ...], Any] = {}
 
     def with_number(self: Any, x: Any, number: Any, number_first: bool, *rules: Any, **more: Any) -> tuple[Any, Any]:
-        """`x` and the tensor for `number`, in this order."""
+        """Return `x` and the tensor for `number`, in the order that `number_first` says."""
         kind = x.type
         # 0, 0.0 and -0.0 are equal keys, but not one number; so are 1 and 1.0.
         shape = kind.shape if kind.is_block() else None
@@ -152,7 +152,7 @@ def _match_operands_once() -> None:
 
 @dataclass(slots=True)
 class _Shape:
-    """What types and tensors of one shape share. Nothing mutates any of it."""
+    """What types and tensors of one shape share. It is never mutated."""
 
     of_type: Any
     numel: int

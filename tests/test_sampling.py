@@ -1,4 +1,4 @@
-"""SamplingParams: vLLM's defaults; wrong values are rejected, what is not implemented when added."""
+"""SamplingParams: vLLM's defaults; wrong values are rejected, unimplemented ones when the request is added."""
 
 import dataclasses
 import enum
@@ -261,7 +261,7 @@ def test_parameters_of_vllm_are_served_at_their_defaults() -> None:
 
 
 def test_kinds_of_output() -> None:
-    """Ours and vLLM's own, which go by the same names."""
+    """Check output kinds: specrs's and vLLM's own are accepted under the same names."""
     assert SamplingParams().output_kind is RequestOutputKind.CUMULATIVE
     for kind in RequestOutputKind:
         assert SamplingParams(output_kind=kind).output_kind is kind
@@ -356,7 +356,8 @@ def test_seeds_differ_and_fit_in_64_bits() -> None:
 
 
 def encode(text: str) -> list[int]:
-    """A character is a token, except that a blank joins the letter behind it, as in most vocabularies."""
+    """Encode a text: each character is a token, except that a blank joins the letter after it, as in most
+    vocabularies."""
     ids, blank = [], False
     for c in text:
         if c == " ":

@@ -1,4 +1,5 @@
-"""The CUDA forward pass over weights of codes and rows in FP8, its kernels interpreted, against numbers in float64."""
+"""The CUDA forward pass with quantized weights and FP8 activations, with interpreted kernels, against dequantized
+weights in float64."""
 
 import dataclasses
 from collections.abc import Callable
@@ -37,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["fp8", "int4", "int8 at load", "int4 at load"])
 def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loaded as on a GPU, from FP8 with a projection that is not quantized: few rows, those that are read twice, and
-    more than read codes, against the numbers in float64."""
+    """Check passes over FP8 weights, loaded as on a GPU, next to a projection that is not quantized: for few rows, for
+    row counts whose products read the weights twice, and for more."""
     path, kind = folder / name, name.split()[0]
     source = folder / f"{name}-source"
     if not source.exists():
@@ -89,7 +90,7 @@ def loaded_codes(path: Path, dtype: torch.dtype = torch.float32) -> TorchWeights
 
 @pytest.fixture(scope="session")
 def fp8_weights(folder: Path) -> dict[str, TorchWeights]:
-    """Two layers in FP8 by output and by block."""
+    """Return two layers in FP8, with scales by output and by block."""
     source = make_checkpoint(
         folder / "fp8-rows", "qwen2", tie=False, hidden=64, intermediate=96, kv_heads=1, group=2, head_dim=32, vocab=83
     )
@@ -100,7 +101,7 @@ def fp8_weights(folder: Path) -> dict[str, TorchWeights]:
 
 
 class Calls(list[tuple[Any, ...]]):
-    """Arguments of every call of `torch._scaled_mm`. The calls return its own products, or those of `of`."""
+    """Records the arguments of `torch._scaled_mm`. Its calls return their own products, or those of `of`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, of: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
@@ -117,8 +118,8 @@ class Calls(list[tuple[Any, ...]]):
 def test_products_of_rows_in_fp8(
     fp8_weights: dict[str, TorchWeights], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Products of few rows, of rows that read codes twice, and of more are near those of rounded rows in float64.
-    Weights by output go through torch's own `_scaled_mm` here from few rows on."""
+    """Check products of FP8 activations, with three sizes of passes, against float64 products of the rounded rows.
+    Weights with a scale per output use torch's own `_scaled_mm`."""
     for module in (products, workspace):
         monkeypatch.setattr(module, "CODED_ROWS", 6)
     monkeypatch.setattr(products, "MAX_ROWS", 4)
@@ -145,8 +146,8 @@ def test_products_of_rows_in_fp8(
 def test_passes_of_rows_in_fp8(
     fp8_weights: dict[str, TorchWeights], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes of few rows and of many round rows to FP8 as the eager model does: what differs is far less than what
-    rounding changes. A row has the same bits whatever rows run with it."""
+    """Check that passes of few and of many rows round activations to FP8 as the eager model does. The difference is far
+    below that of rounding at all. A row's bits do not depend on other rows."""
     made = CudaDecoder.allocate(fp8_weights[name], max_rows=16, max_seqs=4)
     cut = Poisoned(made.weights, made.workspace)
     eager, plain = TorchDecoder(made.weights), TorchDecoder(without_fp8_rows(made.weights))
@@ -177,8 +178,8 @@ def without_fp8_rows(weights: TorchWeights) -> TorchWeights:
 def test_scales_by_block_as_cublas_reads_them(
     fp8_weights: dict[str, TorchWeights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On sm_90: what `_scaled_mm` is called with there, by torch's own check of a GPU's tensors, and multiplied by the
-    layouts that cuBLAS documents. Rows are padded to four."""
+    """Check the arguments of `_scaled_mm` on sm_90: torch's own check accepts them, and a multiplication by the layouts
+    that cuBLAS documents gives the product. Rows are padded to a multiple of four."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 127, (256, 1024), generator=generator, dtype=torch.uint8)
     scales = torch.rand(2, 8, generator=generator) + 0.5
@@ -242,7 +243,7 @@ def coded_zeros(coding: Coding, out: int, size: int) -> QuantizedWeight:
 
 
 def test_experts_of_codes_become_numbers(folder: Path) -> None:
-    """And the layer's other projections stay codes."""
+    """Check that quantized experts are dequantized, while the layer's other projections stay quantized."""
     source = make_checkpoint(folder / "experts-source", "qwen3_moe", hidden=64, head_dim=32, layers=1, vocab=83)
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
     path = compressed(source, folder / "experts", "float-quantized", **args)

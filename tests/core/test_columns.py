@@ -41,7 +41,7 @@ PARAMS = st.fixed_dictionaries(
         "pooling": st.booleans(),
     },
 )
-"""Whatever a request may ask for."""
+"""Parameters of a request, drawn from everything that is allowed."""
 
 
 @given(PARAMS, st.sampled_from([np.float32, np.float64]))

@@ -1,4 +1,4 @@
-"""A draft for parallel drafting, trained on given texts for a few seconds, and its bank. Holds no tests."""
+"""A draft model for parallel drafting, trained on given texts for a few seconds, and its bank. Holds no tests."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy
 from engine.harness import VOCAB, Bank
 
 MASK = VOCAB - 1
-"""An id that no tokenizer has: one of the padding."""
+"""Id of the mask token. No tokenizer has it; it is one of the padding."""
 DEPTH = 6
-"""Drafts that it was trained for."""
+"""Number of drafts that the model was trained for."""
 
 
 def train_parallel_draft(path: Path, texts: list[list[int]], *, steps: int = 80, mask: int = MASK) -> Path:
@@ -49,12 +49,12 @@ def train_parallel_draft(path: Path, texts: list[list[int]], *, steps: int = 80,
 
 
 def with_parallel_draft(bank: Bank, path: Path) -> Bank:
-    """The bank with such a draft, `parallel`, of the texts of every other prompt."""
+    """Return the bank with a parallel draft, called `parallel`, trained on the texts of every other prompt."""
     texts = [prompt + text for prompt, text in zip(bank.prompts, bank.continuations, strict=True)]
     return replace(bank, drafts=bank.drafts | {"parallel": train_parallel_draft(path, texts)})
 
 
 @functools.cache
 def loaded(path: Path) -> Any:
-    """The checkpoint in float64, by transformers."""
+    """Load the checkpoint in float64, by transformers."""
     return load(path)

@@ -18,7 +18,7 @@ from engine.harness import LONGEST, Bank, make_engine, poison, request, run
 
 @st.composite
 def engine_settings(draw: st.DrawFn) -> dict[str, object]:
-    """What changes how the text is computed and must not change the text."""
+    """Draw settings that change how the text is computed and must not change the text."""
     block_size = draw(st.sampled_from([8, 16, 32]))
     blocks_of_one = -(-128 // block_size)
     return {

@@ -1,4 +1,4 @@
-"""An engine tells of its prefix cache where it is asked to. How that travels is tested by `make test-kv-events`."""
+"""An engine reports its prefix cache as KV events if asked to. `make test-kv-events` tests their transport."""
 
 import sys
 from pathlib import Path

@@ -33,8 +33,8 @@ def pair(folders: tuple[Path, Path], gpu: str = "H200", **fields: Any) -> Roofli
 
 
 def test_measured_passes_within_two_percent(folders: tuple[Path, Path]) -> None:
-    """Passes measured at a commit with more kernels: rotation was one, and combining the splits of a single row
-    another."""
+    """Check forecasts of passes measured at a commit that launched more kernels: one for RoPE, and one for combining
+    the splits of a single row."""
     roofline, measured = pair(folders), json.loads(MEASURED.read_text())
     passes, target, draft = measured["passes"], 452, 172
 
@@ -66,8 +66,8 @@ def test_measured_time_per_token_of_up_to_256_requests_within_ten_percent(folder
 
 
 def test_published_passes(folders: tuple[Path, Path]) -> None:
-    """Passes that vLLM takes on an H100: both models alone, and a verification of four drafts in a trace. vLLM's draft
-    waits for a host, which the forecast leaves out."""
+    """Check forecasts of vLLM's passes on an H100: both models alone, and a traced verification of four drafts. vLLM's
+    draft waits for the host, which the forecast leaves out."""
     roofline = pair(folders, "H100")
     assert roofline.target_pass(1, 0).ms(roofline.gpu) / 23.65 - 1 == pytest.approx(-0.03, abs=0.01)
     assert roofline.draft_pass(1).ms(roofline.gpu) / 2.27 - 1 == pytest.approx(-0.22, abs=0.01)
@@ -75,8 +75,8 @@ def test_published_passes(folders: tuple[Path, Path]) -> None:
 
 
 def test_published_sweep(folders: tuple[Path, Path]) -> None:
-    """The bandwidth of the sweep's machine is what makes its rows without drafts right; those with drafts of up to 32
-    requests, where none waits for another, are forecast."""
+    """Check a forecast of the published sweep. The bandwidth is fitted to its rows without drafts; rows with drafts are
+    forecast for up to 32 requests, among which none waits for another."""
     roofline = pair(folders, "H100", context=400)
     roofline = dataclasses.replace(roofline, gpu=dataclasses.replace(roofline.gpu, tb_per_s=2.22))
     errors: dict[bool, list[float]] = {True: [], False: []}
@@ -134,7 +134,7 @@ def test_memory_and_kv(folders: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
 def test_a_cache_of_codes_is_half(folders: tuple[Path, Path], name: str) -> None:
-    """In memory, and in what attention reads; nothing else is less, and no kernel more."""
+    """Check that an FP8 KV cache takes half the memory and half the reads of attention; nothing else changes."""
     plain, coded = pair(folders, context=4096), pair(folders, context=4096, kv_cache_dtype=name)
     assert kv_bytes(coded.target, name) == kv_bytes(plain.target) / 2
     assert plain.draft is not None

@@ -17,7 +17,7 @@ NAN = float("nan")
 
 @dataclass
 class Batch:
-    """A pass over B requests; `rows[b]` are the positions fed for request b, -1 masked."""
+    """A pass over B requests; `rows[b]` are the positions fed for request b, -1 if masked."""
 
     rows: list[list[int]]
     heads: int
@@ -66,7 +66,8 @@ def make_batch(
     extra_rows: int = 0,
     max_blocks: int | None = None,
 ) -> Batch:
-    """Scattered blocks; NaN wherever a request has nothing: after its context, in free blocks, in scratch."""
+    """Make a batch with scattered blocks, and NaN where a request has nothing: after its context, in free blocks, in
+    scratch."""
     generator = torch.Generator().manual_seed(seed)
     contexts = [max(positions, default=-1) + 1 for positions in rows]
     needed = [-(-context // block_size) for context in contexts]
@@ -113,7 +114,8 @@ def make_batch(
 
 
 def reference(batch: Batch, before: Tensor, *, skip: int | None = None) -> dict[int, Tensor]:
-    """Output `[heads * D]` of every row at position >= 0, in float64; `before` is the cache before the pass."""
+    """Return the output `[heads * D]` of every row at position >= 0, in float64; `before` is the cache before the
+    pass."""
     cache = before.double().clone()
     for row, slot in enumerate(batch.slots.tolist()):
         if slot >= 0:
@@ -199,7 +201,7 @@ def test_dtypes(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["one row", "verify", "chunk", "chunks beside decode", "whole prompt"])
 def test_a_cache_of_fewer_bits(name: str) -> None:
-    """fp32 rows over K and V in bf16: these are rounded as they are written, and nothing else is."""
+    """Check fp32 rows over bf16 K and V: these are rounded when they are written, and nothing else is."""
     batch = make_batch(CASES[name], dtype=torch.float32, dim=16)
     batch.cache = batch.cache.bfloat16()
     rounded = batch.kv.bfloat16()
@@ -215,7 +217,8 @@ def test_a_cache_of_fewer_bits(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("scales", [UNSCALED, KVScales(0.03, 0.4)])
 def test_a_cache_of_codes(name: str, codes: torch.dtype, dtype: torch.dtype, scales: KVScales) -> None:
-    """Against a loop over what the codes stand for; what was not written is the code of NaN, one row is too large."""
+    """Check a quantized cache against a loop over the dequantized numbers. Unwritten positions hold NaN; one row is too
+    large for a code."""
     batch = make_batch(CASES[name], dtype=dtype, dim=16)
     most, of_kv = torch.finfo(codes).max, torch.tensor(scales, dtype=torch.float64).view(2, 1, 1, 1)
     stored = (batch.cache.double() / of_kv).to(codes)

@@ -1,4 +1,4 @@
-"""A config.json with odd values is rejected with file, field and value. What nothing reads may be odd."""
+"""A config.json with odd values is rejected with file, field and value. Values that nothing reads may be odd."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path) -> str:
-    """What an engine's start says: its tokenizer is read first, then the configuration of its model."""
+    """Return the error of an engine's start, which reads the tokenizer first, then the model's configuration."""
 
     def start() -> None:
         load_tokenizer(EngineConfig.from_kwargs(model=str(folder), speculative_config=None))

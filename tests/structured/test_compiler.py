@@ -1,4 +1,5 @@
-"""Compiling: reasons of refusals, limits of time and memory, and that one request's grammar holds up no other."""
+"""Compiling grammars: reasons of rejections, limits of time and memory, and that one request's grammar delays no
+other."""
 
 import gc
 import weakref
@@ -18,12 +19,12 @@ from .walks import EOS, VOCAB_SIZE, allowed
 HOSTILE = {
     "allOf": [{"anyOf": [{"const": i}, {"type": "string", "pattern": f"a{{{i}}}"}]} for i in range(1, 25)],
 }
-"""2^24 combinations: 80 s and 5 GB, where the library's own limits do not look."""
+"""Schema with 2^24 combinations: 80 s and 5 GB, beyond what the library's own limits check."""
 
 
 @pytest.fixture
 def own() -> Tokenizer:
-    """A tokenizer whose compiler is of this test alone."""
+    """A tokenizer with a compiler of its own."""
     return Tokenizer(str(TARGET))
 
 

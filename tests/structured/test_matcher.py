@@ -1,4 +1,5 @@
-"""Matchers: masks, ways back and drafts against a matcher that accepts the same tokens from scratch, and by hand."""
+"""Grammar matchers: masks, rollbacks and drafts against a matcher that accepts the same tokens from scratch, and by
+hand."""
 
 import itertools
 import json
@@ -291,7 +292,8 @@ def test_drafts_without_a_layout_are_the_tokens_that_must_come(
 def test_every_draft_is_allowed(
     grammars: dict[str, Grammar], tokenizer: Tokenizer, name: str, data: st.DataObject
 ) -> None:
-    """Guesses of the layout included, which the first text of a grammar leaves for the second."""
+    """Check that every draft is allowed, including guesses of the layout, which the first text of a grammar leaves for
+    the second."""
     layout = Layout(lambda token: tokenizer.decode([token]).encode())
     for _ in range(2):
         matcher = grammars[name].matcher([EOS])

@@ -1,4 +1,4 @@
-"""The bound of two sums of the same products holds for every order, and not for another product."""
+"""The bound between two sums of the same products holds for every order, and not for another product."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def operands(k: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def in_order(x: Tensor, weight: Tensor, order: Tensor) -> Tensor:
-    """`x W^T`, one product after the other."""
+    """Return `x W^T`, summed one product after the other in the given order."""
     out = torch.zeros(x.shape[0], weight.shape[0])
     for i in order.tolist():
         out += x[:, i, None] * weight[:, i]

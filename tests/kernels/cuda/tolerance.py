@@ -1,4 +1,4 @@
-"""How far a kernel may be from the exact value, and two sums of the same products from each other."""
+"""Bounds on a kernel's distance from the exact value, and between two sums of the same products."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def assert_near(out: Tensor, exact: Tensor, own: Tensor, *, ulps: float = 4, lea
 
 
 def apart(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """How far apart two `x W^T` can be that are summed in `dtype` in whatever orders, `[N, out]` float64.
+    """Return the maximum difference between two `x W^T` summed in `dtype` in different orders, `[N, out]` float64.
 
     A sum of K products has at most K roundings on the way of each product, so it is within g sum |x_i w_i| of the exact
     one, g = K u / (1 - K u), u = eps / 2 (Higham 2002, section 3.1); two of them are within twice that of each other.

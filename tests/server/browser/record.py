@@ -1,4 +1,4 @@
-"""Make docs/page.png and docs/page.gif: a real model's answer, compared at the speed of this machine. Holds no tests.
+"""Makes docs/page.png and docs/page.gif: a real model's answer, compared at the speed of this machine. Holds no tests.
 
 Start a server that has answered nothing yet, so that no drafter knows the answer, and leave the machine to it:
 
@@ -23,13 +23,13 @@ PICTURE = {"width": 1280, "height": 960}
 RECORDING = {"width": 960, "height": 720}
 BACKS = ("bg", "raised", "draft", "target", "rejected", "bar")
 INKS = ("fg", "soft", "draft-step", "target-step", "rejected-step")
-"""Colours of the page's style: what is behind text, and what is drawn on it."""
+"""Colours of the page's style: BACKS are backgrounds of text, INKS are drawn on them."""
 MIN_FRAME_MS = 120
 LAST_FRAME_MS = 4000
 
 
 def record(page: Page) -> list[tuple[float, bytes]]:
-    """Compare the first example's answers. Returns frames as PNG with their times in seconds."""
+    """Compare the first example's answers on the page. Return frames as PNG with their times in seconds."""
     frames: list[tuple[float, bytes]] = []
     session = page.context.new_cdp_session(page)
 

@@ -1,4 +1,5 @@
-"""Who wrote each token: colours, the iterations' tooltips, the timeline, the figures, and drawing that only appends."""
+"""Authors of tokens (draft or target): colours, tooltips of iterations, the timeline, the figures, and drawing that
+only appends."""
 
 import re
 
