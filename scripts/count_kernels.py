@@ -117,11 +117,11 @@ def asking(batch: int = 64, k: int = 5, context: int = 1024) -> tuple[list[Askin
     from specrs.backends.cuda.sampling.sampling_state import SequenceSampling
     from specrs.backends.cuda.sequences import FlatRows, Iteration
     from specrs.backends.cuda.shapes import LogitsMode, Shape
-    from specrs.core import STEPS
+    from specrs.core import SAMPLING_STEPS
     from specrs.verify.params import SamplingRows, Steps
 
     def bits(*names: str) -> int:
-        return sum(1 << STEPS.index(name) for name in names)
+        return sum(1 << SAMPLING_STEPS.index(name) for name in names)
 
     free = RowSampling(0, 0, 0, -2, -2)
     kinds: dict[str, tuple[int, RowMasks | None, int]] = {

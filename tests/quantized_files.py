@@ -251,19 +251,19 @@ def mxfp4(numbers: Path, path: Path, config: dict[str, Any]) -> Path:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     generator = torch.Generator().manual_seed(1)
-    plain, coded = load_file(numbers / "model.safetensors"), {}
+    plain, quantized = load_file(numbers / "model.safetensors"), {}
     for name, tensor in list(plain.items()):
         if not name.endswith(("gate_up_proj", "down_proj")):
-            coded[name] = tensor
+            quantized[name] = tensor
             continue
         experts, inputs, outputs = tensor.shape
         blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
         scales = torch.randint(121, 125, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
-        coded |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         plain[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
         assert plain[name].shape == tensor.shape
     save_file(plain, numbers / "model.safetensors", metadata={"format": "pt"})
     shutil.copytree(numbers, path)
-    save_file(coded, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(quantized, path / "model.safetensors", metadata={"format": "pt"})
     edit_json(path / "config.json", quantization_config=config)
     return path

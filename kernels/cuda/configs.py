@@ -125,7 +125,7 @@ def default_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
     if shape.dtype == torch.float32:  # no tensor cores: operands live in registers
         block_n, block_k = 32, max(32, shape.least_k)
         return LinearConfig(block_n, block_k, min(limits.num_sms, shape.bound(block_n, block_k)), 4, 9, prefetch=2)
-    return _dense_config(shape, limits) if shape.coding is None else _coded_config(shape, limits)
+    return _dense_config(shape, limits) if shape.coding is None else _quantized_config(shape, limits)
 
 
 def _dense_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
@@ -152,7 +152,7 @@ def _dense_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
     return LinearConfig(block_n, block_k, programs, 4, max(3, min(9, stages)), prefetch=2)
 
 
-def _coded_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
+def _quantized_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
     """Return the default configuration for quantized weights, each code of which becomes a number before it is
     multiplied.
 

@@ -23,7 +23,7 @@ HOST_DRAFTERS = ("ngram", "mixed", "mixed parallel", "mixed head")
 TABLE = -(-MAX_LEN // BLOCK_SIZE)
 
 
-MIN_TOKENS = 1 << core.STEPS.index("min_tokens")
+MIN_TOKENS = 1 << core.SAMPLING_STEPS.index("min_tokens")
 
 
 class MadeUpGrammar:

@@ -17,7 +17,7 @@ from specrs.errors import InvalidConfigError
 from specrs.sampling import SamplingParams
 
 from backends.cuda_engines import CUDA, generate, give_graphs
-from backends.test_cuda_runner import GREEDY, SHAPE, Pair, assert_no_ties, assert_same, load_pair, with_codes
+from backends.test_cuda_runner import GREEDY, SHAPE, Pair, assert_no_ties, assert_same, load_pair, with_quantized_cache
 
 BASE = [5, 9, 2, 33, 7, 7, 1, 12, 40, 3, 22, 8, 8, 19, 30, 2]
 PROMPTS = [BASE, BASE[:13], [60]]
@@ -86,11 +86,11 @@ def test_a_fault_after_the_last_layer_that_sees_all_is_seen(tmp_path: Path, monk
     assert "not finite" in str(bad.error)
 
 
-def test_groups_of_codes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_groups(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check FP8 caches in every group, of target and draft. Unwritten positions hold NaN. No token of the sample
     depends on how a key is rounded."""
-    coded = with_codes(pair, torch.float8_e4m3fn)
-    mine, reference = engines(coded, monkeypatch)
+    quantized = with_quantized_cache(pair, torch.float8_e4m3fn)
+    mine, reference = engines(quantized, monkeypatch)
     assert isinstance(mine.runner, CudaRunner)
     assert {layer.dtype for layer in mine.runner.ctx.kv_cache.layers} == {torch.float8_e4m3fn}
     ours, theirs = (generate(engine, [GREEDY] * 3, 12, PROMPTS) for engine in (mine, reference))
@@ -99,7 +99,7 @@ def test_groups_of_codes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(sum(request.acceptance.histogram) for request in ours) > 0
     plain = generate(one_group(pair, num_reserved_decode_tokens=0, monkeypatch=monkeypatch), [GREEDY] * 3, 12, PROMPTS)
     assert [own.output_token_ids for own in ours] != [own.output_token_ids for own in plain], "codes are other numbers"
-    assert_no_ties(coded, theirs, [GREEDY] * 3, monkeypatch=monkeypatch, num_gpu_blocks_override=64)
+    assert_no_ties(quantized, theirs, [GREEDY] * 3, monkeypatch=monkeypatch, num_gpu_blocks_override=64)
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["op by op", "graphs"])

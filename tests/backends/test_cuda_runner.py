@@ -118,10 +118,10 @@ def load_pair(folder: Path, target: Path, draft: Path) -> Pair:
     return Pair(target, draft, cpu, gpu, nudged)
 
 
-def with_codes(pair: Pair, codes: torch.dtype) -> Pair:
+def with_quantized_cache(pair: Pair, codes: torch.dtype) -> Pair:
     """Return the pair with KV caches quantized to the dtype `codes`. Their scales are no powers of two."""
 
-    def coded(weights: Weights) -> Weights:
+    def quantized(weights: Weights) -> Weights:
         models = []
         for model in weights.models:
             held = cast("TorchDecoder", model).weights
@@ -129,7 +129,7 @@ def with_codes(pair: Pair, codes: torch.dtype) -> Pair:
             models.append(TorchDecoder(dataclasses.replace(held, layers=layers, cache_dtype=codes)))
         return Weights(models[0], LoadedDraftModel(models[1]))
 
-    return dataclasses.replace(pair, cpu=coded(pair.cpu), gpu=coded(pair.gpu), nudged=coded(pair.nudged))
+    return dataclasses.replace(pair, cpu=quantized(pair.cpu), gpu=quantized(pair.gpu), nudged=quantized(pair.nudged))
 
 
 def assert_no_ties(pair: Pair, theirs: list[Request], params: list[SamplingParams], **settings: Any) -> None:
@@ -224,10 +224,10 @@ def test_same_tokens(pair: Pair, rule: str, params: list[SamplingParams], monkey
 
 
 @pytest.mark.parametrize(("codes", "rule"), [(torch.float8_e4m3fn, "rejection"), (torch.float8_e5m2, "coupled")])
-def test_a_cache_of_codes(pair: Pair, codes: torch.dtype, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantized_cache(pair: Pair, codes: torch.dtype, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check quantized KV caches of target and draft, whose scales are no powers of two. Unwritten positions hold
     NaN."""
-    as_codes = with_codes(pair, codes)
+    as_codes = with_quantized_cache(pair, codes)
     params = [GREEDY, SamplingParams(temperature=0.8) if rule == "coupled" else GREEDY, GREEDY]
     engines = [as_codes.engine(gpu=gpu, rule=rule, monkeypatch=monkeypatch) for gpu in (True, False)]
     runner = engines[0].runner

@@ -56,7 +56,7 @@ def test_a_table_that_is_not_what_is_launched_is_seen(script: ModuleType) -> Non
 
 
 @pytest.mark.parametrize("cache_dtype", FRACTIONS)
-def test_a_cache_of_codes_takes_no_kernel_more(cache_dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_quantized_cache_takes_no_kernel_more(cache_dtype: torch.dtype, tmp_path: Path) -> None:
     """Check that a quantized KV cache needs no further kernel, conversion or memory."""
     names = []
     target = make_checkpoint(tmp_path, "qwen3", layers=2, hidden=64, kv_heads=2, head_dim=64, vocab=97)

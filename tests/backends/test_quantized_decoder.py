@@ -33,11 +33,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("coded")
+    return tmp_path_factory.mktemp("quantized")
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4", "int8 at load", "int4 at load"])
-def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_weights(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check passes over FP8 weights, loaded as on a GPU, next to a projection that is not quantized: for few rows, for
     row counts whose products read the weights twice, and for more."""
     path, kind = folder / name, name.split()[0]
@@ -65,7 +65,7 @@ def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPat
     assert last.gate_up.coding == codings[name]
     assert isinstance(weights.layers[0].down, QuantizedWeight) == (name != "fp8"), "listed among those not to convert"
     for module in (products, workspace):
-        monkeypatch.setattr(module, "CODED_ROWS", 6)
+        monkeypatch.setattr(module, "QUANTIZED_ROWS", 6)
     monkeypatch.setattr(workspace, "_NUMBERS_BYTES", 4 * 64 * 24)
     made = CudaDecoder.allocate(weights, max_rows=16, max_seqs=4)
     for module in (products, stream):
@@ -81,7 +81,7 @@ def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPat
     assert_near(outputs(Poisoned(made.weights, made.workspace), run), exact, plain, ulps=16)
 
 
-def loaded_codes(path: Path, dtype: torch.dtype = torch.float32) -> TorchWeights:
+def loaded_quantized(path: Path, dtype: torch.dtype = torch.float32) -> TorchWeights:
     """Load a checkpoint on the CPU with quantized weights as a GPU keeps them."""
     config, checkpoint = open_checkpoint(path, None, "auto")
     assert isinstance(checkpoint, QuantizedTensors)
@@ -97,7 +97,7 @@ def fp8_weights(folder: Path) -> dict[str, TorchWeights]:
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
     paths = {"channel": compressed(source, folder / "fp8-rows-channel", "float-quantized", **args)}
     paths["block"] = fp8_block(source, folder / "fp8-rows-block", block=(32, 32))
-    return {name: with_fp8_rows(loaded_codes(path)) for name, path in paths.items()}
+    return {name: with_fp8_rows(loaded_quantized(path)) for name, path in paths.items()}
 
 
 class Calls(list[tuple[Any, ...]]):
@@ -121,7 +121,7 @@ def test_products_of_rows_in_fp8(
     """Check products of FP8 activations, with three sizes of passes, against float64 products of the rounded rows.
     Weights with a scale per output use torch's own `_scaled_mm`."""
     for module in (products, workspace):
-        monkeypatch.setattr(module, "CODED_ROWS", 6)
+        monkeypatch.setattr(module, "QUANTIZED_ROWS", 6)
     monkeypatch.setattr(products, "MAX_ROWS", 4)
     made = CudaDecoder.allocate(fp8_weights[name], max_rows=9, max_seqs=1)
     assert made.workspace.rounds_rows
@@ -167,9 +167,9 @@ def test_passes_of_rows_in_fp8(
 def without_fp8_rows(weights: TorchWeights) -> TorchWeights:
     def layer(w: TorchLayer) -> TorchLayer:
         names = ("qkv", "o", "gate_up", "down")
-        coded = {name: made for name in names if isinstance(made := getattr(w, name), QuantizedWeight)}
+        quantized = {name: made for name in names if isinstance(made := getattr(w, name), QuantizedWeight)}
         return dataclasses.replace(
-            w, **{name: dataclasses.replace(made, fp8_rows=False) for name, made in coded.items()}
+            w, **{name: dataclasses.replace(made, fp8_rows=False) for name, made in quantized.items()}
         )
 
     return dataclasses.replace(weights, layers=tuple(map(layer, weights.layers)))
@@ -189,9 +189,9 @@ def test_scales_by_block_as_cublas_reads_them(
     assert scaled_linear.serves(weight, hopper)
     assert not scaled_linear.serves(weight, dataclasses.replace(hopper, capability=100))
     assert not scaled_linear.serves(weight, dataclasses.replace(hopper, capability=89))
-    assert not scaled_linear.serves(coded_zeros(Coding("fp8", 128, outputs=128), 256, 640), hopper), "5 blocks"
-    assert not scaled_linear.serves(coded_zeros(Coding("int8", 1024), 256, 1024), hopper)
-    by_output = coded_zeros(Coding("fp8", 1024), 256, 1024)
+    assert not scaled_linear.serves(quantized_zeros(Coding("fp8", 128, outputs=128), 256, 640), hopper), "5 blocks"
+    assert not scaled_linear.serves(quantized_zeros(Coding("int8", 1024), 256, 1024), hopper)
+    by_output = quantized_zeros(Coding("fp8", 1024), 256, 1024)
     served = [c for c in (80, 89, 90, 100, 120) if scaled_linear.serves(by_output, DeviceLimits("", c, 1, 1))]
     assert served == [89, 90, 100, 120]
     monkeypatch.setattr(scaled_linear, "CUDA", (12, 8))
@@ -237,12 +237,12 @@ def test_scales_by_block_as_cublas_reads_them(
         products.wide_product(fake, "o", rows[:10], held, outs[:10])
 
 
-def coded_zeros(coding: Coding, out: int, size: int) -> QuantizedWeight:
+def quantized_zeros(coding: Coding, out: int, size: int) -> QuantizedWeight:
     scales = torch.ones(-(-out // coding.outputs), -(-size // coding.group))
     return QuantizedWeight.of(torch.zeros(out, size, dtype=torch.uint8), scales, coding)
 
 
-def test_experts_of_codes_become_numbers(folder: Path) -> None:
+def test_quantized_experts_are_dequantized(folder: Path) -> None:
     """Check that quantized experts are dequantized, while the layer's other projections stay quantized."""
     source = make_checkpoint(folder / "experts-source", "qwen3_moe", hidden=64, head_dim=32, layers=1, vocab=83)
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}

@@ -11,7 +11,7 @@ import pytest
 from engine.harness import Bank, make_bank, make_engine, poison, weights
 from specrs.backends.recording import Recording
 from specrs.config import EngineConfig
-from specrs.core import STEPS
+from specrs.core import SAMPLING_STEPS
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
@@ -121,7 +121,7 @@ def test_steps_with_extras_are_rejected(bank: Bank) -> None:
     while engine.has_unfinished():
         engine.step()
     steps, _ = recording.layouts["record"]["admit_steps"]
-    recording.records[0][steps] |= 1 << STEPS.index("extras")
+    recording.records[0][steps] |= 1 << SAMPLING_STEPS.index("extras")
     other = fresh(bank, "draft_model", "rejection", 1)
     with pytest.raises(EngineError, match="request 0: the step needs its extras"):
         recording.replay(other.runner, other.scheduler)

@@ -164,7 +164,7 @@ def test_kv_caches_that_cannot_be_written(layers: list[np.ndarray], message: str
         core.CpuKVCache(layers)
 
 
-def test_kv_caches_of_codes_that_cannot_be_written() -> None:
+def test_quantized_kv_caches_that_cannot_be_written() -> None:
     with pytest.raises(InvalidConfigError, match=r'^codes = "fp4" is not allowed: expected "fp8_e4m3" or "fp8_e5m2"$'):
         core.CpuKVCache(kv_layers(), codes="fp4")
     with pytest.raises(InvalidBufferError, match=r"^layers\[0\]: dtype is float32, expected uint8$"):

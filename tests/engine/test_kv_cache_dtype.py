@@ -179,7 +179,7 @@ def test_the_text_is_that_of_no_drafts(
         assert request.output_token_ids == texts[key]
 
 
-def test_the_text_is_another_than_without_codes(
+def test_the_text_differs_from_that_of_an_unquantized_cache(
     pair: tuple[Path, dict[str, Path]], loaded: dict[EngineConfig, Weights]
 ) -> None:
     """Check that the text differs from that of a cache that is not quantized. Otherwise the tests of texts would show
@@ -244,7 +244,7 @@ def test_native_codes_are_those_of_torch(pair: tuple[Path, dict[str, Path]], tmp
 
 
 @pytest.mark.parametrize("layout", ["llama", "speculators"])
-def test_a_head_s_codes(tmp_path: Path, layout: str) -> None:
+def test_a_head_with_a_quantized_cache(tmp_path: Path, layout: str) -> None:
     """Check that an EAGLE-3 head quantizes its KV cache as its target does, also in native passes; the text is that of
     K = 0."""
     target = make_checkpoint(tmp_path / "target", "qwen3", seed=1, vocab=VOCAB, layers=6)

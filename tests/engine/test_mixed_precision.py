@@ -168,9 +168,9 @@ def test_what_a_gpu_needs_room_for(
     assert isinstance(checkpoint, QuantizedTensors)
     made = QuantizedLoader(model, checkpoint, torch.bfloat16, torch.device("cpu")).load()
     projections = [getattr(layer, name) for layer in made.layers for name in ("qkv", "o", "gate_up", "down")]
-    coded = [weight for weight in projections if isinstance(weight, QuantizedWeight)]
-    assert len(coded) >= len(projections) - 1
-    saved = sum(2 * math.prod(weight.shape) - weight.codes.nbytes for weight in coded)
+    quantized = [weight for weight in projections if isinstance(weight, QuantizedWeight)]
+    assert len(quantized) >= len(projections) - 1
+    saved = sum(2 * math.prod(weight.shape) - weight.codes.nbytes for weight in quantized)
     untied = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     needed = 2 * (model.num_parameters + untied) - saved
     engine = EngineConfig(model=str(path), dtype="bfloat16", device="cuda")

@@ -319,7 +319,7 @@ def test_other_passes_have_the_same_numbers(kind: str, tmp_path: Path) -> None:
     (plain,) = made.weights.layers
     config, checkpoint = open_checkpoint(folder, None, "auto")
     codes = quantized_at_load(checkpoint, kind)
-    (coded,) = QuantizedLoader(config, codes, torch.float32, torch.device("cpu")).load().layers
+    (quantized,) = QuantizedLoader(config, codes, torch.float32, torch.device("cpu")).load().layers
     bits = {
         name: codes.quantized_bits(f"model.layers.0.{name}.weight") for name in ("self_attn.q_proj", "mlp.down_proj")
     }
@@ -327,7 +327,7 @@ def test_other_passes_have_the_same_numbers(kind: str, tmp_path: Path) -> None:
     for name in ("qkv", "o", "gate_up", "down"):
         numbers = torch.from_numpy(numbers_of(getattr(native, name)))
         assert torch.equal(getattr(plain, name).dequantized().double(), numbers)
-        weight = getattr(coded, name)
+        weight = getattr(quantized, name)
         assert isinstance(weight, QuantizedWeight)
         assert weight.coding.kind == ("int8" if name in ("o", "down") or BITS[kind] == 8 else "int4")
         assert torch.equal(weight.dequantized(), numbers)
@@ -354,7 +354,7 @@ def test_q4_k_is_for_inputs_that_make_super_blocks(tmp_path: Path, caplog: pytes
     assert isinstance(made, TorchDecoder)
     config, checkpoint = open_checkpoint(folder, None, "auto")
     codes = quantized_at_load(checkpoint, "q4_k")
-    coded = QuantizedLoader(config, codes, torch.float32, torch.device("cpu")).load().layers
+    quantized = QuantizedLoader(config, codes, torch.float32, torch.device("cpu")).load().layers
     for i, name in itertools.product((0, 1), ("qkv", "o", "gate_up", "down")):
         native = getattr(layers[i], name)
         assert isinstance(native, PackedWeight)
@@ -362,7 +362,7 @@ def test_q4_k_is_for_inputs_that_make_super_blocks(tmp_path: Path, caplog: pytes
         assert kinds == {"Q8_0" if name == "o" else "Q4_K"}
         numbers = torch.from_numpy(numbers_of(native))
         assert torch.equal(getattr(made.weights.layers[i], name).dequantized().double(), numbers)
-        weight = getattr(coded[i], name)
+        weight = getattr(quantized[i], name)
         assert isinstance(weight, QuantizedWeight) == (name == "o")
         assert torch.equal(weight.dequantized() if name == "o" else weight.weight, numbers)
     assert [codes.quantized_bits(f"model.layers.0.{name}.weight") for name in ("self_attn.o_proj", "mlp.up_proj")] == [

@@ -91,24 +91,24 @@ def test_published_sweep(folders: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize(("quantization", "share"), [("fp8", 0.5), ("int8", 0.5), ("int4", 4.25 / 16)])
-def test_codes_are_read_in_place_of_numbers(folders: tuple[Path, Path], quantization: str, share: float) -> None:
-    plain, coded = pair(folders), pair(folders, quantization=quantization)
+def test_quantized_weights_are_read_in_place(folders: tuple[Path, Path], quantization: str, share: float) -> None:
+    plain, quantized = pair(folders), pair(folders, quantization=quantization)
     head = 2.0 * plain.target.vocab_size * plain.target.hidden_size
     layers = plain.target.num_layers * 2.0 * (5120 * (8192 + 2048 + 8192) + 3 * 5120 * 25600)
-    before, after = (item.target_pass(1, 0) for item in (plain, coded))
+    before, after = (item.target_pass(1, 0) for item in (plain, quantized))
     # Beside codes heads are rotated by a kernel of their own, which reads and writes them.
     rotation = plain.target.num_layers * 4 * (8192 + 2048)
     assert before.bytes - after.bytes == pytest.approx(layers * (1 - share) - rotation)
     assert after.kernels - before.kernels == plain.target.num_layers
-    assert weight_bytes(plain.target) - weight_bytes(coded.target, quantization) == layers * (1 - share), (
+    assert weight_bytes(plain.target) - weight_bytes(quantized.target, quantization) == layers * (1 - share), (
         "an LM head keeps its numbers"
     )
     assert after.bytes > head
     # Codes of 65 to 256 rows are read once for every 64; of more they become numbers first.
-    wide = coded.target_pass(16, 5)
+    wide = quantized.target_pass(16, 5)
     assert wide.bytes - after.bytes > layers * share
     assert wide.kernels > plain.target_pass(16, 5).kernels
-    assert coded.target_pass(64, 5).bytes > plain.target_pass(64, 5).bytes
+    assert quantized.target_pass(64, 5).bytes > plain.target_pass(64, 5).bytes
 
 
 def test_more_rows_read_more_experts(tmp_path: Path) -> None:
@@ -133,16 +133,16 @@ def test_memory_and_kv(folders: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
-def test_a_cache_of_codes_is_half(folders: tuple[Path, Path], name: str) -> None:
+def test_an_fp8_cache_takes_half(folders: tuple[Path, Path], name: str) -> None:
     """Check that an FP8 KV cache takes half the memory and half the reads of attention; nothing else changes."""
-    plain, coded = pair(folders, context=4096), pair(folders, context=4096, kv_cache_dtype=name)
-    assert kv_bytes(coded.target, name) == kv_bytes(plain.target) / 2
+    plain, quantized = pair(folders, context=4096), pair(folders, context=4096, kv_cache_dtype=name)
+    assert kv_bytes(quantized.target, name) == kv_bytes(plain.target) / 2
     assert plain.draft is not None
     saved = 7 * 4096 * (kv_bytes(plain.target) + kv_bytes(plain.draft)) / 2
-    assert plain.memory_gb(7) - coded.memory_gb(7) == pytest.approx(saved / 1e9)
+    assert plain.memory_gb(7) - quantized.memory_gb(7) == pytest.approx(saved / 1e9)
     for one, other, model in (
-        (plain.target_pass(7, 3), coded.target_pass(7, 3), plain.target),
-        (plain.draft_pass(7), coded.draft_pass(7), plain.draft),
+        (plain.target_pass(7, 3), quantized.target_pass(7, 3), plain.target),
+        (plain.draft_pass(7), quantized.draft_pass(7), plain.draft),
     ):
         assert one.bytes - other.bytes == pytest.approx(7 * 4096 * kv_bytes(model) / 2)
         assert (one.kernels, one.flops) == (other.kernels, other.flops)

@@ -216,7 +216,7 @@ def test_a_cache_of_fewer_bits(name: str) -> None:
 @pytest.mark.parametrize("codes", FRACTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("scales", [UNSCALED, KVScales(0.03, 0.4)])
-def test_a_cache_of_codes(name: str, codes: torch.dtype, dtype: torch.dtype, scales: KVScales) -> None:
+def test_a_quantized_cache(name: str, codes: torch.dtype, dtype: torch.dtype, scales: KVScales) -> None:
     """Check a quantized cache against a loop over the dequantized numbers. Unwritten positions hold NaN; one row is too
     large for a code."""
     batch = make_batch(CASES[name], dtype=dtype, dim=16)

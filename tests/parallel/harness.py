@@ -18,8 +18,8 @@ from specrs.parallel.team import Team
 
 @contextlib.contextmanager
 def engine_on_threads(config: EngineConfig, *, exit_code: int = 0) -> Iterator[Engine]:
-    """Run an engine of `config` whose other ranks are threads. Exchanges and connections are those of processes.
-    `exit_code`: exit code that the ranks report."""
+    """Run an engine of `config` whose other ranks are threads, with the exchanges and connections of processes. At the
+    end, checks that these ranks end with `exit_code`."""
     codes: list[int] = []
     threads: list[threading.Thread] = []
 

@@ -125,18 +125,18 @@ def test_a_norm_over_all_heads_is_rejected(tmp_path: Path) -> None:
     assert all("norms over the query and key heads of all ranks" in message for message in on_ranks(2, refused))
 
 
-CODED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+QUANTIZED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "fp8": (fp8_block, {"block": (32, 32)}, {"layers": 2}),  # the first has one that is not quantized
     "int4, one KV head": (awq, {}, {"kv_heads": 1, "group": 4}),
     "int4, groups that are not cut": (awq, {"group": 64}, {"intermediate": 192}),
 }
 
 
-@pytest.mark.parametrize("name", CODED)
-def test_codes_stay_codes(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_weights_stay_quantized(name: str, tmp_path: Path) -> None:
     """Check that each rank keeps its part of quantized weights quantized. What cannot be cut between groups is
     dequantized."""
-    quantize, fields, sizes = CODED[name]
+    quantize, fields, sizes = QUANTIZED[name]
     shape = {"hidden": 64, "intermediate": 128, "kv_heads": 2, "group": 2, "head_dim": 32, "layers": 1} | sizes
     make_checkpoint(tmp_path / "source", "qwen2", tie=False, vocab=83, dtype=torch.bfloat16, **shape)
     quantize(tmp_path / "source", tmp_path / "codes", **fields)
@@ -147,13 +147,13 @@ def test_codes_stay_codes(name: str, tmp_path: Path) -> None:
         shard = Shard(ranks.rank, ranks.size)
         weights = QuantizedLoader(config, checkpoint, torch.float32, torch.device("cpu"), shard).load()
         last = weights.layers[-1]
-        coded = [isinstance(w, QuantizedWeight) for w in (last.qkv, last.o, last.gate_up, last.down)]
+        quantized = [isinstance(w, QuantizedWeight) for w in (last.qkv, last.o, last.gate_up, last.down)]
         made = CudaDecoder.allocate(weights, max_rows=LENGTH, max_seqs=5, ranks=ranks)
         assert sum(map(math.prod, shard.tensor_shapes(config).values())) < config.num_parameters
-        return feed(made, 5), coded
+        return feed(made, 5), quantized
 
-    (one, coded), (other, _) = on_ranks(2, work)
-    assert coded == [True, True, True, "not cut" not in name]
+    (one, quantized), (other, _) = on_ranks(2, work)
+    assert quantized == [True, True, True, "not cut" not in name]
     folder = tmp_path / "codes.numbers"
     assert_near(one, feed(load_model(folder, dtype=torch.float64), 5), feed(load_model(folder), 5), ulps=16)
     assert torch.equal(one, other)

@@ -113,7 +113,7 @@ def test_text_is_that_of_one_process(drafter: str, tokenizer: Tokenizer) -> None
 
 
 @pytest.mark.parametrize("drafter", ["a draft model in parts", "a head"])
-def test_a_cache_of_codes(drafter: str, tokenizer: Tokenizer) -> None:
+def test_a_quantized_cache(drafter: str, tokenizer: Tokenizer) -> None:
     settings = {"dtype": "float64", "max_model_len": 128, "device": "cpu", "kv_cache_dtype": "fp8"}
     speculative = DRAFTERS[drafter]
     whole = LLM(speculative_config=speculative | {"draft_tensor_parallel_size": 1}, **settings)

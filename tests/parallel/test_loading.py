@@ -81,7 +81,7 @@ def test_a_rank_is_given_its_part_alone(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("quantize", "sizes"), [(fp8_block, {}), (awq, {"kv_heads": 1, "group": 4})])
-def test_codes_are_cut_before_they_are_given(quantize: Any, sizes: dict[str, int], tmp_path: Path) -> None:
+def test_quantized_weights_are_cut_before_they_are_given(quantize: Any, sizes: dict[str, int], tmp_path: Path) -> None:
     shape = SHAPE | {"hidden": 64, "intermediate": 128, "head_dim": 32} | sizes
     make_checkpoint(tmp_path / "source", "qwen2", dtype=torch.bfloat16, **shape)
     quantize(tmp_path / "source", tmp_path / "codes")

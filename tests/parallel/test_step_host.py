@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from specrs.backends.cpu.host import StepHost
 from specrs.backends.extras import RequestExtras
-from specrs.core import STEPS
+from specrs.core import SAMPLING_STEPS
 from specrs.errors import EngineError
 from specrs.parallel.ranks import ExchangeError, Ranks
 from torch import Tensor
@@ -161,7 +161,7 @@ class Countdown:
 
 def admit(host: StepHost, rows: list[tuple[int, int, bool]]) -> None:
     """Admit requests. `rows`: row, request id, whether it has a grammar."""
-    extras = 1 << STEPS.index("extras")
+    extras = 1 << SAMPLING_STEPS.index("extras")
     columns = zip(*[(row, request_id, extras * has) for row, request_id, has in rows], strict=True)
     names = ("admit_row", "admit_request_id", "admit_steps")
     host.admit({name: np.array(column) for name, column in zip(names, columns, strict=True)}, len(rows))

@@ -83,7 +83,7 @@ class World:
 
 
 NAMES = ("a", "b", "c", "d")
-STEPS = st.lists(
+ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("use"), st.sampled_from(NAMES)),  # take and give
         st.tuples(st.just("take"), st.sampled_from(NAMES)),
@@ -96,7 +96,7 @@ STEPS = st.lists(
 )
 
 
-@given(st.lists(st.integers(1, 3), min_size=4, max_size=4), st.integers(3, 7), STEPS)
+@given(st.lists(st.integers(1, 3), min_size=4, max_size=4), st.integers(3, 7), ACTIONS)
 def test_leases_one_after_the_other(sizes: list[int], limit: int, steps: list[tuple[str, Any]]) -> None:
     """Check leases one after the other: the registry equals a list of loaded models in the order of their last use."""
     world = World(dict(zip(NAMES, sizes, strict=True)), limit)

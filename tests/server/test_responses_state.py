@@ -88,14 +88,14 @@ class Model:
 
 
 KEYS = st.tuples(st.sampled_from([A, B]), st.sampled_from(["r1", "r2", "r3", "r4", "r5"]))
-STEPS = st.one_of(
+ACTIONS = st.one_of(
     st.tuples(st.just("put"), KEYS, st.sampled_from([0, 300, 900]), st.sampled_from([None, "r1", "r2", "r3", "r4"])),
     st.tuples(st.sampled_from(["get", "conversation", "delete", "contains"]), KEYS),
     st.tuples(st.just("wait"), st.sampled_from([1.0, 4.0, 10.0])),
 )
 
 
-@given(st.lists(STEPS, max_size=40), st.sampled_from([3000, 5000, 100_000]))
+@given(st.lists(ACTIONS, max_size=40), st.sampled_from([3000, 5000, 100_000]))
 def test_the_store_does_what_a_list_does(steps: list[Any], max_bytes: int) -> None:
     model = Model(max_bytes, 10.0)
     store = ResponseStore(max_bytes, 10.0, clock=lambda: model.now)

@@ -21,7 +21,7 @@ from specrs.structured.schemas import drop_ignored
 from specrs.tokenizer import Tokenizer
 
 WHITE_SPACE = " ?"
-"""Grammar of the white space that may stand between the parts of a demanded call: one blank or none."""
+"""Grammar of the white space between the parts of a required call: one blank or none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -293,7 +293,7 @@ pub struct LayerWeights {
     pub mlp: Mlp,
     /// Weight of the norm of the MLP output before it is added to the residual stream, `[hidden]`.
     pub mlp_output_norm: Option<Values>,
-    /// What differs from other layers.
+    /// Properties in which the layer differs from other layers.
     pub varied: VariedLayer,
 }
 
@@ -338,8 +338,8 @@ impl Layer {
         self.delta.is_none() && self.source.is_none()
     }
 
-    /// Returns the place of the layer's keys and values: the next of `with_keys`, the places of layers that have keys, or
-    /// that of its source. `None` for a layer without attention.
+    /// Returns the place of the layer's keys and values: the next of `with_keys`, the places of layers that have keys,
+    /// or that of its source. `None` for a layer without attention.
     pub(crate) fn kv_layer<'a>(
         &self,
         all: &[KvLayer],

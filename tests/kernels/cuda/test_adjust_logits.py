@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.backends.cuda.sampling.asked import AskedPlan, RowMasks, RowSampling, pack_ids
-from specrs.core import MAX_STOP_IDS, STEPS, RequestSampling
+from specrs.core import MAX_STOP_IDS, SAMPLING_STEPS, RequestSampling
 from specrs.kernels.cuda.adjust_logits import AskedRows, History, adjust, adjust_reference
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.verify.params import SamplingRows
@@ -42,7 +42,7 @@ class Case:
 
 
 def bits(**steps: bool) -> int:
-    return sum(1 << i for i, name in enumerate(STEPS) if steps.get(name))
+    return sum(1 << i for i, name in enumerate(SAMPLING_STEPS) if steps.get(name))
 
 
 @st.composite

@@ -127,13 +127,13 @@ def test_heads_are_what_norm_and_rotation_make_of_the_product(
 
 
 @pytest.mark.parametrize("codes", FRACTIONS)
-def test_keys_and_values_as_codes(codes: torch.dtype) -> None:
+def test_quantized_keys_and_values(codes: torch.dtype) -> None:
     """Check that a quantized cache gets the codes of what an fp32 cache gets, divided by the scales."""
     x, product = operands(4, 2, 3, 16, 32)
     of_heads: Any = product.heads
     numbers = run(x, product, 4)[1]
-    coded = replace(product, heads=replace(of_heads, cache=of_heads.cache.to(codes)))
-    q, found = run(x, coded, 4)
+    quantized = replace(product, heads=replace(of_heads, cache=of_heads.cache.to(codes)))
+    q, found = run(x, quantized, 4)
     expected = torch.stack([encode(numbers[:, at], of_heads.kv_scales[at], codes) for at in range(2)], dim=1)
     assert numbers.isfinite().any()
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))

@@ -200,7 +200,7 @@ def test_any_batch_and_cut(
     window=st.none() | st.integers(1, 40),
     has_sinks=st.booleans(),
 )
-def test_caches_of_codes(
+def test_quantized_caches(
     codes: torch.dtype,
     scales: KVScales,
     dim: int,
@@ -218,7 +218,7 @@ def test_caches_of_codes(
 
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)])
 @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_codes_of_long_contexts(codes: torch.dtype, heads: tuple[int, int]) -> None:
+def test_long_contexts_in_quantized_caches(codes: torch.dtype, heads: tuple[int, int]) -> None:
     """Check a long context in an FP8 cache, whose splits are scaled before they are added, next to a context of one
     split."""
     p = Pass([span(91, 97), [12]], *heads, codes=codes, kv_scales=KVScales(0.037, 1.7))

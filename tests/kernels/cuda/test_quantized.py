@@ -23,7 +23,7 @@ from .ptx import bf16_of, execute
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
-def coded(coding: Coding, out: int, size: int, seed: int = 0) -> QuantizedWeight:
+def random_quantized(coding: Coding, out: int, size: int, seed: int = 0) -> QuantizedWeight:
     """Return a weight with every code, and with distinct scales."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 1 << coding.bits, (out, size), generator=generator, dtype=torch.uint8)
@@ -82,12 +82,12 @@ CODINGS = {
 
 @pytest.mark.parametrize("name", CODINGS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_products_of_codes(name: str, gated: bool) -> None:
+def test_products_with_quantized_weights(name: str, gated: bool) -> None:
     """Check products with quantized weights: programs share tiles of 16; the last tile and step are incomplete."""
     coding, out, size = CODINGS[name]
     if gated and coding.outputs > 1:
         out = 2 * coding.outputs  # of each half
-    weight = coded(coding, out * (1 + gated), size)
+    weight = random_quantized(coding, out * (1 + gated), size)
     exact = numbers(weight)
     assert torch.equal(weight.dequantized(), exact)
     generator = torch.Generator().manual_seed(1)
@@ -113,10 +113,10 @@ def test_products_of_codes(name: str, gated: bool) -> None:
 
 
 @pytest.mark.parametrize("name", CODINGS)
-def test_codes_as_numbers(name: str) -> None:
+def test_dequantize(name: str) -> None:
     """Check dequantizing of some outputs, rounded once."""
     coding, out, size = CODINGS[name]
-    weight = coded(coding, out, size)
+    weight = random_quantized(coding, out, size)
     for dtype in (torch.float32, torch.float16):
         made, expected = (torch.full((out - 6, size), math.nan, dtype=dtype) for _ in range(2))
         dequantize(weight, 5, made, False)
@@ -160,8 +160,11 @@ def test_fused_and_cut() -> None:
     """Check fusing and sharding: parts of different codings become one dequantized weight, or stay apart; shards have
     the numbers of their part."""
     block = Coding("fp8", 32, outputs=8)
-    parts = [coded(block, out, 64, seed) for seed, out in enumerate((16, 12, 20))]
-    symmetric, zeroed = coded(Coding("int4", 32), 8, 128), coded(Coding("int4", 32, zeros=True), 4, 128, 1)
+    parts = [random_quantized(block, out, 64, seed) for seed, out in enumerate((16, 12, 20))]
+    symmetric, zeroed = (
+        random_quantized(Coding("int4", 32), 8, 128),
+        random_quantized(Coding("int4", 32, zeros=True), 4, 128, 1),
+    )
     for group in (parts[:2], parts, [symmetric, zeroed]):
         fused = fuse(group)
         assert fused is not None
@@ -172,11 +175,11 @@ def test_fused_and_cut() -> None:
     fused = fuse(parts[:2])
     assert fused is not None
     assert fused.coding.outputs == 8, "16 outputs are whole blocks, so the scales of blocks stay"
-    assert fuse([symmetric, coded(Coding("int4", 64), 8, 128)]) is None
+    assert fuse([symmetric, random_quantized(Coding("int4", 64), 8, 128)]) is None
     assert fuse([parts[0], symmetric]) is None
     with pytest.raises(ValueError, match="64 features are not world=4 shards of whole 32"):
         parts[0].shard(1, 0, 4)
-    row = coded(Coding("int8", 192), 4, 192)
+    row = random_quantized(Coding("int8", 192), 4, 192)
     assert torch.equal(row.shard(1, 1, 2).dequantized(), row.dequantized().chunk(2, 1)[1]), "laid out in units anew"
 
 

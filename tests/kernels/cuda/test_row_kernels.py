@@ -164,7 +164,7 @@ def test_qk_norm_rope(
 
 @pytest.mark.parametrize("codes", FRACTIONS)
 @pytest.mark.parametrize("part", [1.0, 0.5, 0.0])
-def test_keys_and_values_as_codes(codes: torch.dtype, part: float) -> None:
+def test_quantized_keys_and_values(codes: torch.dtype, part: float) -> None:
     """Check quantized K and V: each is the code nearest to the float64 result, or a neighbour if that is halfway; too
     large ones become the largest code."""
     heads, kv_heads, dim, block_size, scales = 2, 3, 12, 4, [0.02, 0.3]

@@ -20,7 +20,7 @@ ITERATIONS = """() => {
     }
     return found;
 }"""
-STEPS = """() => [...document.querySelectorAll(".step")].map((step) =>
+TIMELINE_STEPS = """() => [...document.querySelectorAll(".step")].map((step) =>
     ["--a", "--r"].map((name) => Number(step.style.getPropertyValue(name))))"""
 BACKGROUND = "(part) => getComputedStyle(part).backgroundColor"
 COUNT_REMOVED = """() => {
@@ -80,7 +80,7 @@ def test_the_timeline_has_a_step_for_each_iteration(chat: Chat) -> None:
     iterations, figures = sent.iterations(), sent.figures
     drafted = {draft["start"]: draft["num_accepted_draft_tokens"] for draft in sent.joined("drafts")}
     counts = [(len(accepted), len(rejected)) for accepted, rejected, _ in iterations]
-    assert [tuple(step) for step in chat.page.evaluate(STEPS)] == counts
+    assert [tuple(step) for step in chat.page.evaluate(TIMELINE_STEPS)] == counts
     assert sum(accepted for accepted, _ in counts) == sum(drafted.values())
     said = f"{len(iterations)} iterations: {figures['num_draft_tokens']} tokens drafted, "
     said += f"{figures['num_accepted_draft_tokens']} accepted"

@@ -137,7 +137,7 @@ impl Scheduler {
     }
 
     /// Rebuilds a running request's draft KV from position 0, by catch-up chunks. A head that reads the target's hidden
-    /// states starts anew with the states that are kept. The request's blocks lose mark D (valid draft KV). Requests
+    /// states starts anew with the states that are kept. The request's blocks lose `draft_valid`. Requests
     /// that continued from those blocks rebuild too, because draft KV computed from broken KV is broken.
     ///
     /// # Errors

@@ -526,7 +526,7 @@ fn blocks_registered_while_their_draft_kv_is_on_its_way_are_claimed() {
     }
 }
 
-/// Makes a driver in which blocks 0 and 1 lack mark D (valid draft KV) and blocks 2 to 4 have it. The first two come
+/// Makes a driver in which blocks 0 and 1 lack `draft_valid` and blocks 2 to 4 have it. The first two come
 /// from a request at K = 0. The others come from a longer request that was prefilled at the same time and has private
 /// copies of the first two.
 fn draft_marks_with_a_hole(lag: usize) -> Driver {
@@ -562,7 +562,8 @@ fn only_the_contiguous_prefix_of_marks_counts_and_marked_blocks_are_not_written_
 
 #[test]
 fn drafting_waits_for_a_claim_on_what_its_first_pass_would_write() {
-    // Blocks of one position. Some request ends right after all its drafts were accepted, so that its last block has no mark D.
+    // Blocks of one position. Some request ends right after all its drafts were accepted, so that its last block has no
+    // `draft_valid`.
     let unmarked = |driver: &Driver| {
         let pool = driver.scheduler.block_pool();
         (0..64).filter(|&block| pool.is_registered(block) && !pool.has_draft(block)).count()
