@@ -4,7 +4,7 @@ mod support;
 
 use proptest::prelude::*;
 use specrs_cpu::{Isa, ModelShape, Output};
-use support::{QUANTIZED, Host, KINDS, Kind, MIXTURES, Model, Numbers};
+use support::{Host, KINDS, Kind, MIXTURES, Model, Numbers, QUANTIZED};
 
 fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
     rows.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()

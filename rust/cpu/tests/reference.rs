@@ -4,7 +4,7 @@ mod support;
 
 use specrs_cpu::{Decoder, Isa, ModelShape, Output, Pass, Pool};
 use std::sync::Arc;
-use support::{BY_32, QUANTIZED, Host, KINDS, Kind, MISTRAL, MIXTURES, Model, Near, Numbers, QWEN3, SMALL};
+use support::{BY_32, Host, KINDS, Kind, MISTRAL, MIXTURES, Model, Near, Numbers, QUANTIZED, QWEN3, SMALL};
 
 const SHAPE: ModelShape = ModelShape { vocab_size: 97, ..SMALL };
 
