@@ -1,10 +1,10 @@
 """Triton's interpreter with the freedom of a GPU: programs run in random order and see stores late. Holds no tests.
 
-Programs of a grid are threads of which one runs; at accesses to memory another may go on. What a program stores is its
-own until it counts itself with release semantics on the GPU's scope, and then only what is ahead of its last barrier,
-because one thread of many counts; the rest follows when it ends. Loads without `.cg` see of other programs what was
-there before the launch, as the L1 cache may. So a missing release, barrier or `.cg` and an order that programs do not
-have show as wrong numbers.
+Each program of a grid is a thread, and one thread runs at a time. At a memory access another program may continue.
+Other programs see a store only after its program has done an atomic operation with release semantics at GPU scope, and
+then only stores before the program's last barrier, because a program has many threads on a GPU. All other stores become
+visible when the program ends. Loads without `.cg` see other programs' memory as it was before the launch, as the L1
+cache may. So a missing release, barrier or `.cg`, and an order that programs do not have, show as wrong numbers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Small random checkpoints and tokenizers for tests. Holds no tests; trains nothing; downloads nothing.
 
-Import as `from checkpoints import make_checkpoint`: the folders under tests/ are packages and tests/ is none, so pytest
-puts tests/ itself on the path. (Were tests/ a package, the repository root would be on it, where transformers' probe
-for the distribution `kernels` finds our folder of that name.)
+Import as `from checkpoints import make_checkpoint`. The folders under tests/ are packages and tests/ is not, so pytest
+puts tests/ itself on the path. If tests/ were a package, the repository root would be on the path, and transformers'
+search for the distribution `kernels` would find this repository's folder of that name.
 """
 
 import itertools

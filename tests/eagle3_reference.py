@@ -1,9 +1,10 @@
 """EAGLE-3 speculation of one prompt, written in plain torch from its definition. Uses no code of specrs.
 
-The head is read from its folder here, too. Nothing is cached: every draft recomputes the head's whole sequence, which
-is slow and leaves no place for a slot, mask or length to be wrong. Row i of the head has position i, the target's
-hidden states of position i (those that enter the layers asked for, as transformers numbers them) and the token at
-i + 1; its logits are for position i + 2. While drafting, a row's hidden state is what the row before has left.
+This module also reads the head from its folder. Nothing is cached: every draft recomputes the head's whole sequence.
+That is slow, and leaves no slot, mask or length that could be wrong. Row i of the head has position i, the target's
+hidden states of position i and the token at i + 1; its logits are for position i + 2. The hidden states are the inputs
+of the requested layers, as transformers numbers them. While drafting, a row's hidden state is the output of the row
+before.
 """
 
 import json

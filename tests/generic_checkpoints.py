@@ -79,7 +79,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 def make_generic(path: Path, model_type: str, *, seed: int = 0, initializer_range: float = 0.3, **fields: Any) -> Path:
     """Write a random checkpoint of `model_type` under `path` (created) and return `path`.
 
-    Weights are normal(0, `initializer_range`) from `seed`, those of norms and biases too; in float64.
+    All weights, also of norms and biases, are normal(0, `initializer_range`) from `seed`, in float64.
     """
     ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
     config = CONFIG_MAPPING[model_type](**(ARCHITECTURES.get(model_type, _PLAIN) | ends | fields))

@@ -1,6 +1,7 @@
-"""Instruction sets that `make test-isa` runs numerical tests under, and how each library names the one it uses.
+"""Instruction sets that `make test-isa` runs numerical tests under, and how each library names the one it uses. Holds
+no tests.
 
-Holds no tests and imports nothing that reads the variables: they count only if they are set before.
+Imports nothing that reads the variables, because they must be set before such an import.
 """
 
 import os

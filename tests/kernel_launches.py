@@ -1,8 +1,8 @@
-"""Which kernels a pass or an iteration launches, with which constants and arguments, recorded without a GPU. Holds no
+"""Records the kernels that a pass or an iteration launches, with their constants and arguments, without a GPU. Holds no
 tests.
 
-Ops run on fake CUDA tensors of real shapes. An op of ours is called down to its launches, which are recorded in place
-of being made; one of torch that writes memory counts as one kernel (a product that cuBLAS splits has two).
+Ops run on fake CUDA tensors of real shapes. An op of specrs runs down to its launches, which are recorded instead of
+made. An op of torch that writes memory counts as one kernel (a product that cuBLAS splits has two).
 """
 
 from __future__ import annotations

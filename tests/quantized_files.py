@@ -181,8 +181,8 @@ def compressed(source: Path, path: Path, form: str, *, ordered: bool = False, **
     """Write a checkpoint with compressed-tensors' own compressor, and the numbers with its decompressor. `args`
     describe the weights' format.
 
-    `ordered`: inputs belong to groups in any order (act-order). The library compresses them in the groups' order; its
-    codes are unpacked, put back into the inputs' own order, and packed again by it, as checkpoints have them.
+    `ordered`: inputs belong to groups in any order (act-order). The library compresses inputs in the groups' order. Its
+    codes are then unpacked, put back into the inputs' own order, and packed again, as in published checkpoints.
     """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32

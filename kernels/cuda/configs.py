@@ -23,7 +23,7 @@ _WIDE = 2**16
 """Number of output features from which on tiles of 128 lose nothing at the end, as in LM heads: 3 % faster for 16 rows,
 8 % for 64."""
 _IN_FLIGHT = 144 * 1024
-"""Bytes of all pipeline stages of a program. It is more than the memory's latency needs, so that a tile's end and the
+"""Bytes of all pipeline stages of a program. This is more than hides the memory's latency, so that a tile's end and the
 next one's start overlap."""
 TABLE = Path(__file__).with_name("configs.json")
 

@@ -171,8 +171,8 @@ PENALISED = SamplingParams(
 
 
 def test_kernels_are_launched_on_the_stream_of_the_runner(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the runner makes its device current in whatever thread launches, because Triton launches on the
-    current device."""
+    """Check that the runner launches on its own stream's device, in whatever thread, because Triton launches on the
+    thread's current device."""
     engine, own = pair.engine(gpu=True, monkeypatch=monkeypatch), object()
     entered: list[object] = []
     launch, current = InterpretedFunction.run, []

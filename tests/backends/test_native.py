@@ -1,8 +1,8 @@
 """The CPU's runner against the reference on the same passes: row state, KV and results of random steps are equal bit by
 bit.
 
-Records are made up (`made_steps`), not planned: rows that ended, are short of blocks, lag, meet stops and limits.
-SPECRS_STEPS is how many steps all cases run together; `make steps` runs a million.
+Records are made up (`made_steps`), not planned: rows may have ended, lack blocks, lag, or meet stops and limits.
+SPECRS_STEPS is the number of steps that all cases run together; `make steps` runs a million.
 """
 
 from __future__ import annotations
@@ -384,7 +384,7 @@ def compare_kv(pair: Pair, faulty: list[tuple[int, int]]) -> None:
 def compare_logprobs(native: Native, reference: Reference, emitted: dict[int, int]) -> int:
     """Check log probabilities of emitted tokens: equal but for rounding. Return how many sequences had any.
 
-    Among tokens whose values differ by no more than a rounding ranks may differ, too.
+    Ranks may also differ among tokens whose values are within rounding.
     """
     mine, theirs, rows = native.slot, reference.slot, reference.runner.rows
     asked = {sequence: rows[int(mine.record_arrays["seq_row"][sequence])].request for sequence in emitted}

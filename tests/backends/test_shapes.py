@@ -103,8 +103,8 @@ def test_chunks_after_verification(batch: int, k: int, rows: int, chunks: int, m
 
 @given(batch=st.integers(1, 256), k=st.integers(0, 5), rows=st.integers(1, 400), chunks=st.integers(1, 4))
 def test_with_auto_chunks_ride_along_at_every_k(batch: int, k: int, rows: int, chunks: int) -> None:
-    """Check that with `auto` prompt chunks join verification at every K: there is room for a usual prompt above 64
-    rows, up to 512 in all; a longer one gets no wide graph."""
+    """Check that with `auto` prompt chunks join verification passes at every K: a usual prompt fits (up to 512 rows in
+    all), a longer one runs in passes of its own."""
     buckets = AUTO
     whole = buckets.whole([k] * batch, LogitsMode.SAMPLED)
     assert whole is not None

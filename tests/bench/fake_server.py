@@ -1,7 +1,7 @@
 """A small OpenAI-compatible server that streams given chunks, in a thread or as a program of its own.
 
-A *script* says what a request gets: chunks of so many tokens each, then what ends the stream. Acceptance counters count
-every chunk after the first as a draft of K tokens. What was sent is kept, for tests to compare with.
+A *script* says what a request gets: chunks of given numbers of tokens, then how the stream ends. Acceptance counters
+count every chunk after the first as a draft of K tokens. The server keeps what it sent, for tests to compare with.
 """
 
 import argparse

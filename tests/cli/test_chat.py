@@ -221,7 +221,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
 def test_a_session_in_a_terminal(llm: LLM, session: Session, tmp_path: Path) -> None:
     """Check line editing, an answer and its figures, Ctrl-C in an answer and at the prompt, and Ctrl-D.
 
-    What is typed stays in the process: no history is written.
+    Also check that typed text stays in the process: no history file is written.
     """
     greeting = session.until(">>> ")
     assert "drafts: draft_model, auto per step. /help lists the commands" in greeting

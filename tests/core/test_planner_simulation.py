@@ -1,7 +1,7 @@
 """The planner on published costs and acceptance (Qwen3-32B, Llama-3.3-70B; two drafters each), concurrency 1 to 256.
 
-Requests come and go. Costs are the measured ITL of every K and concurrency, drafts stand by the fitted acceptance
-curve. What a choice of K is worth is its expectation, so that nothing but the planner's own mistakes shows.
+Requests come and go. Costs are the measured ITL of every K and concurrency, and drafts are accepted by the fitted
+acceptance curve. A choice of K counts with its expected gain, so that only the planner's own mistakes show.
 """
 
 from __future__ import annotations

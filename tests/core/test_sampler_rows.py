@@ -70,8 +70,8 @@ def test_the_cut_and_the_draw_of_any_row(data: st.DataObject) -> None:
 def test_drafting_and_verification_of_a_mixed_batch(vocab_size: int, rule: str) -> None:
     """Check 20 iterations of requests of every kind, with K_r from 0 to 3.
 
-    Sums of probabilities are in another order here and there, so verdicts could differ at ties within rounding. This
-    sample has none: logits that are off by far more than a rounding give the reference the same verdicts.
+    The implementations sum probabilities in different orders, so decisions could differ at ties within rounding. This
+    sample has no such ties: logits changed by far more than rounding give the reference the same decisions.
     """
     g, nudge = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
     samplers = [make(MIXED, seeds_of(MIXED), vocab_size) for make in (CoreSampler, ReferenceSampler)]

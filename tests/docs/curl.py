@@ -1,7 +1,7 @@
 """Reads a `curl` command line and returns the request that curl would send, without curl. Holds no tests.
 
-From curl's manual: `-d` alone makes it a POST of a form, several are joined by `&`, `--json` is JSON both ways, and a
-header that is given takes the place of curl's own.
+From curl's manual: `-d` alone makes a POST of a form, and several are joined by `&`. `--json` sends and accepts JSON. A
+given header replaces curl's own.
 """
 
 from __future__ import annotations

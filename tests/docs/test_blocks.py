@@ -1,7 +1,7 @@
 """Every block of code in the README and the docs runs, or is checked by the parser that it is meant for. Models are the
 bundled pair.
 
-docs/start.md's has a test of its own, which runs it (tests/repository/test_start.py).
+The block of docs/start.md has a test of its own, which runs it (tests/repository/test_start.py).
 """
 
 import ast

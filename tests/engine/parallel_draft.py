@@ -22,9 +22,10 @@ DEPTH = 6
 
 
 def train_parallel_draft(path: Path, texts: list[list[int]], *, steps: int = 80, mask: int = MASK) -> Path:
-    """Write a draft that has learned `texts` by heart, so that it is right several tokens ahead, but not always.
+    """Write a draft model trained on `texts` until it is right several tokens ahead, but not always.
 
-    As PARD is trained: of a text cut anywhere, the last token and the masks behind it say what follows.
+    It is trained as PARD is: a text is cut at a random place, and the last token and the mask tokens after it predict
+    what follows.
     """
     make_checkpoint(path, "qwen3", seed=4, tie=False, vocab=VOCAB, hidden=64, layers=2, kv_heads=2, head_dim=32)
     edit_json(path / "config.json", mask_token_id=mask)

@@ -1,6 +1,7 @@
-"""Greedy text equals transformers `generate`, whatever K, batch, blocks, chunks, prefixes, preemption and depth.
+"""Greedy text equals transformers `generate`, for any K, batch, blocks, chunks, prefixes, preemption and depth.
 
-So for torch's passes, in float64. With native ones, in fp32 and bf16, it equals its own text without drafts.
+This holds for torch passes in float64. With native passes in fp32 and bf16, text equals the engine's own text without
+drafts.
 """
 
 from typing import Any

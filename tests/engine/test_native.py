@@ -1,7 +1,7 @@
 """Native models through the engine: the bits of logits, requests of every kind in one batch, threads and their end.
 
-The lossless sweeps (`test_equivalence`, `test_sampling`, `test_ngram`) run on them as they do on models of torch.
-`backends/test_native` compares steps with those of the reference.
+The lossless sweeps (`test_equivalence`, `test_sampling`, `test_ngram`) run with native models as with torch models.
+`backends/test_native` compares steps with the reference's.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """A native drafter whose own passes fail costs the drafts of its step, as one that raises in Python does.
 
-What fails is real: its KV cache has fewer blocks than the target's, which each of its passes checks.
+The failure is real: the drafter's KV cache has fewer blocks than the target's, which each of its passes checks.
 """
 
 import logging

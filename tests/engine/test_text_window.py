@@ -49,7 +49,7 @@ def test_a_window_gives_the_stable_text(
 class Counted:
     """An `Output` that counts the tokens which it decodes and the characters and tokens which it copies out.
 
-    It has nothing that copies the whole output.
+    It has no method that copies the whole output.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

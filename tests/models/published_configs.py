@@ -1,6 +1,6 @@
 """config.json of published models, and their numbers of parameters. Holds no tests.
 
-Facts that the models' authors publish, written down by hand: each variant of a family whose keys or values differ.
+The authors' published facts, written down by hand: each variant of a family with different keys or values.
 """
 
 from typing import Any

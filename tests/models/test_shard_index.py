@@ -143,10 +143,11 @@ homes = st.tuples(st.integers(0, 2), st.sets(st.integers(0, 2)), st.sampled_from
 def test_any_disagreement_is_settled_or_named(
     tensors: list[tuple[int, set[int], str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """For each tensor: the file of its true value, files with stale copies, and what the index says of it.
+    """Check that any disagreement between index and files is resolved or reported. For each tensor, `tensors` has the
+    file of its true value, the files with stale copies, and the index's entry.
 
-    The true value is read where the index names its file, or where there is no other copy. Elsewhere nothing tells
-    which copy is meant, and a model that has the tensor is rejected with its name and files.
+    The true value is read if the index names its file, or if there is no other copy. Otherwise nothing tells which copy
+    is meant, and a model that needs the tensor is rejected with its name and files.
     """
     folder = tmp_path_factory.mktemp("any")
     parts: dict[str, dict[str, torch.Tensor]] = {file: {"filler": torch.zeros(1)} for file in FILES}

@@ -18,9 +18,9 @@ BLOCK_SIZE = 4
 def logits_of(case: dict[str, Any]) -> Any:
     """Return the logits of a prompt, of rows of an adapter, or of a head's first drafts, `[8, ids]` float32.
 
-    A case has `source`, and may have `load`, arguments of `load_native`; `exact`, whether what passes cannot read keeps
-    its dtype; `kv`, a type of codes for K and V in the cache; `head` and `lora`, folders; `mtp`, whether the head is
-    the source's own.
+    A case has `source`. It may have `load` (arguments of `load_native`), `exact` (whether numbers that passes cannot
+    read keep their dtype), `kv` (FP8 dtype of the cache), `head` and `lora` (folders), and `mtp` (whether the source
+    has its own head).
     """
     import numpy as np
     from specrs.backends.cpu.eagle3 import load_eagle3

@@ -1,7 +1,7 @@
 """The content of the graph of a rank's iteration, on fake CUDA tensors: which exchanges, in which order, and no
 allocation.
 
-The group that stands in for NCCL's exchanges nothing; sums by symmetric memory are torch's op, which does not run.
+The group that replaces NCCL's exchanges nothing. Sums by symmetric memory are a torch op, which does not run.
 """
 
 from collections.abc import Iterator

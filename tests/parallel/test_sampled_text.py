@@ -1,8 +1,8 @@
 """Text of random requests on two ranks: that of one process, token for token, in float64, for every family.
 
-Drawn are the family, what drafts and of which degree, the engine's settings and every parameter of every request. One
-process with the same settings is the reference. The rule is `coupled`: text by `rejection` depends on who drafts when,
-and that is not compared.
+The test draws the family, the drafter and its degree, the engine's settings and every parameter of every request. One
+process with the same settings is the reference. The rule is `coupled`, because text by `rejection` depends on which
+requests draft when.
 """
 
 from collections.abc import Callable

@@ -20,8 +20,8 @@ def on_ranks(size: int, work: Callable[[Ranks], ResultT], timeout: float = TIMEO
     """Return what `work` returns on each of `size` ranks, which run at once. If some raise, raises the first error,
     because the others may follow from it.
 
-    Connections are kept until all have returned: gloo resets those that it closes, and another rank may still have to
-    read from them, or be connecting.
+    Connections are kept until all ranks have returned. gloo resets connections that it closes, and another rank may
+    still have to read from them, or be connecting.
     """
     store, kept = dist.HashStore(), []
 

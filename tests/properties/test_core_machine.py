@@ -1,7 +1,7 @@
 """The scheduler through Python, as a state machine: wrong calls raise, and change nothing.
 
-Two schedulers get the same right calls; one of them also gets every wrong call. They must stay equal for ever: records,
-settled results, counters. What stands in for the device accepts random drafts.
+Two schedulers get the same right calls; one of them also gets wrong calls. Their records, settled results and counters
+must always stay equal. A simulated device accepts random numbers of drafts.
 """
 
 from collections import deque

@@ -1,8 +1,8 @@
 """Gemma 3 270M from its GGUF file (Q4_K_M), which `make test-real` downloads: its text is transformers', and it is
 served.
 
-Its text is that of transformers' model in float64, with the numbers that the package `gguf` finds in the file, whatever
-drafts. It is served.
+The reference is transformers' model in float64, with the numbers that the package `gguf` reads from the file. Drafts do
+not change the text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Requests in the forms that coding agents send: path, headers and two turns of a conversation. Holds no tests.
 
-All texts are our own and short. Shapes and field names are those of the agents.
+The texts are short and written for these tests. Forms and field names are those of the agents.
 """
 
 from __future__ import annotations

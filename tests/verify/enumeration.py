@@ -123,11 +123,11 @@ def iterate(w: World, node: Tensor, num_drafts: Tensor, noise: Noise, verify: Ve
 def decode_pairs(
     w: World, noise: tuple[Noise, Noise], verify: Verify = by_rejection
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first two tokens of S streams: one iteration at K_r of 0, 1 or 2, and another one if it gave one
-    token.
+    """Return the counts of the first two tokens of S streams: one iteration at K_r of 0, 1 or 2, and another one if the
+    first gave one token.
 
-    Returns:
-        `(counts [VOCAB, VOCAB], accepted [3, 3])`: streams by pair; first iterations by (K_r, m).
+    Returns: `(counts [VOCAB, VOCAB], accepted [3, 3])`: number of streams by pair of tokens, and number of first
+    iterations by (K_r, accepted drafts).
     """
     streams = len(noise[0].last)
     num_drafts = torch.arange(streams) % 3

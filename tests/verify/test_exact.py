@@ -1,9 +1,9 @@
 """The exact distribution of what an iteration emits: every draft and every threshold of the noise.
 
-The verdict is a step function of each number of noise alone. A uniform steps at the probability that a draft is
-accepted. Where only two tokens of a row have noise that is finite, the draw steps at the logarithm of the ratio of what
-they are drawn from; all such ratios are the distribution. In float64 the reference steps within 1e-9 of where it
-should. The samplers of others make their own noise, and keep to the same thresholds, draw by draw.
+A decision is a step function of each single noise value. For a uniform, the step is at the probability that a draft is
+accepted. For a draw in which only two tokens have finite noise, the step is at the logarithm of the ratio of their
+probabilities; all such ratios determine the distribution. In float64 the reference's steps are within 1e-9 of the exact
+ones. The other samplers make their own noise, and are compared with the same thresholds, draw by draw.
 """
 
 from __future__ import annotations

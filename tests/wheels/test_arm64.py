@@ -1,6 +1,6 @@
 """The wheels for 64-bit ARM under qemu's emulator, on a Python from Debian's packages in a folder of its own.
 
-`make test-wheel-arm64` runs this. Looks into dist/ and builds nothing.
+`make test-wheel-arm64` runs this. This module only reads dist/.
 """
 
 import shutil

@@ -1,6 +1,6 @@
 """The wheels of `make wheel`: their names, what they link, and this machine's in an environment of its own.
 
-`make test-wheel` runs this, because the wheels take minutes to build. Looks into dist/ and builds nothing.
+`make test-wheel` runs this separately, because the wheels take minutes to build. This module only reads dist/.
 """
 
 import platform

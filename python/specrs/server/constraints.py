@@ -26,7 +26,7 @@ WHITE_SPACE = " ?"
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The form that a request demands of the text of its answer."""
+    """Constraint on the text of an answer: tool calls, a response format, or both."""
 
     grammar: StructuredOutputsParams | None = None
     """Grammar that the text must follow; None: any text."""

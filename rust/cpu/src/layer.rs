@@ -289,7 +289,7 @@ pub struct LayerWeights {
     pub attention_output_norm: Option<Values>,
     /// Weight of the norm before the MLP, `[hidden]`; `None` if the MLP is fed the residual stream without a norm.
     pub post_attention_norm: Option<Values>,
-    /// The MLP, or experts.
+    /// MLP or experts of the layer.
     pub mlp: Mlp,
     /// Weight of the norm of the MLP output before it is added to the residual stream, `[hidden]`.
     pub mlp_output_norm: Option<Values>,

@@ -1,6 +1,6 @@
 """Kernels of gated delta nets, interpreted: against float64, and to the bit against rows that are fed one by one.
 
-Whatever memory no row has written yet is NaN.
+Memory that no row has written yet holds NaN.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ from torch import Tensor
 def assert_near(out: Tensor, exact: Tensor, own: Tensor, *, ulps: float = 4, least: float = 0.0) -> None:
     """Compare `out` with `exact` (float64); `own` is what torch computes in the precision of `out`.
 
-    Allowed is twice the error of `own`, and a few ulps.
-    The ulps are those of the largest exact value: where torch happens to be exact on a few elements, a kernel that
-    adds in another order is not. They are at least those of `least`: where all exact values come from terms of about
-    that size that cancel, or from the tail of an activation, their own ulps say nothing of the terms'.
+    Allowed is twice the error of `own`, plus a few ulps of the largest exact value: torch may happen to be exact on a
+    few elements, where a kernel that adds in another order is not. The ulps are at least those of `least`, for results
+    that are small because terms of about that size cancel, or because they come from the tail of an activation.
     """
     assert exact.dtype == torch.float64
     assert out.dtype == own.dtype

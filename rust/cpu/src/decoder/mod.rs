@@ -45,7 +45,7 @@ pub struct Decoder {
     activations: Activations,
     /// Tiles that multiply the rows of prompts; `None` if they are multiplied by vectors.
     prompt_tiles: Option<Tiles>,
-    /// Cuts of the work, by number of participants less one, for each of the layers' sizes.
+    /// Division of the work among participants: by number of participants less one, for each of the layers' sizes.
     shares: Vec<Vec<Shares>>,
     buffers: Buffers,
     private: Vec<Private>,
