@@ -157,7 +157,7 @@ def test_wrong_values_are_rejected(field: str, value: object, allowed: str) -> N
         ({"bad_words": ["x" * 1025]}, r"^bad_words\[0\]: 1025 characters, allowed are at most 1024"),
         ({"allowed_token_ids": [1, -1]}, r"^allowed_token_ids\[1\]=-1: "),
         ({"allowed_token_ids": [1, 2.5]}, r"^allowed_token_ids\[1\]=2.5: "),
-        ({"allowed_token_ids": [4, 1, 2, 1]}, r"^allowed_token_ids\[3\]=1: is there already; allowed is each id once"),
+        ({"allowed_token_ids": [4, 1, 2, 1]}, r"^allowed_token_ids\[3\]=1: occurs twice; name each id once"),
         ({"logit_bias": {5: math.nan}}, r"^logit_bias\[5\]=nan: must be a finite number from -100 to 100"),
         ({"logit_bias": {5: math.inf}}, r"^logit_bias\[5\]=inf: must be a finite number from -100 to 100"),
         ({"logit_bias": {5: -100.5}}, r"^logit_bias\[5\]=-100.5: must be a finite number from -100 to 100"),
@@ -171,7 +171,7 @@ def test_wrong_values_are_rejected(field: str, value: object, allowed: str) -> N
         ({"logit_bias": {"1_0": 1.0}}, r"^logit_bias\['1_0'\]=1.0: keys must be token ids"),
         ({"logit_bias": {"\u0663": 1.0}}, r"^logit_bias\['\u0663'\]=1.0: keys must be token ids"),
         ({"logit_bias": {"9" * 5000: 1.0}}, r"^logit_bias\['9+\.\.\.9+'\]=1.0: keys must be token ids"),
-        ({"logit_bias": {5: 1.0, "5": 2.0}}, r"^logit_bias\['5'\]=2.0: is there already; allowed is each id once"),
+        ({"logit_bias": {5: 1.0, "5": 2.0}}, r"^logit_bias\['5'\]=2.0: occurs twice; name each id once"),
     ],
 )
 def test_lists_and_mappings(fields: dict[str, Any], message: str) -> None:

@@ -153,6 +153,6 @@ def test_a_worker_whose_program_is_gone_ends_by_itself(own: Tokenizer, monkeypat
     monkeypatch.setattr(compiler, "COMPILE_TIMEOUT", 0.1)
     compile_with(own, regex="a")
     monkeypatch.setattr(compiler, "COMPILE_TIMEOUT", 3600.0)  # it is not killed from here
-    with pytest.raises(InvalidRequestError, match=r"to compile; allowed is a simpler one$"):
+    with pytest.raises(InvalidRequestError, match=r"to compile; use a simpler one$"):
         compile_with(own, json=HOSTILE)
     compiler_of(own, VOCAB_SIZE).close()
