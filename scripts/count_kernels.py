@@ -204,8 +204,8 @@ def asking_table(found: list[Asking], chained: Asking) -> str:
 
 
 def compiled_at_start(max_num_seqs: int = 64) -> list[tuple[str, int]]:
-    """How many kernels are compiled for graphs, and how many more for graphs with chunks after verification and for
-    what launches run outside of graphs, at K = 5."""
+    """Return the number of kernels compiled for graphs, and how many more for graphs with chunks after verification and
+    for launches outside graphs, at K = 5."""
     from kernel_launches import Recorder, fake_context, reference_configs
     from specrs.backends.cuda.context import sequences_of
     from specrs.backends.cuda.graphs import tasks
@@ -243,7 +243,7 @@ def table(found: dict[str, tuple[int, int]]) -> str:
 
 
 def page_with(text: str, page: str, begin: str = BEGIN) -> str:
-    """`page` with the table `text` in its place, which starts with `begin`."""
+    """Return `page` with its table replaced by `text`. The table begins with `begin`."""
     whole = f"{begin}\n{text}\n{END}"
     changed, count = re.subn(re.escape(begin) + ".*?" + re.escape(END), lambda _: whole, page, flags=re.DOTALL)
     assert count == 1, f"{PAGE.name} has {count} places for the table"

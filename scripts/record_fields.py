@@ -40,12 +40,12 @@ class ParamColumns(Generic[T]):
 
 
 def module() -> str:
-    """The text of the module."""
+    """Return the text of the module."""
     return "\n".join(lines()) + "\n"
 
 
 def lines() -> Iterator[str]:
-    """The lines of the module."""
+    """Yield the lines of the module."""
     yield HEAD
     yield from fields(core.HEADER_FIELDS, core.HEADER_DOCS, ": int")
     yield FLAGS
@@ -57,7 +57,7 @@ def lines() -> Iterator[str]:
 
 
 def fields(names: tuple[str, ...], docs: tuple[str, ...], kind: str) -> Iterator[str]:
-    """Lines of the fields of a dataclass."""
+    """Yield the lines of a dataclass's fields."""
     for name, doc in zip(names, docs, strict=True):
         yield f'    {name}{kind}\n    """{doc.strip()}"""'
 
