@@ -40,7 +40,8 @@ REQUESTS = 24
 MIXED = 1.03
 GAIN = 1.05
 SHOWN = {8: "CPU core: 5M target, 0.5M draft", 64: "H100: 32B target, one-layer draft"}
-"""Simulated machines on which K per request must gain at least `GAIN` for the first mix."""
+"""By batch size, the simulated machine on which K per request must gain at least `GAIN` for the first mix: there, rows
+cost time in addition to reading weights."""
 
 Choose = Callable[[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]], NDArray[np.int64]]
 """K of each row, from the most that it may have `[B]`, its true acceptance `[B, K]`, and its row `[B]`."""

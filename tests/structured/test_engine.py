@@ -261,9 +261,7 @@ def test_a_grammar_that_gives_up_ends_its_request_alone(k: int) -> None:
     assert set(broken.outputs[0].text) <= {"a"}
     assert isinstance(broken.error, InvalidRequestError)
     made = len(broken.outputs[0].token_ids)
-    assert re.match(
-        rf"structured_outputs\.regex='.*': after {made} tokens: .*; use a simpler one$", str(broken.error)
-    )
+    assert re.match(rf"structured_outputs\.regex='.*': after {made} tokens: .*; use a simpler one$", str(broken.error))
     for i, output in enumerate(outputs):
         assert text(output) == text(plain()[0][i] if i % 3 else plain()[1][i // 3])
     # what it held is free again, and the engine goes on

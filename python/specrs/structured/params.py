@@ -175,6 +175,5 @@ def _check_unicode(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as fault:
         raise InvalidRequestError(
-            f"{_FIELD}.{name}: a lone surrogate at {fault.start} is no character; use text that can be "
-            "written as UTF-8"
+            f"{_FIELD}.{name}: a lone surrogate at {fault.start} is no character; use text that can be written as UTF-8"
         ) from None
