@@ -1,8 +1,10 @@
-"""Makes docs/page.png and docs/page.gif: a real model's answer, compared at the speed of this machine. Holds no tests.
+r"""Makes docs/page.png and docs/page.gif: a real model's answer, compared at the speed of this machine. Holds no tests.
 
-Start a server that has answered nothing yet, so that no drafter knows the answer, and leave the machine to it:
+Start a server that has answered nothing yet, so that no drafter knows the answer. Leave a core to the browser, or the
+recording has few frames, and stop everything else on the machine:
 
-    specrs serve "$(scripts/real_model)" --served-model-name SmolLM2-135M-Instruct --spec-method suffix --spec-tokens 8
+    specrs serve "$(scripts/real_model)" --served-model-name SmolLM2-135M-Instruct --spec-method suffix --spec-tokens 8 \
+        --threads 1
     CHROMIUM=$(command -v chromium) .venv-clients/browser/bin/python tests/server/browser/record.py 8000 docs
 """
 
@@ -41,12 +43,13 @@ def record(page: Page) -> list[tuple[float, bytes]]:
     page.locator("#examples button").first.click()
     page.mouse.move(0, 0)
     session.on("Page.screencastFrame", take)
-    session.send("Page.startScreencast", {"format": "png", "everyNthFrame": 6})
+    session.send("Page.startScreencast", {"format": "png", "everyNthFrame": 2})
     page.wait_for_timeout(800)
     page.keyboard.press("Control+Enter")
     page.locator(".verdict:visible").wait_for()
     page.wait_for_timeout(800)
     session.send("Page.stopScreencast")
+    frames.append((frames[-1][0] + 0.2, page.screenshot()))  # it shows the verdict, even if the browser lagged behind
     return frames
 
 
