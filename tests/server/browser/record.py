@@ -3,8 +3,8 @@ r"""Makes docs/page.png and docs/page.gif: a real model's answer, compared at th
 Start a server that has answered nothing yet, so that no drafter knows the answer. Leave a core to the browser, or the
 recording has few frames, and stop everything else on the machine:
 
-    specrs serve "$(scripts/real_model)" --served-model-name SmolLM2-135M-Instruct --spec-method suffix --spec-tokens 8 \
-        --threads 1
+    specrs serve "$(scripts/real_model)" --served-model-name SmolLM2-135M-Instruct --spec-method suffix \
+        --spec-tokens 8 --threads 1
     CHROMIUM=$(command -v chromium) .venv-clients/browser/bin/python tests/server/browser/record.py 8000 docs
 """
 
