@@ -85,8 +85,8 @@ def logits_rows(max_seqs: int) -> int:
 
 
 def _projected_width(config: ModelConfig) -> int:
-    """Return the largest number of outputs of an input projection that are not all queries, keys and values. 0 if there
-    is none."""
+    """Return the maximum number of outputs of an input projection other than q, k and v, such as a delta net's. 0 if
+    there is none."""
     net = 0 if config.delta is None else config.delta.outputs
     gated = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim if config.output_gate else 0
     return max(net, gated)

@@ -18,7 +18,7 @@ pub(super) struct TableEntry {
 }
 
 impl TableEntry {
-    /// Entry of a block that was never in the table.
+    /// Table entry of a block that was never registered.
     pub(super) const NONE: Self = Self { hash: [0; 2], next: NONE };
 
     /// Returns the hash that the block was last inserted under.
