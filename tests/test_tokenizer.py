@@ -259,7 +259,7 @@ def test_the_same_tokenizer_twice(tokenizer: Tokenizer) -> None:
     check_same_tokenizer(tokenizer, Tokenizer(str(pair.DRAFT)))
 
 
-def test_swapped_tokens_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_swapped_tokens_are_reported(tokenizer: Tokenizer, tmp_path: Path) -> None:
     def swap(content: dict[str, Any]) -> None:
         vocab = content["model"]["vocab"]
         vocab["!"], vocab['"'] = vocab['"'], vocab["!"]
@@ -272,7 +272,7 @@ def test_swapped_tokens_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert "id 1 is '!' for the target and '\"' for the draft (2048 tokens" in str(caught.value)
 
 
-def test_other_merges_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_other_merges_are_reported(tokenizer: Tokenizer, tmp_path: Path) -> None:
     def drop(content: dict[str, Any]) -> None:
         content["model"]["merges"] = content["model"]["merges"][:50]
 
@@ -298,7 +298,7 @@ def test_one_token_more_is_no_difference(tokenizer: Tokenizer, tmp_path: Path) -
     check_same_tokenizer(more, tokenizer)
 
 
-def test_one_token_at_two_ids_is_told(tmp_path: Path) -> None:
+def test_one_token_at_two_ids_is_reported(tmp_path: Path) -> None:
     def add(names: list[str]) -> Tokenizer:
         folder = copy_of_pair(tmp_path / "-".join(names))
         edit_tokenizer(folder, lambda content: content["added_tokens"].extend(more(content, names)))

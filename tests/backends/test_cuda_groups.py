@@ -135,7 +135,7 @@ def test_a_draft_that_sees_more_than_its_target(tmp_path: Path, monkeypatch: pyt
     assert sum(sum(request.acceptance.histogram) for request in ours) > 0
 
 
-def test_no_text_hangs_on_a_rounding(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_text_depends_on_a_rounding(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that no text of the sample depends on rounding, because the tests above compare libraries that round
     differently."""
     for rule, params in KINDS.values():

@@ -300,7 +300,7 @@ def test_drafts_that_the_record_brings(pair: Pair, rule: str, monkeypatch: pytes
 
 # The other two pairs would take the interpreter a minute more.
 @pytest.mark.parametrize(("rule", "adjusted"), [("rejection", False), ("coupled", True)])
-def test_drafts_of_the_host_beside_drafts_of_passes(
+def test_drafts_of_the_host_next_to_drafts_of_passes(
     pair: Pair, rule: str, adjusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check steps that mix drafts from the host with drafts of a draft model, have one of them alone, or rows without
@@ -333,7 +333,7 @@ def test_drafts_of_the_host_beside_drafts_of_passes(
             assert with_drafts.output_token_ids == without.output_token_ids
 
 
-def test_predictions_beside_drafts_of_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_next_to_drafts_of_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a request's own predictions reach the device next to drafts of a draft model, with one step in
     flight."""
     settings: dict[str, Any] = {"max_steps_in_flight": 1, "monkeypatch": monkeypatch}

@@ -47,7 +47,7 @@ def test_derived_figures() -> None:
     assert item.latency_ms == 20 + 99 * 2
 
 
-def test_rows_that_arrivals_limit_are_told() -> None:
+def test_rows_that_arrivals_limit_are_reported() -> None:
     # 218 ms a request: 4.36 a second keep 0.95 places taken, 1 a second 0.218
     timed = {"benchmark_duration_s": 10.0, "mean_ttft": 20.0, "mean_tpot": 2.0}
 

@@ -228,7 +228,7 @@ def test_passes_that_do_not_fit(others: dict[str, object], message: str) -> None
         feed(**others)
 
 
-def test_rows_behind_the_last_request_are_masked() -> None:
+def test_rows_after_the_last_request_are_masked() -> None:
     """Check that rows after the last request are masked: their tokens and slots have no effect if they are in range."""
     kept = feed()
     masked = feed(q_start=np.array([0, 2, 2]), slots=np.array([4, 5, -1]))

@@ -65,7 +65,7 @@ def test_its_costs_are_a_copy() -> None:
     assert own.costs().table != before
 
 
-def test_a_collapse_is_told_once() -> None:
+def test_a_collapse_is_reported_once() -> None:
     own = planner()
     for accepted in itertools.chain([K] * 50, [0] * 12):
         ks = decide(own, ints(K))

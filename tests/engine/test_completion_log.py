@@ -156,7 +156,7 @@ def test_an_output_costs_what_is_new(tokenizer: Tokenizer, kind: RequestOutputKi
     assert statistics.median(found[-300:]) <= 1.1 * statistics.median(found[100:400])
 
 
-def test_drafts_are_told_once(tokenizer: Tokenizer) -> None:
+def test_drafts_are_reported_once(tokenizer: Tokenizer) -> None:
     stream = Stream(tokenizer, output_kind=DELTA, return_drafts=True)
     drafts = stream.request._drafts
     assert drafts is not None

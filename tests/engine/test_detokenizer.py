@@ -120,7 +120,7 @@ def test_bytes_that_never_become_text_are_given_out(tokenizer: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("count", range(26, 40))
-def test_a_character_behind_bytes_that_are_none_stays_whole(tokenizer: Tokenizer, count: int) -> None:
+def test_a_character_after_bytes_that_are_none_stays_whole(tokenizer: Tokenizer, count: int) -> None:
     ids = [tokenizer.encode("é")[-1]] * count + tokenizer.encode(EMOJI)
     assert whole_text(tokenizer, ids, chunk=1) == tokenizer.decode(ids)
     assert tokenizer.decode(ids).endswith(EMOJI)
@@ -236,7 +236,7 @@ def test_decoder_that_takes_text_back() -> None:
     assert whole_text(fake(backend), [0, 1, 2, 0, 2]) == "A\ufffdxAx"
 
 
-def test_first_word_keeps_its_space_behind_a_prompt() -> None:
+def test_first_word_keeps_its_space_after_a_prompt() -> None:
     """Check that the first word after a prompt keeps its space. A Metaspace decoder strips the first space of a text,
     but an output does not begin its text."""
     backend = Backend(models.WordLevel({"▁hello": 0, "▁world": 1, "?": 2}, unk_token="?"))
@@ -247,7 +247,7 @@ def test_first_word_keeps_its_space_behind_a_prompt() -> None:
     assert detokenizer.text == " world hello"
 
 
-def test_words_keep_their_space_behind_flushed_text() -> None:
+def test_words_keep_their_space_after_flushed_text() -> None:
     """Check that words after flushed text keep their space. Llama 2's decoder strips the first space of what it is
     given."""
     backend = Backend(models.WordLevel({"<0x41>": 0, "<0xE6>": 1, "x": 2, "▁w": 3, "▁\ufffd": 4}, unk_token="x"))

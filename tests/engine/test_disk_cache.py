@@ -188,7 +188,7 @@ def test_engines_that_share_a_folder_write_the_banks_texts(
         end(engine)
 
 
-def test_a_request_waits_beside_others_for_its_blocks(
+def test_a_request_waits_next_to_others_for_its_blocks(
     folder: Path, native_qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check that a request waits for its blocks while others run. With no time for reads, each step reads one block."""

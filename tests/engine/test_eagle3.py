@@ -364,7 +364,7 @@ def test_what_is_rejected(head_bank: Bank) -> None:
         build_engine(made({"max_model_len": 100_000}))
 
 
-def test_a_head_that_is_mostly_wrong_is_told_once(head_bank: Bank, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_that_is_mostly_wrong_is_reported_once(head_bank: Bank, caplog: pytest.LogCaptureFixture) -> None:
     engine = head_engine(head_bank, "random", k=1, dtype="float32", max_model_len=400)
     for round_ in range(2):
         for i in range(5):

@@ -109,7 +109,7 @@ def test_a_poisoned_chunk_is_never_shared_before_its_prompt_ends(
     [({"enforce_eager": True}, False), ({}, True), ({"model_impl": "transformers"}, False)],
     ids=["torch", "native", "transformers"],
 )
-def test_a_fault_behind_the_last_layer_that_sees_all_is_seen(
+def test_a_fault_after_the_last_layer_that_sees_all_is_seen(
     fields: dict[str, Any], is_native: bool, tmp_path: Path
 ) -> None:
     """Check that a NaN from a layer after the last one with full attention is seen: the third layer's K and V are not

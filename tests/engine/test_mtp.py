@@ -388,7 +388,7 @@ def test_what_is_rejected(folder: Path) -> None:
 
 @pytest.mark.parametrize("size", [None, 20])
 @pytest.mark.parametrize(("accepted", "warns"), [(399, True), (400, False)])
-def test_a_head_that_is_mostly_wrong_is_told(
+def test_a_head_that_is_mostly_wrong_is_reported(
     folder: Path, size: int | None, accepted: int, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafter = weights(folder / "random", "float32", False, None, size).drafter

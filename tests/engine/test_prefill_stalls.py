@@ -92,7 +92,7 @@ def chunks_beside_a_stream(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_what_steps_took_bounds_prompts_beside_a_stream(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+def test_what_steps_took_bounds_prompts_next_to_a_stream(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     chunks = chunks_beside_a_stream(monkeypatch, depth, BOUND)
     assert all(TOKEN * chunk <= 1.3 * BOUND for chunk in chunks), chunks
     assert len(chunks) <= 2 * 2000 * TOKEN / BOUND, chunks

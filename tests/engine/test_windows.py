@@ -67,7 +67,7 @@ def test_native_text_is_transformers_own(banks: dict[str, Bank]) -> None:
 
 
 @pytest.mark.parametrize(("draft", "windowed"), [(None, True), ("equal", True), ("close", True), ("small", False)])
-def test_blocks_behind_the_window_come_back(either: Bank, draft: str | None, windowed: bool) -> None:
+def test_blocks_outside_the_window_come_back(either: Bank, draft: str | None, windowed: bool) -> None:
     bank, k = either, 0 if draft is None else 3
     folder = None if draft is None else bank.drafts[draft]
     engine = make_engine(bank.target, folder, k=k, dtype=bank.dtype, block_size=8, num_gpu_blocks_override=32)

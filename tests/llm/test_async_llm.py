@@ -355,7 +355,7 @@ def test_prompts_hold_up_streams_for_75_ms_unless_told(
 
 
 @pytest.mark.parametrize("closed_early", [False, True])
-def test_what_was_told_of_a_request_is_freed_without_a_collection(llm: AsyncLLM, closed_early: bool) -> None:
+def test_what_was_reported_of_a_request_is_freed_without_a_collection(llm: AsyncLLM, closed_early: bool) -> None:
     """Check that what a request holds is freed without a garbage collection, which would stop every stream for as long
     as it takes."""
 

@@ -284,7 +284,7 @@ def test_no_logprobs_unless_asked_for(llm: LLM) -> None:
     assert (completion.logprobs, completion.cumulative_logprob, output.prompt_logprobs) == (None, None, None)
 
 
-def test_prompt_logprobs_are_told_once(llm: LLM, engine: ScriptedEngine) -> None:
+def test_prompt_logprobs_are_reported_once(llm: LLM, engine: ScriptedEngine) -> None:
     params = GREEDY.replace(prompt_logprobs=1, n=3)
     (output,) = llm.generate([5, 6, 7], params, use_tqdm=False)
     assert output.prompt_logprobs is not None

@@ -46,7 +46,7 @@ def test_drafts_are_what_the_draft_model_writes(alone: LLM, depth: int) -> None:
     assert [output.outputs[0].token_ids for output in written] == drafted
 
 
-def test_drafts_are_not_told_unasked(alone: LLM) -> None:
+def test_drafts_are_not_reported_unasked(alone: LLM) -> None:
     (output,) = alone.generate(PROMPTS[0], PARAMS.replace(return_drafts=False, max_tokens=2), use_tqdm=False)
     assert output.outputs[0].drafts is None
     (output,) = alone.generate(PROMPTS[0], PARAMS.replace(max_tokens=2), use_tqdm=False)

@@ -128,7 +128,7 @@ def test_models_of_torch_embed_the_same_texts(folders: dict[str, Path], dtype: s
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def test_generated_text_is_the_same_beside_embeddings(folders: dict[str, Path]) -> None:
+def test_generated_text_is_the_same_next_to_embeddings(folders: dict[str, Path]) -> None:
     prompt, params = [3, 1, 4, 1, 5], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     llm = make_llm(folders["qwen3"], folders["draft"], k=3, dtype="float32")
     (alone,) = llm.generate([prompt], params, use_tqdm=False)

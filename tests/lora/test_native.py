@@ -93,7 +93,7 @@ def texts(folders: list[Path], jobs: list[tuple[int, int]], k: int, batch: int) 
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_text_hangs_on_nothing_else(folders: list[Path]) -> None:
+def test_text_depends_on_nothing_else(folders: list[Path]) -> None:
     jobs = [(i % 3, i // 3 % 3) for i in range(9)]
     alone = texts(folders, jobs, k=0, batch=1)
     assert texts(folders, jobs, k=5, batch=9) == alone

@@ -490,7 +490,7 @@ def test_gpt_oss() -> None:
             parse_config(raw | {field: 0})
 
 
-def test_longrope_beside_layers_that_are_not_rotated(tmp_path: Path) -> None:
+def test_longrope_next_to_layers_that_are_not_rotated(tmp_path: Path) -> None:
     """Check longrope next to layers without RoPE: the engine's maximum length reaches every layer with RoPE."""
     rope = {"rope_type": "longrope", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64}
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}

@@ -33,7 +33,7 @@ def refusal(folder: Path) -> str:
 
 @pytest.mark.parametrize("value", [None, [], {}, "x", 1.5, True, [1], {"a": 1}], ids=repr)
 @pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"])
-def test_a_value_of_another_type_is_told_with_file_and_field(folder: Path, field: str, value: Any) -> None:
+def test_a_value_of_another_type_is_reported_with_file_and_field(folder: Path, field: str, value: Any) -> None:
     edit_json(folder / "config.json", **{field: value})
     told = refusal(folder)
     assert told.startswith(f"{folder}/config.json: {field}={value!r}: must be "), told

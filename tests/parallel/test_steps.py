@@ -72,7 +72,7 @@ def wait(slot: RingSlot) -> None:
     assert done(slot).wait(TIMEOUT)
 
 
-def test_results_are_told_after_their_step(ends: tuple[Connection, Connection]) -> None:
+def test_results_are_reported_after_their_step(ends: tuple[Connection, Connection]) -> None:
     ours, theirs = ends
     ring = make_ring()
     reporter = Reporter(theirs, wait, lost=lambda: pytest.fail("lost"))
@@ -93,7 +93,7 @@ def test_results_are_told_after_their_step(ends: tuple[Connection, Connection]) 
     reporter.close()
 
 
-def test_a_slot_is_not_used_again_before_it_was_told(ends: tuple[Connection, Connection]) -> None:
+def test_a_slot_is_not_used_again_before_it_was_reported(ends: tuple[Connection, Connection]) -> None:
     _, theirs = ends
     ring = make_ring()
     reporter = Reporter(theirs, wait, lost=lambda: pytest.fail("lost"))
@@ -108,7 +108,7 @@ def test_a_slot_is_not_used_again_before_it_was_told(ends: tuple[Connection, Con
     reporter.close()
 
 
-def test_a_step_that_does_not_end_is_told_and_ends_the_rank(ends: tuple[Connection, Connection]) -> None:
+def test_a_step_that_does_not_end_is_reported_and_ends_the_rank(ends: tuple[Connection, Connection]) -> None:
     ours, theirs = ends
     lost = threading.Event()
 

@@ -146,7 +146,7 @@ def test_wrong_arguments_are_rejected(args: dict[str, Any], message: str) -> Non
     assert isinstance(refused.value, InvalidConfigError)
 
 
-def test_what_ray_is_told() -> None:
+def test_what_ray_gets() -> None:
     app = build_openai_app({"engine": ENGINE, "autoscaling_config": {"max_replicas": 8, "target_ongoing_requests": 5}})
     deployment = app._bound_deployment
     config = deployment._deployment_config.autoscaling_config

@@ -80,7 +80,7 @@ def test_content_ends_before_a_stop_string(tokenizer: Tokenizer, settings: ToolS
     assert kept["content"] == "Well then STOP"
 
 
-def test_a_call_before_the_stop_string_is_told(tokenizer: Tokenizer) -> None:
+def test_a_call_before_the_stop_string_is_reported(tokenizer: Tokenizer) -> None:
     found, _ = told(tokenizer, f"{CALL}\nDone. STOP {CALL}", stop="STOP")
     assert (found["calls"], found["content"]) == ([["look", '{"at": "STOP"}']], "\nDone. ")
     assert (found["finish_reason"], found["stop_reason"]) == ("tool_calls", "STOP")

@@ -135,7 +135,7 @@ def test_unknown_paths_methods_and_models(server: Server) -> None:
         assert "`gpt-5` does not exist; served: ['bundled']" in answer.error["message"]
 
 
-def test_what_is_told_of_the_server(server: Server) -> None:
+def test_what_is_reported_of_the_server(server: Server) -> None:
     from importlib.metadata import version
 
     assert server.get("/health").body == b""

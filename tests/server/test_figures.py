@@ -261,7 +261,7 @@ def test_values_of_a_body(body: bytes, status: int) -> None:
     assert fault.value.status == status
 
 
-def test_of_tokens_with_one_text_the_likelier_is_told() -> None:
+def test_of_tokens_with_one_text_the_likelier_is_reported() -> None:
     """Check that of two tokens with the same text, which are parts of characters, the likelier is reported."""
     entry = {7: Logprob(-0.1, 1), 8: Logprob(-0.2, 2), 9: Logprob(-0.3, 3)}
     told = completion_logprobs([7], [entry], lambda token: "?" if token > 7 else "a", [0], top=True)

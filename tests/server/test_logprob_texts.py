@@ -88,7 +88,7 @@ def test_bytes_are_the_tokens_own(tokenizers: dict[str, Tokenizer], kind: str, t
     assert told[:-1] == content
 
 
-def test_bytes_are_the_tokens_own_where_tokens_are_told_as_ids(tokenizer: Tokenizer) -> None:
+def test_bytes_are_the_tokens_own_where_tokens_are_reported_as_ids(tokenizer: Tokenizer) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "return_tokens_as_token_ids": True}
     said = ask(Script(tokenizer, "é日"), tokenizer, "chat", body)
     content = said.answer["choices"][0]["logprobs"]["content"][:-1]

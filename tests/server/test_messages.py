@@ -784,7 +784,7 @@ def test_betas(messaging: Server) -> None:
     assert list(beta_warnings([(b"anthropic-beta", known)])) == []
 
 
-def test_pauses_are_told() -> None:
+def test_pauses_are_reported() -> None:
     async def main() -> list[int | None]:
         gate = asyncio.Event()
 

@@ -181,7 +181,7 @@ def test_chunks_say_what_was_drafted(server: Server, path: str) -> None:
     assert answer["token_strs"] == joined(chunks, "token_strs")
 
 
-def test_drafts_are_told_of_each_completion_and_only_where_they_are_asked_for(server: Server) -> None:
+def test_drafts_are_reported_of_each_completion_and_only_where_they_are_asked_for(server: Server) -> None:
     body = {"prompt": "def add(a, b):", "n": 2, "max_tokens": 24, "temperature": 1.0, "seed": 3}
     answer = server.complete(**body, return_drafts=True, per_request_spec_decode_metrics="summary")
     counted = sum(len(choice["drafts"]) for choice in answer["choices"])

@@ -71,7 +71,7 @@ fn products_are_exact_within_their_length() {
 /// Checks that positions before the windows of all layers, and before the start of a row's KV, are not read: they hold
 /// NaN.
 #[test]
-fn positions_behind_a_window_are_not_read() {
+fn positions_outside_a_window_are_not_read() {
     for (window, block_size) in [(1, 4), (7, 3), (16, 16), (20, 5), (33, 16)] {
         let model = Model::random(SMALL, 2, Kind { window, ..WINDOWED }, 21);
         let tokens: Vec<usize> = (0..70).map(|p| p * 11 % SMALL.vocab_size).collect();

@@ -249,14 +249,14 @@ def test_more_splits_than_blocks(heads: tuple[int, int]) -> None:
     p.check(cut(p, 1, 8))
 
 
-def test_prefill_chunks_beside_others() -> None:
+def test_prefill_chunks_next_to_others() -> None:
     p = Pass([span(0, 37), span(20, 41), [-1, -1], [5]])
     config = chosen(batch=4, max_q_len=37, num_heads=4, num_kv_heads=2, head_dim=20, dtypes=(p.dtype, p.dtype))
     assert config.splits == 1
     p.check(config)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+def test_a_row_does_not_depend_on_the_rows_next_to_it() -> None:
     """Check bit by bit that a row does not depend on other rows: its blocks are counted from position 0, and the number
     of splits depends on sizes alone."""
     alone, together = Pass([[40]]), Pass([span(40, 46)])
@@ -368,7 +368,7 @@ def test_a_long_chunk_in_parts(window: int | None) -> None:
 
 @pytest.mark.parametrize("batch", [1, 4, 8, 9, 16, 32, 64])
 @pytest.mark.parametrize("context", [1 << 15, 1 << 17])
-def test_a_long_context_beside_short_ones_is_cut_up(batch: int, context: int) -> None:
+def test_a_long_context_next_to_short_ones_is_cut_up(batch: int, context: int) -> None:
     """Check that a long context next to short ones is split: no program reads more than half of it, and with up to 16
     requests no more than an eighth."""
     config = chosen_for_32b(batch=batch, max_q_len=6, span=context)

@@ -106,7 +106,7 @@ def test_every_endpoint_and_every_prompt_has_its_span(traced: Server, collector:
     assert len({chat.trace, response.trace, *(span.trace for span in spans)} - {TRACE}) == 3
 
 
-def test_cached_tokens_are_told(traced: Server, collector: Collector) -> None:
+def test_cached_tokens_are_reported(traced: Server, collector: Collector) -> None:
     ids = [*range(100, 148)]
     for cached in (0, 32):  # full blocks of 16, but for the last token
         traced.complete(prompt=ids, max_tokens=1)
