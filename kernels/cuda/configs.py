@@ -182,7 +182,7 @@ def fit(config: LinearConfig, shape: LinearShape, block_m: int, limits: DeviceLi
     # Codes leave their stage for registers at once: there is one buffer less than stages.
     buffers = (room - extra) // stage + (shape.coding is not None)
     stages = max(2, min(config.num_stages, buffers))
-    # The squares of 64 rows beside their sums are more than the registers of four warps hold.
+    # The squares of 64 rows, next to their sums, need more registers than four warps have.
     return dataclasses.replace(config, num_stages=stages, num_warps=8 if block_m >= 64 else config.num_warps)
 
 

@@ -176,7 +176,7 @@ def test_a_prefix_hit_brings_the_heads_context(head_bank: Bank, monkeypatch: pyt
         run(engine)
     drafts.check(target, reference, jobs)
     assert [drafts.starts(job.request_id) for job in jobs] == [{0}] * len(jobs)
-    # Those that part at the end of a block compute it again, with their own token behind it.
+    # Prompts that part at the end of a block compute it again, with their own token after it.
     assert [job.num_cached_tokens for job in jobs] == [0, 32, 24, 24, 40, 56, 56]
 
 

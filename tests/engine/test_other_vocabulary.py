@@ -75,7 +75,7 @@ def test_drafts_and_counts_are_those_of_a_plain_script(either: Bank, tmp_path: P
                 with torch.inference_mode():
                     logits = model(torch.tensor([fed])).logits[0, -1]
                 proposed.append(shared[int(logits[[to_draft[t] for t in shared]].argmax())])
-            # behind a stop id the target goes on, unseen: its own continuation
+            # after a stop id the target goes on, unseen: its own continuation
             truth = either.continuations[i][done : done + k_r]
             m = next((j for j in range(k_r) if j >= len(truth) or proposed[j] != truth[j]), k_r)
             drafts, accepted, done = drafts + (k_r > 0), accepted + m, done + m + 1

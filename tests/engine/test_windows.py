@@ -55,7 +55,7 @@ def test_greedy_text(data: st.DataObject, banks: dict[str, Bank]) -> None:
     fields = data.draw(engine_settings(), label="engine")
     k = data.draw(st.integers(0, 8), label="K")
     draft = data.draw(st.sampled_from(sorted(bank.drafts)), label="draft")
-    if draft != "small":  # blocks come back behind the window, so no request needs more than three of 8 positions
+    if draft != "small":  # blocks outside the window are freed, so no request needs more than three of 8 positions
         fields["num_gpu_blocks_override"] = data.draw(st.sampled_from([3, 5, 9, 64]), label="blocks")
     engine = make_engine(bank.target, bank.drafts[draft], k=k, dtype=bank.dtype, **fields)
     poison(engine)

@@ -174,7 +174,7 @@ CASES = {
     "whole prompt": [span(0, 40)],
     "short prompt": [span(0, 7)],
     "chunk": [span(24, 61)],
-    "chunks beside decode": [span(0, 45), [12], span(3, 40), [8], span(4, 9)],
+    "chunks next to decode": [span(0, 45), [12], span(3, 40), [8], span(4, 9)],
     "masked tail": [[5, 6, -1, -1], [9, 10, 11, 12]],
     "masked head": [[-1, 0], [7, 8]],
     "masked request": [[4], [-1], [9]],
@@ -194,12 +194,12 @@ def test_matches_loop(rows: list[list[int]], block_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["one row", "verify", "mixed K", "chunks beside decode"])
+@pytest.mark.parametrize("name", ["one row", "verify", "mixed K", "chunks next to decode"])
 def test_dtypes(name: str, dtype: torch.dtype) -> None:
     check(make_batch(CASES[name], dtype=dtype, dim=16))
 
 
-@pytest.mark.parametrize("name", ["one row", "verify", "chunk", "chunks beside decode", "whole prompt"])
+@pytest.mark.parametrize("name", ["one row", "verify", "chunk", "chunks next to decode", "whole prompt"])
 def test_a_cache_of_fewer_bits(name: str) -> None:
     """Check fp32 rows over bf16 K and V: these are rounded when they are written, and nothing else is."""
     batch = make_batch(CASES[name], dtype=torch.float32, dim=16)
@@ -212,7 +212,7 @@ def test_a_cache_of_fewer_bits(name: str) -> None:
     assert torch.equal(batch.run(), expected)
 
 
-@pytest.mark.parametrize("name", ["one row", "decode batch", "mixed K", "chunks beside decode", "masked tail"])
+@pytest.mark.parametrize("name", ["one row", "decode batch", "mixed K", "chunks next to decode", "masked tail"])
 @pytest.mark.parametrize("codes", FRACTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("scales", [UNSCALED, KVScales(0.03, 0.4)])

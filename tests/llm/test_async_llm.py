@@ -314,7 +314,7 @@ def test_the_same_texts_as_llm() -> None:
     other = AsyncLLM(**settings)
 
     async def main() -> list[RequestOutput]:
-        # one after another, because what runs beside a request may change its drafts, and so its text
+        # one after another, because other requests may change its drafts, and so its text
         return [(await all_of(other, prompt, params))[-1] for prompt, params in zip(prompts, each, strict=True)]
 
     try:

@@ -25,7 +25,7 @@ def test_every_layer_has_one_place(data: st.DataObject, windows: list[int | None
     layers = Counter(groups.of_layer)
     assert groups.layers_per_block == max(layers.values()) <= size
     assert sorted(layers) == list(range(len(groups.windows)))
-    # No group behind the first keeps more, and none of them everything.
+    # No group after the first keeps more, and none keeps everything.
     lengths = [1 << 30 if window is None else window for window in groups.windows]
     assert lengths == sorted(lengths, reverse=True)
     assert None not in groups.windows[1:]

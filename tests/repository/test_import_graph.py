@@ -50,7 +50,7 @@ def imports(source: str, module: str, known: Iterable[str]) -> frozenset[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.module is not None, f"{module}:{node.lineno}"
-            # The text of specrs.core is that of specrs_core too, which has an extension of its own beside it.
+            # The text of specrs.core is also that of specrs_core, which has an extension of its own next to it.
             named = node.level == 0 or module == "specrs.core"
             assert named, f"{module}:{node.lineno}: an import that does not name the package in full"
             package = f"specrs.{node.module}" if node.level else node.module

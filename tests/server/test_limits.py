@@ -231,7 +231,7 @@ def test_too_many_connections(server: Server) -> None:
     held = [server.connect() for _ in range(MAX_CONNECTIONS)]
     try:
         for connection in held:
-            # none of them is silent: behind the answer to its first request there is a part of another
+            # none of them is silent: each has sent a part of another request after its first one
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /he")
             assert read_answer(connection).status == 200
         with closing(server.connect()) as connection:

@@ -110,7 +110,7 @@ def test_cursor_rows_are_those_of_accepting_one_by_one(grammars: dict[str, Gramm
             cursor.finish()
             assert matcher.num_accepted == len(committed)
             np.testing.assert_array_equal(mask_of(matcher), before)
-            # settle: some of the drafts, and a token of the row behind them
+            # settle: some of the drafts, and a token of the row after them
             emitted = drafts[: rng.randint(0, len(drafts))]
             emitted.append(rng.choice(allowed_ids(rows[len(emitted)])))
             assert all(matcher.accept(token) for token in emitted)
@@ -159,7 +159,7 @@ def test_only_stop_ids_follow_a_complete_text(tokenizer: Tokenizer, compiled: Ca
     assert not matcher.accept(a)
     assert matcher.accept(c)
     assert matcher.num_accepted == 3
-    assert allowed(matcher) == [EOS, c]  # ended: a row behind the end has something to write
+    assert allowed(matcher) == [EOS, c]  # ended: a row after the end has something to write
     assert not matcher.accept(a)
     assert matcher.accept(EOS)
     matcher.rollback(3)

@@ -19,7 +19,7 @@ from verify.reference import Request, distribution
 from verify.rows import constraints, sampling_rows, token_counts, union
 
 VOCAB = 16
-NODES = 1 + VOCAB + VOCAB**2  # contexts of 0, 1 and 2 tokens behind the history
+NODES = 1 + VOCAB + VOCAB**2  # contexts of 0, 1 and 2 tokens after the history
 PROMPT, OUTPUT = [3, 5, 3, 11], [7, 7, 2]
 STREAMS = 200_000
 

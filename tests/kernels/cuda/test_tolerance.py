@@ -26,7 +26,7 @@ def in_order(x: Tensor, weight: Tensor, order: Tensor) -> Tensor:
 @given(k=st.integers(1, 200), seed=st.integers(0, 2**31), scale=st.sampled_from([1e-6, 1.0, 1e6]))
 def test_any_order_is_within_it(k: int, seed: int, scale: float) -> None:
     x, weight = operands(k, seed)
-    x[:, ::3] *= scale  # cancellation, and products that are lost beside others
+    x[:, ::3] *= scale  # cancellation, and products that are lost next to larger ones
     shuffled = torch.randperm(k, generator=torch.Generator().manual_seed(seed))
     a, b = (in_order(x, weight, order) for order in (torch.arange(k), shuffled))
     assert_same_product(a, b, x, weight)

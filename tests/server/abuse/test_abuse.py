@@ -218,7 +218,7 @@ def test_1500_silent_sockets(server: Server) -> None:
     with ExitStack() as stack:
         for _ in range(1500):
             stack.enter_context(closing(server.connect()))
-        server.get("/version")  # behind those that were not accepted yet
+        server.get("/version")  # after those that were not accepted yet
         for _ in range(20):
             asked = time.monotonic()
             answer: Answer = server.get("/version")

@@ -341,7 +341,7 @@ impl Scheduler {
             }
             row.num_registered += 1;
         }
-        // KV behind a start anew is of this row's history alone.
+        // KV after a start anew depends on this row's history alone.
         let shares = !self.drafts.from_hidden || self.hidden[row_index as usize].draft_start == 0;
         if drafted && shares && !request.draft_failed && !row.rebuild {
             while row.num_draft_marked < row.num_registered && (row.num_draft_marked + 1) * block_size <= row.draft_len

@@ -178,7 +178,7 @@ impl Scheduler {
                     for &other in self.running.iter().filter(|&&other| other != row_index) {
                         let row = &mut self.rows[other as usize];
                         if row.blocks.get(index) == Some(&block) && !(from_hidden && row.rebuild) {
-                            // Of the first block that it shares: behind it each is in its own turn.
+                            // Of the first block that it shares. Blocks after it are handled in their own turn.
                             row.rebuild = true;
                             broken.push((other, index));
                         }

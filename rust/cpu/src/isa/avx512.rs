@@ -324,7 +324,7 @@ impl<const WITH: u8> Simd for Avx512<WITH> {
     fn sums8(self, v: [__m512; 8]) -> [f32; 8] {
         avx512!({
             let (low, high) = (quads(v[0], v[1], v[2], v[3]), quads(v[4], v[5], v[6], v[7]));
-            // Of each quad its lanes 0 + 2 and 1 + 3, beside those of the other four vectors.
+            // Lanes 0 + 2 and 1 + 3 of each quad, next to those of the other four vectors.
             let two = _mm512_add_ps(
                 _mm512_shuffle_ps::<0b01_00_01_00>(low, high),
                 _mm512_shuffle_ps::<0b11_10_11_10>(low, high),

@@ -23,7 +23,7 @@ impl<const GELU: bool> Kernel for GateMul<'_, GELU> {
             s.store(gate_mul::<S, GELU>(s, s.load(gate), s.load(up)), out);
         }
         if let (false, Some(out)) = (gate_tail.is_empty(), self.out.last_mut()) {
-            // Of the zeros behind them come zeros.
+            // The zeros after them give zeros.
             s.store(gate_mul::<S, GELU>(s, f32::load_tail(s, gate_tail), f32::load_tail(s, up_tail)), out);
         }
     }
@@ -55,7 +55,7 @@ impl Kernel for ClampedGateMul<'_> {
         let (alpha, limit) = (s.splat(-self.alpha), s.splat(self.limit));
         let (least, one) = (s.splat(-self.limit), s.splat(1.0));
         for ((gate, up), out) in self.gate.chunks(LANES).zip(self.up.chunks(LANES)).zip(self.out) {
-            // NaN is the second operand, which stays. Of the zeros behind the last element come zeros.
+            // NaN is the second operand, which is kept. The zeros after the last element give zeros.
             let gate = s.min(limit, f32::load_tail(s, gate));
             let up = s.max(least, s.min(limit, f32::load_tail(s, up)));
             let sigmoid = s.div(gate, s.add(one, exp(s, s.mul(gate, alpha))));

@@ -103,9 +103,8 @@ impl<W: Code<N>, const N: usize> Matmul<'_, W, N> {
         for r in 0..R {
             body[r] = &x[r].as_chunks().0[..whole];
         }
-        // The first rows bring in the weights: those of the block behind this one while this one is computed. Line by
-        // line as they lie in memory, whatever output a line is of, so that the processor's own prefetcher sees one
-        // stream and runs ahead of it.
+        // The first rows load the weights of the next block while this one is computed. They are loaded line by line
+        // in the order of memory, for any output, so that the processor's own prefetcher sees one stream.
         let (next, bring) = (self.w[o * stride..].as_ptr().wrapping_add(O * stride).cast::<u8>(), first == 0);
         let bytes = O * size_of::<[W; LANES]>();
         let mut sums = [[s.splat(0.0); O]; R];
