@@ -1,4 +1,5 @@
-"""`specrs advise` against an exhaustive sweep: the speed of what it advises over that of the fastest drafter and K.
+"""Compares the advice of `specrs advise` with an exhaustive sweep: the speed with the advised drafter and K, over that
+with the fastest.
 
     python benches/bench_advise.py [--model MODEL] [--draft-model MODEL] [--head HEAD] [--traffic FILE] [--rounds 3]
         [--max-k 7] [--max-tokens 128] [--num-prompts 20] [--threads 1] [--out benches/results/...json]

@@ -1,4 +1,4 @@
-"""Requests of agents with drafts that come with them: structured answers and edits, against no drafts.
+"""Measures agents' requests with drafts that come with them (structured answers and edits), against no drafts.
 
     python benches/bench_agents.py [--model FILE.gguf] [--rounds 3] [--prompts 8] [--threads 2] [--k 7 15 auto]
 

@@ -1,5 +1,5 @@
-"""`num_speculative_tokens="auto"` against fixed K on a CPU: tokens per second of the bundled pair, and of its target
-with a useless draft (random weights), at concurrency 1, 2, 4 and 8.
+"""Measures `num_speculative_tokens="auto"` against fixed K on a CPU: tokens per second of the bundled pair, and of its
+target with a useless draft (random weights), at concurrency 1, 2, 4 and 8.
 
     python benches/bench_auto_k.py [--rounds 3] [--tokens 96] [--threads 1] [--out benches/results/...json]
 
@@ -33,7 +33,7 @@ BAR = 0.97
 
 
 def useless_draft(folder: Path) -> Path:
-    """The bundled draft with its matrices redrawn: the same cost, none of the sense."""
+    """Write the bundled draft with redrawn matrices: it costs the same, and its drafts are useless."""
     from safetensors.torch import load_file, save_file
 
     folder.mkdir(parents=True)
@@ -51,7 +51,7 @@ def useless_draft(folder: Path) -> Path:
 
 
 def engine(draft: Path | None, k: int | str) -> LLM:
-    """An engine at a fixed K, or one that chooses."""
+    """Return an engine with a fixed K, or one that chooses K."""
     speculative: dict[str, Any] = {"num_speculative_tokens": k, "model": str(draft or DRAFT)}
     return LLM(
         speculative_config=speculative,
@@ -63,7 +63,7 @@ def engine(draft: Path | None, k: int | str) -> LLM:
 
 
 def tokens_per_second(llm: LLM, prompts: list[str], concurrency: int, params: SamplingParams) -> float:
-    """All prompts, `concurrency` at a time."""
+    """Return the tokens per second of all prompts, `concurrency` at a time."""
     start, tokens = time.perf_counter(), 0
     for first in range(0, len(prompts), concurrency):
         outputs = llm.generate(prompts[first : first + concurrency], params, use_tqdm=False)
@@ -105,7 +105,7 @@ def measure(draft: Path | None, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def missed(results: dict[str, Any]) -> list[str]:
-    """The bars that were not reached, in words."""
+    """Return the goals that were not reached, in words."""
     wrong = []
     for name, rows in results.items():
         for concurrency, row in rows.items():

@@ -26,7 +26,7 @@ PROMPT, TOKENS = 128, 64
 
 
 def measure(model: str, activations: str, threads: int) -> dict[str, Any]:
-    """One engine's tokens per second, peak memory in MB, and text."""
+    """Return an engine's tokens per second, peak memory in MB, and text."""
     from specrs import LLM, SamplingParams
 
     llm = LLM(

@@ -53,7 +53,7 @@ def serve(model: str, dtype: str, threads: int | None, tokens: int) -> None:
 
 
 class Tree:
-    """A process that writes with the package of one folder."""
+    """Process that runs the package of one source tree."""
 
     def __init__(self, folder: Path, model: str, arguments: argparse.Namespace) -> None:
         self.folder, self.tokens = folder, arguments.tokens
@@ -94,7 +94,7 @@ class Tree:
 
 @contextlib.contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """`count` processes that compute without end meanwhile."""
+    """While this context is open, run `count` processes that compute without end."""
     loops = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
     try:
         if count:
@@ -107,7 +107,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def real_model() -> str:
-    """Path of SmolLM2-135M."""
+    """Return the path of SmolLM2-135M."""
     made = subprocess.run([ROOT / "scripts/real_model", sys.executable], capture_output=True, text=True, check=True)
     return made.stdout.strip()
 

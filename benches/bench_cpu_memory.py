@@ -1,4 +1,4 @@
-"""Peak memory of an engine on a CPU, over the size of its checkpoint and its KV cache. Measures no time.
+"""Measures the peak memory of an engine on a CPU beyond the size of its checkpoint and its KV cache. Measures no time.
 
     python benches/bench_cpu_memory.py [--layers 28] [--dtype bfloat16] [--folder FOLDER]
 
@@ -65,14 +65,14 @@ def write_checkpoint(folder: Path, layers: int) -> int:
 
 
 def resident(field: str) -> int:
-    """Bytes of this process, by the name that /proc gives them."""
+    """Return a field of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (kilobytes,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
     return 1024 * int(kilobytes)
 
 
 def serve(folder: str, dtype: str) -> None:
-    """The measured process: prints what it took as JSON."""
+    """Run the measured process: serve, and print the memory as JSON."""
     with_torch = resident("VmHWM")
     from specrs.config import EngineConfig
     from specrs.engine.build import build_engine

@@ -1,4 +1,5 @@
-"""Time of one forward pass with LM head on a CPU: target at 1 and 6 rows, draft at 1 row. Runs no scheduler.
+"""Measures the time of one forward pass with LM head on a CPU: target at 1 and 6 rows, draft at 1 row. Runs no
+scheduler.
 
     python benches/bench_cpu_pass.py [PAIR] [--context 200] [--threads 2] [--dtype float32] [--record FILE]
 
@@ -24,7 +25,7 @@ BLOCK_SIZE = 16
 
 
 def make_pass(model: TorchDecoder, rows: int, context: int) -> tuple[PassInputs, KVCache]:
-    """A pass of one request whose last `rows` of `context` tokens are fed; its blocks lie scattered."""
+    """Return a pass of one request that feeds the last `rows` of `context` tokens. Its blocks lie scattered."""
     blocks = -(-context // BLOCK_SIZE)
     cache = model.allocate_cache(4 * blocks, BLOCK_SIZE)
     table = torch.randperm(4 * blocks, generator=torch.Generator().manual_seed(0))[:blocks].unsqueeze(0)
@@ -42,7 +43,7 @@ def make_pass(model: TorchDecoder, rows: int, context: int) -> tuple[PassInputs,
 
 @torch.inference_mode()
 def measure(model: TorchDecoder, rows: int, context: int, repeats: int) -> list[float]:
-    """Milliseconds of each of `repeats` passes after 20 that warm up."""
+    """Return the milliseconds of each of `repeats` passes, after 20 passes that warm up."""
     inputs, cache = make_pass(model, rows, context)
     times = []
     for i in range(20 + repeats):
@@ -54,7 +55,7 @@ def measure(model: TorchDecoder, rows: int, context: int, repeats: int) -> list[
 
 
 def processor() -> str:
-    """Name of the processor, as the operating system gives it."""
+    """Return the name of the processor, as the operating system gives it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,5 @@
-"""specrs beside four engines on a CPU, in turns: llama.cpp, OpenVINO GenAI, vLLM and transformers. Installs nothing.
+"""Compares specrs with four engines on a CPU, in turns: llama.cpp, OpenVINO GenAI, vLLM and transformers. Installs
+nothing.
 
     python benches/bench_cpu_peers.py --peers FOLDER [--sets pair1 pair8 smollm2 qwen3 smollm2-files-1 ...]
                                       [--engines ...] [--rounds 5] [--out benches/results/...json]
@@ -29,12 +30,12 @@ from peers.prompts import make_prompts
 from peers.settings import ENGINES, FILES, SETS, Setting
 
 IDLE = 0.3
-"""A load average above it is not an idle machine's."""
+"""Load average above which a machine does not count as idle."""
 
 
 def read_limits(setting: Setting, peers: Path) -> dict[str, Any]:
-    """What the target's weights are, and passes a second if reading them were all: bytes over the bandwidth of a buffer
-    of that size with the set's threads, measured now. Of quantized files, bytes are the file's."""
+    """Return the size of the target's weights, and the read limit: passes per second if a pass only read the weights,
+    at the bandwidth measured now with the set's threads. For quantized files, bytes are the file's."""
     stored, number, sizes = "file", None, {}
     files = {line.dtype: engines.model_path(line, setting.target, peers) for line in setting.lines}
     if any(line.dtype in tables.NUM_BYTES for line in setting.lines):
@@ -52,7 +53,7 @@ def read_limits(setting: Setting, peers: Path) -> dict[str, Any]:
 
 
 def prepare(names: list[str], chosen: list[str], peers: Path) -> tuple[dict[str, list[Measured]], dict[str, Any]]:
-    """The lines of each set that can run, those that cannot with their reason, and each set's prompts."""
+    """Return the lines of each set that can run, those that cannot with their reason, and each set's prompts."""
     measured, prompts = {}, {}
     for name in names:
         setting = SETS[name]
@@ -68,12 +69,12 @@ def prepare(names: list[str], chosen: list[str], peers: Path) -> tuple[dict[str,
 
 
 def told(each: Measured) -> str:
-    """A line in words."""
+    """Return a line of the report in words."""
     return f"{each.line.name}, K = {each.line.k}, {each.line.dtype}"
 
 
 def run_round(name: str, lines: list[Measured], prompts: dict[str, Any], peers: Path, timeout_s: float) -> None:
-    """Every line of a set once; one that failed is not tried again."""
+    """Run every line of a set once. A line that failed is not tried again."""
     for each in lines:
         if each.reason is not None:
             continue
@@ -83,7 +84,7 @@ def run_round(name: str, lines: list[Measured], prompts: dict[str, Any], peers: 
 
 
 def set_report(name: str, lines: list[Measured], limits: dict[str, Any]) -> dict[str, Any]:
-    """A set as the file has it."""
+    """Return a set in the form of the results file."""
     setting = asdict(SETS[name])
     del setting["lines"]
     found = []
@@ -111,7 +112,7 @@ def commit() -> str:
 
 
 def markdown(report: dict[str, Any], measured: dict[str, list[Measured]]) -> str:
-    """The report as text."""
+    """Return the report as Markdown."""
     computer = report["machine"]
     load = ", ".join(f"{when} {values[0]:.2f}" for when, values in report["load_average"].items())
     sizes = ", ".join(f"{level} {size / 2**10:,.0f} KiB" for level, size in computer["caches"].items())

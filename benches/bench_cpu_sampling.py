@@ -1,4 +1,4 @@
-"""Speed of a CPU's steps with penalties, masks, grammars and log probabilities, relative to plain ones.
+"""Measures the speed of a CPU's steps with penalties, masks, grammars and log probabilities, relative to plain ones.
 
     python benches/bench_cpu_sampling.py [--k 0 3] [--rounds 5] [--trees python OTHER/python] [--out FILE]
 

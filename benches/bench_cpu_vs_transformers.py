@@ -31,7 +31,7 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.9}
 
 
 def make_prompts(llm: LLM) -> list[list[int]]:
-    """Windows of the bundled prompts joined, evenly spread, each 128 tokens."""
+    """Return windows of 128 tokens of the joined bundled prompts, evenly spread."""
     ids = llm.get_tokenizer().encode("\n\n\n".join(PROMPTS))
     ids = ids * (1 + NUM_PROMPTS * PROMPT_LEN // len(ids))
     step = (len(ids) - PROMPT_LEN) // NUM_PROMPTS
@@ -39,7 +39,7 @@ def make_prompts(llm: LLM) -> list[list[int]]:
 
 
 def specrs_runner(k: int, **params: Any) -> tuple[LLM, Callable[[list[int]], Any]]:
-    """An engine at K = `k` and a function that continues one prompt."""
+    """Return an engine at K = `k`, and a function that continues one prompt."""
     speculative = {"num_speculative_tokens": k} if k else None
     llm = LLM(
         speculative_config=speculative,

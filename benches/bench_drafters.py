@@ -1,4 +1,4 @@
-"""Every drafter on the bundled target: acceptance length and tokens per second, as JSON, table and picture.
+"""Measures every drafter on the bundled target: acceptance length and tokens per second, as JSON, table and picture.
 
     python benches/bench_drafters.py [--rounds 5] [--prompts 4] [--tokens 96] [--drafters a b ...] [--out FILE.json]
 
@@ -56,18 +56,18 @@ WORKLOADS = ("code", "editing", "mix", "noise")
 
 @dataclass
 class Contestant:
-    """One engine and what was measured of it, a value for each round."""
+    """One engine and its measurements, a value for each round."""
 
     name: str
     llm: LLM
     useless: LLM
-    """The engine with weights that draft nothing of use, to measure noise."""
+    """The engine with weights whose drafts are useless, to measure noise."""
     speeds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in WORKLOADS})
     lengths: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in WORKLOADS})
 
 
 def random_weights(source: Path, folder: Path) -> Path:
-    """A checkpoint like `source` whose matrices are shuffled, in `folder`."""
+    """Write a checkpoint like `source` with shuffled matrices to `folder`."""
     shutil.copytree(source, folder)
     generator = torch.Generator().manual_seed(0)
     for file in folder.glob("*.safetensors"):
@@ -81,7 +81,7 @@ def random_weights(source: Path, folder: Path) -> Path:
 
 
 def engine(method: str, k: int | str, draft: Path | None = None) -> LLM:
-    """The bundled target, drafted for by `method`; by the model or head in `draft` if that is given."""
+    """Return the bundled target with the drafter `method`, and with the model or head in `draft` if given."""
     speculative: dict[str, Any] | None = None
     if method != VANILLA:
         speculative = {"method": method, "num_speculative_tokens": k}
@@ -95,7 +95,7 @@ def engine(method: str, k: int | str, draft: Path | None = None) -> LLM:
 
 
 def contestant(name: str, k: int | str, useless: dict[str, Path]) -> Contestant:
-    """An engine and its twin for noise, which is the same where no drafter has weights."""
+    """Return an engine and its twin for measuring noise, which is the same engine if the drafter has no weights."""
     llm = engine(name, k)
     weights = [useless[one] for one in name.split(",") if one in useless]
     return Contestant(name, llm, engine(name, k, *weights) if weights else llm)
@@ -137,7 +137,7 @@ def _take(prompts: Iterator[list[int]], count: int) -> list[list[int]]:
 
 
 def measure(contestants: list[Contestant], workload: str, prompts: list[list[int]], tokens: int) -> None:
-    """One run of one workload on every engine, appended to what was measured."""
+    """Run one workload once on every engine, and append the measurements."""
     temperature = 5.0 if workload == "noise" else 0.0
     seconds = dict.fromkeys((one.name for one in contestants), 0.0)
     engines = {one.name: one.useless if workload == "noise" else one.llm for one in contestants}
@@ -185,7 +185,7 @@ def table(contestants: list[Contestant]) -> tuple[dict[str, Any], str]:
 
 
 def draw(found: dict[str, Any], caption: str, path: Path) -> None:
-    """Bars of speed-up by workload, a group for each drafter."""
+    """Draw bars of speed-up by workload, a group for each drafter."""
     from matplotlib.figure import Figure
 
     names = [name for name in found if name != VANILLA]

@@ -1,4 +1,5 @@
-"""`make gpu-bench`: the table of the GPU's bars, predicted and measured, as JSON and pictures. Checks no results.
+"""Measures the table of the GPU's goals (`make gpu-bench`), predicted and measured, as JSON and pictures. Checks no
+results.
 
     python benches/bench_gpu.py [--out FOLDER] [--only passes,products,attention,...]
                                 [--target qwen3-32b] [--draft qwen3-1.7b] [--commit HASH]
@@ -42,7 +43,7 @@ PARTS = (
 KS = "0,1,2,3,5,auto"
 CONCURRENCY = "1,4,16,64,128,256" if ON_GPU else "1,2"
 POINT_SECONDS = 28.0
-"""Seconds of a point of `steady` after which no more requests are added."""
+"""Seconds of a measurement of `steady` after which no more requests are added."""
 MAX_MODEL_LEN = 4096 if ON_GPU else 32
 PREDICTED = {
     "target_pass_ms": "15.9 at 1 to 8 rows: 63.97 GB at 4.3 TB/s and 2.2 us for each of 387 kernels; 16.2 to 17.5 "
@@ -62,7 +63,7 @@ PREDICTED = {
     "experts": "Qwen3-30B-A3B: 3.3 ms for 1 row, 7.1 for 6, from the times of products alone",
     "transformers_ratio": "8 at K = 5: about 180 ms an iteration, bound by the host",
 }
-"""For one H200 in bf16, written down before each was measured."""
+"""Predictions for one H200 in bf16, each written down before it was measured."""
 
 
 def main() -> int:
@@ -96,7 +97,7 @@ def main() -> int:
 
 
 class Bench:
-    """The models, what was found, and the file that it goes to."""
+    """The models, the measurements, and the file that they are written to."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         target, draft, out, commit = arguments.target, arguments.draft, arguments.out, arguments.commit
@@ -160,7 +161,7 @@ class Bench:
         return self._weights
 
     def load(self, folder: str) -> Any:
-        """A model of random weights."""
+        """Return a model of random weights."""
         dtype = "bfloat16" if ON_GPU else "float32"
         return load_model(folder, dtype=dtype, device=self.device, load_format="dummy")
 
@@ -178,12 +179,12 @@ class Bench:
         return attention.measure(self.device, [2048, 32768, 131072] if ON_GPU else [32])
 
     def prefill(self) -> dict[str, Any]:
-        """Attention of prompt chunks over long contexts."""
+        """Measure attention of prompt chunks over long contexts."""
         contexts = [1024, 8192, 32768, 131072] if ON_GPU else [32]
         return attention.prefill(self.device, [32, 256, 2048] if ON_GPU else [20], contexts)
 
     def layer(self) -> dict[str, Any]:
-        """Verifications of many rows by the number of layers; the difference is that of layers alone."""
+        """Measure verifications of many rows by the number of layers. The difference is the cost of layers alone."""
         ks, settings = (0, 1, 2, 3, 5), {} if ON_GPU else {"device": "cpu", "dtype": "float32", "block_size": 4}
         batch, found = 64 if ON_GPU else 2, dict[str, dict[int, float]]()
         ks = ks if ON_GPU else ks[:2]
@@ -197,7 +198,7 @@ class Bench:
         return found | {"a layer, ms": {rows: (three[rows] - one[rows]) / 2 for rows in one}}
 
     def formats(self) -> dict[str, Any]:
-        """The target as codes of every kind, beside the bf16 draft."""
+        """Measure the target quantized in every format, with the bf16 draft."""
         settings = {} if ON_GPU else {"device": "cpu", "dtype": "float32", "block_size": 4}
         found = {}
         for kind in formats.CODINGS:
@@ -207,7 +208,7 @@ class Bench:
         return found
 
     def experts(self) -> dict[str, Any]:
-        """A mixture of experts beside the bf16 draft; the dense target leaves the GPU before."""
+        """Measure a mixture of experts with the bf16 draft. The dense target is removed from the GPU before."""
         settings = {} if ON_GPU else {"device": "cpu", "dtype": "float32", "block_size": 4}
         drafter, self._weights = self.weights.drafter, None
         gc.collect()
@@ -216,7 +217,7 @@ class Bench:
         return {Path(target).name: formats.measure(target, self.draft, weights, **settings)}
 
     def tpot(self) -> dict[str, Any]:
-        """A lone request at K = 5 and K = 0."""
+        """Measure one request alone at K = 5 and K = 0."""
         found = {}
         context, tokens = (1024, 600) if ON_GPU else (6, 4)
         for k in (5, 0):
@@ -228,7 +229,7 @@ class Bench:
         return found
 
     def idle(self) -> dict[str, Any]:
-        """Where the time of a step goes, and the GPU between steps."""
+        """Measure how the time of a step is spent, and the GPU's idle time between steps."""
         sizes = (1, 64) if ON_GPU else (1,)
         fields = {"max_num_seqs": max(sizes), "max_model_len": 512 if ON_GPU else 32}
         engine = serving.make_engine(self.target, self.draft, self.weights, 5, **fields)
@@ -256,7 +257,7 @@ class Bench:
         return found
 
     def server(self) -> dict[str, Any]:
-        """The bundled pair's server under load."""
+        """Measure a server of the bundled pair under load."""
         return self._script("server.py", str(self.out))
 
     def transformers(self) -> dict[str, Any]:
@@ -291,7 +292,7 @@ def release(engine: Any) -> None:
 
 
 def git(*arguments: str) -> str:
-    """What git says; `unknown` outside of a repository, or where there is no git."""
+    """Return git's output; `unknown` outside a repository, or without git."""
     try:
         done = subprocess.run(
             ["git", *arguments], capture_output=True, text=True, check=False, cwd=Path(__file__).parent

@@ -1,4 +1,4 @@
-"""Cost of states, in models of gated delta nets and attention with the shape of Qwen3.5-0.8B.
+"""Measures the cost of states, in models of gated delta nets and attention with the sizes of Qwen3.5-0.8B.
 
     python benches/bench_hybrids.py FOLDER [--threads 2] [--rounds 5] [--parts pass state ...] [--out FILE.json]
     python benches/bench_hybrids.py FOLDER --parts peer --gguf FILE.gguf... --llama-bench PATH
@@ -121,12 +121,12 @@ def in_turns(rounds: int, ways: dict[str, Callable[[], float]]) -> dict[str, lis
 
 
 def prompt(length: int, seed: int = 0) -> dict[str, list[int]]:
-    """A prompt of random ids."""
+    """Return a prompt of random ids."""
     return {"prompt_token_ids": np.random.default_rng(seed).integers(5, 2000, length).tolist()}
 
 
 def seconds_per_token(llm: LLM, tokens: int) -> float:
-    """Seconds of a decoded token, without the prompt and the first token."""
+    """Return the seconds per decoded token, without the prompt and the first token."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     [output] = llm.generate(prompt(64), params, use_tqdm=False)
     metrics = output.metrics
@@ -226,7 +226,7 @@ def measure_peer(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Settings of every engine."""
+    """Return the settings of every engine."""
     return {"threads": args.threads, "max_num_seqs": 1, "max_model_len": 4608, "seed": 0}
 
 

@@ -1,4 +1,5 @@
-"""Gain of a K per request where requests differ: the planner against every fixed K, and against one K per step.
+"""Measures the gain of a K per request if requests differ: the planner against every fixed K, and against one K per
+step.
 
     python benches/bench_mixed_k.py [--sweep FILE.parquet] [--measure] [--out benches/results/...json]
 
@@ -35,11 +36,12 @@ MIXES = ((0.9, 0.15), (0.95, 0.05), (0.85, 0.4))
 """Conditional acceptance of every draft of an easy and of a hard request."""
 TOKENS = 256
 REQUESTS = 24
-"""Requests of each place in the batch, one after the other."""
+"""Number of requests of each place in the batch, one after the other."""
 MIXED = 1.03
 GAIN = 1.05
 SHOWN = {8: "CPU core: 5M target, 0.5M draft", 64: "H100: 32B target, one-layer draft"}
-"""Where rows cost time beside the weights: costs on which K per request has to be worth `GAIN`, for the first mix."""
+"""By batch size, the simulated machine on which K per request must gain at least `GAIN` for the first mix: there, rows
+cost time in addition to reading weights."""
 
 Choose = Callable[[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]], NDArray[np.int64]]
 """K of each row, from the most that it may have `[B]`, its true acceptance `[B, K]`, and its row `[B]`."""
@@ -52,7 +54,7 @@ class StepCosts:
     costs: CostModel
 
     def ms(self, ks: NDArray[np.int64]) -> float:
-        """`ms(B, 0)` and an increment for every level that some request drafts."""
+        """Return milliseconds: `ms(B, 0)`, and an increment for every number of drafts that some request reaches."""
         total = self.costs.ms(len(ks), 0)
         for level in range(1, int(ks.max()) + 1):
             count = int((ks >= level).sum())
@@ -69,12 +71,12 @@ class Machine:
     pass_ms: float
 
     def ms(self, parameters: float, size: float, rows: int) -> float:
-        """A pass of `parameters` (millions) of `size` bytes each: weights read once, or two operations a parameter and
-        row, the longer."""
+        """Return the milliseconds of a pass of `parameters` (millions) of `size` bytes each: the longer of reading the
+        weights once, and of two operations per parameter and row."""
         return self.pass_ms + max(parameters * size / self.gb_s, 2 * parameters * rows / self.gflop_s)
 
     def costs(self, target: float, draft: float, size: float) -> CostModel:
-        """Costs of steps of a target and a draft of so many million parameters."""
+        """Return the costs of steps of a target and a draft of so many million parameters."""
         batches, ks = [1, 2, 4, 8, 16, 32, 64], list(range(9))
         table = [
             [self.ms(target, size, b * (k + 1)) + k * (self.ms(draft, size, b) if k else 0.0) for k in ks]
@@ -86,11 +88,11 @@ class Machine:
 H100 = Machine(gb_s=3350, gflop_s=495_000, pass_ms=0.1)
 """SXM data sheet: 3.35 TB/s, 990 Tflop/s in bf16."""
 CPU_CORE = Machine(gb_s=138, gflop_s=200, pass_ms=0.005)
-"""One core of a current server whose weights stay in its last-level cache, fp32."""
+"""One core of a current server, with fp32 weights that stay in its last-level cache."""
 
 
 def swept(path: Path) -> dict[str, CostModel]:
-    """Each drafter of a sweep: its mean milliseconds of an iteration."""
+    """Return the mean milliseconds of an iteration of each drafter of a sweep."""
     from specrs.bench.results import read
     from specrs.forecast import series
 

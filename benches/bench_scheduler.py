@@ -1,4 +1,5 @@
-"""The host's part of a step, without a model: plan + settle next to a scheduler in plain Python; plan to delivered.
+"""Measures the host's part of a step, without a model: plan + settle next to a scheduler in plain Python, and plan to
+delivered outputs.
 
     python benches/bench_scheduler.py [--batch 1 32 256] [--k 5] [--steps 1000] [--turn 50]
 
@@ -49,7 +50,7 @@ def limit(request_id: int) -> int:
 
 
 def rust(batch: int, k: int) -> Iterator[float]:
-    """Seconds of each step of the Rust core, without end."""
+    """Yield the seconds of each step of the Rust core, without end."""
     scheduler = Scheduler(
         max_num_seqs=batch,
         max_model_len=PROMPT + OUTPUT,
@@ -114,7 +115,7 @@ class Acceptance:
 
 
 class Device:
-    """A runner without models, which emits words and keeps the time that it takes itself."""
+    """A runner without models, which emits words and records the time that it takes itself."""
 
     drafter = kv_cache = None
 
@@ -136,7 +137,7 @@ class Device:
         self.seconds += time.perf_counter() - start
 
     def wait(self, slot: RingSlot) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
 
 def decoder() -> TokenDecoder:
@@ -153,7 +154,7 @@ def decoder() -> TokenDecoder:
 
 
 def delivered(batch: int, k: int, text: TokenDecoder | None, stops: tuple[str, ...]) -> Iterator[float]:
-    """Seconds of each step of an engine, the device's not counted, without end."""
+    """Yield the seconds of each step of an engine without the device's time, without end."""
     config = EngineConfig(max_num_seqs=batch, max_num_batched_tokens=max(2048, batch * (k + 1)))
     scheduler = Scheduler(
         max_num_seqs=batch,
@@ -186,7 +187,7 @@ def delivered(batch: int, k: int, text: TokenDecoder | None, stops: tuple[str, .
 
 
 def plain_python(batch: int, k: int) -> Iterator[float]:
-    """Seconds of each step of the scheduler in plain Python, without end."""
+    """Yield the seconds of each step of the scheduler in plain Python, without end."""
     scheduler = PythonScheduler(
         max_num_seqs=batch,
         num_blocks=batch * ((PROMPT + OUTPUT) // BLOCK_SIZE + 2),

@@ -1,4 +1,4 @@
-"""What serving costs: streamed tokens per second over HTTP against `LLM.generate` with the same batch.
+"""Measures the cost of serving: streamed tokens per second over HTTP against `LLM.generate` with the same batch.
 
 Both run the bundled pair on one thread, greedy, `--concurrency` prompts at a time, in alternating rounds. The client is
 this process, with raw sockets; the server is a process of its own. Prints tokens per second of each round, the medians
@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
 
 @contextmanager
 def server(num_speculative_tokens: int) -> Iterator[int]:
-    """A server on a free port, which is given out."""
+    """Run a server on a free port. Yields the port."""
     command = [
         *(sys.executable, "-c", "import sys; from specrs.cli import main; sys.exit(main())", "serve", "--port", "0"),
         f"--speculative-config.num_speculative_tokens={num_speculative_tokens}",

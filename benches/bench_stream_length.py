@@ -71,7 +71,7 @@ class HostClock:
 
 
 class LastMessage:
-    """A chat template that is the text of the last message."""
+    """A chat template that outputs the text of the last message."""
 
     async def render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Rendered:
         return Rendered(str(messages[-1]["content"]))
@@ -86,7 +86,7 @@ def parse() -> argparse.Namespace:
 
 
 async def engine_stream(llm: AsyncLLM, kind: str, options: dict[str, Any], tokens: int) -> AsyncIterator[int]:
-    """Characters of each output of a stream of `kind`."""
+    """Return the number of characters of each output of a stream of `kind`."""
     if kind == "DELTA":
         from specrs import RequestOutputKind
 
@@ -97,7 +97,7 @@ async def engine_stream(llm: AsyncLLM, kind: str, options: dict[str, Any], token
 
 
 async def server_stream(llm: AsyncLLM, path: str, options: dict[str, Any], tokens: int) -> AsyncIterator[int]:
-    """Bytes of each event of an answer."""
+    """Return the number of bytes of each event of an answer."""
     context = Context(
         llm=llm,
         model_names=["m"],

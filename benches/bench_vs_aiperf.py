@@ -1,4 +1,4 @@
-"""specrs bench serve beside aiperf: the same prompts to one server of the bundled pair, in turns.
+"""Compares specrs bench serve with aiperf: the same prompts to one server of the bundled pair, in turns.
 
     python benches/bench_vs_aiperf.py --aiperf PATH [--rounds 5] [--concurrency 4] [--paced] [--out FILE.json]
 
@@ -40,7 +40,7 @@ FIGURES = {
 
 
 def ours(url: str, prompts: Path, args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """One run of specrs bench serve."""
+    """Run specrs bench serve once."""
     command = [
         sys.executable, "-c", "import sys; from specrs.cli import main; sys.exit(main())", "bench", "serve",
         "--base-url", url, "--model", str(TARGET), "--dataset-name", "custom", "--dataset-path", str(prompts),
@@ -55,7 +55,7 @@ def ours(url: str, prompts: Path, args: argparse.Namespace, folder: Path) -> dic
 
 
 def aiperfs(url: str, prompts: Path, args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """One run of aiperf."""
+    """Run aiperf once."""
     command = [
         str(args.aiperf), "profile", "--model", str(TARGET), "--tokenizer", str(TARGET), "--url", url,
         "--endpoint-type", "completions", "--streaming", "--concurrency", str(args.concurrency), "--request-count",

@@ -1,4 +1,4 @@
-"""A server that only keeps time: after `--first` ms, three tokens every `--gap` ms. It has no model.
+"""A server that only keeps time: after `--first` ms it sends three tokens every `--gap` ms. It has no model.
 
 What a client measures against it is the client: nothing here competes for the processor.
 """

@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SET = "chats-files"
-"""The set of the README's chart."""
+"""Name of the set in the README's chart."""
 NAMES = {"openvino": "OpenVINO GenAI"}
 DRAFTERS = {"": "draft model", "ngram": "n-grams", "suffix": "suffix decoding", "ngram,suffix": "n-grams or suffixes"}
 THEMES = {
@@ -29,7 +29,8 @@ WIDTH, LEFT, BAR, STEP, TOP = 720, 150, 18, 62, 64
 
 @dataclass(frozen=True)
 class Row:
-    """One engine: tokens per second without drafts and with its fastest drafter, whose name is `drafter`."""
+    """One engine of the chart: tokens per second without drafts and with its fastest drafter, whose name is
+    `drafter`."""
 
     engine: str
     plain: float

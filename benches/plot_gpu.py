@@ -1,4 +1,4 @@
-"""Pictures of a `bench_gpu.py` file, and the references' Table 1 from its numbers. Measures nothing.
+"""Draws pictures of a `bench_gpu.py` file, and the references' Table 1 from its numbers. Measures nothing.
 
 python benches/plot_gpu.py FILE.json      # writes FILE_itl.png and FILE_throughput_DATASET.png next to it
 """
@@ -22,7 +22,7 @@ WAYS = {"piecewise_ms": "piecewise (attention outside)", "chained_ms": "chained"
 
 
 def fit(times: dict[str, float]) -> tuple[float, float, float]:
-    """`(intercept, slope, R^2)` of the time of an iteration against K >= 1."""
+    """Return `(intercept, slope, R^2)` of the time of an iteration against K >= 1."""
     k = np.array([int(key) for key in times if int(key) >= 1])
     ms = np.array([times[str(key)] for key in k])
     slope, intercept = np.polyfit(k, ms, 1)
@@ -42,7 +42,8 @@ def table(passes: dict[str, Any]) -> str:
 
 
 def draw_itl(passes: dict[str, Any], gpu: str, path: Path) -> None:
-    """Time of an iteration against K with its regression, and the time per token that acceptance makes of it."""
+    """Draw the time of an iteration against K with its regression line, and the time per token at the measured
+    acceptance."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     lengths = [1 + total for total in accumulate(sorted(RATES["mt-bench"], reverse=True))]
     for name, label in WAYS.items():

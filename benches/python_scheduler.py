@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Block:
-    """A KV block and who holds it."""
+    """A KV block and its holders."""
 
     index: int
     ref_count: int = 0
@@ -35,7 +35,7 @@ class BlockManager:
         return len(self.free) + len(self.cached)
 
     def allocate(self) -> Block:
-        """A block with one holder."""
+        """Return a block with one holder."""
         if self.free:
             block = self.free.popleft()
         else:
@@ -47,7 +47,7 @@ class BlockManager:
         return block
 
     def find(self, block_hash: int) -> Block | None:
-        """The block of this content, shared."""
+        """Return the block with this content, shared."""
         block = self.by_hash.get(block_hash)
         if block is not None:
             if block.ref_count == 0:
@@ -56,7 +56,7 @@ class BlockManager:
         return block
 
     def register(self, block: Block, block_hash: int) -> None:
-        """`block` can be found from now on, unless another has its content."""
+        """Make `block` findable, unless another block has its content."""
         if block_hash not in self.by_hash:
             self.by_hash[block_hash] = block
             block.hash = block_hash
@@ -114,7 +114,7 @@ class PythonScheduler:
         self.waiting.append(Request(request_id, list(tokens), limit, self.num_drafts))
 
     def plan(self) -> list[StepSequence]:
-        """The next step: every running request, then newcomers."""
+        """Return the next step: every running request, then new ones."""
         sequences: list[StepSequence] = []
         left = self.budget
         place = 0

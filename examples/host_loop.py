@@ -1,4 +1,5 @@
-"""A host of its own around KV blocks, slots, acceptance statistics and verification; the models are not specrs'.
+"""A host loop built from specrs's KV blocks, slots, acceptance statistics and verification, around toy models of its
+own.
 
     python examples/host_loop.py
 
@@ -24,7 +25,8 @@ class Model:
         self.cache = torch.full((NUM_BLOCKS * BLOCK_SIZE, DIM), torch.nan)
 
     def feed(self, tokens: list[int], first: int, slots: np.ndarray) -> torch.Tensor:
-        """Argmax after each of `tokens`, which stand at positions `first`, ...; `slots` are those of 0..last."""
+        """Return the argmax after each of `tokens`, which are at positions `first`, ...; `slots` are the slots of
+        positions 0 to the last."""
         self.cache[torch.from_numpy(slots[first:])] = self.embedding[tokens]
         best = []
         for end in range(first + 1, first + len(tokens) + 1):

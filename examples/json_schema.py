@@ -1,4 +1,4 @@
-"""An answer that follows a JSON schema, whatever the model.
+"""An answer that follows a JSON schema, with any model.
 
 python examples/json_schema.py [MODEL]
 """

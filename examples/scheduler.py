@@ -20,7 +20,8 @@ VOCAB, DIM, BLOCK_SIZE, NUM_BLOCKS, ROWS, MAX_LEN, K = 50, 16, 4, 64, 4, 64, 4
 
 
 class Model:
-    """The next token from an exponentially forgotten sum over cached values; any function of the cache would do."""
+    """Toy model: the next token depends on an exponentially weighted sum of cached values. Any function of the cache
+    would do."""
 
     def __init__(self, noise: float = 0.0) -> None:
         random = np.random.default_rng(1)
@@ -29,7 +30,8 @@ class Model:
         self.cache = np.full((NUM_BLOCKS * BLOCK_SIZE, DIM), np.nan)
 
     def feed(self, tokens: list[int], slots: np.ndarray, written: np.ndarray | None = None) -> list[int]:
-        """The likeliest token after each of `tokens`, the last of the positions whose KV lies at `slots`.
+        """Return the most probable token after each of `tokens`, which are the last of the positions whose KV is at
+        `slots`.
 
         `written` is where their KV goes, by default those slots; -1 is nowhere, because it is there already.
         """
@@ -39,13 +41,13 @@ class Model:
         return [self.after(self.cache[slots[:end]]) for end in ends]
 
     def after(self, values: np.ndarray) -> int:
-        """The likeliest token after positions with these values `[n, DIM]`."""
+        """Return the most probable token after positions with these values `[n, DIM]`."""
         return int(((-0.9) ** np.arange(len(values) - 1, -1, -1) @ values @ self.head).argmax())
 
 
 @dataclass
 class Row:
-    """What the device knows of a running request."""
+    """Data of a running request on the device."""
 
     tokens: list[int]
     limit: int
@@ -63,7 +65,7 @@ class Device:
         self.record_layout, self.results_layout = scheduler.record_layout(), scheduler.results_layout()
 
     def slots(self, row: int, count: int) -> np.ndarray:
-        """Slots of the row's first `count` positions."""
+        """Return the slots of the row's first `count` positions."""
         out = np.empty(count, dtype=np.int64)
         self.mapper.map(self.tables[row], np.arange(count, dtype=np.int64), out)
         return out

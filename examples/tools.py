@@ -1,4 +1,4 @@
-"""A model calls a function, reads what it returned, and answers. The server reads the calls.
+"""A model calls a function, reads its result, and answers. The server parses the calls.
 
 pip install openai
 specrs serve --enable-auto-tool-choice --tool-call-parser hermes &

@@ -18,7 +18,7 @@ class Coding(NamedTuple):
     outputs: int = 1
     """Number of consecutive outputs that share a scale."""
     zeros: bool = False
-    """For INT4: True if scales hold zero points. False: every zero point is 8."""
+    """For INT4: True if the words of scales also hold zero points. False: every zero point is 8."""
 
     @property
     def bits(self) -> int:

@@ -30,7 +30,7 @@ from typing import Any
 
 BASELINES = Path(__file__).parents[1] / "tests/kernels/cuda"
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024, 121: 99 * 1024}
-"""Bytes that a thread block may have (CUDA programming guide, table of compute capabilities)."""
+"""Maximum bytes of shared memory of a thread block (CUDA programming guide, table of compute capabilities)."""
 INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
     "wgmma": r"\bwgmma\.mma_async",
@@ -41,13 +41,14 @@ INSTRUCTIONS = {
 NEIGHBOURS = {80: 89, 120: 121}
 """Capability -> another that kernels are compiled for with the same configurations."""
 SPILL_TOLERANCE = 64
-"""Bytes of a thread that a neighbour may spill more: attention of 64 rows spills 56 on sm_80 and 88 on sm_89."""
+"""Number of bytes per thread by which a neighbouring capability may spill more: attention of 64 rows spills 56 on sm_80
+and 88 on sm_89."""
 REGISTER_TOLERANCE = 8
 Result = dict[str, Any]
 
 
 def discover() -> dict[str, Any]:
-    """Every variant of every module of specrs.kernels.cuda, by name."""
+    """Return every variant of every module of specrs.kernels.cuda, by name."""
     import specrs.kernels.cuda as package
 
     variants: dict[str, Any] = {}
@@ -112,7 +113,7 @@ def resources(cubin: bytes) -> Result:
 
 
 def compile_all(names: Iterable[str], jobs: int) -> dict[str, dict[str, Result]]:
-    """`{variant: {capability: result}}`, compiled by `jobs` processes."""
+    """Return `{variant: {capability: result}}`, compiled by `jobs` processes."""
     variants = discover()
     return compile_jobs([(name, capability) for name in names for capability in variants[name].capabilities], jobs)
 
@@ -136,7 +137,7 @@ def compile_jobs(work: list[tuple[str, int]], jobs: int) -> dict[str, dict[str, 
 
 
 def differences(expected: dict[str, dict[str, Result]], actual: dict[str, dict[str, Result]]) -> list[str]:
-    """A line for each way in which `actual` is not `expected`."""
+    """Return a line for each difference between `actual` and `expected`."""
     lines = []
     for name in sorted(expected.keys() | actual.keys()):
         before, now = expected.get(name, {}), actual.get(name, {})
@@ -155,7 +156,7 @@ def differences(expected: dict[str, dict[str, Result]], actual: dict[str, dict[s
 
 
 def faults(actual: dict[str, dict[str, Result]]) -> list[str]:
-    """A line for each variant that does not compile or does not fit, whatever the baseline says."""
+    """Return a line for each variant that does not compile or does not fit, whatever the baseline says."""
     lines = []
     for name, capabilities in sorted(actual.items()):
         for capability, result in capabilities.items():
@@ -168,7 +169,8 @@ def faults(actual: dict[str, dict[str, Result]]) -> list[str]:
 
 
 def neighbours(results: dict[str, dict[str, Result]]) -> list[tuple[str, int]]:
-    """`(variant, capability)` beside those of variants with matrix instructions, whose code generations differ in."""
+    """Return `(variant, capability)` for capabilities next to those of variants with matrix instructions, whose code
+    generations differ."""
     return [
         (name, NEIGHBOURS[int(capability)])
         for name, capabilities in results.items()
@@ -178,7 +180,8 @@ def neighbours(results: dict[str, dict[str, Result]]) -> list[tuple[str, int]]:
 
 
 def neighbour_faults(results: dict[str, dict[str, Result]], beside: dict[str, dict[str, Result]]) -> list[str]:
-    """A line for each of `beside` that does not compile or fit, or spills more than its neighbour of `results`."""
+    """Return a line for each of `beside` that does not compile or fit, or spills more than its neighbour in
+    `results`."""
     lines = faults(beside)
     for name, capabilities in sorted(beside.items()):
         for old, new in NEIGHBOURS.items():

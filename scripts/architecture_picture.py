@@ -23,7 +23,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Box:
-    """One part: its name, what it does, its folder, and its place in pixels."""
+    """One part of the picture: its name, what it does, its folder, and its place in pixels."""
 
     name: str
     does: str

@@ -28,12 +28,12 @@ EXIT_CODES = {
 
 
 def page() -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     return "\n".join(lines()).rstrip("\n") + "\n"
 
 
 def lines() -> Iterator[str]:
-    """The lines of the page."""
+    """Yield the lines of the page."""
     yield HEAD + "| command | what it does |\n| --- | --- |"
     yield from (f"| [`{name}`](#specrs-{name}) | {_cell(summary)} |" for name, summary in COMMANDS.items())
     yield "\n| exit code | meaning |\n| --- | --- |"
@@ -43,7 +43,7 @@ def lines() -> Iterator[str]:
 
 
 def commands(top: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """The parser of each command, a group of commands before its own."""
+    """Yield the parser of each command, a group of commands before its own."""
     for action in top._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
@@ -52,7 +52,7 @@ def commands(top: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 
 def section(command: argparse.ArgumentParser) -> Iterator[str]:
-    """The heading of one command, its description and a table of its arguments for each group."""
+    """Return the heading of one command, its description, and a table of its arguments for each group."""
     depth = "#" * len(command.prog.split())
     yield f"\n{depth} `{command.prog}`\n\n{command.description}\n\n```\n{usage(command).removeprefix('usage: ')}\n```"
     if command.prog == "specrs chat":

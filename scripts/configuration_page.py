@@ -64,12 +64,12 @@ These flags are rejected, too. Nothing here corresponds to them:
 
 
 def page() -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     return "\n".join(lines()) + "\n"
 
 
 def lines() -> Iterator[str]:
-    """The lines of the page."""
+    """Yield the lines of the page."""
     yield HEAD
     for title, owner, intro in SECTIONS:
         yield f"## {title}\n\n{intro}\n"
@@ -88,7 +88,7 @@ def lines() -> Iterator[str]:
 
 
 def row(declared: Option, owner: type) -> str:
-    """The table row of one option of the dataclass `owner`."""
+    """Return the table row of one option of the dataclass `owner`."""
     flags = [declared.flag, *([declared.short] if declared.short else [])] if declared.commands else []
     meaning = declared.help[0].upper() + declared.help[1:] + (f"; {declared.note}" if declared.note else "") + "."
     methods = methods_of(declared.name) if owner is SpeculativeConfig else ()
@@ -105,7 +105,7 @@ def row(declared: Option, owner: type) -> str:
 
 
 def values(argument: VLLMArgument) -> str:
-    """The values of an argument of vLLM that are accepted."""
+    """Return the accepted values of an argument of vLLM."""
     return ", ".join(f"`{value!r}`" for value in argument.accepted)
 
 

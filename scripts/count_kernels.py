@@ -117,11 +117,11 @@ def asking(batch: int = 64, k: int = 5, context: int = 1024) -> tuple[list[Askin
     from specrs.backends.cuda.sampling.sampling_state import SequenceSampling
     from specrs.backends.cuda.sequences import FlatRows, Iteration
     from specrs.backends.cuda.shapes import LogitsMode, Shape
-    from specrs.core import STEPS
+    from specrs.core import SAMPLING_STEPS
     from specrs.verify.params import SamplingRows, Steps
 
     def bits(*names: str) -> int:
-        return sum(1 << STEPS.index(name) for name in names)
+        return sum(1 << SAMPLING_STEPS.index(name) for name in names)
 
     free = RowSampling(0, 0, 0, -2, -2)
     kinds: dict[str, tuple[int, RowMasks | None, int]] = {
@@ -204,8 +204,8 @@ def asking_table(found: list[Asking], chained: Asking) -> str:
 
 
 def compiled_at_start(max_num_seqs: int = 64) -> list[tuple[str, int]]:
-    """How many kernels are compiled for graphs, and how many more for graphs with chunks after verification and for
-    what launches run outside of graphs, at K = 5."""
+    """Return the number of kernels compiled for graphs, and how many more for graphs with chunks after verification and
+    for launches outside graphs, at K = 5."""
     from kernel_launches import Recorder, fake_context, reference_configs
     from specrs.backends.cuda.context import sequences_of
     from specrs.backends.cuda.graphs import tasks
@@ -243,7 +243,7 @@ def table(found: dict[str, tuple[int, int]]) -> str:
 
 
 def page_with(text: str, page: str, begin: str = BEGIN) -> str:
-    """`page` with the table `text` in its place, which starts with `begin`."""
+    """Return `page` with its table replaced by `text`. The table begins with `begin`."""
     whole = f"{begin}\n{text}\n{END}"
     changed, count = re.subn(re.escape(begin) + ".*?" + re.escape(END), lambda _: whole, page, flags=re.DOTALL)
     assert count == 1, f"{PAGE.name} has {count} places for the table"

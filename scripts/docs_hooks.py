@@ -1,4 +1,4 @@
-"""Hooks of the docs site: README.md is its first page, and files of the repository that pages link to come with it.
+"""Hooks of the docs site: README.md is its first page, and files of the repository that pages link to are copied.
 
 Changes no page: a link that leaves docs/ names a file that is copied, or becomes what it says where it is a folder.
 """
@@ -11,17 +11,17 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = re.compile(r'(\bsrc(?:set)?=)"docs/')
-"""A picture of README.md in HTML, which has one for light and one for dark pages."""
+"""Pattern of a picture in README.md in HTML, which has one for light and one for dark pages."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def _folder(page: str) -> Path:
-    """Where the source of a page lies."""
+    """Return the folder of a page's source."""
     return ROOT if page == "index.md" else (ROOT / "docs" / page).parent
 
 
 def _outside(page: str, text: str) -> dict[str, Path]:
-    """Links of a page to what is in the repository and not in docs/: by their text, what they lead to."""
+    """Return the links of a page to files of the repository outside docs/: target by link text."""
     found = {}
     for _, _, target, _ in LINK.findall(text):
         path = (_folder(page) / target).resolve()

@@ -1,4 +1,5 @@
-"""What `train_eagle3.py` trains a head on: prompts, chats whose user turns the target writes, what it answers to them.
+"""Makes the training text of `train_eagle3.py`: prompts, chats whose user turns the target writes, and its answers to
+them.
 
 Each step is resumed where it was left. Trains nothing.
 """
@@ -19,11 +20,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 HELD_OUT = 0.02
-"""The share of the text, at its end, that nothing is learned from."""
+"""Share of the text, at its end, that is not trained on."""
 PART = 256
-"""Prompts that are continued together, and kept in a file each."""
+"""Number of prompts that are continued together, and kept in one file."""
 CHAT_TOKENS = 96
-"""The most of a user turn; longer ones are not taken."""
+"""Maximum number of tokens of a user turn; longer turns are dropped."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,17 @@ class Text:
     """Sequences of ids, padded at the end."""
 
     ids: Tensor
-    """[S, T] int32"""
+    """Ids, [S, T] int32."""
     lengths: Tensor
-    """[S] int32"""
+    """Length of each sequence, [S] int32."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: Any, count: int, size: int) -> list[list[int]]:
-    """Prompts as ids, at most `size` of each, `count` of them: the same for the same size, whatever the count."""
+    """Return `count` prompts as ids, at most `size` tokens each. For the same size, the first prompts are the same for
+    any count."""
     rng = random.Random(0)
     if args.prompts is not None:
         lines = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -58,7 +60,7 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any, count: int, size: int
 
 
 def load_engine(args: argparse.Namespace, length: int) -> Any:
-    """The target by specrs."""
+    """Return an engine of specrs for the target."""
     from specrs import LLM
 
     dtype = "bfloat16" if args.bf16 else "auto"
@@ -133,7 +135,7 @@ def write_text(args: argparse.Namespace, folder: Path) -> Text:
 
 
 def pad(rows: list[list[int]], length: int) -> tuple[Tensor, Tensor]:
-    """`[S, T]` ids, zeros behind them, and `[S]` lengths."""
+    """Return ids `[S, T]`, padded with zeros, and lengths `[S]`."""
     ids = torch.zeros(len(rows), length, dtype=torch.int32)
     for row, found in zip(ids, rows, strict=True):
         row[: len(found)] = torch.tensor(found, dtype=torch.int32)
@@ -141,7 +143,7 @@ def pad(rows: list[list[int]], length: int) -> tuple[Tensor, Tensor]:
 
 
 def save(path: Path, write: Any) -> None:
-    """A file is there whole or not at all."""
+    """Write a file such that it exists whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     write(partial)
     partial.rename(path)

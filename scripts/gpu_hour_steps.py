@@ -1,4 +1,4 @@
-"""The commands of half an hour on a GPU machine, each under nine minutes, each writing what it finds as it goes.
+"""Commands for half an hour on a GPU machine. Each takes under nine minutes and writes results as it goes.
 
     python3 run.py COMMAND       the steps of that command, in order
     python3 run.py --list        the commands, with the seconds of each and its steps
@@ -44,7 +44,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 ARCHIVE = HERE / "results.tar.gz"
 REHEARSAL_SECONDS = 580
-"""Seconds of a step of a rehearsal."""
+"""Maximum seconds of a step of a rehearsal."""
 PYTEST = ("-m", "pytest", "-p", "no:benchmark", "-p", "no:cacheprovider", "-q")
 """pytest-benchmark warns under xdist, and here a warning is an error."""
 MODULES = ("torch", "triton", "transformers", "pytest", "pytest_timeout", "xdist", "hypothesis")
@@ -52,13 +52,13 @@ MODULES = ("torch", "triton", "transformers", "pytest", "pytest_timeout", "xdist
 
 @dataclass(frozen=True)
 class Step:
-    """One command, and the same small enough for a CPU."""
+    """One command, and a small form of it for a CPU."""
 
     name: str
     command: Sequence[str]
     rehearsal: Sequence[str]
     tool: str | None = None
-    """A program in front of the interpreter, without which the step is left out."""
+    """Program that runs the interpreter, such as a sanitizer. Without it the step is left out."""
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -83,7 +83,7 @@ def measuring(name: str, parts: str, *more: str, small: Sequence[str] = ()) -> S
 
 
 def commit() -> str:
-    """What was packed."""
+    """Return the commit that was packed."""
     path = HERE / "COMMIT"
     return path.read_text().strip() if path.exists() else "unknown"
 
@@ -144,7 +144,7 @@ def commands() -> list[Command]:
 
 
 def lacks(*, rehearse: bool) -> str | None:
-    """What keeps all steps from running here; None: nothing."""
+    """Return what keeps all steps from running here; None if nothing does."""
     missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"

@@ -13,8 +13,8 @@ EARLY: Mapping[str, frozenset[str]] = {
     "paged_attention_kernel": frozenset({"positions", "q_start", "k_start"}),
     "combine_kernel": frozenset({"positions", "q_start"}),
 }
-"""What a kernel may touch ahead of the dependent wait: weights, which no kernel writes, and where rows are, which is
-written ahead of the kernel before (see `_dependent_launch`)."""
+"""Arguments that a kernel may read before its dependent wait: weights, which no kernel writes, and places of rows,
+which an earlier kernel has written (see `_dependent_launch`)."""
 REGISTERS, SHARED, SHARED_EACH, THREADS = 65536, 233472, 1024, 2048
 """Limits of a multiprocessor of compute capability 9.0: registers, bytes of shared memory in all, bytes that each
 thread block takes for itself, and threads."""
@@ -33,7 +33,7 @@ _POINTER = (
 
 
 class TTGIR:
-    """The text of a kernel before it becomes PTX, and which argument each pointer in it comes from."""
+    """A kernel's TTGIR (Triton's GPU code before PTX), and the argument that each pointer in it comes from."""
 
     def __init__(self, text: str) -> None:
         self.lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
@@ -54,7 +54,8 @@ class TTGIR:
         return next((made for made in reversed(self._made.get(name, [])) if made[0] < before), (-1, ""))
 
     def argument(self, pointer: str, at: int) -> str | None:
-        """The kernel's argument that `pointer`, used in line `at`, is made of; None where that cannot be told."""
+        """Return the kernel's argument from which `pointer`, used in line `at`, is computed; None if that cannot be
+        told."""
         pointer = pointer.partition("#")[0]
         while pointer not in self.arguments:
             at, made = self._definition(pointer, at)
@@ -65,12 +66,12 @@ class TTGIR:
         return pointer[1:]
 
     def is_used(self, at: int) -> bool:
-        """Whether what line `at` makes is read by a later one."""
+        """Return whether a later line reads the result of line `at`."""
         name = _VALUE.findall(self.lines[at])[0]
         return any(re.search(re.escape(name) + r"\b", line.partition(" = ")[2]) for line in self.lines[at + 1 :])
 
     def accesses(self) -> Iterator[tuple[int, str, str | None, str]]:
-        """`(line, op, argument, text)` of each access to global memory."""
+        """Yield `(line, op, argument, text)` of each access to global memory."""
         for i, line in enumerate(self.lines):
             found = re.search(r"(tt\.load|tt\.store|tt\.atomic_rmw|ttg\.async_copy_global_to_local)\b(.*)", line)
             if found:
@@ -87,7 +88,7 @@ class TTGIR:
 
 
 def early_accesses(name: str, ir: TTGIR) -> list[str]:
-    """What a dependent kernel touches before it waits for the one ahead of it, and may not."""
+    """Return the forbidden accesses of a dependent kernel before it waits for the kernel before it."""
     wait = next((i for i, line in enumerate(ir.lines) if _WAIT in line), None)
     if wait is None:
         return ["does not wait for the kernel ahead of it"]
@@ -158,7 +159,7 @@ def pipelines(ir: TTGIR) -> list[str]:
 
 
 def _loops(lines: Sequence[str]) -> Iterator[list[str]]:
-    """The innermost loops, without their first line."""
+    """Return the innermost loops, without their first line."""
     open_at: list[int] = []
     depths: list[int] = []
     has_inner: list[bool] = []
@@ -226,7 +227,7 @@ def _around_count(ops: Sequence[str], at: int) -> list[str]:
 
 
 def occupancy(programs: int, num_sms: int, threads: int, registers: int, shared: int) -> list[str]:
-    """Whether programs that are to run at once, as many as a few on each multiprocessor, do.
+    """Return whether programs that must run at once fit at once: up to four on each multiprocessor.
 
     A grid of more than four programs on each is taken to run in turns.
     """

@@ -45,7 +45,7 @@ ACCEPTED = {
 
 
 def recorded_launches() -> dict[tuple[Any, ...], Any]:
-    """Every specialisation that passes of the references' models launch, by its key."""
+    """Return every specialisation that passes of the reference models launch, by its key."""
     import torch
     from kernel_launches import fake_context, reference_configs
 
@@ -79,7 +79,7 @@ def _launches_of(ctx: Any) -> list[Any]:
 
 
 def lint(job: tuple[str, int]) -> tuple[str, list[str]]:
-    """The faults of the `job[1]`th launch, under a name for it."""
+    """Return the faults of the `job[1]`th launch, with a name for it."""
     _, index = job
     from kernel_launches import H200, compiled
 

@@ -37,10 +37,10 @@ SETTINGS = (
     ({"state_cache_memory_bytes": 1}, "With layers that have states"),
     ({"several": True}, "With several models"),
 )
-"""Settings of an engine, and the heading of the metrics that it has with them and not without."""
+"""Settings of an engine, and the heading of the metrics that exist only with them."""
 PROCESS = "Process"
 COMMON = {"model_name", "engine"}
-"""Labels of every metric of the engine."""
+"""Labels that every metric of the engine has."""
 BOUNDS = {"le"}
 """Labels that Prometheus adds to a histogram's buckets."""
 

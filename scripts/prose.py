@@ -1,4 +1,5 @@
-"""Statistics of our prose: words a sentence, words a page, docstrings that start with a banned word. Changes no file.
+"""Statistics of specrs's prose: words per sentence, words per page, docstrings that start with a banned word. Changes
+no file.
 
     python scripts/prose.py                       # every page: words, sentences, median, share above 35 words
     python scripts/prose.py README.md docs/gpu.md # these pages
@@ -113,7 +114,7 @@ def banned_starts(folder: Path) -> dict[Path, list[tuple[int, str]]]:
 
 
 def pages() -> list[Path]:
-    """Every page: README.md, CONTRIBUTING.md and those in docs/."""
+    """Return every page: README.md, CONTRIBUTING.md and those in docs/."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

@@ -20,11 +20,11 @@ T = TypeVar("T")
 class HeaderFields:
     """Counts of one step, the first elements of its record, in the order of `specrs.core.HEADER_FIELDS`."""
 '''
-STEPS = '''
+FLAGS = '''
 
 @dataclass(frozen=True, slots=True)
 class StepFlags:
-    """Steps of sampling that some row of a batch needs, by the names of `specrs.core.STEPS`."""
+    """Steps of sampling that some row of a batch needs, by the names of `specrs.core.SAMPLING_STEPS`."""
 '''
 COLUMNS = '''
 
@@ -40,16 +40,16 @@ class ParamColumns(Generic[T]):
 
 
 def module() -> str:
-    """The text of the module."""
+    """Return the text of the module."""
     return "\n".join(lines()) + "\n"
 
 
 def lines() -> Iterator[str]:
-    """The lines of the module."""
+    """Yield the lines of the module."""
     yield HEAD
     yield from fields(core.HEADER_FIELDS, core.HEADER_DOCS, ": int")
-    yield STEPS
-    yield from fields(core.STEPS, core.STEP_DOCS, ": bool = False")
+    yield FLAGS
+    yield from fields(core.SAMPLING_STEPS, core.SAMPLING_STEP_DOCS, ": bool = False")
     yield COLUMNS.rstrip("\n")
     for index, (name, doc) in enumerate(zip(core.PARAM_COLUMNS, core.PARAM_COLUMN_DOCS, strict=True)):
         yield f'\n    @property\n    def {name}(self) -> T:\n        """{doc.strip()}"""'
@@ -57,7 +57,7 @@ def lines() -> Iterator[str]:
 
 
 def fields(names: tuple[str, ...], docs: tuple[str, ...], kind: str) -> Iterator[str]:
-    """Lines of the fields of a dataclass."""
+    """Yield the lines of a dataclass's fields."""
     for name, doc in zip(names, docs, strict=True):
         yield f'    {name}{kind}\n    """{doc.strip()}"""'
 

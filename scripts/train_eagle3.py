@@ -44,16 +44,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 BUNDLED = Path(__file__).parents[1] / "python" / "specrs" / "pair" / "target"
 DECAY = 0.8
-"""Weight of a pass's loss by that of the pass before."""
+"""Weight of a pass's loss relative to that of the pass before."""
 NORM_SCALE = 0.3
-"""The final norm's weights at the start, of the target's."""
+"""Initial weights of the head's final norm, as a factor of the target's."""
 REST_LR = 1e-3
 """Highest learning rate of what Muon does not train: LM head and norms."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What `config.json` of the head says, and the layers of the target that it reads."""
+    """Content of the head's `config.json`, and the layers of the target that it reads."""
 
     hidden: int
     intermediate: int
@@ -105,9 +105,9 @@ class Head(nn.Module):
             self.fc.weight.mul_(0.1)
 
     def forward(self, entries: Tensor, embedded: Tensor, passes: int, rows: Tensor) -> Iterator[Tensor]:
-        """Logits `[R, Vd]` of each pass, of the R `rows` `[B, N]` that are set. `entries` `[B, N, L * H]` are hidden
-        states of the target at N positions, `embedded` `[B, N, H]` the tokens behind them. Row i of pass j means
-        something for i >= j."""
+        """Return logits `[R, Vd]` of each pass, for the R rows that are set in `rows` `[B, N]`. `entries` `[B, N, L *
+        H]` are hidden states of the target at N positions, `embedded` `[B, N, H]` the embeddings of the tokens after
+        them. Row i of pass j is valid for i >= j."""
         n = entries.shape[1]
         cos, sin = rotary_angles(n, self.shape.head_dim, self.shape.theta, entries.device)
         layer: Any = self.midlayer
@@ -199,7 +199,8 @@ def make_optimizers(head: Head, args: argparse.Namespace) -> list[torch.optim.Op
 
 
 class States:
-    """What the target made of each sequence, in bf16 in two files that grow as sequences are first read; or nothing."""
+    """Hidden states and choices of the target for each sequence, in bf16 in two files that grow as sequences are first
+    read; or nothing."""
 
     def __init__(self, folder: Path | None, shape: tuple[int, int], width: int) -> None:
         self.hidden: Tensor | None = None
@@ -261,7 +262,7 @@ class Trainer:
         self.step = 0
 
     def frequent_ids(self, size: int, vocab: int) -> Tensor:
-        """The ids that the text has most often, ascending."""
+        """Return the most frequent ids of the text, ascending."""
         ids, lengths = self.text.ids[: self.learned], self.text.lengths[: self.learned]
         real = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
         counts = torch.bincount(ids[real].long(), minlength=vocab)
@@ -270,8 +271,8 @@ class Trainer:
         return kept
 
     def read_target(self, at: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What the target makes of ids `[B, T]`, the sequences `at` `[B]`: hidden states `[B, T, L * H + H]`, at the
-        entry of the layers and normed behind the last, and the ids that it would choose `[B, T]`."""
+        """Return the target's results for ids `[B, T]`, the sequences `at` `[B]`: hidden states `[B, T, L * H + H]` at
+        the entries of the layers and after the final norm, and its chosen ids `[B, T]`."""
         found = self.states.read(at, ids.shape[1])
         if found is None:
             with torch.no_grad(), self.autocast():
@@ -282,8 +283,8 @@ class Trainer:
         return found[0].to(self.device).float(), found[1].to(self.device)
 
     def losses(self, at: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-        """The loss of the sequences `at` `[B]`, and for each pass (right, rows): of the rows where those before were
-        right."""
+        """Return the loss of the sequences `at` `[B]`, and for each pass (right, rows), of the rows at which earlier
+        passes were right."""
         lengths = self.text.lengths[at]
         ids = self.text.ids[at, : int(lengths.max())].to(self.device).long()
         hidden, best = self.read_target(at, ids)
@@ -309,7 +310,8 @@ class Trainer:
         return loss, counts
 
     def sequences(self, step: int) -> Tensor:
-        """`[B]` of the text that step `step` learns from: all of it once, in an order drawn anew, before any twice."""
+        """Return the indices `[B]` of the sequences for step `step`: all of the text once in a random order, before any
+        sequence twice."""
         first = step * self.args.batch_size
         epochs = range(first // self.learned, (first + self.args.batch_size - 1) // self.learned + 1)
         drawn = [torch.randperm(self.learned, generator=torch.Generator().manual_seed(epoch)) for epoch in epochs]
@@ -358,7 +360,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> list[float]:
-        """By pass, how often its draft is the target's choice on unseen text where those before were."""
+        """Return for each pass how often its draft is the target's choice on unseen text, given that earlier ones
+        were."""
         sums = [[0, 0] for _ in range(self.args.passes)]
         for at in torch.arange(self.learned, len(self.text)).split(self.args.batch_size):
             _, counts = self.losses(at)
@@ -368,7 +371,7 @@ class Trainer:
         return [right / max(1, rows) for right, rows in sums]
 
     def write(self, folder: Path) -> None:
-        """The head as a checkpoint that this package's loader has read."""
+        """Write the head as a checkpoint, and read it with this package's loader as a check."""
         s, vocab = self.shape, self.target.config.vocab_size
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],

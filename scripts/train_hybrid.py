@@ -95,7 +95,7 @@ def linear(size_in: int, size_out: int) -> nn.Linear:
 
 
 def rms_normed(x: Tensor) -> Tensor:
-    """`x` in fp32 divided by the root of its mean square."""
+    """Return `x` in fp32 divided by the root of its mean square."""
     x = x.float()
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
 
@@ -206,8 +206,8 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = Norm(c.head_dim), Norm(c.head_dim)
 
     def forward(self, x: Tensor, passes: list[tuple[Tensor, Tensor]] | None) -> Tensor:
-        """Attend the rows up to each row. With `passes`, the keys and values of earlier passes of a head, attend these
-        as `train_eagle3.attend` does, and add this pass's."""
+        """Attend the rows up to each row. With `passes` (keys and values of a head's earlier passes), attend to these
+        too, as `train_eagle3.attend` does, and append this pass's."""
         q, gate = self.q_proj(x).unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
         k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
         cos, sin = rotary_angles(x.shape[1], self.rotary_dim, self.theta, x.device)
@@ -224,7 +224,7 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` `[..., T, D]` with as many of its first features rotated as there are angles."""
+    """Return `x` `[..., T, D]` with as many of its first features rotated as there are angles."""
     size = 2 * cos.shape[-1]
     return torch.cat((rotate_half(x[..., :size], cos, sin), x[..., size:]), dim=-1)
 
@@ -306,7 +306,7 @@ class Hybrid(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * c.num_hidden_layers) if last else 0.02)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits of the states that the target or the head leaves."""
+        """Return logits of final states of the target or the head."""
         return nn.functional.linear(states, self.model.embed_tokens.weight).float()
 
     def both_losses(self, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ MINUTES = {"target": 30.0, "draft": 12.0}
 
 
 def read_texts() -> list[str]:
-    """Sources of the Python standard library, in a fixed order that mixes its packages."""
+    """Return sources of the Python standard library, in a fixed order that mixes its packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "test", "tests", "idlelib"}
     files = sorted(p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
@@ -114,7 +114,8 @@ def train(name: str, out: Path, minutes: float) -> None:
 
 
 def save_tokenizer(out: Path, name: str) -> None:
-    """Put the tokenizer beside the weights; the template goes into the config itself, where older readers look too."""
+    """Save the tokenizer next to the weights. The template goes into tokenizer_config.json, where older readers look,
+    too."""
     PreTrainedTokenizerFast(
         tokenizer_file=str(out / "tokenizer.json"),
         eos_token=END,

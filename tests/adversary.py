@@ -1,11 +1,10 @@
-"""Triton's interpreter with the freedom that a GPU has: programs in random order, stores that others see late. Holds no
-tests.
+"""Triton's interpreter with the freedom of a GPU: programs run in random order and see stores late. Holds no tests.
 
-Programs of a grid are threads of which one runs; at accesses to memory another may go on. What a program stores is its
-own until it counts itself with release semantics on the GPU's scope, and then only what is ahead of its last barrier,
-because one thread of many counts; the rest follows when it ends. Loads without `.cg` see of other programs what was
-there before the launch, as the L1 cache may. So a missing release, barrier or `.cg` and an order that programs do not
-have show as wrong numbers.
+Each program of a grid is a thread, and one thread runs at a time. At a memory access another program may continue.
+Other programs see a store only after its program has done an atomic operation with release semantics at GPU scope, and
+then only stores before the program's last barrier, because a program has many threads on a GPU. All other stores become
+visible when the program ends. Loads without `.cg` see other programs' memory as it was before the launch, as the L1
+cache may. So a missing release, barrier or `.cg`, and an order that programs do not have, show as wrong numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ RELEASES = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
 
 @dataclass(eq=False)
 class Program:
-    """One of a grid, and what it has stored for itself alone: by address, the bytes of an element."""
+    """One program of a launch, with the stores that only it can see: address, and the bytes of an element."""
 
     place: tuple[int, int, int]
     behind_barrier: dict[int, bytes] = field(default_factory=dict)
@@ -42,17 +41,17 @@ class Program:
 
 
 class Grid:
-    """The programs of one launch, in an order drawn from `rng`."""
+    """The programs of one kernel launch, run in an order drawn from `rng`."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.running: Program | None = None
         self.before: dict[int, tuple[bytes, set[Program]]] = {}
-        """What was at an address before the launch, and who has published there."""
+        """For each address written: the bytes before the launch, and the programs that have published a store there."""
         self._back = threading.Semaphore(0)
 
     def run(self, places: list[tuple[int, int, int]], call: Callable[[], None]) -> None:
-        """Run all to their end; raises what one of them raises."""
+        """Run every program to its end. Raises what a program raises."""
         programs = [Program(place) for place in places]
         threads = [threading.Thread(target=self._body, args=(program, call), daemon=True) for program in programs]
         for thread in threads:
@@ -85,7 +84,7 @@ class Grid:
         self._back.release()
 
     def switch(self) -> None:
-        """Perhaps let another program go on."""
+        """Let another program run next, with some probability."""
         program = self.running
         assert program is not None
         if self.rng.random() < 0.5:
@@ -93,7 +92,7 @@ class Grid:
             program.turn.acquire()
 
     def store(self, pointers: NDArray[Any], values: NDArray[Any], mask: NDArray[Any]) -> None:
-        """Keep what the running program stores."""
+        """Keep the elements that the running program stores; others do not see them yet."""
         self.switch()
         assert self.running is not None
         shape = np.broadcast(pointers, values, mask).shape
@@ -107,7 +106,8 @@ class Grid:
     def load(
         self, pointers: NDArray[Any], mask: NDArray[Any], other: NDArray[Any], dtype: Any, fresh: bool
     ) -> NDArray[Any]:
-        """Memory as the running program sees it."""
+        """Return the elements as the running program sees them: its own stores, and those that others have
+        published."""
         self.switch()
         program = self.running
         assert program is not None
@@ -123,7 +123,7 @@ class Grid:
         return found
 
     def atomic(self, operation: Callable[[], Any], pointers: NDArray[Any], releases: bool) -> Any:
-        """`operation` on memory, behind what the running program releases."""
+        """Do an atomic `operation` on memory, after publishing the running program's stores if it releases."""
         self.switch()
         program = self.running
         assert program is not None
@@ -153,7 +153,7 @@ class Grid:
 
 @contextmanager
 def adversary(seed: int) -> Iterator[None]:
-    """Interpreted launches inside run so, in an order that `seed` decides."""
+    """While this context is open, run interpreted launches with programs in a random order that `seed` decides."""
     rng = random.Random(seed)
     grids: list[Grid] = []
     builder = type(interpreter.interpreter_builder)

@@ -1,8 +1,8 @@
 """Small random checkpoints and tokenizers for tests. Holds no tests; trains nothing; downloads nothing.
 
-Import as `from checkpoints import make_checkpoint`: the folders under tests/ are packages and tests/ is none, so pytest
-puts tests/ itself on the path. (Were tests/ a package, the repository root would be on it, where transformers' probe
-for the distribution `kernels` finds our folder of that name.)
+Import as `from checkpoints import make_checkpoint`. The folders under tests/ are packages and tests/ is not, so pytest
+puts tests/ itself on the path. If tests/ were a package, the repository root would be on the path, and transformers'
+search for the distribution `kernels` would find this repository's folder of that name.
 """
 
 import itertools
@@ -62,7 +62,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _DELTA_NET | _SHARED_EXPERT,
     "qwen3_next": _DELTA_NET | _SHARED_EXPERT,
 }
-"""Families with layers that have a state, as `FAMILIES` has the others."""
+"""Model families with delta nets, in the form of `FAMILIES`."""
 
 _GEMMA4_KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 GEMMA4: dict[str, dict[str, Any]] = {
@@ -127,7 +127,7 @@ LONG_ROPE = {
     "short_factor": [1.0 + i / 40 for i in range(24)],
     "long_factor": [1.0 + i / 3 for i in range(24)],
 }
-"""For a head of 48 dimensions, too."""
+"""A RoPE scaling of the type `longrope` for a head of 48 dimensions."""
 
 
 def make_checkpoint(
@@ -315,9 +315,9 @@ def perturb_checkpoint(source: Path, path: Path, *, noise: float, seed: int = 0)
 
 
 def make_overflowing(path: Path, marker: int, **shape: Any) -> Path:
-    """A checkpoint whose first layer sees all positions and whose second and third a window. Of the token `marker`
-    alone the second layer's MLP overflows fp32: its embedding is the only one along the last dimension, which nothing
-    else reads or adds to."""
+    """Write a checkpoint whose first layer has full attention and whose second and third have a window. For the token
+    `marker` alone, the second layer's MLP overflows fp32: its embedding is the only one along the last dimension, which
+    nothing else reads or adds to."""
     windows = {"use_sliding_window": True, "max_window_layers": 1}
     target = make_checkpoint(path, "qwen2", seed=1, tie=False, **(shape | windows | {"layers": 3}))
     tensors = load_file(target / "model.safetensors")
@@ -396,7 +396,8 @@ def write_tokenizer(path: Path, vocab: int, *, padding: int = 3, chat_template: 
 
 
 def _byte_symbols() -> dict[int, str]:
-    """The character that byte-level BPE writes for each byte: itself if printable, else the next one from U+0100."""
+    """Return the character that byte-level BPE writes for each byte: itself if printable, else the next one from
+    U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = (b for b in range(256) if b not in printable)
     return {b: chr(b) for b in printable} | {b: chr(0x100 + i) for i, b in enumerate(hidden)}

@@ -1,11 +1,10 @@
-"""One thread for torch and native passes in every test, Triton kernels interpreted: no test outside tests/gpu needs a
-GPU.
+"""One thread for torch and native passes in every test, and interpreted Triton kernels: only tests/gpu needs a GPU.
 
-With SPECRS_GPU=1 (`make gpu-test`) the kernels' tests run on one, by `gpu_shuttle`; SPECRS_GPU=rehearsal
-(`make gpu-rehearsal`) is the same without one.
+With SPECRS_GPU=1 (`make gpu-test`) the kernels' tests run on a GPU, by `gpu_shuttle`. SPECRS_GPU=rehearsal (`make
+gpu-rehearsal`) does the same without one.
 
-With two threads passes of these small models wait for each other on busy cores: with another load beside, the same
-engine test takes 68 s with two and 3.5 s with one.
+With two threads, passes of these small models wait for each other on busy cores: next to other load, the same engine
+test takes 68 s with two threads and 3.5 s with one.
 
 SPECRS_ISA names another instruction set than the machine's own (`make test-isa`).
 """
@@ -63,5 +62,5 @@ collect_ignore = [] if GPU else ["gpu"]
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """The bundled pair's: byte-level BPE of 2,048 tokens, `<|endoftext|>` is id 0."""
+    """The bundled pair's tokenizer: byte-level BPE of 2,048 tokens, in which `<|endoftext|>` is id 0."""
     return Tokenizer(str(TARGET))

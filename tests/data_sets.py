@@ -1,4 +1,4 @@
-"""Files that are not committed: the folder named by SPECRS_DATA, or a skip that says so."""
+"""Data files that are not committed. They are in the folder that SPECRS_DATA names; without it tests are skipped."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 
 def data_file(name: str) -> Path:
-    """The path of a data set; skips the test where the folder is not there, fails where the file is missing in it."""
+    """Return the path of a data set. Skips the test if there is no folder; fails if the folder lacks the file."""
     folder = os.environ.get("SPECRS_DATA")
     if not folder:
         pytest.skip("SPECRS_DATA is not set: it names a folder with data sets that are not committed")

@@ -1,9 +1,10 @@
-"""EAGLE-3 speculation of one prompt, spelled out in plain torch from its definition. Uses no code of specrs.
+"""EAGLE-3 speculation of one prompt, written in plain torch from its definition. Uses no code of specrs.
 
-The head is read from its folder here, too. Nothing is cached: every draft recomputes the head's whole sequence, which
-is slow and leaves no place for a slot, mask or length to be wrong. Row i of the head has position i, the target's
-hidden states of position i (those that enter the layers asked for, as transformers numbers them) and the token at
-i + 1; its logits are for position i + 2. While drafting, a row's hidden state is what the row before has left.
+This module also reads the head from its folder. Nothing is cached: every draft recomputes the head's whole sequence.
+That is slow, and leaves no slot, mask or length that could be wrong. Row i of the head has position i, the target's
+hidden states of position i and the token at i + 1; its logits are for position i + 2. The hidden states are the inputs
+of the requested layers, as transformers numbers them. While drafting, a row's hidden state is the output of the row
+before.
 """
 
 import json
@@ -20,7 +21,7 @@ from torch.nn.functional import linear, silu
 
 @dataclass(frozen=True)
 class Round:
-    """One iteration: with n tokens there, what was drafted for n, n + 1, .. and how many of it stood."""
+    """One iteration after n tokens: the drafts for positions n, n + 1, .., and how many were accepted."""
 
     n: int
     drafts: list[int]
@@ -29,14 +30,14 @@ class Round:
 
 @dataclass
 class Speculation:
-    """New tokens of one prompt and how they came about."""
+    """New tokens of one prompt, and the iterations that wrote them."""
 
     tokens: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
 
 
 class Head:
-    """A head of either format for the target that the transformers model `target` is."""
+    """An EAGLE-3 head of either format, for the transformers model `target`."""
 
     def __init__(self, folder: Path, target: Any, dtype: torch.dtype = torch.float64, layer_ids: Any = None) -> None:
         raw = json.loads((folder / "config.json").read_text())
@@ -62,7 +63,7 @@ class Head:
         self.target_ids = ids + self.tensors["d2t"] if "d2t" in self.tensors else ids
 
     def fuse(self, entries: list[Tensor]) -> Tensor:
-        """One hidden state `[N, H]` from the target's, `[N, Ht]` each."""
+        """Return one hidden state `[N, H]` from the target's states, `[N, Ht]` each."""
         if self.fc_norm:
             entries = [self.norm(x, f"fc_norm.{i}.weight") for i, x in enumerate(entries)]
         x = torch.cat(entries, dim=-1)
@@ -71,8 +72,8 @@ class Head:
         return linear(x, self.tensors["fc.weight"])
 
     def run(self, hidden: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states that the rows leave for their successors, `[N, H]`, and their logits, `[N, Vd]`. Each row
-        sees itself and those before."""
+        """Return the states that rows hand to their successors, `[N, H]`, and logits, `[N, Vd]`. Each row attends to
+        itself and the rows before."""
         t, p = self.tensors, self.layer
         g = self.norm(hidden, p + "hidden_norm.weight")
         x = torch.cat([self.norm(self.embedding[tokens], p + "input_layernorm.weight"), g], dim=-1)
@@ -94,7 +95,8 @@ class Head:
         return final if self.flags["norm_output"] else h, linear(final, self.lm_head)
 
     def draft(self, entries: list[Tensor], tokens: list[int], k: int, start: int = 0) -> tuple[list[int], Tensor]:
-        """Greedy drafts for the k positions behind `tokens`, target ids, and the logits `[k, Vd]` they are from.
+        """Draft greedily for the k positions after `tokens` (target ids). Return drafts and the logits `[k, Vd]` they
+        come from.
 
         `entries` are the target's hidden states of all tokens but the last; rows before `start` do not exist.
         """
@@ -109,12 +111,12 @@ class Head:
         return text[len(tokens) :], torch.stack(rows) if rows else hidden.new_empty(0, len(self.target_ids))
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """Computed in fp32 whatever the dtype, as in transformers."""
+        """Apply the RMSNorm called `name` to `x`, computed in fp32 whatever the dtype, as in transformers."""
         y = x.float()
         return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.tensors[name]
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Angles in fp32, as in transformers."""
+        """Apply RoPE to `x`, with angles in fp32 as in transformers."""
         frequencies = 1.0 / self.theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)
         angles = positions.float().view(-1, 1, 1) * frequencies
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -126,7 +128,7 @@ class Head:
 def speculate(
     target: Any, head: Head, prompt: list[int], max_new_tokens: int, k: int, eos: list[int], statistics: Statistics
 ) -> Speculation:
-    """Greedy speculative decoding of one prompt; adds to `statistics` as `hf_reference.count_acceptance` does.
+    """Decode one prompt greedily with speculation. Adds to `statistics` as `hf_reference.count_acceptance` does.
 
     The first token is the target's. Then, with n tokens there: K_r = min(k, limit - n - 1) drafts, the target reads
     them all, and the longest agreeing prefix and one token more are kept. Counted before a stop cuts.
@@ -158,6 +160,6 @@ def speculate(
 
 
 def read(target: Any, tokens: list[int], layer_ids: list[int]) -> tuple[Tensor, list[Tensor]]:
-    """Logits `[N, V]` of all tokens and the states that enter the layers `layer_ids`, `[N, Ht]` each."""
+    """Return logits `[N, V]` of all tokens, and the states that enter the layers `layer_ids`, `[N, Ht]` each."""
     out = target(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
     return out.logits[0], [out.hidden_states[i][0] for i in layer_ids]

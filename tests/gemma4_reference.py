@@ -1,4 +1,4 @@
-"""transformers' Gemma 4 in float64 throughout: its own norms and rotations are in float32. Holds no tests."""
+"""transformers' Gemma 4 in float64 throughout; by default its norms and rotations are in float32. Holds no tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def float64() -> Iterator[None]:
 
 @torch.inference_mode()
 def logits(path: Path, tokens: list[int]) -> Tensor:
-    """Logits of transformers `[tokens, vocab]` in float64."""
+    """Return the logits of transformers, `[tokens, vocab]` in float64."""
     with float64():
         found: Tensor = load(path)(torch.tensor([tokens]), use_cache=False).logits[0]
     return found

@@ -73,13 +73,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": _PLAIN | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
     "olmoe": _PLAIN | {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5},
 }
-"""transformers' `model_type` of each, and the fields of a small one."""
+"""Fields of a small model of each architecture, by transformers' `model_type`."""
 
 
 def make_generic(path: Path, model_type: str, *, seed: int = 0, initializer_range: float = 0.3, **fields: Any) -> Path:
     """Write a random checkpoint of `model_type` under `path` (created) and return `path`.
 
-    Weights are normal(0, `initializer_range`) from `seed`, those of norms and biases too; in float64.
+    All weights, also of norms and biases, are normal(0, `initializer_range`) from `seed`, in float64.
     """
     ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
     config = CONFIG_MAPPING[model_type](**(ARCHITECTURES.get(model_type, _PLAIN) | ends | fields))

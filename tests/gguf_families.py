@@ -23,17 +23,17 @@ FILE_NAMES = {
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
 }
-"""`general.architecture` by transformers' `model_type`, where the two differ."""
+"""`general.architecture` by transformers' `model_type`, if the two differ."""
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")
-"""Architectures whose q and k are permuted."""
+"""Architectures whose GGUF files have permuted q and k."""
 SHIFTED = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
-"""Architectures whose norms are stored plus 1."""
+"""Architectures whose norm weights are stored plus 1."""
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate", "mlp.router", "block_sparse_moe.gate")
 
 
 def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """The fields of the architecture, without its name, of a model with this config.json."""
+    """Return the metadata fields of a model with this config.json, without the architecture's prefix."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     ropes = config.get("rope_parameters") or {}
     rope = ropes.get("full_attention", ropes)
@@ -133,7 +133,7 @@ def _phi3(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
 def file_tensors(
     config: dict[str, Any], architecture: str, tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and float32 numbers of each tensor in the file."""
+    """Return name and float32 numbers of each tensor in the GGUF file."""
     (known,) = [arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     names = gguf.get_tensor_name_map(known, config["num_hidden_layers"])
     stacks: dict[str, dict[int, torch.Tensor]] = {}
@@ -170,7 +170,7 @@ def _file_name(names: gguf.TensorNameMap, name: str) -> str:
 def _parts(
     config: dict[str, Any], architecture: str, name: str, numbers: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the converter makes of one tensor of a checkpoint."""
+    """Yield what llama.cpp's converter makes of one tensor of a checkpoint."""
     if architecture in SHIFTED and name.endswith("norm.weight") and "linear_attn" not in name:
         numbers = numbers + 1
     if name.endswith("in_proj_qkvz.weight"):
@@ -224,7 +224,8 @@ def _of_delta_net(
 
 
 def by_kind(config: dict[str, Any], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of q, k and v of all heads, and of z, of rows that lie by key head."""
+    """Return the rows of q, k and v of all heads, and the rows of z. In `rows`, all of a key head's rows follow one
+    another."""
     keys, dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
     values = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
     q, k, v, z = rows.view(keys, -1, rows.shape[1]).split([dim, dim, values, values], dim=1)
@@ -232,12 +233,13 @@ def by_kind(config: dict[str, Any], rows: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def by_turns(rows: torch.Tensor, keys: int, heads: int, dim: int) -> torch.Tensor:
-    """Rows of value heads, `dim` of each, with the first head of every key head, then the second, and so on."""
+    """Reorder rows of value heads, `dim` rows each: first the first head of every key head, then the second, and so
+    on."""
     return rows.reshape(keys, heads // keys, dim, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
 def rounded(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors with the numbers that blocks of `kind` hold.
+    """Return a checkpoint's tensors rounded to what GGUF blocks of `kind` hold.
 
     Blocks lie along inputs, so a file may have outputs in any order and in several tensors.
     """
@@ -260,5 +262,5 @@ def rounded(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
 
 
 def is_matrix(name: str, tensor: torch.Tensor) -> bool:
-    """Whether a file has blocks of the checkpoint's tensor `name`, unless all of the file is numbers."""
+    """Return whether a file stores the checkpoint's tensor `name` in blocks, if it has blocks at all."""
     return tensor.ndim == 2 and not name.removesuffix(".weight").endswith(ROUTERS) and not name.endswith("_bias")

@@ -13,11 +13,11 @@ from gguf_families import FILE_NAMES, architecture_fields, file_tensors
 from safetensors.torch import load_file
 
 WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4")
-"""Types that the package makes of numbers."""
+"""GGUF types that the package can quantize to."""
 
 
 def gguf_name(name: str) -> str:
-    """The name in a GGUF file of a tensor of a checkpoint of Llama or Qwen."""
+    """Return the GGUF name of a tensor of a Llama or Qwen checkpoint."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 64)
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
@@ -25,7 +25,7 @@ def gguf_name(name: str) -> str:
 
 
 def draw_blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Blocks of any bytes, but for fp16 scales, which are small numbers: for types that the package cannot make."""
+    """Return blocks of random bytes with small fp16 scales, for types that the package cannot quantize to."""
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (int(np.prod(shape[:-1])), shape[-1] // block, size), dtype=np.uint8)
     at = {"Q4_1": (0, 2), "Q5_1": (0, 2)}
@@ -49,7 +49,8 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     **fields: Any,
 ) -> Path:
-    """Write the checkpoint at `source` as a file whose matrices are of `kind`, norms, routers and biases of `plain`.
+    """Write the checkpoint at `source` as a GGUF file. Matrices have the type `kind`; norms, routers and biases have
+    `plain`.
 
     `architecture` is the file's name for the family, if there are several. With `tensors_in_a_part` the model is in
     several files of as many tensors, and the first one is returned.
@@ -95,7 +96,7 @@ def write_gguf(
 
 
 def write_metadata(path: Path, metadata: dict[str, Any]) -> Path:
-    """Write a file of metadata alone, which is enough for a tokenizer."""
+    """Write a GGUF file with metadata alone, which is enough for a tokenizer."""
     writer = gguf.GGUFWriter(path, "llama")
     _add_metadata(writer, metadata)
     writer.write_header_to_file()
@@ -123,7 +124,7 @@ def _add_metadata(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:
 
 
 def tokenizer_fields(source: Path) -> dict[str, Any]:
-    """The byte-level tokenizer of a folder as metadata."""
+    """Return the byte-level tokenizer of a folder as GGUF metadata."""
     content = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     vocab = content["model"]["vocab"]
     added = {token["id"]: token for token in content["added_tokens"]}
@@ -140,7 +141,7 @@ def tokenizer_fields(source: Path) -> dict[str, Any]:
 
 
 def with_tokens(source: Path, named: dict[int, tuple[str, int]]) -> dict[str, Any]:
-    """`tokenizer_fields` in which ids have other names and types. New ids follow the last one of the folder."""
+    """Return `tokenizer_fields` with other names and types for some ids. New ids follow the folder's last one."""
     fields = tokenizer_fields(source)
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     for i, (name, kind) in sorted(named.items()):
@@ -152,7 +153,7 @@ def with_tokens(source: Path, named: dict[int, tuple[str, int]]) -> dict[str, An
 
 
 def dequantized(path: Path, name: str) -> torch.Tensor:
-    """The numbers of a file's tensor by the package alone, float64; rows in the file's order."""
+    """Return the numbers of a file's tensor in float64, by the package `gguf`; rows in the file's order."""
     (tensor,) = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name]
     numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     return torch.from_numpy(np.array(numbers, dtype=np.float64).reshape(tensor.shape[::-1].tolist()))

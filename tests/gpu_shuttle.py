@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 
 def ops() -> dict[str, CustomOpDef]:
-    """Every op of the folder by name."""
+    """Return every op of the folder by name."""
     found: dict[str, CustomOpDef] = {}
     for module in pkgutil.iter_modules(specrs.kernels.cuda.__path__):
         content = vars(importlib.import_module(f"specrs.kernels.cuda.{module.name}"))
@@ -31,7 +31,7 @@ _inside = False
 
 
 def install(device: str = "cuda") -> None:
-    """Register the implementations; must come before the first call of an op."""
+    """Register the implementations. Must be called before the first call of an op."""
     if device == "cpu":
         refuse_direct_launches()
     for op in ops().values():
@@ -39,7 +39,7 @@ def install(device: str = "cuda") -> None:
 
 
 def refuse_direct_launches() -> None:
-    """Interpreted kernels run inside of `shuttle` alone."""
+    """Make launches of interpreted kernels outside `shuttle` raise."""
     launch = InterpretedFunction.run
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def refuse_direct_launches() -> None:
 
 
 def shuttle(function: Callable[..., None], device: torch.device) -> Callable[..., None]:
-    """`function` on `device` for tensors of the host."""
+    """Run `function` on `device` with tensors of the host."""
 
     def run(*args: Any) -> None:
         global _inside

@@ -1,5 +1,4 @@
-"""What transformers alone says: greedy continuations and the acceptance counts of speculation. Uses no code of
-specrs."""
+"""Greedy continuations and acceptance counts of speculation, computed by transformers alone. Uses no code of specrs."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 
 def load(path: Path, dtype: torch.dtype = torch.float64) -> Any:
-    """The checkpoint at `path` as a transformers model for evaluation."""
+    """Load the checkpoint at `path` as a transformers model for evaluation."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
     if dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch's grouped product has no float64
@@ -20,7 +19,7 @@ def load(path: Path, dtype: torch.dtype = torch.float64) -> Any:
 def generate(
     model: Any, prompt: list[int], max_new_tokens: int, eos: list[int] | None = None, **kwargs: Any
 ) -> list[int]:
-    """New tokens of greedy `model.generate`, the stop token included; `eos=None` never stops."""
+    """Return the new tokens of greedy `model.generate`, the stop token included; `eos=None` never stops."""
     out = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -34,7 +33,7 @@ def generate(
 
 
 def generate_all(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-    """Greedy continuations of several prompts in one batch, an eighth of the time of `generate` for each.
+    """Return greedy continuations of several prompts in one batch, in an eighth of the time of `generate` for each.
 
     Prompts are padded on the left and padding is masked: in a family of `checkpoints.FAMILIES` a text is the one that
     its prompt gets alone, except where rounding decides between two tokens. (Gemma 2's text changes with padding.)
@@ -66,7 +65,7 @@ class Statistics:
 def count_acceptance(
     target: Any, draft: Any, prompt: list[int], max_new_tokens: int, k: int, eos: list[int], statistics: Statistics
 ) -> list[int]:
-    """Greedy speculative decoding of one prompt, spelled out with two transformers models; adds to `statistics`.
+    """Decode one prompt by greedy speculation, written out with two transformers models. Adds to `statistics`.
 
     The first token is the target's. Then, with n tokens there: K_r = min(k, limit - n - 1) drafts are taken greedily
     one by
@@ -102,7 +101,7 @@ def count_acceptance(
 
 
 def _feed(model: Any, cache: Any, tokens: list[int]) -> torch.Tensor:
-    """Logits of the tokens that `cache` has not seen yet; the cache has seen them afterwards."""
+    """Feed the tokens that `cache` has not seen yet, and return their logits."""
     start = cache.get_seq_length()
     return model(torch.tensor([tokens[start:]]), past_key_values=cache, use_cache=True).logits[0]
 
@@ -125,8 +124,8 @@ def count_parallel_acceptance(
     eos: list[int],
     statistics: Statistics,
 ) -> tuple[list[int], list[list[int]]]:
-    """`count_acceptance` with all drafts of an iteration from one pass of the draft, which reads the text and K_r - 1
-    mask tokens behind it. Nothing is cached. Returns the text and the drafts of every iteration."""
+    """Do what `count_acceptance` does, with all drafts of an iteration from one pass of the draft: over the text and
+    K_r - 1 mask tokens after it. Nothing is cached. Returns the text and the drafts of every iteration."""
     tokens, limit, proposed = list(prompt), len(prompt) + max_new_tokens, []
     statistics.per_position += [0] * (k - len(statistics.per_position))
     tokens.append(int(target(torch.tensor([tokens])).logits[0, -1].argmax()))

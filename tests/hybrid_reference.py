@@ -1,4 +1,4 @@
-"""transformers' hybrids in float64 throughout: its own code takes some sums in float32. Holds no tests."""
+"""transformers' hybrids in float64 throughout; by default some of its sums are in float32. Holds no tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def delta_rule(
     output_final_state: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule token by token, `[batch, tokens, heads, features]`, in the dtype of its arguments."""
+    """Compute the gated delta rule token by token, `[batch, tokens, heads, features]`, in the dtype of its
+    arguments."""
     shared = value.shape[2] // key.shape[2]
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
     q, k = (x.repeat_interleave(shared, dim=2) for x in (q / query.shape[-1] ** 0.5, k))
@@ -63,7 +64,7 @@ def _gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
 
 
 def _wide(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` of a layer, in which `float()` leaves float64 as it is: it takes the decay in float32 otherwise."""
+    """Wrap a layer's `forward` so that `float()` leaves float64 as it is; by default the decay is in float32."""
 
     def wide(*arguments: Any, **named: Any) -> Any:
         with patch.object(torch.Tensor, "float", torch.Tensor.double):
@@ -73,7 +74,7 @@ def _wide(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wide_norm(x: Tensor, weight: Tensor, eps: float, *, inplace: bool = False) -> Tensor:
-    """`specrs.kernels.rms_norm.rms_norm` in float64: its own is in float32 for every dtype."""
+    """Compute `specrs.kernels.rms_norm.rms_norm` in float64; the original uses float32 for every dtype."""
     made = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
     return x.copy_(made) if inplace else made
 
@@ -100,7 +101,7 @@ def float64() -> Iterator[None]:
 
 @torch.inference_mode()
 def logits(path: Path, tokens: list[int]) -> Tensor:
-    """Logits of transformers `[tokens, vocab]` in float64."""
+    """Return the logits of transformers, `[tokens, vocab]` in float64."""
     with float64():
         found: Tensor = load(path)(torch.tensor([tokens]), use_cache=False).logits[0]
     return found

@@ -1,6 +1,7 @@
-"""The instruction sets that `make test-isa` runs numerical tests under, and which one each library says it uses.
+"""Instruction sets that `make test-isa` runs numerical tests under, and how each library names the one it uses. Holds
+no tests.
 
-Holds no tests and imports nothing that reads the variables: they count only if they are set before.
+Imports nothing that reads the variables, because they must be set before such an import.
 """
 
 import os
@@ -25,13 +26,13 @@ SETS: dict[str, dict[str, str]] = {
         "OPENBLAS_CORETYPE": "Haswell",
     },
 }
-"""Environments by name. OpenBLAS is numpy's, so that of Triton's interpreter."""
+"""Environment variables by name of the set. OpenBLAS is numpy's, which Triton's interpreter uses."""
 
 SAYS: dict[str, dict[str, str]] = {
     "default": {"ATen": "DEFAULT", "oneDNN": "Intel SSE4.1", "OpenBLAS": "Nehalem", "MKL": "Intel(R) SSE4.2"},
     "avx2": {"ATen": "AVX2", "oneDNN": "Intel AVX2", "OpenBLAS": "Haswell", "MKL": "Intel(R) AVX2"},
 }
-"""What the libraries call them."""
+"""Names that the libraries report for each set."""
 
 _CHILD = """
 import ctypes, re, torch, numpy
@@ -47,8 +48,8 @@ torch.ops.mkldnn._linear_pointwise(x, torch.ops.mkldnn._reorder_linear_weight(x,
 
 
 def chosen() -> dict[str, str]:
-    """The variables of the set named in `SPECRS_ISA`, none where it is not set or empty. They must be set before torch
-    is imported: raises where it has been, and for an unknown name."""
+    """Return the variables of the set named in `SPECRS_ISA`; none if it is unset or empty. They must be set before
+    torch is imported. Raises if torch is already imported, or for an unknown name."""
     name = os.environ.get(VARIABLE)
     if not name:
         return {}
@@ -63,7 +64,8 @@ def chosen() -> dict[str, str]:
 
 
 def ask_libraries(environment: dict[str, str]) -> dict[str, str]:
-    """What each library of a new process says, in that environment: `ATen`, `oneDNN`, `OpenBLAS`, `MKL`."""
+    """Return the instruction set that each library reports in a new process with that environment: `ATen`, `oneDNN`,
+    `OpenBLAS`, `MKL`."""
     env = environment | {"ONEDNN_VERBOSE": "1", "MKL_VERBOSE": "1"}
     done = subprocess.run([sys.executable, "-c", _CHILD], env=env, capture_output=True, text=True, check=True)
     patterns = {

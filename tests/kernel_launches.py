@@ -1,8 +1,8 @@
-"""Which kernels a pass or an iteration launches, with which constants and arguments, recorded without a GPU. Holds no
+"""Records the kernels that a pass or an iteration launches, with their constants and arguments, without a GPU. Holds no
 tests.
 
-Ops run on fake CUDA tensors of real shapes. An op of ours is called down to its launches, which are recorded in place
-of being made; one of torch that writes memory counts as one kernel (a product that cuBLAS splits has two).
+Ops run on fake CUDA tensors of real shapes. An op of specrs runs down to its launches, which are recorded instead of
+made. An op of torch that writes memory counts as one kernel (a product that cuBLAS splits has two).
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ class Launch:
     fn: Any
     grid: tuple[int, ...]
     arguments: Mapping[str, Any]
-    """By name; tensors are as they were given."""
+    """Arguments by name. Tensors are the ones that were passed."""
     settings: Mapping[str, Any]
 
     @property
     def name(self) -> str:
-        """The kernel's."""
+        """Name of the kernel."""
         return str(self.fn.fn.__name__)
 
     @property
     def constexprs(self) -> dict[str, Any]:
-        """Constants, and pointers that are left out."""
+        """Constants, and pointer arguments that are None."""
         names = constant_names(self.fn)
         return {k: v for k, v in self.arguments.items() if k in names or v is None}
 
     def specialisation(self) -> tuple[dict[str, str], list[str], dict[str, Any]]:
-        """`(types, names of what is a multiple of 16, constants)` by which Triton compiles: an integer of 1 is a
-        constant, unless the kernel says that it is not to be specialised."""
+        """Return `(types, names of arguments divisible by 16, constants)`, by which Triton compiles. An integer 1 is a
+        constant, unless the kernel excludes it from specialisation."""
         exempt, constants = unspecialised(self.fn), dict(self.constexprs)
         any_alignment = unspecialised(self.fn, "do_not_specialize_on_alignment")
         types, aligned = {}, []
@@ -97,7 +97,7 @@ class Launch:
         return types, aligned, constants
 
     def key(self) -> tuple[Any, ...]:
-        """What tells compiled variants of the kernel apart."""
+        """Return what distinguishes compiled variants of the kernel."""
         types, aligned, constants = self.specialisation()
         return self.name, *(tuple(sorted(part.items(), key=str)) for part in (types, constants, self.settings)), tuple(
             sorted(aligned)
@@ -105,13 +105,13 @@ class Launch:
 
 
 def constant_names(fn: Any) -> set[str]:
-    """Arguments of a kernel that are `tl.constexpr`."""
+    """Return the arguments of a kernel that are `tl.constexpr`."""
     annotations = inspect.get_annotations(fn.fn)
     return {name for name, kind in annotations.items() if "constexpr" in str(kind)}
 
 
 def unspecialised(fn: Any, kind: str = "do_not_specialize") -> set[str]:
-    """Arguments that Triton is told not to specialise on; the interpreter keeps what `triton.jit` was given."""
+    """Return the arguments that Triton must not specialise on. The interpreter keeps the options of `triton.jit`."""
     if isinstance(fn, JITFunction):
         return {param.name for param in fn.params if getattr(param, kind)}
     return set(fn.kwargs.get(kind) or ())
@@ -119,8 +119,8 @@ def unspecialised(fn: Any, kind: str = "do_not_specialize") -> set[str]:
 
 @contextmanager
 def recorded(launches: list[Launch], *, run: bool = False, left_out: Collection[Any] = ()) -> Iterator[None]:
-    """Launches of Triton kernels go into `launches`, and with `run` are made, too, but those of the kernels
-    `left_out`."""
+    """Append launches of Triton kernels to `launches` instead of making them; with `run` make them, too, except of the
+    kernels `left_out`."""
 
     def wrap(original: Any) -> Any:
         def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ def recorded(launches: list[Launch], *, run: bool = False, left_out: Collection[
 
 
 class Recorder(TorchDispatchMode):
-    """Kernels in order: launches of ours, and names of torch's ops that write memory."""
+    """Records kernels in order: launches of specrs's, and names of torch's ops that write memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,8 +179,8 @@ def fake_context(
     num_blocks: int = 1000,
     cache_dtype: torch.dtype | None = None,
 ) -> Iterator[Context]:
-    """What an engine over these folders' configurations has on a device of `limits`, of fake tensors; `cache_dtype`: of
-    K and V of both models."""
+    """Return the context that an engine with these folders' configurations has on a device of `limits`, made of fake
+    tensors. `cache_dtype`: dtype of both KV caches."""
     speculative = None
     if draft is not None:
         speculative = SpeculativeConfig(model=str(draft), num_speculative_tokens=k, rejection_sample_method=rule)
@@ -204,7 +204,7 @@ def fake_context(
 
 
 def compiled(launch: Launch, capability: int) -> Any:
-    """The kernel of a launch as Triton compiles it for a capability; Triton must not interpret."""
+    """Compile the launch's kernel for a compute capability. Fails if Triton interprets."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -220,7 +220,7 @@ def compiled(launch: Launch, capability: int) -> Any:
 
 
 def reference_configs(folder: Path) -> tuple[Path, Path]:
-    """Configurations of the references' target and draft, Qwen3-32B and Qwen3-1.7B, written into `folder`."""
+    """Write the configurations of Qwen3-32B and Qwen3-1.7B, the reference target and draft, into `folder`."""
     path = Path(__file__).parents[1] / "benches/gpu/models.py"  # the package `gpu` is the tests' own
     module = load_file("reference_models", path)
     return module.write_config("qwen3-32b", folder), module.write_config("qwen3-1.7b", folder)

@@ -1,4 +1,5 @@
-"""Python files that are in no package as modules: scripts, benches, changed copies of a kernel. Holds no tests."""
+"""Loads Python files that belong to no package as modules: scripts, benches, changed copies of a kernel. Holds no
+tests."""
 
 import importlib.util
 import sys
@@ -7,7 +8,8 @@ from types import ModuleType
 
 
 def load_file(name: str, path: Path) -> ModuleType:
-    """The file at `path` as the module `name`, under which dataclasses look for their annotations."""
+    """Load the file at `path` as the module `name`, and register it, because dataclasses look up their annotations
+    there."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -26,11 +26,11 @@ RENAMED = {
     "layers.0.post_norm.": "mtp.norm.",
     "layers.0.mtp_block.": "mtp.layers.0.",
 }
-"""Beginnings of the names of a checkpoint, by those of `MtpModel`."""
+"""Prefixes of tensor names in a checkpoint, by those of `MtpModel`."""
 
 
 def head_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a head for the config.json `c` of a Qwen3.5."""
+    """Return names and shapes of the tensors of an MTP head, for the config.json `c` of a Qwen3.5."""
     h, q, kv = c["hidden_size"], c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
     i, layer = c["intermediate_size"], "mtp.layers.0."
     shapes: dict[str, tuple[int, ...]] = {
@@ -62,7 +62,7 @@ def add_head(path: Path, *, seed: int = 0, scale: float = 0.2, dtype: torch.dtyp
 
 
 class Script:
-    """The head in a checkpoint, next to `target`, the checkpoint as a transformers model."""
+    """The MTP head in a checkpoint, next to `target`, the checkpoint as a transformers model."""
 
     def __init__(self, target: Any) -> None:
         target.config.num_mtp_layers = 1
@@ -73,14 +73,14 @@ class Script:
         self.target_ids = torch.arange(target.config.vocab_size)
 
     def run(self, hidden: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states that the rows leave for their successors, `[N, H]`, and their logits, `[N, V]`. Each row
-        sees itself and those before."""
+        """Return the states that rows hand to their successors, `[N, H]`, and logits, `[N, V]`. Each row attends to
+        itself and the rows before."""
         left = self.model.forward_layer(0, hidden[None], positions[None], None, input_ids=tokens[None])
         return left[0], self.model._project_to_logits(left)[0]
 
     def draft(self, entries: list[Tensor], tokens: list[int], k: int, start: int = 0) -> tuple[list[int], Tensor]:
-        """Greedy drafts for the k positions after `tokens`, and the logits `[k, V]` they are from. `entries` has the
-        target's hidden states of all tokens but the last; rows before `start` do not exist."""
+        """Draft greedily for the k positions after `tokens`. Return drafts, and the logits `[k, V]` they come from.
+        `entries` has the target's hidden states of all tokens but the last; rows before `start` do not exist."""
         hidden, text, rows = entries[0][start : len(tokens) - 1], list(tokens), []
         for _ in range(k):
             positions = torch.arange(start, len(text) - 1)
@@ -93,8 +93,8 @@ class Script:
 
 
 def fit(path: Path, target: Any, texts: list[list[int]], steps: int = 24) -> None:
-    """Teach the head in the checkpoint at `path` what follows in `texts`, so that it is right now and then. Rewrites
-    its tensors. `target` is the checkpoint as a float32 model."""
+    """Train the head in the checkpoint at `path` on `texts`, so that it is right now and then. Rewrites its tensors.
+    `target` is the checkpoint as a float32 model."""
     script = Script(target)
     with torch.no_grad():
         states = [target(torch.tensor([t]), output_hidden_states=True).hidden_states[-1][0] for t in texts]

@@ -1,4 +1,4 @@
-"""Native models as callables, whose passes a test can watch or break. Holds no tests.
+"""Wraps native models as Python callables, whose passes a test can watch or break. Holds no tests.
 
 `NativeCalls` gives the same bits as the native model by itself, because it calls the same decoder.
 """
@@ -23,7 +23,7 @@ class NativeCalls:
     """A native model or head and its KV cache: `CallableModel` of `specrs._core`. Knows no LoRA adapters."""
 
     def __init__(self, model: NativeDecoder | NativeEagle3Head, kv_cache: NativeKVCache, vocab_size: int) -> None:
-        """`vocab_size`: the target's, which a head is fed."""
+        """Wrap a model or head. `vocab_size`: the target's, whose ids a head is fed."""
         self.model, self.kv_cache = model, kv_cache
         self.num_ids = model.vocab_size
         self.hidden_size = model.config.hidden_size if isinstance(model, NativeDecoder) else model.hidden_size

@@ -41,7 +41,7 @@ def with_answers(folder: Path, *, chatml: bool = True) -> Path:
 
 
 def question(query: str, document: str, instruction: str = INSTRUCTION) -> str:
-    """The prompt of Qwen3-Reranker, as its authors print it."""
+    """Return the prompt of Qwen3-Reranker, as its authors print it."""
     return (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
         'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -51,7 +51,7 @@ def question(query: str, document: str, instruction: str = INSTRUCTION) -> str:
 
 
 def as_embedding(source: Path, folder: Path, mode: str = "lasttoken", last: str = "Normalize") -> Path:
-    """The checkpoint `source` with the files of sentence-transformers."""
+    """Copy the checkpoint `source` and add the files of sentence-transformers."""
     folder.mkdir()
     for file in source.iterdir():
         (folder / file.name).symlink_to(file)

@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Written = tuple[dict[str, Tensor], Tensor]
-"""The tensors of a layer by suffix, and the numbers that they stand for, float64."""
+"""Tensors of a layer by suffix, and its dequantized weight, float64."""
 Writer = Callable[[str, Tensor], Written]
-"""From a layer's name and its weight."""
+"""Function from a layer's name and its weight to its quantized form."""
 
 
 def rewrite(source: Path, path: Path, config: dict[str, Any], write: Writer, skip: Callable[[str], bool]) -> Path:
-    """Copy the checkpoint at `source` to `path` with its projections quantized; beside it `path`.numbers, the same
-    model in float64 with the numbers that the codes stand for, and no `quantization_config`."""
+    """Copy the checkpoint at `source` to `path` with quantized projections. Next to it, `path`.numbers gets the
+    dequantized model in float64, without `quantization_config`."""
     numbers = path.with_name(path.name + ".numbers")
     for folder in (path, numbers):
         shutil.copytree(source, folder)
@@ -48,7 +48,7 @@ def rewrite(source: Path, path: Path, config: dict[str, Any], write: Writer, ski
 
 
 def no_layer(_: str) -> bool:
-    """Skips no layer."""
+    """Return False: no layer is skipped."""
     return False
 
 
@@ -81,7 +81,7 @@ def fp8_block(source: Path, path: Path, *, block: tuple[int, int] = (128, 128), 
 
 
 def _codes(weight: np.ndarray, group_of: np.ndarray, bits: int, sym: bool) -> tuple[np.ndarray, ...]:
-    """Codes `[out, in]`, zero points and fp16 scales `[out, groups]`."""
+    """Return codes `[out, in]`, zero points and fp16 scales `[out, groups]`."""
     out, groups, top = weight.shape[0], group_of.max() + 1, 2**bits - 1
     codes = np.zeros(weight.shape, np.int64)
     zeros, scales = np.zeros((out, groups), np.int64), np.zeros((out, groups), np.float16)
@@ -100,7 +100,8 @@ def _codes(weight: np.ndarray, group_of: np.ndarray, bits: int, sym: bool) -> tu
 
 
 def _packed(values: np.ndarray, bits: int, order: list[int]) -> Tensor:
-    """`[rows, columns]` as int32 words along the columns; the code at `order[i]` of a word's is its i-th lowest."""
+    """Return `[rows, columns]` packed into int32 words along the columns; the code at `order[i]` of a word becomes its
+    i-th lowest."""
     rows, columns = values.shape
     words = np.zeros((rows, columns * bits // 32), np.uint32)
     for column in range(words.shape[1]):
@@ -165,7 +166,7 @@ def awq(source: Path, path: Path, *, group: int = 32, **fields: Any) -> Path:
 
 
 def nvfp4_numbers(tensors: dict[str, Tensor]) -> Tensor:
-    """What an NVFP4 layer's tensors stand for, from the definition of e2m1, float64."""
+    """Dequantize an NVFP4 layer's tensors by the definition of e2m1, float64."""
     magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     packed, scales = tensors["weight_packed"].numpy(), tensors["weight_scale"].double().numpy()
     made = np.empty((packed.shape[0], 2 * packed.shape[1]))
@@ -177,10 +178,11 @@ def nvfp4_numbers(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def compressed(source: Path, path: Path, form: str, *, ordered: bool = False, **args: Any) -> Path:
-    """By compressed-tensors' own compressor; `args` are those of the weights. The numbers are its decompressor's.
+    """Write a checkpoint with compressed-tensors' own compressor, and the numbers with its decompressor. `args`
+    describe the weights' format.
 
-    `ordered`: inputs belong to groups in any order (act-order). The library compresses them in the groups' order; its
-    codes are unpacked, put back into the inputs' own order, and packed again by it, as checkpoints have them.
+    `ordered`: inputs belong to groups in any order (act-order). The library compresses inputs in the groups' order. Its
+    codes are then unpacked, put back into the inputs' own order, and packed again, as in published checkpoints.
     """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
@@ -244,24 +246,24 @@ def compressed(source: Path, path: Path, form: str, *, ordered: bool = False, **
 
 
 def mxfp4(numbers: Path, path: Path, config: dict[str, Any]) -> Path:
-    """A checkpoint of gpt-oss with random codes for experts; those of `numbers` become what transformers makes of
-    them. `config` is its `quantization_config`."""
+    """Write a checkpoint of gpt-oss with random codes for experts. `numbers` gets what transformers makes of them.
+    `config` is the `quantization_config`."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     generator = torch.Generator().manual_seed(1)
-    plain, coded = load_file(numbers / "model.safetensors"), {}
+    plain, quantized = load_file(numbers / "model.safetensors"), {}
     for name, tensor in list(plain.items()):
         if not name.endswith(("gate_up_proj", "down_proj")):
-            coded[name] = tensor
+            quantized[name] = tensor
             continue
         experts, inputs, outputs = tensor.shape
         blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
         scales = torch.randint(121, 125, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
-        coded |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         plain[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
         assert plain[name].shape == tensor.shape
     save_file(plain, numbers / "model.safetensors", metadata={"format": "pt"})
     shutil.copytree(numbers, path)
-    save_file(coded, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(quantized, path / "model.safetensors", metadata={"format": "pt"})
     edit_json(path / "config.json", quantization_config=config)
     return path

@@ -1,18 +1,17 @@
-"""Triton's interpreter without work whose outcome it drops or has found before, and with products of tiles that are the
-same on every CPU. Holds no tests.
+"""Speeds up Triton's interpreter by skipping repeated work, and makes products of tiles the same on every CPU. Holds no
+tests.
 
-The interpreter replaces the functions of `triton.language` by its own at every launch and again at every call of one
-kernel function by another, and finds them anew each time, by `inspect.getmembers`. Here they are found once, and what
-is replaced already stays. It also works out in int64 whether integer operations overflow, for assertions that it makes
-under `debug` alone. Both together were half of the time of the engine tests on the CUDA runner. Of what was left a
-third went into types: every operation checks the shapes of its operands and of its result, element by element, as
-objects. Here a shape is checked once, operands of one type are taken as they are, and a number becomes a tensor of a
-type and shape once.
+The interpreter replaces the functions of `triton.language` at every launch and at every call from one kernel function
+to another, and finds them each time by `inspect.getmembers`. Here they are found once, and replaced functions stay
+replaced. The interpreter also computes in int64 whether integer operations overflow, only for assertions under `debug`.
+Both together took half of the time of the engine tests on the CUDA runner. A third of the rest was spent on types:
+every operation checks the shapes of its operands and of its result, element by element. Here a shape is checked once,
+operands of equal types are used as they are, and a number becomes a tensor of each type and shape only once.
 
-A product of tiles is numpy's matmul there, so OpenBLAS's. On some CPUs that adds in another order for another place in
-the tile, and a GPU does not: a row would get other bits beside other rows.
+A product of tiles is numpy's matmul there, which calls OpenBLAS. On some CPUs its order of additions depends on the
+place in the tile, which a GPU's does not: a row would get other bits next to other rows.
 
-What is replaced has the same names and meaning in Triton 3.6 and 3.9.
+The replaced functions have the same names and meaning in Triton 3.6 and 3.9.
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from triton.runtime import interpreter
 
 
 def install() -> None:
-    """For this process, until its end; once."""
+    """Install the changes for the rest of this process. Further calls do nothing."""
     _find_builtins_once()
     _check_shapes_once()
     _match_operands_once()
@@ -83,7 +82,7 @@ def _find_builtins_once() -> None:
 
 
 def _add_in_one_order() -> None:
-    """In `tl.dot` of floats, whatever the place of an element in its tile."""
+    """Make `tl.dot` of floats add in one order, whatever the place of an element in its tile."""
     plain = interpreter.InterpreterBuilder.create_dot
 
     def dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
@@ -105,7 +104,7 @@ def _match_operands_once() -> None:
     tensors: dict[tuple[Any, ...], Any] = {}
 
     def with_number(self: Any, x: Any, number: Any, number_first: bool, *rules: Any, **more: Any) -> tuple[Any, Any]:
-        """`x` and the tensor for `number`, in this order."""
+        """Return `x` and the tensor for `number`, in the order that `number_first` says."""
         kind = x.type
         # 0, 0.0 and -0.0 are equal keys, but not one number; so are 1 and 1.0.
         shape = kind.shape if kind.is_block() else None
@@ -152,7 +151,7 @@ def _match_operands_once() -> None:
 
 @dataclass(slots=True)
 class _Shape:
-    """What types and tensors of one shape share. Nothing mutates any of it."""
+    """What types and tensors of one shape share. It is never mutated."""
 
     of_type: Any
     numel: int

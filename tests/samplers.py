@@ -1,4 +1,4 @@
-"""Draws and verification of rows by the Rust core, by `specrs.verify` and by the reference. Holds no tests.
+"""Draws and verifies rows by the Rust core, by `specrs.verify` and by the reference. Holds no tests.
 
 All three take rows of logits before temperature, and a request's parameters by row.
 """
@@ -36,7 +36,7 @@ class RowSampler(Protocol):
     """B requests, each with parameters and a seed."""
 
     def filter(self, logits: Tensor) -> Tensor:
-        """Rows `[B, V]` after temperature, min_p, top_k and top_p."""
+        """Return rows `[B, V]` after temperature, min_p, top_k and top_p."""
 
     def draft(self, logits: Tensor, positions: Tensor, rule: str) -> tuple[Tensor, Tensor]:
         """Draw from rows `[B, V]` the drafts at `positions` `[B]`: tokens `[B]`, and q `[B, V]`."""
@@ -49,7 +49,7 @@ class RowSampler(Protocol):
 
 
 class CoreSampler:
-    """By `specrs.core.Sampler`, in float32."""
+    """Samples by `specrs.core.Sampler`, in float32."""
 
     def __init__(self, params: Params, seeds: Tensor, vocab_size: int, dtype: torch.dtype = torch.float32) -> None:
         assert dtype == torch.float32
@@ -98,7 +98,7 @@ class CoreSampler:
 
 
 class VerifySampler:
-    """By the functions of `specrs.verify`."""
+    """Samples by the functions of `specrs.verify`."""
 
     def __init__(self, params: Params, seeds: Tensor, vocab_size: int, dtype: torch.dtype = torch.float32) -> None:
         self._rows, self._steps = SamplingRows.allocate(len(params), dtype=dtype), Steps()
@@ -147,7 +147,7 @@ class VerifySampler:
 
 
 class ReferenceSampler:
-    """By `specrs.reference.sampling`, a request after the other."""
+    """Samples by `specrs.reference.sampling`, one request after the other."""
 
     def __init__(self, params: Params, seeds: Tensor, vocab_size: int, dtype: torch.dtype = torch.float32) -> None:
         self.requests = [make_request(each, seed, dtype) for each, seed in zip(params, seeds.tolist(), strict=True)]
@@ -177,7 +177,7 @@ SAMPLERS: tuple[Any, ...] = (CoreSampler, VerifySampler, ReferenceSampler)
 
 
 def make_request(params: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> reference.Request:
-    """The reference's request of these parameters."""
+    """Return the reference's request with these parameters."""
     values, _ = RequestSampling(**params).columns(str(dtype).removeprefix("torch."))
     columns = dict(zip(PARAM_COLUMNS, values, strict=True))
     return reference.Request(0, seed, 0, LOGPROBS_NONE, LOGPROBS_NONE, columns)

@@ -1,4 +1,4 @@
-"""Small sentencepiece vocabularies, trained by the library, and as metadata of GGUF files. Holds no tests."""
+"""Small sentencepiece vocabularies, trained by the library, also as metadata of GGUF files. Holds no tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USER_DEFINED = ("<|user|>", "<tool>")
 
 
 def corpus() -> list[str]:
-    """Lines of words, code and runs of blanks, the same each time."""
+    """Return lines of words, code and runs of blanks, the same each time."""
     rng = random.Random(0)
     words = re.split(" ", "the cat sat mat on def return for in range import self abab banana naïve 日本 日 é")
     lines = [" ".join(rng.choices(words, k=rng.randrange(3, 12))) for _ in range(300)]
@@ -24,7 +24,7 @@ def corpus() -> list[str]:
 
 
 def train(lines: Iterable[str], **settings: Any) -> sentencepiece.SentencePieceProcessor:
-    """A BPE vocabulary of `lines` in the way of Llama's, where `settings` of the trainer do not say otherwise."""
+    """Train a BPE vocabulary on `lines` as Llama's was trained. `settings` override the trainer's."""
     made = io.BytesIO()
     given = {
         "vocab_size": 600,
@@ -42,7 +42,8 @@ def train(lines: Iterable[str], **settings: Any) -> sentencepiece.SentencePieceP
 
 
 def metadata_of(spm: sentencepiece.SentencePieceProcessor, **fields: Any) -> dict[str, Any]:
-    """Metadata as llama.cpp's converter writes it. `fields` replace `tokenizer.ggml.` ones; None leaves one out."""
+    """Return metadata as llama.cpp's converter writes it. `fields` replace `tokenizer.ggml.` ones; None leaves one
+    out."""
     ids = range(spm.get_piece_size())
     kinds = [
         3 if spm.is_control(i) else 2 if spm.is_unknown(i) else 6 if spm.is_byte(i) else 5 if spm.is_unused(i) else 1

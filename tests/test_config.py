@@ -1,4 +1,4 @@
-"""EngineConfig: wrong values are rejected, vLLM's other arguments where they matter."""
+"""EngineConfig: wrong values are rejected, and vLLM's other arguments if they would have an effect."""
 
 import dataclasses
 import json
@@ -272,7 +272,8 @@ def test_kv_cache_dtype() -> None:
 
 
 def test_bf16_activations() -> None:
-    """They are rejected by name wherever the native pass of a CPU does not compute bf16 weights."""
+    """Check that bf16 activations are rejected, with the field's name, wherever a native pass does not compute bf16
+    weights."""
     assert not EngineConfig().rounds_to_bf16
     assert EngineConfig.from_kwargs(cpu_activations="bf16", dtype="bfloat16").rounds_to_bf16
     for fields, why in (
@@ -291,7 +292,7 @@ def test_bf16_activations() -> None:
 
 
 def test_fp8_rows() -> None:
-    """Refused by name where no kernel makes them."""
+    """Check that FP8 activations are rejected, with the field's name, wherever no kernel makes them."""
     assert not EngineConfig().cuda_fp8_rows
     assert EngineConfig.from_kwargs(cuda_fp8_rows=True, device="cuda:1", dtype="bfloat16").cuda_fp8_rows
     for fields, why in (

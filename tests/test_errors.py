@@ -1,4 +1,4 @@
-"""Checks name field, value and what is allowed, whatever arrives."""
+"""Checks of values: their errors name field, value and what is allowed, whatever value arrives."""
 
 import inspect
 import math

@@ -1,4 +1,4 @@
-"""What is said where a package of an extra is missing, and that each extra installs what is asked of it."""
+"""The error if a package of an extra is missing, and that each extra installs the packages it is named for."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def distribution(name: str) -> str:
-    """The normalised distribution of a requirement, or of a package as a message calls it."""
+    """Return the normalised name of a requirement's distribution, or of a package as a message writes it."""
     found = re.match(r"[\w.-]+", name)
     assert found is not None
     return re.sub(r"[-_.]+", "-", found[0]).lower()

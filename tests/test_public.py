@@ -1,4 +1,4 @@
-"""The names that `specrs` gives out."""
+"""Names that `specrs` exports."""
 
 import pytest
 import specrs

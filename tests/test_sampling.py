@@ -1,4 +1,4 @@
-"""SamplingParams: vLLM's defaults; wrong values are rejected, what is not implemented when added."""
+"""SamplingParams: vLLM's defaults; wrong values are rejected, unimplemented ones when the request is added."""
 
 import dataclasses
 import enum
@@ -157,7 +157,7 @@ def test_wrong_values_are_rejected(field: str, value: object, allowed: str) -> N
         ({"bad_words": ["x" * 1025]}, r"^bad_words\[0\]: 1025 characters, allowed are at most 1024"),
         ({"allowed_token_ids": [1, -1]}, r"^allowed_token_ids\[1\]=-1: "),
         ({"allowed_token_ids": [1, 2.5]}, r"^allowed_token_ids\[1\]=2.5: "),
-        ({"allowed_token_ids": [4, 1, 2, 1]}, r"^allowed_token_ids\[3\]=1: is there already; allowed is each id once"),
+        ({"allowed_token_ids": [4, 1, 2, 1]}, r"^allowed_token_ids\[3\]=1: occurs twice; name each id once"),
         ({"logit_bias": {5: math.nan}}, r"^logit_bias\[5\]=nan: must be a finite number from -100 to 100"),
         ({"logit_bias": {5: math.inf}}, r"^logit_bias\[5\]=inf: must be a finite number from -100 to 100"),
         ({"logit_bias": {5: -100.5}}, r"^logit_bias\[5\]=-100.5: must be a finite number from -100 to 100"),
@@ -171,7 +171,7 @@ def test_wrong_values_are_rejected(field: str, value: object, allowed: str) -> N
         ({"logit_bias": {"1_0": 1.0}}, r"^logit_bias\['1_0'\]=1.0: keys must be token ids"),
         ({"logit_bias": {"\u0663": 1.0}}, r"^logit_bias\['\u0663'\]=1.0: keys must be token ids"),
         ({"logit_bias": {"9" * 5000: 1.0}}, r"^logit_bias\['9+\.\.\.9+'\]=1.0: keys must be token ids"),
-        ({"logit_bias": {5: 1.0, "5": 2.0}}, r"^logit_bias\['5'\]=2.0: is there already; allowed is each id once"),
+        ({"logit_bias": {5: 1.0, "5": 2.0}}, r"^logit_bias\['5'\]=2.0: occurs twice; name each id once"),
     ],
 )
 def test_lists_and_mappings(fields: dict[str, Any], message: str) -> None:
@@ -261,7 +261,7 @@ def test_parameters_of_vllm_are_served_at_their_defaults() -> None:
 
 
 def test_kinds_of_output() -> None:
-    """Ours and vLLM's own, which go by the same names."""
+    """Check output kinds: specrs's and vLLM's own are accepted under the same names."""
     assert SamplingParams().output_kind is RequestOutputKind.CUMULATIVE
     for kind in RequestOutputKind:
         assert SamplingParams(output_kind=kind).output_kind is kind
@@ -356,7 +356,8 @@ def test_seeds_differ_and_fit_in_64_bits() -> None:
 
 
 def encode(text: str) -> list[int]:
-    """A character is a token, except that a blank joins the letter behind it, as in most vocabularies."""
+    """Encode a text: each character is a token, except that a blank joins the letter after it, as in most
+    vocabularies."""
     ids, blank = [], False
     for c in text:
         if c == " ":

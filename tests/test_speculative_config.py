@@ -1,4 +1,4 @@
-"""SpeculativeConfig: what each way of drafting takes, and how other values are refused."""
+"""SpeculativeConfig: fields of each method, and errors for other values."""
 
 import inspect
 from typing import Any
@@ -291,7 +291,8 @@ def test_the_defaults_of_suffix_decoding_are_those_of_the_core() -> None:
 
 
 def test_drafters_for_prompts_that_come_again() -> None:
-    """Suffix decoding then keeps nothing for others, unless it is told how much."""
+    """Check the recommended drafters for repeated prompts: suffix decoding then keeps no outputs of other requests,
+    unless the user sets a limit."""
     key = "suffix_decoding_max_cached_requests"
     for method in ("suffix", "ngram, suffix", "suffix,draft_model"):
         assert for_repeats({"method": method, "model": "m"}) == {"method": method, "model": "m", key: 0}

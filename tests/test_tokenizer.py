@@ -1,4 +1,4 @@
-"""Reading tokenizers, rendering chats, and telling two tokenizers apart."""
+"""Reading tokenizers, rendering chats, and comparing two tokenizers."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,8 @@ def test_text_that_is_no_text(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("text", ["a" * 300_000, "a cat, " * 60_000, "def f(x):\n    return x\n" * 20_000])
 def test_texts_that_are_far_too_long(tokenizer: Tokenizer, text: str) -> None:
-    """Refused only where the whole text has more tokens; a text that is a little longer is the caller's to refuse."""
+    """Check the limit on characters: a far too long text is rejected before it is tokenized. A text that may have few
+    tokens too many is tokenized, and left to the caller."""
     count = len(tokenizer.encode(text))
     assert tokenizer.max_chars_per_token is not None
     assert count * tokenizer.max_chars_per_token >= len(text)
@@ -77,7 +78,8 @@ def test_texts_that_are_far_too_long(tokenizer: Tokenizer, text: str) -> None:
 
 
 def test_words_of_any_length_may_be_one_token(tmp_path: Path) -> None:
-    """A model that knows whole words alone: length says nothing about how many tokens a text has."""
+    """Check a model that knows whole words alone, where the length of a text says nothing about its number of
+    tokens."""
 
     def whole_words(content: dict[str, Any]) -> None:
         content["model"] = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 1}, "unk_token": "<unk>"}
@@ -257,7 +259,7 @@ def test_the_same_tokenizer_twice(tokenizer: Tokenizer) -> None:
     check_same_tokenizer(tokenizer, Tokenizer(str(pair.DRAFT)))
 
 
-def test_swapped_tokens_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_swapped_tokens_are_reported(tokenizer: Tokenizer, tmp_path: Path) -> None:
     def swap(content: dict[str, Any]) -> None:
         vocab = content["model"]["vocab"]
         vocab["!"], vocab['"'] = vocab['"'], vocab["!"]
@@ -270,7 +272,7 @@ def test_swapped_tokens_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert "id 1 is '!' for the target and '\"' for the draft (2048 tokens" in str(caught.value)
 
 
-def test_other_merges_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_other_merges_are_reported(tokenizer: Tokenizer, tmp_path: Path) -> None:
     def drop(content: dict[str, Any]) -> None:
         content["model"]["merges"] = content["model"]["merges"][:50]
 
@@ -281,7 +283,8 @@ def test_other_merges_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_one_token_more_is_no_difference(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """A draft neither proposes nor is fed ids that its model has no row for."""
+    """Check that one token more makes no difference: a draft neither proposes nor is fed ids that its model has no row
+    for."""
 
     def add(content: dict[str, Any]) -> None:
         extra = content["added_tokens"][0] | {"id": 2048, "content": "<|extra|>"}
@@ -295,7 +298,7 @@ def test_one_token_more_is_no_difference(tokenizer: Tokenizer, tmp_path: Path) -
     check_same_tokenizer(more, tokenizer)
 
 
-def test_one_token_at_two_ids_is_told(tmp_path: Path) -> None:
+def test_one_token_at_two_ids_is_reported(tmp_path: Path) -> None:
     def add(names: list[str]) -> Tokenizer:
         folder = copy_of_pair(tmp_path / "-".join(names))
         edit_tokenizer(folder, lambda content: content["added_tokens"].extend(more(content, names)))
@@ -321,7 +324,8 @@ SPACED = ["a cat", " a cat", "  a  cat ", "<s>a", "a</s> b", "<|user|>\n a\n", "
 )
 @pytest.mark.parametrize("prefix", ["normalizer", "first", "never"])
 def test_a_folder_follows_its_own_tokenizer_json(cls: str, prefix: str, tmp_path: Path) -> None:
-    """Whatever class tokenizer_config.json names: transformers' classes have pipelines of their own."""
+    """Check that a folder follows its own tokenizer.json, whatever class tokenizer_config.json names; transformers'
+    classes have pipelines of their own."""
     vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))])}
     vocab |= {token: 259 + i for i, token in enumerate(["▁", "a", "c", "t", "▁a", "ca", "cat", "▁▁"])}
     merges = [("\u2581", "a"), ("c", "a"), ("ca", "t"), ("\u2581", "\u2581")]
@@ -354,7 +358,8 @@ def test_a_folder_follows_its_own_tokenizer_json(cls: str, prefix: str, tmp_path
 
 
 def test_runs_that_a_normalizer_removes_do_not_count(tmp_path: Path) -> None:
-    """A long text of few tokens is encoded: how many characters a token stands for is not known."""
+    """Check that runs which a normalizer removes do not count: a long text of few tokens is encoded, because the
+    characters per token are not known."""
 
     def collapse(content: dict[str, Any]) -> None:
         content["normalizer"] = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}

@@ -1,4 +1,4 @@
-"""tokenizer_config.json as published models have it: which of its keys count, and that none runs code."""
+"""tokenizer_config.json as in published models: which keys have an effect, and that none runs code."""
 
 from __future__ import annotations
 
@@ -80,11 +80,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 SPLITS = "split_special_tokens"
-"""The only key that changes ids: special tokens in a text are then text like any other."""
+"""The only key that changes ids: special tokens in a text are then treated as ordinary text."""
 
 
 def folder_with(path: Path, settings: dict[str, Any]) -> Path:
-    """The pair's tokenizer with these settings, and modules of code that end the process when they are imported."""
+    """Write the pair's tokenizer with these settings, and modules of code that end the process when they are
+    imported."""
     folder = copy_of_pair(path)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -93,7 +94,7 @@ def folder_with(path: Path, settings: dict[str, Any]) -> Path:
 
 
 def ids(folder: Path) -> list[list[int]]:
-    """By the library that made tokenizer.json."""
+    """Return ids by the library that made tokenizer.json."""
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     return [backend.encode(text).ids for text in TEXTS]
 
@@ -113,7 +114,8 @@ def test_published_settings(model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_no_key_changes_ids_or_fails_without_a_name(model: str, tmp_path: Path) -> None:
-    """Each removed, and each at other values of its type: the ids are those of tokenizer.json."""
+    """Check that no key changes ids or fails without a name: each key is removed, and set to other values of its type;
+    ids are those of tokenizer.json."""
     settings = PUBLISHED[model]
     folder = folder_with(tmp_path / "model", settings)
     expected = ids(folder)
@@ -148,7 +150,8 @@ def test_code_that_is_needed_is_rejected(where: Any, name: Any, tmp_path: Path) 
 
 
 def test_code_that_config_json_names_is_not_run(tmp_path: Path) -> None:
-    """Phi-4-mini's `auto_map`, for example, also names a tokenizer of another repository."""
+    """Check that code named by config.json is not run. Phi-4-mini's `auto_map`, for example, also names a tokenizer of
+    another repository."""
     folder = folder_with(tmp_path / "model", PUBLISHED["Llama 3.1"])
     names = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": "Xenova/gpt-4o"}
     edit_json(folder / "config.json", auto_map=names)

@@ -1,4 +1,4 @@
-"""Ids and special tokens are those of transformers' AutoTokenizer, whatever the files of a folder say about them."""
+"""Ids and special tokens equal those of transformers' AutoTokenizer, whatever the files of a folder say about them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TEXTS = st.lists(
 
 
 def same(folder: Path, texts: list[str]) -> None:
-    """Compare ids and special tokens with transformers'."""
+    """Check ids and special tokens against transformers."""
     ours, theirs = Tokenizer(str(folder)), AutoTokenizer.from_pretrained(str(folder))
     theirs.backend_tokenizer.no_truncation()
     for text in texts:
@@ -71,7 +71,7 @@ def same(folder: Path, texts: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder of each family, as its class saves it."""
+    """A folder of each family, as its tokenizer class saves it."""
     made = {}
     for family, (name, vocab, merges, settings) in FAMILIES.items():
         made[family] = tmp_path_factory.mktemp("family") / family.replace(" ", "-")
@@ -106,7 +106,7 @@ EXTRA = st.lists(NAMED, max_size=3, unique=True)
 
 @st.composite
 def special_files(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
-    """Contents of the JSON files next to tokenizer.json."""
+    """Draw contents of the JSON files next to tokenizer.json."""
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **draw(ROLE_SETTINGS)}
     if draw(st.booleans()):
         settings[draw(st.sampled_from(["additional_special_tokens", "extra_special_tokens"]))] = draw(EXTRA)
@@ -179,7 +179,7 @@ def test_a_default_that_the_vocabulary_does_not_have_is_left_out(tmp_path: Path)
 
 
 def write_other_files(folder: Path) -> None:
-    """GPT-2's files from before tokenizer.json."""
+    """Write the tokenizer files of GPT-2 from before tokenizer.json."""
     folder.mkdir()
     (folder / "vocab.json").write_text(json.dumps(BYTE_VOCAB | {END: len(BYTE_VOCAB)}))
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, MERGES)))

@@ -10,7 +10,7 @@ from specrs import pair
 
 
 def copy_of_pair(path: Path) -> Path:
-    """The pair's json files and template under `path` (created)."""
+    """Copy the pair's JSON files and chat template to `path` (created)."""
     path.mkdir()
     for file in Path(pair.TARGET).iterdir():
         if file.suffix in (".json", ".jinja"):
@@ -27,7 +27,7 @@ def edit_tokenizer(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
 
 
 def with_bos(path: Path) -> Path:
-    """The pair's tokenizer, except that it puts id 0 before every text."""
+    """Write the pair's tokenizer, changed to put id 0 before every text."""
 
     def put_bos(content: dict[str, Any]) -> None:
         content["post_processor"] = {

@@ -1,1 +1,1 @@
-"""What `make gpu-bench` measures on one GPU; `benches/bench_gpu.py` is the command. Tests nothing."""
+"""Measurements of `make gpu-bench` on one GPU; `benches/bench_gpu.py` is the command. Tests nothing."""

@@ -1,4 +1,5 @@
-"""Attention of one request alone: six rows of verification against the device's copy bandwidth, and prompt chunks."""
+"""Measures attention of one request alone: six rows of verification against the device's copy bandwidth, and prompt
+chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ ROWS, KV_HEADS, GROUP, DIM, BLOCK = 6, 8, 8, 128, 16
 
 
 def measure(device: torch.device, contexts: list[int]) -> dict[str, Any]:
-    """By context: milliseconds, TB/s of K and V read, share of the copy bandwidth."""
+    """Return for each context milliseconds, TB/s of K and V read, and share of the copy bandwidth."""
     copied = copy_bandwidth(device)
     return {"copy_tb_per_s": copied} | {str(context): one(device, context, copied) for context in contexts}
 

@@ -1,4 +1,5 @@
-"""Passes of a target in other formats and of mixtures of experts, batch 1: random codes and weights. Checks nothing."""
+"""Measures passes of a target in other formats and of mixtures of experts at batch 1, with random weights. Checks
+nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ ROWS = (1, 2, K + 1)
 
 
 def random_codes(out: int, size: int, kind: str, device: torch.device) -> QuantizedWeight:
-    """A weight `[out, size]` of a kind: no code of e4m3 is NaN, and scales keep a residual stream finite."""
+    """Return a random quantized weight `[out, size]`. No e4m3 code is NaN, and scales keep a residual stream finite."""
     coding = CODINGS[kind](size)
     codes = torch.randint(-(2**15), 2**15, (out, size * coding.bits // 16), device=device)
     codes &= 0x7777 if coding.kind == "fp8" else -1
@@ -35,7 +36,7 @@ def random_codes(out: int, size: int, kind: str, device: torch.device) -> Quanti
 
 
 def quantized(model: TorchDecoder, kind: str) -> TorchDecoder:
-    """`model` with the projections of its layers as random codes of a kind."""
+    """Return `model` with the projections of its layers randomly quantized."""
     layers = []
     for layer in model.weights.layers:
         shapes = {name: getattr(layer, name).shape for name in ("qkv", "o", "gate_up", "down")}
@@ -45,7 +46,7 @@ def quantized(model: TorchDecoder, kind: str) -> TorchDecoder:
 
 
 def measure(target: str, draft: str, weights: Weights, **settings: Any) -> dict[str, Any]:
-    """Milliseconds of a pass by its rows and of a whole iteration at K = 5 (2 in a trial)."""
+    """Return the milliseconds of a pass by its rows, and of a whole iteration at K = 5 (2 in a trial)."""
     alone = Alone(target, draft, weights, **settings)
     return {
         "target_pass_ms": {rows: alone.target_pass(rows) for rows in ROWS},

@@ -26,7 +26,7 @@ MAX_K = 8 if ON_GPU else 2
 
 
 class Alone:
-    """`batch` requests of `CONTEXT` tokens each, whose state is set back before every measurement."""
+    """`batch` requests of `CONTEXT` tokens each, whose state is reset before every measurement."""
 
     def __init__(self, target: str, draft: str, weights: Weights, batch: int = 1, **settings: Any) -> None:
         self.batch = batch
@@ -53,7 +53,7 @@ class Alone:
         self.temperature(0.0)
 
     def temperature(self, temperature: float, top_p: float = 1.0) -> None:
-        """Sampling of the one request."""
+        """Set the sampling of the one request."""
         self.sampling.params.write(0, RequestSampling(temperature=temperature, top_p=top_p))
 
     def reset(self, k: int) -> Callable[[], None]:
@@ -78,13 +78,13 @@ class Alone:
 
     @torch.inference_mode()
     def target_pass(self, rows: int) -> float:
-        """A pass over `rows` rows with the LM head, in milliseconds."""
+        """Return the milliseconds of a pass over `rows` rows with the LM head."""
         self._prepare(rows - 1)
         return self._time(lambda: iteration.verify_pass(self.ctx, 1, rows, rows, greedy=True), rows - 1)
 
     @torch.inference_mode()
     def batch_pass(self, k: int) -> float:
-        """A verification of `k` drafts for every request with the LM head, in milliseconds."""
+        """Return the milliseconds of a verification of `k` drafts for every request with the LM head."""
         shape = Shape(self.batch, k, self.batch * (k + 1), LogitsMode.GREEDY)
         self.reset(k)()
         iteration.prepare(self.ctx, shape, self.sequences)
@@ -92,19 +92,19 @@ class Alone:
 
     @torch.inference_mode()
     def draft_pass(self) -> float:
-        """A pass of the draft over one row with its LM head, in milliseconds."""
+        """Return the milliseconds of a draft pass over one row with its LM head."""
         self._prepare(2)
         return self._time(lambda: drafting.draft_pass(self.ctx, 2, 1, LogitsMode.GREEDY), 2)
 
     @torch.inference_mode()
     def whole(self, k: int, logits_mode: LogitsMode = LogitsMode.GREEDY) -> float:
-        """A whole iteration as one graph, in milliseconds."""
+        """Return the milliseconds of a whole iteration as one graph."""
         shape = Shape(1, k, k + 1, logits_mode)
         return self._time(lambda: iteration.run(self.ctx, shape, self.sequences), k)
 
     @torch.inference_mode()
     def chained(self, k: int) -> float:
-        """One graph a pass, single ops between them."""
+        """Return the milliseconds of an iteration with one graph per pass, and single ops between them."""
         ctx, shape = self.ctx, Shape(1, k, k + 1, LogitsMode.GREEDY)
         self._prepare(k)
         drafts = [graphed(lambda i=i: drafting.draft_pass(ctx, i, 1, LogitsMode.GREEDY)) for i in range(1, k + 1)]
@@ -113,7 +113,8 @@ class Alone:
 
     @torch.inference_mode()
     def piecewise(self, k: int) -> float:
-        """Attention outside of the graphs, everything else of a pass in pieces between them."""
+        """Return the milliseconds of an iteration with attention outside graphs, and the rest of a pass in pieces
+        between them."""
         ctx, shape = self.ctx, Shape(1, k, k + 1, LogitsMode.GREEDY)
         self._prepare(k)
         drafts = [Piecewise(lambda i=i: drafting.draft_pass(ctx, i, 1, LogitsMode.GREEDY)) for i in range(1, k + 1)]
@@ -140,7 +141,7 @@ class Alone:
 
 
 def measure(alone: Alone) -> dict[str, Any]:
-    """Every figure of the table that needs no engine."""
+    """Measure every figure of the table that needs no engine."""
     ks = range(1, MAX_K + 1)
     target = {rows: alone.target_pass(rows) for rows in range(1, MAX_K + 1)}
     draft = alone.draft_pass()

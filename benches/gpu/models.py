@@ -1,4 +1,4 @@
-"""Shapes of the references' models, as configurations without weights. Loads nothing."""
+"""Configurations of the reference models, without weights. Loads nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pass as most engines capture it: attention runs op by op, what lies between in graphs. For comparison only."""
+"""A pass as most engines capture it: attention runs op by op, with graphs in between. For comparison only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Products of a pass and the sampling cut alone, in their default configurations, beside cuBLAS. Checks no results."""
+"""Measures products of a pass and the sampling cut alone, in their default configurations, next to cuBLAS. Checks no
+results."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ LAUNCHES = 24 if ON_GPU else 1
 
 
 def measure(models: list[str], device: torch.device) -> dict[str, Any]:
-    """Microseconds of one launch by model, product, kind of weight and rows; and of the sampling cut."""
+    """Return the microseconds of one launch by model, product, kind of weight and rows; and those of the sampling
+    cut."""
     found: dict[str, Any] = {}
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +48,8 @@ def measure(models: list[str], device: torch.device) -> dict[str, Any]:
 
 
 def one(shape: LinearShape, kind: str, rows: int, device: torch.device) -> float:
-    """Microseconds of a product of dense weights as passes have it, by cuBLAS alone, or of codes, as a graph has it."""
+    """Return the microseconds of a product: of dense weights as in a pass, by cuBLAS, or of quantized weights as in a
+    graph."""
     if kind in CODINGS:
         # What is after a product of codes that are heads is a kernel of its own.
         features = shape.n if shape.gated else shape.n * shape.sides
@@ -90,8 +93,8 @@ def many(shape: LinearShape, device: torch.device) -> dict[str, dict[int, dict[s
 
 @torch.inference_mode()
 def sampling(device: torch.device) -> dict[str, float]:
-    """Microseconds of a draft's cut of one row and of verification's of six, at temperature 0.7 and top_p 0.9, of
-    normal logits of a standard deviation."""
+    """Return the microseconds of the sampling cut of a draft's row and of verification's six, at temperature 0.7 and
+    top_p 0.9, for normally distributed logits."""
     vocab, found = VOCAB["tiny"] if not ON_GPU else 151_936, {}
     for spread in (0.9, 3.0):
         for rows, coarse in ((1, True), (6, False)):

@@ -1,4 +1,4 @@
-"""The bundled pair over HTTP: load at several numbers of requests, and greedy texts next to those of a CPU.
+"""Measures the bundled pair over HTTP: load at several numbers of requests, and greedy texts next to a CPU's.
 
     python benches/gpu/server.py FOLDER
 

@@ -69,7 +69,7 @@ def run(engine: Engine, concurrency: int, prompt_len: int, output_len: int) -> t
 
 
 def tpot(engine: Engine, prompt_len: int, output_len: int) -> dict[str, float]:
-    """Milliseconds per token of a lone request behind its first token, and the acceptance length that it had."""
+    """Return the milliseconds per token of a lone request after its first token, and its acceptance length."""
     run(engine, 1, prompt_len, 20)
     engine.reset_stats()
     _, (request,) = run(engine, 1, prompt_len, output_len)

@@ -1,4 +1,5 @@
-"""Throughput of an engine under a constant number of requests: a closed loop with refill, the middle of which counts.
+"""Measures the throughput of an engine under a constant number of requests: a closed loop with refill, of which the
+middle counts.
 
 Lengths vary by half around their mean, and the first requests are cut at a random place. So requests do not start and
 end together, as they do not on a server.
@@ -26,7 +27,7 @@ WAVES = 6
 
 @dataclass
 class Steps:
-    """Counts of the steps that were watched."""
+    """Counts of the watched steps."""
 
     ms: list[float] = field(default_factory=list)
     batch: list[int] = field(default_factory=list)
@@ -46,7 +47,7 @@ class Steps:
 
 
 class ClosedLoop:
-    """`concurrency` requests at once: each that ends is replaced, until `WAVES` times as many have been added."""
+    """Keeps `concurrency` requests running: each that ends is replaced, until `WAVES` times as many have been added."""
 
     def __init__(self, engine: Engine, concurrency: int) -> None:
         self.engine, self.concurrency = engine, concurrency
@@ -88,7 +89,7 @@ class ClosedLoop:
 
     @property
     def done(self) -> int:
-        """Number of tokens that all requests have got."""
+        """Number of tokens that all requests have received."""
         return self.tokens + sum(len(request.output_token_ids) for request in self.live)
 
     def _length(self, mean: int) -> int:

@@ -1,4 +1,4 @@
-"""Times of enqueued work: graphs, or single calls where there is no GPU (to try the scripts). Decides nothing."""
+"""Times of enqueued work: graphs, or single calls without a GPU (to try the scripts). Decides nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ON_GPU = torch.cuda.is_available()
 
 
 def pretend() -> None:
-    """Without a GPU, let the CUDA runner serve on the CPU, with kernels interpreted as tests do it."""
+    """Without a GPU, make the CUDA runner run on the CPU, with interpreted kernels as in tests."""
     sys.path.append(str(Path(__file__).parents[2] / "tests"))
     import quick_interpreter
 
@@ -32,7 +32,7 @@ def synchronize() -> None:
 
 
 def graphed(function: Callable[[], None]) -> Callable[[], None]:
-    """`function` as a graph's replay, after two eager runs."""
+    """Return `function` as a graph's replay, after two eager runs."""
     function()
     function()
     synchronize()

@@ -1,4 +1,4 @@
-"""transformers' assisted generation at the same shapes, in a process of its own: milliseconds per iteration.
+"""Measures transformers' assisted generation at the same sizes, in a process of its own: milliseconds per iteration.
 
     python benches/gpu/transformers_assisted.py TARGET DRAFT K CONTEXT ITERATIONS
 
@@ -16,13 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def build(folder: str, device: torch.device) -> transformers.PreTrainedModel:
-    """A model of random bf16 weights, made on the device."""
+    """Return a model of random bf16 weights, made on the device."""
     with device:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).eval()
 
 
 def main() -> None:
-    """Generate, and time the target's passes behind the first few."""
+    """Generate, and time the target's passes after the first few."""
     target_folder, draft_folder = sys.argv[1:3]
     k, context, iterations = map(int, sys.argv[3:6])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""How each engine is started: its environment, its form of a model, what it cannot do. Measures nothing."""
+"""Start of each engine: its environment, its form of a model, what it cannot do. Measures nothing."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ TCMALLOC = "libtcmalloc_minimal.so.4"
 
 
 def python(engine: str, peers: Path) -> Path:
-    """The interpreter of the engine's environment; specrs's is this one."""
+    """Return the interpreter of the engine's environment; for specrs, this one."""
     return Path(sys.executable) if engine == "specrs" else peers / ENVIRONMENTS[engine] / "bin/python"
 
 
 def checkpoint(model: str, peers: Path, fp32_weights: bool = False) -> Path:
-    """Folder of `model` as Hugging Face has it, or its only GGUF file."""
+    """Return the folder of `model` in Hugging Face's form, or its only GGUF file."""
     if fp32_weights:
         return peers / f"models/pair-fp32-{model.removeprefix('pair-')}"
     bundled = {"pair-target": TARGET, "pair-draft": DRAFT}
@@ -50,7 +50,7 @@ def checkpoint(model: str, peers: Path, fp32_weights: bool = False) -> Path:
 
 
 def model_path(line: Line, model: str, peers: Path) -> Path:
-    """What the line's engine loads."""
+    """Return what the line's engine loads."""
     if line.dtype in FILES:
         return peers / f"models/gguf/{model}-{line.dtype}.gguf"
     if line.dtype == INT4:
@@ -80,7 +80,7 @@ def missing(line: Line, setting: Setting, peers: Path) -> str | None:
 
 
 def environment(line: Line, setting: Setting, peers: Path) -> dict[str, str]:
-    """Variables of the engine's process."""
+    """Return the environment variables of the engine's process."""
     found = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_PRELOAD")}
     paths = [str(Path(__file__).parents[1])]
     if line.engine == "specrs" and "PYTHONPATH" in os.environ:
@@ -107,7 +107,7 @@ def environment(line: Line, setting: Setting, peers: Path) -> dict[str, str]:
 
 
 def run(line: Line, setting: Setting, peers: Path, prompts: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """One process; what it wrote (see `peers.job.measure`), or `error` with its last words.
+    """Run one process. Return what it wrote (see `peers.job.measure`), or `error` with its last output.
 
     `prompts`: `warm` and `groups`.
     """
@@ -153,7 +153,7 @@ def run(line: Line, setting: Setting, peers: Path, prompts: dict[str, Any], time
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End whatever of the process's session is left, a server of its own included."""
+    """End every process of the session that still runs, also a server that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,5 @@
-"""From what processes gave to figures: of one run, over runs, and whether greedy ids agree. Formats nothing."""
+"""Computes figures from the results of processes: of one run, over runs, and whether greedy ids agree. Formats
+nothing."""
 
 from __future__ import annotations
 
@@ -37,8 +38,7 @@ def figures(groups: Sequence[dict[str, Any]], batch: int) -> dict[str, float]:
 
 @dataclass
 class Measured:
-    """A line's runs. `reason`: why it has none, or why there are fewer than rounds. `ids`: the last run's, of every
-    request."""
+    """Runs of a line. `reason`: why it has none, or fewer than rounds. `ids`: ids of every request in the last run."""
 
     line: Line
     runs: list[dict[str, float]] = field(default_factory=list)
@@ -67,12 +67,13 @@ class Measured:
 
 
 def find(lines: Sequence[Measured], line: Line) -> Measured | None:
-    """The line's measurement, if it has runs."""
+    """Return the line's measurement if it has runs."""
     return next((each for each in lines if each.line == line and each.runs), None)
 
 
 def best_peer(lines: Sequence[Measured], dtype: str, k: int | str | None = None, key: str = SPEED) -> float | None:
-    """The best median of the peers with this dtype, at this K or at any: the largest speed, the least time."""
+    """Return the best median of the peers with this dtype, at this K or at any: the largest speed, or the least
+    time."""
     medians = [
         median
         for each in lines
@@ -97,9 +98,8 @@ def first_difference(one: Ids, other: Ids) -> tuple[int, int] | None:
 
 
 def compare_ids(lines: Sequence[Measured], setting: Setting) -> list[dict[str, Any]]:
-    """Greedy ids of every line beside those of the first line without drafts of the same weights and dtype,
-    transformers' if it ran, and requests that ended early. fp32 ids should agree; bf16 rounds differently in each
-    engine, and of random weights the first logits lie close together."""
+    """Compare the greedy ids of every line with those of the first line without drafts of the same weights and dtype,
+    transformers' if it ran. Also return requests that ended early."""
     found = []
     order = sorted((each for each in lines if each.runs), key=lambda each: each.line.engine != "transformers")
     for each in lines:

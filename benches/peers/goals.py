@@ -1,4 +1,4 @@
-"""The ratios that specrs is to reach, from what was measured. Ratios are of medians."""
+"""Ratios that specrs should reach, computed from the measurements. Ratios are of medians."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from peers.settings import SETS, Line
 
 @dataclass(frozen=True)
 class Goal:
-    """`what` is to be at least or at most (`sign`) `bar`; `value` is None where a line of it has not run."""
+    """A goal: `what` should be at least or at most (`sign`) `bar`. `value` is None if a line that it needs has not
+    run."""
 
     what: str
     value: float | None
@@ -28,7 +29,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Results:
-    """A set's lines, asked for by what they are. `passes_per_s`: the limit that reading weights sets, by dtype."""
+    """Lines of a set, found by their properties. `passes_per_s`: the read limit, by dtype."""
 
     lines: Sequence[Measured]
     dtype: str
@@ -55,7 +56,7 @@ class Results:
     def peer(
         self, k: int | None = 0, dtype: str | None = None, key: str = SPEED, names: Sequence[str] = ()
     ) -> float | None:
-        """The best peer's median, of all or of those named; K None is any."""
+        """Return the best peer's median, of all peers or of those named; K None is any K."""
         lines = [each for each in self.lines if not names or each.line.engine in names]
         return best_peer(lines, dtype or self.dtype, k, key)
 
@@ -67,7 +68,7 @@ class Results:
 
 
 def pair1(of: Results) -> Iterator[Goal]:
-    """One request, one thread."""
+    """Goals of one request on one thread."""
     for dtype, bar in (("float32", 2.5), ("bfloat16", 1.5)):
         better = of.peer(dtype=dtype, names=("llama.cpp", "openvino"))
         what = f"K = 0, of the better of llama.cpp and OpenVINO in {dtype}"
@@ -89,7 +90,7 @@ def pair8(of: Results) -> Iterator[Goal]:
 
 
 def smollm2(of: Results) -> Iterator[Goal]:
-    """A model that no cache holds."""
+    """Goals of a model that does not fit in any cache."""
     yield Goal("K = 0, of the best peer", ratio(of.specrs(), of.peer()), ">=", 1.15)
     yield from of.first_token()
 
@@ -103,7 +104,7 @@ def chats(of: Results) -> Iterator[Goal]:
 
 
 def qwen3(of: Results) -> Iterator[Goal]:
-    """A larger one, whose passes do little but read it."""
+    """Goals of a larger model, whose passes mostly read weights."""
     yield Goal("K = 0, of the best peer", ratio(of.specrs(), of.peer()), ">=", 1.02)
     share = ratio(of.specrs(), of.passes_per_s[of.dtype])
     yield Goal("K = 0, of the measured read bandwidth", share, ">=", 0.85)

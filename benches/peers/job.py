@@ -1,4 +1,4 @@
-"""What one process measures, and what it gives back. Standard library only: every engine's environment has it.
+"""Measurement of one process, and its result. Standard library only: every engine's environment has it.
 
 A process is `python -m peers.run_ENGINE JOB RESULT`, both JSON files.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 Ids = list[list[int]]
 """Token ids of some requests."""
 NGRAM = 3
-"""The last tokens that peers look up in the text; specrs looks up 5, its default."""
+"""Number of last tokens that peers look up in the text; specrs looks up 5, its default."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Job:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether weights are quantized, so that arithmetic and KV cache are the engine's own choice."""
+        """True if weights are quantized, so that arithmetic and KV cache are the engine's own choice."""
         return self.dtype not in ("float32", "bfloat16")
 
     @property
     def drafts(self) -> bool:
-        """Whether anything does."""
+        """True if there is a drafter."""
         return self.draft is not None or self.method != ""
 
     @property
@@ -66,7 +66,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Group:
-    """What requests that ran at once gave.
+    """Results of requests that ran at once.
 
     `first_s`: seconds to the first token, the mean over the requests. `total_s`: seconds until all had ended.
     `first_tokens`: tokens there were at that first moment; more than one a request where drafts are verified in the
@@ -82,7 +82,7 @@ class Group:
 
 
 def read_job() -> Job:
-    """The job that the command line names."""
+    """Return the job that the command line names."""
     return Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
 
 

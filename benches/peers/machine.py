@@ -1,4 +1,4 @@
-"""The machine: processor, cores, caches, and how fast it reads memory. Knows no engine."""
+"""Properties of the machine: processor, cores, caches, and its speed of reading memory. Knows no engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = 0.02
 
 
 def processor() -> str:
-    """Name of the processor, as the operating system gives it."""
+    """Return the name of the processor, as the operating system gives it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -29,13 +29,14 @@ def processor() -> str:
 
 
 def has_tiles() -> bool:
-    """Whether the processor has AMX's tiles of bf16 numbers."""
+    """Return whether the processor has AMX's tiles of bf16 numbers."""
     info = Path("/proc/cpuinfo")
     return info.exists() and "amx_bf16" in info.read_text(encoding="utf-8").split()
 
 
 def caches() -> dict[str, int]:
-    """Bytes of each cache that the first processor of this process reads through, such as L2; empty if unknown."""
+    """Return the bytes of each cache that the first processor of this process reads through, such as L2; empty if
+    unknown."""
     found = {}
     for index in sorted((SYSTEM / f"cpu{min(usable_processors())}/cache").glob("index*")):
         kind, level, size = ((index / name).read_text().strip() for name in ("type", "level", "size"))

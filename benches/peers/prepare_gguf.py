@@ -1,4 +1,4 @@
-"""A checkpoint as GGUF, by llama.cpp's own converter. Runs in the environment of transformers.
+"""Converts a checkpoint to GGUF by llama.cpp's own converter. Runs in the environment of transformers.
 
     python -m peers.prepare_gguf LLAMA_CPP MODEL OUT.gguf f32|bf16
 
@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 NEVER = ("\u00c0", "<empty_output>")
-"""The byte C0 in the alphabet of byte-level BPE, which no UTF-8 text has; a token reserved and never trained."""
+"""Tokens that a model never generates: the byte C0 in the alphabet of byte-level BPE, which no UTF-8 text has, and a
+token reserved and never trained."""
 
 
 def never_generated(model: Path) -> int:
-    """Id of a token that the model does not give.
+    """Return the id of a token that the model does not generate.
 
     Raises LookupError if its vocabulary has none that is known here.
     """

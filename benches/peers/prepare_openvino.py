@@ -1,4 +1,4 @@
-"""A checkpoint and its tokenizer as OpenVINO's IR, by optimum-intel. Runs in the environment of OpenVINO.
+"""Converts a checkpoint and its tokenizer to OpenVINO's IR by optimum-intel. Runs in the environment of OpenVINO.
 
     python -m peers.prepare_openvino MODEL OUT [int4]
 

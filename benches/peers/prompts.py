@@ -1,5 +1,5 @@
-"""Prompts of one length for any model, windows of the bundled ones, or the demo's chats. Reads the model's tokenizer,
-loads no model."""
+"""Makes prompts of one length for any model: windows of the bundled ones, or the demo's chats. Reads the model's
+tokenizer, loads no model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from peers.settings import Setting
 
 
 def windows(ids: list[int], number: int, length: int) -> Ids:
-    """`number` windows of `ids`, repeated as often as it takes, that begin evenly spread over them."""
+    """Return `number` windows of `ids`, repeated if necessary, whose starts are evenly spread."""
     step = max(1, len(ids) // number)
     longer = ids * (1 + -(-(number * step + length) // len(ids)))
     return [longer[i * step : i * step + length] for i in range(number)]
 
 
 def make_prompts(setting: Setting, folder: Path) -> dict[str, Any]:
-    """`groups` of the setting, and `warm`, one group more of other prompts; of chats the first again.
+    """Return `groups` of prompts for the setting, and `warm`, one more group of other prompts; for chats, the first
+    group again.
 
     The tokenizer is that of `folder`, which may be a GGUF file.
     """

@@ -23,7 +23,7 @@ SERVER = "llama-build/bin/llama-server"
 
 
 def command(job: Job, port: int) -> list[str]:
-    """The server's command line: one place for each request of a batch, KV cache in the job's dtype."""
+    """Return the server's command line: one slot for each request of a batch, KV cache in the job's dtype."""
     cache = "f16" if job.is_quantized else {"float32": "f32", "bfloat16": "bf16"}[job.dtype]
     threads, context = str(job.threads), -(-job.context // 256) * 256
     found = [
@@ -46,7 +46,7 @@ def command(job: Job, port: int) -> list[str]:
 
 
 def free_port() -> int:
-    """One that nothing listens on."""
+    """Return a port that nothing listens on."""
     with closing(socket.socket()) as server:
         server.bind((HOST, 0))
         return int(server.getsockname()[1])
@@ -92,7 +92,7 @@ def main(job: Job) -> None:
 
 
 def run(job: Job, port: int, clients: ThreadPoolExecutor, prompts: Ids) -> Group:
-    """One group, its requests sent at once."""
+    """Run one group, whose requests are sent at once."""
 
     def complete(prompt: list[int]) -> Any:
         greedy = {"temperature": 0.0, "top_k": 1, "samplers": ["top_k"]}
@@ -124,7 +124,7 @@ def run(job: Job, port: int, clients: ThreadPoolExecutor, prompts: Ids) -> Group
 
 
 def versions(job: Job) -> dict[str, str]:
-    """What the server says of itself."""
+    """Return what the server says about its version."""
     done = subprocess.run([str(Path(job.peers) / SERVER), "--version"], capture_output=True, text=True, check=True)
     lines = (done.stdout + done.stderr).splitlines()
     return {"llama.cpp": next((line.partition(":")[2].strip() for line in lines if line.startswith("version")), "?")}

@@ -37,8 +37,8 @@ def properties(job: Job) -> dict[str, Any]:
 
 
 def main(job: Job) -> None:
-    """Times of first tokens are the pipeline's metrics. With drafts, batch 1 counts the target's passes; for larger
-    batches, where passes serve several requests, drafted tokens over K are the requests' passes."""
+    """Measure the job. Times of first tokens are the pipeline's metrics. With drafts, batch 1 counts the target's
+    passes; for larger batches, where a pass serves several requests, passes are computed as drafted tokens over K."""
     chosen = properties(job)
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = KV_CACHE_GB
@@ -75,8 +75,8 @@ def main(job: Job) -> None:
 
 
 def passes(output: Any, job: Job) -> float | None:
-    """Passes of the target after the prompt's, for each request; None without drafts, and of those from the text, of
-    which it tells nothing."""
+    """Return the passes of the target after the prompt's, for each request; None without drafts, and for drafts from
+    the text, which it does not report."""
     if job.draft is None:
         return None
     metrics = output.extended_perf_metrics

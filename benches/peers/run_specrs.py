@@ -13,7 +13,7 @@ from peers.job import Group, Ids, Job, measure, read_job
 
 
 def main(job: Job) -> None:
-    """Times of first tokens and counts of drafts are the requests' own metrics."""
+    """Measure the job. Times of first tokens and counts of drafts are the requests' own metrics."""
     speculative = None
     if job.drafts:
         drafter = for_repeats({"method": job.method}) if job.method else {"model": job.draft}

@@ -13,21 +13,21 @@ from peers.job import Group, Ids, Job, measure, read_job
 
 
 class FirstTokens(StoppingCriteria):  # type: ignore[misc]
-    """Notes when the first tokens have come, and stops nothing."""
+    """Stopping criterion that records when the first tokens have come, and stops nothing."""
 
     def __init__(self) -> None:
         self.when: float | None = None
         self.length = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """`input_ids` `[B, L]`; False `[B]`."""
+        """Record the time. `input_ids` is `[B, L]`; returns False `[B]`."""
         if self.when is None:
             self.when, self.length = time.perf_counter(), input_ids.shape[1]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
 def load(folder: str, dtype: str) -> Any:
-    """A model that never stops and masks no token."""
+    """Load a model that never stops and masks no token."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     model.generation_config.eos_token_id = None
     return model

@@ -15,7 +15,8 @@ DRAFTS = "vllm:spec_decode_num_drafts"
 
 
 def main(job: Job) -> None:
-    """Times of first tokens are the requests' own metrics, passes the counter of drafts, one for each request."""
+    """Measure the job. Times of first tokens are the requests' own metrics; passes are the counter of drafts, which is
+    one per request."""
     speculative: dict[str, Any] | None = None
     if job.draft is not None:
         speculative = {"method": "draft_model", "model": job.draft, "num_speculative_tokens": job.k}

@@ -1,4 +1,4 @@
-"""What is measured: sets of lines, each line an engine at one K, dtype and form of weights. Runs nothing."""
+"""Sets of lines to measure, each line an engine at one K, dtype and form of weights. Runs nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 ENGINES = ("specrs", "llama.cpp", "openvino", "vllm", "transformers")
 FILES = ("q4_0", "q4_1", "q8_0", "q4_k_m")
-"""Types of GGUF files, as `dtype` of a line: specrs and llama.cpp read the same file, and cache K and V by default."""
+"""Types of GGUF files, as `dtype` of a line: specrs and llama.cpp read the same file, and use their default KV
+cache."""
 INT4 = "int4"
-"""`dtype` of OpenVINO's own 4-bit weights, with the activations and the KV cache that it takes by default."""
+"""`dtype` of OpenVINO's own 4-bit weights, with its default activations and KV cache."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Setting:
-    """A set. Prompts have `prompt_tokens`, `num_prompts` of them run `batch` at a time for `new_tokens` each; or they
-    are the demo's chats."""
+    """A set of lines with their prompts: `num_prompts` prompts of `prompt_tokens` tokens, `batch` at a time, for
+    `new_tokens` each; or the demo's chats."""
 
     title: str
     target: str
@@ -56,12 +57,13 @@ def everywhere(k: int, dtype: str) -> list[Line]:
 
 
 def plain(dtype: str) -> list[Line]:
-    """Without drafts, and specrs's way to a first token that is not its default."""
+    """Return lines without drafts, with specrs's other ways of computing a prompt."""
     return [Line("specrs", 0, dtype, cpu_prefill="amx"), *everywhere(0, dtype)]
 
 
 def pair1() -> list[Line]:
-    """Neighbours in time are compared: all engines at one K, and behind them what only specrs has there."""
+    """Return lines such that compared ones run next to each other: all engines at one K, then what only specrs has
+    there."""
     lines = []
     for k in (0, 1, 2, 3, 5):
         lines += everywhere(k, "float32") if k else plain("float32")
@@ -84,7 +86,7 @@ def from_text(k: int) -> list[Line]:
 
 
 def of_files(types: tuple[str, ...]) -> tuple[Line, ...]:
-    """Without drafts: specrs and llama.cpp on the same files, and OpenVINO with 4-bit weights of its own."""
+    """Return lines without drafts: specrs and llama.cpp on the same files, and OpenVINO with its own 4-bit weights."""
     lines = [Line(engine, 0, kind) for kind in types for engine in ("specrs", "llama.cpp")]
     return (*lines, Line("openvino", 0, INT4))
 

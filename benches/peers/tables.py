@@ -1,4 +1,4 @@
-"""The results as Markdown: a table of every set, the ratios that are aimed at, ids that differ. Measures nothing."""
+"""Results as Markdown: a table of every set, the goals, and ids that differ. Measures nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def spread(each: Measured, key: str, form: str) -> str:
 
 
 def rows_of(setting: Setting, lines: Sequence[Measured], limits: dict[str, Any]) -> list[str]:
-    """The set's table. `limits` has passes a second by dtype of the weights that are read, and the stored dtype."""
+    """Return the set's table. `limits` has the read limit in passes per second by dtype of the weights that are read,
+    and the stored dtype."""
     rows = [
         "| engine | dtype | K | tokens/s | of the best peer at this K | at any K | of its own K = 0 | first token (ms) "
         "| acceptance length | of its read limit | peak memory (MB) |",
@@ -61,7 +62,7 @@ def weights_dtype(line: Line, stored: str) -> str:
 
 
 def goal_rows(found: Sequence[Goal]) -> list[str]:
-    """A table of the goals, and whether each is met."""
+    """Return a table of the goals, with whether each is met."""
     rows = ["| ratio | measured | goal | met |", "| --- | --- | --- | --- |"]
     for goal in found:
         told = {None: "not measured", True: "yes", False: "no"}[goal.met]
@@ -70,7 +71,7 @@ def goal_rows(found: Sequence[Goal]) -> list[str]:
 
 
 def id_rows(compared: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each whose ids differ or whose requests ended early, and one that counts the others."""
+    """Return a line for each case whose ids differ or whose requests ended early, and a line that counts the others."""
     rows, same = [], 0
     for row in compared:
         name = f"{row['line']}, K = {row['k']}, {row['dtype']}"

@@ -1,5 +1,5 @@
-//! One block through its life, in pools of up to a million blocks in random order, so that the lists are walked as after hours of
-//! serving; and the names of a long prompt's blocks.
+//! Benchmark of one block through its life, in pools of up to a million blocks in random order, so that lists are
+//! walked as after hours of serving; and of the hashes of a long prompt's blocks.
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use specrs_core::{BlockHasher, BlockPool};
@@ -8,7 +8,7 @@ use std::hint::black_box;
 const NUM_BLOCKS: usize = 100_000;
 const BATCH: usize = 1000;
 
-/// A pool whose free list has no order left; `cached` registers every block first.
+/// Makes a pool with a shuffled free list. With `cached`, every block is registered first.
 fn shuffled_pool(num_blocks: usize, cached: bool) -> BlockPool {
     let mut pool = BlockPool::new(num_blocks).expect("a valid size");
     let mut held: Vec<i64> = (0..num_blocks).map(|_| pool.allocate().expect("a free block")).collect();

@@ -1,4 +1,5 @@
-//! One pass of the bundled pair's target and draft by rows, and the product that it is made of against what the core can do.
+//! Benchmark of one pass of the bundled pair's target and draft by rows, and of the product in it against what the core
+//! can do.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use specrs_cpu::Isa;

@@ -1,4 +1,5 @@
-//! The main paths, each a function of its own, for counting instructions under callgrind: `scripts/instructions` runs this.
+//! The main paths, each a function of its own, for counting instructions under callgrind; `scripts/instructions` runs
+//! this.
 //!
 //! Every path runs the same number of times in every build, so that totals can be compared. Times nothing.
 
@@ -46,7 +47,7 @@ path!(count_fill_gumbel(out: &mut [f32]) {
     fill_gumbel(7, black_box(100), Purpose::Gumbel, out);
 });
 
-/// Runs of each path.
+/// Number of runs of each path.
 const RUNS: u64 = 100;
 
 fn main() {

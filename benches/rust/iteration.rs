@@ -1,5 +1,4 @@
-//! What an iteration on a CPU takes outside its passes: row state, drafts, verification, acceptance, results. The time around
-//! each pass is taken inside the step and subtracted step by step, medians over steps in which all requests decode.
+//! Benchmark of an iteration on a CPU without its passes: row state, drafts, verification, acceptance, results.
 //!
 //! `cargo bench -p specrs-benches --bench iteration` prints a line for each models, rule, batch and K, in microseconds: models
 //! of the bundled pair's shapes, whose passes push all else out of the caches, and ones of next to no weights.

@@ -1,4 +1,4 @@
-//! A planner's decision and its learning, for a step of requests whose acceptance differs, at K = 7.
+//! Benchmark of a planner's decision and its learning, for a step of requests with different acceptance, at K = 7.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use specrs_core::{CostLine, CostModel, SpeculationPlanner};

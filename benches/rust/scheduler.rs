@@ -1,4 +1,4 @@
-//! What one step costs the CPU: `plan` + `settle` of `support/engine.rs`, by batch and steps in flight.
+//! Benchmark of one step on the host: `plan` + `settle` of `support/engine.rs`, by batch and steps in flight.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Slots of a prefill chunk of 8192 positions and of a flat decode batch of 256 requests by 6 rows.
+//! Benchmark of the slots of a prefill chunk of 8192 positions, and of a flat decode batch of 256 requests by 6 rows.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use specrs_core::SlotMapper;

@@ -113,8 +113,8 @@ def two_numbers(words, CODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore
 
 @triton.jit
 def four_numbers(words, zero, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert a tile of words of four INT4 codes to four tiles of numbers of DTYPE, with the zero points of their rows
-    subtracted."""
+    """Convert a tile of words of four INT4 codes to four tiles of numbers of DTYPE. Subtracts the zero points of the
+    words' rows."""
     if tl.bfloat16 == DTYPE:
         less = tl.broadcast_to((-128.0 - zero.to(tl.float32)).to(tl.bfloat16)[:, None], words.shape)
         a, b, c, d = tl.inline_asm_elementwise(
@@ -135,7 +135,7 @@ def four_numbers(words, zero, DTYPE: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def scale_of(word, ZEROS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scales in words that may have zero points in their four lowest bits."""
+    """Return the scales in words whose four lowest bits may hold zero points."""
     if ZEROS:
         return (word.to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True)
     return word
@@ -157,8 +157,8 @@ def _add_unit(  # type: ignore[no-untyped-def]
     OUTPUTS: tl.constexpr,
     ZEROS: tl.constexpr,
 ):
-    """Return `acc` plus the products of one unit of inputs, from `first` on. `v` has, for each code of a word, the rows
-    of x that it is multiplied with."""
+    """Add the products of one unit of inputs, from `first` on, to `acc`, and return the sum. `v` has, for each code of
+    a word, the rows of x that it is multiplied with."""
     EACH: tl.constexpr = 4 if CODE == INT4 else 2
     ROW: tl.constexpr = K // EACH
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP

@@ -75,16 +75,17 @@ def encoded(x, scale, FRACTION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return fp32 `x / scale` as codes, rounded as in `kv_codes.encode`."""
     BIAS: tl.constexpr = 7 if FRACTION == 3 else 15
     MOST: tl.constexpr = 448.0 if FRACTION == 3 else 57344.0
-    LEAST: tl.constexpr = 2.0**-6 if FRACTION == 3 else 2.0**-14  # of those that are not subnormal
-    # Of numbers from here to its double the last bit of fp32 is the least subnormal code.
-    STEPS: tl.constexpr = 16384.0 if FRACTION == 3 else 128.0
+    LEAST: tl.constexpr = 2.0**-6 if FRACTION == 3 else 2.0**-14  # smallest number that is not subnormal
+    # Adding this number rounds to a multiple of the smallest subnormal code, which is the last bit of fp32 from this
+    # number to its double.
+    ROUNDER: tl.constexpr = 16384.0 if FRACTION == 3 else 128.0
     CUT: tl.constexpr = 23 - FRACTION
     x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     size = tl.minimum(tl.abs(x), MOST)
     bits = size.to(tl.int32, bitcast=True)
     even = (bits >> CUT) & 1
     normal = ((bits + ((1 << (CUT - 1)) - 1) + even) >> CUT) - ((127 - BIAS) << FRACTION)
-    small = (size + STEPS).to(tl.int32, bitcast=True) - tl.full((), STEPS, tl.float32).to(tl.int32, bitcast=True)
+    small = (size + ROUNDER).to(tl.int32, bitcast=True) - tl.full((), ROUNDER, tl.float32).to(tl.int32, bitcast=True)
     code = tl.where(size < LEAST, small, normal)
     code = tl.where(x != x, 0x7F, code)
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80

@@ -109,7 +109,7 @@ class AtRates:
     seeds: Tensor
     """[R + 1] int64, seed of each state row."""
     row: Tensor
-    """[B] int64, state row of each sequence."""
+    """State row of each sequence, [B] int64."""
     n: Tensor
     """[B] int64, number of tokens of each sequence."""
 

@@ -133,7 +133,7 @@ def tops_kernel(  # type: ignore[no-untyped-def]
 def history_kernel(  # type: ignore[no-untyped-def]
     table, state_row, n_of, tokens, prompt_len, counts, tokens_stride, V, first, BLOCK: tl.constexpr
 ):
-    """Add a block of a sequence's committed tokens to its counts."""
+    """Add one block of a sequence's committed tokens to the sequence's token counts."""
     slot = tl.program_id(1).to(tl.int64)
     own = table + (first + slot) * COLUMNS
     if tl.load(own + PENALISED) != 0:

@@ -23,7 +23,7 @@ _WIDE = 2**16
 """Number of output features from which on tiles of 128 lose nothing at the end, as in LM heads: 3 % faster for 16 rows,
 8 % for 64."""
 _IN_FLIGHT = 144 * 1024
-"""Bytes of all pipeline stages of a program. It is more than the memory's latency needs, so that a tile's end and the
+"""Bytes of all pipeline stages of a program. This is more than hides the memory's latency, so that a tile's end and the
 next one's start overlap."""
 TABLE = Path(__file__).with_name("configs.json")
 
@@ -125,7 +125,7 @@ def default_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
     if shape.dtype == torch.float32:  # no tensor cores: operands live in registers
         block_n, block_k = 32, max(32, shape.least_k)
         return LinearConfig(block_n, block_k, min(limits.num_sms, shape.bound(block_n, block_k)), 4, 9, prefetch=2)
-    return _dense_config(shape, limits) if shape.coding is None else _coded_config(shape, limits)
+    return _dense_config(shape, limits) if shape.coding is None else _quantized_config(shape, limits)
 
 
 def _dense_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
@@ -152,7 +152,7 @@ def _dense_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
     return LinearConfig(block_n, block_k, programs, 4, max(3, min(9, stages)), prefetch=2)
 
 
-def _coded_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
+def _quantized_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
     """Return the default configuration for quantized weights, each code of which becomes a number before it is
     multiplied.
 
@@ -182,7 +182,7 @@ def fit(config: LinearConfig, shape: LinearShape, block_m: int, limits: DeviceLi
     # Codes leave their stage for registers at once: there is one buffer less than stages.
     buffers = (room - extra) // stage + (shape.coding is not None)
     stages = max(2, min(config.num_stages, buffers))
-    # The squares of 64 rows beside their sums are more than the registers of four warps hold.
+    # The squares of 64 rows, next to their sums, need more registers than four warps have.
     return dataclasses.replace(config, num_stages=stages, num_warps=8 if block_m >= 64 else config.num_warps)
 
 

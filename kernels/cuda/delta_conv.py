@@ -212,7 +212,7 @@ def _check(
 
 
 def _variant(name: str, dtype: str, sizes: Sizes) -> Variant:
-    """Return a variant to compile for delta nets of `sizes`."""
+    """Return a variant of the convolution kernel to compile for delta nets of `sizes`."""
     return Variant(
         name,
         delta_conv_kernel,

@@ -132,7 +132,7 @@ def _check(operands: list[Tensor], out: Tensor, sizes: Sizes, piece: list[int]) 
 
 
 def _variant(name: str, dtype: str, sizes: Sizes, *, turned: bool = False) -> Variant:
-    """Return a variant to compile for delta nets of `sizes`."""
+    """Return a variant of the gated norm kernel to compile for delta nets of `sizes`."""
     return Variant(
         name,
         gated_norm_kernel,

@@ -47,7 +47,7 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
-    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    K_STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = K % BLOCK_K == 0
     tile = tl.program_id(1)
     e = tl.arange(0, BLOCK_E)
@@ -71,7 +71,7 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
         w_rows = weight + (expert.to(tl.int64) * (2 if GATED else 1) * N + tl.minimum(n, N - 1)) * K
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for k in range(0, STEPS):
+        for k in range(0, K_STEPS):
             at = k * BLOCK_K + column
             second = w_rows + N * K
             if EVEN:

@@ -98,7 +98,7 @@ class Kept:
     """Rows of a verification whose hidden states are kept, `[B]` int64 each; written by `update_rows`."""
 
     first: Tensor
-    """Column into which a sequence's first state goes."""
+    """Column of a row's kept hidden states into which a sequence's first state goes."""
     count: Tensor
     """Number of states to keep, in order; 0 keeps nothing."""
 

@@ -121,7 +121,7 @@ def _variants() -> tuple[Variant, ...]:
                     continue
                 own = coding._replace(group=5120) if coding.group == 0 else coding
                 shape = LinearShape(25600, 5120, DTYPES[dtype], gated=True, coding=own)
-                label = f"skinny_linear_coded_{name}_{dtype}_rows{rows}_{size.name}"
+                label = f"skinny_linear_quantized_{name}_{dtype}_rows{rows}_{size.name}"
                 variants.append(variant(label, shape, size, rows=rows, operands=normed))
     for size in SIZES:
         small = LinearShape(1536, 2048, torch.float16, head_dim=64)

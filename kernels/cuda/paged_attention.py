@@ -62,7 +62,7 @@ def _context(positions, row, valid, capacity):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _taken(blocks, split, SPLITS: tl.constexpr, PER_SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return how many of the first `blocks` blocks belong to a split."""
+    """Return how many of a context's first `blocks` blocks belong to split number `split`."""
     rest = blocks % (SPLITS * PER_SPLIT) - split * PER_SPLIT
     return blocks // (SPLITS * PER_SPLIT) * PER_SPLIT + tl.minimum(tl.maximum(rest, 0), PER_SPLIT)
 

@@ -56,7 +56,15 @@ from specrs.kernels.cuda._search import (
     narrow,
 )
 from specrs.kernels.cuda.argmax import tile_argmax
-from specrs.kernels.cuda.sampling_scratch import BLOCK, CELLS, STEP_WORDS, STEPS, SamplingScratch, expect, tile_of
+from specrs.kernels.cuda.sampling_scratch import (
+    BLOCK,
+    CELLS,
+    SEARCH_STEPS,
+    STEP_WORDS,
+    SamplingScratch,
+    expect,
+    tile_of,
+)
 from specrs.kernels.cuda.sampling_structs import ALL_FILTERS, Cut, Filters
 from specrs.kernels.cuda.variants import Variant
 from specrs.verify.params import SamplingRows, Steps
@@ -273,7 +281,7 @@ def _sampling_cut(
     sizes = {
         "TILES": tiles,
         "CELLS": CELLS,
-        "STEP_SLOTS": STEPS + 1,
+        "STEP_SLOTS": SEARCH_STEPS + 1,
         "STEP_WORDS": STEP_WORDS,
         "MIN_P": min_p,
         "enable_fp_fusion": True,
@@ -395,7 +403,7 @@ def _variants() -> tuple[Variant, ...]:
         "out_top": "*fp32",
         **dict.fromkeys(("row_of", "tile_sum", "cells", "steps", "out_ids"), "*i64"),
     }
-    sizes = {"TILES": 256, "CELLS": CELLS, "STEP_SLOTS": STEPS + 1, "STEP_WORDS": STEP_WORDS, "MIN_P": True}
+    sizes = {"TILES": 256, "CELLS": CELLS, "STEP_SLOTS": SEARCH_STEPS + 1, "STEP_WORDS": STEP_WORDS, "MIN_P": True}
 
     def variant(name: str, fn: triton.JITFunction, **constants: int) -> Variant:
         constants = {name: size for name, size in sizes.items() if name in fn.arg_names} | constants

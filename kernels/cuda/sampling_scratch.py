@@ -13,7 +13,7 @@ BLOCK = 1024
 """Number of tokens that a program handles at a time. A tile is a multiple of it."""
 CELLS = 2048
 """Number of cells of a search step's histogram."""
-STEPS = 8
+SEARCH_STEPS = 8
 """Number of search steps of `sampling_cut` with every filter."""
 STEP_WORDS = 6
 _PROGRAMS = 1024
@@ -52,7 +52,7 @@ class SamplingScratch:
             tile_id=empty(rows, 2, tiles, dtype=torch.int32),
             tile_sum=empty(rows, tiles, dtype=torch.int64),
             cells=empty(3, rows, CELLS, dtype=torch.int64),
-            steps=empty(rows, STEPS + 1, STEP_WORDS, dtype=torch.int64),
+            steps=empty(rows, SEARCH_STEPS + 1, STEP_WORDS, dtype=torch.int64),
             ids=empty(rows, dtype=torch.int64),
             counts=empty(min(max_seqs, COUNTED_SEQUENCES), vocab_size, dtype=torch.int32),
         )

@@ -111,8 +111,8 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     EACH: tl.constexpr = 1 if CODE == DENSE else 4 if CODE == INT4 else 2
     ROW: tl.constexpr = K // EACH
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    TOTAL: tl.constexpr = TILES * STEPS
+    K_STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    TOTAL: tl.constexpr = TILES * K_STEPS
     SUMS: tl.constexpr = BLOCK_N * BLOCK_M
     SLOT: tl.constexpr = SIDES * SUMS
     EVEN: tl.constexpr = K % BLOCK_K == 0
@@ -124,14 +124,14 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     local = feature[:, None] * BLOCK_M + token[None, :]
     begin = _segment(pid, TOTAL, PROGRAMS)
     end = _segment(pid + 1, TOTAL, PROGRAMS)
-    first_tile = begin // STEPS
+    first_tile = begin // K_STEPS
     if DEPENDENT and PREFETCH > 0:
         # Weights are no kernel's output, so the first of them come while the kernel before this one ends.
         STEP: tl.constexpr = BLOCK_K // EACH
         BITS: tl.constexpr = PREFETCH * STEP * weight.dtype.element_ty.primitive_bitwidth
         LINES: tl.constexpr = BITS // 1024 if BITS > 1024 else 1
         ahead_n = _weight_rows(first_tile, feature, N, BLOCK_N, HEADS).to(tl.int64)
-        ahead_k = (begin - first_tile * STEPS) * STEP + tl.arange(0, LINES) * (STEP * PREFETCH // LINES)
+        ahead_k = (begin - first_tile * K_STEPS) * STEP + tl.arange(0, LINES) * (STEP * PREFETCH // LINES)
         ahead_w = weight + ahead_n[:, None] * ROW + tl.minimum(ahead_k, ROW - 1)[None, :]
         prefetch(ahead_w)
         if SIDES == 2:
@@ -153,9 +153,9 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
         )
     if HEADS > 0:
         slot_of, c, s = head_places(slots, cos, sin, token, there, BLOCK_N)
-    for tile in range(first_tile, (end - 1) // STEPS + 1):
-        k_begin = tl.maximum(begin - tile * STEPS, 0)
-        k_end = tl.minimum(end - tile * STEPS, STEPS)
+    for tile in range(first_tile, (end - 1) // K_STEPS + 1):
+        k_begin = tl.maximum(begin - tile * K_STEPS, 0)
+        k_end = tl.minimum(end - tile * K_STEPS, K_STEPS)
         n = tile * BLOCK_N + feature
         rows_n = _weight_rows(tile, feature, N, BLOCK_N, HEADS)
         w_rows = weight + rows_n.to(tl.int64) * K
@@ -190,14 +190,14 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                         w = tl.load(second[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
                     up = tl.dot(w, v, up, input_precision="ieee")
 
-        complete = k_end - k_begin == STEPS
+        complete = k_end - k_begin == K_STEPS
         if not complete:
             slot = partials + (2 * pid + tl.minimum(tile - first_tile, 1)) * SLOT
             tl.store(slot + local, acc)
             if SIDES == 2:
                 tl.store(slot + SUMS + local, up)
-            low = _owner(tile * STEPS, TOTAL, PROGRAMS)
-            high = _owner(tile * STEPS + STEPS - 1, TOTAL, PROGRAMS)
+            low = _owner(tile * K_STEPS, TOTAL, PROGRAMS)
+            high = _owner(tile * K_STEPS + K_STEPS - 1, TOTAL, PROGRAMS)
             # All threads' sums before the one thread's count, which releases them to those that count after.
             tl.debug_barrier()
             complete = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == high - low
@@ -206,7 +206,7 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                 up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 # Unrolled, so that several loads are on their way: one after the other costs half a microsecond each.
                 for p in tl.range(low, high + 1, loop_unroll_factor=4):
-                    slot = partials + (2 * p + tl.minimum(tile - _segment(p, TOTAL, PROGRAMS) // STEPS, 1)) * SLOT
+                    slot = partials + (2 * p + tl.minimum(tile - _segment(p, TOTAL, PROGRAMS) // K_STEPS, 1)) * SLOT
                     acc += tl.load(slot + local, cache_modifier=".cg")
                     if SIDES == 2:
                         up += tl.load(slot + SUMS + local, cache_modifier=".cg")

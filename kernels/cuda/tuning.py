@@ -86,7 +86,7 @@ class Operands(NamedTuple):
     beside: tuple[Tensor, Tensor]
     """Partial sums and counters of a product; for a grouped product, its pairs and their starts."""
     heads: Heads | None = None
-    """Arguments for heads, if the output is heads."""
+    """Arguments for attention heads (norms, rotation, KV cache), if the product's outputs are heads."""
     scales: Tensor | None = None
     """Scales of a quantized weight; None if it is dense."""
 
@@ -153,7 +153,7 @@ class Trial:
         ]
 
     def launch(self, o: Operands, *, compile_only: bool = False) -> None:
-        """Launch the product, dependently if the device can, as passes do."""
+        """Launch the product as passes do: as a dependent launch, if the device supports that."""
         dependent, gated = self.limits.capability >= 90, self.shape.gated
         if self.shape.experts is not None:
             flags = [self.shape.experts[1] if gated else 1, int(gated), 0, self.rows]

@@ -185,10 +185,10 @@ class Decided:
     draft_top: Tensor
     """[K, B] fp32, any row stride: largest logit of each draft pass; not finite if it is faulty."""
     num_unfed: int | None
-    """`num_unfed_drafts` of the drafter, from which the end of valid draft KV follows. None: draft KV stays as it
-    was."""
+    """Number of a sequence's drafts that the drafter was not fed (`num_unfed_drafts`). The end of valid draft KV
+    follows from it. None: draft KV stays as it was."""
     keeps_drafts: bool = True
-    """`keeps_draft_kv` of the drafter: True if KV of accepted drafts counts as written."""
+    """True if draft KV of accepted drafts counts as written (`keeps_draft_kv` of the drafter)."""
     on_host: Tensor | None = None
     """[B] int64, 1 for sequences whose drafts come from no pass. None: there are none."""
     allowed_top: Tensor | None = None

@@ -40,8 +40,8 @@ __all__ = [
     "PURPOSE_DRAFT",
     "PURPOSE_GUMBEL",
     "PURPOSE_RECOVER",
-    "STEPS",
-    "STEP_DOCS",
+    "SAMPLING_STEPS",
+    "SAMPLING_STEP_DOCS",
     "UNKNOWN_BELOW",
     "AcceptanceTracker",
     "AllBlocksCleared",
@@ -105,10 +105,10 @@ PARAM_COLUMNS: Final[tuple[str, ...]]
 """Names of a row's parameter columns by index."""
 PARAM_COLUMN_DOCS: Final[tuple[str, ...]]
 """Descriptions of `PARAM_COLUMNS` by index: which values are allowed, and which value is off."""
-STEPS: Final[tuple[str, ...]]
+SAMPLING_STEPS: Final[tuple[str, ...]]
 """Names of the sampling steps that a row's request may need, by bit of `admit_steps`, lowest first."""
-STEP_DOCS: Final[tuple[str, ...]]
-"""Descriptions of `STEPS`, by bit."""
+SAMPLING_STEP_DOCS: Final[tuple[str, ...]]
+"""Descriptions of `SAMPLING_STEPS`, by bit."""
 MAX_STOP_IDS: Final[int]
 """Maximum number of stop tokens of one request, which fit in a row of device state."""
 LOGPROBS_NONE: Final[int]
@@ -492,7 +492,8 @@ class RequestSampling:
         """
 
     def columns(self, logits_dtype: str) -> tuple[list[float], int]:
-        """Return a row's `PARAM_COLUMNS`, rounded to "float32" or "float64", and the bits of `STEPS` that they need.
+        """Return a row's `PARAM_COLUMNS`, rounded to "float32" or "float64", and the bits of `SAMPLING_STEPS` that
+        they need.
 
         Raises:
             InvalidConfigError: logits_dtype has another name.
@@ -643,7 +644,7 @@ class Scheduler:
         admit_lora [R]: id of the request's adapter, 0 for none.
         admit_salt [R]: number that is equal only for requests of the same `cache_salt` and adapter; it differs between
             schedulers.
-        admit_seed [R], admit_steps [R] (`STEPS`), admit_params [R, len(PARAM_COLUMNS)] (bits of float64),
+        admit_seed [R], admit_steps [R] (`SAMPLING_STEPS`), admit_params [R, len(PARAM_COLUMNS)] (bits of float64),
             admit_logprobs [R], admit_prompt_logprobs [R]: sampling parameters of the requests.
         admit_num_allowed [R] (-1: all are), admit_num_biases [R], admit_num_bad_words [R], admit_constraint_start [R +
             1]: parts of `constraint` [W]. It has for one request after the other its allowed ids, ids with a bias, the
@@ -1568,8 +1569,8 @@ class BlockPool:
     """Reference counts of KV blocks, and the prefix cache that finds blocks by content.
 
     A block is free, held (`ref_count >= 1`), or cached (registered, not held, evicted least recently freed first). A
-    registered block has mark T: its target KV is valid. Mark D says that its draft KV is valid too. Every operation is
-    O(1).
+    registered block has the flag `target_valid`: its target KV is valid. The flag `draft_valid` says that its draft KV
+    is valid too. Every operation is O(1).
     """
 
     def __new__(cls, num_blocks: int) -> BlockPool:
@@ -1623,7 +1624,7 @@ class BlockPool:
         """Return the block registered under this 128-bit hash, held or cached; a look-up adds no holder."""
 
     def register(self, block: int, block_hash: int) -> bool:
-        """Set mark T (valid target KV): the held block can be found under `block_hash` from now on.
+        """Set the flag `target_valid` (valid target KV): the held block can be found under `block_hash` from now on.
 
         Returns False, and changes nothing, if another block has that content already.
 
@@ -1633,24 +1634,24 @@ class BlockPool:
         """
 
     def is_registered(self, block: int) -> bool:
-        """Return whether `block` has mark T (valid target KV); False if the pool has no such block."""
+        """Return whether `block` has `target_valid` (valid target KV); False if the pool has no such block."""
 
     def block_hash(self, block: int) -> int | None:
         """Return the hash that `block` is registered under; None if it is not, or the pool has no such block."""
 
     def has_draft(self, block: int) -> bool:
-        """Return whether `block` has mark D (valid draft KV); False if the pool has no such block."""
+        """Return whether `block` has `draft_valid` (valid draft KV); False if the pool has no such block."""
 
     def mark_draft(self, block: int) -> None:
-        """Set mark D (valid draft KV) on a registered held block and end its claim.
+        """Set the flag `draft_valid` (valid draft KV) on a registered held block and end its claim.
 
         Raises:
             InvalidBlockError: the block is not held, not registered, or not in the pool.
         """
 
     def claim(self, block: int, claimant: int) -> bool:
-        """Take the claim on writing the draft KV of a registered held block without mark D. Return False if another
-        holder has it.
+        """Take the claim on writing the draft KV of a registered held block without `draft_valid` (valid draft KV).
+        Return False if another holder has it.
 
         Raises:
             InvalidBlockError: the block is not in that state, or `claimant` is not in `[0, 2**32 - 1)`.

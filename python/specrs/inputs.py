@@ -82,7 +82,7 @@ def _encode(text: object, tokenizer: Tokenizer | None, max_tokens: int | None) -
         raise invalid_request("prompt", text, _ALLOWED)
     if tokenizer is None:
         raise UnsupportedRequestError(
-            f"prompt={short(text)}: text needs a tokenizer; with skip_tokenizer_init=True allowed are token ids"
+            f"prompt={short(text)}: text needs a tokenizer; with skip_tokenizer_init=True pass token ids"
         )
     return tokenizer.encode(text, max_tokens=max_tokens)
 

@@ -188,7 +188,7 @@ class LLM:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise InvalidRequestError(
-                "messages: a chat needs a tokenizer; with skip_tokenizer_init=True allowed are token ids"
+                "messages: a chat needs a tokenizer; with skip_tokenizer_init=True pass token ids"
             )
         lone = any(isinstance(item, Mapping) for item in messages)
 
@@ -423,7 +423,7 @@ def _priorities(priority: object, count: int) -> list[int]:
     if not isinstance(priority, Sequence) or isinstance(priority, (str, bytes)):
         raise invalid_request("priority", priority, "must be a list of integers, or None")
     if len(priority) != count:
-        raise InvalidRequestError(f"priority: {len(priority)} for {count} prompts; allowed is one each")
+        raise InvalidRequestError(f"priority: {len(priority)} for {count} prompts; give one each")
     return [
         check_int(InvalidRequestError, f"priority[{i}]", item, -(2**63), 2**63 - 1) for i, item in enumerate(priority)
     ]

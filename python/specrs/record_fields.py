@@ -44,7 +44,7 @@ class HeaderFields:
 
 @dataclass(frozen=True, slots=True)
 class StepFlags:
-    """Steps of sampling that some row of a batch needs, by the names of `specrs.core.STEPS`."""
+    """Steps of sampling that some row of a batch needs, by the names of `specrs.core.SAMPLING_STEPS`."""
 
     greedy: bool = False
     """Take the largest logit."""

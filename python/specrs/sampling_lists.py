@@ -60,7 +60,7 @@ def read_allowed_token_ids(value: object) -> tuple[int, ...] | None:
     if len(set(ids)) < len(ids):
         first = {item: i for i, item in reversed(list(enumerate(ids)))}
         i, item = next((i, item) for i, item in enumerate(ids) if first[item] < i)
-        raise invalid(InvalidRequestError, f"allowed_token_ids[{i}]", item, "is there already; allowed is each id once")
+        raise invalid(InvalidRequestError, f"allowed_token_ids[{i}]", item, "occurs twice; name each id once")
     return ids
 
 
@@ -93,7 +93,7 @@ def read_logit_bias(value: object) -> dict[int, float] | None:
                 InvalidRequestError, field, bias, "keys must be token ids: integers of at least 0, or strings of them"
             )
         if int(token) in biases:
-            raise invalid(InvalidRequestError, field, bias, "is there already; allowed is each id once")
+            raise invalid(InvalidRequestError, field, bias, "occurs twice; name each id once")
         biases[int(token)] = check_number(InvalidRequestError, field, bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     return biases or None
 

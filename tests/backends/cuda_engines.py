@@ -1,4 +1,4 @@
-"""Small requests for engines on the CUDA runner, which Triton's interpreter runs here, and on the CPU loop. Holds no
+"""Small requests for engines on the CUDA runner and on the CPU runner. Triton's interpreter runs the kernels. Holds no
 tests."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def serve_by_cuda(patch: pytest.MonkeyPatch) -> None:
 def generate(
     engine: Engine, params: list[SamplingParams], num_tokens: int = 5, prompts: list[list[int]] = PROMPTS
 ) -> list[Request]:
-    """Every prompt to its end; ids, log probabilities and statistics are in the requests."""
+    """Run every prompt to its end. Return the requests, which hold ids, log probabilities and statistics."""
     requests = [
         Request(
             i,
@@ -61,7 +61,7 @@ def generate(
 
 
 class Graphs:
-    """Stands in for captured graphs: a replay runs the function."""
+    """Stands in for captured CUDA graphs: a replay calls the function again."""
 
     def __init__(self, work: dict[Hashable, Callable[[], None]]) -> None:
         self.work = work
@@ -80,7 +80,7 @@ class Graphs:
 
 @torch.inference_mode()
 def give_graphs(engine: Engine) -> Graphs:
-    """Let the engine's steps run as they do where there are graphs."""
+    """Let the engine run its steps as it does on a GPU with CUDA graphs."""
     runner = engine.runner
     assert isinstance(runner, CudaRunner)
     sequences = sequences_of(runner.ctx.record.views, "num_decode")

@@ -1,4 +1,4 @@
-"""Steps that no scheduler planned, with requests that ask for anything. Holds no tests."""
+"""Steps made up at random instead of planned by a scheduler, with any request parameters. Holds no tests."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ HOST_DRAFTERS = ("ngram", "mixed", "mixed parallel", "mixed head")
 TABLE = -(-MAX_LEN // BLOCK_SIZE)
 
 
-MIN_TOKENS = 1 << core.STEPS.index("min_tokens")
+MIN_TOKENS = 1 << core.SAMPLING_STEPS.index("min_tokens")
 
 
 class MadeUpGrammar:
-    """Allows tokens by chance after each text; now and then a stop token alone, or nothing."""
+    """Grammar that allows random tokens after each text; sometimes a stop token alone, or nothing."""
 
     def __init__(self, request_id: int) -> None:
         self._request_id, self.tokens = request_id, list[int]()
@@ -51,7 +51,7 @@ class MadeUpGrammar:
 
 
 class MadeUpExtras:
-    """The grammars of a side's requests, which live from step to step."""
+    """Grammars of the requests of one of the two runners that are compared. They live from step to step."""
 
     def __init__(self) -> None:
         self.grammars: dict[int, MadeUpGrammar] = {}
@@ -63,7 +63,7 @@ class MadeUpExtras:
 
 
 class Made:
-    """A step made up from row state, which it first changes: what a scheduler would never do."""
+    """A made-up step. It first changes row state in ways that a scheduler never would."""
 
     def __init__(
         self, rng: np.random.Generator, state: RowState, slot: RingSlot, drafter: str, *, windowed: bool = False
@@ -140,7 +140,8 @@ class Made:
         self.uploaded = tokens
 
     def _asked(self) -> tuple[dict[str, Any], list[int]]:
-        """What half of the requests ask of their logits, and its elements in the record's section `constraint`."""
+        """Return random constraints on logits for half of the requests, as elements of the record's section
+        `constraint`."""
         rng, asked = self.rng, dict[str, Any]()
         if rng.random() < 0.5:
             return asked, []
@@ -173,7 +174,7 @@ class Made:
         return asked, constraints
 
     def _blocks(self) -> None:
-        """Now and then a row's blocks in another order; each row has its own."""
+        """Sometimes give a row other blocks, in another order. No two rows share a block."""
         further = self.state.group_tables.reshape(-1, ROWS + 1, TABLE)
         self.tables = np.concatenate([self.state.block_table[None], further])
         told = []
@@ -260,7 +261,8 @@ class Made:
                 yield row, start, min(int(self.rng.integers(0, n - start)), 8)
 
     def _of_prompts(self) -> Iterator[tuple[int, int, int]]:
-        """Yield row, start and length of prompt chunks left to a head. Length 0: the head is to start anew."""
+        """Yield row, start and length of chunks of prompts that a head has to process. Length 0: the head starts
+        anew."""
         for row in self.decode:
             if self.rng.random() < 0.1:
                 yield row, 0, 0

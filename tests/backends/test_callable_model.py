@@ -1,5 +1,5 @@
-"""Models that the iteration calls: a native model through `CallableModel`'s protocol gives the bits that it gives by
-itself."""
+"""Models that the iteration calls through Python: a native model wrapped by `CallableModel` gives the bits that it
+gives directly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By name."""
+    """Return the targets by name."""
     folder = tmp_path_factory.mktemp("called")
     return {
         name: make_checkpoint(folder / f"target {name}", family, seed=1, vocab=VOCAB, **fields)
@@ -52,7 +52,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def draft_of(target: Path, draft: str | None) -> Path | None:
-    """A draft of this kind for `target`, in a folder next to it."""
+    """Return a draft of kind `draft` for `target`, in a folder next to it."""
     if draft is None:
         return None
     path = target.parent / f"{draft} of {target.name}"
@@ -64,8 +64,8 @@ def draft_of(target: Path, draft: str | None) -> Path | None:
 
 
 def texts_of(engine: Engine, k: int) -> list[Request]:
-    """Requests of every kind that a pass may have to tell from others: sampled and greedy, with log probabilities of
-    their prompts and without, with drafts and without."""
+    """Return the texts of requests of every kind that a pass may have to distinguish: sampled and greedy, with and
+    without prompt log probabilities, with and without drafts."""
     poison(engine)
     jobs = []
     for i, prompt in enumerate(make_prompts()[2:8]):
@@ -134,7 +134,7 @@ def test_a_target_that_returns_something_else_ends_the_step(
 
 
 class Stub:
-    """A model of torch whose hidden states are the tokens, and whose logits are twice these."""
+    """A torch model whose hidden states are the token ids, and whose logits are twice the hidden states."""
 
     vocab_size, num_layers, hidden_size = 3, 2, 3
 

@@ -1,5 +1,5 @@
-"""What Triton would compile while an engine serves: specialisations of a mixed run that nothing at the start has
-launched. Interpreted, with graphs that run what they would replay."""
+"""Kernels that Triton would compile while an engine serves: specialisations that a mixed run needs and that the start
+has not launched. Kernels are interpreted; a graph's replay calls its function again."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ from .test_cuda_runner import GREEDY, PENALISED, Pair, pair  # noqa: F401 (a fix
 
 Keys = dict[tuple[Any, ...], Launch]
 PASSES = (embed_kernel, skinny_linear_kernel, paged_attention_kernel, qk_norm_rope_kernel)
-"""Kernels on which only numbers depend. They are not run, which saves half of the time: all logits are 0."""
+"""Kernels whose results are numbers only. They are not run, so all logits are 0; that halves the time."""
 
 
 def keys_of(launches: list[Launch]) -> Keys:
@@ -34,7 +34,8 @@ def keys_of(launches: list[Launch]) -> Keys:
 
 @torch.inference_mode()
 def start(engine: Engine, *, eager: bool) -> Keys:
-    """Give the engine's runner its graphs unless `eager`; the keys of what the start launches. Nothing runs."""
+    """Give the engine's runner its graphs unless `eager`. Return the keys of the kernels that the start launches; none
+    of them runs."""
     runner = engine.runner
     assert isinstance(runner, CudaRunner)
     launches: list[Launch] = []
@@ -52,7 +53,8 @@ def start(engine: Engine, *, eager: bool) -> Keys:
 
 
 def lacking(known: Keys, served: Keys) -> set[str]:
-    """What of `served` is not `known`: kernels, and what tells each from the nearest that is."""
+    """Return the kernels of `served` that are not in `known`, with what distinguishes each from the nearest known
+    one."""
     found = set()
     for key, launch in served.items():
         if key in known:
@@ -68,13 +70,13 @@ def lacking(known: Keys, served: Keys) -> set[str]:
 
 
 def _different(one: Any, other: Any) -> list[str]:
-    """Names of arguments in which two parts of keys differ."""
+    """Return the names of the arguments in which two parts of keys differ."""
     return sorted({str(item[0]) if isinstance(item, tuple) else f"{item} aligned" for item in {*one} ^ {*other}})
 
 
 def cut_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """What is recorded and not run is cut up by the limits of an H200: by those of no device, and in fp32, attention
-    over chunks of any length is one kernel."""
+    """Divide work by the limits of an H200 instead of those of no device. In fp32 without a device, attention over
+    chunks of any length would be one kernel."""
     choose = AttentionConfig.choose
 
     def on_a_gpu(**named: Any) -> AttentionConfig:
@@ -85,9 +87,10 @@ def cut_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
 
 LONG = [[5, 9, 2, 33, 7] * 58, [5, 9, 2, 33, 7] * 5, [60]]
-"""The first is more rows than graphs have; the second has the most rows of a split attention and a few more."""
+"""The first prompt has more rows than graphs have. The second has the most rows that split attention serves, and a few
+more."""
 MANY = [[i] * (1 + i % 2) for i in range(5, 15)]
-"""More chunks than graphs have, of few rows in all."""
+"""More prompt chunks than graphs have, with few rows in all."""
 CASES: dict[str, tuple[list[list[int]], bool, dict[str, int]]] = {
     "short chunks": (PROMPTS, False, {"max_num_batched_tokens": 12}),
     "whole prompts": (PROMPTS, False, {"max_num_batched_tokens": 40}),
@@ -104,7 +107,7 @@ def census(
     pair: Pair,  # noqa: F811
     bench: Bench,  # noqa: F811
 ) -> tuple[Keys, Keys]:
-    """What the start launches, and what serving does."""
+    """Return the keys of the kernels that the start launches, and those that serving launches."""
     _, of_head, case = request.param.rpartition("head, ")
     prompts, eager, fields = CASES[case]
     plain = [GREEDY, SamplingParams(temperature=0.8, top_p=0.9), GREEDY.replace(num_speculative_tokens=1)]
@@ -134,7 +137,8 @@ def test_a_specialisation_that_the_start_lacks_is_seen(census: tuple[Keys, Keys]
 
 
 def test_an_odd_number_of_sequences_is_no_other_kernel(census: tuple[Keys, Keys]) -> None:
-    """Views that begin at an odd sequence are not aligned as those at an even one are."""
+    """Check that an odd number of sequences needs no other kernel, although views that begin at an odd sequence are
+    aligned differently."""
     known, _ = census
     for name, argument in (("prepare_kernel", "seq_row_ptr"), ("update_kernel", "out_flags_ptr")):
         assert lacking(known, keys_of([moved(known, name, argument)])) == set()
@@ -147,7 +151,7 @@ def test_a_view_that_is_aligned_otherwise_is_seen(census: tuple[Keys, Keys]) -> 
 
 
 def moved(known: Keys, kernel: str, argument: str) -> Launch:
-    """A launch of a kernel with one of its tensors from the second element on."""
+    """Launch a kernel with one of its tensors shifted by one element. Return the launch's key."""
     launch = next(launch for launch in known.values() if launch.name == kernel)
     arguments = {**launch.arguments, argument: launch.arguments[argument][1:]}
     return Launch(launch.fn, launch.grid, arguments, launch.settings)

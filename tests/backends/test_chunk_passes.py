@@ -1,4 +1,5 @@
-"""Passes over chunks padded to the shapes of graphs: the tokens of the CPU loop, and nothing of an earlier pass.
+"""Passes over prompt chunks padded to the shapes of graphs: they give the CPU runner's tokens, and read nothing of an
+earlier pass.
 
 As in `test_cuda_runner`, kernels are run by Triton's interpreter, and a replay runs what it would replay.
 """
@@ -51,7 +52,8 @@ def test_of_other_drafters(
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A head's catch-up has hidden states beside it and no graph; what prompts leave of them comes from one."""
+    """Check other drafters. A head's catch-up has hidden states as input and no graph; its pass over prompt chunks has
+    one."""
     mine, theirs = (bench.engine(kind, "rejection", gpu=gpu, monkeypatch=monkeypatch) for gpu in (True, False))
     graphs = give_graphs(mine)
     assert texts(mine) == texts(theirs)
@@ -82,7 +84,8 @@ def test_without_graphs_one_attention_serves_chunks_of_all_lengths(
 
 
 def test_a_grid_is_as_long_as_the_longest_chunk() -> None:
-    """Without a graph, 40 chunks of 10 rows have programs for 10 rows each. A graph has some for all its rows."""
+    """Check the grid of attention: without a graph, 40 chunks of 10 rows have programs for 10 rows each; a graph has
+    some for all its rows."""
     buffers = ChunkBuffers.allocate(400, 40, 3, 2, 41, torch.device("cpu"))
     given = inputs([10] * 40)
     made = buffers.fill(given, ChunkShape(400, 40, captured=False))
@@ -127,7 +130,8 @@ def test_what_is_padded_feeds_nothing(before: list[int], now: list[int]) -> None
 @settings(max_examples=20, deadline=None)
 @given(now=chunks, data=st.data())
 def test_the_last_rows_of_prompts_that_end_feed_nothing(now: list[int], data: st.DataObject) -> None:
-    """No two rows of a pass may have the same slot, and theirs are among those of verification."""
+    """Check that the last row of a prompt that ends is not fed in the chunk pass. It is among the rows of verification,
+    and no two rows of a pass may have the same slot."""
     ends = data.draw(st.lists(st.integers(0, 1), min_size=len(now), max_size=len(now)))
     buffers = ChunkBuffers.allocate(40, 5, 3, 2, 41, torch.device("cpu"))
     given, last = inputs(now), torch.tensor(now).cumsum(0) - 1

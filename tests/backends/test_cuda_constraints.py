@@ -1,4 +1,5 @@
-"""Constraints that leave few tokens or none, on the CUDA runner: tokens, ends and errors of the CPU without drafts.
+"""Constraints that leave few tokens or none, on the CUDA runner: tokens, ends and errors equal those of the CPU without
+drafts.
 
 As in `test_cuda_runner`, kernels are run by Triton's interpreter.
 """
@@ -18,7 +19,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def made(engine: Engine, temperature: float, k: int) -> list[tuple[list[int], str, str | None]]:
-    """Output, finish reason and error of each request."""
+    """Return output, finish reason and error of each request."""
     watch_draft_faults(engine)
     requests = [asked.request(i, temperature, k) for i, asked in enumerate(EDGES)]
     for request in requests:
@@ -36,7 +37,8 @@ def made(engine: Engine, temperature: float, k: int) -> list[tuple[list[int], st
 def test_text_and_end_are_those_of_no_drafts(
     pair: Pair, rule: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits are adjusted two sequences at a time, so a step has several parts."""
+    """Check that text and end equal those without drafts. Logits are adjusted for two sequences at a time, so a step
+    has several parts."""
     monkeypatch.setattr(sampling_scratch, "COUNTED_SEQUENCES", 2)
     expected = made(pair.engine(gpu=False, monkeypatch=monkeypatch, rule=rule), temperature, k=0)
     assert {reason for _, reason, _ in expected} >= {"stop", "error"}

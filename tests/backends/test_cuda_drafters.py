@@ -1,4 +1,4 @@
-"""Drafters other than a plain draft model on the CUDA runner: step for step the tokens and counts of the CPU loop.
+"""Drafters other than a plain draft model on the CUDA runner: in every step, tokens and counts equal the CPU runner's.
 
 As in `test_cuda_runner`, kernels are run by Triton's interpreter.
 """
@@ -116,7 +116,8 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "case"), CASES)
 def test_same_tokens(bench: Bench, kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in chunks, two steps in flight, into memory full of what nothing may read."""
+    """Check that both runners give the same tokens: with prompts in chunks, two steps in flight, and NaN in memory that
+    must not be read."""
     rule, params = RULES[case]
     mine, theirs = (bench.engine(kind, rule, gpu=gpu, monkeypatch=monkeypatch) for gpu in (True, False))
     runner = mine.runner
@@ -138,8 +139,8 @@ def test_same_tokens(bench: Bench, kind: str, case: str, monkeypatch: pytest.Mon
 
 
 def test_drafts_and_counts_of_a_head_are_the_scripts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain torch script's, round by round: what was drafted, and how much of it stood at each position. The prompt
-    is of two chunks."""
+    """Check a head against a plain torch script, iteration by iteration: the drafts, and how many were accepted at each
+    position. The prompt has two chunks."""
     engine = bench.engine("fitted head", "rejection", gpu=True, monkeypatch=monkeypatch, max_steps_in_flight=1)
     runner, rounds = engine.runner, dict[int, list[Round]]()
     assert isinstance(runner, CudaRunner)
@@ -169,7 +170,7 @@ def test_drafts_and_counts_of_a_head_are_the_scripts(bench: Bench, monkeypatch: 
 
 @torch.inference_mode()
 def poison(runner: CudaRunner, caches: bool = True) -> None:
-    """Fill whatever a step must not read before writing it; counters stay zero."""
+    """Fill whatever a step must not read before writing it with NaN or invalid values. Counters stay zero."""
     ctx = runner.ctx
     tensors = [tensor for name, tensor in ctx.buffers.tensors().items() if name not in {"uniform_start"}]
     tensors.append(ctx.record.results)

@@ -1,5 +1,5 @@
-"""The CUDA runner with KV groups against the CPU loop with all layers in one: the same tokens, whatever blocks come
-back behind windows. Its kernels are run by Triton's interpreter."""
+"""The CUDA runner with KV groups against the CPU runner with all layers in one group: the same tokens, although blocks
+outside a window are freed. Triton's interpreter runs the kernels."""
 
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,18 @@ from specrs.errors import InvalidConfigError
 from specrs.sampling import SamplingParams
 
 from backends.cuda_engines import CUDA, generate, give_graphs
-from backends.test_cuda_runner import GREEDY, SHAPE, Pair, assert_no_ties, assert_same, load_pair, with_codes
+from backends.test_cuda_runner import GREEDY, SHAPE, Pair, assert_no_ties, assert_same, load_pair, with_quantized_cache
 
 BASE = [5, 9, 2, 33, 7, 7, 1, 12, 40, 3, 22, 8, 8, 19, 30, 2]
 PROMPTS = [BASE, BASE[:13], [60]]
 BLOCKS = 16
-"""A request of full length needs 14: 8 in the group that sees all, 3 in each of the two with windows."""
+"""Size of the pool. A request of full length needs 14 blocks: 8 in the group with full attention, 3 in each of the two
+with windows."""
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Layers that see 6, 6 and all positions: a group each."""
+    """Models with layers of window 6, window 6 and full attention: each layer forms a group."""
     folder = tmp_path_factory.mktemp("groups")
     fields: dict[str, Any] = {"sliding_window": 6, "sliding_window_pattern": 3, "initializer_range": 0.1}
     target = make_checkpoint(folder / "target", "gemma3_text", seed=1, **(SHAPE | {"layers": 3} | fields))
@@ -36,7 +37,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def engines(pair: Pair, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[Engine, Engine]:
-    """On the CUDA runner in groups, full of NaN; by the CPU loop in one group, with blocks enough."""
+    """Return an engine on the CUDA runner with KV groups full of NaN, and one on the CPU runner with one group and
+    enough blocks."""
     fields = {"num_gpu_blocks_override": BLOCKS, "num_reserved_decode_tokens": 0, "monkeypatch": monkeypatch} | fields
     mine = pair.engine(gpu=True, **fields)
     assert isinstance(mine.runner, CudaRunner)
@@ -60,7 +62,8 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_tokens(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three requests in a pool with room for one of full length; prompts in chunks of 12 and less."""
+    """Check that both give the same tokens: three requests in a pool with room for one of full length, prompts in
+    chunks of at most 12."""
     rule, params = KINDS[kind]
     mine, reference = engines(pair, monkeypatch, rule=rule)
     ours, theirs = generate(mine, params, 12, PROMPTS), generate(reference, params, 12, PROMPTS)
@@ -73,7 +76,8 @@ def test_same_tokens(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy's, in the interpreter
 def test_a_fault_after_the_last_layer_that_sees_all_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K and V of the last layer are not finite at a position that the last row of no chunk reaches there."""
+    """Check that a NaN from a layer with a window is seen, although it is at a position outside the window of every
+    chunk's last row."""
     target = make_overflowing(tmp_path / "target", 59, **(SHAPE | {"sliding_window": 2}))
     mine = load_pair(tmp_path, target, target).engine(gpu=True, monkeypatch=monkeypatch)
     assert isinstance(mine.runner, CudaRunner)
@@ -82,11 +86,11 @@ def test_a_fault_after_the_last_layer_that_sees_all_is_seen(tmp_path: Path, monk
     assert "not finite" in str(bad.error)
 
 
-def test_groups_of_codes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K and V are FP8 in every group, of target and draft; what was not written is the code of NaN. No token depends on
-    which of two codes a rounding makes of a key."""
-    coded = with_codes(pair, torch.float8_e4m3fn)
-    mine, reference = engines(coded, monkeypatch)
+def test_quantized_groups(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check FP8 caches in every group, of target and draft. Unwritten positions hold NaN. No token of the sample
+    depends on how a key is rounded."""
+    quantized = with_quantized_cache(pair, torch.float8_e4m3fn)
+    mine, reference = engines(quantized, monkeypatch)
     assert isinstance(mine.runner, CudaRunner)
     assert {layer.dtype for layer in mine.runner.ctx.kv_cache.layers} == {torch.float8_e4m3fn}
     ours, theirs = (generate(engine, [GREEDY] * 3, 12, PROMPTS) for engine in (mine, reference))
@@ -95,7 +99,7 @@ def test_groups_of_codes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(sum(request.acceptance.histogram) for request in ours) > 0
     plain = generate(one_group(pair, num_reserved_decode_tokens=0, monkeypatch=monkeypatch), [GREEDY] * 3, 12, PROMPTS)
     assert [own.output_token_ids for own in ours] != [own.output_token_ids for own in plain], "codes are other numbers"
-    assert_no_ties(coded, theirs, [GREEDY] * 3, monkeypatch=monkeypatch, num_gpu_blocks_override=64)
+    assert_no_ties(quantized, theirs, [GREEDY] * 3, monkeypatch=monkeypatch, num_gpu_blocks_override=64)
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["op by op", "graphs"])
@@ -108,7 +112,8 @@ def test_the_same_without_drafts(pair: Pair, graphs: bool, monkeypatch: pytest.M
 
 
 def test_a_prefix_is_found_in_all_groups(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second request computes the positions after it alone, in the windows' blocks as in the others."""
+    """Check that a second request finds the prefix in all groups, windowed ones included, and computes only the
+    positions after it."""
     mine, reference = engines(pair, monkeypatch)
     (expected,) = generate(reference, [GREEDY], 8, [BASE])
     for cached in (0, 12):
@@ -119,7 +124,8 @@ def test_a_prefix_is_found_in_all_groups(pair: Pair, monkeypatch: pytest.MonkeyP
 
 
 def test_a_draft_that_sees_more_than_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first group has the draft, which sees all, and one of the target's layers, which see 6 positions."""
+    """Check a draft with full attention and a target of windowed layers. The first group has the draft and a target
+    layer whose window is 6."""
     target = make_checkpoint(tmp_path / "target", "mistral", seed=1, **(SHAPE | {"layers": 3, "sliding_window": 6}))
     pair = load_pair(tmp_path, target, first_layers(target, tmp_path / "draft", 1, sliding_window=None))
     mine, reference = engines(pair, monkeypatch)
@@ -129,8 +135,9 @@ def test_a_draft_that_sees_more_than_its_target(tmp_path: Path, monkeypatch: pyt
     assert sum(sum(request.acceptance.histogram) for request in ours) > 0
 
 
-def test_no_text_hangs_on_a_rounding(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above compare tokens of libraries that round differently."""
+def test_no_text_depends_on_a_rounding(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that no text of the sample depends on rounding, because the tests above compare libraries that round
+    differently."""
     for rule, params in KINDS.values():
         fields = {"rule": rule, "monkeypatch": monkeypatch, "num_gpu_blocks_override": 64}
         assert_no_ties(pair, generate(one_group(pair, **fields), params, 12, PROMPTS), params, **fields)
@@ -145,11 +152,12 @@ def blueprint(pair: Pair, **fields: Any) -> Blueprint:
 
 
 def test_memory_is_sized_by_what_is_held(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request of full length fits in 14 blocks of a layer, and a context that fits in less is named."""
+    """Check the size of the pool: one request of full length fits in 14 blocks of a layer, and a context that does not
+    fit is rejected with its field's name."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 40, 1 << 40))
 
     def sized(left: int) -> int:
-        """With so many bytes left beside weights, buffers and graphs."""
+        """Return the size of the pool if `left` bytes are free after weights, buffers and graphs."""
         monkeypatch.setattr(kv_memory, "_measure", lambda _blueprint: ((1 << 39) - left, 0))
         return CUDA.num_blocks(blueprint(pair, gpu_memory_utilization=0.5))
 

@@ -1,4 +1,4 @@
-"""The CUDA pass of models with gated delta nets, its kernels interpreted: logits, and texts of whole engines."""
+"""The CUDA pass of models with gated delta nets, with interpreted kernels: logits, and the texts of whole engines."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def paths(folder: Path) -> tuple[Path, Path]:
 
 
 LONG = [PROMPTS[2][:15], [*PROMPTS[2][:15], 4, 4, 9], PROMPTS[2][:9] + PROMPTS[1], PROMPTS[1] + PROMPTS[2][:4]]
-"""Prompts that begin alike."""
+"""Prompts with common beginnings."""
 
 
 @cache
 def long_texts(folder: Path) -> list[list[int]]:
-    """Texts of `LONG` by the CPU loop without drafts."""
+    """Return the texts of `LONG` by the CPU runner without drafts."""
     return [texts(generate(engine(folder, None, gpu=False), [GREEDY], 5, [prompt]))[0] for prompt in LONG]
 
 
 def test_prompt_chunks(folder: Path) -> None:
-    """More than 64 rows at once, next to another request's chunk; then verification, and rows one by one."""
+    """Check prompts: more than 64 rows at once next to another request's chunk, then verification, then single rows."""
 
     def run(feeder: Feeder) -> list[Tensor]:
         return [
@@ -81,7 +81,8 @@ def test_prompt_chunks(folder: Path) -> None:
 
 @pytest.mark.parametrize("kernel", ["delta_conv", "delta_rule", "gated_norm", "split_gates", "apply_gates"])
 def test_every_kernel_is_needed(folder: Path, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it logits are NaN or others: buffers hold NaN, and states too."""
+    """Check that every kernel is needed: without it logits are NaN or wrong, because buffers and states begin with
+    NaN."""
     model = load(folder, "hybrid", torch.float32)
     fed = [{0: span(0, 5)}, {0: span(5, 7)}]
     feeder = Feeder(on_device(model), block_size=8, max_len=LENGTH)
@@ -140,12 +141,12 @@ def texts(requests: list[Request]) -> list[list[int]]:
 
 @cache
 def plain(folder: Path, params: tuple[SamplingParams, ...], num_tokens: int) -> list[list[int]]:
-    """Texts of the CPU loop without drafts."""
+    """Return the texts of the CPU runner without drafts."""
     return texts(generate(engine(folder, None, gpu=False), list(params), num_tokens, PROMPTS))
 
 
 def predicting(params: SamplingParams, own: list[int]) -> SamplingParams:
-    """`params` with drafts from the text `own`, of which one is wrong."""
+    """Return `params` with a prediction: drafts are taken from the text `own`, of which one token is wrong."""
     return params.replace(prediction=(*own[:3], (own[3] + 1) % VOCAB, *own[4:]))
 
 
@@ -164,7 +165,8 @@ SAMPLED = SamplingParams(temperature=1.0)
 def test_texts_are_those_of_a_cpu_without_drafts(
     folder: Path, drafter: str | None, sampled: bool, graphs: bool, budget: int, blocks: int, ks: list[int]
 ) -> None:
-    """Whatever is drafted, preempted, batched and cut into chunks, with prompts in verification passes or apart."""
+    """Check texts against a CPU without drafts, for every drafter, preemption, batch and chunk size; prompts run in
+    verification passes or in passes of their own."""
     params = SAMPLED if sampled else GREEDY
     mine = engine(
         folder,
@@ -186,7 +188,7 @@ def test_texts_are_those_of_a_cpu_without_drafts(
 
 
 def test_drafts_are_accepted_and_rows_are_used_again(folder: Path) -> None:
-    """Requests that follow others in their rows find no trace of them."""
+    """Check that drafts are accepted, and that a request in a used row is not affected by the row's earlier request."""
     mine = engine(folder, "ngram", gpu=True, max_num_seqs=2)
     expected = plain(folder, (GREEDY,) * 3, 7)
     for _ in range(2):
@@ -196,7 +198,7 @@ def test_drafts_are_accepted_and_rows_are_used_again(folder: Path) -> None:
 
 
 def test_a_preempted_request_begins_anew(folder: Path) -> None:
-    """Two requests outgrow the pool."""
+    """Check that a preempted request starts again. Two requests need more blocks than the pool has."""
     prompts, made = [PROMPTS[1], PROMPTS[1][::-1]], []
     for gpu in (True, False):
         own = engine(folder, None, gpu=gpu, num_gpu_blocks_override=8, num_reserved_decode_tokens=0)
@@ -206,7 +208,7 @@ def test_a_preempted_request_begins_anew(folder: Path) -> None:
 
 
 def test_prompts_in_verification_passes(folder: Path) -> None:
-    """Requests that come one after the other."""
+    """Check requests that arrive one after the other, so that prompts run in verification passes."""
     mine = engine(folder, "draft_model", gpu=True)
     graphs = give_graphs(mine)
     requests = []
@@ -255,7 +257,8 @@ def test_nan_in_a_state_ends_its_request_alone(folder: Path) -> None:
 def test_prefix_hits_have_the_texts_of_misses(
     folder: Path, drafter: str | None, rounds: list[list[int]], budget: int, slots: int | None, graphs: bool
 ) -> None:
-    """Prompts that begin alike, again and again, with few slots and many; snapshots are often written."""
+    """Check that prefix hits give the texts of misses: prompts with common beginnings, repeatedly, with few and many
+    snapshot slots. Snapshots are written often."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specrs.backends.blueprint.SNAPSHOT_INTERVAL", 8)
         patch.setattr("specrs.backends.blueprint.DECODE_SNAPSHOT_INTERVAL", 4)
@@ -288,7 +291,8 @@ def test_a_hit_begins_with_a_snapshot(folder: Path) -> None:
 
 
 def test_models_that_the_kernels_do_not_serve(folder: Path, tmp_path: Path) -> None:
-    """Shared experts, and heads of delta nets that are too large."""
+    """Check that models with features that the kernels lack are rejected: shared experts, and delta nets with too large
+    heads."""
     target = make_checkpoint(tmp_path, "qwen3_5_moe_text", **SHAPE, **NET)
     source = ModelSource.of_target(EngineConfig(model=str(target), dtype="float32"))
     with pytest.raises(UnsupportedModelError, match="on a GPU, a model without shared experts"):

@@ -36,7 +36,7 @@ def test_the_dtype_is_the_checkpoints(plain: Path) -> None:
     assert load(plain, kv_cache_dtype="fp8").weights.cache_dtype == torch.float8_e4m3fn
 
 
-def test_codes_stay_codes(plain: Path, tmp_path: Path) -> None:
+def test_quantized_weights_stay_quantized(plain: Path, tmp_path: Path) -> None:
     (layer,) = load(gptq(plain, tmp_path / "gptq")).weights.layers
     (at_load,) = load(plain, quantization="int8").weights.layers
     for w in (layer, at_load):

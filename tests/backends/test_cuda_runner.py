@@ -1,4 +1,4 @@
-"""The CUDA runner against the CPU loop, step for step, its kernels run by Triton's interpreter.
+"""The CUDA runner against the CPU runner, step for step. Triton's interpreter runs the kernels.
 
 Up to 64 rows take the fused kernels. The pair is as small as kernels allow, because a launch of the interpreter takes
 a millisecond for each program.
@@ -39,7 +39,8 @@ VOCAB = 61
 
 @dataclasses.dataclass
 class Pair:
-    """A tiny pair in both layouts of weights; and with weights that are off by far more than any rounding of a pass."""
+    """A tiny pair in the weight layouts of both runners, and the same with weights changed by far more than rounding
+    changes a pass."""
 
     target: Path
     draft: Path
@@ -117,10 +118,10 @@ def load_pair(folder: Path, target: Path, draft: Path) -> Pair:
     return Pair(target, draft, cpu, gpu, nudged)
 
 
-def with_codes(pair: Pair, codes: torch.dtype) -> Pair:
-    """Return the pair with KV caches quantized to `codes`. Their scales are no powers of two."""
+def with_quantized_cache(pair: Pair, codes: torch.dtype) -> Pair:
+    """Return the pair with KV caches quantized to the dtype `codes`. Their scales are no powers of two."""
 
-    def coded(weights: Weights) -> Weights:
+    def quantized(weights: Weights) -> Weights:
         models = []
         for model in weights.models:
             held = cast("TorchDecoder", model).weights
@@ -128,11 +129,12 @@ def with_codes(pair: Pair, codes: torch.dtype) -> Pair:
             models.append(TorchDecoder(dataclasses.replace(held, layers=layers, cache_dtype=codes)))
         return Weights(models[0], LoadedDraftModel(models[1]))
 
-    return dataclasses.replace(pair, cpu=coded(pair.cpu), gpu=coded(pair.gpu), nudged=coded(pair.nudged))
+    return dataclasses.replace(pair, cpu=quantized(pair.cpu), gpu=quantized(pair.gpu), nudged=quantized(pair.nudged))
 
 
 def assert_no_ties(pair: Pair, theirs: list[Request], params: list[SamplingParams], **settings: Any) -> None:
-    """No token of the sample depends on a rounding: libraries that round differently give the same tokens."""
+    """Check that no token of the sample depends on rounding: with weights changed by more than rounding, the tokens are
+    the same."""
     prompts = [request.prompt_token_ids for request in theirs]
     nudged = generate(pair.engine(gpu=False, nudged=True, **settings), params, len(theirs[0].output_token_ids), prompts)
     for one, other in zip(nudged, theirs, strict=True):
@@ -152,8 +154,8 @@ def assert_same(mine: list[Request], theirs: list[Request]) -> None:
 
 
 def assert_same_counts(ours: EngineStats, cpus: EngineStats) -> None:
-    """All numbers are the same but one: a CPU leaves out drafting passes none of whose rows is needed, and a GPU, which
-    does not know how long texts are, runs them."""
+    """Check that all counts are equal except one: a GPU runs draft passes that no row needs, because it does not know
+    where texts end."""
     assert ours.draft_passes >= cpus.draft_passes
     assert dataclasses.replace(ours, draft_passes=cpus.draft_passes) == cpus
 
@@ -169,7 +171,8 @@ PENALISED = SamplingParams(
 
 
 def test_kernels_are_launched_on_the_stream_of_the_runner(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which makes its device the current one of whatever thread launches: Triton launches there."""
+    """Check that the runner launches on its own stream's device, in whatever thread, because Triton launches on the
+    thread's current device."""
     engine, own = pair.engine(gpu=True, monkeypatch=monkeypatch), object()
     entered: list[object] = []
     launch, current = InterpretedFunction.run, []
@@ -221,10 +224,10 @@ def test_same_tokens(pair: Pair, rule: str, params: list[SamplingParams], monkey
 
 
 @pytest.mark.parametrize(("codes", "rule"), [(torch.float8_e4m3fn, "rejection"), (torch.float8_e5m2, "coupled")])
-def test_a_cache_of_codes(pair: Pair, codes: torch.dtype, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantized caches of target and draft, whose scales are no powers of two. Positions that nothing wrote hold
+def test_a_quantized_cache(pair: Pair, codes: torch.dtype, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check quantized KV caches of target and draft, whose scales are no powers of two. Unwritten positions hold
     NaN."""
-    as_codes = with_codes(pair, codes)
+    as_codes = with_quantized_cache(pair, codes)
     params = [GREEDY, SamplingParams(temperature=0.8) if rule == "coupled" else GREEDY, GREEDY]
     engines = [as_codes.engine(gpu=gpu, rule=rule, monkeypatch=monkeypatch) for gpu in (True, False)]
     runner = engines[0].runner
@@ -240,8 +243,8 @@ def test_a_cache_of_codes(pair: Pair, codes: torch.dtype, rule: str, monkeypatch
 
 
 def test_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer sees 6 positions, and blocks behind them are others' while their request goes on: the pool has not
-    room for three texts."""
+    """Check layers with a window of 6. Blocks outside the window go to other requests while their request goes on: the
+    pool has no room for three texts."""
     pair = make_pair(tmp_path, "mistral", sliding_window=6)
     engines = [pair.engine(gpu=gpu, monkeypatch=monkeypatch, num_gpu_blocks_override=13) for gpu in (True, False)]
     runner = engines[0].runner
@@ -256,7 +259,8 @@ def test_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", ["olmo2", "phi3", "granite", "smollm3", "gemma3_text", "qwen3_moe", "mixtral"])
 def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer of each kind that the family has: no RoPE in one of SmolLM3's, two kinds of RoPE in Gemma's."""
+    """Check each family with a layer of every kind that it has, such as a layer without RoPE in SmolLM3 and two kinds
+    of RoPE in Gemma."""
     fields = {"layers": 1 + (family in ("smollm3", "gemma3_text")), "hidden": 32, "group": 2}
     pair = make_pair(tmp_path, family, **fields)
     engines = [pair.engine(gpu=gpu, monkeypatch=monkeypatch) for gpu in (True, False)]
@@ -271,7 +275,8 @@ NARROW = [7, 9, 12]  # tokens of the first prompts: what they allow is drafted, 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 def test_drafts_that_the_record_brings(pair: Pair, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verification alone: no draft passes, no draft buffers, K as the texts propose, every kind of row."""
+    """Check drafts from the host, which come in the record: verification without draft passes and draft buffers, for
+    every kind of row."""
     params = [
         SamplingParams(temperature=0.8, allowed_token_ids=NARROW),
         GREEDY.replace(num_speculative_tokens=2),
@@ -295,10 +300,11 @@ def test_drafts_that_the_record_brings(pair: Pair, rule: str, monkeypatch: pytes
 
 # The other two pairs would take the interpreter a minute more.
 @pytest.mark.parametrize(("rule", "adjusted"), [("rejection", False), ("coupled", True)])
-def test_drafts_of_the_host_beside_drafts_of_passes(
+def test_drafts_of_the_host_next_to_drafts_of_passes(
     pair: Pair, rule: str, adjusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that mix sequences of both, of one alone, and rows that draft nothing; every kind of row."""
+    """Check steps that mix drafts from the host with drafts of a draft model, have one of them alone, or rows without
+    drafts; for every kind of row."""
     params = [
         SamplingParams(temperature=0.8, allowed_token_ids=NARROW if adjusted else None),
         GREEDY,
@@ -327,8 +333,9 @@ def test_drafts_of_the_host_beside_drafts_of_passes(
             assert with_drafts.output_token_ids == without.output_token_ids
 
 
-def test_predictions_beside_drafts_of_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One step at a time: a request's own drafts reach the device, though no configured drafter is on the host."""
+def test_predictions_next_to_drafts_of_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a request's own predictions reach the device next to drafts of a draft model, with one step in
+    flight."""
     settings: dict[str, Any] = {"max_steps_in_flight": 1, "monkeypatch": monkeypatch}
     plain = generate(pair.engine(gpu=False, **settings), [GREEDY] * 3, 12)
     params = [GREEDY, GREEDY.replace(prediction=plain[1].output_token_ids), GREEDY]
@@ -349,7 +356,8 @@ def test_drafts_are_penalised_by_drafts(pair: Pair, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_drafter_that_raises_costs_drafts_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its first pass over committed tokens, and in two steps between drafts; requests of every path."""
+    """Check that a drafter that raises costs only the drafts of its step: in the pass over committed tokens, and in
+    later passes of two steps."""
     engine = pair.engine(gpu=True, rule="coupled", monkeypatch=monkeypatch, max_steps_in_flight=1)
     calls = 0
     assert isinstance(engine.drafter, ModelPasses)
@@ -396,7 +404,8 @@ def test_nothing_depends_on_stale_memory(pair: Pair, monkeypatch: pytest.MonkeyP
 
 @torch.inference_mode()
 def poison(runner: CudaRunner) -> None:
-    """Fill whatever a step must not read before writing it: buffers, workspaces, results; counters stay zero."""
+    """Fill buffers, workspaces and results, which a step must not read before it writes them, with NaN or invalid
+    values. Counters stay zero."""
     ctx = runner.ctx
     constant = {"uniform_start", "draft_logits"}
     tensors = [tensor for name, tensor in ctx.buffers.tensors().items() if name not in constant]

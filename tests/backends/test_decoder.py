@@ -1,4 +1,4 @@
-"""The CUDA forward pass, its kernels interpreted, against the CPU's in fp32 and float64, fed the same tokens."""
+"""The CUDA forward pass with interpreted kernels, against the CPU's in fp32 and float64 on the same tokens."""
 
 import functools
 from pathlib import Path
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # tests/backends/test_cuda_runner.py has few rows of the other families.
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("granite", "smollm3", "mixtral")])
 def test_decode_and_verification_rows(folder: Path, name: str) -> None:
-    """Short prompts, then mixed K with masked rows, a draft's first pass, and one row each."""
+    """Check short prompts, then verification with mixed K and masked rows, a draft's first pass, and single rows."""
 
     def run(feeder: Feeder) -> list[Tensor]:
         first = feeder.feed({0: span(0, 5), 1: span(0, 1), 2: span(0, 9)})
@@ -42,7 +42,7 @@ def test_decode_and_verification_rows(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "windows"])
 def test_prefill_chunks(folder: Path, name: str) -> None:
-    """More than 64 rows at once, beside another request's chunk; then rows that attend all of it."""
+    """Check more than 64 rows at once next to another request's chunk, then rows that attend to all of it."""
 
     def run(feeder: Feeder) -> list[Tensor]:
         first = feeder.feed({0: span(0, 71), 1: span(0, 12)})
@@ -59,7 +59,7 @@ def test_a_chunk_of_many_rows(folder: Path, name: str) -> None:
 
 
 def test_a_model_of_experts_alone_has_no_buffers_of_an_mlp(folder: Path) -> None:
-    """In both of these the second layer has experts, in one the first, too."""
+    """Check that a model whose every MLP is replaced by experts allocates no MLP buffers."""
     sparse, mixed = (on_device(load(folder, name, torch.float32)).workspace for name in ("mixtral", "qwen3_moe"))
     assert sparse.gate_up.numel() == sparse.activated.numel() == 0
     assert mixed.gate_up.shape == (LENGTH + 3, 2 * 56)
@@ -68,8 +68,8 @@ def test_a_model_of_experts_alone_has_no_buffers_of_an_mlp(folder: Path) -> None
 
 
 def test_argmax_agrees_with_logits(folder: Path) -> None:
-    """Bit for bit with the logits of its own step, within rounding with those of another step or width: how a
-    product of fewer columns is summed is up to the split of the work, and above 64 rows to the library."""
+    """Check `argmax`: bit for bit against the logits of its own step, and within rounding against another step's or
+    number of rows, whose products may be summed in another order."""
     model = on_device(load(folder, "qwen3", torch.float32))
     lm_head = model.weights.lm_head
     assert isinstance(lm_head, DenseWeight)
@@ -89,7 +89,7 @@ def test_argmax_agrees_with_logits(folder: Path) -> None:
 
 
 def test_entries_of_layers(folder: Path) -> None:
-    """Both products' streams, few rows and many, against the CPU's."""
+    """Check the residual stream at the entries of layers against the CPU's, with few rows and with many."""
     cpu = load(folder, "qwen3", torch.float32)
     layers = (1, 0)
     for count in (7, 71):
@@ -108,7 +108,7 @@ def test_entries_of_layers(folder: Path) -> None:
 
 
 def test_a_request_does_not_depend_on_its_neighbours(folder: Path) -> None:
-    """NaN in one request's K and V leaves the bits of the others."""
+    """Check that NaN in one request's K and V does not change the bits of other requests."""
     model = on_device(load(folder, "qwen3", torch.float32))
 
     def run(spoiled: bool) -> Tensor:
@@ -131,7 +131,8 @@ def test_the_workspace_says_when_it_is_too_small(folder: Path) -> None:
 
 @pytest.mark.parametrize("rows", [6, 70])
 def test_traces_with_fake_cuda_tensors(folder: Path, rows: int) -> None:
-    """Shapes alone: no value is read, and nothing but the workspace is written."""
+    """Trace the decoder on fake CUDA tensors, which have shapes only: no value is read, and nothing but the workspace
+    is written."""
     config = load(folder, "qwen3", torch.float32).config
     dtype, h, d = torch.bfloat16, config.hidden_size, config.head_dim
     q, kv = config.num_heads * d, config.num_kv_heads * d

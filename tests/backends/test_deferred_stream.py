@@ -1,5 +1,5 @@
-"""Steps that run as late as a GPU may run them: records stay as they were planned until then, and results are read
-after `wait` alone. Steps are deferred whole, not op by op."""
+"""Steps that run as late as a GPU may run them: records must stay as planned until then, and results are read only
+after `wait`. Steps are deferred whole, not op by op."""
 
 import random
 from collections import deque
@@ -16,11 +16,11 @@ from .cuda_engines import generate
 from .test_cuda_runner import GREEDY, Pair, make_pair
 
 UNREAD = -(1 << 40)
-"""Value of results until their step has run."""
+"""Value of results whose step has not run."""
 
 
 class Deferred:
-    """A stream that runs its steps when it is waited for, and now and then earlier."""
+    """A stream that runs its steps when `wait` is called, and sometimes earlier."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self._rng = random.Random(seed)

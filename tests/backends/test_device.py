@@ -1,4 +1,4 @@
-"""Which device an engine runs on, and how one that cannot serve is refused; no GPU is needed for that."""
+"""The device that an engine runs on, and the errors for a device that cannot serve. Needs no GPU."""
 
 import contextlib
 import sys
@@ -27,7 +27,7 @@ from specrs.speculative_config import SpeculativeConfig
 def pretend(
     monkeypatch: pytest.MonkeyPatch, *, count: int = 2, capability: tuple[int, int] = (9, 0), compiler: bool = True
 ) -> None:
-    """Let torch and the PATH speak of other hardware."""
+    """Make torch and the PATH report other hardware."""
     patched = {
         "is_available": lambda: count > 0,
         "device_count": lambda: count,
@@ -87,7 +87,8 @@ def test_what_cannot_serve(
 
 
 def test_auto_asks_no_torch_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And without torch `auto` is the CPU, whatever the machine has."""
+    """Check that `auto` does not ask torch where there is no driver. Without torch, `auto` is the CPU on any
+    machine."""
     pretend(monkeypatch)
     monkeypatch.setattr(device_module, "has_driver", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("torch was asked"))
@@ -132,7 +133,8 @@ class Loaded(Exception):
 
 @pytest.mark.parametrize("given", [False, True], ids=["loaded", "shared"])
 def test_an_engine_is_built_with_its_device_current(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the caller's is current again after it: kernels and graphs of `cuda:1` are made on device 1."""
+    """Check that an engine is built with its device current, and that the caller's device is current again
+    afterwards."""
     pretend(monkeypatch)
     entered: list[str] = []
 
@@ -175,7 +177,7 @@ def test_models_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_all_experts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those alone that a pass reads."""
+    """Check that memory counts all experts, not only those that a pass reads."""
     target = make_checkpoint(tmp_path / "target", "mixtral", seed=1, vocab=97, layers=1)
     needed = sum(tensor.nbytes for tensor in load_file(target / "model.safetensors").values())
     config = EngineConfig(model=str(target), dtype="float32")
@@ -200,7 +202,8 @@ def test_dummy_weights(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("gigabytes", "tokens"), [(24, 2048), (79.9, 2048), (84.9, 8192), (150, 8192)])
 def test_large_gpus_have_steps_of_more_tokens(gigabytes: float, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that prompts do not starve next to large batches. Cards sold with 80 GB have some more."""
+    """Check that GPUs of about 80 GB and more get steps of more tokens, so that prompts do not starve next to large
+    batches."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (0, int(gigabytes * 1e9)))
     assert CudaBackend().batched_tokens("cuda:0") == tokens
     assert (CudaBackend().batched_tokens("cpu"), CpuBackend().batched_tokens("cpu")) == (2048, 2048)

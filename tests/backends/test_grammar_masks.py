@@ -1,5 +1,5 @@
-"""Packed masks of the sequences that have a grammar: the right rows, no words of other sequences, and drafts that are
-read as late as can be."""
+"""Packed masks of the sequences that have a grammar: in the right rows, without words of other sequences. Drafts are
+read as late as possible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 
 
 def grammar(has_grammar: list[bool]) -> StepGrammar:
-    """Row i of sequence s allows id 10 s + i alone; words of sequences without grammar are nonsense."""
+    """Return masks in which row i of sequence s allows id 10 s + i alone. Words of sequences without grammar are
+    nonsense."""
     words = np.full((len(has_grammar), WIDTH, StepGrammar.words(VOCAB)), 0x5A5A5A5A, dtype=np.int32)
     made = StepGrammar([None] * len(has_grammar), has_grammar, words)
     for s, own in enumerate(has_grammar):
@@ -48,7 +49,7 @@ def test_masks_are_those_of_their_rows(has_grammar: list[bool], data: st.DataObj
 
 
 class Counting:
-    """A matcher that allows the number of accepted tokens."""
+    """A matcher that allows only the id that is the number of accepted tokens."""
 
     def __init__(self) -> None:
         self.accepted: list[int] = []
@@ -66,7 +67,8 @@ class Counting:
 
 
 def test_drafts_are_read_when_a_mask_is_asked_for() -> None:
-    """By then the pass that follows is enqueued, and the device does not wait for the host."""
+    """Check that drafts are read when a mask is asked for, not before: by then the next pass is enqueued, so the device
+    does not wait for the host."""
     matcher = Counting()
     words = np.zeros((2, WIDTH, StepGrammar.words(VOCAB)), dtype=np.int32)
     made = StepGrammar([None, cast("GrammarMatcher", matcher)], [False, True], words)
@@ -97,5 +99,6 @@ def test_drafts_in_the_record_follow_each_other() -> None:
 
 @pytest.mark.parametrize("rows", [1, 256 * 6])
 def test_the_memory_is_bounded(rows: int) -> None:
-    """256 requests with five drafts of a vocabulary of 151,936 took 5 to 6 GB, which nothing had counted."""
+    """Check that the memory for masks is bounded. 256 requests with five drafts at a vocabulary of 151,936 once took 5
+    to 6 GB."""
     assert reporting_bytes(rows, 151_936) < 1.3e9

@@ -1,4 +1,4 @@
-"""The rules of docs/start.md as one table: what an iteration drafts, emits and leaves, by hand.
+"""The rules of docs/start.md as one table: what an iteration drafts, emits and leaves, written by hand.
 
 The reference, a step on a CPU, the Triton kernels, and the Rust scheduler, which plans and settles the same iteration,
 are all checked against it.
@@ -40,7 +40,7 @@ NONE, ENDS_BY_STOP, LENGTH, ERROR = core.FINISH_NONE, core.FINISH_STOP, core.FIN
 
 @dataclass(frozen=True)
 class Case:
-    """A row before an iteration, what verification says of it, and the row after it."""
+    """A row before an iteration, and what verification finds."""
 
     # The row, the K planned for it, and the bounds.
     n: int
@@ -66,7 +66,8 @@ class Case:
 
     @property
     def planned_by_the_host(self) -> bool:
-        """Whether the scheduler plans such an iteration: with draft KV caught up, blocks for all drafts, a live row."""
+        """True if the scheduler plans such an iteration: draft KV is caught up, there are blocks for all drafts, and
+        the row is live."""
         return self.draft_len is None and self.capacity == MAX_LEN and self.active
 
     @property
@@ -171,7 +172,7 @@ def results() -> Results:
 
 @dataclass(frozen=True)
 class After:
-    """A row after an iteration."""
+    """Expected row after an iteration."""
 
     tokens: list[int]
     draft_len: int
@@ -184,7 +185,7 @@ class After:
 
 
 def check(case: Case, k_r: int, after: After, reported: Results, drafts: list[int]) -> None:
-    """`drafts`: those that the row had before verification."""
+    """Check the row and its results after an iteration. `drafts`: the drafts that the row had before verification."""
     assert k_r == case.k_r
     assert len(after.tokens) == case.n_after
     assert after.draft_len == case.draft_len_after
@@ -202,7 +203,7 @@ def check(case: Case, k_r: int, after: After, reported: Results, drafts: list[in
 
 
 def drafts_of(case: Case, state: TensorRowState) -> list[int]:
-    """Made up, in the row. Verification says how many stand, whatever they are."""
+    """Put made-up drafts in the row and return them. The case says how many are accepted, whatever they are."""
     drafts = [DRAFT + i for i in range(case.k)]
     state.tokens[0, case.n : case.n + case.k] = torch.tensor(drafts)
     return drafts
@@ -232,7 +233,7 @@ def test_triton(case: Case) -> None:
 
 
 class Exhausted:
-    """A grammar that allows every token, but none after so many drafts."""
+    """A grammar that allows every token up to a number of drafts, and none after that."""
 
     def __init__(self, after: int) -> None:
         self.after, self.num_accepted = after, 0
@@ -252,7 +253,8 @@ class Exhausted:
 
 
 class Step:
-    """A whole step of a case: the target writes the case's tokens in turn, the draft the first m of them.
+    """Runs a case as a whole step: the target writes the case's tokens in turn, and the draft model the first m of
+    them.
 
     After the accepted drafts each draft is one that the target does not write.
     """
@@ -278,7 +280,7 @@ class Step:
         self.slot = RingSlot(self.scheduler, MAX_K)
 
     def run(self, runner: CpuRunner | ReferenceRunner, end: Callable[[], None]) -> None:
-        """Admit the row in a step of its own, `end` it if the case's has ended, and run the iteration."""
+        """Admit the row in a step, call `end` if the case's row has ended, and run the iteration."""
         case, record = self.case, self.slot.record_arrays
         values, steps = core.RequestSampling(temperature=0.0, has_extras=case.empty is not None).columns("float32")
         admitted = {
@@ -311,7 +313,7 @@ class Step:
 
     @property
     def reported(self) -> Results:
-        """The results of the row."""
+        """Return the row's results."""
         sections = {name: torch.from_numpy(array) for name, array in self.slot.results_arrays.items()}
         return Results.of(sections, MAX_K).narrow(0, 1)
 
@@ -361,7 +363,7 @@ def test_native(case: Case) -> None:
     "case", [pytest.param(case, id=name) for name, case in TABLE.items() if case.planned_by_the_host]
 )
 def test_rust(case: Case) -> None:
-    """The scheduler plans the row's iteration, and settles what the reference reports of it.
+    """Check that the Rust scheduler plans the row's iteration, and settles the results that the reference reports.
 
     With `max_draft_lag` = 1 the next plan shows the draft length that it knows: a chunk closes the lag up to n' - 1.
     """
@@ -391,7 +393,8 @@ def test_rust(case: Case) -> None:
     )
 
     def settle(reported: Results) -> tuple[int, int]:
-        """`reported` of sequence 0, to the scheduler; how many tokens are new, and the finish reason."""
+        """Settle a step with `reported` as the results of sequence 0. Return the number of new tokens, and the finish
+        reason."""
         for name, values in zip(Results.__slots__, reported.tensors(), strict=True):
             reports[name][: values.numel()] = values.flatten().numpy()
         scheduler.settle(int(record["header"][core.HEADER_FIELDS.index("step_id")]), buffers[1], settled)

@@ -1,4 +1,4 @@
-"""How many kernels passes launch: the table of docs/gpu.md, and what the roofline calculator says."""
+"""The number of kernels that passes launch, against the table of docs/gpu.md and the roofline calculator."""
 
 import itertools
 from collections.abc import Callable
@@ -56,8 +56,8 @@ def test_a_table_that_is_not_what_is_launched_is_seen(script: ModuleType) -> Non
 
 
 @pytest.mark.parametrize("cache_dtype", FRACTIONS)
-def test_a_cache_of_codes_takes_no_kernel_more(cache_dtype: torch.dtype, tmp_path: Path) -> None:
-    """Nor a conversion, nor memory of its own: what is launched is what is launched without."""
+def test_a_quantized_cache_takes_no_kernel_more(cache_dtype: torch.dtype, tmp_path: Path) -> None:
+    """Check that a quantized KV cache needs no further kernel, conversion or memory."""
     names = []
     target = make_checkpoint(tmp_path, "qwen3", layers=2, hidden=64, kv_heads=2, head_dim=64, vocab=97)
     for dtype in (None, cache_dtype):
@@ -92,7 +92,8 @@ def test_an_iteration_of_several_kv_groups_has_a_kernel_for_them(
 
 @pytest.mark.parametrize("family", ["qwen2", "olmo2", "gemma3_text", "qwen3_moe", "mixtral", "mistral"])
 def test_the_calculator_knows_every_family(family: str, tmp_path: Path) -> None:
-    """Norms after and around blocks, windows, experts; few rows, more than 64, and more than 2,048."""
+    """Check the calculator's counts for every family (norms after and around blocks, windows, experts), for few rows,
+    more than 64, and more than 2,048."""
     fields = {"sliding_window": 32} if family == "mistral" else {}
     shape = {"layers": 3, "hidden": 64, "kv_heads": 2, "head_dim": 64, "vocab": 97}
     target = make_checkpoint(tmp_path, family, **shape, **fields)  # type: ignore[arg-type]
@@ -115,8 +116,9 @@ def test_the_calculator_knows_every_family(family: str, tmp_path: Path) -> None:
 
 
 def test_what_comes_before_a_dependent_kernel(tmp_path: Path) -> None:
-    """Not a copy, whose node of a graph cannot let it start. Before attention, which reads positions before it waits,
-    comes a kernel that has waited for those that wrote them, or one that lets nothing start."""
+    """Check what comes before a kernel that starts early (a dependent launch). It must be no copy, because a copy's
+    graph node cannot start it. Attention reads positions before it waits, so the kernel before it must have waited for
+    the writers of positions, or let nothing start early."""
     target = make_checkpoint(tmp_path, "qwen3", layers=1, hidden=64, kv_heads=2, head_dim=64, vocab=97)
     buckets = Buckets(batch_buckets(24), 3, max_chunk_rows=256, max_chunks=24, merges=4)
     with fake_context(target, target, 3, max_model_len=128, max_num_seqs=24) as ctx:

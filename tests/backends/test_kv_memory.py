@@ -1,4 +1,4 @@
-"""The size of the KV pool: what was asked for, what one request needs, what the machine has."""
+"""The size of the KV pool: what the user asks for, what one request needs, what the machine has."""
 
 import pytest
 from specrs.backends.cpu.kv_memory import resolve_num_blocks

@@ -1,6 +1,6 @@
-"""A head's pass over prompt chunks is enqueued after the event of the step's results. Its failure is known before
-anything reads that step: the engine reads no step before `execute` has returned. With several ranks such a failure is
-raised, and no slot has it."""
+"""A head's pass over prompt chunks is enqueued after the event of the step's results. If it fails, the failure is known
+before anything reads the step, because the engine reads no step before `execute` has returned. With several ranks the
+failure is raised, and no slot has it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .test_cuda_runner import GREEDY
 
 
 class Event:
-    """The event of a slot's results. Its recording is the earliest moment at which something could read them."""
+    """The event of a slot's results. As soon as it is recorded, something could read them."""
 
     def __init__(self, slot: Any) -> None:
         self._slot = slot
@@ -42,7 +42,7 @@ def give_events(engine: Engine) -> list[Event]:
 
 
 def fail_late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Let the head's passes over chunks raise. Returns a list with an element for each failure."""
+    """Make the head's passes over prompt chunks raise. Returns a list that gets an element for each failure."""
     failures: list[bool] = []
 
     def draft(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Log probabilities of a step's drafts: those of all rows at once, in a bounded part of their memory."""
+"""Log probabilities of a step's drafts: equal to those of all rows at once, in bounded memory."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +16,7 @@ ROWS, VOCAB = 8, 50
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an op has made."""
+    """Records the number of elements of the largest tensor that an op has made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Largest(TorchDispatchMode):
 
 
 def coldest(adjusted: Tensor, sequences: Tensor) -> Tensor:
-    """A filter that knows which sequence a row is of: sequence b loses its tokens below `b % 5`."""
+    """A filter that depends on the sequence of a row: sequence b loses its tokens below `b % 5`."""
     return adjusted.masked_fill(torch.arange(VOCAB) < sequences[:, None] % 5, -torch.inf)
 
 

@@ -1,5 +1,5 @@
-"""Prompt chunks after the rows of verification: the tokens of the CPU loop, and for those that decode what they have
-without any.
+"""Prompt chunks in the verification pass, after its rows: the CPU runner's tokens, and for decoding sequences the bits
+that they have without chunks.
 
 As in `test_cuda_runner`, kernels are run by Triton's interpreter, and a replay runs what it would replay.
 """
@@ -39,7 +39,7 @@ NUM_TOKENS = 6
 
 
 def arrive(engine: Engine, params: list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[Request]:
-    """Each prompt a step after the one before, to its end."""
+    """Let each prompt arrive one step after the previous one, and run all to their ends."""
     requests = [
         Request(i, prompt, own.replace(max_tokens=NUM_TOKENS, ignore_eos=True), num_speculative_tokens=K, seed=100 + i)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
@@ -75,7 +75,7 @@ def test_same_tokens(
     fields: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With buffers and workspaces full of nonsense before every step."""
+    """Check tokens, with invalid values in buffers and workspaces before every step."""
     mine, theirs = (pair.engine(gpu=gpu, rule=rule, monkeypatch=monkeypatch, **(FIELDS | fields)) for gpu in (1, 0))
     graphs = give_graphs(mine)
     runner = mine.runner
@@ -98,7 +98,8 @@ def test_same_tokens(
 
 
 def few_rows(patch: pytest.MonkeyPatch) -> None:
-    """Let passes of more than 8 rows be wide, with an eighth of the numbers of rows of those of more than 64."""
+    """Treat passes of more than 8 rows as wide, instead of those of more than 64, with an eighth of the row counts of
+    graphs."""
     patch.setattr(shapes, "FUSED_ROWS", 8)
     patch.setattr(shapes, "MERGED_ROWS", (8,))
     patch.setattr(shapes, "WIDE_MERGED_ROWS", tuple(rows // 8 for rows in shapes.WIDE_MERGED_ROWS))
@@ -109,8 +110,8 @@ def few_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def wide_texts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Request], list[Request], list[int]]:  # noqa: F811
-    """Requests on the GPU's runner, where each bucket of wide passes is met, the same on the CPU loop, and the
-    buckets."""
+    """Return requests run on the CUDA runner such that each size of wide graphs occurs, the same requests on the CPU
+    runner, and the sizes."""
     fields: dict[str, Any] = {
         "max_num_seqs": 16,
         "max_num_batched_tokens": 40,
@@ -154,7 +155,8 @@ def test_a_bucket_that_drops_the_last_chunk_row_is_seen(
 @torch.inference_mode()
 @pytest.mark.parametrize("total", [shapes.WIDE_MERGED_ROWS[0], shapes.WIDE_MERGED_ROWS[5]])
 def test_in_passes_of_as_many_rows_as_a_gpu_has(pair: Pair, total: int) -> None:  # noqa: F811
-    """Two requests of 33 rows, and a chunk of all other rows: hidden states and KV are those of two passes."""
+    """Check passes with as many rows as on a GPU: two requests of 33 rows, and a chunk of all other rows. Hidden states
+    and KV equal those of two separate passes."""
     weights, made = pair.gpu.target, []
     assert isinstance(weights, TorchFacts)
     width, ends = -(-total // 16), (33, 66, total)
@@ -191,7 +193,8 @@ def test_in_every_group(
     grouped: Pair,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Layers of three windows, KV full of NaN: slots and tables of chunks are those of each layer's group."""
+    """Check layers of three windows with KV full of NaN: chunks use the slots and block tables of each layer's
+    group."""
     fields = FIELDS | {"num_gpu_blocks_override": 40, "num_reserved_decode_tokens": 0, "monkeypatch": monkeypatch}
     mine = grouped.engine(gpu=True, **fields)
     fill_pools(mine)
@@ -209,7 +212,8 @@ def test_a_chunk_that_is_not_finite_ends_its_request_alone(
     is_end: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A chunk that goes on has no logits to tell: its hidden states do."""
+    """Check that a chunk with NaN ends its own request alone. A chunk that is not the prompt's last has no logits, so
+    its hidden states are checked."""
     mine = pair.engine(gpu=True, monkeypatch=monkeypatch, **(FIELDS | {"max_num_batched_tokens": 40 if is_end else 8}))
     graphs, runner = give_graphs(mine), mine.runner
     assert isinstance(runner, CudaRunner)
@@ -235,7 +239,8 @@ def test_attention_of_those_that_decode_is_cut_up_as_without_chunks(
     pair: Pair,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A row's sums have one order next to an arrival and alone; cut up for all sequences they would have another."""
+    """Check that attention of decoding sequences is split as without chunks, so that a row's sums have the same order
+    next to a new prompt."""
     engine = pair.engine(gpu=True, monkeypatch=monkeypatch, **FIELDS)
     runner = engine.runner
     assert isinstance(runner, CudaRunner)

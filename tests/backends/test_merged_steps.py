@@ -35,20 +35,21 @@ ARRIVALS = [[[5, 9, 2, 33, 7]], [[60], [8, 8, 19, 30, 2, 40, 3, 22, 12, 1, 4, 4,
 
 @dataclass
 class Seen:
-    """Results, logits, hidden states and KV after one step."""
+    """Results, logits, hidden states and KV after one step, as copies."""
 
     merged: bool = False
     results: list[Tensor] = field(default_factory=list)
     """Results of the step's sequences."""
     hidden: dict[int, Tensor] = field(default_factory=dict)
-    """[hidden] that the target left for the token whose KV is in a slot."""
+    """For each slot written: `[hidden]`, the target's hidden state of its token."""
     judged: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By row that emits, its logits [K_r + 1, V], or without sampling the ids and values [K_r + 1] of the largest."""
+    """For each row that emits: its logits `[K_r + 1, V]`, or without sampling ids and values `[K_r + 1]` of the
+    largest."""
     kv: list[Tensor] = field(default_factory=list)
-    """[layers, blocks, 2, heads, block_size, head_dim] of target and draft, their scratch blocks left out."""
+    """KV of target and draft without scratch blocks: `[layers, blocks, 2, heads, block_size, head_dim]`."""
     fed: list[tuple[int, Tensor]] = field(default_factory=list)
-    """Slots of chunks after verification, -1 of what is fed among its rows, and the [hidden] that are looked at for
-    what is not finite."""
+    """For each chunk that runs after verification: its slots (-1 for tokens fed among the rows of verification), and
+    the hidden states that are checked for NaN."""
 
 
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
@@ -101,7 +102,7 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
 
 
 def steps(engine: Engine, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
-    """One for each of ARRIVALS."""
+    """Run the requests of ARRIVALS. Return what each step left."""
     poison(engine)
     with monkeypatch.context() as patch:
         seen, ids = watch(engine, patch), iter(range(9))

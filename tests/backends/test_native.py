@@ -1,7 +1,8 @@
-"""The CPU's runner against the reference on the same passes: row state, KV and results of random steps, bit by bit.
+"""The CPU's runner against the reference on the same passes: row state, KV and results of random steps are equal bit by
+bit.
 
-Records are made up (`made_steps`), not planned: rows that ended, are short of blocks, lag, meet stops and limits.
-SPECRS_STEPS is how many steps all cases run together; `make steps` runs a million.
+Records are made up (`made_steps`), not planned: rows may have ended, lack blocks, lag, or meet stops and limits.
+SPECRS_STEPS is the number of steps that all cases run together; `make steps` runs a million.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ from .made_steps import (
 )
 
 HIDDEN_SIZE = 16
-"""Numbers in a hidden state of the target."""
+"""Size of the target's hidden state."""
 SECTIONS = ("num_emitted", "num_accepted", "num_drafted", "flags", "finish_reason")
 
 
 @dataclass
 class Native:
-    """The runner of a CPU with all that it writes."""
+    """The CPU runner with everything that it writes."""
 
     runner: CpuRunner
     slot: RingSlot
@@ -74,7 +75,7 @@ class Native:
 
 @dataclass
 class Reference:
-    """The reference's runner with all that it writes."""
+    """The reference runner with everything that it writes."""
 
     runner: ReferenceRunner
     slot: RingSlot
@@ -85,7 +86,7 @@ class Reference:
         return [self.runner.kv_cache, *([] if drafter is None else [drafter.kv_cache])]
 
     def load(self, state: RowState) -> None:
-        """Take over the rows of `state`; requests stay."""
+        """Take over the rows of `state`. Requests stay as they are."""
         for row in range(ROWS):
             own = self.runner.rows.setdefault(
                 row, Row(make_request({"temperature": 0.0}), [], 0, 0, [], self.runner.tables[row])
@@ -106,7 +107,7 @@ class Reference:
 
 
 def kept_states(state: RowState, row: int) -> torch.Tensor:
-    """The hidden states that a row keeps, `[positions, L, hidden]`."""
+    """Return the hidden states that a row keeps for the drafter, `[positions, L, hidden]`."""
     assert state.hidden_states is not None
     assert state.hidden_start is not None
     states = torch.from_numpy(state.hidden_states[row].reshape(MAX_K + 3, -1, HIDDEN_SIZE))
@@ -125,7 +126,8 @@ class Pair:
         window: int | None,
         windows: tuple[int | None, ...],
     ) -> None:
-        """`window` is that of all layers of both models; with `windows` the target's layers have these, in groups."""
+        """Make both runners. `window` applies to all layers of both models. `windows` gives the target's layers a
+        window each, in KV groups."""
         model = CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=2)
         parallel = CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=MAX_K + 1, mask_token_id=MASK)
         head = HiddenDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=MAX_K + 3)
@@ -217,7 +219,8 @@ class Pair:
 
 
 def shake_hidden(state: RowState, rng: np.random.Generator) -> None:
-    """Where the states that are kept cannot be those of a row as it is, others; heads begin anywhere before their KV.
+    """Replace hidden states that do not fit the row's length, and let heads begin at any position before their KV.
+    Mutates `state`.
 
     A row that drafts has a token next to its last, whose state is kept and not yet fed.
     """
@@ -237,7 +240,7 @@ def shake_hidden(state: RowState, rng: np.random.Generator) -> None:
 
 
 def shake(pair: Pair, rng: np.random.Generator) -> None:
-    """Rows as they may be before a step, the same on both sides; now and then some blocks of KV are NaN."""
+    """Make row state random, equal on both sides, and sometimes fill blocks of KV with NaN."""
     state, rows = pair.native.state, pair.reference.runner.rows
     for row in range(ROWS):
         ended = not state.active[row] or state.num_tokens[row] >= state.limit[row]
@@ -269,7 +272,7 @@ def shake(pair: Pair, rng: np.random.Generator) -> None:
 
 
 class NearDraws:
-    """Counts draws and acceptances of the reference that a rounding of the probabilities would turn."""
+    """Counts draws and acceptances of the reference that would differ if probabilities were rounded differently."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -289,7 +292,7 @@ class NearDraws:
 
 
 def compare(pair: Pair, made: Made) -> dict[str, int]:
-    """Check that a step left the same on both sides, and count the cases that it was an example of."""
+    """Check that a step left the same on both sides, and count the cases that it covered."""
     reference, native = pair.reference, pair.native
     count = made.header["num_decode"] + made.header["num_prefill"]
     rows = native.slot.record_arrays["seq_row"][:count].tolist()
@@ -337,7 +340,7 @@ def compare(pair: Pair, made: Made) -> dict[str, int]:
 
 
 def compare_row(state: RowState, row: int, theirs: Row) -> None:
-    """A row of the native runner's against the reference's."""
+    """Check a row of the native runner against the reference's."""
     n = int(state.num_tokens[row])
     assert state.tokens[row, :n].tolist() == theirs.tokens
     assert bool(state.active[row]) == theirs.active
@@ -351,7 +354,7 @@ def compare_row(state: RowState, row: int, theirs: Row) -> None:
 
 
 def compare_drafting(state: RowState, row: int, theirs: Row) -> None:
-    """Return the hidden states that the drafter of a row will read. Those of an ended row are never read."""
+    """Check and return the hidden states that a row's drafter will read. Those of an ended row are never read."""
     assert (int(state.draft_len[row]), int(state.draft_start[row])) == (theirs.draft_len, theirs.draft_start)
     if state.hidden_start is not None:
         assert int(state.hidden_start[row]) == theirs.hidden_start
@@ -362,7 +365,8 @@ def compare_drafting(state: RowState, row: int, theirs: Row) -> None:
 
 
 def compare_kv(pair: Pair, faulty: list[tuple[int, int]]) -> None:
-    """Both caches, bit by bit. `faulty` are rows whose drafts are any tokens, and their length before them."""
+    """Check that both caches are equal bit by bit. `faulty`: rows whose drafts may be any tokens, with their lengths
+    before the step."""
     state = pair.native.state
     tables = (state.block_table, *state.group_tables.reshape(-1, ROWS + 1, TABLE))
     for ours, theirs in zip(pair.native.caches, pair.reference.caches, strict=True):
@@ -378,9 +382,9 @@ def compare_kv(pair: Pair, faulty: list[tuple[int, int]]) -> None:
 
 
 def compare_logprobs(native: Native, reference: Reference, emitted: dict[int, int]) -> int:
-    """Log probabilities of the tokens that sequences emitted: the same but for roundings; of how many there were any.
+    """Check log probabilities of emitted tokens: equal but for rounding. Return how many sequences had any.
 
-    Among tokens whose values differ by no more than a rounding ranks may differ, too.
+    Ranks may also differ among tokens whose values are within rounding.
     """
     mine, theirs, rows = native.slot, reference.slot, reference.runner.rows
     asked = {sequence: rows[int(mine.record_arrays["seq_row"][sequence])].request for sequence in emitted}
@@ -443,11 +447,11 @@ CASES: list[tuple[str, str, list[float] | None, int]] = [
     ("mixed head grouped", "coupled", None, VOCAB - 7),
 ]
 WINDOWED = {"model windowed": 6, "mixed parallel windowed": 11}
-"""Cases in which target and draft see so many positions, by drafter."""
+"""Window of target and draft in some cases, by the name of the drafter."""
 GROUPED: dict[str, tuple[int | None, ...]] = {"model grouped": (5, None, 9), "mixed head grouped": (None, 7)}
-"""Cases in which each layer of the target has a KV group and a window of its own, by drafter."""
+"""Windows of the target's layers in cases with KV groups, by the name of the drafter. None: full attention."""
 NUM_STEPS = -(-int(os.environ.get("SPECRS_STEPS", 300 // stride(2) * len(CASES))) // len(CASES))
-"""Steps that each case runs."""
+"""Number of steps that each case runs."""
 
 
 @pytest.mark.parametrize(("drafter", "rule", "rates", "draft_vocab"), CASES)

@@ -1,4 +1,5 @@
-"""The CUDA forward pass over weights of codes and rows in FP8, its kernels interpreted, against numbers in float64."""
+"""The CUDA forward pass with quantized weights and FP8 activations, with interpreted kernels, against dequantized
+weights in float64."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,13 +33,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("coded")
+    return tmp_path_factory.mktemp("quantized")
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4", "int8 at load", "int4 at load"])
-def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loaded as on a GPU, from FP8 with a projection that is not quantized: few rows, those that are read twice, and
-    more than read codes, against the numbers in float64."""
+def test_quantized_weights(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check passes over FP8 weights, loaded as on a GPU, next to a projection that is not quantized: for few rows, for
+    row counts whose products read the weights twice, and for more."""
     path, kind = folder / name, name.split()[0]
     source = folder / f"{name}-source"
     if not source.exists():
@@ -64,7 +65,7 @@ def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPat
     assert last.gate_up.coding == codings[name]
     assert isinstance(weights.layers[0].down, QuantizedWeight) == (name != "fp8"), "listed among those not to convert"
     for module in (products, workspace):
-        monkeypatch.setattr(module, "CODED_ROWS", 6)
+        monkeypatch.setattr(module, "QUANTIZED_ROWS", 6)
     monkeypatch.setattr(workspace, "_NUMBERS_BYTES", 4 * 64 * 24)
     made = CudaDecoder.allocate(weights, max_rows=16, max_seqs=4)
     for module in (products, stream):
@@ -80,7 +81,7 @@ def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPat
     assert_near(outputs(Poisoned(made.weights, made.workspace), run), exact, plain, ulps=16)
 
 
-def loaded_codes(path: Path, dtype: torch.dtype = torch.float32) -> TorchWeights:
+def loaded_quantized(path: Path, dtype: torch.dtype = torch.float32) -> TorchWeights:
     """Load a checkpoint on the CPU with quantized weights as a GPU keeps them."""
     config, checkpoint = open_checkpoint(path, None, "auto")
     assert isinstance(checkpoint, QuantizedTensors)
@@ -89,18 +90,18 @@ def loaded_codes(path: Path, dtype: torch.dtype = torch.float32) -> TorchWeights
 
 @pytest.fixture(scope="session")
 def fp8_weights(folder: Path) -> dict[str, TorchWeights]:
-    """Two layers in FP8 by output and by block."""
+    """Return two layers in FP8, with scales by output and by block."""
     source = make_checkpoint(
         folder / "fp8-rows", "qwen2", tie=False, hidden=64, intermediate=96, kv_heads=1, group=2, head_dim=32, vocab=83
     )
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
     paths = {"channel": compressed(source, folder / "fp8-rows-channel", "float-quantized", **args)}
     paths["block"] = fp8_block(source, folder / "fp8-rows-block", block=(32, 32))
-    return {name: with_fp8_rows(loaded_codes(path)) for name, path in paths.items()}
+    return {name: with_fp8_rows(loaded_quantized(path)) for name, path in paths.items()}
 
 
 class Calls(list[tuple[Any, ...]]):
-    """Arguments of every call of `torch._scaled_mm`. The calls return its own products, or those of `of`."""
+    """Records the arguments of `torch._scaled_mm`. Its calls return their own products, or those of `of`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, of: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
@@ -117,10 +118,10 @@ class Calls(list[tuple[Any, ...]]):
 def test_products_of_rows_in_fp8(
     fp8_weights: dict[str, TorchWeights], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Products of few rows, of rows that read codes twice, and of more are near those of rounded rows in float64.
-    Weights by output go through torch's own `_scaled_mm` here from few rows on."""
+    """Check products of FP8 activations, with three sizes of passes, against float64 products of the rounded rows.
+    Weights with a scale per output use torch's own `_scaled_mm`."""
     for module in (products, workspace):
-        monkeypatch.setattr(module, "CODED_ROWS", 6)
+        monkeypatch.setattr(module, "QUANTIZED_ROWS", 6)
     monkeypatch.setattr(products, "MAX_ROWS", 4)
     made = CudaDecoder.allocate(fp8_weights[name], max_rows=9, max_seqs=1)
     assert made.workspace.rounds_rows
@@ -145,8 +146,8 @@ def test_products_of_rows_in_fp8(
 def test_passes_of_rows_in_fp8(
     fp8_weights: dict[str, TorchWeights], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes of few rows and of many round rows to FP8 as the eager model does: what differs is far less than what
-    rounding changes. A row has the same bits whatever rows run with it."""
+    """Check that passes of few and of many rows round activations to FP8 as the eager model does. The difference is far
+    below that of rounding at all. A row's bits do not depend on other rows."""
     made = CudaDecoder.allocate(fp8_weights[name], max_rows=16, max_seqs=4)
     cut = Poisoned(made.weights, made.workspace)
     eager, plain = TorchDecoder(made.weights), TorchDecoder(without_fp8_rows(made.weights))
@@ -166,9 +167,9 @@ def test_passes_of_rows_in_fp8(
 def without_fp8_rows(weights: TorchWeights) -> TorchWeights:
     def layer(w: TorchLayer) -> TorchLayer:
         names = ("qkv", "o", "gate_up", "down")
-        coded = {name: made for name in names if isinstance(made := getattr(w, name), QuantizedWeight)}
+        quantized = {name: made for name in names if isinstance(made := getattr(w, name), QuantizedWeight)}
         return dataclasses.replace(
-            w, **{name: dataclasses.replace(made, fp8_rows=False) for name, made in coded.items()}
+            w, **{name: dataclasses.replace(made, fp8_rows=False) for name, made in quantized.items()}
         )
 
     return dataclasses.replace(weights, layers=tuple(map(layer, weights.layers)))
@@ -177,8 +178,8 @@ def without_fp8_rows(weights: TorchWeights) -> TorchWeights:
 def test_scales_by_block_as_cublas_reads_them(
     fp8_weights: dict[str, TorchWeights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On sm_90: what `_scaled_mm` is called with there, by torch's own check of a GPU's tensors, and multiplied by the
-    layouts that cuBLAS documents. Rows are padded to four."""
+    """Check the arguments of `_scaled_mm` on sm_90: torch's own check accepts them, and a multiplication by the layouts
+    that cuBLAS documents gives the product. Rows are padded to a multiple of four."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 127, (256, 1024), generator=generator, dtype=torch.uint8)
     scales = torch.rand(2, 8, generator=generator) + 0.5
@@ -188,9 +189,9 @@ def test_scales_by_block_as_cublas_reads_them(
     assert scaled_linear.serves(weight, hopper)
     assert not scaled_linear.serves(weight, dataclasses.replace(hopper, capability=100))
     assert not scaled_linear.serves(weight, dataclasses.replace(hopper, capability=89))
-    assert not scaled_linear.serves(coded_zeros(Coding("fp8", 128, outputs=128), 256, 640), hopper), "5 blocks"
-    assert not scaled_linear.serves(coded_zeros(Coding("int8", 1024), 256, 1024), hopper)
-    by_output = coded_zeros(Coding("fp8", 1024), 256, 1024)
+    assert not scaled_linear.serves(quantized_zeros(Coding("fp8", 128, outputs=128), 256, 640), hopper), "5 blocks"
+    assert not scaled_linear.serves(quantized_zeros(Coding("int8", 1024), 256, 1024), hopper)
+    by_output = quantized_zeros(Coding("fp8", 1024), 256, 1024)
     served = [c for c in (80, 89, 90, 100, 120) if scaled_linear.serves(by_output, DeviceLimits("", c, 1, 1))]
     assert served == [89, 90, 100, 120]
     monkeypatch.setattr(scaled_linear, "CUDA", (12, 8))
@@ -236,13 +237,13 @@ def test_scales_by_block_as_cublas_reads_them(
         products.wide_product(fake, "o", rows[:10], held, outs[:10])
 
 
-def coded_zeros(coding: Coding, out: int, size: int) -> QuantizedWeight:
+def quantized_zeros(coding: Coding, out: int, size: int) -> QuantizedWeight:
     scales = torch.ones(-(-out // coding.outputs), -(-size // coding.group))
     return QuantizedWeight.of(torch.zeros(out, size, dtype=torch.uint8), scales, coding)
 
 
-def test_experts_of_codes_become_numbers(folder: Path) -> None:
-    """And the layer's other projections stay codes."""
+def test_quantized_experts_are_dequantized(folder: Path) -> None:
+    """Check that quantized experts are dequantized, while the layer's other projections stay quantized."""
     source = make_checkpoint(folder / "experts-source", "qwen3_moe", hidden=64, head_dim=32, layers=1, vocab=83)
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
     path = compressed(source, folder / "experts", "float-quantized", **args)

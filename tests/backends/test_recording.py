@@ -1,4 +1,5 @@
-"""A recorded step is all that a runner needs: written to a file, replayed on a fresh one, the same tokens."""
+"""Check that a recorded step is all that a runner needs: written to a file and replayed on a new runner, it gives the
+same tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 from engine.harness import Bank, make_bank, make_engine, poison, weights
 from specrs.backends.recording import Recording
 from specrs.config import EngineConfig
-from specrs.core import STEPS
+from specrs.core import SAMPLING_STEPS
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
@@ -37,7 +38,8 @@ def bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
 
 
 def fresh(bank: Bank, method: str, rule: str, depth: int) -> Engine:
-    """Few blocks, so that requests are preempted; small steps, so that prompts come in chunks."""
+    """Make an engine with few blocks, so that requests are preempted, and small steps, so that prompts have several
+    chunks."""
     speculative: dict[str, Any] = {"num_speculative_tokens": K, "rejection_sample_method": rule}
     if method == "ngram":
         speculative |= {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -58,7 +60,7 @@ def fresh(bank: Bank, method: str, rule: str, depth: int) -> Engine:
 
 
 def serve(engine: Engine, bank: Bank) -> tuple[Recording, list[Request]]:
-    """Every kind of request to its end, recorded."""
+    """Run requests of every kind to their ends and record the steps."""
     engine.watch = recording = Recording.of(engine.scheduler, engine.num_speculative_tokens)
     requests = [
         Request(i, bank.prompts[(3 * i) % 20], own.replace(**least(own)), num_speculative_tokens=K, seed=50 + i)
@@ -72,7 +74,7 @@ def serve(engine: Engine, bank: Bank) -> tuple[Recording, list[Request]]:
 
 
 def least(own: SamplingParams) -> dict[str, Any]:
-    """Long enough for preemptions, without text."""
+    """Return parameters to replace in `own`: no text, and enough tokens for preemptions."""
     return {"detokenize": False, "max_tokens": own.max_tokens if own.max_tokens == 2 else 34}
 
 
@@ -119,7 +121,7 @@ def test_steps_with_extras_are_rejected(bank: Bank) -> None:
     while engine.has_unfinished():
         engine.step()
     steps, _ = recording.layouts["record"]["admit_steps"]
-    recording.records[0][steps] |= 1 << STEPS.index("extras")
+    recording.records[0][steps] |= 1 << SAMPLING_STEPS.index("extras")
     other = fresh(bank, "draft_model", "rejection", 1)
     with pytest.raises(EngineError, match="request 0: the step needs its extras"):
         recording.replay(other.runner, other.scheduler)

@@ -1,4 +1,4 @@
-"""Which graph a step takes: large enough, one that is captured, and not mostly padding."""
+"""The graph that a step takes: large enough, captured, and not mostly padding."""
 
 import gc
 import itertools
@@ -12,7 +12,7 @@ from specrs.backends.cuda.shapes import WIDE_MERGED_ROWS, Buckets, LogitsMode, S
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[Buckets, list[int], LogitsMode]:
-    """Buckets of an engine, the K of a step's sequences in descending order, and what follows its LM heads."""
+    """Draw an engine's graph sizes, the K of a step's sequences in descending order, and the logits mode."""
     max_k = draw(st.integers(0, 16))
     max_num_seqs = draw(st.integers(1, 300))
     buckets = Buckets(batch_buckets(max_num_seqs), max_k, every_k=draw(st.booleans()))
@@ -103,7 +103,8 @@ def test_chunks_after_verification(batch: int, k: int, rows: int, chunks: int, m
 
 @given(batch=st.integers(1, 256), k=st.integers(0, 5), rows=st.integers(1, 400), chunks=st.integers(1, 4))
 def test_with_auto_chunks_ride_along_at_every_k(batch: int, k: int, rows: int, chunks: int) -> None:
-    """Above 64 rows there is room for a usual prompt, up to 512 rows in all; a longer one has no wide shape."""
+    """Check that with `auto` prompt chunks join verification passes at every K: a usual prompt fits (up to 512 rows in
+    all), a longer one runs in passes of its own."""
     buckets = AUTO
     whole = buckets.whole([k] * batch, LogitsMode.SAMPLED)
     assert whole is not None
@@ -125,7 +126,7 @@ AUTO = Buckets(batch_buckets(256), 5, every_k=True, max_chunk_rows=8192, max_chu
 
 @pytest.mark.parametrize(("every_k", "counts"), [(False, (92, 94, 78, 195)), (True, (276, 286, 78, 195))])
 def test_graphs_are_few(every_k: bool, counts: tuple[int, ...]) -> None:
-    """docs/gpu.md has these numbers, and what they take."""
+    """Check the number of captured graphs, which docs/gpu.md states with their memory."""
     buckets = Buckets(batch_buckets(256), 5, every_k=every_k, max_chunk_rows=8192, max_chunks=256, merges=4)
     kinds = buckets.whole_shapes(), buckets.merged_shapes(), buckets.verify_passes(), buckets.draft_passes()
     assert tuple(len(list(kind)) for kind in kinds) == counts
@@ -142,7 +143,8 @@ def test_beyond_the_captured_sizes_there_is_no_graph(logits_mode: LogitsMode) ->
 
 
 def test_nothing_is_collected_while_a_graph_is_captured() -> None:
-    """A finaliser that frees the device's memory there makes the capture invalid."""
+    """Check that the garbage collector does not run during a capture: a finaliser that frees device memory would make
+    the capture invalid."""
     assert gc.isenabled()
     with graphs._without_collection():
         assert not gc.isenabled()

@@ -1,4 +1,4 @@
-"""Costs of steps from replays of graphs, and `auto` on a simulated GPU.
+"""Costs of steps, measured by replays of graphs, and K = `auto` on a simulated GPU.
 
 It has the costs of a model of the time: Qwen3-32B with Qwen3-1.7B on an H200, at InstructCoder's acceptance.
 """
@@ -22,11 +22,11 @@ PRODUCTS_MS = [16.4, 16.8, 17.3, 26.6, 38.9, 51.6, 72.7, 96.8, 145.0]
 LM_HEAD_MS = [0.37, 0.4, 0.5, 0.7, 1.0, 1.3, 1.8, 2.4, 3.6]
 BATCHES, DRAFT_MS = [1, 16, 64, 128, 256], [1.26, 1.45, 2.43, 3.25, 5.6]
 KV_MS = 1.5 / 64
-"""Milliseconds of attention for each request, which a replay without requests does not have."""
+"""Milliseconds of attention per request, which the replay of a graph without requests does not have."""
 
 
 def pass_ms(batch: int, k: int, rows: int) -> float:
-    """Milliseconds of a graph by the model, without requests."""
+    """Return the simulated milliseconds of a graph without requests."""
     target = np.interp(rows, ROWS, PRODUCTS_MS) + np.interp(rows, ROWS, LM_HEAD_MS)
     more = 0.3 if rows <= 64 else 1.1 + 0.006 * (rows - 64)
     return float(target + more + k * np.interp(batch, BATCHES, DRAFT_MS))
@@ -34,7 +34,7 @@ def pass_ms(batch: int, k: int, rows: int) -> float:
 
 @dataclass
 class Device:
-    """A GPU with a clock. The first replay of a graph takes three times as long."""
+    """A simulated GPU with a clock. The first replay of a graph takes three times as long."""
 
     seconds: float = 0.0
     known: set[Shape] = field(default_factory=set)
@@ -52,7 +52,8 @@ class Device:
 
 
 def test_replays_take_five_seconds_and_give_the_cost_of_each_count() -> None:
-    """A count has the cost of the next larger graph. Sizes between two timed ones lie between their costs."""
+    """Check that replays take at most five seconds, and give the cost of each number of rows: that of the next larger
+    graph. Sizes between two timed ones are interpolated."""
     device = Device()
     costs = device.costs()
     assert device.seconds <= SECONDS
@@ -86,7 +87,7 @@ def test_without_graphs_nothing_is_timed() -> None:
 
 
 def test_drafts_in_the_record_have_graphs_of_their_own() -> None:
-    """Graphs without draft passes are timed for them, which cost no draft's time."""
+    """Check that drafts from the host have graphs of their own, timed without draft passes."""
     buckets = Buckets([1, 4], 3, every_k=True, mixes=True)
     timed: list[Shape] = []
 
@@ -103,7 +104,7 @@ def test_drafts_in_the_record_have_graphs_of_their_own() -> None:
 
 
 class Served:
-    """`batch` requests at a time on the device, whose K the planner chooses."""
+    """Simulates `batch` concurrent requests on the device, with K chosen by the planner."""
 
     def __init__(self, batch: int) -> None:
         self.batch, self.random = batch, np.random.default_rng(batch)
@@ -116,7 +117,8 @@ class Served:
         self.seen: set[tuple[int, int]] = set()
 
     def ms(self, ks: np.ndarray) -> float:
-        """Milliseconds of a step: of a whole iteration if one has these K, else pass by pass."""
+        """Return the milliseconds of a step: of one graph for the whole iteration if there is one with these K, else
+        the sum of its passes."""
         planned = sorted(ks.tolist(), reverse=True)
         shape = BUCKETS.whole(planned, LogitsMode.GREEDY)
         if shape is not None:
@@ -126,7 +128,7 @@ class Served:
         return pass_ms(chained.batch, chained.max_k, chained.rows) + self.batch * KV_MS + 0.3
 
     def run(self, seconds: float) -> float:
-        """Serve for `seconds`; expected tokens per millisecond."""
+        """Serve for `seconds` of simulated time. Return expected tokens per millisecond."""
         tokens, ms = 0.0, 0.0
         while ms < 1e3 * seconds:
             ks = np.zeros(self.batch, dtype=np.int64)
@@ -148,7 +150,7 @@ class Served:
         return tokens / ms
 
     def best_fixed(self) -> float:
-        """Expected tokens per millisecond of the best K for all, cut at the end of each request as the planner's is."""
+        """Return the expected tokens per millisecond of the best K that is the same for all requests."""
         lengths = 1.0 + np.array([0.0, *np.cumsum(ACCEPTED)])
         return max(self.batch * lengths[k] / self.ms(np.full(self.batch, k)) for k in range(K + 1))
 

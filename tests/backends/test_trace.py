@@ -1,4 +1,4 @@
-"""The functions of an iteration on fake CUDA tensors: nothing crosses devices, nothing is allocated or random.
+"""The functions of an iteration on fake CUDA tensors: nothing is copied between devices, allocated, or random.
 
 A graph would record a stray copy as one that happens once, at capture. `FakeTensorMode` alone lets `.cpu()`, copies
 from the host and allocations pass, so a dispatch mode watches every op; what kernels write is in their signatures.
@@ -63,7 +63,7 @@ VIEWS = {
     "transpose",
     "unbind",
 }
-"""Ops of torch that touch no memory; everything else must be one of ours or write where it is told."""
+"""Ops of torch that touch no memory. Every other op must be one of specrs's, or write to a given `out`."""
 WRITES = {"mm.out", "addmm.out", "clamp.out", "index_select.out", "copy_"}
 DRAFT_IDS, IDS = 90, 97
 LAYERS = 2
@@ -71,7 +71,7 @@ HEAD_IDS = 50
 
 
 class Watch(TorchDispatchMode):
-    """Refuses what a captured iteration must not do, by name; `also` are ops that it may have beside those of all."""
+    """Rejects ops that a captured iteration must not do, with their names. `also`: further ops that are allowed."""
 
     def __init__(self, also: frozenset[str] = frozenset()) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Watch(TorchDispatchMode):
 def fake_decoder(
     folder: Path, dtype: torch.dtype, cache_dtype: torch.dtype | None = None, ranks: Ranks | None = None
 ) -> TorchDecoder:
-    """A decoder of empty tensors on a device that is not there, or one rank's part of it."""
+    """Return a decoder of empty tensors on a device that does not exist, or one rank's part of such a decoder."""
     c, ids = load_config(folder), load_config(folder).vocab_size
     if ranks is not None:
         c, ids = Shard(ranks.rank, ranks.size).of_config(c), -(-ids // ranks.size)
@@ -144,7 +144,7 @@ def fake_decoder(
 
 
 def fake_net(layer: TorchLayer, c: ModelConfig) -> TorchLayer:
-    """A layer with a delta net, with the MLP and norms of `layer`."""
+    """Return a layer with a delta net, and with the MLP and norms of `layer`."""
     net = c.delta
     assert net is not None
 
@@ -171,7 +171,7 @@ def fake_experts(e: Experts, h: int, dtype: torch.dtype) -> TorchExperts:
 
 
 def fake_head(folder: Path, target: TorchDecoder) -> Eagle3Head:
-    """A head of empty tensors, over a part of the target's ids."""
+    """Return an EAGLE-3 head of empty tensors, over a part of the target's ids."""
     t = target.config
     config = parse_eagle3_config(
         read_json(folder / "config.json"), TargetFacts(t.hidden_size, t.vocab_size, t.num_layers, 64)
@@ -213,7 +213,7 @@ def fake_head(folder: Path, target: TorchDecoder) -> Eagle3Head:
 def context(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Context]]:
-    """Makes contexts of fake tensors; the draft's vocabulary is smaller than the target's."""
+    """Return a function that makes contexts of fake tensors. The draft's vocabulary is smaller than the target's."""
     folder = tmp_path_factory.mktemp("trace")
     shape = {"layers": 2, "hidden": 64, "kv_heads": 2, "head_dim": 64}
     target = make_checkpoint(folder / "target", request.param, vocab=97, **shape)  # type: ignore[arg-type]
@@ -294,7 +294,8 @@ def count_ours(watch: Watch) -> int:
 def test_other_drafters_stay_on_the_device(
     context: Callable[..., Context], kind: str, logits_mode: LogitsMode, rule: str
 ) -> None:
-    """Whole iterations, and single passes as chained steps have them; without passes where all drafts are there."""
+    """Check iterations of other drafters, whole and as single passes; without draft passes if all drafts come from the
+    host."""
     ctx, counts = context(rule, kind), []
     sequences = sequences_of(ctx.record.views, "num_decode")
     for passes in (None, 0):
@@ -327,7 +328,7 @@ def test_passes_over_chunks_stay_on_the_device(context: Callable[..., Context], 
 def test_chunks_after_verification_stay_on_the_device(
     context: Callable[..., Context], logits_mode: LogitsMode, k: int
 ) -> None:
-    """An attention more a layer than the iteration alone."""
+    """Check an iteration with prompt chunks after verification: one attention more per layer than without."""
     ctx = context("rejection")
     alone = Shape(BATCH - 1, k, (BATCH - 1) * (k + 1), logits_mode)
     merged = MergedShape(alone, BATCH, ChunkShape(16, 1))

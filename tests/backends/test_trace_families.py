@@ -1,4 +1,4 @@
-"""Passes of other families on fake CUDA tensors: whole iterations, as `test_trace` watches those of plain ones."""
+"""Passes of other model families on fake CUDA tensors, checked as in `test_trace`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,8 +26,8 @@ SHAPE: dict[str, object] = {"vocab": 97, "layers": LAYERS, "hidden": 64, "kv_hea
 
 @pytest.mark.parametrize(("family", "kernels"), [("gemma3_text", 7), ("qwen3_moe", 11)])
 def test_an_iteration_stays_on_its_device(family: str, kernels: int, tmp_path: Path) -> None:
-    """Kernels per layer: two more where blocks' outputs are normed; with experts also the choice, the pairs' order and
-    the sums."""
+    """Check the number of kernels per layer: two more with norms after blocks; with experts also the choice, the
+    sorting of pairs and the sums."""
     target = make_checkpoint(tmp_path, family, **SHAPE)  # type: ignore[arg-type]
     with FakeTensorMode():
         ctx = make(target, target, "rejection", "draft")
@@ -39,8 +39,8 @@ def test_an_iteration_stays_on_its_device(family: str, kernels: int, tmp_path: P
 
 @pytest.mark.parametrize("k", [0, K])
 def test_delta_nets_take_seven_kernels(k: int, tmp_path: Path) -> None:
-    """A layer with a delta net has three kernels between its products. A layer of gated attention has eight kernels: it
-    takes gates apart, and applies them. Where rows are is found once in a pass."""
+    """Check that a delta net has three kernels between its projections, and gated attention eight, with the splitting
+    and applying of gates. The places of rows are found once per pass."""
     target = make_checkpoint(tmp_path / "target", "qwen3_5_text", **SHAPE)  # type: ignore[arg-type]
     draft = make_checkpoint(tmp_path / "draft", "qwen3", **SHAPE)  # type: ignore[arg-type]
     counts = []
@@ -57,7 +57,8 @@ def test_delta_nets_take_seven_kernels(k: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 @pytest.mark.parametrize("logits_mode", [LogitsMode.GREEDY, LogitsMode.SAMPLED])
 def test_groups_take_one_kernel_more_an_iteration(logits_mode: LogitsMode, rule: str, tmp_path: Path) -> None:
-    """Slots and block tables of all groups after the first."""
+    """Check that KV groups take one kernel more per iteration, for slots and block tables of all groups after the
+    first."""
     target = make_checkpoint(tmp_path, "gemma3_text", sliding_window=8, **SHAPE)  # type: ignore[arg-type]
     counts = []
     for grouped in (False, True):
@@ -74,7 +75,8 @@ def test_groups_take_one_kernel_more_an_iteration(logits_mode: LogitsMode, rule:
 
 @pytest.mark.parametrize(("coding", "capability"), [(Coding("fp8", 128, 128), 90), (Coding("fp8", 512), 89)])
 def test_rows_in_fp8_take_a_kernel_a_product(coding: Coding, capability: int, tmp_path: Path) -> None:
-    """To round them; of few rows two norms more are kernels of their own. Of many, products are `scaled_mm`'s."""
+    """Check that FP8 activations take one kernel more per product, which rounds them; with few rows, two norms become
+    kernels of their own. Products of many rows are `scaled_mm`'s."""
     shape = {"hidden": 512, "intermediate": 512, "kv_heads": 2, "group": 2, "head_dim": 128}
     target = make_checkpoint(tmp_path, "qwen3", vocab=97, layers=LAYERS, **shape)
     counts: dict[int, Sequence[str]] = {}
@@ -100,14 +102,14 @@ def test_rows_in_fp8_take_a_kernel_a_product(coding: Coding, capability: int, tm
 
 
 def fp8(w: Weight, coding: Coding) -> QuantizedWeight:
-    """In FP8, of empty tensors."""
+    """Return `w` in FP8, of empty tensors."""
     (out, size), group = w.shape, coding.group
     codes = torch.empty((out, size // 2), dtype=torch.int16, device=CUDA)
     return QuantizedWeight(codes, torch.empty((-(-out // coding.outputs), -(-size // group)), device=CUDA), coding)
 
 
 def inputs_of(rows: int) -> PassInputs:
-    """A chunk of one request."""
+    """Return the inputs of one request's chunk."""
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int64, device=CUDA)

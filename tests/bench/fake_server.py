@@ -1,7 +1,7 @@
-"""A small OpenAI-compatible server that streams what it is told to, in a thread or as a program of its own.
+"""A small OpenAI-compatible server that streams given chunks, in a thread or as a program of its own.
 
-A *script* says what a request gets: chunks of so many tokens each, then what ends the stream. Acceptance counters count
-every chunk after the first as a draft of K tokens. What was sent is kept, for tests to compare with.
+A *script* says what a request gets: chunks of given numbers of tokens, then how the stream ends. Acceptance counters
+count every chunk after the first as a draft of K tokens. The server keeps what it sent, for tests to compare with.
 """
 
 import argparse
@@ -23,7 +23,7 @@ POSITION = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_
 
 @dataclass
 class Script:
-    """What one request gets.
+    """Script of what one request gets.
 
     `end`: done, cut (the connection breaks), die (and the port is closed), silent (no [DONE]), error, garbage, or
     an HTTP status instead of a stream.
@@ -39,7 +39,8 @@ class Script:
 
 @dataclass
 class FakeServer:
-    """Runs scripts in the order in which requests come; `ready` is a request's own script for the probe."""
+    """Server that uses up its scripts in the order in which requests arrive. `ready` is the script of the readiness
+    probe."""
 
     script: Callable[[int], Script] = lambda number: Script()
     k: int = 0
@@ -173,8 +174,8 @@ def running(server: FakeServer) -> Iterator[FakeServer]:
 
 
 def main() -> None:
-    """Run as a program. With `--die-once FILE` it ends within a request at K > 0 and makes FILE; if FILE is there, it
-    goes on."""
+    """Run the fake server as a program. With `--die-once FILE` it ends within a request at K > 0 and creates FILE; if
+    FILE exists, it goes on."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
     parser.add_argument("--speculative-config", default="{}")

@@ -1,4 +1,4 @@
-"""Prompts from files, random tokens and the bundled prompts: what is read, how many, and what is refused."""
+"""Prompts from files, random tokens and the bundled prompts: what is read, how many, and what is rejected."""
 
 import json
 from collections.abc import Sequence

@@ -35,7 +35,7 @@ def mean(values: list[Fraction]) -> float:
 
 
 def percentile(values: list[Fraction], percent: int) -> float:
-    """Linear between neighbours, as numpy's default."""
+    """Return a percentile, linear between neighbours as numpy's default."""
     if not values:
         return 0.0
     ordered = sorted(values)

@@ -65,7 +65,8 @@ def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_published_command_of_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The flags that a reference profiled vLLM with, on a file for the hub's data set and the bundled pair for its."""
+    """Check the published command of a vLLM profile: its flags, with a file for the hub's data set and the bundled pair
+    for its models."""
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"instruction": "Add types.", "input": "def f(a):\n    return a\n"}) + "\n")
     config = {"method": "draft_model", "num_speculative_tokens": 3, "max_model_len": 2048}
@@ -94,7 +95,7 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_acceptance_is_that_of_an_engine_at_that_k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One engine at the largest K serves all of them; each K against an engine of its own."""
+    """Check that an acceptance measured by one engine at the largest K equals that of an engine at each K."""
     path = tmp_path / "out.json"
     argv = ["bench", "acceptance", "--num-prompts", "3", "--input-len", "24", "--output-len", "16", "--k", "1,3"]
     more = ["--temperature", "0,1", "--ignore-eos", "--dtype", "float64", "--disable-tqdm"]
@@ -123,8 +124,8 @@ def test_acceptance_is_that_of_an_engine_at_that_k(tmp_path: Path, capsys: pytes
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_acceptance_does_not_depend_on_what_ran_before(method: str, tmp_path: Path) -> None:
-    """Every K and temperature gets the same prompts, so suffix decoding must not draft from the outputs of runs
-    before."""
+    """Check that acceptance does not depend on earlier runs: every K and temperature gets the same prompts, and suffix
+    decoding must not draft from outputs of earlier runs."""
     argv = ["bench", "acceptance", "--num-prompts", "3", "--input-len", "32", "--output-len", "24", "--ignore-eos"]
     argv += ["--dtype", "float64", "--disable-tqdm", "--speculative-config", json.dumps({"method": method})]
     found = []

@@ -47,7 +47,7 @@ def test_derived_figures() -> None:
     assert item.latency_ms == 20 + 99 * 2
 
 
-def test_rows_that_arrivals_limit_are_told() -> None:
+def test_rows_that_arrivals_limit_are_reported() -> None:
     # 218 ms a request: 4.36 a second keep 0.95 places taken, 1 a second 0.218
     timed = {"benchmark_duration_s": 10.0, "mean_ttft": 20.0, "mean_tpot": 2.0}
 
@@ -91,14 +91,14 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def lines(figure: object, panel: int) -> dict[str, list[tuple[float, float]]]:
-    """Label -> points, of the lines that a panel shows."""
+    """Return the points of each line of a panel, by label."""
     axes = figure.axes[panel]  # type: ignore[attr-defined]
     found = {line.get_label(): line for line in axes.get_lines() if not str(line.get_label()).startswith("_")}
     return {str(label): list(zip(*line.get_data(), strict=True)) for label, line in found.items()}
 
 
 def made_up() -> list[SweepRow]:
-    """Two drafters, two concurrencies; tokens per second by (method, K, concurrency)."""
+    """Return made-up tokens per second by (method, K, concurrency), for two drafters and two concurrencies."""
     tokens = {
         ("None", 0, 1): 100.0, ("None", 0, 4): 300.0,
         ("draft_model", 1, 1): 150.0, ("draft_model", 3, 1): 200.0, ("draft_model", 1, 4): 330.0,

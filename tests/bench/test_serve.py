@@ -30,7 +30,7 @@ def bench(server: FakeServer, *more: str) -> int:
 
 
 def values(block: str) -> dict[str, str]:
-    """`label: value` of the lines of a block."""
+    """Return the `label: value` lines of a block as a dict."""
     pairs = (line.rpartition(":") for line in block.splitlines() if ":" in line)
     return {label.strip(): value.strip() for label, _, value in pairs}
 
@@ -101,7 +101,7 @@ def test_the_block_line_for_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("bundled", [False, True])
 def test_figures_recomputed_from_the_recorded_events(bundled: bool, tmp_path: Path) -> None:
-    """From `events_ns` and `output_lens` alone, by the definitions of vLLM, with nothing of specrs in between."""
+    """Recompute the figures from `events_ns` and `output_lens`, by the definitions of vLLM, without code of specrs."""
     scripts = [[1, 3, 2], [1, 1, 1, 4], [1], [1, 7]]
     with running(FakeServer(lambda i: Script(scripts[i % 4], gap=0.002, bundled=bundled))) as server:
         more = ["--save-detailed", "--result-dir", str(tmp_path), "--percentile-metrics", "ttft,tpot,itl,e2el"]
@@ -252,7 +252,8 @@ def test_a_request_that_fails_is_counted_and_named(
 
 
 def test_a_server_that_dies_midway(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What came before is reported, kept and marked; what was not sent is not waited for."""
+    """Check a server that dies during a run: earlier answers are reported and the result is marked; requests not sent
+    are not waited for."""
     with running(FakeServer(lambda i: Script(end="die" if i == 4 else "done"))) as server:
         more = ["--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "out.json"]
         assert bench(server, *RANDOM, *more, "--num-prompts", "30", "--max-concurrency", "1") == 2
@@ -268,7 +269,7 @@ def test_a_server_that_dies_midway(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_interrupted_by_the_user(tmp_path: Path) -> None:
-    """What was answered until then is reported and marked."""
+    """Check an interrupted run: what was answered until then is reported and marked."""
     tenth = threading.Event()
 
     def script(number: int) -> Script:

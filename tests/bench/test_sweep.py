@@ -1,4 +1,4 @@
-"""`specrs bench sweep`: rows of a server for each K, interrupted and resumed; once with the bundled pair."""
+"""`specrs bench sweep`: rows of a server for each K, interrupted and resumed; one test uses the bundled pair."""
 
 import json
 import shlex
@@ -204,7 +204,7 @@ def test_wrong_options(more: list[str], message: str, tmp_path: Path, capsys: py
 
 
 def test_the_bundled_pair(tmp_path: Path) -> None:
-    """specrs's own server, its counters, and a picture."""
+    """Sweep over specrs's own server: its counters, and a picture."""
     path = tmp_path / "sweep.parquet"
     argv = ["bench", "sweep", "--output", str(path), "--k", "2", "--max-concurrency", "2", "--num-prompts", "3"]
     assert main([*argv, "--input-len", "16", "--output-len", "12", "--ignore-eos", "--disable-tqdm"]) == 0

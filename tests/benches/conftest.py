@@ -1,4 +1,4 @@
-"""benches/ as the scripts in it see it: what they import lies beside them."""
+"""Puts benches/ on the path, so that its scripts import each other as they do when they are run."""
 
 import sys
 from pathlib import Path

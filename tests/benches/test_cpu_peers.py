@@ -1,4 +1,4 @@
-"""benches/bench_cpu_peers.py without its engines: what it makes of results, and of engines that are missing or fail."""
+"""benches/bench_cpu_peers.py without its engines: how it reports results, and engines that are missing or fail."""
 
 import json
 import os
@@ -131,7 +131,8 @@ def test_drafts_from_the_text_are_asked_for_by_name() -> None:
 
 
 def test_files_are_read_by_both_engines(tmp_path: Path) -> None:
-    """specrs and llama.cpp load the same file, OpenVINO a folder of its own; K and V are the engines' choice."""
+    """Check the files that engines get: specrs and llama.cpp load the same file, OpenVINO a folder of its own; the
+    dtype of K and V is the engine's choice."""
     lines = settings.SETS["qwen3-files-2"].lines
     loaded = {engines.model_path(line, "qwen3-0.6b-shape", tmp_path).name for line in lines}
     files = {f"qwen3-0.6b-shape-{kind}.gguf" for kind in ("q4_0", "q8_0", "q4_k_m")}
@@ -208,7 +209,7 @@ def test_missing_is_named(tmp_path: Path) -> None:
 
 
 def interpreter(folder: Path, script: str) -> None:
-    """A stand-in for the environment's Python, which gets `-m MODULE JOB RESULT`."""
+    """Return a script that stands in for an environment's Python, which is called with `-m MODULE JOB RESULT`."""
     folder.mkdir(parents=True)
     (folder / "python").write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     (folder / "python").chmod(0o755)

@@ -1,4 +1,4 @@
-"""Chat templates in the styles of the model families, written for these tests. Holds no tests."""
+"""Chat templates in the styles of model families, written for these tests. Holds no tests."""
 
 LLAMA = """{{- bos_token }}
 {%- if not date_string is defined %}

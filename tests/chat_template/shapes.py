@@ -1,7 +1,7 @@
-"""Chat templates of the shapes that models come with, written for these tests. Holds no tests."""
+"""Chat templates in the forms that models come with, written for these tests. Holds no tests."""
 
 CONCATENATING = """{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] + '\n' }}{% endfor %}"""
-"""Writes every role as it is given, adds the content as a text, and shows no calls."""
+"""Template that writes every role as it is given, adds the content as a text, and shows no calls."""
 
 LOOKING_AT_ROLES = """
 {%- if messages[0].role == 'system' %}[system]{{ messages[0].content }}
@@ -17,7 +17,7 @@ LOOKING_AT_ROLES = """
 {% endif %}{% endfor %}
 {%- if add_generation_prompt %}[assistant]{{ '<think></think>' if enable_thinking is defined and not enable_thinking }}
 {%- endif %}"""
-"""Leaves out roles that it does not know, and takes arguments as objects and as text."""
+"""Template that leaves out roles it does not know, and takes arguments as objects and as text."""
 
 HEADERS = """
 {%- set m0 = messages[0].content | trim if messages[0].role == 'system' else '' %}
@@ -30,7 +30,8 @@ HEADERS = """
 {% elif m.role == 'tool' %}[ipython]{{ m.content | tojson }}
 {% else %}[{{ m.role }}]{{ m.content | trim }}
 {% endif %}{% endfor %}"""
-"""Writes every role as it is given, joins the first system message with a text, and takes any text as a JSON string."""
+"""Template that writes every role as it is given, joins the first system message with a text, and takes any text as a
+JSON string."""
 
 ALTERNATING = """
 {%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set loop_messages = messages[1:] %}
@@ -51,14 +52,14 @@ ALTERNATING = """
 {% elif m.role in ['tool', 'tool_results'] %}[results]{{ m.content }}
 {% else %}{{ raise_exception('roles are user, assistant and tool') }}{% endif %}
 {%- endfor %}"""
-"""Takes a system message in the first place alone, and raises for other roles."""
+"""Template that takes a system message in the first place alone, and raises for other roles."""
 
 WITHOUT_SYSTEM = """
 {%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {%- for m in messages %}<turn>{{ 'model' if m.role == 'assistant' else m.role }}
 {{ m.content | trim }}</turn>
 {% endfor %}"""
-"""Raises for a first system message, and writes other roles as they are given."""
+"""Template that raises for a first system message, and writes other roles as they are given."""
 
 FOLDING = """
 {%- set first = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
@@ -66,7 +67,7 @@ FOLDING = """
 {%- if m.role not in ['user', 'assistant'] %}{{ raise_exception('roles are user and assistant') }}{% endif %}
 <turn>{{ m.role }}
 {{ first if loop.first }}{{ m.content | trim }}</turn>{% endfor %}"""
-"""Writes a first system message into the message of the user after it."""
+"""Template that writes a first system message into the message of the user after it."""
 
 NULL_CONTENT = """
 {%- set ns = namespace(system='') %}
@@ -81,7 +82,8 @@ NULL_CONTENT = """
 {%- elif m['role'] == 'assistant' %}[assistant]{{ m['content'] }}
 {%- elif m['role'] == 'tool' %}[output]{{ m['content'] }}
 {%- endif %}{% endfor %}"""
-"""Shows calls where the content is null, takes arguments as text, and keeps the last of several system messages."""
+"""Template that shows calls if the content is null, takes arguments as text, and keeps the last of several system
+messages."""
 
 DEVELOPER = """
 {%- if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}
@@ -99,19 +101,19 @@ DEVELOPER = """
 {%- elif m.role == 'user' %}
 [user]{{ m.content }}
 {%- endif %}{% endfor %}"""
-"""Knows developer messages, in the first place alone."""
+"""Template that knows developer messages, in the first place alone."""
 
 SHOUTING = """
 {%- if messages[0].role == 'system' %}[SYSTEM]{{ messages[0].content | upper }}
 {% endif %}
 {%- for m in messages %}{% if m.role != 'system' %}[{{ m.role | upper }}]{{ m.content | upper }}
 {% endif %}{% endfor %}"""
-"""Writes all texts in capitals, and takes a system message in the first place alone."""
+"""Template that writes all texts in capitals, and takes a system message in the first place alone."""
 
 SHOUTING_ROLES = """{% for m in messages %}{{ '[' + m.role | upper + ']' + m.content | upper + '\n' }}{% endfor %}"""
-"""Writes every role as it is given, and all texts, in capitals."""
+"""Template that writes every role as it is given, and all texts, in capitals."""
 
 LAST_MESSAGE = "{{ messages[-1].content }}"
-"""Shows nothing but the last message."""
+"""Template that shows nothing but the last message."""
 
 SHAPES = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, str)}

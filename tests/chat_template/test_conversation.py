@@ -1,4 +1,4 @@
-"""Messages that clients send, rendered by templates of many shapes: no text is lost, and none is made up."""
+"""Messages that clients send, rendered by templates of many forms: no text is lost, and none is invented."""
 
 import json
 import logging
@@ -31,9 +31,9 @@ RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "31 degrees"}
 CALLING = (LOOKING_AT_ROLES, HEADERS, ALTERNATING, NULL_CONTENT, DEVELOPER)
 """Templates that show calls."""
 TEXTS = (LOOKING_AT_ROLES, NULL_CONTENT)
-"""Templates that show arguments as the text that they are."""
+"""Templates that show arguments of calls as the text that clients sent."""
 STRAY = ("{", '{"city": "Ro', "not JSON", '{"city": "Rome"} {', "[1, 2]", "5", "null", '"text"', "true", "[" * 100_000)
-"""Arguments that are no JSON object."""
+"""Arguments of calls that are no JSON object."""
 
 
 def rendered(template: str, messages: list[dict[str, Any]], tools: Any = None, **hints: str) -> Rendered:
@@ -199,7 +199,7 @@ def test_one_instruction_is_shown_wherever_it_stands(template: str, index: int, 
 @pytest.mark.parametrize(("upper", "plain"), [(SHOUTING_ROLES, CONCATENATING)])
 @pytest.mark.parametrize("messages", INSTRUCTED.values(), ids=INSTRUCTED)
 def test_capitals_change_nothing_else(upper: str, plain: str, messages: list[dict[str, Any]]) -> None:
-    """What is shown in capitals is shown, and a role in capitals is the role."""
+    """Check that a template in capitals changes the roles it shows, and nothing else."""
     told = rendered(upper, messages)
     assert told.text == rendered(plain, messages).text.upper()
     assert not told.warnings
@@ -317,7 +317,8 @@ def test_keys_that_a_template_reads(code: str) -> None:
 
 
 def test_messages_of_clients_come_back_without_warnings() -> None:
-    """What the openai package, litellm and langchain copy from an answer into the next request."""
+    """Check that messages which the openai package, litellm and langchain copy from an answer into the next request are
+    accepted without warnings."""
     copied = {
         "annotations": [{"type": "url_citation"}],
         "audio": None,

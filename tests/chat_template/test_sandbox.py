@@ -55,7 +55,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 def outcome(render: Any, *args: Any, **kwargs: Any) -> str | None:
-    """The text, None for an error."""
+    """Return the rendered text, or None for an error."""
     try:
         return str(render(*args, **kwargs))
     except Exception:  # a template raises what it likes
@@ -89,7 +89,8 @@ def test_texts_are_those_of_transformers(
 
 
 def test_every_family_shows_a_plain_conversation() -> None:
-    """The comparison above is of texts: a template that fails everywhere would agree with itself."""
+    """Check that every template renders a plain conversation. The test above compares texts, and a template that fails
+    everywhere would equal itself."""
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     for template in TEMPLATES.values():
         text = show(messages, chat_template=template, variables=TOKENS)
@@ -119,7 +120,8 @@ def test_every_family_shows_a_plain_conversation() -> None:
     ],
 )
 def test_what_a_template_may_not_do(template: str) -> None:
-    """What transformers rejects is rejected, and what it shows as nothing is shown as nothing."""
+    """Check that what transformers rejects is rejected, and that what transformers shows as nothing is shown as
+    nothing."""
     messages = [{"role": "user", "content": "one"}]
     ours = outcome(show, messages, chat_template=template)
     assert ours == outcome(by_transformers, messages, {}, chat_template=template)

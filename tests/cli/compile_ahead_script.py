@@ -1,5 +1,5 @@
-"""Compile trials ahead in a process, then ask for the same launches in this one, whose tensors have memory; prints what
-happened as JSON. Run in a process of its own, in which Triton does not interpret. Holds no tests."""
+"""Compiles trial kernels ahead in another process, then asks for the same launches in this one, with real tensors.
+Prints the outcome as JSON. Runs as a process of its own, in which Triton compiles. Holds no tests."""
 
 import json
 
@@ -17,7 +17,8 @@ DOWN = LinearShape(256, 64, torch.bfloat16, experts=(16, 4))
 
 
 def main() -> None:
-    """The second trial has a step that is no power of two; the others compile."""
+    """Compile and launch the trials. The second one has a step that is no power of two and fails; the others
+    compile."""
     target, limits = GPUTarget("cuda", 90, 32), DeviceLimits("", 90, 132, 227 * 1024)
     dense = LinearShape(256, 256, torch.bfloat16)
     work = [

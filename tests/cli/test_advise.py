@@ -50,7 +50,7 @@ def simulate(text: KnownText, k: int, propose: Callable[[list[int], int], list[i
 
 
 def lookup(text: list[int], k: int, least: int, most: int) -> list[int]:
-    """Prompt lookup by trying every n-gram at every place."""
+    """Draft by prompt lookup: try every n-gram at every place."""
     for n in range(most, least - 1, -1):
         for start in range(len(text) - n - 1, -1, -1):
             if text[start : start + n] == text[-n:]:
@@ -110,7 +110,8 @@ def test_a_list_of_drafters_is_replayed_to_the_end(texts: list[KnownText], k: in
 
 
 def test_a_replay_has_the_passes_of_an_engine(tokenizer: Tokenizer) -> None:
-    """In float64, where greedy text does not depend on the number of rows."""
+    """Check that a replay has the passes of an engine, in float64, where greedy text does not depend on the number of
+    rows."""
     requests = traffic.sample(tokenizer, bundled=True)[:2]
     machine = Machine(None, {"dtype": "float64", "threads": 1}, max_model_len=256, max_tokens=40, max_k=4)
     plain = LLM(dtype="float64", threads=1, max_model_len=256, max_num_seqs=1)
@@ -289,7 +290,8 @@ def test_advise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_advise_on_traffic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model that is named has no draft model unless one is named, too. Requests that are too long are left out."""
+    """Check `advise` on traffic: a named model has no draft model unless one is named too, and too long requests are
+    left out."""
     log = tmp_path / "log.jsonl"
     lines = [{"prompt": "def f(x):", "max_tokens": 6}, {"prompt": "a b c a b", "completion": " c a b c"}]
     lines.append({"prompt": "word " * 3000})

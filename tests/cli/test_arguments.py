@@ -113,7 +113,7 @@ def test_syntax_errors_are_one_line(argv: list[str], says: str, capsys: pytest.C
 
 @pytest.mark.parametrize("command", ["serve", "generate", "demo", "forecast"])
 def test_no_hidden_flag_is_suggested(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Hidden flags are rejected, or do nothing. Each is written wrongly in turn, for every command."""
+    """Check that no hidden flag is suggested. Every hidden flag is misspelled in turn, for every command."""
     (commands,) = [action.choices for action in parser()._actions if action.dest == "command"]
     assert isinstance(commands, dict)
     hidden = {
@@ -206,7 +206,8 @@ SHORT_FORMS = {name: row.short for name, row in (ENGINE | SERVER | REJECTED).ite
 
 @pytest.mark.parametrize("name", SHORT_FORMS)
 def test_every_short_form_is_known(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Taken where its flag is taken, refused with its name where it is refused."""
+    """Check that every short form is accepted where its long flag is, and rejected with its name where the long flag
+    is."""
     with pytest.raises(SystemExit) as stopped:
         main(["serve", SHORT_FORMS[name], "1", "--nowhere"])
     assert stopped.value.code == 2

@@ -1,4 +1,4 @@
-"""`specrs chat` on the bundled pair: its turns and history, its commands, a pipe, and a session in a terminal."""
+"""`specrs chat` on the bundled pair: turns and history, commands, input from a pipe, and a session in a terminal."""
 
 import io
 import json
@@ -42,13 +42,13 @@ def chat(llm: LLM) -> Conversation:
 
 
 def continued(llm: LLM, text: str, tokens: int = TOKENS) -> str:
-    """The greedy continuation of `text`, which the engine gives without a conversation."""
+    """Return the greedy continuation of `text` by the engine, without a conversation."""
     (output,) = llm.generate(text, SamplingParams(temperature=0.0, max_tokens=tokens), use_tqdm=False)
     return output.outputs[0].text
 
 
 def test_each_turn_goes_on_from_the_ones_before(llm: LLM, chat: Conversation) -> None:
-    """The pair's template joins the contents with newlines."""
+    """Check that each turn continues from the turns before. The pair's template joins contents with newlines."""
     first = "".join(chat.answer(FIRST))
     assert first == continued(llm, FIRST)
     assert "".join(chat.answer(SECOND)) == continued(llm, f"{FIRST}\n{first}\n{SECOND}")
@@ -173,7 +173,7 @@ sys.exit(main())
 
 
 class Session:
-    """The command in a terminal of its own, and all that it wrote."""
+    """The command in a pseudo-terminal, and all that it wrote."""
 
     def __init__(self, *argv: str) -> None:
         self.keyboard, screen = pty.openpty()
@@ -189,7 +189,7 @@ class Session:
         self.shown, self._read = "", 0
 
     def until(self, wanted: str) -> str:
-        """Wait until the screen shows `wanted`, after what was waited for before; returns what came up to it."""
+        """Wait until the screen shows `wanted` after what was waited for before. Return what was written up to it."""
         while wanted not in self.shown[self._read :]:
             assert select.select([self.keyboard], [], [], 120)[0], f"{wanted!r} did not come: {self.shown!r}"
             self.shown += os.read(self.keyboard, 65536).decode()
@@ -202,7 +202,7 @@ class Session:
         os.write(self.keyboard, text.encode())
 
     def until_waiting(self) -> None:
-        """Wait until the command sleeps: `input()` hears a signal only in its wait for a key, not between two keys."""
+        """Wait until the command sleeps, because `input()` notices a signal only while it waits for a key."""
         state = Path(f"/proc/{self.process.pid}/stat")
         while state.read_text().rpartition(")")[2].split()[0] != "S":
             os.sched_yield()
@@ -219,9 +219,9 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
 
 
 def test_a_session_in_a_terminal(llm: LLM, session: Session, tmp_path: Path) -> None:
-    """Line editing, an answer and its figures, Ctrl-C in an answer and at the prompt, and Ctrl-D.
+    """Check line editing, an answer and its figures, Ctrl-C in an answer and at the prompt, and Ctrl-D.
 
-    What is typed stays in the process: no history is written.
+    Also check that typed text stays in the process: no history file is written.
     """
     greeting = session.until(">>> ")
     assert "drafts: draft_model, auto per step. /help lists the commands" in greeting

@@ -22,7 +22,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The file of each shell's script."""
+    """Return the file with each shell's script."""
     folder = tmp_path_factory.mktemp("completion")
     for shell in SHELLS:
         (folder / shell).write_text(script(shell))

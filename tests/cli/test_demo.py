@@ -1,4 +1,4 @@
-"""`specrs demo` on bundled prompts: what it prints is complete, with any drafter, and the picture exists."""
+"""`specrs demo` on bundled prompts: its output is complete with any drafter, and the picture exists."""
 
 import shutil
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_demo_of_another_drafter(
 
 
 def test_demo_of_the_bundled_hybrid(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its MTP head drafts, at K from 1 to 4; the prompts are those of the pair."""
+    """Check the demo of the bundled hybrid: its MTP head drafts at K from 1 to 4, on the prompts of the pair."""
     monkeypatch.setattr("specrs.pair.prompts.PROMPTS", PROMPTS[:1])
     assert main(["demo", "--model", "hybrid", "--max-tokens", "24"]) == 0
     printed = capsys.readouterr().out
@@ -59,7 +59,8 @@ def test_demo_of_the_bundled_hybrid(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_demo_of_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each drafter without weights, and a head, beside plain decoding; chats by the model's template."""
+    """Check the demo of another model: each drafter without weights, and a head, next to plain decoding; chats use the
+    model's template."""
     monkeypatch.setattr("specrs.cli.demo.chats.CHATS", ("one two one two one two", "def f(x): return x"))
     folder = tmp_path / "a-model"
     shutil.copytree(TARGET, folder)

@@ -1,4 +1,4 @@
-"""`specrs doctor`: what it finds on a machine, here and on machines that are made up."""
+"""`specrs doctor`: what it finds on this machine and on made-up ones."""
 
 import json
 from pathlib import Path

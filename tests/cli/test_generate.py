@@ -17,7 +17,7 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    """The greedy continuation in float64, by transformers alone."""
+    """Return the greedy continuation in float64 by transformers."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float64)
     inputs = tokenizer(PROMPT, return_tensors="pt")
@@ -26,7 +26,7 @@ def expected() -> str:
 
 
 class Recorder(io.StringIO):
-    """A stdout that keeps what had been written at each flush."""
+    """A stdout that keeps what was written before each flush."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ ENGINE = ["serve", "chat", "generate", "bench throughput", "bench latency", "ben
 
 
 def commands(top: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Each command that is no group of commands, by its words."""
+    """Yield the words and the parser of each command that has no subcommands."""
     groups = [action for action in top._actions if isinstance(action, argparse._SubParsersAction)]
     if not groups:
         yield path.strip(), top
@@ -51,7 +51,7 @@ SHOWN = [(name, action) for name, command in COMMANDS.items() for action in comm
 
 
 def values(action: argparse.Action) -> list[str] | None:
-    """The closed set of values that the help names, None where it names none."""
+    """Return the closed set of values that a help text names, or None if it names none."""
     if action.choices is not None:
         return list(map(str, action.choices))
     found = re.search(r"one of ([^;]+)", str(action.help))
@@ -113,7 +113,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "forecast kv_cache_dtype": raises_nothing(cache_dtype),
     "tune dtype": raises_nothing(tuned),
 }  # fmt: skip
-"""What takes a value, by flag, field, or command and field."""
+"""Functions that say whether a value is allowed, by flag, field, or command and field."""
 
 
 def check_of(command: str, action: argparse.Action) -> Callable[[str], bool] | None:
@@ -124,7 +124,7 @@ def check_of(command: str, action: argparse.Action) -> Callable[[str], bool] | N
 CONSTANTS = [vars(module).values() for module in (specrs.engine_options, specrs.speculative_config)]
 KNOWN = [str(value) for group in CONSTANTS for values in group if isinstance(values, tuple) for value in values]
 EVERY = sorted({*KNOWN, *(value for _, action in SHOWN for value in values(action) or []), "nonsense", "0", "3"})
-"""Every value that a help names or that is allowed somewhere, and some that are not."""
+"""Every value that a help text names or that is allowed somewhere, and some that are not allowed."""
 CLOSED = [(name, action) for name, action in SHOWN if check_of(name, action) is not None and action.dest != "config"]
 
 
@@ -138,7 +138,7 @@ def test_the_values_in_the_help_are_those_that_the_code_takes(command: str, acti
 
 
 def test_every_closed_set_in_a_help_is_checked() -> None:
-    """By argparse, or by a row of CHECKS."""
+    """Check that every closed set in a help text is checked, by argparse or by a row of CHECKS."""
     named = [(name, action) for name, action in SHOWN if action.choices is None and values(action) is not None]
     assert named
     unchecked = {action.dest for name, action in named if check_of(name, action) is None}
@@ -151,7 +151,7 @@ def test_every_quantization_is_read_by_something() -> None:
 
 
 def shown_default(action: argparse.Action) -> object:
-    """The default that the code has: argparse's, or the engine's where that is None."""
+    """Return the default that the code has: argparse's, or the engine's if argparse has None."""
     fields = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     default = fields.get(action.dest) if action.default is None else action.default
     if isinstance(default, bool):
@@ -163,7 +163,7 @@ def shown_default(action: argparse.Action) -> object:
 
 UNSTATED = (None, "", argparse.SUPPRESS)
 OF_CHECKPOINT = {("chat", name) for name in options_of(SamplingParams)}
-"""Defaults that a checkpoint may have; tests/cli/test_chat.py checks them."""
+"""Options whose default may come from the checkpoint; tests/cli/test_chat.py checks them."""
 STATED = [
     (name, action)
     for name, action in SHOWN
@@ -184,7 +184,7 @@ def test_defaults_are_stated() -> None:
 
 
 class Built(EngineError):
-    """Ends a command where it would make an engine."""
+    """Raised where a command would make an engine, to end the command."""
 
 
 @pytest.mark.parametrize("command", ENGINE)
@@ -263,7 +263,7 @@ def test_the_short_help_of_a_terminal_is_as_wide_as_it(
 
 
 def words(text: str) -> str:
-    """The words of a wrapped text."""
+    """Return the words of a wrapped text."""
     return " ".join(text.split())
 
 

@@ -1,4 +1,4 @@
-"""Which model a command answers with, and what drafts for it when nothing is said. No model is loaded."""
+"""The model that a command answers with, and its drafter if none is named. No model is loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ PAIR, TEXT, NONE = DEFAULT_DRAFTS, DEFAULT_TEXT_DRAFTS, None
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The arguments of each engine that a command would make."""
+    """Return a list that gets the arguments of each engine that a command would make."""
     seen: list[dict[str, Any]] = []
 
     def make(*_: Any, **settings: Any) -> None:
@@ -62,14 +62,16 @@ def test_the_model_and_what_drafts_for_it(
 
 @pytest.mark.parametrize("ahead", [["--max-steps-in-flight=2"], ["--async-scheduling"]], ids=" ".join)
 def test_two_steps_in_flight_leave_no_drafts_from_the_text(made: list[dict[str, Any]], ahead: list[str]) -> None:
-    """Unless they are asked for, which the engine then rejects; the bundled draft model drafts in any case."""
+    """Check that with two steps in flight no drafts come from the text, unless the user asks for them, which the engine
+    then rejects. The bundled draft model drafts in any case."""
     for argv in (["m/m"], [], ["m/m", "--speculation"]):
         main(["serve", *argv, *ahead])
     assert [settings.get("speculative_config") for settings in made] == [NONE, PAIR, TEXT]
 
 
 def test_the_mtp_head_of_a_target_drafts_too(made: list[dict[str, Any]], tmp_path: Path) -> None:
-    """Unless the target is loaded in a way in which it has none."""
+    """Check that the MTP head of a target drafts by default, unless the target is loaded in a way that leaves it
+    out."""
     target = str(add_head(make_checkpoint(tmp_path / "target", "qwen3_5_text")))
     others = (["--max-steps-in-flight=2"], ["--no-speculation"], ["--load-format=dummy"], ["--spec-method=ngram"])
     for argv in ([], *others):

@@ -33,7 +33,7 @@ WORDS = {
     "forecast": ["forecast"],
     "tune": ["tune"],
 }
-"""Commands of the command line, by their names in declarations."""
+"""Words of each command on the command line, by the command's name in declarations."""
 NO_FLAG = {"model": "MODEL of serve, whose --model is the same"}
 """Options of an engine without a derived flag in serve, and what there is instead."""
 BY_HAND = {
@@ -58,7 +58,7 @@ BY_HAND = {
 }
 """Flags that have the name of an option and are not derived from it, and why."""
 OTHERS_DEFAULTS = {"bench serve": "the server's", "chat": "the checkpoint's, for sampling"}
-"""Commands whose flags have defaults that the options do not declare, and whose they are."""
+"""Commands whose flags have defaults that the options do not declare, and where those come from."""
 OWNERS: tuple[type, ...] = (EngineOptions, SamplingParams, ServerOptions, HTTPLimits)
 
 
@@ -107,7 +107,7 @@ def test_no_flag_of_an_option_is_written_by_hand() -> None:
 
 
 def given(declared: Option) -> Any:
-    """A value that is allowed, and is not the default."""
+    """Return a value that is allowed and is not the default."""
     match declared.values:
         case Integer(power_of_two=True):
             return 32

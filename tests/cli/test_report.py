@@ -18,7 +18,8 @@ def output(text: str, token_ids: list[int], draft_tokens: int = 0, histogram: li
 
 
 def made(k: int, tokens: int, seconds: float, histogram: list[int] | None = None) -> Result:
-    """A setting that generated so many tokens; `histogram[i]`: iterations that accepted i drafts."""
+    """Return a setting's result with `tokens` generated in `seconds`; `histogram[i]`: iterations that accepted i
+    drafts."""
     result = Result(k)
     drafted = k * sum(histogram or [])
     result.add(output("a", [1] * tokens, drafted, histogram), seconds)

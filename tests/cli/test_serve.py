@@ -1,4 +1,5 @@
-"""How `specrs serve` reads its flags: vLLM's spellings, the references' commands, refusals by name. Serves nothing."""
+"""How `specrs serve` reads its flags: vLLM's spellings, published commands, and errors that name the flag. Serves
+nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from specrs.server.tools import ToolSettings
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerSettings]]:
-    """Settings that `specrs serve` hands to the server, which is not started."""
+    """Return a list that gets the settings that `specrs serve` hands to the server, which is not started."""
     seen: list[tuple[EngineConfig, ServerSettings]] = []
 
     def serve(engine: Any, settings: ServerSettings) -> int:

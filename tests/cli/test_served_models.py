@@ -15,7 +15,7 @@ Seen = list[tuple[Sequence[ModelSettings], ServerSettings, int | None]]
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """Models and settings that `specrs serve` hands to the server, which is not started."""
+    """Return models and settings that `specrs serve` hands to the server, which is not started."""
     seen: Seen = []
 
     def serve(models: Sequence[ModelSettings], settings: ServerSettings, memory_bytes: int | None) -> int:

@@ -1,4 +1,4 @@
-"""The threads that torch takes in a command's process, whether or not torch is imported yet."""
+"""The number of threads that torch uses in a command's process, whether or not torch is imported yet."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`specrs tune` where there is nothing to time: what it says; and what it compiles ahead."""
+"""`specrs tune` on a machine without a GPU to time: its message, and what it compiles ahead."""
 
 import json
 import math
@@ -47,7 +47,8 @@ def test_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_launches_find_what_was_compiled_ahead_in_another_process(tmp_path: Path) -> None:
-    """By the key of Triton's cache: tensors on `meta` there, in memory here. What does not compile ends no other."""
+    """Check that launches find what another process compiled ahead, by the key of Triton's cache, although tensors are
+    on `meta` there. A trial that does not compile ends no other."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     script = Path(__file__).with_name("compile_ahead_script.py")

@@ -18,7 +18,7 @@ SIZES = {
 
 
 def arrays(seed: int = 0) -> dict[str, object]:
-    """What `CpuWeights` takes besides sizes: one layer of random numbers."""
+    """Return the arrays that `CpuWeights` takes besides sizes: one layer of random numbers."""
     rng = np.random.default_rng(seed)
 
     def matrix(*shape: int) -> np.ndarray:
@@ -44,23 +44,23 @@ def arrays(seed: int = 0) -> dict[str, object]:
 
 
 def weights(**others: object) -> core.CpuWeights:
-    """Weights of `arrays()`, some replaced."""
+    """Return weights of `arrays()`, with some arrays replaced by `others`."""
     return core.CpuWeights(**(SIZES | arrays() | others))  # type: ignore[arg-type]
 
 
 def kv_layers(num_blocks: int = 4, block_size: int = 4, count: int = 1) -> list[np.ndarray]:
-    """Layers of a KV cache."""
+    """Return layers of a KV cache."""
     return [np.zeros((num_blocks + 1, 2, KV_HEADS, block_size, HEAD_DIM), np.float32) for _ in range(count)]
 
 
 def scheduler(**fields: object) -> core.Scheduler:
-    """One whose row state `state()` is."""
+    """Return a scheduler whose row state is `state()`."""
     settings = {"max_num_seqs": 1, "max_model_len": 8, "num_blocks": 4, "block_size": 4, "max_num_batched_tokens": 4}
     return core.Scheduler(**(settings | fields))  # type: ignore[arg-type]
 
 
 def state() -> dict[str, np.ndarray]:
-    """Row state of one row and the reserved one, 8 positions in 2 blocks."""
+    """Return row state for one row and the reserved one, with 8 positions in 2 blocks."""
     ones = ("num_tokens", "draft_len", "draft_start", "limit", "min_len", "prompt_len", "seeds")
     shapes = {"tokens": 9, "block_table": 2, "stop_ids": core.MAX_STOP_IDS}
     made: dict[str, np.ndarray] = {name: np.zeros(2, np.int64) for name in ones}
@@ -71,5 +71,5 @@ def state() -> dict[str, np.ndarray]:
 
 
 def model(pool: core.CpuPool | None = None) -> tuple[core.CpuDecoder, core.CpuKVCache]:
-    """A decoder and its cache."""
+    """Return a decoder and its KV cache."""
     return core.CpuDecoder(weights(), pool or core.CpuPool(1)), core.CpuKVCache(kv_layers())

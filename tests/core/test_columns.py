@@ -41,7 +41,7 @@ PARAMS = st.fixed_dictionaries(
         "pooling": st.booleans(),
     },
 )
-"""Whatever a request may ask for."""
+"""Parameters of a request, drawn from everything that is allowed."""
 
 
 @given(PARAMS, st.sampled_from([np.float32, np.float64]))
@@ -84,8 +84,8 @@ def test_columns(params: dict[str, object], dtype: type[np.floating]) -> None:
         "extras": params.get("has_extras", False),
         "pooling": params.get("pooling", False),
     }
-    assert {name: bool(bits >> i & 1) for i, name in enumerate(core.STEPS)} == needed
-    assert not bits >> len(core.STEPS)
+    assert {name: bool(bits >> i & 1) for i, name in enumerate(core.SAMPLING_STEPS)} == needed
+    assert not bits >> len(core.SAMPLING_STEPS)
 
 
 def test_the_fields_in_python_are_generated_from_the_cores_names() -> None:
@@ -101,7 +101,7 @@ def test_fields_are_the_elements_and_bits_that_have_their_names() -> None:
     rows = SamplingRows(torch.arange(2.0, 2.0 + len(core.PARAM_COLUMNS)).repeat(3, 1))
     for i, name in enumerate(core.PARAM_COLUMNS):
         assert getattr(rows, name).tolist() == [[True if name == "greedy" else 2.0 + i]] * 3
-    for i, name in enumerate(core.STEPS):
+    for i, name in enumerate(core.SAMPLING_STEPS):
         assert Steps.of(1 << i) == Steps(**{name: True})
         assert Steps.of(1 << i) | Steps(greedy=True) == Steps(**{"greedy": True, name: True})
 

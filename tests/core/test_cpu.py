@@ -1,4 +1,4 @@
-"""What the parts of the native pass refuse: arrays that cannot be read where they are, and calls that do not fit."""
+"""What the parts of the native pass reject: arrays with a wrong layout, and calls that do not fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.cpu_parts import HIDDEN, VOCAB, arrays, kv_layers, model, scheduler, s
 
 
 def misaligned(shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
-    """An array whose first element lies one byte behind where it may."""
+    """Return an array whose first element is one byte off alignment."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.zeros(size + 1, np.uint8)[1:].view(dtype).reshape(shape)
 
@@ -108,7 +108,7 @@ def test_weights_that_cannot_be_read(others: dict[str, object], message: str) ->
 
 
 def head(**fields: object) -> dict[str, object]:
-    """What a head has beside a layer, some of it replaced."""
+    """Return what an EAGLE-3 head has in addition to a layer, with some of it replaced by `fields`."""
     made = {"hidden_layers": [0, 1], "fc_norm": None, "fc_norm_each": False, "target_ids": list(range(VOCAB))}
     made |= {"fc": [(np.zeros((HIDDEN, 2 * HIDDEN), np.float32), None)], "hidden_norm": np.ones(HIDDEN, np.float32)}
     return made | {"norm_before_residual": False, "norm_output": False} | fields
@@ -164,7 +164,7 @@ def test_kv_caches_that_cannot_be_written(layers: list[np.ndarray], message: str
         core.CpuKVCache(layers)
 
 
-def test_kv_caches_of_codes_that_cannot_be_written() -> None:
+def test_quantized_kv_caches_that_cannot_be_written() -> None:
     with pytest.raises(InvalidConfigError, match=r'^codes = "fp4" is not allowed: expected "fp8_e4m3" or "fp8_e5m2"$'):
         core.CpuKVCache(kv_layers(), codes="fp4")
     with pytest.raises(InvalidBufferError, match=r"^layers\[0\]: dtype is float32, expected uint8$"):
@@ -181,7 +181,7 @@ def test_a_read_only_kv_cache() -> None:
 
 
 def feed(**others: object) -> np.ndarray:
-    """A pass of three rows of two requests, with some arguments replaced."""
+    """Return the arguments of a pass of three rows of two requests, some replaced by `others`."""
     decoder, cache = model()
     arguments: dict[str, object] = {
         "tokens": np.array([1, 2, 3]),
@@ -228,8 +228,8 @@ def test_passes_that_do_not_fit(others: dict[str, object], message: str) -> None
         feed(**others)
 
 
-def test_rows_behind_the_last_request_are_masked() -> None:
-    """What their token or slot would be does not matter but for its range."""
+def test_rows_after_the_last_request_are_masked() -> None:
+    """Check that rows after the last request are masked: their tokens and slots have no effect if they are in range."""
     kept = feed()
     masked = feed(q_start=np.array([0, 2, 2]), slots=np.array([4, 5, -1]))
     assert np.array_equal(kept[:2], masked[:2])
@@ -325,7 +325,7 @@ def test_steps_check_their_buffers() -> None:
 
 
 def test_an_iteration_keeps_its_arrays() -> None:
-    """Nothing else holds them; a step writes them still."""
+    """Check that an iteration keeps its arrays alive: nothing else holds them, and a step still writes them."""
     made, prompt = scheduler(), np.array([3, 1, 4])
     iteration = core.CpuIteration(made, state(), model(), rule="coupled")
     record, results = np.zeros(made.record_size, np.int64), np.zeros(made.results_size, np.int64)

@@ -214,7 +214,7 @@ def test_suffix_cache_drafts_from_the_text_and_from_other_outputs() -> None:
     cache = core.SuffixCache(max_tree_depth=8)
     cache.start_request(1, ids(5, 6, 7, 8, 9, 5, 6))
     drafts, score, match_len = cache.propose(1, 4)
-    # [5, 6] is there twice, once with something behind it
+    # [5, 6] occurs twice, once with something after it
     assert (drafts.dtype, drafts.tolist(), score, match_len) == (np.int64, [7, 8], 1.0, 2)
     cache.append(1, ids(7, 1, 2, 3))
     cache.stop_request(1)

@@ -1,4 +1,4 @@
-"""SpeculationPlanner through Python: on its own and with a scheduler; wrong input is refused and changes nothing."""
+"""SpeculationPlanner through Python, on its own and with a scheduler. Wrong input is rejected and changes nothing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_its_costs_are_a_copy() -> None:
     assert own.costs().table != before
 
 
-def test_a_collapse_is_told_once() -> None:
+def test_a_collapse_is_reported_once() -> None:
     own = planner()
     for accepted in itertools.chain([K] * 50, [0] * 12):
         ks = decide(own, ints(K))
@@ -163,7 +163,8 @@ def test_any_stream_of_steps_stays_within_bounds(steps: list[list[tuple[int, int
 
 
 Step = tuple[list[tuple[int, ...]], int, int]
-"""By sequence its row, K, drafter, drafts verified, accepted, flags; and chunks of prompts and of drafts."""
+"""A settled step: for each sequence row, K, drafter, drafts verified, drafts accepted and flags; then the numbers of
+prompt and draft chunks."""
 
 
 @st.composite

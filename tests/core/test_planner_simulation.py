@@ -1,7 +1,7 @@
 """The planner on published costs and acceptance (Qwen3-32B, Llama-3.3-70B; two drafters each), concurrency 1 to 256.
 
-Requests come and go. Costs are the measured ITL of every K and concurrency, drafts stand by the fitted acceptance
-curve. What a choice of K is worth is its expectation, so that nothing but the planner's own mistakes shows.
+Requests come and go. Costs are the measured ITL of every K and concurrency, and drafts are accepted by the fitted
+acceptance curve. A choice of K counts with its expected gain, so that only the planner's own mistakes show.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ NUM_STEPS = 1500
 
 
 class Engine:
-    """`batch` requests at a time, each of its own temper: `spread` is the deviation of the logarithm of its odds."""
+    """Simulates `batch` concurrent requests with different acceptance: `spread` is the standard deviation of the
+    logarithm of the odds."""
 
     def __init__(self, costs: CostModel, chances: NDArray[np.float64], batch: int, spread: float) -> None:
         self.costs, self.chances, self.batch, self.spread = costs, chances, batch, spread
@@ -38,12 +39,12 @@ class Engine:
         self.others = np.zeros(len(chances) + 1)  # milliseconds that each fixed K takes for the same tokens
 
     def temper(self) -> NDArray[np.float64]:
-        """Conditional acceptance of a new request."""
+        """Return the conditional acceptance of a new request."""
         odds = self.chances / (1 - self.chances) * np.exp(self.spread * self.random.standard_normal())
         return np.asarray(odds / (1 + odds))
 
     def run_step(self) -> None:
-        """One step of the planner's choice."""
+        """Run one step with the K that the planner chooses."""
         k, most = np.zeros(self.batch, dtype=np.int64), len(self.chances)
         self.planner.decide(self.rows, np.minimum(most, self.left - 1), self.lags, k)
         drafted = np.arange(most) < k[:, None]
@@ -63,14 +64,14 @@ class Engine:
             self.planner.reset(int(row))
 
     def speedups(self) -> NDArray[np.float64]:
-        """Over each fixed K, for the same tokens of the same requests, from the first step on."""
+        """Return the speed-up over each fixed K, for the same tokens of the same requests."""
         for _ in range(NUM_STEPS):
             self.run_step()
         return self.others / self.ms
 
 
 def costs_of(item: Series) -> CostModel:
-    """Measured milliseconds of an iteration, by concurrency and K."""
+    """Return the measured milliseconds of an iteration, by concurrency and K."""
     ks = sorted(set.intersection(*(set(item.ks(c)) for c in item.concurrencies)))
     table = [
         [item.vanilla[c].mean_tpot] + [float(np.mean(item.rows[c][k].mean_itl)) for k in ks] for c in item.concurrencies
@@ -80,7 +81,7 @@ def costs_of(item: Series) -> CostModel:
 
 @pytest.fixture(scope="module", params=range(4))
 def item(request: pytest.FixtureRequest) -> Series:
-    """Each drafter of the file."""
+    """Yield each drafter of the file in turn."""
     return series(read(data_file("seed_bench_data.parquet")))[request.param]
 
 

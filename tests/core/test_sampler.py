@@ -1,4 +1,4 @@
-"""`Sampler` refuses what it cannot use, by name, and writes nothing then."""
+"""`Sampler` rejects what it cannot use with the argument's name, and then writes nothing."""
 
 from typing import Any
 

@@ -30,7 +30,7 @@ def seeds_of(params: list[Any]) -> Tensor:
 
 @st.composite
 def logit_rows(draw: Any) -> Tensor:
-    """`[1, V]` with ties, zeros of both signs, neighbouring and huge values, and -inf."""
+    """Draw logits `[1, V]` with ties, zeros of both signs, neighbouring and huge values, and -inf."""
     special = [0.0, -0.0, 1.0, 1.0000001192092896, -1.0, 1e-40, 1e30, -math.inf]
     values = draw(st.lists(st.one_of(st.sampled_from(special), st.floats(-20, 20, width=32)), min_size=1, max_size=24))
     values = values * draw(st.integers(1, 3))
@@ -68,10 +68,10 @@ def test_the_cut_and_the_draw_of_any_row(data: st.DataObject) -> None:
 @pytest.mark.parametrize("vocab_size", [211, 2048])
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 def test_drafting_and_verification_of_a_mixed_batch(vocab_size: int, rule: str) -> None:
-    """Requests of every kind, K_r from 0 to 3; 20 iterations.
+    """Check 20 iterations of requests of every kind, with K_r from 0 to 3.
 
-    Sums of probabilities are in another order here and there, so verdicts could differ at ties within rounding. This
-    sample has none: logits that are off by far more than a rounding give the reference the same verdicts.
+    The implementations sum probabilities in different orders, so decisions could differ at ties within rounding. This
+    sample has no such ties: logits changed by far more than rounding give the reference the same decisions.
     """
     g, nudge = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
     samplers = [make(MIXED, seeds_of(MIXED), vocab_size) for make in (CoreSampler, ReferenceSampler)]

@@ -1,4 +1,4 @@
-"""The binding of the scheduler: buffers and errors. What it decides is tested in Rust."""
+"""The Python binding of the scheduler: buffers and errors. Its decisions are tested in Rust."""
 
 from collections.abc import Callable
 from typing import Any
@@ -284,7 +284,7 @@ def test_prompts_are_copied() -> None:
 
 
 def run_alone(scheduler: Scheduler, request_id: int, prompt: NDArray[np.int64], **parameters: Any) -> list[Any]:
-    """Runs a request for one token; the KV events of its steps."""
+    """Run a request for one token. Return the KV events of its steps."""
     record, results, settled = buffers(scheduler)
     section(results, scheduler.results_layout(), "num_emitted")[0] = 1
     section(results, scheduler.results_layout(), "finish_reason")[0] = core.FINISH_LENGTH

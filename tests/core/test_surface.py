@@ -47,7 +47,8 @@ def test_everything_in_the_stub_has_a_docstring() -> None:
 
 
 def seen_by_a_host() -> tuple[core.RequestView, dict[type, object]]:
-    """What only a scheduler makes: a view of a request, an event of each class, and a batch of them."""
+    """Return objects that only a scheduler makes: a view of a request, an event of each class, and a batch of
+    events."""
     scheduler = core.Scheduler(
         max_num_seqs=1,
         max_model_len=8,
@@ -170,7 +171,8 @@ def test_classes_are_frozen(instance: object) -> None:
 
 
 def test_pyclass_attributes_declare_frozen_in_rust() -> None:
-    """Without `frozen`, two threads in one object raise instead of waiting for each other; only the source tells."""
+    """Check that every class declares `frozen` in Rust. Without it, two threads in one object raise instead of waiting
+    for each other."""
     sources = (Path(__file__).parents[2] / "rust" / "py" / "src").glob("*.rs")
     attributes = [
         line.strip() for path in sources for line in path.read_text().splitlines() if line.startswith("#[pyclass")
@@ -205,7 +207,8 @@ def test_import_needs_no_torch() -> None:
 
 
 def rust_constants() -> dict[str, float]:
-    """Every plain number that `rust/core` gives a name, by that name; the planner's last."""
+    """Return every plain number that `rust/core` names as a constant, by name. If the planner has the same name, its
+    value counts."""
     sources = sorted((ROOT / "rust/core/src").rglob("*.rs"), key=lambda path: "planner" in path.parts)
     found: dict[str, float] = {}
     for path in sources:
@@ -215,7 +218,8 @@ def rust_constants() -> dict[str, float]:
 
 
 def test_constants_in_the_stub_are_the_codes() -> None:
-    """The stub writes a tuned number as `0.5 % (`MARGIN`)` or `64 (`PATIENCE`)`, so that this can find it."""
+    """Check the constants in the stub against Rust's. The stub writes a tuned number as `0.5 % (`MARGIN`)` or `64
+    (`PATIENCE`)`, so that this test finds it."""
     text, known = " ".join(STUB.read_text().split()), rust_constants()
     stated = re.findall(r"([\d.]+)( %)? \(`([A-Z_]{2,})`", text)
     assert {name for _, _, name in stated} >= {"MARGIN", "MIXED_MARGIN", "PROBE_SHARE", "TRIAL_SHARE"}
@@ -225,7 +229,8 @@ def test_constants_in_the_stub_are_the_codes() -> None:
 
 
 def bounds() -> list[tuple[str, str, int, int]]:
-    """Class, setting, least and most, of every constructor's documented `1 to 65536`."""
+    """Yield class, setting, minimum and maximum for every range such as `1 to 65536` in a constructor's
+    documentation."""
     found = []
     for node in ast.parse(STUB.read_text()).body:
         if isinstance(node, ast.ClassDef):

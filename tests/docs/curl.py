@@ -1,7 +1,7 @@
-"""A `curl` command line as the request that curl makes of it, without curl. Holds no tests.
+"""Reads a `curl` command line and returns the request that curl would send, without curl. Holds no tests.
 
-From curl's manual: `-d` alone makes it a POST of a form, several are joined by `&`, `--json` is JSON both ways, and a
-header that is given takes the place of curl's own.
+From curl's manual: `-d` alone makes a POST of a form, and several are joined by `&`. `--json` sends and accepts JSON. A
+given header replaces curl's own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _JSON = "application/json"
 _LONG = ["data=", "data-raw=", "data-binary=", "json=", "header=", "request=", "url=", "no-buffer", "silent", "fail"]
 _SHORT = "d:H:X:NsfS"
 _QUIET = {"-N", "--no-buffer", "-s", "--silent", "-S", "-f", "--fail"}
-"""Options about what curl prints."""
+"""Options that change only what curl prints."""
 
 
 @dataclass
 class Request:
-    """What goes over the wire. `url` has a scheme; header names are in small letters."""
+    """A request as sent to the server. `url` has a scheme; header names are in lower case."""
 
     method: str
     url: str
@@ -36,7 +36,8 @@ class Request:
 
 
 def read(words: Sequence[str]) -> Request:
-    """The request of `curl`'s arguments. Raises `ValueError` for options that this does not know, and without a URL."""
+    """Return the request that `curl` with these arguments sends. Raises `ValueError` for options that this reader does
+    not know, and without a URL."""
     try:
         options, urls = getopt.gnu_getopt(list(words), _SHORT, _LONG)
     except getopt.GetoptError as fault:

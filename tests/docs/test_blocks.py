@@ -1,6 +1,7 @@
-"""Every block of code in the README and the docs runs, or is read by what it is for. Models are the bundled pair.
+"""Every block of code in the README and the docs runs, or is checked by the parser that it is meant for. Models are the
+bundled pair.
 
-docs/start.md's has a test of its own, which runs it (tests/repository/test_start.py).
+The block of docs/start.md has a test of its own, which runs it (tests/repository/test_start.py).
 """
 
 import ast
@@ -28,11 +29,11 @@ MAKEFILES = ["Makefile", "environments/targets.mk", "scripts/checks.mk"]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
 LANGUAGES = {"python", "sh", "json", "toml", "yaml", ""}
 OTHERS = {"claude", "torchrun", "vllm-router", "export", "for", "done"}
-"""What starts a command that is neither ours nor checked: other programs, and words of the shell."""
+"""First words of commands that are neither specrs's nor checked: other programs, and words of the shell."""
 
 
 def blocks(language: str) -> list[Any]:
-    """The blocks of a language, each with where it is."""
+    """Return the code blocks of a language, each with its page and line."""
     found = []
     for page in PAGES:
         text = page.read_text()
@@ -114,7 +115,7 @@ def test_toml(block: str) -> None:
 
 @pytest.mark.parametrize("block", blocks("yaml"))
 def test_yaml(block: str, tmp_path: Path) -> None:
-    """It is a file for `specrs serve --config`."""
+    """Check that the block is a file for `specrs serve --config`."""
     file = tmp_path / "specrs.yaml"
     file.write_text(block)
     parser().parse_args(with_config_file(["serve", "--config", str(file)]))
@@ -143,7 +144,7 @@ def test_python(block: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _is_there(block: str) -> None:
-    """Check a block whose packages are not installed: our modules define what it imports from them."""
+    """Check a block whose packages are not installed: specrs modules define the names that it imports from them."""
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("specrs"):
             source = (ROOT / "python" / f"{node.module.replace('.', '/')}.py").read_text()

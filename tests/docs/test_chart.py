@@ -28,7 +28,7 @@ def test_the_pictures_are_those_of_the_file(theme: str, results: Path) -> None:
 
 
 def test_the_page_has_the_picture_s_numbers(results: Path) -> None:
-    """Every number next to a bar is in the table of docs/benchmarks.md that the chart belongs to."""
+    """Check that every number next to a bar is in the table of docs/benchmarks.md that the chart belongs to."""
     page = (ROOT / "docs/benchmarks.md").read_text()
     section = page[page.index("### Quantized files") :].partition("\n### ")[0]
     numbers = re.findall(r">(\d+) <tspan", (ROOT / "docs/chart-light.svg").read_text())

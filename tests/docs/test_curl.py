@@ -39,7 +39,7 @@ def test_curl(words: list[str], served: Server) -> None:
 
 
 def test_every_curl_is_in_a_block_that_is_sent() -> None:
-    """None hides in a sentence or in a block of another language."""
+    """Check that no `curl` command hides in a sentence or in a block of another language."""
     written = sum(
         len(re.findall(r"^\s*(?:\$ )?curl |`curl [^`]*(?:localhost|http)", page.read_text(), re.MULTILINE))
         for page in PAGES
@@ -70,7 +70,7 @@ COMMANDS = (
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_this_reading_is_curls(words: list[str]) -> None:
-    """Where there is a curl, against what it sends."""
+    """Check this reader of curl command lines against a real curl, if one is installed."""
     program = shutil.which("curl")
     if program is None:
         pytest.skip("there is no curl here")

@@ -7,10 +7,10 @@ import pytest
 
 DECISIONS = Path(__file__).parents[2] / "docs/decisions"
 PAGES = sorted(page.stem for page in DECISIONS.glob("*.md") if page.stem != "README")
-"""Every page but the table of contents."""
+"""Names of all decision pages but the table of contents."""
 PARTS = ["Context", "Choice", "Cost", "Status"]
 MAX_WORDS = 250
-"""Words of a record, tables left out."""
+"""Maximum number of words of a record, without tables."""
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -38,7 +38,8 @@ def test_sentences_are_short(page: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cli", "configuration"])
 def test_meanings_in_tables_are_short(name: str) -> None:
-    """`measure` leaves tables out, and most text of these pages is the last column of a table."""
+    """Check the sentences in tables: most text of these pages is the last column of a table, which `measure` leaves
+    out."""
     cells = re.findall(r"\| ((?:\\\||[^|])+) \|$", (DOCS / f"{name}.md").read_text(), re.MULTILINE)
     found = prose.measure("\n\n".join(dict.fromkeys(cells)))
     assert len(found.sentences) >= 200
@@ -56,13 +57,14 @@ def test_a_page_says_for_whom_it_is_and_what_comes_next(page: Path) -> None:
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=names(USER_PAGES))
 def test_commits_stay_in_benchmarks(page: Path) -> None:
-    """A hash has a digit and a letter, as words and numbers of these pages have not."""
+    """Check that no commit hash is on a page for users. A hash has a digit and a letter, which other words of these
+    pages do not combine."""
     found = re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b", page.read_text())
     assert found == []
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """And the navigation names no page twice."""
+    """Check that the navigation names every page, and none twice."""
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2].partition("\nhooks:")[0]
     listed = re.findall(r"[\w/]+\.md", nav)
     there = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]

@@ -14,7 +14,7 @@ class Automaton:
     """Stands in for a `Grammar`: state 0 is the start."""
 
     following: tuple[dict[int, int], ...]
-    """By state, the tokens that may come next and the states that they lead to."""
+    """For each state, the tokens that may come next and the states that they lead to."""
     complete: frozenset[int]
     """States in which the text may end."""
 
@@ -23,7 +23,7 @@ class Automaton:
         return AutomatonMatcher(self, frozenset(stop_ids))
 
     def allowed(self, tokens: Sequence[int], stop_ids: frozenset[int]) -> set[int]:
-        """What may come after `tokens`, which hold no stop id."""
+        """Return the tokens that may follow `tokens`, which contain no stop id."""
         state = 0
         for token in tokens:
             state = self.following[state][token]
@@ -31,7 +31,7 @@ class Automaton:
 
 
 class AutomatonMatcher:
-    """Stands in for a `GrammarMatcher`."""
+    """Stands in for a `GrammarMatcher` of an `Automaton`."""
 
     def __init__(self, automaton: Automaton, stop_ids: frozenset[int]) -> None:
         self.error: str | None = None
@@ -49,7 +49,8 @@ class AutomatonMatcher:
         out[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
     def drafts(self, most: int) -> list[int]:
-        """Up to `most` tokens after each of which nothing else may come. Stands for `GrammarMatcher.drafts`."""
+        """Return up to `most` forced tokens: after each, nothing else may come. Stands in for
+        `GrammarMatcher.drafts`."""
         state, forced = self._states[-1], list[int]()
         while state is not None and state not in self._automaton.complete and len(forced) < most:
             following = self._automaton.following[state]
@@ -60,7 +61,8 @@ class AutomatonMatcher:
         return forced
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token; False, and no change, if it may not come next. Stands for `GrammarMatcher.accept`."""
+        """Advance by a token. Return False without a change if it may not come next. Stands in for
+        `GrammarMatcher.accept`."""
         state = self._states[-1]
         if token_id in self._stop_ids:
             if state not in (None, *self._automaton.complete) and token_id not in self._automaton.following[state]:

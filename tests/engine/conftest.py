@@ -8,13 +8,13 @@ from engine.heads import make_head_bank
 
 @pytest.fixture(scope="session")
 def qwen_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """Qwen3 with tied embeddings."""
+    """Checkpoints of Qwen3 with tied embeddings, in float64."""
     return make_bank(tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="session")
 def llama_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """Llama with untied embeddings and llama3 RoPE scaling."""
+    """Checkpoints of Llama with untied embeddings and llama3 RoPE scaling."""
     from checkpoints import LLAMA3_ROPE
 
     return make_bank(tmp_path_factory.mktemp("llama"), "llama", tie=False, rope_parameters=LLAMA3_ROPE)
@@ -22,19 +22,20 @@ def llama_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
 
 @pytest.fixture(scope="session")
 def native_qwen_bank(qwen_bank: Bank) -> Bank:
-    """For native passes, in fp32."""
+    """The Qwen3 checkpoints for native passes, in fp32."""
     return native_bank(qwen_bank, "float32")
 
 
 @pytest.fixture(scope="session")
 def native_llama_bank(llama_bank: Bank) -> Bank:
-    """For native passes, in bf16."""
+    """The Llama checkpoints for native passes, in bf16."""
     return native_bank(llama_bank, "bfloat16")
 
 
 @pytest.fixture(scope="session")
 def more_banks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bank]:
-    """For native passes: windows in one layer of two, norms around and GELU, in bf16; experts, in fp32."""
+    """Checkpoints for native passes: windows in one layer of two, norms around blocks and GELU, in bf16; experts, in
+    fp32."""
     gemma = make_bank(tmp_path_factory.mktemp("gemma"), "gemma3_text")
     moe = make_bank(tmp_path_factory.mktemp("moe"), "qwen3_moe")
     return {"native_gemma_bank": native_bank(gemma, "bfloat16"), "native_moe_bank": native_bank(moe, "float32")}
@@ -42,7 +43,7 @@ def more_banks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bank]:
 
 @pytest.fixture(scope="session")
 def head_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """A target with EAGLE-3 heads."""
+    """Checkpoints of a target with EAGLE-3 heads."""
     return make_head_bank(tmp_path_factory.mktemp("heads"))
 
 
@@ -51,26 +52,26 @@ FAMILIES = ["qwen_bank", "llama_bank", "native_qwen_bank", "native_llama_bank"]
 
 @pytest.fixture(params=FAMILIES)
 def any_bank(request: pytest.FixtureRequest) -> Bank:
-    """Each family in turn, with passes of torch and of the core."""
+    """Each family in turn, with torch passes and with native passes."""
     found: Bank = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture(params=["qwen_bank", "llama_bank"])
 def bank(request: pytest.FixtureRequest) -> Bank:
-    """Each family in turn, with the texts of transformers in float64."""
+    """Each family in turn, with greedy texts by transformers in float64."""
     found: Bank = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture(params=["qwen_bank", "native_qwen_bank"])
 def either(request: pytest.FixtureRequest) -> Bank:
-    """Qwen3, with passes of torch or of the core."""
+    """Qwen3, with torch passes and with native passes."""
     found: Bank = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture(scope="session")
 def request_bank(request: pytest.FixtureRequest) -> dict[str, Bank]:
-    """All families by name; hypothesis tests take no function-scoped fixtures."""
+    """All families by name, for hypothesis tests, which take no function-scoped fixtures."""
     return {name: request.getfixturevalue(name) for name in FAMILIES}

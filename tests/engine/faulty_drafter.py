@@ -1,4 +1,4 @@
-"""Drafters some of whose passes raise. Holds no tests."""
+"""Drafters in which some passes raise. Holds no tests."""
 
 import math
 import threading
@@ -13,15 +13,15 @@ from specrs.backends.cpu.runner import CpuRunner
 from specrs.drafters.cpu import CpuDrafter
 
 Raises = Callable[[int], bool]
-"""Whether the drafter's pass of this number raises."""
+"""Function that returns whether the drafter's pass of this number raises."""
 
 
 class BrokenError(Exception):
-    """What drafters raise here."""
+    """Error that faulty drafters raise here."""
 
 
 class Faulty:
-    """The passes of the drafters of engines that are made after this, some of which raise."""
+    """Makes some passes of drafters raise, in engines that are created afterwards."""
 
     def __init__(self, raises: Raises, patch: pytest.MonkeyPatch, here: Callable[[], bool] = lambda: True) -> None:
         """Make passes raise as `raises` says, in threads where `here()` is true. Passes are numbered from 1 in each
@@ -47,10 +47,10 @@ class Faulty:
 
 
 class FaultyPasses:
-    """A `CallableModel` whose passes may raise after they have written NaN where they were to write KV."""
+    """A `CallableModel` whose passes may raise, after they have written NaN where they should have written KV."""
 
     def __init__(self, model: Any, kv_cache: Any, end: Callable[[], None]) -> None:
-        """`end` is called at the end of each pass, and raises or does not."""
+        """Wrap `model`. `end` is called at the end of each pass, and may raise."""
         self._model, self._kv_cache, self._end = model, kv_cache, end
 
     def __getattr__(self, name: str) -> Any:
@@ -68,7 +68,7 @@ class FaultyPasses:
         return found
 
     def fuse(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Run the head's combination of hidden states, which counts as a pass."""
+        """Run the head's combination of hidden states. Counts as a pass."""
         fused: NDArray[np.float32] = self._model.fuse(states)
         self._end()
         return fused

@@ -24,7 +24,7 @@ LONGEST = 40  # new tokens that the reference holds per prompt
 
 @dataclass(frozen=True)
 class Bank:
-    """A target, its drafts and prompts with their greedy continuations, never stopped."""
+    """A target, its drafts, and prompts with their greedy continuations, which no stop token ends."""
 
     target: Path
     drafts: dict[str, Path]
@@ -34,7 +34,7 @@ class Bank:
     dtype: str = "float64"  # of engines on it; torch computes float64, the core the others
 
     def expected(self, index: int, max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
-        """The reference's tokens for prompt `index`."""
+        """Return the reference's tokens for prompt `index`."""
         text = self.continuations[index][:max_tokens]
         if not ignore_eos:
             for i, token in enumerate(text):
@@ -44,7 +44,7 @@ class Bank:
 
 
 def make_prompts(seed: int = 0, count: int = 20) -> list[list[int]]:
-    """Prompts of 1 to 70 tokens; a third of them share long prefixes, some are equal."""
+    """Return prompts of 1 to 70 tokens. A third of them share long prefixes, and some are equal."""
     rng = random.Random(seed)
     base = [rng.randrange(VOCAB) for _ in range(70)]
     prompts = [[rng.randrange(VOCAB)], [5, 5], base[:33], base[:33], base[:48], base[:64], [*base[:64], 1]]
@@ -98,7 +98,7 @@ def native_bank(bank: Bank, dtype: str) -> Bank:
 def weights(
     target: Path, draft: Path | None, dtype: str, enforce_eager: bool = False, method: str = "draft_model"
 ) -> Weights:
-    """Loaded once per pair and kind: weights are never written to."""
+    """Load the weights of a pair once per kind. They are shared, because weights are never written to."""
     k = 0 if draft is None else 1
     return load_weights(config(target, draft, k=k, dtype=dtype, enforce_eager=enforce_eager, method=method))
 
@@ -115,7 +115,7 @@ def config(
     rule: str = "rejection",
     **fields: object,
 ) -> EngineConfig:
-    """A small engine over `target`, speculating with `draft` if given."""
+    """Return the configuration of a small engine over `target`, which speculates with `draft` if given."""
     speculative = {
         "method": method,
         "model": str(draft),
@@ -129,15 +129,14 @@ def config(
 
 
 def make_engine(target: Path, draft: Path | None, *, k: int, dtype: str = "float64", **fields: object) -> Engine:
-    """An engine on cached weights. A drawn pool that holds no request of full length, which KV groups make longer, is
-    made as large as that."""
+    """Make an engine on cached weights. A pool too small for one request of full length is enlarged."""
     made = config(target, draft, k=k, dtype=dtype, **fields)
     method = "draft_model" if made.speculative_config is None else made.speculative_config.method
     return build(made, weights(target, draft, dtype, made.enforce_eager, method))
 
 
 def build(made: EngineConfig, loaded: Weights) -> Engine:
-    """An engine on `loaded`, of a pool that holds a request of full length at least."""
+    """Make an engine on `loaded`, with a pool for at least one request of full length."""
     if made.num_gpu_blocks_override is not None:
         least = Blueprint(made, loaded).with_kv_groups().least_blocks
         made = replace(made, num_gpu_blocks_override=max(made.num_gpu_blocks_override, least))
@@ -147,7 +146,7 @@ def build(made: EngineConfig, loaded: Weights) -> Engine:
 def request(
     request_id: int, prompt: list[int], *, k: int | None, max_tokens: int, engine_k: int, **fields: object
 ) -> Request:
-    """A greedy request without text."""
+    """Return a greedy request without text."""
     params = SamplingParams(
         temperature=0.0, max_tokens=max_tokens, num_speculative_tokens=k, detokenize=False, **fields
     )
@@ -155,11 +154,12 @@ def request(
 
 
 Job = tuple[int, int | None, int, int]
-"""Which prompt of a bank, the request's K, its tokens, and steps before the next request arrives."""
+"""Index of a prompt in a bank, the request's K, its maximum number of tokens, and the steps before the next request
+arrives."""
 
 
 def greedy_jobs(bank: Bank, engine_k: int) -> st.SearchStrategy[list[Job]]:
-    """One to eight requests."""
+    """Draw one to eight jobs."""
     job = st.tuples(
         st.integers(0, len(bank.prompts) - 1),
         st.one_of(st.none(), st.integers(0, engine_k)),
@@ -170,7 +170,7 @@ def greedy_jobs(bank: Bank, engine_k: int) -> st.SearchStrategy[list[Job]]:
 
 
 def submit(engine: Engine, bank: Bank, jobs: list[Job], engine_k: int, **fields: object) -> list[Request]:
-    """Add greedy requests, with steps in between."""
+    """Add greedy requests for `jobs`, with the steps in between."""
     requests = []
     for i, (which, k, max_tokens, steps) in enumerate(jobs):
         requests.append(request(i, bank.prompts[which], k=k, max_tokens=max_tokens, engine_k=engine_k, **fields))
@@ -181,7 +181,7 @@ def submit(engine: Engine, bank: Bank, jobs: list[Job], engine_k: int, **fields:
 
 
 def run(engine: Engine) -> None:
-    """Step until every request has ended, and check that nothing is left behind."""
+    """Step until every request has ended, and check that the engine is idle again."""
     steps = 0
     while engine.has_unfinished():
         engine.step()
@@ -199,7 +199,7 @@ def run_greedy(engine: Engine, bank: Bank, jobs: list[Job], engine_k: int, **fie
 
 
 def assert_idle(engine: Engine) -> None:
-    """No request, no step in flight, every block free, all invariants hold."""
+    """Check that no request and no step is left, every block is free, and all invariants hold."""
     scheduler = engine.scheduler
     scheduler.check_integrity()
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight) == (0, 0, 0)
@@ -207,7 +207,7 @@ def assert_idle(engine: Engine) -> None:
 
 
 def poison(engine: Engine) -> None:
-    """Fill both KV caches with NaN: whatever is read without having been written shows."""
+    """Fill both KV caches with NaN, so that a read of something unwritten shows."""
     has_draft_kv = hasattr(engine.drafter, "kv_cache")
     caches = [engine.runner.kv_cache] + ([engine.drafter.kv_cache] if has_draft_kv else [])
     for cache in caches:

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of a small random target, one of them fitted to its texts. Holds no tests."""
+"""EAGLE-3 heads for a small random target, one of them trained on its texts. Holds no tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYERS = 6
 
 
 def fit(folder: Path, target: Any, texts: list[list[int]]) -> None:
-    """Teach the head in `folder` what follows in `texts`, so that it is right now and then; rewrites its file."""
+    """Train the head in `folder` on `texts`, so that it is right now and then. Rewrites its file."""
     head = Head(folder, target, torch.float32)
     row_of = torch.full((target.config.vocab_size,), -1).index_copy_(
         0, head.target_ids, torch.arange(len(head.target_ids))
@@ -38,7 +38,8 @@ def fit(folder: Path, target: Any, texts: list[list[int]]) -> None:
 
 
 def make_head_bank(folder: Path) -> Bank:
-    """Qwen3 of six layers, heads of both formats with all ids or some, at random or fitted to the target's texts."""
+    """Make a bank of a Qwen3 target of six layers, with heads of both formats, with all ids or some, random or trained
+    on the target's texts."""
     bank = make_bank(folder, layers=LAYERS, hidden=64, head_dim=16)
     target = load(bank.target)
     texts = [prompt + text for prompt, text in zip(bank.prompts[3:11], bank.continuations[3:11], strict=True)]

@@ -11,7 +11,7 @@ from engine.harness import make_engine, run
 
 
 def with_logits(request_id: int, prompt: list[int], k: int | None, engine_k: int, tokens: int) -> Request:
-    """A greedy request that reports the logits of every position, prompt included."""
+    """Return a greedy request that reports the logits of every position, prompt included."""
     params = SamplingParams(
         temperature=0.0,
         max_tokens=tokens,
@@ -24,7 +24,7 @@ def with_logits(request_id: int, prompt: list[int], k: int | None, engine_k: int
 
 
 def logits_of(job: Request) -> np.ndarray:
-    """`[tokens, V]` fp32, by id."""
+    """Return a request's logits as `[tokens, V]` fp32, by id."""
     assert job.logprobs is not None
     rows = np.empty((len(job.logprobs), len(job.logprobs[0].top_ids)), np.float32)
     for row, entry in zip(rows, job.logprobs, strict=True):
@@ -37,7 +37,7 @@ LOGITS = {"logprobs_mode": "raw_logits", "max_logprobs": -1}
 
 @functools.cache
 def alone(target: Path, prompt: tuple[int, ...], dtype: str, bf16_rows: bool = False) -> np.ndarray:
-    """The logits of the prompt's text without drafts, in one chunk on one thread."""
+    """Return the logits of the prompt's text without drafts, in one chunk on one thread."""
     fields = LOGITS | {"max_num_batched_tokens": 512, "threads": 1, "cpu_activations": "bf16" if bf16_rows else "auto"}
     engine = make_engine(target, None, k=0, dtype=dtype, **fields)
     job = with_logits(0, list(prompt), 0, 0, 24)

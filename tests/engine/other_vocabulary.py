@@ -1,4 +1,4 @@
-"""Checkpoints with the ids of their tokens in another order, some of them unknown. Holds no tests."""
+"""Checkpoints whose token ids are permuted, with some tokens unknown. Holds no tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 @dataclass(frozen=True)
 class Renamed:
-    """A checkpoint whose id `ids[i]` is what id i was in the one that it comes from; None: no token of it is."""
+    """A checkpoint with permuted token ids: `ids[i]` is the new id of the original id i; None if that is a padding
+    id."""
 
     path: Path
     ids: list[int | None]

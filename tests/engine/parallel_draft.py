@@ -1,4 +1,4 @@
-"""A draft for parallel drafting, trained on given texts for a few seconds, and its bank. Holds no tests."""
+"""A draft model for parallel drafting, trained on given texts for a few seconds, and its bank. Holds no tests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from torch.nn.functional import cross_entropy
 from engine.harness import VOCAB, Bank
 
 MASK = VOCAB - 1
-"""An id that no tokenizer has: one of the padding."""
+"""Id of the mask token. No tokenizer has it; it is one of the padding."""
 DEPTH = 6
-"""Drafts that it was trained for."""
+"""Number of drafts that the model was trained for."""
 
 
 def train_parallel_draft(path: Path, texts: list[list[int]], *, steps: int = 80, mask: int = MASK) -> Path:
-    """Write a draft that has learned `texts` by heart, so that it is right several tokens ahead, but not always.
+    """Write a draft model trained on `texts` until it is right several tokens ahead, but not always.
 
-    As PARD is trained: of a text cut anywhere, the last token and the masks behind it say what follows.
+    It is trained as PARD is: a text is cut at a random place, and the last token and the mask tokens after it predict
+    what follows.
     """
     make_checkpoint(path, "qwen3", seed=4, tie=False, vocab=VOCAB, hidden=64, layers=2, kv_heads=2, head_dim=32)
     edit_json(path / "config.json", mask_token_id=mask)
@@ -49,12 +50,12 @@ def train_parallel_draft(path: Path, texts: list[list[int]], *, steps: int = 80,
 
 
 def with_parallel_draft(bank: Bank, path: Path) -> Bank:
-    """The bank with such a draft, `parallel`, of the texts of every other prompt."""
+    """Return the bank with a parallel draft, called `parallel`, trained on the texts of every other prompt."""
     texts = [prompt + text for prompt, text in zip(bank.prompts, bank.continuations, strict=True)]
     return replace(bank, drafts=bank.drafts | {"parallel": train_parallel_draft(path, texts)})
 
 
 @functools.cache
 def loaded(path: Path) -> Any:
-    """The checkpoint in float64, by transformers."""
+    """Load the checkpoint in float64, by transformers."""
     return load(path)

@@ -1,4 +1,4 @@
-"""Engines whose steps the reference runs. Holds no tests."""
+"""Engines whose steps the reference runner executes. Holds no tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specrs.reference.step import ReferenceRunner
 
 
 class EngineRunner(ReferenceRunner):
-    """The reference as the runner of an engine."""
+    """The reference iteration as the runner of an engine."""
 
     num_target_passes = 0
 
@@ -34,14 +34,14 @@ class EngineRunner(ReferenceRunner):
         self.extras = lookup
 
     def wait(self, slot: RingSlot) -> None:
-        """A step has ended when `execute` returns."""
+        """Do nothing: a step has ended when `execute` returns."""
 
     def close(self) -> None:
-        """It has nothing to end."""
+        """Do nothing: this runner has no threads."""
 
 
 def on_reference(engine: Engine) -> EngineRunner:
-    """Let the reference run the engine's steps, on the models and KV caches of the runner that it had."""
+    """Let the reference run the engine's steps, on the models and KV caches of the engine's previous runner."""
     before, blueprint = engine.runner, Blueprint(engine.config, engine.weights).with_kv_groups()
     assert isinstance(before, CpuRunner)
     drafter: Drafter | None = None

@@ -1,4 +1,4 @@
-"""A runner without a model: the next token is a function of a row's tokens, so a row that went wrong shows."""
+"""A runner without a model: the next token is a function of all tokens of a row, so an error in the row shows."""
 
 from collections.abc import Sequence
 
@@ -18,12 +18,12 @@ VOCAB, K, MAX_MODEL_LEN, BLOCK_SIZE, EOS = 2048, 3, 64, 4, 0
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """Depends on all of `tokens` and their number; never eos."""
+    """Return the next token: it depends on all of `tokens` and their number, and is never eos."""
     return 1 + (sum(tokens) * 31 + len(tokens) * 7) % 255
 
 
 def continuation(prompt: Sequence[int], count: int) -> list[int]:
-    """The next `count` tokens behind `prompt`."""
+    """Return the next `count` tokens after `prompt`."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -31,8 +31,8 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class ScriptedRunner:
-    """Keeps every row's tokens and limit as a device would, from the record alone; accepts as many drafts as a row's
-    length says, and reports -t as the log probability of token t."""
+    """Runner that keeps every row's tokens and limit from the record alone, as a device does. The number of accepted
+    drafts depends on the row's length, and the log probability of token t is -t."""
 
     drafter = kv_cache = None
 
@@ -66,7 +66,7 @@ class ScriptedRunner:
         self.num_target_passes += 1
 
     def close(self) -> None:
-        """It has nothing to end."""
+        """Do nothing: this runner has no threads."""
 
     def wait(self, slot: RingSlot) -> None:
         pass
@@ -104,7 +104,7 @@ def make_engine(
     max_prefill_stall_ms: float = 0.0,
     runner: ScriptedRunner | None = None,
 ) -> Engine:
-    """An engine around a scripted runner."""
+    """Make an engine with a scripted runner."""
     scheduler = Scheduler(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -130,6 +130,6 @@ def make_engine(
 
 
 def told(request: Request) -> list[int]:
-    """What a request should have told when it has ended by its length."""
+    """Return the output that a request should have when it has ended by its length."""
     assert request.params.max_tokens is not None
     return continuation(request.prompt_token_ids, request.params.max_tokens)

@@ -1,4 +1,4 @@
-"""Target and draft of drawn architectures and formats: whatever is drafted, the text is that of K = 0."""
+"""Target and draft of randomly drawn architectures and formats: the text is that of K = 0."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ BY_TYPE = {
     for family in FAMILIES.values()
     if not family.delta_net and family.model_type != "gemma4_text"
 }
-"""Families that may be target and draft; `test_hybrids` has those whose layers have states."""
+"""Families that may be target and draft. `test_hybrids` has those with delta nets."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a checkpoint is made of, and how it is loaded."""
+    """A drawn checkpoint: family, sizes, and how it is loaded."""
 
     family: str
     sizes: dict[str, int]
@@ -41,13 +41,13 @@ class Architecture:
     quantization: str | None
 
     def write(self, path: Path, seed: int) -> Path:
-        """Its checkpoint."""
+        """Write the checkpoint to `path`."""
         fields = self.sizes | self.fields
         return make_checkpoint(path, self.family, seed=seed, vocab=VOCAB, with_tokenizer=False, **fields)
 
 
 def drawn_sizes(draw: st.DrawFn, *, grouped: bool) -> dict[str, int]:
-    """With `grouped` such that INT4 has groups of all inputs."""
+    """Draw sizes; with `grouped`, sizes that INT4 quantization can divide into groups."""
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     return {
         "layers": draw(st.integers(1, 4)),
@@ -61,7 +61,7 @@ def drawn_sizes(draw: st.DrawFn, *, grouped: bool) -> dict[str, int]:
 
 
 def drawn_rope(draw: st.DrawFn, family: str, dim: int) -> dict[str, Any]:
-    """A RoPE object of a kind that the family has, of heads of `dim`."""
+    """Draw a RoPE object of a kind that the family has, for heads of `dim` features."""
     kind, theta = draw(st.sampled_from(BY_TYPE[family].rope_kinds)), {"rope_theta": 500.0}
     if kind == "longrope":
         return LONG_ROPE | {field: LONG_ROPE[field][: dim // 2] for field in ("short_factor", "long_factor")}
@@ -70,7 +70,7 @@ def drawn_rope(draw: st.DrawFn, family: str, dim: int) -> dict[str, Any]:
 
 
 def drawn_windows(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
-    """What the family can say of windows."""
+    """Draw the fields with which the family declares windows."""
     kind, window = BY_TYPE[family].windows, draw(st.sampled_from([2, 5, 13, 40]))
     if kind is None or (kind not in ("pattern", "alternating") and draw(st.booleans())):
         return {"sliding_window": None} if kind == "all" else {}
@@ -84,7 +84,7 @@ def drawn_windows(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
 
 
 def drawn_experts(draw: st.DrawFn, family: str, layers: int, *, grouped: bool) -> dict[str, Any]:
-    """How many there are, of how many layers."""
+    """Draw the number of experts and the layers that have them."""
     known = BY_TYPE[family].experts
     if known is None:
         return {}
@@ -101,7 +101,7 @@ def drawn_experts(draw: st.DrawFn, family: str, layers: int, *, grouped: bool) -
 
 @st.composite
 def architectures(draw: st.DrawFn) -> Architecture:
-    """A family, its sizes and what else it lets vary."""
+    """Draw a family, its sizes, and what else the family lets vary."""
     family = draw(st.sampled_from(sorted(BY_TYPE)))
     known, quantization = BY_TYPE[family], draw(st.sampled_from([None, None, "int8", "int4", "fp8"]))
     grouped = quantization == "int4"
@@ -124,7 +124,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
 
 @dataclass(frozen=True)
 class Job:
-    """A request; `sampled` by a seed of its own."""
+    """A request; `sampled` if it draws with a seed of its own."""
 
     prompt: int
     k: int | None
@@ -149,7 +149,7 @@ PROMPTS = [[token % VOCAB for token in prompt] for prompt in make_prompts()[:9]]
 
 
 def submit(engine: Engine, index: int, job: Job, engine_k: int) -> Request:
-    """Seeds are the requests' own, so that none has the noise of another."""
+    """Submit a request. Seeds depend on the request, so that no two have the same noise."""
     params = SamplingParams(
         temperature=0.9 if job.sampled else 0.0,
         top_p=0.95 if job.sampled else 1.0,
@@ -167,7 +167,7 @@ def submit(engine: Engine, index: int, job: Job, engine_k: int) -> Request:
 def make(
     target: tuple[Path, str | None], draft: tuple[Path, str | None] | None, k: int, dtype: str, **fields: object
 ) -> Engine:
-    """Folders and `quantization` of target and draft."""
+    """Make an engine. `target` and `draft` are pairs of folder and `quantization`."""
     (model, quantization), (drafting, own) = target, draft or (None, None)
     made = config(
         model,
@@ -183,7 +183,7 @@ def make(
 
 
 def alone(target: tuple[Path, str | None], dtype: str, index: int, job: Job) -> list[int]:
-    """The text of a request that has an engine without drafts for itself, and its prompt in one chunk."""
+    """Return the text of a request that runs alone, without drafts, with its prompt in one chunk."""
     engine = make(target, None, 0, dtype, max_num_batched_tokens=512)
     assert engine.runner.is_native == (dtype == "float32")
     engine.runner.rule = "coupled"
@@ -196,7 +196,8 @@ def alone(target: tuple[Path, str | None], dtype: str, index: int, job: Job) -> 
 @sweep(18)
 @given(data=st.data())
 def test_text_is_that_of_k_0(dtype: str, data: st.DataObject) -> None:
-    """Op by op in float64 and by native passes in float32, to the bit there: greedy, and sampled with a seed."""
+    """Check that the text is that of K = 0, greedy and sampled: eager in float64, and by native passes in fp32, there
+    to the bit."""
     check(dtype, data.draw)
 
 

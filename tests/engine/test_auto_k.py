@@ -1,4 +1,5 @@
-"""num_speculative_tokens="auto": the same text, statistics without the warm-up, drafts that are rebuilt."""
+"""num_speculative_tokens="auto": the same text, statistics without the warm-up, and draft KV that is rebuilt after a
+fault."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ K = 4
 
 @pytest.fixture(autouse=True)
 def _short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What steps cost matters to none of these tests."""
+    """Make the warm-up short: the costs of steps do not matter to these tests."""
     monkeypatch.setattr(warm_up, "SECONDS", 0.1)
 
 
 def auto_engine(bank: Bank, draft: str = "close", most: int | None = K, **fields: object) -> Engine:
-    """An engine that chooses up to `most` drafts, or the default."""
+    """Make an engine that chooses up to `most` drafts."""
     path = bank.drafts[draft]
     settings = config(bank.target, path, k=1, dtype=bank.dtype, **fields)
     assert settings.speculative_config is not None
@@ -41,7 +42,7 @@ def auto_engine(bank: Bank, draft: str = "close", most: int | None = K, **fields
 
 
 def restless(engine: Engine, seed: int) -> None:
-    """Replace the planner by one whose costs are drawn anew every few steps, so that K jumps, 0 included."""
+    """Replace the planner by one whose costs change every few steps, so that K jumps, also to 0."""
     chance, settled = random.Random(seed), 0
 
     def jump(slot: RingSlot, header: Header, ms: float) -> None:
@@ -60,7 +61,8 @@ def restless(engine: Engine, seed: int) -> None:
 def test_what_is_one_call_on_a_cpu_is_measured_for_a_shorter_time(
     native_qwen_bank: Bank, qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No time at all is two batches and one round; without a bound every round is run."""
+    """Check that costs of native passes are measured for a shorter time. With no time at all, two batches are measured
+    in one round; without a bound, every round is run."""
     measured: list[tuple[int, int]] = []
 
     def measure(_: object, batch: int, k: int) -> float:
@@ -114,7 +116,8 @@ def test_many_drafts_are_measured_where_drafts_are_cheap(
 
 
 def test_a_lag_is_closed_once_for_each_measurement(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No further step is run once the draft's KV is complete."""
+    """Check that a lag of draft KV is closed once for each measurement: no further step is run once the draft's KV is
+    complete."""
     chunks = drafting = 0
     execute = CpuRunner.execute
 
@@ -181,7 +184,7 @@ def test_nothing_is_left_of_the_warm_up(qwen_bank: Bank) -> None:
 
 
 def test_one_engine_is_made_and_is_complete(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its costs are measured without another one, and it has its planner when it is made."""
+    """Check that measuring costs makes no second engine, and that a new engine has its planner."""
     made: list[Engine] = []
     init = Engine.__init__
 
@@ -198,7 +201,8 @@ def test_one_engine_is_made_and_is_complete(qwen_bank: Bank, monkeypatch: pytest
 
 
 def test_costs_are_those_of_the_steps(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only passes advance, by 3 ms for a target's and 0.5 ms for a draft's, and a little with rows."""
+    """Check measured costs with a clock that only passes advance: by 3 ms for a target's pass, 0.5 ms for a draft's,
+    and a little for each row."""
     now = 0.0
     monkeypatch.setattr(warm_up.time, "perf_counter", lambda: now)
     execute = CpuRunner.execute
@@ -241,7 +245,7 @@ def test_the_planner_is_told_what_became_of_every_step(native_qwen_bank: Bank, d
 
 
 def flat_costs(engine: Engine, draft_ms: float) -> None:
-    """A planner with given costs, so that nothing depends on this machine's times."""
+    """Give the engine a planner with fixed costs, so that nothing depends on this machine's speed."""
     rows = engine.config.max_num_seqs
     line = [[1.0 + draft_ms * k for k in (0, 1, 2)]]
     engine.planner = SpeculationPlanner(

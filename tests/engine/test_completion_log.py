@@ -1,4 +1,5 @@
-"""Outputs of a stream: each kind holds what it says, and an output costs what is new. Work is counted, not timed."""
+"""Outputs of a stream: each output kind holds what it promises, and an output costs only what is new. Work is counted,
+not timed."""
 
 import copy
 import pickle
@@ -21,7 +22,7 @@ CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
 
 class Stream:
-    """A request that is given tokens by hand, and the outputs that are made of it."""
+    """A request that gets tokens by hand, and the outputs made from it."""
 
     def __init__(self, tokenizer: Tokenizer, **params: Any) -> None:
         params = {"logprobs": 1, "max_tokens": None} | params
@@ -30,7 +31,7 @@ class Stream:
         self.builder = OutputBuilder([self.request], TokenTexts(tokenizer))
 
     def take(self, ids: list[int]) -> None:
-        """New tokens, each with its log probabilities."""
+        """Add new tokens, each with its log probabilities."""
         before = self.request.num_output_tokens
         if self.request.append(ids, ended_by_token=False):
             self.request.finish(FinishReason.STOP)
@@ -39,12 +40,12 @@ class Stream:
             self.request.logprobs += [TokenLogprob(token, -0.5, 1, [token], [-0.5]) for token in new]
 
     def output(self) -> CompletionOutput:
-        """What is told of it now."""
+        """Return the output as of now."""
         return self.builder.build().outputs[0]
 
 
 def joined(parts: list[CompletionOutput]) -> tuple[str, list[int], list[Any]]:
-    """Text, tokens and log probabilities of outputs, one after the other."""
+    """Join text, tokens and log probabilities of outputs that follow one another."""
     return (
         "".join(part.text for part in parts),
         [token for part in parts for token in part.token_ids],
@@ -54,7 +55,7 @@ def joined(parts: list[CompletionOutput]) -> tuple[str, list[int], list[Any]]:
 
 @given(st.lists(st.lists(st.integers(1, 500), max_size=4), max_size=12), st.data())
 def test_deltas_make_the_whole(tokenizer: Tokenizer, steps: list[list[int]], data: st.DataObject) -> None:
-    """However outputs are merged before they are read, and whenever they are read."""
+    """Check that deltas make up the whole, however outputs are merged and whenever they are read."""
     include = data.draw(st.booleans())
     stop = data.draw(st.sampled_from([None, ["th", "e"], [" "]]))
     streams = {
@@ -86,7 +87,8 @@ def test_deltas_make_the_whole(tokenizer: Tokenizer, steps: list[list[int]], dat
 
 
 def test_an_output_keeps_what_it_was(tokenizer: Tokenizer) -> None:
-    """Although it is read when the stream has gone on; copies and pickles are plain outputs."""
+    """Check that an output keeps its value if it is read after the stream has gone on. Copies and pickles are plain
+    outputs."""
     stream = Stream(tokenizer)
     stream.take([300, 301])
     first = stream.output()
@@ -112,7 +114,7 @@ def test_final_only_is_due_at_the_end(tokenizer: Tokenizer) -> None:
 
 
 def test_a_broken_engine_leaves_what_was_made(tokenizer: Tokenizer) -> None:
-    """Nothing is lost where the last output is merged with one before it."""
+    """Check that a broken engine loses no finished output, even if the last output is merged with one before it."""
     stream = Stream(tokenizer, output_kind=DELTA)
     stream.take([300, 301])
     before: RequestOutput = stream.builder.build()
@@ -123,7 +125,7 @@ def test_a_broken_engine_leaves_what_was_made(tokenizer: Tokenizer) -> None:
 
 
 def bytes_of_steps(step: Callable[[], object], count: int) -> list[int]:
-    """Bytes that each of `count` steps allocates at most at a time."""
+    """Return the maximum number of bytes that one of `count` steps holds at a time."""
     found = []
     tracemalloc.start()
     try:
@@ -140,8 +142,8 @@ def bytes_of_steps(step: Callable[[], object], count: int) -> list[int]:
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA])
 @pytest.mark.parametrize("stop", [None, ["a stop string that never comes"]])
 def test_an_output_costs_what_is_new(tokenizer: Tokenizer, kind: RequestOutputKind, stop: list[str] | None) -> None:
-    """The last outputs of a stream of 2,000 tokens allocate no more than the first: nothing is copied that was there
-    before. A reader reads `delta`, and all of an output that holds what is new."""
+    """Check that the last outputs of a stream of 2,000 tokens allocate no more than the first, so nothing old is
+    copied."""
     chance = random.Random(0)
     stream = Stream(tokenizer, output_kind=kind, stop=stop, return_drafts=True)
 
@@ -154,7 +156,7 @@ def test_an_output_costs_what_is_new(tokenizer: Tokenizer, kind: RequestOutputKi
     assert statistics.median(found[-300:]) <= 1.1 * statistics.median(found[100:400])
 
 
-def test_drafts_are_told_once(tokenizer: Tokenizer) -> None:
+def test_drafts_are_reported_once(tokenizer: Tokenizer) -> None:
     stream = Stream(tokenizer, output_kind=DELTA, return_drafts=True)
     drafts = stream.request._drafts
     assert drafts is not None

@@ -1,4 +1,4 @@
-"""Constraints that leave few tokens or none: text and end are those of K = 0, whatever drafts and whatever rule.
+"""Constraints that leave few tokens or none: text and end are those of K = 0, for every drafter and rule.
 
 Greedy text is that of a loop over transformers' logits, which knows the constraints as sets.
 """
@@ -47,7 +47,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What one request asks."""
+    """Constraints of one request."""
 
     prompt: int
     allowed: tuple[int, ...] | None
@@ -84,7 +84,7 @@ class Asked:
         )
 
     def may_follow(self, tokens: list[int], *, at_the_door: bool = False) -> set[int]:
-        """What the constraints leave after the output `tokens`; `at_the_door`, but for longer bad words."""
+        """Return the tokens that may follow the output `tokens`. `at_the_door`: without bad words of several tokens."""
         stops, text = frozenset(self.stop_ids), PROMPTS[self.prompt] + tokens
         left = set(range(VOCAB)) if self.grammar is None else self.grammar.allowed(tokens, stops)
         if len(tokens) < self.min_tokens and not (self.grammar is not None and left <= stops):
@@ -97,7 +97,7 @@ class Asked:
         return left
 
     def ends(self, tokens: list[int]) -> bool:
-        """Whether the last of the output `tokens` is a stop id that counts."""
+        """Return whether the last of the output `tokens` is a stop id that takes effect."""
         counts = len(tokens) > self.min_tokens or self.grammar is not None
         return bool(tokens) and tokens[-1] in self.stop_ids and counts
 
@@ -112,7 +112,7 @@ _model = functools.cache(load)
 
 
 def greedy(target: Path, asked: Asked) -> tuple[list[int], str]:
-    """Output and finish reason of the constraints spelled out."""
+    """Return output and finish reason of a plain loop that applies the constraints as sets."""
     tokens: list[int] = []
     while len(tokens) < MAX_TOKENS:
         left = sorted(asked.may_follow(tokens))
@@ -177,9 +177,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 TOKENS = (2, 3, 5, 7, 9, 33)
-"""Few, so that constraints meet."""
+"""Few different tokens, so that constraints affect each other."""
 SHORT = Automaton(({9: 1}, {3: 2, 33: 2}, {}), frozenset({2}))
-"""After two tokens nothing but a stop id may follow."""
+"""Grammar in which only a stop id may follow after two tokens."""
 EDGES = [
     Asked(0, None, (), (1, 4), 9, SHORT, 11),  # `min_tokens` yields
     Asked(0, (9, 3, 33), (), (1,), 0, SHORT, 12),  # the end is not among the allowed ids
@@ -190,7 +190,7 @@ EDGES = [
 
 @st.composite
 def automata(draw: Any) -> Automaton:
-    """Up to four states, none of which is a dead end of its own."""
+    """Draw automata of up to four states, none of which is a dead end."""
     count = draw(st.integers(1, 4))
     following, complete = [], set()
     for state in range(count):
@@ -203,7 +203,7 @@ def automata(draw: Any) -> Automaton:
 
 @st.composite
 def requests_of(draw: Any) -> Asked:
-    """Anything, tight in half of the cases."""
+    """Draw requests with any constraints, tight ones in half of the cases."""
     grammar, tight = draw(st.none() | automata()), draw(st.booleans())
     allowed = st.lists(st.sampled_from((*TOKENS, 1, 4)), min_size=1, max_size=3 if tight else 8, unique=True).map(tuple)
     word = st.lists(st.sampled_from(TOKENS), min_size=1 + tight, max_size=3).map(tuple)
@@ -221,7 +221,7 @@ def requests_of(draw: Any) -> Asked:
 
 
 def watch_draft_faults(engine: Engine) -> None:
-    """Let a step fail in which a mask of a draft's row is taken for a fault of the drafter."""
+    """Fail a step in which a masked-out row of a draft is mistaken for a fault of the drafter."""
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
         assert not (slot.results_arrays["flags"][: header.num_decode] & FLAG_DRAFT_NON_FINITE).any()
@@ -230,7 +230,7 @@ def watch_draft_faults(engine: Engine) -> None:
 
 
 def made(engine: Engine, jobs: list[Asked], temperature: float) -> list[tuple[list[int], str, str | None]]:
-    """Output, finish reason and error of each request; one that is rejected has the reason `rejected`."""
+    """Return output, finish reason and error of each request. A rejected one has the reason `rejected`."""
     watch_draft_faults(engine)
     requests: list[Request | InvalidRequestError] = []
     for i, asked in enumerate(jobs):
@@ -252,7 +252,7 @@ def made(engine: Engine, jobs: list[Asked], temperature: float) -> list[tuple[li
 
 
 def check(asked: Asked, tokens: list[int], reason: str, error: str | None) -> None:
-    """Each token may follow those before it, and the end is where it must be."""
+    """Check that each token may follow those before it, and that the end is where it must be."""
     for i, token in enumerate(tokens):
         assert token in asked.may_follow(tokens[:i])
         assert i + 1 == len(tokens) or not asked.ends(tokens[: i + 1])

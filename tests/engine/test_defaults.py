@@ -1,4 +1,4 @@
-"""Every family at untouched defaults: `LLM(model=...)` starts, writes, and drafts do not change what it writes.
+"""Every model family with default settings: `LLM(model=...)` starts, writes, and drafts do not change the text.
 
 Other tests set `threads` and sizes, so only these see the measurements that an engine makes at its start.
 """
@@ -22,7 +22,8 @@ from engine.other_vocabulary import rename
 
 VOCAB, WINDOW, TOKENS = 211, 9, 12
 PROMPTS = [[5, 7, 11, 13] * 6, [17, 3], list(range(VOCAB))]
-"""Longer than the window, shorter than it, and one in which n-grams of one token find every token."""
+"""Prompts: longer than the window, shorter than it, and one with every token, so that n-grams of one token always
+match."""
 WINDOWED: dict[str, dict[str, object]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
@@ -32,7 +33,7 @@ WINDOWED: dict[str, dict[str, object]] = {
     "phi3": {"sliding_window": WINDOW},
     "mixtral": {"sliding_window": WINDOW},
 }
-"""Windows of the families that have them by their fields; Gemma 3 and gpt-oss of `FAMILIES` have some already."""
+"""Fields that give families windows. Gemma 3 and gpt-oss of `FAMILIES` have some already."""
 KINDS = [*FAMILIES, *(f"{family}+window" for family in WINDOWED)]
 DTYPES = ["float32", "bfloat16"]
 DRAFTERS: dict[str, dict[str, object]] = {
@@ -49,14 +50,15 @@ DRAFTERS: dict[str, dict[str, object]] = {
 
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of threads is the engine's to choose, with two cores to choose from."""
+    """Leave the number of threads to the engine, with two cores to choose from."""
     monkeypatch.delenv(engine_threads.VARIABLE, raising=False)
     monkeypatch.setattr(engine_threads, "physical_cores", lambda: 2)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """Target and draft of a kind in `KINDS`, made when first asked for. Next to them are a head and other drafts."""
+    """Return a function that makes target and draft of a kind in `KINDS` once. Next to them are a head and other
+    drafts."""
     made: dict[str, tuple[Path, Path]] = {}
 
     def pair(kind: str) -> tuple[Path, Path]:
@@ -90,7 +92,7 @@ def write(model: Path, dtype: str, **settings: object) -> tuple[list[list[int]],
 
 
 def test_every_family_is_swept() -> None:
-    """A family that is added to the registry is added here."""
+    """Check that every family in the registry is tested here."""
     assert set(FAMILIES) | set(HYBRIDS) | {"gemma4_text"} == {family.model_type for family in REGISTRY.values()}
 
 
@@ -98,7 +100,7 @@ def test_every_family_is_swept() -> None:
 def test_a_text_is_transformers_own(
     kind: str, folders: Callable[[str], tuple[Path, Path]], texts: Callable[[str, str], list[list[int]]]
 ) -> None:
-    """In float32. transformers computes in float64: no token of these depends on rounding."""
+    """Check texts in float32 against transformers in float64: no token of these depends on rounding."""
     assert texts(kind, "float32") == generate_all(load(folders(kind)[0]), PROMPTS, TOKENS)
 
 
@@ -126,7 +128,8 @@ def test_drafts_change_no_text(
 def test_a_target_and_a_draft_of_which_one_has_windows(
     kind: str, draft: str, dtype: str, folders: Callable[[str], tuple[Path, Path]]
 ) -> None:
-    """A draft that attends all positions keeps blocks that a windowed target would give back."""
+    """Check a target and a draft of which only one has windows. A draft with full attention keeps blocks that a
+    windowed target would free."""
     target, plain = folders(kind)[0], folders(draft)[1]
     text, _ = write(target, dtype)
     drafted, llm = write(target, dtype, speculative_config={"num_speculative_tokens": 3, "model": str(plain)})
@@ -152,7 +155,8 @@ def test_steps_are_timed_where_k_is_planned(
 def test_a_measured_pass_is_fed_what_a_step_feeds(
     kind: str, folders: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the KV groups of the engine's model, each in a block of its own."""
+    """Check that a measured pass is fed what a step feeds: the KV groups of the engine's model, each in its own
+    block."""
     target, _ = folders(kind)
     _, llm = write(target, "float32")
     model = llm.engine.runner.target
@@ -161,7 +165,7 @@ def test_a_measured_pass_is_fed_what_a_step_feeds(
     on_pool = NativeDecoder.on_pool
 
     class Watched:
-        """A decoder that keeps what its passes are fed."""
+        """A decoder that keeps the inputs of its passes."""
 
         def __init__(self, decoder: CpuDecoder) -> None:
             self.decoder, self.logits = decoder, decoder.logits
@@ -187,7 +191,7 @@ def test_a_measured_pass_is_fed_what_a_step_feeds(
 def test_bf16_rows_are_measured_as_they_are_served(
     folders: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The passes that choose the threads round rows where the engine's passes do."""
+    """Check that the passes that choose the number of threads round rows to bf16 if the engine's passes do."""
     folder = make_checkpoint(tmp_path / "even", vocab=224, hidden=64, intermediate=64, head_dim=32, kv_heads=1)
     measured: list[object] = []
     on_pool = NativeDecoder.on_pool

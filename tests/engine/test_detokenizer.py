@@ -1,4 +1,4 @@
-"""Text as it comes equals text decoded at once; stop strings end it where a search of the whole text would."""
+"""Incremental text equals text decoded at once; stop strings end it where a search of the whole text would."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ EMOJI = "🎉"
 
 
 class IncrementalDetokenizer:
-    """The text of an output, by itself."""
+    """Detokenizer of one output, without an engine."""
 
     def __init__(self, tokenizer: Any, params: SamplingParams, prompt: list[int] | None = None) -> None:
         self.stops = params.stop_strings
@@ -49,7 +49,7 @@ class IncrementalDetokenizer:
 
 
 def feed(detokenizer: IncrementalDetokenizer, ids: list[int], chunk: int) -> tuple[int, str | None]:
-    """Update in pieces of `chunk`; what the whole call would have returned."""
+    """Feed ids in pieces of `chunk`. Return what one call with all ids would have returned."""
     taken = 0
     for start in range(0, len(ids), chunk):
         count, stop = detokenizer.update(ids[start : start + chunk])
@@ -120,7 +120,7 @@ def test_bytes_that_never_become_text_are_given_out(tokenizer: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("count", range(26, 40))
-def test_a_character_behind_bytes_that_are_none_stays_whole(tokenizer: Tokenizer, count: int) -> None:
+def test_a_character_after_bytes_that_are_none_stays_whole(tokenizer: Tokenizer, count: int) -> None:
     ids = [tokenizer.encode("é")[-1]] * count + tokenizer.encode(EMOJI)
     assert whole_text(tokenizer, ids, chunk=1) == tokenizer.decode(ids)
     assert tokenizer.decode(ids).endswith(EMOJI)
@@ -152,7 +152,7 @@ ASCII_IDS = [*range(1, 94), *range(257, 700)]
 
 
 def search(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[int, int, int, str] | None:
-    """(tokens, start, end, stop) of the first stop in the whole text, by trying every end in turn."""
+    """Return (tokens, start, end, stop) of the first stop string in the whole text, by trying every end in turn."""
     text = ""
     for number, piece in enumerate(pieces, start=1):
         text += piece
@@ -224,7 +224,8 @@ def fake(backend: Backend) -> Any:
 
 
 def test_decoder_that_takes_text_back() -> None:
-    """Byte fallback turns a whole run of bytes to replacement characters when one of them is no text."""
+    """Check a decoder that changes earlier text: byte fallback turns a whole run of bytes to replacement characters if
+    one of them is invalid."""
     backend = Backend(models.WordLevel({"<0x41>": 0, "<0xE6>": 1, "x": 2, "?": 3}, unk_token="?"))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     stream = DecodeStream()
@@ -235,8 +236,9 @@ def test_decoder_that_takes_text_back() -> None:
     assert whole_text(fake(backend), [0, 1, 2, 0, 2]) == "A\ufffdxAx"
 
 
-def test_first_word_keeps_its_space_behind_a_prompt() -> None:
-    """A Metaspace decoder strips the first space of a text, and an output is not the first text."""
+def test_first_word_keeps_its_space_after_a_prompt() -> None:
+    """Check that the first word after a prompt keeps its space. A Metaspace decoder strips the first space of a text,
+    but an output does not begin its text."""
     backend = Backend(models.WordLevel({"▁hello": 0, "▁world": 1, "?": 2}, unk_token="?"))
     backend.decoder = decoders.Metaspace()
     assert backend.decode([1]) == "world"
@@ -245,8 +247,9 @@ def test_first_word_keeps_its_space_behind_a_prompt() -> None:
     assert detokenizer.text == " world hello"
 
 
-def test_words_keep_their_space_behind_flushed_text() -> None:
-    """The decoder of Llama 2 strips the first space of a text, so what follows a flush needs what came before it."""
+def test_words_keep_their_space_after_flushed_text() -> None:
+    """Check that words after flushed text keep their space. Llama 2's decoder strips the first space of what it is
+    given."""
     backend = Backend(models.WordLevel({"<0x41>": 0, "<0xE6>": 1, "x": 2, "▁w": 3, "▁\ufffd": 4}, unk_token="x"))
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -256,7 +259,8 @@ def test_words_keep_their_space_behind_flushed_text() -> None:
 
 
 def test_a_decoder_that_panics_is_an_error() -> None:
-    """The library's, on a token that is nothing but what it strips from both ends."""
+    """Check that a panic of the tokenizers library becomes an error. It panics on a token that consists only of what it
+    strips."""
     backend = Backend(models.WordLevel({"▁": 0, "x": 1}, unk_token="x"))
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 1)])
     detokenizer = IncrementalDetokenizer(fake(backend), SamplingParams())
@@ -289,7 +293,8 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 def test_text_is_that_of_the_librarys_own_stream(family: str, data: st.DataObject) -> None:
-    """Each token's own text, kept, against a stream of Python's package that sees all tokens one by one."""
+    """Check that each token's text equals that of the tokenizers library's own stream, which sees all tokens one by
+    one."""
     words, decoder = FAMILIES[family]
     backend = Backend(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<e>"))
     backend.decoder = decoder

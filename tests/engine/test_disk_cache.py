@@ -1,4 +1,4 @@
-"""A prefix cache on disk: what it gives has the bits of what is computed, and no fault of it costs a request."""
+"""A prefix cache on disk: loaded blocks have the bits of computed ones, and no fault of the disk costs a request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detoken
 
 
 class Observed:
-    """An engine, and for each block that it cached the hash and place."""
+    """An engine, and the hash and place of each block that it cached."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -59,7 +59,7 @@ class Observed:
             self.blocks |= dict(zip(event.block_hashes, event.blocks, strict=True))
 
     def target_kv(self) -> dict[int, bytes]:
-        """The target's KV of each cached block, by its hash."""
+        """Return the target's KV of each cached block, by its hash."""
         layers = self.engine.runner.kv_cache.layers
         return {hash_: b"".join(layer[block].tobytes() for layer in layers) for hash_, block in self.blocks.items()}
 
@@ -70,7 +70,7 @@ class Observed:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder that is not there yet."""
+    """Path of a folder that does not exist yet."""
     return tmp_path / "cache" / "kv"
 
 
@@ -85,7 +85,7 @@ def segments(folder: Path) -> list[Path]:
 
 
 def ask(engine: Engine, prompts: list[list[int]], k: int, *, first: int = 0, **fields: Any) -> list[Request]:
-    """Run greedy requests one after another, so that each finds what the others left."""
+    """Run greedy requests one after another, so that each finds what the earlier ones left."""
     made = []
     for i, prompt in enumerate(prompts, first):
         made.append(request(i, prompt, k=None, max_tokens=9, engine_k=k, ignore_eos=True, return_drafts=True))
@@ -98,7 +98,7 @@ def ask(engine: Engine, prompts: list[list[int]], k: int, *, first: int = 0, **f
 
 
 def end(engine: Engine) -> None:
-    """End an engine as a server does: what waits is written."""
+    """Close an engine as a server does: pending blocks are written."""
     engine.close()
 
 
@@ -162,7 +162,8 @@ def test_a_hit_has_the_bits_of_a_miss(
 def test_engines_that_share_a_folder_write_the_banks_texts(
     data: st.DataObject, blocks: int, kill: bool, tmp_path: Path, native_qwen_bank: Bank
 ) -> None:
-    """Small pools evict, preempt and load all the time."""
+    """Check that engines that share a folder write the bank's texts. Small pools evict, preempt and load all the
+    time."""
     folder = tmp_path / "shared"
     for _ in range(2):
         jobs = data.draw(greedy_jobs(native_qwen_bank, 3))
@@ -187,10 +188,10 @@ def test_engines_that_share_a_folder_write_the_banks_texts(
         end(engine)
 
 
-def test_a_request_waits_beside_others_for_its_blocks(
+def test_a_request_waits_next_to_others_for_its_blocks(
     folder: Path, native_qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With no time for reads next to a running request, each step reads one block."""
+    """Check that a request waits for its blocks while others run. With no time for reads, each step reads one block."""
     monkeypatch.setattr("specrs.engine.disk_cache.LOAD_MS", 0.0)
     fields: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK, "kv_cache_path": str(folder)}
     engine = make_engine(native_qwen_bank.target, None, k=0, **fields)
@@ -249,7 +250,8 @@ def test_prompts_with_log_probabilities_are_not_kept(folder: Path, native_qwen_b
 
 
 def test_an_adapter_is_known_by_its_content(tmp_path: Path, folder: Path) -> None:
-    """Name, number and path are the same; matrices are not."""
+    """Check that a LoRA adapter is identified by its content: name, number and path are the same, the matrices
+    differ."""
 
     def text(adapter: Path | None, cache: Path | None) -> tuple[list[int], int]:
         path = None if cache is None else str(cache)
@@ -272,7 +274,8 @@ def test_an_adapter_is_known_by_its_content(tmp_path: Path, folder: Path) -> Non
 
 
 def test_suffix_trees_survive(folder: Path) -> None:
-    """Outputs of an earlier process are drafted, for the same salt alone."""
+    """Check that suffix trees survive a restart: outputs of an earlier process are drafted, for the same cache salt
+    alone."""
     speculative = {"method": "suffix", "num_speculative_tokens": 4}
 
     def drafted(salt: str) -> tuple[list[int], int]:
@@ -381,7 +384,7 @@ def child(folder: Path, most: int, how: str) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], int]:
-    """Texts of an undisturbed child, and the bytes that it wrote."""
+    """Return the texts of an undisturbed child process, and the number of bytes that it wrote."""
     folder = tmp_path_factory.mktemp("whole") / "kv"
     done = child(folder, resource.RLIM_INFINITY, "fail")
     assert done.returncode == 0, done.stderr
@@ -398,7 +401,7 @@ RANDOM = random.Random(0)
 def test_a_process_that_is_killed_leaves_what_was_whole(
     share: float, folder: Path, whole: tuple[list[str], int]
 ) -> None:
-    """The system kills the child at one byte of what it writes."""
+    """Check that a killed process leaves whole records only. The system kills it at a given byte of its writes."""
     texts, size = whole
     killed = child(folder, int(share * size), "kill")
     assert killed.returncode == -signal.SIGXFSZ, killed.stderr
@@ -429,7 +432,8 @@ def test_a_full_disk_costs_the_cache_and_no_request(folder: Path, whole: tuple[l
 
 
 def test_an_idle_engine_goes_on_saving() -> None:
-    """A queue that is full takes the rest later, though no command wakes the engine's thread."""
+    """Check that an idle engine goes on saving: a full queue takes the rest later, although no command wakes the
+    engine's thread."""
     engine, done = ScriptedEngine(), threading.Event()
 
     def settle_idle() -> None:

@@ -1,5 +1,5 @@
-"""Drafts whose layers see other positions than the target's: the text is that of the target alone, and what neither
-needs comes back."""
+"""Drafts whose layers have other windows than the target's: the text is that of the target alone, and unneeded blocks
+are freed."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ def fields_of(windows: Windows) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def bank_of(tmp_path_factory: pytest.TempPathFactory) -> MakeBank:
-    """A target with layers of these windows and a draft of its first layers with those, which sees other positions."""
+    """Return a function that makes a target with these windows, and a draft of its first layers with other windows."""
     folder = tmp_path_factory.mktemp("windows")
 
     @functools.cache
@@ -72,7 +72,7 @@ def bank_of(tmp_path_factory: pytest.TempPathFactory) -> MakeBank:
 
 
 def windows_of(layers: st.SearchStrategy[int], sizes: Sequence[int]) -> st.SearchStrategy[Windows]:
-    """Layers with one window or none."""
+    """Draw layers with one window or none."""
 
     def of(count: int) -> st.SearchStrategy[Windows]:
         each = st.sampled_from(sizes).flatmap(lambda size: st.tuples(*[st.sampled_from((None, size))] * count))
@@ -123,7 +123,7 @@ def blueprint(bank: Bank, **fields: object) -> Blueprint:
 def test_what_comes_back(
     target: Windows, draft: Windows, first: int | None, further: Windows, dtype: str, bank_of: MakeBank
 ) -> None:
-    """By group: the draft is in the first, whose window is the longest of what is in it."""
+    """Check which blocks are freed, by KV group. The draft is in the first group, which has the longest window."""
     bank, size, k = bank_of(target, draft, dtype), 4, 2
     made = blueprint(bank, k=k, block_size=size)
     assert (made.sliding_window, made.window_groups) == (first, further)
@@ -146,7 +146,8 @@ def test_what_comes_back(
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("windows", [(5, 5, 5), (5, None, 5)])
 def test_a_head_over_windows(windows: Windows, dtype: str, bank_of: MakeBank, tmp_path: Path) -> None:
-    """A head attends to all positions, in the first group; texts twice, so that the second finds prefixes."""
+    """Check a head over windows. The head has full attention, in the first group. Texts run twice, so that the second
+    run finds prefixes."""
     bank, k, size = bank_of(windows, (None,), dtype), 3, 4
     head = make_eagle3(tmp_path / "head", bank.target, seed=4, layer_ids=[1, 2])
     settings = {"k": k, "dtype": dtype, "method": "eagle3", "block_size": size, "num_gpu_blocks_override": 90}
@@ -160,7 +161,8 @@ def test_a_head_over_windows(windows: Windows, dtype: str, bank_of: MakeBank, tm
 
 
 def test_events_of_one_group(bank_of: MakeBank) -> None:
-    """A target whose layers all have a window is served with KV events as it was, and so in one group."""
+    """Check that a target in which every layer has the same window has one group, so that its KV events are
+    unchanged."""
     bank, fields = bank_of((5, 5, 5), (None,), "float64"), {"k": 2, "block_size": 4}
     assert blueprint(bank, **fields).window_groups != ()
     events = {"enable_kv_cache_events": True, "publisher": "null"}

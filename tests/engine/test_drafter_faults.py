@@ -32,12 +32,12 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "suffix,eagle3": {"method": "suffix,eagle3"},
 }
 Drafts = dict[tuple[str, str], tuple[Bank, Path]]
-"""By drafter and dtype: a bank of that dtype and the drafter's folder. torch computes float64, the core float32."""
+"""Banks and drafter folders, by drafter and dtype. torch computes in float64, native passes in fp32."""
 
 
 @pytest.fixture(scope="module")
 def drafts(qwen_bank: Bank, head_bank: Bank, tmp_path_factory: pytest.TempPathFactory) -> Drafts:
-    """All of them."""
+    """Return the banks and drafters of every kind."""
     folder = tmp_path_factory.mktemp("faulty")
     parallel = with_parallel_draft(qwen_bank, folder / "parallel").drafts["parallel"]
     translated = rename(qwen_bank.drafts["close"], folder / "translated").path
@@ -55,7 +55,7 @@ LOADED: dict[tuple[str, str], Any] = {}
 
 
 def make_engine(drafts: Drafts, name: str, dtype: str, k: int, **fields: Any) -> tuple[Bank, Engine]:
-    """An engine whose KV is NaN at first."""
+    """Make an engine whose KV is NaN at first."""
     bank, draft = drafts[name, dtype]
     if "," in name:
         fields["max_steps_in_flight"] = 1
@@ -70,10 +70,10 @@ def make_engine(drafts: Drafts, name: str, dtype: str, k: int, **fields: Any) ->
 
 
 def watch_integrity(engine: Engine) -> list[int]:
-    """Return a list that fills with the flags of all sequences that decode.
+    """Check after every step that the scheduler's invariants hold, and that draft KV counted as valid has been written.
+    Return a list that fills with the error flags of decoding sequences.
 
-    After every step the scheduler's invariants must hold, and KV that row state calls valid for a draft model must
-    have been written. (A head's is fed after its step.)
+    The KV of a head is not checked, because it is fed after its step.
     """
     seen: list[int] = []
     cache = engine.drafter.kv_cache
@@ -101,7 +101,8 @@ def watch_integrity(engine: Engine) -> list[int]:
 @sweep(6)
 @given(data=st.data())
 def test_any_pass_may_raise(name: str, dtype: str, data: st.DataObject, drafts: Drafts) -> None:
-    """Its draft KV is not counted as written: nothing reads the NaN that it has left there."""
+    """Check that any pass of a drafter may raise: the draft KV of that step is not counted as written, so its NaN is
+    never read."""
     fields = data.draw(engine_settings(), label="engine")
     k = data.draw(st.integers(1, 6), label="K")
     broken = data.draw(st.sets(st.integers(1, 40), min_size=1, max_size=6), label="passes that raise")
@@ -120,7 +121,8 @@ def test_any_pass_may_raise(name: str, dtype: str, data: st.DataObject, drafts: 
 def test_drafts_go_on_after_a_failure(
     name: str, dtype: str, depth: int, drafts: Drafts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The step that fails has none, later ones have theirs: as many as without it, but for a few."""
+    """Check that drafts go on after a failure: the failed step has none, later steps have nearly as many as without
+    it."""
     made = []
     for broken in ({0}, {1}, {2}, {4, 6}):
         with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +148,7 @@ def test_drafts_go_on_after_a_failure(
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_one_that_always_raises_is_left_alone(name: str, dtype: str, depth: int, drafts: Drafts) -> None:
-    """It is tried more and more rarely: steps without drafts are planned as such."""
+    """Check that a drafter that always raises is tried more and more rarely."""
     with pytest.MonkeyPatch.context() as patch:
         faulty = Faulty(lambda call: True, patch)
         bank, engine = make_engine(drafts, name, dtype, 3, max_steps_in_flight=depth)

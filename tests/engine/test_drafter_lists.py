@@ -1,4 +1,5 @@
-"""Suffix decoding and lists of drafters through the engine: the text of K = 0 under every rule, whichever drafts."""
+"""Suffix decoding and lists of drafters through the engine: the text is that of K = 0 under every rule, for any
+drafts."""
 
 import itertools
 
@@ -27,7 +28,7 @@ METHODS = ("suffix", "ngram,suffix", "suffix,draft_model", "ngram,draft_model", 
 
 
 def make_engine(bank: Bank, method: str, *, k: int | str, **fields: object) -> Engine:
-    """An engine on cached weights; torch computes float64."""
+    """Make an engine on cached weights. torch computes in float64."""
     speculative: dict[str, object] = {"method": method, "num_speculative_tokens": k}
     speculative["rejection_sample_method"] = fields.pop("rule", "rejection")
     with_model, depth = "draft_model" in method, fields.pop("depth", 24)
@@ -47,7 +48,7 @@ def make_engine(bank: Bank, method: str, *, k: int | str, **fields: object) -> E
 
 
 def count_drafters(engine: Engine) -> list[set[int]]:
-    """Fills, step by step, with the drafters of its sequences."""
+    """Return a list that gets, for each step, the drafters of its sequences."""
     seen: list[set[int]] = []
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
@@ -63,7 +64,8 @@ def count_drafters(engine: Engine) -> list[set[int]]:
 @sweep(10)
 @given(data=st.data())
 def test_greedy_text(method: str, family: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
-    """Texts are those of transformers, whatever else is in the batch, preempted or found in the prefix cache."""
+    """Check greedy texts against transformers, whatever else is in the batch, preempted or found in the prefix
+    cache."""
     bank: Bank = request.getfixturevalue(family)
     engine_k = data.draw(st.integers(0, 8), label="engine K")
     blocks_of_one = MAX_MODEL_LEN // 16
@@ -93,7 +95,8 @@ SAMPLED = [
 
 
 def sampled(bank: Bank, method: str, k: int, rule: str) -> tuple[list[list[int]], set[int]]:
-    """Every prompt with every way of sampling, and the drafters that shared a step with another."""
+    """Return the texts of every prompt with every way of sampling, and the drafters that shared a step with another
+    one."""
     engine = make_engine(bank, method, k=k, rule=rule)
     seen, jobs = count_drafters(engine), []
     for i, prompt in enumerate(bank.prompts[:12]):
@@ -124,7 +127,8 @@ def test_point_masses_draw_the_text_of_k_0_under_rejection(method: str, request:
 
 
 def test_auto_chooses_drafter_and_k(qwen_bank: Bank) -> None:
-    """Costs are measured with and without passes; afterwards texts are those of K = 0."""
+    """Check `auto` with a list: costs are measured with and without draft passes; afterwards texts are those of K =
+    0."""
     engine = make_engine(qwen_bank, "ngram,suffix,draft_model", k="auto", max_num_seqs=4)
     assert engine.planner is not None
     assert engine.stats().drafts == 0
@@ -146,7 +150,8 @@ def test_auto_chooses_drafter_and_k(qwen_bank: Bank) -> None:
 def test_auto_knows_what_every_kind_of_draft_costs(
     method: str, qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a draft model alone, too, because predictions and grammars draft beside it."""
+    """Check that `auto` measures the costs of every kind of draft. With a draft model alone, too, because predictions
+    and grammars draft next to it."""
     told: list[tuple[float, list[float], float]] = []
 
     class Told:
@@ -164,7 +169,8 @@ def test_auto_knows_what_every_kind_of_draft_costs(
 
 
 def test_outputs_of_others_are_drafted_from(qwen_bank: Bank) -> None:
-    """A request made twice: the second time its output is known, so that nearly all of it is drafted."""
+    """Check that outputs of other requests are drafted from: when a request is repeated, nearly all of its output is
+    drafted."""
     engine = make_engine(qwen_bank, "suffix", k=8)
     counts = []
     for i in range(2):

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in engines: the text is that of no drafts, drafts and counts are those of a plain script."""
+"""EAGLE-3 heads in engines: the text is that without drafts, and drafts and counts are those of a plain script."""
 
 import contextlib
 import dataclasses
@@ -40,13 +40,13 @@ def head_engine(bank: Bank, head: str, *, k: int, **fields: Any) -> Engine:
 
 @dataclass
 class Drafts:
-    """What an engine drafted: of each step and row that did, where its head's context began, and the drafts."""
+    """Records what an engine drafts: for each step and row, where its head's context began, and the drafts."""
 
     engine: Engine
     rounds: dict[int, list[tuple[int, int, list[int]]]] = field(default_factory=dict)
 
     def watch(self, patch: pytest.MonkeyPatch) -> "Drafts":
-        """From now on."""
+        """Start to record."""
         request_of: dict[int, int] = {}
         execute = self.engine.runner.execute
 
@@ -71,7 +71,7 @@ class Drafts:
         return self
 
     def check(self, target: Any, head: Head, jobs: list[Request]) -> None:
-        """Each draft is what the script drafts from the same context on; greedy requests only."""
+        """Check that each draft is what the script drafts from the same context. For greedy requests only."""
         for job in jobs:
             tokens = job.prompt_token_ids + job.output_token_ids
             with torch.inference_mode():
@@ -93,7 +93,8 @@ def script(folder: Path, target: Path) -> tuple[Any, Head]:
 @pytest.mark.parametrize("head", ["random", "fitted", "all ids"])
 @pytest.mark.parametrize("k", [1, 5])
 def test_drafts_and_counts_are_the_scripts(head_bank: Bank, head: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in several chunks, several requests at a time; every head starts at position 0."""
+    """Check drafts and counts against the script: prompts in several chunks, several requests at a time, every head
+    from position 0."""
     target, reference = script(head_bank.drafts[head], head_bank.target)
     engine = head_engine(head_bank, head, k=k, max_num_batched_tokens=24, block_size=8, enable_prefix_caching=False)
     poison(engine)
@@ -118,7 +119,7 @@ def test_drafts_and_counts_are_the_scripts(head_bank: Bank, head: str, k: int, m
 @sweep(24)
 @given(data=st.data())
 def test_greedy_text_and_drafts(head_bank: Bank, data: st.DataObject) -> None:
-    """Text is that of K = 0, and drafts those of the script, whatever the context that a head is left with."""
+    """Check that greedy text is that of K = 0, and that drafts are the script's for whatever context the head has."""
     fields = data.draw(engine_settings(), label="engine")
     engine_k = data.draw(st.integers(0, 8), label="engine K")
     head = data.draw(st.sampled_from(sorted(head_bank.drafts)), label="head")
@@ -161,7 +162,8 @@ def test_greedy_text_and_drafts(head_bank: Bank, data: st.DataObject) -> None:
 
 
 def test_a_prefix_hit_brings_the_heads_context(head_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the prompts part: inside a block, at its end (with another token behind it), behind the whole prompt."""
+    """Check that a prefix hit brings the head's context, wherever the prompts part: inside a block, at its end, or
+    after the whole prompt."""
     base = head_bank.prompts[5]
     asked = [[*base[:40], 1, 2, 3], [*base[:32], 7, 8, 9], [*base[:32], 9, 8, 7], [*base[:44], 5], base, base]
     target, reference = script(head_bank.drafts["fitted"], head_bank.target)
@@ -174,12 +176,13 @@ def test_a_prefix_hit_brings_the_heads_context(head_bank: Bank, monkeypatch: pyt
         run(engine)
     drafts.check(target, reference, jobs)
     assert [drafts.starts(job.request_id) for job in jobs] == [{0}] * len(jobs)
-    # Those that part at the end of a block compute it again, with their own token behind it.
+    # Prompts that part at the end of a block compute it again, with their own token after it.
     assert [job.num_cached_tokens for job in jobs] == [0, 32, 24, 24, 40, 56, 56]
 
 
 def test_a_head_that_has_missed_too_much_starts_anew(head_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a request without drafts has computed has no KV of the head: the head begins behind it."""
+    """Check that a head that has missed too much starts anew. What a request without drafts computes has no KV of the
+    head, so the head begins after it."""
     base = head_bank.prompts[5]
     target, reference = script(head_bank.drafts["fitted"], head_bank.target)
     engine = head_engine(head_bank, "fitted", k=3, block_size=8)
@@ -238,7 +241,7 @@ def test_no_first_token_waits_for_a_native_head(head_bank: Bank) -> None:
 @sweep(15)
 @given(data=st.data())
 def test_drafts_change_no_bit(method: str, head_bank: Bank, data: st.DataObject) -> None:
-    """Text is that of K = 0, and logits are its bits."""
+    """Check that drafts change no bit: text and logits are those of K = 0."""
     fields = data.draw(engine_settings(), label="engine")
     if method != "eagle3":  # drafters on the host want the last step settled
         fields["max_steps_in_flight"] = 1
@@ -290,7 +293,7 @@ def test_coupled_text_is_a_function_of_the_seed(head_bank: Bank, data: st.DataOb
 
 @pytest.fixture(scope="module")
 def sixteen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target over 16 tokens, and a head that knows 9 of them."""
+    """A target over 16 tokens, and a head that can draft 9 of them."""
     folder = tmp_path_factory.mktemp("sixteen_ids")
     shape = {"vocab": 16, "hidden": 32, "layers": 6, "kv_heads": 1, "head_dim": 16, "initializer_range": 0.4}
     target = make_checkpoint(folder / "target", seed=5, **shape)
@@ -299,14 +302,14 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(("rule", "k", "dtype"), some(3, ["rejection", "coupled"], [1, 3], ["float64", "float32"]))
 def test_two_token_draws_are_the_targets_own(sixteen: tuple[Path, Path], rule: str, k: int, dtype: str) -> None:
-    """With q over a reduced vocabulary."""
+    """Check that pairs of drawn tokens have the target's distribution, with q over a reduced vocabulary."""
     engine = make_engine(*sixteen, k=k, dtype=dtype, method="eagle3", rule=rule, **TWO_TOKENS)
     check_two_token_draws(engine, sixteen[0], k, 8_000 if dtype == "float32" else 3_000, least_acceptance=0.02)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_request_that_allows_no_id_of_the_head(head_bank: Bank, temperature: float) -> None:
-    """It drafts what it allows, and goes on."""
+    """Check a request whose allowed ids the head cannot draft: it writes allowed ids up to its limit."""
     reduced = script(head_bank.drafts["random"], head_bank.target)[1]
     others = sorted(set(range(VOCAB)) - set(reduced.target_ids.tolist()))[:5]
     engine = head_engine(head_bank, "random", k=3)
@@ -318,7 +321,8 @@ def test_a_request_that_allows_no_id_of_the_head(head_bank: Bank, temperature: f
 
 
 def test_a_head_that_is_not_finite_drafts_no_more(head_bank: Bank) -> None:
-    """Nor does anybody go on from its KV; texts stay as they are."""
+    """Check that a head that is not finite drafts no more. No request continues from its KV, and texts stay as they
+    are."""
     engine = head_engine(head_bank, "fitted", k=4, block_size=8, max_num_batched_tokens=512)
     jobs = [request(i, head_bank.prompts[5], k=None, max_tokens=20, engine_k=4, ignore_eos=True) for i in range(2)]
     engine.add_request(jobs[0])
@@ -360,7 +364,7 @@ def test_what_is_rejected(head_bank: Bank) -> None:
         build_engine(made({"max_model_len": 100_000}))
 
 
-def test_a_head_that_is_mostly_wrong_is_told_once(head_bank: Bank, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_that_is_mostly_wrong_is_reported_once(head_bank: Bank, caplog: pytest.LogCaptureFixture) -> None:
     engine = head_engine(head_bank, "random", k=1, dtype="float32", max_model_len=400)
     for round_ in range(2):
         for i in range(5):
@@ -374,7 +378,7 @@ def test_a_head_that_is_mostly_wrong_is_told_once(head_bank: Bank, caplog: pytes
 
 
 def list_engine(bank: Bank, method: str, head: str, k: int, rule: str, **fields: Any) -> Engine:
-    """An engine with a drafter on the host beside a head."""
+    """Make an engine with a host drafter next to a head."""
     made = harness.config(bank.target, bank.drafts[head], k=k, method="eagle3", rule=rule, **fields)
     lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if "ngram" in method else {}
     assert made.speculative_config is not None
@@ -387,7 +391,8 @@ def list_engine(bank: Bank, method: str, head: str, k: int, rule: str, **fields:
 @sweep(12)
 @given(data=st.data())
 def test_lists_with_a_head_write_the_text_of_k_0(method: str, head_bank: Bank, data: st.DataObject) -> None:
-    """Greedy under `rejection`, greedy and sampled under `coupled`."""
+    """Check that lists with a head write the text of K = 0: greedy under `rejection`, greedy and sampled under
+    `coupled`."""
     fields = data.draw(engine_settings(), label="engine") | {"max_steps_in_flight": 1}
     engine_k = data.draw(st.integers(1, 8), label="engine K")
     rule = data.draw(st.sampled_from(["rejection", "coupled"]), label="rule")

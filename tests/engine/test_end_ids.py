@@ -1,4 +1,4 @@
-"""Ids that end a request: those of the checkpoint's configuration, and the tokenizer's own end."""
+"""Ids that end a request: those of the checkpoint's configuration, and the tokenizer's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specrs.tokenizer import Tokenizer, end_ids
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """generation_config.json ends on id 5, the tokenizer on id 0."""
+    """A checkpoint whose generation_config.json names end id 5, and whose tokenizer names id 0."""
     return make_checkpoint(tmp_path_factory.mktemp("ends"), vocab=400, layers=1, eos_token_id=5)
 
 

@@ -1,6 +1,7 @@
-"""Greedy text equals transformers `generate`, whatever K, batch, blocks, chunks, prefixes, preemption and depth.
+"""Greedy text equals transformers `generate`, for any K, batch, blocks, chunks, prefixes, preemption and depth.
 
-So for torch's passes, in float64. With native ones, in fp32 and bf16, it equals its own text without drafts.
+This holds for torch passes in float64. With native passes in fp32 and bf16, text equals the engine's own text without
+drafts.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from engine.harness import LONGEST, Bank, make_engine, poison, request, run
 
 @st.composite
 def engine_settings(draw: st.DrawFn) -> dict[str, object]:
-    """What changes how the text is computed and must not change the text."""
+    """Draw settings that change how the text is computed and must not change the text."""
     block_size = draw(st.sampled_from([8, 16, 32]))
     blocks_of_one = -(-128 // block_size)
     return {

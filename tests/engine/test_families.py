@@ -1,4 +1,4 @@
-"""Every family of a decoder of our own: its text is that of transformers, whatever is drafted, and however it runs."""
+"""Every family that specrs has a decoder for: its text is that of transformers, for any drafts and settings."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,11 +32,11 @@ from engine.harness import (
 from engine.test_equivalence import engine_settings
 
 SWEPT = sorted(set(FAMILIES) - {"qwen3", "llama", "qwen2", "mistral"})
-"""The others have sweeps of their own."""
+"""Families that are tested here. The others have tests of their own."""
 
 
 def make_bank(folder: Path, family: str) -> Bank:
-    """With a draft of the same family, and plain ones."""
+    """Write a target of the family, a draft of the same family, and drafts of Qwen3's architecture."""
     shape = {"vocab": VOCAB, "hidden": 48, "intermediate": 40, "kv_heads": 2, "head_dim": 12, "layers": 2}
     target = make_checkpoint(folder / "target", family, seed=1, **shape)
     drafts = {
@@ -49,7 +49,7 @@ def make_bank(folder: Path, family: str) -> Bank:
 
 @pytest.fixture(scope="module")
 def bank_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Bank]:
-    """By family and dtype, made when first asked for."""
+    """Return a function that makes the bank of a family and dtype when it is first asked for."""
     made: dict[tuple[str, str], Bank] = {}
 
     def bank(family: str, dtype: str) -> Bank:
@@ -68,8 +68,8 @@ def bank_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Ba
 @sweep(36)
 @given(data=st.data())
 def test_greedy_text(data: st.DataObject, bank_of: Callable[[str, str], Bank]) -> None:
-    """Whatever K, batch, blocks, chunks, prefixes and preemption: in float64 that of transformers, in native passes
-    that of K = 0."""
+    """Check greedy text for any K, batch, blocks, chunks, prefixes and preemption: in float64 that of transformers, in
+    native passes that of K = 0."""
     family = data.draw(st.sampled_from(SWEPT), label="family")
     dtype = data.draw(st.sampled_from(["float64", "float32", "bfloat16"]))
     bank, fields = bank_of(family, dtype), data.draw(engine_settings(), label="engine")
@@ -82,7 +82,8 @@ def test_greedy_text(data: st.DataObject, bank_of: Callable[[str, str], Bank]) -
 
 @pytest.mark.parametrize("family", SWEPT)
 def test_a_family_drafts_and_is_drafted_for(family: str, bank_of: Callable[[str, str], Bank]) -> None:
-    """In float64: the text is transformers', and a draft that is close to the target has drafts accepted."""
+    """Check each family as target and as draft, in float64: the text is transformers', and drafts close to the target
+    are accepted."""
     bank = bank_of(family, "float64")
     engine = make_engine(bank.target, bank.drafts["close"], k=3)
     requests = submit(engine, bank, [(i, 3, 24, 1) for i in range(len(bank.prompts))], 3, ignore_eos=True)
@@ -101,12 +102,14 @@ def test_a_family_drafts_and_is_drafted_for(family: str, bank_of: Callable[[str,
 
 @pytest.mark.parametrize("family", SWEPT)
 def test_native_text_is_transformers_own(family: str, bank_of: Callable[[str, str], Bank]) -> None:
-    """In float32: what rounding may turn is a logit within 1e-4 of another, which no text of these has."""
+    """Check native texts in float32 against transformers. Rounding could change only tokens whose logits differ by less
+    than 1e-4, which no text of these has."""
     assert bank_of(family, "float32").continuations == bank_of(family, "float64").continuations
 
 
 def test_costs_count_experts_that_a_row_is_sent_to(bank_of: Callable[[str, str], Bank]) -> None:
-    """A draft's share of the token budget is that of the weights that a token reads."""
+    """Check that costs count only experts that a row is sent to: a draft's share of the token budget is that of the
+    weights that a token reads."""
     bank = bank_of("qwen3_moe", "float64")
     made = config(bank.target, bank.drafts["plain"], k=2)
     weights = load_weights(made)
@@ -122,7 +125,7 @@ def test_costs_count_experts_that_a_row_is_sent_to(bank_of: Callable[[str, str],
 def test_chunks_deep_in_a_context_cost_what_the_model_takes(
     bank_of: Callable[[str, str], Bank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler is told by how much attention makes a chunk longer."""
+    """Check that the scheduler knows by how much attention makes a chunk slower that is deep in a context."""
     asked: list[float] = []
     monkeypatch.setattr(blueprint, "Scheduler", lambda **settings: asked.append(settings["attention_cost_ratio"]))
     made = [config(bank_of(family, "float64").target, None, k=0) for family in ("gemma3_text", "qwen3_moe")]

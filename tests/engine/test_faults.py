@@ -1,4 +1,4 @@
-"""A fault in a request or a step ends what it concerns; neighbours, prefix cache and engine go on."""
+"""A fault in a request or a step ends what it affects; other requests, prefix cache and engine go on."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ from engine.harness import VOCAB, Bank, assert_idle, config, make_engine, reques
 
 
 def poison_request(engine: Engine, monkeypatch: pytest.MonkeyPatch, marker: int, model: Model | None) -> None:
-    """Let `model` answer NaN in every row of a request whose fed tokens contain `marker`, and write NaN to its KV."""
+    """Let `model` return NaN for every row of a request whose fed tokens contain `marker`, and write NaN to its KV."""
     forward = TorchDecoder.forward
 
     def faulty(
@@ -109,11 +109,11 @@ def test_a_poisoned_chunk_is_never_shared_before_its_prompt_ends(
     [({"enforce_eager": True}, False), ({}, True), ({"model_impl": "transformers"}, False)],
     ids=["torch", "native", "transformers"],
 )
-def test_a_fault_behind_the_last_layer_that_sees_all_is_seen(
+def test_a_fault_after_the_last_layer_that_sees_all_is_seen(
     fields: dict[str, Any], is_native: bool, tmp_path: Path
 ) -> None:
-    """K and V of the third layer are not finite at a position that the chunk's last rows do not attend there, and the
-    first layer's are."""
+    """Check that a NaN from a layer after the last one with full attention is seen: the third layer's K and V are not
+    finite at a position outside the window of the chunk's last rows."""
     marker, prompt = VOCAB - 2, [20 + i for i in range(60)]
     target = make_overflowing(tmp_path / "target", marker, vocab=VOCAB, sliding_window=11)
     made = config(target, None, k=0, dtype="float32", **fields)
@@ -204,7 +204,8 @@ def test_a_rejected_request_leaves_nothing_behind(bank: Bank) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_output_that_cannot_be_read_ends_its_request_alone(bank: Bank, depth: int) -> None:
-    """The library's decoder panics on a token that is nothing but what it strips from both ends."""
+    """Check that an output that cannot be decoded ends its request alone. The tokenizers library panics on a token that
+    consists only of what it strips."""
     bad = bank.continuations[1][2]
     words = {(" " if i == bad else f"w{i}"): i for i in range(VOCAB)}
     backend = Backend(models.WordLevel(words, unk_token="w0"))

@@ -1,4 +1,5 @@
-"""A fixed sample in fp32, where rows of other counts round differently: only near-ties may differ, and rarely."""
+"""A fixed sample in fp32, where passes with other numbers of rows round differently: only near-ties may differ, and
+rarely."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Engines of Gemma 4's text model: transformers' text with any drafts, chunks and preemption, and errors by name."""
+"""Engines of Gemma 4's text model: transformers' text with any drafts, chunks and preemption, and errors that name the
+field."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def texts(target: Path, prompts: list[list[int]], params: SamplingParams, **opti
 def test_the_text_of_transformers(
     folder: Path, variant: str, drafter: dict[str, Any] | None, count: int, budget: int, blocks: int | None, depth: int
 ) -> None:
-    """By torch in float64, in chunks, batches, and a pool that is too small for all requests."""
+    """Check texts against transformers, by torch in float64: in chunks, in batches, in a pool too small for all
+    requests."""
     with float64():
         found = texts(
             folder / variant,
@@ -94,7 +96,7 @@ def test_the_text_of_transformers(
 
 @cache
 def plain(target: Path, dtype: str, quantization: str | None, sampled: bool) -> list[list[int]]:
-    """Native texts without drafts, each request alone."""
+    """Return native texts without drafts, each request alone."""
     params = SAMPLED if sampled else GREEDY
     return texts(target, PROMPTS, params, dtype=dtype, quantization=quantization, max_num_seqs=1, threads=1)
 
@@ -124,7 +126,8 @@ def test_native_text_is_that_without_drafts(
     blocks: int | None,
     threads: int,
 ) -> None:
-    """Whatever is drafted, preempted and batched, by any number of threads; sampled texts with coupled draws."""
+    """Check that native text equals that without drafts, for any drafts, preemption, batch and number of threads.
+    Sampled texts use coupled draws."""
     rule = {"rejection_sample_method": "coupled"} if sampled and drafter is not None else {}
     found = texts(
         folder / variant,
@@ -148,7 +151,8 @@ def test_native_text_is_transformers(folder: Path, variant: str) -> None:
 
 
 def test_a_shared_beginning_is_computed_once(folder: Path) -> None:
-    """With a prefix cache, and layers that read the keys and values of others."""
+    """Check that a common beginning is computed once, with a prefix cache and layers that read other layers' keys and
+    values."""
     target = folder / "gemma4"
     with float64():
         llm = LLM(model=str(target), dtype="float64", max_model_len=48, block_size=4)

@@ -1,4 +1,5 @@
-"""Engines over models that transformers computes: their text is that of `generate`, as targets and as drafts."""
+"""Engines over models that transformers computes (`generic`): their text is that of `generate`, as targets and as
+drafts."""
 
 import logging
 from pathlib import Path
@@ -31,11 +32,11 @@ from engine.harness import (
 from engine.test_equivalence import engine_settings
 
 SWEPT = ["gemma2", "deepseek_v3"]
-"""Windows and capped scores; experts, and heads of two sizes."""
+"""Architectures to test: one with windows and capped scores, one with experts and two sizes of heads."""
 
 
 def bank_of(folder: Path, name: str, count: int = 9, longest: int = LONGEST) -> Bank:
-    """`name` as target and, with noise, as draft; another architecture as draft."""
+    """Make a bank with `name` as target and, with noise, as draft; another architecture is a second draft."""
     target = make_generic(folder / "target", name, seed=1)
     drafts = {
         "close": perturb_checkpoint(target, folder / "close", noise=0.03, seed=2),
@@ -53,7 +54,8 @@ def banks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bank]:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_text_is_that_of_generate(name: str, tmp_path: Path) -> None:
-    """One request after the other joins; drafted by the same architecture, and by a plain model of ours."""
+    """Check texts against `generate`: requests join one after the other, drafted by the same architecture and by a
+    model that specrs has a decoder for."""
     bank = bank_of(tmp_path, name, count=5, longest=16)
     for draft, k in (("close", 3), ("ours", 2)):
         engine = make_engine(bank.target, bank.drafts[draft], k=k, block_size=8)
@@ -71,7 +73,7 @@ def test_text_is_that_of_generate(name: str, tmp_path: Path) -> None:
 @sweep(6)
 @given(data=st.data())
 def test_greedy_text(name: str, data: st.DataObject, banks: dict[str, Bank]) -> None:
-    """Whatever K, batch, blocks, chunks, prefixes and preemption."""
+    """Check greedy text for any K, batch, blocks, chunks, prefixes and preemption."""
     bank, fields = banks[name], data.draw(engine_settings(), label="engine")
     k = data.draw(st.integers(0, 6), label="K")
     draft = data.draw(st.sampled_from(sorted(bank.drafts)), label="draft")

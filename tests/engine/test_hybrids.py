@@ -1,5 +1,5 @@
-"""Engines whose target has layers with states: transformers' text at any K, chunking and preemption, and errors by
-name."""
+"""Engines whose target has gated delta nets: transformers' text at any K, chunking and preemption, and errors that name
+the field."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, det
 def test_the_text_of_transformers(
     folder: Path, drafter: dict[str, Any] | None, count: int, budget: int, blocks: int | None, depth: int
 ) -> None:
-    """By torch in float64, in chunks, batches, and a pool that is too small for all requests."""
+    """Check texts against transformers, by torch in float64: in chunks, in batches, in a pool too small for all
+    requests."""
     with float64():
         found = texts(
             folder,
@@ -101,7 +102,7 @@ SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=TOKENS, ignore_eos
 
 @cache
 def plain(folder: Path, dtype: str, quantization: str | None, sampled: bool) -> list[list[int]]:
-    """Native texts without drafts, each request alone."""
+    """Return native texts without drafts, each request alone."""
     options = {"dtype": dtype, "quantization": quantization, "max_num_seqs": 1, "threads": 1}
     return texts(folder, PROMPTS, SAMPLED if sampled else GREEDY, **options)
 
@@ -128,7 +129,8 @@ def test_native_text_is_that_without_drafts(
     threads: int,
     ks: list[int | None],
 ) -> None:
-    """Whatever is drafted, preempted and batched, by any number of threads; sampled texts with coupled draws."""
+    """Check that native text equals that without drafts, for any drafts, preemption, batch and number of threads.
+    Sampled texts use coupled draws."""
     rule = {"rejection_sample_method": "coupled"} if sampled and drafter is not None else {}
     params = SAMPLED if sampled else GREEDY
     found = texts(
@@ -153,7 +155,7 @@ def test_native_text_is_transformers(folder: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
 def test_native_text_of_experts_is_transformers(family: str, tmp_path: Path) -> None:
-    """With and without drafts."""
+    """Check native texts of hybrids with experts against transformers, with and without drafts."""
     sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
     target = make_checkpoint(tmp_path / "target", family, layer_types=KINDS, layers=len(KINDS), **SHAPE, **sizes)
     for drafter in DRAFTERS[:3]:
@@ -161,7 +163,7 @@ def test_native_text_of_experts_is_transformers(family: str, tmp_path: Path) -> 
 
 
 def test_several_completions_of_a_prompt(folder: Path) -> None:
-    """Each has a state of its own."""
+    """Check several completions of a prompt: each has a delta net state of its own."""
     llm = LLM(model=str(folder / "target"), max_model_len=64)
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True, detokenize=False)
     several = llm.generate({"prompt_token_ids": PROMPTS[3]}, params, use_tqdm=False)[0].outputs

@@ -17,7 +17,7 @@ PROMPT = {"prompt_token_ids": [1, 2, 3]}
 
 
 class Checked:
-    """A scheduler whose check is counted, and fails once its state is corrupt."""
+    """A scheduler that counts its invariant checks, and fails them once its state is corrupted."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -35,7 +35,7 @@ class Checked:
 
 
 class Unwrapping:
-    """Outputs that settle with the scheduler behind a `Checked`."""
+    """Outputs that settle with the scheduler inside a `Checked`."""
 
     def __init__(self, outputs: Outputs) -> None:
         self.outputs = outputs

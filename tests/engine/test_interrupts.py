@@ -1,4 +1,4 @@
-"""An interrupt between any two instructions of the engine leaves nothing behind, and the next text right."""
+"""An interrupt between any two instructions of the engine leaves nothing of its requests, and later texts are right."""
 
 import contextlib
 import sys
@@ -23,12 +23,12 @@ HERE = ("specrs/engine/", "specrs/backends/ring.py")
 
 
 class Interrupt(BaseException):
-    """Stands for KeyboardInterrupt, which pytest would take for its own."""
+    """Stands in for KeyboardInterrupt, which would stop pytest itself."""
 
 
 @contextmanager
 def interrupt_at(*counts: int) -> Iterator[None]:
-    """Raise `Interrupt` before the `counts`-th instructions of the engine, and of its runner's steps."""
+    """Raise `Interrupt` before the `counts`-th instructions of the engine and of its runner's steps."""
     seen = [0]
     ours: dict[CodeType, bool] = {}
 
@@ -58,7 +58,7 @@ def interrupt_at(*counts: int) -> Iterator[None]:
 
 
 class Anything:
-    """A grammar that allows every text, and its matcher: counts what it has accepted."""
+    """A grammar that allows every text, and its matcher, which counts the accepted tokens."""
 
     error = None
 
@@ -74,7 +74,8 @@ class Anything:
 
 
 class Session:
-    """Some requests on an engine that has served others: added, stepped, one aborted, the rest run to their end."""
+    """Requests on an engine that has served others: some are added, stepped, one is aborted, the rest run to their
+    ends."""
 
     def __init__(self, depth: int, tokenizer: Tokenizer, structured: bool = False) -> None:
         self.structured = structured
@@ -104,7 +105,7 @@ class Session:
         return made
 
     def end(self, requests: list[Request]) -> None:
-        """What a caller does after an interrupt."""
+        """Do what a caller does after an interrupt: abort what is left."""
         for request in requests:
             if not request.finished:
                 with contextlib.suppress(UnknownRequestError):
@@ -122,7 +123,8 @@ class Session:
     [(1, False, False), (2, False, False), (2, True, False), (1, False, True), (2, True, True)],
 )
 def test_an_interrupt_at_any_instruction(depth: int, structured: bool, again: bool, tokenizer: Tokenizer) -> None:
-    """With `again`, a second one comes while the engine tidies up after the first, or soon after."""
+    """Check an interrupt at any instruction. With `again`, a second one comes while the engine cleans up after the
+    first, or soon after."""
     session = Session(depth, tokenizer, structured)
     # Cases of one stride begin at places of their own.
     every = stride(4) * (3 if again else 1)
@@ -165,7 +167,8 @@ def test_an_interrupt_at_any_instruction(depth: int, structured: bool, again: bo
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_generate_leaves_nothing_behind(depth: int, tokenizer: Tokenizer) -> None:
-    """An interrupt in the middle of `LLM.generate`, wherever in the engine: nothing waits, runs or is in flight."""
+    """Check an interrupt during `LLM.generate`, anywhere in the engine: afterwards nothing waits, runs or is in
+    flight."""
     engine = make_engine(depth)
     llm = LLM.from_engine(engine, tokenizer)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -1,5 +1,5 @@
-"""Engines whose KV cache has codes: their text at any K is that at K = 0, whatever drafts, preempts or is cached; what
-they refuse; how much memory they take."""
+"""Engines with a quantized KV cache: text at any K is that of K = 0, for any drafts, preemption and prefix hits;
+settings that they reject; their memory."""
 
 import dataclasses
 import re
@@ -59,13 +59,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[EngineConfig, Weights]:
-    """By their configuration; weights are never written to."""
+    """Loaded weights by configuration. They are shared, because weights are never written to."""
     return {}
 
 
 @pytest.fixture(scope="module")
 def texts() -> dict[tuple[object, ...], list[int]]:
-    """At K = 0."""
+    """Texts at K = 0."""
     return {}
 
 
@@ -143,8 +143,8 @@ def test_the_text_is_that_of_no_drafts(
     budget: int,
     spare: int,
 ) -> None:
-    """Greedy and coupled, by torch in float64 and by native passes: with few blocks, so that requests are preempted,
-    prompts in chunks and prefixes of others. What was not written is the code of NaN."""
+    """Check texts, greedy and coupled, by torch in float64 and by native passes: with few blocks so that requests are
+    preempted, prompts in chunks, and prefix hits. Unwritten positions hold NaN."""
     blocks = -(-128 // block_size) + spare
     made = settings_of(
         *pair,
@@ -179,10 +179,11 @@ def test_the_text_is_that_of_no_drafts(
         assert request.output_token_ids == texts[key]
 
 
-def test_the_text_is_another_than_without_codes(
+def test_the_text_differs_from_that_of_an_unquantized_cache(
     pair: tuple[Path, dict[str, Path]], loaded: dict[EngineConfig, Weights]
 ) -> None:
-    """Or the sweep has shown nothing."""
+    """Check that the text differs from that of a cache that is not quantized. Otherwise the tests of texts would show
+    nothing."""
     found = set()
     for dtype in ("auto", "fp8_e4m3", "fp8_e5m2"):
         engine = engine_of(loaded, config(pair[0], None, k=0, kv_cache_dtype=dtype))
@@ -197,7 +198,7 @@ def test_the_text_is_another_than_without_codes(
 
 
 def test_memory(pair: tuple[Path, dict[str, Path]], loaded: dict[EngineConfig, Weights]) -> None:
-    """A byte for each number: as many more blocks fit, and the tensors are as large as is said."""
+    """Check memory: an FP8 cache takes one byte per number, so more blocks fit, and tensors have the reported size."""
     target, drafts = pair
     per_block = {}
     for of_target, of_draft in (("auto", None), ("fp8", None), ("fp8", "auto"), ("auto", "fp8_e5m2")):
@@ -219,8 +220,8 @@ def test_memory(pair: tuple[Path, dict[str, Path]], loaded: dict[EngineConfig, W
 
 @pytest.mark.parametrize("name", CODES)
 def test_native_codes_are_those_of_torch(pair: tuple[Path, dict[str, Path]], tmp_path: Path, name: str) -> None:
-    """Op by op and by native passes, in float32, with scales that are no powers of two: all but the few codes of
-    numbers that either rounds to the other side of a middle."""
+    """Check that native passes and eager ones store the same codes, in float32, with scales that are no powers of two;
+    except a few whose numbers are about halfway between two codes."""
     scales = {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor(s) for i in range(2) for x, s in KV_SCALES.items()}
     folder = quantized(pair[0], tmp_path / "scaled", scales)
     caches, logits = [], []
@@ -243,8 +244,9 @@ def test_native_codes_are_those_of_torch(pair: tuple[Path, dict[str, Path]], tmp
 
 
 @pytest.mark.parametrize("layout", ["llama", "speculators"])
-def test_a_head_s_codes(tmp_path: Path, layout: str) -> None:
-    """An EAGLE-3 head caches its keys and values as its target does, natively too; the text is that of K = 0."""
+def test_a_head_with_a_quantized_cache(tmp_path: Path, layout: str) -> None:
+    """Check that an EAGLE-3 head quantizes its KV cache as its target does, also in native passes; the text is that of
+    K = 0."""
     target = make_checkpoint(tmp_path / "target", "qwen3", seed=1, vocab=VOCAB, layers=6)
     head = make_eagle3(tmp_path / "head", target, layout, seed=3)
     made = config(target, head, k=3, method="eagle3", dtype="float32", kv_cache_dtype="fp8")
@@ -277,7 +279,8 @@ def test_numbers_of_another_type_are_rejected(pair: tuple[Path, dict[str, Path]]
 
 
 def quantized(source: Path, folder: Path, scales: dict[str, torch.Tensor]) -> Path:
-    """The checkpoint `source` as one of compressed-tensors in which no weight is quantized, with tensors besides."""
+    """Write the checkpoint `source` in the format of compressed-tensors, with no weight quantized, and with the tensors
+    `scales` added."""
     made = make_checkpoint(folder, "qwen3", seed=1, vocab=VOCAB)
     file = made / "model.safetensors"
     save_file({**load_file(file), **scales}, file)
@@ -291,7 +294,8 @@ def quantized(source: Path, folder: Path, scales: dict[str, torch.Tensor]) -> Pa
 
 @pytest.mark.parametrize("pattern", SCALE_NAMES)
 def test_scales_of_a_checkpoint(pair: tuple[Path, dict[str, Path]], tmp_path: Path, pattern: str) -> None:
-    """By every name; a layer with one scale has it for both, one without has 1. Without codes they are not read."""
+    """Check that KV scales of a checkpoint are read under every name. A layer with one scale uses it for both K and V;
+    one without uses 1. Without a quantized cache they are not read."""
     names = {x: f"model.layers.{{}}.self_attn.{pattern.format(x=x)}" for x in "kv"}
     scales = {names["k"].format(0): torch.tensor(0.5), names["v"].format(0): torch.tensor([0.25])}
     folder = quantized(pair[0], tmp_path / "scaled", scales)
@@ -315,7 +319,7 @@ def test_scales_of_a_checkpoint(pair: tuple[Path, dict[str, Path]], tmp_path: Pa
         (torch.tensor(0.0), "=0: must be finite and greater than 0"),
         (torch.tensor(-1.0), "=-1: must be finite and greater than 0"),
         (torch.tensor(torch.nan), "=nan: must be finite and greater than 0"),
-        (torch.ones(2), " has shape (2,), allowed is one scale of a layer"),
+        (torch.ones(2), " has shape (2,), expected one scale for the layer"),
     ],
 )
 def test_what_is_no_scale(pair: tuple[Path, dict[str, Path]], tmp_path: Path, value: torch.Tensor, reason: str) -> None:
@@ -328,7 +332,8 @@ def test_what_is_no_scale(pair: tuple[Path, dict[str, Path]], tmp_path: Path, va
 
 @pytest.mark.parametrize("codes", FRACTIONS)
 def test_scales_are_used(pair: tuple[Path, dict[str, Path]], tmp_path: Path, codes: torch.dtype) -> None:
-    """Powers of two change nothing but where numbers are subnormal or too large; scales that are far off do."""
+    """Check that scales are used: powers of two change nothing except at subnormal or too large numbers; scales that
+    are far off change the text."""
     name = next(name for name, dtype in CODES.items() if dtype == codes)
 
     def logits(k: float, v: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""An engine tells of its prefix cache where it is asked to. How that travels is tested by `make test-kv-events`."""
+"""An engine reports its prefix cache as KV events if asked to. `make test-kv-events` tests their transport."""
 
 import sys
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_every_step_tells_what_it_cached(k: int) -> None:
     assert_idle(engine)
 
 
-def test_nothing_is_told_unless_enabled() -> None:
+def test_nothing_is_reported_unless_enabled() -> None:
     engine = build_engine(EngineConfig(kv_events_config={}, max_model_len=64))  # type: ignore[arg-type]
     assert engine.publish is None
     LLM.from_engine(engine).generate([{"prompt_token_ids": list(range(11, 50))}], PARAMS, use_tqdm=False)

@@ -1,5 +1,4 @@
-"""Models some of whose layers see the last positions only: KV groups change the memory that a text takes, not the
-text."""
+"""Models in which some layers have windows: KV groups change the memory that a text takes, not the text."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +44,7 @@ MIXED: dict[str, dict[str, object]] = {
 
 @pytest.fixture(scope="module", params=MIXED)
 def mixed_bank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """Targets with layers of both kinds; one draft sees all positions in all of its layers."""
+    """Targets with windowed and full layers. One draft has full attention in all layers."""
     folder = tmp_path_factory.mktemp(request.param)
     bank = make_bank(folder, request.param, **MIXED[request.param])
     return replace(
@@ -65,12 +64,12 @@ def banks(mixed_bank: Bank) -> dict[str, Bank]:
 
 @pytest.fixture(params=["float64", "float32"])
 def either(request: pytest.FixtureRequest, banks: dict[str, Bank]) -> Bank:
-    """Each runner in turn."""
+    """Each runner (torch, native) in turn."""
     return banks[request.param]
 
 
 def blueprint(bank: Bank, draft: str | None = None, **fields: object) -> Blueprint:
-    """In KV groups where the engine's would be."""
+    """Return a blueprint with KV groups exactly if the engine would have them."""
     folder, k = (None, 0) if draft is None else (bank.drafts[draft], 3)
     made = config(bank.target, folder, k=k, dtype=bank.dtype, **fields)
     return Blueprint(made, weights(bank.target, folder, bank.dtype)).with_kv_groups()
@@ -133,7 +132,7 @@ def test_memory_for_what_is_held_is_enough(either: Bank) -> None:
 
 
 def make_long_target(folder: Path, length: int) -> Path:
-    """Five of six layers with windows of a 32nd of the context."""
+    """Write a target in which five of six layers have a window of a 32nd of the context."""
     small = {"kv_heads": 1, "group": 1, "head_dim": 16, "hidden": 32, "intermediate": 32}
     fields = {"layers": 6, "sliding_window_pattern": 6, "sliding_window": length // 32}
     return make_checkpoint(folder, "gemma3_text", vocab=64, max_position_embeddings=length, **small, **fields)  # type: ignore[arg-type]
@@ -141,7 +140,7 @@ def make_long_target(folder: Path, length: int) -> Path:
 
 @pytest.fixture(scope="module")
 def long_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five of six layers with windows of 1,024 in a context of 32,768."""
+    """A target in which five of six layers have a window of 1,024, in a context of 32,768."""
     return make_long_target(tmp_path_factory.mktemp("long"), 1 << 15)
 
 
@@ -150,7 +149,8 @@ LONG = {"max_model_len": 1 << 15, "max_num_seqs": 1, "max_num_batched_tokens": 2
 
 @pytest.mark.parametrize(("depth", "chunk"), [(1, 2048), (2, 512), (2, 1024)])
 def test_a_quarter_of_the_memory_for_32k_positions(long_target: Path, depth: int, chunk: int) -> None:
-    """By what a request holds at most, a step of so many tokens and all; on a GPU two are in flight."""
+    """Check that 32k positions take at most a quarter of the memory, by what a request holds at most while steps of
+    `chunk` tokens are in flight (two on a GPU)."""
     several, one = blueprints(long_target, depth, max_num_batched_tokens=chunk)
     assert several.depth == depth
     grouped, whole = (peak_blocks(made, 1 << 15) * made.bytes_per_block for made in (several, one))
@@ -160,7 +160,8 @@ def test_a_quarter_of_the_memory_for_32k_positions(long_target: Path, depth: int
 def test_a_quarter_of_the_memory_is_enough_with_steps_in_flight(
     long_target: Path,
 ) -> None:
-    """A row that is short of blocks has the steps before it settled first."""
+    """Check that a quarter of the memory is enough with steps in flight: a row that is short of blocks waits for
+    earlier steps to settle."""
     several, one = blueprints(long_target, 2)
     blocks = int(0.25 * one.least_blocks * one.bytes_per_block) // several.bytes_per_block
     assert peak_blocks(several, 1 << 15) > blocks
@@ -168,7 +169,7 @@ def test_a_quarter_of_the_memory_is_enough_with_steps_in_flight(
 
 
 def blueprints(target: Path, depth: int, **fields: object) -> tuple[Blueprint, Blueprint]:
-    """In KV groups, and with all layers in one."""
+    """Return the blueprint in KV groups, and that with all layers in one group."""
     made = config(target, None, k=0, **(LONG | fields))
     one = Blueprint(made, weights(target, None, "float64"), depth)
     several = one.with_kv_groups()
@@ -178,8 +179,11 @@ def blueprints(target: Path, depth: int, **fields: object) -> tuple[Blueprint, B
 
 
 def test_the_native_runner_serves_a_whole_context_in_a_quarter_of_the_memory(tmp_path: Path) -> None:
-    """By the bytes of the cache that a request runs in to the end of its context, and its text in one group. An eighth
-    of the 32k positions above, of the window and of a step's tokens: attention then takes a sixtieth of the time."""
+    """Check that the native runner serves a whole context in a quarter of the memory, with the text of one group.
+
+    The context, window and steps are an eighth of those of the test above, because attention then takes a sixtieth of
+    the time.
+    """
     length = 1 << 12
     target = make_long_target(tmp_path, length)
     sizes = LONG | {"max_model_len": length, "max_num_batched_tokens": 256}
@@ -207,7 +211,8 @@ def test_the_native_runner_serves_a_whole_context_in_a_quarter_of_the_memory(tmp
 
 
 def test_a_plain_target_with_a_draft_of_groups(banks: dict[str, Bank]) -> None:
-    """The draft keeps its KV in the target's one group."""
+    """Check a target with one KV group and a draft that would have several: the draft keeps its KV in the target's
+    group."""
     for bank in banks.values():
         plain = bank.drafts["plain"]
         texts = []
@@ -222,8 +227,11 @@ def test_a_plain_target_with_a_draft_of_groups(banks: dict[str, Bank]) -> None:
 
 
 def peak_blocks(made: Blueprint, length: int, blocks: int | None = None) -> int:
-    """The most blocks that a request holds whose prompt is all but two of `length` tokens, in a pool of `blocks`; None:
-    one that has enough. No model runs; as many steps are in flight as the engine has."""
+    """Return the maximum number of blocks that a request of `length` tokens holds, in a pool of `blocks`; None: a pool
+    with enough. All but two tokens are its prompt.
+
+    No model runs. As many steps are in flight as the engine has.
+    """
     scheduler, peak, step_id = made.scheduler(blocks or length), 0, 0
     scheduler.add_request(0, np.ones(length - 2, np.int64), limit=length)
     record, settled = np.zeros(scheduler.record_size, np.int64), np.zeros(scheduler.settled_size, np.int64)
@@ -245,7 +253,8 @@ def peak_blocks(made: Blueprint, length: int, blocks: int | None = None) -> int:
 
 
 def test_one_group_where_several_save_nothing(mixed_bank: Bank) -> None:
-    """A context within the windows; a draft as large as the target, which has its KV in every block, in large ones."""
+    """Check that there is one group where several would save nothing: a context within the windows, or a draft as large
+    as the target."""
     assert blueprint(mixed_bank, block_size=8).window_groups != ()
     assert blueprint(mixed_bank, block_size=8, max_model_len=10).window_groups == ()
     assert blueprint(mixed_bank, "equal", block_size=32).window_groups == ()

@@ -1,4 +1,4 @@
-"""`rejection` in steps that mix drafters: point masses, q over all ids and over some, side by side.
+"""`rejection` in steps that mix drafters: point masses, q over all ids, and q over some of them.
 
 Each text is drawn from the target's exact distribution, enumerated by transformers over 16 ids.
 """
@@ -19,7 +19,7 @@ from engine.test_sampling import TWO_TOKENS, check_two_token_draws
 
 @pytest.fixture(scope="module")
 def sixteen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A target over 16 ids and what drafts for it: over all of them, over 12 that another tokenizer shares, over 9."""
+    """A target over 16 ids and its drafters: over all ids, over the 12 that another tokenizer shares, over 9."""
     folder = tmp_path_factory.mktemp("sixteen_mixed")
     shape: dict[str, Any] = {"vocab": 16, "hidden": 32, "layers": 6, "kv_heads": 1, "head_dim": 16}
     shape["initializer_range"] = 0.4
@@ -36,7 +36,8 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("q", ["full", "shared", "reduced"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_two_token_draws_are_the_targets_own(sixteen: dict[str, Path], q: str, dtype: str) -> None:
-    """Prompt lookup next to a drafter with a q; in most steps some requests have drafts of either."""
+    """Check that pairs of drawn tokens have the target's distribution, with prompt lookup next to a drafter with a q.
+    Most steps have drafts of both."""
     speculative = {
         "method": "ngram,eagle3" if q == "reduced" else "ngram,draft_model",
         "model": str(sixteen[q]),

@@ -1,4 +1,4 @@
-"""Models of the core and of torch next to each other, in either role: drafts change no text.
+"""Native models and torch models as target and draft of each other: drafts change no text.
 
 The core's passes and float64 have one text. Sums of torch in fewer bits depend on how many rows a pass has, so there
 two tokens that are nearly tied may change places.
@@ -29,7 +29,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "transformers": {"dtype": "float32", "model_impl": "transformers"},
 }
 ROUNDING = {"eager bf16": 0.03, "transformers": 1e-4}
-"""By kind of target, how near the log probabilities of tokens that change places may be; 0 for others."""
+"""How much the log probabilities of two tokens may differ if they change places, by kind of target; 0 for kinds not
+named."""
 PAIRS = [
     ("native", "float64"),
     ("native", "eager bf16"),
@@ -57,7 +58,7 @@ def loaded(target: Path, draft: Path, kind: str) -> Weights:
 
 
 def texts(folders: tuple[Path, Path], target: str, draft: str, k: int, temperature: float) -> tuple[list[Request], int]:
-    """Requests that have run, and how many drafts stood."""
+    """Run requests. Return their texts and the number of accepted drafts."""
     weights = replace(loaded(*folders, target), drafter=loaded(*folders, draft).drafter)
     fields: dict[str, Any] = {"max_num_batched_tokens": 24, "block_size": 8} | KINDS[target]
     engine = build_engine(config(*folders, k=3, rule="coupled", **fields), weights)
@@ -102,7 +103,7 @@ def test_drafts_change_no_text(target: str, draft: str, temperature: float, fold
 
 @pytest.mark.parametrize("target", ["float64", "transformers"])
 def test_prompt_log_probabilities_are_those_of_native_passes(target: str, folders: tuple[Path, Path]) -> None:
-    """Prompts that share chunks, some of which ask for none."""
+    """Check prompt log probabilities against native passes, for prompts that share chunks, some without the option."""
     found = []
     for kind in (target, "native"):
         fields: dict[str, Any] = {"max_num_batched_tokens": 24, "block_size": 8} | KINDS[kind]

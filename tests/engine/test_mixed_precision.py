@@ -1,5 +1,5 @@
-"""Targets and drafts each of their own precision, from their own checkpoints: the text is that of K = 0. What
-`quantization=` may say of them."""
+"""Targets and drafts with different precisions, from their own checkpoints: the text is that of K = 0. Which values of
+`quantization=` fit them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PRECISIONS = ("bf16", "fp8", "int8", "int4", "gguf")
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
-    """Target and a close draft in each precision."""
+    """A target and a close draft in each precision."""
     folder = tmp_path_factory.mktemp("precisions")
     sizes = {"head_dim": 32, "kv_heads": 2, "hidden": 64, "intermediate": 160, "with_tokenizer": False}
     target = make_checkpoint(folder / "target", "llama", dtype=torch.bfloat16, **sizes)
@@ -82,7 +82,8 @@ def test_text_is_that_of_no_drafts(of_target: str, of_draft: str, checkpoints: d
 
 
 def test_each_has_its_own_precision(checkpoints: dict[str, dict[str, Path]], caplog: pytest.LogCaptureFixture) -> None:
-    """Integers are packed; what becomes numbers is bf16, and float32 only if the dtype says so."""
+    """Check each model's precision: integer weights stay packed; dequantized ones are bf16, or float32 if the dtype
+    says so."""
     caplog.set_level(logging.INFO, "specrs")
     made = load_weights(config(checkpoints["target"]["int4"], checkpoints["draft"]["fp8"], k=1, dtype="auto"))
     target, draft = made.models
@@ -129,7 +130,8 @@ def test_a_value_that_contradicts_the_checkpoint(checkpoints: dict[str, dict[str
 
 
 def test_random_weights_of_a_quantized_checkpoint(checkpoints: dict[str, dict[str, Path]]) -> None:
-    """They are numbers; its own method is no contradiction, another one still is."""
+    """Check random weights for a quantized checkpoint: they are not quantized. Its own method as `quantization` is
+    accepted, another one is rejected."""
     target = checkpoints["target"]
     own = {"int8": "compressed-tensors", "int4": "gptq", "gguf": "gguf", "fp8": "fp8"}
     for of, given in (*own.items(), ("int4", None)):
@@ -142,7 +144,7 @@ def test_random_weights_of_a_quantized_checkpoint(checkpoints: dict[str, dict[st
 
 
 def test_fp8_at_load(checkpoints: dict[str, dict[str, Path]]) -> None:
-    """Each projection by the definition, in float64: a scale for each output, the nearest e4m3 number."""
+    """Check FP8 at load against the definition in float64: one scale per output, and the nearest e4m3 number."""
     source = checkpoints["target"]["bf16"]
     plain, rounded = (load_native(source, dtype="float32", quantization=kind) for kind in (None, "fp8"))
     for before, after in zip(plain.weights.layers, rounded.weights.layers, strict=True):
@@ -160,15 +162,15 @@ def test_fp8_at_load(checkpoints: dict[str, dict[str, Path]]) -> None:
 def test_what_a_gpu_needs_room_for(
     of: str, checkpoints: dict[str, dict[str, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Codes count with their own bits, which are those that are loaded."""
+    """Check the memory that a GPU needs: quantized weights count with the bits that are loaded."""
     path = checkpoints["target"][of]
     model, checkpoint = open_checkpoint(path, None, "auto")
     assert isinstance(checkpoint, QuantizedTensors)
     made = QuantizedLoader(model, checkpoint, torch.bfloat16, torch.device("cpu")).load()
     projections = [getattr(layer, name) for layer in made.layers for name in ("qkv", "o", "gate_up", "down")]
-    coded = [weight for weight in projections if isinstance(weight, QuantizedWeight)]
-    assert len(coded) >= len(projections) - 1
-    saved = sum(2 * math.prod(weight.shape) - weight.codes.nbytes for weight in coded)
+    quantized = [weight for weight in projections if isinstance(weight, QuantizedWeight)]
+    assert len(quantized) >= len(projections) - 1
+    saved = sum(2 * math.prod(weight.shape) - weight.codes.nbytes for weight in quantized)
     untied = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     needed = 2 * (model.num_parameters + untied) - saved
     engine = EngineConfig(model=str(path), dtype="bfloat16", device="cuda")

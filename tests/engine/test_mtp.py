@@ -1,5 +1,5 @@
-"""MTP heads in engines: the text is that of no drafts, drafts and counts are those of transformers' `MtpModel`, called
-by hand."""
+"""MTP heads in engines: the text is that without drafts, and drafts and counts are those of transformers' `MtpModel`,
+called by hand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PROMPTS = [[_random.randrange(1, VOCAB) for _ in range(length)] for length in (1
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Targets with a head: at random, and fitted to the target's texts, so that it is right now and then."""
+    """Targets with an MTP head, either random or trained on the target's texts, so that it is right now and then."""
     made = tmp_path_factory.mktemp("mtp")
     make_checkpoint(made / "plain", "qwen3_5_text", layer_types=KINDS, layers=len(KINDS), seed=2, **SHAPE)
     for name in ("random", "fitted"):
@@ -74,7 +74,7 @@ def script(path: Path) -> tuple[Any, Script]:
 
 @pytest.fixture(autouse=True)
 def wide() -> Iterator[None]:
-    """Computations in float64 are in float64 throughout."""
+    """Make all computations in float64 checkpoints run in float64 throughout."""
     with float64():
         yield
 
@@ -122,7 +122,7 @@ def jobs_of(engine: Engine, k: int, ks: list[int | None] | None = None, **fields
 
 @pytest.mark.parametrize(("head", "k"), [("random", 4), ("fitted", 1), ("fitted", 16)])
 def test_drafts_and_counts_are_the_scripts(folder: Path, head: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in several chunks, several requests at a time."""
+    """Check drafts and counts against the script: prompts in several chunks, several requests at a time."""
     target, reference = script(folder / head)
     engine = engine_of(folder / head, k)
     poison(engine)
@@ -155,7 +155,8 @@ def seen(
 
 
 def test_native_drafts_are_those_of_torch_and_of_the_reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch in float32, natively by any number of threads, in other chunks, and with the reference's iteration."""
+    """Check that native drafts are those of torch in float32 and of the reference's iteration, with any number of
+    threads and other chunks."""
     path = folder / "fitted"
     known = seen(path, 3, monkeypatch)
     assert seen(path, 3, monkeypatch, dtype="float32", eager=True) == known
@@ -172,7 +173,8 @@ def test_native_drafts_are_those_of_torch_and_of_the_reference(folder: Path, mon
 
 
 def test_the_state_before_the_final_norm_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are then others than the script's."""
+    """Check that the tests notice a head that reads the state before the final norm: its drafts differ from the
+    script's."""
     known = seen(folder / "fitted", 3, monkeypatch)
     monkeypatch.setattr(MtpFacts, "aux_layer_ids", property(lambda self: (self.weights.target_layers,)))
     assert seen(folder / "fitted", 3, monkeypatch) != known
@@ -191,7 +193,8 @@ def test_the_state_before_the_final_norm_is_noticed(folder: Path, monkeypatch: p
 def test_the_text_of_transformers(
     folder: Path, head: str, method: str, k: int, budget: int, blocks: int | None, depth: int, ks: list[int | None]
 ) -> None:
-    """By torch in float64, in chunks, batches, and a pool that is too small for all requests."""
+    """Check texts against transformers, by torch in float64: in chunks, in batches, in a pool too small for all
+    requests."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         engine = engine_of(
             folder / head,
@@ -212,7 +215,7 @@ def test_the_text_of_transformers(
 
 @cache
 def plain(folder: Path, dtype: str, quantization: str | None, rule: str) -> list[list[int]]:
-    """Native texts without drafts, each request alone."""
+    """Return native texts without drafts, each request alone."""
     found = []
     for i, prompt in enumerate(PROMPTS):
         made = replace(config(folder / "random", 1, dtype=dtype, quantization=quantization), speculative_config=None)
@@ -257,7 +260,8 @@ def test_native_text_is_that_without_drafts(
     threads: int,
     ks: list[int | None],
 ) -> None:
-    """Whatever is drafted, preempted and batched; sampled texts with coupled draws."""
+    """Check that native text equals that without drafts, for any drafts, preemption and batch. Sampled texts use
+    coupled draws."""
     engine = engine_of(
         folder / head,
         k,
@@ -282,7 +286,7 @@ def test_native_text_is_that_without_drafts(
 
 @pytest.fixture(scope="module")
 def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target over 16 tokens."""
+    """A target over 16 tokens with an MTP head."""
     shape = {"vocab": 16, "hidden": 32, "kv_heads": 1, "head_dim": 16, "initializer_range": 0.4}
     return add_head(make_checkpoint(tmp_path_factory.mktemp("sixteen_ids") / "t", "qwen3_5_text", seed=5, **shape))
 
@@ -303,7 +307,7 @@ def test_the_engine_chooses_k(folder: Path) -> None:
 
 
 def test_fewer_ids_are_drafted(folder: Path, tmp_path: Path) -> None:
-    """The first ones, or the most frequent ones of a file."""
+    """Check a head that drafts fewer ids: the first ones, or the most frequent ones by a file."""
     (tmp_path / "counts.json").write_text(json.dumps({str(i): 1 for i in range(VOCAB - 10, VOCAB)}))
     for counts, allowed in ((None, range(10)), (str(tmp_path / "counts.json"), range(VOCAB - 10, VOCAB))):
         made = config(folder / "random", 3, size=10, dtype="float32")
@@ -320,8 +324,8 @@ def test_fewer_ids_are_drafted(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_prefix_hit_is_kept_whole(head_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a head that says so, as MTP heads do. It starts anew after what it lacks. Shown with EAGLE-3 heads, because
-    targets with MTP heads have no prefix cache."""
+    """Check that a prefix hit is kept whole for heads that may start anew after what they lack, as MTP heads do.
+    EAGLE-3 heads show it, because targets with MTP heads have no prefix cache."""
     assert MtpFacts.keeps_hits
     monkeypatch.setattr(HeadFacts, "keeps_hits", True)
     base = head_bank.prompts[5]
@@ -384,7 +388,7 @@ def test_what_is_rejected(folder: Path) -> None:
 
 @pytest.mark.parametrize("size", [None, 20])
 @pytest.mark.parametrize(("accepted", "warns"), [(399, True), (400, False)])
-def test_a_head_that_is_mostly_wrong_is_told(
+def test_a_head_that_is_mostly_wrong_is_reported(
     folder: Path, size: int | None, accepted: int, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafter = weights(folder / "random", "float32", False, None, size).drafter

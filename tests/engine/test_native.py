@@ -1,7 +1,7 @@
-"""Native models through the engine: the bits of logits, requests of every kind side by side, threads and their end.
+"""Native models through the engine: the bits of logits, requests of every kind in one batch, threads and their end.
 
-The lossless sweeps (`test_equivalence`, `test_sampling`, `test_ngram`) run on them as they do on models of torch.
-`backends/test_native` compares steps with those of the reference.
+The lossless sweeps (`test_equivalence`, `test_sampling`, `test_ngram`) run with native models as with torch models.
+`backends/test_native` compares steps with the reference's.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ PROCESSORS = len(usable_processors())
 def test_logits_are_the_same_bits(
     family: str, bf16_rows: bool, data: st.DataObject, request_bank: dict[str, Bank], more_banks: dict[str, Bank]
 ) -> None:
-    """Whatever K, batch, threads, blocks, chunks, preemptions and prefix hits."""
+    """Check that logits have the same bits for any K, batch, threads, blocks, chunks, preemptions and prefix hits."""
     bank = (request_bank | more_banks)[family]
     engine_k = data.draw(st.integers(0, 6), label="engine K")
     block_size = data.draw(st.sampled_from([1, 8, 16, 32]), label="block size")
@@ -90,7 +90,8 @@ def test_logits_are_the_same_bits(
 
 
 def test_logits_are_transformers_own_within_rounding(native_qwen_bank: Bank, native_llama_bank: Bank) -> None:
-    """float64 of the same weights; bf16 weights are rounded, and nothing but KV is after that."""
+    """Check logits against transformers in float64 with the same weights. bf16 weights are rounded, and after that only
+    KV is."""
     for bank, bound in ((native_qwen_bank, 2e-5), (native_llama_bank, 0.2)):
         model = load(bank.target)
         if bank.dtype == "bfloat16":
@@ -110,7 +111,8 @@ def test_logits_are_transformers_own_within_rounding(native_qwen_bank: Bank, nat
 
 
 def test_bf16_rows_need_bf16_weights(native_qwen_bank: Bank, native_llama_bank: Bank, tmp_path: Path) -> None:
-    """Draft models are no exception; float32 models whose matrices bf16 holds are served."""
+    """Check that bf16 rows need bf16 weights, in draft models too. A float32 model whose numbers bf16 holds exactly is
+    accepted."""
     bank = native_qwen_bank
     words = r"^cpu_activations='bf16': not implemented for these weights: .* = fp32 .*; allowed: 'auto' or 'fp32'$"
     for target, draft, dtype in ((bank.target, None, "float32"), (native_llama_bank.target, bank.target, "auto")):
@@ -137,9 +139,11 @@ def _has_tiles() -> bool:
 
 
 def test_prompts_by_tiles_are_the_same_bits_however_they_are_cut(native_qwen_bank: Bank) -> None:
-    """Logits of prompts and of what follows, by any chunks and at any K; not those of exact.
+    """Check prompts computed by tiles (AMX): logits of prompts and of later tokens have the same bits for any chunks
+    and K. They differ from those of `exact`.
 
-    Where the processor has no tiles they are rejected. `rust/cpu/tests` holds them to a reference on any.
+    Where the processor has no tiles, the option is rejected. `rust/cpu/tests` compares tiles with a reference on any
+    processor.
     """
     bank = native_qwen_bank
     fields = LOGITS | {"dtype": "bfloat16", "enable_prefix_caching": False}
@@ -174,7 +178,8 @@ def test_prompts_by_tiles_are_the_same_bits_however_they_are_cut(native_qwen_ban
 
 
 def test_bf16_rows_of_the_bundled_models() -> None:
-    """Target, draft and EAGLE-3 head round their rows: drafts change no text, and are accepted as often."""
+    """Check that target, draft and EAGLE-3 head of the bundled models round their rows to bf16: drafts change no text,
+    and are accepted as often."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     texts, lengths = [], []
     for method in (None, "draft_model", "eagle3"):
@@ -205,7 +210,7 @@ KINDS: list[dict[str, object]] = [
 
 
 def test_requests_of_every_kind_do_not_change_each_other(native_qwen_bank: Bank) -> None:
-    """Every text is that of the request alone."""
+    """Check that requests of every kind do not change each other: every text is that of the request alone."""
     bank, texts = native_qwen_bank, []
     for together in (False, True):
         engine = make_engine(bank.target, bank.drafts["close"], k=4, dtype=bank.dtype, max_num_batched_tokens=512)
@@ -250,7 +255,8 @@ def test_what_the_native_pass_does_not_compute_is_said_once(
 
 
 def num_threads() -> int:
-    """Threads of native passes in this process. A thread that ends meanwhile may be counted or not."""
+    """Return the number of threads of native passes in this process. A thread that ends meanwhile may be counted or
+    not."""
     names = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -359,7 +365,7 @@ def test_physical_cores_and_quotas(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def checkpoint(folder: Path, dtype: torch.dtype, change: float = 0.0) -> Path:
-    """bf16 numbers in a file of `dtype`; `change` is added to one of them."""
+    """Write a checkpoint whose numbers are exact in bf16, stored in `dtype`. `change` is added to one number."""
     made = make_checkpoint(folder, layers=1, dtype=torch.bfloat16)
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(made / "model.safetensors").items()}
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] += change
@@ -410,7 +416,8 @@ def test_matrices_stay_where_the_file_is_mapped(tmp_path: Path) -> None:
 
 
 def test_weights_serve_many_engines_at_once(native_qwen_bank: Bank) -> None:
-    """Nothing is written to them, and each engine has work space and threads of its own."""
+    """Check that several engines can share weights at once: none writes to them, and each has work space and threads of
+    its own."""
     bank = native_qwen_bank
     made = config(bank.target, bank.drafts["close"], k=3, dtype="float32")
     shared = load_weights(made)

@@ -1,6 +1,6 @@
-"""A native drafter whose own passes fail costs the drafts of its step, as one that raises does.
+"""A native drafter whose own passes fail costs the drafts of its step, as one that raises in Python does.
 
-What fails is real: its KV cache has fewer blocks than the target's, which each of its passes checks.
+The failure is real: the drafter's KV cache has fewer blocks than the target's, which each of its passes checks.
 """
 
 import logging
@@ -23,7 +23,7 @@ from engine.test_equivalence import engine_settings
 
 
 def shorten(patch: pytest.MonkeyPatch, blocks: int) -> None:
-    """Drafters of engines that are made from now on have KV caches of so many blocks."""
+    """Give drafters of engines made from now on KV caches of `blocks` blocks."""
     source = CpuRunner._draft_source
 
     def short(runner: CpuRunner, drafter: CpuDrafter) -> Any:
@@ -34,7 +34,8 @@ def shorten(patch: pytest.MonkeyPatch, blocks: int) -> None:
 
 
 def first_blocks(cache: NativeKVCache, count: int) -> Any:
-    """`count` blocks in the same memory. Native passes do not use the scratch block, which is the next one."""
+    """Return the first `count` blocks of the cache in the same memory. The scratch block is the next one; native passes
+    do not use it."""
     return native_cache([layer[: count + 1] for layer in cache.layers])
 
 
@@ -62,7 +63,8 @@ def engine_of(drafts: Drafts, name: str, k: int, blocks: int, **fields: Any) -> 
 @sweep(8)
 @given(data=st.data())
 def test_any_step_may_fail(name: str, data: st.DataObject, drafts: Drafts) -> None:
-    """At any of its passes: after prompts, catching up, or at the draft that needs a block that is not there."""
+    """Check that any pass of a drafter may fail: after prompts, in catch-up, or at the draft that needs a missing
+    block."""
     fields = data.draw(engine_settings(), label="engine")
     k = data.draw(st.integers(1, 6), label="K")
     size = fields.get("block_size", 16)
@@ -96,7 +98,7 @@ def test_one_that_always_fails_is_left_alone(name: str, drafts: Drafts, caplog: 
 
 
 def test_a_target_that_fails_still_ends_the_step(drafts: Drafts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the drafter's failures are the drafter's."""
+    """Check that a failing target ends the step's requests: only failures of the drafter are tolerated."""
     source = CpuRunner._source
 
     def short(runner: CpuRunner, model: Any, kv_cache: NativeKVCache) -> Any:

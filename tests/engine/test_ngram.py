@@ -1,4 +1,5 @@
-"""Prompt lookup through the engine: the text of K = 0 under every rule, and the drafts of a script of ten lines."""
+"""Prompt lookup through the engine: the text is that of K = 0 under every rule, and drafts are those of a script of ten
+lines."""
 
 import functools
 from pathlib import Path
@@ -23,7 +24,7 @@ MAX_MODEL_LEN = 128
 
 
 def make_engine(target: Path, *, k: int | str, sizes: tuple[int, int] = (1, 3), **fields: object) -> Engine:
-    """An engine that looks drafts up, on cached weights; torch computes float64."""
+    """Make an engine with prompt lookup on cached weights. torch computes in float64."""
     rule, dtype = fields.pop("rule", "rejection"), str(fields.pop("dtype", "float64"))
     speculative = {
         "method": "ngram",
@@ -38,7 +39,7 @@ def make_engine(target: Path, *, k: int | str, sizes: tuple[int, int] = (1, 3), 
 
 
 def lookup(tokens: list[int], sizes: tuple[int, int], k: int) -> list[int]:
-    """What `tokens` propose: the longest n-gram first, of its places the last."""
+    """Return the drafts for `tokens`: what followed the last place of the longest n-gram that occurs before."""
     for n in range(sizes[1], sizes[0] - 1, -1):
         for place in range(len(tokens) - n - 1, -1, -1):
             if tokens[place : place + n] == tokens[-n:]:
@@ -50,8 +51,8 @@ def lookup(tokens: list[int], sizes: tuple[int, int], k: int) -> list[int]:
 
 
 def script(prompt: list[int], text: list[int], sizes: tuple[int, int], k: int) -> list[tuple[int, int]]:
-    """(drafts, accepted) of each iteration that drafts while `text` is written after `prompt`: the first token comes
-    without, and K leaves room for one token of the target's own."""
+    """Return (drafts, accepted) of each iteration that drafts while `text` is written after `prompt`. The first token
+    comes without drafts, and K leaves room for one token of the target."""
     done, counts = 1, []
     while done < len(text):
         drafts = lookup(prompt + text[:done], sizes, min(k, len(text) - done - 1))
@@ -68,7 +69,8 @@ def script(prompt: list[int], text: list[int], sizes: tuple[int, int], k: int) -
 @sweep(40)
 @given(data=st.data())
 def test_greedy_text_and_drafts(family: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
-    """Texts are those of transformers, drafts and acceptance those of the script, whatever else is in the batch."""
+    """Check that texts are those of transformers, and that drafts and acceptance are the script's, whatever else is in
+    the batch."""
     bank: Bank = request.getfixturevalue(family)
     least = data.draw(st.integers(1, 4), label="prompt_lookup_min")
     sizes = (least, least + data.draw(st.integers(0, 3), label="more"))
@@ -129,7 +131,7 @@ SAMPLED = [
 def texts(
     target: Path, prompts: tuple[tuple[int, ...], ...], k: int, rule: str, dtype: str
 ) -> tuple[list[list[int]], int]:
-    """Every prompt with every way of sampling, and how many drafts were accepted."""
+    """Return the texts of every prompt with every way of sampling, and the number of accepted drafts."""
     engine = make_engine(target, k=k, sizes=(1, 2), rule=rule, dtype=dtype)
     jobs = []
     for i, prompt in enumerate(prompts):
@@ -142,7 +144,8 @@ def texts(
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 def test_sampled_text_is_that_of_k_0_under_both_rules(rule: str, either: Bank) -> None:
-    """With a point mass as q both rules draw the target's token in every row, so not even `rejection` depends on K."""
+    """Check sampled text against K = 0 under both rules. With a point mass as q both rules draw the target's token in
+    every row, so even `rejection` does not depend on K."""
     prompts = tuple(tuple(prompt) for prompt in either.prompts[:12])
     vanilla, none = texts(either.target, prompts, 0, "coupled", either.dtype)
     drafted, accepted = texts(either.target, prompts, 4, rule, either.dtype)
@@ -151,7 +154,7 @@ def test_sampled_text_is_that_of_k_0_under_both_rules(rule: str, either: Bank) -
 
 
 def test_no_q_is_kept(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither rule allocates `[B, K, V]`."""
+    """Check that no q is stored: neither rule allocates `[B, K, V]`."""
     engine = make_engine(qwen_bank.target, k=4, sizes=(1, 1))
     shapes = []
     empty = torch.empty
@@ -170,7 +173,7 @@ def test_no_q_is_kept(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_measures_and_plans(qwen_bank: Bank) -> None:
-    """Made-up prompts draft while steps are measured; afterwards texts are those of K = 0."""
+    """Check `auto`: made-up prompts draft while steps are measured; afterwards texts are those of K = 0."""
     engine = make_engine(qwen_bank.target, k="auto", max_num_seqs=4)
     assert engine.planner is not None
     assert engine.stats().drafts == 0

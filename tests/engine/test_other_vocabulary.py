@@ -1,4 +1,5 @@
-"""Drafts of another tokenizer (`use_heterogeneous_vocab`): what is proposed, and that the text stays the target's."""
+"""Draft models with another tokenizer (`use_heterogeneous_vocab`): what they propose, and that the text stays the
+target's."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from engine.test_sampling import SAMPLED, TWO_TOKENS, check_two_token_draws, sam
 
 
 def translated(target: Path, draft: Path, k: int, dtype: str, **fields: object) -> EngineConfig:
-    """An engine whose draft has another tokenizer."""
+    """Make an engine whose draft model has another tokenizer."""
     speculative = {"model": str(draft), "num_speculative_tokens": k, "use_heterogeneous_vocab": True}
     return replace(config(target, draft, k=k, dtype=dtype, **fields), speculative_config=speculative)
 
@@ -35,7 +36,8 @@ def make_engine(bank: Bank, draft: Path, k: int, **fields: object) -> Engine:
 
 
 def test_the_target_in_other_ids_is_always_accepted(either: Bank, tmp_path: Path) -> None:
-    """But where the text has what no tokenizer has: the padding of a random model."""
+    """Check that the target as its own draft in other ids is always accepted, except at ids that no tokenizer has: the
+    padding of a random model."""
     draft, k = rename(either.target, tmp_path / "draft"), 4
     engine = make_engine(either, draft.path, k)
     poison(engine)
@@ -53,7 +55,8 @@ def test_the_target_in_other_ids_is_always_accepted(either: Bank, tmp_path: Path
 
 
 def test_drafts_and_counts_are_those_of_a_plain_script(either: Bank, tmp_path: Path) -> None:
-    """Unknown tokens are fed as EOS, and only shared ones proposed: by transformers, from the tokens' names alone."""
+    """Check drafts and counts against a plain script by transformers: unknown tokens are fed as EOS, and only shared
+    tokens are proposed."""
     renamed, k = rename(either.drafts["close"], tmp_path / "draft", dropped=60), 3
     model, to_draft = load(renamed.path), renamed.ids
     eos = to_draft[0]
@@ -72,7 +75,7 @@ def test_drafts_and_counts_are_those_of_a_plain_script(either: Bank, tmp_path: P
                 with torch.inference_mode():
                     logits = model(torch.tensor([fed])).logits[0, -1]
                 proposed.append(shared[int(logits[[to_draft[t] for t in shared]].argmax())])
-            # behind a stop id the target goes on, unseen: its own continuation
+            # after a stop id the target goes on, unseen: its own continuation
             truth = either.continuations[i][done : done + k_r]
             m = next((j for j in range(k_r) if j >= len(truth) or proposed[j] != truth[j]), k_r)
             drafts, accepted, done = drafts + (k_r > 0), accepted + m, done + m + 1
@@ -99,7 +102,8 @@ def test_greedy_and_coupled_text_is_that_without_drafts(either: Bank, rule: str,
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_rejection_draws_are_the_targets_own(dtype: str, tmp_path: Path) -> None:
-    """With a q that is 0 on a third of the vocabulary."""
+    """Check that draws under `rejection` have the target's distribution, with a q that is 0 on a third of the
+    vocabulary."""
     shape = {"vocab": 16, "hidden": 32, "layers": 1, "kv_heads": 1, "head_dim": 16, "initializer_range": 0.4}
     target = make_checkpoint(tmp_path / "target", seed=5, **shape)
     draft = rename(make_checkpoint(tmp_path / "plain", seed=6, **shape), tmp_path / "draft", dropped=4)
@@ -108,7 +112,8 @@ def test_rejection_draws_are_the_targets_own(dtype: str, tmp_path: Path) -> None
 
 
 def test_shared_tokens_stand_for_the_same_bytes(tmp_path: Path) -> None:
-    """Byte-level and byte-fallback tokenizers write blanks and bytes differently."""
+    """Check that shared tokens stand for the same bytes: byte-level and byte-fallback tokenizers write blanks and bytes
+    differently."""
     write_tokenizer(tmp_path / "bytes", 400)
     from tokenizers import AddedToken, decoders, models
     from tokenizers import Tokenizer as Backend

@@ -27,7 +27,7 @@ PROMPTS = [tuple(prompt) for prompt in make_prompts(count=4)]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """A target and a close draft of each type of blocks, and of GPTQ with groups out of order."""
+    """A target and a close draft for each type of GGUF blocks, and for GPTQ with groups out of order."""
     folder = tmp_path_factory.mktemp("packed")
     sizes = {"head_dim": 64, "kv_heads": 2, "hidden": 256, "intermediate": 256, "layers": 1, "with_tokenizer": False}
     target = make_checkpoint(folder / "target", "qwen3", initializer_range=0.05, **sizes)
@@ -50,7 +50,7 @@ def loaded(target: Path, draft: Path | None, dtype: str) -> Weights:
 
 @functools.cache
 def alone(target: Path, prompt: tuple[int, ...], dtype: str, activations: str) -> tuple[np.ndarray, list[int]]:
-    """Logits and text of a prompt without drafts, in one chunk on one thread."""
+    """Return logits and text of a prompt without drafts, in one chunk on one thread."""
     fields = LOGITS | {"max_num_batched_tokens": 512, "threads": 1, "cpu_activations": activations}
     made = config(target, None, k=0, dtype=dtype, **fields)
     engine = build_engine(made, loaded(target, None, dtype))
@@ -102,7 +102,8 @@ def test_drafts_change_no_bit(
 
 
 def test_integers_of_8_bits_are_in_use(files: dict[str, tuple[Path, Path]]) -> None:
-    """They move every logit, by no more than a few hundredths of the largest."""
+    """Check that activations are rounded to 8-bit integers: every logit moves, by no more than a few hundredths of the
+    largest."""
     for kind in KINDS:
         wide, _ = alone(files[kind][0], PROMPTS[0], "float32", "int16")
         narrow, _ = alone(files[kind][0], PROMPTS[0], "float32", "int8")
@@ -115,7 +116,8 @@ def test_integers_of_8_bits_are_in_use(files: dict[str, tuple[Path, Path]]) -> N
 def test_activations_of_files_without_blocks(
     files: dict[str, tuple[Path, Path]], tmp_path: Path, activations: str
 ) -> None:
-    """They are rejected by name where a target has no blocks. A draft need not have any."""
+    """Check that 8-bit activations are rejected, with the field's name, if a target has no blocks. A draft need not
+    have any."""
     plain = make_checkpoint(tmp_path / "plain", "qwen3", layers=1, with_tokenizer=False)
     load_weights(config(files["Q4_K"][0], plain, k=1, dtype="float32", cpu_activations=activations))
     with pytest.raises(
@@ -125,7 +127,8 @@ def test_activations_of_files_without_blocks(
 
 
 def test_activations_of_models_that_torch_computes(tmp_path: Path) -> None:
-    """Only native passes round activations, so `int16` of another target is rejected."""
+    """Check that `int16` activations are rejected for models that torch computes, because only native passes round
+    activations."""
     plain = make_checkpoint(tmp_path / "generic", "qwen3", layers=1, with_tokenizer=False)
     made = config(plain, None, k=0, dtype="float32", cpu_activations="int16", model_impl="transformers")
     with pytest.raises(UnsupportedConfigError, match=r"^cpu_activations='int16': not implemented for a model"):

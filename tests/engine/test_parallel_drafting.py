@@ -25,19 +25,19 @@ from engine.test_equivalence import engine_settings
 from engine.test_sampling import SAMPLED, TWO_TOKENS, check_two_token_draws, sampled, vanilla_text, with_rule
 
 DTYPES = ["float64", "float32"]
-"""torch computes float64, the core the others."""
+"""Dtypes: torch computes in float64, native passes in float32."""
 WEIGHTS: dict[tuple[str, str], Weights] = {}
 
 
 @pytest.fixture(scope="session")
 def banks(qwen_bank: Bank, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bank]:
-    """By dtype."""
+    """Banks by dtype."""
     bank = with_parallel_draft(qwen_bank, tmp_path_factory.mktemp("parallel"))
     return {"float64": bank, "float32": native_bank(bank, "float32")}
 
 
 def parallel(target: Path, draft: Path, k: int, dtype: str, **fields: object) -> EngineConfig:
-    """An engine that drafts in parallel."""
+    """Make an engine that drafts in parallel."""
     speculative = {"model": str(draft), "num_speculative_tokens": k, "parallel_drafting": True}
     return replace(config(target, draft, k=k, dtype=dtype, **fields), speculative_config=speculative)
 
@@ -80,7 +80,7 @@ def test_drafts_and_counts_are_those_of_a_plain_script(dtype: str, k: int, banks
     seen: list[tuple[int, list[int]]] = []
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
-        """The drafts of a step: what it did not write over with the token after the accepted ones."""
+        """Record the drafts of a step, except those overwritten by the token after the accepted ones."""
         drafted, accepted, emitted = (
             int(slot.results_arrays[name][0]) for name in ("num_drafted", "num_accepted", "num_emitted")
         )

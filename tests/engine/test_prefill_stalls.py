@@ -1,4 +1,4 @@
-"""Prompts next to requests that decode: the engine tells what steps took, here on a clock that the test owns."""
+"""Prompts next to requests that decode: the engine reports how long steps took, here by a simulated clock."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from engine.scripted_runner import VOCAB, ScriptedRunner, make_engine, told
 
 BOUND = 100.0
 DECODE, TOKEN, REPORTED = 10.0, 0.5, 2.0
-"""Milliseconds: of a step that decodes, of a prompt's token, and of reporting one's log probabilities."""
+"""Milliseconds of a step that decodes, of a prompt's token, and of reporting a token's log probabilities."""
 
 
 class Clock:
@@ -27,7 +27,7 @@ class Clock:
 
 
 class TimedRunner(ScriptedRunner):
-    """Takes time for what it computes, one step after the other, as a device does next to the host."""
+    """Runner whose passes advance the clock, one step after the other, as a device does while the host goes on."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -48,8 +48,8 @@ class TimedRunner(ScriptedRunner):
 def chunks_beside_a_stream(
     monkeypatch: pytest.MonkeyPatch, depth: int, bound: float, *, reported: float = 0.0, **params: int
 ) -> list[int]:
-    """Prompt tokens of each step in which one request decodes and another's prompt of 2,000 tokens is computed;
-    `reported`: milliseconds that reporting a step takes for each of its prompt tokens."""
+    """Return the prompt tokens of each step in which one request decodes while another's prompt of 2,000 tokens is
+    computed. `reported`: milliseconds of reporting a step, for each of its prompt tokens."""
     clock = Clock()
     monkeypatch.setattr("specrs.engine.engine.time", SimpleNamespace(**{n: getattr(clock, n) for n in dir(clock)}))
     engine = make_engine(
@@ -92,7 +92,7 @@ def chunks_beside_a_stream(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_what_steps_took_bounds_prompts_beside_a_stream(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+def test_what_steps_took_bounds_prompts_next_to_a_stream(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     chunks = chunks_beside_a_stream(monkeypatch, depth, BOUND)
     assert all(TOKEN * chunk <= 1.3 * BOUND for chunk in chunks), chunks
     assert len(chunks) <= 2 * 2000 * TOKEN / BOUND, chunks

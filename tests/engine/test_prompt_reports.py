@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt are made into what users read of them chunk by chunk, while it is computed."""
+"""Log probabilities of a prompt are converted to their output form chunk by chunk, while the prompt is computed."""
 
 import asyncio
 

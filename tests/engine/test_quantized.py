@@ -1,4 +1,4 @@
-"""Engines with weights quantized at load: their text is that of the numbers that the integers stand for, at any K."""
+"""Engines with weights quantized at load: their text is that of the dequantized weights, at any K."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from engine.logits import LOGITS, logits_of, with_logits
 
 KINDS = ("int8", "int4", "q8_0", "q4_0")
 LARGEST = {"int8": 0.5 / 127, "int4": 0.5 / 7, "q8_0": 0.57 / 127, "q4_0": 1 / 8}
-"""Largest error of a weight over the largest weight of its matrix, with scales of fp16 where they are not the least."""
+"""Largest error of a weight divided by the largest weight of its matrix, by quantization."""
 BITS = {"int8": 8, "int4": 4, "q8_0": 8, "q4_0": 4}
 
 
 @functools.cache
 def weights(target: Path, draft: Path | None, dtype: str, kind: str | None, draft_kind: str | None) -> Weights:
-    """Loaded once."""
+    """Load the weights once per pair and kind."""
     return load_weights(quantizing(config(target, draft, k=1, dtype=dtype), kind, draft_kind))
 
 
@@ -68,7 +68,7 @@ def engine(
 
 @functools.cache
 def alone(target: Path, prompt: tuple[int, ...], dtype: str, kind: str | None) -> tuple[np.ndarray, list[int]]:
-    """Logits and text of a prompt without drafts, in one chunk."""
+    """Return logits and text of a prompt without drafts, in one chunk."""
     made = engine(target, None, kind, k=0, dtype=dtype, max_num_batched_tokens=512, **LOGITS)
     job = with_logits(0, list(prompt), 0, 0, 24)
     made.add_request(job)
@@ -116,8 +116,8 @@ def test_drafts_change_no_bit(family: str, data: st.DataObject, request_bank: di
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantized_model_is_the_model_of_its_numbers(kind: str, native_qwen_bank: Bank, tmp_path: Path) -> None:
-    """Written to a checkpoint, they give the same logits: to the bit with fp32 activations, within their rounding with
-    16-bit integers. The weights that they were made from do not."""
+    """Check that a checkpoint of the dequantized weights gives the same logits: to the bit with fp32 activations,
+    within their rounding with 16-bit activations. The original weights give other logits."""
     target, prompt = native_qwen_bank.target, tuple(native_qwen_bank.prompts[4])
     folder = tmp_path / "numbers"
     shutil.copytree(target, folder)
@@ -153,7 +153,8 @@ def test_a_quantized_model_is_the_model_of_its_numbers(kind: str, native_qwen_ba
 
 
 def test_what_is_quantized(native_qwen_bank: Bank) -> None:
-    """The projections of the target's layers, and of the draft's where that is asked for; not embedding and head."""
+    """Check which weights are quantized: the projections of the target's layers, and on request those of the draft's;
+    not embedding and LM head."""
     bank = native_qwen_bank
     for kind, draft_kind in (("int8", None), ("int4", "int8"), ("q4_0", "q8_0"), (None, "int4")):
         made = weights(bank.target, bank.drafts["small"], "float32", kind, draft_kind)
@@ -186,14 +187,15 @@ def test_groups_are_the_largest_that_divide(tmp_path: Path) -> None:
 
 
 def status(field: str) -> int:
-    """Bytes by /proc/self/status."""
+    """Return a field of /proc/self/status in bytes."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":")]
     return 1024 * int(line.split()[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory(kind: str, tmp_path: Path) -> None:
-    """No copy of the model but its codes while it loads; the file is mapped no longer when it is loaded."""
+    """Check memory: loading makes no copy of the model but its quantized weights, and afterwards the file is not
+    mapped."""
     folder = make_checkpoint(
         tmp_path / "large", hidden=512, intermediate=3072, layers=6, dtype=torch.bfloat16, with_tokenizer=False
     )
@@ -231,7 +233,8 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
     [("q4_0", torch.nan), ("q4_0", torch.inf), ("q4_0", 6e5), ("q8_0", 9e6), ("q4_k", torch.nan), ("q4_k", 5e6)],
 )
 def test_a_weight_that_no_block_holds_is_named(kind: str, value: float, tmp_path: Path) -> None:
-    """An eighth of the largest weight, or a 127th of it with Q8_0, or a 63rd with Q4_K, must be a number of fp16."""
+    """Check the error for a weight that no block can hold: an eighth of the largest weight (a 127th with Q8_0, a 63rd
+    with Q4_K) must be an fp16 number."""
     folder = make_checkpoint(tmp_path / "broken", layers=1, hidden=256, with_tokenizer=False)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = value
@@ -243,7 +246,8 @@ def test_a_weight_that_no_block_holds_is_named(kind: str, value: float, tmp_path
 
 
 def test_weights_that_fp16_scales_would_lose(tmp_path: Path) -> None:
-    """A matrix of tiny numbers is named; a block of them, or a matrix of zeros, becomes zeros."""
+    """Check weights that fp16 scales would lose: a matrix of tiny numbers is rejected with its name; a tiny block, or a
+    matrix of zeros, becomes zeros."""
     folder = make_checkpoint(tmp_path / "tiny", layers=1, with_tokenizer=False)
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -265,7 +269,7 @@ def test_weights_that_fp16_scales_would_lose(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_checkpoints_of_other_types(dtype: torch.dtype, tmp_path: Path) -> None:
-    """float16 and float64 are made float32 first, a matrix at a time."""
+    """Check that float16 and float64 checkpoints are converted to float32 before quantizing, a matrix at a time."""
     made = []
     folder = make_checkpoint(tmp_path / "model", layers=1, with_tokenizer=False, dtype=dtype)
     for of in (dtype, torch.float32):
@@ -303,8 +307,8 @@ def test_models_that_make_no_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_passes_have_the_same_numbers(kind: str, tmp_path: Path) -> None:
-    """A float64 model and the codes of a GPU hold the same numbers as native passes. No INT4 format of a GPU has units
-    for 96 inputs, so those weights are INT8 there."""
+    """Check that a float64 model and a GPU's quantized weights have the numbers of native passes. No INT4 format of a
+    GPU fits 96 inputs, so those weights are INT8 there."""
     folder = make_checkpoint(
         tmp_path / "model", hidden=128, intermediate=96, layers=1, dtype=torch.float64, with_tokenizer=False
     )
@@ -315,7 +319,7 @@ def test_other_passes_have_the_same_numbers(kind: str, tmp_path: Path) -> None:
     (plain,) = made.weights.layers
     config, checkpoint = open_checkpoint(folder, None, "auto")
     codes = quantized_at_load(checkpoint, kind)
-    (coded,) = QuantizedLoader(config, codes, torch.float32, torch.device("cpu")).load().layers
+    (quantized,) = QuantizedLoader(config, codes, torch.float32, torch.device("cpu")).load().layers
     bits = {
         name: codes.quantized_bits(f"model.layers.0.{name}.weight") for name in ("self_attn.q_proj", "mlp.down_proj")
     }
@@ -323,15 +327,15 @@ def test_other_passes_have_the_same_numbers(kind: str, tmp_path: Path) -> None:
     for name in ("qkv", "o", "gate_up", "down"):
         numbers = torch.from_numpy(numbers_of(getattr(native, name)))
         assert torch.equal(getattr(plain, name).dequantized().double(), numbers)
-        weight = getattr(coded, name)
+        weight = getattr(quantized, name)
         assert isinstance(weight, QuantizedWeight)
         assert weight.coding.kind == ("int8" if name in ("o", "down") or BITS[kind] == 8 else "int4")
         assert torch.equal(weight.dequantized(), numbers)
 
 
 def test_q4_k_is_for_inputs_that_make_super_blocks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Other matrices become Q8_0, which the log says once for each projection. The numbers are the same in a float64
-    model, and on a GPU, whose kernels read the codes of Q8_0 alone."""
+    """Check that Q4_K is used only for inputs that fill super-blocks; other matrices become Q8_0, which is logged once
+    per projection. A float64 model and a GPU have the same numbers."""
     folder = make_checkpoint(
         tmp_path / "mixed", hidden=256, intermediate=512, head_dim=32, layers=2, dtype=torch.float64,
         with_tokenizer=False,
@@ -350,7 +354,7 @@ def test_q4_k_is_for_inputs_that_make_super_blocks(tmp_path: Path, caplog: pytes
     assert isinstance(made, TorchDecoder)
     config, checkpoint = open_checkpoint(folder, None, "auto")
     codes = quantized_at_load(checkpoint, "q4_k")
-    coded = QuantizedLoader(config, codes, torch.float32, torch.device("cpu")).load().layers
+    quantized = QuantizedLoader(config, codes, torch.float32, torch.device("cpu")).load().layers
     for i, name in itertools.product((0, 1), ("qkv", "o", "gate_up", "down")):
         native = getattr(layers[i], name)
         assert isinstance(native, PackedWeight)
@@ -358,7 +362,7 @@ def test_q4_k_is_for_inputs_that_make_super_blocks(tmp_path: Path, caplog: pytes
         assert kinds == {"Q8_0" if name == "o" else "Q4_K"}
         numbers = torch.from_numpy(numbers_of(native))
         assert torch.equal(getattr(made.weights.layers[i], name).dequantized().double(), numbers)
-        weight = getattr(coded[i], name)
+        weight = getattr(quantized[i], name)
         assert isinstance(weight, QuantizedWeight) == (name == "o")
         assert torch.equal(weight.dequantized() if name == "o" else weight.weight, numbers)
     assert [codes.quantized_bits(f"model.layers.0.{name}.weight") for name in ("self_attn.o_proj", "mlp.up_proj")] == [

@@ -1,4 +1,4 @@
-"""Sweeps through the reference: the texts that engines write, on steps that its plain torch runs."""
+"""Engines whose steps run on the reference (plain torch): they write the same texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.test_sampling import SAMPLED, sampled
 @sweep(18)
 @given(data=st.data())
 def test_greedy_text(data: st.DataObject, request_bank: dict[str, Bank], head_bank: Bank) -> None:
-    """In float64 that of transformers, with native passes theirs without drafts, to the bit."""
+    """Check greedy text: in float64 that of transformers, with native passes to the bit theirs without drafts."""
     banks = {**{name: request_bank[name] for name in FAMILIES}, "head_bank": head_bank}
     name = data.draw(st.sampled_from(sorted(banks)), label="bank")
     bank, fields = banks[name], data.draw(engine_settings(), label="engine")
@@ -38,8 +38,8 @@ def test_greedy_text(data: st.DataObject, request_bank: dict[str, Bank], head_ba
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 def test_sampled_text_is_that_of_a_cpu(rule: str, native_qwen_bank: Bank) -> None:
-    """With everything that requests ask of their logits, drafts, and fewer blocks than they need; log probabilities
-    too."""
+    """Check sampled text and log probabilities against the CPU runner, with all constraints on logits, drafts, and too
+    few blocks."""
     bank = native_qwen_bank
 
     def texts(use: Callable[[Engine], object]) -> list[Request]:

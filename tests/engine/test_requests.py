@@ -1,4 +1,4 @@
-"""What a request may ask for: stops, minimum lengths, contexts, priorities, salts. Text is what transformers says."""
+"""Options of a request: stops, minimum lengths, contexts, priorities, salts. The text is transformers'."""
 
 import functools
 from pathlib import Path
@@ -152,7 +152,8 @@ def test_other_salts_share_nothing(any_bank: Bank) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_cached_tokens_are_those_of_the_first_admission(any_bank: Bank, depth: int) -> None:
-    """What a preempted request finds when it is admitted again, it computed itself: 42 tokens on a cold cache."""
+    """Check that cached tokens are counted at the first admission. A preempted request finds its own 42 tokens again,
+    but the cache was cold."""
     engine = make_engine(
         any_bank.target, any_bank.drafts["close"], dtype=any_bank.dtype, k=3, max_steps_in_flight=depth
     )

@@ -1,4 +1,4 @@
-"""Sampling through the engine: `coupled` text is a function of the seed alone, `rejection` keeps the distribution."""
+"""Sampling through the engine: `coupled` text depends on the seed alone, `rejection` keeps the distribution."""
 
 import functools
 from pathlib import Path
@@ -31,7 +31,7 @@ BAD_WORDS = [[40], [8, 34], [1, 2, 3]]
 
 
 def sampled(request_id: int, prompt: list[int], seed: int, k: int | None, engine_k: int, **params: object) -> Request:
-    """A request with the given parameters, without text."""
+    """Return a request with the given parameters, without text."""
     defaults = {"max_tokens": LONGEST, "detokenize": False, "num_speculative_tokens": k}
     return Request(
         request_id,
@@ -52,7 +52,7 @@ def with_rule(engine: Engine, rule: str) -> Engine:
 def vanilla_text(
     target: Path, prompt: tuple[int, ...], which: int, seed: int, bad_words: bool, dtype: str, **fields: object
 ) -> list[int]:
-    """What the request writes alone, without a draft model."""
+    """Return what the request writes alone, without a draft model."""
     engine = with_rule(make_engine(target, None, k=0, dtype=dtype, max_num_batched_tokens=512, **fields), "coupled")
     job = sampled(0 if bad_words else 1, list(prompt), seed, None, 0, **SAMPLED[which])
     engine.add_request(job)
@@ -166,7 +166,7 @@ def test_penalties_that_transformers_lacks_are_those_of_a_loop(qwen_bank: Bank, 
 
 @pytest.fixture(scope="module")
 def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Target and unrelated draft over 16 tokens."""
+    """A target and an unrelated draft over 16 tokens."""
     folder = tmp_path_factory.mktemp("sixteen")
     shape = {"vocab": 16, "hidden": 32, "layers": 1, "kv_heads": 1, "head_dim": 16, "initializer_range": 0.4}
     return (
@@ -176,7 +176,7 @@ def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pa
 
 
 def joint_distribution(target: Path, prompt: list[int], temperature: float) -> np.ndarray:
-    """p(t1, t2, t3) after `prompt`, `[16, 16, 16]`, by enumeration with transformers."""
+    """Return p(t1, t2, t3) after `prompt`, `[16, 16, 16]`, by enumeration with transformers."""
     model = load(target)
     pairs = torch.cartesian_prod(torch.arange(16), torch.arange(16))
     contexts = torch.cat((torch.tensor(prompt).expand(256, -1), pairs), dim=1)
@@ -205,8 +205,8 @@ TWO_TOKENS = {"max_num_seqs": 1000, "max_num_batched_tokens": 8192, "max_model_l
 
 
 def check_two_token_draws(engine: Engine, target: Path, k: int, draws: int, least_acceptance: float = 0.1) -> None:
-    """The first three tokens that an engine over 16 ids samples `draws` times, two by two, against the target's exact
-    distribution."""
+    """Sample the first three tokens `draws` times with an engine over 16 ids. Check the distributions of tokens 1 and 2
+    and of tokens 2 and 3 against the target's exact ones."""
     prompt, temperature = [3, 1, 4, 1, 5], 0.9
     asked = {"temperature": temperature, "max_tokens": 5, "ignore_eos": True, "detokenize": False}
     params = SamplingParams(num_speculative_tokens=k, **asked)

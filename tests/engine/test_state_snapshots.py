@@ -1,4 +1,4 @@
-"""Prefix hits of targets with layers that have states: they have the bits of a miss, with and without drafts."""
+"""Prefix hits of targets with gated delta nets: they have the bits of a miss, with and without drafts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def references(target: Path) -> list[list[int]]:
 
 
 def followed(texts_before: list[list[int]]) -> list[list[int]]:
-    """Prompts that go on after the texts."""
+    """Return prompts that continue the texts."""
     return [prompt + text + [3, 5] for prompt, text in zip(PROMPTS, texts_before, strict=True)]
 
 
@@ -101,7 +101,8 @@ def test_hits_have_transformers_text(
     slots: int | None,
     depth: int,
 ) -> None:
-    """By torch in float64, in chunks and batches, a pool that is too small for all requests, and few slots."""
+    """Check texts of prefix hits against transformers, by torch in float64: in chunks and batches, in a pool too small
+    for all requests, with few snapshot slots."""
     with float64():
         llm = engine(
             folder,
@@ -132,7 +133,8 @@ def state_bytes(folder: Path) -> int:
 
 @cache
 def plain(folder: Path, dtype: str, quantization: str | None) -> tuple[list[list[int]], list[list[int]]]:
-    """Native texts without drafts and prefix caching, each request alone: of the prompts, and of what follows them."""
+    """Return native texts without drafts and prefix caching, each request alone: after the prompts, and after prompts
+    that continue those texts."""
     options = {"dtype": dtype, "quantization": quantization, "max_num_seqs": 1, "enable_prefix_caching": False}
     llm = engine(folder, None, **options)
     first = texts(llm, PROMPTS)
@@ -159,7 +161,8 @@ def test_native_hits_have_the_bits_of_misses(
     blocks: int | None,
     slots: int | None,
 ) -> None:
-    """Whatever is drafted, preempted, evicted and batched; also where a prompt goes on after an answer."""
+    """Check that native hits have the bits of misses, for any drafts, preemption, eviction and batch; also if a prompt
+    continues an earlier answer."""
     first, second = plain(folder, dtype, quantization)
     llm = engine(
         folder,
@@ -178,7 +181,7 @@ def test_native_hits_have_the_bits_of_misses(
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: "none" if drafter is None else drafter["method"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_hit_computes_no_more_than_the_last_block(folder: Path, drafter: dict[str, Any] | None, dtype: str) -> None:
-    """Drafts change nothing about hits."""
+    """Check that a hit recomputes at most the last block, with and without drafts."""
     llm = engine(folder, drafter, dtype=dtype)
     prompt = PROMPTS[2] + PROMPTS[3]  # 66 tokens do not fit
     prompt = prompt[:50]
@@ -197,7 +200,8 @@ def test_a_hit_computes_no_more_than_the_last_block(folder: Path, drafter: dict[
 def test_a_hit_on_a_long_prompt_computes_at_most_a_block(
     folder: Path, drafter: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the places of snapshots that engines have, also for a prompt that goes on elsewhere after 3,000 tokens."""
+    """Check that a hit on a long prompt recomputes at most a block, with the engine's default places of snapshots; also
+    for a prompt that differs after 3,000 tokens."""
     monkeypatch.undo()
     speculative = {} if drafter is None else {"speculative_config": drafter}
     llm = LLM(model=str(folder / "target"), max_model_len=4200, threads=1, **speculative)

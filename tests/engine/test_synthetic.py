@@ -1,4 +1,4 @@
-"""Synthetic acceptance: the given rates come out position by position, and every output says what it is."""
+"""Synthetic acceptance: the given rates come out position by position, and every output is marked as synthetic."""
 
 import numpy as np
 import pytest

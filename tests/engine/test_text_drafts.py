@@ -1,4 +1,4 @@
-"""Drafts of another tokenizer by text (`use_heterogeneous_vocab` under `coupled`).
+"""Draft models with another tokenizer, compared as text (`use_heterogeneous_vocab` under `coupled`).
 
 The text is that of K = 0, and drafts are those of a plain script.
 """
@@ -36,11 +36,11 @@ from engine.test_sampling import SAMPLED, sampled, vanilla_text
 
 WORDS = ["def", "return", "value", "for", "in", "range", "é", "数", "print", "the", "cat", "sat", "\n", "  "]
 LOADED: dict[str, Weights] = {}
-"""By dtype."""
+"""Loaded weights by dtype."""
 
 
 def write_tokenizer(folder: Path, size: int, seed: int) -> Backend:
-    """A byte-level BPE learned from a text of its own; every byte is among its tokens."""
+    """Write a byte-level BPE tokenizer trained on a text of its own. Every byte is among its tokens."""
     rng = random.Random(seed)
     lines = [" ".join(rng.choices(WORDS[seed % 3 :], k=12)) for _ in range(60)]
     backend = Backend(models.BPE())
@@ -56,7 +56,7 @@ def write_tokenizer(folder: Path, size: int, seed: int) -> Backend:
 
 
 def teach(folder: Path, texts: list[list[int]], steps: int = 60) -> None:
-    """Let the checkpoint learn texts, so that what it writes is text."""
+    """Train the checkpoint on texts, so that it writes text."""
     model = load(folder, torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0)
     length = max(map(len, texts))
@@ -72,7 +72,7 @@ def teach(folder: Path, texts: list[list[int]], steps: int = 60) -> None:
 
 @pytest.fixture(scope="module")
 def text_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """A target and a draft of two tokenizers, which have learned the same sentences."""
+    """A target and a draft with different tokenizers, trained on the same sentences."""
     folder = tmp_path_factory.mktemp("text")
     rng = random.Random(5)
     sentences = [" ".join(rng.choices(WORDS, k=18)) for _ in range(10)]
@@ -93,7 +93,7 @@ def text_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
 
 @pytest.fixture(scope="module")
 def banks(text_bank: Bank) -> dict[str, Bank]:
-    """By dtype: torch computes float64, the core float32."""
+    """Banks by dtype: torch computes in float64, native passes in float32."""
     return {"float64": text_bank, "float32": native_bank(text_bank, "float32")}
 
 
@@ -152,7 +152,8 @@ def test_coupled_text_is_a_function_of_the_seed(banks: dict[str, Bank], data: st
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_counts_are_those_of_a_plain_script(dtype: str, banks: dict[str, Bank]) -> None:
-    """By transformers and the two tokenizers alone: read, write K tokens, read what they say, compare."""
+    """Check counts against a plain script by transformers: tokenize the text for the draft, draft K tokens, decode
+    them, compare."""
     text_bank = banks[dtype]
     k, draft = 4, load(text_bank.drafts["draft"])
     ours, theirs = (
@@ -190,8 +191,8 @@ def test_counts_are_those_of_a_plain_script(dtype: str, banks: dict[str, Bank]) 
 
 
 def test_texts_are_read_up_to_their_end(text_bank: Bank) -> None:
-    """What the draft wrote before its end is the same text in the target's tokens, and then the target's own end. A
-    character that is not whole is left out."""
+    """Check that drafts are read up to the draft's end token: the text before it in the target's tokens, then the
+    target's end token. An incomplete character is left out."""
     bridge = make_engine(text_bank, 3).drafter.bridge
     ours, theirs = bridge.target.backend, bridge.draft.backend
     before, after = "the cat sat in", " range for 数 value"
@@ -210,7 +211,7 @@ def test_texts_are_read_up_to_their_end(text_bank: Bank) -> None:
 
 
 def watch_feeding(engine: Engine, patch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that fills with how many tokens of its own each step feeds the drafter."""
+    """Return a list that gets the number of its own tokens that each step feeds the drafter."""
     fed: list[int] = []
     forward, execute = CallableModel.forward, engine.runner.execute
 
@@ -228,7 +229,8 @@ def watch_feeding(engine: Engine, patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_long_text_is_fed_piece_by_piece(text_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step feeds more than a step may have of prompts, and what is near besides; others draft meanwhile."""
+    """Check that a long text is fed to the drafter in pieces: no step feeds more than its budget for prompts allows.
+    Other requests draft meanwhile."""
     k, budget = 3, 16
     engine = make_engine(text_bank, k, max_num_batched_tokens=budget, max_steps_in_flight=1)
     poison(engine)
@@ -283,7 +285,8 @@ def test_kv_of_another_salt_is_not_gone_on_from(text_bank: Bank, monkeypatch: py
 def test_one_that_writes_nothing_is_asked_no_more(
     text_bank: Bank, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where K is planned: a step in which it was asked in vain is one whose first draft did not stand."""
+    """Check that a drafter that proposes nothing is no longer asked, if K is planned: a step in which it returns
+    nothing counts as one whose first draft was rejected."""
     k, asked = 3, []
     costs = CostModel.lines([1, 8], [0.3, 0.3], [1.1, 1.5], [1.0, 1.4])
     monkeypatch.setattr(Bridge, "target_ids", lambda *texts: [])
@@ -315,7 +318,8 @@ def test_one_that_writes_nothing_is_asked_no_more(
 def test_one_that_raises_costs_its_drafts(
     dtype: str, where: str, banks: dict[str, Bank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a pass of the draft model, or where texts are read: the texts stay, and later steps draft."""
+    """Check that a drafter that raises, in a pass or while texts are converted, costs its drafts: texts stay, and later
+    steps draft."""
     bank, calls, broken = banks[dtype], [0], {1, 2, 9, 30}
     if where == "passes":
         faulty = Faulty(broken.__contains__, monkeypatch)

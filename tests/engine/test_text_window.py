@@ -1,4 +1,4 @@
-"""A window of a text gives what the whole text gives, and reading a stream costs what is new in it."""
+"""A window of a text gives the same text as the whole, and reading a stream costs only what is new."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ STOPS = [(), ("STOP",), ("日本", "TSTO", " b"), ("abababababX",)]
 def test_a_window_gives_the_stable_text(
     tokenizer: Tokenizer, texts: list[str], noise: list[int], stop: tuple[str, ...], min_tokens: int, skip: bool
 ) -> None:
-    """Also where the tokens are bytes that are no text."""
+    """Check the stable text of a window, also if tokens are bytes that are no valid text."""
     whole = tokenizer.encode("".join(texts), add_special_tokens=False)
     ids = [token for pair in zip(whole, [*noise, *whole], strict=False) for token in pair]
     prompt = tokenizer.encode("a 🎉")
@@ -49,7 +49,7 @@ def test_a_window_gives_the_stable_text(
 class Counted:
     """An `Output` that counts the tokens which it decodes and the characters and tokens which it copies out.
 
-    It has nothing that copies the whole output.
+    It has no method that copies the whole output.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +79,8 @@ class Counted:
 def test_each_token_of_a_window_is_decoded_once_and_each_character_copied_once(
     tokenizer: Tokenizer, texts: list[str], stop: tuple[str, ...]
 ) -> None:
-    """Also where any token may begin a stop string, so that some text is always held back."""
+    """Check that each token is decoded once and each character copied once, also if any token may begin a stop string,
+    so that some text is always held back."""
     ids = tokenizer.encode("".join(texts), add_special_tokens=False)
     made: list[Counted] = []
 

@@ -1,4 +1,4 @@
-"""Models whose layers see the last positions only: their text is that of transformers, whatever is drafted."""
+"""Models whose layers all have windows: their text is that of transformers, for any drafts."""
 
 import shutil
 from pathlib import Path
@@ -31,7 +31,7 @@ from engine.test_equivalence import engine_settings
 
 @pytest.fixture(scope="module")
 def window_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """Every layer of the target sees 9 positions; one of its drafts sees all."""
+    """A target in which every layer has a window of 9, with drafts; one draft has full attention."""
     return make_bank(tmp_path_factory.mktemp("windows"), "mistral", tie=False, sliding_window=9)
 
 
@@ -44,7 +44,7 @@ def banks(window_bank: Bank) -> dict[str, Bank]:
 
 @pytest.fixture(params=["float64", "float32"])
 def either(request: pytest.FixtureRequest, banks: dict[str, Bank]) -> Bank:
-    """Each runner in turn."""
+    """Each runner (torch, native) in turn."""
     return banks[request.param]
 
 
@@ -55,7 +55,7 @@ def test_greedy_text(data: st.DataObject, banks: dict[str, Bank]) -> None:
     fields = data.draw(engine_settings(), label="engine")
     k = data.draw(st.integers(0, 8), label="K")
     draft = data.draw(st.sampled_from(sorted(bank.drafts)), label="draft")
-    if draft != "small":  # blocks come back behind the window, so no request needs more than three of 8 positions
+    if draft != "small":  # blocks outside the window are freed, so no request needs more than three of 8 positions
         fields["num_gpu_blocks_override"] = data.draw(st.sampled_from([3, 5, 9, 64]), label="blocks")
     engine = make_engine(bank.target, bank.drafts[draft], k=k, dtype=bank.dtype, **fields)
     poison(engine)
@@ -67,7 +67,7 @@ def test_native_text_is_transformers_own(banks: dict[str, Bank]) -> None:
 
 
 @pytest.mark.parametrize(("draft", "windowed"), [(None, True), ("equal", True), ("close", True), ("small", False)])
-def test_blocks_behind_the_window_come_back(either: Bank, draft: str | None, windowed: bool) -> None:
+def test_blocks_outside_the_window_come_back(either: Bank, draft: str | None, windowed: bool) -> None:
     bank, k = either, 0 if draft is None else 3
     folder = None if draft is None else bank.drafts[draft]
     engine = make_engine(bank.target, folder, k=k, dtype=bank.dtype, block_size=8, num_gpu_blocks_override=32)
@@ -85,8 +85,8 @@ def test_blocks_behind_the_window_come_back(either: Bank, draft: str | None, win
 
 @pytest.mark.parametrize("draft", [None, "equal", "small"])
 def test_memory_for_a_window_is_enough(banks: dict[str, Bank], draft: str | None) -> None:
-    """A pool of bytes is asked for what a request holds, not for all of its positions; of a draft that sees all, its KV
-    and that of the target's layers in its group."""
+    """Check that a pool sized for a window is enough: a request needs memory for what it holds, not for all of its
+    positions. A draft with full attention also needs that of the target's layers in its group."""
     bank, k, size = banks["float64"], 0 if draft is None else 3, 8
     folder = None if draft is None else bank.drafts[draft]
     one = make_engine(bank.target, folder, k=k, block_size=size, num_gpu_blocks_override=64)
@@ -108,7 +108,8 @@ def test_memory_for_a_window_is_enough(banks: dict[str, Bank], draft: str | None
 
 @pytest.mark.parametrize("place", [0, 30, 59])
 def test_a_fault_anywhere_in_a_chunk_is_seen(either: Bank, place: int, tmp_path: Path) -> None:
-    """Two layers of 9 positions: the last row of a chunk of 60 has seen 17, and others would find its blocks."""
+    """Check that a fault anywhere in a chunk is seen. With two layers of window 9, the last row of a chunk of 60
+    depends on 17 positions only, but other requests could find the chunk's blocks."""
     folder = shutil.copytree(either.target, tmp_path / "broken")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.embed_tokens.weight"][7] = torch.nan
@@ -124,6 +125,7 @@ def test_a_fault_anywhere_in_a_chunk_is_seen(either: Bank, place: int, tmp_path:
 
 
 def test_the_folder_of_another_window_is_another_model(window_bank: Bank, tmp_path: Path) -> None:
-    """So the tests above see a window at all."""
+    """Check that a folder with another window is another model, so that the tests above would notice a missing
+    window."""
     other = make_bank(tmp_path, "mistral", tie=False)
     assert other.continuations != window_bank.continuations

@@ -1,4 +1,4 @@
-"""Each example that loads a model, on the bundled pair: what it prints is what the engine writes by itself.
+"""Each example that loads a model, on the bundled pair: it prints what the engine writes.
 
 Those that need another package as a client run in tests/server/clients/test_examples.py.
 """
@@ -27,7 +27,7 @@ def llm() -> LLM:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs an example, and returns what it printed and its names."""
+    """Return a function that runs an example and returns what it printed and its global names."""
 
     def run(name: str, *argv: str) -> tuple[str, dict[str, Any]]:
         monkeypatch.setattr(sys, "argv", [name, *argv])
@@ -38,7 +38,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def continued(llm: LLM, text: str, tokens: int) -> str:
-    """The greedy continuation, without drafts."""
+    """Return the greedy continuation without drafts."""
     (output,) = llm.generate(text, SamplingParams(temperature=0.0, max_tokens=tokens), use_tqdm=False)
     return output.outputs[0].text
 
@@ -90,7 +90,7 @@ def test_async_requests(run: Any, llm: LLM) -> None:
 
 
 def test_the_notebook(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its cells, in their order and in one namespace, as a kernel runs them. It is stored without outputs."""
+    """Run the notebook's cells in order and in one namespace, as a kernel does. It is stored without outputs."""
     notebook = json.loads((FOLDER / "notebook.ipynb").read_text())
     assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["language"]) == (4, "python")
     names: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A clock that only an engine's passes move. Holds no tests."""
+"""A simulated clock that only an engine's passes advance. Holds no tests."""
 
 import pytest
 from specrs.engine.engine import Engine
@@ -7,7 +7,8 @@ from specrs.pair import DRAFT
 
 
 def count_passes(monkeypatch: pytest.MonkeyPatch, *, draft_token_ms: float = 0.0) -> None:
-    """For `forecast --measure`: a millisecond for the draft, ten for the target, and what a draft token costs it."""
+    """Advance a simulated clock in passes, for `forecast --measure`: 1 ms for the draft's, 10 ms for the target's, and
+    `draft_token_ms` for each draft token."""
     now = 0.0
     step = Engine.step
 

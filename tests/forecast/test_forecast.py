@@ -15,7 +15,7 @@ from forecast.clock import count_passes
 
 
 def row(k: int, concurrency: int = 1, **changes: object) -> SweepRow:
-    """A made-up measurement: T_d = 1, T_t = 10, vanilla 9, acceptance 0.5 * 0.5^i."""
+    """Return a made-up measurement: T_d = 1, T_t = 10, ITL without drafts 9, acceptance 0.5 * 0.5^i."""
     length = 1.0 + sum(0.5 * 0.5**i for i in range(k))
     itl = 10.0 + k if k else 9.0
     values: dict[str, object] = {
@@ -101,7 +101,8 @@ def test_a_noisy_concurrency_is_left_out_with_its_reason(tmp_path: Path, capsys:
 
 
 def test_verifications_read_more_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two of four experts for each row: of 2 rows an expert is read with 1 - 1 / 4, of 3 with 1 - 1 / 8."""
+    """Check that verification reads more experts. With two of four experts for each row, an expert is read with
+    probability 1 - 1/4 for 2 rows, and 1 - 1/8 for 3."""
     raw = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "vocab_size": 7,
@@ -183,7 +184,8 @@ def test_itl_by_k_and_rates(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_measured_here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that only passes of the models move: a millisecond for the draft, ten for the target."""
+    """Check `--measure` with a simulated clock that only passes advance: 1 ms for the draft's, 10 ms for the
+    target's."""
     count_passes(monkeypatch)
     picture = tmp_path / "out.png"
     argv = ["forecast", "--measure", "--k", "1,3,5", "--max-tokens", "32", "--num-prompts", "2", "--rounds", "1"]

@@ -33,8 +33,8 @@ def pair(folders: tuple[Path, Path], gpu: str = "H200", **fields: Any) -> Roofli
 
 
 def test_measured_passes_within_two_percent(folders: tuple[Path, Path]) -> None:
-    """Passes measured at a commit with more kernels: rotation was one, and combining the splits of a single row
-    another."""
+    """Check forecasts of passes measured at a commit that launched more kernels: one for RoPE, and one for combining
+    the splits of a single row."""
     roofline, measured = pair(folders), json.loads(MEASURED.read_text())
     passes, target, draft = measured["passes"], 452, 172
 
@@ -66,8 +66,8 @@ def test_measured_time_per_token_of_up_to_256_requests_within_ten_percent(folder
 
 
 def test_published_passes(folders: tuple[Path, Path]) -> None:
-    """Passes that vLLM takes on an H100: both models alone, and a verification of four drafts in a trace. vLLM's draft
-    waits for a host, which the forecast leaves out."""
+    """Check forecasts of vLLM's passes on an H100: both models alone, and a traced verification of four drafts. vLLM's
+    draft waits for the host, which the forecast leaves out."""
     roofline = pair(folders, "H100")
     assert roofline.target_pass(1, 0).ms(roofline.gpu) / 23.65 - 1 == pytest.approx(-0.03, abs=0.01)
     assert roofline.draft_pass(1).ms(roofline.gpu) / 2.27 - 1 == pytest.approx(-0.22, abs=0.01)
@@ -75,8 +75,8 @@ def test_published_passes(folders: tuple[Path, Path]) -> None:
 
 
 def test_published_sweep(folders: tuple[Path, Path]) -> None:
-    """The bandwidth of the sweep's machine is what makes its rows without drafts right; those with drafts of up to 32
-    requests, where none waits for another, are forecast."""
+    """Check a forecast of the published sweep. The bandwidth is fitted to its rows without drafts; rows with drafts are
+    forecast for up to 32 requests, among which none waits for another."""
     roofline = pair(folders, "H100", context=400)
     roofline = dataclasses.replace(roofline, gpu=dataclasses.replace(roofline.gpu, tb_per_s=2.22))
     errors: dict[bool, list[float]] = {True: [], False: []}
@@ -91,24 +91,24 @@ def test_published_sweep(folders: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize(("quantization", "share"), [("fp8", 0.5), ("int8", 0.5), ("int4", 4.25 / 16)])
-def test_codes_are_read_in_place_of_numbers(folders: tuple[Path, Path], quantization: str, share: float) -> None:
-    plain, coded = pair(folders), pair(folders, quantization=quantization)
+def test_quantized_weights_are_read_in_place(folders: tuple[Path, Path], quantization: str, share: float) -> None:
+    plain, quantized = pair(folders), pair(folders, quantization=quantization)
     head = 2.0 * plain.target.vocab_size * plain.target.hidden_size
     layers = plain.target.num_layers * 2.0 * (5120 * (8192 + 2048 + 8192) + 3 * 5120 * 25600)
-    before, after = (item.target_pass(1, 0) for item in (plain, coded))
+    before, after = (item.target_pass(1, 0) for item in (plain, quantized))
     # Beside codes heads are rotated by a kernel of their own, which reads and writes them.
     rotation = plain.target.num_layers * 4 * (8192 + 2048)
     assert before.bytes - after.bytes == pytest.approx(layers * (1 - share) - rotation)
     assert after.kernels - before.kernels == plain.target.num_layers
-    assert weight_bytes(plain.target) - weight_bytes(coded.target, quantization) == layers * (1 - share), (
+    assert weight_bytes(plain.target) - weight_bytes(quantized.target, quantization) == layers * (1 - share), (
         "an LM head keeps its numbers"
     )
     assert after.bytes > head
     # Codes of 65 to 256 rows are read once for every 64; of more they become numbers first.
-    wide = coded.target_pass(16, 5)
+    wide = quantized.target_pass(16, 5)
     assert wide.bytes - after.bytes > layers * share
     assert wide.kernels > plain.target_pass(16, 5).kernels
-    assert coded.target_pass(64, 5).bytes > plain.target_pass(64, 5).bytes
+    assert quantized.target_pass(64, 5).bytes > plain.target_pass(64, 5).bytes
 
 
 def test_more_rows_read_more_experts(tmp_path: Path) -> None:
@@ -133,16 +133,16 @@ def test_memory_and_kv(folders: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
-def test_a_cache_of_codes_is_half(folders: tuple[Path, Path], name: str) -> None:
-    """In memory, and in what attention reads; nothing else is less, and no kernel more."""
-    plain, coded = pair(folders, context=4096), pair(folders, context=4096, kv_cache_dtype=name)
-    assert kv_bytes(coded.target, name) == kv_bytes(plain.target) / 2
+def test_an_fp8_cache_takes_half(folders: tuple[Path, Path], name: str) -> None:
+    """Check that an FP8 KV cache takes half the memory and half the reads of attention; nothing else changes."""
+    plain, quantized = pair(folders, context=4096), pair(folders, context=4096, kv_cache_dtype=name)
+    assert kv_bytes(quantized.target, name) == kv_bytes(plain.target) / 2
     assert plain.draft is not None
     saved = 7 * 4096 * (kv_bytes(plain.target) + kv_bytes(plain.draft)) / 2
-    assert plain.memory_gb(7) - coded.memory_gb(7) == pytest.approx(saved / 1e9)
+    assert plain.memory_gb(7) - quantized.memory_gb(7) == pytest.approx(saved / 1e9)
     for one, other, model in (
-        (plain.target_pass(7, 3), coded.target_pass(7, 3), plain.target),
-        (plain.draft_pass(7), coded.draft_pass(7), plain.draft),
+        (plain.target_pass(7, 3), quantized.target_pass(7, 3), plain.target),
+        (plain.draft_pass(7), quantized.draft_pass(7), plain.draft),
     ):
         assert one.bytes - other.bytes == pytest.approx(7 * 4096 * kv_bytes(model) / 2)
         assert (one.kernels, one.flops) == (other.kernels, other.flops)

@@ -1,4 +1,4 @@
-"""Published measurements of two targets and five drafters: K that the forecast has not seen, from two that it has."""
+"""Published measurements of two targets and five drafters: other K are forecast from two K of each."""
 
 from statistics import fmean
 
@@ -33,7 +33,7 @@ def test_unseen_k_within_four_percent_at_every_concurrency() -> None:
 
 
 def test_the_forecast_reads_nothing_of_the_rows_it_predicts() -> None:
-    """Rows that are predicted, spoiled: the forecast stays, only what it is compared with moves."""
+    """Check that the forecast reads nothing of the rows it predicts: with those rows spoiled it stays the same."""
     import dataclasses
 
     rows = read(data_file(FILE))

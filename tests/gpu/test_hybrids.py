@@ -73,7 +73,7 @@ def text(net: DeltaNet, length: int, dtype: torch.dtype, device: torch.device) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @torch.inference_mode()
 def test_kernels_are_near_float64(device: torch.device, size: str, dtype: torch.dtype) -> None:
-    """A prompt in two chunks, then a verification."""
+    """Check kernels against float64: a prompt in two chunks, then a verification."""
     net, passes = NETS[size], Passes(NETS[size], K, dtype, device)
     x = text(net, 200, dtype, device)
     found = torch.cat(
@@ -91,8 +91,8 @@ def test_kernels_are_near_float64(device: torch.device, size: str, dtype: torch.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @torch.inference_mode()
 def test_bits_do_not_depend_on_drafts(device: torch.device, size: str, dtype: torch.dtype) -> None:
-    """Rows of verification, of which some are rejected, have the bits of rows one by one; a prompt does not depend on
-    its cut."""
+    """Check that verification with rejected rows has the bits of single rows, and that a prompt does not depend on its
+    chunks."""
     net = NETS[size]
     x, wrong = text(net, 120, dtype, device), text(net, 240, dtype, device)[120:]
     alone, drafted = Passes(net, 0, dtype, device), Passes(net, K, dtype, device)
@@ -119,7 +119,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("kind", ["ngram", "draft_model"])
 def test_texts(pair: tuple[Path, Path], kind: str) -> None:
-    """From graphs, with drafts and without, op by op, and torch's on the CPU. Only near-ties may differ."""
+    """Check texts with graphs, with and without drafts, eager, and torch's on the CPU. Only near-ties may differ."""
     target, draft = pair
     speculative: dict[str, Any] = {"method": kind}
     if kind == "ngram":
@@ -138,7 +138,8 @@ def test_texts(pair: tuple[Path, Path], kind: str) -> None:
 
 
 def test_an_equal_request_has_an_equal_text(pair: tuple[Path, Path]) -> None:
-    """In rows that other requests have left, with a pool that is too small for all."""
+    """Check that equal requests have equal texts, in rows that other requests used before, with a pool too small for
+    all."""
     target, draft = pair
     near = perturb_checkpoint(draft, target.parent / "near", noise=0.1, seed=3)
     engine = build(target, {"model": str(near)}, num_gpu_blocks_override=40, num_reserved_decode_tokens=0)

@@ -1,4 +1,4 @@
-"""Engines of every family, weight format and drafter on a GPU, in graphs: the texts of the CPU loop and of K = 0."""
+"""Engines of every family, weight format and drafter on a GPU, in graphs: the texts of the CPU runner and of K = 0."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +73,8 @@ def test_families(family: str, tmp_path: Path) -> None:
 
 
 def test_windows(tmp_path: Path) -> None:
-    """Every layer's: blocks behind them are others' while their request goes on."""
+    """Check models whose every layer has a window: blocks outside it go to other requests while their request goes
+    on."""
     target = make_checkpoint(tmp_path / "target", "mistral", seed=1, **(SHAPE | {"sliding_window": 40}))
     draft = perturb_checkpoint(target, tmp_path / "draft", noise=0.1, seed=2)
     assert_texts(target, {"model": str(draft)}, num_gpu_blocks_override=60)
@@ -81,7 +82,7 @@ def test_windows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
-def test_coded_weights(quantization: str, dtype: str, tmp_path: Path) -> None:
+def test_quantized_weights(quantization: str, dtype: str, tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", seed=1, **SHAPE)
     draft = perturb_checkpoint(target, tmp_path / "draft", noise=0.1, seed=2)
     speculative = {"model": str(draft), "quantization": quantization}
@@ -98,8 +99,8 @@ def test_coded_weights(quantization: str, dtype: str, tmp_path: Path) -> None:
 
 
 def test_rows_in_fp8(tmp_path: Path) -> None:
-    """FP8 by output times FP8 by row: of many rows by cuBLAS or CUTLASS. Where bf16 rounds otherwise codes may, too, so
-    that texts are compared loosely."""
+    """Check FP8 weights with a scale per output and FP8 activations with one per row; many rows use cuBLAS or CUTLASS.
+    Texts are compared loosely, because bf16 rounding may change codes."""
     target = make_checkpoint(tmp_path / "target", seed=1, **SHAPE)
     fields = {"dtype": "bfloat16", "quantization": "fp8"}
     drafts = {"model": str(target), "quantization": "fp8"}
@@ -112,7 +113,7 @@ def test_rows_in_fp8(tmp_path: Path) -> None:
 @pytest.mark.parametrize("coding", [Coding("fp8", 1024), Coding("fp8", 128, 128)])
 @pytest.mark.parametrize("rows", [65, 66, 300])
 def test_products_of_rows_in_fp8(coding: Coding, rows: int) -> None:
-    """Products of rows rounded to e4m3 are near the reference in float64, where the device has them."""
+    """Check products of rows rounded to e4m3 against the reference in float64, on devices that have them."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 120, (512, 1024), generator=generator, dtype=torch.uint8)
     scales = torch.rand(-(-512 // coding.outputs), 1024 // coding.group, generator=generator) + 0.5

@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs: exchanges in graphs, texts, memory, a rank that is killed. Skipped where there is one GPU."""
+"""Two ranks on two GPUs: exchanges in graphs, texts, memory, a killed rank. Skipped on one GPU."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def make(folders: tuple[Path, Path], size: int, degree: int = 1, **fields: Any) 
 
 
 def test_exchanges_in_graphs(tmp_path: Path) -> None:
-    """Prints which they are; both ranks have the same."""
+    """Print the methods of exchange in graphs, and check that both ranks have the same."""
     one, other = exchange(tmp_path, "cuda")
     assert one == other
     assert one in ("SymmetricExchanges", "GroupExchanges")

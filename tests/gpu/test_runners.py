@@ -75,7 +75,7 @@ def test_the_steady_state_neither_waits_nor_allocates(make_engine: MakeEngine, p
 
 
 def refuse_synchronisation() -> None:
-    """Every call that waits for the device raises. PyTorch warns once that the mode is a beta feature."""
+    """Make every call that waits for the device raise. PyTorch warns once that this mode is a beta feature."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode", category=UserWarning)
         torch.cuda.set_sync_debug_mode("error")
@@ -124,8 +124,8 @@ def poison(runner: CudaRunner) -> None:
 
 
 def test_a_row_driven_past_its_limit_stays_in_its_blocks(make_engine: MakeEngine) -> None:
-    """The host believes that the row may go on and has planned it again when it learns better, which it reports; the
-    device stops at its own limit, and the neighbour's KV keeps its bits."""
+    """Check that a row driven past its limit stays in its blocks. The host plans it once more before it learns the end;
+    the device stops at its own limit, and the neighbour's KV keeps its bits."""
     engine = make_engine()
     requests = submit(engine, [GREEDY] * 2, 200)
     while any(not request.output_token_ids for request in requests):
@@ -148,7 +148,8 @@ def test_a_row_driven_past_its_limit_stays_in_its_blocks(make_engine: MakeEngine
 
 
 def test_nan_ends_one_request_and_leaves_the_others(make_engine: MakeEngine) -> None:
-    """A faulty KV block of one request: it fails with a reason; neighbour and prefix cache stay clean."""
+    """Check that NaN in one request's KV block ends that request with a reason; other requests and the prefix cache
+    stay clean."""
     expected = generate(make_engine(), [GREEDY] * 2)
     engine = make_engine()
     requests = submit(engine, [GREEDY] * 2, 60)
@@ -173,7 +174,8 @@ def test_nan_ends_one_request_and_leaves_the_others(make_engine: MakeEngine) -> 
 def test_merged_steps_write_the_same(
     make_engine: MakeEngine, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that arrive one after the other ride in verification passes, of more than 64 rows with 32 requests."""
+    """Check that prompts that arrive one after the other run in verification passes, with more than 64 rows for 32
+    requests, and write the same."""
     texts, merged = [], list[bool]()
     for merges in (True, False):
         engine = make_engine(max_num_seqs=max_num_seqs, num_gpu_blocks_override=600)

@@ -1,4 +1,4 @@
-"""Passes at the shapes that are measured, on compiled kernels: bf16 and fp16 against float64 on the same device."""
+"""Passes at the sizes that are benchmarked, on compiled kernels: bf16 and fp16 against float64 on the same device."""
 
 import itertools
 
@@ -19,7 +19,7 @@ BLOCK = 16
 
 
 def config(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
-    """Two layers of a Qwen3 of that shape with a real vocabulary."""
+    """Return the configuration of a Qwen3 of two layers with these sizes and a real vocabulary."""
     return parse_config(
         {
             "architectures": ["Qwen3ForCausalLM"],
@@ -69,7 +69,7 @@ def decoder(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> TorchWe
 
 
 def exact(model: TorchWeights, ids: Tensor) -> Tensor:
-    """Logits of every position of one sequence in float64, written out."""
+    """Return logits of every position of one sequence, computed in plain float64."""
     c = model.config
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def exact(model: TorchWeights, ids: Tensor) -> Tensor:
 
 
 def inputs(ids: Tensor, first: int, count: int) -> PassInputs:
-    """Positions [first, first + count) of one sequence whose blocks lie backwards in the pool."""
+    """Return the inputs of positions [first, first + count) of one sequence, whose blocks lie backwards in the pool."""
     device = ids.device
     positions = torch.arange(first, first + count, device=device)
     blocks = torch.arange(len(ids) // BLOCK, -1, -1, device=device)[None]

@@ -1,4 +1,4 @@
-"""Texts of engines on a GPU: drawn prompts, every request to its end, how far two lists agree. Holds no tests."""
+"""Texts of engines on a GPU: drawn prompts, requests run to their ends, how far two lists agree. Holds no tests."""
 
 import random
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def exhaust(engine: Engine) -> None:
 
 
 def share_of_equal(mine: list[list[int]], theirs: list[list[int]]) -> float:
-    """Share of tokens before the first difference of each text."""
+    """Return the share of tokens before the first difference of each text."""
     same = 0
     for ours, reference in zip(mine, theirs, strict=True):
         differing = [i for i, (a, b) in enumerate(zip(ours, reference, strict=True)) if a != b]

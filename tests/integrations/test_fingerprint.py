@@ -1,4 +1,4 @@
-"""Any write changes a fingerprint, however it is made; where tensors lie in memory does not."""
+"""A fingerprint of weights changes with any write, however it is made, and not with their place in memory."""
 
 import itertools
 
@@ -15,7 +15,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several pieces, and several levels of sums."""
+    """Make pieces small, so that there are several pieces and several levels of sums."""
     monkeypatch.setitem(module._PIECE, "cpu", 4)
 
 
@@ -42,7 +42,8 @@ def test_any_flipped_bits_are_seen(dtype: torch.dtype, count: int, data: st.Data
 @pytest.mark.parametrize("dtype", DTYPES[:4])
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 1000, 2**16 + 5])
 def test_signs_alone_are_seen(dtype: torch.dtype, count: int) -> None:
-    """The highest bits, which a product modulo 2^64 loses: all of them, every second one, the last."""
+    """Check that changed signs alone are noticed: all, every second one, the last. A product modulo 2^64 would lose the
+    highest bits."""
     x = tensor(dtype, count)
     seen = {fingerprint([x])}
     for where in (slice(None), slice(None, None, 2), slice(1, None, 2), slice(-1, None)):

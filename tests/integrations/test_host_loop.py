@@ -1,4 +1,5 @@
-"""The example of a host around the parts: its text is the same for every K, and its statistics agree with the text."""
+"""The example of a host loop around the parts: its text is the same for every K, and its statistics agree with the
+text."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The example of a host around the scheduler: its texts are what its target writes alone, however scheduled."""
+"""The example of a host around the scheduler: its texts are what its target writes alone, for any schedule."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def host() -> ModuleType:
 
 
 def alone(host: ModuleType, prompt: list[int], max_tokens: int) -> list[int]:
-    """The target's own text, without caches, blocks or drafts."""
+    """Return the target's own text, without caches, blocks or drafts."""
     target, tokens = host.Model(), list(prompt)
     for _ in range(max_tokens):
         tokens.append(target.after(target.embedding[tokens]))

@@ -1,4 +1,5 @@
-"""specrs as transformers' decoding loop: the text of transformers alone, every family, with and without drafts."""
+"""specrs as transformers' decoding loop (`custom_generate`): the text of transformers alone, for every family, with and
+without drafts."""
 
 import copy
 import functools
@@ -31,7 +32,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Three prompts of unequal length, padded on the left as transformers wants it."""
+    """Return three prompts of unequal length, padded on the left for transformers."""
     prompts = [[5, 9, 100, 33, 7], [44], [8, 8, 150, 2, 9, 10, 11, 12]]
     width = max(map(len, prompts))
     return {
@@ -116,7 +117,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     indirect=["pair"],
 )
 def test_text_is_that_of_the_weights_as_they_are(pair: tuple[Any, Any], change: Callable[[Any], None]) -> None:
-    """Laid out anew after each kind of change, prefixes cached before included; and not where nothing has changed."""
+    """Check that changed weights are laid out anew, for each kind of change, with earlier prefixes dropped; and not if
+    nothing has changed."""
     model, draft = (copy.deepcopy(one) for one in pair)
     settings = {"do_sample": False, "pad_token_id": PAD, "max_new_tokens": 12, "eos_token_id": None}
     # Full blocks, which the prefix cache keeps.
@@ -170,7 +172,8 @@ def test_sampling_follows_torchs_seed(pair: tuple[Any, Any]) -> None:
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_rejected(tmp_path: Path, family: str) -> None:
-    """transformers holds all experts of a layer as one tensor, which is no checkpoint's."""
+    """Check that models with experts are rejected: transformers holds all experts of a layer as one tensor, unlike
+    checkpoints."""
     model = load(make_checkpoint(tmp_path / "target", family, seed=1))
     words = rf"architectures=\['{type(model).__name__}'\]: not implemented; allowed: .* without experts"
     with pytest.raises(UnsupportedModelError, match=words):

@@ -32,7 +32,7 @@ def pair(folder: Path) -> tuple[Any, Any]:
 
 
 class Recorder(BaseStreamer):
-    """What a streamer is told."""
+    """Streamer that records what it gets."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -58,7 +58,8 @@ def test_a_streamer_is_told_what_transformers_tells_it(k: int, wrapped: bool, pa
 
 
 def test_rows_of_a_batch_are_padded_as_in_transformers(pair: tuple[Any, Any]) -> None:
-    """Rows end at different positions; K drafts let them be at different positions at a time."""
+    """Check that rows of a batch are padded as in transformers. Rows end at different positions, also because of
+    drafts."""
     model, draft = pair
     ids = torch.tensor([[5, 9, 100], [44, 3, 8], [8, 150, 2]])
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -72,7 +73,7 @@ def test_rows_of_a_batch_are_padded_as_in_transformers(pair: tuple[Any, Any]) ->
 
 
 def test_an_iterator_over_text_ends(folder: Path, pair: tuple[Any, Any]) -> None:
-    """It waits for the end of the stream, in the thread of the caller."""
+    """Check that an iterator over text ends; the caller's thread waits for the end of the stream."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
     arguments = {"inputs": IDS, "streamer": streamer, "custom_generate": generate} | SETTINGS
@@ -85,7 +86,8 @@ def test_an_iterator_over_text_ends(folder: Path, pair: tuple[Any, Any]) -> None
 
 
 def test_no_streamer_of_an_outer_call_is_taken(pair: tuple[Any, Any]) -> None:
-    """The innermost `generate` counts. Here one without a streamer runs inside of one with a streamer."""
+    """Check that the innermost `generate` determines the streamer: here one without a streamer runs inside one with a
+    streamer."""
     model, _ = pair
 
     class Calling(Recorder):

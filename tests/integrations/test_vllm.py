@@ -1,4 +1,4 @@
-"""What vLLM calls of us, without vLLM: texts that move between rows, end and come back; drafts; the stand-in's API.
+"""What vLLM calls of specrs, without vLLM: texts that move between rows, end and return; drafts; the proposer's API.
 
 tests/integrations/vllm has the same inside a real vLLM (`make test-vllm`).
 """
@@ -41,7 +41,7 @@ def vllm_config(k: int = 5, least: int | None = 1, most: int | None = 3, **field
 def naive_draft(
     text: list[int], outputs: list[list[int]], most: int, least: float = 0.1, factor: float = 1.0
 ) -> list[int]:
-    """Suffix decoding by counting substrings one by one: of the text itself, and of all outputs."""
+    """Draft by suffix decoding, counting substrings one by one, in the text itself and in all outputs."""
 
     def count(texts: list[list[int]], part: list[int]) -> int:
         return sum(t[i : i + len(part)] == part for t in texts for i in range(len(t) - len(part) + 1))
@@ -80,7 +80,7 @@ class Batch:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_drafts_do_not_depend_on_places(which: str, data: st.DataObject) -> None:
-    """Rows are reordered and dropped between steps; drafts stay those of each text and of all outputs so far."""
+    """Check that drafts depend on the texts alone: rows are reordered and dropped between steps."""
     tokens = st.integers(0, 3)
     proposer, batch = getattr(vllm, which)(vllm_config()), Batch()
     started: list[list[int]] = []  # the prompt of each row
@@ -119,7 +119,8 @@ def test_drafts_do_not_depend_on_places(which: str, data: st.DataObject) -> None
 
 
 def test_the_better_way_is_taken_and_learned() -> None:
-    """Where the last occurrence misleads and the most frequent does not, suffix drafts are taken, and the other way."""
+    """Check that the better method is chosen: suffix drafts if the last occurrence misleads and the most frequent one
+    does not, and the reverse."""
     best = vllm.BestProposer(vllm_config())
     for way, other in (("suffix", "ngram"), ("ngram", "suffix")):
         best._statistics[way].stood, best._statistics[other].stood = 5.0, 0.1

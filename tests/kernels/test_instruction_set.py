@@ -1,4 +1,4 @@
-"""`make test-isa` runs under the instruction set that it names: every library is asked."""
+"""`make test-isa` runs under the instruction set that it names: every library is asked for its own."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ def assert_says(said: dict[str, str], name: str) -> None:
 
 
 def others(environment: dict[str, str]) -> dict[str, str]:
-    """The environment without the variables of any set."""
+    """Return the environment without the variables of any set."""
     return {key: value for key, value in environment.items() if key not in {*SETS["default"], VARIABLE}}
 
 
@@ -42,7 +42,7 @@ def test_these_tests_run_under_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_empty_name_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty variable counts as not set: make and CI pass unset variables on as empty."""
+    """Check that an empty variable counts as unset, because make and CI pass unset variables on as empty."""
     monkeypatch.setenv(VARIABLE, "")
     assert chosen() == {}
     monkeypatch.setenv(VARIABLE, "sse9")

@@ -17,7 +17,7 @@ NAN = float("nan")
 
 @dataclass
 class Batch:
-    """A pass over B requests; `rows[b]` are the positions fed for request b, -1 masked."""
+    """A pass over B requests; `rows[b]` are the positions fed for request b, -1 if masked."""
 
     rows: list[list[int]]
     heads: int
@@ -66,7 +66,8 @@ def make_batch(
     extra_rows: int = 0,
     max_blocks: int | None = None,
 ) -> Batch:
-    """Scattered blocks; NaN wherever a request has nothing: after its context, in free blocks, in scratch."""
+    """Make a batch with scattered blocks, and NaN where a request has nothing: after its context, in free blocks, in
+    scratch."""
     generator = torch.Generator().manual_seed(seed)
     contexts = [max(positions, default=-1) + 1 for positions in rows]
     needed = [-(-context // block_size) for context in contexts]
@@ -113,7 +114,8 @@ def make_batch(
 
 
 def reference(batch: Batch, before: Tensor, *, skip: int | None = None) -> dict[int, Tensor]:
-    """Output `[heads * D]` of every row at position >= 0, in float64; `before` is the cache before the pass."""
+    """Return the output `[heads * D]` of every row at position >= 0, in float64; `before` is the cache before the
+    pass."""
     cache = before.double().clone()
     for row, slot in enumerate(batch.slots.tolist()):
         if slot >= 0:
@@ -172,7 +174,7 @@ CASES = {
     "whole prompt": [span(0, 40)],
     "short prompt": [span(0, 7)],
     "chunk": [span(24, 61)],
-    "chunks beside decode": [span(0, 45), [12], span(3, 40), [8], span(4, 9)],
+    "chunks next to decode": [span(0, 45), [12], span(3, 40), [8], span(4, 9)],
     "masked tail": [[5, 6, -1, -1], [9, 10, 11, 12]],
     "masked head": [[-1, 0], [7, 8]],
     "masked request": [[4], [-1], [9]],
@@ -192,14 +194,14 @@ def test_matches_loop(rows: list[list[int]], block_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["one row", "verify", "mixed K", "chunks beside decode"])
+@pytest.mark.parametrize("name", ["one row", "verify", "mixed K", "chunks next to decode"])
 def test_dtypes(name: str, dtype: torch.dtype) -> None:
     check(make_batch(CASES[name], dtype=dtype, dim=16))
 
 
-@pytest.mark.parametrize("name", ["one row", "verify", "chunk", "chunks beside decode", "whole prompt"])
+@pytest.mark.parametrize("name", ["one row", "verify", "chunk", "chunks next to decode", "whole prompt"])
 def test_a_cache_of_fewer_bits(name: str) -> None:
-    """fp32 rows over K and V in bf16: these are rounded as they are written, and nothing else is."""
+    """Check fp32 rows over bf16 K and V: these are rounded when they are written, and nothing else is."""
     batch = make_batch(CASES[name], dtype=torch.float32, dim=16)
     batch.cache = batch.cache.bfloat16()
     rounded = batch.kv.bfloat16()
@@ -210,12 +212,13 @@ def test_a_cache_of_fewer_bits(name: str) -> None:
     assert torch.equal(batch.run(), expected)
 
 
-@pytest.mark.parametrize("name", ["one row", "decode batch", "mixed K", "chunks beside decode", "masked tail"])
+@pytest.mark.parametrize("name", ["one row", "decode batch", "mixed K", "chunks next to decode", "masked tail"])
 @pytest.mark.parametrize("codes", FRACTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("scales", [UNSCALED, KVScales(0.03, 0.4)])
-def test_a_cache_of_codes(name: str, codes: torch.dtype, dtype: torch.dtype, scales: KVScales) -> None:
-    """Against a loop over what the codes stand for; what was not written is the code of NaN, one row is too large."""
+def test_a_quantized_cache(name: str, codes: torch.dtype, dtype: torch.dtype, scales: KVScales) -> None:
+    """Check a quantized cache against a loop over the dequantized numbers. Unwritten positions hold NaN; one row is too
+    large for a code."""
     batch = make_batch(CASES[name], dtype=dtype, dim=16)
     most, of_kv = torch.finfo(codes).max, torch.tensor(scales, dtype=torch.float64).view(2, 1, 1, 1)
     stored = (batch.cache.double() / of_kv).to(codes)

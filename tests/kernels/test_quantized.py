@@ -1,4 +1,4 @@
-"""INT8 and INT4 weights: what quantizing costs at most, what packed integers stand for, bytes, wrong input."""
+"""INT8 and INT4 weights: maximum quantization error, numbers of packed integers, bytes, wrong input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specrs.models.stored import PackedWeight
 
 
 def quantized(weight: Array, group: int | None = None) -> Grouped:
-    """INT4 by groups, INT8 where `group` is None."""
+    """Quantize: INT4 by groups of `group` inputs, or INT8 if `group` is None."""
     out, size = weight.shape
     integers = np.full((out, size), 99, np.int8)
     scales = np.full((out, 1 if group is None else size // group), np.nan, BFLOAT16)
@@ -58,7 +58,7 @@ INTEGERS = st.sampled_from([(-8, 7), (-128, 127), (-15, 0), (40, 55), (0, 0)])
 
 @given(st.data())
 def test_packed_numbers_are_those_given(data: st.DataObject) -> None:
-    """Exactly, whatever the scales' type, the range of a group's integers, and the group."""
+    """Check that packed numbers are exactly those given, for every scale type, range of integers and group."""
     group, groups = 32 * data.draw(st.integers(1, 5), label="group"), data.draw(st.integers(1, 4), label="groups")
     generator = np.random.default_rng(data.draw(st.integers(0, 2**32), label="seed"))
     ranges = data.draw(st.lists(INTEGERS, min_size=1, max_size=3), label="ranges")
@@ -80,7 +80,8 @@ def test_packed_numbers_are_those_given(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_inputs_of_a_group_are_brought_together(data: st.DataObject) -> None:
-    """Numbers are those of the inputs' own order. Groups that are only in another order need no order of inputs."""
+    """Check that inputs of a group are brought together, with the numbers in the original order. Groups that are only
+    permuted as a whole need no order of inputs."""
     groups, group = data.draw(st.integers(1, 4), label="groups"), 32 * data.draw(st.integers(1, 3), label="group")
     generator = np.random.default_rng(data.draw(st.integers(0, 2**32), label="seed"))
     out, size = data.draw(st.integers(1, 20), label="out"), groups * group
@@ -120,7 +121,7 @@ ROWS = {
     "far from 0": lambda generator, shape: generator.standard_normal(shape) - 5.0,
     "sparse": lambda generator, shape: generator.standard_normal(shape) * (generator.random(shape) < 0.1),
 }
-"""Weights of which blocks are made."""
+"""Kinds of random weights to quantize, by name."""
 
 
 @given(
@@ -131,7 +132,8 @@ ROWS = {
     seed=st.integers(0, 2**32),
 )
 def test_q4_k_blocks(rows: str, shape: tuple[int, int], exponent: int, as_bf16: bool, seed: int) -> None:
-    """The package gguf reads the same numbers, and on ordinary weights their error is below that of its Q4_0."""
+    """Check Q4_K blocks: the package gguf reads the same numbers, and on ordinary weights the error is below that of
+    its Q4_0."""
     generator = np.random.default_rng(seed)
     weight = (ROWS[rows](generator, (shape[0], 256 * shape[1])) * 10.0**exponent).astype(np.float32)
     if as_bf16:
@@ -154,8 +156,8 @@ def test_q4_k_blocks(rows: str, shape: tuple[int, int], exponent: int, as_bf16: 
 
 
 def test_q4_k_of_special_rows() -> None:
-    """Zeros stay zeros, also next to other blocks; so do numbers that are too small. A block of one number is off by
-    at most the rounding of 6 bits."""
+    """Check Q4_K of special rows: zeros and too small numbers become zeros, also next to other blocks. A block of equal
+    numbers is off by at most the rounding of 6 bits."""
     weight = np.zeros((4, 256), np.float32)
     weight[1] = np.repeat(np.array([1, -1, 2, -2, 3, -3, 4, 0], np.float32), 32)
     weight[2] = 1e-38
@@ -202,14 +204,16 @@ def test_arrays_that_are_no_super_blocks(weight: Array, message: str) -> None:
     ],
 )
 def test_what_no_layout_holds(given: Grouped) -> None:
-    """Groups of 16, groups in another order, integers of 9 bits, numbers beyond fp32."""
+    """Check the errors for what no layout holds: groups of 16, interleaved groups, integers of 9 bits, numbers beyond
+    fp32."""
     assert given.packed() is None
 
 
 @pytest.mark.parametrize("group", [None, 32])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_shape_and_bytes(group: int | None, with_bias: bool) -> None:
-    """Outputs are packed by sixteen; a scale has two bytes and serves as many blocks as a group has, a power of two."""
+    """Check shape and bytes: outputs are packed by sixteen; a scale has two bytes and serves the blocks of its
+    group."""
     weight = np.linspace(-1, 1, 37 * 64, dtype=np.float32).reshape(64, 37).T.copy()
     made = [quantized(part, group).packed() for part in (weight[:5], weight[5:])]
     parts = tuple(part for part in made if part is not None)

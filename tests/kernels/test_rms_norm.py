@@ -45,8 +45,8 @@ def test_inplace_on_a_slice_leaves_the_rest() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
-    """By design: a norm is computed in fp32 even in a float64 model, whose text is held to transformers' to 1e-12. Both
-    sum a row by the same operator of torch in the same shape."""
+    """Check RMSNorm bit by bit against transformers. A norm is computed in fp32 even in a float64 model, and both sum a
+    row by the same torch operator."""
     module = Qwen3RMSNorm(96, eps=EPS).to(dtype)
     torch.nn.init.normal_(module.weight)
     x = torch.randn(7, 96).to(dtype)

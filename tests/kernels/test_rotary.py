@@ -50,9 +50,10 @@ def test_masked_rows_stay_finite() -> None:
 
 @pytest.mark.parametrize("position", [0, 1, 4095, 131_071])
 def test_angles_have_the_bits_of_transformers(position: int) -> None:
-    """Far positions: an fp32 product of position and frequency is off by 1e-2 there, so it must be the same product.
+    """Check angles at far positions bit by bit against transformers: an fp32 product of position and frequency is off
+    by 1e-2 there, so it must be the same product.
 
-    One product and one function of it, element by element: no order of a sum, so bits on any machine.
+    Angles are one product and one function per element. There is no order of a sum, so bits are equal on any machine.
     """
     frequencies = inverse_frequencies(64, 5e5)
     cos, sin = rotary_cos_sin(torch.tensor([position]), signed_frequencies(frequencies), torch.float64)

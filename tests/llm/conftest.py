@@ -15,7 +15,8 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Passes of this size take a fraction of a millisecond; on busy cores threads wait for each other far longer."""
+    """Use one thread: passes of this size take a fraction of a millisecond, and threads on busy cores wait for each
+    other far longer."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

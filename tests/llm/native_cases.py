@@ -1,4 +1,4 @@
-"""What a CPU serves by native passes, as functions of a folder of checkpoints. Imports nothing that needs torch.
+"""Cases that a CPU serves by native passes, as functions of a folder of checkpoints. Imports nothing that needs torch.
 
 `python native_cases.py FOLDER` runs all of them, and prints a line of JSON each: name, and result or traceback.
 """
@@ -89,12 +89,12 @@ COMPRESSED = ("ct-fp8", "ct-int8", "ct-int4", "ct-int4-asymmetric", "ct-nvfp4")
 
 
 def names(folder: Path) -> list[str]:
-    """All cases."""
+    """Return the names of all cases."""
     return [*engines(folder), *REQUESTS, "chat", "async"]
 
 
 def run(name: str, folder: Path) -> Any:
-    """Run a case, and return what came of it as JSON knows it."""
+    """Run a case. Return its result as JSON values."""
     if name in REQUESTS:
         return _outputs(_bundled().generate(TEXTS, _params(**REQUESTS[name]), use_tqdm=False))
     if name == "chat":
@@ -137,7 +137,7 @@ async def _streamed() -> list[str]:
 
 
 def _outputs(outputs: list[RequestOutput]) -> list[Any]:
-    """Tokens, texts and log probabilities. `float.hex` keeps every bit."""
+    """Return tokens, texts and log probabilities. `float.hex` keeps every bit."""
     found: list[Any] = []
     for output in outputs:
         assert output.error is None, output.error
@@ -153,7 +153,7 @@ def _entries(entry: Any) -> list[Any]:
 
 
 def lines(folder: Path) -> Iterator[str]:
-    """Run all cases."""
+    """Run all cases and yield a line of JSON for each."""
     for name in names(folder):
         try:
             yield json.dumps({"name": name, "result": run(name, folder)})

@@ -31,7 +31,7 @@ class ScriptedEngine:
         self.seen: list[Request] = []
         self.num_steps = self.num_idle = 0
         self.planned_ahead = False
-        """Whether a step is in flight when no request lives any more, as with a depth of 2."""
+        """True to pretend that a step is in flight when no request lives any more, as with a depth of 2."""
         self._in_flight = False
 
     def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
@@ -64,7 +64,7 @@ class ScriptedEngine:
         return touched
 
     def close(self) -> None:
-        """It has no threads."""
+        """Do nothing: this engine has no threads."""
 
     def settle_idle(self) -> None:
         self.num_idle += not self.live

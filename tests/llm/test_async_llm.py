@@ -1,4 +1,4 @@
-"""AsyncLLM: the same outputs as LLM, many calls at once, each ending alone; what a broken engine does to all."""
+"""AsyncLLM: the outputs of LLM, many calls at once, each ending alone; the effect of a broken engine on all."""
 
 import asyncio
 import gc
@@ -33,7 +33,7 @@ def llm(engine: ScriptedEngine, tokenizer: Tokenizer) -> Iterator[AsyncLLM]:
 
 
 class Gate:
-    """Lets the engine advance as often as the test says; otherwise it steps and nothing comes of it."""
+    """Lets the engine advance as often as the test says. Other steps do nothing."""
 
     def __init__(self, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._permits = threading.Semaphore(0)
@@ -59,7 +59,7 @@ async def all_of(llm: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY) ->
 
 
 async def settled(llm: AsyncLLM, engine: ScriptedEngine) -> int:
-    """How many requests live once the engine's thread has done what it was told so far."""
+    """Return the number of live requests once the engine's thread has done all commands so far."""
     known, live = await asyncio.wrap_future(llm._loop.call(lambda: (len(llm._loop._owners), len(engine.live))))
     assert known == live
     return known
@@ -212,7 +212,7 @@ def test_an_error_of_one_request_is_its_own(llm: AsyncLLM, engine: ScriptedEngin
 
 
 def failing(engine: ScriptedEngine, *, ends: bool) -> Callable[[Any], None]:
-    """A step that raises, and that ends its requests as the engine does where a step failed, or does not."""
+    """Return a step that raises. With `ends` it first ends its requests, as the engine does after a failed step."""
 
     def step(_: Any) -> None:
         for request in list(engine.live.values()) if ends else []:
@@ -314,7 +314,7 @@ def test_the_same_texts_as_llm() -> None:
     other = AsyncLLM(**settings)
 
     async def main() -> list[RequestOutput]:
-        # one after another, because what runs beside a request may change its drafts, and so its text
+        # one after another, because other requests may change its drafts, and so its text
         return [(await all_of(other, prompt, params))[-1] for prompt, params in zip(prompts, each, strict=True)]
 
     try:
@@ -355,8 +355,9 @@ def test_prompts_hold_up_streams_for_75_ms_unless_told(
 
 
 @pytest.mark.parametrize("closed_early", [False, True])
-def test_what_was_told_of_a_request_is_freed_without_a_collection(llm: AsyncLLM, closed_early: bool) -> None:
-    """A collection that walks all that is told of prompts holds every stream for as long."""
+def test_what_was_reported_of_a_request_is_freed_without_a_collection(llm: AsyncLLM, closed_early: bool) -> None:
+    """Check that what a request holds is freed without a garbage collection, which would stop every stream for as long
+    as it takes."""
 
     async def main() -> weakref.ref[OutputStream]:
         async with await llm.submit(["a", "b"], LONG) as stream:
@@ -374,7 +375,8 @@ def test_what_was_told_of_a_request_is_freed_without_a_collection(llm: AsyncLLM,
 
 
 def test_a_rejected_grammar_is_freed_without_a_collection(llm: AsyncLLM) -> None:
-    """Its fault knows the frames that it came through, and futures on the way know it."""
+    """Check that a rejected grammar is freed without a garbage collection, although its exception refers to frames and
+    futures."""
     freed = threading.Event()
 
     async def refused() -> None:

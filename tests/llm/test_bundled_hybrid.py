@@ -1,4 +1,5 @@
-"""The bundled hybrid: its MTP head drafts by default, changes no text, and is right as often as a plain script says."""
+"""The bundled hybrid: its MTP head drafts by default, changes no text, and is accepted as often as a plain script
+says."""
 
 from functools import cache
 from typing import Any
@@ -18,7 +19,7 @@ NEW_TOKENS = 24
 
 
 def texts(**fields: Any) -> tuple[list[list[int]], LLM]:
-    """Ids of eight prompts, greedy and with a seed, and the engine."""
+    """Return the ids of eight prompts, greedy and with a seed, and the engine."""
     llm = LLM(str(HYBRID), max_model_len=512, threads=1, **fields)
     outputs = llm.generate([p for p in PROMPTS[:8] for _ in range(2)], [GREEDY, SEEDED] * 8, use_tqdm=False)
     llm.engine.scheduler.check_integrity()
@@ -41,7 +42,7 @@ def test_text_is_that_without_drafts(k: int | str, dtype: str) -> None:
 
 @pytest.mark.parametrize(("k", "floor"), [(1, 1.6), (2, 2.1), (4, 2.8)])
 def test_acceptance_length(k: int, floor: float) -> None:
-    """The floors are well below what was measured on greedy texts."""
+    """Check the acceptance length against floors well below the measured values of greedy texts."""
     llm = LLM(str(HYBRID), max_model_len=512, threads=1, speculative_config={"num_speculative_tokens": k})
     llm.generate(list(PROMPTS[:16]), GREEDY, use_tqdm=False)
     assert llm.stats().acceptance_length > floor

@@ -1,4 +1,4 @@
-"""The front door on the real engine and the bundled pair: what the scripted engine cannot show."""
+"""`LLM` on the real engine and the bundled pair: what the scripted engine cannot show."""
 
 import shutil
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def vanilla() -> list[RequestOutput]:
-    """Without speculation, one at a time."""
+    """The bundled target without speculation, one request at a time."""
     llm = LLM(**SETTINGS)
     return [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS[:6]]
 

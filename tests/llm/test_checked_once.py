@@ -1,4 +1,4 @@
-"""A request is checked in one place: where its prompt and its parameters meet the limits of an engine."""
+"""A request is checked in one place: where its prompt and parameters meet the limits of an engine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from specrs.tokenizer import Tokenizer
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the checks that have run, in their order."""
+    """Return a list of the names of the checks that have run, in order."""
     ran: list[str] = []
 
     def noted(name: str, check: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +42,7 @@ def llm() -> LLM:
 
 
 def test_prompts_of_an_llm(llm: LLM, calls: list[str]) -> None:
-    """Several completions of a prompt are one request."""
+    """Check that several completions of a prompt are checked as one request."""
     params = SamplingParams(n=3, max_tokens=2, prompt_logprobs=1, stop="x")
     outputs = llm.generate([[5, 6], [7]], params, use_tqdm=False)
     assert [len(output.outputs) for output in outputs] == [3, 3]
@@ -69,7 +69,8 @@ def test_a_request_that_was_not_checked_is_checked_by_the_engine(llm: LLM, calls
     ],
 )
 def test_bodies_of_a_server(tokenizer: Tokenizer, calls: list[str], endpoint: str, body: dict[str, Any]) -> None:
-    """Also where stop strings are looked for in the content of messages, and not by the engine."""
+    """Check bodies of a server, also if stop strings are searched in the content of messages instead of by the
+    engine."""
     said = ask(Script(tokenizer, "b c d"), tokenizer, endpoint, body, ToolSettings(reasoning_parser="qwen3"))
     assert said.answer
     assert sorted(name for name in calls if name != "limits") == ["size", "values"]

@@ -19,7 +19,8 @@ RANDOM = SamplingParams(temperature=0.8, max_tokens=4)
 
 
 class LogprobEngine(ScriptedEngine):
-    """Token i of the output has logprob -1 - i and rank 3 among the tokens 34, 35 and itself."""
+    """Engine in which token i of the output has log probability -1 - i and rank 3 among the tokens 34, 35 and
+    itself."""
 
     def _advance(self, request: Request) -> None:
         known = len(request.output_token_ids)
@@ -51,7 +52,7 @@ def llm(engine: ScriptedEngine, tokenizer: Tokenizer) -> LLM:
 
 
 def by_seed(request: Request) -> list[int]:
-    """A text that the seed decides, as long as the seed is odd or even."""
+    """Return a text that depends on whether the seed is odd or even; both have the same length."""
     return [33 + request.seed % 64] * (2 + request.seed % 2) + [0]
 
 
@@ -283,7 +284,7 @@ def test_no_logprobs_unless_asked_for(llm: LLM) -> None:
     assert (completion.logprobs, completion.cumulative_logprob, output.prompt_logprobs) == (None, None, None)
 
 
-def test_prompt_logprobs_are_told_once(llm: LLM, engine: ScriptedEngine) -> None:
+def test_prompt_logprobs_are_reported_once(llm: LLM, engine: ScriptedEngine) -> None:
     params = GREEDY.replace(prompt_logprobs=1, n=3)
     (output,) = llm.generate([5, 6, 7], params, use_tqdm=False)
     assert output.prompt_logprobs is not None

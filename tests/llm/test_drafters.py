@@ -1,4 +1,4 @@
-"""Every drafter and some lists on the bundled target: text as with K = 0, and statistics add up by drafter."""
+"""Every drafter and some lists on the bundled target: the text of K = 0, and statistics that add up by drafter."""
 
 from functools import cache
 from typing import Any
@@ -24,7 +24,7 @@ PARAMS = (
 
 
 def texts(**speculative: Any) -> tuple[list[list[int]], LLM]:
-    """Ids of six prompts under both parameters, and the engine."""
+    """Return the ids of six prompts under both parameters, and the engine."""
     llm = LLM(speculative_config=speculative or None, max_model_len=512, threads=1)
     prompts = [prompt for prompt in PROMPTS[:6] for _ in PARAMS]
     outputs = llm.generate(prompts, list(PARAMS) * 6, use_tqdm=False)

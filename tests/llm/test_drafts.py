@@ -1,4 +1,4 @@
-"""`return_drafts` on the bundled pair: what was drafted is what the draft model writes by itself."""
+"""`return_drafts` on the bundled pair: the drafts are what the draft model writes alone."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def alone() -> LLM:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_drafts_are_what_the_draft_model_writes(alone: LLM, depth: int) -> None:
-    """Drafts follow the same tokens and are drawn without randomness."""
+    """Check that drafts are what the draft model writes after the same tokens, drawn without randomness."""
     speculative = {"num_speculative_tokens": K}
     llm = LLM(speculative_config=speculative, max_steps_in_flight=depth, max_model_len=256, max_num_seqs=4)
     starts, drafted, lengths, rejected = [], [], [], 0
@@ -46,7 +46,7 @@ def test_drafts_are_what_the_draft_model_writes(alone: LLM, depth: int) -> None:
     assert [output.outputs[0].token_ids for output in written] == drafted
 
 
-def test_drafts_are_not_told_unasked(alone: LLM) -> None:
+def test_drafts_are_not_reported_unasked(alone: LLM) -> None:
     (output,) = alone.generate(PROMPTS[0], PARAMS.replace(return_drafts=False, max_tokens=2), use_tqdm=False)
     assert output.outputs[0].drafts is None
     (output,) = alone.generate(PROMPTS[0], PARAMS.replace(max_tokens=2), use_tqdm=False)

@@ -1,4 +1,4 @@
-"""LLM on a scripted engine: order, forms of prompts, who fails, what is left behind after a fault."""
+"""LLM on a scripted engine: order, forms of prompts, which requests fail, what is left after a fault."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What requests ask of their logits, by the native pass at default settings: drafts change no text."""
+"""Constraints on logits in native passes at default settings: drafts change no text."""
 
 import re
 from typing import Any
@@ -47,7 +47,8 @@ def test_drafts_change_nothing(asked: dict[str, Any]) -> None:
 
 
 def test_log_probabilities_of_a_long_prompt() -> None:
-    """They are computed in pieces; torch's pass computes the same but for roundings."""
+    """Check log probabilities of a long prompt: they are computed in pieces; torch's pass gives the same but for
+    rounding."""
     prompt, params = "\n".join(PROMPTS[:5])[:900], GREEDY.replace(max_tokens=1, prompt_logprobs=3)
     found = []
     for enforce_eager in (False, True):

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @functools.cache
 def unit_states(folder: Path, prompts: tuple[tuple[int, ...], ...]) -> list[np.ndarray]:
-    """Final hidden states of the last tokens, of length 1 in float64: each prompt alone."""
+    """Return the final hidden states of the last tokens, scaled to length 1, in float64, each prompt alone."""
     model, found = load(folder), []
     with torch.inference_mode():
         for prompt in prompts:
@@ -48,7 +48,7 @@ def unit_states(folder: Path, prompts: tuple[tuple[int, ...], ...]) -> list[np.n
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small random checkpoint of each family that stores KV differently, and a draft for the first."""
+    """A small random checkpoint of each family that stores KV differently, and a draft for the first one."""
     root = tmp_path_factory.mktemp("pooling")
     made = {
         family: make_checkpoint(root / family, family, seed=i, vocab=VOCAB)
@@ -85,7 +85,8 @@ PROMPTS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=60).map(tupl
 def test_bits_depend_on_the_text_alone(
     folders: dict[str, Path], family: str, fields: dict[str, Any], data: st.DataObject
 ) -> None:
-    """Whatever the batch, chunks, blocks, prefix hits and texts that are generated in the same steps."""
+    """Check that an embedding's bits depend on its text alone: not on batch, chunks, blocks, prefix hits, or texts
+    generated in the same steps."""
     fields = {"dtype": "float32", **fields}
     prompts = data.draw(PROMPTS)
     prefix = data.draw(st.sampled_from([(), tuple(range(1, 41))]))
@@ -118,7 +119,7 @@ def test_bits_depend_on_the_text_alone(
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_models_of_torch_embed_the_same_texts(folders: dict[str, Path], dtype: str) -> None:
-    """A decoder whose passes Python computes."""
+    """Check embeddings of a torch decoder, whose passes Python computes."""
     prompts = [[7, 3, 5] * 20, [1], [7, 3, 5]]
     llm = make_llm(folders["qwen3"], dtype=dtype, enforce_eager=True, max_num_batched_tokens=16)
     assert not llm.engine.runner.is_native
@@ -127,7 +128,7 @@ def test_models_of_torch_embed_the_same_texts(folders: dict[str, Path], dtype: s
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def test_generated_text_is_the_same_beside_embeddings(folders: dict[str, Path]) -> None:
+def test_generated_text_is_the_same_next_to_embeddings(folders: dict[str, Path]) -> None:
     prompt, params = [3, 1, 4, 1, 5], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     llm = make_llm(folders["qwen3"], folders["draft"], k=3, dtype="float32")
     (alone,) = llm.generate([prompt], params, use_tqdm=False)
@@ -317,7 +318,8 @@ def test_a_broken_list_of_modules_is_named(reranker: Path, tmp_path: Path, conte
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model"])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["native", "torch"])
 def test_a_base_model_embeds(tmp_path: Path, tie: bool, architecture: str, enforce_eager: bool) -> None:
-    """A checkpoint as sentence-transformers writes it: names without `model.`, and no LM head."""
+    """Check that a base model embeds: a checkpoint as sentence-transformers writes it, with names without `model.` and
+    no LM head."""
     whole = make_checkpoint(tmp_path / "whole", vocab=VOCAB, seed=2, tie=tie)
     (expected,) = embeddings(make_llm(whole, dtype="float32", enforce_eager=enforce_eager), [[3, 1, 4]])
     folder = shutil.copytree(whole, tmp_path / "base")

@@ -1,6 +1,7 @@
-"""The front door on the real engine at temperature 0.8, both rules: seeds, n, logprobs, masks, grammars, faults.
+"""`LLM` on the real engine at temperature 0.8 with both rules: seeds, n, logprobs, masks, grammars, faults.
 
-Under `coupled`, text must not depend on company. Under `rejection` it may: other requests change who drafts when.
+Under `coupled`, text must not depend on other requests. Under `rejection` it may, because they change which requests
+draft when.
 """
 
 import math
@@ -201,7 +202,7 @@ def test_neighbours_have_the_logprobs_they_ask_for(llm: LLM, rule: str) -> None:
 
 
 def test_modes_of_logprobs() -> None:
-    """Four modes of log probabilities for one text: how they relate to each other."""
+    """Check how the four modes of log probabilities relate to each other for one text."""
     params = RANDOM.replace(top_k=4, logit_bias={10: 3.0}, logprobs=20, max_tokens=6)
     found = {}
     for mode in LOGPROBS_MODES:
@@ -283,7 +284,8 @@ def test_rejected_requests_leave_their_neighbours_alone(rule: str) -> None:
 
 @pytest.mark.parametrize("written", [0, 1])
 def test_a_request_that_may_write_nothing_fails_alone(written: int) -> None:
-    """From the start, which its fields alone say, and after a token."""
+    """Check that a request for which no token is allowed fails alone: from the start, as its fields show, or after a
+    token."""
     llm = make_llm("coupled")
     alone = [ids(generate(llm, prompt, RANDOM)[0]) for prompt in PROMPTS[:2]]
     word = "return"

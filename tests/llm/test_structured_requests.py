@@ -1,4 +1,4 @@
-"""LLM on a scripted engine: who waits for a grammar, and who does not; what a refused one leaves behind."""
+"""LLM on a scripted engine: which requests wait for a grammar, and what a rejected grammar leaves."""
 
 from concurrent.futures import Future
 from typing import Any, cast
@@ -24,7 +24,7 @@ def llm(engine: ScriptedEngine, tokenizer: Tokenizer) -> LLM:
 
 
 class Compiler:
-    """Stands in for the compiler: grammars are there when the test says so."""
+    """Stands in for the grammar compiler: grammars are ready when the test says so."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[StructuredOutputsParams, int]] = []
@@ -106,7 +106,8 @@ def test_nobody_else_to_run(llm: LLM, engine: ScriptedEngine, compiler: Compiler
 def test_a_step_ahead_settles_while_a_grammar_compiles(
     llm: LLM, engine: ScriptedEngine, compiler: Compiler, monkeypatch: Any
 ) -> None:
-    """It touches no request, and none waits or runs behind it."""
+    """Check that a step in flight settles while a grammar compiles. It touches no request, and none waits or runs after
+    it."""
 
     def wait(futures: Any, return_when: str) -> None:
         for future in futures:

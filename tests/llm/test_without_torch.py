@@ -1,4 +1,4 @@
-"""A CPU needs no torch: with torch, Triton and transformers blocked, native passes write what they write beside them.
+"""A CPU needs no torch: with torch, Triton and transformers blocked, native passes write what they write otherwise.
 
 The cases are in `native_cases`. Processes of processes are blocked as well: the block is a `sitecustomize`.
 """
@@ -92,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables of processes that cannot import what is blocked."""
+    """Environment variables for processes that cannot import the blocked packages."""
     block = tmp_path_factory.mktemp("block")
     lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in BLOCKED)]
     (block / "sitecustomize.py").write_text("\n".join(lines) + "\n")
@@ -108,7 +108,7 @@ def python(environment: dict[str, str], *arguments: str) -> subprocess.Completed
 
 @pytest.fixture(scope="module")
 def blocked(folder: Path, environment: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """What became of every case in one process without torch."""
+    """Result of every case in one process without torch."""
     done = python(environment, native_cases.__file__, str(folder))
     assert done.returncode == 0, done.stderr
     return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
@@ -121,7 +121,7 @@ def test_the_block_blocks(name: str, environment: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("name", native_cases.names(Path()))
 def test_a_case_needs_no_torch(name: str, folder: Path, blocked: dict[str, dict[str, Any]]) -> None:
-    """Tokens, texts and log probabilities are to the bit those of a process that has torch."""
+    """Check that tokens, texts and log probabilities equal to the bit those of a process that has torch."""
     assert "error" not in blocked[name], blocked[name]["error"]
     assert blocked[name]["result"] == json.loads(json.dumps(native_cases.run(name, folder)))
 
@@ -132,7 +132,7 @@ COMMANDS = {
     "demo --k 1 --max-tokens 3": "All 20 texts with drafts equal vanilla's, token for token.",
     "demo --k 1 --max-tokens 3 --model q8_0.gguf": "texts with drafts equal vanilla's, token for token.",
 }
-"""Command lines, and a part of what they print."""
+"""Command lines, and a part of what each prints."""
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -164,7 +164,7 @@ def test_generate_needs_no_torch(
 def test_a_server_needs_no_torch(
     folder: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, blocked: dict[str, dict[str, Any]]
 ) -> None:
-    """A completion, a chat, a grammar, log probabilities and a stream; then it ends."""
+    """Check a server without torch: a completion, a chat, a grammar, log probabilities and a stream; then it ends."""
     monkeypatch.setattr(os, "environ", environment)
     server = Server("--model", str(folder / "chat"), "--dtype", "float32", "--max-model-len", "256")
     try:

@@ -1,4 +1,5 @@
-"""Random PEFT adapters of small checkpoints, and checkpoints with one merged into their weights. Holds no tests."""
+"""Random PEFT adapters of small checkpoints, and checkpoints with an adapter merged into their weights. Holds no
+tests."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Spec:
-    """What an adapter is for, by the last part of modules' names."""
+    """Modules that an adapter changes, by the last part of their names."""
 
     leaves: tuple[str, ...]
     rank: int = 4
@@ -26,13 +27,13 @@ class Spec:
     use_rslora: bool = False
     layers: tuple[int, ...] | None = None
     named_by: str = "list"
-    """How adapter_config.json says `leaves`: `list`, `expression`, or `all-linear` where they are all."""
+    """How adapter_config.json names the modules: `list`, `expression`, or `all-linear` if it is all of them."""
     ranks: dict[str, int] = field(default_factory=dict)
     alphas: dict[str, float] = field(default_factory=dict)
 
 
 def projections(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint that adapters may be for, by their modules' names."""
+    """Return the weights that adapters may change, by the names of their modules."""
     tensors = load_file(checkpoint / "model.safetensors")
     names = [name for name in tensors if name.endswith("_proj.weight") and ".experts." not in name]
     return {name.removesuffix(".weight"): tensors[name] for name in names}
@@ -43,7 +44,7 @@ def leaves_of(checkpoint: Path) -> list[str]:
 
 
 def specs(leaves: list[str]) -> st.SearchStrategy[Spec]:
-    """Any adapter of a model of two layers with these modules."""
+    """Draw an adapter for a model of two layers with these modules."""
     some = st.lists(st.sampled_from(leaves), min_size=1, unique=True).map(tuple)
     ranks = st.dictionaries(st.sampled_from(leaves), st.integers(1, 6), max_size=2)
     alphas = st.dictionaries(st.sampled_from(leaves), st.sampled_from([0.5, 3.0, 20.0]), max_size=2)

@@ -28,7 +28,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One of each family, with a float64 file so that nothing is rounded."""
+    """A checkpoint of each family, stored in float64 so that nothing is rounded."""
     folder = tmp_path_factory.mktemp("families")
     sizes = {"hidden": 48, "head_dim": 16, "intermediate": 40, "kv_heads": 2, "with_tokenizer": False}
     return {

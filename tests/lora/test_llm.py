@@ -1,4 +1,4 @@
-"""Adapters through `LLM` and a server, beside the base model; what is wrong with one ends its request alone."""
+"""LoRA adapters through `LLM` and a server, next to the base model. A broken adapter ends its request alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that cannot be read, or mean what is not implemented, are rejected; ids stand for one adapter."""
+"""Adapters that cannot be read or use unimplemented features are rejected; an id stands for one adapter."""
 
 from __future__ import annotations
 

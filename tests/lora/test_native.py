@@ -1,4 +1,4 @@
-"""Adapters in the native pass of a CPU: what rows of each are, and that their text depends on nothing else."""
+"""Adapters in native passes: the rows of each adapter, and that its text depends on nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def test_rows_are_their_adapters(
     family: str, dtype: str, quantization: str | None, tolerance: float, tmp_path: Path
 ) -> None:
-    """Adapters on bf16 and quantized weights stay within their rounding error, far below what adapters change."""
+    """Check rows of adapters on bf16 and quantized weights: within their rounding error, which is far below the
+    adapters' effect."""
     sizes: dict[str, Any] = {"hidden": 64, "head_dim": 16, "intermediate": 96, "kv_heads": 2, "with_tokenizer": False}
     checkpoint = make_checkpoint(tmp_path / "base", family, seed=1, **sizes, **FAMILIES[family])
     leaves = tuple(leaves_of(checkpoint))
@@ -68,7 +69,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def texts(folders: list[Path], jobs: list[tuple[int, int]], k: int, batch: int) -> list[list[int]]:
-    """Tokens of jobs (adapter, kind of sampling), so many at once."""
+    """Return the tokens of jobs (adapter, kind of sampling), `batch` at once."""
     llm = LLM(
         dtype="float32",
         max_model_len=256,
@@ -92,7 +93,7 @@ def texts(folders: list[Path], jobs: list[tuple[int, int]], k: int, batch: int) 
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_text_hangs_on_nothing_else(folders: list[Path]) -> None:
+def test_text_depends_on_nothing_else(folders: list[Path]) -> None:
     jobs = [(i % 3, i // 3 % 3) for i in range(9)]
     alone = texts(folders, jobs, k=0, batch=1)
     assert texts(folders, jobs, k=5, batch=9) == alone

@@ -36,18 +36,18 @@ SPECS = [
 
 @dataclass(frozen=True)
 class Adapted:
-    """A target with adapters, the prompts, and what the target and each adapter's merged model make of them."""
+    """A target with adapters, prompts, and their texts by the target and by each merged model."""
 
     target: Path
     drafts: dict[str, Path]
     adapters: list[Path]
     merged: list[Path]
-    """The target, then with each adapter."""
+    """Folders of the target, then of the target with each adapter merged."""
     prompts: list[list[int]]
     continuations: list[list[list[int]]]
 
     def request(self, adapter: int) -> LoRARequest:
-        """Adapters are counted from 1."""
+        """Return the LoRA request of an adapter, counted from 1."""
         return LoRARequest(f"adapter {adapter}", adapter, str(self.adapters[adapter - 1]))
 
 
@@ -125,7 +125,7 @@ def test_greedy_text(adapted: Adapted, drawn: Any, k: int) -> None:
 
 @functools.cache
 def alone(model: Path, prompt: tuple[int, ...], which: int) -> list[int]:
-    """What a sampled request writes on this model alone, without drafts."""
+    """Return what a sampled request writes on this model alone, without drafts."""
     engine = with_rule(harness.make_engine(model, None, k=0, max_num_batched_tokens=512), "coupled")
     job = sampled(1, list(prompt), 11, None, 0, **SAMPLED[which])
     engine.add_request(job)

@@ -1,4 +1,4 @@
-"""Small models as a GPU holds them, their kernels interpreted, with buffers full of NaN. Holds no tests."""
+"""Small models in a GPU's layout with interpreted kernels and buffers full of NaN. Holds no tests."""
 
 import dataclasses
 import functools
@@ -88,7 +88,7 @@ def dense(w: Weight, dtype: torch.dtype) -> DenseWeight:
 
 
 class Poisoned(CudaDecoder):
-    """With every buffer but the counters NaN before every pass."""
+    """A decoder with every buffer except counters set to NaN before every pass."""
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         self.poison()
@@ -123,7 +123,8 @@ def on_device(model: TorchDecoder, num_hidden_layers: int = 0) -> Poisoned:
 
 
 def outputs(model: Any, run: Callable[[Feeder], list[Tensor]]) -> Tensor:
-    """Logits of everything that `run` feeds to three requests over blocks of 8 positions, NaN at the start."""
+    """Return the logits of everything that `run` feeds to three requests, over blocks of 8 positions that begin as
+    NaN."""
     torch.manual_seed(0)
     return torch.cat(run(Feeder(model, num_requests=3, block_size=8, max_len=LENGTH + 6)))
 
@@ -135,5 +136,5 @@ def compare(folder: Path, name: str, run: Callable[[Feeder], list[Tensor]]) -> N
 
 
 def span(start: int, end: int) -> list[tuple[int, int]]:
-    """(token, position) pairs."""
+    """Return (token, position) pairs of positions from `start` to `end`."""
     return [(7 * p % 83, p) for p in range(start, end)]

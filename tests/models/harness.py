@@ -1,4 +1,4 @@
-"""Feeding a model by hand: chunks, decode rows, verification rows over scattered blocks. Holds no tests."""
+"""Feeds a model by hand: chunks, decode rows, verification rows over scattered blocks. Holds no tests."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,17 +13,17 @@ from models.native_passes import over_tensors
 
 @dataclass
 class Feeder:
-    """Requests on one cache; every block starts as NaN, scratch too."""
+    """Requests on one KV cache, in which every block begins as NaN, scratch too."""
 
     model: Any
-    """One of torch's, or a native one."""
+    """The model: a torch model or a native one."""
     num_requests: int = 1
     block_size: int = 16
     max_len: int = 128
     seed: int = 0
     hidden_layers: tuple[int, ...] = ()
     entries: Tensor | None = None
-    """Hidden states that the last pass read at the entry of `hidden_layers`."""
+    """Hidden states that the last pass read at the entries of the layers `hidden_layers`."""
     adapters: dict[int, LoRAAdapter] = field(default_factory=dict)
     """Adapters by request; requests without one are left out."""
     cache: Any = field(init=False)
@@ -48,8 +48,9 @@ class Feeder:
         prompts: bool = False,
         snapshots: tuple[tuple[int, int, int], ...] = (),
     ) -> Tensor:
-        """One pass over {request: [(token, position), ...]}; logits `[N, vocab]` in that order. With `prompts` all rows
-        are those of prompts. For native models whose layers have states, `rows` has the first requests in order.
+        """Run one pass over {request: [(token, position), ...]}. Return logits `[N, vocab]` in that order. With
+        `prompts` all rows are rows of prompts. For native models with delta nets, `rows` must have the first requests
+        in order.
 
         Position -1 masks a row; (request, position) in `no_slot` writes nothing. `snapshots` has request, length and
         slot of snapshots of states.
@@ -88,7 +89,7 @@ class Feeder:
         return tuple(AdapterRows(adapter, torch.tensor(own)) for adapter, own in rows.items())
 
     def feed_chunks(self, ids: list[int], chunks: list[int], request: int = 0) -> Tensor:
-        """Feed `ids` from position 0 in chunks of the given lengths; logits `[len(ids), vocab]`."""
+        """Feed `ids` from position 0 in chunks of the given lengths. Return logits `[len(ids), vocab]`."""
         assert sum(chunks) == len(ids)
         outputs, start = [], 0
         for length in chunks:

@@ -1,4 +1,4 @@
-"""Small models of the native pass without files: random ones, and one whose next token is a table. Holds no tests."""
+"""Small native models without files: random ones, and one whose next token is a table. Holds no tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specrs.models.stored import StackedWeight
 
 
 def config(vocab_size: int, hidden_size: int = 16, windows: Sequence[int | None] = (None,)) -> ModelConfig:
-    """A layer of two query heads and one KV head for each of `windows`, the last positions that it sees."""
+    """Return a configuration with one layer of two query heads and one KV head for each of `windows`."""
     return ModelConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=vocab_size,
@@ -45,12 +45,12 @@ def config(vocab_size: int, hidden_size: int = 16, windows: Sequence[int | None]
 
 
 def normal(generator: np.random.Generator, *shape: int, scale: float = 1.0) -> Array:
-    """Random numbers of this standard deviation, float32."""
+    """Return random float32 numbers with standard deviation `scale`."""
     return generator.standard_normal(shape, FLOAT32) * np.float32(scale)
 
 
 def weights(c: ModelConfig, embedding: Array, lm_head: Array, scale: float, seed: int) -> NativeWeights:
-    """These at both ends, and layers of random numbers of this scale."""
+    """Return weights with this embedding and LM head, and layers of random numbers of standard deviation `scale`."""
     generator = np.random.default_rng(seed)
 
     def random(*shape: int) -> StackedWeight:
@@ -81,7 +81,8 @@ def weights(c: ModelConfig, embedding: Array, lm_head: Array, scale: float, seed
 
 
 def random_model(vocab_size: int, seed: int, windows: Sequence[int | None] = (None,)) -> NativeDecoder:
-    """Logits of a few units, so that drafts of another such model are sometimes right."""
+    """Return a random model. Its logits are a few units large, so that drafts of another such model are sometimes
+    right."""
     generator = np.random.default_rng(seed)
     c = config(vocab_size, windows=windows)
     ends = [normal(generator, vocab_size, c.hidden_size) for _ in range(2)]
@@ -91,7 +92,8 @@ def random_model(vocab_size: int, seed: int, windows: Sequence[int | None] = (No
 def random_head(
     target: NativeDecoder, vocab_size: int, seed: int, *, fc_norm: bool, norm_output: bool
 ) -> NativeEagle3Head:
-    """A head of `target` over a random choice of its ids; it reads what enters its layers and what leaves them."""
+    """Return a head for `target` over a random choice of its ids. It reads states before and after the target's
+    layers."""
     generator = np.random.default_rng(seed)
     layer_ids = tuple(range(target.num_layers + 1))
     c = replace(target.config, num_layers=1, windows=())
@@ -130,7 +132,8 @@ def random_head(
 
 
 def table_model(following: Mapping[int, int], vocab_size: int, *, not_finite: int | None = None) -> NativeDecoder:
-    """After token t comes `following[t]`, else 0, whatever stood before; after `not_finite` nothing is finite."""
+    """Return a model in which token t is followed by `following[t]`, else by 0, whatever came before. After
+    `not_finite` its logits are NaN."""
     c = config(vocab_size, hidden_size=vocab_size)
     embedding, lm_head = np.eye(vocab_size, dtype=FLOAT32), np.zeros((vocab_size, vocab_size), FLOAT32)
     for token in range(vocab_size):

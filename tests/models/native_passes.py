@@ -1,4 +1,4 @@
-"""Passes of native models over tensors, so that tests feed them and torch's models alike. Holds no tests."""
+"""Wraps native models so that tests feed them tensors, as torch models. Holds no tests."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from torch import Tensor
 
 
 def tensors_of(cache: NativeKVCache | KVCache) -> KVCache:
-    """The memory of a cache, as tensors."""
+    """Return the memory of a cache as tensors."""
     if isinstance(cache, KVCache):
         return cache
     return KVCache([to_torch(layer) for layer in cache.layers], cache.block_size)
 
 
 class TensorPasses:
-    """A native decoder whose passes take and return tensors. All else is the decoder's."""
+    """A native decoder whose passes take and return tensors. Other attributes are the decoder's."""
 
     def __init__(self, native: NativeDecoder) -> None:
         self.native = native
@@ -38,8 +38,8 @@ class TensorPasses:
         return getattr(self.native, name)
 
     def forward(self, inputs: PassInputs, kv_cache: Any, hidden_layers: Sequence[int] = ()) -> HiddenStates:
-        """Run a pass by the native model, as `TorchModel.forward`: its final and, if asked for, its layers' hidden
-        states."""
+        """Run a pass by the native model, as `TorchModel.forward`. Return final hidden states and those at
+        `hidden_layers`."""
         final, entries = self.native.forward(native_inputs(inputs), kv_cache, hidden_layers)
         return HiddenStates(torch.from_numpy(final), None if entries is None else torch.from_numpy(entries))
 
@@ -75,7 +75,7 @@ def _array(tensor: Tensor | None) -> Any:
 
 
 class TensorHead:
-    """A native head whose passes take and return tensors. All else is the head's."""
+    """A native head whose passes take and return tensors. Other attributes are the head's."""
 
     def __init__(self, native: NativeEagle3Head | NativeMtpHead) -> None:
         self.native = native
@@ -103,14 +103,14 @@ class TensorHead:
 
 
 def numbers_of(weight: NativeWeight) -> Any:
-    """The parts of a projection above each other as numbers, `[out, in]` float64."""
+    """Return the parts of a projection, stacked and dequantized, `[out, in]` float64."""
     return np.concatenate(
         [(part.numbers() if isinstance(part, PackedMatrix) else part).astype(np.float64) for part in weight.parts]
     )
 
 
 def over_tensors(model: Any) -> Any:
-    """A decoder or head, or if it is native what feeds it tensors."""
+    """Return a torch decoder or head as it is, and wrap a native one to take tensors."""
     if isinstance(model, NativeDecoder):
         return TensorPasses(model)
     return TensorHead(model) if isinstance(model, NativeEagle3Head | NativeMtpHead) else model

@@ -1,6 +1,6 @@
-"""config.json of published models, as their repositories have it, and their numbers of parameters. Holds no tests.
+"""config.json of published models, and their numbers of parameters. Holds no tests.
 
-Facts that the models' authors publish, written down by hand: each variant of a family whose keys or values differ.
+The authors' published facts, written down by hand: each variant of a family with different keys or values.
 """
 
 from typing import Any
@@ -36,7 +36,8 @@ _PHI4_LONG = [
 def _raw(
     architecture: str, model_type: str, sizes: tuple[int, ...], dtype: str = "bfloat16", **rest: Any
 ) -> dict[str, Any]:
-    """The keys that all have; `sizes` are vocabulary, hidden, intermediate, layers, heads, KV heads, positions."""
+    """Return the keys that all configurations have. `sizes` are vocabulary, hidden, intermediate, layers, heads, KV
+    heads, positions."""
     names = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "max_position_embeddings",
@@ -282,4 +283,4 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         20_914_757_184,
     ),
 }  # fmt: skip
-"""By model: config.json, and the number of its parameters."""
+"""config.json and the number of parameters, by model."""

@@ -1,4 +1,4 @@
-"""A model of two tables: the logits at a position depend on its token and on the one before, read from the cache.
+"""A model of two tables: logits depend on the token at a position and on the one before, read from the cache.
 
 Shares no code with `models.torch_decoder`; what a runner may ask of any model is `TorchModel` alone. Holds no tests.
 """
@@ -22,7 +22,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class TableModel(TorchModel):
-    """logits(p) = own[token p] + before[token p - 1]; `[V, V]` both. Its cache holds ids, its hidden states logits."""
+    """Model with logits(p) = own[token p] + before[token p - 1]; both tables are `[V, V]`. Its cache holds ids, its
+    hidden states are logits."""
 
     own: Tensor
     before: Tensor
@@ -35,7 +36,7 @@ class TableModel(TorchModel):
 
     @property
     def hidden_size(self) -> int:
-        """Final states are the logits."""
+        """Size of final hidden states, which are the logits."""
         return self.vocab_size
 
     @classmethod
@@ -45,7 +46,7 @@ class TableModel(TorchModel):
         return cls(own, before, **fields)
 
     def near(self, noise: float, seed: int) -> TableModel:
-        """Another model that often agrees."""
+        """Return another model that often agrees with this one."""
         generator = torch.Generator().manual_seed(seed)
         return TableModel(self.own + noise * torch.randn(self.own.shape, generator=generator), self.before)
 
@@ -84,7 +85,7 @@ class TableModel(TorchModel):
         return hidden if out is None else out.copy_(hidden[:, : out.shape[1]])
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The text, without any engine."""
+        """Return the greedy text, without any engine."""
         tokens = list(prompt)
         for _ in range(count):
             logits = self.own[tokens[-1]] + (self.before[tokens[-2]] if len(tokens) > 1 else 0.0)

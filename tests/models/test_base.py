@@ -1,4 +1,5 @@
-"""The seam: an engine serves a model that is not dense, on both runners, with a draft that is not either."""
+"""The model interface: an engine serves a model that is no decoder of specrs, on both runners, with such a draft
+too."""
 
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_a_draft_that_is_the_target_is_never_rejected() -> None:
 
 
 def test_on_the_cuda_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels interpreted; the model itself is the same."""
+    """Check the same model on the CUDA runner with interpreted kernels."""
     serve_by_cuda(monkeypatch)
     engine = make(DRAFTS["near"], max_model_len=40)
     assert isinstance(engine.runner, CudaRunner)
@@ -87,7 +88,7 @@ def test_on_the_cuda_runner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_model_has_without_asking() -> None:
-    """Argmax by logits."""
+    """Check the default `compute_argmax`, which uses logits."""
     hidden = torch.tensor([[0.0, 2.0, 2.0, 5.0], [torch.nan, 1.0, 0.0, 0.0]])
     ids, top = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     TARGET.compute_argmax(hidden, ids, top, 3)

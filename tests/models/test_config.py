@@ -1,4 +1,4 @@
-"""What config.json may say: both layouts, defaults, and every field that is refused, by name."""
+"""Fields of config.json: both layouts, defaults, and every rejected field with its name."""
 
 import dataclasses
 import itertools
@@ -97,7 +97,7 @@ def test_layout_4_equals_layout_5(kind: str) -> None:
 
 
 def test_both_layouts_at_once() -> None:
-    """Where they say the same; transformers would take the older one."""
+    """Check a config with both layouts that say the same; transformers would take the older one."""
     scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
     both = {"rope_parameters": LLAMA3_ROPE, "rope_scaling": scaling, "rope_theta": 500}
     assert parse_config(LLAMA | both) == parse_config(LLAMA | {"rope_parameters": LLAMA3_ROPE})
@@ -232,7 +232,7 @@ def test_unsupported_is_rejected(raw: dict[str, Any], fields: dict[str, Any], na
 
 
 def test_missing_window_of_mistral_is_its_default() -> None:
-    """transformers reads a Mistral config without the field as a window of 4,096 positions."""
+    """Check that a Mistral config without the field has a window of 4,096 positions, as in transformers."""
     raw = without(MISTRAL, "sliding_window")
     assert parse_config(raw).max_position_embeddings == 512
     longer = raw | {"max_position_embeddings": 32768, "layer_types": None}
@@ -241,7 +241,8 @@ def test_missing_window_of_mistral_is_its_default() -> None:
 
 
 def test_windows_of_qwen() -> None:
-    """Where they are switched on: from `max_window_layers` on, 28 unless it says another, or as `layer_types` says."""
+    """Check windows of Qwen, if they are switched on: from layer `max_window_layers` (default 28), or as `layer_types`
+    says."""
     raw = without(QWEN3, "layer_types") | {"sliding_window": 100}
     assert parse_config(raw).windows == ()
     switched = raw | {"use_sliding_window": True}
@@ -278,7 +279,8 @@ def test_fields_of_granite() -> None:
 
 
 def test_fields_of_olmo3() -> None:
-    """In the layout of published files: a scaling is of layers without a window alone, all but each fourth have one."""
+    """Check OLMo 3 in the layout of published files: RoPE scaling applies only to layers without a window, which are
+    every fourth."""
     old = without(OLMO2, "rope_parameters", "layer_types") | {
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",
@@ -313,7 +315,7 @@ def test_biases_of_seed_oss() -> None:
 
 
 def test_fields_of_smollm3() -> None:
-    """Every fourth layer without RoPE; a window, where there is one, in those."""
+    """Check SmolLM3: every fourth layer has no RoPE, and the window if there is one."""
     raw = without(SMOLLM3, "layer_types", "rope_parameters", "tie_word_embeddings") | {"num_hidden_layers": 5}
     config = parse_config(raw)
     assert [rope is None for rope in config.ropes] == [False, False, False, True, False]
@@ -327,7 +329,7 @@ def test_fields_of_smollm3() -> None:
 
 
 def test_fields_of_gemma3() -> None:
-    """Five layers with a window and a RoPE of their own, then one without; in layout 4 and 5."""
+    """Check Gemma 3 in layouts 4 and 5: five layers with a window and their own RoPE, then one without."""
     config = parse_config(GEMMA3)
     assert config.windows == (32, 32, 32, 32, 32, None, 32)
     assert config.ropes == ((1e4, None),) * 5 + ((1e6, None), (1e4, None))
@@ -445,7 +447,7 @@ def test_dtype_is_rejected(asked: str, stored: str | None, device: str, message:
 
 
 def test_gpt_oss() -> None:
-    """Sizes of gpt-oss-20b in layout 4, as it is published; and what its configuration leaves out."""
+    """Check gpt-oss-20b in layout 4 as published, with what its configuration leaves out."""
     rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     kinds = ["sliding_attention", "full_attention"] * 12
     raw: dict[str, Any] = {
@@ -488,8 +490,8 @@ def test_gpt_oss() -> None:
             parse_config(raw | {field: 0})
 
 
-def test_longrope_beside_layers_that_are_not_rotated(tmp_path: Path) -> None:
-    """The engine's length reaches every layer that is."""
+def test_longrope_next_to_layers_that_are_not_rotated(tmp_path: Path) -> None:
+    """Check longrope next to layers without RoPE: the engine's maximum length reaches every layer with RoPE."""
     rope = {"rope_type": "longrope", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64}
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     fields = {"layers": 2, "head_dim": 8, "no_rope_layers": [1, 0], "rope_parameters": rope | factors}

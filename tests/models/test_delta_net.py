@@ -1,4 +1,4 @@
-"""Layers with states: transformers' logits however tokens are fed, and no trace of rejected drafts."""
+"""Gated delta nets: transformers' logits however tokens are fed, and no effect of rejected drafts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOKENS = random.Random(0).choices(range(VOCAB), k=23)
 
 @st.composite
 def shapes(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes of a small model: value heads per key head, head sizes, kernel, kinds of layers, ties."""
+    """Draw sizes of a small model: value heads per key head, head sizes, kernel, kinds of layers, tied embeddings."""
     key_heads, shared = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     kinds = draw(st.lists(st.sampled_from(["linear_attention", "full_attention"]), min_size=1, max_size=3))
     return {
@@ -79,7 +79,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=5), st.integers(1, 6))
 def test_rejected_drafts_leave_no_trace(path: Path, rounds: list[tuple[int, int]], prompt: int) -> None:
-    """Each round feeds K drafts, of which the first ones are accepted."""
+    """Check that rejected drafts leave no trace. Each round feeds K drafts, of which the first ones are accepted."""
     model = load_model(path, dtype="float64")
     expected = Feeder(model).feed_chunks(TOKENS, [1] * len(TOKENS))
     feeder, wrong = Feeder(model), random.Random(1)
@@ -100,8 +100,8 @@ def test_rejected_drafts_leave_no_trace(path: Path, rounds: list[tuple[int, int]
 def test_a_snapshot_goes_on_as_the_text_does(
     path: Path, rounds: list[tuple[int, int]], prompt: int, length: int
 ) -> None:
-    """Written in a prompt, by a verification, or where the next pass finds drafts accepted; never from a draft that may
-    be rejected."""
+    """Check that a text continued from a snapshot has the same logits. Snapshots are written in a prompt, by a
+    verification, or when the next pass finds drafts accepted; never from a draft that may be rejected."""
     model = load_model(path, dtype="float64")
     expected = Feeder(model).feed_chunks(TOKENS, [1] * len(TOKENS))
     feeder, wrong, snapshots = Feeder(model), random.Random(1), ((0, length, 5),)
@@ -129,7 +129,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "wide": {"linear_key_head_dim": 20, "linear_value_head_dim": 100, "linear_conv_kernel_dim": 3},
     "one head": {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "kv_heads": 1},
 }
-"""Sizes of models for native passes. `by 32` fits quantized weights."""
+"""Sizes of models for native passes. The sizes `by 32` fit quantized weights."""
 BOUND = 2e-5
 """Largest difference of native logits from those in float64, relative to the largest logit."""
 
@@ -142,7 +142,7 @@ def make_sized(folder: Path, sizes: str, **fields: Any) -> Path:
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_native_logits(sizes: str, dtype: str, tmp_path: Path) -> None:
-    """bfloat16 is the dtype of K and V then, and weights are so rounded that it holds them."""
+    """Check native logits. With bfloat16, K and V are bf16 and the weights are exact in bf16."""
     path = make_sized(tmp_path / "model", sizes, dtype=getattr(torch, dtype))
     with float64():
         expected = Feeder(load_model(path, dtype="float64")).feed_chunks(TOKENS, [9, 14])
@@ -152,7 +152,8 @@ def test_native_logits(sizes: str, dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "q8_0", "q4_0", "fp8"])
 def test_native_logits_of_quantized_weights(quantization: str, tmp_path: Path) -> None:
-    """Against torch with the same numbers; activations are rounded to 16-bit integers."""
+    """Check native logits of quantized weights against torch with the dequantized ones; activations are rounded to
+    16-bit integers."""
     path = make_sized(tmp_path / "model", "by 32")
     with float64():
         model = load_model(path, dtype="float64", quantization=quantization)
@@ -166,7 +167,7 @@ def test_native_logits_of_quantized_weights(quantization: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("activations", ["auto", "bf16", "tiles"])
 def test_other_products_have_one_order_of_sums(activations: str, tmp_path: Path) -> None:
-    """Rows rounded to bf16, and prompts by tiles where the processor has them, are the same however they are cut."""
+    """Check that bf16 rows, and prompts by tiles if the processor has them, give the same bits for any chunks."""
     if activations == "tiles" and "amx" not in cpu_instruction_sets():
         pytest.skip("no AMX tiles")
     fields = {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_value_heads": 4, "head_dim": 32}
@@ -183,7 +184,7 @@ def test_other_products_have_one_order_of_sums(activations: str, tmp_path: Path)
 
 
 def heads_by_turns(x: Tensor, w: Any, d: Any, state: Any, eps: float) -> tuple[Tensor, Any]:
-    """Value head j with key head j mod key_heads, as in GGUF files."""
+    """Compute a delta net with a planted mistake: value head j uses key head j mod key_heads, as in GGUF files."""
     order = torch.arange(d.value_heads).view(d.key_heads, -1).T.flatten()
     rows = (order[:, None] * d.value_dim + torch.arange(d.value_dim)).flatten()
     keys = 2 * d.key_heads * d.key_dim
@@ -202,19 +203,19 @@ def shifted_norm(x: Tensor, w: Any, d: Any, state: Any, eps: float) -> tuple[Ten
 
 
 def late_inputs(x: Tensor, w: Any, d: Any, state: Any, eps: float) -> tuple[Tensor, Any]:
-    """The convolution one position off."""
+    """Compute a delta net with a planted mistake: the convolution is one position off."""
     out, after = step(x, replace(w, conv=w.conv.roll(1, 0)), d, state, eps)
     return out, after
 
 
 def twice(x: Tensor, w: Any, d: Any, state: Any, eps: float) -> tuple[Tensor, Any]:
-    """Each update replayed twice."""
+    """Compute a delta net with a planted mistake: each update is replayed twice."""
     out, after = step(x, w, d, state, eps)
     return out, after._replace(heads=step(x, w, d, after._replace(inputs=state.inputs), eps)[1].heads)
 
 
 def scaled_keys(x: Tensor, w: Any, d: Any, state: Any, eps: float) -> tuple[Tensor, Any]:
-    """Keys scaled as queries are."""
+    """Compute a delta net with a planted mistake: keys are scaled as queries are."""
     with patch.object(torch_delta_net, "_unit", lambda part: part * d.key_dim**-0.25):
         return step(x, w, d, state, eps)
 
@@ -235,7 +236,8 @@ def test_planted_mistakes_are_far_beyond_the_bound(mistake: Any, tmp_path: Path)
     st.integers(0, 99),
 )
 def test_native_bits_do_not_depend_on_drafts(sizes: str, rounds: list[tuple[int, int, bool]], seed: int) -> None:
-    """Two requests, whose passes feed K drafts each, of which the first ones are accepted, or chunks of prompts."""
+    """Check that native bits do not depend on drafts: two requests, whose passes feed prompt chunks, or K drafts of
+    which the first ones are accepted."""
     model, n = native(sizes), random.Random(seed)
     texts = [n.choices(range(VOCAB), k=40) for _ in range(2)]
     expected = [Feeder(model).feed_chunks(text, [1] * len(text)) for text in texts]
@@ -286,12 +288,12 @@ SHAPES = {
     "9B": ((4096, 32, 12288, 16, 4, 32), 52.7),
     "27B": ((5120, 64, 17408, 24, 4, 48), 156.9),
 }
-"""Sizes of Qwen3.5, with the megabytes of a request's states."""
+"""Sizes of Qwen3.5 models, with the megabytes of a request's states."""
 
 
 @pytest.mark.parametrize("model", SHAPES)
 def test_a_config_of_published_form(model: str, tmp_path: Path) -> None:
-    """The fields that published multimodal files have."""
+    """Check a config with the fields of published multimodal files."""
     names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     sizes, megabytes = SHAPES[model]
     rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000}

@@ -69,7 +69,8 @@ def head(folder: Path, name: str, dtype: torch.dtype) -> Eagle3Head:
 
 @functools.cache
 def expected(folder: Path, name: str) -> tuple[list[int], Tensor, list[int], Tensor]:
-    """Tokens, entries `[LENGTH, L, Ht]`, greedy drafts behind them and their logits `[DRAFTS, Vd]`, of the script."""
+    """Return the script's tokens, layer entries `[LENGTH, L, Ht]`, greedy drafts after them, and logits of these
+    `[DRAFTS, Vd]`."""
     rng = random.Random(5)
     target = load(folder / "target")
     reference = Head(make(folder, name), target)
@@ -86,7 +87,8 @@ def expected(folder: Path, name: str) -> tuple[list[int], Tensor, list[int], Ten
 
 @pytest.mark.parametrize("native", [False, True])
 def test_the_bundled_head_drafts_what_the_script_does(native: bool) -> None:
-    """A prompt in two chunks; and it is a head of this target: some of its first drafts are the target's choice."""
+    """Check that the bundled head drafts what the script does, with a prompt in two chunks, and that the target agrees
+    with some of its first drafts."""
     prompt: list[int] = Tokenizer.from_file(str(TARGET / "tokenizer.json")).encode(PROMPTS[0]).ids
     target, statistics = load(TARGET), Statistics()
     reference = Head(EAGLE3, target)
@@ -110,7 +112,7 @@ def test_the_bundled_head_drafts_what_the_script_does(native: bool) -> None:
 
 
 class HeadFeeder:
-    """One request on one cache of scattered blocks, NaN where nothing was written."""
+    """Feeds one request to a head, on one cache of scattered blocks that begins as NaN."""
 
     def __init__(self, head: Any, block_size: int, first: int = 0, length: int = LENGTH + DRAFTS) -> None:
         self.head, self.block_size = over_tensors(head), block_size
@@ -131,7 +133,7 @@ class HeadFeeder:
 
 
 def run(head: Any, ids: list[int], entries: Tensor, chunks: list[int], block_size: int, first: int = 0) -> Any:
-    """True rows in chunks, then drafts one by one: drafts, and the logits of all rows."""
+    """Feed the text's rows in chunks, then drafts one by one. Return drafts, and the logits of all rows."""
     feeder = HeadFeeder(head, block_size, first)
     head = feeder.head
     outputs, start = [], first
@@ -223,7 +225,7 @@ def test_native_passes_refuse_what_does_not_fit(folder: Path) -> None:
 @pytest.mark.parametrize("first", [1, 17, LENGTH - 2])
 @pytest.mark.parametrize("chunks", [[], [5]], ids=["at once", "pieces"])
 def test_starts_anew(folder: Path, first: int, chunks: list[int]) -> None:
-    """Rows before `first` do not exist: nothing is there, not even finite numbers."""
+    """Check a head that starts anew: before `first` there are no rows, and no finite numbers."""
     ids, entries, _, _ = expected(folder, "llama")
     reference = Head(make(folder, "llama"), load(folder / "target"))
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Heads that are missing, damaged, of another target or not implemented: what is said, and what is logged."""
+"""EAGLE-3 heads that are missing, damaged, of another target or not implemented: their errors and log messages."""
 
 import json
 import logging
@@ -62,7 +62,7 @@ def change(path: Path, remove: tuple[str, ...] = (), **tensors: Tensor) -> None:
 
 
 def layer_field(path: Path, **fields: Any) -> str:
-    """Set fields of the layer; where they are, as messages say it."""
+    """Set fields of the head's layer. Return the prefix that error messages put before their names."""
     raw = json.loads((path / "config.json").read_text())
     if "transformer_layer_config" not in raw:
         edit_json(path / "config.json", **fields)

@@ -1,4 +1,4 @@
-"""Every field of config.json that transformers reads is read, refused, or known to have no effect."""
+"""Every field of config.json that transformers reads is read, rejected, or known to have no effect."""
 
 import contextlib
 import dataclasses
@@ -47,7 +47,7 @@ READ = {
     )
     for name in re.findall(r'"([a-z]\w+)"', Path(str(module.__file__)).read_text())
 }
-"""Every name that what reads config.json mentions as a string."""
+"""Every name that the code for config.json mentions as a string."""
 EXAMPLES = 40
 PACKAGE = Path(transformers.__file__).parent
 
@@ -66,7 +66,8 @@ def test_every_attribute_of_a_configuration_is_known(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_attribute_that_code_asks_for_is_known(family: str) -> None:
-    """In the family's own code, and in that of masks, caches and loading, which asks configurations of any family."""
+    """Check that every attribute that transformers' code asks a configuration for is known: code of the family, and of
+    masks, caches and loading."""
     own = configuration(family)
     name = type(own).__module__.split(".")[-2]
     asked = set()
@@ -226,7 +227,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """transformers warns of most mutations."""
+    """Silence transformers, which warns of most mutations."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.logging.disable_progress_bar()
@@ -236,7 +237,7 @@ def quiet() -> Iterator[None]:
 
 
 def ours(folder: Path) -> tuple[TorchDecoder | None, str]:
-    """The model, or None and the message of the refusal."""
+    """Load with specrs. Return the model and an empty message, or None and the error."""
     try:
         # As long as the texts here: LongRoPE depends on it.
         return load_model(folder, dtype="float64", max_model_len=len(IDS) + 6), ""
@@ -245,7 +246,7 @@ def ours(folder: Path) -> tuple[TorchDecoder | None, str]:
 
 
 def theirs(folder: Path) -> tuple[torch.Tensor, list[int]] | None:
-    """Logits and continuation by transformers; None where it does not take the checkpoint."""
+    """Return logits and continuation by transformers; None if it rejects the checkpoint."""
     try:
         model = load(folder)
         ids = torch.tensor([IDS])
@@ -284,14 +285,14 @@ def test_every_pair_of_rope_layouts(checkpoints: dict[str, Path]) -> None:
 
 
 def check(folder: Path, mutated: dict[str, Any], *, absent: str | None = None) -> bool:
-    """Compare the checkpoint with those fields in its config.json, one less if so said, or see the refusal; whether
-    both serve it."""
+    """Compare the checkpoint with changed fields in its config.json, and without `absent`, with transformers, or see
+    specrs's error. Return whether both serve it."""
     with float64() if FAMILIES[folder.name].delta_net else contextlib.nullcontext():
         return compare(folder, mutated, absent)
 
 
 def compare(folder: Path, mutated: dict[str, Any], absent: str | None) -> bool:
-    """Compare the checkpoint as `check` does, in whatever precision transformers has."""
+    """Compare as `check` does, in the precision that transformers uses."""
     file = folder / "config.json"
     original = file.read_text()
     try:

@@ -86,7 +86,8 @@ def test_native_bits_depend_on_no_chunk_and_no_thread(folder: Path, variant: str
 @pytest.mark.parametrize("variant", GEMMA4)
 @pytest.mark.parametrize("quantization", ["int8", "int4", "q8_0"])
 def test_native_quantized_logits_are_near(folder: Path, variant: str, quantization: str) -> None:
-    """Next to torch's of the same numbers; `int16` rounds activations."""
+    """Check native logits of quantized weights against torch's with the dequantized ones; `int16` rounds
+    activations."""
     path = make(folder, variant)
     with float64():
         theirs = load_model(path, dtype="float64", quantization=quantization)
@@ -99,7 +100,7 @@ def test_native_quantized_logits_are_near(folder: Path, variant: str, quantizati
 
 @pytest.mark.parametrize("variant", GEMMA4)
 def test_native_argmax_is_taken_after_the_cap(folder: Path, variant: str) -> None:
-    """Ties that the cap makes go to the lowest id, as those of logits do."""
+    """Check that native argmax is taken after the cap on logits: ties that the cap makes go to the lowest id."""
     model = load_native(make_gemma4(folder / f"capped_{len(variant)}", variant, final_logit_softcapping=1e-3))
     hidden = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)).mul(3).numpy()
     logits = model.compute_logits(hidden)
@@ -110,7 +111,7 @@ def test_native_argmax_is_taken_after_the_cap(folder: Path, variant: str) -> Non
 
 
 def _other_source(w: Any) -> Any:
-    """A sharing layer with a window attends to layer 0's keys and values in the place of layer 1's."""
+    """Plant a mistake: a sharing layer with a window attends to layer 0's keys and values instead of layer 1's."""
     varied = tuple(replace(sizes, source=0) if sizes.source == 1 else sizes for sizes in w.config.varied)
     return replace(w, config=replace(w.config, varied=varied))
 
@@ -120,14 +121,14 @@ def _no_softcap(w: Any) -> Any:
 
 
 def _neighbours_embedding(w: Any) -> Any:
-    """Each layer adds the embedding of its neighbour."""
+    """Plant a mistake: each layer adds the embedding of its neighbour."""
     own = w.layer_embedding
     rolled = own.table.roll(8, dims=1) if isinstance(own.table, Tensor) else np.roll(own.table, 8, axis=1)
     return replace(w, layer_embedding=replace(own, table=rolled))
 
 
 def _other_rope(w: Any) -> Any:
-    """A full layer's frequencies without the zeros: RoPE of a window's kind."""
+    """Plant a mistake: a full layer has frequencies without zeros, as a layer with a window has."""
     ropes = tuple((theta, None) for theta, _ in w.config.ropes)
     made = [signed_frequencies(frequencies(rope, w.config.rotary_dim_of(i))) for i, rope in enumerate(ropes)]
     rotaries = tuple(torch.from_numpy(rotary) if isinstance(w.rotary, Tensor) else rotary for rotary in made)
@@ -146,7 +147,8 @@ def test_a_planted_mistake_shows(folder: Path, mistake: Callable[[Any], Any]) ->
 
 
 def test_both_spellings_of_layers_that_differ(folder: Path) -> None:
-    """transformers writes `per_layer_config`; published files have `global_head_dim`."""
+    """Check both spellings of layers that differ: transformers writes `per_layer_config`, published files have
+    `global_head_dim`."""
     raw = json.loads((make(folder, "gemma4, all of it") / "config.json").read_text(encoding="utf-8"))
     assert "per_layer_config" in raw
     published = {key: value for key, value in raw.items() if key != "per_layer_config"}
@@ -207,7 +209,7 @@ def test_what_is_not_implemented_is_named(folder: Path, fields: dict[str, Any], 
 
 
 def test_keys_of_sharing_layers_are_left_out(folder: Path, tmp_path: Path) -> None:
-    """Published files may hold k and v tensors of layers that attend to another layer's."""
+    """Check that k and v tensors of layers that share another layer's are ignored; published files may hold them."""
     path = shutil.copytree(make(folder, "gemma4"), tmp_path / "copy")
     tensors = load_file(path / "model.safetensors")
     attention = "model.layers.4.self_attn."
@@ -221,7 +223,8 @@ def test_keys_of_sharing_layers_are_left_out(folder: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("variant", GEMMA4)
 def test_parameters_are_counted(folder: Path, variant: str) -> None:
-    """All but the input embeddings of layers, of which a row reads one row."""
+    """Check the number of parameters that a row reads: all but the input embeddings of layers, of which it reads one
+    row."""
     model = load_model(make(folder, variant))
     total = sum(math.prod(shape) for shape in tensor_shapes(model.config).values())
     size = 0 if model.config.layer_embedding is None else 6 * 8 * VOCAB

@@ -1,4 +1,5 @@
-"""Models of transformers with our attention: their own logits, however tokens are fed; what does not fit is named."""
+"""Models computed by transformers with specrs's attention (`generic`): their own logits, however tokens are fed; what
+does not fit is rejected by name."""
 
 import logging
 import random
@@ -35,13 +36,13 @@ def reference(path: Path, ids: list[int], dtype: torch.dtype = torch.float64) ->
 
 
 def assert_near(found: Tensor, expected: Tensor, bound: float) -> None:
-    """By the norm of all logits."""
+    """Check the distance of logits, relative to the norm of all of them."""
     assert float((found.double() - expected.double()).norm() / expected.double().norm()) < bound
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logits(name: str, tmp_path: Path) -> None:
-    """Chunks, one token at a time, and rows of verification, over blocks that are not in order."""
+    """Check logits with chunks, single tokens, and rows of verification, over blocks that are not in order."""
     path = make_generic(tmp_path, name)
     expected = reference(path, tokens())
     feeder = Feeder(load_generic(path, dtype="float64"), num_requests=2, block_size=4)
@@ -92,7 +93,7 @@ def test_hidden_states(tmp_path: Path) -> None:
 
 
 def test_what_a_pass_reads(tmp_path: Path) -> None:
-    """A pass reads two of four experts, and no embedding unless the LM head uses it."""
+    """Check which parameters a pass reads: two of four experts, and no embedding unless the LM head uses it."""
     path = make_generic(tmp_path / "experts", "olmoe")
     model = load_generic(path, dtype="float64")
     sizes = {name: p.numel() for name, p in load(path).named_parameters()}
@@ -132,7 +133,8 @@ def test_what_does_not_fit_is_named(name: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_computes_otherwise_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the reason: a layer that takes no notice of our attention, here its window."""
+    """Check that a model with other results is rejected by name, for any reason: here a layer that ignores the window
+    of specrs's attention."""
     path = make_generic(tmp_path, "starcoder2")
     monkeypatch.setattr(generic_loader, "ATTENTION", "eager")
     with pytest.raises(UnsupportedModelError, match=r"Starcoder2ForCausalLM.*(differ|attends)"):
@@ -170,7 +172,8 @@ def test_fields_that_are_rejected(fields: dict[str, Any], error: type[Exception]
 
 
 def test_code_that_a_checkpoint_names_is_not_run(tmp_path: Path) -> None:
-    """transformers has the architecture itself, so `auto_map` has no effect; the module that it names is not there."""
+    """Check that code named by a checkpoint is not run. transformers has the architecture itself, so `auto_map` has no
+    effect; its module does not exist."""
     path = make_generic(tmp_path, "starcoder2")
     names = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.XForCausalLM"}
     edit_json(path / "config.json", auto_map=names)

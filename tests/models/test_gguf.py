@@ -1,4 +1,4 @@
-"""GGUF files: numbers, names, configuration, tokenizer, logits, packed codes; what is damaged or not known."""
+"""GGUF files: numbers, names, configuration, tokenizer, logits, packed weights; damaged and unknown files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SIZES = {"hidden": 256, "intermediate": 512, "head_dim": 64, "kv_heads": 2, "lay
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of whole blocks of 256."""
+    """A checkpoint whose rows are whole blocks of 256."""
     return make_checkpoint(tmp_path_factory.mktemp("wide"), "llama", initializer_range=0.05, **SIZES)
 
 
@@ -56,7 +56,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers_of(path: Path, source: Path) -> Path:
-    """A checkpoint of float64 beside `path` with the numbers that the package finds in it."""
+    """Write a float64 checkpoint next to `path` with the numbers that the package `gguf` reads. Return its folder."""
     folder = path.with_suffix(".numbers")
     shutil.copytree(source, folder)
     checkpoint, tensors = GGUFCheckpoint(path), {}
@@ -75,7 +75,7 @@ def logits(source: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_plain_numbers_are_the_checkpoint(family: str, tmp_path: Path) -> None:
-    """Config, names and the order of q's and k's rows: F32 gives the checkpoint's logits to the bit."""
+    """Check config, names and the order of q's and k's rows: an F32 file gives the checkpoint's logits to the bit."""
     fields = {"attention_bias": True} if family == "llama" else {}
     source = make_checkpoint(tmp_path / "source", family, tie=family == "llama", **fields)
     path = write_gguf(source, tmp_path / "model.gguf")
@@ -97,7 +97,8 @@ def test_llama3_scaling_is_found_in_its_factors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [*WRITTEN, *K_QUANTS, "IQ4_NL", "IQ4_XS"])
 def test_logits_are_those_of_the_package_s_numbers(kind: str, wide: Path, tmp_path: Path) -> None:
-    """To the bit in float64; the native pass within rounding of fp32, and of bf16 where that is what it holds."""
+    """Check logits of each type against the numbers of the package `gguf`: to the bit in float64; native passes within
+    rounding."""
     path = write_gguf(wide, tmp_path / "model.gguf", kind)
     expected = logits(numbers_of(path, wide))
     assert torch.equal(logits(path), expected)
@@ -114,7 +115,7 @@ def test_logits_are_those_of_the_package_s_numbers(kind: str, wide: Path, tmp_pa
 
 @pytest.mark.parametrize("kind", GROUPED)
 def test_integers_are_the_package_s_numbers(kind: str, wide: Path, tmp_path: Path) -> None:
-    """Integers times scales, which GPU kernels read, are the numbers of the package gguf."""
+    """Check that integers times scales, which GPU kernels read, are the numbers of the package gguf."""
     path = write_gguf(wide, tmp_path / "model.gguf", kind)
     checkpoint = GGUFCheckpoint(path)
     for name in load_file(wide / "model.safetensors"):
@@ -134,7 +135,8 @@ def test_types_are_those_of_the_package() -> None:
 
 
 def test_a_header_of_a_large_vocabulary(tmp_path: Path) -> None:
-    """262,144 tokens with scores and types, as Gemma's: every kind of array, to the last element."""
+    """Check a header with a vocabulary of 262,144 tokens with scores and types, as Gemma's: every kind of array, to the
+    last element."""
     count = 1 << 18
     rng = np.random.default_rng(0)
     tokens = [f"{i:x}\u2581{'é' * (i % 7)}" for i in range(count)]
@@ -149,7 +151,8 @@ def test_a_header_of_a_large_vocabulary(tmp_path: Path) -> None:
 
 
 def test_types_that_need_the_package(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it plain numbers and codes are read, and others are refused with what to install."""
+    """Check types that need the package `gguf`: without it other types are read, and these are rejected with what to
+    install."""
     paths = {kind: write_gguf(wide, tmp_path / f"{kind}.gguf", kind) for kind in ("BF16", "Q4_0", "Q6_K", "Q4_K")}
     monkeypatch.setitem(sys.modules, "gguf", None)
     for kind in ("BF16", "Q4_0", "Q6_K"):
@@ -189,7 +192,8 @@ def test_tokenizer_is_the_checkpoint_s(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o"])
 def test_text_is_split_as_the_file_says(pre: str, tmp_path: Path) -> None:
-    """Digits, contractions and line breaks split differently; expressions are those of the models' tokenizer.json."""
+    """Check how text is split: each `pre` treats digits, contractions and line breaks differently; expressions are
+    those of the models' tokenizer.json."""
     from specrs.models.gguf.byte_level import SPLITS
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -321,7 +325,7 @@ def test_models_that_are_rejected(field: str, value: object, message: str, tmp_p
 def test_ends_of_a_text(
     tokens: dict[int, tuple[str, int]], fields: dict[str, Any], ends: tuple[int, ...], small: Path, tmp_path: Path
 ) -> None:
-    """Ids that the file names and, as in llama.cpp, tokens whose names mean an end."""
+    """Check end ids: those that the file names and, as in llama.cpp, tokens whose names mean an end."""
     replaced = with_tokens(small, {0: ("<|start|>", 3)} | tokens)
     assert load_config(write_gguf(small, tmp_path / "model.gguf", "F32", replaced, **fields)).eos_token_ids == ends
 
@@ -348,7 +352,8 @@ def test_a_folder_that_holds_only_gguf_files(small: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("padding", [(0, 16), (16, 0), (16, 32)])
 def test_padding_is_no_difference_between_vocabularies(padding: tuple[int, int], tmp_path: Path) -> None:
-    """A draft of more or fewer rows than the target: the text is as without it. Rows without a token are padding."""
+    """Check that padding makes no difference between vocabularies. A draft may have more or fewer rows than the target;
+    rows without a token are padding."""
     sources, files = [], []
     for name, more in zip(("target", "draft"), padding, strict=True):
         source = make_checkpoint(tmp_path / name, vocab=400 + more, layers=1, with_tokenizer=False)
@@ -411,7 +416,7 @@ def test_damage(wide: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_damaged_header_is_rejected_or_read(seed: int, tmp_path: Path) -> None:
-    """Bytes of the header that are something else raise what specrs raises, and end."""
+    """Check that damaged bytes in a header raise an error of specrs or none, and never hang."""
     source = make_checkpoint(tmp_path / "source", layers=1)
     path = write_gguf(source, tmp_path / "model.gguf")
     whole, rng = bytearray(path.read_bytes()), np.random.default_rng(seed)
@@ -424,7 +429,7 @@ def test_any_damaged_header_is_rejected_or_read(seed: int, tmp_path: Path) -> No
 
 
 def refusal(read: Callable[[Path], object], path: Path) -> str | None:
-    """What a file is refused by, None where it is read."""
+    """Return the error message for a file; None if it is read."""
     try:
         read(path)
     except CheckpointError as fault:
@@ -436,7 +441,7 @@ def refusal(read: Callable[[Path], object], path: Path) -> str | None:
 def test_any_value_of_any_field_is_rejected_or_read(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A field of another type, or of a value that is none, raises what specrs raises, under the field's name."""
+    """Check that any value of any metadata field is read, or raises an error of specrs that names the field."""
     source = make_checkpoint(tmp_path / "source", family, layers=1)
     path = write_gguf(source, tmp_path / "model.gguf", tokenizer__ggml__add_bos_token=False)
     whole, refused, others = open_gguf(path), 0, []

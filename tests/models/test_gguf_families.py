@@ -1,4 +1,4 @@
-"""GGUF files of every family, as llama.cpp's converter writes them, against the checkpoints that they were made of."""
+"""GGUF files of every family, as llama.cpp's converter writes them, against the original checkpoints."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "mixtral": ("mixtral", None, {}),
     "gpt-oss": ("gpt_oss", None, {"swiglu_limit": 7.0, "rope_parameters": GPT_OSS_ROPE, "tie": False}),
 }
-"""transformers' `model_type`, the file's name for it, and how the checkpoint differs from a usual small one."""
+"""transformers' `model_type`, the file's name for it, and how the checkpoint differs from the usual small one."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_every_family_is_read() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_of_a_file_are_the_checkpoint_s(case: str, source: Callable[[str], Path], tmp_path: Path) -> None:
-    """F32 gives the checkpoint's logits to the bit, natively and by torch, and the same configuration."""
+    """Check an F32 file: the checkpoint's logits to the bit, native and torch, and the same configuration."""
     folder = source(case)
     path = write_gguf(folder, tmp_path / "model.gguf", architecture=CASES[case][1])
     assert torch.equal(logits(path), logits(folder))
@@ -113,7 +113,7 @@ def test_numbers_of_a_file_are_the_checkpoint_s(case: str, source: Callable[[str
 def test_blocks_of_a_file_are_their_numbers(
     case: str, kind: str, source: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Logits are, to the bit, those of a checkpoint whose weights are the numbers that the blocks hold.
+    """Check that logits are, to the bit, those of a checkpoint with the dequantized weights.
 
     Those of native passes are near them: with activations in fp32, and rounded to 16 bits by blocks of 32.
     """
@@ -131,7 +131,7 @@ def test_blocks_of_a_file_are_their_numbers(
 
 @pytest.mark.parametrize("case", ["gemma3", "gpt-oss", "mixtral"])
 def test_text_of_a_file_is_the_checkpoint_s(case: str, source: Callable[[str], Path], tmp_path: Path) -> None:
-    """With its own tokenizer and chat template, with and without drafts."""
+    """Check the text, with the file's own tokenizer and chat template, with and without drafts."""
     template = "{{ messages[0]['content'] }}!"
     folder = source(case)
     path = write_gguf(folder, tmp_path / "model.gguf", tokenizer__chat_template=template)
@@ -146,7 +146,8 @@ def test_text_of_a_file_is_the_checkpoint_s(case: str, source: Callable[[str], P
 
 
 def test_layers_with_a_window(source: Callable[[str], Path], tmp_path: Path) -> None:
-    """A number or a list says which layers have one; without a window all layers see all."""
+    """Check layers with a window: a number or a list says which ones; without a window all layers have full
+    attention."""
     folder = source("gemma3")
 
     def windows(**fields: Any) -> tuple[int | None, ...]:
@@ -166,7 +167,8 @@ def test_layers_with_a_window_have_a_rope_of_their_own(source: Callable[[str], P
 
 
 def test_gemma_27b_has_a_scale_of_its_own(tmp_path: Path) -> None:
-    """Its queries are divided by the root of hidden_size / heads; files do not say so, but have 62 layers."""
+    """Check Gemma 3 27B, whose queries are divided by the root of hidden_size / heads. Files do not say so; its 62
+    layers tell."""
     folder = make_checkpoint(tmp_path / "source", "gemma3_text", layers=1, with_tokenizer=False)
     path = write_gguf(folder, tmp_path / "model.gguf", gemma3__block_count=62)
     assert load_config(path).attention_scale == (96 // 6) ** -0.5
@@ -245,7 +247,8 @@ def test_factors_of_two_scalings_contradict_each_other(tmp_path: Path) -> None:
 
 
 def test_a_tensor_without_numbers_is_damaged(source: Callable[[str], Path], tmp_path: Path) -> None:
-    """A header may say 2^60 experts without a byte; names for them would never end."""
+    """Check that a tensor without numbers is rejected: a header may declare 2^60 experts without a byte, and naming
+    them would never end."""
     path = write_gguf(source("qwen3moe"), tmp_path / "model.gguf")
     content = bytearray(path.read_bytes())
     name = b"blk.0.ffn_down_exps.weight"

@@ -1,4 +1,4 @@
-"""GGUF files of models whose layers have states, as llama.cpp's converter writes them, against their checkpoints."""
+"""GGUF files of models with gated delta nets, as llama.cpp's converter writes them, against their checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35moe": ("qwen3_5_moe_text", {"linear_value_head_dim": 32, **EXPERTS}),
     "qwen3next": ("qwen3_next", {"layers": 4, "layer_types": KINDS, **EXPERTS}),
 }
-"""transformers' `model_type`, and how the checkpoint differs from a usual small one."""
+"""transformers' `model_type`, and how the checkpoint differs from the usual small one."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,8 @@ def close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
 
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_of_a_file_are_the_checkpoint_s(case: str, source: Callable[[str], Path], tmp_path: Path) -> None:
-    """Natively and by torch, up to the rounding of rates of decay, which files store instead of their logarithms."""
+    """Check numbers, native and torch. They are equal up to the rounding of decay rates, which files store instead of
+    their logarithms."""
     folder = source(case)
     path = write_gguf(folder, tmp_path / "model.gguf")
     assert close(logits(path), logits(folder), 1e-5)
@@ -85,7 +86,7 @@ def test_numbers_of_a_file_are_the_checkpoint_s(case: str, source: Callable[[str
 def test_blocks_of_a_file_are_their_numbers(
     case: str, kind: str, source: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Logits are those of a checkpoint whose weights are the numbers that the blocks hold."""
+    """Check that logits are those of a checkpoint with the dequantized weights."""
     folder = source(case)
     path = write_gguf(folder, tmp_path / "model.gguf", kind)
     numbers = shutil.copytree(folder, tmp_path / "numbers")
@@ -100,7 +101,7 @@ def test_blocks_of_a_file_are_their_numbers(
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
 def test_blocks_that_span_value_heads(kind: str, tmp_path: Path) -> None:
-    """Blocks of 256 inputs of the output projection, which are of four value heads, stay packed."""
+    """Check that blocks of 256 inputs of the output projection, which span four value heads, stay packed."""
     sizes = {"hidden": 256, "intermediate": 256, "head_dim": 64, "kv_heads": 2, "linear_value_head_dim": 64}
     folder = make_checkpoint(tmp_path / "source", "qwen3_5_text", vocab=400, **sizes)
     path = write_gguf(folder, tmp_path / "model.gguf", kind)
@@ -140,7 +141,8 @@ def test_blocks_that_span_value_heads(kind: str, tmp_path: Path) -> None:
 def test_planted_mistakes_are_found(
     leaf: str, source: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file with one kind of tensor in another order, or with a norm plus 1, gives other logits by far."""
+    """Check that planted mistakes are found: with one kind of tensor in another order, or with a norm plus 1, logits
+    differ by far."""
     folder, right = source("qwen35"), gguf_families._of_delta_net
 
     def wrong(config: Any, architecture: str, name: str, numbers: torch.Tensor) -> Any:
@@ -158,7 +160,7 @@ def test_planted_mistakes_are_found(
 
 @pytest.mark.parametrize("case", CASES)
 def test_text_of_a_file_is_the_checkpoint_s(case: str, source: Callable[[str], Path], tmp_path: Path) -> None:
-    """With its own tokenizer and chat template, with and without drafts."""
+    """Check the text, with the file's own tokenizer and chat template, with and without drafts."""
     folder = source(case)
     path = write_gguf(folder, tmp_path / "model.gguf", tokenizer__chat_template="{{ messages[0]['content'] }}!")
     expected = [
@@ -174,7 +176,7 @@ def test_text_of_a_file_is_the_checkpoint_s(case: str, source: Callable[[str], P
 def test_gate_and_up_of_experts_in_one_tensor(
     kind: str, source: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bits of a file with a tensor of each."""
+    """Check that gate and up of experts in one tensor give the bits of a file with a tensor for each."""
     made = gguf_families.file_tensors
     apart = write_gguf(source("qwen35moe"), tmp_path / "apart.gguf", kind)
 
@@ -195,7 +197,8 @@ def test_gate_and_up_of_experts_in_one_tensor(
 def test_older_files_of_qwen3next(
     kind: str, source: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bits of a file whose q, k, v and z are in two tensors, and by kind."""
+    """Check older files of Qwen3-Next: they give the bits of a file whose q, k, v and z are in two tensors, sorted by
+    kind."""
     apart = write_gguf(source("qwen3next"), tmp_path / "apart.gguf", kind)
     right = gguf_families._parts
 
@@ -259,7 +262,7 @@ def test_metadata_of_experts_that_is_rejected(
 
 
 def head(width: int) -> dict[str, np.ndarray]:
-    """Tensors of an MTP head behind two layers."""
+    """Return the tensors of an MTP head after two layers."""
     names = ("eh_proj", "enorm", "hnorm", "shared_head_norm")
     made = {f"blk.2.nextn.{name}.weight": np.full(width, i, np.float32) for i, name in enumerate(names)}
     made["blk.2.nextn.eh_proj.weight"] = np.ones((width, 2 * width), np.float32)
@@ -273,7 +276,8 @@ def head(width: int) -> dict[str, np.ndarray]:
 def test_tensors_of_an_mtp_head_have_its_names(
     source: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`block_count` includes the head's layer, and the text is that without a head."""
+    """Check that tensors of an MTP head get its names. `block_count` includes the head's layer, and the text is that
+    without a head."""
     folder = source("qwen35, one value head")
     fields = {"qwen35.block_count": 3, "qwen35.nextn_predict_layers": 1}
     path = write_gguf(folder, tmp_path / "model.gguf", replaced=fields, extra=head(96))
@@ -304,7 +308,8 @@ HEAD_TENSORS = {
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_a_head_in_a_file_drafts(kind: str, source: Callable[[str], Path], tmp_path: Path) -> None:
-    """By default, with the acceptance of the folder's head, and the text of no drafts."""
+    """Check that an MTP head in a file drafts by default, with the acceptance of the folder's head, and that the text
+    is that without drafts."""
     plain, layers = source("qwen35"), len(KINDS)
     folder = add_head(Path(shutil.copytree(plain, tmp_path / "model")), seed=4)
     head = {

@@ -1,4 +1,4 @@
-"""Sentencepiece vocabularies in GGUF files: ids and texts are those of the library sentencepiece."""
+"""Sentencepiece vocabularies in GGUF files: ids and texts equal those of the library sentencepiece."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VOCABULARIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "no bytes": ({"byte_fallback": False}, {}),
 }
-"""Settings of the trainer, and what a file says of them."""
+"""Settings of the trainer, and the metadata of a file, by name."""
 SPECIAL = ("<s>", "</s>", "<unk>", *USER_DEFINED)
 
 
@@ -93,7 +93,8 @@ def test_each_text_between_special_tokens_is_encoded_as_a_whole_one(vocabulary: 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_order_of_merges_in_vocabularies_of_two_letters(seed: int, tmp_path: Path) -> None:
-    """Many pieces are made in several ways and overlap themselves, so a wrong order shows."""
+    """Check the order of merges in vocabularies of two letters: many pieces can be made in several ways and overlap, so
+    a wrong order shows."""
     rng = random.Random(seed)
     weights = [rng.random() for _ in "ab "]
 
@@ -113,7 +114,8 @@ def test_order_of_merges_in_vocabularies_of_two_letters(seed: int, tmp_path: Pat
 
 
 def test_ids_are_those_of_transformers_without_special_tokens(llama: SentencePieceProcessor, tmp_path: Path) -> None:
-    """Its pipeline (`legacy=False`) differs from sentencepiece in texts that begin with a space, not in others."""
+    """Check ids against transformers without special tokens. Its `legacy=False` differs from sentencepiece only in
+    texts that begin with a space."""
     metadata = metadata_of(llama)
     ours = Tokenizer(str(write_metadata(tmp_path / "model.gguf", metadata)))
     merges = [tuple(merge) for merge in _json(ours)["model"]["merges"]]
@@ -134,7 +136,7 @@ def _json(tokenizer: Tokenizer) -> dict[str, Any]:
 def test_tokens_around_a_text(
     bos: bool | None, eos: bool | None, llama: SentencePieceProcessor, tmp_path: Path
 ) -> None:
-    """A sentencepiece file that says nothing of BOS has one, as in llama.cpp."""
+    """Check BOS and EOS around a text. A file that does not mention BOS has one, as in llama.cpp."""
     fields = {"add_bos_token": bos, "add_eos_token": eos}
     ours = Tokenizer(str(write_metadata(tmp_path / "model.gguf", metadata_of(llama, **fields))))
     first, last = [] if bos is False else [llama.bos_id()], [llama.eos_id()] if eos else []
@@ -211,7 +213,7 @@ def test_text_never_has_an_unused_id(llama: SentencePieceProcessor, tmp_path: Pa
 
 
 def _highest_score_first(text: str, scores: dict[str, float]) -> list[str]:
-    """Pieces of `text`: the pair with the highest score is joined first, the leftmost of equal ones."""
+    """Return the pieces of `text`: the pair with the highest score is joined first, the leftmost of equal ones."""
     pieces = list(text)
     while True:
         pairs = [(scores.get(a + b), -i) for i, (a, b) in enumerate(pairwise(pieces))]
@@ -224,7 +226,7 @@ def _highest_score_first(text: str, scores: dict[str, float]) -> list[str]:
 
 @st.composite
 def _scores(draw: st.DrawFn) -> dict[str, float]:
-    """Scores of the letters a, b and c and of pieces that are made of two others. Some scores are equal."""
+    """Draw scores of the letters a, b and c and of pieces made of two others. Some scores are equal."""
     pieces = ["a", "b", "c"]
     for _ in range(draw(st.integers(1, 9))):
         joined = draw(st.sampled_from(pieces)) + draw(st.sampled_from(pieces))
@@ -262,7 +264,8 @@ def test_a_vocabulary_is_read_as_its_scores_say_or_rejected(
 
 
 def test_equal_scores_of_tokens_that_are_not_merged_are_accepted(llama: SentencePieceProcessor, tmp_path: Path) -> None:
-    """Converters write one score for all control, byte and added tokens, and for padding."""
+    """Check that equal scores of unmerged tokens are accepted: converters write one score for all control, byte, added
+    and padding tokens."""
     plain = metadata_of(llama)
     kinds, scores = plain["tokenizer.ggml.token_type"], plain["tokenizer.ggml.scores"]
     scores = [score if kind == 1 else -1000.0 for score, kind in zip(scores, kinds, strict=True)]

@@ -1,4 +1,4 @@
-"""Models in several GGUF files: they are the model in one file, and a part that is missing or wrong is named."""
+"""Models in several GGUF files: they equal the model in one file, and a missing or wrong part is named."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def parts(source: Path, tmp_path: Path) -> list[Path]:
-    """Three files of at most five tensors."""
+    """The checkpoint in three files of at most five tensors."""
     first = write_gguf(source, tmp_path / "model-Q4_0.gguf", "Q4_0", tensors_in_a_part=5)
     found = sorted(first.parent.glob("*.gguf"))
     assert [path.name for path in found] == [f"model-Q4_0-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
@@ -147,7 +147,7 @@ def test_parts_of_the_hub_are_downloaded_together(tmp_path: Path, monkeypatch: p
 
 
 def rewrite(path: Path, fields: dict[str, Any], names: dict[str, str] | None = None) -> None:
-    """Write a part anew with other metadata, None leaves a field out, and with other names of tensors."""
+    """Rewrite a part with other metadata (None leaves a field out) and other names of tensors."""
     read = gguf.GGUFReader(path)
     known = {name: field.contents() for name, field in read.fields.items() if not name.startswith("GGUF.")}
     tensors = [(tensor.name, tensor.data.copy(), tensor.tensor_type) for tensor in read.tensors]

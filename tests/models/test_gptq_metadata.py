@@ -1,4 +1,5 @@
-"""What a GPTQ checkpoint says of itself against what it holds: versions of the format, its own file, `dynamic`."""
+"""GPTQ checkpoints whose metadata and content may disagree: versions of the format, the quantizer's own file,
+`dynamic`."""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers(folder: Path) -> dict[str, torch.Tensor]:
-    """The projections as our reader makes them."""
+    """Return the dequantized projections, as specrs reads them."""
     config, checkpoint = open_checkpoint(folder, None, "auto")
     checkpoint.check(tensor_shapes(config), {})
     return {name: to_torch(checkpoint.mapped(name)) for name in tensor_shapes(config) if name.endswith("_proj.weight")}
 
 
 def assert_right(folder: Path, expected: Path) -> None:
-    """The numbers that the codes stand for are those of the writer in the tests, by torch and in the native pass."""
+    """Check the dequantized weights against those of the writer in the tests, by torch and in native passes."""
     reference = load_file(expected.with_name(expected.name + ".numbers") / "model.safetensors")
     for name, found in numbers(folder).items():
         torch.testing.assert_close(found.double(), reference[name].double(), rtol=2**-22, atol=1e-12)
@@ -63,7 +64,8 @@ def assert_right(folder: Path, expected: Path) -> None:
 def test_zero_points_of_symmetric_codes_tell_their_version(
     bits: int, version: str, name: str | None, sym: bool | None, source: Path, tmp_path: Path, caplog: Any
 ) -> None:
-    """7 or 127 is the first version, 8 or 128 the second, whatever the file's name for it is."""
+    """Check that zero points of symmetric codes tell the version: 7 or 127 is the first one, 8 or 128 the second,
+    whatever name the file gives."""
     path = gptq(source, tmp_path / "model", bits=bits, version=version, checkpoint_format=name, sym=True)
     if sym is None:
         config = json.loads((path / "config.json").read_text())["quantization_config"]
@@ -90,7 +92,8 @@ def test_the_name_decides_where_codes_are_not_symmetric(
 
 @pytest.mark.parametrize("file", ["quantize_config.json", "quant_config.json"])
 def test_the_quantizer_s_own_file_alone(file: str, source: Path, tmp_path: Path) -> None:
-    """AutoGPTQ and AutoAWQ wrote a file of their own, with their names of fields and of the weights' file."""
+    """Check checkpoints that have only the quantizer's own file: AutoGPTQ and AutoAWQ used their own names for fields
+    and the weights' file."""
     if file == "quantize_config.json":
         path = gptq(source, tmp_path / "model", group=32)
         content: dict[str, Any] = {
@@ -136,7 +139,7 @@ def test_dynamic_without_a_layer(source: Path, tmp_path: Path) -> None:
 
 
 def test_dynamic_of_other_bits(source: Path, tmp_path: Path) -> None:
-    """The first rule that matches counts, whether it begins with `+:` or not."""
+    """Check `dynamic` with other bits: the first rule that matches counts, with `+:` or without."""
     dynamic = {r"+:.*up_proj": {"bits": 8, "group_size": 64}, ".*(up|gate)_proj": {"bits": 8, "group_size": 16}}
     path = gptq(source, tmp_path / "model", group=32, dynamic=dynamic)
     for bits, group, part in ((8, 64, ".up_proj"), (8, 16, ".gate_proj")):

@@ -1,4 +1,4 @@
-"""What asking the hub may raise, and what a user reads of it: not found, gated, denied, offline, out of reach."""
+"""Errors of the hub and what users read: not found, gated, denied, offline, out of reach."""
 
 import re
 import sys
@@ -31,7 +31,7 @@ NAME = "someone/model"
 
 
 def answered(status: int, **headers: str) -> Exception:
-    """What the hub's own client makes of such an answer."""
+    """Return the exception that the hub's own client raises for such an answer."""
     request = httpx2.Request("GET", f"https://huggingface.co/api/models/{NAME}/revision/main")
     response = httpx2.Response(status, headers={k.replace("_", "-"): v for k, v in headers.items()}, request=request)
     try:
@@ -42,7 +42,7 @@ def answered(status: int, **headers: str) -> Exception:
 
 
 def local(cause: Exception | None = None) -> Exception:
-    """What a download raises where the cache does not have the files and the hub gave `cause`."""
+    """Return the exception of a download whose files are not in the cache, after the hub failed with `cause`."""
     fault = LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder")
     fault.__cause__ = cause
     return fault
@@ -95,7 +95,7 @@ FAULTS: dict[str, tuple[Exception, bool, str]] = {
 
 @pytest.fixture(autouse=True)
 def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A client that thinks it is online, without a token, with an empty cache."""
+    """A hub client that is online, without a token, with an empty cache."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
@@ -216,7 +216,7 @@ def test_a_token_in_an_argument_is_not_printed() -> None:
 
 @contextmanager
 def hub(status: int, headers: dict[str, str]) -> Iterator[str]:
-    """A server that answers every request so; its address."""
+    """Run a server that gives every request this answer. Yields its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -55,7 +55,7 @@ def make(folder: Path, family: str, sizes: str = "small", **fields: Any) -> Path
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference relative to the largest logit."""
+    """Return the largest difference, relative to the largest logit."""
     return float((found.double() - expected).abs().max() / expected.abs().max())
 
 
@@ -92,7 +92,7 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=12)
 @given(shapes(), st.lists(st.integers(1, 7), min_size=1, max_size=3))
 def test_the_logits_of_transformers(tmp_path_factory: pytest.TempPathFactory, shape: Any, chunks: list[int]) -> None:
-    """The router's softmax is in float32 in both."""
+    """Check logits against transformers. The router's softmax is in float32 in both."""
     path = make(tmp_path_factory.mktemp("experts") / "model", **shape)
     assert difference(by_torch(path, chunks), logits(path, TOKENS[: sum(chunks)])) < 1e-6
 
@@ -101,7 +101,7 @@ def test_the_logits_of_transformers(tmp_path_factory: pytest.TempPathFactory, sh
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_native_logits(family: str, sizes: str, dtype: str, tmp_path: Path) -> None:
-    """With one thread and two, whose bits are the same. K and V are bf16 in bfloat16."""
+    """Check native logits, with one thread and two, whose bits are the same. With bfloat16, K and V are bf16."""
     path = make(tmp_path / "model", family, sizes, dtype=getattr(torch, dtype))
     model = load_native(path, dtype=dtype)
     found = Feeder(model).feed_chunks(TOKENS, [1, 2, 20])
@@ -122,7 +122,8 @@ def test_rows_rounded_to_bf16_have_one_order_of_sums(family: str, tmp_path: Path
 @pytest.mark.parametrize("quantization", ["int8", "int4", "q8_0", "q4_0", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_logits_of_quantized_weights(family: str, quantization: str, tmp_path: Path) -> None:
-    """Against torch with the same numbers, with activations in fp32 and rounded to 16-bit integers."""
+    """Check native logits of quantized weights against torch with the dequantized ones, with activations in fp32 and
+    rounded to 16-bit integers."""
     path = make(tmp_path / "model", family, "by 32")
     expected = by_torch(path, quantization=quantization)
     for activations, bound in (("fp32", 1e-4), ("auto", 0.02)):
@@ -138,7 +139,7 @@ def test_native_logits_of_quantized_weights(family: str, quantization: str, tmp_
 
 
 def stack(path: Path) -> Path:
-    """Put the experts of each layer into one tensor per projection, as published files have them."""
+    """Put the experts of each layer into one tensor per projection, as in published files."""
     tensors = load_file(path / "model.safetensors")
     for i in range(len(KINDS)):
         prefix = f"model.layers.{i}.mlp.experts."
@@ -153,7 +154,7 @@ def stack(path: Path) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stacked_experts_are_the_same(family: str, tmp_path: Path) -> None:
-    """To the bit, natively and by torch, and quantized at load."""
+    """Check that stacked experts give the same bits, native and torch, and quantized at load."""
     apart, stacked = make(tmp_path / "apart", family, "by 32"), stack(make(tmp_path / "stacked", family, "by 32"))
     assert torch.equal(by_torch(stacked), by_torch(apart))
     for quantization in (None, "q8_0"):
@@ -199,7 +200,7 @@ MIXTURE = torch_decoder.mixture
 
 
 def without_gate(x: Tensor, w: Any, experts: Any) -> Tensor:
-    """The shared expert's output as it is."""
+    """Plant a mistake: the shared expert's output has no gate."""
     rest = MIXTURE(x, replace(w, shared=None), experts)
     return rest + w.shared.down.product(torch_decoder.silu_and_mul(w.shared.gate_up.product(x)))
 
@@ -209,7 +210,7 @@ def without_shared(x: Tensor, w: Any, experts: Any) -> Tensor:
 
 
 def without_sum(x: Tensor, w: Any, experts: Any) -> Tensor:
-    """Weights of chosen experts that do not add up to 1."""
+    """Plant a mistake: the weights of chosen experts do not add up to 1."""
     return MIXTURE(x, w, replace(experts, norm_topk_prob=False))
 
 
@@ -223,7 +224,7 @@ def test_planted_mistakes_of_experts_are_found(mistake: Callable[..., Tensor], f
 
 
 def heads_by_turns(x: Tensor, w: Any, d: Any, state: Any, eps: float) -> tuple[Tensor, Any]:
-    """Value heads of the output in the order of GGUF files."""
+    """Plant a mistake: value heads of the output are in the order of GGUF files."""
     out, after = torch_delta_net_step(x, w, d, state, eps)
     return out.view(d.key_heads, -1, d.value_dim).transpose(0, 1).flatten(), after
 
@@ -244,7 +245,7 @@ def test_planted_mistakes_of_delta_nets_are_found(mistake: Any, tmp_path: Path) 
 
 
 def test_the_order_by_key_head_matters(tmp_path: Path) -> None:
-    """A checkpoint of Qwen3-Next, read as if q, k, v and z of all heads lay together."""
+    """Check that the order by key head matters: read without it, a checkpoint of Qwen3-Next gives other logits."""
     path = make(tmp_path / "model", "qwen3_next")
     found = Feeder(load_native(path)).feed_chunks(TOKENS, [23])
     with patch.object(torch_delta_net, "_order", lambda d: torch.arange(d.outputs)):
@@ -257,7 +258,8 @@ def test_the_order_by_key_head_matters(tmp_path: Path) -> None:
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=5),
 )
 def test_native_bits_do_not_depend_on_drafts(models: Callable[[str], Any], family: str, rounds: Any) -> None:
-    """Each round feeds K drafts, of which the first ones are accepted."""
+    """Check that native bits do not depend on drafts. Each round feeds K drafts, of which the first ones are
+    accepted."""
     model, wrong = models(family), random.Random(1)
     expected = Feeder(model).feed_chunks(TOKENS, [1] * len(TOKENS))
     feeder, at = Feeder(model), 0

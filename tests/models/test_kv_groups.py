@@ -1,5 +1,5 @@
-"""Layers in groups by their windows: every layer in one group, no group longer than the first, memory for one group's
-layers in a block."""
+"""KV groups: every layer is in one group, no group is longer than the first, and a block has memory for one group's
+layers."""
 
 from collections import Counter
 
@@ -25,14 +25,14 @@ def test_every_layer_has_one_place(data: st.DataObject, windows: list[int | None
     layers = Counter(groups.of_layer)
     assert groups.layers_per_block == max(layers.values()) <= size
     assert sorted(layers) == list(range(len(groups.windows)))
-    # No group behind the first keeps more, and none of them everything.
+    # No group after the first keeps more, and none keeps everything.
     lengths = [1 << 30 if window is None else window for window in groups.windows]
     assert lengths == sorted(lengths, reverse=True)
     assert None not in groups.windows[1:]
 
 
 def test_gemma() -> None:
-    """26 layers, every sixth of which sees all: four in a group, two in the last."""
+    """Check Gemma's 26 layers, every sixth with full attention: four layers per group, two in the last."""
     windows = [None if i % 6 == 5 else 512 for i in range(26)]
     assert group_sizes(windows) == [4]
     groups = kv_groups(windows, 4)
@@ -42,6 +42,6 @@ def test_gemma() -> None:
 
 
 def test_one_window() -> None:
-    """32 layers in one group, or in 2 to 8."""
+    """Check 32 layers with one window: one group, or 2 to 8."""
     assert group_sizes([512] * 32) == [32, 16, 11, 8, 7, 6, 5, 4]
     assert kv_groups([512] * 32, 11).windows == (512, 512, 512)

@@ -50,7 +50,7 @@ def logits(path: Path) -> torch.Tensor:
 
 
 def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Logits of the same weights, however they lie in memory, on which the order of a sum may depend."""
+    """Check logits of the same weights, whose place in memory may change the order of sums."""
     torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 

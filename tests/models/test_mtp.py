@@ -51,8 +51,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(path: Path) -> tuple[list[int], Tensor]:
-    """The script's drafts after TOKENS, and the logits of the head's rows: of the text, then of all drafts but the
-    last."""
+    """Return the script's drafts after TOKENS, and the logits of the head's rows: of the text, then of all drafts but
+    the last."""
     with float64(), torch.inference_mode():
         target = load(path)
         script = Script(target)
@@ -63,7 +63,7 @@ def expected(path: Path) -> tuple[list[int], Tensor]:
 
 
 def states(model: Any, layer: int) -> Tensor:
-    """The target's hidden states of TOKENS, `[N, 1, H]`."""
+    """Return the target's hidden states of TOKENS, `[N, 1, H]`."""
     feeder = Feeder(model, hidden_layers=(layer,))
     feeder.feed_chunks(TOKENS, [LENGTH])
     assert feeder.entries is not None
@@ -73,8 +73,8 @@ def states(model: Any, layer: int) -> Tensor:
 def run(
     head: Any, entries: Tensor, chunks: list[int], *, first: int = 0, early: tuple[int, int] = (0, 0)
 ) -> tuple[list[int], Tensor]:
-    """Feed the text in chunks, then drafts one by one: the drafts, and the logits of all rows. `early` is how far
-    tokens of the text are before their places, and drafts before their positions."""
+    """Feed the text in chunks, then drafts one by one. Return drafts, and logits of all rows. `early` plants a mistake:
+    tokens of the text, and drafts, come this many positions early."""
     feeder, start, rows = HeadFeeder(head, 4, first, length=LENGTH + DRAFTS), first, []
     recurrent = torch.empty(0)
     for length in chunks:
@@ -172,13 +172,13 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], int, tuple[int, int]]] = {
     "the token of the state's own position": (lambda w: w, 1, (1, 0)),
     "drafts a position early": (lambda w: w, 1, (0, 1)),
 }
-"""For each mistake, the weights with it, which of the target's last states is read, and `early` of `run`."""
+"""Planted mistakes: changed weights, which of the target's last states is read, and `early` of `run`."""
 
 
 @pytest.mark.parametrize("kind", ["torch", "native"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_mistakes_are_seen(path: Path, kind: str, fault: str) -> None:
-    """The comparison of `test_the_logits_of_transformers` fails for each of them."""
+    """Check that each planted mistake fails the comparison of `test_the_logits_of_transformers`."""
     change, after_norm, early = FAULTS[fault]
     logits = expected(path)[1]
     with float64():
@@ -196,7 +196,8 @@ def test_mistakes_are_seen(path: Path, kind: str, fault: str) -> None:
 
 @pytest.mark.parametrize("kind", ["torch", "native"])
 def test_a_state_that_is_fed_again_before_the_norm_is_seen(path: Path, kind: str) -> None:
-    """The first draft is right then, and later ones are not."""
+    """Check that feeding a head's own state before the norm is noticed: the first draft is right, later ones are
+    not."""
     logits = expected(path)[1]
     with float64():
         target: Any = load_model(path, dtype="float64") if kind == "torch" else load_native(path)
@@ -237,7 +238,7 @@ def test_a_head_that_starts_late_attends_from_there(path: Path) -> None:
 @pytest.mark.parametrize("quantization", ["int8", "int4", "q8_0", "fp8"])
 @pytest.mark.parametrize("size", [None, 30])
 def test_a_head_of_a_quantized_target(tmp_path: Path, quantization: str, size: int | None) -> None:
-    """The head stays as it is, and its LM head is the target's."""
+    """Check a head of a quantized target: its layer stays unquantized, and it uses the target's LM head."""
     path = make(tmp_path / "model", hidden=64, intermediate=96, head_dim=32, linear_value_head_dim=32, vocab=64 + VOCAB)
     target = load_native(path, quantization=quantization)
     with float64():
@@ -253,7 +254,8 @@ def test_a_head_of_a_quantized_target(tmp_path: Path, quantization: str, size: i
 @pytest.mark.parametrize("quantized", [False, True], ids=["plain head", "quantized head"])
 @pytest.mark.parametrize("kind", ["torch", "native"])
 def test_a_head_in_a_quantized_checkpoint(tmp_path: Path, quantized: bool, kind: str) -> None:
-    """Its tensors decide whether it is quantized. For the plain head, config.json does not say so."""
+    """Check a head in a quantized checkpoint. Its tensors decide whether it is quantized; config.json does not mention
+    the plain one."""
     source = make_checkpoint(tmp_path / "source", "qwen3_5_text", vocab=VOCAB, hidden=48, head_dim=16, kv_heads=2)
     path = tmp_path / "quantized"
     whole = [f"model.layers.0.linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")]
@@ -274,7 +276,7 @@ def test_a_head_in_a_quantized_checkpoint(tmp_path: Path, quantized: bool, kind:
 
 @pytest.mark.parametrize("kind", ["torch", "native"])
 def test_fewer_ids(path: Path, tmp_path: Path, kind: str) -> None:
-    """Logits are those of the ids alone, whichever they are."""
+    """Check a head that drafts fewer ids: its logits are those of the chosen ids."""
     target: Any = load_model(path) if kind == "torch" else load_native(path)
     entries = states(target, target.num_layers + 1)
     whole = run(head_of(path, target), entries, [LENGTH - 1])[1]
@@ -357,7 +359,8 @@ def test_where_there_is_no_head(tmp_path: Path, path: Path) -> None:
 
 
 def test_a_head_of_a_multimodal_checkpoint(tmp_path: Path, path: Path) -> None:
-    """It has several files and an index, as published ones do. The index alone says that there is a head."""
+    """Check a head of a multimodal checkpoint with several files, as published. Only the index says that there is a
+    head."""
     made, names = tmp_path / "model", load_file(path / "model.safetensors")
     made.mkdir()
     raw = json.loads((path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""gpt-oss in MXFP4: the numbers that transformers makes of it, and damage that is rejected."""
+"""gpt-oss in MXFP4: the numbers that transformers reads, and damage that is rejected."""
 
 import json
 import shutil
@@ -34,7 +34,8 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random codes, and scales around those of weights; beside it `numbers`, what transformers makes of them."""
+    """A checkpoint of random codes with scales of a usual size; next to it `numbers`, as transformers dequantizes
+    it."""
     folder = tmp_path_factory.mktemp("mxfp4")
     sizes = {"hidden": 64, "intermediate": 96, "head_dim": 32, "kv_heads": 1, "vocab": 83, "tie": False}
     numbers = make_checkpoint(folder / "numbers", "gpt_oss", dtype=torch.bfloat16, **sizes)
@@ -62,7 +63,8 @@ def test_numbers_are_transformers_own(source: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_logits_are_those_of_transformers(source: Path) -> None:
-    """In float64 those of the same numbers, and of what transformers itself loads of the codes."""
+    """Check float64 logits against a checkpoint of the dequantized weights, and against transformers' own reading of
+    the codes."""
     found = logits(source / "codes", dtype="float64")
     with torch.inference_mode():
         expected = load(source / "numbers")(torch.tensor([TOKENS])).logits[0]
@@ -72,7 +74,8 @@ def test_logits_are_those_of_transformers(source: Path) -> None:
 
 
 def test_experts_are_packed_in_native_passes(source: Path) -> None:
-    """Experts have GGML's blocks of the same name, with the same numbers; routers and attention are not quantized."""
+    """Check native passes: experts use GGML's blocks of the same name, with the same numbers; routers and attention are
+    not quantized."""
     config, checkpoint = open_checkpoint(source / "codes", None, "auto")
     checkpoint.check(tensor_shapes(config), {})
     expected = logits(source / "codes", dtype="float64")
@@ -93,7 +96,7 @@ def test_experts_are_packed_in_native_passes(source: Path) -> None:
 
 
 def change(source: Path, path: Path, **tensors: Callable[[Tensor], Tensor | None]) -> Path:
-    """The codes with tensors of layer 1's experts made anew; None leaves one out."""
+    """Copy the checkpoint with tensors of layer 1's experts changed; None leaves one out."""
     shutil.copytree(source / "codes", path)
     content = load_file(path / "model.safetensors")
     for name, made in tensors.items():
@@ -157,7 +160,7 @@ def test_methods_of_other_checkpoints(source: Path, tmp_path: Path) -> None:
 
 
 def test_layers_that_are_not_converted(source: Path, tmp_path: Path) -> None:
-    """By a name with a star for the layer's number, as gpt-oss has them."""
+    """Check `modules_to_not_convert` with a star for the layer's number, as in gpt-oss."""
     path, numbers = (shutil.copytree(source / kind, tmp_path / kind) for kind in ("codes", "numbers"))
     content, plain = (load_file(folder / "model.safetensors") for folder in (path, numbers))
     for layer in range(2):

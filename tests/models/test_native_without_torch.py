@@ -1,4 +1,5 @@
-"""Native models of every kind of file in a process without torch, triton and transformers: the same bits as with them.
+"""Native models of every kind of file in a process without torch, triton and transformers: they give the bits that they
+give otherwise.
 
 That the numbers are right is for the tests of each format, which compare them with torch's.
 """
@@ -31,7 +32,7 @@ CODES_GGUF = ("Q4_0", "Q8_0", "Q6_K", "Q4_1", "Q4_K")
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What is loaded, by name. GGUF types that need the package gguf come last."""
+    """What each case loads, by name. GGUF types that need the package gguf come last."""
     folder = tmp_path_factory.mktemp("files")
 
     def make(name: str, family: str = "qwen3", **fields: Any) -> Path:
@@ -83,7 +84,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def without(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
-    """The logits of all cases from a process without torch, and what it had imported after each."""
+    """Logits of all cases from a process without torch, and what it had imported after each."""
     folder = tmp_path_factory.mktemp("without")
     (folder / "cases.json").write_text(json.dumps(cases))
     arguments = [sys.executable, "-W", "error", torchless.__file__, str(folder / "cases.json"), str(folder / "out.npz")]
@@ -108,7 +109,7 @@ def test_logits_are_those_with_torch(cases: dict[str, dict[str, Any]], without: 
 
 
 def test_nothing_heavy_is_imported(without: tuple[Any, dict[str, Any]]) -> None:
-    """The package gguf is for the types that specrs does not read itself."""
+    """Check that nothing heavy is imported. The package gguf is only for types that specrs does not read itself."""
     imported = dict(without[1])
     for kind in OTHER_GGUF:
         assert imported.pop(f"gguf {kind}") == ["gguf"]

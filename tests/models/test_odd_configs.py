@@ -1,4 +1,4 @@
-"""A config.json with odd values is rejected with file, field and value. What nothing reads may be odd."""
+"""A config.json with odd values is rejected with file, field and value. Values that nothing reads may be odd."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path) -> str:
-    """What an engine's start says: its tokenizer is read first, then the configuration of its model."""
+    """Return the error of an engine's start, which reads the tokenizer first, then the model's configuration."""
 
     def start() -> None:
         load_tokenizer(EngineConfig.from_kwargs(model=str(folder), speculative_config=None))
@@ -33,7 +33,7 @@ def refusal(folder: Path) -> str:
 
 @pytest.mark.parametrize("value", [None, [], {}, "x", 1.5, True, [1], {"a": 1}], ids=repr)
 @pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"])
-def test_a_value_of_another_type_is_told_with_file_and_field(folder: Path, field: str, value: Any) -> None:
+def test_a_value_of_another_type_is_reported_with_file_and_field(folder: Path, field: str, value: Any) -> None:
     edit_json(folder / "config.json", **{field: value})
     told = refusal(folder)
     assert told.startswith(f"{folder}/config.json: {field}={value!r}: must be "), told

@@ -1,4 +1,4 @@
-"""`tie_word_embeddings=true` next to an LM head of the file's own: the tensors are believed, as in transformers."""
+"""`tie_word_embeddings=true` in a file with an LM head of its own: the tensors count, as in transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["last row", "float16", "all"])
 def own(request: pytest.FixtureRequest, tied: Path, tmp_path: Path) -> Path:
-    """The checkpoint with an LM head that differs from the embedding in one number, in rounding, or in all numbers."""
+    """A checkpoint with an LM head that differs from the embedding in one number, by rounding, or in all numbers."""
     folder = shutil.copytree(tied, tmp_path / "own")
     tensors = load_file(folder / SINGLE)
     head = tensors[EMBEDDING].clone()
@@ -92,7 +92,7 @@ def test_the_same_numbers_stay_tied(tied: Path, tmp_path: Path, caplog: pytest.L
 
 
 def test_memory_counts_the_head(own: Path, tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, before anything is loaded; and in what a loaded model says of itself."""
+    """Check that memory counts the head: on a GPU before anything is loaded, and in a loaded model's size."""
     head = 96 * 64
     needed = 4 * sum(tensor.numel() for tensor in load_file(tied / SINGLE).values())
     config = EngineConfig(model=str(own), dtype="float32")
@@ -108,7 +108,7 @@ def test_memory_counts_the_head(own: Path, tied: Path, monkeypatch: pytest.Monke
 
 
 def test_a_quantized_head(tied: Path, tmp_path: Path) -> None:
-    """`lm_head: true` of GPTQ next to tied embeddings: the head's numbers are made of its codes."""
+    """Check a head quantized by GPTQ (`lm_head: true`) next to tied embeddings: its numbers come from its codes."""
     folder = gptq(tied, tmp_path / "gptq", lm_head=True)
     rng = np.random.default_rng(3)
     codes, scales = rng.integers(0, 16, (64, 96)), rng.uniform(0.01, 0.02, (2, 96)).astype(np.float16)

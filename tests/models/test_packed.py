@@ -33,7 +33,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", PackedMatrix.KINDS)
 def test_numbers_are_those_of_the_package(kind: str) -> None:
-    """Blocks have any bytes, and rows the file's order or another."""
+    """Check numbers of blocks with random bytes, with rows in the file's order or another."""
     blocks = draw_blocks(kind, (21, 512), np.random.default_rng(1))
     if kind == "MXFP4":
         blocks[:, :: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.MXFP4][1]] %= 200
@@ -46,14 +46,15 @@ def test_numbers_are_those_of_the_package(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
 def test_memory_is_that_of_the_file(kind: str) -> None:
-    """At most 3 % more, which the integers of K-quants' scales take."""
+    """Check memory: at most 3 % more than the file, for the scales of K-quants as integers."""
     blocks = draw_blocks(kind, (64, 2048), np.random.default_rng(2))
     assert blocks.nbytes <= PackedMatrix(kind, blocks).nbytes <= 1.03 * blocks.nbytes
 
 
 @pytest.mark.parametrize("kind", PackedMatrix.KINDS)
 def test_passes_are_those_of_the_numbers(kind: str, wide: Path, tmp_path: Path) -> None:
-    """Within the rounding of activations to 16 bits; to the bit however rows are cut into passes."""
+    """Check passes against the dequantized weights: within the rounding of activations to 16 bits, and to the bit for
+    any division into passes."""
     path = write_gguf(wide, tmp_path / "model.gguf", kind)
     expected = logits(numbers_of(path, wide))
     model = load_native(path, dtype="float32")
@@ -68,7 +69,7 @@ def test_passes_are_those_of_the_numbers(kind: str, wide: Path, tmp_path: Path) 
 
 
 def test_other_activations(wide: Path, tmp_path: Path) -> None:
-    """`fp32` reads no blocks; `int16` needs some."""
+    """Check other activations: `fp32` reads no blocks, `int16` needs some."""
     path = write_gguf(wide, tmp_path / "model.gguf", "Q4_K")
     assert isinstance(load_native(path, rounding=Rounding(activations="fp32")).weights.layers[0].qkv, StackedWeight)
     assert isinstance(load_native(path, rounding=Rounding(activations="int16")).weights.layers[0].qkv, PackedWeight)
@@ -83,7 +84,8 @@ def test_other_activations(wide: Path, tmp_path: Path) -> None:
 def test_weights_that_exceed_memory(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, activations: str, bits: float
 ) -> None:
-    """They are an error with both numbers before a block is read; with a byte more there is room."""
+    """Check weights that exceed memory: an error with both numbers before a block is read; with one byte more they
+    fit."""
     path = write_gguf(wide, tmp_path / "model.gguf", "Q4_0")
     shapes = [tensor.shape for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) == 2]
     needed = int(sum(np.prod(shape) for shape in shapes) * bits / 8)

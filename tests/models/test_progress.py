@@ -1,4 +1,4 @@
-"""Progress bars of loading and of downloads: on a terminal alone, and for loading only after two seconds."""
+"""Progress bars of loading and downloads: only on a terminal, and for loading only after two seconds."""
 
 import io
 import itertools
@@ -34,7 +34,7 @@ class Screen(io.StringIO):
 def test_loading_shows_a_bar_after_two_seconds(
     is_terminal: bool, seconds: float, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bar's clock goes on by `seconds` each time that it is read."""
+    """Check the bar of loading with a clock that advances by `seconds` each time it is read."""
     clock = itertools.count(0.0, seconds)
     monkeypatch.setattr("tqdm.std.time", lambda: next(clock))
     screen = Screen(is_terminal)

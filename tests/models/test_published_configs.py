@@ -1,4 +1,5 @@
-"""config.json of published models: each is read as transformers reads it, and each of its keys counts or is declared.
+"""config.json of published models: each is read as transformers reads it, and each of its keys has an effect or is
+declared to have none.
 
 A key that is removed or has another value is rejected by name, makes another configuration, or is without effect for a
 reason: `models/fields.py` has it, or transformers takes the file for the same model as before.
@@ -51,7 +52,7 @@ WITH = {
     "partial_rotary_factor": ("rope_scaling",),
     "rope_scaling": ("low_freq_factor", "high_freq_factor", "factor"),
 }
-"""Keys whose value another key must fit, which may be the one that is named."""
+"""Keys that must be changed together, because the value of one must fit the other."""
 
 
 def without(raw: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def plain(raw: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_it_is_read_with_the_published_number_of_parameters(model: str, tmp_path: Path) -> None:
-    """Through the file, quantized weights included."""
+    """Check that each published config is read with the published number of parameters, quantized weights included."""
     raw, parameters = PUBLISHED[model]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert sum(map(math.prod, tensor_shapes(load_config(tmp_path)).values())) == parameters
@@ -127,7 +128,8 @@ def test_small_ones_have_the_logits_of_transformers(model: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("model", ["Phi-3-mini-128k-instruct", "Phi-3.5-mini-instruct", "Phi-4-mini-instruct"])
 def test_factors_of_long_texts(model: str) -> None:
-    """The long ones, unless the engine serves no text beyond the original length. The magnitude is that of both."""
+    """Check the factors of long texts: the long ones, unless the engine serves no text beyond the original length. The
+    magnitude does not depend on that."""
     raw = PUBLISHED[model][0]
     config = parse_config(raw)
     for length, factors in ((None, "long_factor"), (4097, "long_factor"), (4096, "short_factor")):
@@ -140,7 +142,7 @@ def test_factors_of_long_texts(model: str) -> None:
 
 
 def changes(value: Any) -> list[Any]:
-    """Other values for a key that has this one."""
+    """Return other values for a key with this value."""
     if type(value) is bool:
         return [not value, None]
     if type(value) is int:
@@ -157,7 +159,7 @@ def changes(value: Any) -> list[Any]:
 
 
 def reference(model_type: str, raw: dict[str, Any], key: str) -> Any:
-    """What transformers takes `key` for, and what else it may decide; None where it does not take the file."""
+    """Return what transformers reads as `key`, and what else the key may decide; None if it rejects the file."""
     try:
         config = CONFIG_MAPPING[model_type].from_dict(json.loads(json.dumps(raw)))
     except Exception:
@@ -203,7 +205,8 @@ def test_every_key_counts_or_is_declared(model: str) -> None:
 
 
 def test_what_is_declared_here_is_so_in_the_family_that_has_it() -> None:
-    """A declared key counts where its reason does not hold."""
+    """Check declared exceptions in the family that has them: a declared key has an effect where its reason does not
+    hold."""
     qwen = plain(PUBLISHED["Qwen2.5-0.5B-Instruct"][0]) | {"use_sliding_window": True, "sliding_window": 100}
     assert parse_config(qwen) != parse_config(qwen | {"use_sliding_window": False})
     assert parse_config(qwen | {"max_window_layers": 3}) != parse_config(qwen)

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: the numbers of every format, logits, packed codes, lists of layers; what is refused."""
+"""Quantized checkpoints: the numbers of every format, logits, packed weights, lists of layers, and what is rejected."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ FORMATS: dict[str, tuple[Make, str | None]] = {
     "gptq-8": (lambda s, p: gptq(s, p, bits=8), "INT8"),
     "awq": (awq, "INT4"),
 }
-"""How each is written, and what native passes pack it as, or None if they read numbers."""
+"""For each format: how it is written, and the layout in which native passes pack it, or None if they dequantize it."""
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
@@ -123,8 +123,8 @@ def logits(path: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_logits_are_those_of_the_dequantized_model(name: str, written: Callable[[str], Path]) -> None:
-    """float64 within rounding of float32 numbers, native passes within that of sums or of 16-bit activations, and bf16
-    ones within 2^-8."""
+    """Check logits against the dequantized model: float64 within rounding of float32 weights, native passes within that
+    of sums or 16-bit activations, bf16 within 2^-8."""
     path = written(name)
     expected = logits(path.with_name(path.name + ".numbers"))
     size = expected.abs().max()
@@ -144,7 +144,7 @@ def test_logits_are_those_of_the_dequantized_model(name: str, written: Callable[
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_numbers_are_the_reference_s(name: str, written: Callable[[str], Path]) -> None:
-    """Each projection, float32 against float64: rounded once or twice."""
+    """Check each dequantized projection in float32 against float64: rounded once or twice."""
     path = written(name)
     expected = load_file(path.with_name(path.name + ".numbers") / "model.safetensors")
     checkpoint = table_checkpoint(path)
@@ -238,7 +238,8 @@ def test_truncated_packs(
 def test_projections_whose_inputs_are_in_different_orders(
     source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Activations are rounded in one order, so the first projection is packed and the other becomes numbers."""
+    """Check projections with the same input and different orders of groups: activations are rounded in one order, so
+    the first is packed and the other dequantized."""
     path = gptq(source, tmp_path / "gptq", desc_act=True)
     groups = load_file(path / "model.safetensors")[f"{LAYER}.g_idx"]
     change(path, LAYER, g_idx=groups.flip(0))
@@ -360,7 +361,7 @@ def test_groups_that_are_rejected(
 
 
 def test_lists_of_layers() -> None:
-    """By name, by a part that is whole, by pattern."""
+    """Check lists of layers: by name, by a whole part of a name, by pattern."""
     from specrs.models.quantization.modules import is_in
 
     name = "model.layers.1.mlp.up_proj"
@@ -386,7 +387,7 @@ def test_targets_by_name_come_before_linear(source: Path, tmp_path: Path) -> Non
 
 
 def test_fused_projections_may_be_partly_quantized(source: Path, tmp_path: Path) -> None:
-    """One of q, k and v that is not quantized stays as it is; the others are packed."""
+    """Check fused projections of which a part is not quantized: it stays as it is, and the others are packed."""
     path = FORMATS["ct-int8-channel"][0](source, tmp_path / "model")
     layer = "model.layers.1.self_attn.k_proj"
     weight = load_file(source / "model.safetensors")[f"{layer}.weight"]

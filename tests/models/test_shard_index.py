@@ -1,4 +1,4 @@
-"""Which file each tensor is read from, where the index and the files of a checkpoint disagree."""
+"""The file that each tensor is read from if index and files of a checkpoint disagree."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write(folder: Path, shards: dict[str, dict[str, torch.Tensor]], weight_map: 
 
 @pytest.fixture
 def shards(whole: Path, tmp_path: Path) -> tuple[Path, dict[str, dict[str, torch.Tensor]], dict[str, str]]:
-    """A folder for the model in two files, their tensors, and their index."""
+    """A folder with the model in two files, their tensors, and their index."""
     folder = shutil.copytree(whole, tmp_path / "shards")
     tensors = load_file(folder / SINGLE)
     (folder / SINGLE).unlink()
@@ -55,7 +55,7 @@ def shards(whole: Path, tmp_path: Path) -> tuple[Path, dict[str, dict[str, torch
 
 @pytest.mark.parametrize("stale", FILES[:2])
 def test_the_index_decides_which_of_two_copies_is_read(stale: str, whole: Path, shards, caplog) -> None:  # type: ignore[no-untyped-def]
-    """Whichever file is opened last."""
+    """Check that the index decides which of two copies is read, whichever file is opened last."""
     folder, parts, weight_map = shards
     other = FILES[0] if stale == FILES[1] else FILES[1]
     parts[stale] |= {name: value * 3 for name, value in parts[other].items()}
@@ -66,7 +66,8 @@ def test_the_index_decides_which_of_two_copies_is_read(stale: str, whole: Path, 
 
 
 def test_tensors_that_the_index_does_not_list(whole: Path, shards, caplog) -> None:  # type: ignore[no-untyped-def]
-    """They are read where the model has them, and ignored where it does not; the same as in transformers."""
+    """Check tensors that the index does not list: they are read if the model has them, else ignored, as in
+    transformers."""
     folder, parts, weight_map = shards
     parts[FILES[1]]["model.layers.7.left_over.weight"] = torch.ones(3)
     del weight_map["model.norm.weight"]
@@ -86,7 +87,8 @@ def test_tensors_that_the_index_does_not_list(whole: Path, shards, caplog) -> No
 
 @pytest.mark.parametrize("content", ["stale", "malformed", "other weights"])
 def test_an_index_next_to_a_single_file_that_it_does_not_name(content: str, whole: Path, shards, caplog) -> None:  # type: ignore[no-untyped-def]
-    """The single file counts, as in transformers, whether the files of the index are there or not."""
+    """Check an index next to a single file that it does not name: the single file counts, as in transformers, whether
+    the index's files exist or not."""
     folder, parts, weight_map = shards
     shutil.copy(whole / SINGLE, folder)
     if content == "other weights":
@@ -124,7 +126,8 @@ def test_one_file_of_another_name(whole: Path, tmp_path: Path, caplog: pytest.Lo
 
 
 def test_a_stale_copy_of_a_model_that_transformers_computes(shards) -> None:  # type: ignore[no-untyped-def]
-    """transformers reads the last copy, so such a checkpoint is rejected there."""
+    """Check that a checkpoint with a stale copy is rejected for models that transformers computes, because transformers
+    reads the last copy."""
     folder, parts, weight_map = shards
     parts[FILES[1]] |= {name: value * 3 for name, value in parts[FILES[0]].items()}
     write(folder, parts, weight_map)
@@ -140,10 +143,11 @@ homes = st.tuples(st.integers(0, 2), st.sets(st.integers(0, 2)), st.sampled_from
 def test_any_disagreement_is_settled_or_named(
     tensors: list[tuple[int, set[int], str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """For each tensor: the file of its true value, files with stale copies, and what the index says of it.
+    """Check that any disagreement between index and files is resolved or reported. For each tensor, `tensors` has the
+    file of its true value, the files with stale copies, and the index's entry.
 
-    The true value is read where the index names its file, or where there is no other copy. Elsewhere nothing tells
-    which copy is meant, and a model that has the tensor is rejected with its name and files.
+    The true value is read if the index names its file, or if there is no other copy. Otherwise nothing tells which copy
+    is meant, and a model that needs the tensor is rejected with its name and files.
     """
     folder = tmp_path_factory.mktemp("any")
     parts: dict[str, dict[str, torch.Tensor]] = {file: {"filler": torch.zeros(1)} for file in FILES}

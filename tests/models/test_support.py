@@ -1,4 +1,4 @@
-"""The table of families, formats and devices: the document's, and true of small models of every family."""
+"""The table of families, formats and devices: the same in the docs, and true for small models of every family."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from models.harness import Feeder
 
 NAMES = {family.model_type: name for name, family in FAMILIES.items()}
 SHAPE = {"hidden": 64, "intermediate": 96, "head_dim": 32, "kv_heads": 1, "vocab": 83}
-"""What INT4 by groups of 32 can be made of."""
+"""Sizes that INT4 in groups of 32 can quantize."""
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +51,13 @@ def test_native_passes(family: str, folder: Path) -> None:
 
 
 STACKED = [family.model_type for family in FAMILIES.values() if family.experts is not None and family.experts.stacked]
-"""No library writes FP8 of these; `test_mxfp4` has what they are quantized to."""
+"""Families for which no library writes FP8 checkpoints; `test_mxfp4` tests their format."""
 
 
 @pytest.mark.parametrize("family", sorted(set(MADE) - set(STACKED)))
 def test_quantized_checkpoints(family: str, folder: Path, tmp_path: Path) -> None:
-    """FP8 by output, as numbers: the logits of the same numbers in a plain checkpoint."""
+    """Check FP8 checkpoints with a scale per output: their logits are those of a checkpoint with the dequantized
+    weights."""
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
     path = compressed(make(folder, family), tmp_path / "fp8", "float-quantized", **args)
     model = load_model(path, dtype="float32")

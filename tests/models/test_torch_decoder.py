@@ -24,7 +24,7 @@ from models.harness import Feeder
 VOCAB = 211
 LENGTH = 75
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.6}
-"""Absolute; the logits of these models have a standard deviation of 2."""
+"""Absolute tolerance by dtype. The logits of these models have a standard deviation of 2."""
 
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}
@@ -122,7 +122,7 @@ def tokens(length: int = LENGTH, seed: int = 0) -> list[int]:
 
 @functools.cache
 def expected(folder: Path, name: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Logits `[LENGTH, vocab]` of transformers for `tokens(LENGTH, seed)`."""
+    """Return logits `[LENGTH, vocab]` of transformers for `tokens(LENGTH, seed)`."""
     with torch.inference_mode():
         logits: Tensor = load(make(folder, name), dtype)(torch.tensor([tokens(LENGTH, seed)])).logits[0]
     return logits
@@ -185,7 +185,7 @@ def test_other_dtypes(folder: Path, name: str, dtype: torch.dtype, chunks: list[
 
 @pytest.mark.parametrize("seed", range(6))
 def test_mixed_batches(folder: Path, seed: int) -> None:
-    """Five requests at their own pace: chunks, decode and verification rows, masked rows, rows without a slot."""
+    """Check mixed batches of five requests: chunks, decode and verification rows, masked rows, rows without a slot."""
     rng = random.Random(seed)
     feeder = Feeder(model(folder, "qwen3", torch.float64), num_requests=5, block_size=rng.choice([2, 8, 16]), seed=seed)
     texts = {b: tokens(LENGTH, b) for b in range(5)}
@@ -220,7 +220,7 @@ def test_mixed_batches(folder: Path, seed: int) -> None:
 
 
 def test_rejected_tokens_are_overwritten(folder: Path) -> None:
-    """KV of wrong drafts stays behind; the next pass writes over what it reads."""
+    """Check that KV of rejected drafts, which stays, is overwritten by the next pass before it is read."""
     feeder = Feeder(model(folder, "llama", torch.float64), block_size=4)
     ids = tokens()
     feeder.feed_chunks(ids[:20], [20])
@@ -244,7 +244,7 @@ def test_a_pass_writes_its_slots_only(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_only_masked_rows(folder: Path, dtype: torch.dtype) -> None:
-    """A warm-up pass: every slot -1, every position -1, nothing written before."""
+    """Check a pass of masked rows only, as in a warm-up: every slot and position is -1."""
     feeder = Feeder(model(folder, "qwen3", dtype), num_requests=2)
     assert feeder.feed({0: [(0, -1)] * 3, 1: [(0, -1)]}).isfinite().all()
     for layer in feeder.cache.layers:
@@ -252,7 +252,8 @@ def test_only_masked_rows(folder: Path, dtype: torch.dtype) -> None:
 
 
 def test_weights_of_a_checkpoint_in_layout_4(folder: Path, tmp_path: Path) -> None:
-    """`rope_theta`, `rope_scaling`, `torch_dtype` instead of `rope_parameters`, `dtype`."""
+    """Check a checkpoint in layout 4: `rope_theta`, `rope_scaling`, `torch_dtype` instead of `rope_parameters`,
+    `dtype`."""
     path = make_checkpoint(tmp_path, "llama", vocab=VOCAB, seed=4, rope_parameters=LLAMA3_ROPE)
     scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
     edit_json(
@@ -280,8 +281,8 @@ def test_num_parameters_are_those_a_pass_reads(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "untied", "olmo2", "phi3", "smollm3"])
 def test_attention_ratio_is_that_of_multiplications(folder: Path, name: str) -> None:
-    """By those that torch counts in transformers' passes over 40 and 80 tokens, of which attention's grow by the
-    square; products of norms, biases and RoPE's angles are some percent of models as small as these."""
+    """Check the attention ratio against multiplications that torch counts in transformers' passes over 40 and 80
+    tokens; attention's grow with the square. In such small models norms, biases and RoPE's angles are a few percent."""
     reference = load(make(folder, name)).eval()
     reference.set_attn_implementation("eager")
     counts = []
@@ -305,7 +306,7 @@ def test_attention_ratio_counts_layers_that_attend_to_all(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "plain layers and experts", "gpt_oss"])
 def test_num_parameters_of_experts(folder: Path, name: str) -> None:
-    """Parameters of experts that rows are sent to: the chosen ones for one row, all for many rows."""
+    """Check the parameters that rows read: the chosen experts for one row, all for many rows."""
     reference, config = load(make(folder, name)), model(folder, name, torch.float64).config
     sizes = {name: parameter.numel() for name, parameter in reference.named_parameters()}
     if not config.tie_word_embeddings:
@@ -321,7 +322,7 @@ def test_num_parameters_of_experts(folder: Path, name: str) -> None:
 
 
 def test_as_many_experts_as_choices_make(folder: Path) -> None:
-    """`Experts.expected` against choices that are drawn."""
+    """Check `Experts.expected` against random choices."""
     experts = model(folder, "qwen3_moe", torch.float64).config.experts
     assert experts is not None
     for rows in (1, 2, 4):
@@ -334,7 +335,7 @@ def test_as_many_experts_as_choices_make(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "llama biases"])
 @pytest.mark.parametrize("hidden_layers", [(0, 1), (1, 0, 1), (1,)])
 def test_entries_of_layers(folder: Path, name: str, hidden_layers: tuple[int, ...]) -> None:
-    """The residual stream where it enters a layer, as transformers has it in `hidden_states`."""
+    """Check the residual stream at the entries of layers against `hidden_states` of transformers."""
     ids = tokens(30)
     with torch.inference_mode():
         reference = load(make(folder, name))(torch.tensor([ids]), output_hidden_states=True).hidden_states
@@ -349,8 +350,8 @@ def test_entries_of_layers(folder: Path, name: str, hidden_layers: tuple[int, ..
 @pytest.mark.parametrize("rows", [10, 75], ids=["a tile", "two tiles"])
 @pytest.mark.parametrize("hidden_layers", [(0, 1), (1, 0, 1), (1,), (2,)])
 def test_entries_of_native_passes(folder: Path, hidden_layers: tuple[int, ...], rows: int) -> None:
-    """Hidden states at layers' entries, from native passes. transformers norms those after the last layer, so they are
-    normed here, too."""
+    """Check hidden states at the entries of layers in native passes. transformers applies the norm after the last
+    layer, so the test does, too."""
     ids = tokens(rows)
     with torch.inference_mode():
         reference = load(make(folder, "qwen3"), torch.float32)(torch.tensor([ids]), output_hidden_states=True)
@@ -375,7 +376,7 @@ def test_a_layer_that_is_none(folder: Path) -> None:
 
 
 def test_long_rope_depends_on_the_longest_text_of_an_engine(folder: Path) -> None:
-    """Up to 64 tokens here: transformers takes the short factors for such texts, for all that it has seen."""
+    """Check longrope: up to 64 tokens here, transformers uses the short factors, for all positions."""
     short = load_model(make(folder, "long RoPE"), dtype="float64", max_model_len=64)
     ids = tokens(64)
     with torch.inference_mode():

@@ -1,5 +1,5 @@
-"""The passes that training unrolls are those of drafting: compared row by row with the plain script. A whole run over a
-GGUF file, whose target writes the chats, too."""
+"""Training of EAGLE-3 heads: its unrolled passes equal those of drafting, row by row. Also a whole run over a GGUF
+file, whose target writes the chats."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def text_script() -> Any:
 
 @pytest.fixture(scope="module")
 def script(text_script: Any) -> Any:
-    """Imports the other one."""
+    """The training script, which imports the script that writes texts."""
     return load_file("train_eagle3", SCRIPTS / "train_eagle3.py")
 
 
@@ -79,7 +79,8 @@ TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}<
 def test_a_run_over_a_gguf_file_and_its_own_chats(
     script: Any, text_script: Any, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the target wrote and made of it is kept, and a second run takes it from there; the head is one."""
+    """Check a run over a GGUF file and its own chats: texts and hidden states are kept, a second run reuses them, and
+    both heads are equal."""
     source = make_checkpoint(tmp_path / "target", "llama", vocab=330, layers=6, head_dim=16, hidden=96)
     write_tokenizer(source, 330)
     path = write_gguf(source, tmp_path / "target.gguf", tokenizer__chat_template=TEMPLATE)

@@ -1,4 +1,5 @@
-"""The model that `train_hybrid.py` trains is transformers' and specrs's, and training goes on where it was cut off."""
+"""Training by `train_hybrid.py`: the trained model equals transformers' and specrs's, and an interrupted training
+continues."""
 
 import contextlib
 from pathlib import Path
@@ -34,7 +35,7 @@ SHAPE = {
 
 @pytest.fixture(scope="module")
 def modules() -> Any:
-    """The script, after those that it imports."""
+    """The script's module, loaded after the modules that it imports."""
     for name in ("eagle3_text", "train_eagle3", "train_pair"):
         load_file(name, SCRIPTS / f"{name}.py")
     return load_file("train_hybrid", SCRIPTS / "train_hybrid.py")
@@ -53,7 +54,7 @@ def script(modules: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def trainer(script: Any, out: Path) -> Any:
-    """A trainer over random tokens."""
+    """Return a trainer over random tokens."""
     out.mkdir(exist_ok=True)
     if not (out / "tokens.npy").exists():
         np.save(out / "tokens.npy", np.random.default_rng(0).integers(0, 2048, 4000).astype(np.uint16))
@@ -65,7 +66,8 @@ def close(found: torch.Tensor, known: torch.Tensor) -> None:
 
 
 def test_the_checkpoint_has_the_logits_of_training(script: Any, tmp_path: Path) -> None:
-    """Compares the target, and rows of the head that read what j rows before them have left."""
+    """Check the written checkpoint against the logits of training: of the target, and of head rows that read states
+    left by earlier rows."""
     made = trainer(script, tmp_path)
     torch.manual_seed(0)
     for parameter in made.hybrid.parameters():
@@ -91,14 +93,15 @@ def test_the_checkpoint_has_the_logits_of_training(script: Any, tmp_path: Path) 
 
 
 class Cut(Exception):
-    """Ends a run in the middle."""
+    """Raised to end a run in the middle."""
 
 
 @pytest.mark.parametrize("stage", ["target", "head"])
 def test_training_goes_on_where_it_was_cut_off(
     script: Any, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights, optimizers, clock and sequences: the result is that of a run in one piece."""
+    """Check that training continues where it was cut off: weights, optimizers, clock and sequences give the result of
+    an uninterrupted run."""
     now = SimpleNamespace(steps=0, cut=0)
     monkeypatch.setattr(script.time, "monotonic", lambda: 1000.0 + 10.0 * now.steps)
     batch = script.Trainer.batch

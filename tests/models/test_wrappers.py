@@ -63,7 +63,7 @@ FAMILIES = {
 
 
 def wrapper(architecture: str) -> Any:
-    """A random multimodal model of transformers."""
+    """Return a random multimodal model of transformers."""
     torch.manual_seed(0)
     if architecture == "Gemma3ForConditionalGeneration":
         text = TEXT | {"query_pre_attn_scalar": 16, "sliding_window": 9}
@@ -139,7 +139,7 @@ def test_the_logits_of_transformers(architecture: str, tmp_path: Path, caplog: p
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("tie", [True, False])
 def test_the_text_checkpoint_of_it(architecture: str, spelling: str, tie: bool, tmp_path: Path) -> None:
-    """The bits of the same tensors without the wrapper."""
+    """Check that a text checkpoint and the same tensors in a multimodal wrapper give the same bits."""
     make = make_gemma4 if architecture == "Gemma4ForConditionalGeneration" else make_checkpoint
     kind = {} if make is make_gemma4 else {"family": FAMILIES[architecture]}
     text = make(tmp_path / "text", **kind, tie=tie, eos_token_id=[7, 9])
@@ -161,7 +161,7 @@ def test_an_mtp_head_is_skipped_and_said_so(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_quantized_text(tmp_path: Path) -> None:
-    """Lists of modules have the names of the file."""
+    """Check quantized text models: lists of modules use the names of the file."""
     spelling, architecture = SPELLINGS[1], "Mistral3ForConditionalGeneration"
     shape = {"hidden": 64, "intermediate": 96, "head_dim": 32, "kv_heads": 1, "vocab": 83}
     text = make_checkpoint(tmp_path / "text", "mistral", **shape)
@@ -178,7 +178,7 @@ def test_quantized_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("inner", "outer", "tied"), [(False, True, True), (None, None, True), (False, False, False)])
 def test_a_head_of_its_own_counts(inner: bool | None, outer: bool | None, tied: bool, tmp_path: Path) -> None:
-    """Whatever the two objects say about ties, as their class may have written them."""
+    """Check that an LM head of its own counts, whatever the two config objects say about ties."""
     text = make_checkpoint(tmp_path / "text", "mistral", tie=False)
     path = wrapped(text, tmp_path / "wrapped", "Mistral3ForConditionalGeneration", SPELLINGS[0])
     raw = json.loads((path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""A pass of a native model and of what it may be loaded with, in numpy alone. Holds no tests.
+"""Runs a pass of a native model, and of everything it may be loaded with, in numpy alone. Holds no tests.
 
 Run as a script it blocks torch, triton and transformers, runs the cases of a JSON file, and writes their logits.
 """
@@ -16,11 +16,11 @@ BLOCK_SIZE = 4
 
 
 def logits_of(case: dict[str, Any]) -> Any:
-    """The logits of a prompt, of rows of an adapter, or of a head's first drafts, `[8, ids]` float32.
+    """Return the logits of a prompt, of rows of an adapter, or of a head's first drafts, `[8, ids]` float32.
 
-    A case has `source`, and may have `load`, arguments of `load_native`; `exact`, whether what passes cannot read keeps
-    its dtype; `kv`, a type of codes for K and V in the cache; `head` and `lora`, folders; `mtp`, whether the head is
-    the source's own.
+    A case has `source`. It may have `load` (arguments of `load_native`), `exact` (whether numbers that passes cannot
+    read keep their dtype), `kv` (FP8 dtype of the cache), `head` and `lora` (folders), and `mtp` (whether the source
+    has its own head).
     """
     import numpy as np
     from specrs.backends.cpu.eagle3 import load_eagle3
@@ -59,7 +59,7 @@ def logits_of(case: dict[str, Any]) -> Any:
 
 
 def main(cases: str, out: str) -> None:
-    """Write the logits of each case to `out`, and which of the packages that it could do without it imported."""
+    """Write the logits of each case to `out`, and which of the blocked packages each imported."""
     sys.modules.update(dict.fromkeys(BLOCKED))  # type: ignore[arg-type]
     import numpy as np
 

@@ -1,5 +1,5 @@
-"""One of two ranks that exchange numbers: `exchange_process.py RANK FOLDER DEVICE`, DEVICE being cpu or cuda. Says what
-it exchanged by; holds no tests.
+"""One of two processes that exchange numbers as ranks: `exchange_process.py RANK FOLDER DEVICE`, with DEVICE cpu or
+cuda. Prints the method of exchange. Holds no tests.
 
 On a CPU the default group is gloo's. On GPUs it is NCCL's, or symmetric memory, and a graph holds the exchanges.
 """
@@ -19,7 +19,7 @@ MANY = 65
 
 
 def numbers(rank: int, rows: int, turn: int) -> torch.Tensor:
-    """What a rank has: sums of them round."""
+    """Return the numbers of a rank. Their sums need rounding."""
     made = torch.Generator().manual_seed(1000 * turn + 10 * rank + rows)
     return torch.randn((rows, WIDTH), generator=made)
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def check(ranks: Ranks, rows: int, dtype: torch.dtype) -> None:
-    """A sum and a gathering, on GPUs replayed with other numbers."""
+    """Check a sum and a gathering; on GPUs also replayed with other numbers."""
     exchanges, device = ranks.exchanges, ranks.device
     given, out = (torch.zeros((rows, WIDTH), dtype=dtype, device=device) for _ in range(2))
     found = torch.zeros((SIZE, rows, WIDTH), dtype=dtype, device=device)

@@ -18,7 +18,8 @@ from specrs.parallel.team import Team
 
 @contextlib.contextmanager
 def engine_on_threads(config: EngineConfig, *, exit_code: int = 0) -> Iterator[Engine]:
-    """An engine of `config`, whose ranks have exchanges and connections as processes have, and end with this code."""
+    """Run an engine of `config` whose other ranks are threads, with the exchanges and connections of processes. At the
+    end, checks that these ranks end with `exit_code`."""
     codes: list[int] = []
     threads: list[threading.Thread] = []
 

@@ -1,6 +1,7 @@
-"""Engines on ranks with the CUDA runner, its kernels interpreted and its exchanges gloo's: the text of one rank.
+"""Engines with the CUDA runner on several ranks, with interpreted kernels and exchanges by gloo: the text of one rank.
 
-That is the CPU loop's here, a tenth of the work; that this runner writes it alone is shown by `test_cuda_drafters`."""
+That is the CPU loop's here, a tenth of the work; that this runner writes it alone is shown by `test_cuda_drafters`.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -55,7 +56,7 @@ def on_two_ranks(
 
 
 def generate(engine: Engine, params: Sequence[SamplingParams], grammar: Any = None) -> list[Request]:
-    """Every prompt to its end, the last one of a `grammar`."""
+    """Run every prompt to its end, the last one with a `grammar`."""
     requests = [
         Request(
             i,
@@ -80,7 +81,7 @@ def texts(requests: list[Request]) -> list[list[int]]:
 
 
 class Replaying(CudaRunner):
-    """Runs steps as it does where there are graphs; a replay runs the function, on every rank."""
+    """Runs steps as with CUDA graphs: a replay calls the function again, on every rank."""
 
     replayed: list[list[Any]] = []  # noqa: RUF012 (set by the test)
 
@@ -126,7 +127,7 @@ def test_text_is_that_of_one_rank(
 
 
 class Thirds:
-    """A grammar of every third token, another third at each position, and its matcher."""
+    """A grammar that allows every third token, another third at each position, and its matcher."""
 
     error = None
 
@@ -156,7 +157,8 @@ def test_penalties_log_probabilities_and_grammars(
     bench: Bench,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 0 alone has matchers, and hands their masks to the other rank."""
+    """Check penalties, log probabilities and grammars. Only rank 0 has matchers, and sends their masks to the other
+    rank."""
     params = [SamplingParams(temperature=0.0, repetition_penalty=1.3, logprobs=2, logit_bias={7: 0.5}), SAMPLED]
     alone = bench.engine("parallel", "rejection", gpu=False, monkeypatch=monkeypatch)
     with on_two_ranks(bench, "parallel", "rejection", 1, monkeypatch) as engine:
@@ -177,7 +179,8 @@ def test_a_drafter_that_fails_ends_the_engine(
     where: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its passes are enqueued on the other rank by then. The rank is named."""
+    """Check that a failing drafter ends the engine with an error that names the rank, because the other rank has
+    already enqueued its passes."""
     passes = CudaRunner._draft_passes
 
     def fail(runner: CudaRunner, *args: Any) -> None:
@@ -195,7 +198,7 @@ def test_a_rank_that_fails_ends_the_engine(
     bench: Bench,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the middle of a pass, at an exchange."""
+    """Check that a rank that fails in the middle of a pass, at an exchange, ends the engine."""
     gather, calls = HostExchanges.gather, []
 
     def fail(exchanges: HostExchanges, x: Tensor, found: Tensor) -> None:

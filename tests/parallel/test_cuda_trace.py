@@ -1,6 +1,7 @@
-"""What a graph of a rank's iteration holds, on fake CUDA tensors: which exchanges, in which order, and no allocation.
+"""The content of the graph of a rank's iteration, on fake CUDA tensors: which exchanges, in which order, and no
+allocation.
 
-The group that stands in for NCCL's exchanges nothing; sums by symmetric memory are torch's op, which does not run.
+The group that replaces NCCL's exchanges nothing. Sums by symmetric memory are a torch op, which does not run.
 """
 
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ PARTS = frozenset(
         "aten::mm.dtype_out",
     }
 )
-"""Exchanges, and ops of torch around them, and of many rows, that write where they are told."""
+"""Allowed ops: exchanges, torch ops around them that write to a given output, and those of passes with many rows."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Rank:
-    """One that is connected to none."""
+    """A rank without connections."""
 
     def __init__(self, rank: int, exchanges: Exchanges) -> None:
         self.rank, self.size, self.exchanges = rank, SIZE, exchanges
@@ -90,7 +91,7 @@ class FakeMemory(SymmetricExchanges):
 
 
 def make(target: Path, rank: int, exchanges: Exchanges, degree: int, max_num_seqs: int = 4) -> tuple[Context, object]:
-    """The context of a rank, and everything that it captures, by name."""
+    """Return the context of a rank, and everything that it captures, by name."""
     ranks = cast("Ranks", Rank(rank, exchanges))
     config = EngineConfig(
         model=str(target),
@@ -118,8 +119,8 @@ def exchanged(watch: Watch) -> list[str]:
 def test_a_pass_has_two_sums_a_layer(
     symmetric: bool, logits_mode: LogitsMode, degree: int, group: dist.ProcessGroup, target: Path
 ) -> None:
-    """One for the embedding, and one gathering for the vocabulary; the same on both ranks, in one order. A draft of
-    degree 1 exchanges nothing."""
+    """Check the exchanges of a pass: two sums per layer, one for the embedding, one gathering for the vocabulary, in
+    the same order on both ranks. A draft of degree 1 exchanges nothing."""
     found = []
     for rank in range(SIZE):
         with FakeTensorMode(), torch.inference_mode():
@@ -134,7 +135,8 @@ def test_a_pass_has_two_sums_a_layer(
 
 
 def test_many_rows_go_by_nccl(group: dist.ProcessGroup, target: Path) -> None:
-    """Sums of up to 64 rows have one order whatever is beside a row; longer passes are cuBLAS's anyway."""
+    """Check that sums of up to 64 rows have a fixed order, so that a row does not depend on others, and that longer
+    passes use NCCL."""
     with FakeTensorMode(), torch.inference_mode():
         ctx, _ = make(target, 0, FakeMemory(CUDA, group), 1, max_num_seqs=32)
         for batch, expected in ((16, ONE_SHOT), (17, ALL_REDUCE)):
@@ -174,7 +176,7 @@ def test_what_symmetric_memory_takes(dtype: torch.dtype, staged: bool, group: di
 
 @pytest.mark.usefixtures("group")
 def test_a_whole_head_has_the_targets_types(target: Path) -> None:
-    """Whole LM head and embedding of a target in parts on GPUs: both stay in 16 bits."""
+    """Check that a whole LM head and embedding of a draft stay in 16 bits, as those of a target in parts on GPUs."""
     with FakeTensorMode():
         model = fake_decoder(target, torch.bfloat16, ranks=cast("Ranks", Rank(0, GroupExchanges())))
         head, embedding = model.whole_lm_head(), model.whole_embedding()

@@ -1,4 +1,4 @@
-"""Logits of a model that ranks compute together: those of the whole model, and the same bits on every rank."""
+"""Logits of a model divided among ranks: those of the whole model, and the same bits on every rank."""
 
 import random
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel.threads import norms_in_float64, on_ranks  # noqa: F401 (a fixture)
 
 SHAPE: dict[str, Any] = {"hidden": 48, "intermediate": 48, "kv_heads": 2, "head_dim": 12, "group": 3}
-"""211 ids, which neither two nor three ranks divide."""
+"""Sizes of a small model. Its 211 ids are divisible by neither two nor three ranks."""
 WITH_BIASES = {"attention_bias": True, "mlp_bias": True, "tie": False}
 VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     **{family: (family, 2, {}) for family in FAMILIES},
@@ -30,7 +30,7 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def feed(model: Model) -> Tensor:
-    """A prompt in two chunks, then three rows of it again as a verification."""
+    """Feed a prompt in two chunks, then three of its rows again as a verification."""
     ids = [random.Random(i).randrange(211) for i in range(40)]
     feeder = Feeder(model)
     logits = feeder.feed_chunks(ids, [23, 17])
@@ -40,7 +40,7 @@ def feed(model: Model) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.usefixtures("norms_in_float64")
 def test_logits_are_those_of_the_whole_model(variant: str, tmp_path: Path) -> None:
-    """But for the order of sums in float64: within 2e-14 where it was measured."""
+    """Check that logits are those of the whole model up to the order of sums in float64: 2e-14 was measured."""
     family, size, fields = VARIANTS[variant]
     if family == "qwen3_moe":
         fields = {"moe_intermediate_size": 40, **fields}

@@ -1,4 +1,5 @@
-"""The CUDA pass on ranks, its kernels interpreted: the whole model's logits and argmaxes, the same bits on all."""
+"""The CUDA pass divided among ranks, with interpreted kernels: the whole model's logits and argmaxes, the same bits on
+all."""
 
 import math
 from collections.abc import Callable
@@ -28,13 +29,13 @@ from torch import Tensor
 from parallel.threads import on_ranks, one_kernel_at_a_time  # noqa: F401 (a fixture)
 
 SHAPE: dict[str, Any] = {"hidden": 40, "intermediate": 48, "vocab": 83, "kv_heads": 2, "group": 2, "head_dim": 16}
-"""Neither two nor three ranks divide 83 ids."""
+"""Sizes of a small model. Its 83 ids are divisible by neither two nor three ranks."""
 VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "untied, with biases": ("llama", 65, {"attention_bias": True, "mlp_bias": True, "tie": False}),
     "one KV head, norms after blocks": ("gemma3_text", 5, {"sliding_window": 7, "kv_heads": 1, "group": 4}),
     "experts, a layer without": ("qwen3_moe", 5, {"mlp_only_layers": [0], "moe_intermediate_size": 24}),
 }
-"""Family, prompt, fields; only prompts of more than 64 rows are not products of few."""
+"""Family, prompt length and fields of each variant. Only prompts of more than 64 rows use the library's products."""
 
 
 pytestmark = pytest.mark.usefixtures("one_kernel_at_a_time")
@@ -45,7 +46,7 @@ def on_device(model: TorchDecoder) -> CudaDecoder:
 
 
 def feed(model: Any, length: int) -> Tensor:
-    """A prompt, then a verification of two requests, one row of it masked."""
+    """Feed a prompt, then a verification of two requests with one masked row."""
     feeder = Feeder(model, num_requests=2, block_size=16, max_len=80)
     ids = [11 * p % 83 for p in range(length + 3)]
     prompt = feeder.feed_chunks(ids[:length], [length])
@@ -67,7 +68,8 @@ def test_logits_are_those_of_the_whole_model(variant: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("rows", [3, 70])
 def test_argmaxes_are_those_of_the_gathered_logits(rows: int, tmp_path: Path) -> None:
-    """The lowest id of equal ones, whichever rank has it; NaN where a logit of any rank is."""
+    """Check that argmaxes are those of the gathered logits: the lowest id of equal ones on any rank; NaN if any rank's
+    logit is NaN."""
     folder = make_checkpoint(tmp_path, "llama", seed=5, tie=False, **(SHAPE | {"kv_heads": 3, "hidden": 48}))
 
     def work(ranks: Ranks) -> list[Tensor]:
@@ -101,7 +103,7 @@ def test_argmaxes_are_those_of_the_gathered_logits(rows: int, tmp_path: Path) ->
 
 
 def test_two_sums_a_layer(tmp_path: Path) -> None:
-    """One for the embedding, and the gathering of logits."""
+    """Check the exchanges: two sums per layer, one for the embedding, one gathering of logits."""
     folder = make_checkpoint(tmp_path, "qwen3", seed=5, layers=3, **SHAPE)
 
     def work(ranks: Ranks) -> int:
@@ -123,17 +125,18 @@ def test_a_norm_over_all_heads_is_rejected(tmp_path: Path) -> None:
     assert all("norms over the query and key heads of all ranks" in message for message in on_ranks(2, refused))
 
 
-CODED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+QUANTIZED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "fp8": (fp8_block, {"block": (32, 32)}, {"layers": 2}),  # the first has one that is not quantized
     "int4, one KV head": (awq, {}, {"kv_heads": 1, "group": 4}),
     "int4, groups that are not cut": (awq, {"group": 64}, {"intermediate": 192}),
 }
 
 
-@pytest.mark.parametrize("name", CODED)
-def test_codes_stay_codes(name: str, tmp_path: Path) -> None:
-    """Each rank has its part of them; what cannot be cut between groups becomes numbers."""
-    quantize, fields, sizes = CODED[name]
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_weights_stay_quantized(name: str, tmp_path: Path) -> None:
+    """Check that each rank keeps its part of quantized weights quantized. What cannot be cut between groups is
+    dequantized."""
+    quantize, fields, sizes = QUANTIZED[name]
     shape = {"hidden": 64, "intermediate": 128, "kv_heads": 2, "group": 2, "head_dim": 32, "layers": 1} | sizes
     make_checkpoint(tmp_path / "source", "qwen2", tie=False, vocab=83, dtype=torch.bfloat16, **shape)
     quantize(tmp_path / "source", tmp_path / "codes", **fields)
@@ -144,13 +147,13 @@ def test_codes_stay_codes(name: str, tmp_path: Path) -> None:
         shard = Shard(ranks.rank, ranks.size)
         weights = QuantizedLoader(config, checkpoint, torch.float32, torch.device("cpu"), shard).load()
         last = weights.layers[-1]
-        coded = [isinstance(w, QuantizedWeight) for w in (last.qkv, last.o, last.gate_up, last.down)]
+        quantized = [isinstance(w, QuantizedWeight) for w in (last.qkv, last.o, last.gate_up, last.down)]
         made = CudaDecoder.allocate(weights, max_rows=LENGTH, max_seqs=5, ranks=ranks)
         assert sum(map(math.prod, shard.tensor_shapes(config).values())) < config.num_parameters
-        return feed(made, 5), coded
+        return feed(made, 5), quantized
 
-    (one, coded), (other, _) = on_ranks(2, work)
-    assert coded == [True, True, True, "not cut" not in name]
+    (one, quantized), (other, _) = on_ranks(2, work)
+    assert quantized == [True, True, True, "not cut" not in name]
     folder = tmp_path / "codes.numbers"
     assert_near(one, feed(load_model(folder, dtype=torch.float64), 5), feed(load_model(folder), 5), ulps=16)
     assert torch.equal(one, other)

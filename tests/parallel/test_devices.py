@@ -1,4 +1,4 @@
-"""A GPU for each rank, and the KV blocks that fit on all of them; no GPU is there."""
+"""A GPU for each rank, and the KV blocks that fit on all of them. Needs no GPU."""
 
 import contextlib
 from dataclasses import replace
@@ -118,7 +118,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_bytes_of_a_part(family: str, tmp_path: Path) -> None:
-    """By configuration alone what is then loaded; 83 ids are no multiple of 2, and one KV head is on both ranks."""
+    """Check the size of a rank's part, computed from the configuration, against what is loaded. 83 ids are odd, and one
+    KV head is on both ranks."""
     folder = make_checkpoint(tmp_path, family, vocab=83, **FAMILIES[family])
 
     def held(ranks: Ranks) -> tuple[int, int]:
@@ -168,8 +169,8 @@ def test_weights_of_a_rank_fit_where_all_do_not(degree: int, bank: Bank, monkeyp
 
 @pytest.mark.parametrize(("degree", "draft_heads"), [(1, 2), (2, 1)])
 def test_blocks_by_both_degrees(degree: int, draft_heads: int, bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that fit in what weights, buffers and graphs leave: a part of the target's heads, and all or a part of the
-    draft's."""
+    """Check the number of blocks that fit after weights, buffers and graphs: a part of the target's heads, and all or a
+    part of the draft's."""
     config = degree_of(engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2), degree)
     config = replace(config, num_gpu_blocks_override=None, gpu_memory_utilization=0.75, max_num_seqs=64)
     total, used, graphs = 32 * 2**20, 5 * 2**20, 3 * 2**20

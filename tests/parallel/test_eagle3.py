@@ -1,4 +1,4 @@
-"""An EAGLE-3 head beside a target that ranks compute together: whole on each of them, or in parts."""
+"""An EAGLE-3 head of a target that is divided among ranks: whole on each of them, or divided too."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 @torch.inference_mode()
 def states(target: Path, head: Path, ranks: Ranks | None, own: Ranks | None) -> Tensor:
-    """Logits of a pass and of one on what it left."""
+    """Return logits of a pass, and of a second pass after it."""
     model = load_model(target, dtype="float64", device=ranks or "cpu")
     made = load_eagle3(head, model, ranks=own)
     cache = made.allocate_cache(2, 16)

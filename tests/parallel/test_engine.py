@@ -1,4 +1,4 @@
-"""Text of an engine on ranks: that of one process, token for token, in float64, whatever drafts and samples."""
+"""Text of an engine on ranks: that of one process, token for token, in float64, for any drafter and sampling."""
 
 import random
 import signal
@@ -57,7 +57,7 @@ GRAMMAR = SamplingParams(temperature=0.7, seed=3, max_tokens=12, structured_outp
 
 @pytest.fixture(scope="module")
 def bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """Qwen3 whose heads two ranks divide; its small draft has one KV head, which both hold."""
+    """Qwen3 whose heads two ranks divide. Its small draft has one KV head, which both ranks hold."""
     return make_bank(tmp_path_factory.mktemp("ranks"), kv_heads=2)
 
 
@@ -69,7 +69,7 @@ def degree_of(config: EngineConfig, degree: int) -> EngineConfig:
 
 
 def test_embeddings(bank: Bank) -> None:
-    """Ranks add in another order than one process, so the last bits may differ."""
+    """Check embeddings. Ranks add in another order than one process, so the last bits may differ."""
     alone = LLM.from_engine(build_engine(engine_config(bank.target, None, k=0)))
     prompts = [prompt for prompt in bank.prompts[:4] if prompt]
     expected = [output.outputs.embedding for output in alone.embed(prompts, use_tqdm=False)]
@@ -113,7 +113,7 @@ def test_text_is_that_of_one_process(drafter: str, tokenizer: Tokenizer) -> None
 
 
 @pytest.mark.parametrize("drafter", ["a draft model in parts", "a head"])
-def test_a_cache_of_codes(drafter: str, tokenizer: Tokenizer) -> None:
+def test_a_quantized_cache(drafter: str, tokenizer: Tokenizer) -> None:
     settings = {"dtype": "float64", "max_model_len": 128, "device": "cpu", "kv_cache_dtype": "fp8"}
     speculative = DRAFTERS[drafter]
     whole = LLM(speculative_config=speculative | {"draft_tensor_parallel_size": 1}, **settings)
@@ -129,7 +129,7 @@ def test_a_cache_of_codes(drafter: str, tokenizer: Tokenizer) -> None:
 
 
 def test_four_ranks(bank: Bank) -> None:
-    """More of them than KV heads."""
+    """Check four ranks, more than there are KV heads."""
     config = engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=4)
     with engine_on_threads(config) as engine:
         run_greedy(engine, bank, [(i, None, 20, 1) for i in range(6)], 3)
@@ -137,7 +137,8 @@ def test_four_ranks(bank: Bank) -> None:
 
 @pytest.mark.parametrize(("degree", "draft_heads"), [(1, 2), (2, 1)])
 def test_blocks_count_a_part_of_the_target_and_the_whole_draft(bank: Bank, degree: int, draft_heads: int) -> None:
-    """Or of the draft, too, a part; both have two KV heads and two layers."""
+    """Check that blocks count a part of the target and the whole draft, or a part of it; both have two KV heads and two
+    layers."""
     config = degree_of(engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2), degree)
     found = on_ranks(2, lambda ranks: Blueprint(config, load_weights(config, ranks)).bytes_per_block)
     of_a_head = 2 * config.block_size * 48 * 2 * 8  # layers, positions, numbers, K and V, bytes
@@ -145,7 +146,7 @@ def test_blocks_count_a_part_of_the_target_and_the_whole_draft(bank: Bank, degre
 
 
 def on_other_rank() -> bool:
-    """Rank 0 of `engine_on_threads` is the main thread."""
+    """Return whether this thread is another rank than 0. Rank 0 of `engine_on_threads` is the main thread."""
     return threading.current_thread() is not threading.main_thread()
 
 
@@ -166,7 +167,7 @@ SHORT = {"dtype": "float64", "max_model_len": 128, "device": "cpu", "max_num_bat
 
 @pytest.fixture(scope="module")
 def undrafted() -> list[list[int]]:
-    """What `coupled` makes of `SAMPLED` and a grammar, whatever drafts."""
+    """Texts of `SAMPLED` and a grammar under `coupled`, which no drafter changes."""
     return token_ids(LLM(**SHORT))
 
 
@@ -195,8 +196,8 @@ def test_a_drafter_that_fails_costs_its_drafts(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """On all ranks: the texts stay, later steps draft, no rank ends or comes to other results; nothing reads the
-    NaN that it has left. It is told where it failed, and rank 0 counts."""
+    """Check that a failing drafter costs its drafts on all ranks: texts stay, later steps draft, no rank ends or gets
+    other results, and its NaN is never read. The rank that failed logs it, and rank 0 counts it."""
     speculative = {"num_speculative_tokens": 3, "rejection_sample_method": "coupled"} | FAILING[drafter]
     config = EngineConfig.from_kwargs(
         speculative_config=speculative, tensor_parallel_size=2, distributed_timeout=20.0, **SHORT
@@ -218,7 +219,8 @@ def test_a_drafter_that_fails_costs_its_drafts(
 
 
 def test_ranks_that_come_to_other_results_end(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that draft different tokens, as processors of two kinds may, end with an error."""
+    """Check that ranks with different results end with an error. Here they draft different tokens, as different
+    processors might."""
     source = CpuRunner._draft_source
 
     def other(runner: CpuRunner, drafter: CpuDrafter) -> Any:
@@ -244,7 +246,8 @@ def test_ranks_that_come_to_other_results_end(bank: Bank, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("at", random.Random(0).sample(range(1, 200), 20)[:: stride(5)])
 def test_a_rank_that_fails_anywhere(at: int, bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a random exchange: every request of rank 0 ends with an error that names it; the scheduler's state agrees."""
+    """Check a rank that fails at a random exchange: every request of rank 0 ends with an error that names the rank; the
+    scheduler's state agrees."""
     config = engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2, distributed_timeout=1.0)
     gather = Ranks.gather
 
@@ -266,7 +269,8 @@ def test_a_rank_that_fails_anywhere(at: int, bank: Bank, monkeypatch: pytest.Mon
 
 
 def test_an_interrupt_waits_for_the_step(bank: Bank) -> None:
-    """So that no rank is left in it: the step's requests end, the engine goes on."""
+    """Check that an interrupt waits for the step, so that no rank is left in it: the step's requests end, the engine
+    goes on."""
     config = engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2, distributed_timeout=2.0)
     with engine_on_threads(config) as engine:
         assert isinstance(engine.runner, LeadingRunner)

@@ -1,4 +1,4 @@
-"""Exchanges of a rank's passes: by a process group as by the connections of `Ranks`."""
+"""Exchanges of a rank's passes: a process group gives what the connections of `Ranks` give."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parent / "exchange_process.py"
 
 
 def exchange(folder: Path, device: str) -> list[str]:
-    """What two processes say that they exchanged by."""
+    """Return the method of exchange that two processes report."""
     command = [sys.executable, str(SCRIPT)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     started = [
@@ -36,7 +36,7 @@ def test_a_process_group_sums_and_gathers(tmp_path: Path) -> None:
 
 
 def test_those_of_the_host() -> None:
-    """In rank order, in place."""
+    """Check exchanges by the host: sums in rank order, in place."""
 
     def work(ranks: Ranks) -> tuple[list[float], list[list[float]]]:
         out = torch.zeros(3)

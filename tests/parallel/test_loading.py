@@ -1,5 +1,5 @@
-"""What a rank's device is given while a model is loaded: its part, cut on the host. The device is torch's without
-memory, so that what it would hold is counted."""
+"""Loading by ranks: each device gets only its part, cut on the host. The device is torch's `meta`, so that bytes can be
+counted."""
 
 import math
 from pathlib import Path
@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 SHAPE: dict[str, Any] = {"hidden": 48, "intermediate": 96, "kv_heads": 2, "head_dim": 12, "group": 2, "vocab": 4097}
-"""Embeddings are the largest tensors; ids that two ranks do not divide."""
+"""Sizes of a small model. Its embeddings are the largest tensors, and two ranks do not divide its ids."""
 
 
 class Device(TorchDispatchMode):
-    """Counts bytes on the device without memory: the most that were held at once, those that are held, and those of
-    bfloat16 that came from the host."""
+    """Counts bytes on the device without memory: the most held at once, those held now, and bfloat16 bytes that came
+    from the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ class Device(TorchDispatchMode):
 
 
 def in_pieces(weights: TorchWeights) -> int:
-    """Bytes that are there besides the weights while one is put together: its pieces, and where experts are stacked, it
-    alone, too."""
+    """Return the bytes needed in addition to the weights while one of them is put together: its pieces, and itself if
+    experts are stacked."""
     found = [w.num_bytes for layer in weights.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     stacked = [layer.experts.gate_up + layer.experts.down for layer in weights.layers if layer.experts is not None]
     return max(found + [2 * w.num_bytes for experts in stacked for w in experts])
@@ -63,7 +63,7 @@ def in_pieces(weights: TorchWeights) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_is_given_its_part_alone(family: str, tmp_path: Path) -> None:
-    """Exactly the numbers that it holds, and while a projection is put together its pieces."""
+    """Check that a rank gets exactly its part, and while a projection is put together its pieces."""
     folder = make_checkpoint(tmp_path, family, **({"moe_intermediate_size": 96} if "moe" in family else {}), **SHAPE)
     config, checkpoint = open_checkpoint(folder, None, "auto")
     for rank in range(2):
@@ -81,7 +81,7 @@ def test_a_rank_is_given_its_part_alone(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("quantize", "sizes"), [(fp8_block, {}), (awq, {"kv_heads": 1, "group": 4})])
-def test_codes_are_cut_before_they_are_given(quantize: Any, sizes: dict[str, int], tmp_path: Path) -> None:
+def test_quantized_weights_are_cut_before_they_are_given(quantize: Any, sizes: dict[str, int], tmp_path: Path) -> None:
     shape = SHAPE | {"hidden": 64, "intermediate": 128, "head_dim": 32} | sizes
     make_checkpoint(tmp_path / "source", "qwen2", dtype=torch.bfloat16, **shape)
     quantize(tmp_path / "source", tmp_path / "codes")

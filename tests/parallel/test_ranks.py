@@ -1,4 +1,4 @@
-"""What ranks exchange: sums in rank order, parts side by side, rows of a table; the same bits everywhere."""
+"""Exchanges of ranks: sums in rank order, parts side by side, rows of a table; the same bits on every rank."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def parts(size: int, rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
-    """What each rank has, of numbers whose sums round."""
+    """Return each rank's numbers, whose sums need rounding."""
     generator = torch.Generator().manual_seed(rows)
     return [torch.randn((rows, columns), generator=generator).to(dtype) for _ in range(size)]
 

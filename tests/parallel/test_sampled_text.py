@@ -1,8 +1,8 @@
-"""Text of any request on two ranks: that of one process, token for token, in float64, of every family.
+"""Text of random requests on two ranks: that of one process, token for token, in float64, for every family.
 
-Drawn are the family, what drafts and of which degree, the engine's settings and every parameter of every request. One
-process with the same settings is the reference. The rule is `coupled`: text by `rejection` depends on who drafts when,
-and that is not compared.
+The test draws the family, the drafter and its degree, the engine's settings and every parameter of every request. One
+process with the same settings is the reference. The rule is `coupled`, because text by `rejection` depends on which
+requests draft when.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,8 @@ from parallel.harness import engine_on_threads
 LONGEST = 20
 PROMPTS = make_prompts()
 LOGPROB_TOLERANCE = 1e-4
-"""Norms round to fp32 on the way, so a sum of two parts may move a logit by more than float64 does; penalties multiply
-the difference."""
+"""Tolerance of log probabilities: norms round to fp32, so the order of sums can move a logit by more than float64
+rounding; penalties multiply the difference."""
 IN_PARTS = {"draft_tensor_parallel_size": 2}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -47,7 +47,7 @@ ON_HOST = ("ngram", "suffix")
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Where a family's target, and what drafts for it, lie: made when they are first drawn."""
+    """A function that returns the folder of a family's target or drafter, made when first drawn."""
     root = tmp_path_factory.mktemp("families")
 
     def made(family: str) -> Path:
@@ -67,7 +67,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @st.composite
 def sampling_params(draw: st.DrawFn, k: int) -> SamplingParams:
-    """Every parameter that changes tokens, or what is told of them."""
+    """Draw every parameter that changes tokens, or what is reported about them."""
     fields = asdict(draw(processing()))
     fields["logit_bias"] = dict(fields["logit_bias"])
     fields["bad_words"] = draw(st.lists(st.sampled_from(["a", "e", "th", " in"]), max_size=2))

@@ -1,4 +1,4 @@
-"""Text of ranks in fp32: that of one process whose weights are split by hand here, with nothing of specrs.
+"""Text of ranks in fp32: that of one process whose weights this test splits by hand, without code of specrs.
 
 The reference is plain torch on the tensors of the checkpoint. Each part multiplies its rows of q, k, v, gate and up and
 its columns of o and down; parts are added in the order of ranks, logits of parts of the vocabulary laid side by side.
@@ -30,7 +30,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """`[T, heads, DIM]` at positions 0 to T - 1, base 10^4."""
+    """Apply RoPE to `[T, heads, DIM]` at positions 0 to T - 1, base 10^4."""
     angles = torch.outer(torch.arange(len(x)).float(), 1e4 ** (-torch.arange(0, DIM, 2).float() / DIM))
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     low, high = x.chunk(2, -1)
@@ -38,7 +38,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def split_logits(w: dict[str, Tensor], ids: list[int], parts: int) -> Tensor:
-    """`[T, VOCAB]`."""
+    """Return logits `[T, VOCAB]` of a model split into `parts`."""
     h = w["model.embed_tokens.weight"][ids]
     future = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1)
     for i in range(LAYERS):
@@ -66,7 +66,8 @@ def split_logits(w: dict[str, Tensor], ids: list[int], parts: int) -> Tensor:
 
 
 def greedy(w: dict[str, Tensor], prompt: list[int]) -> list[int]:
-    """Continued by `NEW` tokens; at each the best logit leads by more than the orders of sums make of it."""
+    """Return `prompt` continued by `NEW` greedy tokens. Checks that the best logit always leads by more than the orders
+    of sums can change."""
     ids = list(prompt)
     for _ in range(NEW):
         logits, tokens = split_logits(w, ids, 2)[-1].topk(2)

@@ -1,4 +1,4 @@
-"""The host of a step on several ranks: a drafter that fails on one of them fails on all, and masks reach all."""
+"""The host of a step on several ranks: a drafter that fails on one rank fails on all, and masks reach all."""
 
 import logging
 import threading
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from specrs.backends.cpu.host import StepHost
 from specrs.backends.extras import RequestExtras
-from specrs.core import STEPS
+from specrs.core import SAMPLING_STEPS
 from specrs.errors import EngineError
 from specrs.parallel.ranks import ExchangeError, Ranks
 from torch import Tensor
@@ -20,25 +20,25 @@ from parallel.threads import on_ranks
 
 VOCAB = 70
 HEAD_PREFILL, CATCH_UP, DRAFT = STAGES = 1, 2, 4
-"""Numbers of the stages as the core has them."""
+"""Numbers of the stages, as in the core."""
 
 
 class Fault(Exception):
-    """What fails."""
+    """Error that a stage raises here."""
 
 
 class Slot:
-    """The part of a ring's slot that the host reads: two sequences of up to two drafts."""
+    """The part of a ring slot that the host reads: two sequences of up to two drafts."""
 
     tokens = np.zeros((2, 3), dtype=np.int64)
 
     def grammar_masks(self, first: int, count: int, width: int, words: int) -> NDArray[np.int32]:
-        """Room that holds what another step has left."""
+        """Return room for masks that still holds an earlier step's."""
         return np.full((count, width, words), 7, dtype=np.int32)
 
 
 def begun(ranks: Ranks) -> StepHost:
-    """A host in a step that has drafts and no grammar."""
+    """Return a host in a step that has drafts and no grammar."""
     ranks.connect_drafting()
     host = StepHost(VOCAB, ranks=ranks)
     assert host.has_ranks
@@ -47,7 +47,7 @@ def begun(ranks: Ranks) -> StepHost:
 
 
 def stage(host: StepHost, which: int, work: Callable[[], object]) -> bool:
-    """Run a stage as the core does; whether it failed on any rank."""
+    """Run a stage as the core does. Return whether it failed on any rank."""
     error: Exception | None = None
     host.enter(which)
     try:
@@ -61,8 +61,8 @@ def stage(host: StepHost, which: int, work: Callable[[], object]) -> bool:
 @pytest.mark.parametrize("failing", [[1], [0, 2], [0, 1, 2]])
 @pytest.mark.parametrize("exchanges", [0, 1, 3])
 def test_all_ranks_come_to_the_same(failing: list[int], exchanges: int, which: int) -> None:
-    """With exchanges in the stage the others wait for the rank that fails between them; later steps work, and sums of
-    one step never reach another."""
+    """Check that all ranks get the same outcome. With exchanges in the stage, others wait for the failed rank; later
+    steps work, and sums of one step never reach another."""
 
     def work(ranks: Ranks) -> tuple[bool, Exception | None, bool, Exception | None, list[float]]:
         host, sums = begun(ranks), []
@@ -99,7 +99,7 @@ def test_all_ranks_come_to_the_same(failing: list[int], exchanges: int, which: i
 
 
 def test_stages_of_one_step_fail_each_for_itself() -> None:
-    """A stage that fails on one rank does not count for the next one, whose rank is another."""
+    """Check that stages of one step fail independently, on different ranks."""
 
     def work(ranks: Ranks) -> list[tuple[bool, str]]:
         host, found = begun(ranks), []
@@ -123,7 +123,7 @@ def test_stages_of_one_step_fail_each_for_itself() -> None:
 
 
 def test_other_ranks_log_what_failed_there_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Rank 0's engine counts and reports its own."""
+    """Check that other ranks log their failures once. Rank 0's engine counts and reports its own."""
     caplog.set_level(logging.WARNING, "specrs")
 
     def work(ranks: Ranks) -> None:
@@ -143,7 +143,7 @@ def test_other_ranks_log_what_failed_there_once(caplog: pytest.LogCaptureFixture
 
 
 class Countdown:
-    """A matcher whose mask is the number of tokens accepted, and which rejects token 9."""
+    """A matcher whose mask is the number of accepted tokens, and which rejects token 9."""
 
     def __init__(self) -> None:
         self.accepted = 0
@@ -160,8 +160,8 @@ class Countdown:
 
 
 def admit(host: StepHost, rows: list[tuple[int, int, bool]]) -> None:
-    """Admit requests: row, request id, whether it has a grammar."""
-    extras = 1 << STEPS.index("extras")
+    """Admit requests. `rows`: row, request id, whether it has a grammar."""
+    extras = 1 << SAMPLING_STEPS.index("extras")
     columns = zip(*[(row, request_id, extras * has) for row, request_id, has in rows], strict=True)
     names = ("admit_row", "admit_request_id", "admit_steps")
     host.admit({name: np.array(column) for name, column in zip(names, columns, strict=True)}, len(rows))
@@ -170,7 +170,8 @@ def admit(host: StepHost, rows: list[tuple[int, int, bool]]) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("in_stage", [False, True])
 def test_masks_reach_all_ranks(size: int, in_stage: bool) -> None:
-    """Rank 0 alone knows grammars. After a draft that is not allowed everything is; the drafts are taken back."""
+    """Check that masks reach all ranks, although only rank 0 has grammars. After a draft that is not allowed, every
+    token is allowed; the drafts are undone in the matcher."""
 
     def work(ranks: Ranks) -> tuple[list[list[int]], int]:
         ranks.connect_drafting()
@@ -199,7 +200,8 @@ def test_masks_reach_all_ranks(size: int, in_stage: bool) -> None:
 
 
 def test_a_drafter_that_fails_between_two_masks() -> None:
-    """Some ranks have the mask after the first draft, one does not: the next step begins with the right one."""
+    """Check a drafter that fails when some ranks have the mask after the first draft and one has not: the next step
+    begins with the right mask."""
 
     def work(ranks: Ranks) -> list[list[int]]:
         ranks.connect_drafting()
@@ -239,7 +241,7 @@ def test_a_step_without_grammars_and_ranks_asks_for_nothing() -> None:
 
 
 def test_a_rank_that_is_lost_ends_the_step() -> None:
-    """No rank may go on alone: `leave` raises where another one does not come to it."""
+    """Check that a lost rank ends the step: `leave` raises on the others, so that none goes on alone."""
 
     def work(ranks: Ranks) -> str:
         host = begun(ranks)
@@ -253,7 +255,8 @@ def test_a_rank_that_is_lost_ends_the_step() -> None:
 
 
 def test_none_drafts_before_all_are_connected() -> None:
-    """Else it may close connections that another is still making."""
+    """Check that no rank drafts before all are connected. Otherwise it might close connections that another is still
+    making."""
     told, order = threading.Event(), []
 
     def work(ranks: Ranks) -> None:

@@ -1,4 +1,5 @@
-"""Steps that a GPU runs behind the host: enqueued while others run, told when they have ended, in their order."""
+"""Steps of a GPU that run after the host enqueued them: enqueued while others run, reported when they have ended, in
+order."""
 
 import socket
 import threading
@@ -23,7 +24,7 @@ TIMEOUT = 5.0
 
 
 class Done:
-    """An event of a GPU, which the test sets."""
+    """A GPU event that the test sets."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -71,7 +72,7 @@ def wait(slot: RingSlot) -> None:
     assert done(slot).wait(TIMEOUT)
 
 
-def test_results_are_told_after_their_step(ends: tuple[Connection, Connection]) -> None:
+def test_results_are_reported_after_their_step(ends: tuple[Connection, Connection]) -> None:
     ours, theirs = ends
     ring = make_ring()
     reporter = Reporter(theirs, wait, lost=lambda: pytest.fail("lost"))
@@ -92,7 +93,7 @@ def test_results_are_told_after_their_step(ends: tuple[Connection, Connection]) 
     reporter.close()
 
 
-def test_a_slot_is_not_used_again_before_it_was_told(ends: tuple[Connection, Connection]) -> None:
+def test_a_slot_is_not_used_again_before_it_was_reported(ends: tuple[Connection, Connection]) -> None:
     _, theirs = ends
     ring = make_ring()
     reporter = Reporter(theirs, wait, lost=lambda: pytest.fail("lost"))
@@ -107,7 +108,7 @@ def test_a_slot_is_not_used_again_before_it_was_told(ends: tuple[Connection, Con
     reporter.close()
 
 
-def test_a_step_that_does_not_end_is_told_and_ends_the_rank(ends: tuple[Connection, Connection]) -> None:
+def test_a_step_that_does_not_end_is_reported_and_ends_the_rank(ends: tuple[Connection, Connection]) -> None:
     ours, theirs = ends
     lost = threading.Event()
 
@@ -124,7 +125,8 @@ def test_a_step_that_does_not_end_is_told_and_ends_the_rank(ends: tuple[Connecti
 
 
 def test_a_rank_waits_until_another_is_lost_or_for_a_time() -> None:
-    """The exchanges begun count what is waited for, so that the rank that hangs is named."""
+    """Check that a rank waits until another is lost or for a limited time. The number of exchanges begun tells which
+    rank hangs."""
 
     def work(ranks: Ranks) -> tuple[str, str, int]:
         asked = iter([False, False, True])
@@ -157,7 +159,7 @@ class Enqueuing:
         self.ranks.wait_for(lambda: slot.has_ended)
 
     def close(self) -> None:
-        """It has nothing to end."""
+        """Do nothing: this runner has no threads."""
 
 
 def lead(ranks: Ranks, connection: Connection) -> LeadingRunner:
@@ -173,7 +175,7 @@ def listen(theirs: Connection) -> None:
 
 
 def follow(theirs: Connection, ring: Ring, count: int) -> None:
-    """Another rank, which comes to the same results."""
+    """Run another rank, which gets the same results."""
     for number in range(count):
         assert theirs.receive_news().kind == Kind.STEP
         slot = ring.slot(number)

@@ -1,4 +1,4 @@
-"""The other ranks as rank 0 sees them."""
+"""Connections to the other ranks, on rank 0."""
 
 import socket
 import threading

@@ -17,11 +17,11 @@ TIMEOUT = 20.0
 
 
 def on_ranks(size: int, work: Callable[[Ranks], ResultT], timeout: float = TIMEOUT) -> list[ResultT]:
-    """What `work` returns on each of `size` ranks, which run at once. Raises what was raised first: the others' errors
-    may come of it.
+    """Return what `work` returns on each of `size` ranks, which run at once. If some raise, raises the first error,
+    because the others may follow from it.
 
-    Connections are kept until all have returned: gloo resets those that it closes, and another rank may still have to
-    read from them, or be connecting.
+    Connections are kept until all ranks have returned. gloo resets connections that it closes, and another rank may
+    still have to read from them, or be connecting.
     """
     store, kept = dist.HashStore(), []
 
@@ -39,7 +39,8 @@ def on_ranks(size: int, work: Callable[[Ranks], ResultT], timeout: float = TIMEO
 
 @pytest.fixture
 def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter puts functions of its own into Triton's modules while a kernel runs."""
+    """Run one kernel at a time, because Triton's interpreter replaces functions in Triton's modules while a kernel
+    runs."""
     run, running = InterpretedFunction.run, threading.Lock()
 
     def alone(self: Any, *args: Any, **named: Any) -> Any:
@@ -51,6 +52,7 @@ def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They round to fp32 as transformers' do, which would make 1e-16 of a sum over ranks 1e-6 of a logit."""
+    """Compute norms in float64. Rounded to fp32 as in transformers, a difference of 1e-16 between sums of ranks would
+    become 1e-6 in a logit."""
     to_fp32 = Tensor.float
     monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_fp32(x))

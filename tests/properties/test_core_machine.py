@@ -1,7 +1,7 @@
 """The scheduler through Python, as a state machine: wrong calls raise, and change nothing.
 
-Two schedulers get the same right calls; one of them also gets every wrong call. They must stay equal for ever: records,
-settled results, counters. What stands in for the device accepts random drafts.
+Two schedulers get the same right calls; one of them also gets wrong calls. Their records, settled results and counters
+must always stay equal. A simulated device accepts random numbers of drafts.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ COUNTERS = ["num_waiting", "num_running", "num_in_flight", "num_free_blocks", "n
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """Both schedulers, the device's lengths, and the steps in flight."""
+    """Both schedulers, the lengths on the device, and the steps in flight."""
 
     @initialize(
         rows=st.integers(1, 4),
@@ -125,7 +125,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 40))
     def wrong(self, which: int) -> None:
-        """One of the wrong calls, to the second scheduler alone."""
+        """Make one of the wrong calls, on the second scheduler alone."""
         calls = self._wrong_calls()
         kind, call = calls[which % len(calls)]
         with pytest.raises(kind) as caught:
@@ -155,7 +155,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert scheduler.num_free_blocks == scheduler.num_blocks
 
     def _results(self, sequences: list[StepSequence], accepted: list[int]) -> Buffer:
-        """What a device reports that accepts so many drafts where it may; the tokens are 7."""
+        """Return the results of a device that accepts so many drafts where it may. All tokens are 7."""
         results = np.zeros(self.both[0].results_size, np.int64)
         at = {name: results[o : o + n] for name, (o, n) in self.both[0].results_layout().items()}
         at["tokens"][:] = 7

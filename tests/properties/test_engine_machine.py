@@ -26,7 +26,7 @@ K = 4
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Admit, abort, preempt, step in any order on a pool that is often short."""
+    """Admits, aborts, preempts and steps in any order, with a pool that is often short of blocks."""
 
     bank: ClassVar[Bank]
     live = Bundle("live")

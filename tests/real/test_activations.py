@@ -25,7 +25,7 @@ def texts(path: Path) -> list[list[int]]:
 
 
 def logits(path: Path, activations: str, rows: list[list[int]]) -> torch.Tensor:
-    """Logits of all texts, `[len(texts) * LENGTH, vocab_size]`, in float64."""
+    """Return logits of all texts, `[len(texts) * LENGTH, vocab_size]`, in float64."""
     loaded = load_native(path, dtype="float32", rounding=Rounding(activations=activations))
     model = loaded.on_pool(CpuPool(2), activations=activations)
     of = [Feeder(model, max_len=LENGTH).feed_chunks(ids, [len(ids)]) for ids in rows]
@@ -35,7 +35,8 @@ def logits(path: Path, activations: str, rows: list[list[int]]) -> torch.Tensor:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variable", ["SPECRS_REAL_MODEL", "SPECRS_REAL_GEMMA3"])
 def test_divergence_from_activations_that_are_not_rounded(variable: str) -> None:
-    """With 16 bits almost no token is another one. With 8 bits it is one in twenty, as with llama.cpp."""
+    """Check the divergence from unrounded activations: with 16 bits almost no token differs, with 8 bits one in twenty,
+    as in llama.cpp."""
     given = os.environ.get(variable)
     assert given, f"{variable} is not set: run make test-real"
     path = Path(given)

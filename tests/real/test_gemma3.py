@@ -1,7 +1,8 @@
-"""Gemma 3 270M from its GGUF file (Q4_K_M), which `make test-real` downloads.
+"""Gemma 3 270M from its GGUF file (Q4_K_M), which `make test-real` downloads: its text is transformers', and it is
+served.
 
-Its text is that of transformers' model in float64, with the numbers that the package `gguf` finds in the file, whatever
-drafts. It is served.
+The reference is transformers' model in float64, with the numbers that the package `gguf` reads from the file. Drafts do
+not change the text.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def path() -> Path:
 
 
 def reference(path: Path) -> Any:
-    """transformers' model in float64, with the numbers that the package `gguf` finds in the file."""
+    """Load transformers' model in float64, with the numbers that the package `gguf` reads from the file."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     rope = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
@@ -84,7 +85,7 @@ def reference(path: Path) -> Any:
 
 @pytest.mark.timeout(900)
 def test_text_is_that_of_float64(path: Path) -> None:
-    """Three texts, with and without drafts; where one departs, two tokens were nearly tied."""
+    """Check three texts, with and without drafts. Where one differs, two tokens were nearly tied."""
     made = {}
     for method in (None, "ngram,suffix"):
         speculative = method and {"method": method, "num_speculative_tokens": 4}
@@ -105,7 +106,7 @@ def test_text_is_that_of_float64(path: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_a_text_is_served(path: Path) -> None:
-    """The file has no chat template, and the error of a chat says so."""
+    """Check that a completion is served, and that a chat is rejected because the file has no chat template."""
     flags = ("--served-model-name", "gemma3", "--max-model-len", "256", "--spec-method", "suffix")
     body = {"model": "gemma3", "prompt": PROMPTS[0], "max_tokens": 16, "temperature": 0}
     with serving(str(path), *flags) as server:

@@ -1,5 +1,5 @@
-"""SmolLM2-135M-Instruct from its GGUF file (Q4_1), which `make test-real` downloads: its text is that of transformers'
-own reading of the file, whatever drafts; it serves chats; what drafts from the text are worth is printed."""
+"""SmolLM2-135M-Instruct from its GGUF file (Q4_1), which `make test-real` downloads: its text is transformers' for any
+drafts, it serves chats, and the speed-up by drafts is printed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def path() -> Path:
 
 @pytest.fixture(scope="module")
 def reference(path: Path) -> tuple[list[list[int]], list[list[int]], list[torch.Tensor]]:
-    """By transformers alone, fp32: prompts, their greedy continuations, and the logits of each."""
+    """Prompts, their greedy continuations and logits, by transformers alone in fp32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -74,7 +74,7 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_text_is_that_of_transformers(
     path: Path, reference: tuple[list[list[int]], list[list[int]], list[torch.Tensor]]
 ) -> None:
-    """Chats by the template of the file, ten texts in fp32, with and without drafts."""
+    """Check chats with the file's template: ten texts in fp32, with and without drafts."""
     prompts, expected, _ = reference
     plain = engine(path, "float32")
     assert plain.tokenizer is not None
@@ -93,7 +93,8 @@ def test_text_is_that_of_transformers(
 def test_packed_weights_and_what_drafts_are_worth(
     path: Path, reference: tuple[list[list[int]], list[list[int]], list[torch.Tensor]]
 ) -> None:
-    """Packed blocks, as a CPU serves the file by default. Where a text departs from the fp32 one, two tokens were tied.
+    """Check packed weights, as a CPU serves the file by default. Where a text differs from the fp32 one, two tokens
+    were nearly tied.
 
     Drafts never change it; how fast they make it is printed, never judged.
     """

@@ -45,7 +45,8 @@ def test_long_rope_depends_on_the_longest_text(folder: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_passes_are_near(folder: Path, family: str) -> None:
-    """In pieces over scattered blocks, logits and the states that enter the layers."""
+    """Check native passes against the reference, in pieces over scattered blocks: logits, and the states at layers'
+    entries."""
     native, reference, ids = load_native(make(folder, family), dtype="float32"), Decoder(make(folder, family)), tokens()
     layers = tuple(range(native.num_layers + 1))
     feeder = Feeder(native, hidden_layers=layers)

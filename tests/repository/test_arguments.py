@@ -19,7 +19,7 @@ FOLDERS = ("python/specrs", "kernels", "scripts", "examples", "benches")
 
 
 def too_many(source: str) -> dict[str, int]:
-    """Functions of a module that take more than `MOST` arguments, and how many."""
+    """Return the functions of a module that take more than `MOST` arguments, with the numbers of arguments."""
     found = {}
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_kernel(node):

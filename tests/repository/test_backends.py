@@ -37,7 +37,7 @@ def literals(tree: ast.Module) -> list[int]:
 def derived(trees: Trees) -> set[str]:
     """Return the names of the classes that are models, heads, drafters or runners.
 
-    They derive from `ROOTS`, in whatever number of steps, or count the passes that they run.
+    Such classes derive from `ROOTS`, directly or not, or count the passes that they run.
     """
     classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     found = {node.name for node in classes if fields(node) & {"num_passes", "num_target_passes"}} | ROOTS

@@ -1,4 +1,4 @@
-"""The wheel specrs-core: the module that specrs.core is, in a fresh environment that has numpy and nothing else."""
+"""The wheel specrs-core: its module is that of specrs.core, in a fresh environment that has only numpy."""
 
 import email
 import os
@@ -27,7 +27,7 @@ def run(*command: str | Path, **changes: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shares the target folder with the wheel of specrs: the extension is compiled once."""
+    """The built wheel. It shares the target folder with the wheel of specrs, so that the extension is compiled once."""
     out = tmp_path_factory.mktemp("wheel")
     maturin("build", "--release", "--locked", "--out", out, project=PROJECT)
     (path,) = out.iterdir()
@@ -62,7 +62,7 @@ def test_it_holds_the_module_and_nothing_else(wheel: Path) -> None:
 
 
 def test_sources_build_alone(tmp_path: Path) -> None:
-    """Its Python files are links, which must not be links in what is handed out."""
+    """Check that the sources build alone. The package's Python files are links, which must be files in the sdist."""
     maturin("sdist", "--out", tmp_path, project=PROJECT)
     (path,) = tmp_path.iterdir()
     with tarfile.open(path) as archive:

@@ -1,4 +1,4 @@
-"""What the crate specrs-core promises in its manifest: no newer compiler than stated, nothing from elsewhere."""
+"""Promises of the manifest of the crate specrs-core: no newer compiler than stated, no dependencies."""
 
 import json
 import re
@@ -37,7 +37,8 @@ def test_no_dependency_needs_a_newer_compiler(packages: list[dict[str, Any]]) ->
 
 
 def test_the_crate_lies_in_its_folder(packages: list[dict[str, Any]]) -> None:
-    """Cargo leaves out of the package what lies elsewhere, and says so only in a warning."""
+    """Check that all files of the crate are in its folder: cargo silently leaves others out of the package, but for a
+    warning."""
     (core,) = (package for package in packages if package["name"] == "specrs-core")
     folder = ROOT / "rust/core"
     outside = [target["src_path"] for target in core["targets"] if not Path(target["src_path"]).is_relative_to(folder)]

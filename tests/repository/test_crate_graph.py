@@ -16,7 +16,7 @@ Module = tuple[str, ...]
 
 
 def code(source: str) -> str:
-    """`source` without comments, strings and the modules that hold its tests."""
+    """Return `source` without comments, strings and test modules."""
     source = re.sub(r'//[^\n]*|/\*.*?\*/|\'(?:\\.|[^\'\\])\'|"(?:\\.|[^"\\])*"', "", source, flags=re.DOTALL)
     while found := re.search(r"#\[cfg\(test\)\]\s*mod \w+ \{", source):
         depth, end = 1, found.end()
@@ -28,7 +28,7 @@ def code(source: str) -> str:
 
 
 def expand(tree: str) -> Iterator[tuple[str, ...]]:
-    """The paths of a `use` tree such as `a::{b, c::{d, e as f}}`, `self` and aliases left out."""
+    """Return the paths of a `use` tree such as `a::{b, c::{d, e as f}}`, without `self` and aliases."""
     head, brace, rest = tree.partition("{")
     prefix = tuple(part for part in re.split(r"\s*::\s*", re.sub(r"\s+as\s+\w+", "", head).strip()) if part)
     if not brace:
@@ -48,7 +48,7 @@ class Crate:
     """The modules of a crate and what each names in others."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
-        """`files`: sources by their path in `src`. Test modules of their own files are left out."""
+        """Read a crate. `files`: sources by their path in `src`. Test modules in files of their own are left out."""
         self.modules: dict[Module, str] = {}
         for name, source in files.items():
             parts = name.removesuffix(".rs").split("/")
@@ -67,7 +67,7 @@ class Crate:
                         self.reexports[module][path[-1]] = place
 
     def graph(self) -> dict[str, frozenset[str]]:
-        """The modules that each names. A module may name what its ancestors define: they are its folder's own."""
+        """Return the modules that each module names. Names that its ancestors define do not count."""
         return {
             self._name(module): frozenset(
                 self._name(named) for named in self._named(module) if named != module[: len(named)]
@@ -89,7 +89,7 @@ class Crate:
                 yield self._home(place, names[0] if names else None)
 
     def _absolute(self, module: Module, path: tuple[str, ...]) -> Module | None:
-        """`path` from the crate's root; None for one that leads to another crate."""
+        """Return `path` from the crate's root; None if it leads to another crate."""
         if path[:1] == ("crate",):
             return path[1:]
         place = module
@@ -100,14 +100,14 @@ class Crate:
         return None
 
     def _split(self, path: Module | None) -> tuple[Module | None, tuple[str, ...]]:
-        """The module that `path` leads to, and the names in it."""
+        """Return the module that `path` leads to, and the names in it."""
         if path is None:
             return None, ()
         end = next(end for end in range(len(path), -1, -1) if path[:end] in self.modules)
         return path[:end], path[end:]
 
     def _home(self, place: Module, name: str | None) -> Module:
-        """The module that defines what `place` has under `name`."""
+        """Return the module that defines what `place` has under `name`."""
         if name in self.reexports[place]:
             return self._home(self.reexports[place][name], name)
         globs = self.globs[place]
@@ -172,7 +172,8 @@ def test_only_imports_of_modules_count(line: str) -> None:
 
 
 def test_names_are_found_where_they_are_defined() -> None:
-    """A module that takes a name through a glob depends on the module that has it, and children on no ancestor."""
+    """Check that names are found where they are defined: a name imported by a glob belongs to its module, and children
+    depend on no ancestor."""
     files = {
         "lib.rs": "pub mod a;\nmod b;",
         "a/mod.rs": "mod deep;\nmod other;\npub use deep::*;\npub struct Top;",

@@ -1,4 +1,4 @@
-"""What is installed for whom: the default dependencies, the extras, and the lock files made of them."""
+"""Packages that are installed: the default dependencies, the extras, and the lock files made of them."""
 
 import re
 import tomllib
@@ -13,14 +13,14 @@ HEAVY = re.compile(r"torch|triton|transformers|nvidia-.*|cuda-.*|matplotlib|pyar
 
 
 def name_of(requirement: str) -> str:
-    """The normalised name of the distribution."""
+    """Return the normalised name of a requirement's distribution."""
     found = re.match(r"[\w.-]+", requirement)
     assert found is not None
     return re.sub(r"[-_.]+", "-", found[0]).lower()
 
 
 def locked(name: str) -> dict[str, set[str]]:
-    """The versions of each package in a lock file."""
+    """Return the versions of each package in a lock file."""
     versions: dict[str, set[str]] = {}
     for package, version in re.findall(
         r"^([\w.-]+)==([\w.+]+)", (ROOT / f"environments/{name}.lock").read_text(), re.M
@@ -30,14 +30,14 @@ def locked(name: str) -> dict[str, set[str]]:
 
 
 def names(*extras: str) -> set[str]:
-    """The distributions of the default dependencies and of these extras."""
+    """Return the distributions of the default dependencies and of these extras."""
     project = PROJECT["project"]
     of_extras = [requirement for extra in extras for requirement in project["optional-dependencies"][extra]]
     return {name_of(requirement) for requirement in [*project["dependencies"], *of_extras]}
 
 
 def group(name: str) -> set[str]:
-    """The distributions of a dependency group, of the groups that it includes as well."""
+    """Return the distributions of a dependency group, with those of the groups that it includes."""
     found = set()
     for item in PROJECT["dependency-groups"][name]:
         found |= {name_of(item)} if isinstance(item, str) else group(item["include-group"])
@@ -63,13 +63,14 @@ def test_a_lock_has_every_requirement(lock: str, wanted: set[str]) -> None:
 
 @pytest.mark.parametrize("lock", ["runtime", "cuda"])
 def test_what_is_installed_later_changes_no_version(lock: str) -> None:
-    """`make test` after `make demo` only adds packages."""
+    """Check that later installs change no version: `make test` after `make demo` only adds packages."""
     everything = locked("dev")
     assert {name: versions for name, versions in locked(lock).items() if everything.get(name) != versions} == {}
 
 
 def test_the_build_installs_no_development_packages() -> None:
-    """maturin installs the group `dev` unless another is named, and what tests need brings torch."""
+    """Check that a build installs no development packages: maturin installs the group `dev` unless another is named,
+    and tests need torch."""
     lines = [line for line in (ROOT / "Makefile").read_text().splitlines() if "maturin develop" in line]
     assert [line for line in lines if "--group build" not in line] == []
     assert lines

@@ -42,13 +42,13 @@ def container() -> dict[str, Any]:
 
 
 def instruction(path: Path, name: str) -> list[str]:
-    """The JSON list of the last instruction of this name."""
+    """Return the JSON list of the last instruction of this name in a Dockerfile."""
     found = re.findall(rf"^\s*{name} (\[.*\])$", path.read_text(), re.MULTILINE)
     return list(json.loads(found[-1]))
 
 
 def commands() -> dict[str, list[str]]:
-    """The arguments of `specrs` in each file."""
+    """Return the arguments of `specrs` in each file."""
     unit = re.search(r"^ExecStart=/opt/specrs/bin/specrs (.*)$", (DEPLOY / "specrs.service").read_text(), re.MULTILINE)
     assert unit is not None
     examples = {
@@ -81,7 +81,7 @@ def test_the_commands_are_those_of_the_command_line(name: str) -> None:
 
 
 def shutdown_timeout(argv: list[str]) -> float:
-    """The seconds that requests get when a server is stopped, of the arguments or of serve.yaml."""
+    """Return the seconds that requests get when a server is stopped, from the arguments or from serve.yaml."""
     given = [float(word.partition("=")[2]) for word in argv if word.startswith("--shutdown-timeout=")]
     return given[0] if given else float(load("serve.yaml")["shutdown-timeout"])
 
@@ -134,7 +134,8 @@ def test_images_have_a_compiler_and_a_python_that_are_supported(path: Path) -> N
 
 
 def test_the_cpu_image_is_small() -> None:
-    """Base and wheels, whose files count uncompressed, which is an upper bound. Build tools are not in the image."""
+    """Check that the CPU image is small: base image and wheels, whose files count uncompressed, an upper bound. It has
+    no build tools."""
     lock = (ROOT / "environments/runtime.lock").read_text()
     names = {re.sub("[-_.]+", "-", name).lower() for name in re.findall(r"^([\w.-]+)==", lock, re.MULTILINE)}
     elsewhere = {"colorama", "httpx2-jsfetch"}  # for Windows and for browsers

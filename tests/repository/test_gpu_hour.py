@@ -46,7 +46,7 @@ def every(steps: ModuleType) -> list[Any]:
 
 
 def test_commands(steps: ModuleType) -> None:
-    """Each is under nine minutes, and the first throughput is the baseline's."""
+    """Check that each command takes less than nine minutes, and that the first throughput is the baseline's."""
     found = every(steps)
     assert len({step.name for step in found}) == len(found)
     assert [command.name for command in steps.commands()][:4] == ["correct", "kernels", "baseline", "drafts"]
@@ -74,7 +74,8 @@ def test_a_step_that_fails_or_is_not_there_says_so(folder: Path, steps: ModuleTy
 def test_a_command_shares_its_time_and_leaves_one_archive(
     folder: Path, steps: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The second step gets the time that the first one leaves, and results of both are in $OUT."""
+    """Check that a command shares its time among steps (the second gets what the first leaves), and that results of
+    both are in one archive in $OUT."""
     made = [steps.Step(name, ("-c", f"raise SystemExit({code})"), ()) for code, name in enumerate(NAMES)]
     given, run = list[float](), steps.run
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Imports run downwards and without circles, those for types or inside functions included."""
+"""Imports run downwards and without cycles, including imports for types and inside functions."""
 
 import ast
 from collections.abc import Iterable, Mapping
@@ -36,13 +36,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("",),  # the package itself, which names what users import
 )
-"""Rooms from the lowest: a module imports from its own room and from layers below."""
+"""Layers of the package from the lowest: a module imports from its own layer and from lower ones."""
 
 KERNELS_MAY_IMPORT = ("kernels", "core", "verify", "arrays")
 
 
 def imports(source: str, module: str, known: Iterable[str]) -> frozenset[str]:
-    """The modules among `known` that `source`, the text of `module`, names in any import statement."""
+    """Return the modules among `known` that the source text of `module` imports, in any import statement."""
     names = frozenset(known)
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -50,7 +50,7 @@ def imports(source: str, module: str, known: Iterable[str]) -> frozenset[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.module is not None, f"{module}:{node.lineno}"
-            # The text of specrs.core is that of specrs_core too, which has an extension of its own beside it.
+            # The text of specrs.core is also that of specrs_core, which has an extension of its own next to it.
             named = node.level == 0 or module == "specrs.core"
             assert named, f"{module}:{node.lineno}: an import that does not name the package in full"
             package = f"specrs.{node.module}" if node.level else node.module
@@ -61,7 +61,8 @@ def imports(source: str, module: str, known: Iterable[str]) -> frozenset[str]:
 
 
 def modules() -> dict[str, str]:
-    """The text of every module of the package by its dotted name; kernels/ is where the package links to."""
+    """Return the source of every module of the package by its dotted name. The folder kernels/ is a part of the package
+    by a link."""
     found = {}
     for base, prefix in ((ROOT / "python/specrs", "specrs"), (ROOT / "kernels", "specrs.kernels")):
         for path in chain(base.rglob("*.py"), base.rglob("*.pyi")):
@@ -74,7 +75,7 @@ def modules() -> dict[str, str]:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Groups of modules that import each other, in whatever number of steps."""
+    """Return groups of modules that import each other, directly or not."""
 
     def reachable(start: str) -> set[str]:
         seen: set[str] = set()
@@ -91,7 +92,7 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def room(module: str) -> str:
-    """The longest entry of LAYERS that `module` lies in."""
+    """Return the longest entry of LAYERS that contains `module`."""
     name = module.removeprefix("specrs").removeprefix(".")
     entries = [entry for entry in chain(*LAYERS) if f"{name}.".startswith(f"{entry}.") or entry == ""]
     found = max(entries, key=len)
@@ -100,7 +101,7 @@ def room(module: str) -> str:
 
 
 def upward(graph: Graph) -> list[tuple[str, str]]:
-    """Imports that do not run downwards: importer, imported."""
+    """Return imports that do not run downwards: importer, imported."""
     height = {entry: i for i, layer in enumerate(LAYERS) for entry in layer}
     return [
         (importer, imported)
@@ -126,7 +127,8 @@ def test_imports_run_downwards(graph: Graph) -> None:
 
 
 REFERENCE_MAY_IMPORT = ("reference", "core", "arrays", "verify", "models", "backends.ring", "backends.extras")
-"""Facts, protocols and buffers. No room that computes what the reference is compared with."""
+"""Modules that the reference may import: configuration, protocols and buffers, but nothing that computes what the
+reference is compared with."""
 
 
 def test_the_reference_imports_nothing_that_it_is_compared_with(graph: Graph) -> None:
@@ -141,7 +143,8 @@ def test_the_reference_imports_nothing_that_it_is_compared_with(graph: Graph) ->
 
 
 def test_nothing_that_serves_imports_the_reference(graph: Graph) -> None:
-    """It is slow, and what serves must not depend on what it is compared with."""
+    """Check that nothing that serves imports the reference: it is slow, and must stay independent of what is compared
+    with it."""
     importers = {
         importer
         for importer, all_imported in graph.items()
@@ -152,7 +155,7 @@ def test_nothing_that_serves_imports_the_reference(graph: Graph) -> None:
 
 
 def test_kernels_import_what_they_say(graph: Graph) -> None:
-    """Kernels see tensors, arrays and numbers: each other, constants of the core and the references in `verify`."""
+    """Check that kernels import only each other, constants of the core, and the references in `verify`."""
     above = {
         imported
         for importer, all_imported in graph.items()

@@ -1,4 +1,4 @@
-"""What may be imported, and what that costs: torch takes seconds, so nothing that answers at once may load it."""
+"""The cost of imports: torch takes seconds, so commands that answer at once must not load it."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ def test_kernels_have_one_name() -> None:
 
 
 def test_a_command_imports_no_other(tmp_path: Path) -> None:
-    """The modules of all commands, and their parsers, take a tenth of a second."""
+    """Check that a command imports no other command: all modules and parsers together take a tenth of a second."""
     code = """
 import sys
 from specrs.cli import COMMANDS, main

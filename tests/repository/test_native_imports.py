@@ -1,4 +1,4 @@
-"""What is imported to serve a model by native passes: nothing but the default dependencies, so no torch.
+"""Imports that native serving needs: only the default dependencies, so no torch.
 
 `tests/llm/test_without_torch.py` shows the same by serving. This test names the module that is at fault.
 """
@@ -39,7 +39,7 @@ ALLOWED |= {"pydantic_core"}  # pydantic's own
 
 
 def loaded(source: str) -> Iterator[str]:
-    """Yield the modules that importing a module of this text imports, from its packages on; not those of functions."""
+    """Yield the modules that a module with this text imports at its top level, with the packages they are in."""
 
     def visit(body: list[ast.stmt]) -> Iterator[str]:
         for node in body:
@@ -64,7 +64,7 @@ def loaded(source: str) -> Iterator[str]:
 
 
 def closure(texts: Mapping[str, str], entries: tuple[str, ...]) -> dict[str, set[str]]:
-    """Third-party modules that importing `entries` imports, by the module of the package that names them."""
+    """Return the third-party modules that importing `entries` imports, by the module of the package that names them."""
     found: dict[str, set[str]] = {}
     left, seen = list(entries), set(entries)
     while left:

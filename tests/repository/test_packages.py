@@ -1,4 +1,4 @@
-"""What a built wheel and sdist carry. The kernels come through a link, which maturin drops without a word."""
+"""Content of a built wheel and sdist. The kernels are reached by a link, which maturin could drop silently."""
 
 import tarfile
 import zipfile

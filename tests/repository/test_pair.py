@@ -16,7 +16,8 @@ def test_all_models_share_one_tokenizer() -> None:
 
 
 def test_the_hybrid_is_small_and_finds_mistakes_of_order() -> None:
-    """Value heads share key heads, and tensors that Qwen3.5 has in fp32 are in fp32."""
+    """Check that the hybrid is small and would reveal mistakes of order: value heads share key heads, and tensors that
+    Qwen3.5 has in fp32 are in fp32."""
     config = json.loads((HYBRID / "config.json").read_text())
     assert config["linear_num_key_heads"] < config["linear_num_value_heads"]
     assert set(config["layer_types"]) == {"linear_attention", "full_attention"}

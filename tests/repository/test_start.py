@@ -1,4 +1,4 @@
-"""The page that newcomers read first runs as printed, and its step follows the target's distribution exactly."""
+"""docs/start.md runs as printed, and its step follows the target's distribution exactly."""
 
 import re
 from itertools import pairwise
@@ -31,7 +31,7 @@ def test_it_runs_and_drafts_are_accepted(page: dict[str, Any]) -> None:
 
 
 def test_its_iterations_keep_the_rules(page: dict[str, Any]) -> None:
-    """K_r, n' and draft_len' of every iteration, from what it fed to the draft and to the target."""
+    """Check K_r, n' and draft_len' of every iteration, from what the page's code feeds to draft and target."""
     fed: dict[Any, list[range]] = {}
     forward = page["Model"].forward
 
@@ -67,7 +67,8 @@ def test_its_iterations_keep_the_rules(page: dict[str, Any]) -> None:
 
 
 def test_sampled_text_has_the_targets_distribution(page: dict[str, Any]) -> None:
-    """The pair of tokens after the prompt, by steps of two drafts and of one, against the target's own: chi-square."""
+    """Check by chi-square that pairs of tokens after the prompt have the target's distribution, by steps of two drafts
+    and of one."""
     prompt, vocab = page["prompt"], page["VOCAB"]
     target, draft = page["target"], page["draft"]
 

@@ -1,4 +1,4 @@
-"""docs/structure.md names every module, and nothing that is not there; the README names the oldest Rust."""
+"""docs/structure.md names every module, and nothing that does not exist; the README names the oldest supported Rust."""
 
 import re
 from pathlib import Path

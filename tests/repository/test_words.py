@@ -1,4 +1,4 @@
-"""Plain words: what is said of code names the part that does it. A short list of words that say less, and why."""
+"""Words that may not occur in comments, docstrings and docs, because a plainer word says more."""
 
 import re
 from pathlib import Path

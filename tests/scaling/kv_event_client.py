@@ -1,4 +1,5 @@
-"""Follows a publisher of KV events as a router does, with ZeroMQ and MessagePack and nothing of specrs. No tests."""
+"""Follows a publisher of KV events as a router does, with ZeroMQ and MessagePack, without code of specrs. Holds no
+tests."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ TIMEOUT_MS = 60_000
 
 
 class Mirror:
-    """What the events say is cached."""
+    """The cached blocks according to the events received."""
 
     def __init__(self) -> None:
         self.places: dict[int, Place] = {}
@@ -59,7 +60,7 @@ class Mirror:
         self.num_cleared += 1
 
     def num_cached(self, tokens: Sequence[int], block_size: int, salt: str = "") -> int:
-        """Tokens of a prompt that are cached: whole blocks from its start on, and not its last token."""
+        """Return the number of a prompt's tokens that are cached: whole blocks from its start, never its last token."""
         parent, found = None, 0
         while found + block_size < len(tokens):
             keys = (salt,) if salt and found == 0 else ()
@@ -71,7 +72,7 @@ class Mirror:
 
 
 class Client:
-    """A subscriber with a mirror. What it misses it asks the replay socket for."""
+    """A subscriber with a mirror. It asks the replay socket for messages that it missed."""
 
     def __init__(self, endpoint: str, replay_endpoint: str, topic: str = "") -> None:
         self.mirror = Mirror()
@@ -98,12 +99,12 @@ class Client:
         self._context.destroy(linger=0)
 
     def subscribed(self, publish: Callable[[], None]) -> None:
-        """Return when messages arrive: a subscription takes a moment, and what is sent before is lost."""
+        """Wait until messages arrive. A subscription takes a moment, and earlier messages are lost."""
         while not self._subscriber.poll(20):
             publish()
 
     def catch_up(self, published: int, loses: Callable[[], bool] = lambda: False) -> None:
-        """Read until number `published - 1` has come, and have what was lost sent again."""
+        """Read until message `published - 1` has come, and ask again for what was lost."""
         last = self.next - 1
         while last < published - 1:
             topic, number, payload = self._subscriber.recv_multipart()
@@ -117,7 +118,7 @@ class Client:
         assert self.next == published
 
     def replay(self) -> None:
-        """Ask for all from the next number on."""
+        """Ask the replay socket for all messages from the next number on."""
         self.num_replays += 1
         for number, payload in self.ask(self.next.to_bytes(8, "big")):
             assert number == self.next
@@ -125,7 +126,7 @@ class Client:
             self.next += 1
 
     def ask(self, start: bytes) -> list[tuple[int, bytes]]:
-        """What the replay socket answers, without the end."""
+        """Return the answers of the replay socket, without its end mark."""
         self._replay.send_multipart((b"", start))
         answers = []
         while True:

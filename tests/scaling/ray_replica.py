@@ -1,4 +1,4 @@
-"""A replica of Ray Serve that tells which requests it has been given. Holds no tests."""
+"""A replica of Ray Serve that records which requests it gets. Holds no tests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from specrs.integrations.ray import Replica
 from specrs.server import app
 
 NOTES = "SPECRS_TEST_NOTES"
-"""Names the file to which each replica adds a line for each request that it is given: its process, and the request's
-name."""
+"""Environment variable with the path of a file, to which each replica adds a line per request: its process, and the
+request's name."""
 
 
 class NotingReplica(Replica):
-    """Its answers end in `@process`, so that a client sees whose they are."""
+    """Replica whose answers end in `@process`, so that a client sees which one answered."""
 
     def __init__(self, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:
         given = app._request_id
@@ -32,6 +32,6 @@ class NotingReplica(Replica):
 
 
 def given_to(notes: Path, process: int) -> set[str]:
-    """Names of the requests that this process was given."""
+    """Return the names of the requests that this process got."""
     lines = [line.split() for line in notes.read_text().splitlines()]
     return {name for of, name in lines if of == str(process)}

@@ -26,7 +26,7 @@ app._request_id = lambda scope: given(scope) + "@{mark}"
 
 
 def free_port() -> int:
-    """A port that nothing listened on a moment ago."""
+    """Return a port that nothing listened on a moment ago."""
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 def environment_python(name: str) -> str:
-    """The interpreter of one of the environments that `make test-routers` and its like make."""
+    """Return the interpreter of an environment that `make test-routers` or similar targets create."""
     path = ENVIRONMENTS / name / "bin" / "python"
     assert path.exists(), f"{path}: run make test-{name}"
     return str(path)
@@ -56,7 +56,7 @@ class Replica:
 
     @property
     def mark(self) -> str:
-        """What its answers end in now."""
+        """Return the suffix of its answers now."""
         return f"{self.name}.{self.starts}"
 
     def _start(self) -> Server:
@@ -64,7 +64,7 @@ class Replica:
         return Server(*self._flags, "--port", str(self.port), code=MARKED.format(mark=self.mark) + MAIN)
 
     def kill(self) -> None:
-        """End the process as the kernel does where memory is short."""
+        """Kill the process by SIGKILL, as the kernel does when memory is short."""
         self.server.process.send_signal(signal.SIGKILL)
         self.server.wait()
 
@@ -74,7 +74,7 @@ class Replica:
 
 @contextmanager
 def replicas(count: int, *flags: str) -> Iterator[list[Replica]]:
-    """Servers of the bundled pair under the name `pair`."""
+    """Run servers of the bundled pair under the name `pair`."""
     with ExitStack() as stack:
         made = []
         for i in range(count):
@@ -142,7 +142,7 @@ MODULES = {"vllm": "vllm_router.launch_router", "sglang": "sglang_router.launch_
 
 @contextmanager
 def routing(kind: str, policy: str, made: Sequence[Replica], folder: Path) -> Iterator[Router]:
-    """A router in front of replicas, by its own defaults but for what tests wait for."""
+    """Run a router in front of replicas, with its own defaults except for times that tests wait for."""
     port = free_port()
     command = [environment_python("routers"), "-m", MODULES[kind], *(("launch",) if kind == "smg" else ())]
     command += ["--host", "127.0.0.1", "--port", str(port), "--policy", policy]

@@ -12,7 +12,7 @@ import aiohttp
 
 TIMEOUT = 120.0
 MANY = 100
-"""Tokens of a stream that is not at its end when the client has read its first ones."""
+"""Maximum tokens of a stream that must still be running when the client has read its first tokens."""
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Outcome:
 
     prompt: str
     name: str = ""
-    """What the client called it: its `X-Request-Id`."""
+    """The client's name for the request: its `X-Request-Id`."""
     end: str = ""
     status: int = 0
     error: str = ""
@@ -40,8 +40,8 @@ async def stream(
     body: Mapping[str, Any],
     seen: Callable[[Outcome], None] | None = None,
 ) -> Outcome:
-    """One completion, whose outcome is filled in; it ends within TIMEOUT, or the test does. `seen` is told of it behind
-    each of its chunks."""
+    """Run one streamed completion and fill in its `outcome`. Ends the test after TIMEOUT. `seen` is called after each
+    chunk."""
     try:
         async with session.post(
             f"{url}/v1/completions",
@@ -82,8 +82,8 @@ async def run_streams(
     at: Callable[[int, list[Outcome]], Awaitable[None]] | None = None,
     seen: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
-    """All prompts, so many at a time; `body` may differ by prompt. `at` is told how many have ended, and all outcomes
-    so far, behind each, `seen` of a stream that runs, behind each of its chunks."""
+    """Run all prompts, `concurrency` at a time. `body` may depend on the prompt. `at` is called after each request with
+    the number of ended ones and all outcomes; `seen` after each chunk of a stream."""
     left = iter([Outcome(prompt, f"stream-{i}") for i, prompt in enumerate(prompts)])
     outcomes: list[Outcome] = []
     timeout = aiohttp.ClientTimeout(total=TIMEOUT)
@@ -105,8 +105,8 @@ async def run_streams(
 
 
 class Kill:
-    """Kills a server in the middle of a stream: of those of `prompts`, which are asked for MANY tokens, the first that
-    has had some of them from the victim."""
+    """Kills a server in the middle of a stream: the first of `prompts`, which are asked for MANY tokens, that has
+    received some of them from that server."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class Kill:
         self._prompts, self._body = frozenset(prompts), body
         self._kill, self._is_victims = kill, is_victims
         self.during: Outcome | None = None
-        """The stream."""
+        """The stream during which the server was killed."""
 
     def body(self, prompt: str) -> Mapping[str, Any]:
-        """For `run_streams`; like what follows."""
+        """Return the body of a prompt's request, for `run_streams`."""
         return {**self._body, "max_tokens": MANY} if prompt in self._prompts else self._body
 
     def seen(self, outcome: Outcome) -> None:

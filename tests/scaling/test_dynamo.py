@@ -1,4 +1,4 @@
-"""Two workers behind Dynamo's frontend, found through files: text as `LLM` writes it, though one worker is killed."""
+"""Two workers with Dynamo's frontend, found through files: text is that of `LLM`, although one worker is killed."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ def streams(frontend: Router, prompts: list[str], body: dict[str, object], kill:
 
 
 def migrated(frontend: Router) -> dict[str, float]:
-    """How many requests the frontend has given to another worker, by kind."""
+    """Return how many requests the frontend has moved to another worker, by kind."""
     found = re.findall(
         r"^dynamo_frontend_model_migration_total\{.*migration_type=\"(\w+)\".*\} (\S+)$",
         frontend.get("/metrics")[1].decode(),
@@ -92,7 +92,8 @@ def test_what_is_not_implemented_is_rejected(dynamo: tuple[Router, list[subproce
 def test_a_killed_worker_costs_nothing_and_text_is_the_engines(
     dynamo: tuple[Router, list[subprocess.Popen[bytes]]],
 ) -> None:
-    """The frontend repeats what the killed worker had not begun to answer, and has the other go on behind the rest."""
+    """Check that a killed worker costs nothing: the frontend repeats what it had not begun to answer, and lets the
+    other worker continue the rest."""
     frontend, workers = dynamo
     prompts, long = [f"Count from {i} to" for i in range(300)], slice(100, 132)
     kill = Kill(prompts[long], BODY, lambda: workers[0].send_signal(signal.SIGKILL))

@@ -1,4 +1,4 @@
-"""KV events as a router reads them: its mirror is what the engine has cached, whatever was lost on the way."""
+"""KV events as a router reads them: its mirror equals the engine's cache, although messages were lost."""
 
 import json
 import random
@@ -25,7 +25,7 @@ def endpoints(folder: Path) -> dict[str, Any]:
 
 
 class Alone:
-    """A scheduler with one row and no device: each request runs for one token, and says how much of it was cached."""
+    """A scheduler with one row and no device: each request runs for one token and reports how much of it was cached."""
 
     def __init__(self) -> None:
         self.scheduler = core.Scheduler(

@@ -1,4 +1,4 @@
-"""An application of Ray Serve: two replicas answer as a server does, and one that is killed comes back."""
+"""An application of Ray Serve: two replicas answer as a server does, and a killed one comes back."""
 
 import asyncio
 import os
@@ -29,13 +29,13 @@ CONCURRENCY = 8
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where replicas write which requests they are given."""
+    """Path of the file where replicas write which requests they get."""
     return tmp_path_factory.mktemp("notes") / "given"
 
 
 @pytest.fixture(scope="module")
 def port(notes: Path) -> Iterator[int]:
-    """Where a cluster of this machine alone serves two replicas."""
+    """Port of a local Ray cluster that serves two replicas."""
     found = free_port()
     paths = f"{ROOT / 'python'}:{ROOT / 'tests'}"
     ray.init(
@@ -59,7 +59,7 @@ def port(notes: Path) -> Iterator[int]:
 
 
 def replica_pids() -> list[int]:
-    """Processes that Ray has named after the deployment."""
+    """Return the process ids that Ray has named after the deployment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -72,8 +72,8 @@ def replica_pids() -> list[int]:
 
 
 def test_a_killed_replica_costs_its_own_requests_and_comes_back(port: int, notes: Path) -> None:
-    """Ray repeats no request that a replica has accepted: one that streamed is cut, one of which nothing had come gets
-    500. All others are served."""
+    """Check that a killed replica costs only its own requests and comes back. Ray repeats no accepted request: a
+    streaming one is cut, one without output gets 500. All others are served."""
     before = replica_pids()
     assert len(before) == 2
     victim = before[0]
@@ -146,7 +146,7 @@ def test_wrong_arguments_are_rejected(args: dict[str, Any], message: str) -> Non
     assert isinstance(refused.value, InvalidConfigError)
 
 
-def test_what_ray_is_told() -> None:
+def test_what_ray_gets() -> None:
     app = build_openai_app({"engine": ENGINE, "autoscaling_config": {"max_replicas": 8, "target_ongoing_requests": 5}})
     deployment = app._bound_deployment
     config = deployment._deployment_config.autoscaling_config

@@ -1,4 +1,4 @@
-"""Routers that exist in front of three servers: what a killed replica costs, and what prefix-aware routing gains."""
+"""Existing routers in front of three servers: what a killed replica costs, and what prefix-aware routing gains."""
 
 import asyncio
 import json
@@ -41,8 +41,8 @@ def prompts(count: int, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_killed_replica_costs_its_own_streams_alone(kind: str, tmp_path: Path) -> None:
-    """The victim ends while a stream runs from it, so at least that one fails; requests that it had not begun to answer
-    are given to another."""
+    """Check that a killed replica costs only its own streams. It dies while a stream runs, so at least that one fails;
+    requests that it had not begun to answer go to another."""
     body = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
     asked, quarter = prompts(NUM_REQUESTS, 1), NUM_REQUESTS // 4
     with replicas(3, "--max-model-len", "512") as made, routing(kind, "round_robin", made, tmp_path) as router:
@@ -98,7 +98,8 @@ def hit_rate(made: list[Replica]) -> float:
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_prefix_aware_routing_raises_the_hit_rate(kind: str, tmp_path: Path) -> None:
-    """Twelve system prompts; a replica's KV pool holds some five of them."""
+    """Check that prefix-aware routing raises the hit rate, with twelve system prompts of which a replica's KV pool
+    holds about five."""
     rng = random.Random(3)
     systems = [" ".join(rng.choices(WORDS, k=120)) for _ in range(12)]
     asked = [f"{rng.choice(systems)} {prompt}" for prompt in prompts(600, 4)]

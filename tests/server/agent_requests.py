@@ -1,6 +1,6 @@
-"""Requests in the shapes that coding agents send: path, headers and two turns of a conversation. Holds no tests.
+"""Requests in the forms that coding agents send: path, headers and two turns of a conversation. Holds no tests.
 
-All texts are our own and short. Shapes and field names are those of the agents.
+The texts are short and written for these tests. Forms and field names are those of the agents.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPHEMERAL = {"type": "ephemeral"}
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """One request of an agent. `warnings` are the beginnings of what the answer warns of, in order."""
+    """One request of an agent. `warnings`: beginnings of the answer's warnings, in order."""
 
     path: str
     body: dict[str, Any]
@@ -35,7 +35,7 @@ class AgentRequest:
 
 
 def claude_code(number: int, *messages: dict[str, Any]) -> AgentRequest:
-    """Turn `number` of Claude Code. The first block of `system` differs in each request."""
+    """Return the request of turn `number` of Claude Code. The first block of `system` differs in each request."""
     return AgentRequest(
         "/v1/messages?beta=true",
         {
@@ -115,7 +115,8 @@ CLAUDE_CODE = (
 
 
 def later_claude_code(number: int, *messages: dict[str, Any]) -> AgentRequest:
-    """Turn `number` of a later Claude Code, which also instructs the model between the messages of its user."""
+    """Return the request of turn `number` of a later Claude Code, which also instructs the model between the messages
+    of its user."""
     older = claude_code(number)
     instructed = [
         {"role": "user", "content": [{"type": "text", "text": "What is in a.py?"}]},

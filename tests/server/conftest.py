@@ -1,4 +1,4 @@
-"""One server for all tests that leave it as they found it, and an `LLM` to compare with. Holds no tests."""
+"""A server shared by all tests that leave it as they found it, and an `LLM` to compare with. Holds no tests."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ SETTINGS = ("--max-model-len", "512", "--max-num-seqs", "16", "--disable-uvicorn
 
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Server]:
-    """At defaults: native passes give a request the same text, whatever runs next to it or before it."""
+    """A server with default settings. Native passes give a request the same text, whatever other requests do."""
     with serving(*SETTINGS, "--spec-tokens", str(K)) as server:
         yield server
 

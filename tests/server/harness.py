@@ -1,4 +1,4 @@
-"""A real server process and what tests say to it. Holds no tests."""
+"""Runs a real server process and sends it requests. Holds no tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START_TIMEOUT = 120.0
 
 @dataclass
 class Answer:
-    """What came back, whole. `json` is the body read as such."""
+    """A whole HTTP answer. `json` is the body, parsed."""
 
     status: int
     headers: dict[str, str]
@@ -36,7 +36,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error of an answer that must be one, in its shape."""
+        """Error object of an answer that must be an error, after a check of its form."""
         assert self.headers["content-type"] == "application/json"
         assert set(self.json) == {"error"}, self.json
         error: dict[str, Any] = self.json["error"]
@@ -49,10 +49,11 @@ class Answer:
 
 
 class Server:
-    """One process, on a port of its own."""
+    """A server process on a port of its own."""
 
     def __init__(self, *flags: str, code: str = MAIN, scheme: str = "http") -> None:
-        """`code` is what the interpreter runs; it must end in the command's `main`. `scheme`: what it speaks."""
+        """Start the server. `code`: Python source that the interpreter runs, which must end in the command's `main`.
+        `scheme`: http or https."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "serve", "--port", "0", *flags],
@@ -82,7 +83,7 @@ class Server:
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout: float = 120
     ) -> Answer:
-        """One request on a connection of its own; a body that is no bytes is sent as JSON."""
+        """Send one request on a new connection. A body that is not bytes is sent as JSON."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)) as connection:
             encoded = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             connection.request(method, path, encoded, headers or {})
@@ -96,14 +97,14 @@ class Server:
         return self.request("POST", path, body, headers)
 
     def complete(self, **body: Any) -> dict[str, Any]:
-        """A completion that must succeed."""
+        """Return a completion that must succeed."""
         answer = self.post("/v1/completions", body)
         assert answer.status == 200, answer.body
         found: dict[str, Any] = answer.json
         return found
 
     def chat(self, **body: Any) -> dict[str, Any]:
-        """A chat completion that must succeed."""
+        """Return a chat completion that must succeed."""
         answer = self.post("/v1/chat/completions", body)
         assert answer.status == 200, answer.body
         found: dict[str, Any] = answer.json
@@ -111,7 +112,7 @@ class Server:
 
     @contextmanager
     def streaming(self, path: str = "/v1/completions", **body: Any) -> Iterator[Iterator[Any]]:
-        """The events of a stream, read as they come; leaving the block closes the connection."""
+        """Yield the events of a stream as they come. Leaving the block closes the connection."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)) as connection:
             connection.request("POST", path, json.dumps({**body, "stream": True}))
             with closing(connection.getresponse()) as answer:
@@ -120,14 +121,14 @@ class Server:
                 yield _events(answer)
 
     def stream(self, path: str = "/v1/completions", **body: Any) -> list[Any]:
-        """All events of a stream, the last of which must be `[DONE]`; without that one."""
+        """Return all events of a stream except the last, which must be `[DONE]`."""
         with self.streaming(path, **body) as events:
             *chunks, done = events
         assert done == "[DONE]"
         return chunks
 
     def metrics(self) -> dict[str, float]:
-        """Metrics by name and, where they have any beside model and engine, labels: `name{label="x"}`."""
+        """Return metrics by name and labels other than model and engine: `name{label="x"}`."""
         answer = self.get("/metrics")
         assert answer.status == 200
         values = {}
@@ -146,7 +147,7 @@ class Server:
             self.get("/health")
 
     def wait_until_idle(self) -> dict[str, float]:
-        """Ask until nothing runs, waits or holds a block; the test's own time limit is what ends a long wait."""
+        """Wait until nothing runs, waits or holds a block. The test's own time limit ends a long wait."""
         while True:
             now = self.metrics()
             busy = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -154,12 +155,12 @@ class Server:
                 return now
 
     def wait_until(self, name: str, at_least: float) -> None:
-        """Ask until a metric has grown to a value."""
+        """Wait until a metric has grown to a value."""
         while self.metrics()[name] < at_least:
             continue
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
-        """A socket to the server."""
+        """Return a socket connected to the server."""
         connection = socket.socket()
         connection.settimeout(60)
         if receive_buffer is not None:
@@ -168,20 +169,20 @@ class Server:
         return connection
 
     def children(self) -> list[int]:
-        """Process ids of its children."""
+        """Return the process ids of the server's children."""
         found = []
         for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
             found += [int(pid) for pid in path.read_text().split()]
         return found
 
     def wait(self, timeout: float = 60) -> int:
-        """Wait for the process to end; its exit code."""
+        """Wait for the process to end. Return its exit code."""
         code = self.process.wait(timeout)
         self._reader.join(timeout)
         return code
 
     def stop(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -201,7 +202,7 @@ def _events(answer: http.client.HTTPResponse) -> Iterator[Any]:
 
 @contextmanager
 def serving(*flags: str, code: str = MAIN) -> Iterator[Server]:
-    """A server for the length of a block."""
+    """Run a server while the block runs."""
     server = Server(*flags, code=code)
     try:
         yield server
@@ -210,13 +211,13 @@ def serving(*flags: str, code: str = MAIN) -> Iterator[Server]:
 
 
 def text_of(chunks: list[Any], index: int = 0) -> str:
-    """The text that the chunks of one completion add up to."""
+    """Return the text that the chunks of one completion add up to."""
     choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
     return "".join(choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices)
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs."""
+    """Return whether a process runs."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Streams on sockets of their own, many at a time in one event loop, for tests of load. Holds no tests."""
+"""Reads many streams at once, each on a socket of its own, in one event loop, for tests of load. Holds no tests."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ ENDS = ("response.completed", "response.incomplete", "response.failed")
 
 @dataclass
 class RawStream:
-    """What came of one."""
+    """Result of one stream."""
 
     chunks: list[Any] = field(default_factory=list)
     longest_pause: float = 0.0  # in seconds, between two chunks
@@ -21,7 +21,7 @@ class RawStream:
 
     @property
     def error(self) -> str | None:
-        """What the server says went wrong."""
+        """Error message that the server sent."""
         return next((str(chunk) for chunk in self.chunks if chunk.get("error")), None)
 
 

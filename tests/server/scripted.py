@@ -1,4 +1,4 @@
-"""A server's endpoints in this process, around an engine without a model, whose outputs are scripts. Holds no tests."""
+"""A server's endpoints in this process, with an engine without a model whose outputs are scripts. Holds no tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from specrs.tokenizer import Tokenizer
 
 
 class Script(ScriptedEngine):
-    """Gives every request the tokens of `texts`, by completion in turn, and then EOS; notes how requests ended."""
+    """Engine that gives every request the tokens of one of `texts`, in turn, and then EOS. Records how requests
+    ended."""
 
     def __init__(self, tokenizer: Tokenizer, *texts: str | Sequence[int]) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class Script(ScriptedEngine):
 
 
 class LastMessage:
-    """A chat template that is the text of the last message."""
+    """A chat template that outputs the text of the last message."""
 
     async def render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Rendered:
         return Rendered(str(messages[-1]["content"]))
@@ -64,7 +65,7 @@ class LastMessage:
 
 @dataclass
 class Said:
-    """What an endpoint answered: the whole answer, or the events of a stream without the `[DONE]`."""
+    """Answer of an endpoint: whole, or the events of a stream without the `[DONE]`."""
 
     answer: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)

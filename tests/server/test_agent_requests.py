@@ -1,4 +1,4 @@
-"""Requests in the shapes of coding agents are served, and their second turn finds the first in the prefix cache."""
+"""Requests in the forms of coding agents are served, and their second turn finds the first in the prefix cache."""
 
 import json
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def sent(server: Server, request: AgentRequest, **fields: Any) -> Answer:
 
 
 def prompt_tokens(answer: dict[str, Any]) -> tuple[int, int]:
-    """The number of tokens of a prompt, and how many of them came from the cache."""
+    """Return the number of tokens of a prompt, and how many of them came from the cache."""
     usage = answer["usage"]
     if "cache_read_input_tokens" in usage:
         return usage["input_tokens"] + usage["cache_read_input_tokens"], usage["cache_read_input_tokens"]

@@ -42,8 +42,8 @@ def test_streams(server: Server, llm: LLM) -> None:
 
 
 def test_token_ids(server: Server, llm: LLM) -> None:
-    """Token ids of the prompt stand next to the choices, as in vLLM's chats: in an answer, and in a stream's first
-    chunk."""
+    """Check that token ids of the prompt are next to the choices, as in vLLM's chats: in an answer, and in a stream's
+    first chunk."""
     wanted = llm.chat(MESSAGES, SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)[0]
     body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0}
     answer = server.chat(**body, return_token_ids=True)

@@ -224,7 +224,8 @@ def test_speculation_figures_agree_with_the_counters(server: Server) -> None:
 
 
 def test_a_request_of_many_completions_leaves_places_to_others(server: Server) -> None:
-    """64 completions on 16 places: another request is answered before any of them has ended."""
+    """Check that a request of 64 completions leaves places in the batch of 16 to others: another request is answered
+    before any of the 64 has ended."""
     with server.streaming(prompt="def f(", n=64, max_tokens=500, ignore_eos=True) as crowd:
         next(crowd)
         server.wait_until("vllm:num_requests_running", 16)

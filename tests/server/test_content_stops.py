@@ -1,4 +1,4 @@
-"""Stop strings end a chat where its content has them, and not in its reasoning or its calls."""
+"""Stop strings end a chat if its content has them, and not if its reasoning or its calls do."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,8 @@ BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "tools":
 
 
 def told(tokenizer: Tokenizer, text: str, settings: ToolSettings = BOTH, **fields: Any) -> tuple[dict[str, Any], int]:
-    """What a chat answers whose model writes `text`, and its number of tokens. A stream must say the same."""
+    """Return the answer of a chat whose model writes `text`, and its number of tokens. Checks that a stream gives the
+    same."""
     body = {**BODY, **fields}
     engine = Script(tokenizer, text)
     answer = ask(engine, tokenizer, "chat", body, settings).answer
@@ -79,7 +80,7 @@ def test_content_ends_before_a_stop_string(tokenizer: Tokenizer, settings: ToolS
     assert kept["content"] == "Well then STOP"
 
 
-def test_a_call_before_the_stop_string_is_told(tokenizer: Tokenizer) -> None:
+def test_a_call_before_the_stop_string_is_reported(tokenizer: Tokenizer) -> None:
     found, _ = told(tokenizer, f"{CALL}\nDone. STOP {CALL}", stop="STOP")
     assert (found["calls"], found["content"]) == ([["look", '{"at": "STOP"}']], "\nDone. ")
     assert (found["finish_reason"], found["stop_reason"]) == ("tool_calls", "STOP")
@@ -126,7 +127,8 @@ def test_before_min_tokens_no_stop_string_counts(tokenizer: Tokenizer) -> None:
 
 
 def test_a_stop_string_at_the_limit_is_the_reason(tokenizer: Tokenizer) -> None:
-    """The engine has ended the text by its length; the stop string came with the last token."""
+    """Check that a stop string in the last token before the limit is the finish reason, although the engine ended the
+    text by its length."""
     count = tokens(tokenizer, "a STOP")
     found, used = told(tokenizer, "a STOP b", stop="STOP", max_tokens=count)
     assert (found["content"], found["finish_reason"], found["stop_reason"], used) == ("a ", "stop", "STOP", count)
@@ -140,20 +142,20 @@ def test_stop_tokens_end_the_text_wherever_they_are(tokenizer: Tokenizer) -> Non
 
 
 def test_stops_at_the_very_end(tokenizer: Tokenizer) -> None:
-    """What a parser holds back is content once the text has ended."""
+    """Check stop strings at the very end: text that a parser holds back is content once the text has ended."""
     assert told(tokenizer, "a b\n", stop="\n")[0]["content"] == "a b"
     found, _ = told(tokenizer, "a <tool", stop="<tool")
     assert (found["content"], found["stop_reason"]) == ("a ", "<tool")
 
 
 def test_what_may_become_a_stop_string_is_held_back() -> None:
-    """Not where the stop string itself will be told."""
+    """Check that a possible beginning of a stop string is held back, unless stop strings are part of the output."""
     assert ContentStops(["ab"], include=False).filter([Content("ca")], final=False) == [Content("c")]
     assert ContentStops(["ab"], include=True).filter([Content("ca")], final=False) == [Content("ca")]
 
 
 def search(contents: Sequence[str], stops: Sequence[str], include: bool) -> tuple[str, str | None]:
-    """The contents up to the first stop string, by trying every end in turn."""
+    """Return the contents up to the first stop string, by trying every end in turn."""
     whole = ""
     for content in contents:
         run = ""
@@ -174,7 +176,8 @@ def search(contents: Sequence[str], stops: Sequence[str], include: bool) -> tupl
     include=st.booleans(),
 )
 def test_content_up_to_the_first_stop_string(runs: list[list[str]], stops: list[str], include: bool) -> None:
-    """Contents that a call separates are searched each for itself, in any pieces; nothing told is taken back."""
+    """Check that contents separated by a call are searched separately, in any pieces, and that nothing sent is taken
+    back."""
     stopped = ContentStops(stops, include=include)
     events: list[Event] = []
     for i, pieces in enumerate(runs):

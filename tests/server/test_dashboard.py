@@ -1,4 +1,4 @@
-"""dashboards/grafana.json asks for metrics and labels that the server has."""
+"""dashboards/grafana.json uses only metrics and labels that the server has."""
 
 import json
 import re

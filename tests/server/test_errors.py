@@ -1,4 +1,4 @@
-"""Every error has one shape, names the field, and says nothing of the machine; nothing is left running."""
+"""Every error has one form, names the field, and reveals nothing of the machine; no request is left running."""
 
 import json
 import re
@@ -135,7 +135,7 @@ def test_unknown_paths_methods_and_models(server: Server) -> None:
         assert "`gpt-5` does not exist; served: ['bundled']" in answer.error["message"]
 
 
-def test_what_is_told_of_the_server(server: Server) -> None:
+def test_what_is_reported_of_the_server(server: Server) -> None:
     from importlib.metadata import version
 
     assert server.get("/health").body == b""
@@ -178,7 +178,7 @@ def test_what_routers_ask(server: Server) -> None:
 
 
 def test_http_2_is_rejected_at_once(server: Server) -> None:
-    """A router's probe for gRPC on the same port."""
+    """Check that HTTP/2 is rejected at once. Routers probe the port for gRPC with it."""
     with server.connect() as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
@@ -202,7 +202,7 @@ def test_request_ids(server: Server) -> None:
 
 
 def test_texts_far_beyond_the_context_cost_little(server: Server) -> None:
-    """Sixteen million characters are refused for what their beginning is."""
+    """Check that sixteen million characters are rejected by their beginning alone, without tokenizing the rest."""
     for path in (COMPLETIONS, "/tokenize"):
         for text in ("a" * 16_000_000, "a cat, " * 2_000_000):
             answer = server.post(path, {"prompt": text})

@@ -1,5 +1,5 @@
-"""Chats of whole model families: what tool parser and reasoning parser make of a text together, and the parser that a
-chat template chooses."""
+"""Chats of whole model families: what tool parser and reasoning parser read together, and the parser that a chat
+template selects."""
 
 from typing import Any
 

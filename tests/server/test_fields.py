@@ -1,4 +1,5 @@
-"""Each request field that the openai package documents is taken, taken with a warning, or rejected with a reason."""
+"""Each request field that the openai package documents is accepted, accepted with a warning, or rejected with a
+reason."""
 
 import json
 import re
@@ -58,7 +59,7 @@ SAMPLES: dict[str, Any] = {
     "summary": "auto",
     "user": "x",
 }
-"""A value of each field that has no effect."""
+"""A sample value for each field that has no effect."""
 
 
 DOCUMENTED = [(place, name) for place, fields in LISTED["fields"].items() for name in fields["all"]]

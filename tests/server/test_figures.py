@@ -26,7 +26,7 @@ from .scripted import Script, ask
 
 
 def output(prompt: int, completions: Sequence[int], *, ended: str | None = "stop", **figures: Any) -> RequestOutput:
-    """A prompt of so many tokens, and completions of so many each."""
+    """Return an output: a prompt of `prompt` tokens, and completions of so many tokens each."""
     outputs = [
         CompletionOutput(
             index=i,
@@ -54,7 +54,8 @@ def output(prompt: int, completions: Sequence[int], *, ended: str | None = "stop
 
 
 def test_usage_of_several_prompts_and_completions() -> None:
-    """Two completions found 8 and 10 tokens of one prompt of 10 in the cache: it has no more than 10."""
+    """Check usage of several prompts and completions. Two completions found 8 and 10 tokens of one prompt of 10 in the
+    cache: the prompt counts no more than 10."""
     outputs = [output(10, [3, 4], num_cached_tokens=18), output(6, [5], num_cached_tokens=2)]
     wanted = {
         "prompt_tokens": 16,
@@ -89,7 +90,7 @@ def test_speculation_of_several_prompts() -> None:
 
 
 def served(stats: EngineStats | None = None, **config: Any) -> Metrics:
-    """Metrics of an engine that says `stats`."""
+    """Return the metrics of an engine with these statistics."""
 
     async def told() -> EngineStats:
         return stats or EngineStats()
@@ -110,7 +111,7 @@ def served(stats: EngineStats | None = None, **config: Any) -> Metrics:
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    """What is rendered, without the labels that all have."""
+    """Return the rendered metrics, without the labels that all have."""
     found = {}
     for line in asyncio.run(metrics.render()).decode().splitlines():
         if not line.startswith("#"):
@@ -121,7 +122,8 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 
 def test_latencies_are_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First token after 0.5 s, then 1 s, then 2 s; an output without tokens is none of them."""
+    """Check latencies between tokens: the first token after 0.5 s, then 1 s, then 2 s. An output without tokens counts
+    as none of them."""
     metrics = served()
     recorder = metrics.request(num_prompts=1, completions=2)
     for now, tokens, ended in ((10.5, 1, None), (11.5, 2, None), (12.0, 0, None), (13.5, 1, "length")):
@@ -182,7 +184,8 @@ def test_the_engines_figures_have_their_names() -> None:
 
 
 class InTurn(Script):
-    """Finishes a request before it begins the next one, and takes a step each time that its stream is read."""
+    """Engine that finishes a request before it begins the next one, and takes a step each time that its stream is
+    read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, *texts: str) -> None:
         super().__init__(tokenizer, *texts)
@@ -206,7 +209,8 @@ class InTurn(Script):
 
 @pytest.mark.parametrize("usage_asked", [False, True])
 def test_figures_come_once_and_last(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, usage_asked: bool) -> None:
-    """The first prompt ends before the second has any token: its end is not the stream's."""
+    """Check that figures come once, in the last chunk. The first prompt ends before the second has any token, and its
+    end is not the stream's."""
     body: dict[str, Any] = {"prompt": ["a", "a b c"], "max_tokens": 9, "stream": True}
     body |= {"per_request_spec_decode_metrics": "summary"}
     body |= {"stream_options": {"include_usage": True}} if usage_asked else {}
@@ -247,7 +251,8 @@ async def at_once(function: Callable[[], Any]) -> Any:
     ids=["numbers", "strings", "numbers after an escape", "commas in a string", "escapes", "many escapes", "few"],
 )
 def test_values_of_a_body(body: bytes, status: int) -> None:
-    """Commas in strings are no values; in a string of a million escapes they are not told apart."""
+    """Check how many values a body is taken to have: commas in strings do not count, except in a string of a million
+    escapes."""
     if status == 200:
         assert asyncio.run(parse(CompletionRequest, body, at_once)).prompt
         return
@@ -256,8 +261,8 @@ def test_values_of_a_body(body: bytes, status: int) -> None:
     assert fault.value.status == status
 
 
-def test_of_tokens_with_one_text_the_likelier_is_told() -> None:
-    """Two tokens that are parts of characters have the text that stands for both."""
+def test_of_tokens_with_one_text_the_likelier_is_reported() -> None:
+    """Check that of two tokens with the same text, which are parts of characters, the likelier is reported."""
     entry = {7: Logprob(-0.1, 1), 8: Logprob(-0.2, 2), 9: Logprob(-0.3, 3)}
     told = completion_logprobs([7], [entry], lambda token: "?" if token > 7 else "a", [0], top=True)
     assert told["top_logprobs"] == [{"a": -0.1, "?": -0.2}]

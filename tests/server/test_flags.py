@@ -1,4 +1,4 @@
-"""Flags of a server that only a running one shows: TLS, CORS, a path behind a proxy, a file of flags."""
+"""Flags that only a running server can show: TLS, CORS, a path behind a proxy, a file of flags."""
 
 import json
 import ssl

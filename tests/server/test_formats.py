@@ -1,4 +1,4 @@
-"""Response formats next to tools, and what is said of schemas that cannot be served."""
+"""Response formats next to tools, and the errors for schemas that cannot be served."""
 
 import json
 from collections.abc import Iterator
@@ -56,7 +56,8 @@ def first_token(server: Server, text: str) -> int:
 
 
 def check(message: dict[str, Any], schema: dict[str, Any]) -> bool:
-    """A message is calls that follow their schemas, or content that follows `schema`. Whether it is calls."""
+    """Check that a message is calls that follow their schemas, or content that follows `schema`. Return whether it is
+    calls."""
     calls = calls_of(message)
     assert bool(message["content"]) != bool(calls), message
     for name, arguments in calls:

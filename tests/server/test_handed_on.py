@@ -1,4 +1,5 @@
-"""Every field of a request reaches what it is for; every default of a checkpoint holds where a request is silent."""
+"""Every field of a request reaches the engine; every default of a checkpoint applies if a request does not set the
+field."""
 
 import json
 from dataclasses import fields
@@ -66,7 +67,7 @@ def asked(body: ChatCompletionRequest, defaults: dict[str, Any] | None) -> Asked
 
 
 def differing(params: SamplingParams, plain: SamplingParams) -> dict[str, Any]:
-    """The fields of `params` that are not as in `plain`."""
+    """Return the fields in which `params` differs from `plain`."""
     names = [field.name for field in fields(SamplingParams)]
     return {name: getattr(params, name) for name in names if getattr(params, name) != getattr(plain, name)}
 
@@ -120,7 +121,7 @@ def test_what_a_request_says_holds_before_the_checkpoint() -> None:
 
 
 def recommended(folder: Path, content: Any) -> dict[str, Any]:
-    """The defaults of a checkpoint whose generation_config.json has `content`."""
+    """Return the defaults of a checkpoint whose generation_config.json has `content`."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text("{}")
     (folder / "generation_config.json").write_text(json.dumps(content))
@@ -161,7 +162,8 @@ def test_priority_and_salt_reach_the_request(tokenizer: Tokenizer, endpoint: str
 
 
 def test_special_tokens_before_a_prompt(tmp_path: Path) -> None:
-    """A chat template writes its own; a second BOS token is added only where the request asks for it."""
+    """Check special tokens before a prompt. A chat template writes its own; a second BOS token is added only if the
+    request asks for it."""
     tokenizer = Tokenizer(str(tokenizer_files.with_bos(tmp_path / "t")))
     ids = tokenizer.encode("a b", add_special_tokens=False)
     for endpoint, default in (("chat", ids), ("responses", ids), ("completions", [0, *ids])):
@@ -181,7 +183,7 @@ def test_names_of_requests(tokenizer: Tokenizer) -> None:
 
 
 def test_a_template_may_be_given_special_tokens(tokenizer: Tokenizer) -> None:
-    """Variables of a request hold before the tokenizer's special tokens of the same name."""
+    """Check that variables of a request take precedence over the tokenizer's special tokens of the same name."""
     options: dict[str, Any] = {"chat_template": "{{ eos_token }}|{{ mine }}"}
     assert tokenizer.render_chat(MESSAGES, **options) == "<|endoftext|>|"
     given = {"eos_token": "<end>", "mine": "x"}

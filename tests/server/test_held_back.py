@@ -1,4 +1,4 @@
-"""What readers hold back, because it may begin a mark, is told when the text ends, whole and streamed."""
+"""Text that readers hold back, because it may begin a mark, is sent when the text ends, whole and streamed."""
 
 import time
 from typing import Any
@@ -30,7 +30,8 @@ MARKS = {
 
 
 def answered(tokenizer: Tokenizer, text: str, settings: ToolSettings, **fields: Any) -> tuple[str, str]:
-    """Content and reasoning of a chat whose model writes `text`, whole and streamed."""
+    """Return content and reasoning of a chat whose model writes `text`. Checks that whole and streamed answers
+    agree."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100, **fields}
     message = ask(Script(tokenizer, text), tokenizer, "chat", body, settings).answer["choices"][0]["message"]
     chunks = ask(Script(tokenizer, text), tokenizer, "chat", {**body, "stream": True}, settings).events

@@ -1,4 +1,4 @@
-"""What a connection may cost: keys, sizes, deadlines, queue, slow readers. On sockets, against a server of its own."""
+"""Limits of a connection: keys, sizes, deadlines, queue, slow readers. On sockets, against a server of its own."""
 
 import http.client
 import json
@@ -38,7 +38,7 @@ def server(guarded: Server) -> Iterator[Server]:
 
 
 def idle(server: Server) -> None:
-    """Wait until nothing runs; `/metrics` wants a key here."""
+    """Wait until nothing runs. `/metrics` needs an API key here."""
     names = (b"vllm:num_requests_running{", b"vllm:num_requests_waiting{", b"vllm:kv_cache_usage_perc{")
     while True:
         lines = server.request("GET", "/metrics", headers=KEY).body.splitlines()
@@ -47,7 +47,7 @@ def idle(server: Server) -> None:
 
 
 def read_to_end(connection: socket.socket) -> bytes:
-    """All that comes until the server closes; nothing where it cuts the connection off."""
+    """Read until the server closes or resets the connection. Return what came."""
     parts = []
     try:
         while part := connection.recv(65536):
@@ -58,7 +58,7 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 
 def read_answer(connection: socket.socket) -> Answer:
-    """One answer of known length; what follows stays unread."""
+    """Read one answer of known length. What follows stays unread."""
     with closing(http.client.HTTPResponse(connection)) as answer:
         answer.begin()
         return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
@@ -168,7 +168,7 @@ def test_what_is_no_http(server: Server, junk: bytes) -> None:
 
 
 def trickled(server: Server, start: bytes, piece: bytes) -> tuple[bytes, float]:
-    """What comes back while a client goes on to send, piece by piece, and after how many seconds it ended."""
+    """Send `start` and then `piece` again and again. Return the answer, and after how many seconds it ended."""
     begin = time.monotonic()
     with closing(server.connect()) as connection:
         connection.sendall(start)
@@ -231,7 +231,7 @@ def test_too_many_connections(server: Server) -> None:
     held = [server.connect() for _ in range(MAX_CONNECTIONS)]
     try:
         for connection in held:
-            # none of them is silent: behind the answer to its first request there is a part of another
+            # none of them is silent: each has sent a part of another request after its first one
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /he")
             assert read_answer(connection).status == 200
         with closing(server.connect()) as connection:
@@ -284,7 +284,8 @@ def test_a_reader_that_takes_nothing_is_cut_off(server: Server) -> None:
 
 
 def test_connections_fit_the_files_that_a_process_may_open() -> None:
-    """More would be errors of accept, thousands of lines a second, and clients without an answer."""
+    """Check that connections fit the number of files that a process may open. More would be errors of accept, thousands
+    of lines a second, and clients without an answer."""
     code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 160)); {MAIN}"
     with serving("--http-header-timeout", "600", code=code) as server:
         assert any("max_connections=1024: this process may open 160 files; 32 connections" in x for x in server.lines)

@@ -1,4 +1,4 @@
-"""Log probabilities and the text they belong to: a token's own bytes, and where it begins in the text."""
+"""Log probabilities and their text: a token's own bytes, and the offset at which it begins."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ stops = st.sampled_from([None, "b", "é", "日🎉"])
 
 
 def sentencepiece(folder: Path) -> Tokenizer:
-    """A tokenizer as Llama 2 has it: words of a, b and a space, all else as single bytes, and a BOS token."""
+    """Return a tokenizer like Llama 2's: words of a, b and a space, all else as single bytes, and a BOS token."""
     folder.mkdir()
     pieces = ["<eos>", "<s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a", "ab"]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
@@ -50,7 +50,7 @@ KINDS = ("byte level", "sentencepiece")
 
 
 def own_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """A token's bytes by the formats' definitions."""
+    """Return a token's bytes by the formats' definitions."""
     piece = tokenizer.backend.id_to_token(token_id)
     if tokenizer.source.endswith("/t"):
         return bytes([int(piece[3:5], 16)]) if piece.startswith("<0x") else piece.replace("\u2581", " ").encode()
@@ -61,7 +61,7 @@ def own_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
 
 
 def merged(events: list[dict[str, Any]]) -> tuple[str, dict[str, list[Any]]]:
-    """Text and log probabilities of a streamed completion."""
+    """Return text and log probabilities of a streamed completion."""
     choices = [choice for event in events for choice in event["choices"]]
     parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
     return "".join(choice["text"] for choice in choices), {
@@ -88,7 +88,7 @@ def test_bytes_are_the_tokens_own(tokenizers: dict[str, Tokenizer], kind: str, t
     assert told[:-1] == content
 
 
-def test_bytes_are_the_tokens_own_where_tokens_are_told_as_ids(tokenizer: Tokenizer) -> None:
+def test_bytes_are_the_tokens_own_where_tokens_are_reported_as_ids(tokenizer: Tokenizer) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "return_tokens_as_token_ids": True}
     said = ask(Script(tokenizer, "é日"), tokenizer, "chat", body)
     content = said.answer["choices"][0]["logprobs"]["content"][:-1]
@@ -102,7 +102,7 @@ def test_bytes_are_the_tokens_own_where_tokens_are_told_as_ids(tokenizer: Tokeni
 def test_tokens_begin_where_the_text_says(
     tokenizers: dict[str, Tokenizer], kind: str, prompt: str, text: str, echo: bool, as_ids: bool, stop: str | None
 ) -> None:
-    """A token begins after the whole characters of the tokens before it."""
+    """Check text offsets: a token begins after the whole characters of the tokens before it."""
     tokenizer = tokenizers[kind]
     body: dict[str, Any] = {"prompt": prompt, "logprobs": 1, "max_tokens": 100, "echo": echo, "stop": stop}
     body |= {"return_tokens_as_token_ids": as_ids}
@@ -139,7 +139,8 @@ def test_special_tokens_that_the_text_leaves_out_have_no_width(tokenizer: Tokeni
 
 
 def test_prompts_whose_text_a_normalizer_changes(tmp_path: Path) -> None:
-    """The decoder gives back the composed letter; the text that is sent has two characters for it."""
+    """Check a prompt whose text a normalizer changes: the decoder gives back the composed letter, while the sent text
+    has two characters for it."""
     backend = Backend(models.WordLevel({"<unk>": 0, "é": 1, "x": 2, " ": 3}, unk_token="<unk>"))
     backend.normalizer = normalizers.NFC()
     from tokenizers import pre_tokenizers
@@ -155,7 +156,8 @@ def test_prompts_whose_text_a_normalizer_changes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_texts_do_not_drift(tokenizers: dict[str, Tokenizer], kind: str) -> None:
-    """Beyond the characters that are kept to decode what follows, with whole characters and parts of them."""
+    """Check that offsets of long texts do not drift, beyond the characters kept for decoding, with whole characters and
+    parts of them."""
     tokenizer = tokenizers[kind]
     text = "a ab 日本 b é🎉 \n" * 120 + " ab" * 600 + "é日🎉 " * 1100
     window = TextWindow(tokenizer.decoder, (), skip_special_tokens=True)

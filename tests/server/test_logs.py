@@ -1,4 +1,4 @@
-"""Log lines: their form, the request that they name, and the figures of ten seconds."""
+"""Log lines: their form, the request that they name, and the figures every ten seconds."""
 
 import asyncio
 import logging
@@ -57,7 +57,7 @@ def test_an_idle_engine_has_no_line_and_no_speculation_no_acceptance(given: dict
 
 
 class Snapshots:
-    """An engine of which there are so many snapshots."""
+    """An engine with a given number of statistics snapshots."""
 
     def __init__(self, *stats: EngineStats) -> None:
         self._stats = iter(stats)

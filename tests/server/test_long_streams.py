@@ -27,7 +27,7 @@ def reader() -> MessageReader:
 
 
 class Reasoning(MessageReader):
-    """Reads messages whose reasoning does not end."""
+    """Reads messages whose reasoning never ends."""
 
     def __init__(self) -> None:
         super().__init__(None, None, parallel=True, include_reasoning=True, named=False, new_call_id=lambda *_: "call")
@@ -38,7 +38,7 @@ class Reasoning(MessageReader):
 
 
 def answer(tokenizer: Tokenizer, endpoint: str, params: SamplingParams) -> Answer:
-    """The answer to a stream with all that may be asked of one."""
+    """Return the answer to a stream with all options that chunks may have."""
     usage = {"include_usage": True, "continuous_usage_stats": True}
     asked = {"stream": True, "stream_options": usage, "return_token_ids": True, "return_drafts": True}
     if endpoint == "completions":
@@ -62,7 +62,8 @@ def answer(tokenizer: Tokenizer, endpoint: str, params: SamplingParams) -> Answe
 @pytest.mark.parametrize("logprobs", [None, 1])
 @pytest.mark.parametrize("endpoint", ["completions", "chat", "content", "reasoning"])
 def test_an_event_costs_what_is_new(tokenizer: Tokenizer, endpoint: str, logprobs: int | None) -> None:
-    """The last events of 2,000 allocate no more than the first, with stop strings and usage in each chunk."""
+    """Check that the last of 2,000 events allocate no more than the first, with stop strings and usage in each
+    chunk."""
     from specrs import RequestOutputKind
 
     chance = random.Random(0)
@@ -92,7 +93,7 @@ def test_an_event_costs_what_is_new(tokenizer: Tokenizer, endpoint: str, logprob
 
 
 def test_content_stops_keep_a_window() -> None:
-    """A long content is searched and told piece by piece."""
+    """Check that a long content is searched for stop strings and sent piece by piece."""
     stops = ContentStops(["END", "xyz"], include=False)
 
     def step() -> None:

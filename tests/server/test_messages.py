@@ -1,4 +1,4 @@
-"""`/v1/messages` tells what `/v1/chat/completions` tells, in Anthropic's blocks, events and errors."""
+"""`/v1/messages` gives what `/v1/chat/completions` gives, in Anthropic's blocks, events and errors."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ def messaging() -> Iterator[Server]:
 
 
 def message(server: Server, **body: Any) -> dict[str, Any]:
-    """A message that must succeed."""
+    """Return a message that must succeed."""
     answer = server.post(PATH, {**X, **body})
     assert answer.status == 200, answer.body
     found: dict[str, Any] = answer.json
@@ -67,7 +67,7 @@ def message(server: Server, **body: Any) -> dict[str, Any]:
 
 
 def fault(answer: Answer, kind: str) -> str:
-    """The text of an answer that must be an error of this kind in Anthropic's form."""
+    """Return the message of an answer that must be an error of this kind in Anthropic's form."""
     assert answer.headers["content-type"] == "application/json"
     assert answer.json.keys() == {"type", "error", "request_id"}
     assert answer.json["type"] == "error"
@@ -79,7 +79,7 @@ def fault(answer: Answer, kind: str) -> str:
 
 
 def parsed(raw: bytes) -> list[dict[str, Any]]:
-    """The events of a stream, whose names must be those of their data."""
+    """Return the events of a stream. Checks that their names are those in their data."""
     found = []
     for block in raw.decode().removesuffix("\n\n").split("\n\n"):
         name, data = block.split("\n")
@@ -90,7 +90,8 @@ def parsed(raw: bytes) -> list[dict[str, Any]]:
 
 
 def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that the events of a stream add up to, as clients add them up. The order must be Anthropic's."""
+    """Return the message that the events of a stream add up to, as clients add them up. Checks that the order is
+    Anthropic's."""
     first, *events = [event for event in events if event["type"] != "ping"]
     assert first["type"] == "message_start"
     found: dict[str, Any] = {**first["message"]}
@@ -133,13 +134,13 @@ def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plain(found: dict[str, Any]) -> dict[str, Any]:
-    """A message without its ids, which are new each time."""
+    """Return a message without its ids, which differ each time."""
     content = [{key: value for key, value in block.items() if key != "id"} for block in found["content"]]
     return {**{key: value for key, value in found.items() if key != "id"}, "content": content}
 
 
 def prompt_of(body: dict[str, Any]) -> str:
-    """The text of the prompt that a body makes."""
+    """Return the text of the prompt made from a body."""
     chat, places = as_chat(CountTokensRequest.model_validate(body))
     assert len(places) == len(chat.messages)
     arguments = Tokenizer(str(TARGET)).chat_arguments(
@@ -244,7 +245,8 @@ def test_the_text_is_the_chats(messaging: Server) -> None:
 
 
 def test_a_limit_beyond_the_context_is_the_context(messaging: Server) -> None:
-    """Agents send one number of tokens to all models."""
+    """Check that a limit beyond the context counts as the rest of the context, because agents send one limit to all
+    models."""
     whole = message(messaging, max_tokens=100_000, structured_outputs={"regex": "(ab)+"}, temperature=0)
     usage = whole["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"] == 512
@@ -292,7 +294,8 @@ def test_output_formats(messaging: Server) -> None:
 
 
 def test_a_loop_of_tools(messaging: Server) -> None:
-    """An answer is sent back as it came, with the results of its calls, until there are no more calls."""
+    """Check a loop of tools: answers are sent back unchanged, with the results of their calls, until there are no more
+    calls."""
     history: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
     for text in (TEXT, f"<think>Again.</think>{CALLS}", "Warm."):
         answer = message(
@@ -347,7 +350,8 @@ def test_a_line_that_differs_in_every_request_spoils_no_cache(messaging: Server)
 
 
 def test_instructions_in_the_middle_are_text_of_the_user() -> None:
-    """A template that shows no such message would have its text at the beginning, in every turn another."""
+    """Check that instructions in the middle of a conversation become text of the user. A template that moves them to
+    the beginning would change the prompt's beginning in every turn."""
     body = {
         "system": "a",
         "messages": [
@@ -608,7 +612,7 @@ def test_a_conversation_is_a_chat_or_an_error_that_names_its_place(conversation:
 
 
 def blocks_of(message: dict[str, Any]) -> list[Any]:
-    """The blocks of a message whose content may be a text."""
+    """Return the blocks of a message whose content may be a string."""
     content = message["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
@@ -649,7 +653,7 @@ def test_keys_that_nothing_reads_are_named() -> None:
 
 
 async def sent_for(app: Any, path: str, headers: list[tuple[bytes, bytes]], root_path: str = "") -> tuple[int, bytes]:
-    """The status and body that an ASGI application sends for a request."""
+    """Return status and body that an ASGI application sends for a request."""
     found: list[Any] = []
 
     async def send(event: Any) -> None:
@@ -780,7 +784,7 @@ def test_betas(messaging: Server) -> None:
     assert list(beta_warnings([(b"anthropic-beta", known)])) == []
 
 
-def test_pauses_are_told() -> None:
+def test_pauses_are_reported() -> None:
     async def main() -> list[int | None]:
         gate = asyncio.Event()
 

@@ -49,7 +49,7 @@ class Fake:
 
 @dataclass
 class World:
-    """A registry of fake models, and what happened to them."""
+    """A registry of fake models, and a record of their loads and unloads."""
 
     sizes: dict[str, int]
     limit: int | None = None
@@ -83,7 +83,7 @@ class World:
 
 
 NAMES = ("a", "b", "c", "d")
-STEPS = st.lists(
+ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("use"), st.sampled_from(NAMES)),  # take and give
         st.tuples(st.just("take"), st.sampled_from(NAMES)),
@@ -96,9 +96,9 @@ STEPS = st.lists(
 )
 
 
-@given(st.lists(st.integers(1, 3), min_size=4, max_size=4), st.integers(3, 7), STEPS)
+@given(st.lists(st.integers(1, 3), min_size=4, max_size=4), st.integers(3, 7), ACTIONS)
 def test_leases_one_after_the_other(sizes: list[int], limit: int, steps: list[tuple[str, Any]]) -> None:
-    """The registry does what a list of loaded models in the order of their last use does."""
+    """Check leases one after the other: the registry equals a list of loaded models in the order of their last use."""
     world = World(dict(zip(NAMES, sizes, strict=True)), limit)
 
     async def main() -> None:
@@ -313,7 +313,7 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for() -> None:
 
 
 def test_engines_compute_in_turns() -> None:
-    """Each step is inside a turn, and what is between two steps is not."""
+    """Check that engines compute in turns: each step is inside a turn, and the time between two steps is not."""
     turns = Turns()
     seen: list[bool] = []
 
@@ -346,7 +346,7 @@ TEXT = {"prompt": "the sea and the rain", "max_tokens": 12, "ignore_eos": True, 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Three small models."""
+    """Folders of three small models."""
     folder = tmp_path_factory.mktemp("models")
     families = {"a": "qwen3", "b": "llama", "c": "qwen3"}
     return {
@@ -360,7 +360,7 @@ def entry(name: str, path: Path | str) -> dict[str, Any]:
 
 
 def configured(folder: Path, **settings: Any) -> tuple[str, str]:
-    """The flags of a configuration file with `settings`."""
+    """Return the flags that name a configuration file with `settings`."""
     path = folder / "specrs.yaml"
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     return "--config", str(path)
@@ -371,7 +371,7 @@ def states(server: Server) -> dict[str, str]:
 
 
 def counted(server: Server, name: str) -> dict[str, float]:
-    """A metric of each model."""
+    """Return a metric's value for each model."""
     text = server.get("/metrics").body.decode()
     types = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
     assert len(types) == len(set(types))
@@ -381,7 +381,7 @@ def counted(server: Server, name: str) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def texts(checkpoints: dict[str, Path]) -> dict[str, str]:
-    """What servers with one model each answer."""
+    """Texts of servers with one model each."""
     found = {}
     for name, path in checkpoints.items():
         with serving(str(path), "--max-model-len", "256") as server:
@@ -471,7 +471,8 @@ def test_a_model_that_cannot_be_loaded_ends_its_own_requests(several: Server, te
 def test_the_least_recently_used_model_is_unloaded(
     checkpoints: dict[str, Path], texts: dict[str, str], tmp_path: Path
 ) -> None:
-    """Memory for two of three. A model that a stream uses stays, and a request without room gets 503."""
+    """Check that the least recently used model is unloaded, with memory for two of three. A model that a stream uses
+    stays, and a request without room gets 503."""
     models = [entry(name, path) for name, path in checkpoints.items()]
     size = max(memory_of(EngineConfig(model=str(path), kv_cache_memory_bytes=KV)) for path in checkpoints.values())
     with serving(*configured(tmp_path, models=models, models_memory_bytes=2 * size)) as server:
@@ -552,7 +553,7 @@ def test_memory_of_a_model(checkpoints: dict[str, Path]) -> None:
 
 
 def test_a_list_on_the_command_line(checkpoints: dict[str, Path], texts: dict[str, str]) -> None:
-    """Several MODELs go by their paths."""
+    """Check several MODELs on the command line, which are named by their paths."""
     paths = [str(checkpoints[name]) for name in "ab"]
     with serving(*paths, "--max-model-len", "256") as server:
         assert states(server) == dict.fromkeys(paths, "unloaded")

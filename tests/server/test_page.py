@@ -1,4 +1,4 @@
-"""The chat page as it is served, and streams that say who wrote each token. `make test-browser` runs the page."""
+"""The chat page as served, and streams that report who wrote each token. `make test-browser` runs the page."""
 
 import base64
 import hashlib
@@ -45,9 +45,9 @@ def test_the_page_loads_nothing_and_runs_only_its_own(paged: Server) -> None:
 
 
 LOADS = r"https?:/|[\"'(]//[a-z]|\bsrc\s*=|\bhref=|url\(|@import|\bimport\b|\bon[a-z]+=|style="
-"""Ways to load something, or to run something that is not the page's own script."""
+"""Patterns of content that loads something, or runs something other than the page's own script."""
 MARKUP = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|setHTML|srcdoc|\beval\b|new Function"
-"""Ways to make markup or code from text."""
+"""Patterns of code that makes markup or code from text."""
 
 
 def test_one_file_makes_no_markup_from_text() -> None:
@@ -137,17 +137,18 @@ ASKED = {
     "return_drafts": True,
     "per_request_spec_decode_metrics": "continuous",
 }
-"""What a page needs to say who wrote each token."""
+"""Request fields with which chunks report who wrote each token."""
 
 
 def joined(chunks: list[Any], field: str) -> list[Any]:
-    """A list that the chunks of a stream bring piece by piece."""
+    """Return a list that the chunks of a stream send piece by piece."""
     return [item for chunk in chunks for choice in chunk["choices"] for item in choice[field]]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_chunks_say_what_was_drafted(server: Server, path: str) -> None:
-    """Each iteration once, with the tokens that it wrote; added up, what the answer as a whole says."""
+    """Check that chunks report each iteration once, with the tokens that it wrote, and add up to what the whole answer
+    reports."""
     prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "class Stack:"}]}
     if path == "/v1/completions":
         prompt = {"prompt": "class Stack:"}
@@ -180,7 +181,7 @@ def test_chunks_say_what_was_drafted(server: Server, path: str) -> None:
     assert answer["token_strs"] == joined(chunks, "token_strs")
 
 
-def test_drafts_are_told_of_each_completion_and_only_where_they_are_asked_for(server: Server) -> None:
+def test_drafts_are_reported_of_each_completion_and_only_where_they_are_asked_for(server: Server) -> None:
     body = {"prompt": "def add(a, b):", "n": 2, "max_tokens": 24, "temperature": 1.0, "seed": 3}
     answer = server.complete(**body, return_drafts=True, per_request_spec_decode_metrics="summary")
     counted = sum(len(choice["drafts"]) for choice in answer["choices"])

@@ -1,4 +1,4 @@
-"""What would hold up every stream while a server serves: collections, long writes, timers of closed connections."""
+"""Work that would pause every stream of a server: garbage collections, long writes, timers of closed connections."""
 
 import asyncio
 import gc
@@ -74,7 +74,7 @@ def test_an_answer_in_parts_is_the_answer(answer: dict[str, Any]) -> None:
 
 
 def test_no_part_of_an_answer_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While json writes, every stream waits."""
+    """Check that no part of an answer takes long to serialize, because every stream waits meanwhile."""
     told = {"top_logprobs": [{"a": -1.0, "b": -2.0}] * 2000, "tokens": ["a"] * 2000}
     answer = {"id": "x", "choices": [{"index": i, "logprobs": told} for i in range(70)]}
     lengths: list[int] = []
@@ -90,7 +90,8 @@ def test_no_part_of_an_answer_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_streams_log_probabilities_of_prompts_are_not_written_in_the_event_loop() -> None:
-    """What others stream goes through that; the bytes are the same."""
+    """Check that log probabilities of prompts are not serialized in the event loop, which other streams need; the bytes
+    are the same."""
     news = [(0, SimpleNamespace(error=None, outputs=[], finished=True))]
     told = {"tokens": ["a"] * 130, "token_logprobs": [None, *[-1.5] * 129]}
     threads: list[int] = []
@@ -144,7 +145,8 @@ def test_a_streams_log_probabilities_of_prompts_are_not_written_in_the_event_loo
 
 @pytest.mark.parametrize("how", ["answered", "kept and left", "cut off", "refused"])
 def test_no_timer_outlives_its_connection(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Each would keep a socket for `write_timeout` seconds: 30,000 at 1,000 a second."""
+    """Check that no timer outlives its connection: each would keep a socket for `write_timeout` seconds, 30,000 of them
+    at 1,000 connections a second."""
 
     async def application(_scope: Any, receive: Any, send: Any) -> None:
         while how == "cut off" and (await receive())["type"] != "http.disconnect":

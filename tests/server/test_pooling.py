@@ -40,7 +40,7 @@ def llm(folder: Path) -> LLM:
 
 
 def answered(server: Server, path: str, **body: Any) -> dict[str, Any]:
-    """An answer that must not be an error."""
+    """Return an answer that must not be an error."""
     answer = server.post(path, body)
     assert answer.status == 200, answer.body
     found: dict[str, Any] = answer.json
@@ -156,7 +156,7 @@ def test_wrong_bodies(reranker: Server, path: str, body: dict[str, Any], message
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
 @pytest.mark.parametrize("objects", [(4,), (0, 4), (0, 1, 2, 3, 4)])
 def test_rerank(reranker: Server, llm: LLM, path: str, objects: tuple[int, ...]) -> None:
-    """A document is a string or an object, in any order; `objects` are the indices of the latter."""
+    """Check reranking. A document is a string or an object, in any order; `objects` are the indices of objects."""
     documents = [{"text": text} if i in objects else text for i, text in enumerate([*TEXTS, "on the mat"])]
     answer = answered(reranker, path, model="served", query="where?", documents=documents)
     outputs = llm.score("where?", [*TEXTS, "on the mat"], use_tqdm=False)

@@ -67,7 +67,7 @@ MARKERS = {
 
 
 def marked(path: Path, markers: tuple[str, ...]) -> Path:
-    """The pair's target, whose last tokens are markers in place of the merges that made them."""
+    """Write the pair's target with a tokenizer whose last tokens are `markers`."""
     folder = copy_of_pair(path)
     shutil.copy(Path(pair.TARGET) / "model.safetensors", folder)
 

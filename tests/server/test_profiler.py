@@ -1,4 +1,4 @@
-"""The profiler's traces: whole, or not there."""
+"""Traces of the profiler: complete, or absent."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Runs what is to run on the engine's thread."""
+    """Stands in for an engine: does work for the engine's thread at once."""
 
     async def in_engine(self, work: Callable[[], T]) -> T:
         return work()

@@ -1,4 +1,4 @@
-"""Ranges in the OpenAPI document are those at which `SamplingParams` accepts and rejects values."""
+"""Ranges in the OpenAPI document equal those in which `SamplingParams` accepts values."""
 
 import math
 from typing import Any
@@ -17,14 +17,14 @@ OTHER_NAMES = {
     "max_output_tokens": "max_tokens",
     "top_logprobs": "logprobs",
 }
-"""Fields of bodies -> the sampling parameters that they set."""
+"""Sampling parameter that each field of a body sets, if the names differ."""
 NOT_RANGED = {
     ("ChatCompletionRequest", "logprobs"): "a switch",
     ("ResponsesRequest", "top_logprobs"): "rejected",
     ("MessagesRequest", "max_tokens"): "required, so that it has no branch for null",
 }
 LEAST = {("CompletionRequest", "max_tokens"): 0}
-"""Bounds that are not the parameter's: 0 echoes the prompt."""
+"""Minimum values that differ from the parameter's: 0 echoes the prompt."""
 RANGED = [
     (body, field)
     for body in BODIES
@@ -36,7 +36,7 @@ RANGED = [
 
 
 def schema(body: str, field: str) -> dict[str, Any]:
-    """The branch of the field's schema that is no null."""
+    """Return the branch of the field's schema that is not null."""
     (found,) = [one for one in SCHEMAS[body]["properties"][field]["anyOf"] if one["type"] != "null"]
     return dict(found)
 

@@ -1,4 +1,4 @@
-"""`/v1/responses` tells what `/v1/chat/completions` tells, in items and events."""
+"""`/v1/responses` gives what `/v1/chat/completions` gives, in items and events."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def responding() -> Iterator[Server]:
 
 
 def events_of(raw: bytes) -> list[dict[str, Any]]:
-    """The events of a stream, whose names and numbers must be those of their data."""
+    """Return the events of a stream. Checks that their names and numbers are those in their data."""
     found = []
     for number, block in enumerate(raw.decode().removesuffix("\n\n").split("\n\n")):
         name, data = block.split("\n")
@@ -43,7 +43,7 @@ def events_of(raw: bytes) -> list[dict[str, Any]]:
 
 
 def plain(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items without their ids, which are new each time."""
+    """Return items without their ids, which differ each time."""
     return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in items]
 
 
@@ -211,7 +211,8 @@ def test_hints_are_taken_and_named(responding: Server) -> None:
 
 
 def test_items_of_tools_that_the_server_does_not_run_are_left_out(responding: Server) -> None:
-    """An answer of OpenAI's with its own tools is taken back."""
+    """Check that items of tools which the server does not run are ignored, so that an answer of OpenAI's with its own
+    tools can be sent back."""
     kinds = ["web_search_call", "file_search_call", "computer_call", "code_interpreter_call", "image_generation_call"]
     kinds += ["mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "custom_tool_call"]
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
@@ -263,7 +264,8 @@ def test_allowed_tools_narrow(responding: Server) -> None:
 
 
 def test_the_output_is_taken_back(responding: Server) -> None:
-    """All items of an answer, a call that was cut off among them, and the results of its calls."""
+    """Check that all items of an answer can be sent back, also a call that was cut off, with the results of its
+    calls."""
     text = '<think>Hm, let me see.</think>I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
     body = {"tools": TOOLS, "max_output_tokens": 200}
     first = responding.post(PATH, {**body, "input": "x", "structured_outputs": {"choice": [text]}}).json

@@ -46,7 +46,7 @@ def texts(size: int = 0) -> Texts:
 
 @dataclass
 class Entry:
-    """What a model of the store knows of a response. `previous` is the object, which may be gone."""
+    """A response in the test's model of the store. `previous` is the object, which may have been deleted."""
 
     key: tuple[bytes, str]
     texts: Texts
@@ -56,7 +56,7 @@ class Entry:
 
 
 class Model:
-    """The store as a list, the least recently used first, with links that are objects."""
+    """The test's model of the store: a list, least recently used first, in which links are objects."""
 
     def __init__(self, max_bytes: int, max_seconds: float) -> None:
         self.entries: list[Entry] = []
@@ -68,7 +68,7 @@ class Model:
         return next((one for one in self.entries if one.key == key), None)
 
     def chain(self, entry: Entry) -> list[Entry]:
-        """The entry and all before it that are there without a gap, the newest first."""
+        """Return the entry and all earlier ones that exist without a gap, newest first."""
         found = [entry]
         while (before := found[-1].previous) is not None and any(before is one for one in self.entries):
             found.append(before)
@@ -88,14 +88,14 @@ class Model:
 
 
 KEYS = st.tuples(st.sampled_from([A, B]), st.sampled_from(["r1", "r2", "r3", "r4", "r5"]))
-STEPS = st.one_of(
+ACTIONS = st.one_of(
     st.tuples(st.just("put"), KEYS, st.sampled_from([0, 300, 900]), st.sampled_from([None, "r1", "r2", "r3", "r4"])),
     st.tuples(st.sampled_from(["get", "conversation", "delete", "contains"]), KEYS),
     st.tuples(st.just("wait"), st.sampled_from([1.0, 4.0, 10.0])),
 )
 
 
-@given(st.lists(STEPS, max_size=40), st.sampled_from([3000, 5000, 100_000]))
+@given(st.lists(ACTIONS, max_size=40), st.sampled_from([3000, 5000, 100_000]))
 def test_the_store_does_what_a_list_does(steps: list[Any], max_bytes: int) -> None:
     model = Model(max_bytes, 10.0)
     store = ResponseStore(max_bytes, 10.0, clock=lambda: model.now)
@@ -223,7 +223,7 @@ class AllMessages:
 
 @dataclass
 class Got:
-    """What came back from the application."""
+    """An answer of the application."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -242,7 +242,7 @@ class Got:
 
 @dataclass
 class App:
-    """An application around a scripted engine, and the time of its store."""
+    """An application with a scripted engine, and the time of its store."""
 
     app: Starlette
     engine: Script
@@ -290,7 +290,7 @@ class App:
         return got
 
     async def respond(self, given: Any, key: str = "", **fields: Any) -> dict[str, Any]:
-        """A response, which must succeed."""
+        """Return a response that must succeed."""
         got = await self.send("POST", PATH, {"input": given, **fields}, key)
         assert got.status == 200, got.body
         response: dict[str, Any] = got.json
@@ -311,7 +311,7 @@ class App:
 
     @property
     def prompt(self) -> str:
-        """The prompt of the newest request."""
+        """Prompt of the newest request."""
         return self.tokenizer.decode(self.engine.seen[-1].prompt_token_ids, skip_special_tokens=False)
 
 
@@ -325,7 +325,7 @@ async def running(
     max_seconds: float = 60.0,
     max_body_size: int = 1 << 20,
 ) -> AsyncIterator[App]:
-    """An application whose completions are `answers`, in turn."""
+    """Run an application whose completions are `answers`, in turn."""
     now = [0.0]
     store = ResponseStore(max_bytes, max_seconds, clock=lambda: now[0])
     engine = Script(tokenizer, *(answers or ("yes",)))
@@ -376,7 +376,8 @@ def test_a_response_is_read_and_deleted(tokenizer: Tokenizer) -> None:
 
 
 def test_a_conversation_goes_before_the_input(tokenizer: Tokenizer) -> None:
-    """Instructions are those of the request alone. Several responses may continue one."""
+    """Check that an earlier conversation comes before the input. Instructions are the request's own. Several responses
+    may continue one."""
 
     async def test(app: App) -> None:
         first = await app.respond("one", instructions="A.")
@@ -396,7 +397,8 @@ def test_a_conversation_goes_before_the_input(tokenizer: Tokenizer) -> None:
 
 
 def test_each_response_holds_its_own_items_alone(tokenizer: Tokenizer) -> None:
-    """Ten turns after a long one do not hold it ten times."""
+    """Check that each stored response holds only its own items: ten turns after a long one do not store it ten
+    times."""
 
     async def test(app: App) -> None:
         last = await app.respond("x " * 1000)
@@ -816,8 +818,8 @@ def responding() -> Iterator[Server]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chain_is_the_whole_conversation(responding: Server, stream: bool) -> None:
-    """A loop of tools by ids, next to one that sends all earlier items: the same text, tokens of the prompt, and
-    tokens from the prefix cache."""
+    """Check a chain of responses: a loop of tools by ids gives what one that sends all earlier items gives: text,
+    tokens of the prompt, and tokens from the prefix cache."""
     options = {"tools": TOOLS, "temperature": 0, "max_output_tokens": 90, "stream": stream}
 
     def respond(body: dict[str, Any]) -> dict[str, Any]:

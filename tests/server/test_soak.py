@@ -1,4 +1,5 @@
-"""64 streams at once, for as long as it is asked: mixed lengths, a tenth of them cut off, and nothing is left behind.
+"""64 streams at once, for as long as asked: mixed lengths, a tenth of them cut off, and afterwards nothing is left
+running.
 
 `SPECRS_SOAK_SECONDS` sets the time; `make soak` asks for five minutes.
 """
@@ -16,9 +17,9 @@ from .raw_streams import raw_stream
 SECONDS = float(os.environ.get("SPECRS_SOAK_SECONDS", "15"))
 STREAMS = 64
 WARM_UP = 0.4
-"""Share of the time after which memory must stay where it is: until then pools and caches fill."""
+"""Share of the time after which memory must stay constant. Before, pools and caches fill."""
 GROWTH = 24 * 2**20
-"""Bytes of resident memory that may come and go."""
+"""Bytes by which resident memory may vary."""
 PROMPTS = [
     "import os\n",
     "def add(a, b):\n    return",
@@ -29,7 +30,7 @@ PROMPTS = [
 
 @dataclass
 class Tally:
-    """What the streams came to."""
+    """Counts of how streams ended."""
 
     whole: int = 0
     cut: int = 0
@@ -38,7 +39,7 @@ class Tally:
 
 
 async def one_stream(port: int, random: random.Random, tally: Tally) -> None:
-    """One request on a connection of its own: read to its end and checked, or cut off on the way."""
+    """Run one request on a connection of its own: read it to its end and check it, or cut it off on the way."""
     length = random.choice([4, 16, 60, 150])
     cut = random.random() < 0.1
     body: dict[str, Any] = {
@@ -62,7 +63,7 @@ async def one_stream(port: int, random: random.Random, tally: Tally) -> None:
 
 
 async def load(server: Server, tally: Tally) -> None:
-    """Keep `STREAMS` streams going, and note the server's memory."""
+    """Keep `STREAMS` streams going, and record the server's memory."""
     end = time.monotonic() + SECONDS
 
     async def worker(seed: int) -> None:

@@ -1,4 +1,5 @@
-"""Chat templates elsewhere: the same text as here, a time limit, a sandbox, and processes that end."""
+"""Chat templates rendered in another process: the same text as in this one, a time limit, a sandbox, and processes that
+end."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: what is demanded is held to its schema, what a model writes is read."""
+"""Tools and reasoning over HTTP: required calls follow their schemas, and what a model writes is parsed."""
 
 import json
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 
 def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
-    """The message that deltas add up to, as clients add them up."""
+    """Return the message that deltas add up to, as clients add them up."""
     found: dict[str, Any] = {"content": "", "reasoning": "", "reasoning_content": "", "calls": []}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -157,7 +157,8 @@ def test_a_conversation_with_calls_reaches_the_template(calling: Server) -> None
 
 
 def test_what_the_server_wrote_is_taken_back(calling: Server) -> None:
-    """Calls that a limit cut off, or that are no object: each later request has them in its history."""
+    """Check that calls which the server wrote are accepted in later requests, even if a limit cut them off or they are
+    no object."""
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
     body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 60}
     message = calling.chat(**body, structured_outputs={"choice": [text]})["choices"][0]["message"]
@@ -183,7 +184,8 @@ def test_parts_that_other_endpoints_have(calling: Server) -> None:
 
 
 def test_tokens_of_reasoning_are_counted(calling: Server) -> None:
-    """Against the tokens' own texts: as many as it takes to write the text up to the closing mark."""
+    """Check the count of reasoning tokens against the tokens' own texts: as many as write the text up to the closing
+    mark."""
     for text in ("<think>Hm, let me see.</think>I look.", "<think>Hm, and on", "Plain.", " <think></think>x"):
         body = {"messages": MESSAGES, "structured_outputs": {"choice": [text]}, "n": 2, "max_tokens": 60}
         answer = calling.chat(**body, return_token_strs=True)
@@ -207,7 +209,7 @@ def test_tokens_of_reasoning_are_counted(calling: Server) -> None:
 
 
 def prompt_of(server: Server, **body: Any) -> str:
-    """The text of a chat's prompt."""
+    """Return the text of a chat's prompt."""
     ids = server.post("/tokenize", body).json["tokens"]
     text: str = server.post("/detokenize", {"tokens": ids}).json["prompt"]
     return text
@@ -256,7 +258,8 @@ def test_tools_that_the_server_does_not_run_are_left_out(calling: Server) -> Non
 
 
 def test_a_stop_string_in_content_ends_the_text_in_the_engine(calling: Server) -> None:
-    """One in the reasoning and in a call's arguments does not. It counts as stopped, and its tokens end there."""
+    """Check that a stop string in content ends the text in the engine: it counts as stopped, and its tokens end there.
+    One in the reasoning or in a call's arguments does not."""
     text = f"<think>Rome?</think>I look.\n{CALLS}\nIn Rome it is warm, as it is in all of Italy."
     body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 300, "structured_outputs": {"choice": [text]}}
     before = calling.wait_until_idle()

@@ -1,4 +1,5 @@
-"""JSON schemas out of a seed, every one satisfiable and every text of it bounded. Knows no grammar library.
+"""Makes JSON schemas from a seed. Every schema can be satisfied, and every text of it has a bounded length. Uses no
+grammar library.
 
 Bounded: strings, arrays and objects have maxima, numbers have ranges and digits by `multipleOf`, and white space is the
 caller's to forbid. So a random text ends, and a model cannot go on for ever.
@@ -15,7 +16,7 @@ NAMES = ("name", "size", "tags", "left", "right", "id", "on", "value", "properti
 
 
 def make_schema(seed: int) -> dict[str, Any]:
-    """The schema of a seed; the root is an object or an array more often than not."""
+    """Return the schema of a seed. Its root is usually an object or an array."""
     rng = random.Random(seed)
     kind = rng.choice((_object, _object, _object, _array, _any_of, _tuple, _string, _integer))
     schema = kind(rng, 3)

@@ -1,4 +1,5 @@
-"""Compiling: reasons of refusals, limits of time and memory, and that one request's grammar holds up no other."""
+"""Compiling grammars: reasons of rejections, limits of time and memory, and that one request's grammar delays no
+other."""
 
 import gc
 import weakref
@@ -18,12 +19,12 @@ from .walks import EOS, VOCAB_SIZE, allowed
 HOSTILE = {
     "allOf": [{"anyOf": [{"const": i}, {"type": "string", "pattern": f"a{{{i}}}"}]} for i in range(1, 25)],
 }
-"""2^24 combinations: 80 s and 5 GB, where the library's own limits do not look."""
+"""Schema with 2^24 combinations: 80 s and 5 GB, beyond what the library's own limits check."""
 
 
 @pytest.fixture
 def own() -> Tokenizer:
-    """A tokenizer whose compiler is of this test alone."""
+    """A tokenizer with a compiler of its own."""
     return Tokenizer(str(TARGET))
 
 
@@ -152,6 +153,6 @@ def test_a_worker_whose_program_is_gone_ends_by_itself(own: Tokenizer, monkeypat
     monkeypatch.setattr(compiler, "COMPILE_TIMEOUT", 0.1)
     compile_with(own, regex="a")
     monkeypatch.setattr(compiler, "COMPILE_TIMEOUT", 3600.0)  # it is not killed from here
-    with pytest.raises(InvalidRequestError, match=r"to compile; allowed is a simpler one$"):
+    with pytest.raises(InvalidRequestError, match=r"to compile; use a simpler one$"):
         compile_with(own, json=HOSTILE)
     compiler_of(own, VOCAB_SIZE).close()

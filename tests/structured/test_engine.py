@@ -1,4 +1,5 @@
-"""Structured output through the whole engine: generated schemas under speculation, and what neighbours notice."""
+"""Structured output through the whole engine: generated schemas under speculation, next to requests without
+grammars."""
 
 import json
 import re
@@ -17,7 +18,7 @@ from .schemas import make_schema
 
 NUM_SCHEMAS = 200
 NUM_NEIGHBOURS = 60
-"""Requests of a mixed batch; every third has no grammar."""
+"""Number of requests of a mixed batch; every third has no grammar."""
 RANDOM = SamplingParams(temperature=0.9, max_tokens=1000)
 NEIGHBOUR = RANDOM.replace(max_tokens=40)
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
@@ -56,7 +57,7 @@ def text(output: RequestOutput) -> str:
 
 @cache
 def plain() -> tuple[list[RequestOutput], list[RequestOutput]]:
-    """Outputs at K = 0: of every schema, and of neighbours that no grammar accompanies."""
+    """Outputs at K = 0 of every schema, and of requests that run without grammars in their batch."""
     llm = make_llm(0)
     outputs = run(llm, [structured(i) for i in range(NUM_SCHEMAS)])
     return outputs, run(llm, [NEIGHBOUR.replace(seed=i) for i in range(0, NUM_NEIGHBOURS, 3)])
@@ -109,7 +110,8 @@ def test_rejection_validates_too() -> None:
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 def test_drafts_from_the_text_know_no_grammar(rule: str) -> None:
-    """Most of what is looked up is not allowed where it is proposed; texts are those of K = 0 all the same."""
+    """Check drafts from the text, which ignore grammars: most are not allowed where they are proposed, and texts are
+    those of K = 0."""
     count = 24
     lookup = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     llm, vanilla = (
@@ -134,7 +136,8 @@ def test_greedy_is_the_same_at_any_k() -> None:
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram", "suffix", "ngram,suffix", "draft_model,ngram"])
 def test_k_auto_serves_grammars(method: str) -> None:
-    """Costs are measured before the engine takes over its runner, so the runner asks the engine for grammars."""
+    """Check that `auto` works with grammars: costs are measured before the engine owns its runner, which asks the
+    engine for grammars."""
     speculative = {"method": method, "num_speculative_tokens": "auto"}
     if method == "eagle3":
         speculative["model"] = str(EAGLE3)
@@ -165,7 +168,8 @@ def test_other_kinds(asked: dict[str, Any], allowed: set[str]) -> None:
     [("draft_model", "rejection"), ("draft_model", "coupled"), ("ngram", "rejection"), ("suffix", "coupled")],
 )
 def test_drafts_after_the_end_of_an_object_harm_nothing(method: str, rule: str) -> None:
-    """A draft may end the object long before `min_tokens`. Nothing but the end may follow, and nothing has to."""
+    """Check that drafts after the end of an object do no harm. A draft may end the object long before `min_tokens`;
+    then only the end may follow, and nothing has to."""
     params = SamplingParams(
         temperature=0.0, max_tokens=60, min_tokens=40, structured_outputs={"json_object": True}, seed=0
     )
@@ -219,7 +223,8 @@ def test_constraints_that_never_meet_a_grammar_are_rejected_with_both_names() ->
 
 @pytest.mark.parametrize("k", [0, 5])
 def test_constraints_that_meet_no_more_end_their_request_alone(k: int) -> None:
-    """After the digits the grammar leaves the end, which is not among the allowed ids."""
+    """Check that contradictory constraints end their request alone: after the digits the grammar allows only the end,
+    which is not among the allowed ids."""
     llm = make_llm(k)
     digits = [token for text, token in llm.get_tokenizer().backend.get_vocab().items() if text.isdigit()]
     asked = RANDOM.replace(seed=1, allowed_token_ids=digits, structured_outputs={"regex": "[0-9]{3}"})
@@ -240,7 +245,8 @@ def test_constraints_that_meet_no_more_end_their_request_alone(k: int) -> None:
 
 
 GIVES_UP = "(((a{1,1000}){1,1000}){1,1000}){1,1000}"
-"""After a few letters the library has too many expressions: each may end any of the counters."""
+"""Regular expression for which the library has too many states after a few letters: each letter may end any of the
+counters."""
 
 
 @pytest.mark.parametrize("k", [0, 4])
@@ -255,9 +261,7 @@ def test_a_grammar_that_gives_up_ends_its_request_alone(k: int) -> None:
     assert set(broken.outputs[0].text) <= {"a"}
     assert isinstance(broken.error, InvalidRequestError)
     made = len(broken.outputs[0].token_ids)
-    assert re.match(
-        rf"structured_outputs\.regex='.*': after {made} tokens: .*; allowed is a simpler one$", str(broken.error)
-    )
+    assert re.match(rf"structured_outputs\.regex='.*': after {made} tokens: .*; use a simpler one$", str(broken.error))
     for i, output in enumerate(outputs):
         assert text(output) == text(plain()[0][i] if i % 3 else plain()[1][i // 3])
     # what it held is free again, and the engine goes on

@@ -80,7 +80,7 @@ def test_forced_tokens_are_drafted_where_the_planner_expects_nothing_of_other_dr
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """Numbers of rows, and of rows with logits, of each pass of a model that Python calls."""
+    """A list that gets, for each pass of a model that Python calls, the number of rows and of rows with logits."""
     seen: list[tuple[int, int]] = []
     forward = CallableModel.forward
 

@@ -1,4 +1,4 @@
-"""Keywords: which ones a grammar ignores, which ones it refuses, and where a refused one stands."""
+"""JSON schema keywords: which ones grammars ignore, which ones they reject, and where a rejected one is."""
 
 import json
 import logging

@@ -1,4 +1,5 @@
-"""Matchers: masks, ways back and drafts against a matcher that accepts the same tokens from scratch, and by hand."""
+"""Grammar matchers: masks, rollbacks and drafts against a matcher that accepts the same tokens from scratch, and by
+hand."""
 
 import itertools
 import json
@@ -109,7 +110,7 @@ def test_cursor_rows_are_those_of_accepting_one_by_one(grammars: dict[str, Gramm
             cursor.finish()
             assert matcher.num_accepted == len(committed)
             np.testing.assert_array_equal(mask_of(matcher), before)
-            # settle: some of the drafts, and a token of the row behind them
+            # settle: some of the drafts, and a token of the row after them
             emitted = drafts[: rng.randint(0, len(drafts))]
             emitted.append(rng.choice(allowed_ids(rows[len(emitted)])))
             assert all(matcher.accept(token) for token in emitted)
@@ -158,7 +159,7 @@ def test_only_stop_ids_follow_a_complete_text(tokenizer: Tokenizer, compiled: Ca
     assert not matcher.accept(a)
     assert matcher.accept(c)
     assert matcher.num_accepted == 3
-    assert allowed(matcher) == [EOS, c]  # ended: a row behind the end has something to write
+    assert allowed(matcher) == [EOS, c]  # ended: a row after the end has something to write
     assert not matcher.accept(a)
     assert matcher.accept(EOS)
     matcher.rollback(3)
@@ -291,7 +292,8 @@ def test_drafts_without_a_layout_are_the_tokens_that_must_come(
 def test_every_draft_is_allowed(
     grammars: dict[str, Grammar], tokenizer: Tokenizer, name: str, data: st.DataObject
 ) -> None:
-    """Guesses of the layout included, which the first text of a grammar leaves for the second."""
+    """Check that every draft is allowed, including guesses of the layout, which the first text of a grammar leaves for
+    the second."""
     layout = Layout(lambda token: tokenizer.decode([token]).encode())
     for _ in range(2):
         matcher = grammars[name].matcher([EOS])

@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: what is read, and what is refused by field, value and what is allowed."""
+"""StructuredOutputsParams: which values are read, and errors with field, value and what is allowed."""
 
 import json
 import subprocess

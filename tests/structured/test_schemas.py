@@ -1,4 +1,4 @@
-"""JSON schemas: every text under the masks parses and validates."""
+"""JSON schemas: every text that masks allow parses and validates."""
 
 import json
 
@@ -28,7 +28,7 @@ def test_random_texts_of_generated_schemas_validate(tokenizer: Tokenizer, first:
 
 
 def _compact(text: str) -> str:
-    """The text less white space outside of strings."""
+    """Return the text without white space outside strings."""
     parts, inside, escaped = [], False, False
     for character in text:
         if inside or not character.isspace():

@@ -1,4 +1,4 @@
-"""White space of JSON is bounded: no walk through a grammar writes a longer run than the default or the request's."""
+"""White space in JSON is bounded: no text of a grammar has a longer run than the default's or the request's limit."""
 
 import re
 from typing import Any
@@ -13,17 +13,17 @@ from .schemas import make_schema
 from .walks import EOS, VOCAB_SIZE, random_text
 
 DEFAULT = r" |\n{1,2}[ \t]{0,20}"
-"""The bound of llama.cpp's JSON grammars."""
+"""Pattern of the default limit, which is that of llama.cpp's JSON grammars."""
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def runs(text: str) -> list[str]:
-    """Runs of white space outside of JSON strings."""
+    """Return the runs of white space outside JSON strings."""
     return re.findall(r"\s+", STRING.sub('""', text))
 
 
 def texts(params: StructuredOutputsParams, tokenizer: Tokenizer, count: int, **bias: float) -> list[str]:
-    """Random texts of a grammar that write white space wherever they may, 9 times of 10."""
+    """Return random texts of a grammar that write white space, where allowed, 9 times of 10."""
     grammar = compile_grammar(params, tokenizer, VOCAB_SIZE)
     bias = {"close": 0.9, "blanks": 0.9} | bias
     walks = [random_text(grammar.matcher([EOS]), tokenizer, seed, **bias) for seed in range(count)]
@@ -36,7 +36,7 @@ def test_texts_of_one_schema_end_with_their_last_bracket(tokenizer: Tokenizer) -
 
 
 def check(found: list[str], pattern: str) -> int:
-    """Every run matches `pattern`, and none begins a text. The length of the longest."""
+    """Check that every run matches `pattern`, and none begins a text. Return the length of the longest."""
     longest = 0
     for text in found:
         assert text == text.lstrip()

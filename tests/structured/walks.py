@@ -1,4 +1,4 @@
-"""Texts out of a grammar: random tokens under its masks, and what masks say. Holds no tests."""
+"""Draws random texts from a grammar's masks, and reads masks. Holds no tests."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ EOS = 0
 
 
 def mask_of(matcher: GrammarMatcher, num_words: int = NUM_WORDS) -> NDArray[np.int32]:
-    """The mask as it is now; words that stay unwritten would show as garbage."""
+    """Return the present mask. The words begin as garbage, so that unwritten ones would show."""
     words = np.full(num_words, 0x5A5A5A5A, dtype=np.int32)
     matcher.fill_mask(words)
     return words
 
 
 def allowed_ids(words: NDArray[np.int32]) -> list[int]:
-    """Ids whose bit is set, ascending."""
+    """Return the ids whose bit is set, ascending."""
     return [int(i) for i in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
 
 
 def allowed(matcher: GrammarMatcher) -> list[int]:
-    """Ids that the mask allows now."""
+    """Return the ids that the mask allows now."""
     return allowed_ids(mask_of(matcher))
 
 
 @cache
 def blank_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that are nothing but white space."""
+    """Return the tokens that are only white space."""
     texts = (tokenizer.decode([i], skip_special_tokens=False) for i in range(VOCAB_SIZE))
     return frozenset(i for i, text in enumerate(texts) if text and text.isspace())
 
 
 @cache
 def closers(tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that begin by closing something."""
+    """Return the tokens that begin by closing something."""
     return frozenset(i for i in range(VOCAB_SIZE) if tokenizer.decode([i], skip_special_tokens=False)[:1] in '"]},')
 
 
@@ -54,7 +54,7 @@ def random_text(
     blanks: float = 0.0,
     limit: int = 400,
 ) -> list[int]:
-    """Tokens of one complete text, without its stop id; fails past `limit` tokens.
+    """Return the tokens of one complete random text, without its stop id. Fails beyond `limit` tokens.
 
     Uniform, but with probability `close` one that closes something, and with `blanks` one of white space, where any may
     come.

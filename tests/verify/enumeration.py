@@ -1,5 +1,5 @@
-"""A world of 16 tokens small enough to enumerate: every context has its own logits, every pair of tokens its exact
-probability. Speculative decoding runs in it 200,000 streams at a time, rule level, and is compared by chi-square."""
+"""A world of 16 tokens, small enough to enumerate: every context has its own logits, every pair of tokens its exact
+probability. 200,000 streams of speculative decoding run in it, by the rules alone, and are compared by chi-square."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verify.reference import Request, distribution
 from verify.rows import constraints, sampling_rows, token_counts, union
 
 VOCAB = 16
-NODES = 1 + VOCAB + VOCAB**2  # contexts of 0, 1 and 2 tokens behind the history
+NODES = 1 + VOCAB + VOCAB**2  # contexts of 0, 1 and 2 tokens after the history
 PROMPT, OUTPUT = [3, 5, 3, 11], [7, 7, 2]
 STREAMS = 200_000
 
@@ -31,7 +31,7 @@ PATHS: list[list[int]] = [
 
 
 def first_child(node: Tensor) -> Tensor:
-    """Node of the context one token longer, with token 0 as that token."""
+    """Return the node of the context that is one token longer, with token 0 as that token."""
     return 1 + VOCAB * node
 
 
@@ -45,12 +45,12 @@ class World:
 
 
 def raw_logits(seed: int) -> Tensor:
-    """A model: logits of every context, spread like those of a confident one."""
+    """Return random logits of every context, spread like those of a confident model."""
     return torch.randn((NODES, VOCAB), generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
 def process(raw: Tensor, request: Request, *, coarse: bool = False) -> Tensor:
-    """Every context processed as a flat row whose drafts are the tokens on its path."""
+    """Return processed logits of every context, each as a flat row whose drafts are the tokens on its path."""
     rows, steps = sampling_rows([request] * NODES)
     contexts = [[*PROMPT, *OUTPUT, *path] for path in PATHS]
     masks = constraints([request] * NODES, VOCAB, contexts, [len(OUTPUT) + len(path) for path in PATHS])
@@ -59,7 +59,7 @@ def process(raw: Tensor, request: Request, *, coarse: bool = False) -> Tensor:
 
 
 def world(request: Request, draft: str) -> World:
-    """`draft` is "unrelated", "equal" or "negative" (of the target's logits)."""
+    """Return a world. `draft` is "unrelated", "equal" or "negative" (of the target's logits)."""
     target = raw_logits(0)
     drafts = {"unrelated": raw_logits(1), "equal": target, "negative": -target}[draft]
 
@@ -99,12 +99,12 @@ Verify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Noise], tuple
 def by_rejection(
     p: Tensor, q_start: Tensor, q: Tensor, drafts: Tensor, num_drafts: Tensor, _: Tensor, noise: Noise
 ) -> tuple[Tensor, Tensor]:
-    """The rule as it is."""
+    """Verify by the `rejection` rule of specrs."""
     return verify_rejection(p, q_start, q, drafts, num_drafts, noise.accept[:, : drafts.shape[1]], noise.last)
 
 
 def iterate(w: World, node: Tensor, num_drafts: Tensor, noise: Noise, verify: Verify) -> tuple[Tensor, Tensor]:
-    """One iteration of S streams at the contexts `node` `[S]`, `num_drafts` `[S]` of at most 2 each."""
+    """Run one iteration of S streams at the contexts `node` `[S]`, `num_drafts` `[S]` of at most 2 each."""
     k = int(num_drafts.max())
     nodes, drafts, qs = [node], [], []
     for i in range(k):
@@ -123,10 +123,11 @@ def iterate(w: World, node: Tensor, num_drafts: Tensor, noise: Noise, verify: Ve
 def decode_pairs(
     w: World, noise: tuple[Noise, Noise], verify: Verify = by_rejection
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first two tokens of S streams: one iteration at K_r of 0, 1 or 2, another one where that gave one token.
+    """Return the counts of the first two tokens of S streams: one iteration at K_r of 0, 1 or 2, and another one if the
+    first gave one token.
 
-    Returns:
-        `(counts [VOCAB, VOCAB], accepted [3, 3])`: streams by pair; first iterations by (K_r, m).
+    Returns: `(counts [VOCAB, VOCAB], accepted [3, 3])`: number of streams by pair of tokens, and number of first
+    iterations by (K_r, accepted drafts).
     """
     streams = len(noise[0].last)
     num_drafts = torch.arange(streams) % 3
@@ -141,7 +142,8 @@ def decode_pairs(
 
 
 def sigma(counts: NDArray[np.int64], probs: NDArray[np.float64]) -> float:
-    """How far chi-square lies above its mean in standard deviations; infinite if the impossible was seen.
+    """Return how many standard deviations chi-square lies above its mean; infinite if a token of probability 0
+    occurred.
 
     Cells that expect fewer than 10 are pooled: chi-square needs some.
     """

@@ -1,4 +1,4 @@
-"""Sampling parameters as a reader of the definitions would write them: one row, float64, loops and sorts. No torch."""
+"""Sampling parameters written as the definitions say: one row, float64, loops and sorts. Uses no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Request:
-    """One request's parameters, under the names of `SamplingParams`, with words and ids as token ids."""
+    """Parameters of one request, under the names of `SamplingParams`, with words and ids as token ids."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -32,12 +32,12 @@ class Request:
 
 
 def keep_top_k(x: Row, k: int) -> NDArray[np.bool_]:
-    """The k largest, with all that equal the last of them."""
+    """Keep the k largest, with all that equal the last of them."""
     return np.ones(len(x), dtype=bool) if k == 0 else x >= sorted(x, reverse=True)[min(k, len(x)) - 1]
 
 
 def keep_top_p(x: Row, p: float, probs: Row) -> NDArray[np.bool_]:
-    """The largest whose `probs` sum reaches p of the whole, with all that equal the last of them."""
+    """Keep the largest whose `probs` sum up to at least p of the whole, with all that equal the last of them."""
     if p >= 1.0:
         return np.ones(len(x), dtype=bool)
     total = math.fsum(probs)
@@ -48,13 +48,13 @@ def keep_top_p(x: Row, p: float, probs: Row) -> NDArray[np.bool_]:
 
 
 def softmax(x: Row) -> Row:
-    """In float64, exact sum."""
+    """Return the softmax in float64, with an exact sum."""
     w = np.exp(x - x.max())
     return np.asarray(w / math.fsum(w))
 
 
 def adjust(logits: Row, request: Request, prompt: Sequence[int], output: Sequence[int]) -> Row:
-    """Masks, bias and penalties for the token that follows prompt and output."""
+    """Apply masks, bias and penalties for the token that follows prompt and output."""
     x = np.array(logits, dtype=np.float64)
     if request.allowed_token_ids is not None:
         for token in range(len(x)):
@@ -78,7 +78,7 @@ def adjust(logits: Row, request: Request, prompt: Sequence[int], output: Sequenc
 
 
 def distribution(logits: Row, request: Request, prompt: Sequence[int], output: Sequence[int]) -> Row:
-    """The distribution of the token that follows prompt and output, `[V]`, sums to 1."""
+    """Return the distribution of the token that follows prompt and output, `[V]`; it sums to 1."""
     x = adjust(logits, request, prompt, output)
     if request.temperature == 0.0:
         point = np.zeros(len(x))

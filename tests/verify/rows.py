@@ -1,4 +1,4 @@
-"""From requests to the tensors that `specrs.verify` takes, built row by row."""
+"""Builds the tensors that `specrs.verify` takes from requests, row by row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS, LENGTH, STOPS, BIASES = 4, 4, 3, 5
 
 
 def sampling_rows(requests: Sequence[Request], dtype: torch.dtype = torch.float32) -> tuple[SamplingRows, list[Steps]]:
-    """One row per request, and the steps each needs."""
+    """Return one row of parameters per request, and the filter steps each needs."""
     rows = SamplingRows.allocate(len(requests), dtype=dtype)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     steps = [
@@ -29,7 +29,7 @@ def sampling_rows(requests: Sequence[Request], dtype: torch.dtype = torch.float3
 
 
 def union(steps: Sequence[Steps]) -> Steps:
-    """What a batch needs."""
+    """Return the filter steps that a batch needs."""
     return reduce(or_, steps, Steps())
 
 
@@ -40,7 +40,7 @@ def constraints(
     num_outputs: Sequence[int],
     dtype: torch.dtype = torch.float32,
 ) -> Constraints:
-    """All fields given, also where a request has none; contexts are prompt and output."""
+    """Return constraints with all fields, also if no request uses them. Contexts are prompt and output."""
     n = len(requests)
     forbidden = torch.zeros((n, vocab_size), dtype=torch.bool)
     stop_ids = torch.full((n, STOPS), -1)
@@ -66,7 +66,7 @@ def constraints(
 
 
 def token_counts(prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], vocab_size: int) -> TokenCounts:
-    """One row per history."""
+    """Return token counts, one row per history."""
     texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
     width = max(1, *map(len, texts))
     history = torch.tensor([text + [0] * (width - len(text)) for text in texts])
@@ -74,5 +74,5 @@ def token_counts(prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[in
 
 
 def ids(tokens: Sequence[int]) -> Tensor:
-    """`[n]` int64, also for none."""
+    """Return ids as `[n]` int64, also for none."""
     return torch.tensor(list(tokens), dtype=torch.int64)

@@ -18,7 +18,7 @@ LENGTH, TEXTS = 60, 48
 
 
 def model(seed: int) -> Tensor:
-    """Logits by the last two tokens, `[V, V, V]`: a model of order two."""
+    """Return logits by the last two tokens, `[V, V, V]`: a model of order two."""
     return torch.randn((VOCAB,) * 3, generator=torch.Generator().manual_seed(seed)) * 2
 
 
@@ -29,7 +29,8 @@ def processed(table: Tensor, request: Request, *, coarse: bool = False) -> Tenso
 
 
 def decode(target: Tensor, draft: Tensor, noise: Tensor, k: int, g: torch.Generator) -> tuple[Tensor, float]:
-    """Texts `[TEXTS, LENGTH]` behind the tokens (0, 1), K_r random in [0, k]; and the share of drafts accepted."""
+    """Return texts `[TEXTS, LENGTH]` after the tokens (0, 1), with K_r random in [0, k], and the share of accepted
+    drafts."""
     tokens = torch.zeros((TEXTS, LENGTH + 2 + k + 1), dtype=torch.int64)
     tokens[:, 1] = 1
     n = torch.full((TEXTS,), 2)
@@ -85,7 +86,8 @@ def test_text_does_not_depend_on_k_or_draft(name: str) -> None:
 
 
 def test_draws_have_the_target_distribution_and_the_acceptance_of_the_paper() -> None:
-    """200,000 draws a context, and per position an acceptance of at least (1 - d) / (1 + d), at most 1 - d."""
+    """Check 200,000 draws per context: their distribution is the target's, and the acceptance at a position is at least
+    (1 - d) / (1 + d) and at most 1 - d, d being the total variation distance."""
     noise = make_noise(21)
     request = Request(temperature=0.9, top_k=12, top_p=0.95, min_p=0.01)
     target = process(raw_logits(0), request)

@@ -1,9 +1,9 @@
 """The exact distribution of what an iteration emits: every draft and every threshold of the noise.
 
-The verdict is a step function of each number of noise alone. A uniform steps at the probability that a draft is
-accepted. Where only two tokens of a row have noise that is finite, the draw steps at the logarithm of the ratio of what
-they are drawn from; all such ratios are the distribution. In float64 the reference steps within 1e-9 of where it
-should. The samplers of others make their own noise, and keep to the same thresholds, draw by draw.
+A decision is a step function of each single noise value. For a uniform, the step is at the probability that a draft is
+accepted. For a draw in which only two tokens have finite noise, the step is at the logarithm of the ratio of their
+probabilities; all such ratios determine the distribution. In float64 the reference's steps are within 1e-9 of the exact
+ones. The other samplers make their own noise, and are compared with the same thresholds, draw by draw.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NEAR = 1e-9
 
 @dataclass
 class World:
-    """The target's rows `[K + 1, VOCAB]`, and what drafts of each kind are drawn from, `[K, VOCAB]`; None: a point
-    mass, or no drafts."""
+    """Target distributions `[K + 1, VOCAB]`, and the distributions that each kind of drafts is drawn from, `[K,
+    VOCAB]`; None: a point mass, or no drafts."""
 
     logits: Tensor
     draft_logits: dict[str, Tensor]
@@ -58,7 +58,7 @@ class World:
 
 
 class Noise:
-    """In place of the reference's random numbers: what a test says, by position from 10 on."""
+    """Replaces the reference's random numbers by values that a test sets, for positions from 10 on."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.gumbels, self.uniforms = torch.empty(0), torch.empty(0)
@@ -75,7 +75,7 @@ class Noise:
 
 
 def check_position(world: World, noise: Noise, kind: str, drafts: list[int], position: int) -> None:
-    """The thresholds at `position`, after the drafts before it were accepted."""
+    """Check the thresholds at `position`, after the drafts before it were accepted."""
     p, q, request = world.p, world.q(kind), make_request(world.params, dtype=torch.float64)
     for i, draft in enumerate(drafts[:position]):
         if p[i, draft] == 0 or (q is not None and q[i, draft] == 0):
@@ -132,7 +132,8 @@ def test_every_threshold_is_where_the_rule_says(
     ("seed", "params"), [(0, {"temperature": 1.0}), (1, {"temperature": 0.7, "top_k": 5, "min_p": 0.02})]
 )
 def test_these_thresholds_give_what_the_target_gives(seed: int, params: dict[str, float], kind: str) -> None:
-    """The sum over all drafts of what is emitted is p, because a draft is as likely as q says."""
+    """Check that the thresholds add up to the target's distribution: the sum over all drafts of what is emitted is p,
+    because a draft is as likely as q says."""
     world = World.make(seed, torch.float64, params)
     p, q = world.p, world.q(kind)
     assert q is not None
@@ -160,8 +161,9 @@ def philox(fill: object, seeds: Tensor, positions: Tensor, purpose: int, width: 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_draw_of_the_samplers_keeps_to_the_thresholds(sampler: type, kind: str) -> None:
-    """In float32, as runners have it. A draft is accepted where u q < p, and else comes the largest of ln(p - q) + g;
-    of a point mass that of ln p + g. Draws within rounding of a threshold, a few in a thousand, are left out."""
+    """Check every draw of the samplers in float32 against the thresholds. A draft is accepted if u q < p; otherwise the
+    largest of ln(p - q) + g is emitted, or for a point mass the largest of ln p + g. Draws within rounding of a
+    threshold, a few in a thousand, are left out."""
     params, pairs = {"temperature": 0.9, "top_k": 6}, PAIRS if kind != "no drafts" else [()]
     left_out = checked = 0
     for seed in range(40):
@@ -190,7 +192,8 @@ def test_every_draw_of_the_samplers_keeps_to_the_thresholds(sampler: type, kind:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_drafts_are_drawn_from_the_q_that_is_kept(kind: str, sampler: type) -> None:
-    """A draft is the largest of ln q + g, whose q is what verification divides by; of a head at the target's ids."""
+    """Check that drafts are drawn from the stored q: a draft is the largest of ln q + g, and verification divides by
+    that q. For a head, q is at the target's ids."""
     count, left_out = 400, 0
     g = torch.Generator().manual_seed(1)
     seeds = torch.randint(-(2**62), 2**62, (count,), generator=g)
@@ -209,7 +212,7 @@ def test_drafts_are_drawn_from_the_q_that_is_kept(kind: str, sampler: type) -> N
 
 
 def test_the_reference_draws_in_float64() -> None:
-    """Two logits that float32 does not tell apart."""
+    """Check that the reference draws in float64, with two logits that are equal in float32."""
     logits = torch.tensor([[1.0, 1.0 + 1e-12]], dtype=torch.float64)
     sampler = ReferenceSampler([{"temperature": 0.0}], torch.zeros(1, dtype=torch.int64), 2, torch.float64)
     assert sampler.draft(logits, torch.zeros(1, dtype=torch.int64), "rejection")[0].tolist() == [1]
@@ -218,7 +221,7 @@ def test_the_reference_draws_in_float64() -> None:
 def _expected(
     p: Tensor, q: Tensor | None, drafts: list[int], uniforms: Tensor, gumbels: Tensor
 ) -> tuple[list[int], bool]:
-    """The tokens that are emitted, and whether a draw was within rounding of another outcome."""
+    """Return the emitted tokens, and whether a draw was within rounding of another outcome."""
 
     def largest(scores: Tensor) -> tuple[int, bool]:
         top = scores.topk(2)

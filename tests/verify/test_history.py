@@ -24,7 +24,7 @@ def counted(text: list[int]) -> list[int]:
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_counts_are_those_of_the_text_written_so_far(batch: list[tuple[list[int], ...]], data: st.DataObject) -> None:
     width = 31
-    history = torch.tensor([(p + o + d + [5] * width)[:width] for p, o, d in batch])  # what lies behind is ignored
+    history = torch.tensor([(p + o + d + [5] * width)[:width] for p, o, d in batch])  # later tokens are ignored
     upto = [data.draw(st.integers(0, len(draft))) for _, _, draft in batch]
     positions = [len(p) + len(o) + i for (p, o, _), i in zip(batch, upto, strict=True)]
     counts = count_tokens(history, ids(positions), ids([len(p) for p, _, _ in batch]), VOCAB)

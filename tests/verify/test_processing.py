@@ -59,7 +59,7 @@ tokens = st.integers(0, VOCAB - 1)
 
 @st.composite
 def requests(draw: Any) -> Request:
-    """Any mixture of parameters; a token stays allowed."""
+    """Draw any mixture of parameters that leaves a token allowed."""
     return Request(
         temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 1.4])),
         top_k=draw(st.sampled_from([0, 1, 4, VOCAB])),
@@ -156,7 +156,8 @@ def test_arguments_are_left_alone() -> None:
 
 
 def test_the_coarse_cut_is_for_drafting_only() -> None:
-    """The second logit is within a cell of the largest: the exact cut removes it, the coarse one does not."""
+    """Check that the coarse cut is for drafting only: the second logit is within a cell of the largest, so the exact
+    cut removes it and the coarse one keeps it."""
     rows, steps = sampling_rows([Request(top_k=1)])
     logits = torch.tensor([[1.0, 0.99, -3.0]])
     assert (process_logits(logits, rows, union(steps)) > -torch.inf).tolist() == [[True, False, False]]
@@ -183,7 +184,7 @@ def test_a_greedy_row_draws_the_first_argmax_of_penalised_logits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_agrees_with_transformers(dtype: torch.dtype) -> None:
-    """To the bit: the same formula in the same precision."""
+    """Check masks, bias and penalties to the bit against transformers: the same formula in the same precision."""
     g = torch.Generator().manual_seed(7)
     vocab, n = 97, 20
     logits = (torch.randn((n, vocab), generator=g) * 3).to(dtype)

@@ -76,7 +76,7 @@ def noise() -> tuple[Noise, Noise]:
 def as_point_mass(
     p: Tensor, q_start: Tensor, q: Tensor, drafts: Tensor, num_drafts: Tensor, _: Tensor, noise: Noise
 ) -> tuple[Tensor, Tensor]:
-    """The rule's formula with 1 at each draft as q, whatever it was drawn from."""
+    """Verify by the rule's formula with q = 1 at each draft, whatever it was drawn from."""
     mass = torch.nn.functional.one_hot(drafts, VOCAB).to(q.dtype)
     return verify_rejection(p, q_start, mass, drafts, num_drafts, noise.accept[:, : drafts.shape[1]], noise.last)
 
@@ -84,7 +84,7 @@ def as_point_mass(
 def by_own_draws(
     p: Tensor, q_start: Tensor, _q: Tensor, drafts: Tensor, num_drafts: Tensor, _: Tensor, noise: Noise
 ) -> tuple[Tensor, Tensor]:
-    """What runs where q is a point mass: the target's own draw in every row, with the noise of that row."""
+    """Verify as specrs does if q is a point mass: the target's own draw in every row, with the noise of that row."""
     words = torch.rand(p.shape, generator=torch.Generator().manual_seed(len(p)), dtype=torch.float64)
     return verify_coupled(p.log(), words.log_().neg_().log_().neg_().float(), q_start, drafts, num_drafts)
 
@@ -99,7 +99,7 @@ def by_own_draws(
     ),
 )
 def test_a_point_mass_as_q(name: str, draft: str, verify: Verify, noise: tuple[Noise, Noise]) -> None:
-    """Both forms of the rule keep the distribution, and accept a draft with the probability p gives it."""
+    """Check that both forms of the rule keep the distribution, and accept a draft with its probability under p."""
     w = world(REQUESTS[name], draft)
     counts, accepted = decode_pairs(w, noise, verify)
     assert sigma(counts, w.pairs) < LIMIT
@@ -126,7 +126,8 @@ def test_pairs_of_tokens_have_the_target_distribution(name: str, draft: str, noi
 
 @pytest.mark.parametrize("draft", ["unrelated", "negative"])
 def test_noise_shared_between_draft_and_last_draw_is_seen(draft: str, noise: tuple[Noise, Noise]) -> None:
-    """The bug of vLLM #47386: the token after m drafts drawn with the noise that drew d_{m+1}."""
+    """Check that shared noise is noticed, the bug of vLLM #47386: the token after m drafts is drawn with the noise that
+    drew d_{m+1}."""
 
     def shared(
         p: Tensor, q_start: Tensor, q: Tensor, drafts: Tensor, num_drafts: Tensor, _: Tensor, n: Noise
@@ -143,7 +144,8 @@ def test_noise_shared_between_draft_and_last_draw_is_seen(draft: str, noise: tup
 
 @pytest.mark.parametrize("draft", ["unrelated", "negative"])
 def test_q_that_was_not_drawn_from_is_seen(draft: str, noise: tuple[Noise, Noise]) -> None:
-    """q recomputed at another temperature; and a one-hot q in the residual only, after a test with the true one."""
+    """Check that a wrong q is noticed: recomputed at another temperature, or one-hot in the residual only, after a test
+    with the true one."""
 
     def recomputed(
         p: Tensor, q_start: Tensor, q: Tensor, drafts: Tensor, num_drafts: Tensor, nodes: Tensor, n: Noise
@@ -163,7 +165,8 @@ def test_q_that_was_not_drawn_from_is_seen(draft: str, noise: tuple[Noise, Noise
 
 
 def test_one_hot_q_loses_acceptance_and_nothing_else(noise: tuple[Noise, Noise]) -> None:
-    """A one-hot q on both sides is right for any draft that used other noise: the draft is then a given token."""
+    """Check that a one-hot q in both places is right for any draft that used other noise: the draft is then a given
+    token. It only loses acceptance."""
 
     def one_hot(
         p: Tensor, q_start: Tensor, q: Tensor, drafts: Tensor, num_drafts: Tensor, nodes: Tensor, n: Noise
@@ -180,7 +183,7 @@ def test_one_hot_q_loses_acceptance_and_nothing_else(noise: tuple[Noise, Noise])
 @given(st.lists(st.floats(2.0**-100, 1.0, width=32), min_size=1, max_size=50))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_equal_distributions_always_accept(probs: list[float]) -> None:
-    """Also for the largest uniform there is, whatever rounding does to u * q."""
+    """Check that equal distributions always accept, also for the largest uniform, whatever rounding does to u * q."""
     p = torch.tensor(probs, dtype=torch.float32)[:, None]
     b = len(probs)
     zeros, ones = torch.zeros((b, 1), dtype=torch.int64), torch.ones(b, dtype=torch.int64)
@@ -191,7 +194,8 @@ def test_equal_distributions_always_accept(probs: list[float]) -> None:
 
 
 def test_a_token_that_the_target_excludes_is_never_accepted() -> None:
-    """Not even where q has underflowed to 0 as well, so that u * q == p."""
+    """Check that a token which the target excludes is never accepted, even if q has underflowed to 0 as well, so that u
+    * q == p."""
     p = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
     zero, one = torch.zeros((1, 1), dtype=torch.int64), torch.ones(1, dtype=torch.int64)
     for q in (0.0, 1e-30, 1.0):
@@ -201,7 +205,7 @@ def test_a_token_that_the_target_excludes_is_never_accepted() -> None:
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
-    """Greedy rows write the argmax whatever the drafts, the noise and the neighbours are."""
+    """Check that greedy rows write the argmax, whatever the drafts, the noise and other rows are."""
     g = torch.Generator().manual_seed(12)
     b, k = 600, 3
     greedy = torch.arange(b) % 3 == 0
@@ -230,7 +234,8 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
 
 
 def test_an_empty_residual_falls_back_to_p() -> None:
-    """p <= q everywhere, as rounding can have it: the token still comes from p."""
+    """Check that an empty residual falls back to p: with p <= q everywhere, as rounding can cause, the token comes from
+    p."""
     p = torch.tensor([[0.25, 0.0, 0.5]])
     q = torch.tensor([[[0.25, 0.25, 0.5]]])
     zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
@@ -259,7 +264,8 @@ def test_columns_past_a_sequence_stay_on_its_last_row() -> None:
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_context_is_processed_with_its_own_drafts(name: str) -> None:
-    """The table behind the enumeration, row by row against loops; the coarse cut keeps no less than the exact one."""
+    """Check the table behind the enumeration, row by row against loops; the coarse cut keeps no less than the exact
+    one."""
     raw, request = raw_logits(0), REQUESTS[name]
     probs, coarse = process(raw, request).softmax(dim=-1), process(raw, request, coarse=True) != -torch.inf
     for node in range(0, NODES, 7):

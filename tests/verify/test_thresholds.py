@@ -20,7 +20,7 @@ SETTINGS = settings(max_examples=150, deadline=None, derandomize=True)
 
 @st.composite
 def rows(draw: Any, dtype: torch.dtype) -> torch.Tensor:
-    """`[1, V]` with many ties, neighbouring floats, zeros of both signs, tiny and huge values, and -inf."""
+    """Draw logits `[1, V]` with many ties, neighbouring floats, zeros of both signs, tiny and huge values, and -inf."""
     special = [0.0, -0.0, 1.0, float(np.nextafter(np.float32(1), np.float32(2))), -1.0, 1e-40, -1e-40, 1e30, -math.inf]
     near = st.floats(-20, 20, width=32)  # float64 keys drop the last bit
     values = draw(st.lists(st.one_of(st.sampled_from(special), near), min_size=1, max_size=24))
@@ -35,7 +35,7 @@ def column(value: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 def kept(logits: torch.Tensor, filtered: torch.Tensor) -> list[bool]:
-    """Which logits stay; those must be the same bits."""
+    """Return which logits are kept. Checks that those have the same bits."""
     mask = filtered != -torch.inf
     assert torch.equal(torch.where(mask, logits, 0.0), torch.where(mask, filtered, 0.0))
     return [bool(m) for m in mask[0]]
@@ -78,7 +78,8 @@ def test_top_p_is_the_shortest_head_of_a_sort(dtype: torch.dtype, data: st.DataO
 @given(data=st.data())
 @SETTINGS
 def test_sums_that_are_exact_are_cut_at_equality(data: st.DataObject) -> None:
-    """Powers of two: probabilities 1/2, 1/4, .. are exact, and so is every comparison with the target."""
+    """Check sums that are exact, of powers of two: every comparison with the target is exact, and equality counts as
+    reached."""
     n = data.draw(st.integers(2, 12))
     order = data.draw(st.permutations(range(n)))
     logits = torch.tensor([[-math.log(2.0) * min(i + 1, n - 1) for i in order]], dtype=torch.float64)
@@ -129,9 +130,8 @@ def test_agrees_with_transformers(vocab_size: int, dtype: torch.dtype) -> None:
 
 
 def clear_of(target: float, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows `[N]` of float64 `values` `[N, V]` that hold nothing within rounding of `target`, where two orders of a sum
-    may cut differently: V roundings in each, relative to what has been summed up. Nearly all rows are. A value that
-    equals the target is a rounding of neither."""
+    """Return which rows of `values` `[N, V]` (float64) have no value within rounding of `target`, so that two orders of
+    a sum cut alike. V roundings are allowed; a value equal to the target is allowed. The result is `[N]`."""
     gap = (values - target).abs()
     clear: torch.Tensor = ((gap > values.shape[-1] * torch.finfo(dtype).eps * target) | (gap == 0)).all(dim=-1)
     assert clear.double().mean() > 0.9
@@ -141,7 +141,8 @@ def clear_of(target: float, values: torch.Tensor, dtype: torch.dtype) -> torch.T
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("apply", [apply_top_k_top_p, apply_coarse_top_k_top_p])
 def test_a_row_does_not_depend_on_its_batch(apply: Any, dtype: torch.dtype) -> None:
-    """Bit for bit, for a vocabulary that fits no vector width, with each row's parameters its own or off."""
+    """Check bit for bit that a row does not depend on its batch, for a vocabulary that fits no vector width, with
+    parameters per row."""
     g = torch.Generator().manual_seed(1)
     logits = (torch.randn((40, 211), generator=g) * 3).to(dtype)
     off = torch.arange(40)[:, None]

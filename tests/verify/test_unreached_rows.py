@@ -1,4 +1,4 @@
-"""What rows 0 to m decide does not depend on the rows after them, which plain decoding does not reach."""
+"""Decisions of rows 0 to m do not depend on later rows, which plain decoding does not reach."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_rules(
     noise: float,
     seed: int,
 ) -> None:
-    """`whole`: nothing else is in such a row; else one number is."""
+    """Check both rules with values such as NaN in later rows. `whole`: all values of such a row; otherwise one
+    value."""
     generator = torch.Generator().manual_seed(seed)
     batch = len(which)
     seeds = torch.randint(0, 2**60, (batch,), generator=generator)

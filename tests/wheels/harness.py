@@ -1,4 +1,4 @@
-"""Where the wheels are, and how their tests run commands. Holds no tests."""
+"""Finds the wheels, and runs commands for their tests. Holds no tests."""
 
 import subprocess
 import tomllib
@@ -10,13 +10,13 @@ VERSION = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package
 
 
 def wheel(package: str, processor: str) -> Path:
-    """The one wheel of a package for a processor, of this version."""
+    """Return the wheel of a package for a processor, of this version. There must be exactly one."""
     (path,) = DIST.glob(f"{package}-{VERSION}-cp311-abi3-*_{processor}.whl")
     return path
 
 
 def run(*command: str | Path) -> str:
-    """Its output. No path of this environment is handed on."""
+    """Run a command and return its output. Paths of this environment are not passed on."""
     done = subprocess.run(command, cwd=DIST, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -1,6 +1,6 @@
 """The wheels for 64-bit ARM under qemu's emulator, on a Python from Debian's packages in a folder of its own.
 
-`make test-wheel-arm64` runs this. Looks into dist/ and builds nothing.
+`make test-wheel-arm64` runs this. This module only reads dist/.
 """
 
 import shutil
@@ -13,7 +13,7 @@ from wheels.harness import ROOT, VERSION, run, wheel
 
 @pytest.fixture(scope="module")
 def arm_python() -> tuple[str | Path, ...]:
-    """How to start a Python for 64-bit ARM that has both wheels and numpy: under qemu's emulator."""
+    """The command that starts a Python for 64-bit ARM with both wheels and numpy, under qemu's emulator."""
     folder = ROOT / ".venv-tools/arm64"
     run(ROOT / "scripts/arm64_python", folder)
     packages = folder / "packages"

@@ -1,6 +1,6 @@
 """The wheels of `make wheel`: their names, what they link, and this machine's in an environment of its own.
 
-`make test-wheel` runs this, because the wheels take minutes to build. Looks into dist/ and builds nothing.
+`make test-wheel` runs this separately, because the wheels take minutes to build. This module only reads dist/.
 """
 
 import platform
@@ -34,7 +34,7 @@ def test_it_runs_on_every_linux_since_2014_and_python_since_3_11(package: str, p
 @pytest.mark.parametrize("processor", PROCESSORS)
 @pytest.mark.parametrize("package", ["specrs", "specrs_core"])
 def test_the_extension_has_no_line_tables(package: str, processor: str) -> None:
-    """With those of `profile.release` it takes 25 MB, without 7."""
+    """Check that the extension has no line tables: with those of `profile.release` it takes 25 MB, without them 7."""
     with zipfile.ZipFile(wheel(package, processor)) as opened:
         (extension,) = [file for file in opened.infolist() if file.filename.endswith(".so")]
     assert extension.file_size < 10_000_000, f"{extension.filename}: {extension.file_size:,} bytes"
@@ -50,7 +50,7 @@ def test_the_extension_is_the_processors(processor: str, tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty environment with this machine's wheel of specrs-core and what it asks for."""
+    """An empty environment with this machine's wheel of specrs-core and its dependencies."""
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", folder)
     python = folder / "bin/python"
@@ -65,7 +65,7 @@ def test_the_core_works_in_an_empty_environment(python: Path) -> None:
 
 
 def test_specrs_answers_in_an_empty_environment(python: Path) -> None:
-    """With its default dependencies alone, none of which is torch."""
+    """Check that specrs answers in an empty environment with its default dependencies alone, without torch."""
     run(python, "-m", "pip", "install", "--quiet", wheel("specrs", platform.machine()))
     assert run(python.parent / "specrs", "--version").strip() == f"specrs {VERSION}"
     installed = run(python, "-m", "pip", "list", "--format=freeze").split()

@@ -1,4 +1,4 @@
-//! Decoders of the bundled pair's shapes with random weights, and passes of theirs in the middle of a text.
+//! Decoders with the bundled pair's sizes and random weights, and their passes in the middle of a text.
 
 #![allow(dead_code)]
 
@@ -67,7 +67,7 @@ pub(crate) fn weights((shape, layers): (ModelShape, usize), bf16: bool) -> Arc<W
     Arc::new(Weights::new(shape, embedding, layers, &values(p, hidden, 2.0, bf16), head, frequencies).unwrap())
 }
 
-/// A decoder and a cache of one text behind its first 256 tokens.
+/// Decoder and KV cache of one text after its first 256 tokens.
 pub(crate) struct Text {
     decoder: Decoder,
     kv: KvCache,
@@ -90,7 +90,7 @@ impl Text {
         text
     }
 
-    /// `rows` rows behind the first 256 tokens, and the most probable token of each.
+    /// Runs a pass over `rows` rows after the first 256 tokens, and finds the most probable token of each.
     pub(crate) fn decode(&mut self, rows: usize) {
         self.pass(CONTEXT, rows, true);
     }

@@ -19,14 +19,14 @@ const OUTPUT: usize = 960;
 /// Row, K, and whether it emits.
 type Sequence = (usize, usize, bool);
 
-/// The two calls, as functions of their own.
+/// The two calls, `plan` and `settle`, as functions of their own.
 #[derive(Clone, Copy)]
 struct Calls {
     plan: fn(&mut Scheduler, &mut [i64]) -> PlanOutcome,
     settle: fn(&mut Scheduler, u64, &[i64], &mut [i64]),
 }
 
-/// A scheduler whose rows are all busy.
+/// Scheduler whose rows are all busy.
 pub(crate) struct Engine {
     scheduler: Scheduler,
     calls: Calls,
@@ -49,7 +49,7 @@ impl Engine {
         Self::with_kv_events(batch, max_in_flight, false)
     }
 
-    /// Its KV events, if any, are taken after each settling.
+    /// Makes an engine. KV events, if any, are taken after each settling.
     pub(crate) fn with_kv_events(batch: usize, max_in_flight: usize, kv_events: bool) -> Self {
         let calls = if kv_events {
             Calls { plan: count_plan_kv_events, settle: count_settle_kv_events }
@@ -59,7 +59,7 @@ impl Engine {
         Self::warmed_up(batch, max_in_flight, kv_events, calls, 200)
     }
 
-    /// One that has run for so long that every block which a row gets is evicted from the prefix cache.
+    /// Makes an engine that has run for so long that every block which a row gets is evicted from the prefix cache.
     #[allow(dead_code)] // not in every benchmark
     pub(crate) fn evicting(batch: usize, max_in_flight: usize, kv_events: bool) -> Self {
         let calls = if kv_events {

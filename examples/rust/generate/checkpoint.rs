@@ -1,4 +1,4 @@
-//! From a folder with config.json and safetensors files to weights that are read where the files are mapped.
+//! Reads a folder with config.json and safetensors files. Weights are read from the mapped files.
 
 use std::{collections::HashMap, fs, path::Path, sync::Arc};
 
@@ -9,7 +9,7 @@ use specrs_cpu::{LayerWeights, Linear, Memory, Mlp, ModelShape, Part, QkNorm, Va
 
 use crate::{MAX_LEN, Result};
 
-/// What config.json says, and the mapped files with where each tensor lies in them.
+/// Content of config.json, and the mapped files with the place of each tensor.
 pub(crate) struct Checkpoint {
     config: Value,
     files: Vec<Arc<Mmap>>,
@@ -74,7 +74,7 @@ impl Checkpoint {
         Ok(Linear::new(&names[0], inputs, names.iter().map(part).collect::<Result<_>>()?)?)
     }
 
-    /// All weights, where the files are mapped.
+    /// Returns all weights in the mapped files.
     pub(crate) fn weights(&self) -> Result<Weights> {
         let config = &self.config;
         let (hidden, heads) = (self.size("hidden_size")?, self.size("num_attention_heads")?);

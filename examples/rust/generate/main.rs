@@ -23,11 +23,11 @@ use tokenizers::Tokenizer;
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 const BLOCK_SIZE: usize = 16;
-/// Tokens of a text, prompt and output.
+/// Maximum number of tokens of a text, prompt and output.
 const MAX_LEN: usize = 2048;
 const FLAGS: [&str; 5] = ["--draft", "-k", "--max-tokens", "--temperature", "--threads"];
 
-/// A model on these threads, with KV of its own.
+/// Returns a model that runs on these threads, with a KV cache of its own.
 fn model(weights: Weights, pool: &Arc<Pool>) -> Result<(Decoder, KvCache)> {
     let (weights, num_blocks) = (Arc::new(weights), MAX_LEN / BLOCK_SIZE);
     let &ModelShape { num_kv_heads, head_dim, .. } = weights.shape();
@@ -36,7 +36,7 @@ fn model(weights: Weights, pool: &Arc<Pool>) -> Result<(Decoder, KvCache)> {
     Ok((Decoder::new(weights, Arc::clone(pool))?, cache))
 }
 
-/// What to generate, and with what.
+/// Options of a generation.
 struct Options<'a> {
     folder: &'a Path,
     draft: Option<&'a Path>,
@@ -46,7 +46,8 @@ struct Options<'a> {
     threads: usize,
 }
 
-/// Generates behind `prompt`; text goes to `deliver` as it comes. Returns the number of tokens and the mean acceptance length.
+/// Generates a continuation of `prompt`, and calls `deliver` with new text. Returns the number of tokens and the mean
+/// acceptance length.
 fn generate(prompt: &str, options: &Options<'_>, mut deliver: impl FnMut(&str)) -> Result<(usize, f64)> {
     let tokenizer = Tokenizer::from_file(options.folder.join("tokenizer.json")).map_err(|error| error.to_string())?;
     let checkpoint = Checkpoint::open(options.folder)?;

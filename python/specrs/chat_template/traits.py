@@ -28,7 +28,7 @@ _USER: Message = {"role": "user", "content": "Hello"}
 
 
 class Traits:
-    """Properties of one template. Each is determined once, at its first use.
+    """Properties of one chat template. Each is determined once, at its first use.
 
     If the template rejects a probe, the probe counts as not shown.
     """

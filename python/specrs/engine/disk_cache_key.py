@@ -52,7 +52,8 @@ NOT_IN_KEY = frozenset(
 """Options that change no bit of KV on a CPU. All others are in the key, so an option that is forgotten here costs hits,
 not exactness."""
 NOT_IN_DRAFT_KEY = frozenset({"model", "revision", "num_speculative_tokens", "rejection_sample_method"})
-"""Options of `speculative_config` that change no bit of the draft's KV, or whose files are in the key."""
+"""Options of `speculative_config` that are left out of the key of the draft's KV: they change no bit of it, or their
+files are in the key."""
 _PATTERNS = ("*.json", "*.safetensors")
 _HASHES = "hashes.json"
 _MAX_HASHES = 1000

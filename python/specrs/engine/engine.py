@@ -516,7 +516,7 @@ class Engine:
                 if matcher.error:
                     asked = request.params.structured_outputs
                     assert asked is not None
-                    error = asked.refusal(f"after {len(tokens)} tokens: {matcher.error}; allowed is a simpler one")
+                    error = asked.refusal(f"after {len(tokens)} tokens: {matcher.error}; use a simpler one")
                     request.finish(FinishReason.ERROR, error)
                     self._end(request_id, FinishReason.ERROR, error)
                 elif not request.finished:

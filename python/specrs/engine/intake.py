@@ -1,4 +1,5 @@
-"""Turns prompts and parameters into requests for an engine. Adds none to it, and waits for no grammar.
+"""Turns prompts and parameters into requests for an engine. Does not add them to the engine, and does not wait for
+grammars.
 
 All functions may be called from any thread: their counters change atomically.
 """

@@ -13,7 +13,7 @@ _Part = TypeVar("_Part", Array, Array | PackedMatrix)
 
 @dataclass(frozen=True, slots=True)
 class _Parts(Generic[_Part]):
-    """Fused projections that share an input: matrices `[out_i, in]`, together `[out, in]`."""
+    """Fused projections that share an input: matrices `[out_i, in]`, stacked to `[out, in]`."""
 
     parts: tuple[_Part, ...]
     biases: tuple[Array, ...] | None = None

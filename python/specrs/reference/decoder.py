@@ -78,8 +78,8 @@ class Decoder:
         return (normed + looked_up.view(shape)) / math.sqrt(2)
 
     def _attention(self, x: Tensor, i: int, prefix: str, kept: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
-        """Attention of layer `i` over `x` `[N, hidden]`. `kept` has keys and values of earlier layers, and gets those
-        of this one."""
+        """Compute attention of layer `i` over `x` `[N, hidden]`. `kept` has keys and values of earlier layers, and gets
+        this layer's."""
         c, count, sizes = self.config, len(x), self.config.sizes_of(i)
         if c.fused_projections:
             rows = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]

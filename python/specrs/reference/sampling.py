@@ -18,7 +18,7 @@ from specrs.core import (
     PARAM_COLUMNS,
     PURPOSE_ACCEPT,
     PURPOSE_GUMBEL,
-    STEPS,
+    SAMPLING_STEPS,
     philox_gumbel,
     philox_uniform,
 )
@@ -44,7 +44,7 @@ class Request:
     prompt_logprobs: int
     params: dict[str, float]
     steps: frozenset[str] = frozenset()
-    """Names in `STEPS` of the sampling steps that the request needs."""
+    """Names in `SAMPLING_STEPS` of the sampling steps that the request needs."""
     allowed: list[int] | None = None
     """Allowed token ids; None allows all."""
     bias: dict[int, float] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Request:
         """Read admitted request `i` of a record."""
         width = len(PARAM_COLUMNS)
         params = floats(record["admit_params"][i * width : (i + 1) * width])
-        steps = frozenset(name for bit, name in enumerate(STEPS) if record["admit_steps"][i] >> bit & 1)
+        steps = frozenset(name for bit, name in enumerate(SAMPLING_STEPS) if record["admit_steps"][i] >> bit & 1)
         allowed, bias, bad_words = None, dict[int, float](), list[list[int]]()
         if "constraints" in steps:
             rest = iter(record["constraint"][record["admit_constraint_start"][i] :])

@@ -21,12 +21,12 @@ from specrs.structured.schemas import drop_ignored
 from specrs.tokenizer import Tokenizer
 
 WHITE_SPACE = " ?"
-"""Grammar of the white space that may stand between the parts of a demanded call: one blank or none."""
+"""Grammar of the white space between the parts of a required call: one blank or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The form that a request demands of the text of its answer."""
+    """Constraint on the text of an answer: tool calls, a response format, or both."""
 
     grammar: StructuredOutputsParams | None = None
     """Grammar that the text must follow; None: any text."""

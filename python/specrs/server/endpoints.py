@@ -238,7 +238,7 @@ def check_size(context: Context, answer: Answer, prompts: Sequence[Prompt]) -> N
 
 def _tokenizer(context: Context) -> Tokenizer:
     if context.llm.tokenizer is None:
-        raise APIError(400, "This server has no tokenizer; allowed are completions of token ids.")
+        raise APIError(400, "This server has no tokenizer; send token ids to /v1/completions.")
     return context.llm.tokenizer
 
 

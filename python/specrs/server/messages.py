@@ -1,5 +1,5 @@
-"""Splits the text of a completion into the fields of a chat message: reasoning, content and tool calls. The parsers
-themselves are in `parsers`."""
+"""Splits the text of a completion into the fields of a chat message: reasoning, content and tool calls. The parsers are
+in `parsers`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ def page() -> str:
 
 
 def policy(html: str) -> str:
-    """Return the Content-Security-Policy of `html`: only its own script and style run, and it asks only its server."""
+    """Return the Content-Security-Policy of `html`: only its own script and style run, and it sends requests only to
+    its own server."""
     sources = []
     for tag, directive in (("script", "script-src"), ("style", "style-src")):
         (inner,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)

@@ -156,5 +156,5 @@ def read_text(tokenizer: Tokenizer | None, text: str, *, special: bool, salt: st
     Raises `InvalidRequestError` without a tokenizer, and for text that is far longer than `max_tokens`.
     """
     if tokenizer is None:
-        raise invalid_request("prompt", text, "text needs a tokenizer; with skip_tokenizer_init allowed are token ids")
+        raise invalid_request("prompt", text, "text needs a tokenizer; with skip_tokenizer_init send token ids")
     return Prompt(tokenizer.encode(text, add_special_tokens=special, max_tokens=max_tokens), text, salt)

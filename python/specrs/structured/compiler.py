@@ -128,7 +128,7 @@ class Compiler:
                 raise EngineError("structured_outputs: the tokenizer is gone, and its compiler with it")
             time, memory = f"{COMPILE_TIMEOUT:g} s", f"{MEMORY_LIMIT / 2**30:g} GiB"
             why = f"takes more than {time if process.timed_out else memory} to compile"
-            raise params.refusal(f"{why}; allowed is a simpler one")
+            raise params.refusal(f"{why}; use a simpler one")
         if "error" in answer:
             raise params.refusal(f"cannot be compiled: {answer['error']}", answer.get("field"))
         start = Start(tokenizer, answer["grammar"])

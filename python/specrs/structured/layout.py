@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 CHARACTERS = frozenset(b'{}[]():,"\n\r\t ')
-"""Bytes that layout is made of."""
+"""Bytes that layout consists of."""
 CONTEXT = 2
 """Number of tokens that a guess is made from, at most."""
 
 
 class Layout:
-    """Memory of the layout of texts.
+    """Memory of the layout (white space and punctuation) that a grammar's texts have had.
 
     A schema leaves white space free, and a model writes it the same way each time: `",` and a new line, then two blanks
     and a quote. Only tokens of layout are kept, so that no other content of a text is.

@@ -116,7 +116,7 @@ class StructuredOutputsParams:
                         InvalidRequestError,
                         f"{_FIELD}.{name}",
                         getattr(self, name),
-                        f"is for json and json_object; with {kind} allowed is its default",
+                        f"is for json and json_object; with {kind} leave it at its default",
                     )
         if self.whitespace_pattern is not None:
             check_text(InvalidRequestError, f"{_FIELD}.whitespace_pattern", self.whitespace_pattern)
@@ -175,6 +175,5 @@ def _check_unicode(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as fault:
         raise InvalidRequestError(
-            f"{_FIELD}.{name}: a lone surrogate at {fault.start} is no character; allowed is any text that can be "
-            "written as UTF-8"
+            f"{_FIELD}.{name}: a lone surrogate at {fault.start} is no character; use text that can be written as UTF-8"
         ) from None

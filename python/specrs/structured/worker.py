@@ -116,7 +116,7 @@ def trial(tokenizer: LLTokenizer, specification: dict[str, Any]) -> dict[str, An
         # a text of the pattern that is no white space
         other = f"start: OTHER\nOTHER: /{_in_slashes(white_space)}/ & ~/[ \\t\\n\\r]*/"
         if _fault(tokenizer, LLMatcher.grammar_from_lark(other)) is None:
-            why = "it matches more than JSON's white space; allowed is a pattern of blanks, \\t, \\n and \\r"
+            why = "it matches more than JSON's white space; use a pattern of blanks, \\t, \\n and \\r"
             return {"error": why, "field": "whitespace_pattern"}
     for field in specification.get("checked", ()):
         of_source = _schema_fault(tokenizer, sources[field])

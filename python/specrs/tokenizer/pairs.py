@@ -32,7 +32,7 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
     if reason is not None:
         raise TokenizerMismatchError(
             f"speculative_config.model={short(draft.source)}: its tokenizer differs from that of {target.source}: "
-            f"{reason}; allowed is a draft with the target's tokenizer, or "
+            f"{reason}; use a draft model with the target's tokenizer, or set "
             "use_heterogeneous_vocab=True"
         )
 

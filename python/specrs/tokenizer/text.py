@@ -133,7 +133,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as fault:
             raise InvalidRequestError(
-                f"{field}[{fault.start}]={short(text[fault.start])}: a lone surrogate is no character; allowed is any "
+                f"{field}[{fault.start}]={short(text[fault.start])}: a lone surrogate is no character; use "
                 "text that can be written as UTF-8"
             ) from None
         if max_tokens is not None and len(text) > _LONG_TEXT:

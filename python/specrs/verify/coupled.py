@@ -1,5 +1,5 @@
-"""Verification by shared noise: draft and target draw with the same Gumbel values, a draft stands while the draws
-agree.
+"""Verification by shared noise: draft and target draw with the same Gumbel values, and a draft is accepted while the
+draws agree.
 
 Every emitted token is the target's own draw argmax(log p_i + g) at its position, with g a function of (seed,
 position): the same token that decoding without drafts writes there. So the text does not depend on K, the draft

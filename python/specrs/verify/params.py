@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specrs.core import STEPS, RequestSampling
+from specrs.core import SAMPLING_STEPS, RequestSampling
 from specrs.record_fields import ParamColumns, StepFlags
 from specrs.transfer import to_device
 
@@ -73,11 +73,11 @@ class Steps(StepFlags):
     @functools.cache
     def of(bits: int) -> Steps:
         """Return the steps of `admit_steps` bits. Bits of several requests may be combined by `|`."""
-        return Steps(**{name: bool(bits >> i & 1) for i, name in enumerate(STEPS)})
+        return Steps(**{name: bool(bits >> i & 1) for i, name in enumerate(SAMPLING_STEPS)})
 
     def __or__(self, other: Steps) -> Steps:
         """Combine two sets of steps."""
-        return Steps(**{name: getattr(self, name) or getattr(other, name) for name in STEPS})
+        return Steps(**{name: getattr(self, name) or getattr(other, name) for name in SAMPLING_STEPS})
 
     @property
     def penalties(self) -> bool:

@@ -162,8 +162,8 @@ impl Model {
         for (id, block) in self.blocks.iter().enumerate() {
             let id = id as i64;
             prop_assert_eq!(pool.ref_count(id), Some(block.holders), "holders of block {}", id);
-            prop_assert_eq!(pool.is_registered(id), block.hash.is_some(), "mark T of block {}", id);
-            prop_assert_eq!(pool.has_draft(id), block.draft, "mark D of block {}", id);
+            prop_assert_eq!(pool.is_registered(id), block.hash.is_some(), "registration of block {}", id);
+            prop_assert_eq!(pool.has_draft(id), block.draft, "valid draft KV of block {}", id);
             prop_assert_eq!(pool.claimant(id), block.claimant, "claim on block {}", id);
         }
         for hash in 0..HASHES {

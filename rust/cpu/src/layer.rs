@@ -289,11 +289,11 @@ pub struct LayerWeights {
     pub attention_output_norm: Option<Values>,
     /// Weight of the norm before the MLP, `[hidden]`; `None` if the MLP is fed the residual stream without a norm.
     pub post_attention_norm: Option<Values>,
-    /// The MLP, or experts.
+    /// MLP or experts of the layer.
     pub mlp: Mlp,
     /// Weight of the norm of the MLP output before it is added to the residual stream, `[hidden]`.
     pub mlp_output_norm: Option<Values>,
-    /// What differs from other layers.
+    /// Properties in which the layer differs from other layers.
     pub varied: VariedLayer,
 }
 
@@ -338,8 +338,8 @@ impl Layer {
         self.delta.is_none() && self.source.is_none()
     }
 
-    /// Returns the place of the layer's keys and values: the next of `with_keys`, the places of layers that have keys, or
-    /// that of its source. `None` for a layer without attention.
+    /// Returns the place of the layer's keys and values: the next of `with_keys`, the places of layers that have keys,
+    /// or that of its source. `None` for a layer without attention.
     pub(crate) fn kv_layer<'a>(
         &self,
         all: &[KvLayer],

@@ -1,4 +1,5 @@
-//! Projections: what a matrix is stored as, and how matrices that share an input lie above each other. Computes nothing.
+//! Projections: the types that a matrix is stored as, and the stacking of matrices that share an input. Computes
+//! nothing.
 
 use crate::blocks::Packed;
 use crate::error::{Error, Result, check_len};
@@ -6,7 +7,7 @@ use crate::memory::{Bf16, Memory};
 use crate::values::Values;
 use std::sync::Arc;
 
-/// What a matrix `[outputs, inputs]` is stored as.
+/// Storage of a matrix `[outputs, inputs]`.
 pub enum Weight {
     /// fp32, row by row.
     F32(Memory<f32>),
@@ -26,7 +27,7 @@ impl From<Values> for Weight {
 }
 
 impl Weight {
-    /// The name of what it is stored as.
+    /// Returns the name of the storage type.
     pub(crate) fn kind(&self) -> &'static str {
         match self {
             Self::F32(_) => "fp32",
@@ -50,7 +51,7 @@ impl Weight {
     }
 }
 
-/// Refuses scales that make no groups of a multiple of `unit` inputs.
+/// Rejects scales that make no groups of a multiple of `unit` inputs.
 pub(crate) fn check_groups(name: &str, scales: usize, outputs: usize, inputs: usize, unit: usize) -> Result<()> {
     let groups = scales / outputs.max(1);
     if groups * outputs == scales && (groups > 0 || outputs == 0) && inputs.is_multiple_of(groups.max(1) * unit) {
@@ -68,7 +69,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// The bias is copied, the weight is not.
+    /// Makes a part. The bias is copied, the weight is not.
     pub fn new(weight: impl Into<Weight>, bias: Option<&Values>, outputs: usize) -> Self {
         Self { weight: weight.into(), bias: bias.map(Values::to_f32), outputs }
     }
@@ -78,18 +79,18 @@ impl Part {
     }
 }
 
-/// A projection of `inputs` features: its parts above each other, so that q, k and v may be one tensor or three.
+/// Projection of `inputs` features, made of parts stacked by outputs, so that q, k and v may be one tensor or three.
 pub struct Linear {
     pub(crate) parts: Vec<Part>,
     pub(crate) inputs: usize,
 }
 
 impl Linear {
-    /// A projection of these parts, in this order.
+    /// Makes a projection of these parts, in this order.
     ///
     /// # Errors
-    /// Where a part does not hold `outputs * inputs` weights, or its bias's not `outputs`, or packed parts have inputs in
-    /// different orders. `name` is the error's field.
+    /// Where a part does not hold `outputs * inputs` weights, or its bias's not `outputs`, or packed parts have inputs
+    /// in different orders. `name` is the error's field.
     pub fn new(name: &str, inputs: usize, parts: Vec<Part>) -> Result<Self> {
         for (i, part) in parts.iter().enumerate() {
             part.weight.check(&format!("{name}.parts[{i}].weight"), part.outputs, inputs)?;
@@ -105,17 +106,17 @@ impl Linear {
         Ok(made)
     }
 
-    /// Order of inputs in which rows are rounded for packed parts; `None` if that is their own.
+    /// Returns the order of inputs in which rows are rounded for packed parts; `None` if it is their own order.
     pub(crate) fn order(&self) -> Option<&[u32]> {
         self.parts.iter().find_map(Part::packed).and_then(Packed::order)
     }
 
-    /// Output features of all parts.
+    /// Returns the number of output features of all parts.
     pub fn outputs(&self) -> usize {
         self.parts.iter().map(|part| part.outputs).sum()
     }
 
-    /// Whether some part is packed, so that rows are rounded for it.
+    /// Returns whether some part is packed, so that rows are rounded for it.
     pub(crate) fn has_packed(&self) -> bool {
         self.parts.iter().any(|part| part.packed().is_some())
     }

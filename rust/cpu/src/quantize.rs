@@ -1,33 +1,34 @@
-//! From weights to integers with scales: symmetric, each weight to the nearest code. Reads no file.
+//! Quantization of weights to integers with scales: symmetric, each weight to the nearest integer.
 //!
-//! A scale is the least bf16 at which the largest weight of its group has a code, so a weight is off by at most half of it.
+//! A scale is the least bf16 at which the largest weight of its group has a code, so a weight is off by at most half of
+//! it.
 
 use crate::error::{Error, Result, check_len};
 use crate::linear::check_groups;
 use crate::memory::Bf16;
 use crate::values::Values;
 
-/// A weight of this size or above has no scale at which fp32 holds its code times the scale.
+/// Absolute value from which on a weight has no scale at which fp32 holds its integer times the scale.
 const TOO_LARGE: f32 = 1.701_411_8e38; // 2^127
 
 /// 1.5 * 2^52: adding it rounds to an integer, ties to even.
 const ROUND: f64 = 6_755_399_441_055_744.0;
 
-/// Where weights come from.
+/// Weights to be quantized.
 struct Source<'a> {
     name: &'a str,
     weight: &'a Values,
     inputs: usize,
-    /// Code of the largest weight of a group.
+    /// Integer of the largest weight of a group.
     largest: f32,
 }
 
-/// Writes `weight` `[outputs, inputs]` as integers from `-largest` to `largest` times scales, with `threads` threads. An
-/// output's weights are as many groups as it has scales; groups are of equal size.
+/// Writes `weight` `[outputs, inputs]` as integers from `-largest` to `largest` times scales, with `threads` threads.
+/// An output's weights are as many groups as it has scales; groups are of equal size.
 ///
 /// # Errors
-/// Where a slice has another length, groups are not of equal size, or a weight is not finite or 2^127 and above. `name` is
-/// the error's field.
+/// Where a slice has another length, groups are not of equal size, or a weight is not finite or 2^127 and above. `name`
+/// is the error's field.
 pub fn quantize(
     name: &str,
     weight: &Values,
@@ -68,7 +69,7 @@ impl Source<'_> {
         })
     }
 
-    /// The codes of one group, and their scale. `start` is its first weight.
+    /// Writes the integers of one group and returns their scale. `start` is its first weight.
     fn group(&self, start: usize, x: &[f32], codes: &mut [i8]) -> Result<Bf16> {
         if let Some(i) = x.iter().position(|x| x.is_nan() || x.abs() >= TOO_LARGE) {
             let (row, column) = ((start + i) / self.inputs, (start + i) % self.inputs);
@@ -88,7 +89,7 @@ impl Source<'_> {
     }
 }
 
-/// The least bf16 whose `largest` multiple, which is exact, is at least `x`.
+/// Returns the smallest bf16 whose `largest` multiple, which is exact, is at least `x`.
 fn scale(x: f32, largest: f32) -> Bf16 {
     let nearest = Bf16::from_f32(x / largest);
     if nearest.to_f32() * largest < x { Bf16(nearest.0 + 1) } else { nearest }

@@ -133,7 +133,7 @@ pub(crate) struct Head {
     pub(crate) input: HeadInput,
 }
 
-/// What `fc` of a head reads, and where the embedding goes in.
+/// Input of a head's `fc`, and where the embedding enters.
 pub(crate) enum HeadInput {
     /// `fc` combines the target's states before the passes. The layer reads the normed embedding and the normed state.
     Eagle3 {

@@ -1,5 +1,6 @@
-//! Steps over models that are no decoders: their KV cache holds tokens, and the next token is a function of all that a row
-//! attends. So a wrong slot, block table, position or order shows in the text, with any drafter, and where drafters fail.
+//! Steps over models that are no decoders: their KV cache holds tokens, and the next token is a function of all that a
+//! row attends to. So a wrong slot, block table, position or order shows in the text, with any drafter, and also after
+//! a drafter's failure.
 
 use proptest::prelude::*;
 use specrs_core::Drafter;
@@ -13,7 +14,7 @@ const VOCAB: usize = 23;
 const BLOCK_SIZE: usize = 4;
 const MAX_LEN: usize = 64;
 const K: usize = 3;
-/// The draft's id of the target's token t is t + `SHIFT`, where it goes by text or has another vocabulary.
+/// Difference between the draft's and the target's id of a token, if the draft works by text or has another vocabulary.
 const SHIFT: i64 = 9;
 
 fn next_of(context: &[i64]) -> usize {
@@ -21,15 +22,15 @@ fn next_of(context: &[i64]) -> usize {
     (hash >> 7) as usize % VOCAB
 }
 
-/// Reads what it wrote itself: slot by slot a token.
+/// Model whose KV cache holds tokens, one per slot, which it reads back.
 struct Reader {
     kv: Vec<i64>,
-    /// What its ids are above the target's.
+    /// Difference between its ids and the target's.
     shift: i64,
-    /// Every such context is continued otherwise; 0: none is.
+    /// Period of contexts that it continues differently from the target; 0 for none.
     errs: usize,
     passes: usize,
-    /// Passes that fail, by their number.
+    /// Numbers of the passes that fail.
     failing: Vec<usize>,
 }
 
@@ -121,7 +122,7 @@ impl Model for Reader {
     }
 }
 
-/// Ids of one tokenizer as those of the other.
+/// Host that translates ids of one tokenizer to those of the other.
 struct Shifted;
 
 impl Host for Shifted {
@@ -157,7 +158,7 @@ struct Served {
     faults: usize,
 }
 
-/// Serves the prompts to their ends, some of them sampled; `failing` are passes of the drafter.
+/// Serves the prompts to their ends, some of them sampled. `failing` are passes of the drafter that fail.
 fn serve(kind: Kind, prompts: &[Vec<i64>], budget: usize, errs: usize, failing: &[usize]) -> Served {
     let max_num_seqs = 2;
     let num_blocks = max_num_seqs * MAX_LEN.div_ceil(BLOCK_SIZE) + 4;

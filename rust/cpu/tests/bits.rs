@@ -1,16 +1,16 @@
-//! Logits are the same bits on every instruction set, by any number of threads, and whatever else is in a pass.
+//! Logits have the same bits on every instruction set, with any number of threads, and for any other rows in a pass.
 
 mod support;
 
 use proptest::prelude::*;
 use specrs_cpu::{Isa, ModelShape, Output};
-use support::{CODED, Host, KINDS, Kind, MIXTURES, Model, Numbers};
+use support::{Host, KINDS, Kind, MIXTURES, Model, Numbers, QUANTIZED};
 
 fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
     rows.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
 }
 
-/// Each token of each sequence in a pass of its own, by the portable path on one thread.
+/// Returns logits of each token of each sequence in a pass of its own, by the portable path on one thread.
 fn alone(model: &Model, sequences: &[Vec<usize>]) -> Vec<Vec<Vec<u32>>> {
     let portable = Isa::by_name("portable").unwrap();
     let mut decoder = model.decoder(portable, 1);
@@ -23,17 +23,17 @@ fn alone(model: &Model, sequences: &[Vec<usize>]) -> Vec<Vec<Vec<u32>>> {
     sequences.iter().map(of).collect()
 }
 
-/// Who computes, and how a text is cut.
+/// Instruction set, threads, and division of texts into passes.
 struct Case {
     isa: Isa,
     threads: usize,
     block_size: usize,
-    /// Rows of a sequence in a pass.
+    /// Maximum number of rows of a sequence in a pass.
     most: usize,
     seed: u64,
 }
 
-/// All sequences in passes of random rows, order and masks; compared with `alone`.
+/// Feeds all sequences in passes of random rows, order and masks. Compares them with `alone`.
 fn check(model: &Model, sequences: &[Vec<usize>], exact: &[Vec<Vec<u32>>], case: &Case) {
     let &Case { isa, threads, block_size, most, seed } = case;
     let n = &mut Numbers(seed);
@@ -81,7 +81,7 @@ fn check(model: &Model, sequences: &[Vec<usize>], exact: &[Vec<Vec<u32>>], case:
     }
 }
 
-/// Cases of each test, at most 12. `PROPTEST_CASES` takes fewer: for emulators and sanitizers.
+/// Returns the number of cases of each test, at most 12. `PROPTEST_CASES` lowers it for emulators and sanitizers.
 fn config() -> ProptestConfig {
     let default = ProptestConfig::default();
     ProptestConfig { cases: default.cases.min(12), failure_persistence: None, ..default }
@@ -121,7 +121,8 @@ prop_compose! {
 }
 
 prop_compose! {
-    /// Lengths of sequences, positions of a block, rows of a sequence in a pass, and what texts and passes are drawn from.
+    /// Generates lengths of sequences, block size, maximum rows of a sequence in a pass, and the seeds of texts and
+    /// passes.
     fn texts()(
         lens in prop::collection::vec(1..60_usize, 1..5),
         block_size in 1..40_usize,
@@ -154,7 +155,7 @@ proptest! {
     }
 
     #[test]
-    fn so_are_those_of_experts_and_of_coded_caches(model in model([&MIXTURES[..], &CODED].concat()), texts in texts()) {
+    fn so_are_those_of_experts_and_of_quantized_caches(model in model([&MIXTURES[..], &QUANTIZED].concat()), texts in texts()) {
         check_everywhere(&model, texts);
     }
 }

@@ -1,4 +1,4 @@
-//! Layers in several KV groups: the bits of one group, whatever is in blocks that have left a window.
+//! Layers in several KV groups: the bits of one group, for any contents of blocks that have left a window.
 
 mod support;
 
@@ -7,15 +7,16 @@ use support::{GEMMA3, Host, Kind, MIXTRAL, Model, Numbers, SMALL};
 
 const BLOCK_SIZE: usize = 3;
 const MAX_BLOCKS: usize = 30;
-/// Three with windows, each in a group of its own behind that of the last, in the memory of one layer.
+/// Number of layers: three with windows, each in a group of its own after that of the last layer, in the memory of one
+/// layer.
 const LAYERS: usize = 4;
 const GROUPS: [usize; LAYERS] = [1, 2, 3, 0];
 const NUM_SEQS: usize = 2;
 
-/// Sequences whose blocks come back behind the window: their memory is NaN then, and their ids are none.
+/// Sequences whose blocks outside the window are freed: their memory becomes NaN, and their ids invalid.
 struct Grouped {
     kv: KvCache,
-    /// `[G, sequences, max_blocks]`
+    /// Block tables, `[G, sequences, max_blocks]`.
     tables: Vec<i64>,
     free: Vec<i64>,
     window: usize,
@@ -47,7 +48,7 @@ impl Grouped {
         &mut self.tables[(group * NUM_SEQS + seq) * MAX_BLOCKS + index]
     }
 
-    /// Logits of the rows (sequence, position, token), and of a masked one in front.
+    /// Returns logits of the rows (sequence, position, token), after a masked row.
     fn logits(&mut self, decoder: &mut Decoder, rows: &[(usize, usize, usize)]) -> Vec<Vec<f32>> {
         let (mut slots, mut seqs) = (vec![vec![-1]; LAYERS], vec![0]);
         for &(seq, position, _) in rows {
@@ -83,7 +84,7 @@ impl Grouped {
         logits.chunks(vocab).map(<[f32]>::to_vec).collect()
     }
 
-    /// What no row from position `n` on sees.
+    /// Frees the blocks that no row from position `n` on attends to.
     fn give_back(&mut self, seq: usize, n: usize) {
         let len = self.kv.shape().layer_len() / (self.kv.shape().num_blocks + 1);
         for group in 1..LAYERS {

@@ -1,5 +1,5 @@
-//! Layers with states: logits are the same bits on every instruction set, by any number of threads, however a text is cut
-//! into passes, and whatever was drafted and rejected before.
+//! Layers with delta nets: logits have the same bits on every instruction set, with any number of threads, for any
+//! division into passes, and after any rejected drafts.
 
 mod support;
 
@@ -23,7 +23,7 @@ const SHAPE: ModelShape = ModelShape {
     head_dim: 12,
     rms_norm_eps: 1e-6,
 };
-/// Sizes that no vector divides, one vector, and more columns than are computed together.
+/// Sizes of delta nets: not divisible into vectors, one vector, and more columns than are computed together.
 const NETS: [DeltaShape; 4] = [
     DeltaShape { key_heads: 2, value_heads: 6, key_dim: 10, value_dim: 7, kernel: 4 },
     DeltaShape { key_heads: 3, value_heads: 3, key_dim: 16, value_dim: 16, kernel: 2 },
@@ -73,7 +73,7 @@ fn layer(n: &mut Numbers, net: Option<DeltaShape>) -> LayerWeights {
     }
 }
 
-/// An MLP, or experts of which one is shared, and has more features than an MLP.
+/// Returns an MLP, or experts with a shared expert, which has more features than an MLP.
 fn mlp(n: &mut Numbers, dense: bool) -> Mlp {
     let hidden = SHAPE.hidden_size;
     if dense {
@@ -114,12 +114,12 @@ fn cache(num_seqs: usize) -> KvCache {
 /// Row of a pass: its sequence, its position (`None` masks it), its token.
 type Row = (usize, Option<usize>, usize);
 
-/// Logits of a pass's rows, as bits.
+/// Returns logits of a pass's rows, as bits.
 fn feed(decoder: &mut Decoder, kv: &mut KvCache, rows: &[Row], prompts: bool) -> specrs_cpu::Result<Vec<Vec<u32>>> {
     feed_keeping(decoder, kv, rows, prompts, &[])
 }
 
-/// Logits of a pass's rows, as bits. The pass writes snapshots on the way.
+/// Returns logits of a pass's rows, as bits. The pass writes snapshots on the way.
 fn feed_keeping(
     decoder: &mut Decoder,
     kv: &mut KvCache,
@@ -152,7 +152,7 @@ fn feed_keeping(
     Ok(logits.chunks_exact(VOCAB).map(|row| row.iter().map(|x| x.to_bits()).collect()).collect())
 }
 
-/// Logits of each token of a text in a pass of its own, by the portable path on one thread.
+/// Returns logits of each token of a text in a pass of its own, by the portable path on one thread.
 fn alone(weights: &Arc<Weights>, text: &[usize]) -> Vec<Vec<u32>> {
     let pool = Arc::new(Pool::new(1).unwrap());
     let mut decoder = Decoder::with_isa(Arc::clone(weights), pool, Isa::by_name("portable").unwrap());

@@ -1,4 +1,4 @@
-//! The ends of what passes take: the last position and slot, the shortest sums; and what they refuse.
+//! Limits of a pass: the last position and slot, the shortest sums, and what is rejected.
 
 mod support;
 
@@ -12,7 +12,7 @@ fn decoder(model: &Model, isa: Isa, threads: usize) -> Decoder {
     Decoder::with_isa(model.weights(), Arc::new(Pool::new(threads).unwrap()), isa)
 }
 
-/// The row at position 131,071, whose slot is the last of the pool, attends 131,071 random keys.
+/// Checks the row at position 131,071, whose slot is the last of the pool. It attends to 131,071 random keys.
 #[test]
 fn the_last_position_and_slot_are_the_reference() {
     const LEN: usize = 131_072;
@@ -39,8 +39,9 @@ fn the_last_position_and_slot_are_the_reference() {
     }
 }
 
-/// The error of a product is at most u (inputs / 16 + 6) times the sum of the products' sizes: each of 16 sums rounds once
-/// an input, their tree 4 times, and rounding errors of rounding errors are less than one more.
+/// Checks that the error of a product is at most u (inputs / 16 + 6) times the sum of the products' absolute values:
+/// each of 16 sums rounds once per input, their tree 4 times, and rounding errors of rounding errors add less than one
+/// more.
 #[test]
 fn products_are_exact_within_their_length() {
     let n = &mut Numbers(13);
@@ -67,9 +68,10 @@ fn products_are_exact_within_their_length() {
     }
 }
 
-/// What lies before the windows of all layers, and before where a row's KV begins, is not read: it is NaN.
+/// Checks that positions before the windows of all layers, and before the start of a row's KV, are not read: they hold
+/// NaN.
 #[test]
-fn positions_behind_a_window_are_not_read() {
+fn positions_outside_a_window_are_not_read() {
     for (window, block_size) in [(1, 4), (7, 3), (16, 16), (20, 5), (33, 16)] {
         let model = Model::random(SMALL, 2, Kind { window, ..WINDOWED }, 21);
         let tokens: Vec<usize> = (0..70).map(|p| p * 11 % SMALL.vocab_size).collect();
@@ -97,7 +99,7 @@ fn bits_of(logits: &[Vec<f32>]) -> Vec<u32> {
     logits.concat().iter().map(|x| x.to_bits()).collect()
 }
 
-/// Weights and tokens give fixed bits on every machine.
+/// Checks that fixed weights and tokens give fixed bits on every machine.
 #[test]
 fn bits_are_frozen() {
     let mut hashes = Vec::new();
@@ -119,8 +121,7 @@ fn bits_are_frozen() {
     }
 }
 
-/// The lowest id is the most probable of equal logits, wherever the others lie: in its vector, in another thread's
-/// share.
+/// Checks that ties go to the lowest id, wherever the equal logits are: in its vector, or in another thread's share.
 #[test]
 fn ties_go_to_the_lowest_id() {
     let shape = specrs_cpu::ModelShape { vocab_size: 211, ..SMALL };
@@ -142,7 +143,7 @@ fn ties_go_to_the_lowest_id() {
     }
 }
 
-/// NaN in a weight reaches the logits, and the argmax names it.
+/// Checks that NaN in a weight reaches the logits, and that argmax reports it.
 #[test]
 fn nan_is_not_lost() {
     for isa in Isa::available() {

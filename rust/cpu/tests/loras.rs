@@ -1,4 +1,4 @@
-//! Rows with adapters: those of the model plus `B A` by plain loops, the same bits whatever else is in a pass.
+//! Rows with LoRA adapters: the model plus `B A` by plain loops, with the same bits for any other rows in a pass.
 
 mod support;
 
@@ -9,13 +9,13 @@ use support::{BY_32, EXPERTS, Host, KINDS, Kind, MIXTURES, Model, Numbers, QWEN3
 
 const SHAPE: ModelShape = ModelShape { vocab_size: 97, ..SMALL };
 
-/// A model, and what it is with each of two adapters; all numbers of the model are the same.
+/// Returns a model, and the same model with each of two adapters.
 fn family(shape: ModelShape, kind: Kind, seed: u64) -> [Model; 3] {
     let model = || Model::random(shape, 2, kind, seed);
     [model(), model().adapted(seed ^ 1), model().adapted(seed ^ 2)]
 }
 
-/// By sequence the adapter for a decoder: sequence i has that of model `which[i]`, none of model 0.
+/// Returns the adapter of each sequence for a decoder: that of model `which[i]` for sequence i, none for model 0.
 fn adapters(models: &[Model; 3], decoder: &Decoder, which: &[usize]) -> Vec<Option<Arc<Lora>>> {
     let made: Vec<_> = models.iter().map(|model| model.lora(decoder.weights())).collect();
     which.iter().map(|&i| (i > 0).then(|| Arc::clone(&made[i]))).collect()
@@ -25,7 +25,8 @@ fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
     rows.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
 }
 
-/// Passes of up to `most` rows a sequence and masked rows among them; each unmasked row's sequence, position and logits.
+/// Runs passes of up to `most` rows per sequence with masked rows among them. Returns each unmasked row's sequence,
+/// position and logits.
 fn run(
     host: &mut Host,
     decoder: &mut Decoder,
@@ -92,7 +93,7 @@ fn rows_are_those_of_their_adapters_within_rounding() {
     }
 }
 
-/// `PROPTEST_CASES` takes fewer: for emulators and sanitizers.
+/// Returns the number of cases. `PROPTEST_CASES` lowers it for emulators and sanitizers.
 fn config() -> ProptestConfig {
     let default = ProptestConfig::default();
     ProptestConfig { cases: default.cases.min(16), failure_persistence: None, ..default }

@@ -1,4 +1,5 @@
-//! What a pool leaves behind: nothing; and what a forked child gets of it: an error. Alone in a process, whose threads it counts.
+//! Ends of pools: they leave no thread, and a forked child gets an error. Runs alone in a process, whose threads it
+//! counts.
 
 #![cfg(target_os = "linux")]
 
@@ -18,7 +19,7 @@ fn threads() -> usize {
     std::fs::read_dir("/proc/self/task").unwrap().count()
 }
 
-/// A child that returns whether `work` held.
+/// Runs `work` in a forked child and returns its result.
 fn in_child(work: impl FnOnce() -> bool) -> bool {
     let child = fork();
     if child == 0 {
@@ -30,7 +31,7 @@ fn in_child(work: impl FnOnce() -> bool) -> bool {
     waited == child && status == 0
 }
 
-/// One test, because a second would have threads of its own.
+/// Checks both in one test, because a second test would have threads of its own.
 #[test]
 fn pools_leave_no_thread_and_forks_get_an_error() {
     let model = Model::random(SMALL, 1, QWEN3, 5);

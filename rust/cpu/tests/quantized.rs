@@ -1,4 +1,4 @@
-//! INT8 and INT4 weights: what quantizing costs at most, and what their products are.
+//! INT8 and INT4 weights: the maximum quantization error, and their products.
 
 mod support;
 
@@ -9,7 +9,7 @@ use specrs_cpu::{
 use std::sync::Arc;
 use support::{Host, Kind, LLAMA_BIAS, LLAMA3, Model, Numbers, QWEN3, SMALL, Stored};
 
-/// No layers: what it computes is the product with its head.
+/// Returns a decoder without layers, which computes the product with its LM head.
 fn head(isa: Isa, threads: usize, inputs: usize, outputs: usize, weight: impl Into<Weight>) -> Decoder {
     let shape = ModelShape { hidden_size: inputs, vocab_size: outputs, ..SMALL };
     let zeros = |len| Values::F32(Memory::from_vec(vec![0.0; len]));
@@ -19,7 +19,7 @@ fn head(isa: Isa, threads: usize, inputs: usize, outputs: usize, weight: impl In
     Decoder::with_isa(Arc::new(weights.unwrap()), Arc::new(Pool::new(threads).unwrap()), isa)
 }
 
-/// Weights whose groups differ by powers of two, some of them nothing but zeros, bf16 or not.
+/// Returns weights whose groups differ by powers of two; some groups are all zeros. They are bf16 or fp32.
 fn draw(n: &mut Numbers, len: usize, bf16: bool) -> Vec<f32> {
     let mut size = 1.0;
     let mut number = |i: usize| {
@@ -40,7 +40,7 @@ fn values(weight: &[f32], bf16: bool) -> Values {
     }
 }
 
-/// The products of rows of `x` with integers and scales, which every instruction set gives bit by bit.
+/// Checks products of rows of `x` with integers and scales, bit by bit on every instruction set.
 fn products(
     stored: &Stored,
     x: &[f32],
@@ -61,7 +61,7 @@ fn products(
     Ok(expected.expect("portable code is always there"))
 }
 
-/// How many bits, how many inputs, and inputs of a group.
+/// Generates the number of bits, of inputs, and of inputs per group.
 fn kinds() -> impl Strategy<Value = (u32, usize, usize)> {
     let group = prop::sample::select(vec![32, 64, 96, 128]);
     (prop::sample::select(vec![4, 8]), group, 1..5_usize)
@@ -71,7 +71,7 @@ fn kinds() -> impl Strategy<Value = (u32, usize, usize)> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Every weight is off by at most half its scale, and some code of a group is as large as can be.
+    /// Checks that every weight is off by at most half its scale, and that some integer of a group is the largest one.
     #[test]
     fn weights_are_the_nearest_codes(
         (code_bits, inputs, group) in kinds(),
@@ -99,8 +99,8 @@ proptest! {
         }
     }
 
-    /// Products are off from exact ones by what rounding of rows and of sums explains, and further from those of the
-    /// weights before by at most the sum of |x| scale / 2.
+    /// Checks that products are off from exact ones by the rounding of rows and sums, and from those of the original
+    /// weights by at most the sum of |x| scale / 2 more.
     #[test]
     fn products_are_those_of_the_numbers(
         (code_bits, inputs, group) in kinds(),
@@ -141,7 +141,8 @@ proptest! {
     }
 }
 
-/// A quantized model gives the logits of the float64 reference within rounding, the same bits on every instruction set.
+/// Checks that a quantized model gives the logits of the float64 reference within rounding, with the same bits on every
+/// instruction set.
 #[test]
 fn logits_are_those_of_the_numbers() {
     let shape = ModelShape { hidden_size: 96, intermediate_size: 160, head_dim: 32, ..SMALL };
@@ -211,7 +212,7 @@ fn integers_that_cannot_be_packed_are_named() {
     }
 }
 
-/// Weights and tokens give fixed bits on every machine.
+/// Checks that fixed weights and tokens give fixed bits on every machine.
 #[test]
 fn bits_are_frozen() {
     let shape = ModelShape { hidden_size: 96, intermediate_size: 160, head_dim: 32, ..SMALL };

@@ -1,10 +1,10 @@
-//! Logits of passes against float64 by plain loops, for every family.
+//! Logits of passes against plain float64 loops, for every family.
 
 mod support;
 
 use specrs_cpu::{Decoder, Isa, ModelShape, Output, Pass, Pool};
 use std::sync::Arc;
-use support::{BY_32, CODED, Host, KINDS, Kind, MISTRAL, MIXTURES, Model, Near, Numbers, QWEN3, SMALL};
+use support::{BY_32, Host, KINDS, Kind, MISTRAL, MIXTURES, Model, Near, Numbers, QUANTIZED, QWEN3, SMALL};
 
 const SHAPE: ModelShape = ModelShape { vocab_size: 97, ..SMALL };
 
@@ -14,8 +14,8 @@ fn check(shape: ModelShape, kind: Kind) {
     assert!(worst < 1.0 && worst > 0.1, "{kind:?}: {worst} of what rounding explains");
 }
 
-/// How far logits are off, where 1 is as far as rounding of this kind explains. Two sequences in passes of uneven rows, one
-/// block table row each, blocks in no order.
+/// Returns the largest error of logits, where 1 is what rounding in a model of kind `explained` can cause. Two
+/// sequences run in passes of uneven numbers of rows, over scattered blocks.
 fn worst(model: &Model, explained: Kind) -> f64 {
     let mut decoder = model.decoder(Isa::detect(), 1);
     let (block_size, max_blocks) = (5, 8);
@@ -70,7 +70,7 @@ fn every_family_is_the_reference_within_rounding() {
     }
 }
 
-/// Which experts a row is sent to is the same: no two logits of these are as near as rounding.
+/// Checks mixtures of experts. A row is sent to the same experts, because no two router logits are within rounding.
 #[test]
 fn mixtures_are_the_reference_within_rounding() {
     for kind in MIXTURES {
@@ -79,17 +79,17 @@ fn mixtures_are_the_reference_within_rounding() {
     }
 }
 
-/// K and V of codes: which code a number is, is known but where it is nearly the middle of two.
+/// Checks quantized KV caches. The code of a number is known unless the number is close to halfway between two codes.
 #[test]
-fn caches_of_codes_are_the_reference_within_rounding() {
-    for kind in CODED {
+fn quantized_caches_are_the_reference_within_rounding() {
+    for kind in QUANTIZED {
         check(SHAPE, kind);
         let unexplained = worst(&Model::random(SHAPE, 2, kind, 7), Kind { fraction: 0, ..kind });
         assert!(unexplained > 100.0, "codes are other numbers");
     }
 }
 
-/// A row that is rounded to bf16 is off by up to 2^-8 of itself, and nothing else is off by more than without.
+/// Checks bf16 rows: a row is off by up to 2^-8 of itself, and other errors are as without rounding.
 #[test]
 fn bf16_rows_are_the_reference_within_their_rounding() {
     for kind in KINDS {
@@ -100,8 +100,8 @@ fn bf16_rows_are_the_reference_within_their_rounding() {
     }
 }
 
-/// By tiles products are as near to the reference; with rounded rows as near as those are. Sixteen sums of two inputs each and
-/// sums of the parts are off by less than one sum of all inputs, for which the bound is made.
+/// Checks products by tiles: they are as near to the reference as others, with rounded rows too. Sixteen sums of two
+/// inputs each, and sums of parts, are off by less than one sum of all inputs, for which the bound is made.
 #[test]
 fn tiles_are_the_reference_within_rounding() {
     for kind in [&KINDS[..], &MIXTURES].concat() {
@@ -114,7 +114,7 @@ fn tiles_are_the_reference_within_rounding() {
     }
 }
 
-/// Only rows of prompts are by tiles, whose sums have an order of their own.
+/// Checks that only rows of prompts use tiles, whose sums have an order of their own.
 #[test]
 fn other_rows_are_not_by_tiles() {
     let kind = Kind { bf16: true, ..QWEN3 };
@@ -162,7 +162,7 @@ fn bf16_rows_are_refused_by_name() {
     }
 }
 
-/// Sizes that leave 0 to 15 numbers behind the last whole vector of a norm, a head, the MLP and the LM head.
+/// Checks sizes that leave 0 to 15 numbers after the last whole vector of a norm, a head, the MLP and the LM head.
 #[test]
 fn vectors_of_every_length_are_the_reference() {
     for tail in 0..33 {
@@ -190,7 +190,7 @@ fn vectors_of_every_length_are_the_reference() {
     }
 }
 
-/// What a caller gets in two steps, hidden states and then their logits, is what a pass gives in one.
+/// Checks that hidden states, and then their logits, equal the logits of one pass.
 #[test]
 fn logits_and_argmax_of_hidden_states_are_the_pass_s() {
     let model = Model::random(SHAPE, 2, MISTRAL, 11);
@@ -232,7 +232,8 @@ fn logits_and_argmax_of_hidden_states_are_the_pass_s() {
     assert_eq!(message, "hidden = 119 elements is not allowed: expected a multiple of hidden_size = 40");
 }
 
-/// A closed pool's decoders say so and write nothing; one without threads of its own goes on.
+/// Checks that a closed pool's decoders return an error and write nothing, and that a pool without threads of its own
+/// still works.
 #[test]
 fn a_closed_pool_runs_no_pass() {
     let model = Model::random(SHAPE, 1, MISTRAL, 11);

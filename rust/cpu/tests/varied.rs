@@ -1,5 +1,5 @@
-//! Layers of different sizes that share keys and values and add embeddings (Gemma 4): logits are the same bits on every
-//! instruction set, by any number of threads and however a text is cut into passes. Each property of a layer changes
+//! Layers of different sizes that share keys and values and add embeddings (Gemma 4): logits have the same bits on
+//! every instruction set, with any number of threads and for any division into passes. Each property of a layer changes
 //! them.
 
 mod support;
@@ -125,7 +125,7 @@ fn cache(kinds: &[Kind]) -> KvCache {
     KvCache::of_heads(shape, heads.clone(), heads.iter().map(layer).collect()).unwrap()
 }
 
-/// Logits of a text that is fed in passes of `cuts` rows, as bits.
+/// Returns logits of a text that is fed in passes of `cuts` rows, as bits.
 fn logits(decoder: &mut Decoder, kv: &mut KvCache, text: &[usize], cuts: &[usize]) -> Vec<u32> {
     let table: Vec<i64> = (0..(LEN / BLOCK) as i64).collect();
     let (mut at, mut found) = (0, Vec::new());

@@ -140,6 +140,6 @@ const NAMES: [(&str, &[&str]); 7] = [
     ("HEADER_DOCS", layout::HEADER_DOCS),
     ("PARAM_COLUMNS", core_sampling::PARAM_COLUMNS),
     ("PARAM_COLUMN_DOCS", core_sampling::PARAM_COLUMN_DOCS),
-    ("STEPS", core_sampling::STEPS),
-    ("STEP_DOCS", core_sampling::STEP_DOCS),
+    ("SAMPLING_STEPS", core_sampling::SAMPLING_STEPS),
+    ("SAMPLING_STEP_DOCS", core_sampling::SAMPLING_STEP_DOCS),
 ];

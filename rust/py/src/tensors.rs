@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use specrs_cpu::{Bf16, E4m3, E5m2, Embedding, Memory, MemoryMut, Values, ValuesMut, Weight};
 use std::sync::Arc;
 
-/// Which of two types an array's elements are: whether they are of the first. `expected` names both.
+/// Returns whether an array's elements are of the first of two types. `expected` names both.
 fn is_first<A: Element, B: Element>(name: &str, array: &Bound<'_, PyAny>, expected: &str) -> PyResult<bool> {
     let py = array.py();
     let Ok(untyped) = array.cast::<PyUntypedArray>() else {
@@ -34,7 +34,7 @@ fn is_bf16(name: &str, array: &Bound<'_, PyAny>) -> PyResult<bool> {
     is_first::<u16, f32>(name, array, "float32, or uint16 with the bits of bfloat16")
 }
 
-/// Read-only numbers of rank `D`, and their shape.
+/// Returns read-only numbers of rank `D`, and their shape.
 pub(crate) fn values<D: Dimension>(name: &str, array: &Bound<'_, PyAny>) -> PyResult<(Values, Vec<usize>)> {
     if is_bf16(name, array)? {
         let (memory, shape) = numbers::<u16, Bf16, D>(name, array)?;
@@ -44,7 +44,7 @@ pub(crate) fn values<D: Dimension>(name: &str, array: &Bound<'_, PyAny>) -> PyRe
     Ok((Values::F32(memory), shape))
 }
 
-/// What a projection is stored as, and its outputs: an array, or a packed matrix.
+/// Returns the storage of a projection and its number of outputs: an array, or a packed matrix.
 pub(crate) fn weight(name: &str, given: &Bound<'_, PyAny>) -> PyResult<(Weight, usize)> {
     if let Ok(packed) = given.cast::<PackedMatrix>() {
         let packed = Arc::clone(&packed.get().0);
@@ -73,8 +73,8 @@ where
     let (py, owner) = (array.py(), Box::new(array.clone().unbind()));
     let view = readonly::<T, D>(name, array)?;
     let (address, len) = (view.as_slice()?.as_ptr().cast::<U>(), view.len());
-    // SAFETY: the owner keeps the array, numpy moves no array's memory, and callers promise not to write weights. U is T,
-    // or the bf16 of its bits.
+    // SAFETY: the owner keeps the array, numpy moves no array's memory, and callers promise not to write weights. U is
+    // T, or the bf16 of its bits.
     let memory = unsafe { Memory::borrow(name, address, len, owner) }.map_err(|error| cpu_to_py(py, &error))?;
     Ok((memory, view.shape().to_vec()))
 }
@@ -86,8 +86,8 @@ pub(crate) fn values_mut<D: Dimension>(name: &str, array: &Bound<'_, PyAny>) -> 
         let mut view = readwrite::<u16, D>(name, array)?;
         let (len, shape) = (view.len(), view.shape().to_vec());
         let address = view.as_slice_mut()?.as_mut_ptr().cast::<Bf16>();
-        // SAFETY: the owner keeps the array, numpy moves no array's memory; callers promise that no other thread uses it
-        // during a call.
+        // SAFETY: the owner keeps the array, numpy moves no array's memory; callers promise that no other thread uses
+        // it during a call.
         let memory = unsafe { MemoryMut::borrow(name, address, len, owner) }.map_err(|error| cpu_to_py(py, &error))?;
         return Ok((ValuesMut::Bf16(memory), shape));
     }
@@ -95,7 +95,7 @@ pub(crate) fn values_mut<D: Dimension>(name: &str, array: &Bound<'_, PyAny>) -> 
     Ok((ValuesMut::F32(memory), shape))
 }
 
-/// FP8 codes of rank `D` that passes write, of 3 bits of fraction or of 2, and their shape.
+/// Returns FP8 codes of rank `D` that passes write, with 3 or 2 fraction bits, and their shape.
 pub(crate) fn codes_mut<D: Dimension>(
     name: &str,
     array: &Bound<'_, PyAny>,

@@ -1,4 +1,4 @@
-//! Token ids to text, by a tokenizer's own decoder. Encodes nothing; knows no request.
+//! Token ids to text, by a tokenizer's own decoder.
 
 use crate::error::{Error, Result};
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};

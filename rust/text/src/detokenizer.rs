@@ -149,7 +149,7 @@ impl Detokenizer {
         self.flush(self.pending.len())
     }
 
-    /// Feeds one id.
+    /// Decodes one more token id.
     #[inline]
     fn step(&mut self, token: u32) -> Result<()> {
         if self.pending.is_empty()

@@ -23,7 +23,7 @@ VARIABLES = {
 
 
 def generate(request: dict, speculative: dict | None) -> dict:
-    """One engine: the tokens of every prompt, and what vLLM counts of drafts."""
+    """Run one engine. Return the tokens of every prompt, and vLLM's counts of drafts."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -55,7 +55,7 @@ def generate(request: dict, speculative: dict | None) -> dict:
 
 
 def main() -> None:
-    """Runs what standard input asks for; with an argument, one run of it."""
+    """Run what standard input asks for; with an argument, that run alone."""
     request = json.load(sys.stdin)
     if len(sys.argv) > 1:
         result = generate(request, request["runs"][sys.argv[1]])

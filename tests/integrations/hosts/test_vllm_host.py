@@ -1,4 +1,4 @@
-"""Drafts from the text inside a real vLLM, in an environment of its own that `make test-vllm` makes."""
+"""specrs's host drafters inside a real vLLM, in an environment of its own that `make test-vllm` makes."""
 
 import json
 import os
@@ -17,7 +17,7 @@ K, NEW = 5, 48
 
 
 def custom(proposer: str) -> dict[str, Any]:
-    """A `speculative_config` of vLLM's for one of our proposers."""
+    """Return vLLM's `speculative_config` for one of specrs's proposers."""
     path = f"specrs.integrations.vllm.{proposer}"
     return {"method": "custom_class", "model": path, "num_speculative_tokens": K}
 
@@ -33,7 +33,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What vLLM wrote, with and without drafts: more requests than rows, whose prompts repeat themselves."""
+    """What vLLM wrote, with and without drafts, for more requests than rows, with repetitive prompts."""
     assert PYTHON.exists(), f"{PYTHON}: run make test-vllm"
     rng = random.Random(0)
     prompts = []

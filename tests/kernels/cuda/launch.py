@@ -1,4 +1,4 @@
-"""A kernel launched by a test itself, not through its op. Holds no tests."""
+"""Launches a kernel directly, not through its op. Holds no tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,9 @@ import torch
 from gpu_shuttle import shuttle
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-"""Where kernels run: compiled on a GPU, else interpreted."""
+"""Device that kernels run on: compiled on a GPU, else interpreted on the CPU."""
 
 
 def directly(launch: Callable[..., object], *arguments: Any) -> None:
-    """Call `launch(*arguments)` with their tensors where kernels run; what it writes is in `arguments` afterwards.
-    Tuples among them become lists."""
+    """Call `launch(*arguments)` with its tensors on `DEVICE`, then copy back what it wrote. Tuples become lists."""
     shuttle(launch, DEVICE)(*arguments)

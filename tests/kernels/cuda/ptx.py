@@ -1,4 +1,4 @@
-"""A few instructions of PTX, executed. Holds no tests."""
+"""Executes a few PTX instructions. Holds no tests."""
 
 import operator
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def execute(assembly: str, registers: dict[str, int]) -> dict[str, int]:
-    """A few instructions of PTX on 32-bit registers, from their definitions (PTX ISA 8.5, section 9.7)."""
+    """Execute a few PTX instructions on 32-bit registers, from their definitions (PTX ISA 8.5, section 9.7)."""
 
     def value(operand: str) -> int:
         return int(operand, 0) if operand[0].isdigit() else registers[operand]

@@ -14,7 +14,7 @@ BLOCK_SIZE, MAX_LEN, MAX_K = 4, 40, 5
 
 @dataclass(frozen=True)
 class Case:
-    """Row state and a record's decoding sequences, `count` of them, in arrays of `batch` and more."""
+    """Row state and the `count` decoding sequences of a record, in arrays of `batch` elements and more."""
 
     state: RowState
     rows: list[int]
@@ -29,7 +29,7 @@ class Case:
         return len(self.rows)
 
     def section(self, values: list[int]) -> Tensor:
-        """An array of the record; what lies after the sequences is rubbish."""
+        """Return an array of the record, with random values after those of the sequences."""
         return torch.tensor(values + [77] * (self.batch + 3 - len(values)))
 
 
@@ -46,7 +46,8 @@ class Planned:
 
 
 def planned(case: Case, max_draft_lag: int | None = 2, on_host: Sequence[bool] | None = None) -> list[Planned]:
-    """The sequences of a case, by the rule of docs/start.md; with `max_draft_lag` None the drafter starts anew."""
+    """Return the sequences of a case by the rules of docs/start.md. With `max_draft_lag` None the drafter starts
+    anew."""
     made, first, state = [], 0, case.state
     for b, (row, k, capacity) in enumerate(zip(case.rows, case.planned, case.capacity, strict=True)):
         n, alive, end = int(state.num_tokens[row]), bool(state.active[row]), int(state.limit[row]) - 1
@@ -60,7 +61,7 @@ def planned(case: Case, max_draft_lag: int | None = 2, on_host: Sequence[bool] |
 
 
 def sequence_tensors(case: Case, sequences: Sequence[Planned]) -> Sequences:
-    """The sequences as kernels take them, and padding after them."""
+    """Return the sequences as tensors for kernels, with padding after them."""
     padding = [Planned(case.state.num_tokens.shape[0] - 1, 0, 0, False, 0, sum(case.planned) + case.count)]
     padded = [*sequences, *padding * (case.batch - case.count + 1)]
     columns = {name: torch.tensor([int(getattr(one, name)) for one in padded]) for name in Planned.__slots__}
@@ -70,7 +71,7 @@ def sequence_tensors(case: Case, sequences: Sequence[Planned]) -> Sequences:
 
 @st.composite
 def cases(draw: st.DrawFn, max_k: int = MAX_K) -> Case:
-    """Rows in every condition: ended, at their limit, short of capacity, with draft KV that lags."""
+    """Draw rows in every condition: ended, at their limit, short of capacity, with draft KV that lags."""
     num_rows = draw(st.integers(1, 6))
     state = RowState.allocate(num_rows, MAX_LEN, BLOCK_SIZE, torch.device("cpu"))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))

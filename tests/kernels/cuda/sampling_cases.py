@@ -11,12 +11,12 @@ from torch import Tensor
 
 POISON = -(2**40)
 CLEAR = 1e-5
-"""A gap of scores, or of an acceptance test, that no rounding closes: logits and noise below 32 in fp32, two logarithms
-of 2 ulp each (Rust's, and whatever the interpreter calls) and probabilities relative to sums of V exponentials."""
+"""Gap between two scores, or in an acceptance test, that rounding cannot close: logits and noise below 32 in fp32, two
+logarithms of 2 ulp each, and probabilities relative to sums of V exponentials."""
 
 
 def poisoned_scratch(rows: int, vocab_size: int, num_seqs: int = 1) -> SamplingScratch:
-    """Scratch that holds NaN and ids outside of every vocabulary."""
+    """Return scratch filled with NaN and with ids outside every vocabulary."""
     scratch = SamplingScratch.allocate(rows, num_seqs, vocab_size, torch.device("cpu"))
     scratch.tile_value.fill_(torch.nan)
     scratch.tile_id.fill_(-(2**30))
@@ -26,7 +26,8 @@ def poisoned_scratch(rows: int, vocab_size: int, num_seqs: int = 1) -> SamplingS
 
 
 def parameters(rows: list[dict[str, float]]) -> tuple[SamplingRows, Steps]:
-    """Rows of `SamplingRows.write` arguments, and a greedy padding row after them; the steps that they need."""
+    """Return rows of `SamplingRows.write` arguments with a greedy padding row after them, and the filter steps that
+    they need."""
     params = SamplingRows.allocate(len(rows) + 1)
     steps = Steps()
     for i, row in enumerate(rows):
@@ -42,7 +43,7 @@ def wide(logits: Tensor) -> Tensor:
 
 
 def noise_at(seeds: Tensor, positions: Tensor, purpose: int, vocab_size: int, *, gumbel: bool = True) -> Tensor:
-    """Noise of the Rust core for positions `[...]`, `[..., V]`; seeds as many."""
+    """Return the Rust core's noise for positions `[...]`, `[..., V]`. `seeds` has the shape of `positions`."""
     out = torch.empty((*positions.shape, vocab_size))
     flat = seeds.expand_as(positions).contiguous().view(-1), positions.contiguous().view(-1)
     fill_noise_reference(*flat, purpose, out.view(-1, vocab_size), gumbel)
@@ -50,14 +51,14 @@ def noise_at(seeds: Tensor, positions: Tensor, purpose: int, vocab_size: int, *,
 
 
 def gaps(scores: Tensor) -> Tensor:
-    """How far the largest score of each row `[N, V]` is above the second, `[N]` float64; V >= 2."""
+    """Return the difference between the two largest scores of each row `[N, V]`, `[N]` float64; V >= 2."""
     top = scores.double().topk(2, dim=1).values
     return top[:, 0] - top[:, 1]
 
 
 def ragged_sequences(num_drafts: list[int], spare: int) -> tuple[Tensor, Tensor, int]:
-    """`(q_start [B + 1], num_drafts [B], K)` of ragged sequences; each owns `spare` rows more than it needs, as after
-    the device's guards."""
+    """Return `(q_start [B + 1], num_drafts [B], K)` of ragged sequences. Each has `spare` rows more than it needs, as
+    after the device's guards."""
     drafted = torch.tensor(num_drafts)
     q_start = torch.zeros(len(num_drafts) + 1, dtype=torch.int64)
     torch.cumsum(drafted + 1 + spare, 0, out=q_start[1:])

@@ -1,4 +1,4 @@
-"""Acceptance by equality, and at given rates."""
+"""Acceptance by equality, and acceptance at given rates."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.backends.cuda.sampling.asked import AskedPlan, RowMasks, RowSampling, pack_ids
-from specrs.core import MAX_STOP_IDS, STEPS, RequestSampling
+from specrs.core import MAX_STOP_IDS, SAMPLING_STEPS, RequestSampling
 from specrs.kernels.cuda.adjust_logits import AskedRows, History, adjust, adjust_reference
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.verify.params import SamplingRows
@@ -26,7 +26,7 @@ LENGTH, MAX_K = 30, 3
 
 @dataclasses.dataclass
 class Case:
-    """Sequences of an iteration, what they ask, and their logits."""
+    """Sequences of an iteration, their constraints, and their logits."""
 
     vocab: int
     planned: list[int]
@@ -42,12 +42,13 @@ class Case:
 
 
 def bits(**steps: bool) -> int:
-    return sum(1 << i for i, name in enumerate(STEPS) if steps.get(name))
+    return sum(1 << i for i, name in enumerate(SAMPLING_STEPS) if steps.get(name))
 
 
 @st.composite
 def cases(draw: st.DrawFn, vocab: int | None = None, least: int = 1) -> Case:
-    """Sequences of every kind, most of which ask for something; few tokens, so that lists and history meet."""
+    """Draw sequences of every kind, most of which have constraints. Few tokens occur, so that lists and history
+    overlap."""
     v = draw(st.sampled_from([5, 64, 70, 1030])) if vocab is None else vocab
     count = draw(st.integers(least, 4))
     planned = sorted(draw(st.lists(st.integers(0, MAX_K), min_size=count, max_size=count)), reverse=True)
@@ -121,7 +122,7 @@ def cases(draw: st.DrawFn, vocab: int | None = None, least: int = 1) -> Case:
 
 
 def poisoned(case: Case, counted: int = 32) -> SamplingScratch:
-    """Scratch that holds rubbish, with counts for `counted` sequences."""
+    """Return scratch with random content, and counts for `counted` sequences."""
     scratch = SamplingScratch.allocate(len(case.logits), len(case.planned), case.vocab, CPU)
     scratch.tile_value.fill_(torch.nan)
     scratch.counts.fill_(-77)
@@ -129,7 +130,7 @@ def poisoned(case: Case, counted: int = 32) -> SamplingScratch:
 
 
 def run(case: Case, rows: AskedRows, positions: Tensor, counted: int = 32) -> tuple[Tensor, Tensor]:
-    """Logits and raw tops by the kernels."""
+    """Return adjusted logits, and the largest logits before, by the kernels."""
     plan = case.plan
     assert plan is not None
     logits, top = wide(case.logits), torch.full((len(rows.row),), -5.0)
@@ -148,7 +149,8 @@ def expected(case: Case, rows: AskedRows, positions: Tensor) -> tuple[Tensor, Te
 
 
 def same(mine: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
-    """Equal bits of rows, and equal raw tops. In a row that was faulty before, only its top matters."""
+    """Check equal bits of rows, and equal largest logits. In a row that was faulty before, only its largest logit
+    matters."""
     faulty = theirs[0].isnan().any(dim=1) | (theirs[0] == torch.inf).any(dim=1)
     return mine[0][~faulty].equal(theirs[0][~faulty]) and mine[1].nan_to_num(9e9).equal(theirs[1].nan_to_num(9e9))
 
@@ -181,7 +183,7 @@ def test_a_draft_pass_has_one_row_of_each_of_the_first_sequences(case: Case, dat
 
 
 def grammar_case(seed: int = 0) -> Case:
-    """Three sequences, of which the last two have a grammar that allows one token, another in each row."""
+    """Return three sequences, of which the last two have a grammar that allows one token per row."""
     generator = torch.Generator().manual_seed(seed)
     planned, vocab = [2, 1, 1], 70
     requests = [RowSampling(i, 0, bits(extras=i > 0), -2, -2) for i in range(3)]
@@ -220,7 +222,7 @@ def test_a_mask_of_the_wrong_row_is_seen() -> None:
 
 
 def test_ids_that_a_draft_lacks_stay_out() -> None:
-    """Their logits are -inf, and no mask, bias or penalty makes them anything else."""
+    """Check that ids which a draft lacks keep logits of -inf: no mask, bias or penalty changes them."""
     case = grammar_case()
     case.logits[:, 50:] = -torch.inf
     asks = RequestSampling(repetition_penalty=1.7, frequency_penalty=-2.0, presence_penalty=-2.0)
@@ -238,7 +240,7 @@ def test_ids_that_a_draft_lacks_stay_out() -> None:
 
 @pytest.mark.parametrize("field", ["tokens", "prompt_len", "min_len", "stop_ids", "values"])
 def test_what_history_says_matters(field: str) -> None:
-    """Each input of the kernels, changed in the one row that asks, changes the result."""
+    """Check that each input of the kernels matters: changed in the one row that uses it, it changes the result."""
     generator = torch.Generator().manual_seed(2)
     request = RequestSampling(repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.25)
     params = SamplingRows.allocate(3)

@@ -1,5 +1,5 @@
-"""Kernels whose programs hand results to each other, under an order and a memory that are against them (`adversary`):
-the bits of the plain interpreter; and each fault that this is for, planted in a copy of the kernel."""
+"""Kernels whose programs hand results to each other, under the worst order and memory that `adversary` finds: they have
+the bits of the plain interpreter. Planted faults are found."""
 
 import os
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Run = Callable[[ModuleType], tuple[Tensor, Tensor]]
 
 
 def multiply(module: ModuleType, *, gated: bool = False) -> tuple[Tensor, Tensor]:
-    """A product whose tiles are each shared by two or three programs, twice over the same scratch; and its counters."""
+    """Run a product twice with the same scratch; two or three programs share each tile. Return outputs and counters."""
     generator = torch.Generator().manual_seed(1)
     rows, n, k, config = 3, 40, 160, LinearConfig(16, 32, 5, 4, 1)
     x = torch.randn(rows, k, generator=generator)
@@ -40,7 +40,7 @@ def multiply(module: ModuleType, *, gated: bool = False) -> tuple[Tensor, Tensor
 
 
 def multiply_heads(module: ModuleType) -> tuple[Tensor, Tensor]:
-    """Heads whose products are each shared by two programs, twice over the same scratch and cache."""
+    """Run the product of attention heads twice with the same scratch and cache; two programs share each head."""
     generator = torch.Generator().manual_seed(3)
     rows, (heads, kv_heads, dim), k, config = 3, (2, 1, 16), 96, LinearConfig(8, 32, 7, 4, 1)
     x = torch.randn(rows, k, generator=generator)
@@ -59,7 +59,8 @@ def multiply_heads(module: ModuleType) -> tuple[Tensor, Tensor]:
 
 
 def attend(module: ModuleType, splits: int = 3, blocks_per_split: int = 1, heads: int = 4) -> tuple[Tensor, Tensor]:
-    """Two requests of one row, their contexts in several splits each, combined by the last program, twice."""
+    """Run attention of two requests of one row twice; each context has several splits, which the last program
+    combines."""
     generator = torch.Generator().manual_seed(2)
     config = AttentionConfig(1, 16, 16, splits, 4, 1, blocks_per_split)
     cache = torch.randn(12, 2, 2, 16, 16, generator=generator)
@@ -89,7 +90,7 @@ RUNS: dict[str, tuple[ModuleType, Run]] = {
 
 
 def survives(module: ModuleType, run: Run, expected: Tensor) -> bool:
-    """Whether every order gives the same bits and leaves counters at zero."""
+    """Return whether every order of programs gives the same bits and leaves counters at zero."""
     for seed in SEEDS:
         with adversary(seed):
             out, counters = run(module)
@@ -107,7 +108,7 @@ def test_any_order_and_late_stores(name: str) -> None:
 
 
 def planted(module: ModuleType, folder: Path, changes: list[tuple[str, str]]) -> ModuleType:
-    """A copy of a kernel's module with its text changed, its ops under names of their own."""
+    """Return a copy of a kernel's module with its text changed and its ops renamed."""
     assert module.__file__ is not None
     text = Path(module.__file__).read_text()
     for old, new in changes:
@@ -162,7 +163,8 @@ def test_planted(fault: str, tmp_path: Path) -> None:
 
 
 def test_the_plain_interpreter_sees_none_of_most(tmp_path: Path) -> None:
-    """What this adds: one program after the other, `.cg` and barriers make no difference."""
+    """Check that the plain interpreter notices few of the faults: it runs one program after the other, so `.cg` and
+    barriers make no difference."""
     changes: list[tuple[str, str]] = [change for fault in ("a load without .cg", "no barrier ahead of the count")
                                       for change in FAULTS[fault][1]]  # fmt: skip
     out: Any = multiply(planted(skinny_linear, tmp_path, changes))[0]

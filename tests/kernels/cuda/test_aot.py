@@ -1,4 +1,4 @@
-"""The ahead-of-time check: what it compares, and that it compiles. All variants are `make aot`'s."""
+"""The ahead-of-time check of kernels: what it compares, and that it compiles. `make aot` covers all variants."""
 
 import os
 import subprocess
@@ -89,7 +89,7 @@ def test_variants_of_every_module_are_complete(aot: ModuleType) -> None:
 
 @pytest.mark.skipif(not BASELINE.exists(), reason=f"no baseline for Triton {triton.__version__}")
 def test_one_kernel_against_the_baseline() -> None:
-    """In a process of its own: this one interprets kernels."""
+    """Check one kernel against the baseline, in a process of its own, because this process interprets kernels."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, SCRIPT, "--only", "skinny_linear_normed_bf16_rows6_large", "--jobs", "1"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

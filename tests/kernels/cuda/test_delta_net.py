@@ -1,6 +1,6 @@
 """Kernels of gated delta nets, interpreted: against float64, and to the bit against rows that are fed one by one.
 
-Whatever memory no row has written yet is NaN.
+Memory that no row has written yet holds NaN.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from torch import Tensor
 from .tolerance import assert_near
 
 ROWS, EPS = 3, 1e-6
-"""Rows of states, and eps of norms."""
+"""Number of rows of states, and eps of the norms."""
 Net = tuple[DeltaNet, DeltaWeights[Tensor]]
 
 
 @st.composite
 def nets(draw: st.DrawFn) -> DeltaNet:
-    """Sizes of a delta net: head counts, head sizes, positions of the convolution, orders of outputs."""
+    """Draw sizes of a delta net: numbers and sizes of heads, width of the convolution, orders of outputs."""
     key_heads = draw(st.integers(1, 3))
     return DeltaNet(
         key_heads=key_heads,
@@ -66,26 +66,26 @@ def weights_of(net: DeltaNet, seed: int = 0) -> DeltaWeights[Tensor]:
 
 
 def text(net: DeltaNet, row: int, length: int = 40) -> Tensor:
-    """Outputs of the input projection for the tokens of a request `[length, outputs]`."""
+    """Return random outputs of the input projection for a request, `[length, outputs]`."""
     return torch.randn((length, net.outputs), generator=torch.Generator().manual_seed(100 + row))
 
 
 @dataclass
 class Fed:
-    """Rows of a request in one pass."""
+    """The rows of one request in a pass."""
 
     row: int
     x: Tensor
-    """[n, outputs]"""
+    """[n, outputs], outputs of the input projection."""
     first: int
-    """Position of the first row."""
+    """Position of the first of the rows."""
     masked: int = 0
-    """Masked rows after them."""
+    """Number of masked rows after the request's rows."""
 
 
 @dataclass
 class Driver:
-    """Passes by the kernels, and the same by torch in float64 and float32."""
+    """Runs passes by the kernels, and the same by torch in float64 and float32."""
 
     net: DeltaNet
     drafts: int
@@ -109,7 +109,7 @@ class Driver:
             memory.fill_(torch.nan)
 
     def plan(self, snapshots: list[tuple[int, int, int]]) -> None:
-        """Let the next passes write snapshots: row, length and slot of each."""
+        """Make the next passes write snapshots. `snapshots`: row, length and slot of each."""
         self.states.num_planned.fill_(len(snapshots))
         for i, snapshot in enumerate(snapshots):
             self.states.planned[:, i] = torch.tensor(snapshot)
@@ -120,8 +120,8 @@ class Driver:
         return SimpleNamespace(delta=self.net, rms_norm_eps=EPS)
 
     def feed(self, decoding: list[Fed], chunks: list[Fed], w: DeltaWeights[Tensor], *, prompts: bool = False) -> Tensor:
-        """Outputs `[N, value_heads * value_dim]` of a pass: of `decoding`, which are drafts after a first row unless
-        `prompts`, and of prompt chunks after them."""
+        """Return the outputs `[N, value_heads * value_dim]` of a pass over `decoding` and prompt `chunks`. Rows of
+        `decoding` after the first are drafts unless `prompts`."""
         for scratch in (self.states.mixed, self.states.gates, self.states.replayed):
             scratch.fill_(torch.nan)
         self.states.runs.fill_(-1)
@@ -150,7 +150,7 @@ class Driver:
     def reference(
         self, decoding: list[Fed], chunks: list[Fed], w: DeltaWeights[Tensor], dtype: torch.dtype, *, prompts: bool
     ) -> Tensor:
-        """Outputs of `feed` as torch computes them in `dtype`, which masked rows lack."""
+        """Return the outputs of `feed` as torch computes them in `dtype`, without masked rows."""
         made = DeltaWeights(*(getattr(w, name).to(dtype) for name in ("conv", "a_log", "dt_bias", "norm")))
         states, outputs = self.exact if dtype == torch.float64 else self.own, []
         for fed, committed in ((chunks, True), (decoding, prompts)):
@@ -167,8 +167,8 @@ class Driver:
 @sweep(12)
 @given(nets(), st.integers(0, 4), st.sampled_from([torch.float32, torch.float16]), st.data())
 def test_passes_are_near_float64(net: DeltaNet, drafts: int, dtype: torch.dtype, data: st.DataObject) -> None:
-    """Prompts in chunks, alone and next to verification, drafts of which some are accepted, masked rows, and requests
-    that begin anew in a row of states."""
+    """Check passes against float64: prompts in chunks, alone and next to verification, partly accepted drafts, masked
+    rows, and new requests in used rows."""
     driver, w = Driver(net, drafts, dtype), weights_of(net)
     at = dict.fromkeys(range(ROWS), 0)
     for turn in range(data.draw(st.integers(1, 4))):
@@ -203,8 +203,8 @@ def test_passes_are_near_float64(net: DeltaNet, drafts: int, dtype: torch.dtype,
 @sweep(12)
 @given(nets(), st.integers(1, 4), st.integers(1, 9), st.data())
 def test_bits_are_those_of_rows_one_by_one(net: DeltaNet, drafts: int, prompt: int, data: st.DataObject) -> None:
-    """Outputs and states, whatever was accepted, however prompts are cut into chunks and pieces, with and without other
-    requests. Rows one by one have no memory for drafts."""
+    """Check that outputs and states have the bits of rows fed one by one, for any acceptance, chunks and batch. Rows
+    fed one by one have no memory for drafts."""
     w, own = weights_of(net), text(net, 1)
     alone = Driver(net, 0)
     with pytest.MonkeyPatch.context() as patch:
@@ -244,8 +244,8 @@ def test_bits_are_those_of_rows_one_by_one(net: DeltaNet, drafts: int, prompt: i
 @sweep(12)
 @given(nets(), st.integers(1, 4), st.integers(1, 9), st.data())
 def test_snapshots_are_states_of_committed_rows(net: DeltaNet, drafts: int, prompt: int, data: st.DataObject) -> None:
-    """Written by a prompt, by a verification or by a replay, once the base passes their lengths, and not before. A row
-    that begins with one goes on with the same bits."""
+    """Check that snapshots are states of committed rows: written once the base state passes their length, and not
+    before. A row that begins with one has the same bits."""
     w, own = weights_of(net), text(net, 1)
     alone, lengths = Driver(net, 0), data.draw(st.lists(st.integers(1, 16), min_size=1, max_size=3, unique=True))
     with pytest.MonkeyPatch.context() as patch:
@@ -281,7 +281,8 @@ def test_snapshots_are_states_of_committed_rows(net: DeltaNet, drafts: int, prom
 
 
 def test_a_position_that_no_state_reaches_spoils_its_request_alone() -> None:
-    """Its outputs are NaN, so that the request ends. The others keep their bits."""
+    """Check that an invalid position makes the outputs of its request NaN, so that it ends, and leaves the bits of
+    others."""
     w, own = weights_of(PLAIN), text(PLAIN, 0)
 
     def run(position: int) -> Tensor:
@@ -299,7 +300,7 @@ def test_a_position_that_no_state_reaches_spoils_its_request_alone() -> None:
 
 
 def test_gates_of_extreme_numbers() -> None:
-    """beta and decay are those of float64, rounded once."""
+    """Check that beta and decay of extreme inputs are those of float64, rounded once."""
     net = replace(PLAIN, key_heads=1, value_heads=1)
     driver, w = Driver(net, 0), weights_of(net)
     numbers = torch.tensor([0.0, 1e-7, -3.0, 20.0, -20.0, 88.0, -88.0, 1e4, -1e4, 1e30, -1e30])
@@ -322,7 +323,7 @@ def test_gates_of_extreme_numbers() -> None:
 @sweep(40)
 @given(st.data())
 def test_runs(data: st.DataObject) -> None:
-    """Against the reference, and rows of states of requests without rows stay as they were."""
+    """Check the list of runs of rows against the reference. States of requests without rows stay as they were."""
     count, first, prompts = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 3)), data.draw(st.booleans())
     rows = torch.tensor(data.draw(st.permutations(range(6)))[:count])
     lengths, drafts = torch.randint(0, 9, (6,)), torch.randint(0, 4, (6,))

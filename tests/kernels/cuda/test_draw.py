@@ -69,7 +69,8 @@ def test_faulty_rows_draw_some_token_and_harm_nobody() -> None:
 
 
 def test_a_row_of_the_core_draws_the_same() -> None:
-    """Noise of the Rust core: what the CPU loop draws. The gaps of these draws are far wider than 2 ulp."""
+    """Check that a row with the Rust core's noise draws what the CPU runner draws. The gaps of these draws are far
+    wider than 2 ulp."""
     params, _ = parameters([{}])
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(30, 64, generator=generator)

@@ -1,4 +1,5 @@
-"""Experts of rows, interpreted: their choice, the order of pairs, and what experts made added by share."""
+"""Kernels for experts, interpreted: the choice per row, the order of pairs, and the weighted sum of experts'
+outputs."""
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from .tolerance import assert_near
 
 
 def choices(rows: int, experts: int, each: int, seed: int) -> Tensor:
-    """`[N, k]` int32, different ones in a row; some rows are sent to none."""
+    """Return choices of experts, `[N, k]` int32, distinct in a row; some rows have none."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.stack([torch.randperm(experts, generator=generator)[:each] for _ in range(rows)]).int()
     ids[torch.rand(rows, generator=generator) < 0.2] = -1
@@ -48,7 +49,8 @@ def test_route(rows: int, experts: int, each: int, normalize: bool, tied: bool) 
 
 
 def test_a_row_with_nan_is_sent_to_different_experts() -> None:
-    """And to those that there are, so that nothing is read past them and no expert has more pairs than rows."""
+    """Check that a row with NaN is sent to distinct, existing experts, so that nothing is read past them and no expert
+    has more pairs than rows."""
     logits = torch.randn(3, 6)
     logits[1, 2:] = torch.nan
     logits[2] = torch.nan
@@ -75,7 +77,7 @@ def test_sort_pairs(rows: int, experts: int, each: int, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_add_pairs(dtype: torch.dtype) -> None:
-    """What pairs of no expert hold is NaN, and not read."""
+    """Check the weighted sum. Pairs without an expert hold NaN, which must not be read."""
     ids = choices(9, 6, 3, 1)
     x = torch.randn(27, 1100, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[ids.flatten() < 0] = torch.nan

@@ -1,4 +1,4 @@
-"""Rows rounded to FP8: by the definition, by the reference and by the kernel, interpreted."""
+"""Rows rounded to FP8: by the definition, by the reference and by the interpreted kernel."""
 
 import math
 from bisect import bisect_left
@@ -16,8 +16,8 @@ NUMBERS: list[float] = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4
 
 
 def rows_of(groups: int, group: int) -> Tensor:
-    """Groups of all sizes: random, of codes' middles, zeros, those whose largest is a code's limit or above it, those
-    with numbers that are none."""
+    """Return groups of all kinds: random, halfway between codes, zeros, with a largest number at or above a code's
+    limit, with NaN or infinity."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, groups, group, generator=generator)
     x *= 2.0 ** torch.randint(-20, 20, (12, groups, 1), generator=generator)
@@ -32,7 +32,7 @@ def rows_of(groups: int, group: int) -> Tensor:
 
 
 def defined(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Numbers and scales of bf16 or fp32 rows by the definition, number by number, in float64."""
+    """Return codes' numbers and scales of bf16 or fp32 rows by the definition, element by element, in float64."""
     groups = -(-x.shape[1] // group)
     made, scales = torch.empty(x.shape, dtype=torch.float64), torch.empty(len(x), groups, dtype=torch.float64)
     for row, values in enumerate(x.double().tolist()):
@@ -51,7 +51,7 @@ def defined(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def nearest(size: float) -> float:
-    """The number of `NUMBERS` nearest to `size`; of two, the one with the even code."""
+    """Return the element of `NUMBERS` nearest to `size`; of two, the one with the even code."""
     above = min(bisect_left(NUMBERS, size), len(NUMBERS) - 1)
     near = [(abs(NUMBERS[code] - size), code % 2, code) for code in (above - 1, above) if code >= 0]
     return NUMBERS[min(near)[2]]

@@ -1,5 +1,5 @@
-"""Slots and block tables in the KV groups after the first: the kernel against the CPU loop's, integer for integer,
-into poisoned buffers."""
+"""Slots and block tables in the KV groups after the first: the kernel against the CPU's, integer for integer, into
+poisoned buffers."""
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ from kernels.cuda.test_prepare import POISON, sequences_of
 
 
 def run(case: Case, out: dict[str, torch.Tensor], further: int) -> tuple[GroupRows, torch.Tensor]:
-    """The kernel over random tables of `further` groups after `prepare_iteration`'s `out`; those tables."""
+    """Run the kernel over random tables of `further` groups after `prepare_iteration` wrote `out`. Return the
+    tables."""
     rows, blocks = case.state.block_table.shape
     tables = torch.randperm(2000)[: further * rows * blocks].view(further, rows, blocks)
     verify = VerifyRows(**{name: out[f"verify_{name}"] for name in ("ids", "positions", "slots", "draws", "rows")})
@@ -32,7 +33,7 @@ def run(case: Case, out: dict[str, torch.Tensor], further: int) -> tuple[GroupRo
 @sweep(60)
 @given(cases(), st.integers(1, 3), st.sampled_from([2, 64]))
 def test_prepare_groups(case: Case, further: int, step: int) -> None:
-    """With steps of two rows and blocks a program has several."""
+    """Check the kernel if a program has several steps, of two rows and blocks each."""
     out, planned = test_prepare.run(case), test_prepare.sequences(case)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_BLOCK_ROWS", "_BLOCK_TABLE"):
@@ -57,6 +58,6 @@ def test_prepare_groups(case: Case, further: int, step: int) -> None:
 
 
 def test_one_group_launches_nothing() -> None:
-    """The buffers of an engine of one group are empty, and stay so."""
+    """Check that one group launches nothing: its buffers are empty."""
     tables, slots = torch.empty(0, 4, 3, dtype=torch.int64), torch.empty(0, 5, dtype=torch.int64)
     prepare_groups(tables, None, None, GroupRows(tables, slots), BLOCK_SIZE)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Products of experts' weights with their rows, interpreted: any choice, experts of no rows, of one tile, of more."""
+"""Products of experts' weights with their rows, interpreted: any choice; experts with no rows, one tile, and more."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ CONFIG = LinearConfig(16, 32, 1, 4, 1).as_list()
 
 
 def operands(ids: Tensor, n: int, k: int, each: int, *, gated: bool, dtype: torch.dtype = torch.float32) -> Any:
-    """x, of which columns after K belong to somebody else, weight of 4 experts, sorted pairs, output of NaN."""
+    """Return x (columns after K belong to another tensor), weights of 4 experts, sorted pairs, and an output of NaN."""
     generator = torch.Generator().manual_seed(n * k)
     x = torch.randn(ids.numel() // each, k + 5, generator=generator)[:, :k].to(dtype)
     weight = torch.randn(4, n * (1 + gated), k, generator=generator).to(dtype)
@@ -41,7 +41,8 @@ def operands(ids: Tensor, n: int, k: int, each: int, *, gated: bool, dtype: torc
 def test_any_choice(
     rows: int, each: int, n: int, k: int, dtype: torch.dtype, of_pairs: bool, gated: bool, activation: str, biased: bool
 ) -> None:
-    """A row of x for each row or, as of the product after, for each pair."""
+    """Check products for any choice of experts. x has a row for each row or, as in the second product, for each
+    pair."""
     ids = choices(rows, 4, each, n)
     flags = [1 if of_pairs else each, int(gated), int(activation == "gelu"), rows]
     x, weight, pairs, out = operands(ids, n, k, flags[0], gated=gated, dtype=dtype)
@@ -61,7 +62,7 @@ def test_any_choice(
 
 
 def test_an_expert_of_several_tiles() -> None:
-    """All 150 rows want expert 2; tiles are of 64."""
+    """Check an expert with several tiles: all 150 rows are sent to expert 2, and tiles have 64 rows."""
     ids = torch.full((150, 1), 2, dtype=torch.int32)
     ids[7] = 0
     x, weight, pairs, out = operands(ids, 18, 20, 1, gated=False)
@@ -71,7 +72,7 @@ def test_an_expert_of_several_tiles() -> None:
 
 
 def test_rows_do_not_touch_each_other() -> None:
-    """Bit for bit, whatever the rows are that share an expert's tile, and whatever else they hold."""
+    """Check bit for bit that a row does not depend on other rows in its expert's tile."""
     ids = choices(6, 4, 2, 3)
     ids[:] = torch.tensor([1, 3])
     x, weight, pairs, out = operands(ids, 20, 40, 2, gated=True)

@@ -1,4 +1,4 @@
-"""Heads of q, k and v as their product leaves them, interpreted: every split of the work, norms, rotation, KV."""
+"""The product that makes q, k and v heads, interpreted: every split of the work, norms, rotation, KV."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ def operands(
     turned: bool = True,
     bias: bool = False,
 ) -> tuple[Tensor, Product]:
-    """Rows in slots of two blocks in turn, every third in none."""
+    """Return operands. Rows get slots of two blocks in turn; every third has none."""
     generator = torch.Generator().manual_seed(rows * k + heads)
 
     def random(*shape: int) -> Tensor:
@@ -57,7 +57,7 @@ def operands(
 
 
 def run(x: Tensor, product: Product, programs: int, block_k: int = 16) -> tuple[Tensor, Tensor]:
-    """`(out, cache)`; scratch is NaN before, counters are checked to be zero after."""
+    """Return `(out, cache)`. Checks that counters are zero afterwards; scratch begins as NaN."""
     heads = product.heads
     assert heads is not None
     config = LinearConfig(heads.cache.shape[4] // 2, block_k, programs, 4, 1)
@@ -73,7 +73,7 @@ def run(x: Tensor, product: Product, programs: int, block_k: int = 16) -> tuple[
 
 
 def own(x: Tensor, product: Product) -> Tensor:
-    """Heads `[M, heads, D]` as torch makes them in x's dtype."""
+    """Return heads `[M, heads, D]` as torch computes them in x's dtype."""
     y, heads = torch.nn.functional.linear(x, product.weight), product.heads
     assert heads is not None
     if product.squares is not None:
@@ -127,13 +127,13 @@ def test_heads_are_what_norm_and_rotation_make_of_the_product(
 
 
 @pytest.mark.parametrize("codes", FRACTIONS)
-def test_keys_and_values_as_codes(codes: torch.dtype) -> None:
-    """A quantized cache gets the codes of the numbers, divided by their scales, that a cache of fp32 gets."""
+def test_quantized_keys_and_values(codes: torch.dtype) -> None:
+    """Check that a quantized cache gets the codes of what an fp32 cache gets, divided by the scales."""
     x, product = operands(4, 2, 3, 16, 32)
     of_heads: Any = product.heads
     numbers = run(x, product, 4)[1]
-    coded = replace(product, heads=replace(of_heads, cache=of_heads.cache.to(codes)))
-    q, found = run(x, coded, 4)
+    quantized = replace(product, heads=replace(of_heads, cache=of_heads.cache.to(codes)))
+    q, found = run(x, quantized, 4)
     expected = torch.stack([encode(numbers[:, at], of_heads.kv_scales[at], codes) for at in range(2)], dim=1)
     assert numbers.isfinite().any()
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))

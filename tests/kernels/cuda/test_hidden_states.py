@@ -1,4 +1,5 @@
-"""Hidden states kept by row and gathered, and reduced logits spread: against their references, into poisoned memory."""
+"""Hidden states kept by row and gathered, and draft logits spread to the target's ids: against references, into
+poisoned memory."""
 
 import torch
 from hypothesis import given
@@ -23,7 +24,7 @@ LAYERS, HIDDEN = 2, 3
 
 
 def kept_rows(data: st.DataObject, case: Case) -> HiddenRows:
-    """Rows with states of some positions before their last."""
+    """Draw rows with hidden states of some positions before their last one."""
     rows, width = case.state.num_tokens.shape[0], MAX_K + data.draw(st.integers(1, 4))
     hidden = HiddenRows.allocate(rows - 1, width, LAYERS, HIDDEN, torch.float32, torch.device("cpu"))
     hidden.states.copy_(torch.randn(hidden.states.shape))
@@ -53,7 +54,7 @@ def test_gather(data: st.DataObject) -> None:
 @sweep(80)
 @given(st.data())
 def test_keep(data: st.DataObject) -> None:
-    """After `update_rows`, which says what is kept; also of prompts that end."""
+    """Check what `update_rows` keeps after an iteration, also for prompts that end."""
     case = data.draw(cases())
     is_prompt = case.planned[0] == 0 and data.draw(st.booleans())
     sequences, total, width = planned(case), sum(case.planned) + case.count, case.planned[0] + 1

@@ -1,4 +1,4 @@
-"""Codes of K and V in kernels: every code there is, every tie between two of them."""
+"""FP8 codes of K and V in kernels: every code, and every tie between two codes."""
 
 import re
 
@@ -47,7 +47,7 @@ def test_numbers_of_all_codes(codes: torch.dtype, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("codes", FRACTIONS)
 def test_the_instructions(codes: torch.dtype) -> None:
-    """Every code in every place: bf16 is made by assembly, which no interpreter runs."""
+    """Check the PTX that converts codes to bf16, for every code in every byte; the interpreter cannot run it."""
     for code in range(256):
         others = [(code * 7 + 31 * i) % 120 for i in range(3)]
         for place in range(4):
@@ -67,8 +67,8 @@ def test_every_operand_is_used() -> None:
 @pytest.mark.parametrize("codes", FRACTIONS)
 @pytest.mark.parametrize("scale", [1.0, 0.037])
 def test_what_is_written(codes: torch.dtype, scale: float) -> None:
-    """Encoding equals torch's conversion: for numbers, ties and their neighbours, and for numbers that are too
-    large."""
+    """Check that encoding equals torch's conversion: for representable numbers, ties and their neighbours, and too
+    large numbers."""
     values = exact(codes).float()
     values = values[values.isfinite()]
     halves = (values[1:] + values[:-1]) / 2

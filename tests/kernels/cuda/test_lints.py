@@ -1,4 +1,4 @@
-"""The lints of compiled kernels: clean on a product as 32B launches it, and each fault that they are for, planted.
+"""Checks of compiled kernels: a product as Qwen3-32B launches it passes, and each planted fault is found.
 
 All kernels of real passes are `make aot`'s (`scripts/lint_kernels.py`).
 """
@@ -51,7 +51,7 @@ def lints() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def compiled() -> tuple[str, str]:
-    """TTGIR and SASS, from a process of its own: this one interprets kernels."""
+    """TTGIR and SASS, compiled in a process of its own, because this one interprets kernels."""
     if version("triton").startswith("3.6."):
         pytest.skip("the lints read the TTGIR of Triton 3.9, where barriers and waits have other names")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -69,7 +69,7 @@ def faults(lints: ModuleType, ttgir: str, sass: str) -> list[str]:
 
 
 def without(text: str, part: str, at: int = 0) -> str:
-    """Without the `at`th line that has `part`."""
+    """Return the text without the `at`th line that contains `part`."""
     lines = text.splitlines()
     where = [i for i, line in enumerate(lines) if part in line]
     assert where, part
@@ -77,7 +77,7 @@ def without(text: str, part: str, at: int = 0) -> str:
 
 
 def moved(text: str, part: str, before: str) -> str:
-    """The first line that has `part` in front of the first that has `before`."""
+    """Return the text with the first line that contains `part` moved before the first that contains `before`."""
     lines = text.splitlines()
     line = next(line for line in lines if part in line)
     lines.remove(line)

@@ -1,4 +1,4 @@
-"""The LM head with argmax after it, interpreted: ties, NaN, infinities, logits kept or not."""
+"""The LM head with argmax, interpreted: ties, NaN, infinities, with and without stored logits."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from .tolerance import assert_near
 
 
 def run(x: Tensor, weight: Tensor, *, programs: int = 3, keep: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, tops and logits; scratch is NaN before, counters are checked to be zero after."""
+    """Return ids, largest logits and all logits. Checks that counters are zero afterwards; scratch begins as NaN."""
     rows, n = x.shape[0], weight.shape[0]
     steps = -(-n // 16) * -(-x.shape[1] // 16)
     config = LinearConfig(16, 16, min(programs, steps), 4, 1)
@@ -68,7 +68,7 @@ def test_ties_go_to_the_lowest_id(tokens: tuple[int, ...]) -> None:
 
 
 def test_ties_between_rounds_of_the_combination() -> None:
-    """2,374 tiles are three rounds of 1,024 lanes."""
+    """Check ties between rounds of the combination: 2,374 tiles take three rounds of 1,024 lanes."""
     count = 2374
     top, ids = torch.zeros(3, count), torch.arange(count, dtype=torch.int32).repeat(3, 1)
     top[0, [700, 1400, 2100]] = 1

@@ -1,4 +1,5 @@
-"""128k contexts, interpreted: positions beyond 2^17, tables of over 8,192 entries, offsets beyond 2^31 elements."""
+"""128k contexts, interpreted: positions beyond 2^17, block tables of over 8,192 entries, offsets beyond 2^31
+elements."""
 
 import os
 from pathlib import Path
@@ -19,15 +20,15 @@ pytestmark = pytest.mark.skipif(os.environ.get("SPECRS_GPU", "0") != "0", reason
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_positions_beyond_2_17(splits: int) -> None:
-    """The last rows see what a window of 300 leaves of 131,300 positions, in a table of 8,207 entries."""
+    """Check the last rows of a context of 131,300 positions with a window of 300, in a block table of 8,207 entries."""
     p = Pass([span((1 << 17) + 220, (1 << 17) + 222), [7]], 2, 1, 16, 16, window=300)
     assert p.table.shape[1] > 8192
     p.check(cut(p, 2, splits, 64))
 
 
 class FarMemory:
-    """A cache whose blocks are told to lie `shift` bytes after where they are: addresses there are taken back, and
-    those where it is are refused, as an offset in 32 bits would give them."""
+    """A cache whose blocks pretend to lie `shift` bytes further. Accesses there are redirected; accesses at the true
+    place are rejected, because a 32-bit offset would land there."""
 
     def __init__(self, cache: torch.Tensor, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begin, self.size, self.shift = cache.data_ptr(), cache.nbytes, shift

@@ -1,4 +1,4 @@
-"""Gates of attention's outputs, interpreted: taken apart from queries, and applied."""
+"""Gates of attention's outputs, interpreted: split from the queries, and applied."""
 
 import torch
 from hypothesis import given
@@ -22,7 +22,7 @@ from .tolerance import assert_near
     st.sampled_from([torch.float32, torch.float16]),
 )
 def test_gates(rows: int, heads: tuple[int, int], dim: int, dtype: torch.dtype) -> None:
-    """In strided rows. Some gates are so large that their exponential overflows."""
+    """Check gates in strided rows. Some are so large that their exponential overflows."""
     num_heads, kv_heads = heads
     generator = torch.Generator().manual_seed(dim)
     width = 2 * (num_heads + kv_heads) * dim

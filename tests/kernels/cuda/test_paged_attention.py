@@ -23,7 +23,7 @@ NAN = float("nan")
 
 @dataclass
 class Pass:
-    """Requests whose rows are at `rows[b]`; whatever no row may look at is NaN, block ids included."""
+    """Requests whose rows are at positions `rows[b]`. What no row may read is NaN, or an invalid block id."""
 
     rows: list[list[int]]
     heads: int = 4
@@ -70,7 +70,7 @@ class Pass:
         self.mask_params = MaskParams(self.dim**-0.5, self.window, sinks, self.kv_scales)
 
     def lowest(self, b: int) -> int:
-        """The first position that any of a request's rows attends by its window."""
+        """Return the first position that any row of a request attends to, by its window."""
         there = [p for p in self.rows[b] if p >= 0]
         return 0 if self.window is None or not there else max(min(there) + 1 - self.window, 0)
 
@@ -83,7 +83,7 @@ class Pass:
         return None if self.starts is None else torch.tensor(self.starts)
 
     def run(self, config: AttentionConfig) -> Tensor:
-        """The kernel's output; scratch is NaN before, counters are checked to be zero after."""
+        """Return the kernel's output. Checks that counters are zero afterwards; scratch begins as NaN."""
         sizes = config.scratch_sizes(
             batch=len(self.rows), max_q_len=self.max_q_len, num_kv_heads=self.kv_heads, head_dim=self.dim
         )
@@ -120,7 +120,8 @@ class Pass:
         return out
 
     def own(self) -> Tensor:
-        """torch's attention in the dtype of q, row by row; weights are rounded to it before they meet V."""
+        """Return torch's attention in the dtype of q, row by row. Softmax weights are rounded to it before the product
+        with V."""
         out = torch.zeros(self.q.shape, dtype=self.dtype)
         starts = self.q_start.tolist()
         for b in range(len(self.rows)):
@@ -199,7 +200,7 @@ def test_any_batch_and_cut(
     window=st.none() | st.integers(1, 40),
     has_sinks=st.booleans(),
 )
-def test_caches_of_codes(
+def test_quantized_caches(
     codes: torch.dtype,
     scales: KVScales,
     dim: int,
@@ -209,7 +210,7 @@ def test_caches_of_codes(
     window: int | None,
     has_sinks: bool,
 ) -> None:
-    """Whatever no row attends is the code of NaN."""
+    """Check quantized caches. Positions that no row attends to hold NaN."""
     rows = [span(30, 34), [7, -1], span(0, 3)]
     p = Pass(rows, 4, 2, dim, block_size, dtype, 0, None, window, has_sinks, codes, scales)
     p.check(cut(p, *cuts))
@@ -217,8 +218,9 @@ def test_caches_of_codes(
 
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)])
 @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_codes_of_long_contexts(codes: torch.dtype, heads: tuple[int, int]) -> None:
-    """A long context in parts, which V's scale multiplies before they are added up, beside one that is a whole."""
+def test_long_contexts_in_quantized_caches(codes: torch.dtype, heads: tuple[int, int]) -> None:
+    """Check a long context in an FP8 cache, whose splits are scaled before they are added, next to a context of one
+    split."""
     p = Pass([span(91, 97), [12]], *heads, codes=codes, kv_scales=KVScales(0.037, 1.7))
     p.check(cut(p, 6, 4, blocks_per_split=2))
 
@@ -247,15 +249,16 @@ def test_more_splits_than_blocks(heads: tuple[int, int]) -> None:
     p.check(cut(p, 1, 8))
 
 
-def test_prefill_chunks_beside_others() -> None:
+def test_prefill_chunks_next_to_others() -> None:
     p = Pass([span(0, 37), span(20, 41), [-1, -1], [5]])
     config = chosen(batch=4, max_q_len=37, num_heads=4, num_kv_heads=2, head_dim=20, dtypes=(p.dtype, p.dtype))
     assert config.splits == 1
     p.check(config)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
-    """Bit by bit: its blocks are counted from position 0, and the splits are the shape's."""
+def test_a_row_does_not_depend_on_the_rows_next_to_it() -> None:
+    """Check bit by bit that a row does not depend on other rows: its blocks are counted from position 0, and the number
+    of splits depends on sizes alone."""
     alone, together = Pass([[40]]), Pass([span(40, 46)])
     together.cache, together.table = alone.cache, alone.table
     together = Pass([span(40, 46)])
@@ -265,7 +268,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 
 def test_nor_on_whether_they_have_more_splits() -> None:
-    """Its context is one program's alone; beside rows whose contexts are two programs' it has parts of both."""
+    """Check that a row does not depend on other rows having more splits."""
     together = Pass([span(29, 35), span(60, 66)])
     config = cut(together, 6, 4, blocks_per_split=2)
     out = together.check(config)
@@ -276,7 +279,8 @@ def test_nor_on_whether_they_have_more_splits() -> None:
 
 
 def test_a_short_context_leaves_the_scratch_alone() -> None:
-    """One program has a context of `blocks_per_split` blocks, and writes the output without partial results."""
+    """Check that a context of up to `blocks_per_split` blocks leaves the scratch alone: one program writes its output
+    without partial results."""
     p, stored = Pass([[31], [12]], 8, 1), []
     config = cut(p, 1, 4, blocks_per_split=2)
     sizes = config.scratch_sizes(batch=2, max_q_len=1, num_kv_heads=1, head_dim=p.dim)
@@ -290,8 +294,8 @@ def test_a_short_context_leaves_the_scratch_alone() -> None:
 
 @pytest.mark.parametrize("window", [1, 16, 17, 33])
 def test_windows_of_verification_and_prefill(window: int) -> None:
-    """Whole blocks of a request before its window are no blocks, and hold NaN; rows of one tile have windows of their
-    own; a row alone gives the same bits."""
+    """Check windows in verification and prefill: blocks before a request's window are freed and hold NaN, rows of one
+    tile have different windows, and a row alone has the same bits."""
     p = Pass([span(60, 66), span(0, 3)], window=window, has_sinks=window == 16)
     together = p.check(cut(p, 6, 3))
     alone = Pass([[65]], window=window)
@@ -341,7 +345,8 @@ def test_splits_follow_the_free_multiprocessors(batch: int, splits: int, blocks_
     [(1, 18, 8), (1, 32, 8), (1, 64, 4), (1, 96, 2), (1, 128, 2), (1, 160, 1), (1, 256, 1), (4, 60, 2), (8, 256, 1)],
 )
 def test_chunks_of_known_rows_fill_the_device_once(batch: int, rows: int, splits: int) -> None:
-    """A long context is split among the multiprocessors that live tiles leave free; a short one is not."""
+    """Check that a long context is split among the multiprocessors that other tiles leave free, and a short one is not
+    split."""
     unknown = chosen_for_32b(batch=batch, max_q_len=rows, span=1 << 17)
     sizes = {"batch": batch, "max_q_len": rows, "num_kv_heads": 8, "span": 1 << 17}
     config = unknown.of_chunks(rows, limits=ABSENT, **sizes)
@@ -354,7 +359,7 @@ def test_chunks_of_known_rows_fill_the_device_once(batch: int, rows: int, splits
 
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_long_chunk_in_parts(window: int | None) -> None:
-    """Next to one whose context is a whole, and next to a request without rows."""
+    """Check a long chunk whose context is split, next to one of one split, and next to a request without rows."""
     p = Pass([span(150, 171), span(3, 22), [-1]], 4, 2, 16, 16, window=window)
     p.check(cut(p, 8, 3, blocks_per_split=4))
     alone, whole = cut(p, 8, 3, blocks_per_split=4), cut(p, 8, 1)
@@ -363,8 +368,9 @@ def test_a_long_chunk_in_parts(window: int | None) -> None:
 
 @pytest.mark.parametrize("batch", [1, 4, 8, 9, 16, 32, 64])
 @pytest.mark.parametrize("context", [1 << 15, 1 << 17])
-def test_a_long_context_beside_short_ones_is_cut_up(batch: int, context: int) -> None:
-    """Whatever the batch no program reads more than half of it, and up to 16 requests no more than an eighth."""
+def test_a_long_context_next_to_short_ones_is_cut_up(batch: int, context: int) -> None:
+    """Check that a long context next to short ones is split: no program reads more than half of it, and with up to 16
+    requests no more than an eighth."""
     config = chosen_for_32b(batch=batch, max_q_len=6, span=context)
     blocks = -(-context // config.block_n)
     most = max(Counter(block // config.blocks_per_split % config.splits for block in range(blocks)).values())
@@ -375,7 +381,8 @@ def test_a_long_context_beside_short_ones_is_cut_up(batch: int, context: int) ->
 
 
 def test_scratch_is_bounded() -> None:
-    """And no attention of fewer positions takes more than one of all that there may be, for which it is allocated."""
+    """Check that scratch is bounded: no attention over fewer positions needs more than the largest one, for which it is
+    allocated."""
     for batch in (1, 5, 8, 16, 64, 200, 256, 1024):
         for rows in range(1, 18):
             most: tuple[int, ...] = (0, 0, 0)

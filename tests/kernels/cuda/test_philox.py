@@ -63,7 +63,8 @@ def gumbel_of_words(words, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped
 
 
 def test_gumbel_values_of_the_ends_and_near_the_root() -> None:
-    """Against the standard library's logarithms, log1p where u is near 1; g = 0 where u = 1 / e."""
+    """Check Gumbel values at the ends of the range and near their root (u = 1 / e) against the standard library's
+    logarithms."""
     root = int(math.exp(-1.0) * 2**32)
     ends = [*range(400), *(2**32 - 1 - i for i in range(400))]
     words = np.array([*ends, *range(root - 100, root + 100), *(i * 2654435761 % 2**32 for i in range(1048))])

@@ -30,7 +30,8 @@ MASK = 89
 
 @dataclass(frozen=True)
 class Kind:
-    """What drafts: `width` committed tokens in pass 1, masks after them, hidden states; of some sequences the host."""
+    """A kind of drafter: `width` committed tokens in pass 1, mask tokens, hidden states; some sequences drafted by the
+    host."""
 
     width: int = 2
     mask: int | None = None
@@ -62,8 +63,8 @@ def kinds(draw: st.DrawFn, case: Case) -> Kind:
 
 
 def run(case: Case, emits: Tensor | None = None, kind: Kind = Kind(), chunks: int | None = None) -> dict[str, Tensor]:
-    """Everything that the kernel writes, by name; K is the largest planned one. The last `chunks` sequences are chunks
-    after those that decode."""
+    """Run the kernel and return everything that it writes, by name. K is the largest planned one. The last `chunks`
+    sequences are prompt chunks."""
     state, k, first_pass_rows = case.state, case.planned[0], kind.sizes.first_pass_rows
 
     def poisoned(*shape: int) -> Tensor:
@@ -125,7 +126,7 @@ def sequences(case: Case, kind: Kind = Kind()) -> list[Planned]:
 
 
 def slot(case: Case, it: Planned, position: int) -> int:
-    """The KV slot of a position; -1 for a masked one, and beyond the row's blocks."""
+    """Return the KV slot of a position; -1 if it is masked, or beyond the row's blocks."""
     if not 0 <= position < it.capacity:
         return -1
     return int(case.state.block_table[it.row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
@@ -185,7 +186,8 @@ def check_drafting(
         missing = max(missing, start)
 
     def fed(column: int) -> tuple[int, int]:
-        """Position and slot of a column: the first `width` end with n - 1 - offset, each later one is of a pass."""
+        """Return position and slot fed in a column: the first `width` columns end with n - 1 - offset, each later one
+        is a draft pass."""
         position, pass_number = it.n + column - kind.width - offset, max(column - kind.width + 2, 1)
         if not draws or it.k < pass_number or position < 0 or (starts is not None and position < missing):
             return -1, -1
@@ -220,7 +222,8 @@ def test_prepare_of_prompt_chunks(case: Case) -> None:
 @sweep(40)
 @given(cases(), st.data())
 def test_prepare_of_chunks_after_sequences_that_decode(case: Case, data: st.DataObject) -> None:
-    """Sequences like the others, of which those that end no prompt do nothing."""
+    """Check prompt chunks after decoding sequences: they are prepared like the others, and those that end no prompt do
+    nothing."""
     ends = data.draw(st.lists(st.integers(0, 1), max_size=case.count))
     out, plain = run(case, torch.tensor([*ends, 1, 1]), chunks=len(ends)), run(case)
     live = torch.tensor([1] * (case.count - len(ends)) + ends + [0] * (case.batch - case.count))

@@ -1,5 +1,5 @@
-"""Products of few rows with codes, and codes as numbers, interpreted; and the instructions that take codes apart on a
-device, one by one."""
+"""Products of few rows with quantized weights, and dequantizing, interpreted; and the PTX that unpacks codes, one
+instruction at a time."""
 
 import itertools
 import math
@@ -23,8 +23,8 @@ from .ptx import bf16_of, execute
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
-def coded(coding: Coding, out: int, size: int, seed: int = 0) -> QuantizedWeight:
-    """Every code, scales that no group shares with another."""
+def random_quantized(coding: Coding, out: int, size: int, seed: int = 0) -> QuantizedWeight:
+    """Return a weight with every code, and with distinct scales."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 1 << coding.bits, (out, size), generator=generator, dtype=torch.uint8)
     if coding.kind == "fp8":
@@ -38,7 +38,7 @@ def coded(coding: Coding, out: int, size: int, seed: int = 0) -> QuantizedWeight
 
 
 def numbers(weight: QuantizedWeight) -> Tensor:
-    """One by one, by the definition, in float64."""
+    """Dequantize by the definition, element by element, in float64."""
     (out, size), coding = weight.shape, weight.coding
     made = torch.empty(out, size, dtype=torch.float64)
     unit, each = coding.unit(size), 16 // coding.bits
@@ -82,12 +82,12 @@ CODINGS = {
 
 @pytest.mark.parametrize("name", CODINGS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_products_of_codes(name: str, gated: bool) -> None:
-    """Tiles of 16 shared by programs; the last tile and the last step are not whole."""
+def test_products_with_quantized_weights(name: str, gated: bool) -> None:
+    """Check products with quantized weights: programs share tiles of 16; the last tile and step are incomplete."""
     coding, out, size = CODINGS[name]
     if gated and coding.outputs > 1:
         out = 2 * coding.outputs  # of each half
-    weight = coded(coding, out * (1 + gated), size)
+    weight = random_quantized(coding, out * (1 + gated), size)
     exact = numbers(weight)
     assert torch.equal(weight.dequantized(), exact)
     generator = torch.Generator().manual_seed(1)
@@ -113,10 +113,10 @@ def test_products_of_codes(name: str, gated: bool) -> None:
 
 
 @pytest.mark.parametrize("name", CODINGS)
-def test_codes_as_numbers(name: str) -> None:
-    """Some outputs, rounded once."""
+def test_dequantize(name: str) -> None:
+    """Check dequantizing of some outputs, rounded once."""
     coding, out, size = CODINGS[name]
-    weight = coded(coding, out, size)
+    weight = random_quantized(coding, out, size)
     for dtype in (torch.float32, torch.float16):
         made, expected = (torch.full((out - 6, size), math.nan, dtype=dtype) for _ in range(2))
         dequantize(weight, 5, made, False)
@@ -157,10 +157,14 @@ def test_grouped_codes_are_packed_with_and_without_zero_points() -> None:
 
 
 def test_fused_and_cut() -> None:
-    """Parts of their own codings become one with the numbers of all, or none; shards have those of their part."""
+    """Check fusing and sharding: parts of different codings become one dequantized weight, or stay apart; shards have
+    the numbers of their part."""
     block = Coding("fp8", 32, outputs=8)
-    parts = [coded(block, out, 64, seed) for seed, out in enumerate((16, 12, 20))]
-    symmetric, zeroed = coded(Coding("int4", 32), 8, 128), coded(Coding("int4", 32, zeros=True), 4, 128, 1)
+    parts = [random_quantized(block, out, 64, seed) for seed, out in enumerate((16, 12, 20))]
+    symmetric, zeroed = (
+        random_quantized(Coding("int4", 32), 8, 128),
+        random_quantized(Coding("int4", 32, zeros=True), 4, 128, 1),
+    )
     for group in (parts[:2], parts, [symmetric, zeroed]):
         fused = fuse(group)
         assert fused is not None
@@ -171,11 +175,11 @@ def test_fused_and_cut() -> None:
     fused = fuse(parts[:2])
     assert fused is not None
     assert fused.coding.outputs == 8, "16 outputs are whole blocks, so the scales of blocks stay"
-    assert fuse([symmetric, coded(Coding("int4", 64), 8, 128)]) is None
+    assert fuse([symmetric, random_quantized(Coding("int4", 64), 8, 128)]) is None
     assert fuse([parts[0], symmetric]) is None
     with pytest.raises(ValueError, match="64 features are not world=4 shards of whole 32"):
         parts[0].shard(1, 0, 4)
-    row = coded(Coding("int8", 192), 4, 192)
+    row = random_quantized(Coding("int8", 192), 4, 192)
     assert torch.equal(row.shard(1, 1, 2).dequantized(), row.dequantized().chunk(2, 1)[1]), "laid out in units anew"
 
 
@@ -200,7 +204,7 @@ def words(codes: list[int], bits: int) -> int:
 
 
 def test_the_instructions_for_bytes() -> None:
-    """Every code but the two of e4m3 that are no number, in every place."""
+    """Check the instructions that unpack bytes, for every code (but e4m3's two NaN) in every place."""
     int8 = torch.arange(256, dtype=torch.uint8).view(torch.int8)
     for text, table in ((_codes.FP8_BF16.value, E4M3.double()), (_codes.INT8_BF16.value, int8.double())):
         for code in (code for code in range(256) if code & 127 != 127 or text != _codes.FP8_BF16.value):
@@ -213,7 +217,7 @@ def test_the_instructions_for_bytes() -> None:
 
 
 def test_the_instructions_for_int4() -> None:
-    """Every code in every place with every zero point, which is each word's own."""
+    """Check the instructions that unpack INT4, for every code in every place with every zero point."""
     for code, zero in itertools.product(range(16), range(16)):
         codes = [(code + 3 * i + (i > 3)) % 16 for i in range(8)]
         zeros = [zero, 15 - zero]

@@ -1,4 +1,5 @@
-"""GPU mode without a GPU: kernels' tests with the shuttle between host and host, as `make gpu-rehearsal` runs all."""
+"""GPU mode without a GPU: the kernels' tests with the shuttle between two places of host memory, as `make
+gpu-rehearsal` runs all."""
 
 import os
 import subprocess
@@ -39,7 +40,8 @@ def test_a_kernel_launched_on_the_hosts_tensors_is_rejected() -> None:
 
 
 def test_the_warning_of_the_mode_without_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch warns once that the mode is a beta feature; warnings are errors here, and on a GPU too."""
+    """Check that PyTorch's warning about the beta mode without synchronisation is expected, because warnings are errors
+    in tests."""
     from gpu.test_runners import refuse_synchronisation
 
     def warn(mode: str) -> None:

@@ -33,7 +33,7 @@ from kernels.cuda.sampling_cases import (
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one verification, with what the target and the draft say."""
+    """Sequences of one verification, with the logits of target and draft."""
 
     logits: Tensor  # [N, V]
     draft_logits: Tensor  # [K, B, V]
@@ -54,7 +54,7 @@ class Batch:
         return poisoned_scratch(len(self.logits), self.logits.shape[1], len(self.n))
 
     def cut(self, logits: Tensor, row_of: Tensor, scratch: SamplingScratch, *, coarse: bool) -> tuple[Tensor, Tensor]:
-        """`(cut, lse)` of the kernel."""
+        """Return the kernel's `(cut, lse)`: threshold and log sum of exponentials of each row."""
         n = len(logits)
         cut, lse = torch.full((n,), torch.nan), torch.full((n,), torch.nan, dtype=torch.float64)
         filters = Filters(self.steps.top_k, self.steps.top_p, self.steps.min_p)
@@ -63,7 +63,7 @@ class Batch:
         return cut, lse
 
     def drafts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`(drafts [B, K], cut [K, B], lse [K, B])` as the draft passes leave them."""
+        """Return `(drafts [B, K], cut [K, B], lse [K, B])` as the draft passes leave them."""
         k, batch, v = self.draft_logits.shape
         drawn, cuts = torch.full((k, batch), POISON), torch.full((k, batch + 2), torch.nan)
         lses = torch.full((k, batch + 2), torch.nan, dtype=torch.float64)
@@ -111,7 +111,8 @@ class Batch:
 def make(
     num_drafts: list[int], rows: list[dict[str, float]], v: int, distance: float, seed: int, spare: int = 0
 ) -> Batch:
-    """Sequence b follows state row b % R; the draft's logits are the target's with noise of that deviation."""
+    """Make a batch: sequence b uses state row b % R; the draft's logits are the target's plus noise with standard
+    deviation `distance`."""
     generator = torch.Generator().manual_seed(seed)
     q_start, drafted, k = ragged_sequences(num_drafts, spare)
     batch = len(num_drafts)
@@ -165,7 +166,7 @@ def test_a_draft_falls_against_its_own_pass() -> None:
 
 
 def check(batch: Batch) -> Tensor:
-    """The kernel against the reference; returns the numbers accepted."""
+    """Check the kernel against the reference. Return the numbers of accepted drafts."""
     drafts, cut, lse = batch.drafts()
     accepted, tokens = batch.verify(drafts, cut, lse)
     k, v, num_drafts = drafts.shape[1], batch.logits.shape[1], batch.num_drafts.tolist()
@@ -252,7 +253,8 @@ def test_rows_that_are_not_reached_decide_nothing(waste: float) -> None:
 
 
 def test_an_empty_residual_draws_from_the_target() -> None:
-    """p <= q everywhere but for the lse: q is given too much of everything, so every draft may fall."""
+    """Check that an empty residual draws from the target: p <= q everywhere, because q's lse is made too small, so
+    every draft may be rejected."""
     batch = make([1] * 8, [{}], 16, 0.0, 8)
     drafts, cut, lse = batch.drafts()
     accepted, tokens = batch.verify(drafts, cut, lse - 3.0)
@@ -277,8 +279,8 @@ def test_without_drafts_a_row_is_drawn() -> None:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_emitted_tokens_are_the_targets(sign: float) -> None:
-    """20,000 iterations by the reference with the kernels' noise keys, of which the kernel does the first 80: the same
-    tokens. Chi-square of the first and the second emitted token; the draft is near the target, or its negative."""
+    """Check the distribution of emitted tokens by chi-square: 20,000 iterations of the reference with the kernel's
+    noise, of which the kernel repeats the first 80. The draft is near the target, or its negative."""
     count, sample, v = 20_000, 80, 16
     generator = torch.Generator().manual_seed(12)
     target = torch.randn(v, generator=generator) * 1.5

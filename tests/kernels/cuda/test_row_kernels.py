@@ -1,4 +1,4 @@
-"""The kernels that work on rows alone, interpreted: embedding, RMSNorm, activation, qk-norm with RoPE and KV write."""
+"""Kernels that work on single rows, interpreted: embedding, RMSNorm, activation, qk-norm with RoPE and KV write."""
 
 import math
 
@@ -26,7 +26,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 @pytest.mark.parametrize(("width", "dim", "thetas"), [(2049, 6, [1e4]), (40, 96, [1e4, 300.0])])
 def test_embed(width: int, dim: int, thetas: list[float]) -> None:
-    """One rotation, and two in buffers of more rows with magnitudes; embeddings times a number there."""
+    """Check embedding with one RoPE table and with two; the latter with magnitudes and scaled embeddings."""
     table = random(11, width)
     rotary = torch.stack([signed_frequencies(inverse_frequencies(dim, theta)) for theta in thetas])
     ids, positions = torch.tensor([3, 10, 0, 12, -4]), torch.tensor([0, 131071, -1, 77, 4095])
@@ -66,7 +66,7 @@ def test_embed_for_the_next_norm() -> None:
     read=st.booleans(),
 )
 def test_rms_norm(rows: int, width: int, dtype: torch.dtype, added: str, scale: float, read: bool) -> None:
-    """Norms of rows, norms after an addition, and the addition alone."""
+    """Check norms of rows, norms after an addition, and the addition alone."""
     x, weight = random(rows, width, dtype=dtype) * scale, random(width, dtype=dtype)
     read = read or added == "no"
     residual = None if added == "no" else random(rows, width, dtype=dtype, seed=1) * scale
@@ -121,7 +121,7 @@ def test_activation_and_mul(rows: int, width: int, dtype: torch.dtype, gelu: boo
 def test_qk_norm_rope(
     heads: tuple[int, int], dim: int, block_size: int, norm: str, part: float, dtype: torch.dtype
 ) -> None:
-    """`part` of a head's features are rotated."""
+    """Check qk-norm and RoPE, which rotates the share `part` of a head's features."""
     num_heads, kv_heads = heads
     turned = 2 * math.ceil(part * dim / 2)
     positions, slots = torch.tensor([0, 5, -1, 40000]), torch.tensor([1, -1, -1, 3 * block_size])
@@ -164,8 +164,9 @@ def test_qk_norm_rope(
 
 @pytest.mark.parametrize("codes", FRACTIONS)
 @pytest.mark.parametrize("part", [1.0, 0.5, 0.0])
-def test_keys_and_values_as_codes(codes: torch.dtype, part: float) -> None:
-    """Each the nearest code of what float64 gives, or a neighbour where that is halfway; too large ones the largest."""
+def test_quantized_keys_and_values(codes: torch.dtype, part: float) -> None:
+    """Check quantized K and V: each is the code nearest to the float64 result, or a neighbour if that is halfway; too
+    large ones become the largest code."""
     heads, kv_heads, dim, block_size, scales = 2, 3, 12, 4, [0.02, 0.3]
     turned = int(part * dim)
     qkv = random(3, (heads + 2 * kv_heads) * dim) * torch.logspace(-3, 3, dim).repeat(heads + 2 * kv_heads)

@@ -1,4 +1,5 @@
-"""Thresholds on the device: the same tokens are kept as by the torch reference, and the same lse, in any batch."""
+"""Thresholds on the device: they keep the same tokens as the torch reference, with the same log sum of exponentials, in
+any batch."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ softmax."""
 
 @dataclass(frozen=True)
 class Cut:
-    """What `sampling_cut` gives."""
+    """Results of `sampling_cut`."""
 
     cut: Tensor
     lse: Tensor
@@ -63,7 +64,8 @@ ALL = Steps(top_k=True, top_p=True, min_p=True)
 
 
 def near_the_target(x: Tensor, kept: Tensor, top_p: float, eligible: Tensor) -> bool:
-    """Whether the threshold of top_p depends on rounding: a cumulative sum lies within the tolerance of the target."""
+    """Return whether top_p's threshold depends on rounding: a cumulative sum lies within the tolerance of the
+    target."""
     weights = (x.double() - x.double().max()).exp().where(eligible, 0.0)
     with_last = weights.where(kept, 0.0).sum()
     without = weights.where(kept & (x > x[kept].min()), 0.0).sum()
@@ -152,7 +154,7 @@ def test_a_gap_at_the_edge_of_the_coarse_cut_is_outside() -> None:
 
 @pytest.mark.parametrize("coarse", [False, True])
 def test_a_row_without_filters_does_not_search(coarse: bool) -> None:
-    """Its neighbour has every filter, so every step is launched."""
+    """Check that a row without filters does not search. Its neighbour has every filter, so every step is launched."""
     logits = torch.randn(2, 2500, generator=torch.Generator().manual_seed(6)) * 3
     params, steps = parameters([{"top_p": 0.9, "top_k": 50}, {"temperature": 0.7}])
     scratch = poisoned_scratch(2, 2500)
@@ -213,7 +215,8 @@ def test_coarse_keeps_what_exact_keeps_and_little_more() -> None:
 
 
 def test_tokens_at_the_edge_of_a_cell() -> None:
-    """Gaps that round across an edge of the grid: the range of keys searched must hold a cell's own tokens alone."""
+    """Check tokens at the edge of a cell: their gaps round across an edge of the grid, but the range of keys searched
+    must hold a cell's own tokens alone."""
     edge = torch.tensor(-0.46875)  # 47 cells below 1
     above = edge + 2.0**-25 * torch.tensor([4.0, 1.0])
     assert (1 - above).tolist() == [1.46875 - 2.0**-23, 1.46875]

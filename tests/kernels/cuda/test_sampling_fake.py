@@ -1,4 +1,4 @@
-"""The sampling ops on fake CUDA tensors: what a trace of the iteration functions does, without a GPU."""
+"""The sampling ops on fake CUDA tensors, as in a trace of the iteration functions, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of few rows, interpreted: every shape of the work's split, norms, biases, gates, residuals."""
+"""Products of few rows, interpreted: every split of the work, norms, biases, gates, residuals."""
 
 from typing import Any
 
@@ -30,7 +30,8 @@ def operands(
     norm: int = 0,
     next: bool = False,
 ) -> dict[str, Any]:
-    """`norm`: rows of the sums of squares, which add up to those of another row than x."""
+    """Return operands of a product. `norm`: number of rows of sums of squares for the norm, made from other data than
+    x."""
     generator = torch.Generator().manual_seed(m * n + k)
 
     def random(*shape: int) -> Tensor:
@@ -58,7 +59,8 @@ def product_of(ops: dict[str, Any], out: Tensor, **flags: Any) -> Product:
 
 
 def launch(ops: dict[str, Any], config: LinearConfig, **flags: Any) -> tuple[Tensor, Product]:
-    """The kernel's output and what else it wrote; scratch is NaN before, counters are checked to be zero after."""
+    """Return the kernel's output and what else it wrote. Checks that counters are zero afterwards; scratch begins as
+    NaN."""
     out = ops["out"].clone(memory_format=torch.preserve_format)
     product = product_of(ops, out, **flags)
     sizes = scratch_sizes(config, out.shape[0], n=out.shape[1], sides=product.sides)
@@ -75,7 +77,7 @@ def run(ops: dict[str, Any], config: LinearConfig, **flags: Any) -> Tensor:
 def own(
     ops: dict[str, Any], *, gated: bool = False, gelu: bool = False, accumulate: bool = False, multiplier: float = 1.0
 ) -> Tensor:
-    """What torch makes of it in the operands' dtype."""
+    """Return the product as torch computes it in the operands' dtype."""
     y = torch.nn.functional.linear(ops["x"], ops["weight"])
     if ops["squares"] is not None:
         mean = ops["squares"][:, : len(y)].sum(0) / ops["x"].shape[1]
@@ -136,7 +138,8 @@ def test_any_shape_and_split(
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 5, 8, 13, 15])
 def test_every_way_to_share_tiles(programs: int) -> None:
-    """5 tiles of 3 steps: whole tiles, tiles of two and of three programs, programs in two tiles."""
+    """Check every way to share tiles, for 5 tiles of 3 steps: whole tiles, tiles of two and three programs, programs in
+    two tiles."""
     check(
         operands(3, 80, 48, torch.float32, gated=True, bias=True, norm=2, next=True),
         LinearConfig(16, 16, programs, 4, 1),
@@ -155,7 +158,7 @@ def test_rows_do_not_touch_each_other() -> None:
 
 
 def test_output_is_rounded_once() -> None:
-    """fp32 from fp16 operands, as logits are."""
+    """Check that the output is rounded once: fp32 from fp16 operands, as logits are."""
     ops = operands(3, 20, 64, torch.float16)
     ops["out"] = ops["out"].float()
     out = run(ops, LinearConfig(16, 16, 2, 4, 1))

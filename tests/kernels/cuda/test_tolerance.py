@@ -1,4 +1,4 @@
-"""The bound of two sums of the same products holds for every order, and not for another product."""
+"""The bound between two sums of the same products holds for every order, and not for another product."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def operands(k: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def in_order(x: Tensor, weight: Tensor, order: Tensor) -> Tensor:
-    """`x W^T`, one product after the other."""
+    """Return `x W^T`, summed one product after the other in the given order."""
     out = torch.zeros(x.shape[0], weight.shape[0])
     for i in order.tolist():
         out += x[:, i, None] * weight[:, i]
@@ -26,7 +26,7 @@ def in_order(x: Tensor, weight: Tensor, order: Tensor) -> Tensor:
 @given(k=st.integers(1, 200), seed=st.integers(0, 2**31), scale=st.sampled_from([1e-6, 1.0, 1e6]))
 def test_any_order_is_within_it(k: int, seed: int, scale: float) -> None:
     x, weight = operands(k, seed)
-    x[:, ::3] *= scale  # cancellation, and products that are lost beside others
+    x[:, ::3] *= scale  # cancellation, and products that are lost next to larger ones
     shuffled = torch.randperm(k, generator=torch.Generator().manual_seed(seed))
     a, b = (in_order(x, weight, order) for order in (torch.arange(k), shuffled))
     assert_same_product(a, b, x, weight)

@@ -1,4 +1,4 @@
-"""Configurations: which fit, which is chosen, and what stands in the table. Times are made up."""
+"""Configurations of kernels: which fit, which is chosen, and what the table holds. Times are made up."""
 
 import dataclasses
 import itertools
@@ -101,7 +101,8 @@ def test_table_keeps_other_gpus_and_shapes(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_experts_have_entries_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which the engine reads, and a product of the same size alone does not; without one at most four stages."""
+    """Check that experts have entries of their own in the table, which the engine reads and other products do not;
+    without an entry there are at most four stages."""
     model = load_config(make_checkpoint(tmp_path / "model", "qwen3_moe", hidden=64, head_dim=32))
     of = expert_shapes(model, torch.bfloat16)
     assert model.experts is not None
@@ -128,7 +129,8 @@ def launch(trial: Trial, operands: Operands) -> None:
 
 
 def test_trials_of_experts_launch_what_passes_do() -> None:
-    """Every expert's pairs in order; programs are not varied, since each has a tile."""
+    """Check that tuning trials of experts launch what passes do: pairs sorted by expert, and no variation of programs,
+    since each has a tile."""
     shape = LinearShape(64, 32, torch.float32, gated=True, experts=(8, 3))
     assert len({config.programs for config in candidates(dataclasses.replace(shape, dtype=torch.bfloat16), H200)}) == 1
     for own in (shape, LinearShape(32, 64, torch.float32, experts=(8, 3))):

@@ -1,4 +1,4 @@
-"""The end of an iteration: the kernel against its reference, row state and results, value for value."""
+"""The end of an iteration: the kernel's row state and results against its reference, value for value."""
 
 import torch
 from hypothesis import given

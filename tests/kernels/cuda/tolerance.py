@@ -1,4 +1,4 @@
-"""How far a kernel may be from the exact value, and two sums of the same products from each other."""
+"""Bounds on a kernel's distance from the exact value, and between two sums of the same products."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,9 @@ from torch import Tensor
 def assert_near(out: Tensor, exact: Tensor, own: Tensor, *, ulps: float = 4, least: float = 0.0) -> None:
     """Compare `out` with `exact` (float64); `own` is what torch computes in the precision of `out`.
 
-    Allowed is twice the error of `own`, and a few ulps.
-    The ulps are those of the largest exact value: where torch happens to be exact on a few elements, a kernel that
-    adds in another order is not. They are at least those of `least`: where all exact values come from terms of about
-    that size that cancel, or from the tail of an activation, their own ulps say nothing of the terms'.
+    Allowed is twice the error of `own`, plus a few ulps of the largest exact value: torch may happen to be exact on a
+    few elements, where a kernel that adds in another order is not. The ulps are at least those of `least`, for results
+    that are small because terms of about that size cancel, or because they come from the tail of an activation.
     """
     assert exact.dtype == torch.float64
     assert out.dtype == own.dtype
@@ -22,7 +21,7 @@ def assert_near(out: Tensor, exact: Tensor, own: Tensor, *, ulps: float = 4, lea
 
 
 def apart(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """How far apart two `x W^T` can be that are summed in `dtype` in whatever orders, `[N, out]` float64.
+    """Return the maximum difference between two `x W^T` summed in `dtype` in different orders, `[N, out]` float64.
 
     A sum of K products has at most K roundings on the way of each product, so it is within g sum |x_i w_i| of the exact
     one, g = K u / (1 - K u), u = eps / 2 (Higham 2002, section 3.1); two of them are within twice that of each other.

@@ -1,4 +1,5 @@
-"""A rank's process killed by SIGKILL at a random moment of serving: every request ends, with its name; rank 0 is whole.
+"""A rank's process is killed by SIGKILL at a random moment of serving: every request ends with an error that names it,
+and rank 0 stays intact.
 
 SPECRS_KILLS says how many times, 20 by default; a time takes some 2.5 s, nearly all to start the rank.
 """
@@ -19,7 +20,8 @@ from specrs.errors import RankLostError
 
 KILLS = int(os.environ.get("SPECRS_KILLS", "20"))
 LATEST = 0.4
-"""Seconds after the first step: prompts, drafts, verifications and what is between steps."""
+"""Latest time of the kill, in seconds after the first step: it falls into prompts, drafts, verifications or between
+steps."""
 LOST = "rank 1 of 2 was killed by SIGKILL"
 
 

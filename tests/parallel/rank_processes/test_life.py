@@ -1,4 +1,4 @@
-"""Ranks as processes: of a server and under torchrun. One that dies or hangs ends all, with its name, and none stays.
+"""Ranks as processes, of a server and under torchrun. If one dies or hangs, all end, it is named, and no process stays.
 
 `make test-ranks` runs this; each test starts processes, which takes seconds.
 """
@@ -26,19 +26,19 @@ LISTEN = "0A"
 
 
 def ranks_of(server: Server) -> list[int]:
-    """Process ids of the other ranks."""
+    """Return the process ids of the other ranks."""
     return [pid for pid in server.children() if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def ends_with(server: Server, code: int) -> None:
-    """The server and all its children end in time, the server with `code`."""
+    """Check that the server and all its children end in time, the server with `code`."""
     children = server.children()
     assert server.wait(END_TIMEOUT) == code, "".join(server.lines)
     assert not any(alive(pid) for pid in children)
 
 
 def listens_elsewhere(pid: int) -> list[str]:
-    """Local addresses that a process listens on besides 127.0.0.1, as /proc has them."""
+    """Return the local addresses other than 127.0.0.1 that a process listens on, by /proc."""
     files = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink())
     sockets = {name.removeprefix("socket:[").removesuffix("]") for name in files if name.startswith("socket:[")}
     found = []
@@ -77,7 +77,7 @@ KILLS: dict[str, Callable[[int], None]] = {
 }
 SAYS = {"killed": "rank 1 of 2 was killed by SIGKILL", "stopped": "rank 1 of 2 did not answer for 3 s"}
 TOLD = "The engine is not running: rank 1 of 2 is lost."
-"""To clients, who are told no more."""
+"""Message to clients, who learn no details."""
 
 
 @pytest.mark.parametrize("how", KILLS)
@@ -145,7 +145,7 @@ print(json.dumps(output.outputs[0].token_ids))
 
 
 def torchrun(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Two ranks of torchrun, on ports that the system chooses."""
+    """Run two ranks under torchrun, on ports that the system chooses."""
     script = tmp_path / "generate.py"
     script.write_text(UNDER_TORCHRUN)
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={SIZE}", str(script), *arguments]
@@ -161,7 +161,8 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
-    """Two agents that meet by a rendezvous, each with one rank: the text is that of one process."""
+    """Check torchrun on two nodes, here two agents that meet by a rendezvous, with one rank each: the text is that of
+    one process."""
     script = tmp_path / "generate.py"
     script.write_text(UNDER_TORCHRUN)
     whole = subprocess.run(

@@ -1,4 +1,5 @@
-"""What one client can cost the others, on loopback, with default limits: pauses of /health, memory, places, log lines.
+"""Effects of one client on others, on loopback with default limits: pauses of /health, memory, places in the batch, log
+lines.
 
 Each bound is a time or a size, so that these tests are `make test-abuse`, and not part of `make test`. Times are for an
 idle machine; `SPECRS_MOST_PAUSE` gives another one: where cores and memory are shared, only what hangs is found.
@@ -34,7 +35,7 @@ def victim() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of a model with SmolLM2-135M's shape and made-up weights."""
+    """A server of a model with SmolLM2-135M's sizes and random weights."""
     folder = tmp_path_factory.mktemp("larger")
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
@@ -55,7 +56,7 @@ def server(victim: Server) -> Iterator[Server]:
 
 
 def ask(port: int, pipe: Connection) -> None:
-    """In a process of its own: ask for /health until told to end, and give the longest answer back."""
+    """Run in a process of its own: ask for /health until told to end, and return the longest time of an answer."""
     import http.client
 
     longest = 0.0
@@ -72,7 +73,7 @@ def ask(port: int, pipe: Connection) -> None:
 
 @contextmanager
 def watching(server: Server, most: float = MOST_PAUSE) -> Iterator[None]:
-    """/health answers within `most` seconds all through the block."""
+    """Check that /health answers within `most` seconds while the block runs."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=ask, args=(server.port, theirs))
     process.start()
@@ -176,24 +177,24 @@ TOLD = {"echo": True, "logprobs": 20}
 @pytest.mark.parametrize("prompts", [1, 6])
 @pytest.mark.parametrize("asked", [{}, TOLD], ids=["plain", "log probabilities"])
 def test_long_prompts_pause_no_other_stream(server: Server, prompts: int, asked: dict[str, Any]) -> None:
-    """They take part in steps of others as many tokens at a time as the bound allows; log probabilities are written
-    64 positions at a time."""
+    """Check that long prompts pause no other stream: their chunks in others' steps are bounded, and log probabilities
+    are written 64 positions at a time."""
     pause_of_a_stream(server, {"prompt": [ids(i, 2000) for i in range(prompts)], "max_tokens": 1, **asked})
 
 
 def test_long_prompts_of_a_larger_model_pause_no_other_stream(larger: Server) -> None:
-    """2,000 tokens take seconds there."""
+    """Check long prompts of a larger model, where 2,000 tokens take seconds."""
     pause_of_a_stream(larger, {"prompt": ids(1, 2000), "max_tokens": 1})
 
 
 def ids(seed: int, count: int) -> list[int]:
-    """A prompt that shares nothing with others."""
+    """Return a prompt that shares nothing with others."""
     own = random.Random(seed)
     return [own.randrange(5, 1500) for _ in range(count)]
 
 
 def pause_of_a_stream(server: Server, body: dict[str, Any]) -> None:
-    """A stream that runs while `body` is answered pauses for no longer than it may."""
+    """Check that a stream that runs while `body` is answered never pauses for longer than the bound."""
     answers: list[Answer] = []
     with server.streaming(prompt=[7, 8, 9], max_tokens=1900, ignore_eos=True) as events:
         next(events)
@@ -212,12 +213,12 @@ def pause_of_a_stream(server: Server, body: dict[str, Any]) -> None:
 
 
 def test_1500_silent_sockets(server: Server) -> None:
-    """A client that speaks takes the place of one that does not."""
+    """Check 1,500 silent sockets: a client that sends a request takes the place of one that does not."""
     then, lines = time.monotonic(), len(server.lines)
     with ExitStack() as stack:
         for _ in range(1500):
             stack.enter_context(closing(server.connect()))
-        server.get("/version")  # behind those that were not accepted yet
+        server.get("/version")  # after those that were not accepted yet
         for _ in range(20):
             asked = time.monotonic()
             answer: Answer = server.get("/version")

@@ -1,4 +1,4 @@
-"""Requests of every kind at once, some cut off on the way, while others watch how long their own streams pause.
+"""Requests of every kind at once, some cut off on the way, while other clients measure pauses of their own streams.
 
 `SPECRS_SOAK_SECONDS` sets the time; `make soak` asks for ten minutes.
 """
@@ -30,16 +30,17 @@ MOST_PAUSE = float(os.environ.get("SPECRS_MOST_PAUSE", "0.25"))
 WORKERS, WATCHERS = 12, 4
 CUT = 0.1
 GROWTH = (32 if SECONDS >= 300 else 384) * 2**20
-"""Bytes of resident memory that the last quarter may hold beyond the second; a short run still fills its caches."""
+"""Maximum growth of resident memory in bytes, from the second to the last quarter of the run. A short run still fills
+its caches."""
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MESSAGES = [{"role": "user", "content": "How warm is it in Rome?"}]
 
 Ask = tuple[str, dict[str, Any], Callable[[RawStream], bool]]
-"""Path, body, and whether what came is what was asked for."""
+"""Path, body, and a function that returns whether the answer is what was asked for."""
 
 
 def ids(random: random.Random, count: int) -> list[int]:
-    """A prompt that shares nothing with others."""
+    """Return a prompt that shares nothing with others."""
     return [random.randrange(5, 1500) for _ in range(count)]
 
 
@@ -138,7 +139,7 @@ EVERYWHERE = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 
 @dataclass
 class Tally:
-    """What the requests came to."""
+    """Counts of how requests ended."""
 
     whole: Counter[str] = field(default_factory=Counter)
     cut: int = 0
@@ -163,7 +164,7 @@ async def one_request(
 
 
 async def load(server: Server, kinds: list[Callable[[random.Random], Ask]], tally: Tally) -> None:
-    """Keep `WORKERS` requests going, and note the server's memory."""
+    """Keep `WORKERS` requests going, and record the server's memory."""
     end = time.monotonic() + SECONDS
 
     async def worker(seed: int) -> None:
@@ -180,7 +181,7 @@ async def load(server: Server, kinds: list[Callable[[random.Random], Ask]], tall
 
 
 def stream_until_told(port: int, pipe: Connection) -> None:
-    """In a process of its own: keep `WATCHERS` plain streams going, and give the longest pause of each back."""
+    """Run in a process of its own: keep `WATCHERS` plain streams going, and return the longest pause of each."""
     pauses: list[float] = []
     body = {**EVERYWHERE, "prompt": "class Stack:", "max_tokens": 300, "temperature": 0}
 
@@ -198,7 +199,7 @@ def stream_until_told(port: int, pipe: Connection) -> None:
 
 @pytest.mark.parametrize("adapters", [(), ADAPTERS], ids=["native", "adapters"])
 def test_mixed_soak(adapters: list[str], tmp_path: Path) -> None:
-    """Without adapters, and with three of which two run at once."""
+    """Run the mixed load without adapters, and with three of which two can run at once."""
     kinds = [*KINDS, adapter] if adapters else KINDS
     loras: tuple[str, ...] = ()
     for seed, name in enumerate(adapters):

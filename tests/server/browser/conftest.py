@@ -1,4 +1,4 @@
-"""Chromium, driven headless, and a server with the page. Holds no tests.
+"""Runs the chat page in a headless Chromium against a server. Holds no tests.
 
 `make test-browser` runs what is here, in an environment that has playwright; SCREENSHOTS=folder keeps pictures.
 """
@@ -79,7 +79,7 @@ class Sent:
 
 @dataclass
 class Chat:
-    """The page in a window of its own. `expected_errors`: lines that the console may have."""
+    """The chat page in a browser window. `expected_errors`: number of errors and warnings that the console may have."""
 
     page: Page
     server: Server
@@ -121,14 +121,14 @@ class Chat:
         return sent
 
     def script(self, *deltas: dict[str, Any]) -> None:
-        """Answer the page's requests with these deltas from now on, in place of the server."""
+        """Answer the page's requests with these deltas from now on, instead of the server."""
         choices = [{"delta": delta, "token_strs": delta.get("token_strs", []), "drafts": []} for delta in deltas]
         events = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]
         body = "".join([*events, "data: [DONE]\n\n"])
         self.page.route(ANSWERS, lambda route: route.fulfill(content_type="text/event-stream", body=body))
 
     def say(self, *deltas: dict[str, Any]) -> None:
-        """Show an answer of these deltas."""
+        """Make the page show an answer of these deltas."""
         self.script(*deltas)
         answers = self.page.locator(".retry")
         self.message.fill("say it")
@@ -145,14 +145,15 @@ class Chat:
         return self.page.locator(f'dt:has(:text-is("{name}")) + dd').inner_text()
 
     def picture(self, name: str) -> None:
-        """Keep a picture of the window if SCREENSHOTS names a folder."""
+        """Save a picture of the window if SCREENSHOTS names a folder."""
         if SCREENSHOTS:
             self.page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png")
 
 
 @contextmanager
 def open_page(browser: Browser, server: Server, **settings: Any) -> Iterator[Chat]:
-    """Open the page in a new window. At the end its policy has refused nothing and the console is as expected."""
+    """Open the page in a new window. At the end, check that its security policy has blocked nothing and that the
+    console is as expected."""
     with browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **settings}) as context:
         page = context.new_page()
         page.set_default_timeout(TIMEOUT_MS)
@@ -171,7 +172,8 @@ OpenPage = Callable[..., Chat]
 
 @pytest.fixture
 def open_chat(browser: Browser, shared: Server) -> Iterator[OpenPage]:
-    """Open the page with a browser's settings, such as `color_scheme`. It is ready once it knows the server's K."""
+    """A function that opens the page with browser settings, such as `color_scheme`, and waits until the page knows the
+    server's K."""
     opened = []
 
     def opening(**settings: Any) -> Chat:
@@ -188,5 +190,5 @@ def open_chat(browser: Browser, shared: Server) -> Iterator[OpenPage]:
 
 @pytest.fixture
 def chat(open_chat: OpenPage) -> Chat:
-    """The page, ready."""
+    """The chat page, ready for a message."""
     return open_chat()

@@ -1,8 +1,10 @@
-"""Make docs/page.png and docs/page.gif: a real model's answer, compared at the speed of this machine. Holds no tests.
+r"""Makes docs/page.png and docs/page.gif: a real model's answer, compared at the speed of this machine. Holds no tests.
 
-Start a server that has answered nothing yet, so that no drafter knows the answer, and leave the machine to it:
+Start a server that has answered nothing yet, so that no drafter knows the answer. Leave a core to the browser, or the
+recording has few frames, and stop everything else on the machine:
 
-    specrs serve "$(scripts/real_model)" --served-model-name SmolLM2-135M-Instruct --spec-method suffix --spec-tokens 8
+    specrs serve "$(scripts/real_model)" --served-model-name SmolLM2-135M-Instruct --spec-method suffix \
+        --spec-tokens 8 --threads 1
     CHROMIUM=$(command -v chromium) .venv-clients/browser/bin/python tests/server/browser/record.py 8000 docs
 """
 
@@ -23,13 +25,13 @@ PICTURE = {"width": 1280, "height": 960}
 RECORDING = {"width": 960, "height": 720}
 BACKS = ("bg", "raised", "draft", "target", "rejected", "bar")
 INKS = ("fg", "soft", "draft-step", "target-step", "rejected-step")
-"""Colours of the page's style: what is behind text, and what is drawn on it."""
+"""Colours of the page's style: BACKS are backgrounds of text, INKS are drawn on them."""
 MIN_FRAME_MS = 120
 LAST_FRAME_MS = 4000
 
 
 def record(page: Page) -> list[tuple[float, bytes]]:
-    """Compare the first example's answers. Returns frames as PNG with their times in seconds."""
+    """Compare the first example's answers on the page. Return frames as PNG with their times in seconds."""
     frames: list[tuple[float, bytes]] = []
     session = page.context.new_cdp_session(page)
 
@@ -41,12 +43,13 @@ def record(page: Page) -> list[tuple[float, bytes]]:
     page.locator("#examples button").first.click()
     page.mouse.move(0, 0)
     session.on("Page.screencastFrame", take)
-    session.send("Page.startScreencast", {"format": "png", "everyNthFrame": 6})
+    session.send("Page.startScreencast", {"format": "png", "everyNthFrame": 2})
     page.wait_for_timeout(800)
     page.keyboard.press("Control+Enter")
     page.locator(".verdict:visible").wait_for()
     page.wait_for_timeout(800)
     session.send("Page.stopScreencast")
+    frames.append((frames[-1][0] + 0.2, page.screenshot()))  # it shows the verdict, even if the browser lagged behind
     return frames
 
 

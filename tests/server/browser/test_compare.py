@@ -1,4 +1,4 @@
-"""Compare: the same prompt without and with drafts, two clocks, and whether the texts are equal."""
+"""The Compare button: the same prompt without and with drafts, two clocks, and whether the texts are equal."""
 
 import pytest
 from playwright.sync_api import Browser, expect

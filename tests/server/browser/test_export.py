@@ -1,4 +1,4 @@
-"""A conversation as JSON, an answer as a picture."""
+"""Exports: a conversation as JSON, and an answer as a picture."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Conversations and settings that survive a reload, and what bounds them."""
+"""Conversations and settings survive a reload, within limits."""
 
 from playwright.sync_api import expect
 
@@ -49,7 +49,8 @@ def test_earlier_conversations_open_and_go(chat: Chat) -> None:
 
 
 def test_history_is_bounded(chat: Chat) -> None:
-    """At most 40 conversations and two million characters. The oldest go first, then the iterations of the last one."""
+    """Check the limits of the history: 40 conversations and two million characters. The oldest are dropped first, then
+    the iterations of the last one."""
     save = """([count, length]) => { for (let i = 0; i < count; i++) saveChat({ id: "c" + i, messages: [
         { role: "user", content: "x".repeat(length) },
         { role: "assistant", runs: [{ content: "y", iterations: [{ accepted: ["z".repeat(length)] }] }] }] }) }"""

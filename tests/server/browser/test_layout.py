@@ -1,4 +1,5 @@
-"""The page on any screen: narrow, light, dark, by keyboard, without motion. Tooltips for all controls. The policy."""
+"""The page on any screen: narrow, light, dark, by keyboard, without motion; tooltips for all controls; its security
+policy."""
 
 import re
 
@@ -48,7 +49,7 @@ def test_a_narrow_screen(open_chat: OpenPage, width: int) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_light_and_dark(open_chat: OpenPage, scheme: str) -> None:
-    """Text has the contrast that WCAG 2.2 asks for (AA, 1.4.3), and so have the timeline's steps (1.4.11)."""
+    """Check the contrast that WCAG 2.2 asks for, of text (AA, 1.4.3) and of the timeline's steps (1.4.11)."""
     chat = open_chat(color_scheme=scheme)
     chat.picture(f"{scheme}-empty")
     chat.send(PROMPT)
@@ -92,7 +93,7 @@ def test_focus_goes_from_the_header_to_the_panel(chat: Chat) -> None:
 
 
 def test_every_control_explains_itself(chat: Chat) -> None:
-    """Each control that is shown has a tooltip, by pointer and, but for text fields, by keyboard."""
+    """Check that each visible control has a tooltip, by pointer and, except for text fields, by keyboard."""
     chat.page.get_by_label("Max tokens").fill("8")
     chat.send(PROMPT)
     tip = chat.page.locator("#tip")
@@ -128,7 +129,8 @@ def test_motion_is_reduced_where_it_is_asked_for(open_chat: OpenPage, motion: st
 
 
 def test_its_policy_refuses_what_is_not_its_own(chat: Chat) -> None:
-    """The violations that end every test here are seen."""
+    """Check that the page's security policy blocks foreign content, and that the check which ends every test here
+    notices it."""
     chat.page.evaluate("""() => {
         const script = document.createElement("script");
         script.textContent = "window.ran = true";

@@ -1,4 +1,4 @@
-"""Markdown without colours: what is formatted, what stays text, and that nothing in it runs or loads."""
+"""Markdown if colours are off: what is formatted, what stays text, and that nothing in it runs or loads."""
 
 import json
 
@@ -60,7 +60,8 @@ def test_the_document_is_formatted(chat: Chat) -> None:
 
 
 def test_a_text_that_grows_ends_as_the_whole_text(chat: Chat) -> None:
-    """Each prefix is drawn. What is settled is never drawn again, and the end is the same."""
+    """Check that a growing text ends as the whole text does, for every prefix, and that finished parts are never drawn
+    again."""
     assert chat.page.evaluate(PIECES, DOCUMENT) == chat.page.evaluate(HTML, DOCUMENT)
 
 
@@ -107,7 +108,7 @@ def test_markup_of_a_model_stays_text(chat: Chat, colours: bool) -> None:
 
 
 def test_any_text_is_formatted_in_time(chat: Chat) -> None:
-    """Texts that make careless parsers fail: deep nesting, marks that never close, random marks."""
+    """Check that any text is formatted in bounded time: deep nesting, marks that never close, random marks."""
     long = [
         mark * 20_000
         for mark in ("*", "_", "`", "[", "](", "> ", "- ", "|", "~", "* a ", "** a", "`` ` ", "1. ", "\\", "#", "a_")

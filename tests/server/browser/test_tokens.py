@@ -1,4 +1,5 @@
-"""Who wrote each token: colours, the iterations' tooltips, the timeline, the figures, and drawing that only appends."""
+"""Authors of tokens (draft or target): colours, tooltips of iterations, the timeline, the figures, and drawing that
+only appends."""
 
 import re
 
@@ -19,7 +20,7 @@ ITERATIONS = """() => {
     }
     return found;
 }"""
-STEPS = """() => [...document.querySelectorAll(".step")].map((step) =>
+TIMELINE_STEPS = """() => [...document.querySelectorAll(".step")].map((step) =>
     ["--a", "--r"].map((name) => Number(step.style.getPropertyValue(name))))"""
 BACKGROUND = "(part) => getComputedStyle(part).backgroundColor"
 COUNT_REMOVED = """() => {
@@ -79,7 +80,7 @@ def test_the_timeline_has_a_step_for_each_iteration(chat: Chat) -> None:
     iterations, figures = sent.iterations(), sent.figures
     drafted = {draft["start"]: draft["num_accepted_draft_tokens"] for draft in sent.joined("drafts")}
     counts = [(len(accepted), len(rejected)) for accepted, rejected, _ in iterations]
-    assert [tuple(step) for step in chat.page.evaluate(STEPS)] == counts
+    assert [tuple(step) for step in chat.page.evaluate(TIMELINE_STEPS)] == counts
     assert sum(accepted for accepted, _ in counts) == sum(drafted.values())
     said = f"{len(iterations)} iterations: {figures['num_draft_tokens']} tokens drafted, "
     said += f"{figures['num_accepted_draft_tokens']} accepted"

@@ -17,7 +17,7 @@ Client = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Server]:
-    """The bundled pair under the name `pair`."""
+    """A server of the bundled pair under the name `pair`."""
     with serving(
         # float64: texts of one request are compared across batches, in which fp32 rounds differently.
         *("--served-model-name", "pair", "--dtype", "float64", "--max-model-len", "512"),
@@ -30,7 +30,8 @@ def pair() -> Iterator[Server]:
 
 @pytest.fixture
 def client(tmp_path: Path) -> Client:
-    """Runs a command of a client's environment in a folder of its own; what it wrote. Fails if it does."""
+    """A function that runs a command of a client's environment in a folder of its own and returns its output. Fails if
+    the command does."""
 
     def run(environment: str, command: str, *arguments: str, offline: bool = True) -> str:
         path = ROOT / ".venv-clients" / environment / "bin" / command
@@ -50,7 +51,7 @@ def client(tmp_path: Path) -> Client:
 
 @pytest.fixture
 def base_url(pair: Server) -> Iterator[str]:
-    """Where the server is; it is idle and whole before and after."""
+    """Address of the server, which must be idle and intact before and after the test."""
     pair.wait_until_idle()
     yield f"http://127.0.0.1:{pair.port}"
     assert pair.process.poll() is None, "".join(pair.lines)

@@ -1,4 +1,5 @@
-"""What users of the openai client do, each checked: run by the interpreter of its environment, with an address."""
+"""Runs what users of the openai client do, and checks each result. Run by the interpreter of the client's environment,
+with an address."""
 
 import json
 import sys
@@ -69,7 +70,7 @@ with client.completions.create(
 
 
 def failure(call, kind):
-    """The error that a call must end with."""
+    """Return the error that a call must end with."""
     try:
         call()
     except kind as error:
@@ -78,7 +79,7 @@ def failure(call, kind):
 
 
 def fails(kind, status, param, **arguments):
-    """Check that a completion fails as it should."""
+    """Check that a completion fails with this error, status and parameter."""
     error = failure(lambda: client.completions.create(**{"model": "pair", "prompt": "x", **arguments}), kind)
     assert error.status_code == status, error
     assert error.body["code"] == status

@@ -23,19 +23,19 @@ from openai.types.shared_params import FunctionDefinition, Reasoning, response_f
 
 
 def fields(kind):
-    """Names of a type's fields, and of the required ones among them."""
+    """Return the names of a type's fields, and of the required ones among them."""
     hints = get_type_hints(kind, include_extras=True)
     return {"all": sorted(hints), "required": sorted(name for name in hints if get_origin(hints[name]) is Required)}
 
 
 def literals(kind):
-    """All texts in a type that is made of literals, unions and lists."""
+    """Return all strings in a type made of literals, unions and lists."""
     values = {part for part in get_args(kind) if isinstance(part, str)}
     return sorted(values.union(*(literals(part) for part in get_args(kind) if not isinstance(part, str))))
 
 
 def types(*kinds):
-    """Values of the field `type` in the types of unions."""
+    """Return the values of the field `type` in the types of unions."""
     members = [member for kind in kinds for member in get_args(kind) if hasattr(member, "__annotations__")]
     return sorted({value for member in members for value in literals(get_type_hints(member)["type"])})
 

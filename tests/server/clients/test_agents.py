@@ -1,5 +1,5 @@
-"""The clients that agents are written with, as they come, against SmolLM2: a loop of tools, a structured answer, and
-both at once, whole and streamed. Each client is a script of `agents/`, run by the interpreter of its environment."""
+"""Agent clients, unmodified, against SmolLM2: a loop of tools, a structured answer, and both at once, whole and
+streamed. Each client is a script of `agents/`, run by the interpreter of its environment."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("with_*.py"))
 
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[Server]:
-    """The real model as users serve it, with drafts from its text."""
+    """A server of SmolLM2 as users start it, with drafts from its text."""
     found = subprocess.run([str(ROOT / "scripts/real_model"), sys.executable], capture_output=True, text=True)
     if found.returncode == 3:
         pytest.skip(found.stderr)

@@ -14,6 +14,7 @@ def test_openai(base_url: str, client: Client) -> None:
 
 
 def test_the_list_of_fields_is_the_packages(client: Client) -> None:
-    """`tests/server/test_fields.py` checks the server against this list, without the package."""
+    """Check that the committed list of fields is the package's. `tests/server/test_fields.py` checks the server against
+    this list, without the package."""
     listed = json.loads(Path(__file__).parents[1].joinpath("openai_fields.json").read_text())
     assert json.loads(client("openai", "python", str(FIELDS))) == listed

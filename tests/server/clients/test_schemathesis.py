@@ -1,4 +1,4 @@
-"""schemathesis: requests made from the server's own OpenAPI document, right ones and wrong ones.
+"""schemathesis: requests generated from the server's own OpenAPI document, valid and invalid.
 
 Not among its checks: that every request which fits the document is served. Ids beyond the vocabulary, prompts beyond
 the context and the like fit, and are refused with 400.

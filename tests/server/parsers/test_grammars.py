@@ -1,4 +1,4 @@
-"""Call grammars: every text they allow is read back as calls that follow their schemas, or as the format's JSON."""
+"""Call grammars: every text that they allow is parsed as calls that follow their schemas, or as the format's JSON."""
 
 import json
 import random
@@ -73,7 +73,7 @@ def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(tools: ToolUse, constraint: Constraint, pieces: list[str]) -> tuple[str, list[list[str]]]:
-    """Content and calls of a text that comes in pieces."""
+    """Return content and calls of a text that comes in pieces."""
     make = tools.reader("", constrained=True, openings=constraint.openings)
     assert make is not None
     reader: MessageReader = make()

@@ -1,4 +1,4 @@
-"""Objects that only look like calls, and calls that are written almost right."""
+"""Texts that only look like calls, and calls that are written almost right."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -29,7 +29,8 @@ WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
 
 
 def read_alike(parser: str, text: str, places: Sequence[int] = ()) -> Read:
-    """What `parser` reads when `weather` is offered: from all of the text, from single characters, from pieces."""
+    """Return what `parser` reads if `weather` is offered. Checks that the whole text, single characters and pieces give
+    the same."""
 
     def make() -> ToolParser:
         return RequiredParser([WEATHER]) if parser == "required" else TOOL_PARSERS[parser]([WEATHER])
@@ -68,7 +69,7 @@ def test_a_call_of_what_is_offered_is_read(form: str) -> None:
 @pytest.mark.parametrize("text", ['{"name": "Alice", "age": 30}', '{"age": 30, "name": "Alice"}', '{"name": "Alice"}'])
 @pytest.mark.parametrize("parser", [*TOOL_PARSERS, "required"])
 def test_an_answer_with_a_name_is_no_call(parser: str, text: str) -> None:
-    """A JSON answer about a person is content, although it has the key that a call has its function under."""
+    """Check that a JSON answer about a person is content, although it has the key that names a call's function."""
     assert read_alike(parser, text) == Read(text)
 
 

@@ -166,7 +166,7 @@ def test_words_of_mixed_types_are_written_and_read_as_the_schema_has_them(
         called(text)
 
 
-def test_bounds_that_raw_text_is_not_held_to_are_told() -> None:
+def test_bounds_that_raw_text_is_not_held_to_are_reported() -> None:
     WARNINGS.set([])
     parameters = with_a({"type": "string", "maxLength": 2000, "allOf": [{"pattern": "x"}]})
     asked("qwen3_coder", response_format=JSON_OBJECT, tools=[tool(parameters)])

@@ -18,7 +18,7 @@ from sweep import sweep
 
 @dataclass
 class Read:
-    """What events add up to."""
+    """The content, reasoning and calls that events add up to."""
 
     content: str = ""
     calls: list[list[str]] = field(default_factory=list)  # name, arguments
@@ -104,7 +104,7 @@ def as_kimi(made: Calls) -> str:
 
 
 def in_section(section: str, call: str, bodies: list[str], between: str = "") -> str:
-    """Calls between marks; those at the end say `end` where those at the beginning say `begin`."""
+    """Return calls between marks. Marks at the end say `end` where those at the beginning say `begin`."""
     calls = between.join(f"{call}{body}{call.replace('begin', 'end')}" for body in bodies)
     return f"{section}{calls}{section.replace('begin', 'end')}"
 
@@ -271,7 +271,7 @@ ITEMS = Function("f", {"properties": {"a": {"type": ["array", "integer"]}, "b": 
 
 
 def read_items(text: str, places: Sequence[int] = ()) -> Any:
-    """The arguments of a call of `ITEMS` whose body is `text`; the same from all pieces."""
+    """Return the arguments of a call of `ITEMS` whose body is `text`. Checks that all pieces give the same."""
     text = f"<tool_call>\n<function=f>\n{text}"
     found = read(TOOL_PARSERS["qwen3_coder"]([ITEMS]), [text])
     assert read(TOOL_PARSERS["qwen3_coder"]([ITEMS]), [*text]) == found

@@ -1,4 +1,4 @@
-"""Reasoning is told from the answer, however the text is cut into pieces."""
+"""Reasoning is separated from the answer, however the text is cut into pieces."""
 
 import pytest
 from hypothesis import given

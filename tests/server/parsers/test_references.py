@@ -1,4 +1,4 @@
-"""Schemas of single arguments mean what they meant inside the parameters: jsonschema decides."""
+"""Schemas of single arguments mean what they meant inside the parameters, as jsonschema decides."""
 
 from typing import Any
 

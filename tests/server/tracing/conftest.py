@@ -19,7 +19,7 @@ FLAGS = ("--max-model-len", "512", "--disable-uvicorn-access-log")
 
 @dataclass
 class Span:
-    """One that was exported. `parent` is "" without one."""
+    """An exported span. `parent` is "" without one."""
 
     name: str
     kind: int
@@ -33,7 +33,7 @@ class Span:
 
 
 class Collector(ThreadingHTTPServer):
-    """Decodes what is posted to `/v1/traces`. `status`: what it answers."""
+    """Decodes what is posted to `/v1/traces`. `status`: HTTP status of its answers."""
 
     daemon_threads = True
 
@@ -48,7 +48,7 @@ class Collector(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/v1/traces"
 
     def take(self, count: int = 1) -> list[Span]:
-        """The next spans; waits for them."""
+        """Wait for `count` spans and return them."""
         return [self.spans.get(timeout=TIMEOUT) for _ in range(count)]
 
 
@@ -117,6 +117,6 @@ def traced(collector: Collector) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(collector: Collector) -> Iterator[None]:
-    """Every span is a test's own."""
+    """Check that the test has read all spans."""
     yield
     assert collector.spans.empty()

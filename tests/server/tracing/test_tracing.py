@@ -1,4 +1,5 @@
-"""Traces of a real server, as a collector gets them. `make test-clients` runs this, where OpenTelemetry is."""
+"""Traces of a real server, as a collector gets them. `make test-clients` runs this in an environment with
+OpenTelemetry."""
 
 import signal
 from typing import Any
@@ -105,7 +106,7 @@ def test_every_endpoint_and_every_prompt_has_its_span(traced: Server, collector:
     assert len({chat.trace, response.trace, *(span.trace for span in spans)} - {TRACE}) == 3
 
 
-def test_cached_tokens_are_told(traced: Server, collector: Collector) -> None:
+def test_cached_tokens_are_reported(traced: Server, collector: Collector) -> None:
     ids = [*range(100, 148)]
     for cached in (0, 32):  # full blocks of 16, but for the last token
         traced.complete(prompt=ids, max_tokens=1)
@@ -152,7 +153,7 @@ def test_a_fault_is_the_spans_status() -> None:
 
 
 def test_a_collector_that_fails_costs_one_line(traced: Server, collector: Collector) -> None:
-    """And its end another."""
+    """Check that a failing collector costs one log line, and its recovery another one."""
 
     def lines(text: str) -> int:
         return sum(text in line for line in traced.lines)
@@ -174,7 +175,8 @@ def test_a_collector_that_fails_costs_one_line(traced: Server, collector: Collec
 
 
 def test_without_a_collector_it_serves_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over gRPC, the default. No request waits for the last spans."""
+    """Check that a server without a reachable collector serves and ends, over gRPC, the default. No request waits for
+    the last spans."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     with serving(*FLAGS, "--otlp-traces-endpoint", "http://127.0.0.1:1") as server:
         assert server.complete(**BODY)["choices"][0]["text"]

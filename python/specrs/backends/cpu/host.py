@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from specrs.backends.extras import ExtrasLookup, no_extras
 from specrs.backends.ring import RingSlot
-from specrs.core import STEPS
+from specrs.core import SAMPLING_STEPS
 from specrs.drafters.other_tokenizer.text import Bridge
 from specrs.errors import EngineError
 from specrs.parallel.connection import ExchangeError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specrs.parallel.ranks import Ranks  # and torch
 
 logger = logging.getLogger("specrs")
-_EXTRAS = 1 << STEPS.index("extras")
+_EXTRAS = 1 << SAMPLING_STEPS.index("extras")
 _FAILED, _FAILED_HERE = 1, 2
 """Bits of a rank's notice: its drafter failed; the cause is on this rank, not a lost connection."""
 

@@ -37,7 +37,8 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Which numbers are rounded when a CPU computes with a quantized checkpoint: dequantized weights, activations."""
+    """Rounding that a CPU does when it computes with a quantized checkpoint: of dequantized weights, and of
+    activations."""
 
     exact: bool = True
     """Whether matrices whose layout passes cannot read are dequantized to the model's dtype; else to bf16."""

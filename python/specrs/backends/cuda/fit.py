@@ -59,7 +59,7 @@ def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = N
         own = parts[field]
         shapes = tensor_shapes(model) if own is None else Shard(own.rank, own.size).tensor_shapes(model)
         sizes[field] = sum(map(math.prod, shapes.values())) * dtype.itemsize
-        for name, bits in _coded_bits(source, revision, model, quantization, config.load_format).items():
+        for name, bits in _quantized_bits(source, revision, model, quantization, config.load_format).items():
             sizes[field] -= math.prod(shapes[name]) * (8 * dtype.itemsize - bits) // 8
     free, needed = torch.cuda.mem_get_info(device)[0], sum(sizes.values())
     if needed > free:
@@ -73,7 +73,7 @@ def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = N
         )
 
 
-def _coded_bits(
+def _quantized_bits(
     source: str, revision: str | None, model: ModelConfig, quantization: str | None, load_format: str
 ) -> dict[str, int]:
     """Return the bits per weight of matrices that stay quantized on a GPU, by name. Reads no tensor data.

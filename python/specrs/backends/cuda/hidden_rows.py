@@ -103,6 +103,7 @@ class HiddenRows:
         return own, HiddenInputs(states, self.draft_start.index_select(0, rows))
 
     def _restart(self, rows: Tensor, draft_len: Tensor, first: Tensor, writes: Tensor) -> None:
-        """Set `draft_start` of `rows` to `first` where the pass `writes` and leaves a gap after `draft_len`."""
+        """Start the draft KV of `rows` anew at position `first` (`draft_start`), for rows that the pass writes
+        (`writes`), if that would leave a gap after `draft_len`."""
         before = self.draft_start.index_select(0, rows)
         self.draft_start.index_copy_(0, rows, torch.where((draft_len < first) & writes, first, before))

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from specrs.backends.cuda.workspace import CODED_ROWS, Workspace
+from specrs.backends.cuda.workspace import QUANTIZED_ROWS, Workspace
 from specrs.kernels.cuda.activation import activation_and_mul
 from specrs.kernels.cuda.argmax import argmax
 from specrs.kernels.cuda.dequantize import dequantize
@@ -111,7 +111,7 @@ def wide_product(ws: Workspace, name: str, x: Tensor, w: Weight, out: Tensor) ->
             _scaled_product(ws, x, w, out)
             return
         x = multiplied(ws, x, w)
-        if x.shape[0] <= CODED_ROWS:
+        if x.shape[0] <= QUANTIZED_ROWS:
             for first in range(0, x.shape[0], MAX_ROWS):
                 few_product(ws, name, x[first : first + MAX_ROWS], operand(w), out[first : first + MAX_ROWS])
             return

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class LogitsMode(StrEnum):
-    """Work after the LM head of a pass."""
+    """Work after the LM head of a pass: argmax, sampling, or logits alone for later processing."""
 
     GREEDY = "greedy"  # argmax; logits are not stored
     SAMPLED = "sampled"  # filter and draw; greedy rows are point masses

@@ -26,7 +26,7 @@ from specrs.models.rope import Rope
 MLP_ROWS = 2048
 """Largest number of rows that go through a wide MLP at once. Its activations are ten times as wide as the residual
 stream."""
-CODED_ROWS = 256
+QUANTIZED_ROWS = 256
 """Largest number of rows for which quantized weights are read in place, once per 64 rows. Dequantizing them moves ten
 times their bytes or more."""
 _NUMBERS_BYTES = 64 * 2**20
@@ -85,8 +85,8 @@ def logits_rows(max_seqs: int) -> int:
 
 
 def _projected_width(config: ModelConfig) -> int:
-    """Return the largest number of outputs of an input projection that are not all queries, keys and values. 0 if there
-    is none."""
+    """Return the maximum number of outputs of an input projection other than q, k and v, such as a delta net's. 0 if
+    there is none."""
     net = 0 if config.delta is None else config.delta.outputs
     gated = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim if config.output_gate else 0
     return max(net, gated)
@@ -235,7 +235,7 @@ class Workspace:
         stream_tiles = max(-(-config.hidden_size // c.block_n) for key, c in configs.items() if key[0] in added)
         quantized = [s for every in shapes.values() for s in every if s.coding is not None]
         pieces = [s.n * s.sides * s.k for s in quantized]
-        numbers = min(max(pieces, default=0), _NUMBERS_BYTES // dtype.itemsize) if max_rows > CODED_ROWS else 0
+        numbers = min(max(pieces, default=0), _NUMBERS_BYTES // dtype.itemsize) if max_rows > QUANTIZED_ROWS else 0
         many = logits_rows(max_seqs)
         room = max_rows + PADDED_ROWS - 1  # rows of an operand that is rounded to FP8, with padding
         many = many if many > MAX_ROWS else 0

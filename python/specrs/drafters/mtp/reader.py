@@ -29,7 +29,7 @@ class MtpFiles:
     """Tensors of an MTP head, opened for a target. No tensor is read yet."""
 
     path: str
-    """The user's name for the target, whose checkpoint has the head."""
+    """Name of the target as the user gave it. The target's checkpoint has the head."""
     config: ModelConfig
     """Configuration of the head's layer: see `head_config`."""
     tensors: Tensors

@@ -69,8 +69,9 @@ def _only_file(folder: Path, revision: str | None) -> Path | None:
 
 
 def _hub_file(repository: str, revision: str | None, ending: str, text: str) -> Path:
-    """The one file with this `ending`, or the first part of the one model whose files have it before their numbers;
-    counted before any is downloaded, because each may take gigabytes. Where the hub cannot be asked, that in its cache.
+    """Return the one file with this `ending`, or the first part of the one model whose part files have it before their
+    numbers. Files are counted before any is downloaded, because each may take gigabytes. If the hub cannot be asked,
+    the file is taken from its cache.
 
     Raises CheckpointError for `text` if there is none or several, and what the hub raises.
     """

@@ -69,7 +69,7 @@ def _add_roles(backend: Tokenizer, roles: dict[str, str]) -> None:
 
 
 def _put_around(backend: Tokenizer, vocabulary: Vocabulary, default_bos: bool) -> None:
-    """Let the tokenizer put BOS and EOS around a text, as `add_bos_token` and `add_eos_token` say.
+    """Make the tokenizer put BOS and EOS around a text, as `add_bos_token` and `add_eos_token` say.
 
     Raises CheckpointError if the file asks for a token that it does not name.
     """

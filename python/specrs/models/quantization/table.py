@@ -41,7 +41,7 @@ name."""
 OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files that older quantizers wrote instead of the field, with their `quant_method`."""
 _AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
-"""Names of fields in AWQ's own file, with the names that `quantization_config` has for them."""
+"""Field names in `quantization_config`, by the names that AWQ's own file has for them."""
 
 
 @dataclass(frozen=True, slots=True)

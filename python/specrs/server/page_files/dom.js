@@ -54,6 +54,7 @@ function showTip(target, late, ...content) {
 }
 
 function hideTip() {
+  if (!at("tip").matches(":popover-open")) return; // scrolling asks for it once a frame
   at("tip").hidePopover();
   for (const target of document.querySelectorAll("[aria-describedby=tip]")) target.removeAttribute("aria-describedby");
 }

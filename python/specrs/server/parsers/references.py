@@ -1,4 +1,4 @@
-"""Makes the schema of a single argument, a property of a function's parameters, a document of its own."""
+"""Makes a document of its own from the schema of a single argument, which is a property of a function's parameters."""
 
 from __future__ import annotations
 

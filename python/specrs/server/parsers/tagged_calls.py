@@ -1,5 +1,5 @@
-"""Reads tool calls whose arguments are written one by one between tags, as `<parameter=key>value</parameter>`. Knows no
-format.
+"""Reader of tool calls whose arguments are written one by one between tags, as `<parameter=key>value</parameter>`.
+Knows no format.
 
 Values are text; the function's schema says what JSON they stand for. A tag inside a string of such JSON ends nothing.
 Tags around a call and at the end of a value may be missing, because models leave them out.

@@ -42,7 +42,7 @@ impl BlockPool {
                 )));
             }
             if block.has_draft && !block.registered {
-                return Err(Error::integrity(format!("block {id} has mark D without mark T")));
+                return Err(Error::integrity(format!("block {id} has valid draft KV and is not registered")));
             }
             let claimed = block.claimant != UNCLAIMED;
             if claimed && (block.ref_count == 0 || !block.registered || block.has_draft) {

@@ -9,10 +9,10 @@
 //! | held | >= 1 | if registered | the last `free` |
 //! | cached | 0 | yes | `share`, or eviction by `allocate` |
 //!
-//! `allocate` takes free blocks before it evicts the least recently freed cached one. A registered block has mark T:
-//! its target KV is valid. Mark D means that its draft KV is valid too, either in general or only before one given next
-//! token. A registered block without mark D is written by one holder at a time, which has its *claim*. All operations
-//! are O(1) and, apart from construction, allocate nothing.
+//! `allocate` takes free blocks before it evicts the least recently freed cached one. A registered block has `target_valid`:
+//! its target KV is valid. `draft_valid` means that its draft KV is valid too, either in general or only before one
+//! given next token. A registered block without `draft_valid` is written by one holder at a time, which has its
+//! *claim*. All operations are O(1) and, apart from construction, allocate nothing.
 
 mod integrity;
 mod list;
@@ -121,7 +121,7 @@ impl BlockPool {
         self.get(block).map(|b| b.ref_count as usize)
     }
 
-    /// Allocates a block with one holder. Its KV is stale, and it has neither mark T nor mark D.
+    /// Allocates a block with one holder. Its KV is stale, and it has neither `target_valid` nor `draft_valid`.
     ///
     /// # Errors
     /// [`Error::OutOfBlocks`] if every block is held.
@@ -237,14 +237,14 @@ impl BlockPool {
         self.by_hash.find(&self.blocks, hash).map(i64::from)
     }
 
-    /// Sets mark T: the held `block` can be found under `hash` from now on. Returns false, and changes nothing, if
-    /// another block has that content already; the block then stays private to its holder.
+    /// Sets `target_valid`: the held `block` can be found under `hash` from now on. Returns false, and changes nothing,
+    /// if another block has that content already; the block then stays private to its holder.
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if the block is not held, is registered already, or is not in the pool.
     #[inline]
     pub fn register(&mut self, block: i64, hash: BlockHash) -> Result<bool> {
-        let id = self.checked(block, "a held block without mark T", |b| b.ref_count > 0 && !b.registered)?;
+        let id = self.checked(block, "a held block that is not registered", |b| b.ref_count > 0 && !b.registered)?;
         if !self.by_hash.insert(&mut self.blocks, hash, id as u32) {
             return Ok(false);
         }
@@ -252,7 +252,7 @@ impl BlockPool {
         Ok(true)
     }
 
-    /// Returns whether `block` has mark T: its target KV is valid and it can be found by hash.
+    /// Returns whether `block` has `target_valid`: its target KV is valid and it can be found by hash.
     pub fn is_registered(&self, block: i64) -> bool {
         self.get(block).is_some_and(|b| b.registered)
     }
@@ -262,25 +262,25 @@ impl BlockPool {
         self.get(block).filter(|b| b.registered).map(|b| b.entry.hash())
     }
 
-    /// Returns whether `block` has mark D: its draft KV is valid.
+    /// Returns whether `block` has `draft_valid`: its draft KV is valid.
     pub fn has_draft(&self, block: i64) -> bool {
         self.get(block).is_some_and(|b| b.has_draft)
     }
 
-    /// Sets mark D on a registered held block and ends its claim.
+    /// Sets `draft_valid` on a registered held block and ends its claim.
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if the block is not held, not registered, or not in the pool.
     #[inline]
     pub fn mark_draft(&mut self, block: i64) -> Result<()> {
-        let id = self.checked(block, "a held block with mark T", |b| b.ref_count > 0 && b.registered)?;
+        let id = self.checked(block, "a registered held block", |b| b.ref_count > 0 && b.registered)?;
         self.blocks[id].has_draft = true;
         self.blocks[id].successor = ANY;
         self.blocks[id].claimant = UNCLAIMED;
         Ok(())
     }
 
-    /// Sets mark D (valid draft KV) on a registered held block and ends its claim. The draft KV of the block's last
+    /// Sets `draft_valid` on a registered held block and ends its claim. The draft KV of the block's last
     /// position may depend on the token after the block. The mark then holds only for readers whose next token is
     /// `successor`; `u32::MAX` stands for any token.
     ///
@@ -298,12 +298,13 @@ impl BlockPool {
         self.get(block).is_some_and(|b| b.has_draft && (b.successor == ANY || b.successor == successor))
     }
 
-    /// Returns the token after `block` for which its draft KV is valid, `u32::MAX` for any; `None` without mark D.
+    /// Returns the token after `block` for which its draft KV is valid, `u32::MAX` for any; `None` without
+    /// `draft_valid`.
     pub(crate) fn draft_successor(&self, block: i64) -> Option<u32> {
         self.get(block).filter(|b| b.has_draft).map(|b| b.successor)
     }
 
-    /// Removes mark D (valid draft KV) from `block`. Returns false if the block has no such mark.
+    /// Removes `draft_valid` from `block`. Returns false if the block has no such mark.
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if the block is not held or not in the pool.
@@ -312,7 +313,7 @@ impl BlockPool {
         Ok(std::mem::take(&mut self.blocks[id].has_draft))
     }
 
-    /// Removes mark D (valid draft KV) from `blocks`, which may be held, cached or free.
+    /// Removes `draft_valid` from `blocks`, which may be held, cached or free.
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if a block is not in the pool; no block has changed then.
@@ -327,14 +328,14 @@ impl BlockPool {
     }
 
     /// Takes the claim on writing the draft KV of `block` for the holder `claimant`. The block must be registered and
-    /// held and lack mark D. Returns whether `claimant` now has the claim; false means that another holder has it.
-    /// `u32::MAX` stands for no claimant and never gets a claim.
+    /// held and lack `draft_valid`. Returns whether `claimant` now has the claim; false means that another holder has
+    /// it. `u32::MAX` stands for no claimant and never gets a claim.
     ///
     /// # Errors
-    /// [`Error::InvalidBlock`] if the block is not held, not registered, has mark D, or is not in the pool.
+    /// [`Error::InvalidBlock`] if the block is not held, not registered, has `draft_valid`, or is not in the pool.
     #[inline]
     pub fn claim(&mut self, block: i64, claimant: u32) -> Result<bool> {
-        let allowed = "a held block with mark T and without mark D";
+        let allowed = "a registered held block without valid draft KV";
         let id = self.checked(block, allowed, |b| b.ref_count > 0 && b.registered && !b.has_draft)?;
         let b = &mut self.blocks[id];
         if b.claimant == UNCLAIMED {
@@ -383,8 +384,8 @@ impl BlockPool {
             Some(b) => {
                 let marks = match (b.registered, b.has_draft) {
                     (false, _) => "no marks",
-                    (true, false) => "mark T",
-                    (true, true) => "marks T and D",
+                    (true, false) => "registered",
+                    (true, true) => "registered, with valid draft KV",
                 };
                 format!("{} holders, {marks}", b.ref_count)
             }

@@ -18,7 +18,7 @@ pub(super) struct TableEntry {
 }
 
 impl TableEntry {
-    /// Entry of a block that was never in the table.
+    /// Table entry of a block that was never registered.
     pub(super) const NONE: Self = Self { hash: [0; 2], next: NONE };
 
     /// Returns the hash that the block was last inserted under.
@@ -95,7 +95,8 @@ impl Table {
         self.len -= 1;
     }
 
-    /// Returns the index of the chain for a hash. All bits count, because callers may register any hashes.
+    /// Returns the index of the hash's chain in the table. All bits of a hash count, because callers may register any
+    /// hashes.
     fn head(&self, [low, high]: [u64; 2]) -> usize {
         ((low ^ high.rotate_left(32)).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> self.shift) as usize
     }

@@ -238,7 +238,7 @@ fn the_check_sees_each_contradiction() {
         }),
         ("a lost holder", |pool| pool.blocks[1].ref_count = 0),
         ("a holder of a free block", |pool| pool.blocks[3].ref_count = 1),
-        ("mark D without mark T", |pool| pool.blocks[3].has_draft = true),
+        ("valid draft KV of a block that is not registered", |pool| pool.blocks[3].has_draft = true),
         ("a claim on a marked block", |pool| pool.blocks[0].has_draft = true),
         ("a claim on a cached block", |pool| pool.blocks[2].claimant = 1),
         ("a wrong hash", |pool| pool.by_hash.remove(&mut pool.blocks, 1)),

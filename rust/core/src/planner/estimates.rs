@@ -87,7 +87,7 @@ impl Overall {
         }
     }
 
-    /// Adds the counts of the current step, position by position. Earlier evidence loses as much weight as is added.
+    /// Adds the counts of the current step, position by position. Older evidence loses as much weight as is added.
     pub(crate) fn finish(&mut self) {
         if self.fresh.first().is_none_or(|first| first.trials == 0.0) {
             return; // whatever is recorded tried the first position

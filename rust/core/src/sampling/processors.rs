@@ -322,7 +322,7 @@ mod tests {
             (0b0110_u32, true, [NONE, 0.0, NONE, NONE]),
             (0b0110, false, [NONE, 0.0, 0.0, NONE]),
             (0b0100, true, [NONE, NONE, 0.0, NONE]),
-            // Bits behind the vocabulary are not ids.
+            // Bits after the vocabulary are not ids.
             (0xFFFF_FFF4, true, [NONE, NONE, 0.0, NONE]),
         ] {
             let context = RowContext {

@@ -60,10 +60,10 @@ macro_rules! steps {
         $($(#[doc = $doc])* pub const $constant: i64 = 1 << Step::$constant as i64;)*
 
         /// Names of the steps by bit.
-        pub const STEPS: &[&str] = &[$($name),*];
+        pub const SAMPLING_STEPS: &[&str] = &[$($name),*];
 
         /// Descriptions of the steps by bit.
-        pub const STEP_DOCS: &[&str] = &[$(concat!($($doc),*)),*];
+        pub const SAMPLING_STEP_DOCS: &[&str] = &[$(concat!($($doc),*)),*];
     };
 }
 

@@ -114,7 +114,7 @@ impl Scheduler {
         Gap { start, end, drafts }
     }
 
-    /// Claims those blocks `[from, to)` of a row that others can find and that have no mark D (valid draft KV).
+    /// Claims those blocks `[from, to)` of a row that others can find and that have no `draft_valid`.
     fn claim_blocks(&mut self, row_index: RowIndex, from: usize, to: usize) -> Result<()> {
         for index in from..to.min(self.rows[row_index as usize].num_registered) {
             let block = self.rows[row_index as usize].blocks[index];
@@ -138,7 +138,7 @@ impl Scheduler {
         }
     }
 
-    /// Returns the end of the run of blocks with mark D (valid draft KV) at `position`, or `position` itself if its
+    /// Returns the end of the run of blocks with `draft_valid` at `position`, or `position` itself if its
     /// block has none.
     fn skip_drafted(&self, row: &Row, mut position: usize) -> usize {
         let block_size = self.config.block_size;
@@ -148,7 +148,7 @@ impl Scheduler {
         position
     }
 
-    /// Returns the end of the last block with mark D (valid draft KV) from `position` on, or `position` if there is
+    /// Returns the end of the last block with `draft_valid` from `position` on, or `position` if there is
     /// none. The first drafting pass starts there, so that it does not write into marked blocks.
     fn after_drafted(&self, row: &Row, position: usize) -> usize {
         let block_size = self.config.block_size;

@@ -11,7 +11,7 @@ impl Scheduler {
     /// the next [`Self::plan`].
     ///
     /// A draft model catches up from these blocks. A head starts anew, in every row that shares one of the blocks. No
-    /// block among them keeps mark D (valid draft KV).
+    /// block among them keeps `draft_valid`.
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if a block is not in the pool; nothing has changed then.

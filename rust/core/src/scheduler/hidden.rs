@@ -12,7 +12,7 @@
 //! `draft_start` is the first position written. So a row writes only into blocks that it computed itself, and needs no
 //! claim of another row.
 //!
-//! A row's claim on a block that it registered means that this row sets mark D (valid draft KV), which it does while
+//! A row's claim on a block that it registered means that this row sets `draft_valid`, which it does while
 //! `draft_start` is 0. The KV of position p depends on token p + 1, so the mark holds only for readers whose token
 //! after the block is the same.
 
@@ -89,7 +89,7 @@ impl Scheduler {
         }
     }
 
-    /// Removes mark D (valid draft KV) from the blocks of a row whose drafts were not finite, so that no other row
+    /// Removes `draft_valid` from the blocks of a row whose drafts were not finite, so that no other row
     /// continues from its KV.
     pub(super) fn unmark_broken(&mut self, row_index: RowIndex) -> Result<()> {
         let row = &self.rows[row_index as usize];
@@ -102,8 +102,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Returns the number of leading blocks of a prefix hit whose draft KV the request can use. Draft KV made for another
-    /// next token does not count.
+    /// Returns the number of leading blocks of a prefix hit whose draft KV the request can use. Draft KV made for
+    /// another next token does not count.
     pub(super) fn drafted_hits(&self, index: RequestIndex, hits: &[i64]) -> usize {
         let (block_size, request) = (self.config.block_size, &self.requests[index]);
         let next = |place: usize| request.tokens.get((place + 1) * block_size).copied();
@@ -114,7 +114,7 @@ impl Scheduler {
         hits.iter().enumerate().take_while(is_drafted).count()
     }
 
-    /// Drops the last block of a prefix hit if only that block lacks mark D (valid draft KV). Computing one block again
+    /// Drops the last block of a prefix hit if only that block lacks `draft_valid`. Computing one block again
     /// costs less than a head without the context before it. With states the hit must end at its snapshot.
     pub(super) fn trim_hits(&self, index: RequestIndex, hits: &mut Vec<i64>) {
         let request = &self.requests[index];

@@ -451,7 +451,7 @@ mod tests {
         };
         assert_eq!(promised(&mut drafts, 1), promised(&mut drafts, 12), "nothing is known yet");
         for _ in 0..100 {
-            // The proposal is 0, 0: it stands behind 12 tokens, and never behind one.
+            // The proposal is 0, 0: it comes after 12 tokens, and never after one.
             for (match_len, emitted) in [(1, [7, 7, 7]), (12, [0, 0, 7])] {
                 drafts.rows[0] = Looked { whose: Some((0, 4)), found: [Found::default(); KINDS] };
                 drafts.rows[0].found[DrafterKind::Ngram as usize] = Found::new(&Proposal { len: 2, match_len });

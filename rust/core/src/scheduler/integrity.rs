@@ -133,7 +133,7 @@ impl Scheduler {
             ensure!(row.drafting > 0 || from <= to, "row {index} has draft KV on [{from}, {to})");
             let own = if from == 0 { row.blocks.len() } else { from / block_size };
             let marked = row.blocks[own..].iter().find(|&&block| self.pool.has_draft(block));
-            ensure!(marked.is_none(), "block {marked:?} of row {index} has mark D, its draft KV begins at {from}");
+            ensure!(marked.is_none(), "draft KV of block {marked:?} of row {index} is valid, but begins at {from}");
         }
 
         let mut hash = request.root;
@@ -230,7 +230,7 @@ impl Scheduler {
             let further = self.groups.of(index as u32).iter().flat_map(|table| &table.blocks);
             for &block in further.filter(|&&block| block != NO_BLOCK) {
                 holders[block as usize] += 1;
-                ensure!(!self.pool.has_draft(block), "block {block} behind the first group has mark D");
+                ensure!(!self.pool.has_draft(block), "block {block} outside the first group has valid draft KV");
             }
         }
         for (block, &holders) in holders.iter().enumerate() {

@@ -165,7 +165,7 @@ impl Scheduler {
         }
     }
 
-    /// Writes the slots of a draft chunk. A block with mark D (valid draft KV) after one without is fed again, because
+    /// Writes the slots of a draft chunk. A block with `draft_valid` after one without is fed again, because
     /// later tokens of the chunk attend to it in the same pass. It is not written again, because others may read it.
     fn map_draft_slots(&self, row: RowIndex, start: usize, slots: &mut [i64]) {
         let (block_size, row) = (self.config.block_size, &self.rows[row as usize]);

@@ -59,7 +59,7 @@ pub(super) struct Row {
     pub(super) num_computed: usize,
     /// Number of first blocks that were registered in the prefix cache or come from it.
     pub(super) num_registered: usize,
-    /// Number of first blocks that are settled with regard to mark D (valid draft KV) and are not checked again.
+    /// Number of first blocks that are settled with regard to `draft_valid` and are not checked again.
     pub(super) num_draft_marked: usize,
     /// Number of steps with K = 0 for the row since the last one with K > 0. The lag after drafting may have grown by
     /// as many tokens.

@@ -1,8 +1,8 @@
 //! Cached blocks that the host keeps elsewhere too, such as on a disk: which blocks to copy out, and prefixes to copy
 //! in. Copies no KV itself. Off unless enabled.
 //!
-//! A block is due when its KV will not get more complete: it got mark D (valid draft KV), or its last holder freed it.
-//! Without a drafter that has KV, it is due as soon as it has mark T (valid target KV). A due block that is evicted
+//! A block is due when its KV will not get more complete: it got `draft_valid`, or its last holder freed it.
+//! Without a drafter that has KV, it is due as soon as it has `target_valid`. A due block that is evicted
 //! before the host takes it is lost to the host.
 //!
 //! A head that reads hidden states writes the KV of a prompt's chunk in the step after the chunk's. Its marks count
@@ -65,7 +65,7 @@ enum Saved {
 struct BlockState {
     saved: Saved,
     is_queued: bool,
-    /// Id of the step after which the block's draft KV is written, if the block has mark D.
+    /// Id of the step after which the block's draft KV is written, if the block has `draft_valid`.
     drafted_by: u64,
 }
 
@@ -75,7 +75,7 @@ pub(super) struct SaveLog {
     /// Blocks that became due, each once. Blocks evicted since are skipped when the host takes them.
     due: VecDeque<u32>,
     states: Vec<BlockState>,
-    /// Blocks with mark D whose draft KV a step that has not settled will write.
+    /// Blocks with `draft_valid` whose draft KV a step that has not settled will write.
     drafted_later: Vec<u32>,
     /// Id of the step that settled last.
     settled: u64,
@@ -104,8 +104,8 @@ impl SaveLog {
         }
     }
 
-    /// Notes that a block got mark D in the step that settles. `is_later` says that the next step writes the draft
-    /// KV.
+    /// Notes that a block got `draft_valid` in the step that settles. `is_later` says that the next step writes the
+    /// draft KV.
     pub(super) fn drafted(&mut self, block: i64, is_later: bool) {
         self.states[block as usize].drafted_by = self.settled + u64::from(is_later);
         if is_later {
@@ -222,8 +222,8 @@ impl Scheduler {
         self.saves.as_mut()?.outputs.pop_front()
     }
 
-    /// Adds the output of a request of another process to the suffix drafter, if there is one. `salt` is the hash of its
-    /// cache salt.
+    /// Adds the output of a request of another process to the suffix drafter, if there is one. `salt` is the hash of
+    /// its cache salt.
     pub fn restore_output(&mut self, salt: BlockHash, token_ids: &[u32]) {
         if let Some(suffix) = &mut self.host_drafts.proposers.suffix {
             suffix.restore(salt, token_ids);

@@ -303,8 +303,9 @@ impl Scheduler {
         Ok(Settled { request_id, num_new, finish_reason })
     }
 
-    /// Sets marks after an iteration or a chunk with finite results. Mark T is set on blocks whose target KV is
-    /// complete. If the row drafted, mark D is set on blocks whose draft KV is complete. Each block is checked once.
+    /// Sets marks after an iteration or a chunk with finite results. `target_valid` is set on blocks whose target KV is
+    /// complete. If the row drafted, `draft_valid` is set on blocks whose draft KV is complete. Each block is checked
+    /// once.
     fn publish(&mut self, publication: Publication) -> Result<()> {
         let Publication { row: row_index, target_len, drafted } = publication;
         let block_size = self.config.block_size;
@@ -340,13 +341,14 @@ impl Scheduler {
             }
             row.num_registered += 1;
         }
-        // KV behind a start anew is of this row's history alone.
+        // KV after a start anew depends on this row's history alone.
         let shares = !self.drafts.from_hidden || self.hidden[row_index as usize].draft_start == 0;
         if drafted && shares && !request.draft_failed && !row.rebuild {
             while row.num_draft_marked < row.num_registered && (row.num_draft_marked + 1) * block_size <= row.draft_len
             {
                 let block = row.blocks[row.num_draft_marked];
-                // What it wrote itself: another row's blocks are marked by that row, and marks of private duplicates are never read.
+                // What it wrote itself: another row's blocks are marked by that row, and marks of private duplicates
+                // are never read.
                 if self.pool.claimant(block) == Some(row_index) {
                     if self.drafts.from_hidden {
                         let next = request.tokens[(row.num_draft_marked + 1) * block_size];

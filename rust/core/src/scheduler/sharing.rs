@@ -19,7 +19,7 @@ use crate::error::Result;
 /// Order in which requests get a row, smaller first: priority as in [`Order`], turn, arrival.
 pub(super) type Turn = (i128, usize, u64);
 
-/// Number of requests of each caller that were already counted, from the most important on.
+/// Number of requests of each caller that were counted so far, in order of importance.
 #[derive(Default)]
 struct Turns(HashMap<i64, usize, FxBuildHasher>);
 

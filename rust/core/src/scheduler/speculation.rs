@@ -137,7 +137,7 @@ impl Scheduler {
     }
 
     /// Rebuilds a running request's draft KV from position 0, by catch-up chunks. A head that reads the target's hidden
-    /// states starts anew with the states that are kept. The request's blocks lose mark D (valid draft KV). Requests
+    /// states starts anew with the states that are kept. The request's blocks lose `draft_valid`. Requests
     /// that continued from those blocks rebuild too, because draft KV computed from broken KV is broken.
     ///
     /// # Errors
@@ -178,7 +178,7 @@ impl Scheduler {
                     for &other in self.running.iter().filter(|&&other| other != row_index) {
                         let row = &mut self.rows[other as usize];
                         if row.blocks.get(index) == Some(&block) && !(from_hidden && row.rebuild) {
-                            // Of the first block that it shares: behind it each is in its own turn.
+                            // Of the first block that it shares. Blocks after it are handled in their own turn.
                             row.rebuild = true;
                             broken.push((other, index));
                         }

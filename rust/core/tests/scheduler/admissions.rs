@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 
-use specrs_core::sampling::{LOGPROBS_ALL, LOGPROBS_NONE, LogitsDtype, MAX_STOP_IDS, NUM_PARAMS, PARAM_COLUMNS, STEPS};
+use specrs_core::sampling::{
+    LOGPROBS_ALL, LOGPROBS_NONE, LogitsDtype, MAX_STOP_IDS, NUM_PARAMS, PARAM_COLUMNS, SAMPLING_STEPS,
+};
 use specrs_core::scheduler::layout::{FLAG_TARGET_NON_FINITE, StepHeader};
 use specrs_core::{PlanOutcome, RequestParams, RequestSampling, Scheduler, SchedulerConfig};
 
@@ -96,7 +98,8 @@ fn every_number_that_a_device_needs_is_in_the_record_at_each_admission() {
         ];
         assert_eq!(PARAM_COLUMNS.iter().copied().zip(values).collect::<Vec<_>>(), expected);
         let bits = planned.section("admit_steps")[0];
-        let off: Vec<_> = (0..STEPS.len()).filter(|bit| bits >> bit & 1 == 0).map(|bit| STEPS[bit]).collect();
+        let off: Vec<_> =
+            (0..SAMPLING_STEPS.len()).filter(|bit| bits >> bit & 1 == 0).map(|bit| SAMPLING_STEPS[bit]).collect();
         assert_eq!(off, ["greedy", "pooling"], "all other steps are asked for");
         let stops = &planned.section("admit_stop_ids")[..MAX_STOP_IDS];
         assert_eq!((&stops[..2], stops[2..].iter().max()), (&[70, 80][..], Some(&-1)));
@@ -118,7 +121,7 @@ fn a_plain_request_asks_for_nothing_but_a_draw() {
     assert_eq!(header.used_len, planned.scheduler.record_layout().upload_token.offset + 2);
     let told = ["admit_steps", "admit_logprobs", "admit_prompt_logprobs", "admit_num_allowed", "admit_min_len"];
     assert_eq!(planned.told(&told), [2, LOGPROBS_NONE, LOGPROBS_NONE, -1, 2]);
-    assert_eq!(STEPS[1], "random");
+    assert_eq!(SAMPLING_STEPS[1], "random");
     assert!(planned.section("admit_stop_ids")[..MAX_STOP_IDS].iter().all(|&id| id == -1));
 }
 
@@ -129,7 +132,7 @@ fn an_empty_list_of_allowed_tokens_is_not_none() {
     planned.scheduler.add_request(0, &[1, 2], &params(&[], sampling)).unwrap();
     planned.plan();
     assert_eq!(planned.told(&["admit_num_allowed"]), [0]);
-    let constraints = STEPS.iter().position(|&step| step == "constraints").unwrap();
+    let constraints = SAMPLING_STEPS.iter().position(|&step| step == "constraints").unwrap();
     assert_eq!(planned.section("admit_steps")[0] >> constraints & 1, 1);
 }
 

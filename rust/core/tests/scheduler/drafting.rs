@@ -106,7 +106,7 @@ fn a_long_lag_is_closed_over_several_steps_at_k_0() {
 }
 
 #[test]
-fn the_draft_has_a_quarter_of_the_chunk_budget_beside_prefill() {
+fn the_draft_has_a_quarter_of_the_chunk_budget_next_to_prefill() {
     // Less 4 decode rows; a quarter is rounded up.
     for (budget, tokens) in [(20, (12, 4)), (21, (12, 5)), (23, (14, 5))] {
         let config = SchedulerConfig { max_num_batched_tokens: budget, ..speculative() };
@@ -170,7 +170,7 @@ fn one_request_writes_a_shared_prefix_and_the_others_wait_for_its_marks() {
 }
 
 #[test]
-fn a_raised_draft_len_is_told_by_a_chunk_of_length_0() {
+fn a_raised_draft_len_is_reported_by_a_chunk_of_length_0() {
     // Blocks of one position: a hit on 19 of 20 tokens, and once request 1's marks are there, 21 - 2 of 21 are drafted.
     let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 64, block_size: 1, ..speculative() });
     driver.add(0, &ask(1, 20, 1)).unwrap();
@@ -249,7 +249,7 @@ fn claims_of_a_row_that_drafts_no_more_pass_to_those_who_want_them() {
 }
 
 #[test]
-fn a_row_whose_claims_were_taken_catches_up_behind_them_when_it_drafts_again() {
+fn a_row_whose_claims_were_taken_catches_up_after_them_when_it_drafts_again() {
     let config = SchedulerConfig { drafter: Drafter::draft_model(64, 8.0), max_in_flight: 2, ..speculative() };
     let mut driver = Driver::new(config);
     driver.add(0, &ask(1, 33, 1)).unwrap();
@@ -526,7 +526,7 @@ fn blocks_registered_while_their_draft_kv_is_on_its_way_are_claimed() {
     }
 }
 
-/// Makes a driver in which blocks 0 and 1 lack mark D (valid draft KV) and blocks 2 to 4 have it. The first two come
+/// Makes a driver in which blocks 0 and 1 lack `draft_valid` and blocks 2 to 4 have it. The first two come
 /// from a request at K = 0. The others come from a longer request that was prefilled at the same time and has private
 /// copies of the first two.
 fn draft_marks_with_a_hole(lag: usize) -> Driver {
@@ -562,7 +562,8 @@ fn only_the_contiguous_prefix_of_marks_counts_and_marked_blocks_are_not_written_
 
 #[test]
 fn drafting_waits_for_a_claim_on_what_its_first_pass_would_write() {
-    // Blocks of one position. Some request ends right after all its drafts were accepted, so that its last block has no mark D.
+    // Blocks of one position. Some request ends right after all its drafts were accepted, so that its last block has no
+    // `draft_valid`.
     let unmarked = |driver: &Driver| {
         let pool = driver.scheduler.block_pool();
         (0..64).filter(|&block| pool.is_registered(block) && !pool.has_draft(block)).count()

@@ -80,7 +80,7 @@ fn a_quarter_of_the_memory_for_32k_positions_with_windows_of_1k_in_5_of_6_layers
 }
 
 #[test]
-fn the_smallest_pool_is_told() {
+fn the_smallest_pool_is_reported() {
     // 12 blocks of 48 positions, and of a window the block that it begins in and those that it reaches.
     let least = 12 + 3 + 3;
     for (num_blocks, fits) in [(least, true), (least - 1, false)] {

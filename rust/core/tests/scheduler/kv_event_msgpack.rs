@@ -288,7 +288,7 @@ fn a_payload_says_what_its_events_say() {
 }
 
 #[test]
-fn removed_blocks_windows_and_resets_are_told() {
+fn removed_blocks_windows_and_resets_are_reported() {
     let config = SchedulerConfig { num_blocks: 6, max_model_len: 24, ..small() };
     let mut driver = Driver::new(SchedulerConfig { enable_kv_cache_events: true, ..config });
     driver.add(0, &ask(1, 16, 1)).unwrap();

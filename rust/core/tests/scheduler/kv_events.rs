@@ -127,7 +127,7 @@ fn a_chain_can_be_computed_from_its_events() {
 }
 
 #[test]
-fn who_takes_no_events_loses_them_and_is_told() {
+fn events_that_are_not_taken_are_lost_and_that_is_reported() {
     let mut driver = events(&SchedulerConfig { num_blocks: 10, max_model_len: 24, ..small() });
     for id in 0..30 {
         driver.add(id, &ask(id as u64, 9, 8)).unwrap();

@@ -25,7 +25,7 @@ fn running(driver: &Driver) -> Vec<i64> {
 }
 
 #[test]
-fn the_one_too_many_waits_and_the_base_model_goes_on_beside_it() {
+fn the_one_too_many_waits_and_the_base_model_goes_on_next_to_it() {
     let mut driver = Driver::new(adapters(2));
     for (id, of) in [(0, 1), (1, 2), (2, 3), (3, 0), (4, 1)] {
         add(&mut driver, id, of, if id == 0 { 2 } else { 6 });

@@ -90,7 +90,7 @@ const LINEAR: Machine =
     Machine { decode: 20.0, fixed: 5.0, token: 0.5, position: 0.0, long: None, told: 0.0, draft: 0.0 };
 
 #[test]
-fn prompts_beside_requests_that_decode_take_no_longer_than_the_bound() {
+fn prompts_next_to_requests_that_decode_take_no_longer_than_the_bound() {
     let machines = [
         ("linear", LINEAR),
         ("fast", Machine { token: 0.001, fixed: 0.01, ..LINEAR }),
@@ -212,7 +212,7 @@ fn prompts_with_log_probabilities_have_a_cost_of_their_own() {
 }
 
 #[test]
-fn catch_up_of_draft_kv_is_cut_beside_others() {
+fn catch_up_of_draft_kv_is_cut_next_to_others() {
     let machine = Machine { draft: 1.0, token: 1.0, ..LINEAR };
     let config = SchedulerConfig {
         num_speculative_tokens: 3,

@@ -39,7 +39,7 @@ fn eight_rows(max_in_flight: usize) -> Driver {
 }
 
 #[test]
-fn a_request_behind_a_crowd_that_has_every_row_gets_one() {
+fn a_request_after_a_crowd_that_has_every_row_gets_one() {
     for depth in [1, 2, 4] {
         let mut driver = eight_rows(depth);
         crowd(&mut driver, 100, 20, 1);

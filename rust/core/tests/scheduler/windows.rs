@@ -85,7 +85,7 @@ fn drafting_if(driver: &Driver, len: usize, max_tokens: usize) -> Ask {
 }
 
 #[test]
-fn the_smallest_pool_is_told() {
+fn the_smallest_pool_is_reported() {
     // 16 positions and the block that the first of them begins in; a draft model's first pass looks back one further.
     for (config, least) in [(windowed(), 5), (windowed_drafting(), 6)] {
         for (num_blocks, fits) in [(least, true), (least - 1, false)] {

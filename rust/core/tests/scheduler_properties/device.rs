@@ -238,7 +238,7 @@ impl Device {
     pub(crate) fn check_marks(&self, scheduler: &Scheduler) {
         let marked = |slot: &usize| scheduler.block_pool().has_draft((slot / self.block_size) as i64);
         for slot in (0..self.draft_kv.len()).filter(marked).filter(|_| self.from_hidden) {
-            let (_, _, content) = self.draft_kv[slot].as_ref().expect("draft KV of a block with mark D");
+            let (_, _, content) = self.draft_kv[slot].as_ref().expect("draft KV of a block with `draft_valid`");
             assert_eq!(content.last(), Some(&-1), "draft KV of slot {slot}: {content:?}");
         }
     }
@@ -711,7 +711,8 @@ impl Device {
                 self.rows[row].hidden_start = n - 1;
             }
         } else if k > 0 && on_device {
-            // min(n' - 1, n + K - 1), n' being the new number of tokens, stop tokens considered; n where no draft was fed.
+            // min(n' - 1, n + K - 1), n' being the new number of tokens, stop tokens considered; n where no draft was
+            // fed.
             let fed = if self.mask.is_some() { n } else { n + k - 1 };
             self.rows[row].draft_len = (self.rows[row].tokens.len() - 1).min(fed);
         }

@@ -1,4 +1,4 @@
-//! Quantized weights, packed: sixteen outputs side by side, as kernels read them.
+//! Quantized weights in the packed layout that kernels read, with sixteen outputs side by side.
 
 mod pack;
 mod super_blocks;
@@ -14,31 +14,32 @@ use crate::memory::{Line, from_f16};
 
 /// A matrix `[outputs, inputs]` of integers with scales, which stand for the numbers of its file exactly.
 ///
-/// Outputs lie in strips of sixteen, the last one padded with zeros. Of a strip each 32 inputs are a packed block: lines
-/// of codes, then lines of their high bits. Byte `4 o + k` of a line belongs to output `o`. Inputs `4 r .. 4 r + 4` of a
-/// block are run `r`; byte k has input `4 r + k`. A line has one run of 8-bit codes, two of 4-bit codes, the earlier one
-/// in the lower halves, or four of 2-bit codes. Bit r of a byte of high bits belongs to run r; of two high bits, bits
-/// `2 (r % 4)` of line `r / 4`.
+/// Outputs lie in strips of sixteen, the last one padded with zeros. Of a strip each 32 inputs are a packed block:
+/// lines of codes, then lines of their high bits. Byte `4 o + k` of a line belongs to output `o`. Inputs `4 r .. 4 r +
+/// 4` of a block are run `r`; byte k has input `4 r + k`. A line has one run of 8-bit codes, two of 4-bit codes, the
+/// earlier one in the lower halves, or four of 2-bit codes. Bit r of a byte of high bits belongs to run r; of two high
+/// bits, bits `2 (r % 4)` of line `r / 4`.
 pub struct Packed {
-    /// GGML's name of the type of a file, or INT4 or INT8.
+    /// GGML's name of the block type, or INT4 or INT8.
     kind: &'static str,
     format: Format,
     outputs: usize,
     inputs: usize,
-    /// `[strips, blocks, lines of a block]`
+    /// Quantized weights (codes), `[strips, blocks, lines of a block]`.
     codes: Vec<Line>,
-    /// `[strips, scales, halves of a scale, 16]`, a scale for every `1 << shift` blocks.
+    /// Bits of 16-bit scales and minima, `[strips, scales, halves of a scale, 16]`; there is a scale for every `1 <<
+    /// shift` blocks.
     halves: Vec<u16>,
-    /// `[strips, blocks, 1 or 2 with minima, groups of a block, 16]` where scales are [`Scales::Sub`]; `[strips, scales, 16]`
-    /// where minima are [`Minima::Zeros`].
+    /// Eight-bit scales and minima. With [`Scales::Sub`] `[strips, blocks, 1 or 2 with minima, groups of a block, 16]`;
+    /// with [`Minima::Zeros`] `[strips, scales, 16]`.
     subs: Vec<i8>,
-    /// `[inputs]`: the input of each place of an output's codes. `None` if inputs are in their own order.
+    /// Input at each place of an output's codes, `[inputs]`; `None` if inputs are in their own order.
     order: Option<Box<[u32]>>,
 }
 
 impl Packed {
-    /// Returns the matrix with inputs in another order: place i of the codes belongs to input `order[i]`. Products round
-    /// rows in this order. `name` is what an error calls the matrix.
+    /// Returns the matrix with inputs in another order: place i of the codes belongs to input `order[i]`. Products
+    /// round rows in this order. Errors call the matrix `name`.
     ///
     /// # Errors
     /// If `order` does not have each input once.
@@ -53,27 +54,27 @@ impl Packed {
         Ok(self)
     }
 
-    /// Inputs in the order of the codes; `None` if that is their own.
+    /// Returns the input at each place of an output's codes; `None` if inputs are in their own order.
     pub fn order(&self) -> Option<&[u32]> {
         self.order.as_deref()
     }
 
-    /// GGML's name of the type of a file, or INT4 or INT8.
+    /// Returns GGML's name of the block type, or INT4 or INT8.
     pub fn kind(&self) -> &'static str {
         self.kind
     }
 
-    /// Output features.
+    /// Returns the number of output features.
     pub fn outputs(&self) -> usize {
         self.outputs
     }
 
-    /// Input features.
+    /// Returns the number of input features.
     pub fn inputs(&self) -> usize {
         self.inputs
     }
 
-    /// Bytes of its memory.
+    /// Returns the number of bytes of the matrix in memory.
     pub fn num_bytes(&self) -> usize {
         let order = self.order.as_deref().map_or(0, size_of_val);
         size_of_val(&*self.codes) + self.halves.len() * 2 + self.subs.len() + order
@@ -91,19 +92,19 @@ impl Packed {
         self.outputs.div_ceil(LANES)
     }
 
-    /// Lines of codes of a strip.
+    /// Returns the lines of codes of a strip.
     pub(crate) fn codes(&self, strip: usize) -> &[Line] {
         let lines = self.blocks() * self.format.lines();
         &self.codes[strip * lines..][..lines]
     }
 
-    /// Scales and minima of a strip, as bits of 16-bit numbers and as integers of 8 bits.
+    /// Returns scales and minima of a strip: bits of 16-bit numbers, and 8-bit integers.
     pub(crate) fn scales(&self, strip: usize) -> (&[u16], &[i8]) {
         let (halves, subs) = (self.halves.len() / self.strips(), self.subs.len() / self.strips());
         (&self.halves[strip * halves..][..halves], &self.subs[strip * subs..][..subs])
     }
 
-    /// Writes the numbers of an output into `out` `[inputs]`: `scale * q + minimum`, rounded once.
+    /// Dequantizes an output into `out` `[inputs]`: `scale * q + minimum`, rounded once.
     pub fn row(&self, output: usize, out: &mut [f32]) {
         let (strip, lane) = (output / LANES, output % LANES);
         let (format, (halves, subs)) = (self.format, self.scales(strip));
@@ -121,7 +122,7 @@ impl Packed {
 }
 
 impl Format {
-    /// The integer that a code of a packed block stands for.
+    /// Returns the integer q that a code of a packed block stands for.
     fn code(self, lines: &[Line], lane: usize, input: usize) -> i32 {
         let (run, byte) = (input / 4, 4 * lane + input % 4);
         let bits = |first: usize, width: u32| {
@@ -139,7 +140,7 @@ impl Format {
         }
     }
 
-    /// Scale and minimum of a group, of the scales of a strip.
+    /// Returns scale and minimum of a group, from the scales of a strip.
     fn numbers(self, halves: &[u16], subs: &[i8], block: usize, group: usize, lane: usize) -> (f32, f32) {
         let (slot, stored) = (block >> self.shift, self.stored());
         let half = |i: usize| halves[(slot * self.halves_per_scale() + i) * LANES + lane];

@@ -7,7 +7,7 @@ use crate::isa::LANES;
 use crate::linear::check_groups;
 use crate::memory::{Bf16, Line, from_f16, to_f16, zeroed_lines};
 
-/// The memory of a strip, to be filled.
+/// Memory of a strip that is being filled.
 struct Strip<'a> {
     format: Format,
     codes: &'a mut [Line],
@@ -16,12 +16,12 @@ struct Strip<'a> {
 }
 
 impl Packed {
-    /// Packs the rows of a file with `threads` threads. `blocks` is `[outputs, inputs]` in bytes, `order[o]` the row that
-    /// output `o` is; without `order`, rows keep theirs. `name` is what an error calls the matrix.
+    /// Packs the rows of a file with `threads` threads. `blocks` is `[outputs, inputs]` in bytes, and `order[o]` is the
+    /// row of output `o`; without `order`, rows keep their order. Errors call the matrix `name`.
     ///
     /// # Errors
-    /// Where `inputs` are no whole blocks, `blocks` has another length, `order` names a row that does not exist, or a scale
-    /// is not finite.
+    /// Where `inputs` are no whole blocks, `blocks` has another length, `order` names a row that does not exist, or a
+    /// scale is not finite.
     pub fn new(
         name: &str,
         kind: BlockType,
@@ -56,12 +56,11 @@ impl Packed {
         Ok(made)
     }
 
-    /// Packs integers with `threads` threads: weight `[o, i]` is `values[o, i] * scales[o, group of i]`, with `values`
-    /// `[outputs, inputs]` and `scales` `[outputs, groups]`. Groups have the same number of inputs.
+    /// Calls `put` for each output with the strip that it belongs to. `threads` threads share the strips.
     ///
     /// Scales are kept as bf16 or fp16 if that holds them exactly. Then integers of a group that lie within 16 of each
-    /// other become INT4; with fp32 scales those from -8 to 7 do. Otherwise all become INT8. `name` is what an error calls
-    /// the matrix.
+    /// other become INT4; with fp32 scales those from -8 to 7 do. Otherwise all become INT8. `name` is what an error
+    /// calls the matrix.
     ///
     /// # Errors
     /// Where groups are no multiple of 32 inputs, a scale is not finite, or INT8 does not hold the integers.
@@ -179,7 +178,7 @@ impl Strip<'_> {
         }
     }
 
-    /// Writes a block of a file, which is `count` packed blocks from `first` on.
+    /// Writes a block of a file, which becomes `count` packed blocks from `first` on.
     fn put_block(&mut self, lane: usize, first: usize, count: usize, block: &Block) {
         let (format, groups, stored) = (self.format, self.format.groups(), self.format.stored());
         for (i, codes) in block.codes.chunks_exact(BLOCK).take(count).enumerate() {
@@ -201,7 +200,7 @@ impl Strip<'_> {
         }
     }
 
-    /// Writes a scale, and the zero point where the format has them.
+    /// Writes a scale, and the zero point if the format has zero points.
     fn put_scale(&mut self, lane: usize, slot: usize, scale: f32, zero: i8) {
         let bits = match self.format.scales {
             Scales::F32 => [(scale.to_bits() >> 16) as u16, scale.to_bits() as u16],
@@ -219,7 +218,7 @@ impl Strip<'_> {
 }
 
 impl Format {
-    /// Whether all numbers of a block are finite, whatever its codes are.
+    /// Returns whether all weights of a block are finite for any codes.
     fn is_finite(self, block: &Block) -> bool {
         // Only a bf16 scale is ever so large that a code's number overflows.
         let largest = self.table.into_iter().flatten().map(|q| q.unsigned_abs()).max().unwrap_or(1);
@@ -231,12 +230,12 @@ impl Format {
     }
 }
 
-/// The least and the largest of some integers.
+/// Returns the smallest and the largest of some integers.
 fn range(values: &[i16]) -> (i16, i16) {
     values.iter().fold((i16::MAX, i16::MIN), |(low, high), &q| (low.min(q), high.max(q)))
 }
 
-/// The smallest type that holds all scales exactly.
+/// Returns the smallest type that holds all scales exactly.
 fn smallest(scales: &[f32]) -> Scales {
     let hold = |rounded: fn(f32) -> f32| scales.iter().all(|&x| rounded(x).to_bits() == x.to_bits());
     if hold(|x| Bf16::from_f32(x).to_f32()) {

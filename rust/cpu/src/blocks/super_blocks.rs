@@ -1,8 +1,8 @@
 //! Quantization of weights to `Q4_K`, the super-blocks of llama.cpp's files: 256 weights with codes of 4 bits. Reads no
 //! file.
 //!
-//! A super-block has eight blocks of 32 weights. A weight of a block becomes `scale * code - minimum` with a code from 0
-//! to 15. Scales and minima are integers from 0 to 63, times two fp16 numbers of the super-block.
+//! A super-block has eight blocks of 32 weights. A weight of a block becomes `scale * code - minimum` with a code from
+//! 0 to 15. Scales and minima are integers from 0 to 63, times two fp16 numbers of the super-block.
 //!
 //! 1. Each block gets the scale and minimum with the least squared error, by least squares for the codes of some ranges.
 //!    All weights count alike, because no activations are known.
@@ -19,18 +19,18 @@ use crate::error::{Error, Result, check_len};
 use crate::memory::{from_f16, to_f16};
 use crate::values::Values;
 
-/// Blocks of a super-block.
+/// Number of blocks in a super-block.
 const BLOCKS: usize = SUPER / BLOCK;
 /// Largest integer of a scale or minimum.
 const TOP: f32 = 63.0;
 /// Largest code of a weight.
 const TOP_CODE: f32 = 15.0;
-/// Weights above this size have no minimum in fp16.
+/// Weights above this absolute value have no minimum in fp16.
 const LARGEST: f32 = TOP * 65_504.0;
 /// Blocks whose weights are all smaller than this become zeros. The smallest fp16 number is larger.
 const LEAST: f32 = 1e-30;
-/// Shares of a block's range by which candidates begin after its least weight, or end before its largest. Negative ones
-/// leave room. Weights outside of the range get the code at its end.
+/// Candidates for a block's range: shares of the range by which they begin after its smallest weight and end before its
+/// largest. Negative shares extend the range. Weights outside a candidate's range get the code at its end.
 const CUTS: [(f32, f32); 9] = [
     (0.0, 0.0),
     (-0.03, -0.03),
@@ -69,7 +69,7 @@ pub fn quantize_q4_k(name: &str, weight: &Values, inputs: usize, blocks: &mut [u
     write(name, weight, inputs, blocks, threads)
 }
 
-/// Writes all super-blocks, in as many shares as there are threads.
+/// Writes all super-blocks. Each thread does one share of them.
 fn write(name: &str, weight: &Values, inputs: usize, blocks: &mut [u8], threads: usize) -> Result<()> {
     let bytes = BlockType::Q4_K.bytes();
     let share = (weight.len() / SUPER).div_ceil(threads.max(1)).max(1);
@@ -113,8 +113,8 @@ fn quantize(x: &[Weights; BLOCKS], out: &mut [u8]) {
     }
 }
 
-/// Returns the bits of the fp16 number of which about the 63rd multiple is `largest`. Among subnormal numbers, which are
-/// far apart, it is the next larger one, so that one of the integers from 32 to 63 is near each number.
+/// Returns the bits of the fp16 number whose 63rd multiple is about `largest`. Among subnormal numbers, which are far
+/// apart, it is the next larger one, so that one of the integers from 32 to 63 is near each number.
 fn unit(largest: f32) -> u16 {
     let nearest = to_f16(largest / TOP);
     if from_f16(nearest) * TOP < 0.999 * largest { nearest + 1 } else { nearest }
@@ -155,8 +155,8 @@ fn fit(x: &Weights) -> Line {
     Line { scale: best.scale * size, min: (best.min * size).min(LARGEST) }
 }
 
-/// Returns the line with the least squared error for the codes that weights have with `line`. None if all codes are
-/// equal, or if it does not rise.
+/// Returns the line with the least squared error for the codes that the weights have with `line`. `None` if all codes
+/// are equal, or if the line does not rise.
 fn solve(x: &Weights, line: Line) -> Option<Line> {
     let q = codes(x, line);
     let (x_sum, q_sum) = (sum(|i| x[i]), sum(|i| q[i]));
@@ -172,8 +172,8 @@ fn solve(x: &Weights, line: Line) -> Option<Line> {
     (line.scale > 0.0).then_some(line)
 }
 
-/// Returns the integers of scale and minimum, next to those of `line`, with the least squared error. `units` are what
-/// they are multiplied by.
+/// Returns the integers of scale and minimum, next to those of `line`, with the least squared error. `units` are their
+/// factors.
 fn integers(x: &Weights, line: Line, units: Line) -> (f32, f32) {
     let near = |number: f32, unit: f32| {
         let nearest = if unit > 0.0 { (number / unit).round() } else { 0.0 };

@@ -1,6 +1,6 @@
-//! The block types of GGUF files: what a block's bytes are. Knows no layout of its own and computes nothing.
+//! Block types of GGUF files and the layout of a block's bytes. Computes nothing.
 
-/// A type of weights whose numbers are small integers with a scale for each group of 16 or 32 inputs.
+/// Type of quantized weights: small integers with a scale for each group of 16 or 32 inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // GGML's names
 #[allow(non_camel_case_types)]
@@ -20,103 +20,103 @@ pub enum BlockType {
     MXFP4,
 }
 
-/// What the scales of a format are.
+/// Form of a format's scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Scales {
-    /// fp16 numbers.
+    /// Scales in fp16.
     F16,
-    /// bf16 numbers.
+    /// Scales in bf16.
     Bf16,
-    /// fp32 numbers, upper halves and lower halves apart.
+    /// Scales in fp32, with upper and lower halves stored separately.
     F32,
-    /// An integer of 8 bits for each group, times an fp16 number for each 256 inputs.
+    /// An 8-bit integer for each group, times an fp16 number for each 256 inputs.
     Sub,
 }
 
-/// Minima of a format: what is added to the numbers of a group.
+/// Form of a format's minima, which are added to the weights of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Minima {
-    /// Nothing.
+    /// No minima.
     None,
-    /// Numbers that are stored as scales are.
+    /// Minima in the form of the scales.
     Stored,
-    /// The scale times an integer of 8 bits, one for each scale: a negative zero point.
+    /// Minima that are the scale times an 8-bit integer for each scale: a negative zero point.
     Zeros,
 }
 
-/// How numbers come from codes: `scale * (code - offset) + minimum`.
+/// Format of quantized weights: `scale * (code - offset) + minimum`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Format {
-    /// Bits of a code in the first lines of a packed block: 2, 4 or 8; those of 8 are signed.
+    /// Number of bits of a code in the first lines of a packed block: 2, 4 or 8; codes of 8 bits are signed.
     pub(crate) low: u32,
-    /// Bits of a code in the lines after them: 0, 1 or 2.
+    /// Number of bits of a code in the lines after those: 0, 1 or 2.
     pub(crate) high: u32,
-    /// Whether a group has 16 inputs, else 32.
+    /// Whether a group has 16 inputs; otherwise it has 32.
     pub(crate) halves: bool,
     pub(crate) minima: Minima,
     pub(crate) scales: Scales,
-    /// A stored scale serves `1 << shift` packed blocks.
+    /// Binary logarithm of the number of packed blocks that share a stored scale.
     pub(crate) shift: u32,
     pub(crate) offset: i32,
-    /// What codes of 4 bits stand for, where it is not themselves.
+    /// Integers that the 4-bit codes stand for; `None` if codes stand for themselves.
     pub(crate) table: Option<&'static [i8; 16]>,
 }
 
-/// Inputs of a packed block.
+/// Number of inputs in a packed block.
 pub(crate) const BLOCK: usize = 32;
-/// Most inputs of a block of a file.
+/// Maximum number of inputs in a block of a file.
 pub(crate) const SUPER: usize = 256;
 
-/// Four-bit codes of `IQ4_NL` and `IQ4_XS`.
+/// Integers that the 4-bit codes of `IQ4_NL` and `IQ4_XS` stand for.
 const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 /// Four-bit floats of the OCP Microscaling specification (E2M1), times two.
 const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// One block of a file, read: codes of its inputs in order, and its scales.
+/// One block of a file, unpacked: codes of its inputs in order, and its scales.
 pub(crate) struct Block {
     pub(crate) codes: [u8; SUPER],
     /// Bits of the fp16 or bf16 scale.
     pub(crate) scale: u16,
-    /// Bits of the fp16 minimum, or of what integers of minima are multiplied by.
+    /// Bits of the fp16 minimum, or of the factor of the integers in `sub_mins`.
     pub(crate) min: u16,
-    /// Integers of the groups' scales.
+    /// Integer factor of each group's scale.
     pub(crate) sub_scales: [i8; 16],
-    /// Integers of the groups' minima.
+    /// Integer factor of each group's minimum.
     pub(crate) sub_mins: [i8; 16],
 }
 
 impl Format {
-    /// Codes of `low` bits, scales for every `1 << shift` blocks, no minima.
+    /// Makes a format with codes of `low` bits, a scale for every `1 << shift` blocks, and no minima.
     pub(crate) fn integers(low: u32, offset: i32, scales: Scales, shift: u32) -> Self {
         Self { low, high: 0, halves: false, minima: Minima::None, scales, shift, offset, table: None }
     }
 
-    /// Whether codes stand for any signed byte.
+    /// Returns whether codes are signed bytes.
     pub(crate) fn is_signed(self) -> bool {
         self.low == 8 || self.table.is_some()
     }
 
-    /// The largest of the codes as unsigned bytes.
+    /// Returns the largest code as an unsigned byte.
     pub(crate) fn largest_byte(self) -> i32 {
         if self.is_signed() { 255 } else { (1 << (self.low + self.high)) - 1 }
     }
 
-    /// Groups of a packed block.
+    /// Returns the number of groups in a packed block.
     pub(crate) fn groups(self) -> usize {
         if self.halves { 2 } else { 1 }
     }
 
-    /// Stored numbers for each scale: 2 with stored minima.
+    /// Returns the number of stored numbers for each scale: 2 with stored minima.
     pub(crate) fn stored(self) -> usize {
         if self.minima == Minima::Stored { 2 } else { 1 }
     }
 
-    /// Values of 16 bits for each scale.
+    /// Returns the number of 16-bit values for each scale.
     pub(crate) fn halves_per_scale(self) -> usize {
         if self.scales == Scales::F32 { 2 } else { self.stored() }
     }
 
-    /// Integers of 8 bits for each `1 << shift` blocks.
+    /// Returns the number of 8-bit integers for each `1 << shift` blocks.
     pub(crate) fn subs_per_scale(self) -> usize {
         match (self.scales, self.minima) {
             (Scales::Sub, _) => (self.stored() * self.groups()) << self.shift,
@@ -125,19 +125,19 @@ impl Format {
         }
     }
 
-    /// Lines of the lower bits of a packed block.
+    /// Returns the number of lines with lower bits in a packed block.
     pub(crate) fn low_lines(self) -> usize {
         self.low as usize
     }
 
-    /// Lines of a packed block.
+    /// Returns the number of lines in a packed block.
     pub(crate) fn lines(self) -> usize {
         self.low_lines() + self.high as usize
     }
 }
 
 impl BlockType {
-    /// All types.
+    /// All block types.
     pub const ALL: [Self; 13] = [
         Self::Q4_0,
         Self::Q4_1,
@@ -154,7 +154,7 @@ impl BlockType {
         Self::MXFP4,
     ];
 
-    /// GGML's name of the type.
+    /// Returns GGML's name of the type.
     pub fn name(self) -> &'static str {
         match self {
             Self::Q4_0 => "Q4_0",
@@ -173,17 +173,17 @@ impl BlockType {
         }
     }
 
-    /// The type of GGML's name, if it is one of these.
+    /// Returns the type with this GGML name; `None` if it is not supported.
     pub fn by_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
-    /// Inputs of a block of a file: 32, or 256.
+    /// Returns the number of inputs in a block of a file: 32 or 256.
     pub fn numbers(self) -> usize {
         if self.format().scales == Scales::Sub { SUPER } else { BLOCK }
     }
 
-    /// Bytes of a block of a file.
+    /// Returns the number of bytes in a block of a file.
     pub fn bytes(self) -> usize {
         match self {
             Self::Q4_0 | Self::IQ4_NL => 18,
@@ -224,7 +224,7 @@ impl BlockType {
         }
     }
 
-    /// Reads a block of a file.
+    /// Unpacks a block of a file.
     pub(crate) fn read(self, bytes: &[u8]) -> Block {
         let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let mut of = Block { codes: [0; SUPER], scale: 0, min: 0, sub_scales: [0; 16], sub_mins: [0; 16] };
@@ -324,26 +324,26 @@ impl BlockType {
     }
 }
 
-/// The bits of `-x`.
+/// Returns the bits of `-x`, for the bits `x` of an fp16 number.
 fn negated(x: u16) -> u16 {
     x ^ 0x8000
 }
 
-/// Lower halves of 16 bytes, then their upper halves.
+/// Writes the lower halves of 16 bytes to `codes`, then their upper halves.
 fn nibbles(bytes: &[u8], codes: &mut [u8]) {
     for (i, byte) in bytes.iter().enumerate() {
         (codes[i], codes[i + 16]) = (byte & 15, byte >> 4);
     }
 }
 
-/// Codes of 2 bits, 128 in each 32 bytes: the lowest bits of all bytes, then the next.
+/// Unpacks codes of 2 bits, 128 from each 32 bytes: the lowest bits of all bytes first, then the next ones.
 fn crumbs(bytes: &[u8], codes: &mut [u8; SUPER]) {
     for (i, code) in codes.iter_mut().enumerate() {
         *code = bytes[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
     }
 }
 
-/// Scale and minimum `i` of eight, of 6 bits each in 12 bytes.
+/// Returns scale and minimum `i` of eight, which have 6 bits each in 12 bytes.
 fn six_bits(bytes: &[u8], i: usize) -> (u8, u8) {
     if i < 4 {
         return (bytes[i] & 63, bytes[i + 4] & 63);

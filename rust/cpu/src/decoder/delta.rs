@@ -1,5 +1,5 @@
-//! Gated delta net of a layer, in the place of attention: input projection, convolution and delta rule by key head, output
-//! projection. It takes three phases, and one more if a norm follows.
+//! Gated delta net of a layer, in the place of attention: input projection, convolution and delta rule by key head,
+//! output projection. It takes three phases, and one more if a norm follows.
 
 use super::Context;
 use super::scratch::{Buffers, NetRoom, Private};
@@ -18,9 +18,9 @@ pub(super) struct NetTile<'a> {
     pub(super) log_bounds: &'a [usize],
 }
 
-/// What the rows of one request change for a key head.
+/// Outputs and states that the rows of one request write for a key head.
 struct Written<'a, 'o> {
-    /// States of its value heads, and inputs of the convolution.
+    /// States of the key head's value heads, and inputs of the convolution.
     base: &'a mut [f32],
     log: &'a mut [f32],
     /// Copies of `base` after some updates.

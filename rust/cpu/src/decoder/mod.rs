@@ -45,7 +45,7 @@ pub struct Decoder {
     activations: Activations,
     /// Tiles that multiply the rows of prompts; `None` if they are multiplied by vectors.
     prompt_tiles: Option<Tiles>,
-    /// Cuts of the work, by number of participants less one, for each of the layers' sizes.
+    /// Division of the work among participants: by number of participants less one, for each of the layers' sizes.
     shares: Vec<Vec<Shares>>,
     buffers: Buffers,
     private: Vec<Private>,
@@ -53,12 +53,12 @@ pub struct Decoder {
     finite: Vec<bool>,
 }
 
-/// What rows are rounded to before products.
+/// Rounding of rows before products.
 #[derive(Clone, Copy, Default)]
 struct Activations {
     /// Whether all rows are rounded to bf16.
     bf16: bool,
-    /// For packed weights.
+    /// Rounding for packed weights.
     packed: Rounding,
 }
 
@@ -215,8 +215,8 @@ impl Decoder {
         self.run(pass, None, kv, output, entries)
     }
 
-    /// Runs a pass of an EAGLE-3 or MTP head, which is fed hidden states with the tokens. The hidden states for the next
-    /// pass are in `entries` at layer 1.
+    /// Runs a pass of an EAGLE-3 or MTP head, which is fed hidden states with the tokens. The hidden states for the
+    /// next pass are in `entries` at layer 1.
     ///
     /// # Errors
     /// If the pass is invalid as in [`forward_keeping`](Self::forward_keeping), hidden states have another size, or

@@ -1,5 +1,4 @@
-//! Products of rows with a projection's weights, and the conversion of rows for them. Phases and their order are in
-//! other files.
+//! Products of rows with a projection's weights, and the conversion of rows for them.
 
 use super::Context;
 use super::loras::{Added, LoraRoom};
@@ -14,8 +13,8 @@ use crate::pass::MAX_TILE_ROWS;
 use crate::weights::Weights;
 use std::ops::Range;
 
-/// Whether tiles, which take sixteen rows at once, multiply packed weights by so many rows faster than vectors: their
-/// share of used rows is large enough.
+/// Returns whether tiles, which take sixteen rows at once, multiply packed weights by so many rows faster than vectors.
+/// They do if enough of their rows are used.
 fn fill_tiles(rows: usize, to: Rounding) -> bool {
     let least = match to {
         Rounding::Int16 => 10,

@@ -1,4 +1,4 @@
-//! Tiles as registers of AMX: permission, shape, products. Lays out nothing.
+//! Tiles as registers of AMX: permission, shapes, products.
 
 // A receiver is the proof that tiles may be used.
 #![allow(unsafe_code, clippy::unused_self)]
@@ -9,20 +9,21 @@ use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
 use std::sync::OnceLock;
 
-/// Linux: what `arch_prctl` is, its request to let this process use a state, and which: that of tiles.
+/// Number of the Linux system call `arch_prctl`, and its request and argument to let this process use tiles.
 const SYS_ARCH_PRCTL: i64 = 158;
 const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
 const XFEATURE_XTILEDATA: i64 = 18;
-/// Bits of CPUID's leaf 7, EDX.
+/// Bit of CPUID's leaf 7, EDX, for AMX-BF16. The next two constants are those for AMX-TILE and AMX-INT8.
 const AMX_BF16: u32 = 1 << 22;
 const AMX_TILE: u32 = 1 << 24;
 const AMX_INT8: u32 = 1 << 25;
 
-/// Made by [`detect`](Self::detect) alone: code that holds one may use AMX-TILE, AMX-BF16 and AMX-INT8.
+/// Proof that the machine has AMX, made by [`detect`](Self::detect) alone: code that holds one may use AMX-TILE,
+/// AMX-BF16 and AMX-INT8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Amx(());
 
-/// The shapes of eight tiles: the operand of LDTILECFG.
+/// Shapes of eight tiles: the operand of LDTILECFG.
 #[repr(C, align(64))]
 struct Config {
     palette: u8,
@@ -33,7 +34,8 @@ struct Config {
 }
 
 impl Config {
-    /// Four tiles of 16 rows of 64 bytes, for sums, then two for the first operand of a product and two for the second.
+    /// Makes the shapes of four tiles of 16 rows of 64 bytes for sums, two for the first operand of a product and two
+    /// for the second.
     const fn new(bytes_of_first: u16, rows_of_second: u8) -> Self {
         let (first, second) = (bytes_of_first, rows_of_second);
         Self {
@@ -50,7 +52,7 @@ static PAIRS: Config = Config::new(64, 16);
 static BYTES: Config = Config::new(32, 8);
 
 impl Amx {
-    /// Asks once for all threads that there will be; a sandbox may refuse.
+    /// Asks the system once, for all threads, whether tiles may be used; a sandbox may refuse.
     pub(super) fn detect() -> Option<Self> {
         static ALLOWED: OnceLock<bool> = OnceLock::new();
         let allowed = ALLOWED.get_or_init(|| {
@@ -64,7 +66,7 @@ impl Amx {
         allowed.then_some(Self(()))
     }
 
-    /// Shapes this thread's tiles.
+    /// Sets the shapes of this thread's tiles.
     #[inline]
     pub(super) fn configure(self, shape: TileShape) {
         let config = match shape {
@@ -75,7 +77,7 @@ impl Amx {
         unsafe { asm!("ldtilecfg [{}]", in(reg) config, options(nostack, readonly, preserves_flags)) };
     }
 
-    /// Gives this thread's tiles up, so that nothing keeps them for it.
+    /// Releases this thread's tiles, so that the system need not save them.
     #[inline]
     pub(super) fn release(self) {
         // SAFETY: as above.
@@ -90,8 +92,8 @@ impl Amx {
         codes: &[Line; 8],
         c: &mut [[Line; LANES]; PLANES],
     ) {
-        // SAFETY: the receiver exists only where the process may use tiles, which are shaped; lines of 64 bytes are read
-        // and written, as many as the arguments have.
+        // SAFETY: the receiver exists only where the process may use tiles, which are shaped; lines of 64 bytes are
+        // read and written, as many as the arguments have.
         unsafe {
             if PLANES == 1 {
                 asm!(
@@ -128,8 +130,8 @@ impl Amx {
         let steps = a.len() / 2;
         let (a, b, c) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
         // Each pair of a step's tiles meets without a tile being loaded more often than there are registers for.
-        // SAFETY: the receiver exists only where the process may use tiles, which are shaped; each step reads 2 KiB of a
-        // and N KiB of b, of which there are as many, and c has room for 2 N tiles.
+        // SAFETY: the receiver exists only where the process may use tiles, which are shaped; each step reads 2 KiB of
+        // a and N KiB of b, of which there are as many, and c has room for 2 N tiles.
         unsafe {
             match N {
                 1 => asm!(
@@ -202,7 +204,7 @@ impl Amx {
     }
 }
 
-/// Whether the system lets this process use tiles.
+/// Returns whether the system lets this process use tiles.
 fn may_use_tiles() -> bool {
     let mut result = SYS_ARCH_PRCTL;
     // SAFETY: a system call that reads and writes no memory of this process.

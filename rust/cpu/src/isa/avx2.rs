@@ -6,18 +6,18 @@ use super::{Kernel, LANES, Simd};
 use crate::memory::Bf16;
 use std::arch::x86_64::*;
 
-/// Made by [`Avx2::detect`] alone: code that holds one may use AVX2, FMA and F16C.
+/// Proof that the machine has AVX2, made by [`Avx2::detect`] alone: code that holds one may use AVX2, FMA and F16C.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Avx2(());
 
-/// Both halves.
+/// Lanes 0 to 7 and lanes 8 to 15.
 type V = [__m256; 2];
 
 /// Calls intrinsics of AVX2, FMA and F16C.
 macro_rules! avx2 {
     ($e:expr) => {
-        // SAFETY: the method's receiver exists only where the machine has AVX2, FMA and F16C, and what is loaded or stored is
-        // within a reference to sixteen elements; these loads and stores need no alignment.
+        // SAFETY: the method's receiver exists only where the machine has AVX2, FMA and F16C, and what is loaded or
+        // stored is within a reference to sixteen elements; these loads and stores need no alignment.
         unsafe { $e }
     };
 }
@@ -285,7 +285,7 @@ impl Simd for Avx2 {
     }
 }
 
-/// One half a vector: its lanes i with i + 8, then with i + 4.
+/// Returns the first step of a sum of lanes for one half of two vectors: lane i plus lane i + 8, then plus i + 4.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn quads(a: V, b: V) -> __m256 {

@@ -10,16 +10,16 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 use std::sync::OnceLock;
 
-/// Neither of the extensions.
+/// Extension constant: none of the extensions.
 pub(super) const PLAIN: u8 = 0;
-/// AVX512-BF16.
+/// Extension constant: AVX512-BF16.
 pub(super) const BF16: u8 = 1;
-/// AVX512-VNNI.
+/// Extension constant: AVX512-VNNI.
 const VNNI: u8 = 2;
 
-/// Made by [`detect`](Self::detect) alone: code that holds one may use AVX-512F, BW, DQ and VL, and the extension
-/// `WITH`. Without VL the compiler keeps whatever is ever seen as 128 or 256 bits in the lower 16 registers,
-/// accumulators among them.
+/// Proof that the machine has AVX-512, made by [`detect`](Self::detect) alone: code that holds one may use AVX-512F,
+/// BW, DQ and VL, and the extension `WITH`. Without VL the compiler keeps every value that is ever used as 128 or 256
+/// bits in the lower 16 registers, accumulators among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Avx512<const WITH: u8>(());
 
@@ -46,7 +46,7 @@ impl Avx512<PLAIN> {
         avx512!(run(self, kernel))
     }
 
-    /// Does work on integers with AVX512-VNNI where the machine has it, else with AVX2.
+    /// Runs a kernel on integers with AVX512-VNNI if the machine has it, else with AVX2.
     #[inline]
     pub(super) fn run_integers<K: Kernel>(self, kernel: K) -> K::Output {
         if is_x86_feature_detected!("avx512vnni") {
@@ -62,7 +62,7 @@ impl Avx512<PLAIN> {
 }
 
 impl Avx512<BF16> {
-    /// None, too, where `vdpbf16ps` gives other bits than [`Simd::dot`] says.
+    /// Returns the instructions if the machine has them, and if `vdpbf16ps` gives the bits that [`Simd::dot`] defines.
     pub(super) fn detect() -> Option<Self> {
         static SAME: OnceLock<bool> = OnceLock::new();
         let found = Avx512::<PLAIN>::detect().is_some() && is_x86_feature_detected!("avx512bf16");
@@ -91,7 +91,7 @@ fn run_dots<K: Kernel>(s: Avx512<BF16>, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
-/// Whether `dot` gives the portable one's bits, for made-up numbers in the range in which it has to.
+/// Kernel that returns whether `dot` gives the bits of the portable one, for made-up numbers in its valid range.
 struct Probe;
 
 impl Kernel for Probe {
@@ -324,7 +324,7 @@ impl<const WITH: u8> Simd for Avx512<WITH> {
     fn sums8(self, v: [__m512; 8]) -> [f32; 8] {
         avx512!({
             let (low, high) = (quads(v[0], v[1], v[2], v[3]), quads(v[4], v[5], v[6], v[7]));
-            // Of each quad its lanes 0 + 2 and 1 + 3, beside those of the other four vectors.
+            // Lanes 0 + 2 and 1 + 3 of each quad, next to those of the other four vectors.
             let two = _mm512_add_ps(
                 _mm512_shuffle_ps::<0b01_00_01_00>(low, high),
                 _mm512_shuffle_ps::<0b11_10_11_10>(low, high),
@@ -428,7 +428,8 @@ impl<const WITH: u8> Simd for Avx512<WITH> {
     }
 }
 
-/// `_mm512_dpwssd_epi32`, of which the compiler makes two instructions where it takes its latency for the limit.
+/// Computes `_mm512_dpwssd_epi32`. As an intrinsic, the compiler would replace it by two instructions where it expects
+/// its latency to matter.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vnni")]
 fn dpwssd(mut acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
@@ -443,7 +444,7 @@ fn dpwssd(mut acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
     acc
 }
 
-/// `_mm512_dpbusd_epi32`.
+/// Computes `_mm512_dpbusd_epi32`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vnni")]
 fn dpbusd(mut acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
@@ -458,7 +459,8 @@ fn dpbusd(mut acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
     acc
 }
 
-/// Quad i: lanes of vector i, j with j + 8, then with j + 4.
+/// Returns the first step of the sums of four vectors: quad i has lanes of vector i, lane j plus lane j + 8, then plus
+/// j + 4.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn quads(a: __m512, b: __m512, c: __m512, d: __m512) -> __m512 {

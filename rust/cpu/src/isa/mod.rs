@@ -20,16 +20,16 @@ use crate::memory::Bf16;
 pub use tiles::Tiles;
 pub(crate) use tiles::{MOST_TILES, Tiling};
 
-/// Lanes of a vector.
+/// Number of lanes in a vector.
 pub(crate) const LANES: usize = 16;
 
-/// Sixteen numbers that are loaded together.
+/// Sixteen numbers that are loaded at once.
 pub(crate) type Vector = [f32; LANES];
 
 /// Sixteen rows of sixteen numbers or of sixteen bf16 pairs, the first of each pair in its lower half.
 pub(crate) type Tile = [Vector; LANES];
 
-/// What the tiles of a [`Tiling`] hold.
+/// Content of the tiles of a [`Tiling`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TileShape {
     /// Sixteen rows of sixteen bf16 pairs, for [`Tiling::multiply`].
@@ -38,65 +38,66 @@ pub(crate) enum TileShape {
     Bytes,
 }
 
-/// Sixteen fp32 lanes.
+/// Operations on sixteen fp32 lanes.
 pub(crate) trait Simd: Copy + Send + Sync {
-    /// A vector.
+    /// Vector of sixteen fp32 lanes.
     type V: Copy;
-    /// Whether there are registers for 24 accumulators, else for 6.
+    /// Whether there are registers for 24 accumulators; otherwise for 6.
     const WIDE: bool;
-    /// Whether rows lie as bf16 pairs for [`dot`](Self::dot); else as fp32 numbers, second and first of each pair apart.
+    /// Whether rows are laid out as bf16 pairs for [`dot`](Self::dot). Otherwise they are fp32 numbers, the second
+    /// numbers of all pairs before the first.
     const DOTS: bool = false;
 
-    /// Every lane `x`.
+    /// Returns a vector with every lane `x`.
     fn splat(self, x: f32) -> Self::V;
-    /// The lanes of `x`.
+    /// Loads the lanes of `x`.
     fn load(self, x: &[f32; LANES]) -> Self::V;
-    /// The lanes of `x`, exactly.
+    /// Converts the lanes of `x` to fp32, exactly.
     fn load_bf16(self, x: &[Bf16; LANES]) -> Self::V;
-    /// The first or second numbers of the pairs, exactly.
+    /// Returns the first numbers of the pairs, or with `SECOND` the second ones, exactly.
     fn load_pairs<const SECOND: bool>(self, x: &[[Bf16; 2]; LANES]) -> Self::V;
-    /// The bits of the pairs, for [`dot`](Self::dot) and tiles.
+    /// Loads the bits of the pairs, for [`dot`](Self::dot) and tiles.
     #[inline(always)]
     fn load_bits(self, x: &[[Bf16; 2]; LANES]) -> Self::V {
         self.load(&std::array::from_fn(|i| f32::from_bits(u32::from(x[i][0].0) | u32::from(x[i][1].0) << 16)))
     }
-    /// acc + the product of the second numbers of pairs `a` and `b`, rounded once, + that of the first, rounded once.
-    /// Where one of these is subnormal, it may be zero instead.
+    /// Returns `acc` + the product of the second numbers of pairs `a` and `b`, rounded once, + that of the first ones,
+    /// rounded once. If one of these is subnormal, it may be zero instead.
     #[inline(always)]
     fn dot(self, a: Self::V, b: Self::V, acc: Self::V) -> Self::V {
         let _ = (a, b);
         acc
     }
-    /// The lanes of `x`, exactly.
+    /// Converts the lanes of `x` to fp32, exactly.
     fn load_i8(self, x: &[i8; LANES]) -> Self::V;
-    /// Writes the lanes.
+    /// Writes the lanes to `out`.
     fn store(self, v: Self::V, out: &mut [f32; LANES]);
-    /// Starts to load the cache line at `address`, which may be anywhere.
+    /// Starts to load the cache line at `address`, which need not be valid.
     #[inline(always)]
     fn prefetch<T>(self, address: *const T) {
         let _ = address;
     }
-    /// a + b
+    /// Returns `a + b`.
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
-    /// a - b
+    /// Returns `a - b`.
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
-    /// a b
+    /// Returns `a * b`.
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
-    /// a / b
+    /// Returns `a / b`.
     fn div(self, a: Self::V, b: Self::V) -> Self::V;
-    /// a b + c, rounded once
+    /// Returns `a * b + c`, rounded once.
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// a where a > b, else b: also where one is NaN
+    /// Returns a where a > b, else b; so b where one is NaN.
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
-    /// a where a < b, else b: also where one is NaN
+    /// Returns a where a < b, else b; so b where one is NaN.
     fn min(self, a: Self::V, b: Self::V) -> Self::V;
-    /// x where a < b, else y
+    /// Returns x where a < b, else y.
     fn select_less(self, a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
-    /// `2^n` of lanes that are `n + 1.5 * 2^23` with `-126 <= n <= 127`, by their low bits.
+    /// Returns `2^n` of lanes that are `n + 1.5 * 2^23` with `-126 <= n <= 127`, by their low bits.
     fn pow2(self, shifted: Self::V) -> Self::V;
-    /// The sum of the lanes: i with i + 8, then i + 4, i + 2, i + 1.
+    /// Returns the sum of the lanes: i plus i + 8, then i + 4, i + 2, i + 1.
     fn sum(self, v: Self::V) -> f32;
-    /// The largest lane, by [`max`](Self::max): i with i + 8, then i + 4, i + 2, i + 1.
+    /// Returns the largest lane, by [`max`](Self::max): i with i + 8, then i + 4, i + 2, i + 1.
     #[inline(always)]
     fn largest(self, v: Self::V) -> f32 {
         let mut x = [0.0; LANES];
@@ -108,14 +109,14 @@ pub(crate) trait Simd: Copy + Send + Sync {
         }
         x[0]
     }
-    /// The numbers that the upper halves of lanes are as bf16.
+    /// Returns the numbers whose bf16 bits are the upper halves of the lanes.
     #[inline(always)]
     fn upper(self, v: Self::V) -> Self::V {
         let mut x = [0.0; LANES];
         self.store(v, &mut x);
         self.load(&x.map(|x| f32::from_bits(x.to_bits() & 0xFFFF_0000)))
     }
-    /// bf16 pairs of the upper halves of lanes.
+    /// Returns bf16 pairs of the upper halves of lanes: from `first` and from `second`.
     #[inline(always)]
     fn pairs(self, first: Self::V, second: Self::V) -> Self::V {
         let (mut a, mut b) = ([0.0; LANES], [0.0; LANES]);
@@ -123,7 +124,7 @@ pub(crate) trait Simd: Copy + Send + Sync {
         self.store(second, &mut b);
         self.load(&std::array::from_fn(|i| f32::from_bits(a[i].to_bits() >> 16 | b[i].to_bits() & 0xFFFF_0000)))
     }
-    /// Vector i has lane i of each, to the bit.
+    /// Transposes sixteen vectors: vector i of the result has lane i of each, to the bit.
     #[inline(always)]
     fn transpose(self, v: [Self::V; LANES]) -> [Self::V; LANES] {
         let mut rows = [[0.0; LANES]; LANES];
@@ -132,62 +133,65 @@ pub(crate) trait Simd: Copy + Send + Sync {
         }
         std::array::from_fn(|i| self.load(&rows.map(|row| row[i])))
     }
-    /// `sum` of each.
+    /// Returns [`sum`](Self::sum) of each vector.
     fn sums4(self, v: [Self::V; 4]) -> [f32; 4];
-    /// `sum` of each.
+    /// Returns [`sum`](Self::sum) of each vector.
     fn sums8(self, v: [Self::V; 8]) -> [f32; 8];
 
-    /// Rows whose products with integer weights are computed at once, as far as registers go.
+    /// Number of rows whose products with integer weights are computed at once; the number of registers limits it.
     const INTEGER_ROWS: usize;
-    /// Integer sums that have to grow side by side for products to follow each other without waiting.
+    /// Number of integer sums that have to be accumulated side by side, so that products follow each other without
+    /// waiting.
     const INTEGER_SUMS: usize = 1;
 
-    /// Sixteen lanes of 32 bits: an integer each, two 16-bit integers, or four bytes.
+    /// Vector of sixteen lanes of 32 bits: an integer each, two 16-bit integers, or four bytes.
     type I: Copy;
 
-    /// Every lane `x`.
+    /// Returns a vector with every lane `x`.
     fn splat_int(self, x: i32) -> Self::I;
-    /// The lanes of `x`, four bytes each.
+    /// Loads the lanes of `x`, four bytes each.
     fn load_int(self, x: &[u8; 4 * LANES]) -> Self::I;
-    /// Writes the lanes, four bytes each.
+    /// Writes the lanes to `out`, four bytes each.
     fn store_int(self, v: Self::I, out: &mut [u8; 4 * LANES]);
-    /// The bits that both have.
+    /// Returns the bitwise and.
     fn and(self, a: Self::I, b: Self::I) -> Self::I;
-    /// The bits that one of them has.
+    /// Returns the bitwise or.
     fn or(self, a: Self::I, b: Self::I) -> Self::I;
-    /// Each 16-bit half shifted left by `n` below 16.
+    /// Shifts each 16-bit half left by `n` below 16.
     fn shl16(self, v: Self::I, n: u32) -> Self::I;
-    /// Each 16-bit half shifted right by `n` below 16, filled with zeros.
+    /// Shifts each 16-bit half right by `n` below 16, filled with zeros.
     fn shr16(self, v: Self::I, n: u32) -> Self::I;
-    /// Each 16-bit half shifted right by `n` below 16, filled with its sign.
+    /// Shifts each 16-bit half right by `n` below 16, filled with its sign.
     fn sar16(self, v: Self::I, n: u32) -> Self::I;
-    /// The difference of each byte; differences wrap.
+    /// Returns the wrapping difference of each byte.
     fn sub8(self, a: Self::I, b: Self::I) -> Self::I;
-    /// Each byte, which is below 16, becomes that element of `table`.
+    /// Replaces each byte, which must be below 16, by that element of `table`.
     fn lookup(self, table: &[i8; 16], v: Self::I) -> Self::I;
-    /// The sums; they wrap.
+    /// Returns the wrapping sum of each lane.
     fn add_int(self, a: Self::I, b: Self::I) -> Self::I;
-    /// acc + the product of the lower halves + that of the upper halves, which are signed; sums wrap.
+    /// Returns `acc` + the product of the signed lower halves + that of the signed upper halves; sums wrap.
     fn dot16(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
-    /// Unsigned bytes that [`dot8`](Self::dot8) takes go up to this one; with 0 there is no such instruction.
+    /// Largest unsigned byte that [`dot8`](Self::dot8) takes; 0 if there is no such instruction.
     const LARGEST_BYTE: i32 = 0;
-    /// acc + the products of the unsigned bytes of `a` with the signed bytes of `b`, four for each lane; sums wrap.
+    /// Returns `acc` + the products of the unsigned bytes of `a` with the signed bytes of `b`, four for each lane; sums
+    /// wrap.
     #[inline(always)]
     fn dot8(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
         let _ = (a, b);
         acc
     }
-    /// The nearest numbers, ties to even.
+    /// Converts integers to the nearest fp32 numbers, ties to even.
     fn to_f32(self, v: Self::I) -> Self::V;
-    /// The fp16 numbers of these bits, exactly.
+    /// Converts fp16 numbers, given as bits, to fp32, exactly.
     fn load_f16(self, x: &[u16; LANES]) -> Self::V;
 }
 
 /// Work that is compiled for every instruction set.
 pub(crate) trait Kernel {
-    /// What it gives.
+    /// Result of the work.
     type Output;
-    /// The work. Implementations are `#[inline(always)]`, so that they are compiled with the caller's instructions.
+    /// Does the work. Implementations are `#[inline(always)]`, so that they are compiled with the caller's
+    /// instructions.
     fn run<S: Simd>(self, s: S) -> Self::Output;
 }
 
@@ -209,7 +213,7 @@ enum Set {
 }
 
 impl Isa {
-    /// All that this machine has, the fastest first; the portable one is always the last.
+    /// Returns all instruction sets of this machine, fastest first; the portable one is the last.
     pub fn available() -> Vec<Self> {
         let mut sets = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -226,12 +230,12 @@ impl Isa {
         sets.into_iter().flatten().map(Self).collect()
     }
 
-    /// The fastest that this machine has.
+    /// Returns the fastest instruction set of this machine.
     pub fn detect() -> Self {
         Self::available()[0]
     }
 
-    /// The one of this name.
+    /// Returns the instruction set with this name.
     ///
     /// # Errors
     /// Where this machine has none of this name.
@@ -243,7 +247,7 @@ impl Isa {
         })
     }
 
-    /// `avx512_bf16`, `avx512`, `avx2`, `neon` or `portable`.
+    /// Returns the name: `avx512_bf16`, `avx512`, `avx2`, `neon` or `portable`.
     pub fn name(self) -> &'static str {
         match self.0 {
             Set::Portable(_) => "portable",
@@ -258,7 +262,7 @@ impl Isa {
         }
     }
 
-    /// Does the work with these instructions.
+    /// Runs a kernel with these instructions.
     #[inline]
     pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self.0 {
@@ -272,8 +276,8 @@ impl Isa {
         }
     }
 
-    /// Does work on integers: with AVX-512 only where it has fused products and sums of 16-bit pairs, else with AVX2. Such
-    /// work has the same bits everywhere, and fewer copies of it take less time to compile.
+    /// Runs a kernel on integers: with AVX-512 only if it has fused products and sums of 16-bit pairs, else with AVX2.
+    /// Such work has the same bits everywhere, and fewer copies of it take less time to compile.
     #[inline]
     pub(crate) fn run_integers<K: Kernel>(self, kernel: K) -> K::Output {
         match self.0 {
@@ -287,7 +291,7 @@ impl Isa {
         }
     }
 
-    /// Rows whose products [`run_integers`](Self::run_integers) computes at once.
+    /// Returns the number of rows whose products [`run_integers`](Self::run_integers) computes at once.
     pub(crate) fn integer_rows(self) -> usize {
         struct Rows;
         impl Kernel for Rows {
@@ -301,7 +305,7 @@ impl Isa {
         self.run_integers(Rows)
     }
 
-    /// [`Simd::LARGEST_BYTE`] of what [`run_integers`](Self::run_integers) uses.
+    /// Returns [`Simd::LARGEST_BYTE`] of the instructions that [`run_integers`](Self::run_integers) uses.
     pub(crate) fn largest_byte(self) -> i32 {
         struct Largest;
         impl Kernel for Largest {
@@ -315,7 +319,7 @@ impl Isa {
         self.run_integers(Largest)
     }
 
-    /// Tiles of bytes that are multiplied with these instructions, where the machine has some: for many rows they are
+    /// Returns tiles that multiply bytes with these instructions, if the machine has some: for many rows they are
     /// faster than vectors, with the same bits.
     pub(crate) fn byte_tiles(self) -> Option<Tiles> {
         match self.0 {
@@ -325,7 +329,7 @@ impl Isa {
         }
     }
 
-    /// Does work on pairs of bf16 numbers, with their own instructions where there are some.
+    /// Runs a kernel on pairs of bf16 numbers, with instructions for pairs if there are some.
     #[inline]
     pub(crate) fn run_pairs<K: Kernel>(self, kernel: K) -> K::Output {
         match self.0 {
@@ -335,7 +339,7 @@ impl Isa {
         }
     }
 
-    /// These instructions without those for pairs, which give equal bits only for numbers that are not tiny.
+    /// Returns these instructions without those for pairs, which give equal bits only for numbers that are not tiny.
     #[must_use]
     pub(crate) fn without_dots(self) -> Self {
         match self.0 {
@@ -345,7 +349,7 @@ impl Isa {
         }
     }
 
-    /// Whether it has instructions for pairs.
+    /// Returns whether there are instructions for pairs.
     pub(crate) fn has_dots(self) -> bool {
         self != self.without_dots()
     }

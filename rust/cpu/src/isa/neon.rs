@@ -6,7 +6,7 @@ use super::{Kernel, LANES, Simd};
 use crate::memory::Bf16;
 use std::arch::aarch64::*;
 
-/// Made by [`Neon::detect`] alone: code that holds one may use NEON.
+/// Proof that the machine has NEON, made by [`Neon::detect`] alone: code that holds one may use NEON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Neon(());
 
@@ -16,8 +16,8 @@ type V = [float32x4_t; 4];
 /// Calls intrinsics of NEON.
 macro_rules! neon {
     ($e:expr) => {
-        // SAFETY: the method's receiver exists only where the machine has NEON, and what is loaded or stored is within a
-        // reference to sixteen elements.
+        // SAFETY: the method's receiver exists only where the machine has NEON, and what is loaded or stored is within
+        // a reference to sixteen elements.
         unsafe { $e }
     };
 }
@@ -262,7 +262,7 @@ impl Simd for Neon {
     }
 }
 
-/// Lanes i with i + 8, then with i + 4.
+/// Returns the first step of a sum of lanes: lane i plus lane i + 8, then plus i + 4.
 #[inline]
 #[target_feature(enable = "neon")]
 fn quad(v: V) -> float32x4_t {

@@ -1,9 +1,9 @@
-//! Sixteen lanes as an array: the meaning that the other instruction sets keep to, and what serves where there is none.
+//! Sixteen lanes as an array. Defines the results of all instruction sets, and serves machines without any.
 
 use super::{LANES, Simd};
 use crate::memory::{Bf16, from_f16};
 
-/// Needs nothing of the machine. Fused multiply-adds are calls where the compiler's target lacks them.
+/// Instruction set for any machine. Fused multiply-adds are calls if the compiler's target lacks them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Portable;
 
@@ -17,7 +17,7 @@ fn lanes(f: impl Fn(usize) -> f32) -> V {
 impl Simd for Portable {
     type V = V;
     const WIDE: bool = false;
-    /// So that tests meet this way of laying out rows on every machine.
+    /// True, so that tests cover this layout of rows on every machine.
     const DOTS: bool = true;
 
     #[inline(always)]
@@ -203,7 +203,7 @@ impl Simd for Portable {
     }
 }
 
-/// Both 16-bit halves of each lane.
+/// Applies `f` to both 16-bit halves of each lane.
 #[inline(always)]
 fn halves(v: [u32; LANES], f: impl Fn(u16) -> u16) -> [u32; LANES] {
     v.map(|x| u32::from(f(x as u16)) | u32::from(f((x >> 16) as u16)) << 16)

@@ -1,19 +1,18 @@
-//! Products of tiles, as AMX does them: of bf16 pairs with fp32 sums, of bytes with sums of 32 bits. No layout of rows or
-//! weights.
+//! Products of tiles, as AMX does them: of bf16 pairs with fp32 sums, and of bytes with 32-bit sums.
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::amx::Amx;
 use super::{LANES, Tile, TileShape};
 use crate::memory::Line;
 
-/// The most tiles that a pair of tiles is multiplied with at once: for six sums there are registers.
+/// Maximum number of tiles that a pair of tiles is multiplied with at once: there are registers for six sums.
 pub(crate) const MOST_TILES: usize = 3;
 
-/// What multiplies tiles: instructions of this machine, or the meaning that they keep to.
+/// Instructions that multiply tiles: those of this machine, or portable ones with the same meaning.
 ///
-/// A product of pairs of a row of 16 pairs a with a column of 16 pairs b is `(a00 b00 + a10 b10 + ..) + (a01 b01 + a11 b11 + ..)`:
-/// the products of the first numbers, each added by a fused multiply-add, then those of the second, and their sum, which
-/// is added to what was there. Subnormal numbers may be zeros.
+/// A product of pairs of a row of 16 pairs a with a column of 16 pairs b is `(a00 b00 + a10 b10 + ..) + (a01 b01 + a11
+/// b11 + ..)`: the products of the first numbers, each added by a fused multiply-add, then those of the second, and
+/// their sum, which is added to what was there. Subnormal numbers may be zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiles(Set);
 
@@ -25,7 +24,7 @@ enum Set {
 }
 
 impl Tiles {
-    /// AMX, where the processor has its tiles of bf16 pairs and bytes, and the system lets this process use them.
+    /// Returns AMX tiles, if the processor has them for bf16 pairs and bytes and the system lets this process use them.
     pub fn detect() -> Option<Self> {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         return Amx::detect().map(|amx| Self(Set::Amx(amx)));
@@ -33,12 +32,12 @@ impl Tiles {
         None
     }
 
-    /// What every machine has: far slower than products of vectors, for tests.
+    /// Returns portable tiles, for tests: every machine has them, and they are far slower than products of vectors.
     pub fn portable() -> Self {
         Self(Set::Portable)
     }
 
-    /// Makes this thread's registers tiles until what is returned goes.
+    /// Makes this thread's registers tiles until the result is dropped.
     #[inline]
     pub(crate) fn begin(self, shape: TileShape) -> Tiling {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -49,16 +48,16 @@ impl Tiles {
     }
 }
 
-/// A thread's registers while they are tiles.
+/// Registers of a thread while they are tiles.
 pub(crate) struct Tiling {
     tiles: Tiles,
     shape: TileShape,
 }
 
 impl Tiling {
-    /// `c[half, n] = sum over steps of a[step, half] b[step, n]`: `a` is `[steps, 2]` tiles, `b` `[steps, N]` and `c`
-    /// `[2, N]`, whose rows are rows of a and whose columns are rows of pairs of b: row i of a tile of b holds pair i of
-    /// its sixteen columns.
+    /// Computes `c[half, n] = sum over steps of a[step, half] b[step, n]`. `a` is `[steps, 2]` tiles, `b` `[steps, N]`
+    /// and `c` `[2, N]`. Rows of `c` are rows of `a`, and columns of `c` are columns of pairs of `b`: row i of a tile
+    /// of `b` holds pair i of its sixteen columns.
     #[inline]
     pub(crate) fn multiply<const N: usize>(&self, a: &[Tile], b: &[Tile], c: &mut [Tile]) {
         const { assert!(N >= 1 && N <= MOST_TILES) };
@@ -71,9 +70,9 @@ impl Tiling {
         }
     }
 
-    /// `c[plane, row, o] = sum over i of rows[row, plane, i] codes[i, o]` for one plane or two: of each row's 64 bytes plane
-    /// 0 has the first 32 and plane 1 the others. Line r of `codes` holds inputs `4 r .. 4 r + 4` of sixteen outputs. Bytes are signed; sums
-    /// are integers of 32 bits.
+    /// Computes `c[plane, row, o] = sum over i of rows[row, plane, i] codes[i, o]` for one plane or two. Of each row's
+    /// 64 bytes, plane 0 has the first 32 and plane 1 the others. Line r of `codes` holds inputs `4 r .. 4 r + 4` of
+    /// sixteen outputs. Bytes are signed; sums are 32-bit integers.
     #[inline]
     pub(crate) fn multiply_bytes<const PLANES: usize>(
         &self,

@@ -115,7 +115,7 @@ impl Iteration {
         if in_groups {
             self.batch.find_group_slots(state, self.config.block_size);
         }
-        // Only where blocks come back behind windows, or states are not kept, does KV of drafts begin behind position 0.
+        // Draft KV begins after position 0 only if blocks outside windows are freed, or states are not kept.
         let begins_late = whose == Whose::Head || self.config.sliding_window.is_some();
         let Self { batch, snapshots, hidden, best, tops, logits, pass_time, .. } = self;
         let (count, num_ids) = (batch.wanted.len(), known.min(vocab_size));

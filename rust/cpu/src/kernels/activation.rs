@@ -4,12 +4,12 @@ use super::element::Element;
 use super::exp::exp;
 use crate::isa::{Kernel, LANES, Simd, Vector};
 
-/// `out = f(gate) * up`, with `gate / (1 + e^-gate)` for f, or GELU's approximation with tanh.
+/// Computes `out = f(gate) * up`, with f(x) = `x / (1 + e^-x)`, or GELU's approximation with tanh.
 pub(crate) struct GateMul<'a, const GELU: bool> {
     pub(crate) gate: &'a [f32],
-    /// One element for each of `gate`.
+    /// Values to multiply, one for each element of `gate`.
     pub(crate) up: &'a [f32],
-    /// Zeros behind the last element.
+    /// Results, with zeros after the last element.
     pub(crate) out: &'a mut [Vector],
 }
 
@@ -23,7 +23,7 @@ impl<const GELU: bool> Kernel for GateMul<'_, GELU> {
             s.store(gate_mul::<S, GELU>(s, s.load(gate), s.load(up)), out);
         }
         if let (false, Some(out)) = (gate_tail.is_empty(), self.out.last_mut()) {
-            // Of the zeros behind them come zeros.
+            // The zeros after them give zeros.
             s.store(gate_mul::<S, GELU>(s, f32::load_tail(s, gate_tail), f32::load_tail(s, up_tail)), out);
         }
     }
@@ -35,14 +35,15 @@ fn gate_mul<S: Simd, const GELU: bool>(s: S, gate: S::V, up: S::V) -> S::V {
     s.mul(s.div(gate, s.add(s.splat(1.0), exp(s, negative))), up)
 }
 
-/// `out = min(gate, limit) / (1 + e^(-alpha gate)) (up + 1)`, the gate clamped in both places and up from -limit to limit.
+/// Computes `out = min(gate, limit) / (1 + e^(-alpha gate)) (up + 1)`, with the gate clamped in both places and `up`
+/// clamped to -limit to limit.
 pub(crate) struct ClampedGateMul<'a> {
     pub(crate) gate: &'a [f32],
-    /// One element for each of `gate`.
+    /// Values to multiply, one for each element of `gate`.
     pub(crate) up: &'a [f32],
     pub(crate) alpha: f32,
     pub(crate) limit: f32,
-    /// Zeros behind the last element.
+    /// Results, with zeros after the last element.
     pub(crate) out: &'a mut [Vector],
 }
 
@@ -54,7 +55,7 @@ impl Kernel for ClampedGateMul<'_> {
         let (alpha, limit) = (s.splat(-self.alpha), s.splat(self.limit));
         let (least, one) = (s.splat(-self.limit), s.splat(1.0));
         for ((gate, up), out) in self.gate.chunks(LANES).zip(self.up.chunks(LANES)).zip(self.out) {
-            // NaN is the second operand, which stays. Of the zeros behind the last element come zeros.
+            // NaN is the second operand, which is kept. The zeros after the last element give zeros.
             let gate = s.min(limit, f32::load_tail(s, gate));
             let up = s.max(least, s.min(limit, f32::load_tail(s, up)));
             let sigmoid = s.div(gate, s.add(one, exp(s, s.mul(gate, alpha))));
@@ -63,7 +64,7 @@ impl Kernel for ClampedGateMul<'_> {
     }
 }
 
-/// `x = cap tanh(x / cap)`, as `cap (1 - 2 / (1 + e^(2x / cap)))`. NaN stays NaN.
+/// Computes `x = cap tanh(x / cap)`, as `cap (1 - 2 / (1 + e^(2x / cap)))`. NaN stays NaN.
 pub(crate) struct Softcap<'a> {
     pub(crate) x: &'a mut [f32],
     pub(crate) cap: f32,
@@ -85,7 +86,8 @@ impl Kernel for Softcap<'_> {
     }
 }
 
-/// `2 sqrt(2 / pi) (x + 0.044715 x^3)`: half of 1 + tanh(u) is 1 / (1 + e^-2u) (Hendrycks and Gimpel 2016, section 2).
+/// Returns `2 sqrt(2 / pi) (x + 0.044715 x^3)`: half of 1 + tanh(u) is 1 / (1 + e^-2u) (Hendrycks and Gimpel 2016,
+/// section 2).
 #[inline(always)]
 fn tanh_argument<S: Simd>(s: S, x: S::V) -> S::V {
     const TWICE_ROOT: f32 = 1.595_769;

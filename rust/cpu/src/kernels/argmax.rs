@@ -1,14 +1,15 @@
-//! The most probable of some logits.
+//! Search for the most probable of some logits.
 
 use crate::isa::{Kernel, LANES, Simd};
 
-/// Whether a later logit `x` is the most probable so far: the first NaN wins, then the largest, then the lowest id.
+/// Returns whether a later logit `x` is the most probable so far: the first NaN wins, then the largest, then the lowest
+/// id.
 #[inline(always)]
 pub(crate) fn better(x: f32, best: f32) -> bool {
     x > best || (x.is_nan() && !best.is_nan())
 }
 
-/// The first most probable among `x` and its index, where it is better than `best`.
+/// Finds the first most probable of `x` and its index, if it is better than `best`.
 pub(crate) struct Argmax<'a> {
     pub(crate) x: &'a [f32],
     pub(crate) best: f32,

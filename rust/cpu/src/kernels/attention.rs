@@ -1,8 +1,8 @@
 //! Causal attention of the rows of one request over one KV head, in groups of 16 positions aligned at position 0.
 //!
-//! A row's order of sums depends on its position alone: groups in order (an online softmax), in a group every second position
-//! from the first that it sees and the others apart. Positions past a row's own, and those before its window, are never
-//! read, whatever lies there.
+//! A row's order of sums depends on its position alone: groups in order (an online softmax), in a group every second
+//! position from the first that it sees and the others apart. Positions past a row's own, and those before its window,
+//! are never read, whatever lies there.
 
 // Loops over registers, which unroll.
 #![allow(clippy::needless_range_loop)]
@@ -13,26 +13,26 @@ use crate::isa::{Kernel, LANES, Simd, Vector};
 use crate::memory::Vectors;
 use std::marker::PhantomData;
 
-/// Positions that are attended together.
+/// Number of positions that are attended together.
 pub(crate) const GROUP: usize = LANES;
 
 /// Keys and values of one KV head.
 pub(crate) trait KvRead<T> {
-    /// `[block_size, head_dim]` keys of a block.
+    /// Returns the keys of a block, `[block_size, head_dim]`.
     fn keys(&self, block: usize) -> &[T];
-    /// `[block_size, head_dim]` values of a block.
+    /// Returns the values of a block, `[block_size, head_dim]`.
     fn values(&self, block: usize) -> &[T];
 }
 
 /// Memory that an attention needs, for up to `rows` rows and `heads` query heads.
 pub(crate) struct AttendScratch {
-    /// `[rows, heads, ceil(head_dim / 16)]` weighted sums of values.
+    /// Weighted sums of values, `[rows, heads, ceil(head_dim / 16)]`.
     sums: Vectors,
-    /// `[rows, heads]` largest score.
+    /// Largest score so far, `[rows, heads]`.
     largest: Vec<f32>,
-    /// `[rows, heads]` sum of weights.
+    /// Sum of weights so far, `[rows, heads]`.
     total: Vec<f32>,
-    /// `[2, 16, head_dim]` keys and values of a group that lies in several blocks.
+    /// Keys and values of a group that spans several blocks, `[2, 16, head_dim]`.
     gathered: Vec<f32>,
 }
 
@@ -46,7 +46,7 @@ impl AttendScratch {
         }
     }
 
-    /// Everything NaN, for tests.
+    /// Fills the memory with NaN, for tests.
     pub(crate) fn poison(&mut self) {
         self.sums.fill([f32::NAN; LANES]);
         self.largest.fill(f32::NAN);
@@ -55,29 +55,31 @@ impl AttendScratch {
     }
 }
 
-/// `softmax(scale q K^T) V` over the positions `first` to `positions[row]` of one request, or the last `window` of them.
+/// Computes `softmax(scale q K^T) V` over the positions `first` to `positions[row]` of one request, or the last
+/// `window` of them.
 pub(crate) struct Attend<'a, T, K> {
     pub(crate) kv: &'a K,
     /// Blocks of the request.
     pub(crate) blocks: &'a [i64],
     pub(crate) block_size: usize,
     pub(crate) head_dim: usize,
-    /// The first position that is attended; groups begin where they would without it, but the first one here.
+    /// First position that is attended. Groups begin where they would without it, except that the first group begins
+    /// here.
     pub(crate) first: usize,
-    /// The last positions that a row sees, its own among them; `usize::MAX`: all.
+    /// Number of last positions that a row attends to, its own included; `usize::MAX` for all.
     pub(crate) window: usize,
-    /// `[rows]`, at least `first`.
+    /// Position of each row, `[rows]`, at least `first`.
     pub(crate) positions: &'a [i64],
-    /// Query heads.
+    /// Number of query heads.
     pub(crate) heads: usize,
-    /// `[heads]`, one extra score per head, which is seen first and has a value of zero.
+    /// Attention sinks, `[heads]`: an extra score per head, which comes first and has a value of zero.
     pub(crate) sinks: Option<&'a [f32]>,
-    /// `q[head * head_stride + row * ceil(head_dim / 16)..]`, zeros behind the last feature.
+    /// Queries: `q[head * head_stride + row * ceil(head_dim / 16)..]`, with zeros after the last feature.
     pub(crate) q: &'a [Vector],
     pub(crate) head_stride: usize,
     pub(crate) scale: f32,
     pub(crate) scratch: &'a mut AttendScratch,
-    /// `[rows, heads, head_dim]`
+    /// Output, `[rows, heads, head_dim]`.
     pub(crate) out: &'a mut [f32],
     pub(crate) element: PhantomData<T>,
 }
@@ -92,7 +94,8 @@ impl<T: Element, K: KvRead<T>> Kernel for Attend<'_, T, K> {
 }
 
 impl<T: Element, K: KvRead<T>> Attend<'_, T, K> {
-    /// TAIL: heads end within a vector. Apart, because a call that pads it would take sums out of their registers.
+    /// Runs the attention. With TAIL, heads end within a vector. That is a separate case, because padding vectors would
+    /// take sums out of their registers.
     #[inline(always)]
     fn attend<S: Simd, const TAIL: bool>(self, s: S) {
         let (dim, heads, rows) = (self.head_dim, self.heads, self.positions.len());
@@ -176,9 +179,9 @@ fn copy<T: Element>(from: &[T], to: &mut [f32]) {
     }
 }
 
-/// Pairs of row and head that see the same positions of a group, and where the softmax of each is.
+/// Pairs of row and head that attend to the same positions of a group, with the places of their softmax.
 struct Units<'a> {
-    /// The first one's number, `row * heads + head`.
+    /// Number of the first pair, `row * heads + head`.
     first: usize,
     end: usize,
     heads: usize,
@@ -191,8 +194,8 @@ struct Units<'a> {
 }
 
 impl Units<'_> {
-    /// Takes in the next group: `keys` and `values` are `[n, dim]`, n <= 16. Several units at once share what is loaded, and
-    /// none waits for the exponentials of another; a unit's sums do not depend on how many.
+    /// Adds the next group: `keys` and `values` are `[n, dim]`, n <= 16. Several pairs at once share loads and do not
+    /// wait for each other's exponentials; a pair's sums do not depend on how many.
     #[inline(always)]
     fn take_in<S: Simd, T: Element, const TAIL: bool>(mut self, s: S, keys: &[T], values: &[T], dim: usize) {
         if S::WIDE {
@@ -208,7 +211,7 @@ impl Units<'_> {
         }
     }
 
-    /// The first U units.
+    /// Adds the next group for the first U pairs.
     #[inline(always)]
     fn some<S: Simd, T: Element, const U: usize, const TAIL: bool>(
         &mut self,
@@ -301,7 +304,7 @@ impl Units<'_> {
     }
 }
 
-/// Lanes of the products of U queries with P keys; features are summed in order, by their number modulo 16.
+/// Returns lanes of the products of U queries with P keys; features are summed in order, by their number modulo 16.
 #[inline(always)]
 fn dots<S: Simd, T: Element, const U: usize, const P: usize, const TAIL: bool>(
     s: S,
@@ -344,8 +347,8 @@ fn dots<S: Simd, T: Element, const U: usize, const P: usize, const TAIL: bool>(
     sums
 }
 
-/// Adds the weighted values of features 16 v to 16 (v + C) to the sums `[U, ceil(dim / 16)]`: the even positions' sum
-/// and the odd ones', then both.
+/// Adds the weighted values of features 16 v to 16 (v + C) to the sums `[U, ceil(dim / 16)]`: sums of even and of odd
+/// positions first, then their sum.
 #[inline(always)]
 fn weigh<S: Simd, T: Element, const U: usize, const C: usize, const TAIL: bool>(
     s: S,
@@ -373,7 +376,7 @@ fn weigh<S: Simd, T: Element, const U: usize, const C: usize, const TAIL: bool>(
     }
 }
 
-/// Adds the features of one position, weighted.
+/// Adds the weighted features of one position to the sums.
 #[inline(always)]
 fn add_row<S: Simd, T: Element, const U: usize, const C: usize, const TAIL: bool>(
     s: S,

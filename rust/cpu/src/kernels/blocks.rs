@@ -1,5 +1,5 @@
-//! Products of rounded rows with packed weights. Sums over a group are integers, so their order is free; groups are added
-//! in one order with one fused multiply-add each, whatever the rows, the layout and the instruction set.
+//! Products of rounded rows with packed weights. Sums over a group are integers, so their order is free; groups are
+//! added in one order with one fused multiply-add each, whatever the rows, the layout and the instruction set.
 
 // Loops over registers, which unroll.
 #![allow(clippy::needless_range_loop)]
@@ -31,41 +31,41 @@ mod source;
 mod tests;
 mod vectors;
 
-/// Pairs of a block.
+/// Number of pairs in a block.
 const PAIRS: usize = BLOCK / 2;
-/// Runs of a block: lines of bytes of four inputs each.
+/// Number of runs in a block. A run is a line of bytes of four inputs each.
 const RUNS: usize = BLOCK / 4;
 
-/// What codes are expanded to.
+/// Form to which codes are expanded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
-    /// Lines of 16-bit numbers of two inputs each.
+    /// Lines of pairs of 16-bit integers, for two inputs each.
     Pairs,
-    /// Runs of unsigned bytes, more than the codes' numbers by an offset.
+    /// Runs of unsigned bytes: the codes' integers plus an offset.
     Unsigned,
     /// Runs of signed bytes.
     Signed,
 }
 
-/// `y[row, o - outputs.start] = sum over i of w[o, i] x[row, i]`
+/// Product of rounded rows with packed weights: `y[row, o - outputs.start] = sum over i of w[o, i] x[row, i]`.
 pub(crate) struct BlockProduct<'a> {
     pub(crate) w: &'a Packed,
     pub(crate) outputs: Range<usize>,
     pub(crate) x: Rounded<'a>,
     pub(crate) rows: usize,
-    /// `[rows, y_stride]`
+    /// Results, `[rows, y_stride]`.
     pub(crate) y: &'a mut [f32],
     pub(crate) y_stride: usize,
 }
 
-/// The outputs of some rows: `[rows, stride]`.
+/// Outputs of some rows, `[rows, stride]`.
 struct Rows<'a> {
     y: &'a mut [f32],
     stride: usize,
 }
 
 impl Rows<'_> {
-    /// Writes the sums of a strip to those of its outputs that `outputs` has.
+    /// Writes the sums of a strip to those of its outputs that are in `outputs`.
     #[inline(always)]
     fn put(&mut self, acc: &[Vector], strip: usize, outputs: &Range<usize>) {
         let (first, last) = (outputs.start.max(strip * LANES), outputs.end.min((strip + 1) * LANES));
@@ -81,7 +81,8 @@ impl Rows<'_> {
 }
 
 impl BlockProduct<'_> {
-    /// Computes the strips one by one: few rows read them as they are packed, many from blocks that are expanded once.
+    /// Computes the strips one by one. For few rows it reads them packed, for many rows from blocks that are expanded
+    /// once.
     pub(crate) fn run(self, isa: Isa) {
         let Self { w, outputs, x, rows, y, y_stride: stride } = self;
         let (format, mut y) = (w.format(), Rows { y, stride });
@@ -107,7 +108,7 @@ impl BlockProduct<'_> {
     }
 }
 
-/// Does the work on a strip by vectors, with blocks that are expanded before all rows meet them.
+/// Does the work on a strip by vectors, with blocks that are expanded once for all rows.
 fn by_vectors(isa: Isa, w: &Packed, strip: usize, expanded: &mut Expanded, work: ByVectors<'_, '_>) {
     let format = w.format();
     let ByVectors { x, bytes, acc, .. } = work;

@@ -1,17 +1,17 @@
-//! The types that weights are stored as: sixteen codes become N vectors of fp32 numbers. Knows no layout of a matrix.
+//! Types of unpacked weights: sixteen elements become N vectors of fp32 numbers.
 
 use super::element::Element;
 use crate::isa::{LANES, Simd};
 use crate::memory::Bf16;
 
-/// A code of N weights.
+/// Element that holds N weights.
 pub(crate) trait Code<const N: usize>: Copy + Default + Send + Sync + 'static {
-    /// Whether codes are pairs that may be multiplied as they are.
+    /// Whether elements are pairs that can be multiplied directly.
     const PAIRED: bool = false;
-    /// Vector `n` of sixteen codes.
+    /// Returns vector `n` of sixteen elements.
     fn expand<S: Simd>(s: S, codes: &[Self; LANES], n: usize) -> S::V;
 
-    /// Sixteen pairs, for `Simd::dot`.
+    /// Returns the bits of sixteen pairs, for `Simd::dot`.
     #[inline(always)]
     fn bits<S: Simd>(s: S, codes: &[Self; LANES]) -> S::V {
         let _ = codes;
@@ -33,7 +33,7 @@ impl Code<1> for Bf16 {
     }
 }
 
-/// Two bf16 numbers; their rows are [`Pairs`](super::pairs), the second numbers before the first.
+/// Pairs of bf16 numbers. Their rows are [`Pairs`](super::pairs), the second numbers before the first.
 impl Code<2> for [Bf16; 2] {
     const PAIRED: bool = true;
 

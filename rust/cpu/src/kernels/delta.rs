@@ -9,17 +9,18 @@ use super::exp::exp;
 use super::norm::squares;
 use crate::isa::{Kernel, LANES, Simd, Vector};
 
-/// Vectors of a state's row that are computed together: their sums stay in registers, their columns in the first cache.
+/// Number of vectors of a state's row that are computed together: their sums stay in registers, their columns in the
+/// first-level cache.
 const BLOCK: usize = 4;
 
-/// `out = silu(sum over j of weight[j] inputs[row + j])` of each channel, for some rows.
+/// Computes `out = silu(sum over j of weight[j] inputs[row + j])` of each channel, for some rows.
 pub(crate) struct ConvSilu<'a> {
     /// Inputs of the rows and of `kernel - 1` rows before, `[rows + kernel - 1, vectors]`.
     pub(crate) inputs: &'a [Vector],
-    /// `[kernel, vectors]`
+    /// Weights, `[kernel, vectors]`.
     pub(crate) weight: &'a [Vector],
     pub(crate) vectors: usize,
-    /// `[rows, vectors]`
+    /// Results, `[rows, vectors]`.
     pub(crate) out: &'a mut [Vector],
 }
 
@@ -41,7 +42,7 @@ impl Kernel for ConvSilu<'_> {
     }
 }
 
-/// `x / sqrt(sum of x^2 + 1e-6)`, times `factor`, in place.
+/// Divides by the length, in place: `x / sqrt(sum of x^2 + 1e-6)`, times `factor`.
 pub(crate) struct Unit<'a> {
     pub(crate) x: &'a mut [f32],
     pub(crate) factor: f32,
@@ -59,7 +60,7 @@ impl Kernel for Unit<'_> {
     }
 }
 
-/// `out = x / sqrt(mean(x^2) + eps) * weight * silu(gate)`
+/// Computes `out = x / sqrt(mean(x^2) + eps) * weight * silu(gate)`.
 pub(crate) struct GatedNorm<'a> {
     pub(crate) x: &'a [f32],
     pub(crate) weight: &'a [f32],
@@ -85,7 +86,7 @@ impl Kernel for GatedNorm<'_> {
     }
 }
 
-/// `out = 1 / (1 + e^-x)`; what comes after the last element means nothing.
+/// Computes `out = 1 / (1 + e^-x)`. Values after the last element have no meaning.
 pub(crate) struct Sigmoid<'a> {
     pub(crate) x: &'a [f32],
     pub(crate) out: &'a mut [Vector],
@@ -103,7 +104,7 @@ impl Kernel for Sigmoid<'_> {
     }
 }
 
-/// `x / (1 + e^-x)`
+/// Returns `x / (1 + e^-x)`.
 #[inline(always)]
 fn silu<S: Simd>(s: S, x: S::V) -> S::V {
     s.div(x, s.add(s.splat(1.0), exp(s, s.sub(s.splat(0.0), x))))
@@ -118,16 +119,17 @@ pub(crate) struct LogPlaces {
     pub(crate) decay: usize,
 }
 
-/// Rows of one request through one value head: its state after the logged updates, then the rows' updates and outputs.
+/// Processes the rows of one request through one value head: its state after the logged updates, then the rows' updates
+/// and outputs.
 ///
 /// The first `commit` rows change the state. The updates of the others are appended to the log, `delta` alone: keys and
 /// decays, which heads and blocks of columns share, are the caller's to write afterwards.
 pub(crate) struct DeltaHead<'a> {
     pub(crate) key_dim: usize,
     pub(crate) value_dim: usize,
-    /// `[key_dim, vectors, 16]`
+    /// State, `[key_dim, vectors, 16]`.
     pub(crate) state: &'a mut [f32],
-    /// Whether the state before the first row is zero, whatever `state` holds.
+    /// Whether the state before the first row is zero, whatever `state` contains.
     pub(crate) zero: bool,
     /// Number of logged updates that come before the first row.
     pub(crate) replay: usize,
@@ -136,18 +138,18 @@ pub(crate) struct DeltaHead<'a> {
     pub(crate) log_from: usize,
     pub(crate) log: &'a mut [f32],
     pub(crate) places: LogPlaces,
-    /// `[rows, stride]`: of each row its query, its key, and at `value` the head's value.
+    /// Query and key of each row, and at `value` the head's value, `[rows, stride]`.
     pub(crate) rows: &'a [f32],
     pub(crate) stride: usize,
     pub(crate) value: usize,
     /// beta and decay of each row.
     pub(crate) gates: &'a [(f32, f32)],
-    /// `[rows, vectors, 16]`
+    /// Outputs, `[rows, vectors, 16]`.
     pub(crate) out: &'a mut [f32],
-    /// `[key_dim, BLOCK]`
+    /// Scratch memory, `[key_dim, BLOCK]`.
     pub(crate) scratch: &'a mut [Vector],
-    /// Copies of the state to make on the way: the number of updates, replayed ones included, that each comes after. The
-    /// memory is as `state`.
+    /// Copies of the state to make on the way: the number of updates before each, replayed ones included, and its
+    /// memory in the layout of `state`.
     pub(crate) snapshots: &'a mut [(usize, &'a mut [f32])],
 }
 
@@ -243,7 +245,7 @@ fn write_columns<const N: usize>(columns: &[Vector], state: &mut [f32], vectors:
     }
 }
 
-/// `state = decay state + key delta^T`; returns `query^T state` if `READS`, else nothing of meaning.
+/// Computes `state = decay state + key delta^T`. Returns `query^T state` if `READS`, otherwise an undefined value.
 #[inline(always)]
 fn update<S: Simd, const N: usize, const READS: bool>(
     s: S,

@@ -3,19 +3,19 @@
 use crate::isa::{LANES, Simd};
 use crate::memory::{Bf16, E4m3, E5m2};
 
-/// A number that expands to f32 exactly.
+/// Number that converts to f32 exactly.
 pub(crate) trait Element: Copy + Default + Send + Sync + 'static {
-    /// Whether it stands for a number times a scale.
+    /// Whether the elements are codes that stand for a number times a scale.
     const CODES: bool = false;
 
-    /// Sixteen of them.
+    /// Loads sixteen elements.
     fn load<S: Simd>(s: S, x: &[Self; LANES]) -> S::V;
-    /// The nearest to `x`.
+    /// Returns the element nearest to `x`.
     fn round(x: f32) -> Self;
     /// Converts to f32.
     fn expand(self) -> f32;
 
-    /// Fewer than sixteen, zeros behind them.
+    /// Loads fewer than sixteen elements, followed by zeros.
     #[inline(always)]
     fn load_tail<S: Simd>(s: S, x: &[Self]) -> S::V {
         let mut padded = [Self::default(); LANES];
@@ -58,11 +58,12 @@ impl Element for Bf16 {
     }
 }
 
-/// Sixteen codes of FRACTION bits of fraction as vectors of their sizes and signs: multiplied, they are their numbers.
+/// Converts sixteen FP8 codes with FRACTION fraction bits to a vector of sizes and a vector of signs; their product is
+/// the numbers.
 ///
-/// A code of exponent e > 0 and fraction f is `2^(e - bias) (1 + f)`, whose exponent and fraction a bf16 takes as they are. For
-/// e = 0 that gives v = `2^-bias (1 + f)` in place of `2^(1 - bias) f`, which is `2 v - 2^(1 - bias)`. No number on the way is
-/// subnormal: some machines take a hundred cycles for one.
+/// A code of exponent e > 0 and fraction f is `2^(e - bias) (1 + f)`, whose exponent and fraction a bf16 takes as they
+/// are. For e = 0 that gives v = `2^-bias (1 + f)` in place of `2^(1 - bias) f`, which is `2 v - 2^(1 - bias)`. No
+/// number on the way is subnormal: some machines take a hundred cycles for one.
 #[inline(always)]
 fn load_codes<S: Simd, const FRACTION: u32>(s: S, x: [u8; LANES]) -> S::V {
     let bias = (1 << (6 - FRACTION)) - 1;
@@ -74,7 +75,7 @@ fn load_codes<S: Simd, const FRACTION: u32>(s: S, x: [u8; LANES]) -> S::V {
     s.mul(s.select_less(size, least, subnormal, size), s.load_bf16(&signs))
 }
 
-/// The bits of a code's size as bf16, `above` added to its exponent; those of infinity and NaN.
+/// Returns the size of a code as bf16 bits, with `above` added to its exponent; also for infinity and NaN.
 #[inline(always)]
 fn size_bits<const FRACTION: u32>(x: u8, above: u16) -> u16 {
     let size = u16::from(x & 0x7F);
@@ -83,7 +84,7 @@ fn size_bits<const FRACTION: u32>(x: u8, above: u16) -> u16 {
     if beyond { bits | 0x7F80 } else { bits }
 }
 
-/// One of them.
+/// Converts one code to f32.
 #[inline(always)]
 fn expand_code<const FRACTION: u32>(x: u8) -> f32 {
     let bias = (1 << (6 - FRACTION)) - 1;
@@ -149,7 +150,7 @@ mod tests {
         }
     }
 
-    /// Vectors of every code hold its number, on every instruction set.
+    /// Checks that vectors of every code hold its number, on every instruction set.
     #[test]
     fn vectors_of_codes_are_their_numbers() {
         fn check<T: Element>(isa: Isa, codes: [T; LANES]) {

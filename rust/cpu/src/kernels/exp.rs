@@ -1,8 +1,9 @@
-//! e^x of our own: the same bits on every instruction set. Nothing else.
+//! The function e^x with the same bits on every instruction set.
 
 use crate::isa::Simd;
 
-/// e^x within 2 units in the last place; 0 below -87, where f32 has no normal value; e^88 above 88. e^0 is 1 exactly.
+/// Returns e^x within 2 units in the last place; 0 below -87, where f32 has no normal value; e^88 above 88. e^0 is 1
+/// exactly.
 ///
 /// `x = n ln 2 + r` with `|r| <= ln 2 / 2`, and the Taylor series of e^r to r^7, which is within 2^-27 of it.
 #[inline(always)]

@@ -1,7 +1,7 @@
-//! Gates of delta nets: one number for each head and row, in f64 by products and sums that are rounded one by one, so that
-//! every machine has the same bits.
+//! Gates of delta nets: one number for each head and row, in f64 by products and sums that are rounded one by one, so
+//! that every machine has the same bits.
 
-/// e^x; 0 below -700, and as e^700 above 700. NaN stays NaN.
+/// Returns e^x; 0 below -700, and e^700 above 700. NaN stays NaN.
 ///
 /// `x = n ln 2 + r` with `|r| <= ln 2 / 2`, and the Taylor series of e^r to r^13, which is within 2^-60 of it.
 fn exp(x: f64) -> f64 {
@@ -26,7 +26,8 @@ fn exp(x: f64) -> f64 {
     series * f64::from_bits(((1023 + n as i64) as u64) << 52)
 }
 
-/// `ln(1 + y)` of y in [0, 1]: `2 artanh(y / (2 + y))` as its series to the 25th power, which is within 2^-42 of it.
+/// Returns `ln(1 + y)` of y in [0, 1]: `2 artanh(y / (2 + y))` as its series to the 25th power, which is within 2^-42
+/// of it.
 fn ln_1p(y: f64) -> f64 {
     let t = y / (2.0 + y);
     let square = t * t;
@@ -37,7 +38,7 @@ fn ln_1p(y: f64) -> f64 {
     2.0 * t * series
 }
 
-/// `1 / (1 + e^-x)`
+/// Returns `1 / (1 + e^-x)`.
 pub(crate) fn sigmoid(x: f32) -> f32 {
     (1.0 / (1.0 + exp(-f64::from(x)))) as f32
 }
@@ -47,7 +48,7 @@ pub(crate) fn rate(a_log: f32) -> f64 {
     exp(f64::from(a_log))
 }
 
-/// The factor by which a head's state decays in a row: `exp(-rate softplus(a + dt_bias))`.
+/// Returns the factor by which a head's state decays in a row: `exp(-rate softplus(a + dt_bias))`.
 pub(crate) fn decay(a: f32, dt_bias: f32, rate: f64) -> f32 {
     let x = f64::from(a) + f64::from(dt_bias);
     let softplus = if x > 0.0 { x } else { 0.0 } + ln_1p(exp(-x.abs()));

@@ -1,5 +1,5 @@
-//! Products of rows with weights `[out, in]`. One accumulator vector for each (output, row): the order of a sum
-//! depends on the number of inputs alone.
+//! Products of rows with weights `[out, in]`. There is one accumulator vector for each (output, row), so the order of a
+//! sum depends on the number of inputs alone.
 
 // Loops over registers, which unroll.
 #![allow(clippy::needless_range_loop)]
@@ -8,26 +8,26 @@ use super::code::Code;
 use crate::isa::{Kernel, LANES, Simd, Vector};
 use crate::memory::LINE_BYTES;
 
-/// What a product is of besides its weights, and where it goes.
+/// Operands of a product other than the weights, and its results.
 pub(crate) struct Product<'a> {
     pub(crate) inputs: usize,
-    /// `[rows, ceil(inputs / 16)]`, zeros behind the inputs.
+    /// Rows, `[rows, ceil(inputs / 16)]`, with zeros after the inputs.
     pub(crate) x: &'a [Vector],
     pub(crate) rows: usize,
-    /// `[rows, y_stride]`, of which the first outputs columns are written.
+    /// Results, `[rows, y_stride]`, of which the first `outputs` columns are written.
     pub(crate) y: &'a mut [f32],
     pub(crate) y_stride: usize,
 }
 
-/// `y[row, o] = sum over i of w[o, i] x[row, i]`
+/// Kernel for the product `y[row, o] = sum over i of w[o, i] x[row, i]`.
 pub(crate) struct Matmul<'a, W, const N: usize> {
-    /// `[outputs, inputs / N]`
+    /// Weights, `[outputs, inputs / N]`.
     w: &'a [W],
     of: Product<'a>,
 }
 
 impl<'a> Product<'a> {
-    /// The kernel with these weights; see [`Matmul`].
+    /// Returns the kernel for these weights; see [`Matmul`].
     pub(crate) fn with<W: Code<N>, const N: usize>(self, w: &'a [W]) -> Matmul<'a, W, N> {
         Matmul { w, of: self }
     }
@@ -36,7 +36,8 @@ impl<'a> Product<'a> {
 impl<W: Code<N>, const N: usize> Kernel for Matmul<'_, W, N> {
     type Output = ();
 
-    /// Rows in tiles of as many as registers hold accumulators for, as even as they go.
+    /// Divides the rows into tiles that are as equal as possible, with at most as many rows as registers hold
+    /// accumulators for.
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
         if !self.of.inputs.is_multiple_of(LANES) {
@@ -63,7 +64,7 @@ impl<W: Code<N>, const N: usize> Kernel for Matmul<'_, W, N> {
 }
 
 impl<W: Code<N>, const N: usize> Matmul<'_, W, N> {
-    /// All outputs of R rows, O at a time.
+    /// Computes all outputs of R rows, O at a time.
     #[inline(always)]
     fn strip<S: Simd, const O: usize, const R: usize, const TAIL: bool>(&mut self, s: S, first: usize) {
         let vectors = self.of.inputs.div_ceil(LANES);
@@ -81,7 +82,7 @@ impl<W: Code<N>, const N: usize> Matmul<'_, W, N> {
         }
     }
 
-    /// O outputs of R rows.
+    /// Computes O outputs of R rows.
     #[inline(always)]
     fn block<S: Simd, const O: usize, const R: usize, const TAIL: bool>(
         &mut self,
@@ -102,8 +103,8 @@ impl<W: Code<N>, const N: usize> Matmul<'_, W, N> {
         for r in 0..R {
             body[r] = &x[r].as_chunks().0[..whole];
         }
-        // The first rows bring in the weights: those of the block behind this one while this one is computed. Line by line as they lie in
-        // memory, whatever output a line is of, so that the processor's own prefetcher sees one stream and runs ahead of it.
+        // The first rows load the weights of the next block while this one is computed. They are loaded line by line
+        // in the order of memory, for any output, so that the processor's own prefetcher sees one stream.
         let (next, bring) = (self.w[o * stride..].as_ptr().wrapping_add(O * stride).cast::<u8>(), first == 0);
         let bytes = O * size_of::<[W; LANES]>();
         let mut sums = [[s.splat(0.0); O]; R];
@@ -155,7 +156,7 @@ impl<W: Code<N>, const N: usize> Matmul<'_, W, N> {
     }
 }
 
-/// Each vector's sum.
+/// Writes each vector's sum to `out`.
 #[inline(always)]
 fn reduce<S: Simd, const O: usize>(s: S, v: &[S::V; O], out: &mut [f32]) {
     if O == 8 {

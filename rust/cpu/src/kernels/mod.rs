@@ -1,4 +1,5 @@
-//! What passes are made of, written once over the lanes of [`Simd`](crate::isa::Simd). No memory, no threads.
+//! Kernels: computations of a pass, written once over the lanes of [`Simd`](crate::isa::Simd). They own no memory and
+//! use no threads.
 
 // Single letters are those of the formulas.
 #![allow(clippy::many_single_char_names)]

@@ -3,12 +3,12 @@
 use super::element::Element;
 use crate::isa::{Kernel, LANES, Simd, Vector};
 
-/// `out = x / sqrt(mean(x^2) + eps) * weight`
+/// Computes `out = x / sqrt(mean(x^2) + eps) * weight`.
 pub(crate) struct RmsNorm<'a> {
     pub(crate) x: &'a [f32],
     pub(crate) weight: &'a [f32],
     pub(crate) eps: f32,
-    /// Zeros behind the last element.
+    /// Results, with zeros after the last element.
     pub(crate) out: &'a mut [Vector],
 }
 
@@ -27,7 +27,7 @@ impl Kernel for RmsNorm<'_> {
     }
 }
 
-/// What `x` is multiplied by before the weight, for norms of more than one participant has.
+/// Computes the factor of `x` in a norm over features that several participants compute.
 pub(crate) struct RmsScale<'a> {
     pub(crate) x: &'a [f32],
     pub(crate) eps: f32,
@@ -42,13 +42,13 @@ impl Kernel for RmsScale<'_> {
     }
 }
 
-/// `1 / sqrt(mean(x^2) + eps)`
+/// Returns `1 / sqrt(mean(x^2) + eps)`.
 #[inline(always)]
 pub(super) fn scale<S: Simd>(s: S, x: &[f32], eps: f32) -> f32 {
     1.0 / (squares(s, x) / x.len() as f32 + eps).sqrt()
 }
 
-/// The sum of squares. Vectors are summed by their number modulo 4, so that sums do not wait for each other.
+/// Returns the sum of squares. Vectors are summed by their number modulo 4, so that sums do not wait for each other.
 #[inline(always)]
 pub(super) fn squares<S: Simd>(s: S, x: &[f32]) -> f32 {
     let (vectors, tail) = x.as_chunks::<LANES>();

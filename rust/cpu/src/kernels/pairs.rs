@@ -2,16 +2,17 @@
 
 use crate::isa::{Kernel, LANES, Simd, Vector};
 
-/// Numbers of rows that lie together: sixteen pairs.
+/// Number of inputs of a row that are laid out together: sixteen pairs.
 pub(crate) const PAIRS: usize = 2 * LANES;
-/// Numbers of rows below this become zeros.
+/// Absolute value below which numbers of rows become zeros.
 pub(crate) const LEAST_ROW: f32 = f32::from_bits((127 - 40) << 23);
-/// Weights below this, other than zeros, are not for instructions that take subnormal numbers as zeros: products of the
-/// others are multiples of `2^-40 2^-7 2^-72 2^-7`, the least normal number, and so are all sums of them.
+/// Absolute value below which weights other than zeros must not be multiplied by instructions that treat subnormal
+/// numbers as zeros. Products of larger weights are multiples of `2^-40 2^-7 2^-72 2^-7`, the smallest normal number,
+/// and so are all sums of them.
 pub(crate) const LEAST_WEIGHT: f32 = f32::from_bits((127 - 72) << 23);
 
-/// The nearest bf16 as fp32, ties to even; of what is tiny zero. Selections in place of branches, so that it is done lane by
-/// lane.
+/// Returns the nearest bf16 as fp32, ties to even; zero for tiny numbers. Selections instead of branches let the
+/// compiler work lane by lane.
 #[inline(always)]
 pub(crate) fn round_row(x: f32) -> f32 {
     let bits = x.to_bits();
@@ -20,8 +21,8 @@ pub(crate) fn round_row(x: f32) -> f32 {
     f32::from_bits(if x.abs() < LEAST_ROW { 0 } else { rounded & 0xFFFF_0000 })
 }
 
-/// Rounds rows to the nearest bf16, ties to even, in place. Of every 32 numbers become 16 pairs: bits side by side where
-/// the machine multiplies them so, else the second numbers of the pairs and then the first, as fp32.
+/// Rounds rows to the nearest bf16, ties to even, in place. Every 32 numbers become 16 pairs. If the machine multiplies
+/// pairs, a pair's bits lie side by side; otherwise the second numbers of all pairs come before the first, as fp32.
 pub(crate) struct RoundPairs<'a> {
     pub(crate) x: &'a mut [Vector],
 }
@@ -48,7 +49,8 @@ mod tests {
     use super::*;
     use crate::isa::Isa;
 
-    /// The nearest bf16, ties to even; what is tiny is zero, with either sign zero's own. Both layouts hold the same pairs.
+    /// Checks rounding to the nearest bf16, ties to even. Tiny numbers become zeros with their sign. Both layouts hold
+    /// the same pairs.
     #[test]
     fn rows_are_rounded_and_paired() {
         let tie = |bits: u32| f32::from_bits(bits << 16 | 0x8000);

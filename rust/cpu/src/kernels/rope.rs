@@ -5,15 +5,15 @@ use crate::isa::{Kernel, Simd};
 
 /// Cosines and sines of the angles `position * frequency`, products in fp32.
 pub(crate) struct Angles<'a> {
-    /// At least 0.
+    /// Position, at least 0.
     pub(crate) position: i64,
-    /// `[P]`
+    /// Angle of each pair at position 1, `[P]`.
     pub(crate) frequencies: &'a [f32],
-    /// What cosines and sines are multiplied by.
+    /// Factor of cosines and sines.
     pub(crate) magnitude: f32,
-    /// `[P]`
+    /// Cosines, `[P]`.
     pub(crate) cos: &'a mut [f32],
-    /// `[P]`
+    /// Sines, `[P]`.
     pub(crate) sin: &'a mut [f32],
 }
 
@@ -30,8 +30,8 @@ impl Kernel for Angles<'_> {
     }
 }
 
-/// Sine and cosine, the nearest f32 or the one beside it, for `|x| <= 2^20`: in f64, by products and sums that are
-/// rounded one by one, so that every machine has the same bits.
+/// Returns sine and cosine for `|x| <= 2^20`, each the nearest f32 or its neighbour. It computes in f64 by products and
+/// sums that are rounded one by one, so that every machine has the same bits.
 ///
 /// `x = n pi/2 + r` with `|r| <= pi/4`, and the Taylor series of both to r^13, which are within 2^-41 of them.
 #[inline(always)]
@@ -63,16 +63,16 @@ fn sin_cos(x: f32) -> (f32, f32) {
     (negate(sin, quarter) as f32, negate(cos, quarter.wrapping_add(1)) as f32)
 }
 
-/// One query or key head: its norm, where it has one, then its rotation.
+/// Norms one query or key head, if there is a norm, then rotates it.
 pub(crate) struct QkHead<'a> {
-    /// `[head_dim]`, overwritten.
+    /// Head, `[head_dim]`, overwritten.
     pub(crate) x: &'a mut [f32],
-    /// `[head_dim]`
+    /// Weight of the norm, `[head_dim]`.
     pub(crate) norm: Option<&'a [f32]>,
     pub(crate) eps: f32,
-    /// `[P]`: the first P features turn against the P behind them; none: no rotation.
+    /// Cosines, `[P]`. Feature i < P is rotated against feature P + i; without cosines nothing is rotated.
     pub(crate) cos: &'a [f32],
-    /// `[P]`
+    /// Sines, `[P]`.
     pub(crate) sin: &'a [f32],
 }
 

@@ -10,7 +10,8 @@ use crate::memory::{LINE_BYTES, Line};
 /// Integers to which activations are rounded, by blocks of 32, for products with packed weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Rounding {
-    /// Integers of 16 bits, from -32,512 to 32,512. It is 127 * 256, so that a code is two signed bytes.
+    /// Integers of 16 bits, from -32,512 to 32,512. The limit is 127 * 256, so that an integer splits into two signed
+    /// bytes.
     #[default]
     Int16,
     /// Integers of 8 bits, from -127 to 127.
@@ -18,7 +19,7 @@ pub enum Rounding {
 }
 
 impl Rounding {
-    /// The largest code.
+    /// Returns the largest integer.
     fn largest(self) -> f32 {
         match self {
             Self::Int16 => 32_512.0,
@@ -27,47 +28,46 @@ impl Rounding {
     }
 }
 
-/// Blocks whose numbers are all smaller than this are rounded to zero, so that factors stay finite.
+/// Blocks whose numbers are all smaller than this in absolute value are rounded to zero, so that factors stay finite.
 const LEAST: f32 = f32::from_bits((127 - 100) << 23);
-/// `x + SHIFT` has the integer nearest to x, ties to even, in its low bits where x is within 16 bits.
+/// Number for rounding: `x + SHIFT` has the integer nearest to x, ties to even, in its low bits if x fits in 16 bits.
 const SHIFT: f32 = 12_582_912.0;
 
-/// Codes of a block's inputs in pairs, the first of each in the lower half: of inputs `4 r .. 4 r + 4` pair `2 r` has the
-/// first and the third, pair `2 r + 1` the second and the fourth.
+/// Integers of a block's inputs in pairs, the first of each in the lower half. Of inputs `4 r .. 4 r + 4`, pair `2 r`
+/// has the first and the third, and pair `2 r + 1` the second and the fourth.
 pub(crate) type Pairs = [i32; BLOCK / 2];
 
-/// Codes of 8 bits of a block's inputs, four in each.
+/// Eight-bit integers of a block's inputs, four in each word.
 pub(crate) type Quads = [i32; BLOCK / 4];
 
-/// Rows of `blocks` blocks: number `code * scale`.
+/// Rounded rows of `blocks` blocks: a number is `integer * scale`.
 #[derive(Clone, Copy)]
 pub(crate) struct Rounded<'a> {
     pub(crate) blocks: usize,
-    /// `[rows, blocks]`
+    /// Pairs of each block, `[rows, blocks]`.
     pub(crate) pairs: &'a [Pairs],
-    /// `[rows, blocks]`, for codes of 8 bits only.
+    /// Bytes of each block, `[rows, blocks]`; only for 8-bit integers.
     pub(crate) quads: &'a [Quads],
-    /// `[rows, blocks]`
+    /// Scale of each block, `[rows, blocks]`.
     pub(crate) scales: &'a [f32],
-    /// `[rows, blocks]` sums of the codes of each half of a block.
+    /// Sums of the integers of each half of a block, `[rows, blocks]`.
     pub(crate) sums: &'a [[i32; 2]],
-    /// Rows in the form that tiles multiply, if some do.
+    /// Rows in the layout of tiles, if tiles multiply them.
     pub(crate) planes: Option<Planes<'a>>,
 }
 
-/// Rounded rows for products by tiles: sixteen rows side by side. What the last group has
-/// after the last row means nothing.
+/// Rounded rows for products by tiles, sixteen rows side by side. Values after the last row have no meaning.
 #[derive(Clone, Copy)]
 pub(crate) struct Planes<'a> {
     pub(crate) tiles: Tiles,
-    /// Whether codes have 16 bits, else 8.
+    /// Whether integers have 16 bits; otherwise 8.
     pub(crate) wide: bool,
-    /// `[groups, blocks, 16]` lines of a block's codes: 32 signed bytes, or with codes `256 upper + lower` of 16 bits the
-    /// 32 signed bytes `upper`, then 32 signed bytes `lower`.
+    /// Lines of a block's integers, `[groups, blocks, 16]`: 32 signed bytes, or for 16-bit integers `256 upper + lower`
+    /// the 32 signed bytes `upper`, then the 32 signed bytes `lower`.
     pub(crate) codes: &'a [[Line; LANES]],
-    /// `[groups, blocks, 16]`
+    /// Scale of each block, `[groups, blocks, 16]`.
     pub(crate) scales: &'a [Vector],
-    /// `[groups, blocks, 16]` sums of the codes of a block, times its scale.
+    /// Sum of a block's integers times its scale, `[groups, blocks, 16]`.
     pub(crate) sums: &'a [Vector],
 }
 
@@ -114,17 +114,17 @@ impl RoundedRoom {
     }
 }
 
-/// Rounds rows of `inputs` inputs, a multiple of 32, which lie one after the other in `x`.
+/// Rounds rows of `inputs` inputs, a multiple of 32, which follow one another in `x`.
 ///
-/// The largest magnitude of a block becomes the largest code by its scale `d`. A block with a number that is not finite gets a
-/// scale of NaN.
+/// The largest magnitude of a block becomes the largest code by its scale `d`. A block with a number that is not finite
+/// gets a scale of NaN.
 pub(crate) struct Round<'a, 'r> {
     pub(crate) x: &'a [Vector],
     pub(crate) inputs: usize,
-    /// `[inputs]`: the input at each place of the blocks; `None` if inputs are in their own order.
+    /// Input at each place of the blocks, `[inputs]`; `None` if inputs are in their own order.
     pub(crate) order: Option<&'a [u32]>,
     pub(crate) to: Rounding,
-    /// Tiles for which the rows are laid out, too.
+    /// Tiles for whose layout the rows are written too.
     pub(crate) tiles: Option<Tiles>,
     pub(crate) room: &'r mut RoundedRoom,
 }
@@ -183,7 +183,7 @@ struct PlaneSlices<'a> {
 }
 
 impl PlaneRoom {
-    /// The memory for some rows. Lanes that no row fills keep what they had: nothing reads the sums of such lanes.
+    /// Returns the memory for some rows. Lanes without a row keep old values; their sums are never read.
     fn of(&mut self, rows: usize, blocks: usize) -> PlaneSlices<'_> {
         let groups = rows.div_ceil(LANES) * blocks;
         PlaneSlices {
@@ -194,7 +194,7 @@ impl PlaneRoom {
     }
 }
 
-/// The scale of a block and its codes.
+/// Returns the scale of a block and its integers.
 #[inline(always)]
 fn round(x: &[f32; BLOCK], top_code: f32) -> (f32, [i32; BLOCK]) {
     let mut top = 0;
@@ -228,7 +228,7 @@ fn paired(codes: &[i32; BLOCK]) -> Pairs {
     pairs
 }
 
-/// The sums of the codes of each half of a block.
+/// Returns the sums of the integers of each half of a block.
 #[inline(always)]
 fn totals(codes: &[i32; BLOCK]) -> [i32; 2] {
     let mut sums = [0; 2];
@@ -247,7 +247,7 @@ fn quadrupled(codes: &[i32; BLOCK]) -> Quads {
     quads
 }
 
-/// Codes of 8 bits.
+/// Converts 8-bit integers to a line of bytes.
 #[inline(always)]
 fn narrow(codes: &[i32; BLOCK]) -> Line {
     let mut line = Line([0; LINE_BYTES]);
@@ -257,7 +257,7 @@ fn narrow(codes: &[i32; BLOCK]) -> Line {
     line
 }
 
-/// The upper bytes of codes `256 upper + lower`, then the lower bytes, which are signed.
+/// Splits integers `256 upper + lower` into their upper bytes, then their signed lower bytes.
 #[inline(always)]
 fn halved(codes: &[i32; BLOCK]) -> Line {
     let mut line = Line([0; LINE_BYTES]);

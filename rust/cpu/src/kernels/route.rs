@@ -1,17 +1,18 @@
-//! Which experts a row is sent to. Knows no expert.
+//! Choice of the experts for a row.
 
 use super::exp::exp;
 use crate::isa::{Kernel, LANES, Simd, Vector};
 
-/// The experts of the largest logits, of equal ones the first, and their weights: the softmax over all logits.
+/// Chooses the experts with the largest logits, the first of equal ones, and their weights: the softmax over all
+/// logits.
 pub(crate) struct Route<'a> {
-    /// Overwritten.
+    /// Logits of the router; overwritten.
     pub(crate) logits: &'a mut [f32],
-    /// Weights are divided by their sum.
+    /// Whether weights are divided by their sum.
     pub(crate) normalized: bool,
-    /// `[per_token]`, different ones whatever the logits are.
+    /// Chosen experts, `[per_token]`, distinct for any logits.
     pub(crate) chosen: &'a mut [usize],
-    /// `[per_token]`, the weights of `chosen`.
+    /// Weights of the experts in `chosen`, `[per_token]`.
     pub(crate) shares: &'a mut [f32],
 }
 

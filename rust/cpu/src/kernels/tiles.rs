@@ -7,13 +7,14 @@ use crate::isa::{Kernel, LANES, MOST_TILES, Simd, Tile, TileShape, Tiles, Tiling
 use crate::memory::Bf16;
 use std::ops::Range;
 
-/// Outputs that are computed together: two tiles.
+/// Number of outputs that are computed together: two tiles.
 const BLOCK: usize = 2 * LANES;
 
-/// How rows become tiles: sets of `columns` tiles a step, which are sixteen rows each, or the parts of sixteen rows.
+/// Layout of rows as tiles: each step has sets of `columns` tiles. A tile holds sixteen rows, or a part of sixteen
+/// rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
-    /// bf16 numbers whose sum a number is: 3, or 1 where rows are rounded.
+    /// Number of bf16 parts that add up to a number: 3, or 1 if rows are rounded.
     parts: usize,
     sets: usize,
     columns: usize,
@@ -29,18 +30,18 @@ impl Layout {
         Self { parts: 3, sets: groups, columns: 3 }
     }
 
-    /// Tiles of rows of `inputs` numbers.
+    /// Returns the number of tiles of rows of `inputs` numbers.
     pub(crate) fn tiles(self, inputs: usize) -> usize {
         self.sets * self.columns * (inputs / PAIRS)
     }
 }
 
-/// Rows `[rows, inputs]` as tiles `[sets, inputs / 32, columns]`, zeros behind the rows.
+/// Splits rows `[rows, inputs]` into tiles `[sets, inputs / 32, columns]`, with zeros after the rows.
 pub(crate) struct Split<'a> {
     pub(crate) layout: Layout,
-    /// A multiple of 32.
+    /// Number of inputs, a multiple of 32.
     pub(crate) inputs: usize,
-    /// `[rows, inputs / 16]`
+    /// Rows, `[rows, inputs / 16]`.
     pub(crate) x: &'a [Vector],
     pub(crate) out: &'a mut [Tile],
 }
@@ -92,21 +93,21 @@ impl Kernel for Split<'_> {
 #[repr(align(64))]
 struct Lines<T>(T);
 
-/// `y[row, o] = sum over i of w[o, i] x[row, i]`
+/// Kernel for the product `y[row, o] = sum over i of w[o, i] x[row, i]` by tiles.
 pub(crate) struct TileProduct<'a> {
     pub(crate) tiles: Tiles,
     pub(crate) layout: Layout,
-    /// A multiple of 32.
+    /// Number of inputs, a multiple of 32.
     pub(crate) inputs: usize,
-    /// `[outputs, inputs]`
+    /// Weights, `[outputs, inputs]`.
     pub(crate) w: &'a [Bf16],
-    /// The rows, by [`Split`].
+    /// Rows as tiles, by [`Split`].
     pub(crate) x: &'a [Tile],
     pub(crate) rows: usize,
-    /// `[inputs / 32, 2]`, room for a block of weights: loading a tile whose rows are not cache lines takes seven times as
-    /// long, and a file's weights begin anywhere.
+    /// Room for a block of weights, `[inputs / 32, 2]`. Loading a tile whose rows are not cache lines takes seven times
+    /// as long, and a file's weights begin anywhere.
     pub(crate) block: &'a mut [Tile],
-    /// `[rows, y_stride]`, of which the first outputs columns are written.
+    /// Results, `[rows, y_stride]`, of which the first `outputs` columns are written.
     pub(crate) y: &'a mut [f32],
     pub(crate) y_stride: usize,
 }
@@ -150,7 +151,7 @@ impl TileProduct<'_> {
         }
     }
 
-    /// The loaded outputs of a set's rows.
+    /// Computes the loaded outputs for a set's rows.
     #[inline(always)]
     fn set<S: Simd, const N: usize>(
         &mut self,
@@ -205,7 +206,7 @@ mod tests {
     use super::*;
     use crate::isa::Isa;
 
-    /// Column after column, whatever the bits.
+    /// Checks that tiles are transposed column by column, to the bit.
     #[test]
     fn tiles_are_transposed_to_the_bit() {
         struct Turn(Tile);
@@ -231,8 +232,8 @@ mod tests {
         }
     }
 
-    /// The three parts of any number, also of the largest and of those with a bit in every place, are the number; of one
-    /// that is not finite they are not, either.
+    /// Checks that the three parts of a number add up to it, also for the largest and for those with a bit in every
+    /// place. Parts of a number that is not finite are not finite.
     #[test]
     fn parts_add_up_to_the_number() {
         let given =
@@ -257,7 +258,7 @@ mod tests {
         }
     }
 
-    /// Rows and columns of every layout find their places.
+    /// Checks that every layout has a place for all rows and columns.
     #[test]
     fn layouts_hold_all_rows() {
         for rows in 0..=64 {

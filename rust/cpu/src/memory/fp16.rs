@@ -12,7 +12,7 @@ pub(crate) fn from_f16(bits: u16) -> f32 {
     f32::from_bits(sign | magnitude.to_bits())
 }
 
-/// The bits of the fp16 number nearest to `x`, ties to even. NaN becomes a NaN.
+/// Returns the bits of the fp16 number nearest to `x`, ties to even. NaN becomes a NaN.
 pub(crate) fn to_f16(x: f32) -> u16 {
     let (sign, size) = ((x.to_bits() >> 16) as u16 & 0x8000, x.abs());
     let bits = if size.is_nan() {
@@ -41,7 +41,7 @@ mod tests {
         assert!(from_f16(to_f16(f32::NAN)).is_nan());
     }
 
-    /// Between neighbours a number goes to the nearer one, and from the middle to the even one.
+    /// Checks that numbers between two fp16 numbers go to the nearer one, and halves to the even one.
     #[test]
     fn numbers_go_to_the_nearest() {
         for bits in 0..0x7BFF_u16 {

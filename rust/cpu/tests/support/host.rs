@@ -1,23 +1,23 @@
-//! A host's part of a pass: paged KV, block table, adapters of sequences.
+//! Memory around passes in tests: paged KV, block tables, adapters of sequences.
 
 use super::{KeysValues, Model, Numbers};
 use specrs_cpu::{Bf16, Decoder, E4m3, E5m2, KvCache, Lora, Output, Pass, ValuesMut};
 use std::sync::Arc;
 
-/// A KV cache with a block table in no order, and what sequences are in it. Every slot holds NaN until it is written.
+/// KV cache with a scattered block table, and the tokens of its sequences. Every slot holds NaN until it is written.
 pub struct Host {
     pub kv: KvCache,
     pub table: Vec<i64>,
     pub max_blocks: usize,
     pub block_size: usize,
-    /// First position that each sequence attends; empty: 0 for all.
+    /// First position that each sequence attends to; empty for 0 everywhere.
     pub k_start: Vec<i64>,
-    /// Adapter of each sequence; empty: none.
+    /// Adapter of each sequence; empty for none.
     pub adapters: Vec<Option<Arc<Lora>>>,
 }
 
 impl Host {
-    /// Room for `num_seqs` sequences of `len` tokens.
+    /// Makes room for `num_seqs` sequences of `len` tokens.
     pub fn new(model: &Model, num_seqs: usize, len: usize, block_size: usize, seed: u64) -> Self {
         let max_blocks = len.div_ceil(block_size);
         let num_blocks = num_seqs * max_blocks;
@@ -84,7 +84,7 @@ impl Host {
         self.kv.layers_mut().iter_mut().map(&mut fill).collect()
     }
 
-    /// One pass over (sequence, position, token); masked where the position is None.
+    /// Runs one pass over (sequence, position, token). A row is masked if its position is `None`.
     pub fn pass(&mut self, decoder: &mut Decoder, rows: &[(usize, Option<usize>, usize)], output: Output<'_>) {
         let slot = |&(seq, position, _): &(usize, Option<usize>, usize)| {
             position.map_or(-1, |p| {

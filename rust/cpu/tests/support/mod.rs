@@ -1,5 +1,5 @@
-//! Random small models; their forward pass in float64 by plain loops, in `reference`, and passes over paged KV, in `host`. Shares
-//! no code with the crate.
+//! Random small models; their forward pass in plain float64 loops is in `reference`, and passes over paged KV are in
+//! `host`. Shares no code with the crate.
 
 #![allow(
     dead_code,
@@ -24,7 +24,7 @@ use specrs_cpu::{
 use std::sync::Arc;
 pub use weights::{Dense, LowRank, Stored, group_of};
 
-/// Uniform numbers from a seed (splitmix64).
+/// Generator of uniform random numbers from a seed (splitmix64).
 pub struct Numbers(pub u64);
 
 impl Numbers {
@@ -36,7 +36,7 @@ impl Numbers {
         z ^ (z >> 31)
     }
 
-    /// In [-1, 1).
+    /// Returns a random number in [-1, 1).
     pub fn unit(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
@@ -46,7 +46,7 @@ impl Numbers {
     }
 }
 
-/// Sizes that no vector divides.
+/// Sizes that are not divisible into vectors.
 pub const SMALL: ModelShape = ModelShape {
     vocab_size: 50,
     hidden_size: 40,
@@ -57,59 +57,59 @@ pub const SMALL: ModelShape = ModelShape {
     rms_norm_eps: 1e-6,
 };
 
-/// Inputs that 32 divides: packed weights and pairs of bf16 numbers lie by 32.
+/// Sizes divisible by 32, as packed weights and bf16 pairs need.
 pub const BY_32: ModelShape =
     ModelShape { vocab_size: 97, hidden_size: 64, intermediate_size: 96, num_heads: 4, head_dim: 24, ..SMALL };
 
-/// `[position][head][feature]` keys and values of one layer.
+/// Keys and values of one layer, `[position][head][feature]`.
 pub type KeysValues = (Vec<Vec<Vec<f64>>>, Vec<Vec<Vec<f64>>>);
 
-/// What a family switches on.
+/// Options of a model family.
 #[derive(Clone, Copy, Debug)]
 pub struct Kind {
     pub qk_norm: bool,
     pub qkv_bias: bool,
     pub other_bias: bool,
     pub tied: bool,
-    /// Projections that share an input as several parts.
+    /// Whether projections that share an input are several parts.
     pub split: bool,
     pub bf16: bool,
-    /// Rows are rounded to bf16 before products.
+    /// Whether rows are rounded to bf16 before products.
     pub bf16_rows: bool,
-    /// Rows are rounded to 8 bits for packed weights, else to 16.
+    /// Whether rows are rounded to 8 bits for packed weights; otherwise to 16.
     pub int8_rows: bool,
-    /// Products are by tiles: all rows are fed as those of prompts.
+    /// Whether products use tiles: all rows are fed as rows of prompts.
     pub prompt_tiles: bool,
-    /// Bits of the codes of the layers' projections; 0: not quantized.
+    /// Number of bits of the layers' quantized projections; 0 if they are not quantized.
     pub code_bits: u32,
-    /// Llama 3.1's scaling of frequencies.
+    /// Whether frequencies have Llama 3.1's scaling.
     pub scaled: bool,
-    /// Norms of what attention and MLP are fed.
+    /// Whether there are norms before attention and MLP.
     pub before: bool,
-    /// Norms of what they add to the residual stream.
+    /// Whether there are norms after attention and MLP, before the addition to the residual stream.
     pub behind: bool,
-    /// Queries and keys are normed over all heads.
+    /// Whether queries and keys are normed over all heads.
     pub whole: bool,
-    /// GELU in place of `SiLU`.
+    /// Whether the activation is GELU instead of `SiLU`.
     pub gelu: bool,
-    /// The positions that a row sees of every layer but the last; of the last, too, where `all_windows`. 0: all.
+    /// Window of every layer but the last, and with `all_windows` of the last, too; 0 for full attention.
     pub window: usize,
     pub all_windows: bool,
-    /// Experts of every layer but the first, two for each row; 0: none.
+    /// Number of experts in every layer but the first, two of which each row uses; 0 for none.
     pub experts: usize,
-    /// Their weights add up to 1.
+    /// Whether the weights of a row's experts add up to 1.
     pub normalized: bool,
-    /// They and the router have biases.
+    /// Whether experts and router have biases.
     pub expert_bias: bool,
-    /// Their activation is a clamped `SwiGLU`.
+    /// Whether the experts' activation is a clamped `SwiGLU`.
     pub clamped: bool,
-    /// Heads have a score more, of no value.
+    /// Whether heads have attention sinks: an extra score without a value.
     pub sinks: bool,
-    /// K and V are cached as FP8 with so many bits of fraction; 0: as the numbers that they are.
+    /// Number of fraction bits of a FP8 KV cache; 0 if it is not quantized.
     pub fraction: u32,
 }
 
-/// Scales of keys and values that are cached as FP8, in every layer.
+/// Scales of keys and values in a FP8 cache, in every layer.
 pub const KV_SCALES: (f32, f32) = (0.043, 0.019);
 
 /// Factor of a clamped activation's sigmoid. Gates and values of these models reach [`LIMIT`].
@@ -153,7 +153,7 @@ pub const KINDS: [Kind; 8] = [QWEN3, LLAMA3, LLAMA_BIAS, QWEN2, MISTRAL, WINDOWE
 pub const EXPERTS: Kind = Kind { experts: 5, ..QWEN3 };
 pub const MIXTRAL: Kind = Kind { experts: 9, normalized: true, window: 9, all_windows: true, ..MISTRAL };
 pub const AROUND_EXPERTS: Kind = Kind { experts: 3, ..GEMMA3 };
-/// Its first layer has an MLP, of the same activation.
+/// Options of gpt-oss. Its first layer has an MLP with the same activation here.
 pub const GPT_OSS: Kind = Kind {
     qkv_bias: true,
     other_bias: true,
@@ -166,7 +166,7 @@ pub const GPT_OSS: Kind = Kind {
     sinks: true,
     ..LLAMA
 };
-pub const CODED: [Kind; 2] = [Kind { fraction: 3, ..GEMMA3 }, Kind { fraction: 2, ..LLAMA_BIAS }];
+pub const QUANTIZED: [Kind; 2] = [Kind { fraction: 3, ..GEMMA3 }, Kind { fraction: 2, ..LLAMA_BIAS }];
 pub const MIXTURES: [Kind; 4] = [EXPERTS, MIXTRAL, AROUND_EXPERTS, GPT_OSS];
 
 pub struct LayerNumbers {
@@ -271,7 +271,7 @@ impl Model {
         Self { shape, kind, embedding, layers, final_norm, lm_head, frequencies: frequencies(dim, kind.scaled) }
     }
 
-    /// The crate's weights of this model.
+    /// Returns the crate's weights of this model.
     pub fn weights(&self) -> Arc<Weights> {
         let values = |x: &[f32]| -> Values {
             match self.kind.bf16 {
@@ -390,7 +390,7 @@ impl Model {
         Arc::new(Lora::new(weights, self.layers.iter().map(layer).collect()).unwrap())
     }
 
-    /// The positions that a row of a layer sees.
+    /// Returns the window of a layer.
     pub fn window(&self, layer: usize) -> Option<usize> {
         let slides = self.kind.all_windows || layer + 1 < self.layers.len();
         (self.kind.window > 0 && slides).then_some(self.kind.window)
@@ -420,7 +420,7 @@ impl Model {
     }
 }
 
-/// theta = 10,000; with Llama 3.1's scaling of factor 8 for an original length of 64.
+/// Returns frequencies of theta = 10,000; with `scaled` Llama 3.1's scaling of factor 8 for an original length of 64.
 pub fn frequencies(dim: usize, scaled: bool) -> Vec<f32> {
     let scale = |f: f64| {
         let (length, low, high, factor) = (64.0, 1.0, 4.0, 8.0);

@@ -1,9 +1,9 @@
-//! A model's forward pass in float64 by plain loops, and how far fp32 may be off it: what every rounding adds, by the length
-//! of its sum.
+//! Forward pass of a model in plain float64 loops, and the maximum difference of fp32 from it: the rounding errors, by
+//! the length of each sum.
 //!
-//! A number that is rounded to fp32 is off by up to 2^-24 of itself, at random: a variance of a third of that squared. Where
-//! `n` numbers are summed in 16 lanes, n / 16 roundings of partial sums come in a row, then 4 of the tree. Variances add up,
-//! and go through a product by the squares of its weights.
+//! A number that is rounded to fp32 is off by up to 2^-24 of itself, at random: a variance of a third of that squared.
+//! Where `n` numbers are summed in 16 lanes, n / 16 roundings of partial sums come in a row, then 4 of the tree.
+//! Variances add up, and go through a product by the squares of its weights.
 
 use super::{ALPHA, Dense, KV_SCALES, KeysValues, LIMIT, Model};
 
@@ -11,10 +11,10 @@ use super::{ALPHA, Dense, KV_SCALES, KeysValues, LIMIT, Model};
 const ROUNDING: f64 = (1.0 / (1 << 24) as f64) * (1.0 / (1 << 24) as f64) / 3.0;
 /// Variance of rounding 1 to bf16, which has 16 significant bits less than fp32.
 const ROUNDING_BF16: f64 = ROUNDING * (1_u64 << 32) as f64;
-/// Standard deviations that a result may be off.
+/// Number of standard deviations by which a result may be off.
 const DEVIATIONS: f64 = 8.0;
 
-/// An exact number, and the variance of what fp32 makes of it.
+/// Exact number, and the variance of its fp32 result.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Near {
     pub exact: f64,
@@ -26,12 +26,12 @@ impl Near {
         Self { exact, variance: 0.0 }
     }
 
-    /// Rounded so many times.
+    /// Adds the variance of `times` roundings.
     fn rounded(self, times: f64) -> Self {
         Self { variance: self.variance + times * ROUNDING * self.exact * self.exact, ..self }
     }
 
-    /// How far `x` is off, where 1 is as far as it may be.
+    /// Returns the error of `x`, where 1 is the allowed maximum.
     pub fn off(&self, x: f32) -> f64 {
         (f64::from(x) - self.exact).abs() / (DEVIATIONS * self.variance.sqrt())
     }
@@ -54,7 +54,7 @@ impl std::ops::Mul for Near {
     }
 }
 
-/// The sum of `n` products, in 16 lanes.
+/// Returns the sum of `n` products, in 16 lanes.
 fn sum(products: impl Iterator<Item = Near>, n: usize) -> Near {
     let (mut sum, mut squares) = (Near::default(), 0.0);
     for product in products {
@@ -67,13 +67,13 @@ fn sum(products: impl Iterator<Item = Near>, n: usize) -> Near {
 }
 
 impl Model {
-    /// Logits `[tokens, vocab]` of a whole sequence. K and V of a bf16 model are rounded as its cache rounds them.
+    /// Returns logits `[tokens, vocab]` of a whole sequence. K and V of a bf16 model are rounded as in its cache.
     pub fn reference(&self, tokens: &[usize]) -> Vec<Vec<Near>> {
         let none: Vec<KeysValues> = self.layers.iter().map(|_| Default::default()).collect();
         self.reference_behind(tokens, &none)
     }
 
-    /// Logits `[tokens, vocab]` of tokens that follow a prefix, whose keys and values are given by layer.
+    /// Returns logits `[tokens, vocab]` of tokens that follow a prefix, whose keys and values are given by layer.
     pub fn reference_behind(&self, tokens: &[usize], prefix: &[KeysValues]) -> Vec<Vec<Near>> {
         let start = prefix.first().map_or(0, |layer| layer.0.len());
         let s = &self.shape;
@@ -129,7 +129,8 @@ impl Model {
         self.product(down, &act)
     }
 
-    /// The two experts of the largest logits, by the softmax over all. Each weight depends on all logits.
+    /// Returns the output of the two experts with the largest logits, weighted by the softmax over all. Each weight
+    /// depends on all logits.
     fn mixture(&self, router: &Dense, experts: &[[Dense; 3]], x: &[Near]) -> Vec<Near> {
         let logits = self.product(router, x);
         let mut order: Vec<usize> = (0..experts.len()).collect();
@@ -175,8 +176,9 @@ impl Model {
         dense.weight.chunks_exact(dense.inputs).enumerate().map(row).collect()
     }
 
-    /// bf16 or FP8 where the cache is: exactly what it has there, but for a number so close to the middle of two that either may be.
-    /// That is one large error, whose effects on all that follows are not independent, so its variance is its whole square.
+    /// Returns numbers as a bf16 or FP8 cache stores them, exactly, unless a number is so close to halfway that it may
+    /// be either of two. Then it is one large error, whose effects are not independent, so its variance is its whole
+    /// square.
     fn stored(&self, heads: Vec<Vec<Near>>, scale: f32) -> Vec<Vec<Near>> {
         let scale = f64::from(scale);
         let store = |x: Near| {
@@ -211,7 +213,7 @@ fn rms_norm(x: &[Near], weight: &[f32], eps: f64) -> Vec<Near> {
     x.iter().zip(weight).map(|(&x, &w)| (x * scale * Near::new(f64::from(w))).rounded(2.0)).collect()
 }
 
-/// The angle is an fp32 product, as everywhere.
+/// Applies RoPE. The angle is an fp32 product, as everywhere.
 fn rotate(x: &[Near], position: usize, frequencies: &[f32]) -> Vec<Near> {
     let half = frequencies.len();
     let angle = |i: usize| f64::from(position as f32 * frequencies[i % half]);
@@ -224,7 +226,7 @@ fn rotate(x: &[Near], position: usize, frequencies: &[f32]) -> Vec<Near> {
         .collect()
 }
 
-/// A softmax by groups of 16 positions, whose sums are rounded once a group.
+/// Computes a softmax by groups of 16 positions, whose sums are rounded once per group.
 fn attend(
     q: &[Near],
     keys: &[Vec<Vec<Near>>],
@@ -248,7 +250,8 @@ fn attend(
         let shares = || weights.iter().zip(values).map(|(weight, v)| (weight / total, v[head][d]));
         out.exact = shares().map(|(share, v)| share * v.exact).sum();
         for ((share, v), s) in shares().zip(&scores) {
-            // A weight is off by its score's error, and e^x by 2 units in the last place, 6 roundings' worth with the difference.
+            // A weight is off by its score's error, and e^x by 2 units in the last place, 6 roundings' worth with the
+            // difference.
             let weight = s.variance + ROUNDING * (6.0 + (s.exact - largest).powi(2));
             let away = v.exact - out.exact;
             let term = share * v.exact;
@@ -260,15 +263,15 @@ fn attend(
     out
 }
 
-/// `g / (1 + e^-g)`
+/// Returns `g / (1 + e^-g)`.
 fn silu(g: Near) -> Near {
     let sigmoid = 1.0 / (1.0 + (-g.exact).exp());
     let slope = sigmoid * (1.0 + g.exact * (1.0 - sigmoid));
     Near { exact: g.exact * sigmoid, variance: slope * slope * g.variance }.rounded(8.0)
 }
 
-/// `g (1 + tanh(u)) / 2` with `u = sqrt(2 / pi) (g + 0.044715 g^3)`; fp32 rounds u some 4 times, and the sigmoid of 2 u is off
-/// by as much of it.
+/// Returns `g (1 + tanh(u)) / 2` with `u = sqrt(2 / pi) (g + 0.044715 g^3)`. fp32 rounds u about 4 times, and the
+/// sigmoid of 2 u is off by as large a share of it.
 fn gelu(g: Near) -> Near {
     let root = (2.0 / std::f64::consts::PI).sqrt();
     let x = g.exact;
@@ -280,7 +283,7 @@ fn gelu(g: Near) -> Near {
     Near { exact: x * half, variance }.rounded(8.0)
 }
 
-/// `g / (1 + e^(-alpha g)) (u + 1)` of a gate of at most the limit and a value within it.
+/// Returns `g / (1 + e^(-alpha g)) (u + 1)`, with the gate at most the limit and the value within it.
 fn clamped(g: Near, u: Near) -> Near {
     let (alpha, limit) = (f64::from(ALPHA), f64::from(LIMIT));
     let g = if g.exact > limit { Near::new(limit) } else { g };

@@ -1,9 +1,9 @@
-//! Weights as plain numbers, and as the crate stores them: codes with scales, what an adapter adds.
+//! Weights as plain numbers, and as the crate stores them: quantized, or with an adapter.
 
 use specrs_cpu::{Bf16, Packed, Values, Weight, quantize};
 use std::sync::Arc;
 
-/// A weight `[outputs, inputs]` with a bias, as numbers that its type holds exactly.
+/// Weight `[outputs, inputs]` with a bias, in numbers that its type holds exactly.
 #[derive(Clone)]
 pub struct Dense {
     pub weight: Vec<f32>,
@@ -13,7 +13,7 @@ pub struct Dense {
     pub added: Option<LowRank>,
 }
 
-/// `[rank, inputs]` and `[outputs, rank]`, what an adapter adds.
+/// Matrices `[rank, inputs]` and `[outputs, rank]` of an adapter.
 #[derive(Clone)]
 pub struct LowRank {
     pub a: Vec<f32>,
@@ -40,18 +40,18 @@ impl Stored {
         Self { values: codes.into_iter().map(i16::from).collect(), scales, inputs }
     }
 
-    /// Each weight's integer and its scale.
+    /// Returns each weight's integer and scale.
     pub fn codes(&self) -> Vec<(i32, f32)> {
         let group = self.values.len() / self.scales.len();
         self.values.iter().enumerate().map(|(i, &q)| (i32::from(q), self.scales[i / group])).collect()
     }
 
-    /// The weight as the crate takes it.
+    /// Returns the weight in the crate's type.
     pub fn weight(&self) -> Weight {
         Weight::Packed(Arc::new(Packed::grouped("test", &self.values, self.inputs, &self.scales, 2).unwrap()))
     }
 
-    /// Several above each other.
+    /// Stacks several weights by outputs.
     pub fn join(parts: Vec<Self>) -> Self {
         parts
             .into_iter()
@@ -64,7 +64,7 @@ impl Stored {
     }
 }
 
-/// The largest group of INT4 weights that divides the inputs.
+/// Returns the largest group of INT4 weights that divides the inputs.
 pub fn group_of(inputs: usize) -> usize {
     [128, 64, 32].into_iter().find(|&group| inputs.is_multiple_of(group)).expect("a multiple of 32 inputs")
 }

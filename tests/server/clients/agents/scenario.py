@@ -1,4 +1,4 @@
-"""What each agent client is asked to do: call a tool, take its result, answer by a schema. Imported by the scripts."""
+"""Tasks of each agent client: call a tool, take its result, answer by a schema. Imported by the scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY = "none"
 INSTRUCTIONS = "You answer questions about the weather. Use the tool, then answer in one short sentence."
 QUESTION = "How warm is it in Rome?"
 LIMIT = 200
-"""Tokens of an answer at most. Greedy texts of the model end sooner."""
+"""Maximum number of tokens of an answer. The model's greedy texts end sooner."""
 
 calls: list[str] = []
 """The cities that `weather` was called with, in order."""
@@ -63,7 +63,7 @@ MESSAGES = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "conte
 
 
 def called(times: int) -> None:
-    """Check how often the tool was called, and forget the calls."""
+    """Check that the tool was called `times` times, and clear the list of calls."""
     assert len(calls) >= times, calls
     assert set(calls) <= {"Rome", "Oslo"}, calls
     calls.clear()

@@ -15,7 +15,7 @@ OFFERED: dict[str, Any] = {
 
 
 def message(stream: bool, **arguments: Any) -> Any:
-    """The message of an answer; a stream is put together by the package."""
+    """Return the message of an answer. The package puts a stream together."""
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": LIMIT, "system": INSTRUCTIONS, "tools": [OFFERED]}
     asked["extra_body"] = {"temperature": 0.0}  # which the package has no argument for
     if not stream:

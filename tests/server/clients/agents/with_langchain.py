@@ -12,7 +12,7 @@ lookup = tool(weather)
 
 
 def ask(model: Runnable[Any, Any], history: list[BaseMessage], stream: bool) -> AIMessage:
-    """The next message; the pieces of a stream are added up as the package does."""
+    """Return the next message. Pieces of a stream are added up as the package does."""
     if not stream:
         return model.invoke(history)
     whole = None

@@ -1,4 +1,4 @@
-"""litellm: its completion call, and its translation of Anthropic's messages."""
+"""litellm: its completion call, and its translation of Anthropic's messages to chat completions."""
 
 import json
 import os
@@ -34,7 +34,7 @@ SHARED = {
 
 
 def chat(stream: bool, **arguments: Any) -> Any:
-    """The message of a completion; a stream is put together by the package."""
+    """Return the message of a completion. The package puts a stream together."""
     if not stream:
         return litellm.completion(**SHARED, **arguments).choices[0].message
     chunks = list(litellm.completion(**SHARED, **arguments, stream=True))

@@ -21,7 +21,7 @@ SHARED = {
 
 
 def message(stream: bool, **arguments: Any) -> Any:
-    """The message of a completion; a stream is put together by the package."""
+    """Return the message of a completion. The package puts a stream together."""
     if not stream:
         return litellm.completion(**SHARED, **arguments).choices[0].message
     chunks = list(litellm.completion(**SHARED, **arguments, stream=True))

@@ -10,7 +10,7 @@ client = OpenAI(base_url=URL, api_key=KEY, max_retries=0)
 
 
 def chat(stream: bool, **arguments: Any) -> Any:
-    """The message of a chat completion, added up by the package itself where it is streamed."""
+    """Return the message of a chat completion. The package adds up a stream."""
     asked = {"model": MODEL, "max_tokens": LIMIT, "temperature": 0.0, **arguments}
     if not stream:
         return client.chat.completions.create(**asked).choices[0].message

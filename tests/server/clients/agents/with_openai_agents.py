@@ -21,7 +21,7 @@ set_tracing_disabled(True)
 
 
 async def run(agent: Agent[Any], stream: bool, **options: Any) -> Any:
-    """The result of a run of at most three turns."""
+    """Return the result of a run of at most three turns."""
     if not stream:
         return await Runner.run(agent, QUESTION, max_turns=3, **options)
     result = Runner.run_streamed(agent, QUESTION, max_turns=3, **options)
@@ -31,7 +31,7 @@ async def run(agent: Agent[Any], stream: bool, **options: Any) -> Any:
 
 
 async def stored_turns(client: AsyncOpenAI, response_id: str) -> int:
-    """Number of responses that a stored conversation has."""
+    """Return the number of responses in a stored conversation."""
     turns, last = 0, response_id
     while last:
         turns, last = turns + 1, (await client.responses.retrieve(last)).previous_response_id
@@ -39,7 +39,7 @@ async def stored_turns(client: AsyncOpenAI, response_id: str) -> int:
 
 
 async def main() -> None:
-    """Tools alone, also with stored responses, an output type alone, both together."""
+    """Run tools alone, also with stored responses, an output type alone, and both together."""
     client = AsyncOpenAI(base_url=URL, api_key=KEY, max_retries=0)
     models: list[Model] = [OpenAIChatCompletionsModel(MODEL, client), OpenAIResponsesModel(MODEL, client)]
     for model in models:

@@ -10,7 +10,7 @@ from scenario import INSTRUCTIONS, KEY, LIMIT, MODEL, QUESTION, URL, Answer, cal
 
 
 async def run(agent: Agent[None, Any], stream: bool) -> Any:
-    """The output of a run."""
+    """Return the output of a run."""
     if not stream:
         return (await agent.run(QUESTION)).output
     async with agent.run_stream(QUESTION) as result:
@@ -18,7 +18,7 @@ async def run(agent: Agent[None, Any], stream: bool) -> Any:
 
 
 async def main() -> None:
-    """Each kind of output, with and without a tool next to it."""
+    """Run each kind of output, with and without a tool."""
     provider = OpenAIProvider(base_url=URL, api_key=KEY)
     for model in (OpenAIChatModel(MODEL, provider=provider), OpenAIResponsesModel(MODEL, provider=provider)):
         for stream in (False, True):

@@ -55,7 +55,7 @@ class RowSampling:
 
     request_id: int
     prompt_len: int
-    steps: int  # bits of `specrs.core.STEPS`
+    steps: int  # bits of `specrs.core.SAMPLING_STEPS`
     logprobs: int  # number of top tokens, LOGPROBS_ALL or LOGPROBS_NONE
     prompt_logprobs: int
     masks: RowMasks | None = None
@@ -75,7 +75,7 @@ class AskedPlan:
     """Ascending numbers of these A sequences."""
     asked: Asked
     verify: AskedRows
-    """Rows of verification."""
+    """Constraints of the rows of verification."""
     draft: AskedRows
     """A row for each sequence, as a draft pass has them."""
     penalised: bool

@@ -82,8 +82,8 @@ class StepGrammar:
                 cursor.finish()
 
     def masks(self, sequences: Tensor, offsets: Tensor, device: torch.device) -> Tensor:
-        """Return the masks `[G, words(V)]` int32 on `device` of those of N flat rows whose sequences have a grammar, in
-        the order of the rows. Row i is row `offsets[i]` of sequence `sequences[i]`, both `[N]` int64 in host memory."""
+        """Return the grammar masks `[G, words(V)]` int32 on `device` of N flat rows, for the G of them whose sequences
+        have a grammar, in the order of the rows."""
         self._advance()
         rows = self._has_grammar[sequences].nonzero().flatten()
         words = torch.from_numpy(self._words)[sequences[rows], offsets[rows]]

@@ -1,4 +1,4 @@
-//! Products of rounded rows with packed weights by tiles of bytes: where rows are many.
+//! Products of rounded rows with packed weights by tiles of bytes, for many rows.
 
 use super::Form;
 use super::source::{EXPANDED, Expand, Expanded, with_source};
@@ -19,10 +19,11 @@ impl TileRoom {
     }
 }
 
-/// Sums of the products of two blocks with sixteen rows: by planes and rows.
+/// Sums of the products of two blocks with sixteen rows, by planes and rows.
 type Dots = [[[Line; LANES]; 2]; 2];
 
-/// A strip's outputs: `acc` `[rows]`, whose number is a multiple of sixteen or more than there are rows.
+/// Computes a strip's outputs into `acc` `[rows]`. The number of rows in `acc` is a multiple of sixteen, at least the
+/// number of rows.
 pub(super) fn by_tiles(
     isa: Isa,
     w: &Packed,
@@ -47,12 +48,12 @@ pub(super) fn by_tiles(
     }
 }
 
-/// Adds the products of rows, which have so many planes, with the expanded blocks `first .. first + count` to `acc`.
+/// Adds the products of rows of `PLANES` planes with the expanded blocks `first .. first + count` to `acc`.
 struct ByTiles<'a, const MINS: bool, const PLANES: usize> {
     tiling: &'a Tiling,
     of: &'a Expanded,
     planes: Planes<'a>,
-    /// Blocks of a row.
+    /// Number of blocks in a row.
     stride: usize,
     first: usize,
     count: usize,

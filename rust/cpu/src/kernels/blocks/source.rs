@@ -1,4 +1,4 @@
-//! The blocks of a strip as kernels read them: codes as pairs or as bytes, scales and minima.
+//! Blocks of a strip in the form that kernels read: codes as pairs or as bytes, scales and minima.
 
 use super::{Form, PAIRS, RUNS};
 use crate::blocks::{Format, Minima, Packed, SUPER, Scales};
@@ -6,43 +6,43 @@ use crate::isa::{Isa, Kernel, LANES, Simd, Vector};
 use crate::memory::{Bf16, LINE_BYTES, Line};
 use std::marker::PhantomData;
 
-/// Blocks that are expanded at once where rows are many.
+/// Number of blocks that are expanded at once for many rows.
 pub(super) const EXPANDED: usize = 2 * SUPER / crate::blocks::BLOCK;
-/// What [`Form::Unsigned`] adds to signed bytes.
+/// Number that [`Form::Unsigned`] adds to signed bytes.
 const BIAS: i32 = 128;
 
-/// Where a kernel finds the blocks of a strip.
+/// Source of a strip's blocks for a kernel.
 pub(super) trait Source {
-    /// Whether a group has 16 inputs, else 32.
+    /// Whether a group has 16 inputs; otherwise it has 32.
     const HALVES: bool;
     /// Whether groups have minima.
     const MINS: bool;
-    /// What is taken from every code, as a pair or with `BYTES` as an unsigned byte.
+    /// Returns the offset subtracted from every code, for pairs, or with `BYTES` for unsigned bytes.
     fn offset<const BYTES: bool>(&self) -> i32;
     /// Starts to load the codes of a block, which may lie past the end.
     fn prefetch<S: Simd>(&self, s: S, block: usize);
-    /// Pair `8 HALF + P` of a block's codes, or with `BYTES` run `4 HALF + P` as unsigned bytes.
+    /// Returns pair `8 HALF + P` of a block's codes, or with `BYTES` run `4 HALF + P` as unsigned bytes.
     fn step<S: Simd, const BYTES: bool, const HALF: usize, const P: usize>(&self, s: S, block: usize) -> S::I;
-    /// The scales of a group.
+    /// Returns the scales of a group.
     fn scale<S: Simd>(&self, s: S, block: usize, group: usize) -> S::V;
-    /// The minima of a group.
+    /// Returns the minima of a group.
     fn min<S: Simd>(&self, s: S, block: usize, group: usize) -> S::V;
 }
 
-/// A strip as it is packed.
+/// Strip in its packed layout.
 pub(super) trait Strip<'a>: Source {
-    /// A strip of `w`, whose format is that of this type.
+    /// Returns a strip of `w`, whose format must be that of this type.
     fn of(w: &'a Packed, strip: usize) -> Self;
-    /// A run of a block as signed bytes, less the offset.
+    /// Returns a run of a block as signed bytes, after subtraction of the offset.
     fn signed<S: Simd>(&self, s: S, block: usize, run: usize) -> S::I;
 }
 
-/// What is done with strips of `w` as they are packed.
+/// Work on strips of `w` in their packed layout.
 pub(super) trait Work {
     fn run<'a, S: Simd, D: Strip<'a>>(self, s: S, w: &'a Packed);
 }
 
-/// Work on strips: a kernel for each pair of types, because one for all would take the compiler minutes.
+/// Kernel that does `work` on the strips of one format `D`. One kernel for all formats would take the compiler minutes.
 struct With<'a, D, W> {
     w: &'a Packed,
     work: W,
@@ -58,7 +58,7 @@ impl<'a, D: Strip<'a>, W: Work> Kernel for With<'a, D, W> {
     }
 }
 
-/// Does work on strips of `w` as they are packed.
+/// Does work on strips of `w` in their packed layout.
 pub(super) fn with_source(isa: Isa, w: &Packed, work: impl Work) {
     let format = w.format();
     match (format.low, format.high, format.halves, format.minima != Minima::None, format.table) {
@@ -79,7 +79,7 @@ fn with<'a, D: Strip<'a>>(isa: Isa, w: &'a Packed, work: impl Work) {
     isa.run_integers(With::<'a, D, _> { w, work, strips: PhantomData });
 }
 
-/// A strip as it is packed, with codes of `LOW` bits and `HIGH` ones.
+/// Packed strip with codes of `LOW` bits and `HIGH` further bits.
 struct Direct<'a, const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> {
     format: Format,
     codes: &'a [Line],
@@ -88,7 +88,7 @@ struct Direct<'a, const LOW: usize, const HIGH: usize, const HALVES: bool, const
 }
 
 impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> Direct<'_, LOW, HIGH, HALVES, MINS> {
-    /// Sixteen scales of a group, or sixteen stored minima with `of` 1.
+    /// Returns sixteen scales of a group, or with `of` 1 sixteen stored minima.
     #[inline(always)]
     fn number<S: Simd>(&self, s: S, block: usize, group: usize, of: usize) -> S::V {
         let slot = block >> self.format.shift;
@@ -109,7 +109,7 @@ impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> 
         }
     }
 
-    /// Sixteen integers of 8 bits.
+    /// Returns sixteen 8-bit integers.
     #[inline(always)]
     fn sub(&self, i: usize) -> &[i8; LANES] {
         &self.subs.as_chunks::<LANES>().0[i]
@@ -117,7 +117,7 @@ impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> 
 }
 
 impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> Direct<'_, LOW, HIGH, HALVES, MINS> {
-    /// Pair `p` of a block's codes.
+    /// Returns pair `p` of a block's codes.
     #[inline(always)]
     fn pair<S: Simd>(&self, s: S, block: usize, p: usize) -> S::I {
         let lines: &[Line] = &self.codes[block * (LOW + HIGH)..][..LOW + HIGH];
@@ -138,7 +138,7 @@ impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> 
         s.or(low, s.and(high, s.splat_int(0x0001_0001 * (((1 << HIGH) - 1) << LOW))))
     }
 
-    /// A run of a block's codes as bytes.
+    /// Returns a run of a block's codes as bytes.
     #[inline(always)]
     fn bytes<S: Simd>(&self, s: S, block: usize, run: usize) -> S::I {
         let lines: &[Line] = &self.codes[block * (LOW + HIGH)..][..LOW + HIGH];
@@ -217,13 +217,13 @@ impl<'a, const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bo
     }
 }
 
-/// Unsigned bytes of signed ones.
+/// Converts signed bytes to unsigned ones by adding the bias.
 #[inline(always)]
 fn biased<S: Simd>(s: S, codes: S::I) -> S::I {
     s.sub8(codes, s.splat_int(i32::from_le_bytes([BIAS as u8; 4])))
 }
 
-/// A strip of 4-bit codes that stand for the numbers of a table.
+/// Packed strip of 4-bit codes that stand for the integers of a table.
 struct Looked<'a>(Direct<'a, 4, 0, false, false>, &'static [i8; 16]);
 
 impl Source for Looked<'_> {
@@ -272,11 +272,11 @@ impl<'a> Strip<'a> for Looked<'a> {
     }
 }
 
-/// Blocks whose codes and scales have been expanded.
+/// Blocks with expanded codes and scales.
 pub(super) struct Expanded {
-    /// Lines of each block: 16 of pairs, or 8 of bytes.
+    /// Lines of each block: 16 lines of pairs, or 8 of bytes.
     pub(super) codes: [[Line; PAIRS]; EXPANDED],
-    /// `[blocks, groups]`
+    /// Scales and minima, `[blocks, groups]`.
     pub(super) scales: [[Vector; 2]; EXPANDED],
     pub(super) mins: [[Vector; 2]; EXPANDED],
 }
@@ -291,7 +291,7 @@ impl Expanded {
     }
 }
 
-/// Expands blocks `first .. first + count` of a strip.
+/// Kernel that expands blocks `first .. first + count` of a strip.
 pub(super) struct Expand<'a> {
     pub(super) strip: usize,
     pub(super) first: usize,
@@ -331,7 +331,7 @@ impl Work for Expand<'_> {
     }
 }
 
-/// Expanded blocks with the numbers of a type.
+/// Expanded blocks as a source, with the constants of a format.
 pub(super) struct Ready<'a, const HALVES: bool, const MINS: bool> {
     pub(super) of: &'a Expanded,
     pub(super) format: Format,

@@ -1,4 +1,4 @@
-//! Products with packed weights against their rules in plain Rust, on numbers as files have them, bit by bit.
+//! Tests of products with packed weights: bit by bit against their rules in plain Rust, with the numbers of real files.
 
 use super::BlockProduct;
 use crate::blocks::{BlockType, Minima, Packed, Scales};
@@ -7,7 +7,7 @@ use crate::kernels::{Round, RoundedRoom, Rounding};
 use crate::memory::{Bf16, from_f16};
 use proptest::prelude::*;
 
-/// A generator of numbers, for bytes and rows.
+/// Random number generator, for bytes and rows.
 struct Numbers(u64);
 
 impl Numbers {
@@ -16,7 +16,7 @@ impl Numbers {
         (self.0 >> 33) as u32
     }
 
-    /// A row's number; of one in sixteen blocks something out of the ordinary.
+    /// Returns a number of a row. In one of sixteen blocks it is sometimes extreme.
     fn number(&mut self, odd: bool) -> f32 {
         let plain = (self.next() as f32 / 2_f32.powi(30) - 1.0) * 2_f32.powi(self.next().rem_euclid(5).cast_signed());
         if !odd {
@@ -37,7 +37,7 @@ impl Numbers {
     }
 }
 
-/// A block's 256 or 32 numbers `(q, scale, minimum)`, read here once more from what the type says of its codes.
+/// Dequantizes a block into 256 or 32 terms `(q, scale, minimum)`, by a second implementation of each type.
 fn terms(kind: BlockType, bytes: &[u8]) -> Vec<(i32, f32, f32)> {
     let (format, block) = (kind.format(), kind.read(bytes));
     let number = |bits: u16| match format.scales {
@@ -63,7 +63,7 @@ fn terms(kind: BlockType, bytes: &[u8]) -> Vec<(i32, f32, f32)> {
         .collect()
 }
 
-/// An output's weights `(q, scale, minimum)`, and how its sums are grouped.
+/// Weights `(q, scale, minimum)` of an output, and the grouping of its sums.
 struct Output {
     weights: Vec<(i32, f32, f32)>,
     halves: bool,
@@ -77,7 +77,7 @@ impl Output {
         Self { weights, halves: format.halves, mins: format.minima != Minima::None }
     }
 
-    /// Integers with scales. With `zeros`, integers of a group count from the least of them.
+    /// Makes an output of integers with scales. With `zeros`, integers of a group count from the smallest of them.
     fn of_group(values: &[i16], scales: &[f32], zeros: bool) -> Self {
         let group = values.len() / scales.len();
         let weights = values.chunks_exact(group).zip(scales).flat_map(|(values, &scale)| {
@@ -87,7 +87,7 @@ impl Output {
         Self { weights: weights.collect(), halves: false, mins: zeros }
     }
 
-    /// The product with a row, by the rules.
+    /// Returns the product with a row, by the rules.
     fn product(&self, x: &[f32], top_code: f32) -> f32 {
         let mut acc = 0.0_f32;
         for (x, weights) in x.chunks_exact(32).zip(self.weights.chunks_exact(32)) {
@@ -122,7 +122,7 @@ fn same(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()
 }
 
-/// Bytes of rows as a file may have them; scales are numbers, because a loader rejects others.
+/// Returns random bytes of a file's rows. Scales are finite, because a loader rejects others.
 fn file(kind: BlockType, outputs: usize, inputs: usize, numbers: &mut Numbers) -> Vec<u8> {
     let mut bytes: Vec<u8> =
         (0..outputs * (inputs / kind.numbers()) * kind.bytes()).map(|_| numbers.next() as u8).collect();
@@ -156,11 +156,11 @@ fn check(kind: BlockType, outputs: usize, blocks: usize, rows: usize, range: (us
     compare(&packed, &expected, rows, range, numbers);
 }
 
-/// What scales are drawn as, and how large integers are.
+/// Random packed integers: the type of scales, and the size of integers.
 #[derive(Clone, Copy, Debug)]
 struct Integers {
     scales: Scales,
-    /// Bits of the integers, 4 or 8, which count from any number where there are `zeros`.
+    /// Number of bits of the integers, 4 or 8. With `zeros` they count from any number.
     bits: u32,
     zeros: bool,
 }
@@ -263,7 +263,7 @@ fn compare(packed: &Packed, outputs: &[Output], rows: usize, range: (usize, usiz
     }
 }
 
-/// Every instruction set by vectors, by tiles as every machine has them, and by its own tiles.
+/// Returns all ways to multiply: each instruction set by vectors, by portable tiles, and by its own tiles.
 fn ways() -> Vec<(Isa, Option<Tiles>)> {
     let of = |isa: Isa| {
         let tiles = [Some(Tiles::portable()), isa.byte_tiles()].into_iter().flatten().map(Some);

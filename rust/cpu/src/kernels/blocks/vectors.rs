@@ -8,7 +8,7 @@ use crate::kernels::rounded::{Pairs, Quads, Rounded};
 use crate::pass::MAX_TILE_ROWS;
 use std::ops::Range;
 
-/// Blocks ahead of the one that is multiplied, whose codes are fetched from memory.
+/// Number of blocks ahead of the multiplied one whose codes are prefetched.
 const AHEAD: usize = 8;
 
 /// Adds the products of blocks `first .. first + count` of rows, which are blocks `0 .. count` of the source, to `acc`
@@ -17,12 +17,12 @@ pub(super) struct ByVectors<'a, 'b> {
     pub(super) first: usize,
     pub(super) count: usize,
     pub(super) x: Rounded<'a>,
-    /// Whether four bytes are multiplied at once, else two numbers of 16 bits.
+    /// Whether four bytes are multiplied at once; otherwise two 16-bit numbers.
     pub(super) bytes: bool,
     pub(super) acc: &'b mut [Vector],
 }
 
-/// Products of few rows with the outputs `outputs`, strip by strip as they are packed.
+/// Kernel for products of few rows with the outputs `outputs`, strip by strip in their packed layout.
 pub(super) struct FewRows<'a> {
     pub(super) outputs: Range<usize>,
     pub(super) x: Rounded<'a>,
@@ -45,7 +45,7 @@ impl Work for FewRows<'_> {
     }
 }
 
-/// Products of a source that is no strip.
+/// Kernel for products with a source that is no packed strip.
 pub(super) struct Of<'a, 'b, D> {
     pub(super) source: D,
     pub(super) work: ByVectors<'a, 'b>,
@@ -70,7 +70,7 @@ impl ByVectors<'_, '_> {
         }
     }
 
-    /// Cuts the rows into tiles.
+    /// Divides the rows into tiles.
     #[inline(always)]
     fn tiles<S: Simd, D: Source, const BYTES: bool>(self, s: S, source: &D) {
         let Self { first, count, x, acc, .. } = self;
@@ -115,7 +115,7 @@ macro_rules! add_half {
     };
 }
 
-/// How many sums grow side by side for each of `rows` rows: 1, 2 or 4.
+/// Returns the number of sums accumulated side by side for each of `rows` rows: 1, 2 or 4.
 #[inline(always)]
 fn parts<S: Simd>(rows: usize) -> usize {
     match S::INTEGER_SUMS.div_ceil(rows) {
@@ -125,7 +125,7 @@ fn parts<S: Simd>(rows: usize) -> usize {
     }
 }
 
-/// The integer sums of R rows before their first product: what the offset takes from all codes.
+/// Returns the initial integer sums of R rows: the offset times the rows' sums, negated.
 #[inline(always)]
 fn start<S: Simd, const R: usize>(s: S, offset: i32, totals: &[i32; R]) -> [[S::I; 4]; R] {
     let mut dots = [[s.splat_int(0); 4]; R];
@@ -161,7 +161,8 @@ fn add_group<S: Simd, D: Source, const R: usize>(
     }
 }
 
-/// One tile of R rows from `row` on: adds `count` blocks of the source, which are those of the rows from `first` on.
+/// Computes one tile of R rows from `row` on: adds `count` blocks of the source, which are the rows' blocks from
+/// `first` on.
 #[inline(always)]
 fn tile<S: Simd, D: Source, const BYTES: bool, const R: usize>(
     s: S,
@@ -190,7 +191,8 @@ fn tile<S: Simd, D: Source, const BYTES: bool, const R: usize>(
     let parts = parts::<S>(R);
     let offset = source.offset::<BYTES>();
     for block in 0..count {
-        // First of all, because the type of scales is a branch: loads of codes that wait for it would fill all registers.
+        // First of all, because the type of scales is a branch: loads of codes that wait for it would fill all
+        // registers.
         let (mut scale, mut min) = ([s.splat(0.0); 2], [s.splat(0.0); 2]);
         for group in 0..groups {
             scale[group] = source.scale(s, block, group);

@@ -443,7 +443,7 @@ impl Best<'_> {
             }
             self.scratch.push(token);
             score += ratio;
-            // Those behind it occur no more often.
+            // Later ones occur no more often.
             if score + ratio * ((room - self.scratch.len()) as f64) <= self.draft.score + CLOSE / 2.0 {
                 return;
             }

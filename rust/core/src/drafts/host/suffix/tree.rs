@@ -129,7 +129,7 @@ impl Tree {
         }
     }
 
-    /// Finishes a sequence, which accepts no more tokens.
+    /// Marks a sequence as finished: it accepts no more tokens.
     pub(super) fn finish(&mut self, sequence: u32) {
         self.sequences[sequence as usize].ends = Vec::new();
     }
