@@ -39,8 +39,9 @@ $(VENV)/.built: $(VENV)/.installed-runtime pyproject.toml README.md $(RUST)
 	PIP_QUIET=1 $(BIN)/maturin develop --release --locked --group build $(if $(TORCH)$(TRANSFORMERS),--extras bench)
 	@touch $@
 
-.PHONY: build
-build: $(VENV)/.installed $(VENV)/.built ## the environment with everything that tests need, and the package in it, editable
+.PHONY: environment build
+environment: $(VENV)/.installed
+build: environment $(VENV)/.built ## the environment with everything that tests need, and the package in it, editable
 
 # An NVIDIA driver is there. On such a machine the demo runs on the GPU.
 NVIDIA := $(wildcard /dev/nvidia[0-9]* /usr/lib/wsl/lib/libcuda.so.1)
@@ -52,9 +53,11 @@ demo: $(VENV)/.built $(if $(NVIDIA),$(VENV)/.installed-cuda) ## the bundled pair
 # A worker for each core: half the time on two. Idle workers take tests from busy ones, so that no long file is last.
 WORKERS := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: test
-test: build ## all tests: cargo and pytest
+.PHONY: test test-rust test-python
+test: test-rust test-python ## all tests: cargo and pytest
+test-rust: $(VENV)/.installed-runtime
 	cargo test --workspace --locked
+test-python: build
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 # Tests that need no model, or one that is made in a moment, and that build nothing.
@@ -73,10 +76,12 @@ check: build ## before each commit, in a minute once built: lints of Python and 
 	$(QUICK_LINTS)
 	$(BIN)/python -m pytest -q $(WORKERS) $(FAST_TESTS) $(ARGS)
 
-.PHONY: lint
-lint: build ## rustfmt, ruff, mypy, clippy, stubtest
-	$(QUICK_LINTS)
+.PHONY: lint lint-rust lint-python
+lint: lint-rust lint-python ## rustfmt, ruff, mypy, clippy, stubtest
+lint-rust: $(VENV)/.installed-runtime
 	cargo clippy --workspace --all-targets --locked -- -D warnings
+lint-python: build
+	$(QUICK_LINTS)
 	$(BIN)/stubtest specrs._core --mypy-config-file scripts/stubtest.ini
 
 .PHONY: bench

@@ -64,11 +64,19 @@ aot: build .venv-triton3.6.0/.installed ## every Triton kernel compiled for ever
 	PYTHONPATH=.venv-triton3.6.0 $(BIN)/python scripts/aot_kernels.py $(ARGS)
 	$(BIN)/python scripts/lint_kernels.py
 
-.PHONY: fuzz
+.PHONY: fuzz fuzz-short
 fuzz: ## the core's operation streams under libFuzzer, a minute each (ARGS="600 scheduler": that one for ten)
 	scripts/fuzz $(ARGS)
+fuzz-short: ## the same, a quarter of a minute each
+	scripts/fuzz 15
 
-.PHONY: test-neon
+.PHONY: instructions
+instructions: ## instruction counts of the core's main paths against a baseline, under valgrind
+	scripts/instructions
+
+.PHONY: test-neon check-neon
+check-neon: ## clippy of rust/cpu for 64-bit ARM
+	scripts/neon check
 test-neon: ## rust/cpu on NEON under qemu's emulator, four minutes (apt: gcc-aarch64-linux-gnu qemu-user)
 	scripts/neon $(ARGS)
 
