@@ -166,7 +166,10 @@ def test_a_converter_that_shifts_a_tensor_is_found(
         ({"rope__dimension_count": 16}, r"rope\.dimension_count=16: not implemented; allowed: 32"),
         ({"rope__dimension_count_swa": 8}, r"rope\.dimension_count_swa=8: not implemented; allowed: 16"),
         ({"attention__shared_kv_layers": 6}, r"shared_kv_layers=6: not implemented; allowed: a number of layers below"),
-        ({"attention__shared_kv_layers": 5}, r"num_kv_shared_layers=5: not implemented.*none before layer 1 is full"),
+        (
+            {"attention__shared_kv_layers": 5, "feed_forward_length": 96},
+            r"num_kv_shared_layers=5: not implemented.*none before layer 1 is full",
+        ),
         ({"attention__shared_kv_layers": 2}, r"feed_forward_length=\[96.*: not implemented; allowed: one size, and it"),
         ({"feed_forward_length": [96] * 5}, r"feed_forward_length=.*: not implemented; allowed: .* each of 6 layers"),
         ({"feed_forward_length": [96, 97] * 3}, r"feed_forward_length=.*: not implemented; allowed: one size"),
