@@ -233,7 +233,7 @@ def write_gemma_tokenizer(path: Path, vocab_size: int = 400) -> GemmaTokenizer:
     backend.train_from_iterator(lines, trainer)
     model = json.loads(backend.to_str())["model"]
     merges = [tuple(merge) for merge in model["merges"]]
-    made = GemmaTokenizer(vocab=model["vocab"], merges=merges, extra_special_tokens=SPECIAL[5:])
+    made = GemmaTokenizer(vocab=model["vocab"], merges=merges, extra_special_tokens=SPECIAL[5:], add_bos_token=True)
     made.save_pretrained(path)
     return made
 

@@ -106,7 +106,7 @@ impl ExpertArrays<'_> {
         hidden: usize,
         mlp: impl FnOnce() -> PyResult<(Linear, Linear)>,
     ) -> PyResult<Experts> {
-        let vector = |field: &str, array| vector(&format!("{name}.{field}"), array);
+        let vector = |field: &str, array: &Bound<'_, PyAny>| vector(&format!("{name}.{field}"), array);
         if self.gate_up.len() != self.down.len() {
             let (given, expected) = (self.down.len(), self.gate_up.len());
             return Err(Class::InvalidBuffer.error(py, format!("{name}.down: there are {given}, expected {expected}")));
