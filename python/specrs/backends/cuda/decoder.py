@@ -17,9 +17,15 @@ from torch import Tensor
 
 from specrs.backends.cuda.net_states import NetPass, NetStates, check_net
 from specrs.backends.cuda.parts import EmbeddingParts, LogitsParts
-from specrs.backends.cuda.products import stored, write_argmax, write_logits
+from specrs.backends.cuda.products import few_rows, stored, write_argmax, write_logits
 from specrs.backends.cuda.stream import Stream, stream_of
-from specrs.backends.cuda.workspace import Workspace, fused_heads, linear_shapes, logits_rows, rotations
+from specrs.backends.cuda.workspace import (
+    Workspace,
+    fused_heads,
+    linear_shapes,
+    logits_rows,
+    rotations,
+)
 from specrs.errors import UnsupportedModelError, invalid
 from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.attention_config import ANY_LENGTH, MAX_VERIFY_ROWS, AttentionConfig
@@ -38,7 +44,7 @@ from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups
 from specrs.models.rope import Rope, rope_magnitude
 from specrs.models.shards import check_norms_of_ranks
-from specrs.models.torch_weights import TorchFacts, TorchLayer, TorchWeights, has_fp8_rows
+from specrs.models.torch_weights import TorchFacts, TorchLayer, TorchWeights, has_fp8_rows, has_fp8_wide_rows
 from specrs.parallel.ranks import Ranks
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -79,13 +85,15 @@ class CudaDecoder(TorchFacts):
         ranks: Ranks | None = None,
         num_drafts: int = 0,
         num_snapshots: int = 0,
+        *,
+        is_draft: bool = False,
     ) -> CudaDecoder:
         """Return a decoder of `weights` with persistent buffers for one pass at a time, which a CUDA graph can capture.
 
         Passes may have `max_rows` rows and `num_hidden_layers` hidden layers, and argmaxes 17 rows for each of
         `max_seqs` requests. A model whose layers have states keeps those of `max_seqs` requests, each with up to
-        `num_drafts` drafts, and `num_snapshots` snapshots of them. Raises UnsupportedModelError for a model that the
-        kernels do not serve.
+        `num_drafts` drafts, and `num_snapshots` snapshots of them. A draft model may have fused products of more rows.
+        Raises UnsupportedModelError for a model that the kernels do not serve.
         """
         c, device = weights.config, weights.device
         check_head_dim(c.head_dim, device)
@@ -106,9 +114,10 @@ class CudaDecoder(TorchFacts):
             dtype=weights.dtype,
             device=device,
             shapes=shapes,
+            is_draft=is_draft and ranks is None,
         )
-        if has_fp8_rows(weights):
-            workspace = workspace.rounding_rows(shapes)
+        if has_fp8_wide_rows(weights):
+            workspace = workspace.rounding_rows(shapes, few=has_fp8_rows(weights))
         states = None
         if c.delta is not None:
             check_net(c.delta, device)
@@ -127,8 +136,8 @@ class CudaDecoder(TorchFacts):
         """Feed N rows. Writes K and V of every row with a slot into `kv_cache`, and the requests' states, and returns
         views of the workspace.
 
-        Up to 64 rows use fused products, more use cuBLAS. `hidden_layers` are the layers whose inputs are returned with
-        the final states.
+        Up to 64 rows, of a draft up to 128, use fused products; more use cuBLAS. `hidden_layers` are the layers whose
+        inputs are returned with the final states.
         """
         ws, weights, rows = self.workspace, self.weights, inputs.input_ids.shape[0]
         assert rows <= ws.hidden.shape[0], f"rows={rows}: the workspace has room for {ws.hidden.shape[0]}"
@@ -254,13 +263,23 @@ def with_buffers(
     num_hidden_layers: int = 0,
     num_drafts: int = 0,
     num_snapshots: int = 0,
+    *,
+    is_draft: bool = False,
 ) -> TorchModel:
     """Return a `CudaDecoder` over the weights of a decoder, made by `CudaDecoder.allocate`. Returns any other model
     unchanged."""
     if not isinstance(model, TorchFacts):
         return model
     return CudaDecoder.allocate(
-        model.weights, max_rows, max_seqs, num_hidden_layers, model.kv_groups, model.ranks, num_drafts, num_snapshots
+        model.weights,
+        max_rows,
+        max_seqs,
+        num_hidden_layers,
+        model.kv_groups,
+        model.ranks,
+        num_drafts,
+        num_snapshots,
+        is_draft=is_draft,
     )
 
 
@@ -354,7 +373,8 @@ class Attention:
             tables = [chunks.in_group(group) for group in range(len(in_groups))]
             at = inputs.positions[first:]
             after = [AttentionRows(at, chunks.q_start, table, chunks.max_q_len) for table in tables]
-        fused = rows <= MAX_ROWS and fused_heads(c, dtype, ws.limits) > 0
+        # A head of more rows, with its angles, is more than the registers hold.
+        fused = rows <= min(few_rows(ws), MAX_ROWS) and fused_heads(c, dtype, ws.limits) > 0
         total_rows, any_length = rows if inputs.captured else None, inputs.prompts and not inputs.captured
         return cls(c, dtype, ws, angles, where, groups, fused, chunks, after, total_rows, any_length, rows)
 

@@ -17,7 +17,7 @@ from specrs.kernels.cuda._heads import WIDTHS
 from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.device import DeviceLimits, limits_of
-from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m, scratch_sizes
+from specrs.kernels.cuda.linear_product import DRAFT_ROWS, MAX_ROWS, block_m, scratch_sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.scaled_linear import PADDED_ROWS
 from specrs.models.config import ModelConfig
@@ -33,6 +33,8 @@ _NUMBERS_BYTES = 64 * 2**20
 """Bytes of memory for a dequantized piece of a quantized weight, for products of more rows."""
 _FAR = 1 << 24
 """A number of positions larger than any request has."""
+_DRAFT_FEATURES = 2048
+"""Maximum features of a draft's stream for fused products of more than `MAX_ROWS` rows."""
 _LOGITS_ROWS = 256
 """Maximum number of rows whose logits exist at the same time when an argmax follows the LM head of more than `MAX_ROWS`
 rows."""
@@ -53,6 +55,21 @@ def fused_heads(config: ModelConfig, dtype: torch.dtype, limits: DeviceLimits) -
     if not limits.capability:
         return dim if dim >= 16 and dim & (dim - 1) == 0 else 0
     return dim if dim in WIDTHS and dtype != torch.float32 else 0
+
+
+def fuses_draft(config: ModelConfig, shapes: Mapping[str, Sequence[LinearShape]], limits: DeviceLimits) -> bool:
+    """Return whether passes of a draft model with up to `DRAFT_ROWS` rows use our fused products.
+
+    Tiles of that many rows need 16-bit numbers and the shared memory of sm_90 or sm_100, and a stream of at most 2,048
+    features. Wider ones have more sums of squares than registers hold.
+    """
+    every = [shape for kinds in shapes.values() for shape in kinds]
+    if config.experts is not None or config.norms != "before" or any(shape.coding is not None for shape in every):
+        return False
+    if not limits.capability:  # the interpreter
+        return True
+    in_16_bits = all(shape.dtype != torch.float32 for shape in every)
+    return in_16_bits and 90 <= limits.capability < 120 and config.hidden_size <= _DRAFT_FEATURES
 
 
 def linear_shapes(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> dict[str, LinearShape]:
@@ -144,9 +161,11 @@ class Workspace:
     hidden: Tensor
     """[max_rows, hidden], the residual stream."""
     weighted: Tensor
-    """[min(max_rows, 64), hidden], the stream times the weight of its next norm."""
+    """[min(max_rows, 64), hidden], of a draft [min(max_rows, 128), hidden]: the stream times the weight of its next
+    norm."""
     squares: Tensor
-    """[tiles, 64] fp32, sums of squares of the stream, by tile of the product that last added to it."""
+    """[tiles, 64] fp32, of a draft [tiles, 128]: sums of squares of the stream, by tile of the product that last added
+    to it."""
     normed: Tensor
     """[max_rows, hidden], the normed stream. Passes return a view of it."""
     delta: Tensor
@@ -192,6 +211,8 @@ class Workspace:
     """Rows rounded to FP8, as numbers or as bytes, flat: at most rows times inputs. Empty if rows are not rounded."""
     row_scales: Tensor
     """Scales of rows rounded to FP8, flat fp32: at most groups times rows. Empty if rows are not rounded."""
+    rounds_rows: bool
+    """True if products of few rows have rows rounded to FP8. False: none have, or only those of many rows."""
     configs: Mapping[tuple[str, Coding | None, int], list[int]]
     """Fields of the LinearConfig for (product, coding of its weight, columns of its tiles)."""
     experts: ExpertBuffers | None
@@ -199,6 +220,8 @@ class Workspace:
     limits: DeviceLimits
     dependent: bool
     """True if kernels are launched dependently: each starts while the one before it ends."""
+    fuses_draft: bool
+    """True if passes of up to 128 rows use our fused products, as those of a draft model may. False: of up to 64."""
 
     @classmethod
     def allocate(
@@ -212,6 +235,7 @@ class Workspace:
         dependent: bool | None = None,
         num_hidden_layers: int = 0,
         shapes: Mapping[str, Sequence[LinearShape]] | None = None,
+        is_draft: bool = False,
     ) -> Workspace:
         """Return buffers for passes of at most `max_rows` rows and `num_hidden_layers` hidden layers, and for argmaxes
         of at most 17 rows for each of `max_seqs` requests.
@@ -222,13 +246,17 @@ class Workspace:
         device = torch.device(device)
         limits = limits_of(device)
         shapes = {n: [s] for n, s in linear_shapes(config, dtype, device).items()} if shapes is None else shapes
-        widths = sorted({block_m(rows) for rows in (1, 17, MAX_ROWS)})
+        fused = is_draft and fuses_draft(config, shapes, limits)
+        few = DRAFT_ROWS if fused else MAX_ROWS
+        widths = sorted({block_m(rows) for rows in (1, 17, MAX_ROWS, few)})
         of = {name: every[0] for name, every in shapes.items()}
         configs = {}
         partials, stats, counters = _attention_scratch(config, max_seqs, dtype, limits)
         for name, shape, m in ((n, s, m) for n, every in shapes.items() for s in every for m in widths):
             cut = configs[name, shape.coding, m] = linear_config(shape, m, limits)
-            sizes = scratch_sizes(cut, m, n=shape.n, sides=shape.sides)
+            # More rows than `MAX_ROWS` leave heads to `qk_norm_rope`, with one side in the place of two.
+            n = shape.n * (shape.sides if shape.head_dim else 1)
+            sizes = scratch_sizes(cut, m, n=n, sides=shape.sides)
             partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
         tiles = max(-(-config.vocab_size // configs["lm_head", None, m].block_n) for m in widths)
         added = ("o", "net_o", "down")
@@ -238,7 +266,7 @@ class Workspace:
         numbers = min(max(pieces, default=0), _NUMBERS_BYTES // dtype.itemsize) if max_rows > CODED_ROWS else 0
         many = logits_rows(max_seqs)
         room = max_rows + PADDED_ROWS - 1  # rows of an operand that is rounded to FP8, with padding
-        many = many if many > MAX_ROWS else 0
+        many = many if many > few else 0
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -249,8 +277,8 @@ class Workspace:
         mlp_rows = min(max_rows, MLP_ROWS) + room - max_rows if has_mlp else 0
         return cls(
             hidden=buffer(max_rows, config.hidden_size),
-            weighted=buffer(min(max_rows, MAX_ROWS), config.hidden_size),
-            squares=buffer(stream_tiles, MAX_ROWS, dtype=f32),
+            weighted=buffer(min(max_rows, few), config.hidden_size),
+            squares=buffer(stream_tiles, few, dtype=f32),
             normed=buffer(max_rows, config.hidden_size),
             delta=buffer(room, config.hidden_size),
             qkv=buffer(room, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim),
@@ -265,37 +293,36 @@ class Workspace:
             partials=buffer(partials, dtype=f32),
             stats=buffer(stats, dtype=f32),
             counters=buffer(counters, dtype=i32),
-            tile_top=buffer(MAX_ROWS * tiles, dtype=f32),
-            tile_id=buffer(MAX_ROWS * tiles, dtype=i32),
+            tile_top=buffer(few * tiles, dtype=f32),
+            tile_id=buffer(few * tiles, dtype=i32),
             logits=buffer(many, config.vocab_size, dtype=f32),
             scratch=SamplingScratch.allocate(many, 0, config.vocab_size, device),
             numbers=buffer(numbers),
             rounded=buffer(0),
             row_scales=buffer(0, dtype=f32),
+            rounds_rows=False,
             configs={key: c.as_list() for key, c in configs.items()},
             experts=ExpertBuffers.allocate(config, max_rows, dtype, device, limits),
             limits=limits,
             dependent=limits.capability >= 90 if dependent is None else dependent,
+            fuses_draft=fused,
         )
 
-    def rounding_rows(self, shapes: Mapping[str, Sequence[LinearShape]]) -> Workspace:
-        """Return the workspace with buffers for products of FP8 weights in `shapes` with rows rounded to FP8."""
+    def rounding_rows(self, shapes: Mapping[str, Sequence[LinearShape]], *, few: bool) -> Workspace:
+        """Return the workspace with buffers for products of FP8 weights in `shapes` with rows rounded to FP8. `few`:
+        rows are rounded in products of few rows, too."""
         max_rows, device = len(self.hidden), self.hidden.device
         rounded, row_scales = _rounded_sizes(shapes, max_rows)
         return dataclasses.replace(
             self,
             rounded=torch.zeros(rounded, dtype=self.hidden.dtype, device=device),
             row_scales=torch.zeros(row_scales, dtype=torch.float32, device=device),
+            rounds_rows=few,
         )
 
     def projection(self, rows: int, width: int) -> Tensor:
         """Return `[rows, width]` of `projected`, contiguous, for an input projection with `width` outputs."""
         return self.projected[: rows * width].view(rows, width)
-
-    @property
-    def rounds_rows(self) -> bool:
-        """True if some products have rows rounded to FP8."""
-        return len(self.rounded) > 0
 
     @property
     def num_bytes(self) -> int:
