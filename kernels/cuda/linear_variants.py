@@ -136,15 +136,15 @@ def _variants() -> tuple[Variant, ...]:
             given: dict[str, Any] = {"HEADS": heads[0], "KV_HEADS": heads[1], "BLOCK_SIZE": 16}
             label, squares = f"skinny_linear_{name}_{size.name}", normed if shape.dtype == torch.bfloat16 else ()
             variants.append(variant(label, shape, size, rows=rows, operands=squares, constants=given | dict(more)))
-    large = SIZES[0]  # other devices have too little shared memory
+    roomy = SIZES[0]  # other devices have too little shared memory
     for kind, shape, operands, constants in (
         ("qkv", LinearShape(4096, 2048, torch.bfloat16), normed, {}),
         ("residual", LinearShape(2048, 2048, torch.bfloat16), following, added),
         ("gated", LinearShape(6144, 2048, torch.bfloat16, gated=True), normed, {}),
         ("down", LinearShape(2048, 6144, torch.bfloat16), following, added),
     ):
-        label = f"skinny_linear_draft_{kind}_rows{DRAFT_ROWS}_{large.name}"
-        variants.append(variant(label, shape, large, rows=DRAFT_ROWS, operands=operands, constants=constants))
+        label = f"skinny_linear_draft_{kind}_rows{DRAFT_ROWS}_{roomy.name}"
+        variants.append(variant(label, shape, roomy, rows=DRAFT_ROWS, operands=operands, constants=constants))
     dependent = variant(
         "skinny_linear_residual_bf16_dependent",
         LinearShape(2048, 6144, torch.bfloat16),

@@ -35,8 +35,8 @@ WEIGHT_BITS: Mapping[str | None, float] = {
 """Bits per weight by quantization, with a GPU's fp32 scales: INT4 has groups of 128 inputs, Q8_0 and Q4_0 of 32. GPUs
 keep the numbers of Q4_K."""
 _FEW, _FEW_OF_DRAFT, _CODED, _MLP, _LOGITS = 64, 128, 256, 2048, 256
-"""Maximum number of rows: for fused products (`_FEW`, of a draft `_FEW_OF_DRAFT`), for quantized weights that are read in place (`_CODED`), for one
-run of an MLP (`_MLP`), and for one run of logits (`_LOGITS`)."""
+"""Maximum number of rows: for fused products (`_FEW`, of a draft `_FEW_OF_DRAFT`), for quantized weights that are read
+in place (`_CODED`), for one run of an MLP (`_MLP`), and for one run of logits (`_LOGITS`)."""
 _ALL_ROWS = 1 << 20
 """Number of rows so large that together they choose every expert."""
 FIRST_PASS_ROWS = 2

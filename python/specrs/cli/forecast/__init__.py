@@ -29,8 +29,8 @@ _USES = {
     },
     "--itl": {"itl", *_GIVEN},
     "--roofline": {
-        "roofline", "model", "draft_model", "batch", "context", "quantization", "draft_quantization", "draft_vocab_size",
-        "kv_cache_dtype", "acceptance_lengths", "acceptance_rates",
+        "roofline", "model", "draft_model", "batch", "context", "quantization", "draft_quantization",
+        "draft_vocab_size", "kv_cache_dtype", "acceptance_lengths", "acceptance_rates",
     },
     "--target-ms": {"target_ms", "draft_ms", "observed_tpot", "model", *_GIVEN},
 }  # fmt: skip
