@@ -59,14 +59,16 @@ def model(name: str) -> ModelConfig:
 def pass_ms(name: str, batch: int, each: int, chunk_rows: int) -> float:
     """Milliseconds of a pass over `each` rows of `batch` sequences and `chunk_rows` rows of prompts, which have an
     attention kernel of their own in each layer."""
-    config, every_row = model(name), name == "target"
-    if batch == 0:
-        return model_pass(config, H200, 1, chunk_rows, PROMPT // 2, every_row=False).ms(H200)
-    verification = model_pass(config, H200, batch, each, CONTEXT, every_row=every_row)
+    config, is_draft, own = model(name), name == "draft", ("attention", "lm_head", "argmax")
+    if batch == 0:  # a prompt ends in logits of its last row
+        prompt = model_pass(config, H200, 1, chunk_rows, PROMPT // 2, is_draft=is_draft)
+        last = model_pass(config, H200, 1, 1, PROMPT, is_draft=is_draft)
+        ms = sum(work.ms(H200) for work in prompt.work if work.name not in own[1:])
+        return ms + sum(work.ms(H200) for work in last.work if work.name in own[1:])
+    verification = model_pass(config, H200, batch, each, CONTEXT, is_draft=is_draft)
     if chunk_rows == 0:
         return verification.ms(H200)
-    whole = model_pass(config, H200, 1, batch * each + chunk_rows, CONTEXT, every_row=False)
-    own = ("attention", "lm_head", "argmax")
+    whole = model_pass(config, H200, 1, batch * each + chunk_rows, CONTEXT)
     ms = sum(work.ms(H200) for work in verification.work if work.name in own)
     ms += sum(work.ms(H200) for work in whole.work if work.name not in own)
     return ms + 1e-3 * config.num_layers * (ATTENTION_US + KERNEL_US)

@@ -119,8 +119,8 @@ def on_device(model: TorchDecoder, num_hidden_layers: int = 0, *, is_draft: bool
         max_seqs=4,
         num_hidden_layers=num_hidden_layers,
         num_drafts=8,
-        is_draft=is_draft,
     )
+    made = made.for_draft() if is_draft else made
     if made.states is not None:
         for memory in made.states.memory:
             memory.fill_(torch.nan)

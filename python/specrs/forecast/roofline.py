@@ -106,21 +106,20 @@ def model_pass(
     context: int,
     quantization: str | None = None,
     *,
-    every_row: bool = True,
-    kv_cache_dtype: str = "auto",
     is_draft: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> Pass:
-    """Return a pass over `rows` rows of each of `batch` requests, which have `context` earlier positions. With
-    `every_row`, all rows have logits, otherwise the last row of each request.
+    """Return a pass over `rows` rows of each of `batch` requests, which have `context` earlier positions.
 
     `quantization`: of the projections, one of `WEIGHT_BITS`. Embedding, LM head, router and experts stay bf16, as on a
-    GPU. `kv_cache_dtype`: dtype of the KV cache, as in `EngineConfig`. `is_draft`: fused products serve more rows, and
-    FP8 weights are multiplied with rows rounded to FP8. Raises `InvalidConfigError` for an unknown value of either.
+    GPU. `kv_cache_dtype`: dtype of the KV cache, as in `EngineConfig`. `is_draft`: the last row of each request has
+    logits, not every row; fused products serve more rows, and FP8 weights are multiplied with rows rounded to FP8.
+    Raises `InvalidConfigError` for an unknown quantization or dtype.
     """
     if quantization not in WEIGHT_BITS:
         names = ", ".join(name for name in WEIGHT_BITS if name)
         raise invalid_config("quantization", quantization, f"must be one of {names}, or left out")
-    heads, cached = batch * (rows if every_row else 1), cache_dtype(kv_cache_dtype)
+    heads, cached = batch * (1 if is_draft else rows), cache_dtype(kv_cache_dtype)
     layers = _Layers(config, gpu, batch, rows, context, quantization, heads, cached, is_draft)
     return Pass(batch * rows, layers.work())
 
@@ -184,9 +183,8 @@ class Roofline:
             rows,
             self.context,
             self.draft_quantization,
-            every_row=False,
-            kv_cache_dtype=self.kv_cache_dtype,
             is_draft=True,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
 
     @property

@@ -22,6 +22,7 @@ from specrs.backends.cuda.stream import Stream, stream_of
 from specrs.backends.cuda.workspace import (
     Workspace,
     fused_heads,
+    fuses_draft,
     linear_shapes,
     logits_rows,
     rotations,
@@ -85,15 +86,13 @@ class CudaDecoder(TorchFacts):
         ranks: Ranks | None = None,
         num_drafts: int = 0,
         num_snapshots: int = 0,
-        *,
-        is_draft: bool = False,
     ) -> CudaDecoder:
         """Return a decoder of `weights` with persistent buffers for one pass at a time, which a CUDA graph can capture.
 
         Passes may have `max_rows` rows and `num_hidden_layers` hidden layers, and argmaxes 17 rows for each of
         `max_seqs` requests. A model whose layers have states keeps those of `max_seqs` requests, each with up to
-        `num_drafts` drafts, and `num_snapshots` snapshots of them. A draft model may have fused products of more rows.
-        Raises UnsupportedModelError for a model that the kernels do not serve.
+        `num_drafts` drafts, and `num_snapshots` snapshots of them. Raises UnsupportedModelError for a model that the
+        kernels do not serve.
         """
         c, device = weights.config, weights.device
         check_head_dim(c.head_dim, device)
@@ -114,7 +113,6 @@ class CudaDecoder(TorchFacts):
             dtype=weights.dtype,
             device=device,
             shapes=shapes,
-            is_draft=is_draft and ranks is None,
         )
         if has_fp8_wide_rows(weights):
             workspace = workspace.rounding_rows(shapes, few=has_fp8_rows(weights))
@@ -131,6 +129,13 @@ class CudaDecoder(TorchFacts):
                 device=device,
             )
         return cls(weights, workspace, kv_groups, ranks, embedding_parts, logits_parts, states)
+
+    def for_draft(self) -> CudaDecoder:
+        """Return the decoder with buffers for fused passes of up to 128 rows, if a draft model like this may have them;
+        otherwise `self`."""
+        if self.ranks is not None or not fuses_draft(self.config, _shapes_of(self.weights), self.workspace.limits):
+            return self
+        return dataclasses.replace(self, workspace=self.workspace.for_draft(self.config, _shapes_of(self.weights)))
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         """Feed N rows. Writes K and V of every row with a slot into `kv_cache`, and the requests' states, and returns
@@ -263,23 +268,13 @@ def with_buffers(
     num_hidden_layers: int = 0,
     num_drafts: int = 0,
     num_snapshots: int = 0,
-    *,
-    is_draft: bool = False,
 ) -> TorchModel:
     """Return a `CudaDecoder` over the weights of a decoder, made by `CudaDecoder.allocate`. Returns any other model
     unchanged."""
     if not isinstance(model, TorchFacts):
         return model
     return CudaDecoder.allocate(
-        model.weights,
-        max_rows,
-        max_seqs,
-        num_hidden_layers,
-        model.kv_groups,
-        model.ranks,
-        num_drafts,
-        num_snapshots,
-        is_draft=is_draft,
+        model.weights, max_rows, max_seqs, num_hidden_layers, model.kv_groups, model.ranks, num_drafts, num_snapshots
     )
 
 

@@ -15,7 +15,7 @@ from specrs.backends.cuda.shapes import CHUNK_SEQS, MAX_CAPTURED_ROWS, MERGED_CH
 from specrs.kernels.coding import Coding
 from specrs.kernels.cuda._heads import WIDTHS
 from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig
-from specrs.kernels.cuda.configs import LinearShape, linear_config
+from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
 from specrs.kernels.cuda.device import DeviceLimits, limits_of
 from specrs.kernels.cuda.linear_product import DRAFT_ROWS, MAX_ROWS, block_m, scratch_sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
@@ -235,7 +235,6 @@ class Workspace:
         dependent: bool | None = None,
         num_hidden_layers: int = 0,
         shapes: Mapping[str, Sequence[LinearShape]] | None = None,
-        is_draft: bool = False,
     ) -> Workspace:
         """Return buffers for passes of at most `max_rows` rows and `num_hidden_layers` hidden layers, and for argmaxes
         of at most 17 rows for each of `max_seqs` requests.
@@ -246,17 +245,13 @@ class Workspace:
         device = torch.device(device)
         limits = limits_of(device)
         shapes = {n: [s] for n, s in linear_shapes(config, dtype, device).items()} if shapes is None else shapes
-        fused = is_draft and fuses_draft(config, shapes, limits)
-        few = DRAFT_ROWS if fused else MAX_ROWS
-        widths = sorted({block_m(rows) for rows in (1, 17, MAX_ROWS, few)})
+        widths = sorted({block_m(rows) for rows in (1, 17, MAX_ROWS)})
         of = {name: every[0] for name, every in shapes.items()}
         configs = {}
         partials, stats, counters = _attention_scratch(config, max_seqs, dtype, limits)
         for name, shape, m in ((n, s, m) for n, every in shapes.items() for s in every for m in widths):
             cut = configs[name, shape.coding, m] = linear_config(shape, m, limits)
-            # More rows than `MAX_ROWS` leave heads to `qk_norm_rope`, with one side in the place of two.
-            n = shape.n * (shape.sides if shape.head_dim else 1)
-            sizes = scratch_sizes(cut, m, n=n, sides=shape.sides)
+            sizes = scratch_sizes(cut, m, n=shape.n, sides=shape.sides)
             partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
         tiles = max(-(-config.vocab_size // configs["lm_head", None, m].block_n) for m in widths)
         added = ("o", "net_o", "down")
@@ -266,7 +261,7 @@ class Workspace:
         numbers = min(max(pieces, default=0), _NUMBERS_BYTES // dtype.itemsize) if max_rows > CODED_ROWS else 0
         many = logits_rows(max_seqs)
         room = max_rows + PADDED_ROWS - 1  # rows of an operand that is rounded to FP8, with padding
-        many = many if many > few else 0
+        many = many if many > MAX_ROWS else 0
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -277,8 +272,8 @@ class Workspace:
         mlp_rows = min(max_rows, MLP_ROWS) + room - max_rows if has_mlp else 0
         return cls(
             hidden=buffer(max_rows, config.hidden_size),
-            weighted=buffer(min(max_rows, few), config.hidden_size),
-            squares=buffer(stream_tiles, few, dtype=f32),
+            weighted=buffer(min(max_rows, MAX_ROWS), config.hidden_size),
+            squares=buffer(stream_tiles, MAX_ROWS, dtype=f32),
             normed=buffer(max_rows, config.hidden_size),
             delta=buffer(room, config.hidden_size),
             qkv=buffer(room, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim),
@@ -293,8 +288,8 @@ class Workspace:
             partials=buffer(partials, dtype=f32),
             stats=buffer(stats, dtype=f32),
             counters=buffer(counters, dtype=i32),
-            tile_top=buffer(few * tiles, dtype=f32),
-            tile_id=buffer(few * tiles, dtype=i32),
+            tile_top=buffer(MAX_ROWS * tiles, dtype=f32),
+            tile_id=buffer(MAX_ROWS * tiles, dtype=i32),
             logits=buffer(many, config.vocab_size, dtype=f32),
             scratch=SamplingScratch.allocate(many, 0, config.vocab_size, device),
             numbers=buffer(numbers),
@@ -305,7 +300,35 @@ class Workspace:
             experts=ExpertBuffers.allocate(config, max_rows, dtype, device, limits),
             limits=limits,
             dependent=limits.capability >= 90 if dependent is None else dependent,
-            fuses_draft=fused,
+            fuses_draft=False,
+        )
+
+    def for_draft(self, config: ModelConfig, shapes: Mapping[str, Sequence[LinearShape]]) -> Workspace:
+        """Return the workspace with buffers for fused products of up to `DRAFT_ROWS` rows, for which `fuses_draft` is
+        True."""
+        configs, partials, counters = dict(self.configs), self.partials.numel(), self.counters.numel()
+        for name, shape in ((name, shape) for name, every in shapes.items() for shape in every):
+            cut = linear_config(shape, DRAFT_ROWS, self.limits)
+            configs[name, shape.coding, DRAFT_ROWS] = cut.as_list()
+            # More rows than `MAX_ROWS` leave heads to `qk_norm_rope`, so tiles have one side in the place of two.
+            n = shape.n * (shape.sides if shape.head_dim else 1)
+            sizes = scratch_sizes(cut, DRAFT_ROWS, n=n, sides=shape.sides)
+            partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
+        tiles = -(-config.vocab_size // LinearConfig(*configs["lm_head", None, DRAFT_ROWS]).block_n)
+
+        def buffer(*shape: int, like: Tensor) -> Tensor:
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+        return dataclasses.replace(
+            self,
+            weighted=buffer(min(len(self.hidden), DRAFT_ROWS), config.hidden_size, like=self.weighted),
+            squares=buffer(len(self.squares), DRAFT_ROWS, like=self.squares),
+            tile_top=buffer(max(self.tile_top.numel(), DRAFT_ROWS * tiles), like=self.tile_top),
+            tile_id=buffer(max(self.tile_id.numel(), DRAFT_ROWS * tiles), like=self.tile_id),
+            partials=buffer(partials, like=self.partials),
+            counters=buffer(counters, like=self.counters),
+            configs=configs,
+            fuses_draft=True,
         )
 
     def rounding_rows(self, shapes: Mapping[str, Sequence[LinearShape]], *, few: bool) -> Workspace:

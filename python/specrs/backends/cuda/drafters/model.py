@@ -46,7 +46,9 @@ class ModelPasses:
     def of(cls, drafter: LoadedDraftModel, model: Any, room: Room, **members: Any) -> Self:
         """Return passes of `model`, which has the weights of `drafter`. `members` are those of a subclass."""
         limits, ids = room.limits, drafter.model.target_ids
-        model = with_buffers(model, room.max_rows, limits.max_num_seqs, is_draft=True)
+        model = with_buffers(model, room.max_rows, limits.max_num_seqs)
+        if isinstance(model, CudaDecoder):
+            model = model.for_draft()
         sizes, declared = DraftSizes(TORCH_DTYPES[limits.target.dtype], room.first_pass_rows), drafter.declare(limits)
         if isinstance(declared, CachedDrafter) and declared.mask_token_id is not None:
             width = cast("CudaDecoder", model).config.hidden_size
