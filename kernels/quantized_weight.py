@@ -30,6 +30,9 @@ class QuantizedWeight:
     bias: Tensor | None = None
     fp8_rows: bool = False
     """True for FP8 weights whose products round each row to e4m3 first, by groups of inputs: see `fp8_rows`."""
+    fp8_wide_rows: bool = False
+    """True for FP8 weights of a draft. Products of many rows round each row as with `fp8_rows` if the device multiplies
+    FP8 numbers. Other products round none."""
 
     @classmethod
     def of(cls, values: Tensor, scales: Tensor, coding: Coding, bias: Tensor | None = None) -> QuantizedWeight:
@@ -116,7 +119,7 @@ class QuantizedWeight:
         else:
             scales = _cut(self.scales, None, IN, rank, world, [part // coding.group for part in sizes])[0]
             made = QuantizedWeight.of(values, scales, coding, bias)
-        return replace(made, fp8_rows=self.fp8_rows)
+        return replace(made, fp8_rows=self.fp8_rows, fp8_wide_rows=self.fp8_wide_rows)
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """Return the weight with all its tensors on `device`."""

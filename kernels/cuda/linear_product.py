@@ -15,12 +15,15 @@ from specrs.kernels.quantized_weight import QuantizedWeight
 from torch import Tensor
 
 MAX_ROWS = 64
-"""Maximum number of rows that these kernels serve. With more, cuBLAS is used, because reading the weight is no longer
-the only limit."""
+"""Maximum number of rows that these kernels serve for a target. With more, cuBLAS is used, because reading the weight
+is no longer the only limit."""
+DRAFT_ROWS = 128
+"""Maximum number of rows that these kernels serve for a draft model, which is so small that kernels and norms of their
+own take longer than its products."""
 
 
 def block_m(rows: int) -> int:
-    """Return the number of columns of a tile for `rows` rows: 16, 32 or 64. With fewer, the compiler could not use
+    """Return the number of columns of a tile for `rows` rows: 16, 32, 64 or 128. With fewer, the compiler could not use
     warp-group instructions."""
     return max(16, 1 << (rows - 1).bit_length())
 
@@ -40,8 +43,8 @@ class Next:
     x: Tensor
     """[M, N], written: `g y`. It has y's dtype and strides."""
     squares: Tensor
-    """[S, 64] fp32, written. S is at least the number of tiles of the output; row t gets the sums of squares of y's
-    columns in tile t."""
+    """[S, 64] fp32, or [S, 128] for a draft, written. S is at least the number of tiles of the output; row t gets the
+    sums of squares of y's columns in tile t."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,8 @@ class Product:
     bias: Tensor | None = None
     """[rows of the weight], or None."""
     squares: Tensor | None = None
-    """[S, 64] fp32. Column i adds up to the sum of squares of row i before the norm's weight was multiplied in. None:
-    rows are not normed."""
+    """[S, 64] fp32, or [S, 128] for a draft. Column i adds up to the sum of squares of row i before the norm's weight
+    was multiplied in. None: rows are not normed."""
     eps: float = 0.0
     gated: bool = False
     """True if f(y) = silu(y[:N]) * y[N:]. False: f(y) = y."""
@@ -81,6 +84,12 @@ class Product:
         return 2 if self.gated or self.heads is not None else 1
 
     @property
+    def squares_width(self) -> int:
+        """Number of columns of the sums of squares that the product reads and writes, 64 or 128."""
+        given = self.squares if self.next is None else self.next.squares
+        return MAX_ROWS if given is None else given.shape[1]
+
+    @property
     def n(self) -> int:
         """Number of output features N that tiles are cut from. For heads it is half of the output, because a tile has
         both halves of a head."""
@@ -90,7 +99,7 @@ class Product:
 def check_operands(x: Tensor, product: Product, scratch: Sequence[Tensor], config: list[int]) -> None:
     """Raise AssertionError for operands that the kernel would read past."""
     weight, coding, (partials, counters) = product.weight, product.coding, scratch
-    assert 1 <= x.shape[0] <= MAX_ROWS, f"rows={x.shape[0]}: must be from 1 to {MAX_ROWS}"
+    assert 1 <= x.shape[0] <= DRAFT_ROWS, f"rows={x.shape[0]}: must be from 1 to {DRAFT_ROWS}"
     size = weight.shape[1] if coding is None else weight.shape[1] * 16 // coding.bits
     assert x.shape[1] == size, f"x has {x.shape[1]} columns and the weight {size}"
     assert weight.is_contiguous()
@@ -118,13 +127,17 @@ def check_product(x: Tensor, product: Product, out: Tensor, scratch: Sequence[Te
         check_heads(product.heads, x, out, weight.shape[0], LinearConfig(*config).block_n)
     assert out.stride(1) == 1
     assert bias is None or bias.shape == weight.shape[:1]
-    assert squares is None or (squares.shape[1:] == (MAX_ROWS,) and squares.is_contiguous())
+    width = product.squares_width
+    if squares is not None or following is not None:
+        assert width in (MAX_ROWS, DRAFT_ROWS)
+        assert x.shape[0] <= width, f"rows={x.shape[0]}: must be at most the {width} columns of squares"
+    assert squares is None or (squares.shape[1:] == (width,) and squares.is_contiguous())
     if following is not None:
         assert following.norm_weight.shape == out.shape[1:]
         assert following.x.shape == out.shape
         assert following.x.stride() == out.stride()
         tiles = -(-product.n // LinearConfig(*config).block_n)
-        assert following.squares.shape[1:] == (MAX_ROWS,)
+        assert following.squares.shape[1:] == (width,)
         assert following.squares.shape[0] >= tiles, f"squares must have {tiles} rows"
         assert following.squares.is_contiguous()
 

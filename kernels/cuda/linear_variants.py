@@ -10,7 +10,7 @@ import triton
 from specrs.kernels.coding import Coding
 from specrs.kernels.cuda._heads import head_arguments
 from specrs.kernels.cuda.configs import LinearShape, linear_config
-from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m
+from specrs.kernels.cuda.linear_product import DRAFT_ROWS, MAX_ROWS, block_m
 from specrs.kernels.cuda.skinny_linear import coding_constants, skinny_linear_kernel
 from specrs.kernels.cuda.variants import DTYPES, SIZES, Size, Variant
 
@@ -57,7 +57,7 @@ def variant(
         "BLOCK_M": block_m(rows),
         "SQUARES": triton.cdiv(shape.k, config.block_n) if normed else 0,
         "SQUARES_BLOCK": triton.next_power_of_2(triton.cdiv(shape.k, config.block_n)) if normed else 0,
-        "MAX_ROWS": MAX_ROWS,
+        "MAX_ROWS": DRAFT_ROWS if rows > MAX_ROWS and (normed or "next_norm" in operands) else MAX_ROWS,
         "GATED": shape.gated,
         "GELU": False,
         "ACCUMULATE": False,
@@ -136,6 +136,15 @@ def _variants() -> tuple[Variant, ...]:
             given: dict[str, Any] = {"HEADS": heads[0], "KV_HEADS": heads[1], "BLOCK_SIZE": 16}
             label, squares = f"skinny_linear_{name}_{size.name}", normed if shape.dtype == torch.bfloat16 else ()
             variants.append(variant(label, shape, size, rows=rows, operands=squares, constants=given | dict(more)))
+    roomy = SIZES[0]  # other devices have too little shared memory
+    for kind, shape, operands, constants in (
+        ("qkv", LinearShape(4096, 2048, torch.bfloat16), normed, {}),
+        ("residual", LinearShape(2048, 2048, torch.bfloat16), following, added),
+        ("gated", LinearShape(6144, 2048, torch.bfloat16, gated=True), normed, {}),
+        ("down", LinearShape(2048, 6144, torch.bfloat16), following, added),
+    ):
+        label = f"skinny_linear_draft_{kind}_rows{DRAFT_ROWS}_{roomy.name}"
+        variants.append(variant(label, shape, roomy, rows=DRAFT_ROWS, operands=operands, constants=constants))
     dependent = variant(
         "skinny_linear_residual_bf16_dependent",
         LinearShape(2048, 6144, torch.bfloat16),

@@ -66,7 +66,7 @@ def linear_argmax(
     """Write the token of the largest element of every row of `x W^T`, and that element.
 
     Args:
-        x: `[L, hidden]`, 1 <= L <= 64, contiguous rows of any stride.
+        x: `[L, hidden]`, 1 <= L <= 128, contiguous rows of any stride.
         weight: `[V, hidden]` contiguous, of x's dtype.
         out: `(ids, top)` or `(ids, top, logits)`. ids `[L]` int64: the lowest id in a tie, some id in a row with NaN.
             top `[L]` fp32: the largest logit, which may be infinite; NaN if the row has a NaN. logits `[L, V]` fp32,
@@ -134,6 +134,13 @@ VARIANTS = (
         )
         for size in SIZES
         for rows in (1, 64)
+    ),
+    variant(
+        "lm_head_argmax_draft_rows128_large",
+        LinearShape(151936, 2048, torch.bfloat16),
+        SIZES[0],
+        rows=128,
+        argmax=True,
     ),
     Variant(
         "lm_head_combine",

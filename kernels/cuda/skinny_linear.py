@@ -1,4 +1,5 @@
-"""Products of few rows (at most 64) with a weight, fused with the operations before and after them. Packs no weights.
+"""Products of few rows with a weight, fused with the operations before and after them: at most 64 rows, of a draft 128.
+Packs no weights.
 
 Two products share an RMSNorm. The one that adds to the residual stream h also writes `round(g h)`, with g the weight of
 the next norm, and sums of squares of h by tile. The one that reads the stream divides its sums by the root of their
@@ -25,7 +26,7 @@ from specrs.kernels.cuda._dependent_launch import options, prefetch, start_next,
 from specrs.kernels.cuda._heads import Heads, head_arguments, head_places, store_head
 from specrs.kernels.cuda.activation import activation
 from specrs.kernels.cuda.configs import LinearConfig
-from specrs.kernels.cuda.linear_product import MAX_ROWS, Next, Product, block_m, check_product
+from specrs.kernels.cuda.linear_product import Next, Product, block_m, check_product
 from torch import Tensor
 
 
@@ -318,7 +319,7 @@ def launch(
         BLOCK_M=width,
         SQUARES=sums,
         SQUARES_BLOCK=triton.next_power_of_2(sums),
-        MAX_ROWS=MAX_ROWS,
+        MAX_ROWS=product.squares_width,
         GATED=product.gated,
         GELU=product.gelu,
         ACCUMULATE=product.accumulate,
@@ -338,7 +339,7 @@ def skinny_linear(
     """Write a product of few rows into `out`, or add it to `out`.
 
     Args:
-        x: `[M, K]`, 1 <= M <= 64, contiguous rows of any stride.
+        x: `[M, K]`, 1 <= M <= 128, contiguous rows of any stride.
         product: weight, bias and operations before and after the product.
         out: `[M, N]` of any floating dtype, contiguous rows of any stride. Sums are fp32 and rounded once. The buffers
             of `product.next` are written, too.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         RequestOutput,
         ScoringOutput,
         ScoringRequestOutput,
+        token_counts,
     )
     from specrs.pooling import PoolingParams
     from specrs.sampling import RequestOutputKind, SamplingParams
@@ -58,6 +59,7 @@ _HOME = {
     "RequestOutput": "outputs",
     "ScoringOutput": "outputs",
     "ScoringRequestOutput": "outputs",
+    "token_counts": "outputs",
     "PoolingParams": "pooling",
     "CheckpointError": "errors",
     "EngineDeadError": "errors",
@@ -102,6 +104,7 @@ __all__ = [
     "UnsupportedConfigError",
     "UnsupportedRequestError",
     "__version__",
+    "token_counts",
 ]
 
 

@@ -536,6 +536,9 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         max_prefill_stall_ms: float = 0.0,
         attention_cost_ratio: float = ...,
+        merged_rooms: Sequence[tuple[int, int, int]] | None = None,
+        max_merged_chunks: int = 0,
+        max_merged_steps: int = 0,
         priority_aging_steps: int = 0,
         max_loras: int = 0,
         enable_prefix_caching: bool = True,
@@ -583,6 +586,15 @@ class Scheduler:
             attention_cost_ratio: cost of attending to one position, relative to a token at the start of a context.
                 `max_prefill_stall_ms` estimates chunks deep in a context with it; layers with a window add nothing. At
                 least 0; default 1 / 4096.
+            merged_rooms: room for prompt tokens in the pass that verifies the tokens of decoding sequences, as
+                `(num_speculative_tokens, num_seqs, num_tokens)`, ascending. A step takes the first room with its
+                largest number of drafts K and at least its number of sequences B. It takes none if it verifies less
+                than half of B * (K + 1) tokens. Prompts next to decoding sequences are cut to the room. With equally
+                many drafts, a room for more sequences has no more tokens. None: every prompt chunk has a pass of its
+                own.
+            max_merged_chunks: maximum number of prompt chunks in such a pass; at least 1 with `merged_rooms`.
+            max_merged_steps: number of steps into whose rooms all running prompts must fit; at least 1 with
+                `merged_rooms`. If they do not fit, their chunks have a pass of their own and are not cut to a room.
             priority_aging_steps: number of steps that a request must have arrived earlier to go before one with a
                 priority better by 1. With 0, priority always counts more.
             max_loras: maximum number of different LoRA adapters among the running requests, at most 1024; 0 if no
@@ -1832,6 +1844,7 @@ class CpuWeights:
         ]
         | None = None,
         softcap: float | None = None,
+        target_ids: list[int] | None = None,
     ) -> CpuWeights:
         """A decoder's weights; sizes by the names of config.json.
 
@@ -1890,6 +1903,8 @@ class CpuWeights:
             clamped_swiglu: in place of it alpha and limit of `g sigmoid(alpha g) (u + 1)`, the gate g at most limit and
                 the value u from -limit to limit.
             kv_scales: for each layer that of its keys and that of its values in a cache of codes; None: 1.
+            target_ids: ids that the outputs of `lm_head` are for, ascending, for a draft model that drafts some ids
+                only. None: it has an output for each id. Not with `head` or `mtp`.
 
         Raises:
             InvalidConfigError: a size is negative.

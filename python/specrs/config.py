@@ -130,6 +130,7 @@ class EngineConfig(EngineOptions):
         quantization = None if speculative is None or draft == 1 else speculative.quantization
         activations = self.cpu_activations
         translates = speculative is not None and draft > 1 and speculative.use_heterogeneous_vocab
+        fewer = None if speculative is None or draft == 1 else speculative.draft_vocab_size
         parts = not translates or may_be(device, SPLIT_DRAFT_TRANSLATES_ON)
         others = (
             ("model_impl", self.model_impl, self.model_impl != "transformers", "model_impl='auto' or 'specrs'"),
@@ -137,6 +138,7 @@ class EngineConfig(EngineOptions):
             ("speculative_config.quantization", quantization, quantization not in INTEGERS_AT_LOAD, f"{field}=1"),
             ("cpu_activations", activations, activations in ("auto", "fp32"), "cpu_activations='auto'"),
             ("speculative_config.use_heterogeneous_vocab", translates, parts, f"{field}=1"),
+            ("speculative_config.draft_vocab_size", fewer, fewer is None, f"{field}=1"),
         )
         _refuse_beside("tensor_parallel_size", size, "1", others)
 

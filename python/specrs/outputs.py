@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -338,6 +340,15 @@ class ScoringRequestOutput:
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
+
+
+def token_counts(outputs: Iterable[RequestOutput]) -> dict[str, int]:
+    """Return how often each token id occurs in `outputs` of `LLM.generate` or `LLM.chat`, by id as a string.
+
+    Written to a file as JSON, it is a value of the option `draft_vocab_counts`.
+    """
+    counts = Counter(token for output in outputs for each in output.outputs for token in each.token_ids)
+    return {str(token): count for token, count in sorted(counts.items())}
 
 
 def _between(start: float | None, end: float | None) -> float | None:

@@ -4,6 +4,7 @@ As in `test_cuda_runner`, kernels are run by Triton's interpreter.
 """
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,6 +48,7 @@ class Bench:
         speculative: dict[str, Any] = {"model": str(self.drafts[kind]), "num_speculative_tokens": K}
         speculative |= {
             "parallel": {"parallel_drafting": True},
+            "fewer ids": {"draft_vocab_size": 40, "draft_vocab_counts": str(self.target.parent / "counts.json")},
             "other vocabulary": {"use_heterogeneous_vocab": True},
             "head": {"method": "eagle3"},
             "head of all ids": {"method": "eagle3"},
@@ -86,8 +88,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     scripted = load(target)
     fit(fitted, scripted, [prompt + continued(scripted, prompt, 12) for prompt in PROMPTS])
     everything = {"seed": 4, "layer_ids": [1], "fc_norm": True, "norm_output": True}
+    (folder / "counts.json").write_text(json.dumps({str(i): 1 + i % 5 for i in range(12, VOCAB)}))
     drafts = {
         "parallel": parallel,
+        "fewer ids": close,
         "other vocabulary": rename(close, folder / "renamed", dropped=12).path,
         "head": head,
         "head of all ids": make_eagle3(folder / "all", target, "speculators", layer="qwen3", **everything),
@@ -108,6 +112,8 @@ RULES = {
 CASES = [
     ("parallel", "rejection"),
     ("other vocabulary", "greedy"),
+    ("fewer ids", "greedy"),
+    ("fewer ids", "rejection"),
     ("head", "adjusted"),
     ("head of all ids", "greedy"),
     ("list with a head", "rejection"),

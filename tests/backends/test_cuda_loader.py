@@ -14,6 +14,7 @@ from specrs.errors import UnsupportedConfigError
 from specrs.kernels.linear import DenseWeight
 from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.torch_decoder import TorchDecoder
+from specrs.speculative_config import SpeculativeConfig
 
 
 def load(folder: Path, **fields: Any) -> TorchDecoder:
@@ -41,6 +42,24 @@ def test_quantized_weights_stay_quantized(plain: Path, tmp_path: Path) -> None:
     (at_load,) = load(plain, quantization="int8").weights.layers
     for w in (layer, at_load):
         assert all(isinstance(part, QuantizedWeight) for part in (w.qkv, w.o, w.gate_up, w.down))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_draft_in_fp8_rounds_rows_of_wide_passes(plain: Path, dtype: str) -> None:
+    """Not with float16, whose products have no tensor cores for FP8. The target and other formats round nothing."""
+    for quantization in ("fp8", "int8", None):
+        speculative = SpeculativeConfig(model=str(plain), quantization=quantization, num_speculative_tokens=2)
+        config = EngineConfig(model=str(plain), device="cuda", quantization="fp8", speculative_config=speculative)
+        sources = [ModelSource.of_draft(config, dtype), ModelSource.of_target(config)]
+        (draft,), (target,) = (BACKENDS["cuda"].load_model(source, "cpu", None).weights.layers for source in sources)
+        for name in ("qkv", "o", "gate_up", "down"):
+            held, w = getattr(draft, name), getattr(target, name)
+            rounds = isinstance(held, QuantizedWeight) and held.fp8_wide_rows
+            assert rounds == (quantization == "fp8" and dtype == "bfloat16")
+            assert isinstance(held, QuantizedWeight) == (quantization is not None)
+            assert not getattr(held, "fp8_rows", False)
+            assert not w.fp8_rows
+            assert not w.fp8_wide_rows
 
 
 def test_rows_in_fp8_need_weights_in_fp8(plain: Path, tmp_path: Path) -> None:

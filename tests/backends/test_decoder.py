@@ -1,7 +1,9 @@
 """The CUDA forward pass with interpreted kernels, against the CPU's in fp32 and float64 on the same tokens."""
 
+import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,11 @@ from kernels.cuda.tolerance import assert_argmax, assert_same_product
 from models.cuda_models import FAMILIES, LENGTH, compare, load, on_device, span
 from models.harness import Feeder
 from specrs.backends.cuda.decoder import CudaDecoder
-from specrs.backends.cuda.workspace import Workspace
+from specrs.backends.cuda.stream import FusedStream, stream_of
+from specrs.backends.cuda.workspace import Workspace, fuses_draft
+from specrs.kernels.coding import Coding
+from specrs.kernels.cuda.configs import LinearShape
+from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.linear import DenseWeight
 from specrs.models.decoder_weights import LayerWeights
 from specrs.models.inputs import PassInputs
@@ -49,6 +55,45 @@ def test_prefill_chunks(folder: Path, name: str) -> None:
         return [first, feeder.feed({0: span(71, LENGTH), 1: span(12, 13)}), feeder.feed({0: span(LENGTH, LENGTH + 2)})]
 
     compare(folder, name, run)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "windows"])
+def test_a_draft_fuses_more_rows(folder: Path, name: str) -> None:
+    """More than 64 rows of a draft, in the kernels of few rows: norms, heads, gates and the LM head."""
+
+    def run(feeder: Feeder) -> list[Tensor]:
+        first = feeder.feed({0: span(0, 71), 1: span(0, 12)})
+        return [first, feeder.feed({0: span(71, 73), 1: span(12, 13)})]
+
+    compare(folder, name, run, is_draft=True)
+
+
+def test_which_passes_are_fused(folder: Path) -> None:
+    cpu = load(folder, "qwen3", torch.float32)
+    for is_draft in (False, True):
+        ws = on_device(cpu, is_draft=is_draft).workspace
+        assert ws.squares.shape[1] == (128 if is_draft else 64)
+        for rows in (64, 65, 90):
+            made = stream_of(ws.hidden[:rows], torch.zeros(rows, dtype=torch.int64), ws, cpu.config)
+            assert isinstance(made, FusedStream) == (rows <= 64 or is_draft)
+    for name in ("gemma3", "mixtral"):
+        assert not on_device(load(folder, name, torch.float32), is_draft=True).workspace.fuses_draft
+
+
+def test_which_drafts_fuse_more_rows(folder: Path) -> None:
+    config = load(folder, "qwen3", torch.float32).config
+
+    def fuses(capability: int = 90, hidden: int = 2048, **fields: Any) -> bool:
+        shape = LinearShape(**({"n": 64, "k": hidden, "dtype": torch.bfloat16} | fields))
+        limits = DeviceLimits("", capability, 132, 227 * 1024)
+        return fuses_draft(dataclasses.replace(config, hidden_size=hidden), {"o": [shape]}, limits)
+
+    assert fuses()
+    assert fuses(100)
+    assert not any(fuses(capability) for capability in (80, 89, 120, 121)), "too little shared memory"
+    assert not fuses(hidden=2560)
+    assert not fuses(dtype=torch.float32)
+    assert not fuses(coding=Coding("int8", 2048))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "granite", "mixtral", "gpt_oss"])

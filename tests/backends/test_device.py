@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,6 +157,28 @@ def test_an_engine_is_built_with_its_device_current(given: bool, monkeypatch: py
     with pytest.raises(Loaded):
         build.build_engine(EngineConfig(model="none", device="cuda:0"), weights)  # type: ignore[arg-type]
     assert entered == ["cuda:0", "built", "back"]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
+def test_a_draft_in_fp8_needs_tensor_cores_for_it(
+    capability: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, capability=capability)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (2**40, 2**40))
+    model = str(make_checkpoint(tmp_path / "model", "qwen3", seed=1, vocab=97, layers=1))
+    for quantization in ("fp8", "int8", None):
+        speculative = SpeculativeConfig(model=model, quantization=quantization, num_speculative_tokens=2)
+        config = EngineConfig(model=model, speculative_config=speculative)
+        check = partial(CudaBackend().check_config, config, "cuda:0", None)
+        if quantization != "fp8" or capability >= (8, 9):
+            check()
+            continue
+        message = (
+            rf"^speculative_config.quantization='fp8': Some GPU has compute capability {capability[0]}.{capability[1]}"
+            ", at least 8.9 is needed; allowed: None, 'int8' or 'int4'$"
+        )
+        with pytest.raises(UnsupportedConfigError, match=message):
+            check()
 
 
 def test_models_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import specrs.backends.cuda.decoder as decoder
 import torch
 from engine.harness import poison as fill_pools
-from specrs.backends.cuda import products, shapes, stream
+from specrs.backends.cuda import products, shapes
 from specrs.backends.cuda.chunk_buffers import ChunkBuffers
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.iteration import run_merged, verify_pass
@@ -105,8 +105,7 @@ def few_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shapes, "WIDE_MERGED_ROWS", tuple(rows // 8 for rows in shapes.WIDE_MERGED_ROWS))
     patch.setattr(shapes, "_WIDE_CHUNK_ROWS", tuple(rows // 8 for rows in shapes._WIDE_CHUNK_ROWS))
     patch.setattr(shapes, "_LEAST_CHUNK_ROWS", 1)
-    for module in (decoder, products, stream):
-        patch.setattr(module, "MAX_ROWS", 8)
+    patch.setattr(products, "MAX_ROWS", 8)
 
 
 def wide_texts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Request], list[Request], list[int]]:  # noqa: F811

@@ -13,7 +13,7 @@ from kernels.cuda.tolerance import assert_near
 from models.cuda_models import Poisoned, outputs, span
 from models.harness import Feeder
 from quantized_files import awq, compressed, fp8_block
-from specrs.backends.cuda import products, stream, workspace
+from specrs.backends.cuda import products, workspace
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.loader import QuantizedLoader
 from specrs.kernels.coding import Coding
@@ -68,8 +68,7 @@ def test_quantized_weights(folder: Path, name: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(module, "QUANTIZED_ROWS", 6)
     monkeypatch.setattr(workspace, "_NUMBERS_BYTES", 4 * 64 * 24)
     made = CudaDecoder.allocate(weights, max_rows=16, max_seqs=4)
-    for module in (products, stream):
-        monkeypatch.setattr(module, "MAX_ROWS", 4)
+    monkeypatch.setattr(products, "MAX_ROWS", 4)
     assert 0 < made.workspace.numbers.numel() < 64 * 64, "several pieces"
 
     def run(feeder: Feeder) -> list[Tensor]:
@@ -158,10 +157,41 @@ def test_passes_of_rows_in_fp8(
     expected, changed = outputs(eager, run), outputs(plain, run)
     by_rounding, few = (expected - changed).abs().mean(), outputs(cut, run)
     assert torch.equal(few[:7], outputs(cut, lambda feeder: [feeder.feed({0: span(0, 7)})]))
-    for module in (products, stream):
-        monkeypatch.setattr(module, "MAX_ROWS", 4)
+    monkeypatch.setattr(products, "MAX_ROWS", 4)
     for found in (few, outputs(cut, run)):
         assert (found - expected).abs().mean() < by_rounding / 100
+
+
+@pytest.mark.parametrize("name", ["channel", "block"])
+def test_a_draft_rounds_rows_of_wide_passes_alone(
+    fp8_weights: dict[str, TorchWeights], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of few rows have the bits of passes that round nothing. Passes of more rows round where the device has a
+    product for the weights: near the eager model that rounds, far from the one that does not."""
+    plain = without_fp8_rows(fp8_weights[name])
+    draft = with_fp8_rows(plain, wide_only=True)
+    assert with_fp8_rows(plain, wide_only=True).layers[0].qkv.shard(0, 0, 1).fp8_wide_rows  # type: ignore[union-attr]
+    made = CudaDecoder.allocate(draft, max_rows=16, max_seqs=4)
+    assert not made.workspace.rounds_rows
+    unrounded = CudaDecoder.allocate(plain, max_rows=16, max_seqs=4)
+
+    def run(feeder: Feeder) -> list[Tensor]:
+        return [feeder.feed({0: span(0, 7), 1: span(0, 1)})]
+
+    def passed(model: CudaDecoder) -> Tensor:
+        return outputs(Poisoned(model.weights, model.workspace), run)
+
+    calls = Calls(monkeypatch)
+    assert torch.equal(passed(made), passed(unrounded))
+    assert not calls
+    monkeypatch.setattr(products, "MAX_ROWS", 4)
+    wide = passed(made)
+    if name == "block":
+        assert torch.equal(wide, passed(unrounded)), "the interpreter has no product for blocks"
+        return
+    assert len(calls) == 4 * len(draft.layers)
+    expected, other = outputs(TorchDecoder(fp8_weights[name]), run), outputs(TorchDecoder(plain), run)
+    assert (wide - expected).abs().mean() < (expected - other).abs().mean() / 100
 
 
 def without_fp8_rows(weights: TorchWeights) -> TorchWeights:

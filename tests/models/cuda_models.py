@@ -112,10 +112,15 @@ class Poisoned(CudaDecoder):
                 buffer.fill_(torch.nan)
 
 
-def on_device(model: TorchDecoder, num_hidden_layers: int = 0) -> Poisoned:
+def on_device(model: TorchDecoder, num_hidden_layers: int = 0, *, is_draft: bool = False) -> Poisoned:
     made = CudaDecoder.allocate(
-        as_on_a_gpu(model), max_rows=LENGTH, max_seqs=4, num_hidden_layers=num_hidden_layers, num_drafts=8
+        as_on_a_gpu(model),
+        max_rows=LENGTH,
+        max_seqs=4,
+        num_hidden_layers=num_hidden_layers,
+        num_drafts=8,
     )
+    made = made.for_draft() if is_draft else made
     if made.states is not None:
         for memory in made.states.memory:
             memory.fill_(torch.nan)
@@ -129,10 +134,10 @@ def outputs(model: Any, run: Callable[[Feeder], list[Tensor]]) -> Tensor:
     return torch.cat(run(Feeder(model, num_requests=3, block_size=8, max_len=LENGTH + 6)))
 
 
-def compare(folder: Path, name: str, run: Callable[[Feeder], list[Tensor]]) -> None:
+def compare(folder: Path, name: str, run: Callable[[Feeder], list[Tensor]], *, is_draft: bool = False) -> None:
     decoder = load(folder, name, torch.float32)
     exact = outputs(load(folder, name, torch.float64), run)
-    assert_near(outputs(on_device(decoder), run), exact, outputs(decoder, run), ulps=16)
+    assert_near(outputs(on_device(decoder, is_draft=is_draft), run), exact, outputs(decoder, run), ulps=16)
 
 
 def span(start: int, end: int) -> list[tuple[int, int]]:

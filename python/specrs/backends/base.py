@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specrs.backends.blueprint import Blueprint
+from specrs.backends.blueprint import Blueprint, MergedPrefill
 from specrs.backends.extras import ExtrasLookup
 from specrs.backends.model_source import ModelSource
 from specrs.backends.ring import Header, RingSlot
@@ -138,6 +138,9 @@ class Backend(Protocol):
 
     def batched_tokens(self, device: str) -> int:
         """Return the default of `max_num_batched_tokens` on a device."""
+
+    def merged_prefill(self, blueprint: Blueprint) -> MergedPrefill:
+        """Return the room for prompt tokens in verification passes, to which the scheduler cuts prompts."""
 
     def num_blocks(self, blueprint: Blueprint) -> int:
         """Return the size of the KV block pool, which target and drafter share.

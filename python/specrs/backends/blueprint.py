@@ -29,6 +29,19 @@ DECODE_SNAPSHOT_INTERVAL = 512
 
 
 @dataclass(frozen=True, slots=True)
+class MergedPrefill:
+    """Room for prompt tokens in a backend's verification passes, for the scheduler. The default is none: each prompt
+    chunk has a pass of its own, or the backend merges the chunks that happen to fit."""
+
+    rooms: tuple[tuple[int, int, int], ...] = ()
+    """Number of prompt tokens by number of drafts and of decoding sequences, as `Scheduler` takes them."""
+    max_chunks: int = 0
+    """Maximum number of prompt chunks in a pass."""
+    max_steps: int = 0
+    """Number of steps over which prompts may be spread so that they fit."""
+
+
+@dataclass(frozen=True, slots=True)
 class Blueprint:
     """Configuration and weights of an engine, and the numbers that follow from them."""
 
@@ -37,6 +50,8 @@ class Blueprint:
     max_steps_in_flight: int = 1
     """Default of the option `max_steps_in_flight` for the device: number of steps that are planned and not yet
     settled."""
+    merged: MergedPrefill = MergedPrefill()
+    """Room for prompt tokens in verification passes."""
 
     @property
     def device(self) -> str:
@@ -217,6 +232,9 @@ class Blueprint:
             # No request waits while costs are measured.
             max_prefill_stall_ms=0.0 if measuring else config.max_prefill_stall_ms or 0.0,
             attention_cost_ratio=ATTENTION_COST * self.weights.target.attention_ratio,
+            merged_rooms=self.merged.rooms,
+            max_merged_chunks=self.merged.max_chunks,
+            max_merged_steps=self.merged.max_steps,
             priority_aging_steps=config.priority_aging_steps,
             max_loras=config.max_loras if config.enable_lora else 0,
             enable_prefix_caching=config.enable_prefix_caching is not False,

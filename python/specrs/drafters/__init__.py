@@ -38,6 +38,10 @@ class DrafterOptions(SuffixOptions, NgramOptions, MtpOptions, Eagle3Options, Oth
         if self.use_heterogeneous_vocab and self.parallel_drafting:
             reason = "not implemented with parallel_drafting=True; allowed: False"
             raise invalid(UnsupportedConfigError, WHERE + "use_heterogeneous_vocab", True, reason)
+        for other in ("use_heterogeneous_vocab", "parallel_drafting"):
+            if self.draft_vocab_size is not None and getattr(self, other):
+                reason = f"not implemented with {other}=True; leave draft_vocab_size out"
+                raise invalid(UnsupportedConfigError, WHERE + "draft_vocab_size", self.draft_vocab_size, reason)
 
 
 METHODS = tuple(dict.fromkeys(row.name for row in TABLE))

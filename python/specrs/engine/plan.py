@@ -24,4 +24,5 @@ def plan_engine(config: EngineConfig, weights: Weights) -> tuple[Backend, Bluepr
         config = replace(config, max_num_batched_tokens=backend.batched_tokens(weights.device))
     if config.speculative_config is not None:
         config = replace(config, speculative_config=config.speculative_config.on_device(backend.max_speculative_tokens))
-    return backend, Blueprint(config, weights, backend.max_steps_in_flight).with_kv_groups()
+    blueprint = Blueprint(config, weights, backend.max_steps_in_flight).with_kv_groups()
+    return backend, replace(blueprint, merged=backend.merged_prefill(blueprint))

@@ -9,7 +9,7 @@ modelled.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specrs.core import CostModel
@@ -34,9 +34,9 @@ WEIGHT_BITS: Mapping[str | None, float] = {
 }
 """Bits per weight by quantization, with a GPU's fp32 scales: INT4 has groups of 128 inputs, Q8_0 and Q4_0 of 32. GPUs
 keep the numbers of Q4_K."""
-_FEW, _CODED, _MLP, _LOGITS = 64, 256, 2048, 256
-"""Maximum number of rows: for fused products (`_FEW`), for quantized weights that are read in place (`_CODED`), for one
-run of an MLP (`_MLP`), and for one run of logits (`_LOGITS`)."""
+_FEW, _FEW_OF_DRAFT, _CODED, _MLP, _LOGITS = 64, 128, 256, 2048, 256
+"""Maximum number of rows: for fused products (`_FEW`, of a draft `_FEW_OF_DRAFT`), for quantized weights that are read
+in place (`_CODED`), for one run of an MLP (`_MLP`), and for one run of logits (`_LOGITS`)."""
 _ALL_ROWS = 1 << 20
 """Number of rows so large that together they choose every expert."""
 FIRST_PASS_ROWS = 2
@@ -52,11 +52,14 @@ class Work:
     bytes: float
     flops: float
     fixed_us: float
+    rate: float = 1.0
+    """Rate of these kernels' arithmetic as a multiple of bf16's."""
 
     def ms(self, gpu: Gpu) -> float:
         """Return the milliseconds of these kernels on `gpu`."""
         rate = gpu.bytes_per_us * (ATTENTION_SHARE if self.name == "attention" else 1.0)
-        work = float(((self.bytes / rate) ** OVERLAP + (self.flops / gpu.flops_per_us) ** OVERLAP) ** (1 / OVERLAP))
+        bytes_us, flops_us = self.bytes / rate, self.flops / (self.rate * gpu.flops_per_us)
+        work = float((bytes_us**OVERLAP + flops_us**OVERLAP) ** (1 / OVERLAP))
         return 1e-3 * (work + self.fixed_us)
 
 
@@ -103,21 +106,22 @@ def model_pass(
     context: int,
     quantization: str | None = None,
     *,
-    every_row: bool = True,
+    is_draft: bool = False,
     kv_cache_dtype: str = "auto",
 ) -> Pass:
-    """Return a pass over `rows` rows of each of `batch` requests, which have `context` earlier positions. With
-    `every_row`, all rows have logits, otherwise the last row of each request.
+    """Return a pass over `rows` rows of each of `batch` requests, which have `context` earlier positions.
 
     `quantization`: of the projections, one of `WEIGHT_BITS`. Embedding, LM head, router and experts stay bf16, as on a
-    GPU. `kv_cache_dtype`: dtype of the KV cache, as in `EngineConfig`. Raises `InvalidConfigError` for an unknown value
-    of either.
+    GPU. `kv_cache_dtype`: dtype of the KV cache, as in `EngineConfig`. `is_draft`: the last row of each request has
+    logits, not every row; fused products serve more rows, and FP8 weights are multiplied with rows rounded to FP8.
+    Raises `InvalidConfigError` for an unknown quantization or dtype.
     """
     if quantization not in WEIGHT_BITS:
         names = ", ".join(name for name in WEIGHT_BITS if name)
         raise invalid_config("quantization", quantization, f"must be one of {names}, or left out")
-    heads, cached = batch * (rows if every_row else 1), cache_dtype(kv_cache_dtype)
-    return Pass(batch * rows, _Layers(config, gpu, batch, rows, context, quantization, heads, cached).work())
+    heads, cached = batch * (1 if is_draft else rows), cache_dtype(kv_cache_dtype)
+    layers = _Layers(config, gpu, batch, rows, context, quantization, heads, cached, is_draft)
+    return Pass(batch * rows, layers.work())
 
 
 def cache_dtype(kv_cache_dtype: str) -> torch.dtype:
@@ -158,6 +162,8 @@ class Roofline:
     context: int = 1024
     kv_cache_dtype: str = "auto"
     """Dtype of both models' KV caches, as in `EngineConfig`."""
+    draft_vocab_size: int | None = None
+    """Number of ids that the draft drafts. None: all."""
 
     def target_pass(self, batch: int, k: int) -> Pass:
         """Return the target's pass that verifies `k` drafts of each request; with k = 0, a pass over one row of each
@@ -171,13 +177,13 @@ class Roofline:
         if self.draft is None:
             raise invalid_config("--draft-model", None, "must be given for draft passes")
         return model_pass(
-            self.draft,
+            replace(self.draft, vocab_size=min(self.draft.vocab_size, self.draft_vocab_size or self.draft.vocab_size)),
             self.gpu,
             batch,
             rows,
             self.context,
             self.draft_quantization,
-            every_row=False,
+            is_draft=True,
             kv_cache_dtype=self.kv_cache_dtype,
         )
 
@@ -240,16 +246,34 @@ class _Layers:
     heads: int
     """Number of rows that have logits."""
     cache_dtype: torch.dtype
+    is_draft: bool
 
     @property
     def rows(self) -> int:
         return self.batch * self.each
 
+    @property
+    def few(self) -> int:
+        """Maximum number of rows for fused products."""
+        import torch
+
+        from specrs.backends.cuda.workspace import fuses_draft, linear_shapes
+
+        if not self.is_draft or self.quantization is not None:
+            return _FEW
+        shapes = {name: [shape] for name, shape in linear_shapes(self.c, torch.bfloat16, "cuda").items()}
+        return _FEW_OF_DRAFT if fuses_draft(self.c, shapes, self._limits()) else _FEW
+
+    @property
+    def rounds_rows(self) -> bool:
+        """True if FP8 weights are multiplied with rows rounded to FP8."""
+        return self.is_draft and self.quantization == "fp8" and self.rows > _FEW and self.gpu.capability >= 89
+
     def work(self) -> list[Work]:
-        c, rows = self.c, self.rows
+        c, rows, few = self.c, self.rows, self.few
         q, kv, h, layers = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size, c.num_layers
         found = [self._small("embed", 1, 4 * rows * h), self._attention()]
-        if rows <= _FEW and c.norms == "before" and c.experts is None:
+        if rows <= few and c.norms == "before" and c.experts is None:
             norms = 1
         else:
             # Of streams normed after blocks alone the first layer's is read as it is.
@@ -261,14 +285,14 @@ class _Layers:
         found.append(self._product("o", h, q, layers))
         dense = layers if c.experts is None else layers - sum(c.experts.layers)
         if dense:
-            times = dense * -(-rows // _MLP) if rows > _FEW else dense
+            times = dense * -(-rows // _MLP) if rows > few else dense
             found.append(self._product("gate_up", 2 * c.intermediate_size, h, dense, times))
             found.append(self._product("down", h, c.intermediate_size, dense, times))
-            if rows > _FEW:
+            if rows > few:
                 found.append(self._small("activation", times, dense * 6 * rows * c.intermediate_size))
         if c.experts is not None:
             found += self._experts(sum(c.experts.layers))
-        many = self.heads > _FEW
+        many = self.heads > few
         parts = -(-self.heads // _LOGITS) if many else 1
         found.append(self._product("lm_head", c.vocab_size, h, 1, parts, quantized=False, rows=self.heads))
         found.append(self._small("argmax", 2 * parts if many else 1, 8 * self.heads * c.vocab_size * many))
@@ -298,6 +322,9 @@ class _Layers:
             moved += 2.0 * weights * reads
         else:
             codes = weights * WEIGHT_BITS[self.quantization] / 8
+            if self.rounds_rows:
+                work = Work(name, 2 * kernels, layers * (moved + codes), layers * 2.0 * rows * weights, 0.0, 2.0)
+                return replace(work, fixed_us=kernels * (PRODUCT_US + KERNEL_US))
             if rows <= _FEW:
                 moved += codes
             elif rows <= _CODED:

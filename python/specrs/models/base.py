@@ -45,7 +45,12 @@ class Model(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, and of logits per row."""
+        """Number of token ids. Rows have as many logits, unless `target_ids` says otherwise."""
+
+    @property
+    def target_ids(self) -> Any:
+        """Token id of each logit, an int64 array or tensor, ascending. None: logit i is for id i."""
+        return None
 
     @property
     def has_lm_head(self) -> bool:

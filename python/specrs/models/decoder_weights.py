@@ -6,7 +6,7 @@ T is the type of arrays: NumPy arrays for native passes, torch tensors elsewhere
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -185,6 +185,8 @@ class DecoderWeights(Generic[T, W, D]):
     """Dtype of K and V in the cache. None: `dtype`."""
     layer_embedding: LayerEmbeddingWeights[T, W] | None = None
     """Weights of the embeddings of single layers. None: there are none."""
+    target_ids: T | None = None
+    """[ids] int64, ascending: token id of each output of `lm_head`. None: output i is for id i."""
 
 
 NativeLayer = LayerWeights[Array, NativeWeight]
@@ -237,8 +239,18 @@ class DecoderFacts(Model):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, and of logits per row."""
+        """Number of token ids. Rows have as many logits, unless `target_ids` says otherwise."""
         return self.config.vocab_size
+
+    @property
+    def target_ids(self) -> Any:
+        """Token id of each logit, an int64 array or tensor, ascending. None: logit i is for id i."""
+        return self.weights.target_ids
+
+    def with_ids(self, ids: Array) -> DecoderFacts:
+        """Return the model with logits of `ids` `[n]` int64, ascending, only. It can still be fed any id. Copies their
+        rows of the LM head."""
+        raise NotImplementedError
 
     @property
     def has_lm_head(self) -> bool:
@@ -275,7 +287,8 @@ class DecoderFacts(Model):
     @property
     def num_parameters(self) -> int:
         """Number of weights that a pass over one row reads."""
-        return self.config.num_parameters
+        ids = self.target_ids
+        return (self.config if ids is None else replace(self.config, vocab_size=len(ids))).num_parameters
 
     @property
     def attention_ratio(self) -> float:

@@ -10,12 +10,13 @@ Steps of an engine run these passes in the Rust core. The passes called here ser
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from specrs.arrays import FLOAT32, Array, aligned, bits, converted
+from specrs.arrays import BFLOAT16, FLOAT32, Array, aligned, bits, converted
 from specrs.core import CpuDecoder, CpuLora, CpuPool, CpuWeights, PackedMatrix
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts, DeltaWeights, NativeLayer, NativeWeights, NumpyHeld
@@ -25,7 +26,7 @@ from specrs.models.lora import LoRAAdapter
 from specrs.models.native_cache import NativeKVCache
 from specrs.models.native_inputs import Ints, NativeInputs, NativeStates
 from specrs.models.rope import Rope, rope_magnitude
-from specrs.models.stored import NativeWeight
+from specrs.models.stored import NativeWeight, StackedWeight
 from specrs.models.varied_layers import LayerSizes
 
 
@@ -71,6 +72,12 @@ class NativeDecoder(NumpyHeld, DecoderFacts):
         """Return the model with its layers in KV groups of at most `size` layers, a number from `kv_group_sizes`. Its
         passes run on the caller's thread."""
         return NativeDecoder(self.weights, self._native, kv_groups=kv_groups(self.config.windows, size))
+
+    def with_ids(self, ids: Array) -> NativeDecoder:
+        """Return the model with logits of `ids` `[n]` int64, ascending, only. It can still be fed any id. Copies their
+        rows of the LM head. Its passes run on the caller's thread."""
+        weights = replace(self.weights, lm_head=rows_of(self.weights.lm_head, ids), target_ids=ids)
+        return NativeDecoder(weights, kv_groups=self.kv_groups)
 
     @property
     def device_name(self) -> str:
@@ -155,22 +162,34 @@ class NativeDecoder(NumpyHeld, DecoderFacts):
         return NativeStates(hidden, entries)
 
     def compute_logits(self, hidden: Array) -> Array:
-        """Return the logits of final hidden states `[L, hidden]`: `[L, vocab]` float32."""
-        logits = np.empty((len(hidden), self.vocab_size), FLOAT32)
+        """Return the logits of final hidden states `[L, hidden]`: `[L, ids]` float32."""
+        logits = np.empty((len(hidden), self._num_ids), FLOAT32)
         self.decoder.logits(np.ascontiguousarray(hidden), logits)
         return logits
 
     def compute_argmax(self, hidden: Array, num_ids: int | None = None) -> tuple[Array, Array]:
         """Return the most probable token of each row of `hidden` `[L, hidden]` and its logit: `[L]` int64 and `[L]`
-        float32.
+        float32. With `target_ids`, tokens are numbered by their place there.
 
         The lowest id wins a tie. The logit is NaN if the row has a NaN. With `num_ids`, only the first ids are
         candidates.
         """
-        known = self.vocab_size if num_ids is None else min(num_ids, self.vocab_size)
+        known = self._num_ids if num_ids is None else min(num_ids, self._num_ids)
         ids, top = np.empty(len(hidden), np.int64), np.empty(len(hidden), FLOAT32)
         self.decoder.argmax(np.ascontiguousarray(hidden), known, ids, top)
         return ids, top
+
+    @property
+    def _num_ids(self) -> int:
+        """Number of logits of a row."""
+        return self.vocab_size if self.target_ids is None else len(self.target_ids)
+
+
+def rows_of(lm_head: NativeWeight, ids: Array) -> NativeWeight:
+    """Return a copy of the rows `ids` of an LM head, as bfloat16 if they are quantized: that suffices for drafts."""
+    (matrix,) = lm_head.parts
+    rows = converted(matrix.numbers()[ids], BFLOAT16) if isinstance(matrix, PackedMatrix) else matrix[ids]
+    return StackedWeight((aligned(rows),))
 
 
 def pass_arrays(inputs: NativeInputs) -> tuple[Ints, Ints, Ints, Ints, Ints]:
@@ -216,6 +235,7 @@ def decoder_arrays(weights: NativeWeights) -> dict[str, Any]:
         if embedding is None or c.layer_embedding is None
         else (c.layer_embedding.size, _stored(embedding.table), stored_parts(embedding.projection), embedding.norm),
         "softcap": c.final_logit_softcapping,
+        "target_ids": None if weights.target_ids is None else weights.target_ids.tolist(),
     }
 
 

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from specrs.arrays import Array
 from specrs.kernels.activation import clamped_swiglu, gelu_and_mul, silu_and_mul
 from specrs.kernels.linear import DenseWeight, Weight, dense_weight
 from specrs.kernels.paged_attention import (
@@ -50,6 +51,12 @@ class PassPlan:
     """Rows by request, for layers with states. None: there are no such layers."""
 
 
+def rows_of(lm_head: Weight, ids: Tensor) -> DenseWeight:
+    """Return a copy of the rows `ids` `[n]` of an LM head."""
+    rows = lm_head.weight if isinstance(lm_head, DenseWeight) else lm_head.dequantized()
+    return dense_weight(rows[ids])
+
+
 @dataclass(frozen=True)
 class TorchDecoder(TorchFacts):
     """A decoder that torch computes on a CPU. It is the reference of the CUDA backend's `CudaDecoder`."""
@@ -63,6 +70,14 @@ class TorchDecoder(TorchFacts):
     def with_kv_groups(self, size: int) -> TorchDecoder:
         """Return the model with its layers in KV groups of at most `size` layers, a number from `kv_group_sizes`."""
         return replace(self, kv_groups=kv_groups(self.config.windows, size))
+
+    def with_ids(self, ids: Array) -> TorchDecoder:
+        """Return the model with logits of `ids` `[n]` int64, ascending, only. It can still be fed any id. Copies their
+        rows of the LM head."""
+        assert self.ranks is None, "the configuration was to refuse a draft in parts"
+        chosen = torch.from_numpy(ids).to(self.device)
+        weights = replace(self.weights, lm_head=rows_of(self.weights.lm_head, chosen), target_ids=chosen)
+        return replace(self, weights=weights)
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         """Feed N rows. Writes K and V of every row with a slot into `kv_cache`, and the requests' states, and changes
@@ -254,7 +269,7 @@ class TorchDecoder(TorchFacts):
         """Number of weights that this rank's pass over one row reads."""
         c = self.config
         elsewhere = 0 if self.ranks is None else c.vocab_size - len(self.weights.embedding)
-        return c.num_parameters - elsewhere * c.hidden_size
+        return super().num_parameters - elsewhere * c.hidden_size
 
     def _layer_embeddings(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
         """Return each layer's embedding of N tokens, `[N, layers, size]`, as `LayerEmbeddingWeights` describes.

@@ -33,16 +33,28 @@ class TorchWeights(DecoderWeights[Tensor, Weight, torch.dtype]):
 
 
 def has_fp8_rows(weights: TorchWeights) -> bool:
-    """Return whether some layer rounds rows to FP8 before its products."""
+    """Return whether some layer rounds rows to FP8 before every product."""
+    return any(w.fp8_rows for w in _quantized(weights))
+
+
+def has_fp8_wide_rows(weights: TorchWeights) -> bool:
+    """Return whether some layer rounds rows to FP8 before its products of many rows."""
+    return any(w.fp8_rows or w.fp8_wide_rows for w in _quantized(weights))
+
+
+def _quantized(weights: TorchWeights) -> list[QuantizedWeight]:
     projections = [w for layer in weights.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    return any(isinstance(w, QuantizedWeight) and w.fp8_rows for w in projections)
+    return [w for w in projections if isinstance(w, QuantizedWeight)]
 
 
-def with_fp8_rows(weights: TorchWeights) -> TorchWeights:
-    """Return the same weights, whose FP8 matrices are multiplied with rows rounded to FP8."""
+def with_fp8_rows(weights: TorchWeights, *, wide_only: bool = False) -> TorchWeights:
+    """Return the same weights, whose FP8 matrices are multiplied with rows rounded to FP8. With `wide_only` they are in
+    products of many rows, if the device multiplies FP8 numbers."""
 
     def of(w: Weight) -> Weight:
-        return replace(w, fp8_rows=True) if isinstance(w, QuantizedWeight) and w.coding.kind == "fp8" else w
+        if not isinstance(w, QuantizedWeight) or w.coding.kind != "fp8":
+            return w
+        return replace(w, fp8_wide_rows=True) if wide_only else replace(w, fp8_rows=True)
 
     made = [replace(w, qkv=of(w.qkv), o=of(w.o), gate_up=of(w.gate_up), down=of(w.down)) for w in weights.layers]
     return replace(weights, layers=tuple(made))

@@ -222,6 +222,8 @@ pub struct Weights {
     pub(crate) shape: ModelShape,
     /// Weights of a head that reads hidden states of a target; `None` for other models.
     pub(crate) head: Option<Head>,
+    /// Target's id of each logit of a draft model that has logits for some ids only; `None` for other models.
+    pub(crate) target_ids: Option<Vec<i64>>,
     pub(crate) embedding: Embedding,
     pub(crate) layers: Vec<Layer>,
     pub(crate) final_norm: Vec<f32>,
@@ -257,6 +259,26 @@ impl Weights {
         let made = Self::build(shape, embedding, layers, final_norm, lm_head, frequencies, None)?;
         made.lm_head.check("lm_head", vocab_size, shape.hidden_size)?;
         Ok(made)
+    }
+
+    /// Makes the weights of a draft model with logits for some ids only, the ascending `target_ids`: `lm_head` is
+    /// hidden -> ids. The model is still fed any id of `embedding`.
+    ///
+    /// # Errors
+    /// If a size is impossible or a tensor does not match the others.
+    pub fn draft(
+        shape: ModelShape,
+        embedding: impl Into<Embedding>,
+        layers: Vec<LayerWeights>,
+        final_norm: &Values,
+        lm_head: Linear,
+        frequencies: Vec<f32>,
+        target_ids: Vec<i64>,
+    ) -> Result<Self> {
+        lm_head.check("lm_head", target_ids.len().max(1), shape.hidden_size)?;
+        check_target_ids(&target_ids, &shape)?;
+        let made = Self::build(shape, embedding, layers, final_norm, lm_head, frequencies, None)?;
+        Ok(Self { target_ids: Some(target_ids), ..made })
     }
 
     /// Makes the weights of an EAGLE-3 head. Its one layer has a `qkv` with `2 hidden` inputs: the normed embedding and
@@ -366,6 +388,7 @@ impl Weights {
         Ok(Self {
             shape,
             head,
+            target_ids: None,
             embedding,
             layers,
             final_norm: final_norm.to_f32(),
@@ -517,14 +540,15 @@ impl Weights {
         self.head.as_ref().map_or((&[], 0), |head| (&head.hidden_layers, head.state_size))
     }
 
-    /// Returns the target's id of each id of a head, ascending; `None` for other models.
+    /// Returns the target's id of each logit, ascending, of a head and of a draft model that has logits for some ids
+    /// only; `None` for other models.
     pub fn target_ids(&self) -> Option<&[i64]> {
-        self.head.as_ref().map(|head| &*head.target_ids)
+        self.target_ids.as_deref().or_else(|| self.head.as_ref().map(|head| &*head.target_ids))
     }
 
-    /// Returns the number of logits per row: the vocabulary, or the ids of a head.
+    /// Returns the number of logits per row: the vocabulary, or the ids that a head or draft model drafts.
     pub fn num_ids(&self) -> usize {
-        self.head.as_ref().map_or(self.lm_head.outputs(), |head| head.target_ids.len())
+        self.target_ids().map_or(self.lm_head.outputs(), <[i64]>::len)
     }
 
     /// Returns all projections by name.

@@ -392,7 +392,7 @@ impl CpuWeights {
         *, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, embedding, layers,
         final_norm, lm_head, frequencies, head = None, mtp = None, rotations = None, multipliers = None,
         windows = None, activation = "silu", clamped_swiglu = None, kv_scales = None,
-        layer_embedding = None, softcap = None,
+        layer_embedding = None, softcap = None, target_ids = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only sizes and tensors")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
@@ -420,6 +420,7 @@ impl CpuWeights {
         kv_scales: Option<Vec<(f32, f32)>>,
         layer_embedding: Option<LayerEmbeddingArrays<'_>>,
         softcap: Option<f32>,
+        target_ids: Option<Vec<i64>>,
     ) -> PyResult<Self> {
         let size = |field, value| size(py, Class::InvalidConfig, field, value);
         let shape = ModelShape {
@@ -468,7 +469,10 @@ impl CpuWeights {
             return Err(Class::InvalidBuffer.error(py, message));
         }
         let weights = match (head, mtp) {
-            (None, None) => Weights::new(shape, embedding, layers, &final_norm, lm_head, frequencies),
+            (None, None) => match target_ids {
+                Some(ids) => Weights::draft(shape, embedding, layers, &final_norm, lm_head, frequencies, ids),
+                None => Weights::new(shape, embedding, layers, &final_norm, lm_head, frequencies),
+            },
             (Some(head), None) => {
                 let head = head.weights()?;
                 Weights::head(shape, embedding, layers.remove(0), &final_norm, lm_head, frequencies, head)

@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{PyDict, PyList};
 use specrs_core::scheduler::layout::Section;
-use specrs_core::{Drafter, DrafterKind, HostDrafters, Lora, PlanOutcome, RequestParams, SchedulerConfig};
+use specrs_core::{Drafter, DrafterKind, HostDrafters, Lora, MergedRoom, PlanOutcome, RequestParams, SchedulerConfig};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Outcome of `plan`: nothing is to be done and nothing is in flight.
@@ -42,7 +42,8 @@ impl Scheduler {
         *, max_num_seqs, max_model_len, num_blocks, block_size, max_num_batched_tokens, num_speculative_tokens = 0,
         drafter = None, sliding_window = None, window_groups = None, max_in_flight = 1, max_constraint_len = 0,
         logits_dtype = "float32", num_reserved_decode_tokens = 64, long_prefill_token_threshold = 0,
-        max_prefill_stall_ms = 0.0, attention_cost_ratio = 1.0 / 4096.0, priority_aging_steps = 0, max_loras = 0, enable_prefix_caching = true,
+        max_prefill_stall_ms = 0.0, attention_cost_ratio = 1.0 / 4096.0, merged_rooms = None, max_merged_chunks = 0,
+        max_merged_steps = 0, priority_aging_steps = 0, max_loras = 0, enable_prefix_caching = true,
         num_snapshots = 0, snapshot_interval = 2048, decode_snapshot_interval = 512,
         enable_kv_cache_events = false, enable_block_saves = false,
         hash_key = DEFAULT_HASH_KEY,
@@ -66,6 +67,9 @@ impl Scheduler {
         long_prefill_token_threshold: i64,
         max_prefill_stall_ms: f64,
         attention_cost_ratio: f64,
+        merged_rooms: Option<Vec<(i64, i64, i64)>>,
+        max_merged_chunks: i64,
+        max_merged_steps: i64,
         priority_aging_steps: i64,
         max_loras: i64,
         enable_prefix_caching: bool,
@@ -99,6 +103,17 @@ impl Scheduler {
             long_prefill_token_threshold: size("long_prefill_token_threshold", long_prefill_token_threshold)?,
             max_prefill_stall_ms,
             attention_cost_ratio,
+            merged_rooms: (merged_rooms.unwrap_or_default().into_iter())
+                .map(|(drafts, seqs, tokens)| {
+                    Ok(MergedRoom {
+                        num_speculative_tokens: size("merged_rooms", drafts)?,
+                        num_seqs: size("merged_rooms", seqs)?,
+                        num_tokens: size("merged_rooms", tokens)?,
+                    })
+                })
+                .collect::<PyResult<_>>()?,
+            max_merged_chunks: size("max_merged_chunks", max_merged_chunks)?,
+            max_merged_steps: size("max_merged_steps", max_merged_steps)?,
             priority_aging_steps: size("priority_aging_steps", priority_aging_steps)?,
             max_loras: size("max_loras", max_loras)?,
             enable_prefix_caching,

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.kernels.cuda.configs import LinearConfig
-from specrs.kernels.cuda.linear_product import MAX_ROWS, Next, Product, scratch_sizes, skinny_linear_reference
+from specrs.kernels.cuda.linear_product import (
+    DRAFT_ROWS,
+    MAX_ROWS,
+    Next,
+    Product,
+    scratch_sizes,
+    skinny_linear_reference,
+)
 from specrs.kernels.cuda.skinny_linear import skinny_linear
 from sweep import sweep
 from torch import Tensor
@@ -17,6 +24,11 @@ from torch.nn.functional import silu
 from .tolerance import assert_near
 
 EPS = 1e-5
+
+
+def width(rows: int) -> int:
+    """Columns of sums of squares: those of a draft, if there are more rows than a target may have."""
+    return MAX_ROWS if rows <= MAX_ROWS else DRAFT_ROWS
 
 
 def operands(
@@ -43,7 +55,7 @@ def operands(
         "weight": random(n * (1 + gated), k),
         "bias": random(n * (1 + gated)) if bias else None,
         # None near zero, or the product of a gate and what it lets through is beyond float16.
-        "squares": k * (0.2 + 3 * torch.rand(norm, MAX_ROWS, generator=generator)) if norm else None,
+        "squares": k * (0.2 + 3 * torch.rand(norm, width(m), generator=generator)) if norm else None,
         "next_norm": random(n) if next else None,
         "out": random(m, n + 3)[:, :n],
     }
@@ -54,7 +66,7 @@ def product_of(ops: dict[str, Any], out: Tensor, **flags: Any) -> Product:
     if ops["next_norm"] is not None:
         x = torch.full_like(out, torch.nan, memory_format=torch.preserve_format)
         tiles = -(-out.shape[1] // 16)
-        following = Next(ops["next_norm"], x, torch.full((tiles + 1, MAX_ROWS), torch.nan))
+        following = Next(ops["next_norm"], x, torch.full((tiles + 1, width(len(out))), torch.nan))
     return Product(ops["weight"], ops["bias"], ops["squares"], EPS, **flags, next=following)
 
 
@@ -110,7 +122,7 @@ def check(ops: dict[str, Any], config: LinearConfig, **flags: Any) -> Tensor:
 
 @sweep(30)
 @given(
-    m=st.sampled_from([1, 2, 6, 16, 17, 33, 64]),
+    m=st.sampled_from([1, 2, 6, 16, 17, 33, 64, 65, 128]),
     n=st.integers(1, 70),
     k=st.integers(1, 90),
     programs=st.integers(1, 12),
@@ -169,8 +181,11 @@ def test_output_is_rounded_once() -> None:
 def test_operands_that_would_be_read_past_are_rejected() -> None:
     ops = operands(3, 20, 64, torch.float32)
     config = LinearConfig(16, 16, 2, 4, 1)
-    with pytest.raises(AssertionError, match="rows=65: must be from 1 to 64"):
-        run(ops | {"x": torch.zeros(65, 64), "out": torch.zeros(65, 20)}, config)
+    with pytest.raises(AssertionError, match="rows=129: must be from 1 to 128"):
+        run(ops | {"x": torch.zeros(129, 64), "out": torch.zeros(129, 20)}, config)
+    squares = torch.ones(1, MAX_ROWS)
+    with pytest.raises(AssertionError, match="rows=65: must be at most the 64 columns of squares"):
+        run(ops | {"x": torch.zeros(65, 64), "out": torch.zeros(65, 20), "squares": squares}, config)
     scratch = (torch.zeros(5), torch.zeros(2, dtype=torch.int32))
     with pytest.raises(AssertionError, match="partials must have"):
         skinny_linear(ops["x"], Product(ops["weight"]), ops["out"], scratch, config.as_list(), False)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specrs.backends.blueprint import Blueprint
+from specrs.backends.blueprint import Blueprint, MergedPrefill
 from specrs.backends.cpu.eagle3 import load_head
 from specrs.backends.cpu.kv_memory import resolve_num_blocks
 from specrs.backends.cpu.loader import load
@@ -85,6 +85,10 @@ class CpuBackend:
 
     def batched_tokens(self, device: str) -> int:
         return BATCHED_TOKENS
+
+    def merged_prefill(self, blueprint: Blueprint) -> MergedPrefill:
+        """Return no room: a CPU computes prompt chunks at the same cost in any pass."""
+        return MergedPrefill()
 
     def num_blocks(self, blueprint: Blueprint) -> int:
         return resolve_num_blocks(

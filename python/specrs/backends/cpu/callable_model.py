@@ -36,7 +36,9 @@ class CallableModel:
         self._adapters = adapters
         self._kept: Tensor | None = None
         self.vocab_size: int = model.vocab_size
-        self.num_ids: int = model.vocab_size
+        if model.target_ids is not None:
+            self.target_ids = model.target_ids.numpy()
+        self.num_ids: int = self.vocab_size if self.target_ids is None else len(self.target_ids)
         self.num_layers: int = model.num_layers
         self.hidden_size: int = model.hidden_size
 

@@ -8,13 +8,12 @@ import numpy as np
 
 from specrs.arrays import BFLOAT16, Array, aligned, converted
 from specrs.backends.cpu.weights import NativeReader
-from specrs.core import PackedMatrix
 from specrs.drafters.mtp.native import NativeMtpHead
 from specrs.drafters.mtp.reader import MtpFiles, MtpReader
 from specrs.drafters.mtp.weights import MtpFacts
 from specrs.models.decoder_weights import DecoderFacts
-from specrs.models.native_decoder import NativeDecoder
-from specrs.models.stored import NativeWeight, StackedWeight
+from specrs.models.native_decoder import NativeDecoder, rows_of
+from specrs.models.stored import NativeWeight
 
 
 def load_mtp(files: MtpFiles, target: DecoderFacts, cache_dtype: np.dtype[Any] | None = None) -> MtpFacts:
@@ -47,8 +46,4 @@ class NativeMtpReader(NativeReader, MtpReader[Array, NativeWeight, np.dtype[Any]
     def lm_head(self, shared: NativeWeight, ids: Array, *, first: bool) -> NativeWeight:
         """Return the target's LM head `shared` if `ids` are its first ones. Otherwise copy the rows `ids`, as bfloat16
         if they are quantized: that suffices for drafts."""
-        if first:
-            return shared
-        (matrix,) = shared.parts
-        rows = converted(matrix.numbers()[ids], BFLOAT16) if isinstance(matrix, PackedMatrix) else matrix[ids]
-        return StackedWeight((aligned(rows),))
+        return shared if first else rows_of(shared, ids)

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from specrs.backends.blueprint import Blueprint
-from specrs.backends.cuda.device import CUDA_DTYPES, KIND, gpu_of_rank, has_gpu, resolve_gpu
+from specrs.backends.blueprint import Blueprint, MergedPrefill
+from specrs.backends.cuda.device import CUDA_DTYPES, KIND, check_fp8, gpu_of_rank, has_gpu, resolve_gpu
 from specrs.backends.kv_memory import host_memory
 from specrs.backends.model_source import ModelSource
 from specrs.config import EngineConfig
@@ -77,6 +77,10 @@ class CudaBackend:
     def check_config(self, config: EngineConfig, device: str, ranks: Ranks | None) -> None:
         from specrs.backends.cuda.fit import check_formats, check_weights_fit
 
+        speculative = config.speculative_config
+        if speculative is not None and speculative.quantization == "fp8" and device.startswith(KIND):
+            check_fp8("speculative_config.quantization", device)
+
         if config.model_impl == "transformers":
             reason = f"not implemented on device={device!r}; allowed: 'auto' or 'specrs', or device='cpu'"
             raise invalid(UnsupportedConfigError, "model_impl", config.model_impl, reason)
@@ -106,6 +110,16 @@ class CudaBackend:
             return BATCHED_TOKENS
         total = torch.cuda.mem_get_info(device)[1]
         return BATCHED_TOKENS_OF_LARGE_GPUS if total >= LARGE_GPU_BYTES else BATCHED_TOKENS
+
+    def merged_prefill(self, blueprint: Blueprint) -> MergedPrefill:
+        """Return the room for prompt tokens in captured iterations. None without graphs."""
+        import torch
+
+        if blueprint.config.enforce_eager or torch.device(blueprint.device).type != KIND:  # kernels are interpreted
+            return MergedPrefill()
+        from specrs.backends.cuda.build import make_merged_prefill
+
+        return make_merged_prefill(blueprint)
 
     def num_blocks(self, blueprint: Blueprint) -> int:
         from specrs.backends.cuda.kv_memory import measure_num_blocks

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from specrs.backends.blueprint import Blueprint
+from specrs.backends.blueprint import Blueprint, MergedPrefill
 from specrs.backends.cuda.buffers import Buffers, DeviceRecord, DraftSizes
 from specrs.backends.cuda.chunk_buffers import ChunkBuffers
 from specrs.backends.cuda.context import Context, StepSequences, sequences_of
@@ -21,7 +21,7 @@ from specrs.backends.cuda.graphs import Graphs, Uncaptured, capture_all
 from specrs.backends.cuda.row_state import RowState
 from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.cuda.sampling.sampling_state import SamplingState
-from specrs.backends.cuda.shapes import MERGED_CHUNKS, WIDE_MERGED_ROWS, Buckets, batch_buckets
+from specrs.backends.cuda.shapes import MERGED_CHUNKS, MERGED_STEPS, WIDE_MERGED_ROWS, Buckets, batch_buckets
 from specrs.backends.cuda.slots import host_drafts
 from specrs.backends.cuda.warm_up import warm_up
 from specrs.core import Scheduler
@@ -56,6 +56,12 @@ def make_buckets(blueprint: Blueprint) -> Buckets:
         # A head reads the hidden states of all rows of a prompt chunk, so it needs the chunk's own pass.
         merges=0 if drafter is not None and drafter.hidden_layers else MERGED_CHUNKS,
     )
+
+
+def make_merged_prefill(blueprint: Blueprint) -> MergedPrefill:
+    """Return the room for prompt tokens in the captured iterations of `make_buckets`."""
+    buckets = make_buckets(blueprint)
+    return MergedPrefill(tuple(buckets.merged_rooms()), buckets.merged_seqs, MERGED_STEPS)
 
 
 def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingState, num_blocks: int) -> Context:

@@ -17,9 +17,16 @@ from torch import Tensor
 
 from specrs.backends.cuda.net_states import NetPass, NetStates, check_net
 from specrs.backends.cuda.parts import EmbeddingParts, LogitsParts
-from specrs.backends.cuda.products import stored, write_argmax, write_logits
+from specrs.backends.cuda.products import few_rows, stored, write_argmax, write_logits
 from specrs.backends.cuda.stream import Stream, stream_of
-from specrs.backends.cuda.workspace import Workspace, fused_heads, linear_shapes, logits_rows, rotations
+from specrs.backends.cuda.workspace import (
+    Workspace,
+    fused_heads,
+    fuses_draft,
+    linear_shapes,
+    logits_rows,
+    rotations,
+)
 from specrs.errors import UnsupportedModelError, invalid
 from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.attention_config import ANY_LENGTH, MAX_VERIFY_ROWS, AttentionConfig
@@ -38,7 +45,7 @@ from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups
 from specrs.models.rope import Rope, rope_magnitude
 from specrs.models.shards import check_norms_of_ranks
-from specrs.models.torch_weights import TorchFacts, TorchLayer, TorchWeights, has_fp8_rows
+from specrs.models.torch_weights import TorchFacts, TorchLayer, TorchWeights, has_fp8_rows, has_fp8_wide_rows
 from specrs.parallel.ranks import Ranks
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -107,8 +114,8 @@ class CudaDecoder(TorchFacts):
             device=device,
             shapes=shapes,
         )
-        if has_fp8_rows(weights):
-            workspace = workspace.rounding_rows(shapes)
+        if has_fp8_wide_rows(weights):
+            workspace = workspace.rounding_rows(shapes, few=has_fp8_rows(weights))
         states = None
         if c.delta is not None:
             check_net(c.delta, device)
@@ -123,12 +130,19 @@ class CudaDecoder(TorchFacts):
             )
         return cls(weights, workspace, kv_groups, ranks, embedding_parts, logits_parts, states)
 
+    def for_draft(self) -> CudaDecoder:
+        """Return the decoder with buffers for fused passes of up to 128 rows, if a draft model like this may have them;
+        otherwise `self`."""
+        if self.ranks is not None or not fuses_draft(self.config, _shapes_of(self.weights), self.workspace.limits):
+            return self
+        return dataclasses.replace(self, workspace=self.workspace.for_draft(self.config, _shapes_of(self.weights)))
+
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         """Feed N rows. Writes K and V of every row with a slot into `kv_cache`, and the requests' states, and returns
         views of the workspace.
 
-        Up to 64 rows use fused products, more use cuBLAS. `hidden_layers` are the layers whose inputs are returned with
-        the final states.
+        Up to 64 rows, of a draft up to 128, use fused products; more use cuBLAS. `hidden_layers` are the layers whose
+        inputs are returned with the final states.
         """
         ws, weights, rows = self.workspace, self.weights, inputs.input_ids.shape[0]
         assert rows <= ws.hidden.shape[0], f"rows={rows}: the workspace has room for {ws.hidden.shape[0]}"
@@ -354,7 +368,8 @@ class Attention:
             tables = [chunks.in_group(group) for group in range(len(in_groups))]
             at = inputs.positions[first:]
             after = [AttentionRows(at, chunks.q_start, table, chunks.max_q_len) for table in tables]
-        fused = rows <= MAX_ROWS and fused_heads(c, dtype, ws.limits) > 0
+        # A head of more rows, with its angles, is more than the registers hold.
+        fused = rows <= min(few_rows(ws), MAX_ROWS) and fused_heads(c, dtype, ws.limits) > 0
         total_rows, any_length = rows if inputs.captured else None, inputs.prompts and not inputs.captured
         return cls(c, dtype, ws, angles, where, groups, fused, chunks, after, total_rows, any_length, rows)
 

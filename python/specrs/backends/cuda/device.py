@@ -19,6 +19,8 @@ CUDA_DTYPES = DeviceDtypes(KIND, unsupported="float64", auto_widens=False)
 """Dtypes in which the kernels compute: all but float64."""
 MIN_CAPABILITY = (8, 0)
 """Lowest supported compute capability. The kernels need bf16 tensor cores and asynchronous copies to shared memory."""
+FP8_CAPABILITY = (8, 9)
+"""Lowest compute capability whose tensor cores multiply FP8 numbers."""
 _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg", "/etc/nv_tegra_release")
 """Files on Linux that show that NVIDIA's driver is installed; one is enough. The last two are of WSL and Jetson
 boards."""
@@ -66,6 +68,16 @@ def resolve_gpu(device: str) -> str:
             "Triton needs a C compiler to start kernels: none of $CC, cc, gcc, clang is there; allowed: 'cpu'",
         )
     return str(chosen)
+
+
+def check_fp8(field: str, device: str) -> None:
+    """Raise `UnsupportedConfigError`, which names `field`, if the GPU `device` does not multiply FP8 numbers."""
+    import torch
+
+    name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if (major, minor) < FP8_CAPABILITY:
+        needed = f"at least {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} is needed; allowed: None, 'int8' or 'int4'"
+        raise invalid(UnsupportedConfigError, field, "fp8", f"{name} has compute capability {major}.{minor}, {needed}")
 
 
 def gpu_of_rank(device: str, size: int, place: tuple[int, int]) -> str:

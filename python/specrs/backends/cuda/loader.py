@@ -32,7 +32,8 @@ logger = logging.getLogger("specrs")
 def load(source: ModelSource, device: str, ranks: Ranks | None) -> TorchDecoder:
     """Load a model onto `device`, or this rank's part of it. The runner makes a `CudaDecoder` of it.
 
-    Quantized weights stay quantized if the kernels read their layout. Raises CheckpointError for tensors that are
+    Quantized weights stay quantized if the kernels read their layout. A draft with `quantization="fp8"` rounds rows to
+    FP8 in passes of more than 64 rows. Raises CheckpointError for tensors that are
     missing or misshapen, UnsupportedModelError for what is not implemented, and UnsupportedConfigError for
     `cuda_fp8_rows` with a target that has no FP8 weights.
     """
@@ -49,6 +50,8 @@ def load(source: ModelSource, device: str, ranks: Ranks | None) -> TorchDecoder:
     loader.cache_dtype = TORCH_DTYPES[types.cache_dtype]
     loaded = TorchDecoder(loader.load(), ranks=ranks)
     if not config.cuda_fp8_rows:
+        if source.is_draft and source.quantization == "fp8" and dtype != torch.float16:
+            return replace(loaded, weights=with_fp8_rows(loaded.weights, wide_only=True))
         return loaded
     made = replace(loaded, weights=with_fp8_rows(loaded.weights))
     if not source.is_draft and not has_fp8_rows(made.weights):

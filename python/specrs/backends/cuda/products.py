@@ -12,13 +12,18 @@ from specrs.kernels.cuda.activation import activation_and_mul
 from specrs.kernels.cuda.argmax import argmax
 from specrs.kernels.cuda.dequantize import dequantize
 from specrs.kernels.cuda.fp8_rows import quantize_rows, round_rows
-from specrs.kernels.cuda.linear_product import MAX_ROWS, Product
+from specrs.kernels.cuda.linear_product import DRAFT_ROWS, MAX_ROWS, Product
 from specrs.kernels.cuda.lm_head import ArgmaxScratch, linear_argmax
 from specrs.kernels.cuda.scaled_linear import padded_rows, scaled_linear, serves
 from specrs.kernels.cuda.skinny_linear import skinny_linear
 from specrs.kernels.linear import DenseWeight, Weight
 from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.config import ModelConfig
+
+
+def few_rows(ws: Workspace) -> int:
+    """Return the maximum number of rows of a pass whose products are our kernels. Wider passes use cuBLAS."""
+    return DRAFT_ROWS if ws.fuses_draft else MAX_ROWS
 
 
 def write_logits(hidden: Tensor, weight: Tensor, out: Tensor, ws: Workspace) -> None:
@@ -32,7 +37,7 @@ def write_router_logits(x: Tensor, router: Weight, out: Tensor, ws: Workspace) -
 
 
 def _write_logits(name: str, x: Tensor, product: Product, out: Tensor, ws: Workspace) -> None:
-    if x.shape[0] > MAX_ROWS:
+    if x.shape[0] > few_rows(ws):
         _wide_logits(x, product.weight, out)
         if product.bias is not None:
             out.add_(product.bias)
@@ -48,13 +53,13 @@ def write_argmax(
     With `logits` `[L, ids]` fp32, all logits are written there too.
     """
     rows, (ids, top) = hidden.shape[0], best
-    if rows <= MAX_ROWS:
+    if rows <= few_rows(ws):
         out = (ids, top) if logits is None else (ids, top, logits)
         scratch = ArgmaxScratch(ws.tile_top, ws.tile_id, ws.partials, ws.counters)
         linear_argmax(hidden, weight, out, scratch, ws.config("lm_head", rows), ws.dependent)
         return
     step = ws.logits.shape[0]
-    assert step, f"rows={rows}: the workspace was allocated for argmaxes of at most {MAX_ROWS}"
+    assert step, f"rows={rows}: the workspace was allocated for argmaxes of at most {few_rows(ws)}"
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
         kept = ws.logits[: part.stop - first, : weight.shape[0]] if logits is None else logits[part]
@@ -64,7 +69,7 @@ def write_argmax(
 
 def product(ws: Workspace, name: str, x: Tensor, w: Weight, out: Tensor) -> None:
     """Write the product `name` of `x` with `w` into `out`, for any number of rows."""
-    if x.shape[0] > MAX_ROWS:
+    if x.shape[0] > few_rows(ws):
         wide_product(ws, name, x, w, out)
         return
     few_product(ws, name, multiplied(ws, x, w), operand(w), out)
@@ -87,7 +92,7 @@ def gated(w: Weight, c: ModelConfig) -> Product:
 def gated_product(ws: Workspace, x: Tensor, w: Weight, out: Tensor, c: ModelConfig) -> None:
     """Write the activated product `gate_up` of `x` into `out`, for up to `MLP_ROWS` rows."""
     rows = x.shape[0]
-    if rows <= MAX_ROWS:
+    if rows <= few_rows(ws):
         few_product(ws, "gate_up", multiplied(ws, x, w), gated(w, c), out)
         return
     wide_product(ws, "gate_up", x, w, ws.gate_up[:rows])
@@ -95,19 +100,20 @@ def gated_product(ws: Workspace, x: Tensor, w: Weight, out: Tensor, c: ModelConf
 
 
 def few_product(ws: Workspace, name: str, x: Tensor, product: Product, out: Tensor) -> None:
-    """Write a product of up to 64 rows into `out`, with one of our kernels."""
+    """Write a product of up to `few_rows` rows into `out`, with one of our kernels."""
     cut = ws.config(name, x.shape[0], product.coding)
     skinny_linear(x, product, out, (ws.partials, ws.counters), cut, ws.dependent)
 
 
 def wide_product(ws: Workspace, name: str, x: Tensor, w: Weight, out: Tensor) -> None:
-    """Write a product of more than 64 rows into `out`, with cuBLAS.
+    """Write a product of more than `few_rows` rows into `out`, with cuBLAS.
 
     Quantized weights with up to 256 rows are read in place, 64 rows at a time. For more rows they are dequantized piece
-    by piece into the same memory. If rows are rounded to FP8, FP8 weights are multiplied as FP8 if the device can.
+    by piece into the same memory. If rows are rounded to FP8, FP8 weights are multiplied as FP8 if the device can. A
+    draft's rows are rounded only then.
     """
     if isinstance(w, QuantizedWeight):
-        if w.fp8_rows and serves(w, ws.limits):
+        if (w.fp8_rows or w.fp8_wide_rows) and serves(w, ws.limits):
             _scaled_product(ws, x, w, out)
             return
         x = multiplied(ws, x, w)

@@ -13,6 +13,7 @@ from torch import Tensor
 from specrs.backends.cuda.experts import CHUNK_ROWS, mixture
 from specrs.backends.cuda.products import (
     few_product,
+    few_rows,
     gated,
     gated_product,
     multiplied,
@@ -23,7 +24,7 @@ from specrs.backends.cuda.products import (
 from specrs.backends.cuda.workspace import MLP_ROWS, Workspace
 from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.configs import LinearConfig
-from specrs.kernels.cuda.linear_product import MAX_ROWS, Next, Product
+from specrs.kernels.cuda.linear_product import Next, Product
 from specrs.kernels.cuda.rms_norm import rms_norm
 from specrs.kernels.linear import Weight
 from specrs.models.config import ModelConfig
@@ -64,11 +65,11 @@ def stream_of(hidden: Tensor, positions: Tensor, ws: Workspace, c: ModelConfig, 
     """Return the residual stream of a pass, starting with `hidden` `[N, hidden]`, a view of the workspace, at
     `positions` `[N]`.
 
-    A `FusedStream` serves passes of up to 64 rows on one rank, for models without experts whose norms stand before
-    their blocks. All other passes use a `PlainStream`. With several `ranks`, each holds a part of the weights and the
-    whole stream.
+    A `FusedStream` serves passes of up to 64 rows, of a draft up to 128, on one rank. Models with experts, or with
+    norms that do not stand before their blocks, use a `PlainStream`, as all other passes do. With several `ranks`, each
+    holds a part of the weights and the whole stream.
     """
-    if hidden.shape[0] <= MAX_ROWS and c.norms == "before" and c.experts is None and ranks is None:
+    if hidden.shape[0] <= few_rows(ws) and c.norms == "before" and c.experts is None and ranks is None:
         return FusedStream(hidden, ws, c)
     return PlainStream(hidden, positions, ws, c, ranks)
 

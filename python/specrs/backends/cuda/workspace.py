@@ -15,9 +15,9 @@ from specrs.backends.cuda.shapes import CHUNK_SEQS, MAX_CAPTURED_ROWS, MERGED_CH
 from specrs.kernels.coding import Coding
 from specrs.kernels.cuda._heads import WIDTHS
 from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig
-from specrs.kernels.cuda.configs import LinearShape, linear_config
+from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
 from specrs.kernels.cuda.device import DeviceLimits, limits_of
-from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m, scratch_sizes
+from specrs.kernels.cuda.linear_product import DRAFT_ROWS, MAX_ROWS, block_m, scratch_sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.scaled_linear import PADDED_ROWS
 from specrs.models.config import ModelConfig
@@ -33,6 +33,8 @@ _NUMBERS_BYTES = 64 * 2**20
 """Bytes of memory for a dequantized piece of a quantized weight, for products of more rows."""
 _FAR = 1 << 24
 """A number of positions larger than any request has."""
+_DRAFT_FEATURES = 2048
+"""Maximum features of a draft's stream for fused products of more than `MAX_ROWS` rows."""
 _LOGITS_ROWS = 256
 """Maximum number of rows whose logits exist at the same time when an argmax follows the LM head of more than `MAX_ROWS`
 rows."""
@@ -53,6 +55,21 @@ def fused_heads(config: ModelConfig, dtype: torch.dtype, limits: DeviceLimits) -
     if not limits.capability:
         return dim if dim >= 16 and dim & (dim - 1) == 0 else 0
     return dim if dim in WIDTHS and dtype != torch.float32 else 0
+
+
+def fuses_draft(config: ModelConfig, shapes: Mapping[str, Sequence[LinearShape]], limits: DeviceLimits) -> bool:
+    """Return whether passes of a draft model with up to `DRAFT_ROWS` rows use our fused products.
+
+    Tiles of that many rows need 16-bit numbers and the shared memory of sm_90 or sm_100, and a stream of at most 2,048
+    features. Wider ones have more sums of squares than registers hold.
+    """
+    every = [shape for kinds in shapes.values() for shape in kinds]
+    if config.experts is not None or config.norms != "before" or any(shape.coding is not None for shape in every):
+        return False
+    if not limits.capability:  # the interpreter
+        return True
+    in_16_bits = all(shape.dtype != torch.float32 for shape in every)
+    return in_16_bits and 90 <= limits.capability < 120 and config.hidden_size <= _DRAFT_FEATURES
 
 
 def linear_shapes(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> dict[str, LinearShape]:
@@ -144,9 +161,11 @@ class Workspace:
     hidden: Tensor
     """[max_rows, hidden], the residual stream."""
     weighted: Tensor
-    """[min(max_rows, 64), hidden], the stream times the weight of its next norm."""
+    """[min(max_rows, 64), hidden], of a draft [min(max_rows, 128), hidden]: the stream times the weight of its next
+    norm."""
     squares: Tensor
-    """[tiles, 64] fp32, sums of squares of the stream, by tile of the product that last added to it."""
+    """[tiles, 64] fp32, of a draft [tiles, 128]: sums of squares of the stream, by tile of the product that last added
+    to it."""
     normed: Tensor
     """[max_rows, hidden], the normed stream. Passes return a view of it."""
     delta: Tensor
@@ -192,6 +211,8 @@ class Workspace:
     """Rows rounded to FP8, as numbers or as bytes, flat: at most rows times inputs. Empty if rows are not rounded."""
     row_scales: Tensor
     """Scales of rows rounded to FP8, flat fp32: at most groups times rows. Empty if rows are not rounded."""
+    rounds_rows: bool
+    """True if products of few rows have rows rounded to FP8. False: none have, or only those of many rows."""
     configs: Mapping[tuple[str, Coding | None, int], list[int]]
     """Fields of the LinearConfig for (product, coding of its weight, columns of its tiles)."""
     experts: ExpertBuffers | None
@@ -199,6 +220,8 @@ class Workspace:
     limits: DeviceLimits
     dependent: bool
     """True if kernels are launched dependently: each starts while the one before it ends."""
+    fuses_draft: bool
+    """True if passes of up to 128 rows use our fused products, as those of a draft model may. False: of up to 64."""
 
     @classmethod
     def allocate(
@@ -272,30 +295,57 @@ class Workspace:
             numbers=buffer(numbers),
             rounded=buffer(0),
             row_scales=buffer(0, dtype=f32),
+            rounds_rows=False,
             configs={key: c.as_list() for key, c in configs.items()},
             experts=ExpertBuffers.allocate(config, max_rows, dtype, device, limits),
             limits=limits,
             dependent=limits.capability >= 90 if dependent is None else dependent,
+            fuses_draft=False,
         )
 
-    def rounding_rows(self, shapes: Mapping[str, Sequence[LinearShape]]) -> Workspace:
-        """Return the workspace with buffers for products of FP8 weights in `shapes` with rows rounded to FP8."""
+    def for_draft(self, config: ModelConfig, shapes: Mapping[str, Sequence[LinearShape]]) -> Workspace:
+        """Return the workspace with buffers for fused products of up to `DRAFT_ROWS` rows, for which `fuses_draft` is
+        True."""
+        configs, partials, counters = dict(self.configs), self.partials.numel(), self.counters.numel()
+        for name, shape in ((name, shape) for name, every in shapes.items() for shape in every):
+            cut = linear_config(shape, DRAFT_ROWS, self.limits)
+            configs[name, shape.coding, DRAFT_ROWS] = cut.as_list()
+            # More rows than `MAX_ROWS` leave heads to `qk_norm_rope`, so tiles have one side in the place of two.
+            n = shape.n * (shape.sides if shape.head_dim else 1)
+            sizes = scratch_sizes(cut, DRAFT_ROWS, n=n, sides=shape.sides)
+            partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
+        tiles = -(-config.vocab_size // LinearConfig(*configs["lm_head", None, DRAFT_ROWS]).block_n)
+
+        def buffer(*shape: int, like: Tensor) -> Tensor:
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+        return dataclasses.replace(
+            self,
+            weighted=buffer(min(len(self.hidden), DRAFT_ROWS), config.hidden_size, like=self.weighted),
+            squares=buffer(len(self.squares), DRAFT_ROWS, like=self.squares),
+            tile_top=buffer(max(self.tile_top.numel(), DRAFT_ROWS * tiles), like=self.tile_top),
+            tile_id=buffer(max(self.tile_id.numel(), DRAFT_ROWS * tiles), like=self.tile_id),
+            partials=buffer(partials, like=self.partials),
+            counters=buffer(counters, like=self.counters),
+            configs=configs,
+            fuses_draft=True,
+        )
+
+    def rounding_rows(self, shapes: Mapping[str, Sequence[LinearShape]], *, few: bool) -> Workspace:
+        """Return the workspace with buffers for products of FP8 weights in `shapes` with rows rounded to FP8. `few`:
+        rows are rounded in products of few rows, too."""
         max_rows, device = len(self.hidden), self.hidden.device
         rounded, row_scales = _rounded_sizes(shapes, max_rows)
         return dataclasses.replace(
             self,
             rounded=torch.zeros(rounded, dtype=self.hidden.dtype, device=device),
             row_scales=torch.zeros(row_scales, dtype=torch.float32, device=device),
+            rounds_rows=few,
         )
 
     def projection(self, rows: int, width: int) -> Tensor:
         """Return `[rows, width]` of `projected`, contiguous, for an input projection with `width` outputs."""
         return self.projected[: rows * width].view(rows, width)
-
-    @property
-    def rounds_rows(self) -> bool:
-        """True if some products have rows rounded to FP8."""
-        return len(self.rounded) > 0
 
     @property
     def num_bytes(self) -> int:

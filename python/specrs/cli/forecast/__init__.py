@@ -30,7 +30,7 @@ _USES = {
     "--itl": {"itl", *_GIVEN},
     "--roofline": {
         "roofline", "model", "draft_model", "batch", "context", "quantization", "draft_quantization",
-        "kv_cache_dtype", "acceptance_lengths", "acceptance_rates",
+        "draft_vocab_size", "kv_cache_dtype", "acceptance_lengths", "acceptance_rates",
     },
     "--target-ms": {"target_ms", "draft_ms", "observed_tpot", "model", *_GIVEN},
 }  # fmt: skip
@@ -92,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     computed.add_argument("--context", type=int, default=1024, help="positions of a request; default: 1024")
     for name, of in (("--quantization", "target"), ("--draft-quantization", "draft")):
         computed.add_argument(name, choices=AT_LOAD, help=f"type of the {of}'s projections; default: bf16")
+    computed.add_argument("--draft-vocab-size", type=int, metavar="N", help="ids that the draft drafts; default: all")
     computed.add_argument(
         "--kv-cache-dtype", choices=_CACHED, default="auto", help="type of the KV cache; default: auto, bf16"
     )

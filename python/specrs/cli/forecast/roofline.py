@@ -39,6 +39,9 @@ def run(arguments: argparse.Namespace) -> None:
     for config in (target, draft):
         without_states(config, "for specrs forecast --roofline")
         with_equal_layers(config, "for specrs forecast --roofline")
+    size = arguments.draft_vocab_size
+    if size is not None:
+        size = check_int(InvalidConfigError, "--draft-vocab-size", size, 1, draft.vocab_size)
     roofline = Roofline(
         gpu,
         target,
@@ -47,6 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.draft_quantization,
         context,
         arguments.kv_cache_dtype,
+        size,
     )
     batches = arguments.batch
     model = roofline.cost_model(batches, len(lengths))

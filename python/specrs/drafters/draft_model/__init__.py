@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from specrs.core import CachedDrafter
 from specrs.drafters.base import Declared, DraftLimits, Loading
 from specrs.drafters.cpu import CpuDrafter
-from specrs.drafters.method import CheckpointOptions, ModelMethod
+from specrs.drafters.method import WHERE, CheckpointOptions, ModelMethod
+from specrs.drafters.vocabulary import DraftVocabularyOptions, draft_ids
+from specrs.errors import UnsupportedConfigError, invalid
 from specrs.model_values import CACHE_DTYPE, QUANTIZATION
+from specrs.models.base import Model
+from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.errors import OF_DRAFT, about
 from specrs.options import option
+
+logger = logging.getLogger("specrs")
 
 DRAFT_MODEL_LAG = 2
 """Maximum number of positions that a draft model's first pass feeds. If all drafts were accepted, KV is missing for the
@@ -19,7 +26,7 @@ last draft and for the token after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModelOptions(CheckpointOptions):
+class DraftModelOptions(DraftVocabularyOptions, CheckpointOptions):
     """Options of `method="draft_model"`."""
 
     quantization: str | None = option(None, QUANTIZATION, "type of the draft's weights", default_is="its checkpoint's")
@@ -68,7 +75,21 @@ def bundled() -> str:
 def load(loading: Loading) -> LoadedDraftModel:
     """Load a draft model. Raises `InvalidConfigError` or a subclass if a file is missing, wrong or not supported."""
     with about(*OF_DRAFT):
-        return LoadedDraftModel(loading.load_model())
+        return LoadedDraftModel(_with_draft_ids(loading.load_model(), loading))
+
+
+def _with_draft_ids(model: Model, loading: Loading) -> Model:
+    """Return the draft model with logits of those ids only that the options choose. Raises `UnsupportedConfigError` for
+    a model that runs through transformers' modules."""
+    size, counts = loading.options.draft_vocab_size, loading.options.draft_vocab_counts
+    if size is None:
+        return model
+    if not isinstance(model, DecoderFacts):
+        reason = "not implemented for a draft that runs through transformers' modules; leave draft_vocab_size out"
+        raise invalid(UnsupportedConfigError, WHERE + "draft_vocab_size", size, reason)
+    ids = draft_ids(size, counts, min(loading.target.vocab_size, model.vocab_size))
+    logger.info("%s drafts %d of %d ids", loading.path, len(ids), loading.target.vocab_size)
+    return model.with_ids(ids)
 
 
 DRAFT_MODEL = ModelMethod(name="draft_model", options=DraftModelOptions, what="a draft", bundled=bundled, load=load)

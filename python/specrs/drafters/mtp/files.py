@@ -1,16 +1,13 @@
-"""Finds the MTP head in a target's checkpoint, and chooses the ids that it drafts. Reads no tensor."""
+"""Finds the MTP head in a target's checkpoint. Reads no tensor."""
 
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
-import numpy as np
-
-from specrs.arrays import Array
-from specrs.drafters.method import WHERE, wrong
+from specrs.drafters.method import WHERE
 from specrs.drafters.mtp.reader import MtpFiles, head_config
-from specrs.errors import CheckpointError, SpecrsError, UnsupportedModelError, invalid, short
+from specrs.drafters.vocabulary import draft_ids
+from specrs.errors import CheckpointError, SpecrsError, UnsupportedModelError, invalid
 from specrs.models.checkpoint import DTYPES, INDEX, Checkpoint, read_json, resolve_folder
 from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.gguf.checkpoint import GGUFCheckpoint, gguf_path
@@ -81,25 +78,3 @@ def _tensors(source: str, target: DecoderFacts, revision: str | None) -> Tensors
     scheme = scheme_of(read_config(folder))
     plain = all(dtype in DTYPES and name.endswith(".weight") for name, (_, dtype) in found.items())
     return files if scheme is None or plain else QuantizedCheckpoint(files, scheme)
-
-
-def draft_ids(size: int | None, counts: str | None, vocab_size: int) -> Array:
-    """Return the ids that a head drafts, `[size]` int64, ascending.
-
-    They are the first `size` ids, or the most frequent ones of the JSON file `counts`, an object with the count of each
-    token id. The lower id wins a tie, and ids that it lacks count 0. With `size` None they are all `vocab_size` ids.
-
-    Raises InvalidConfigError for a wrong size, CheckpointError for a wrong file.
-    """
-    if size is not None and size > vocab_size:
-        raise wrong("draft_vocab_size", size, f"must be at most {vocab_size}, the target's number of ids")
-    if size is None or counts is None:
-        return np.arange(vocab_size if size is None else size)
-    of_id = np.zeros(vocab_size, np.float64)
-    for key, count in read_json(Path(counts)).items():
-        if not key.isdecimal() or int(key) >= vocab_size:
-            raise CheckpointError(f"{counts}: {short(key)} must be a token id from 0 to {vocab_size - 1}")
-        if type(count) not in (int, float) or not 0 <= count < np.inf:
-            raise CheckpointError(f"{counts}: {key}: {short(count)} must be a number of at least 0")
-        of_id[int(key)] = count
-    return np.sort(np.argsort(-of_id, kind="stable")[:size])

@@ -96,6 +96,10 @@ steps! {
     STEP_POOLING = "pooling",
 }
 
+/// Steps that change logits or report them, other than by temperature, top k, top p and min p.
+pub(crate) const STEPS_ON_LOGITS: i64 =
+    STEP_REPETITION | STEP_COUNTS | STEP_CONSTRAINTS | STEP_MIN_TOKENS | STEP_LOGPROBS | STEP_EXTRAS;
+
 /// Precision in which logits are computed and to which parameters are rounded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LogitsDtype {

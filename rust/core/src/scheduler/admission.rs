@@ -22,19 +22,20 @@ impl Scheduler {
             return Ok(());
         }
         let block_size = self.config.block_size;
-        let prefill_left = self.budget(plan).prefill_left;
-        let mut growth = self.growth_of_running(prefill_left);
+        let most_prefill = self.budget(plan).most_prefill();
+        let mut growth = self.growth_of_running(most_prefill);
         let (mut num_held_back, mut loras) = (0, self.running_loras());
         self.queue_by_turn(plan);
         for place in 0..plan.queue.len() {
             let index = plan.queue[place];
             let num_tokens = self.requests[index].tokens.len();
-            let left = self.chunk_left(plan, index, 0, usize::MAX);
+            let mut left = self.chunk_left(plan, index, 0, usize::MAX);
             let (uploads, constraints) =
                 (plan.upload_tokens + num_tokens, plan.constraints + self.requests[index].sampling.constraints.len());
             let fits =
                 uploads <= self.record_layout.upload_token.len && constraints <= self.record_layout.constraint.len;
-            if self.free_rows.len() == num_held_back || self.budget(plan).prefill_left == 0 || !fits {
+            let has_budget = self.budget(plan).prefill_left > 0 && !self.has_all_merged(plan);
+            if self.free_rows.len() == num_held_back || !has_budget || !fits {
                 break;
             }
             if left == 0 {
@@ -62,6 +63,10 @@ impl Scheduler {
                 break;
             }
             let start = plan.hits.len() * block_size;
+            if plan.budget.is_some_and(|budget| budget.merging.is_some()) {
+                self.admit_chunk(plan, index, num_tokens - start);
+                left = self.chunk_left(plan, index, 0, usize::MAX);
+            }
             let len = (num_tokens - start).min(self.chunk_share(left)).min(self.groups.columns(free) * block_size);
             // Deep in a context tokens may cost more, and a short chunk more by the token.
             let len = self.chunk_left(plan, index, start, len);

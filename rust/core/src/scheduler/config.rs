@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::merging::MergedRoom;
 use crate::drafts::{Drafter, HostDrafters};
 use crate::error::{Error, Result};
 use crate::hash::ExtraKey;
@@ -67,6 +68,17 @@ pub struct SchedulerConfig {
     /// [`Self::max_prefill_stall_ms`] counts a chunk deep in its context as longer. Layers with a window attend to no
     /// more positions and add nothing. Finite and at least 0.
     pub attention_cost_ratio: f64,
+    /// Rooms for prompt tokens in the pass that verifies the tokens of decoding sequences. Empty: every chunk has a pass
+    /// of its own. A step takes the first room with its largest number of drafts K and at least its number of sequences
+    /// B. It takes none if it verifies less than half of B * (K + 1) tokens. Sorted by
+    /// [`MergedRoom::num_speculative_tokens`], then by [`MergedRoom::num_seqs`]. With equally many drafts, a room for
+    /// more sequences has no more tokens.
+    pub merged_rooms: Vec<MergedRoom>,
+    /// Maximum number of prompt chunks in such a pass. At least 1 with [`Self::merged_rooms`].
+    pub max_merged_chunks: usize,
+    /// Number of steps into whose rooms all running prompts must fit. Otherwise their chunks have a pass of their own and
+    /// are not cut to a room. At least 1 with [`Self::merged_rooms`].
+    pub max_merged_steps: usize,
     /// Number of steps that a request must have arrived earlier to go before one with a priority better by 1. With
     /// 0, priority always counts more.
     pub priority_aging_steps: usize,
@@ -121,6 +133,9 @@ impl SchedulerConfig {
             long_prefill_token_threshold: 0,
             max_prefill_stall_ms: 0.0,
             attention_cost_ratio: 1.0 / 4096.0,
+            merged_rooms: Vec::new(),
+            max_merged_chunks: 0,
+            max_merged_steps: 0,
             priority_aging_steps: 0,
             max_loras: 0,
             enable_prefix_caching: true,
@@ -143,6 +158,7 @@ impl SchedulerConfig {
     /// # Errors
     /// [`Error::InvalidConfig`] naming the first setting outside its range.
     pub(super) fn validate(&self) -> Result<()> {
+        let least_merged = usize::from(!self.merged_rooms.is_empty());
         let sizes = [
             ("max_num_seqs", self.max_num_seqs, 1, 1 << 16),
             ("max_model_len", self.max_model_len, 2, MAX_SIZE),
@@ -155,6 +171,8 @@ impl SchedulerConfig {
             ("max_constraint_len", self.max_constraint_len, 0, MAX_SIZE),
             ("num_reserved_decode_tokens", self.num_reserved_decode_tokens, 0, MAX_SIZE),
             ("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, MAX_SIZE),
+            ("max_merged_chunks", self.max_merged_chunks, least_merged, MAX_SIZE),
+            ("max_merged_steps", self.max_merged_steps, least_merged, MAX_SIZE),
             ("priority_aging_steps", self.priority_aging_steps, 0, MAX_SIZE),
             ("max_loras", self.max_loras, 0, 1 << 10),
             ("num_snapshots", self.num_snapshots, 0, MAX_SIZE),
@@ -174,11 +192,36 @@ impl SchedulerConfig {
             }
         }
         self.validate_groups()?;
+        self.validate_rooms()?;
         if self.host_drafters.is_some() && self.max_in_flight > 1 {
             let allowed = "1 with a drafter on the host, which needs every token settled";
             return Err(Error::invalid_config("max_in_flight", self.max_in_flight, allowed));
         }
         self.drafter.validate(self.num_speculative_tokens, MAX_SIZE)
+    }
+
+    fn validate_rooms(&self) -> Result<()> {
+        let rejected = |room: &MergedRoom, allowed: &str| {
+            let MergedRoom { num_speculative_tokens, num_seqs, num_tokens } = room;
+            let value =
+                format!("{num_tokens} tokens next to {num_seqs} sequences with {num_speculative_tokens} drafts");
+            Err(Error::invalid_config("merged_rooms", value, allowed))
+        };
+        for room in &self.merged_rooms {
+            if [room.num_seqs, room.num_tokens].iter().any(|size| !(1..=MAX_SIZE).contains(size)) {
+                return rejected(room, "at least 1 token and 1 sequence");
+            }
+        }
+        for pair in self.merged_rooms.windows(2) {
+            let [a, b] = [pair[0], pair[1]];
+            if (a.num_speculative_tokens, a.num_seqs) >= (b.num_speculative_tokens, b.num_seqs) {
+                return rejected(&b, "rooms in order of drafts, then of sequences");
+            }
+            if a.num_speculative_tokens == b.num_speculative_tokens && a.num_tokens < b.num_tokens {
+                return rejected(&b, "at most as many tokens as with fewer sequences");
+            }
+        }
+        Ok(())
     }
 
     fn validate_groups(&self) -> Result<()> {

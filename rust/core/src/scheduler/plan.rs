@@ -4,6 +4,7 @@
 //! Until it is certain that a step results, deciding may only reserve blocks, preempt, and let callers share. A plan
 //! that ends in `SettleFirst` leaves only reservations, which the next plan finds.
 
+use super::merging::{Decoding, Merging};
 use super::prefill_costs::StepWork;
 use super::request::RequestIndex;
 use super::row::{Row, RowIndex};
@@ -54,7 +55,9 @@ pub(super) struct Budget {
     pub(super) chunks: usize,
     pub(super) prefill_left: usize,
     /// Milliseconds that prompts may take; infinity if no decoding request waits for them.
-    prefill_ms: f64,
+    pub(super) prefill_ms: f64,
+    /// Prompts of a step that merges its chunks with verification; `None` if chunks have a pass of their own.
+    pub(super) merging: Option<Merging>,
 }
 
 /// Content of the step being planned, kept between plans to reuse its allocations.
@@ -233,7 +236,7 @@ impl Scheduler {
         let row = &self.rows[row_index as usize];
         let start = row.num_computed;
         let left = self.chunk_left(plan, row.request, start, usize::MAX);
-        if left == 0 {
+        if left == 0 || self.has_all_merged(plan) {
             return Ok(true);
         }
         let covered = self.coverable(row.blocks.len());
@@ -380,35 +383,49 @@ impl Scheduler {
     /// Computes the chunk budget on first use: the tokens of C that decoding leaves, at least a quarter, and the time
     /// that chunks may take. The draft keeps a quarter of both while it has demand.
     pub(super) fn budget<'a>(&self, plan: &'a mut Plan) -> &'a mut Budget {
-        plan.budget.get_or_insert_with(|| {
-            let (mut decode_tokens, mut draft_cost) = (plan.decode_tokens, 0);
-            for row in &plan.lagging {
-                draft_cost += self.draft_cost(row.demand);
+        if plan.budget.is_none() {
+            plan.budget = Some(self.new_budget(plan));
+        }
+        plan.budget.as_mut().expect("a budget")
+    }
+
+    fn new_budget(&self, plan: &Plan) -> Budget {
+        let (mut decode_tokens, mut draft_cost) = (plan.decode_tokens, 0);
+        let (mut num_seqs, mut max_k) = (plan.decodes.len(), 0);
+        for row in &plan.lagging {
+            draft_cost += self.draft_cost(row.demand);
+        }
+        for &row_index in &self.running[plan.num_placed..] {
+            let row = &self.rows[row_index as usize];
+            let n = row.lower_bound();
+            if row.is_prefilling() || n >= row.limit {
+                continue;
             }
-            for &row_index in &self.running[plan.num_placed..] {
-                let row = &self.rows[row_index as usize];
-                let n = row.lower_bound();
-                if row.is_prefilling() || n >= row.limit {
-                    continue;
+            let k = match self.drafting(row) {
+                Drafting::Off => 0,
+                Drafting::Ready(k) => k,
+                Drafting::CatchUp(k) => {
+                    draft_cost += self.draft_cost(self.catch_up_demand(row_index, n));
+                    k
                 }
-                let k = match self.drafting(row) {
-                    Drafting::Off => 0,
-                    Drafting::Ready(k) => k,
-                    Drafting::CatchUp(k) => {
-                        draft_cost += self.draft_cost(self.catch_up_demand(row_index, n));
-                        k
-                    }
-                };
-                // Whose drafts it has is chosen when it is its turn; the host's have no bounds but the request's.
-                let on_host = if self.may_draft_on_host(row_index) { row.limit - 1 - n } else { 0 };
-                decode_tokens += 1 + k.max(on_host.min(row.max_k as usize));
-            }
-            let chunks = self.chunk_budget(decode_tokens);
-            let prefill_left = (chunks - draft_cost.min(chunks.div_ceil(4))).max(1);
-            let most_ms = self.most_ms(decode_tokens);
-            let draft_ms = if most_ms < f64::INFINITY { self.prefill_costs.draft_ms(draft_cost) } else { 0.0 };
-            Budget { chunks, prefill_left, prefill_ms: most_ms - draft_ms.min(most_ms / 4.0) }
-        })
+            };
+            // Whose drafts it has is chosen when it is its turn; the host's have no bounds but the request's.
+            let on_host = if self.may_draft_on_host(row_index) { row.limit - 1 - n } else { 0 };
+            let k = k.max(on_host.min(row.max_k as usize));
+            (decode_tokens, num_seqs, max_k) = (decode_tokens + 1 + k, num_seqs + 1, max_k.max(k));
+        }
+        let chunks = self.chunk_budget(decode_tokens);
+        let prefill_left = (chunks - draft_cost.min(chunks.div_ceil(4))).max(1);
+        let most_ms = self.most_ms(decode_tokens);
+        let draft_ms = if most_ms < f64::INFINITY { self.prefill_costs.draft_ms(draft_cost) } else { 0.0 };
+        let prefill_ms = most_ms - draft_ms.min(most_ms / 4.0);
+        let mut budget = Budget { chunks, prefill_left, prefill_ms, merging: None };
+        if !self.config.merged_rooms.is_empty() {
+            let placed = plan.decodes.iter().map(|decode| decode.k).chain(plan.lagging.iter().map(|row| row.k));
+            let max_k = placed.fold(max_k, usize::max);
+            self.merge(plan, Decoding { num_seqs, max_k, num_tokens: decode_tokens }, &mut budget);
+        }
+        budget
     }
 
     /// Returns the milliseconds that chunks may take in a step that verifies `decode_tokens` tokens; infinity without

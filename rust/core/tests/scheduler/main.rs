@@ -14,6 +14,7 @@ mod introspection;
 mod kv_event_msgpack;
 mod kv_events;
 mod loras;
+mod merging;
 mod policies;
 mod prefill_stalls;
 mod prefixes;

@@ -2,6 +2,8 @@
 
 use specrs_core::{Drafter, HostDrafters, SchedulerConfig};
 
+use super::merging::rooms;
+
 use crate::common::driver::{Ask, Driver, prompt};
 use crate::common::model::mix;
 
@@ -23,7 +25,11 @@ fn random_config(rng: &mut Rng) -> SchedulerConfig {
     let max_model_len = rng.pick(&[16, 40, 90]);
     let whole = usize::div_ceil(max_model_len, block_size);
     let on_host = rng.below(3) == 0;
+    let merged_tokens = rng.pick(&[0, 0, 5, 12, 30]);
     SchedulerConfig {
+        merged_rooms: rooms(6, 5, merged_tokens),
+        max_merged_chunks: rng.pick(&[1, 2, 4]),
+        max_merged_steps: rng.pick(&[1, 3, 5]),
         num_speculative_tokens: rng.pick(&[0, 1, 2, 5]),
         drafter: match rng.pick(&[None, Some(12), Some(30), Some(200), Some(200), Some(200)]) {
             None => Drafter::None,

@@ -3,7 +3,8 @@
 use crate::device::VOCAB;
 use proptest::prelude::*;
 use specrs_core::{
-    Drafter, GrammarProposer, HostDrafters, NgramProposer, PredictionSettings, SchedulerConfig, SuffixSettings,
+    Drafter, GrammarProposer, HostDrafters, MergedRoom, NgramProposer, PredictionSettings, SchedulerConfig,
+    SuffixSettings,
 };
 
 #[derive(Clone, Debug)]
@@ -87,6 +88,17 @@ fn op() -> impl Strategy<Value = Op> {
 /// Token id that one pass for all drafts feeds in their place; it occurs in no text.
 const MASK: i64 = VOCAB;
 
+/// Returns the rooms of passes of `total` tokens, for up to `max_seqs` sequences with up to `max_k` drafts.
+fn rooms(max_seqs: usize, max_k: usize, total: usize) -> Vec<MergedRoom> {
+    let of = |k, num_seqs: usize| MergedRoom {
+        num_speculative_tokens: k,
+        num_seqs,
+        num_tokens: total.saturating_sub(num_seqs * (k + 1)),
+    };
+    let every = (0..=max_k).flat_map(|k| (1..=max_seqs).map(move |num_seqs| of(k, num_seqs)));
+    every.filter(|room| room.num_tokens > 0).collect()
+}
+
 /// Generates settings. `groups` generates the windows of further groups of layers.
 pub(crate) fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strategy<Value = SchedulerConfig> {
     let sizes = (1..5_usize, prop::sample::select(vec![2_usize, 9, 24, 48]), 0..24_usize, 1..6_usize);
@@ -103,6 +115,8 @@ pub(crate) fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strate
         prop::sample::select(vec![0_usize, 0, 1, 4]),
         prop_oneof![1 => Just(0_usize), 1 => 1..4_usize],
         prop::sample::select(vec![0.0, 0.0, 1.0, 20.0]),
+        // Tokens of a verification pass with prompt chunks, number of chunks and of steps; 0: no such pass.
+        prop_oneof![1 => Just((0_usize, 1, 1)), 1 => (2..30_usize, 1..4_usize, 1..6_usize)],
         // Layers with states, or none.
         prop::option::weighted(0.5, (1..10_usize, 1..14_usize, 1..7_usize)),
     );
@@ -139,7 +153,7 @@ pub(crate) fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strate
             let further: usize = window_groups.iter().map(|&window| of_window(window, 1)).sum();
             let least = sliding_window.map_or(all, |window| of_window(window, lag)) + further;
             let spare = spare * (1 + window_groups.len());
-            let states = policy.5.filter(|_| enable_prefix_caching && sliding_window.is_none() && further == 0);
+            let states = policy.6.filter(|_| enable_prefix_caching && sliding_window.is_none() && further == 0);
             let (num_snapshots, snapshot_interval, decode_snapshot_interval) = states.unwrap_or((0, 1, 1));
             SchedulerConfig {
                 num_snapshots,
@@ -163,6 +177,9 @@ pub(crate) fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strate
                 priority_aging_steps: policy.2,
                 max_loras: policy.3,
                 max_prefill_stall_ms: policy.4,
+                merged_rooms: rooms(rows, k, policy.5.0),
+                max_merged_chunks: policy.5.1,
+                max_merged_steps: policy.5.2,
                 ..SchedulerConfig::new(rows, len, least + spare, block_size, budget)
             }
         },

@@ -2,7 +2,7 @@
 
 use specrs_core::sampling::{UNKNOWN_BELOW, largest, lowest_id};
 
-use super::{Iteration, Model, RowState, Sequence};
+use super::{Facts, Iteration, Model, RowState, Sequence};
 use crate::error::Result;
 use crate::{Eagle3Input, Entries, Output, Pass};
 use std::time::Instant;
@@ -107,9 +107,9 @@ impl Iteration {
     fn compute(&mut self, state: &RowState<'_>, model: &mut dyn Model, want: Want, whose: Whose) -> Result<()> {
         let prompts = self.batch.prompts;
         let vocab_size = self.sampler.vocab_size();
-        let known = model.facts().num_ids;
-        if whose == Whose::Draft && known < vocab_size {
-            self.batch.tokens.iter_mut().for_each(|token| *token = (*token).min(known as i64 - 1));
+        let Facts { vocab_size: fed, num_ids: known, .. } = model.facts();
+        if whose == Whose::Draft && fed < vocab_size {
+            self.batch.tokens.iter_mut().for_each(|token| *token = (*token).min(fed as i64 - 1));
         }
         let in_groups = whose == Whose::Target && !state.group_tables.is_empty();
         if in_groups {

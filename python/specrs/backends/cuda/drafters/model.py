@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 import torch
@@ -45,12 +45,17 @@ class ModelPasses:
     @classmethod
     def of(cls, drafter: LoadedDraftModel, model: Any, room: Room, **members: Any) -> Self:
         """Return passes of `model`, which has the weights of `drafter`. `members` are those of a subclass."""
-        limits = room.limits
+        limits, ids = room.limits, drafter.model.target_ids
         model = with_buffers(model, room.max_rows, limits.max_num_seqs)
+        if isinstance(model, CudaDecoder):
+            model = model.for_draft()
         sizes, declared = DraftSizes(TORCH_DTYPES[limits.target.dtype], room.first_pass_rows), drafter.declare(limits)
         if isinstance(declared, CachedDrafter) and declared.mask_token_id is not None:
             width = cast("CudaDecoder", model).config.hidden_size
             sizes = DraftSizes(TORCH_DTYPES[model.dtype], room.first_pass_rows, in_parallel=True, hidden_size=width)
+        if ids is not None:
+            sizes = replace(sizes, num_ids=len(ids))
+            members["reduced"] = Reduced.of(ids, limits.target.vocab_size)
         return cls(
             model=model,
             kv_cache=drafter.model.allocate_cache(room.num_blocks, limits.block_size),
@@ -71,10 +76,11 @@ class ModelPasses:
         return self.model.forward(inputs, self.kv_cache).final
 
     def compute_argmax(self, hidden: Tensor, ids: Tensor, top: Tensor) -> None:
-        self.model.compute_argmax(hidden, ids, top, min(self.model.vocab_size, self.vocab_size))
+        known = min(self.model.vocab_size, self.vocab_size) if self.reduced is None else None
+        self.model.compute_argmax(hidden, ids, top, known)
 
     def compute_logits(self, hidden: Tensor, out: Tensor) -> None:
-        self.model.compute_logits(hidden, out[:, : self.model.vocab_size])
+        self.model.compute_logits(hidden, out[:, : self.model.vocab_size] if self.reduced is None else out)
 
     def catch_up(self, inputs: PassInputs, hidden: HiddenInputs | None = None) -> None:
         assert hidden is None

@@ -50,9 +50,3 @@ class SharedTokenPasses(ModelPasses):
 
     def known(self, ids: Tensor, out: Tensor) -> Tensor:
         return torch.index_select(self.fed_ids, 0, ids, out=out)
-
-    def compute_argmax(self, hidden: Tensor, ids: Tensor, top: Tensor) -> None:
-        self.model.compute_argmax(hidden, ids, top)
-
-    def compute_logits(self, hidden: Tensor, out: Tensor) -> None:
-        self.model.compute_logits(hidden, out)

@@ -1,0 +1,64 @@
+"""Part of the vocabulary that a drafter drafts: its options, and the choice of ids. Loads no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from specrs.arrays import Array
+from specrs.drafters.method import MethodOptions, wrong
+from specrs.errors import CheckpointError, short
+from specrs.models.checkpoint import read_json
+from specrs.options import Integer, Text, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftVocabularyOptions(MethodOptions):
+    """Options of a drafter whose LM head may have fewer ids than the target's."""
+
+    draft_vocab_size: int | None = option(
+        None,
+        Integer(1),
+        "number of token ids that a draft model or MTP head drafts",
+        default_is="all",
+        details="They are the first ids, or the most frequent ones of `draft_vocab_counts`. Fewer ids make a draft "
+        "cheaper, because the LM head is most of its cost in small models. The text stays the same.",
+    )
+    draft_vocab_counts: str | None = option(
+        None,
+        Text(),
+        "JSON file with the count of each token id, by which `draft_vocab_size` ids are chosen",
+        default_is="the first ids are chosen",
+        details="`specrs.token_counts` counts the ids of a target's outputs.",
+    )
+
+    def check_rules(self) -> None:
+        """Raise `InvalidConfigError` for `draft_vocab_counts` without `draft_vocab_size`."""
+        if self.draft_vocab_counts is not None and self.draft_vocab_size is None:
+            reason = "needs draft_vocab_size, the number of ids to choose; set it"
+            raise wrong("draft_vocab_counts", self.draft_vocab_counts, reason)
+
+
+def draft_ids(size: int | None, counts: str | None, vocab_size: int) -> Array:
+    """Return the ids that a drafter drafts, `[size]` int64, ascending.
+
+    They are the first `size` ids, or the most frequent ones of the JSON file `counts`, an object with the count of each
+    token id. The lower id wins a tie, and ids that it lacks count 0. With `size` None they are all `vocab_size` ids,
+    which target and drafter have.
+
+    Raises InvalidConfigError for a wrong size, CheckpointError for a wrong file.
+    """
+    if size is not None and size > vocab_size:
+        raise wrong("draft_vocab_size", size, f"must be at most {vocab_size}, the number of ids that can be drafted")
+    if size is None or counts is None:
+        return np.arange(vocab_size if size is None else size)
+    of_id = np.zeros(vocab_size, np.float64)
+    for key, count in read_json(Path(counts)).items():
+        if not key.isdecimal() or int(key) >= vocab_size:
+            raise CheckpointError(f"{counts}: {short(key)} must be a token id from 0 to {vocab_size - 1}")
+        if type(count) not in (int, float) or not 0 <= count < np.inf:
+            raise CheckpointError(f"{counts}: {key}: {short(count)} must be a number of at least 0")
+        of_id[int(key)] = count
+    return np.sort(np.argsort(-of_id, kind="stable")[:size])

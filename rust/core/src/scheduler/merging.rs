@@ -1,0 +1,138 @@
+//! Prompt chunks in the verification pass of a step, where the device has room for them next to decoding sequences.
+//! Such chunks need no pass of their own, which would read the target's weights a second time.
+//!
+//! A step merges its chunks if [`crate::SchedulerConfig::merged_rooms`] has a room for its decoding sequences, and if
+//! all running prompts fit into `max_merged_steps` such steps. Its chunks are then cut to the room, and the time of
+//! [`crate::SchedulerConfig::max_prefill_stall_ms`] does not limit them. Other steps cut their chunks as if there were
+//! no rooms.
+//!
+//! No prompt starves. A merged step fills its room or ends all prompts that have a chunk in it, and there are
+//! `max_merged_chunks` of those unless it ends all prompts. So after at most `2 * max_merged_steps` merged steps without
+//! a new prompt, none is left. New prompts that exceed this work make the step an unmerged one.
+
+use super::Scheduler;
+use super::plan::{Budget, Plan};
+use super::request::RequestIndex;
+use super::row::Row;
+use crate::sampling::STEPS_ON_LOGITS;
+
+/// Room for prompt tokens in the pass that verifies the tokens of decoding sequences.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MergedRoom {
+    /// Number of drafts of the sequence that drafts the most.
+    pub num_speculative_tokens: usize,
+    /// Maximum number of decoding sequences, at least 1.
+    pub num_seqs: usize,
+    /// Maximum number of prompt tokens, at least 1.
+    pub num_tokens: usize,
+}
+
+/// Prompts of a step that merges its chunks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Merging {
+    /// Number of running prompts, with those that the plan admits.
+    num_prompts: usize,
+    /// Number of tokens of these prompts that no earlier step computes.
+    num_tokens: usize,
+    /// Maximum of `num_tokens`.
+    max_tokens: usize,
+    /// Number of tokens by which the budget grows if the chunks get a pass of their own after all.
+    withheld: usize,
+    /// Milliseconds that chunks may take in a pass of their own.
+    alone_ms: f64,
+}
+
+/// Decoding sequences of a step, as far as its plan knows them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Decoding {
+    pub(super) num_seqs: usize,
+    /// Largest number of drafts of a sequence.
+    pub(super) max_k: usize,
+    /// Number of tokens to verify.
+    pub(super) num_tokens: usize,
+}
+
+impl Scheduler {
+    /// Changes `budget`, of a step whose chunks have a pass of their own, to that of a step that merges them. Leaves it
+    /// unchanged if they cannot be merged. The plan must have no chunks.
+    pub(super) fn merge(&self, plan: &Plan, decoding: Decoding, budget: &mut Budget) {
+        let Some(room) = self.merged_room(decoding) else { return };
+        let room = room.min(budget.prefill_left);
+        let mut merging = Merging {
+            num_prompts: 0,
+            num_tokens: 0,
+            max_tokens: self.config.max_merged_steps * room,
+            withheld: budget.prefill_left - room,
+            alone_ms: budget.prefill_ms,
+        };
+        let placed = plan.decodes.iter().map(|decode| decode.row);
+        for row in placed.chain(self.running[plan.num_placed..].iter().copied()) {
+            let row = &self.rows[row as usize];
+            if !self.is_mergeable(row.request) {
+                return;
+            }
+            merging.num_prompts += usize::from(row.is_prefilling());
+            merging.num_tokens += num_left(row);
+        }
+        if self.fits(&merging) {
+            (budget.prefill_left, budget.prefill_ms) = (room, f64::INFINITY);
+            budget.merging = Some(merging);
+        }
+    }
+
+    /// Returns the number of prompt tokens for which the verification pass of these sequences has room.
+    fn merged_room(&self, decoding: Decoding) -> Option<usize> {
+        let Decoding { num_seqs, max_k, num_tokens } = decoding;
+        // Sequences that draft much less than the one that drafts the most are not padded to it, but run pass by pass.
+        if num_seqs == 0 || 2 * num_tokens < num_seqs * (max_k + 1) {
+            return None;
+        }
+        let fits = |room: &&MergedRoom| room.num_speculative_tokens == max_k && room.num_seqs >= num_seqs;
+        self.config.merged_rooms.iter().find(fits).map(|room| room.num_tokens)
+    }
+
+    /// Returns whether the sampling of a request needs no step of its own on the logits.
+    fn is_mergeable(&self, index: RequestIndex) -> bool {
+        let request = &self.requests[index];
+        request.sampling.steps & STEPS_ON_LOGITS == 0 && !request.tells_prompt()
+    }
+
+    fn fits(&self, merging: &Merging) -> bool {
+        merging.num_tokens <= merging.max_tokens
+            && merging.num_prompts <= self.config.max_merged_steps * self.config.max_merged_chunks
+    }
+
+    /// Returns whether the step merges its chunks and has as many as it may.
+    pub(super) fn has_all_merged(&self, plan: &Plan) -> bool {
+        plan.budget.is_some_and(|budget| budget.merging.is_some()) && plan.chunks.len() >= self.config.max_merged_chunks
+    }
+
+    /// Makes room for a new prompt, of which `num_tokens` tokens are not cached. If the step merges its chunks and this
+    /// prompt exceeds the work that it may merge, its chunks get a pass of their own. The plan must have budget left, so
+    /// that no running prompt was passed over.
+    pub(super) fn admit_chunk(&self, plan: &mut Plan, index: RequestIndex, num_tokens: usize) {
+        let Some(budget) = &mut plan.budget else { return };
+        let Some(merging) = budget.merging else { return };
+        let merging =
+            Merging { num_prompts: merging.num_prompts + 1, num_tokens: merging.num_tokens + num_tokens, ..merging };
+        if self.is_mergeable(index) && self.fits(&merging) {
+            budget.merging = Some(merging);
+        } else {
+            budget.merging = None;
+            budget.prefill_left += merging.withheld;
+            budget.prefill_ms = merging.alone_ms;
+        }
+    }
+}
+
+/// Returns the number of a row's prompt tokens that no step computes yet.
+fn num_left(row: &Row) -> usize {
+    row.prefill_end.saturating_sub(row.num_computed)
+}
+
+impl Budget {
+    /// Returns the maximum number of further prompt tokens of the step, if its chunks should get a pass of their own.
+    pub(super) fn most_prefill(&self) -> usize {
+        self.prefill_left + self.merging.map_or(0, |merging| merging.withheld)
+    }
+}
