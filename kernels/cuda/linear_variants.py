@@ -27,7 +27,7 @@ def variant(
 ) -> Variant:
     """Return the variant of the kernel that `launch` uses for `shape` on devices of `size`.
 
-    `operands` may be `bias`, `squares` and `next_norm`. `constants` are those that differ from a plain product.
+    `operands` may be `bias`, `squares`, `added` and `next_norm`. `constants` are those that differ from a plain product.
     `argmax`: the variant of `lm_head`.
     """
     dtype = next(key for key, value in DTYPES.items() if value == shape.dtype)
@@ -37,6 +37,7 @@ def variant(
         present |= {"weight": "*i16", "scales": "*fp32"}
     normed = "squares" in operands
     present |= dict.fromkeys(operands, f"*{dtype}")
+    present |= {"added": "*fp32", "added_slots": "*i32"} if "added" in operands else {}
     present |= {"next_x": f"*{dtype}", "next_squares": "*fp32"} if "next_norm" in operands else {}
     present |= {"squares": "*fp32"} if normed else {}
     present |= {"out": "*fp32", "tile_top": "*fp32", "tile_id": "*i32"} if argmax else {}
@@ -67,7 +68,7 @@ def variant(
         **coding_constants(shape.coding, shape.k),
         "DEPENDENT": False,
     }
-    optional = ["scales", "bias", "squares", "next_norm", "next_x", "next_squares", "tile_top", "tile_id"]
+    optional = ["scales", "bias", "squares", "added", "added_slots", "next_norm", "next_x", "next_squares", "tile_top", "tile_id"]
     optional += ["qk_norm", "cos", "sin", "slots", "cache", "head_eps", "k_scale", "v_scale"]
     absent = {arg: None for arg in optional if arg not in present}
     return Variant(
@@ -104,6 +105,8 @@ def _variants() -> tuple[Variant, ...]:
             add("gated", LinearShape(6144, 2048, torch_dtype, gated=True), operands=() if dtype == "fp16" else normed)
             if dtype == "bf16":
                 add("residual", LinearShape(2048, 6144, torch_dtype), constants=added, operands=following)
+            if dtype == "bf16":
+                add("gated_added", LinearShape(6144, 2048, torch_dtype, gated=True), operands=("added", *normed))
             if dtype == "bf16" and rows == 6:
                 add("normed", LinearShape(4096, 2048, torch_dtype), operands=normed)
                 add("normed_bias", LinearShape(4608, 3584, torch_dtype), operands=("bias", *normed))
@@ -129,13 +132,15 @@ def _variants() -> tuple[Variant, ...]:
         for name, shape, heads, rows, more in (
             ("heads_bf16_rows6", large, (64, 8), 6, {}),
             ("heads_bf16_rows64", large, (64, 8), 64, {}),
+            ("heads_added_bf16_rows64", large, (64, 8), 64, {}),
             ("heads_bf16_rows6_e4m3", large, (64, 8), 6, e4m3),
             ("heads_bf16_rows6_draft", LinearShape(2048, 2048, torch.bfloat16, head_dim=128), (16, 8), 6, {}),
             ("heads_fp16_rows6_d64", small, (32, 8), 6, {"qk_norm": None}),
         ):
             given: dict[str, Any] = {"HEADS": heads[0], "KV_HEADS": heads[1], "BLOCK_SIZE": 16}
-            label, squares = f"skinny_linear_{name}_{size.name}", normed if shape.dtype == torch.bfloat16 else ()
-            variants.append(variant(label, shape, size, rows=rows, operands=squares, constants=given | dict(more)))
+            label, own = f"skinny_linear_{name}_{size.name}", normed if shape.dtype == torch.bfloat16 else ()
+            own = ("added", *own) if "added" in name else own
+            variants.append(variant(label, shape, size, rows=rows, operands=own, constants=given | dict(more)))
     dependent = variant(
         "skinny_linear_residual_bf16_dependent",
         LinearShape(2048, 6144, torch.bfloat16),

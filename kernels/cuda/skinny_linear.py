@@ -25,7 +25,7 @@ from specrs.kernels.cuda._dependent_launch import options, prefetch, start_next,
 from specrs.kernels.cuda._heads import Heads, head_arguments, head_places, store_head
 from specrs.kernels.cuda.activation import activation
 from specrs.kernels.cuda.configs import LinearConfig
-from specrs.kernels.cuda.linear_product import MAX_ROWS, Next, Product, block_m, check_product
+from specrs.kernels.cuda.linear_product import MAX_ROWS, Added, Next, Product, block_m, check_product
 from torch import Tensor
 
 
@@ -56,6 +56,8 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     scales,
     bias,
     squares,
+    added,
+    added_slots,
     out,
     next_norm,
     next_x,
@@ -225,6 +227,13 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                 acc += tl.load(bias + rows_n).to(tl.float32)[:, None]
                 if SIDES == 2:
                     up += tl.load(bias + APART + rows_n).to(tl.float32)[:, None]
+            if added is not None:
+                # Other rows have what an earlier pass left.
+                has_added = (tl.load(added_slots + token, mask=there, other=-1) >= 0)[None, :]
+                added_at = added + token[None, :] * (SIDES * N) + rows_n[:, None]
+                acc += tl.load(added_at, mask=has_added, other=0)
+                if SIDES == 2:
+                    up += tl.load(added_at + APART, mask=has_added, other=0)
             if HEADS > 0:
                 store_head(
                     acc, up, tile, token, there, slot_of, c, s, out, out_stride, qk_norm, cos, cache, head_eps, k_scale,
@@ -300,6 +309,8 @@ def launch(
         product.scales,
         product.bias,
         squares,
+        None if product.added is None else product.added.values,
+        None if product.added is None else product.added.slots,
         out,
         *following,
         *of_heads,
@@ -347,7 +358,9 @@ def skinny_linear(
         dependent: launch dependently (see `_dependent_launch`).
     """
     p = product
-    operands, flags = [p.weight, p.bias, p.squares, p.scales], [int(p.gated), int(p.gelu), int(p.accumulate)]
+    added = (None, None) if p.added is None else (p.added.values, p.added.slots)
+    operands = [p.weight, p.bias, p.squares, p.scales, *added]
+    flags = [int(p.gated), int(p.gelu), int(p.accumulate)]
     if p.coding is not None:
         flags += coding_as_list(p.coding)
     outs, numbers = [out], [p.eps, p.multiplier]
@@ -395,7 +408,7 @@ def _(
 def _product(
     operands: Sequence[Tensor | None], following: Sequence[Tensor], numbers: Sequence[float], flags: Sequence[int]
 ) -> Product:
-    (weight, bias, squares, scales, *more), (eps, multiplier, *of_heads) = operands, numbers
+    (weight, bias, squares, scales, values, slots_of, *more), (eps, multiplier, *of_heads) = operands, numbers
     following_norm, heads = None, None
     if of_heads:
         (qk_norm, cos, sin, slots), (num_heads, *flags) = more, flags
@@ -420,4 +433,5 @@ def _product(
         coding_of(coding) if coding else None,
         scales,
         heads,
+        None if values is None or slots_of is None else Added(values, slots_of),
     )

@@ -91,5 +91,6 @@ def give_graphs(engine: Engine) -> Graphs:
         runner.buckets,
         graphs,  # type: ignore[arg-type]
         logprobs_mode=runner.logprobs_mode,
+        loras=runner.loras,
     )
     return graphs

@@ -206,7 +206,7 @@ class DecoderFacts(Model):
         return () if self.config.varied else group_sizes(self.config.windows)
 
     def place(self, array: Array) -> Any:
-        """Return `array` in the model's dtype on the device of its weights."""
+        """Return a matrix of an adapter in the model's dtype, in host memory."""
         raise NotImplementedError
 
     @property

@@ -8,7 +8,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from specrs.backends.base import FindAdapter
 from specrs.backends.blueprint import Blueprint
+from specrs.backends.cuda.adapters import Adapters
 from specrs.backends.cuda.buffers import Buffers, DeviceRecord, DraftSizes
 from specrs.backends.cuda.chunk_buffers import ChunkBuffers
 from specrs.backends.cuda.context import Context, StepSequences, sequences_of
@@ -81,6 +83,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         len(layers),
         k,
         blueprint.num_snapshots,
+        (config.max_loras, config.max_lora_rank) if config.enable_lora else None,
     )
     vocab = blueprint.weights.target.vocab_size
     rates: Tensor | None = None
@@ -147,9 +150,14 @@ def _rules(blueprint: Blueprint) -> DraftRules:
 
 
 def make_cuda_runner(
-    blueprint: Blueprint, scheduler: Scheduler, num_blocks: int, ranks: Ranks | None = None
+    blueprint: Blueprint,
+    scheduler: Scheduler,
+    num_blocks: int,
+    ranks: Ranks | None = None,
+    find_adapter: FindAdapter | None = None,
 ) -> CudaRunner:
     """Return the runner over `num_blocks` blocks. Captures its graphs, or without graphs compiles its kernels.
+    `find_adapter` finds the LoRA adapters of requests; None: no request has one.
 
     All `ranks` must call this at the same time, because captures exchange data in the same order.
     """
@@ -167,7 +175,10 @@ def make_cuda_runner(
                 uncaptured.run_all()
             else:
                 graphs = _captured(ctx, buckets, decode, device)
-    return CudaRunner(ctx, sampling, buckets, graphs, logprobs_mode=config.logprobs_mode)
+    loras = None
+    if find_adapter is not None and isinstance(ctx.target, CudaDecoder) and ctx.target.adapters is not None:
+        loras = Adapters(ctx.target.adapters, find_adapter)
+    return CudaRunner(ctx, sampling, buckets, graphs, logprobs_mode=config.logprobs_mode, loras=loras)
 
 
 def _captured(ctx: Context, buckets: Buckets, decode: StepSequences, device: torch.device) -> Graphs:

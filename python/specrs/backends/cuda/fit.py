@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specrs.backends.cuda.adapters import slots_bytes
 from specrs.backends.cuda.device import CUDA_DTYPES
 from specrs.backends.model_source import draft_ranks, draft_source, drafts_by_model
 from specrs.config import EngineConfig
@@ -36,8 +37,8 @@ def check_formats(config: EngineConfig) -> None:
 
 
 def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = None) -> None:
-    """Raise InvalidConfigError if the weights do not fit in the GPU's free memory. With `ranks`, only this rank's part
-    counts.
+    """Raise InvalidConfigError if the weights, and room for LoRA adapters, do not fit in the GPU's free memory. With
+    `ranks`, only this rank's part counts.
 
     Reads configurations. For models with tied embeddings it also reads whether the files hold a different LM head.
     """
@@ -61,6 +62,9 @@ def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = N
         sizes[field] = sum(map(math.prod, shapes.values())) * dtype.itemsize
         for name, bits in _coded_bits(source, revision, model, quantization, config.load_format).items():
             sizes[field] -= math.prod(shapes[name]) * (8 * dtype.itemsize - bits) // 8
+        if field == "model" and config.enable_lora:
+            itemsize, loras = dtype.itemsize, config.max_loras
+            sizes[f"max_loras={loras} adapters"] = slots_bytes(model, loras, config.max_lora_rank, itemsize)
     free, needed = torch.cuda.mem_get_info(device)[0], sum(sizes.values())
     if needed > free:
         told = " and ".join(f"{size / 2**30:.2f} GiB for {field}" for field, size in sizes.items())

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specrs.backends.cuda.adapters import Adapters
 from specrs.backends.cuda.adjusted import accept_adjusted, draft_adjusted, sequence_sampling
 from specrs.backends.cuda.chunk_passes import ChunkPasses
 from specrs.backends.cuda.context import Context, sequences_of
@@ -91,13 +92,16 @@ class CudaRunner:
         graphs: Graphs | Uncaptured,
         *,
         logprobs_mode: str,
+        loras: Adapters | None = None,
     ) -> None:
+        """Make a runner of `graphs` over `ctx`. `loras` are the LoRA adapters of requests; None: no request has one."""
         self.ctx = ctx
         self.sampling = sampling
         self.buckets = buckets
         self.graphs = graphs
         self._chunks = ChunkPasses(ctx, buckets, graphs)
         self.logprobs_mode = logprobs_mode
+        self.loras = loras
         self.num_target_passes = 0
         self._on_host = None if ctx.proposed is None else OnHost()
         self._decoding_sequences = sequences_of(ctx.record.views, "num_decode")
@@ -166,6 +170,8 @@ class CudaRunner:
             if header.num_admitted:
                 self.sampling.remember(slot.views, header.num_admitted)
             apply_uploads(ctx.state, self.sampling, slot.views, ctx.record.views, header)
+            if self.loras is not None:
+                self.loras.begin_step(slot.views, header)
             if ctx.states is not None:
                 ctx.states.begin_step(slot.views, ctx.record.views, header)
             if ctx.hidden is not None and header.num_admitted:
