@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import triton
 from specrs.kernels.coding import Coding
+from specrs.kernels.cuda._codes import coding_constants
 from specrs.kernels.cuda._heads import head_arguments
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m
-from specrs.kernels.cuda.skinny_linear import coding_constants, skinny_linear_kernel
+from specrs.kernels.cuda.skinny_linear import skinny_linear_kernel
 from specrs.kernels.cuda.variants import DTYPES, SIZES, Size, Variant
 
 
@@ -27,8 +28,8 @@ def variant(
 ) -> Variant:
     """Return the variant of the kernel that `launch` uses for `shape` on devices of `size`.
 
-    `operands` may be `bias`, `squares`, `added` and `next_norm`. `constants` are those that differ from a plain product.
-    `argmax`: the variant of `lm_head`.
+    `operands` may be `bias`, `squares`, `added` and `next_norm`. `constants` are those that differ from a plain
+    product. `argmax`: the variant of `lm_head`.
     """
     dtype = next(key for key, value in DTYPES.items() if value == shape.dtype)
     config = linear_config(shape, block_m(rows), size.limits)
@@ -68,7 +69,18 @@ def variant(
         **coding_constants(shape.coding, shape.k),
         "DEPENDENT": False,
     }
-    optional = ["scales", "bias", "squares", "added", "added_slots", "next_norm", "next_x", "next_squares", "tile_top", "tile_id"]
+    optional = [
+        "scales",
+        "bias",
+        "squares",
+        "added",
+        "added_slots",
+        "next_norm",
+        "next_x",
+        "next_squares",
+        "tile_top",
+        "tile_id",
+    ]
     optional += ["qk_norm", "cos", "sin", "slots", "cache", "head_eps", "k_scale", "v_scale"]
     absent = {arg: None for arg in optional if arg not in present}
     return Variant(
@@ -138,9 +150,10 @@ def _variants() -> tuple[Variant, ...]:
             ("heads_fp16_rows6_d64", small, (32, 8), 6, {"qk_norm": None}),
         ):
             given: dict[str, Any] = {"HEADS": heads[0], "KV_HEADS": heads[1], "BLOCK_SIZE": 16}
-            label, own = f"skinny_linear_{name}_{size.name}", normed if shape.dtype == torch.bfloat16 else ()
-            own = ("added", *own) if "added" in name else own
-            variants.append(variant(label, shape, size, rows=rows, operands=own, constants=given | dict(more)))
+            label = f"skinny_linear_{name}_{size.name}"
+            used: tuple[str, ...] = normed if shape.dtype == torch.bfloat16 else ()
+            used = ("added", *used) if "added" in name else used
+            variants.append(variant(label, shape, size, rows=rows, operands=used, constants=given | dict(more)))
     dependent = variant(
         "skinny_linear_residual_bf16_dependent",
         LinearShape(2048, 6144, torch.bfloat16),

@@ -19,8 +19,16 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
-from specrs.kernels.coding import Coding
-from specrs.kernels.cuda._codes import CODES, DENSE, INT4, add_step, coding_as_list, coding_of, scale_of
+from specrs.kernels.cuda._codes import (
+    DENSE,
+    INT4,
+    MXFP4,
+    add_step,
+    coding_as_list,
+    coding_constants,
+    coding_of,
+    scale_of,
+)
 from specrs.kernels.cuda._dependent_launch import options, prefetch, start_next, wait_for_previous
 from specrs.kernels.cuda._heads import Heads, head_arguments, head_places, store_head
 from specrs.kernels.cuda.activation import activation
@@ -110,7 +118,7 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     # Where a tile has two sides they are gates and values, N rows of the weight apart, or the halves of a head.
     SIDES: tl.constexpr = 2 if GATED or HEADS > 0 else 1
     APART: tl.constexpr = N if GATED else BLOCK_N
-    EACH: tl.constexpr = 1 if CODE == DENSE else 4 if CODE == INT4 else 2
+    EACH: tl.constexpr = 1 if CODE == DENSE else 4 if (CODE == INT4) | (CODE == MXFP4) else 2
     ROW: tl.constexpr = K // EACH
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -262,21 +270,6 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                     f = tl.where(stored, rounded.to(tl.float32), 0)
                     tl.store(next_x + place, (f * g[:, None]).to(next_x.dtype.element_ty), mask=stored)
                     tl.store(next_squares + tile * MAX_ROWS + token, tl.sum(f * f, 0), mask=there)
-
-
-def coding_constants(coding: Coding | None, k: int) -> dict[str, int]:
-    """Return the kernel's constants for a weight of `k` inputs; `coding` None: it is dense."""
-    if coding is None:
-        return {"CODE": DENSE.value, "GROUP": k, "UNIT": 0, "OUTPUTS": 1, "ZEROS": False}
-    unit = coding.unit(k)
-    assert unit is not None
-    return {
-        "CODE": CODES[coding.kind],
-        "GROUP": coding.group,
-        "UNIT": unit,
-        "OUTPUTS": coding.outputs,
-        "ZEROS": coding.zeros,
-    }
 
 
 def launch(

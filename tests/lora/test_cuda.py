@@ -79,7 +79,9 @@ def test_rows_are_their_adapters(family: str, tmp_path: Path) -> None:
     given = [(leaves, 9), (leaves[::2], 2)]
     folders = [write_adapter(tmp_path / str(i), checkpoint, Spec(*spec), seed=i) for i, spec in enumerate(given)]
     adapters = [load_lora(path, base, name=str(i), lora_int_id=i, max_lora_rank=9) for i, path in enumerate(folders, 1)]
-    merged = [load_model(merge(checkpoint, path, tmp_path / f"{path.name} merged"), dtype="float64") for path in folders]
+    merged = [
+        load_model(merge(checkpoint, path, tmp_path / f"{path.name} merged"), dtype="float64") for path in folders
+    ]
     models, which = [*merged, load_model(checkpoint, dtype="float64")], [0, -1, 1, 0]
     feeder = Feeder(with_slots(base, adapters, which), num_requests=4, max_len=LENGTH)
     fed = [[(0, 5), (0, 1), (0, 3), (0, 67)], [(5, 8), (1, 2), (3, 4), (67, 68)]]
@@ -125,7 +127,7 @@ def test_a_row_does_not_depend_on_others(tmp_path: Path) -> None:
 
 
 ROWS = 4
-HEADER = {name: 0 for name in HEADER_FIELDS}
+HEADER = dict.fromkeys(HEADER_FIELDS, 0)
 
 
 def constant(c: Any, number: int) -> LoRAAdapter:

@@ -37,7 +37,7 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 from models.harness import Feeder
 
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-GROUPED = ("Q8_0", "Q6_K", "Q4_0", "MXFP4")
+GROUPED = ("Q8_0", "Q5_0", "Q3_K", "Q6_K", "Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4")
 PROMPTS = [[1, 2, 3], [40, 50, 60, 70]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SIZES = {"hidden": 256, "intermediate": 512, "head_dim": 64, "kv_heads": 2, "layers": 1}

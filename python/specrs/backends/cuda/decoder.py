@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specrs.backends.cuda.adapters import AdapterSlots, LayerAdapters
+from specrs.backends.cuda.experts import codings_of
 from specrs.backends.cuda.net_states import NetPass, NetStates, check_net
 from specrs.backends.cuda.parts import EmbeddingParts, LogitsParts
 from specrs.backends.cuda.products import stored, write_argmax, write_logits
@@ -109,6 +110,7 @@ class CudaDecoder(TorchFacts):
             dtype=weights.dtype,
             device=device,
             shapes=shapes,
+            experts=codings_of(weights.layers),
         )
         if has_fp8_rows(weights):
             workspace = workspace.rounding_rows(shapes)

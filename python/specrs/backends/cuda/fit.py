@@ -17,7 +17,7 @@ from specrs.models.checkpoint import resolve_folder
 from specrs.models.config import ModelConfig
 from specrs.models.errors import OF_DRAFT, OF_TARGET, about
 from specrs.models.loader import open_checkpoint, resolve_dtype, stored_config
-from specrs.models.quantization.at_load import bits_at_load
+from specrs.models.quantization.at_load import PROJECTIONS, bits_at_load
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantization.table import method_of, resolve_quantization
 from specrs.models.shards import Shard
@@ -89,11 +89,12 @@ def _coded_bits(
     made = method_of(source, revision) is None
     if made and quantization is None:
         return {}
-    # Weights of experts are dequantized.
-    projections = [name for name in tensor_shapes(model) if name.endswith("_proj.weight") and ".experts." not in name]
+    projections = [name for name in tensor_shapes(model) if name.endswith("_proj.weight") or ".experts." in name]
+    projections = [name for name in projections if name.endswith(".weight")]
     if made:
         assert quantization is not None
-        sizes = {name: shape[1] for name, shape in tensor_shapes(model).items() if name in projections}
+        names = {name for name in projections if name.endswith(PROJECTIONS)}
+        sizes = {name: shape[1] for name, shape in tensor_shapes(model).items() if name in names}
         made_bits = {name: bits_at_load(quantization, size) for name, size in sizes.items()}
         return {name: bits for name, bits in made_bits.items() if bits is not None}
     checkpoint = open_checkpoint(source, revision, load_format)[1]

@@ -16,7 +16,7 @@ from specrs.errors import CheckpointError, UnsupportedModelError, invalid
 from specrs.models.checkpoint import check_tensors
 from specrs.models.config import ModelConfig, parse_config
 from specrs.models.gguf.architectures import architecture_of
-from specrs.models.gguf.blocks import GROUPED
+from specrs.models.gguf.blocks import CODINGS, GROUPED
 from specrs.models.gguf.config import raw_config
 from specrs.models.gguf.file import GGUFFile, TensorInfo, dequantize, open_gguf
 from specrs.models.gguf.names import places
@@ -195,8 +195,8 @@ class GGUFCheckpoint(QuantizedTensors):
 
     def quantized_bits(self, name: str) -> int | None:
         """Return the bits of a weight that a GPU's kernels read as codes, at most; None where it becomes numbers."""
-        kinds = {"Q4_0": ("int4", "int8"), "Q8_0": ("int8",), "Q6_K": ("int8",)}.get(self._info(name).kind, ())
-        return bits_of(kinds, 16 if self._info(name).kind == "Q6_K" else 32, self._places[name].shape[1])
+        kinds, group = CODINGS.get(self._info(name).kind, ((), 32))
+        return bits_of(kinds, group, self._places[name].shape[1])
 
     def packed_bits(self, name: str) -> float:
         """Return the bits per weight of the tensor's type."""
@@ -216,7 +216,7 @@ class GGUFCheckpoint(QuantizedTensors):
         if not np.isfinite(grouped.scales).all():
             self.file.numbers(self._places[name].name, rows)  # raises, and says where
         if order is not None:
-            grouped = Grouped(grouped.values[order], grouped.scales[order])
+            grouped = replace(grouped, values=grouped.values[order], scales=grouped.scales[order])
         return grouped
 
     def _info(self, name: str) -> TensorInfo:

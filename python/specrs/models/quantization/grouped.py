@@ -29,6 +29,8 @@ class Grouped:
     """float32 `[out, groups]`."""
     group_of: Array | None = None
     """int64 `[in]`, the group of each input. None: consecutive groups of equal size."""
+    is_mxfp4: bool = False
+    """True if values are those of `FP4`, and scales powers of two of at least 2^-128, for 32 inputs each."""
 
     def spread(self) -> Array:
         """Return the scale of each input, `[out, in]`."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from specrs.arrays import Array
 from specrs.core import PackedMatrix
-from specrs.models.quantization.base import Expected, GroupedFormat, Layer, LinearFormat, Scheme, groups_of
+from specrs.models.quantization.base import Expected, GroupedFormat, Layer, LinearFormat, Scheme, bits_of, groups_of
 from specrs.models.quantization.grouped import FP4, LARGEST_EXPONENT, Grouped
 from specrs.models.quantization.modules import patterns
 
@@ -39,7 +39,12 @@ class MXFP4(GroupedFormat):
         blocks, exponents = layer.read("blocks"), self._exponents(layer)
         # FP4 has doubled numbers, so scales are halved.
         scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
-        return Grouped(FP4[_codes(blocks).reshape(len(blocks), -1)], scales)
+        return Grouped(FP4[_codes(blocks).reshape(len(blocks), -1)], scales, is_mxfp4=True)
+
+    def quantized_bits(self, size: int) -> int | None:
+        """Return the bits per weight, at most, that GPU kernels read for a layer of `size` inputs. None if they may
+        have to read the dequantized matrix."""
+        return bits_of(("mxfp4", "int8"), GROUP, size)
 
     def packed(self, layer: Layer) -> PackedMatrix:
         """Return the layer packed for native CPU passes. Raises CheckpointError for scales that are too large."""
