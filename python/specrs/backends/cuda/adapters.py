@@ -194,8 +194,9 @@ class Adapters:
         self._slot_of: OrderedDict[int, int] = OrderedDict()
         self._of_row = np.full(len(slots.of_row), -1, dtype=np.int32)
 
-    def begin_step(self, views: Mapping[str, Tensor], header: Header) -> None:
-        """Bring the adapters of the step's sequences into slots, and tell the device which rows have which.
+    def begin_step(self, views: Mapping[str, Tensor], header: Header) -> bool:
+        """Bring the adapters of the step's sequences into slots, and tell the device which rows have which. Return
+        whether some sequence has an adapter.
 
         `views` are the record's sections in host memory. An adapter that no sequence of the step has may lose its slot;
         it is copied again when one has. Copies are enqueued, so steps in flight keep the adapters that they began with.
@@ -214,6 +215,7 @@ class Adapters:
         if (of_row != self._of_row).any():
             self._of_row = of_row
             self.slots.of_row.copy_(to_device(torch.from_numpy(of_row.copy()), self.slots.of_row.device))
+        return bool(needed)
 
     def _free(self, needed: Sequence[int]) -> int:
         """Return a slot without an adapter, or take that of the one that is not `needed` and was needed longest ago."""

@@ -21,7 +21,7 @@ from specrs.backends.cuda.draft_rules import ON_HOST, DraftRules
 from specrs.backends.cuda.drafters import make_passes
 from specrs.backends.cuda.graphs import Graphs, Uncaptured, capture_all
 from specrs.backends.cuda.row_state import RowState
-from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.cuda.runner import CudaRunner, Work
 from specrs.backends.cuda.sampling.sampling_state import SamplingState
 from specrs.backends.cuda.shapes import MERGED_CHUNKS, WIDE_MERGED_ROWS, Buckets, batch_buckets
 from specrs.backends.cuda.slots import host_drafts
@@ -166,19 +166,33 @@ def make_cuda_runner(
     sampling.ranks = ranks
     ctx = make_context(blueprint, scheduler, sampling, num_blocks)
     buckets, decode = make_buckets(blueprint), sequences_of(ctx.record.views, "num_decode")
-    uncaptured = Uncaptured(ctx, buckets, decode)
-    graphs: Graphs | Uncaptured = uncaptured
     if device.type == KIND:
         with torch.inference_mode():
             warm_up(ctx, buckets)
-            if config.enforce_eager:
-                uncaptured.run_all()
-            else:
-                graphs = _captured(ctx, buckets, decode, device)
+
+    def work(own: Context) -> Work:
+        uncaptured = Uncaptured(own, buckets, decode)
+        if device.type != KIND:
+            return Work(own, uncaptured)
+        with torch.inference_mode():
+            if not config.enforce_eager:
+                return Work(own, _captured(own, buckets, decode, device))
+            uncaptured.run_all()
+        return Work(own, uncaptured)
+
+    made, without = work(ctx), ctx.without_adapters()
     loras = None
     if find_adapter is not None and isinstance(ctx.target, CudaDecoder) and ctx.target.adapters is not None:
         loras = Adapters(ctx.target.adapters, find_adapter)
-    return CudaRunner(ctx, sampling, buckets, graphs, logprobs_mode=config.logprobs_mode, loras=loras)
+    return CudaRunner(
+        ctx,
+        sampling,
+        buckets,
+        made.graphs,
+        logprobs_mode=config.logprobs_mode,
+        loras=loras,
+        plain=None if without is None else work(without),
+    )
 
 
 def _captured(ctx: Context, buckets: Buckets, decode: StepSequences, device: torch.device) -> Graphs:
