@@ -109,7 +109,7 @@ def model_pass(
     """Return a pass over `rows` rows of each of `batch` requests, which have `context` earlier positions. With
     `every_row`, all rows have logits, otherwise the last row of each request.
 
-    `quantization`: of the projections, one of `WEIGHT_BITS`. Embedding, LM head, router and experts stay bf16, as on a
+    `quantization`: of projections and experts, one of `WEIGHT_BITS`. Embedding, LM head and router stay bf16, as on a
     GPU. `kv_cache_dtype`: dtype of the KV cache, as in `EngineConfig`. Raises `InvalidConfigError` for an unknown value
     of either.
     """
@@ -135,6 +135,9 @@ def cache_dtype(kv_cache_dtype: str) -> torch.dtype:
 def weight_bytes(config: ModelConfig, quantization: str | None = None) -> float:
     """Return the bytes of a model's weights, including all experts and both embeddings."""
     layers = config.num_layers * sum(n * k for n, k in _projections(config))
+    if config.experts is not None:
+        e = config.experts
+        layers += sum(e.layers) * e.count * 3 * config.hidden_size * e.intermediate_size
     every_expert = config.num_parameters_read(_ALL_ROWS)
     numbers = every_expert - layers + (not config.tie_word_embeddings) * config.vocab_size * config.hidden_size
     return layers * WEIGHT_BITS[quantization] / 8 + 2 * numbers
@@ -318,7 +321,8 @@ class _Layers:
         pairs = rows * e.per_token
         work = [self._product("router", e.count, h, layers, layers * times, quantized=False)]
         for name, n, k in (("expert gate_up", 2 * i, h), ("expert down", h, i)):
-            moved, flops = 2.0 * reads * n * k + 2.0 * pairs * (n + k), 2.0 * pairs * n * k
+            codes = reads * n * k * WEIGHT_BITS[self.quantization] / 8
+            moved, flops = codes + 2.0 * pairs * (n + k), 2.0 * pairs * n * k
             kernels = layers * times
             work.append(Work(name, kernels, layers * moved, layers * flops, kernels * PRODUCT_US))
         return [*work, self._small("routing and sums", 3 * layers * times, layers * 2.0 * (pairs + rows) * h)]
