@@ -139,7 +139,6 @@ def test_experts_as_codes_take_half_the_memory() -> None:
     assert numbers.bytes - codes.bytes == pytest.approx(experts + attention - rotation)
 
 
-
 def test_memory_and_kv(folders: tuple[Path, Path]) -> None:
     roofline = pair(folders, context=1000)
     assert kv_bytes(roofline.target) == 2 * 2 * 64 * 8 * 128

@@ -8,7 +8,7 @@ import torch
 from specrs.kernels.coding import LEAST_GROUP, Coding
 from specrs.kernels.quantized_weight import IN, OUT, QuantizedWeight
 from specrs.models.config import ModelConfig
-from specrs.models.quantization.grouped import FP4, Grouped, Raw, Scaled8
+from specrs.models.quantization.grouped import E2M1, Grouped, Raw, Scaled8
 from specrs.models.shards import Shard
 from specrs.models.torch_arrays import to_torch
 
@@ -19,7 +19,7 @@ def quantized_weight(raw: Raw | None) -> QuantizedWeight | None:
         return None
     if isinstance(raw, Scaled8):
         return _of_fp8(raw)
-    return (_of_mxfp4(raw) if raw.is_mxfp4 else None) or _of_integers(raw)
+    return _of_mxfp4(raw) if isinstance(raw, E2M1) else _of_integers(raw)
 
 
 def shard_codes(shard: Shard, name: str, whole: QuantizedWeight, c: ModelConfig) -> QuantizedWeight | None:
@@ -51,17 +51,11 @@ def _of_fp8(raw: Scaled8) -> QuantizedWeight | None:
     return QuantizedWeight.of(to_torch(raw.values).view(torch.uint8), to_torch(raw.scales), coding)
 
 
-def _of_mxfp4(raw: Grouped) -> QuantizedWeight | None:
-    coding, size = Coding("mxfp4", 32), raw.values.shape[1]
-    if coding.unit(size) is None or raw.scales.shape[1] * 32 != size:
-        return None
-    # The first code of each number: that of +0, not of -0.
-    codes = torch.zeros(256, dtype=torch.uint8)
-    for code in reversed(range(len(FP4))):
-        codes[int(FP4[code])] = code
-    _, exponents = torch.frexp(to_torch(raw.scales))
-    values = codes[to_torch(raw.values).view(torch.uint8).int()]
-    return QuantizedWeight.of(values, (exponents + 127).to(torch.uint8), coding)
+def _of_mxfp4(raw: E2M1) -> QuantizedWeight | None:
+    coding = Coding("mxfp4", 32)
+    if coding.unit(raw.codes.shape[1]) is None:
+        return _of_integers(raw.grouped())
+    return QuantizedWeight.of(to_torch(raw.codes), to_torch(raw.exponents), coding)
 
 
 def _of_integers(raw: Grouped) -> QuantizedWeight | None:

@@ -14,7 +14,7 @@ from specrs.kernels.cuda.dequantize import dequantize, dequantize_reference
 from specrs.kernels.cuda.linear_product import Product, scratch_sizes
 from specrs.kernels.cuda.skinny_linear import skinny_linear
 from specrs.kernels.quantized_weight import QuantizedWeight, fuse
-from specrs.models.quantization.grouped import FP4, Grouped
+from specrs.models.quantization.grouped import E2M1, Grouped
 from specrs.models.quantized import quantized_weight
 from torch import Tensor
 
@@ -261,21 +261,23 @@ def test_every_operand_is_used() -> None:
 
 def test_mxfp4_is_packed_as_it_is() -> None:
     """Every number with every scale, also the smallest and the largest."""
-    exponents = torch.arange(253, dtype=torch.float64)
-    scales = torch.ldexp(torch.ones(253, dtype=torch.float64), exponents.int() - 128).float()[:, None].repeat(1, 2)
-    values = torch.from_numpy(FP4).repeat(4).repeat(253, 1)
-    raw = Grouped(values.numpy(), scales.numpy(), is_mxfp4=True)
+    exponents = torch.arange(253, dtype=torch.uint8)[:, None].repeat(1, 2)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(4).repeat(253, 1)
+    raw = E2M1(codes.numpy(), exponents.numpy())
     made = quantized_weight(raw)
     assert made is not None
     assert made.coding == Coding("mxfp4", 32)
-    assert torch.equal(made.scales[:, 0].double(), exponents)
-    assert torch.equal(made.dequantized(), values.double() * scales.double().repeat_interleave(32, 1))
+    expected = torch.tensor([e2m1(code) for code in range(16)]).double()[codes.long()]
+    expected *= torch.ldexp(torch.ones(253, 1, dtype=torch.float64), exponents[:, :1].int() - 127)
+    assert torch.equal(made.dequantized(), expected)
+    assert torch.equal(torch.from_numpy(raw.grouped().numbers()).double(), expected)
     small = torch.full((2, 64), math.nan)
     dequantize(made, 0, small, False)
     assert torch.equal(small.double(), made.dequantized()[:2])
     whole = fuse([made, made])
     assert whole is not None
     assert torch.equal(whole.split(2)[1].dequantized(), made.dequantized())
-    int4 = quantized_weight(Grouped(values.clamp(-8, 7).numpy(), scales.numpy()))
+    values, scales = torch.ones(253, 64, dtype=torch.int8), torch.ones(253, 2)
+    int4 = quantized_weight(Grouped(values.numpy(), scales.numpy()))
     assert int4 is not None
     assert fuse([made, int4]) is None

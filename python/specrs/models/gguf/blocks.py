@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from specrs.arrays import FLOAT16, FLOAT32, Array
-from specrs.models.quantization.grouped import FP4, LARGEST_EXPONENT, Grouped
+from specrs.models.quantization.grouped import E2M1, LARGEST_EXPONENT, Grouped
 
 IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 """Number of each code of IQ4_NL and IQ4_XS."""
@@ -115,16 +115,21 @@ def iq4_xs(blocks: Array) -> Grouped:
     return Grouped(values.reshape(len(blocks), -1), scales.reshape(len(blocks), -1))
 
 
-def mxfp4(blocks: Array) -> Grouped:
+def e2m1(blocks: Array) -> E2M1:
     """Split MXFP4 blocks: 32 numbers in 17 bytes, which are the exponent of a power of two and e2m1 codes. Code byte i
-    has the codes of numbers i and 16 + i.
-
-    Exponents with which a number may be infinite become scales that are not finite.
-    """
+    has the codes of numbers i and 16 + i."""
     of = blocks.reshape(len(blocks), -1, 17)
-    exponents = of[..., 0].astype(np.int32)
-    scales = np.where(exponents > LARGEST_EXPONENT, np.float32(np.nan), np.ldexp(np.float32(1), exponents - 128))
-    return Grouped(FP4[_nibbles(of[..., 1:])].reshape(len(blocks), -1), scales, is_mxfp4=True)
+    codes = _nibbles(of[..., 1:]).view(np.uint8)
+    return E2M1(codes.reshape(len(blocks), -1), np.ascontiguousarray(of[..., 0]))
+
+
+def mxfp4(blocks: Array) -> Grouped:
+    """Split MXFP4 blocks into integers and scales. Exponents with which a number may be infinite become scales that are
+    not finite."""
+    made = e2m1(blocks)
+    grouped = made.grouped()
+    scales = np.where(made.exponents > LARGEST_EXPONENT, np.float32(np.nan), grouped.scales)
+    return Grouped(grouped.values, scales)
 
 
 GROUPED: dict[str, Callable[[Array], Grouped]] = {

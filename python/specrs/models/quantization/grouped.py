@@ -29,8 +29,6 @@ class Grouped:
     """float32 `[out, groups]`."""
     group_of: Array | None = None
     """int64 `[in]`, the group of each input. None: consecutive groups of equal size."""
-    is_mxfp4: bool = False
-    """True if values are those of `FP4`, and scales powers of two of at least 2^-128, for 32 inputs each."""
 
     def spread(self) -> Array:
         """Return the scale of each input, `[out, in]`."""
@@ -90,7 +88,23 @@ class Scaled8:
     """Outputs that share a scale."""
 
 
-Raw: TypeAlias = Grouped | Scaled8
+@dataclass(frozen=True, slots=True)
+class E2M1:
+    """A matrix `[out, in]` of MXFP4: weight [o, i] is the e2m1 number of `codes[o, i]`, times 2^(`exponents[o, i //
+    32]` - 127)."""
+
+    codes: Array
+    """uint8 `[out, in]`."""
+    exponents: Array
+    """uint8 `[out, in / 32]`, at most `LARGEST_EXPONENT`."""
+
+    def grouped(self) -> Grouped:
+        """Return the same matrix as integers and scales."""
+        # FP4 has doubled numbers, so scales are halved.
+        return Grouped(FP4[self.codes], np.ldexp(np.float32(1), self.exponents.astype(np.int32) - 128))
+
+
+Raw: TypeAlias = Grouped | Scaled8 | E2M1
 """Codes and scales of a quantized matrix, as files hold them."""
 
 
