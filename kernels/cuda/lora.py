@@ -151,7 +151,7 @@ def lora_expand_kernel(  # type: ignore[no-untyped-def]
         for first in tl.static_range(0, RANK, BLOCK_R):
             v = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
             for split in tl.range(0, SPLITS, loop_unroll_factor=4):
-                place = y_rows[None, :] + split.to(tl.int64) * y_stride + (first + r)[:, None]
+                place = y_rows[None, :] + split * y_stride + (first + r)[:, None]
                 v += tl.load(place, mask=mine[None, :], other=0)
             if SQUARES > 0:
                 v = v * scale[None, :]
