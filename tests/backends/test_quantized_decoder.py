@@ -286,7 +286,7 @@ def expert_files(folder: Path, name: str) -> tuple[Path, Path, str | None]:
     if name.endswith("at load"):
         return source, source, name.split()[0]
     if name == "fp8 blocks":
-        fp8_block(source, path, block=(32, 32))
+        fp8_block(source, path, block=(32, 32), modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate"])
     else:
         compressed(source, path, "float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel")
     return path, path.with_name(path.name + ".numbers"), None
