@@ -21,7 +21,7 @@ from specrs.kernels.cuda._dependent_launch import enter, options
 from specrs.kernels.cuda.activation import activation, clamped_swiglu
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
 from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m
-from specrs.kernels.cuda.variants import DTYPES, SIZES, Variant
+from specrs.kernels.cuda.variants import BLACKWELL, DTYPES, SIZES, Variant
 from torch import Tensor
 
 
@@ -276,7 +276,7 @@ def grouped_linear_reference(
 
 def _variants() -> tuple[Variant, ...]:
     variants, fp8, int4 = [], Coding("fp8", 128, outputs=128), Coding("int4", 128)
-    for size in SIZES:
+    for size in (*SIZES, BLACKWELL):
         for kind, n, k, gated, coding in (
             ("gate_up", 768, 2048, True, None),
             ("down", 2048, 768, False, None),
@@ -295,6 +295,9 @@ def _variants() -> tuple[Variant, ...]:
                 wide = kind in ("gate_up_fp8", "gate_up_mxfp4_oss") and rows == 64
                 only = (oss or coding is not None) and (dtype, rows) != ("bf16", 6)
                 if (dtype == "fp16" and not gated) or (only and not wide):
+                    continue
+                small_groups = coding is not None and coding.group == 32
+                if size is BLACKWELL and not small_groups:
                     continue
                 width = block_m(rows)
                 shape = LinearShape(n, k, DTYPES[dtype], gated=gated, coding=coding, experts=(experts, each))
@@ -329,7 +332,7 @@ def _variants() -> tuple[Variant, ...]:
                         config.num_warps,
                         config.num_stages,
                         ("x_stride",),
-                        size.capabilities,
+                        (90,) if small_groups and size is SIZES[0] else size.capabilities,
                     )
                 )
     return tuple(variants)

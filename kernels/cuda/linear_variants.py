@@ -13,7 +13,7 @@ from specrs.kernels.cuda._heads import head_arguments
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m
 from specrs.kernels.cuda.skinny_linear import skinny_linear_kernel
-from specrs.kernels.cuda.variants import DTYPES, SIZES, Size, Variant
+from specrs.kernels.cuda.variants import BLACKWELL, DTYPES, SIZES, Size, Variant
 
 
 def variant(
@@ -138,6 +138,12 @@ def _variants() -> tuple[Variant, ...]:
                 shape = LinearShape(25600, 5120, DTYPES[dtype], gated=True, coding=own)
                 label = f"skinny_linear_coded_{name}_{dtype}_rows{rows}_{size.name}"
                 variants.append(variant(label, shape, size, rows=rows, operands=normed))
+    for size in (Size("large", (90,), SIZES[0].limits), SIZES[1], BLACKWELL):
+        # Blocks of GGUF files.
+        for name, coding in (("q4_0", Coding("int4", 32)), ("q8_0", Coding("int8", 32))):
+            shape = LinearShape(25600, 5120, torch.bfloat16, gated=True, coding=coding)
+            label = f"skinny_linear_coded_{name}_bf16_rows64_{size.name}"
+            variants.append(variant(label, shape, size, rows=64, operands=normed))
     for size in SIZES:
         small = LinearShape(1536, 2048, torch.float16, head_dim=64)
         large, e4m3 = LinearShape(5120, 5120, torch.bfloat16, head_dim=128), {"FRACTION": 3}
