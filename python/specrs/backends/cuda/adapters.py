@@ -218,9 +218,10 @@ class Adapters:
         return bool(needed)
 
     def _free(self, needed: Sequence[int]) -> int:
-        """Return a slot without an adapter, or take that of the one that is not `needed` and was needed longest ago."""
+        """Return a slot without an adapter, or take that of the one that was needed longest ago. Adapters in slots that
+        are `needed` now must be the last ones."""
         if len(self._slot_of) < self.slots.num_slots:
             return len(self._slot_of)
-        oldest = next((number for number in self._slot_of if number not in needed), None)
-        assert oldest is not None, f"a step has {len(needed)} adapters, and there are {self.slots.num_slots} slots"
-        return self._slot_of.pop(oldest)
+        oldest, slot = self._slot_of.popitem(last=False)
+        assert oldest not in needed, f"a step has {len(needed)} adapters, and there are {self.slots.num_slots} slots"
+        return slot
