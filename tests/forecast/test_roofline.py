@@ -128,7 +128,7 @@ def test_more_rows_read_more_experts(tmp_path: Path) -> None:
 
 
 def test_experts_as_codes_take_half_the_memory() -> None:
-    """Of Qwen3-30B-A3B: 61 GB in 16 bits, 31 GB in FP8, of which a row reads the experts that it chooses."""
+    """Qwen3-30B-A3B takes 61 GB in 16 bits and 31 GB in FP8. A row reads the experts that it chooses."""
     config = parse_config(PUBLISHED["Qwen3-30B-A3B"][0])
     assert weight_bytes(config) == pytest.approx(61.06e9, rel=1e-3)
     assert weight_bytes(config, "fp8") == pytest.approx(31.17e9, rel=2e-3)

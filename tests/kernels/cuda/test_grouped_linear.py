@@ -78,7 +78,7 @@ CODINGS = {
 @pytest.mark.parametrize("name", CODINGS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_codes(name: str, gated: bool) -> None:
-    """As with the numbers of the codes; tiles and steps that are not whole, biases, an expert without rows."""
+    """Codes give what their numbers give: tiles and steps that are not whole, biases, an expert without rows."""
     coding, n, k = CODINGS[name]
     weight = coded(coding, 4 * n * (1 + gated), k)
     numbers = weight.dequantized().view(4, -1, k)
