@@ -129,7 +129,6 @@ def most_tiles(experts: int, pairs: int, width: int) -> int:
 def launch(
     x: Tensor,
     weights: Sequence[Tensor],
-    scales: Tensor | None,
     pairs: Sequence[Tensor],
     out: Tensor,
     shape: tuple[Sequence[int], Sequence[float]],
@@ -141,7 +140,7 @@ def launch(
     """Launch the kernel, or only compile it. `grouped_linear` checks the arguments, which are its own; `shape` holds
     its flags and clamp."""
     (each, gated, gelu, rows, *coding), clamp = shape
-    weight, bias = weights[0], weights[1] if len(weights) > 1 else None
+    weight, scales, bias = _parts(weights, coding)
     alpha, limit = clamp or (None, None)
     experts, n, width = weight.shape[0], out.shape[1], block_m(min(rows, MAX_ROWS))
     grid = (triton.cdiv(n, config.block_n), most_tiles(experts, out.shape[0], width))
@@ -183,7 +182,6 @@ def grouped_linear(
     clamp: list[float],
     config: list[int],
     dependent: bool,
-    scales: Tensor | None = None,
 ) -> None:
     """Write `f(W_e x + b_e)` for each pair p of expert e into row p of `out`, where x is row `p // each` of x.
 
@@ -191,7 +189,8 @@ def grouped_linear(
         x: `[M, K]`, contiguous rows of any stride; M * each is at least the number of pairs.
         weights: W `[E, N, K]` contiguous, of x's dtype; with `gated` `[E, 2 N, K]`, for each expert the gates above the
             values. If experts have biases, also b `[E, N]` or `[E, 2 N]`. Of a quantized W, its words `[E, N, K * bits
-            / 16]` int16.
+            / 16]` int16, then the scales of a `QuantizedWeight` that has the outputs of all experts, one after the
+            other.
         pairs: pairs `[P]` sorted by expert, and the start of each expert's pairs `[E + 1]`, int32, from
             `experts.sort_pairs`.
         out: `[P, N]` contiguous, of x's dtype. Sums are fp32 and rounded once. Rows of pairs without an expert are
@@ -202,10 +201,9 @@ def grouped_linear(
         clamp: with `gated`, alpha and limit of `kernels.activation.clamped_swiglu` as f; or empty.
         config: the fields of a LinearConfig in order.
         dependent: launch dependently (see `_dependent_launch`).
-        scales: those of a `QuantizedWeight` that has the outputs of all experts, one after the other. None: W is dense.
     """
-    _check(x, weights, scales, pairs, out, flags)
-    launch(x, weights, scales, pairs, out, (flags, clamp), LinearConfig(*config), dependent)
+    _check(x, weights, pairs, out, flags)
+    launch(x, weights, pairs, out, (flags, clamp), LinearConfig(*config), dependent)
 
 
 @grouped_linear.register_fake
@@ -218,20 +216,19 @@ def _(
     clamp: list[float],
     config: list[int],
     dependent: bool,
-    scales: Tensor | None = None,
 ) -> None:
-    _check(x, weights, scales, pairs, out, flags)
+    _check(x, weights, pairs, out, flags)
 
 
-def _check(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    scales: Tensor | None,
-    pairs: Sequence[Tensor],
-    out: Tensor,
-    flags: Sequence[int],
-) -> None:
-    (each, gated, _, rows, *fields), (order, starts), weight = flags, pairs, weights[0]
+def _parts(weights: Sequence[Tensor], coding: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return W, scales and biases from the argument `weights` of `grouped_linear`. `coding` is empty if W is dense."""
+    (weight, *more), count = weights, 1 if coding else 0
+    return weight, more[0] if count else None, more[count] if len(more) > count else None
+
+
+def _check(x: Tensor, weights: Sequence[Tensor], pairs: Sequence[Tensor], out: Tensor, flags: Sequence[int]) -> None:
+    (each, gated, _, rows, *fields), (order, starts) = flags, pairs
+    weight, scales, bias = _parts(weights, fields)
     assert x.shape[0] * each >= out.shape[0]
     if fields:
         coding = coding_of(fields)
@@ -246,7 +243,7 @@ def _check(
     assert rows >= 1
     assert order.dtype == starts.dtype == torch.int32
     assert x.stride(1) == 1
-    assert all(bias.shape == weight.shape[:2] for bias in weights[1:])
+    assert bias is None or bias.shape == weight.shape[:2]
     assert all(tensor.is_contiguous() for tensor in (*weights, order, starts, out))
 
 

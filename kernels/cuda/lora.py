@@ -307,8 +307,7 @@ def lora_expand(
     out: Tensor,
     dependent: bool,
     *,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
+    norm: tuple[Tensor, float] | None = None,
     accumulate: bool = False,
     multiplier: float = 1.0,
 ) -> None:
@@ -320,11 +319,12 @@ def lora_expand(
         slots: `[N]` int32 slot of each row; -1: its row of `out` is unchanged.
         out: `[N, outputs]` of any floating dtype, contiguous rows of any stride. Sums are fp32 and rounded once.
         dependent: launch dependently (see `_dependent_launch`).
-        squares: `[S, 64]` fp32. Column i adds up to the sum of squares of row i's inputs before a norm's weight was
-            multiplied in. r is the root of their mean plus `eps`. None: r is 1.
+        norm: squares `[S, 64]` fp32, and eps. Column i adds up to the sum of squares of row i's inputs before a norm's
+            weight was multiplied in. r is the root of their mean plus eps. None: r is 1.
         accumulate: add to `out`.
         multiplier: factor m.
     """
+    squares, eps = (None, 0.0) if norm is None else norm
     numbers, flags = [eps, multiplier], [int(accumulate), adapters.a.shape[2], *adapters.parts]
     torch.ops.specrs.lora_expand(y, adapters.b, slots, squares, out, numbers, flags, dependent)
 
@@ -426,8 +426,7 @@ def lora_reference(
     slots: Tensor,
     out: Tensor,
     *,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
+    norm: tuple[Tensor, float] | None = None,
     accumulate: bool = False,
     multiplier: float = 1.0,
 ) -> None:
@@ -435,7 +434,8 @@ def lora_reference(
     rank = adapters.b.shape[2]
     for i in (slots >= 0).nonzero().flatten().tolist():
         y = adapters.a[slots[i]].double() @ x[i].double()
-        if squares is not None:
+        if norm is not None:
+            squares, eps = norm
             y *= (squares[:, i].double().sum() / x.shape[1] + eps).rsqrt()
         of_parts = y.view(len(adapters.parts), rank).repeat_interleave(torch.tensor(adapters.parts), 0)
         made = multiplier * (adapters.b[slots[i]].double() * of_parts).sum(1)

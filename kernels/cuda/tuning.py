@@ -158,7 +158,7 @@ class Trial:
         if self.shape.experts is not None:
             flags = [self.shape.experts[1] if gated else 1, int(gated), 0, self.rows]
             grouped_linear.launch(
-                o.x, [o.weight], None, o.beside, o.out, (flags, []), self.config, dependent, compile_only=compile_only
+                o.x, [o.weight], o.beside, o.out, (flags, []), self.config, dependent, compile_only=compile_only
             )
             return
         product = Product(o.weight, gated=gated, heads=o.heads, coding=self.shape.coding, scales=o.scales)

@@ -89,7 +89,8 @@ def test_codes(name: str, gated: bool) -> None:
     flags, config = [2, int(gated), 0, 5], LinearConfig(16, max(128, coding.unit(k) or 0), 1, 4, 1).as_list()
     exact, own = out.double(), out.clone()
     codes = weight.codes.view(4, -1, weight.codes.shape[1])
-    grouped_linear(x, [codes, bias], pairs, out, flags + coding_as_list(coding), [], config, False, weight.scales)
+    weights = [codes, weight.scales, bias]
+    grouped_linear(x, weights, pairs, out, flags + coding_as_list(coding), [], config, False)
     grouped_linear_reference(x, [numbers, bias], pairs, exact, flags)
     grouped_linear_reference(x, [numbers.float(), bias], pairs, own, flags)
     sent = ids.flatten() >= 0
@@ -102,18 +103,9 @@ def test_a_scale_of_two_experts_is_an_error() -> None:
     coding = Coding("fp8", 64, outputs=8)
     weight, ids = coded(coding, 48, 64), choices(2, 4, 1, 0)
     x, _, pairs, out = operands(ids, 12, 64, 1, gated=False)
+    weights = [weight.codes.view(4, 12, -1), weight.scales]
     with pytest.raises(AssertionError, match="a scale of several experts"):
-        grouped_linear(
-            x,
-            [weight.codes.view(4, 12, -1)],
-            pairs,
-            out,
-            [1, 0, 0, 2, *coding_as_list(coding)],
-            [],
-            CONFIG,
-            False,
-            weight.scales,
-        )
+        grouped_linear(x, weights, pairs, out, [1, 0, 0, 2, *coding_as_list(coding)], [], CONFIG, False)
 
 
 def test_an_expert_of_several_tiles() -> None:

@@ -114,8 +114,9 @@ def test_any_shape(
     flags: dict[str, Any] = {"accumulate": accumulate, "multiplier": multiplier}
     found, exact = out.clone(), out.double()
     y = shrunk(x, adapters, slots)
-    lora_expand(y, adapters, slots, found, False, squares=squares, eps=EPS, **flags)
-    lora_reference(x, adapters, slots, exact, squares=squares, eps=EPS, **flags)
+    norm = None if squares is None else (squares, EPS)
+    lora_expand(y, adapters, slots, found, False, norm=norm, **flags)
+    lora_reference(x, adapters, slots, exact, norm=norm, **flags)
     scale = torch.ones(rows)
     if squares is not None:
         scale = (squares[:, :rows].sum(0) / k + EPS).rsqrt()

@@ -157,15 +157,15 @@ class LayerAdapters:
         """Return the adapters of the rows from `first` to before `end`."""
         return LayerAdapters(self.buffers, self.projections, self.rows[first:end], self.dependent)
 
-    def added(self, name: str, x: Tensor, squares: Tensor | None = None, eps: float = 0.0) -> Added | None:
-        """Return what adapters add to the projection `name` of up to 64 rows x, in a buffer. `squares` and `eps` are
-        those of its `Product`. None: no adapter can change this projection."""
+    def added(self, name: str, x: Tensor, norm: tuple[Tensor, float] | None = None) -> Added | None:
+        """Return what adapters add to the projection `name` of up to 64 rows x, in a buffer. `norm` are squares and eps
+        of its `Product`. None: no adapter can change this projection."""
         slots = self.projections.get(name)
         if slots is None:
             return None
         rows, outputs = len(x), slots.b.shape[1]
         values = self.buffers.added[: rows * outputs].view(rows, outputs)
-        lora_expand(self._shrink(slots, x), slots, self.rows, values, self.dependent, squares=squares, eps=eps)
+        lora_expand(self._shrink(slots, x), slots, self.rows, values, self.dependent, norm=norm)
         return Added(values, self.rows)
 
     def add_(self, name: str, x: Tensor, out: Tensor, multiplier: float = 1.0) -> None:

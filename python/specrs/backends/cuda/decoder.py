@@ -110,8 +110,10 @@ class CudaDecoder(TorchFacts):
             dtype=weights.dtype,
             device=device,
             shapes=shapes,
-            experts=codings_of(weights.layers),
         )
+        if workspace.experts is not None:
+            experts = workspace.experts.of_codings(c, weights.dtype, workspace.limits, codings_of(weights.layers))
+            workspace = dataclasses.replace(workspace, experts=experts)
         if has_fp8_rows(weights):
             workspace = workspace.rounding_rows(shapes)
         states = None

@@ -73,27 +73,13 @@ class ExpertBuffers:
 
     @classmethod
     def allocate(
-        cls,
-        c: ModelConfig,
-        max_rows: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        limits: DeviceLimits,
-        codings: Codings = DENSE,
+        cls, c: ModelConfig, max_rows: int, dtype: torch.dtype, device: torch.device, limits: DeviceLimits
     ) -> ExpertBuffers | None:
-        """Return buffers for passes of at most `max_rows` rows with weights of `codings`. None for a model without
-        experts."""
+        """Return buffers for passes of at most `max_rows` rows. None for a model without experts."""
         if c.experts is None:
             return None
         e, rows = c.experts, min(max_rows, CHUNK_ROWS)
         pairs, h, i = rows * e.per_token, c.hidden_size, e.intermediate_size
-        widths = {block_m(rows) for rows in (1, 17, MAX_ROWS)}
-        configs = {
-            (name, coding, width): linear_config(replace(shape, coding=coding), width, limits).as_list()
-            for name, shape in expert_shapes(c, dtype).items()
-            for coding in codings[name]
-            for width in widths
-        }
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -107,13 +93,29 @@ class ExpertBuffers:
             starts=buffer(e.count + 1, dtype=i32),
             activated=buffer(pairs, i),
             made=buffer(pairs, h),
-            configs=configs,
+            configs=_configs(c, dtype, limits, DENSE),
         )
+
+    def of_codings(self, c: ModelConfig, dtype: torch.dtype, limits: DeviceLimits, codings: Codings) -> ExpertBuffers:
+        """Return the same buffers for weights of `codings`."""
+        return replace(self, configs=_configs(c, dtype, limits, codings))
 
     @property
     def tensors(self) -> list[Tensor]:
         """Return all buffers as a list."""
         return [self.logits, self.ids, self.shares, self.pairs, self.starts, self.activated, self.made]
+
+
+def _configs(
+    c: ModelConfig, dtype: torch.dtype, limits: DeviceLimits, codings: Codings
+) -> dict[tuple[str, Coding | None, int], list[int]]:
+    """Return `ExpertBuffers.configs`."""
+    return {
+        (name, coding, width): linear_config(replace(shape, coding=coding), width, limits).as_list()
+        for name, shape in expert_shapes(c, dtype).items()
+        for coding in codings[name]
+        for width in {block_m(rows) for rows in (1, 17, MAX_ROWS)}
+    }
 
 
 def mixture(
@@ -136,21 +138,20 @@ def mixture(
         ("gate_up", x, activated, [each, 1, int(gelu), rows], clamp),
         ("down", activated, made, [1, 0, 0, rows], []),
     ):
-        weights, scales, coding = _operands(w, name)
+        weights, coding = _operands(w, name)
         own = [] if coding is None else coding_as_list(coding)
-        config = b.configs[name, coding, width]
-        grouped_linear(given, weights, pairs, to, flags + own, limits, config, dependent, scales)
+        grouped_linear(given, weights, pairs, to, flags + own, limits, b.configs[name, coding, width], dependent)
     add_pairs(made, ids, shares, out, dependent)
 
 
-def _operands(w: TorchExperts, name: str) -> tuple[list[Tensor], Tensor | None, Coding | None]:
-    """Return weights and biases, scales and coding of the product `name` of all experts."""
+def _operands(w: TorchExperts, name: str) -> tuple[list[Tensor], Coding | None]:
+    """Return weights, scales and biases of the product `name` of all experts, and the coding of the weights."""
     i = list(DENSE).index(name)
     biases = [] if w.stacked_biases is None else [w.stacked_biases[i]]
     if w.stacked_codes is None:
         assert w.stacked is not None, "experts packed for a CPU"
-        return [w.stacked[i], *biases], None, None
+        return [w.stacked[i], *biases], None
     weight = w.stacked_codes[i]
     assert isinstance(weight, QuantizedWeight)
     codes = weight.codes.view(len(w.gate_up), -1, weight.codes.shape[1])
-    return [codes, *biases], weight.scales, weight.coding
+    return [codes, weight.scales, *biases], weight.coding

@@ -160,7 +160,8 @@ class FusedStream:
         if squares is not None:
             product = dataclasses.replace(product, squares=squares, eps=eps)
         if adapters is not None:
-            product = dataclasses.replace(product, added=adapters.added(name, x, squares, eps))
+            of_norm = None if squares is None else (squares, eps)
+            product = dataclasses.replace(product, added=adapters.added(name, x, of_norm))
         few_product(self.ws, name, x if squares is not None else multiplied(self.ws, x, w), product, out)
 
 

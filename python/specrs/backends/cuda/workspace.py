@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specrs.backends.cuda.experts import DENSE, Codings, ExpertBuffers
+from specrs.backends.cuda.experts import ExpertBuffers
 from specrs.backends.cuda.shapes import CHUNK_SEQS, MAX_CAPTURED_ROWS, MERGED_CHUNKS
 from specrs.kernels.coding import Coding
 from specrs.kernels.cuda._heads import WIDTHS
@@ -212,14 +212,12 @@ class Workspace:
         dependent: bool | None = None,
         num_hidden_layers: int = 0,
         shapes: Mapping[str, Sequence[LinearShape]] | None = None,
-        experts: Codings = DENSE,
     ) -> Workspace:
         """Return buffers for passes of at most `max_rows` rows and `num_hidden_layers` hidden layers, and for argmaxes
         of at most 17 rows for each of `max_seqs` requests.
 
         `dependent=None` launches kernels dependently if the device can: compute capability 9.0 or more. `shapes` are
-        the products and the codings of their weights; None: those of `linear_shapes`. `experts` are the codings of
-        experts.
+        the products and the codings of their weights; None: those of `linear_shapes`.
         """
         device = torch.device(device)
         limits = limits_of(device)
@@ -275,7 +273,7 @@ class Workspace:
             rounded=buffer(0),
             row_scales=buffer(0, dtype=f32),
             configs={key: c.as_list() for key, c in configs.items()},
-            experts=ExpertBuffers.allocate(config, max_rows, dtype, device, limits, experts),
+            experts=ExpertBuffers.allocate(config, max_rows, dtype, device, limits),
             limits=limits,
             dependent=limits.capability >= 90 if dependent is None else dependent,
         )
