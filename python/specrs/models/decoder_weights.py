@@ -49,13 +49,13 @@ class ExpertWeights(Generic[T, W]):
     stacked: tuple[T, T] | None = None
     """All of `gate_up` and all of `down` as two tensors `[experts, out, in]` over the same memory, for GPU kernels.
     None if experts have memory of their own, or are quantized."""
-    stacked_codes: tuple[W, W] | None = None
-    """All of `gate_up` and all of `down` as two quantized weights `[experts * out, in]` over the same memory, for GPU
-    kernels. None if experts are not quantized."""
     stacked_biases: tuple[T, T] | None = None
     """Biases of `gate_up` and `down` as two tensors `[experts, out]`. None: there are no biases."""
     shared: SharedWeights[W] | None = None
     """Expert that every row uses in addition. None: there is none."""
+    stacked_codes: tuple[W, W] | None = None
+    """All of `gate_up` and all of `down` as two quantized weights `[experts * out, in]` over the same memory, for GPU
+    kernels. None if experts are not quantized."""
 
 
 @dataclass(frozen=True, slots=True)
