@@ -12,7 +12,7 @@ class Coding(NamedTuple):
     """Layout of a quantized matrix `[out, in]` in codes and scales."""
 
     kind: str
-    """Kind of codes: fp8 (e4m3), int8 or int4."""
+    """Kind of codes: fp8 (e4m3), int8, int4, or mxfp4 (e2m1, with a power of two as scale)."""
     group: int
     """Number of inputs that share a scale: a multiple of 16, or all inputs of an output."""
     outputs: int = 1
@@ -23,7 +23,7 @@ class Coding(NamedTuple):
     @property
     def bits(self) -> int:
         """Number of bits of a code."""
-        return 4 if self.kind == "int4" else 8
+        return 4 if self.kind in ("int4", "mxfp4") else 8
 
     def unit(self, size: int) -> int | None:
         """Return the number of inputs whose codes are stored together, for a matrix of `size` inputs. None if no kernel

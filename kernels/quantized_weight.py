@@ -11,6 +11,8 @@ import torch
 from specrs.kernels.coding import LEAST_GROUP, Coding
 from torch import Tensor
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+"""Number of each e2m1 code."""
 OUT, IN = 0, 1
 """Dimensions of a weight along which `QuantizedWeight.shard` can cut it: outputs and inputs."""
 
@@ -21,11 +23,11 @@ class QuantizedWeight:
 
     codes: Tensor
     """int16 `[out, in * bits / 16]`, words of C = 16 / bits codes. Each unit of U inputs takes U / C words; word i has
-    the codes of inputs i, U / C + i, ... from its lowest bits on. e4m3 and INT8 codes are stored as they are, INT4
-    codes as 0 to 15."""
+    the codes of inputs i, U / C + i, ... from its lowest bits on. e4m3, e2m1 and INT8 codes are stored as they are,
+    INT4 codes as 0 to 15."""
     scales: Tensor
     """fp32 `[ceil(out / outputs), ceil(in / group)]`. Zero points are stored in the four lowest bits, which scales that
-    were 16-bit numbers do not need."""
+    were 16-bit numbers do not need. Those of MXFP4 are bytes: s means 2^(s - 127)."""
     coding: Coding
     bias: Tensor | None = None
     fp8_rows: bool = False
@@ -44,7 +46,8 @@ class QuantizedWeight:
         words = parts[0]
         for j, part in enumerate(parts[1:], 1):
             words = words | part << bits * j
-        return cls(words.reshape(out, -1), scales.float().contiguous(), coding, bias)
+        scales = scales if coding.kind == "mxfp4" else scales.float()
+        return cls(words.reshape(out, -1), scales.contiguous(), coding, bias)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -78,6 +81,9 @@ class QuantizedWeight:
             numbers = values.view(torch.float8_e4m3fn).double()
         elif self.coding.kind == "int8":
             numbers = values.view(torch.int8).double()
+        elif self.coding.kind == "mxfp4":
+            numbers = E2M1.to(values.device)[values.long()]
+            words = torch.ldexp(torch.ones_like(words, dtype=torch.float64), words.int() - 127)
         else:
             zero = torch.full_like(words, 8, dtype=torch.int32)
             if self.coding.zeros:
@@ -121,15 +127,30 @@ class QuantizedWeight:
             made = QuantizedWeight.of(values, scales, coding, bias)
         return replace(made, fp8_rows=self.fp8_rows, fp8_wide_rows=self.fp8_wide_rows)
 
+    def split(self, count: int, biases: Tensor | None = None) -> tuple[QuantizedWeight, ...]:
+        """Return `count` weights with equal numbers of outputs, over the same memory. Scales must not span two of them.
+        `biases` `[count, out / count]` are theirs; None: they have none."""
+        codes, scales = self.codes.chunk(count), self.scales.chunk(count)
+        assert all(len(part) == len(codes[0]) for part in codes), f"{len(self.codes)} outputs in {count} weights"
+        assert len(scales[0]) * self.coding.outputs == len(codes[0]), "a scale spans two weights"
+        own = [None] * count if biases is None else list(biases)
+        return tuple(
+            replace(self, codes=code, scales=scale, bias=bias)
+            for code, scale, bias in zip(codes, scales, own, strict=True)
+        )
+
     def to(self, device: torch.device) -> QuantizedWeight:
         """Return the weight with all its tensors on `device`."""
         bias = None if self.bias is None else self.bias.to(device)
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), bias=bias)
 
     def with_zeros(self) -> QuantizedWeight | None:
-        """Return an INT4 weight whose scales hold zero points. None if the scales need all their bits."""
+        """Return an INT4 weight whose scales hold zero points. None if the scales need all their bits, or if the codes
+        are others."""
         if self.coding.zeros:
             return self
+        if self.coding.kind != "int4":
+            return None
         bits = self.scales.view(torch.int32)
         if bool((bits & 15).any()):
             return None

@@ -7,8 +7,9 @@
 
 What is compared: shared memory, local memory (spills; cos and sin have a little of their own) and how many matrix,
 asynchronous copy and dependent launch instructions there are, exactly; registers within a tolerance. Whatever the
-baseline says, shared memory must fit the device. Neighbours (RTX 4090, DGX Spark) have no baseline: they must compile,
-fit, and spill hardly more than sm_80 and sm_120. Exit code 1 names every difference. Measures no time.
+baseline says, shared memory and tensor memory must fit the device. Neighbours (RTX 4090, DGX Spark) have no baseline:
+they must compile, fit, and spill hardly more than sm_80 and sm_120. Exit code 1 names every difference. Measures no
+time.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from typing import Any
 BASELINES = Path(__file__).parents[1] / "tests/kernels/cuda"
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024, 121: 99 * 1024}
 """Maximum bytes of shared memory of a thread block (CUDA programming guide, table of compute capabilities)."""
+TENSOR_LIMIT = 512
+"""Maximum columns of tensor memory of a thread block on compute capability 10.x."""
 INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
     "wgmma": r"\bwgmma\.mma_async",
@@ -89,6 +92,9 @@ def compile_one(job: tuple[str, int]) -> tuple[str, int, Result]:
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=settings)
     except Exception as error:  # ptxas and MLIR raise what they like
         return name, capability, {"error": f"{type(error).__name__}: {str(error).strip()[-300:]}"}
+    tensor = getattr(compiled.metadata, "tmem_size", None) or 0
+    if tensor > TENSOR_LIMIT:
+        return name, capability, {"error": f"tensor memory {tensor}: the device has {TENSOR_LIMIT}"}
     ptx = compiled.asm["ptx"]
     counts = {kind: len(re.findall(pattern, ptx)) for kind, pattern in INSTRUCTIONS.items()}
     return name, capability, {

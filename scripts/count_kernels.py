@@ -37,21 +37,22 @@ def counts() -> dict[str, tuple[int, int]]:
 
     k = 5
     found: dict[str, tuple[int, int]] = {}
+
+    def add(name: str, work: Callable[[LogitsMode], None]) -> None:
+        numbers = []
+        for logits_mode in (LogitsMode.GREEDY, LogitsMode.SAMPLED):
+            with Recorder() as recorder:
+                work(logits_mode)
+            numbers.append(len(recorder.kernels))
+        found[name] = numbers[0], numbers[1]
+
+    def verify(batch: int, rows: int) -> Callable[[LogitsMode], None]:
+        return lambda logits_mode: iteration.verify_pass(
+            ctx, batch, batch * rows, rows, greedy=logits_mode is LogitsMode.GREEDY
+        )
+
     with tempfile.TemporaryDirectory() as folder, fake_context(*reference_configs(Path(folder)), k) as ctx:
         sequences = sequences_of(ctx.record.views, "num_decode")
-
-        def add(name: str, work: Callable[[LogitsMode], None]) -> None:
-            numbers = []
-            for logits_mode in (LogitsMode.GREEDY, LogitsMode.SAMPLED):
-                with Recorder() as recorder:
-                    work(logits_mode)
-                numbers.append(len(recorder.kernels))
-            found[name] = numbers[0], numbers[1]
-
-        def verify(batch: int, rows: int) -> Callable[[LogitsMode], None]:
-            return lambda logits_mode: iteration.verify_pass(
-                ctx, batch, batch * rows, rows, greedy=logits_mode is LogitsMode.GREEDY
-            )
 
         add("draft pass, batch 1", lambda logits_mode: drafting.draft_pass(ctx, 2, 1, logits_mode))
         add("draft pass, batch 64", lambda logits_mode: drafting.draft_pass(ctx, 2, 64, logits_mode))
@@ -64,6 +65,10 @@ def counts() -> dict[str, tuple[int, int]]:
             "iteration, batch 1, K = 5",
             lambda logits_mode: iteration.run(ctx, Shape(1, k, k + 1, logits_mode), sequences),
         )
+    adapted = {"max_loras": 4}
+    with tempfile.TemporaryDirectory() as folder, fake_context(*reference_configs(Path(folder)), k, **adapted) as ctx:
+        for batch, rows in ((1, 1), (1, k + 1), (64, k + 1)):
+            add(f"target pass with LoRA adapters, batch {batch}, K = {rows - 1}", verify(batch, rows))
     return found
 
 

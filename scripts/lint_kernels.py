@@ -1,7 +1,7 @@
 """Compile the kernels of real passes as they are launched on an H200, without a GPU, and look for faults in them.
 
     python scripts/lint_kernels.py                  passes of 1, 6, 32 and 64 rows by Qwen3-32B, of 1 by 1.7B, with KV
-                                                    caches of bf16 and of e4m3
+                                                    caches of bf16 and of e4m3, and with slots for LoRA adapters
     python scripts/lint_kernels.py --only skinny    only kernels whose name has this in it
 
 Faults are those of `kernel_lints`: memory accesses ahead of the dependent wait, results handed on without release or
@@ -50,10 +50,10 @@ def recorded_launches() -> dict[tuple[Any, ...], Any]:
     from kernel_launches import fake_context, reference_configs
 
     found: dict[tuple[Any, ...], Any] = {}
-    for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+    for cache_dtype, max_loras in ((torch.bfloat16, 0), (torch.float8_e4m3fn, 0), (torch.bfloat16, 4)):
         with (
             tempfile.TemporaryDirectory() as folder,
-            fake_context(*reference_configs(Path(folder)), 5, cache_dtype=cache_dtype) as ctx,
+            fake_context(*reference_configs(Path(folder)), 5, cache_dtype=cache_dtype, max_loras=max_loras) as ctx,
         ):
             launches = _launches_of(ctx)
             for launch, after in zip(launches, [*launches[1:], None], strict=True):

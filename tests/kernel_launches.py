@@ -178,9 +178,11 @@ def fake_context(
     rule: str = "rejection",
     num_blocks: int = 1000,
     cache_dtype: torch.dtype | None = None,
+    max_loras: int = 0,
 ) -> Iterator[Context]:
     """Return the context that an engine with these folders' configurations has on a device of `limits`, made of fake
-    tensors. `cache_dtype`: dtype of both KV caches."""
+    tensors. `cache_dtype`: dtype of both KV caches. `max_loras`: number of slots for LoRA adapters of
+    rank 16."""
     speculative = None
     if draft is not None:
         speculative = SpeculativeConfig(model=str(draft), num_speculative_tokens=k, rejection_sample_method=rule)
@@ -190,6 +192,8 @@ def fake_context(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=2048,
         max_model_len=max_model_len,
+        enable_lora=max_loras > 0,
+        max_loras=max(1, max_loras),
     )
     cuda = torch.device("cuda", 0)
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), torch.inference_mode():

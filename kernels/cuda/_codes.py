@@ -1,9 +1,9 @@
 """Converts codes of 8 and 4 bits to numbers, in registers between a load and a product.
 
 Numbers are made without their scale, so each is exact in 16 bits: e4m3 has 4 significant bits, INT8 8, and INT4 less
-its zero point 5. Two neighbouring words are one register, and a code from each of them becomes a register of two
-numbers. A compiler would unpack every code by itself. It takes 2.25 instructions per number from e4m3, 1.75 from INT8,
-1.4 from INT4.
+its zero point 5. e2m1 has 2. Two neighbouring words are one register, and a code from each of them becomes a register
+of two numbers. A compiler would unpack every code by itself. It takes 2.25 instructions per number from e4m3, 1.75 from
+INT8, 1.4 from INT4, 2.4 from e2m1.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import triton.language as tl
 from specrs.kernels.coding import Coding
 from torch import Tensor
 
-DENSE, FP8, INT8, INT4 = (tl.constexpr(code) for code in range(4))
-CODES = {"fp8": 1, "int8": 2, "int4": 3}
+DENSE, FP8, INT8, INT4, MXFP4 = (tl.constexpr(code) for code in range(5))
+CODES = {"fp8": 1, "int8": 2, "int4": 3, "mxfp4": 4}
 """Number of each kind of `Coding`, in the form that kernels take."""
 
 # e4m3 is bf16 with four of its exponent's bits, lowest, and three of its fraction's, highest: moved there it is 2^-120
@@ -79,6 +79,35 @@ INT4_BF16 = tl.constexpr(
     }
     """
 )
+# As e4m3: a code's two bits of exponent and one of fraction are 2^-126 of the number in bf16.
+E2M1_BF16 = tl.constexpr(
+    """
+    {
+    .reg .b32 r, s, t, u, v, big, none;
+    mov.b32 big, 0x7e807e80;
+    mov.b32 none, 0x80008000;
+    shl.b32 s, $4, 6;
+    shl.b32 t, $4, 2;
+    shr.u32 u, $4, 2;
+    shr.u32 v, $4, 6;
+    and.b32 s, s, 0x01c001c0;
+    and.b32 t, t, 0x01c001c0;
+    and.b32 u, u, 0x01c001c0;
+    and.b32 v, v, 0x01c001c0;
+    shl.b32 r, $4, 12;
+    lop3.b32 s, r, 0x80008000, s, 0xea;
+    shl.b32 r, $4, 8;
+    lop3.b32 t, r, 0x80008000, t, 0xea;
+    shl.b32 r, $4, 4;
+    lop3.b32 u, r, 0x80008000, u, 0xea;
+    lop3.b32 v, $4, 0x80008000, v, 0xea;
+    fma.rn.bf16x2 $0, s, big, none;
+    fma.rn.bf16x2 $1, t, big, none;
+    fma.rn.bf16x2 $2, u, big, none;
+    fma.rn.bf16x2 $3, v, big, none;
+    }
+    """
+)
 
 
 @triton.jit
@@ -134,6 +163,43 @@ def four_numbers(words, zero, DTYPE: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit
+def half_byte_number(bits, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert int16 words of one e2m1 code each to numbers of DTYPE, not bf16."""
+    if tl.float16 == DTYPE:
+        return ((bits & 8) << 12 | (bits & 7) << 9).to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
+    wide = bits.to(tl.int32)
+    number = ((wide & 8) << 28 | (wide & 7) << 22).to(tl.float32, bitcast=True)
+    return (number * 8.507059173023462e37).to(DTYPE)  # 2^126
+
+
+@triton.jit
+def four_e2m1(words, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert a tile of words of four e2m1 codes to four tiles of numbers of DTYPE."""
+    if tl.bfloat16 == DTYPE:
+        a, b, c, d = tl.inline_asm_elementwise(
+            E2M1_BF16,
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        a = half_byte_number(words & 15, DTYPE)
+        b = half_byte_number(words >> 4 & 15, DTYPE)
+        c = half_byte_number(words >> 8 & 15, DTYPE)
+        d = half_byte_number(words >> 12 & 15, DTYPE)
+    return a, b, c, d
+
+
+@triton.jit
+def power_of(byte):  # type: ignore[no-untyped-def]
+    """Return 2^(s - 127) for bytes s, as fp32. 0 is the subnormal 2^-127."""
+    word = byte.to(tl.int32)
+    return tl.where(word == 0, 0x400000, word << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def scale_of(word, ZEROS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the scales in words whose four lowest bits may hold zero points."""
     if ZEROS:
@@ -159,7 +225,7 @@ def _add_unit(  # type: ignore[no-untyped-def]
 ):
     """Add the products of one unit of inputs, from `first` on, to `acc`, and return the sum. `v` has, for each code of
     a word, the rows of x that it is multiplied with."""
-    EACH: tl.constexpr = 4 if CODE == INT4 else 2
+    EACH: tl.constexpr = 4 if (CODE == INT4) | (CODE == MXFP4) else 2
     ROW: tl.constexpr = K // EACH
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     words = tl.load(weight + n.to(tl.int64)[:, None] * ROW + word[None, :])
@@ -173,7 +239,10 @@ def _add_unit(  # type: ignore[no-untyped-def]
             scale = tl.load(at + g)
         if ZEROS:
             zero = scale.to(tl.int32, bitcast=True) & 15
-        if CODE == INT4:  # noqa: SIM108
+        if CODE == MXFP4:
+            numbers = four_e2m1(words, v[0].dtype)
+            scale = power_of(scale)
+        elif CODE == INT4:
             numbers = four_numbers(words, zero, v[0].dtype)
         else:
             numbers = two_numbers(words, CODE, v[0].dtype)
@@ -223,13 +292,13 @@ def add_step(  # type: ignore[no-untyped-def]
     `n` are the tile's rows of the weight. With GATED, `up` has the sums of the values, whose rows lie `second` rows
     after those of the gates.
     """
-    EACH: tl.constexpr = 4 if CODE == INT4 else 2
+    EACH: tl.constexpr = 4 if (CODE == INT4) | (CODE == MXFP4) else 2
     PART: tl.constexpr = UNIT // EACH
     for i in tl.static_range(BLOCK_K // UNIT):
         first = k * BLOCK_K + i * UNIT
         a = _rows(x_rows, first, there, K, BLOCK_K, PART)
         b = _rows(x_rows, first + PART, there, K, BLOCK_K, PART)
-        if CODE == INT4:
+        if EACH == 4:
             c = _rows(x_rows, first + 2 * PART, there, K, BLOCK_K, PART)
             d = _rows(x_rows, first + 3 * PART, there, K, BLOCK_K, PART)
             v = (a, b, c, d)
@@ -242,6 +311,21 @@ def add_step(  # type: ignore[no-untyped-def]
         if GATED:
             up = _add_unit(up, weight, scales, n + second, word, first, v, K, CODE, GROUP, UNIT, OUTPUTS, ZEROS)
     return acc, up
+
+
+def coding_constants(coding: Coding | None, k: int) -> dict[str, int]:
+    """Return the kernel's constants for a weight of `k` inputs; `coding` None: it is dense."""
+    if coding is None:
+        return {"CODE": DENSE.value, "GROUP": k, "UNIT": 0, "OUTPUTS": 1, "ZEROS": False}
+    unit = coding.unit(k)
+    assert unit is not None
+    return {
+        "CODE": CODES[coding.kind],
+        "GROUP": coding.group,
+        "UNIT": unit,
+        "OUTPUTS": coding.outputs,
+        "ZEROS": coding.zeros,
+    }
 
 
 def coding_as_list(coding: Coding) -> list[int]:
@@ -259,7 +343,7 @@ def check_codes(codes: Tensor, scales: Tensor | None, coding: Coding, size: int)
     """Raise AssertionError if codes and scales do not have the shapes that a kernel reads for `size` inputs."""
     assert scales is not None
     assert codes.dtype == torch.int16
-    assert scales.dtype == torch.float32
+    assert scales.dtype == (torch.uint8 if coding.kind == "mxfp4" else torch.float32)
     assert scales.is_contiguous()
     assert scales.shape == (-(-codes.shape[0] // coding.outputs), -(-size // coding.group))
     assert codes.shape[1] == size * coding.bits // 16

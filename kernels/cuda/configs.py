@@ -25,6 +25,8 @@ _WIDE = 2**16
 _IN_FLIGHT = 144 * 1024
 """Bytes of all pipeline stages of a program. This is more than hides the memory's latency, so that a tile's end and the
 next one's start overlap."""
+_TENSOR_TILES = 4
+"""Largest number of sums in a step. Eight of 64 rows are more than the tensor memory of compute capability 10.x."""
 TABLE = Path(__file__).with_name("configs.json")
 
 
@@ -165,8 +167,22 @@ def _quantized_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
         2 * shape.stage_bytes(64, block_k, 16) + _extra_bytes(shape, block_k, 16)
     ):
         block_k //= 2
-    programs = min(per_sm * limits.num_sms, shape.bound(64, block_k))
-    return LinearConfig(64, block_k, programs, 4, 3, prefetch=2)
+    block_n = 64
+    if 100 <= limits.capability < 120:
+        while block_k > shape.least_k and _tensor_tiles(shape, block_k) > _TENSOR_TILES:
+            block_k //= 2
+        # Tiles of fewer outputs do not use tensor memory.
+        block_n = 64 if _tensor_tiles(shape, block_k) <= _TENSOR_TILES else 32
+    programs = min(per_sm * limits.num_sms, shape.bound(block_n, block_k))
+    return LinearConfig(block_n, block_k, programs, 4, 3, prefetch=2)
+
+
+def _tensor_tiles(shape: LinearShape, block_k: int) -> int:
+    """Return the number of sums with a scale of their own in a step of a quantized weight. Each has a tile in the
+    tensor memory of compute capability 10.x."""
+    assert shape.coding is not None
+    group = min(shape.coding.group, shape.least_k)
+    return shape.sides if shape.coding.group >= shape.k else shape.sides * block_k // group
 
 
 def fit(config: LinearConfig, shape: LinearShape, block_m: int, limits: DeviceLimits) -> LinearConfig:

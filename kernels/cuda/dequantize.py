@@ -6,7 +6,18 @@ import torch
 import triton
 import triton.language as tl
 from specrs.kernels.coding import Coding
-from specrs.kernels.cuda._codes import CODES, INT4, byte_number, check_codes, coding_as_list, coding_of, scale_of
+from specrs.kernels.cuda._codes import (
+    CODES,
+    INT4,
+    MXFP4,
+    byte_number,
+    check_codes,
+    coding_as_list,
+    coding_of,
+    half_byte_number,
+    power_of,
+    scale_of,
+)
 from specrs.kernels.cuda._dependent_launch import enter, options
 from specrs.kernels.cuda.variants import Variant
 from specrs.kernels.quantized_weight import QuantizedWeight
@@ -34,7 +45,7 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
-    EACH: tl.constexpr = 4 if CODE == INT4 else 2
+    EACH: tl.constexpr = 4 if (CODE == INT4) | (CODE == MXFP4) else 2
     PART: tl.constexpr = UNIT // EACH
     ROW: tl.constexpr = K // EACH
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -45,7 +56,9 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     for j in tl.static_range(EACH):
         at = word // PART * UNIT + j * PART + word % PART
         scale = tl.load(scales + (n // OUTPUTS)[:, None] * GROUPS + (at // GROUP)[None, :], mask=inside, other=0)
-        if CODE == INT4:
+        if CODE == MXFP4:
+            number, scale = half_byte_number(words >> (4 * j) & 15, tl.float32), power_of(scale)
+        elif CODE == INT4:
             zero = tl.full(words.shape, 8, tl.int32)
             if ZEROS:
                 zero = scale.to(tl.int32, bitcast=True) & 15

@@ -1,9 +1,9 @@
 """Products of each expert's weight with the rows that use the expert, in one launch. Sorts no rows and adds none up.
 
-As in `skinny_linear`, weights are on the tensor core's M side, and rows, padded to 16, on its N side. A program has one
-tile of features of one expert and up to 64 of the expert's rows. So for up to 64 rows, the weights of each chosen
-expert are read once, and those of others not at all. The grid is large enough for any choice of experts; programs past
-the last tile exit at once. The order of a row's sums does not depend on other rows.
+Weights are dense or quantized. As in `skinny_linear`, they are on the tensor core's M side, and rows, padded to 16, on
+its N side. A program has one tile of features of one expert and up to 64 of the expert's rows. So for up to 64 rows,
+the weights of each chosen expert are read once, and those of others not at all. The grid is large enough for any choice
+of experts; programs past the last tile exit at once. The order of a row's sums does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import torch
 import triton
 import triton.language as tl
 from specrs.kernels.activation import clamped_swiglu as clamped_swiglu_reference
+from specrs.kernels.coding import Coding
+from specrs.kernels.cuda._codes import DENSE, add_step, check_codes, coding_constants, coding_of, scale_of
 from specrs.kernels.cuda._dependent_launch import enter, options
 from specrs.kernels.cuda.activation import activation, clamped_swiglu
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
 from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m
-from specrs.kernels.cuda.variants import DTYPES, SIZES, Variant
+from specrs.kernels.cuda.variants import BLACKWELL, DTYPES, SIZES, Variant
 from torch import Tensor
 
 
@@ -27,6 +29,7 @@ from torch import Tensor
 def grouped_linear_kernel(  # type: ignore[no-untyped-def]
     x,
     weight,
+    scales,
     bias,
     pairs,
     starts,
@@ -44,6 +47,11 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ZEROS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
@@ -68,30 +76,40 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         column = tl.arange(0, BLOCK_K)
         # Features past the end repeat the last one and are not stored: no mask on weights.
-        w_rows = weight + (expert.to(tl.int64) * (2 if GATED else 1) * N + tl.minimum(n, N - 1)) * K
+        rows_n = expert * ((2 if GATED else 1) * N) + tl.minimum(n, N - 1)
+        w_rows = weight + rows_n.to(tl.int64) * K
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for k in range(0, K_STEPS):
-            at = k * BLOCK_K + column
-            second = w_rows + N * K
-            if EVEN:
-                w = tl.load(w_rows[:, None] + at[None, :])
-                v = tl.load(x_rows[None, :] + at[:, None], mask=there[None, :], other=0)
+            if CODE != DENSE:
+                acc, up = add_step(
+                    acc, up, weight, scales, x_rows, rows_n, N, k, there, K, BLOCK_K, CODE, GROUP, UNIT, OUTPUTS, ZEROS,
+                    GATED,
+                )  # fmt: skip
             else:
-                w = tl.load(w_rows[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
-                v = tl.load(x_rows[None, :] + at[:, None], mask=(at < K)[:, None] & there[None, :], other=0)
-            acc = tl.dot(w, v, acc, input_precision="ieee")
-            if GATED:
+                at = k * BLOCK_K + column
+                second = w_rows + N * K
                 if EVEN:
-                    w = tl.load(second[:, None] + at[None, :])
+                    w = tl.load(w_rows[:, None] + at[None, :])
+                    v = tl.load(x_rows[None, :] + at[:, None], mask=there[None, :], other=0)
                 else:
-                    w = tl.load(second[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
-                up = tl.dot(w, v, up, input_precision="ieee")
-        if bias is not None:
-            of = bias + expert.to(tl.int64) * (2 if GATED else 1) * N + tl.minimum(n, N - 1)
-            acc += tl.load(of).to(tl.float32)[:, None]
+                    w = tl.load(w_rows[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
+                    v = tl.load(x_rows[None, :] + at[:, None], mask=(at < K)[:, None] & there[None, :], other=0)
+                acc = tl.dot(w, v, acc, input_precision="ieee")
+                if GATED:
+                    if EVEN:
+                        w = tl.load(second[:, None] + at[None, :])
+                    else:
+                        w = tl.load(second[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
+                    up = tl.dot(w, v, up, input_precision="ieee")
+        if CODE != DENSE and GROUP >= K:
+            acc *= scale_of(tl.load(scales + rows_n // OUTPUTS), ZEROS)[:, None]
             if GATED:
-                up += tl.load(of + N).to(tl.float32)[:, None]
+                up *= scale_of(tl.load(scales + (N + rows_n) // OUTPUTS), ZEROS)[:, None]
+        if bias is not None:
+            acc += tl.load(bias + rows_n).to(tl.float32)[:, None]
+            if GATED:
+                up += tl.load(bias + rows_n + N).to(tl.float32)[:, None]
         if GATED:
             acc = clamped_swiglu(acc, up, alpha, limit) if limit is not None else activation(acc, GELU) * up
         place = out + pair.to(tl.int64)[None, :] * N + n[:, None]
@@ -121,8 +139,8 @@ def launch(
 ) -> None:
     """Launch the kernel, or only compile it. `grouped_linear` checks the arguments, which are its own; `shape` holds
     its flags and clamp."""
-    (each, gated, gelu, rows), clamp = shape
-    weight, bias = weights[0], weights[1] if len(weights) > 1 else None
+    (each, gated, gelu, rows, *coding), clamp = shape
+    weight, scales, bias = _parts(weights, coding)
     alpha, limit = clamp or (None, None)
     experts, n, width = weight.shape[0], out.shape[1], block_m(min(rows, MAX_ROWS))
     grid = (triton.cdiv(n, config.block_n), most_tiles(experts, out.shape[0], width))
@@ -130,6 +148,7 @@ def launch(
     call(
         x,
         weight,
+        scales,
         bias,
         *pairs,
         out,
@@ -146,6 +165,7 @@ def launch(
         BLOCK_M=width,
         GATED=bool(gated),
         GELU=bool(gelu),
+        **coding_constants(coding_of(coding) if coding else None, x.shape[1]),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **options(dependent),
@@ -168,13 +188,16 @@ def grouped_linear(
     Args:
         x: `[M, K]`, contiguous rows of any stride; M * each is at least the number of pairs.
         weights: W `[E, N, K]` contiguous, of x's dtype; with `gated` `[E, 2 N, K]`, for each expert the gates above the
-            values. If experts have biases, also b `[E, N]` or `[E, 2 N]`.
+            values. If experts have biases, also b `[E, N]` or `[E, 2 N]`. Of a quantized W, its words `[E, N, K * bits
+            / 16]` int16, then the scales of a `QuantizedWeight` that has the outputs of all experts, one after the
+            other.
         pairs: pairs `[P]` sorted by expert, and the start of each expert's pairs `[E + 1]`, int32, from
             `experts.sort_pairs`.
         out: `[P, N]` contiguous, of x's dtype. Sums are fp32 and rounded once. Rows of pairs without an expert are
             unchanged.
         flags: `each`, `gated`, `gelu` and the maximum number of pairs of one expert, which sets the width of tiles, up
             to 64. With `gated`, `f(y) = silu(y[:N]) * y[N:]`, or with `gelu` GELU instead of SiLU; otherwise f(y) = y.
+            For a quantized W then the fields of its coding, see `_codes.coding_as_list`.
         clamp: with `gated`, alpha and limit of `kernels.activation.clamped_swiglu` as f; or empty.
         config: the fields of a LinearConfig in order.
         dependent: launch dependently (see `_dependent_launch`).
@@ -197,16 +220,30 @@ def _(
     _check(x, weights, pairs, out, flags)
 
 
+def _parts(weights: Sequence[Tensor], coding: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return W, scales and biases from the argument `weights` of `grouped_linear`. `coding` is empty if W is dense."""
+    (weight, *more), count = weights, 1 if coding else 0
+    return weight, more[0] if count else None, more[count] if len(more) > count else None
+
+
 def _check(x: Tensor, weights: Sequence[Tensor], pairs: Sequence[Tensor], out: Tensor, flags: Sequence[int]) -> None:
-    (each, gated, _, rows), (order, starts), weight = flags, pairs, weights[0]
+    (each, gated, _, rows, *fields), (order, starts) = flags, pairs
+    weight, scales, bias = _parts(weights, fields)
     assert x.shape[0] * each >= out.shape[0]
-    assert weight.shape == (starts.shape[0] - 1, out.shape[1] * (1 + gated), x.shape[1])
+    if fields:
+        coding = coding_of(fields)
+        assert weight.shape[1] % coding.outputs == 0, "a scale of several experts"
+        check_codes(weight.flatten(0, 1), scales, coding, x.shape[1])
+        assert weight.shape[:2] == (starts.shape[0] - 1, out.shape[1] * (1 + gated))
+        assert x.dtype == out.dtype
+    else:
+        assert weight.shape == (starts.shape[0] - 1, out.shape[1] * (1 + gated), x.shape[1])
+        assert x.dtype == weight.dtype == out.dtype
     assert order.shape == out.shape[:1]
     assert rows >= 1
-    assert x.dtype == weight.dtype == out.dtype
     assert order.dtype == starts.dtype == torch.int32
     assert x.stride(1) == 1
-    assert all(bias.shape == weight.shape[:2] for bias in weights[1:])
+    assert bias is None or bias.shape == weight.shape[:2]
     assert all(tensor.is_contiguous() for tensor in (*weights, order, starts, out))
 
 
@@ -218,7 +255,7 @@ def grouped_linear_reference(
     flags: Sequence[int],
     clamp: Sequence[float] = (),
 ) -> None:
-    """Do what `grouped_linear` does, in plain torch in float64, rounded once."""
+    """Do what `grouped_linear` does with a dense W, in plain torch in float64, rounded once."""
     (each, gated, gelu, _), (order, starts) = flags, pairs
     for expert, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         mine = order[begin:end].long()
@@ -235,28 +272,41 @@ def grouped_linear_reference(
 
 
 def _variants() -> tuple[Variant, ...]:
-    variants = []
-    for size in SIZES:
-        for kind, n, k, gated in (
-            ("gate_up", 768, 2048, True),
-            ("down", 2048, 768, False),
-            ("gate_up_oss", 2880, 2880, True),
-            ("down_oss", 2880, 2880, False),
+    variants, fp8, int4 = [], Coding("fp8", 128, outputs=128), Coding("int4", 128)
+    for size in (*SIZES, BLACKWELL):
+        for kind, n, k, gated, coding in (
+            ("gate_up", 768, 2048, True, None),
+            ("down", 2048, 768, False, None),
+            ("gate_up_fp8", 768, 2048, True, fp8),
+            ("down_fp8", 2048, 768, False, fp8),
+            ("gate_up_int4", 768, 2048, True, int4),
+            ("down_int8", 2048, 768, False, Coding("int8", 768)),
+            ("gate_up_oss", 2880, 2880, True, None),
+            ("down_oss", 2880, 2880, False, None),
+            ("gate_up_mxfp4_oss", 2880, 2880, True, Coding("mxfp4", 32)),
+            ("down_mxfp4_oss", 2880, 2880, False, Coding("mxfp4", 32)),
         ):
             oss = kind.endswith("oss")
             experts, each = (32, 4) if oss else (128, 8)
             for dtype, rows in (("bf16", 6), ("bf16", 64), ("fp16", 6)):
-                if (dtype == "fp16" and not gated) or (oss and (dtype, rows) != ("bf16", 6)):
+                wide = kind in ("gate_up_fp8", "gate_up_mxfp4_oss") and rows == 64
+                only = (oss or coding is not None) and (dtype, rows) != ("bf16", 6)
+                if (dtype == "fp16" and not gated) or (only and not wide):
+                    continue
+                small_groups = coding is not None and coding.group == 32
+                if size is BLACKWELL and not small_groups:
                     continue
                 width = block_m(rows)
-                shape = LinearShape(n, k, DTYPES[dtype], gated=gated, experts=(experts, each))
+                shape = LinearShape(n, k, DTYPES[dtype], gated=gated, coding=coding, experts=(experts, each))
                 config = linear_config(shape, width, size.limits)
                 types = dict.fromkeys(("x", "weight", "out"), f"*{dtype}") | {"pairs": "*i32", "starts": "*i32"}
                 types |= {"x_stride": "i32"}
+                if coding is not None:
+                    types |= {"weight": "*i16", "scales": "*u8" if coding.kind == "mxfp4" else "*fp32"}
                 types |= {"bias": "*bf16"} if oss else {}
                 types |= {"alpha": "fp32", "limit": "fp32"} if oss and gated else {}
                 constants = {
-                    **{name: None for name in ("bias", "alpha", "limit") if name not in types},
+                    **{name: None for name in ("scales", "bias", "alpha", "limit") if name not in types},
                     "EXPERTS": experts,
                     "EACH": each if gated else 1,
                     "N": n,
@@ -267,6 +317,7 @@ def _variants() -> tuple[Variant, ...]:
                     "BLOCK_M": width,
                     "GATED": gated,
                     "GELU": False,
+                    **coding_constants(coding, k),
                     "DEPENDENT": False,
                 }
                 variants.append(
@@ -278,7 +329,7 @@ def _variants() -> tuple[Variant, ...]:
                         config.num_warps,
                         config.num_stages,
                         ("x_stride",),
-                        size.capabilities,
+                        (90,) if small_groups and size is SIZES[0] else size.capabilities,
                     )
                 )
     return tuple(variants)

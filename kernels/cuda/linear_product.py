@@ -48,6 +48,16 @@ class Next:
 
 
 @dataclass(frozen=True, slots=True)
+class Added:
+    """Values that are added to the outputs of some rows, after the bias: what LoRA adapters add to a projection."""
+
+    values: Tensor
+    """[M, rows of the weight] fp32, contiguous. Rows without a slot are not read."""
+    slots: Tensor
+    """[M] int32, adapter slot of each row; -1: nothing is added to the row."""
+
+
+@dataclass(frozen=True, slots=True)
 class Product:
     """A product `m f(x W^T / r + b)`. r is the root mean square of each row if `squares` is given, else 1."""
 
@@ -77,6 +87,8 @@ class Product:
     heads: Heads | None = None
     """If given, the output `[M, 2 N]` is heads of q, k and v. q is written as `qk_norm_rope` leaves it; k and v go only
     into the cache."""
+    added: Added | None = None
+    """Values that are added before the activation, or before heads are normed. None: none."""
 
     @property
     def sides(self) -> int:
@@ -127,6 +139,14 @@ def check_product(x: Tensor, product: Product, out: Tensor, scratch: Sequence[Te
         check_heads(product.heads, x, out, weight.shape[0], LinearConfig(*config).block_n)
     assert out.stride(1) == 1
     assert bias is None or bias.shape == weight.shape[:1]
+    if product.added is not None:
+        values, slots = product.added.values, product.added.slots
+        assert values.shape == (x.shape[0], weight.shape[0])
+        assert slots.shape == x.shape[:1]
+        assert values.dtype == torch.float32
+        assert slots.dtype == torch.int32
+        assert values.is_contiguous()
+        assert slots.is_contiguous()
     width = product.squares_width
     if squares is not None or following is not None:
         assert width in (MAX_ROWS, DRAFT_ROWS)
@@ -156,6 +176,8 @@ def skinny_linear_reference(x: Tensor, product: Product, out: Tensor) -> None:
         y = y * (sums / x.shape[1] + product.eps).rsqrt()[:, None]
     if product.bias is not None:
         y = y + product.bias.double()
+    if product.added is not None:
+        y = torch.where(product.added.slots[:, None] >= 0, y + product.added.values.double(), y)
     if product.gated:
         gate, up = y.chunk(2, dim=1)
         f = torch.nn.functional.gelu(gate, approximate="tanh") if product.gelu else torch.nn.functional.silu(gate)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import triton
 from specrs.kernels.coding import Coding
+from specrs.kernels.cuda._codes import coding_constants
 from specrs.kernels.cuda._heads import head_arguments
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.linear_product import DRAFT_ROWS, MAX_ROWS, block_m
-from specrs.kernels.cuda.skinny_linear import coding_constants, skinny_linear_kernel
-from specrs.kernels.cuda.variants import DTYPES, SIZES, Size, Variant
+from specrs.kernels.cuda.skinny_linear import skinny_linear_kernel
+from specrs.kernels.cuda.variants import BLACKWELL, DTYPES, SIZES, Size, Variant
 
 
 def variant(
@@ -27,8 +28,8 @@ def variant(
 ) -> Variant:
     """Return the variant of the kernel that `launch` uses for `shape` on devices of `size`.
 
-    `operands` may be `bias`, `squares` and `next_norm`. `constants` are those that differ from a plain product.
-    `argmax`: the variant of `lm_head`.
+    `operands` may be `bias`, `squares`, `added` and `next_norm`. `constants` are those that differ from a plain
+    product. `argmax`: the variant of `lm_head`.
     """
     dtype = next(key for key, value in DTYPES.items() if value == shape.dtype)
     config = linear_config(shape, block_m(rows), size.limits)
@@ -37,6 +38,7 @@ def variant(
         present |= {"weight": "*i16", "scales": "*fp32"}
     normed = "squares" in operands
     present |= dict.fromkeys(operands, f"*{dtype}")
+    present |= {"added": "*fp32", "added_slots": "*i32"} if "added" in operands else {}
     present |= {"next_x": f"*{dtype}", "next_squares": "*fp32"} if "next_norm" in operands else {}
     present |= {"squares": "*fp32"} if normed else {}
     present |= {"out": "*fp32", "tile_top": "*fp32", "tile_id": "*i32"} if argmax else {}
@@ -67,7 +69,18 @@ def variant(
         **coding_constants(shape.coding, shape.k),
         "DEPENDENT": False,
     }
-    optional = ["scales", "bias", "squares", "next_norm", "next_x", "next_squares", "tile_top", "tile_id"]
+    optional = [
+        "scales",
+        "bias",
+        "squares",
+        "added",
+        "added_slots",
+        "next_norm",
+        "next_x",
+        "next_squares",
+        "tile_top",
+        "tile_id",
+    ]
     optional += ["qk_norm", "cos", "sin", "slots", "cache", "head_eps", "k_scale", "v_scale"]
     absent = {arg: None for arg in optional if arg not in present}
     return Variant(
@@ -104,6 +117,8 @@ def _variants() -> tuple[Variant, ...]:
             add("gated", LinearShape(6144, 2048, torch_dtype, gated=True), operands=() if dtype == "fp16" else normed)
             if dtype == "bf16":
                 add("residual", LinearShape(2048, 6144, torch_dtype), constants=added, operands=following)
+            if dtype == "bf16":
+                add("gated_added", LinearShape(6144, 2048, torch_dtype, gated=True), operands=("added", *normed))
             if dtype == "bf16" and rows == 6:
                 add("normed", LinearShape(4096, 2048, torch_dtype), operands=normed)
                 add("normed_bias", LinearShape(4608, 3584, torch_dtype), operands=("bias", *normed))
@@ -123,19 +138,28 @@ def _variants() -> tuple[Variant, ...]:
                 shape = LinearShape(25600, 5120, DTYPES[dtype], gated=True, coding=own)
                 label = f"skinny_linear_quantized_{name}_{dtype}_rows{rows}_{size.name}"
                 variants.append(variant(label, shape, size, rows=rows, operands=normed))
+    for size in (Size("large", (90,), SIZES[0].limits), SIZES[1], BLACKWELL):
+        # Blocks of GGUF files.
+        for name, coding in (("q4_0", Coding("int4", 32)), ("q8_0", Coding("int8", 32))):
+            shape = LinearShape(25600, 5120, torch.bfloat16, gated=True, coding=coding)
+            label = f"skinny_linear_quantized_{name}_bf16_rows64_{size.name}"
+            variants.append(variant(label, shape, size, rows=64, operands=normed))
     for size in SIZES:
         small = LinearShape(1536, 2048, torch.float16, head_dim=64)
         large, e4m3 = LinearShape(5120, 5120, torch.bfloat16, head_dim=128), {"FRACTION": 3}
         for name, shape, heads, rows, more in (
             ("heads_bf16_rows6", large, (64, 8), 6, {}),
             ("heads_bf16_rows64", large, (64, 8), 64, {}),
+            ("heads_added_bf16_rows64", large, (64, 8), 64, {}),
             ("heads_bf16_rows6_e4m3", large, (64, 8), 6, e4m3),
             ("heads_bf16_rows6_draft", LinearShape(2048, 2048, torch.bfloat16, head_dim=128), (16, 8), 6, {}),
             ("heads_fp16_rows6_d64", small, (32, 8), 6, {"qk_norm": None}),
         ):
             given: dict[str, Any] = {"HEADS": heads[0], "KV_HEADS": heads[1], "BLOCK_SIZE": 16}
-            label, squares = f"skinny_linear_{name}_{size.name}", normed if shape.dtype == torch.bfloat16 else ()
-            variants.append(variant(label, shape, size, rows=rows, operands=squares, constants=given | dict(more)))
+            label = f"skinny_linear_{name}_{size.name}"
+            used: tuple[str, ...] = normed if shape.dtype == torch.bfloat16 else ()
+            used = ("added", *used) if "added" in name else used
+            variants.append(variant(label, shape, size, rows=rows, operands=used, constants=given | dict(more)))
     roomy = SIZES[0]  # other devices have too little shared memory
     for kind, shape, operands, constants in (
         ("qkv", LinearShape(4096, 2048, torch.bfloat16), normed, {}),

@@ -20,13 +20,21 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
-from specrs.kernels.coding import Coding
-from specrs.kernels.cuda._codes import CODES, DENSE, INT4, add_step, coding_as_list, coding_of, scale_of
+from specrs.kernels.cuda._codes import (
+    DENSE,
+    INT4,
+    MXFP4,
+    add_step,
+    coding_as_list,
+    coding_constants,
+    coding_of,
+    scale_of,
+)
 from specrs.kernels.cuda._dependent_launch import options, prefetch, start_next, wait_for_previous
 from specrs.kernels.cuda._heads import Heads, head_arguments, head_places, store_head
 from specrs.kernels.cuda.activation import activation
 from specrs.kernels.cuda.configs import LinearConfig
-from specrs.kernels.cuda.linear_product import Next, Product, block_m, check_product
+from specrs.kernels.cuda.linear_product import Added, Next, Product, block_m, check_product
 from torch import Tensor
 
 
@@ -57,6 +65,8 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     scales,
     bias,
     squares,
+    added,
+    added_slots,
     out,
     next_norm,
     next_x,
@@ -109,7 +119,7 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     # Where a tile has two sides they are gates and values, N rows of the weight apart, or the halves of a head.
     SIDES: tl.constexpr = 2 if GATED or HEADS > 0 else 1
     APART: tl.constexpr = N if GATED else BLOCK_N
-    EACH: tl.constexpr = 1 if CODE == DENSE else 4 if CODE == INT4 else 2
+    EACH: tl.constexpr = 1 if CODE == DENSE else 4 if (CODE == INT4) | (CODE == MXFP4) else 2
     ROW: tl.constexpr = K // EACH
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     K_STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -226,6 +236,13 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                 acc += tl.load(bias + rows_n).to(tl.float32)[:, None]
                 if SIDES == 2:
                     up += tl.load(bias + APART + rows_n).to(tl.float32)[:, None]
+            if added is not None:
+                # Other rows have what an earlier pass left.
+                has_added = (tl.load(added_slots + token, mask=there, other=-1) >= 0)[None, :]
+                added_at = added + token[None, :] * (SIDES * N) + rows_n[:, None]
+                acc += tl.load(added_at, mask=has_added, other=0)
+                if SIDES == 2:
+                    up += tl.load(added_at + APART, mask=has_added, other=0)
             if HEADS > 0:
                 store_head(
                     acc, up, tile, token, there, slot_of, c, s, out, out_stride, qk_norm, cos, cache, head_eps, k_scale,
@@ -254,21 +271,6 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                     f = tl.where(stored, rounded.to(tl.float32), 0)
                     tl.store(next_x + place, (f * g[:, None]).to(next_x.dtype.element_ty), mask=stored)
                     tl.store(next_squares + tile * MAX_ROWS + token, tl.sum(f * f, 0), mask=there)
-
-
-def coding_constants(coding: Coding | None, k: int) -> dict[str, int]:
-    """Return the kernel's constants for a weight of `k` inputs; `coding` None: it is dense."""
-    if coding is None:
-        return {"CODE": DENSE.value, "GROUP": k, "UNIT": 0, "OUTPUTS": 1, "ZEROS": False}
-    unit = coding.unit(k)
-    assert unit is not None
-    return {
-        "CODE": CODES[coding.kind],
-        "GROUP": coding.group,
-        "UNIT": unit,
-        "OUTPUTS": coding.outputs,
-        "ZEROS": coding.zeros,
-    }
 
 
 def launch(
@@ -301,6 +303,8 @@ def launch(
         product.scales,
         product.bias,
         squares,
+        None if product.added is None else product.added.values,
+        None if product.added is None else product.added.slots,
         out,
         *following,
         *of_heads,
@@ -348,7 +352,9 @@ def skinny_linear(
         dependent: launch dependently (see `_dependent_launch`).
     """
     p = product
-    operands, flags = [p.weight, p.bias, p.squares, p.scales], [int(p.gated), int(p.gelu), int(p.accumulate)]
+    added = (None, None) if p.added is None else (p.added.values, p.added.slots)
+    operands = [p.weight, p.bias, p.squares, p.scales, *added]
+    flags = [int(p.gated), int(p.gelu), int(p.accumulate)]
     if p.coding is not None:
         flags += coding_as_list(p.coding)
     outs, numbers = [out], [p.eps, p.multiplier]
@@ -396,7 +402,7 @@ def _(
 def _product(
     operands: Sequence[Tensor | None], following: Sequence[Tensor], numbers: Sequence[float], flags: Sequence[int]
 ) -> Product:
-    (weight, bias, squares, scales, *more), (eps, multiplier, *of_heads) = operands, numbers
+    (weight, bias, squares, scales, values, slots_of, *more), (eps, multiplier, *of_heads) = operands, numbers
     following_norm, heads = None, None
     if of_heads:
         (qk_norm, cos, sin, slots), (num_heads, *flags) = more, flags
@@ -421,4 +427,5 @@ def _product(
         coding_of(coding) if coding else None,
         scales,
         heads,
+        None if values is None or slots_of is None else Added(values, slots_of),
     )

@@ -25,6 +25,8 @@ SIZES = (
     Size("large", (90, 100), DeviceLimits("", 90, 132, 227 * 1024)),
     Size("small", (80, 120), DeviceLimits("", 80, 108, 99 * 1024)),
 )
+BLACKWELL = Size("tensor_memory", (100,), DeviceLimits("", 100, 148, 227 * 1024))
+"""Devices of `large` that have tensor memory, for configurations that depend on it."""
 CAPABILITIES = (80, 90, 100, 120)
 """Compute capabilities to compile for, times ten."""
 

@@ -95,7 +95,6 @@ class EngineConfig(EngineOptions):
         if self.enable_lora:
             size = self.tensor_parallel_size
             others = (
-                _of_device("enable_lora", device),
                 ("tensor_parallel_size", size, size == 1, "tensor_parallel_size=1"),
                 ("model_impl", self.model_impl, self.model_impl != "transformers", "model_impl='auto' or 'specrs'"),
                 ("cpu_activations", self.cpu_activations, not self.rounds_to_bf16, "cpu_activations='auto'"),

@@ -356,9 +356,8 @@ class EngineOptions:
         False,
         Switch(),
         "requests may name a LoRA adapter",
-        details="An adapter is a PEFT folder for projections of the target's layers. Adapters run on a CPU only. The "
-        "drafter does not use them.",
-        device="cpu",
+        details="An adapter is a PEFT folder for projections of the target's layers. The drafter does not use them. A "
+        "GPU keeps room for `max_loras` adapters of `max_lora_rank`.",
     )
     max_loras: int = _serve_option(
         1,
@@ -370,7 +369,7 @@ class EngineOptions:
     max_cpu_loras: int | None = _serve_option(
         None,
         Integer(1),
-        "adapters kept in memory while no request asks for them",
+        "adapters kept in the host's memory while no request asks for them",
         note="not fewer than --max-loras",
         default_is="--max-loras",
     )

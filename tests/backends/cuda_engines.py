@@ -3,17 +3,18 @@ tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.graphs import tasks
-from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.cuda.runner import CudaRunner, Work
 from specrs.backends.table import BACKENDS
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
+from specrs.models.lora import LoRAAdapter
 from specrs.sampling import SamplingParams
 
 K = 3
@@ -37,9 +38,13 @@ def serve_by_cuda(patch: pytest.MonkeyPatch) -> None:
 
 
 def generate(
-    engine: Engine, params: list[SamplingParams], num_tokens: int = 5, prompts: list[list[int]] = PROMPTS
+    engine: Engine,
+    params: list[SamplingParams],
+    num_tokens: int = 5,
+    prompts: list[list[int]] = PROMPTS,
+    loras: Sequence[LoRAAdapter | None] | None = None,
 ) -> list[Request]:
-    """Run every prompt to its end. Return the requests, which hold ids, log probabilities and statistics."""
+    """Run every prompt to its end, with its adapter. Return the requests, which hold ids, log probabilities and statistics."""
     requests = [
         Request(
             i,
@@ -48,8 +53,9 @@ def generate(
             num_speculative_tokens=K,
             seed=100 + i,
             prediction_token_ids=[int(token) for token in own.prediction or ()],
+            lora=lora,
         )
-        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+        for i, (prompt, own, lora) in enumerate(zip(prompts, params, loras or [None] * len(prompts), strict=True))
     ]
     for request in requests:
         engine.add_request(request)
@@ -66,6 +72,15 @@ class Graphs:
     def __init__(self, work: dict[Hashable, Callable[[], None]]) -> None:
         self.work = work
         self.replayed: list[Hashable] = []
+
+    def noted(self, key: Hashable, run: Callable[[], None]) -> Callable[[], None]:
+        """Return `run`, which also adds `("plain", key)` to what was replayed here."""
+
+        def noting() -> None:
+            self.replayed.append(("plain", key))
+            run()
+
+        return noting
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.work
@@ -84,12 +99,19 @@ def give_graphs(engine: Engine) -> Graphs:
     runner = engine.runner
     assert isinstance(runner, CudaRunner)
     sequences = sequences_of(runner.ctx.record.views, "num_decode")
-    graphs = Graphs(dict(tasks(runner.ctx, runner.buckets, sequences)))
+    work = runner.adapted
+    graphs = Graphs(dict(tasks(work.ctx, runner.buckets, sequences)))
+    plain = None
+    if runner.plain is not None:
+        own = Graphs({key: graphs.noted(key, run) for key, run in tasks(runner.plain.ctx, runner.buckets, sequences)})
+        plain = Work(runner.plain.ctx, own)  # type: ignore[arg-type]
     engine.runner = CudaRunner(
-        runner.ctx,
+        work.ctx,
         runner.sampling,
         runner.buckets,
         graphs,  # type: ignore[arg-type]
         logprobs_mode=runner.logprobs_mode,
+        loras=runner.loras,
+        plain=plain,
     )
     return graphs

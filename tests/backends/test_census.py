@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from kernel_launches import H200, Launch, recorded
+from lora.adapters import Spec, write_adapter
+from specrs import LoRARequest
 from specrs.backends.cuda import decoder
 from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.graphs import Uncaptured, tasks
@@ -14,9 +16,11 @@ from specrs.backends.cuda.warm_up import warm_up
 from specrs.engine.engine import Engine
 from specrs.kernels.cuda.attention_config import AttentionConfig
 from specrs.kernels.cuda.embedding import embed_kernel
+from specrs.kernels.cuda.lora import lora_expand_kernel, lora_shrink_kernel
 from specrs.kernels.cuda.paged_attention import paged_attention_kernel
 from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope_kernel
 from specrs.kernels.cuda.skinny_linear import skinny_linear_kernel
+from specrs.models.lora import LoRAAdapter
 from specrs.sampling import SamplingParams
 
 from .cuda_engines import PROMPTS, generate, give_graphs
@@ -24,7 +28,14 @@ from .test_cuda_drafters import Bench, bench  # noqa: F401 (a fixture)
 from .test_cuda_runner import GREEDY, PENALISED, Pair, pair  # noqa: F401 (a fixture)
 
 Keys = dict[tuple[Any, ...], Launch]
-PASSES = (embed_kernel, skinny_linear_kernel, paged_attention_kernel, qk_norm_rope_kernel)
+PASSES = (
+    embed_kernel,
+    skinny_linear_kernel,
+    paged_attention_kernel,
+    qk_norm_rope_kernel,
+    lora_shrink_kernel,
+    lora_expand_kernel,
+)
 """Kernels whose results are numbers only. They are not run, so all logits are 0; that halves the time."""
 
 
@@ -40,13 +51,16 @@ def start(engine: Engine, *, eager: bool) -> Keys:
     assert isinstance(runner, CudaRunner)
     launches: list[Launch] = []
     with recorded(launches):
-        if eager:
-            assert isinstance(runner.graphs, Uncaptured)
-            runner.graphs.run_all()
-        else:
-            for _, function in tasks(runner.ctx, runner.buckets, sequences_of(runner.ctx.record.views, "num_decode")):
+        for work in (runner.adapted, runner.plain):
+            if work is None:
+                continue
+            if eager:
+                assert isinstance(work.graphs, Uncaptured)
+                work.graphs.run_all()
+                continue
+            for _, function in tasks(work.ctx, runner.buckets, sequences_of(work.ctx.record.views, "num_decode")):
                 function()
-        warm_up(runner.ctx, runner.buckets)
+        warm_up(runner.adapted.ctx, runner.buckets)
     if not eager:
         give_graphs(engine)
     return keys_of(launches)
@@ -101,15 +115,21 @@ CASES: dict[str, tuple[list[list[int]], bool, dict[str, int]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[*CASES, "head, whole prompts, eager", "head, long prompt"])
+OTHERS = ("head, whole prompts, eager", "head, long prompt", "adapters, whole prompts", "adapters, long prompt")
+
+
+@pytest.fixture(scope="module", params=[*CASES, *OTHERS])
 def census(
     request: pytest.FixtureRequest,
     pair: Pair,  # noqa: F811
     bench: Bench,  # noqa: F811
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Keys, Keys]:
     """Return the keys of the kernels that the start launches, and those that serving launches."""
     _, of_head, case = request.param.rpartition("head, ")
+    _, adapted, case = case.rpartition("adapters, ")
     prompts, eager, fields = CASES[case]
+    loras: list[LoRAAdapter | None] | None = None
     plain = [GREEDY, SamplingParams(temperature=0.8, top_p=0.9), GREEDY.replace(num_speculative_tokens=1)]
     asking = [PENALISED, SamplingParams(temperature=0.8, logprobs=2), GREEDY.replace(prompt_logprobs=1)]
     launches: list[Launch] = []
@@ -117,12 +137,18 @@ def census(
         cut_as_on_a_gpu(patch)
         if of_head:
             engine = bench.engine("fitted head", "rejection", gpu=True, monkeypatch=patch, **fields)
+        elif adapted:
+            lora: Any = {"enable_lora": True, "max_loras": 2}
+            engine = pair.engine(gpu=True, monkeypatch=patch, **fields, **lora)
+            path = write_adapter(tmp_path_factory.mktemp("lora"), pair.target, Spec(("q_proj", "down_proj")))
+            assert engine.loras is not None
+            loras = [engine.loras.load(LoRARequest("a", 1, str(path))), None, None][: len(prompts)]
         else:
             engine = pair.engine(gpu=True, monkeypatch=patch, **fields)
         known = start(engine, eager=eager)
         with recorded(launches, run=True, left_out=PASSES):
             for params in (plain, asking):
-                generate(engine, [params[i % 3] for i in range(len(prompts))], 6, prompts)
+                generate(engine, [params[i % 3] for i in range(len(prompts))], 6, prompts, loras)
     return known, keys_of(launches)
 
 

@@ -6,14 +6,19 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from gguf_files import write_gguf
 from quantized_files import fp8_block, gptq
+from specrs.backends.cuda.fit import _coded_bits
 from specrs.backends.model_source import ModelSource
 from specrs.backends.table import BACKENDS
 from specrs.config import EngineConfig
 from specrs.errors import UnsupportedConfigError
+from specrs.kernels.coding import Coding
 from specrs.kernels.linear import DenseWeight
 from specrs.kernels.quantized_weight import QuantizedWeight
+from specrs.models.loader import load_config
 from specrs.models.torch_decoder import TorchDecoder
+from specrs.models.torch_loader import load_model
 from specrs.speculative_config import SpeculativeConfig
 
 
@@ -60,6 +65,59 @@ def test_a_draft_in_fp8_rounds_rows_of_wide_passes(plain: Path, dtype: str) -> N
             assert not getattr(held, "fp8_rows", False)
             assert not w.fp8_rows
             assert not w.fp8_wide_rows
+
+
+CODED = {
+    "Q8_0": Coding("int8", 32),
+    "Q4_0": Coding("int4", 32),
+    "Q5_0": Coding("int8", 32),
+    "Q3_K": Coding("int4", 16),
+    "Q6_K": Coding("int8", 16),
+    "IQ4_NL": Coding("int8", 32),
+    "IQ4_XS": Coding("int8", 32),
+    "MXFP4": Coding("mxfp4", 32),
+    "Q4_K": None,
+    "Q5_1": None,
+    "BF16": None,
+}
+"""Coding of projections on a GPU, by the type in a GGUF file. None: numbers in 16 bits."""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of whole blocks of 256."""
+    folder = tmp_path_factory.mktemp("wide") / "wide"
+    sizes: dict[str, Any] = {"layers": 1, "hidden": 256, "intermediate": 256, "head_dim": 64, "kv_heads": 2}
+    return make_checkpoint(folder, "llama", initializer_range=0.05, vocab=61, with_tokenizer=False, **sizes)
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_gguf_files(kind: str, wide: Path, tmp_path: Path) -> None:
+    """Weights are the file's numbers: as codes exactly, otherwise rounded once to 16 bits."""
+    path = write_gguf(wide, tmp_path / "model.gguf", kind)
+    weights = load(path).weights
+    exact = load_model(path, dtype="float64").weights
+    assert weights.dtype == torch.bfloat16
+    (layer,), (numbers,) = weights.layers, exact.layers
+    for name in ("qkv", "o", "gate_up", "down"):
+        found, expected = getattr(layer, name), getattr(numbers, name).dequantized()
+        if CODED[kind] is None:
+            assert isinstance(found, DenseWeight)
+            assert torch.equal(found.weight, expected.bfloat16())
+        else:
+            assert found.coding == CODED[kind]
+            assert torch.equal(found.dequantized(), expected)
+    assert isinstance(weights.lm_head, DenseWeight)
+    assert torch.equal(weights.lm_head.weight, exact.lm_head.dequantized().bfloat16())
+
+
+def test_the_bits_of_gguf_files(wide: Path, tmp_path: Path) -> None:
+    """What is checked against a GPU's free memory is what the loader keeps."""
+    for kind, coding in CODED.items():
+        path = write_gguf(wide, tmp_path / f"{kind}.gguf", kind)
+        model = load_config(path)
+        bits = set(_coded_bits(str(path), None, model, None, "auto").values())
+        assert bits == (set() if coding is None else {coding.bits}), kind
 
 
 def test_rows_in_fp8_need_weights_in_fp8(plain: Path, tmp_path: Path) -> None:

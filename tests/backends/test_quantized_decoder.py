@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from gguf_files import write_gguf
 from kernels.cuda.tolerance import assert_near
 from models.cuda_models import Poisoned, outputs, span
 from models.harness import Feeder
-from quantized_files import awq, compressed, fp8_block
-from specrs.backends.cuda import products, workspace
+from quantized_files import awq, compressed, fp8_block, mxfp4
+from specrs.backends.cuda import products, stream, workspace
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.loader import QuantizedLoader
 from specrs.kernels.coding import Coding
@@ -77,6 +78,25 @@ def test_quantized_weights(folder: Path, name: str, monkeypatch: pytest.MonkeyPa
     numbers = source if at_load else path.with_name(path.name + ".numbers")
     exact = outputs(load_model(numbers, dtype="float64", quantization=at_load), run)
     plain = outputs(load_model(source if at_load else path, dtype="float32", quantization=at_load), run)
+    assert_near(outputs(Poisoned(made.weights, made.workspace), run), exact, plain, ulps=16)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "MXFP4"])
+def test_gguf_files(folder: Path, kind: str) -> None:
+    """A file's blocks become codes, and a pass over them is near that of the file's numbers in float64."""
+    source = folder / "gguf-source"
+    if not source.exists():
+        sizes: dict[str, Any] = {"hidden": 64, "intermediate": 64, "kv_heads": 1, "head_dim": 32, "layers": 1}
+        make_checkpoint(source, "llama", tie=False, vocab=83, **sizes)
+    path = write_gguf(source, folder / f"{kind}.gguf", kind)
+    weights = loaded_quantized(path)
+    assert isinstance(weights.layers[0].down, QuantizedWeight)
+    made = CudaDecoder.allocate(weights, max_rows=16, max_seqs=4)
+
+    def run(feeder: Feeder) -> list[Tensor]:
+        return [feeder.feed({0: span(0, rows), 1: span(0, 1)}) for rows in (2, 7)]
+
+    exact, plain = (outputs(load_model(path, dtype=dtype), run) for dtype in ("float64", "float32"))
     assert_near(outputs(Poisoned(made.weights, made.workspace), run), exact, plain, ulps=16)
 
 
@@ -272,18 +292,82 @@ def quantized_zeros(coding: Coding, out: int, size: int) -> QuantizedWeight:
     return QuantizedWeight.of(torch.zeros(out, size, dtype=torch.uint8), scales, coding)
 
 
-def test_quantized_experts_are_dequantized(folder: Path) -> None:
-    """Check that quantized experts are dequantized, while the layer's other projections stay quantized."""
-    source = make_checkpoint(folder / "experts-source", "qwen3_moe", hidden=64, head_dim=32, layers=1, vocab=83)
+EXPERTS = {
+    "fp8 outputs": Coding("fp8", 64),
+    "fp8 blocks": Coding("fp8", 32, outputs=32),
+    "int4 at load": Coding("int4", 64),
+    "int8 at load": Coding("int8", 64),
+    "mxfp4": Coding("mxfp4", 32),
+}
+
+
+def expert_files(folder: Path, name: str) -> tuple[Path, Path, str | None]:
+    """A checkpoint of quantized experts, one with their numbers, and how to quantize it at load."""
+    if name == "mxfp4":
+        numbers = make_checkpoint(
+            folder / "oss", "gpt_oss", hidden=64, intermediate=64, head_dim=32, layers=1, vocab=83, tie=False
+        )
+        config = {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "*.router", "lm_head"],
+        }
+        return mxfp4(numbers, folder / "oss-mxfp4", config), numbers, None
+    source, path = folder / f"{name}-experts", folder / f"{name}-experts-coded"
+    make_checkpoint(source, "qwen3_moe", hidden=64, head_dim=32, layers=1, vocab=83, moe_intermediate_size=64)
+    if name.endswith("at load"):
+        return source, source, name.split()[0]
+    if name == "fp8 blocks":
+        fp8_block(source, path, block=(32, 32), modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate"])
+    else:
+        compressed(source, path, "float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel")
+    return path, path.with_name(path.name + ".numbers"), None
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_of_codes(folder: Path, name: str) -> None:
+    """They stay codes, held once, and passes are near those of the numbers in float64."""
+    path, numbers, at_load = expert_files(folder, name)
+    config, checkpoint = open_checkpoint(path, None, "auto")
+    if at_load:
+        checkpoint = IntegersAtLoad(checkpoint, at_load)
+    assert isinstance(checkpoint, QuantizedTensors)
+    weights = QuantizedLoader(config, checkpoint, torch.float32, torch.device("cpu")).load()
+    (layer,) = weights.layers
+    assert layer.experts is not None
+    assert layer.experts.stacked is None
+    assert layer.experts.stacked_codes is not None
+    for found, views in zip(layer.experts.stacked_codes, (layer.experts.gate_up, layer.experts.down), strict=True):
+        assert isinstance(found, QuantizedWeight)
+        assert found.coding == EXPERTS[name]
+        held = [view.codes.data_ptr() for view in views if isinstance(view, QuantizedWeight)]
+        each = len(found.codes) // len(views)
+        assert held == [found.codes[i * each :].data_ptr() for i in range(len(views))], "held once"
+    made = CudaDecoder.allocate(weights, max_rows=16, max_seqs=4)
+
+    def run(feeder: Feeder) -> list[Tensor]:
+        return [feeder.feed({0: span(0, rows), 1: span(0, 1)}) for rows in (2, 8)]
+
+    exact = outputs(load_model(numbers, dtype="float64", quantization=at_load), run)
+    plain = outputs(load_model(numbers, dtype="float32", quantization=at_load), run)
+    assert_near(outputs(Poisoned(made.weights, made.workspace), run), exact, plain, ulps=16)
+
+
+def test_experts_of_several_codings_become_numbers(folder: Path) -> None:
+    """One expert's projection is not quantized: the layer's experts become numbers. Other projections stay codes."""
+    source = make_checkpoint(folder / "mixed-source", "qwen3_moe", hidden=64, head_dim=32, layers=1, vocab=83)
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
-    path = compressed(source, folder / "experts", "float-quantized", **args)
+    path = compressed(source, folder / "mixed", "float-quantized", **args)
     config, checkpoint = open_checkpoint(path, None, "auto")
     assert isinstance(checkpoint, QuantizedTensors)
-    (layer,) = QuantizedLoader(config, checkpoint, torch.float32, torch.device("cpu")).load().layers
+    loader = QuantizedLoader(config, checkpoint, torch.float32, torch.device("cpu"))
+    read = loader.quantized
+    loader.quantized = lambda name: None if ".experts.2.up_proj" in name else read(name)  # type: ignore[method-assign]
+    (layer,) = loader.load().layers
     assert isinstance(layer.qkv, QuantizedWeight)
     assert layer.experts is not None
+    assert layer.experts.stacked_codes is None
     assert layer.experts.stacked is not None
-    (numbers,) = load_model(path.with_name("experts.numbers"), dtype="float64").weights.layers
+    (numbers,) = load_model(path.with_name("mixed.numbers"), dtype="float64").weights.layers
     assert numbers.experts is not None
     assert numbers.experts.stacked is not None
     for found, expected in zip(layer.experts.stacked, numbers.experts.stacked, strict=True):

@@ -243,6 +243,8 @@ def make(target: Path, draft: Path, rule: str, kind: str, *, grouped: bool = Fal
         max_num_seqs=BATCH,
         max_num_batched_tokens=32,
         max_model_len=64,
+        enable_lora=kind == "adapters",
+        max_loras=3,
     )
     model = fake_decoder(target, torch.bfloat16)
     model = model.with_kv_groups(1) if grouped else model
@@ -281,6 +283,26 @@ def test_an_iteration_stays_on_its_device(
     drawn = k * 2 if logits_mode is LogitsMode.SAMPLED else 0  # cut and draw
     accepted = {LogitsMode.GREEDY: 1, LogitsMode.SAMPLED: 2 if rule == "rejection" else 3}[logits_mode]
     assert ours == 1 + passes + drawn + (k > 0) + accepted + 1
+
+
+@pytest.mark.parametrize("k", [0, K])
+def test_adapters_stay_on_the_device(context: Callable[..., Context], k: int) -> None:
+    """The slots of rows once for each kind of rows, and two kernels for each of four projections."""
+    counts, shape = [], Shape(BATCH, k, BATCH * (k + 1), LogitsMode.GREEDY)
+    merged = MergedShape(Shape(2, k, 2 * (k + 1), LogitsMode.GREEDY), 3, ChunkShape(16, 1))
+    for kind in ("draft", "adapters"):
+        ctx = context("rejection", kind)
+        sequences = sequences_of(ctx.record.views, "num_decode")
+        for work in (
+            lambda ctx=ctx, sequences=sequences: iteration.run(ctx, shape, sequences),
+            lambda ctx=ctx: iteration.run_merged(ctx, merged),
+            lambda ctx=ctx: prompt_pass(ctx, ChunkShape(16, 2)),
+        ):
+            with torch.inference_mode(), Watch() as watch:
+                work()
+            counts.append(count_ours(watch))
+    more = [after - before for before, after in zip(counts[:3], counts[3:], strict=True)]
+    assert more == [1 + 8 * LAYERS, 2 + 8 * LAYERS, 1 + 8 * LAYERS]
 
 
 def count_ours(watch: Watch) -> int:

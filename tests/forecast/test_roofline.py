@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 from kernel_launches import reference_configs
+from models.published_configs import PUBLISHED
 from safetensors.torch import load_file
 from specrs.bench.results import read
 from specrs.cli import main
 from specrs.errors import InvalidConfigError
 from specrs.forecast.gpus import KERNEL_US
 from specrs.forecast.roofline import Roofline, gpu_of, kv_bytes, model_pass, weight_bytes
+from specrs.models.config import parse_config
 from specrs.models.loader import load_config
 
 from tests.data_sets import data_file
@@ -123,6 +125,18 @@ def test_more_rows_read_more_experts(tmp_path: Path) -> None:
     assert weight_bytes(config) == 2 * sum(
         tensor.numel() for tensor in load_file(tmp_path / "model.safetensors").values()
     )
+
+
+def test_experts_as_codes_take_half_the_memory() -> None:
+    """Qwen3-30B-A3B takes 61 GB in 16 bits and 31 GB in FP8. A row reads the experts that it chooses."""
+    config = parse_config(PUBLISHED["Qwen3-30B-A3B"][0])
+    assert weight_bytes(config) == pytest.approx(61.06e9, rel=1e-3)
+    assert weight_bytes(config, "fp8") == pytest.approx(31.17e9, rel=2e-3)
+    numbers, codes = (model_pass(config, gpu_of("H200"), 1, 1, 1, name) for name in (None, "fp8"))
+    experts = 48 * 8 * 3 * 2048 * 768
+    attention = 48 * (2048 * (4096 + 1024) + 4096 * 2048)
+    rotation = 48 * 4 * (4096 + 1024)
+    assert numbers.bytes - codes.bytes == pytest.approx(experts + attention - rotation)
 
 
 def test_memory_and_kv(folders: tuple[Path, Path]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
+from specrs.models.lora import LoRAAdapter
 from specrs.sampling import SamplingParams
 
 VOCAB = 1531
@@ -17,18 +18,37 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 150))] for _ in range(count)]
 
 
-def submit(engine: Engine, params: Sequence[SamplingParams], num_tokens: int, seed: int = 0) -> list[Request]:
+def submit(
+    engine: Engine,
+    params: Sequence[SamplingParams],
+    num_tokens: int,
+    seed: int = 0,
+    loras: Sequence[LoRAAdapter | None] | None = None,
+) -> list[Request]:
+    given = zip(prompts(len(params), seed), params, loras or [None] * len(params), strict=True)
     requests = [
-        Request(i, prompt, own.replace(max_tokens=num_tokens, ignore_eos=True), num_speculative_tokens=K, seed=50 + i)
-        for i, (prompt, own) in enumerate(zip(prompts(len(params), seed), params, strict=True))
+        Request(
+            i,
+            prompt,
+            own.replace(max_tokens=num_tokens, ignore_eos=True),
+            num_speculative_tokens=K,
+            seed=50 + i,
+            lora=lora,
+        )
+        for i, (prompt, own, lora) in enumerate(given)
     ]
     for request in requests:
         engine.add_request(request)
     return requests
 
 
-def generate(engine: Engine, params: Sequence[SamplingParams], num_tokens: int = 60) -> list[list[int]]:
-    requests = submit(engine, params, num_tokens)
+def generate(
+    engine: Engine,
+    params: Sequence[SamplingParams],
+    num_tokens: int = 60,
+    loras: Sequence[LoRAAdapter | None] | None = None,
+) -> list[list[int]]:
+    requests = submit(engine, params, num_tokens, loras=loras)
     exhaust(engine)
     engine.scheduler.check_integrity()
     assert all(request.error is None for request in requests)

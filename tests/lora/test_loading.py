@@ -181,8 +181,8 @@ def test_requests(fields: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"device": "cuda"}, "enable_lora=True: not implemented with device='cuda'; allowed: False, or device='cpu'"),
         ({"tensor_parallel_size": 2}, "enable_lora=True: not implemented with tensor_parallel_size=2"),
+        ({"device": "cuda", "tensor_parallel_size": 2}, "enable_lora=True: .* with tensor_parallel_size=2; allowed"),
         ({"model_impl": "transformers"}, "enable_lora=True: not implemented with model_impl='transformers'"),
         ({"cpu_activations": "bf16"}, "enable_lora=True: not implemented with cpu_activations='bf16'"),
         ({"max_loras": 0}, "max_loras=0"),
@@ -195,6 +195,10 @@ def test_requests(fields: dict[str, Any], says: str) -> None:
 def test_settings(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecrsError, match=says):
         EngineConfig.from_kwargs(enable_lora=True, **fields)
+
+
+def test_a_gpu_takes_adapters() -> None:
+    assert EngineConfig.from_kwargs(enable_lora=True, device="cuda").enable_lora
 
 
 def test_config_files_are_read_as_json(checkpoint: Path, model: TorchDecoder, tmp_path: Path) -> None:

@@ -111,8 +111,7 @@ def model_pass(
 ) -> Pass:
     """Return a pass over `rows` rows of each of `batch` requests, which have `context` earlier positions.
 
-    `quantization`: of the projections, one of `WEIGHT_BITS`. Embedding, LM head, router and experts stay bf16, as on a
-    GPU. `kv_cache_dtype`: dtype of the KV cache, as in `EngineConfig`. `is_draft`: the last row of each request has
+    `quantization`: of projections and experts, one of `WEIGHT_BITS`. Embedding, LM head and router stay bf16, as on a GPU. `kv_cache_dtype`: dtype of the KV cache, as in `EngineConfig`. `is_draft`: the last row of each request has
     logits, not every row; fused products serve more rows, and FP8 weights are multiplied with rows rounded to FP8.
     Raises `InvalidConfigError` for an unknown quantization or dtype.
     """
@@ -139,6 +138,9 @@ def cache_dtype(kv_cache_dtype: str) -> torch.dtype:
 def weight_bytes(config: ModelConfig, quantization: str | None = None) -> float:
     """Return the bytes of a model's weights, including all experts and both embeddings."""
     layers = config.num_layers * sum(n * k for n, k in _projections(config))
+    if config.experts is not None:
+        e = config.experts
+        layers += sum(e.layers) * e.count * 3 * config.hidden_size * e.intermediate_size
     every_expert = config.num_parameters_read(_ALL_ROWS)
     numbers = every_expert - layers + (not config.tie_word_embeddings) * config.vocab_size * config.hidden_size
     return layers * WEIGHT_BITS[quantization] / 8 + 2 * numbers
@@ -345,7 +347,8 @@ class _Layers:
         pairs = rows * e.per_token
         work = [self._product("router", e.count, h, layers, layers * times, quantized=False)]
         for name, n, k in (("expert gate_up", 2 * i, h), ("expert down", h, i)):
-            moved, flops = 2.0 * reads * n * k + 2.0 * pairs * (n + k), 2.0 * pairs * n * k
+            codes = reads * n * k * WEIGHT_BITS[self.quantization] / 8
+            moved, flops = codes + 2.0 * pairs * (n + k), 2.0 * pairs * n * k
             kernels = layers * times
             work.append(Work(name, kernels, layers * moved, layers * flops, kernels * PRODUCT_US))
         return [*work, self._small("routing and sums", 3 * layers * times, layers * 2.0 * (pairs + rows) * h)]

@@ -70,7 +70,7 @@ class ExpertWeights(Generic[T, W]):
     """Down projection of each expert: intermediate -> hidden."""
     stacked: tuple[T, T] | None = None
     """All of `gate_up` and all of `down` as two tensors `[experts, out, in]` over the same memory, for GPU kernels.
-    None if experts have memory of their own."""
+    None if experts have memory of their own, or are quantized."""
     stacked_biases: tuple[T, T] | None = None
     """Biases of `gate_up` and `down` as two tensors `[experts, out]`. None: there are no biases."""
     shared: SharedWeights[W] | None = None
@@ -79,6 +79,9 @@ class ExpertWeights(Generic[T, W]):
     """Factors of the router. None: it has none, and reads what the experts read."""
     norms: ParallelNorms[T] | None = None
     """Norms of MLP and experts. None: the layer has experts and no MLP."""
+    stacked_codes: tuple[W, W] | None = None
+    """All of `gate_up` and all of `down` as two quantized weights `[experts * out, in]` over the same memory, for GPU
+    kernels. None if experts are not quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +237,7 @@ class DecoderFacts(Model):
         return () if self.config.varied else group_sizes(self.config.windows)
 
     def place(self, array: Array) -> Any:
-        """Return `array` in the model's dtype on the device of its weights."""
+        """Return a matrix of an adapter in the model's dtype, in host memory."""
         raise NotImplementedError
 
     @property

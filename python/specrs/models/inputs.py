@@ -78,13 +78,14 @@ class PassInputs:
     state_rows: tuple[int, ...] | None = None
     """[B] row of states of each request, for models whose layers have some. None: its index."""
     device_rows: Tensor | None = None
-    """[B] int64 row of states of each request, as `CudaDecoder` reads them. None: its index."""
+    """[B] int64 row of states of each request, as `CudaDecoder` reads them. None: its index. Passes with LoRA adapters
+    need it."""
     snapshots: tuple[tuple[int, int, int], ...] = ()
     """Row of states, length and slot of each snapshot to write. It is written if the row's committed state passes that
     length in this pass."""
     adapters: tuple[AdapterRows, ...] = ()
-    """For each LoRA adapter, the rows that use it. Other rows use the base model. Only `TorchDecoder` and `CudaDecoder`
-    support them."""
+    """For each LoRA adapter, the rows that use it. Other rows use the base model. Only `TorchDecoder` reads them.
+    `CudaDecoder` finds the adapter of a request by its row in `device_rows`."""
 
     def in_group(self, group: int) -> tuple[Tensor, Tensor]:
         """Return the slots [N] and the block table [B, max_blocks] of a KV group."""

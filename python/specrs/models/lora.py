@@ -30,7 +30,7 @@ class LoRAPart:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoRAAdapter:
-    """Matrices of an adapter, in the dtype and on the device of its model."""
+    """Matrices of an adapter in the dtype of its model, in host memory."""
 
     name: str
     id: int

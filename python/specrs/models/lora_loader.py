@@ -58,7 +58,7 @@ def places(config: ModelConfig) -> dict[str, Place]:
 
 
 def load_lora(folder: Path, model: DecoderFacts, *, name: str, lora_int_id: int, max_lora_rank: int) -> LoRAAdapter:
-    """Read the PEFT adapter in `folder`, in the dtype and on the device of `model`.
+    """Read the PEFT adapter in `folder`, in the dtype of `model`.
 
     Names, ranks and shapes of all tensors are checked before any data is read. Raises CheckpointError if a file is
     missing or does not fit the model, or UnsupportedModelError for what is not implemented.

@@ -8,7 +8,7 @@ import torch
 from specrs.kernels.coding import LEAST_GROUP, Coding
 from specrs.kernels.quantized_weight import IN, OUT, QuantizedWeight
 from specrs.models.config import ModelConfig
-from specrs.models.quantization.grouped import Grouped, Raw, Scaled8
+from specrs.models.quantization.grouped import E2M1, Grouped, Raw, Scaled8
 from specrs.models.shards import Shard
 from specrs.models.torch_arrays import to_torch
 
@@ -17,7 +17,9 @@ def quantized_weight(raw: Raw | None) -> QuantizedWeight | None:
     """Return `raw` in the layout of the GPU kernels. None if `raw` is None or no layout can hold it exactly."""
     if raw is None:
         return None
-    return _of_fp8(raw) if isinstance(raw, Scaled8) else _of_integers(raw)
+    if isinstance(raw, Scaled8):
+        return _of_fp8(raw)
+    return _of_mxfp4(raw) if isinstance(raw, E2M1) else _of_integers(raw)
 
 
 def shard_codes(shard: Shard, name: str, whole: QuantizedWeight, c: ModelConfig) -> QuantizedWeight | None:
@@ -26,8 +28,9 @@ def shard_codes(shard: Shard, name: str, whole: QuantizedWeight, c: ModelConfig)
     None if the slice would split a scale group, if no kernel reads it, or if ranks share KV heads of a fused weight.
     """
     leaf, kv_heads, rank, size = name.split(".")[-2], c.num_kv_heads, shard.rank, shard.size
+    outward = ("o_proj", "down_proj") if c.experts is None else ("o_proj", "down_proj", c.experts.projections[2])
     try:
-        if leaf in ("o_proj", "down_proj"):
+        if leaf in outward:
             return whole.shard(IN, rank, size)
         if leaf in ("k_proj", "v_proj") and kv_heads < size:
             return whole.shard(OUT, shard.kv_heads(c)[0], kv_heads)
@@ -46,6 +49,13 @@ def _of_fp8(raw: Scaled8) -> QuantizedWeight | None:
     if coding.unit(raw.values.shape[1]) is None:
         return None
     return QuantizedWeight.of(to_torch(raw.values).view(torch.uint8), to_torch(raw.scales), coding)
+
+
+def _of_mxfp4(raw: E2M1) -> QuantizedWeight | None:
+    coding = Coding("mxfp4", 32)
+    if coding.unit(raw.codes.shape[1]) is None:
+        return _of_integers(raw.grouped())
+    return QuantizedWeight.of(to_torch(raw.codes), to_torch(raw.exponents), coding)
 
 
 def _of_integers(raw: Grouped) -> QuantizedWeight | None:

@@ -2,15 +2,19 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from specrs.kernels.coding import Coding
+from specrs.kernels.cuda._codes import coding_as_list
 from specrs.kernels.cuda.configs import LinearConfig
 from specrs.kernels.cuda.experts import sort_pairs_reference
 from specrs.kernels.cuda.grouped_linear import grouped_linear, grouped_linear_reference, most_tiles
 from torch import Tensor
 
 from .test_experts import choices
+from .test_quantized import coded
 from .tolerance import assert_near
 
 CONFIG = LinearConfig(16, 32, 1, 4, 1).as_list()
@@ -59,6 +63,50 @@ def test_any_choice(
     if sent.any():
         torch_own = own[sent] if dtype == torch.float32 else own[sent].to(dtype)
         assert_near(out[sent], exact[sent], torch_own, ulps=16, least=1.0)
+
+
+CODINGS = {
+    "fp8 blocks": (Coding("fp8", 32, outputs=4), 8, 96),
+    "fp8 outputs": (Coding("fp8", 64), 6, 64),
+    "int8 groups": (Coding("int8", 16), 6, 64),
+    "int4": (Coding("int4", 32), 18, 128),
+    "int4 zeros": (Coding("int4", 64, zeros=True), 6, 192),
+    "int4 outputs": (Coding("int4", 64, zeros=True), 6, 64),
+    "mxfp4": (Coding("mxfp4", 32), 18, 192),
+}
+
+
+@pytest.mark.parametrize("name", CODINGS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_codes(name: str, gated: bool) -> None:
+    """Codes give what their numbers give: tiles and steps that are not whole, biases, an expert without rows."""
+    coding, n, k = CODINGS[name]
+    weight = coded(coding, 4 * n * (1 + gated), k)
+    numbers = weight.dequantized().view(4, -1, k)
+    ids = choices(5, 4, 2, 7)
+    ids[ids == 1] = -1
+    x, _, pairs, out = operands(ids, n, k, 2, gated=gated)
+    bias = torch.randn(numbers.shape[:2], generator=torch.Generator().manual_seed(3))
+    flags, config = [2, int(gated), 0, 5], LinearConfig(16, max(128, coding.unit(k) or 0), 1, 4, 1).as_list()
+    exact, own = out.double(), out.clone()
+    codes = weight.codes.view(4, -1, weight.codes.shape[1])
+    weights = [codes, weight.scales, bias]
+    grouped_linear(x, weights, pairs, out, flags + coding_as_list(coding), [], config, False)
+    grouped_linear_reference(x, [numbers, bias], pairs, exact, flags)
+    grouped_linear_reference(x, [numbers.float(), bias], pairs, own, flags)
+    sent = ids.flatten() >= 0
+    assert 0 < sent.sum() < len(sent)
+    assert out[~sent].isnan().all()
+    assert_near(out[sent], exact[sent], own[sent], ulps=16, least=1.0)
+
+
+def test_a_scale_of_two_experts_is_an_error() -> None:
+    coding = Coding("fp8", 64, outputs=8)
+    weight, ids = coded(coding, 48, 64), choices(2, 4, 1, 0)
+    x, _, pairs, out = operands(ids, 12, 64, 1, gated=False)
+    weights = [weight.codes.view(4, 12, -1), weight.scales]
+    with pytest.raises(AssertionError, match="a scale of several experts"):
+        grouped_linear(x, weights, pairs, out, [1, 0, 0, 2, *coding_as_list(coding)], [], CONFIG, False)
 
 
 def test_an_expert_of_several_tiles() -> None:

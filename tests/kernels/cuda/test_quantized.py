@@ -14,7 +14,7 @@ from specrs.kernels.cuda.dequantize import dequantize, dequantize_reference
 from specrs.kernels.cuda.linear_product import Product, scratch_sizes
 from specrs.kernels.cuda.skinny_linear import skinny_linear
 from specrs.kernels.quantized_weight import QuantizedWeight, fuse
-from specrs.models.quantization.grouped import Grouped
+from specrs.models.quantization.grouped import E2M1, Grouped
 from specrs.models.quantized import quantized_weight
 from torch import Tensor
 
@@ -30,11 +30,21 @@ def random_quantized(coding: Coding, out: int, size: int, seed: int = 0) -> Quan
     if coding.kind == "fp8":
         values[values & 127 == 127] = 0  # not numbers
     shape = (-(-out // coding.outputs), -(-size // coding.group))
+    if coding.kind == "mxfp4":
+        scales = torch.randint(115, 132, shape, generator=generator, dtype=torch.uint8)
+        return QuantizedWeight.of(values, scales, coding)
     scales = torch.rand(shape, generator=generator).half().float() + 2**-6
     if coding.zeros:
         zeros = torch.randint(0, 16, shape, generator=generator, dtype=torch.int32)
         scales = (scales.view(torch.int32) & -16 | zeros).view(torch.float32)
     return QuantizedWeight.of(values, scales, coding)
+
+
+def e2m1(code: int) -> float:
+    """The number of a code of MXFP4 (OCP 2023, Microscaling formats, section 5.3.3)."""
+    exponent, fraction = code >> 1 & 3, code & 1
+    size = fraction / 2 if exponent == 0 else 2 ** (exponent - 1) * (1 + fraction / 2)
+    return -size if code & 8 else size
 
 
 def numbers(weight: QuantizedWeight) -> Tensor:
@@ -46,6 +56,9 @@ def numbers(weight: QuantizedWeight) -> Tensor:
     for n, k in itertools.product(range(out), range(size)):
         word = int(weight.codes[n, k // unit * (unit // each) + k % (unit // each)]) & 0xFFFF
         code = word >> coding.bits * (k % unit // (unit // each)) & (1 << coding.bits) - 1
+        if coding.kind == "mxfp4":
+            made[n, k] = e2m1(code) * 2.0 ** (int(weight.scales[n, k // coding.group]) - 127)
+            continue
         bits = int(weight.scales[n // coding.outputs, k // coding.group].view(torch.int32))
         if coding.kind == "fp8":
             value = float(E4M3[code])
@@ -75,6 +88,8 @@ CODINGS = {
     "int8-group": (Coding("int8", 32), 20, 64),
     "int4-group": (Coding("int4", 32), 20, 64),
     "int4-groups-of-a-unit": (Coding("int4", 32, zeros=True), 20, 128),
+    "mxfp4": (Coding("mxfp4", 32), 20, 192),
+    "mxfp4-one-unit": (Coding("mxfp4", 32), 18, 128),
     "int4-zeros": (Coding("int4", 64, zeros=True), 20, 192),
     "int4-channel-zeros": (Coding("int4", 64, zeros=True), 20, 64),
 }
@@ -228,6 +243,45 @@ def test_the_instructions_for_int4() -> None:
             assert torch.equal(bf16_of([made[f"${j}"]]), expected)
 
 
+def test_the_instructions_for_e2m1() -> None:
+    """Every code in every place."""
+    for code in range(16):
+        codes = [(code + 3 * i + (i > 3)) % 16 for i in range(8)]
+        made = execute(_codes.E2M1_BF16.value, {"$4": words(codes, 4)})
+        for j in range(4):
+            expected = torch.tensor([e2m1(codes[j]), e2m1(codes[4 + j])]).double()
+            assert torch.equal(bf16_of([made[f"${j}"]]), expected)
+
+
 def test_every_operand_is_used() -> None:
-    for text, count in ((_codes.FP8_BF16.value, 3), (_codes.INT8_BF16.value, 3), (_codes.INT4_BF16.value, 6)):
+    for text, count in (
+        (_codes.FP8_BF16.value, 3),
+        (_codes.INT8_BF16.value, 3),
+        (_codes.INT4_BF16.value, 6),
+        (_codes.E2M1_BF16.value, 5),
+    ):
         assert {int(n) for n in re.findall(r"\$(\d)", text)} == set(range(count))
+
+
+def test_mxfp4_is_packed_as_it_is() -> None:
+    """Every number with every scale, also the smallest and the largest."""
+    exponents = torch.arange(253, dtype=torch.uint8)[:, None].repeat(1, 2)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(4).repeat(253, 1)
+    raw = E2M1(codes.numpy(), exponents.numpy())
+    made = quantized_weight(raw)
+    assert made is not None
+    assert made.coding == Coding("mxfp4", 32)
+    expected = torch.tensor([e2m1(code) for code in range(16)]).double()[codes.long()]
+    expected *= torch.ldexp(torch.ones(253, 1, dtype=torch.float64), exponents[:, :1].int() - 127)
+    assert torch.equal(made.dequantized(), expected)
+    assert torch.equal(torch.from_numpy(raw.grouped().numbers()).double(), expected)
+    small = torch.full((2, 64), math.nan)
+    dequantize(made, 0, small, False)
+    assert torch.equal(small.double(), made.dequantized()[:2])
+    whole = fuse([made, made])
+    assert whole is not None
+    assert torch.equal(whole.split(2)[1].dequantized(), made.dequantized())
+    values, scales = torch.ones(253, 64, dtype=torch.int8), torch.ones(253, 2)
+    int4 = quantized_weight(Grouped(values.numpy(), scales.numpy()))
+    assert int4 is not None
+    assert fuse([made, int4]) is None

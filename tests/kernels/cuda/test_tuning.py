@@ -119,7 +119,7 @@ def test_experts_have_entries_of_their_own(tmp_path: Path, monkeypatch: pytest.M
     made = ExpertBuffers.allocate(model, 64, torch.bfloat16, torch.device("cpu"), limits)
     assert made is not None
     for name, shape in of.items():
-        assert made.configs[name, 16] == found[shape].as_list()
+        assert made.configs[name, None, 16] == found[shape].as_list()
         alone = dataclasses.replace(shape, experts=None)
         assert linear_config(alone, 16, limits) == fit(default_config(alone, limits), alone, 16, limits)
 

@@ -143,8 +143,7 @@ class CudaBackend:
     ) -> CudaRunner:
         from specrs.backends.cuda.build import make_cuda_runner
 
-        assert find_adapter is None, "the configuration was to refuse adapters"
-        return make_cuda_runner(blueprint, scheduler, num_blocks, ranks)
+        return make_cuda_runner(blueprint, scheduler, num_blocks, ranks, find_adapter)
 
     def connect_ranks(self, ranks: Ranks, device: str, meeting: Meeting, config: EngineConfig) -> None:
         import torch

@@ -8,7 +8,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from specrs.backends.base import FindAdapter
 from specrs.backends.blueprint import Blueprint, MergedPrefill
+from specrs.backends.cuda.adapters import Adapters
 from specrs.backends.cuda.buffers import Buffers, DeviceRecord, DraftSizes
 from specrs.backends.cuda.chunk_buffers import ChunkBuffers
 from specrs.backends.cuda.context import Context, StepSequences, sequences_of
@@ -19,7 +21,7 @@ from specrs.backends.cuda.draft_rules import ON_HOST, DraftRules
 from specrs.backends.cuda.drafters import make_passes
 from specrs.backends.cuda.graphs import Graphs, Uncaptured, capture_all
 from specrs.backends.cuda.row_state import RowState
-from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.cuda.runner import CudaRunner, Work
 from specrs.backends.cuda.sampling.sampling_state import SamplingState
 from specrs.backends.cuda.shapes import MERGED_CHUNKS, MERGED_STEPS, WIDE_MERGED_ROWS, Buckets, batch_buckets
 from specrs.backends.cuda.slots import host_drafts
@@ -87,6 +89,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         len(layers),
         k,
         blueprint.num_snapshots,
+        (config.max_loras, config.max_lora_rank) if config.enable_lora else None,
     )
     vocab = blueprint.weights.target.vocab_size
     rates: Tensor | None = None
@@ -153,9 +156,14 @@ def _rules(blueprint: Blueprint) -> DraftRules:
 
 
 def make_cuda_runner(
-    blueprint: Blueprint, scheduler: Scheduler, num_blocks: int, ranks: Ranks | None = None
+    blueprint: Blueprint,
+    scheduler: Scheduler,
+    num_blocks: int,
+    ranks: Ranks | None = None,
+    find_adapter: FindAdapter | None = None,
 ) -> CudaRunner:
     """Return the runner over `num_blocks` blocks. Captures its graphs, or without graphs compiles its kernels.
+    `find_adapter` finds the LoRA adapters of requests; None: no request has one.
 
     All `ranks` must call this at the same time, because captures exchange data in the same order.
     """
@@ -164,16 +172,33 @@ def make_cuda_runner(
     sampling.ranks = ranks
     ctx = make_context(blueprint, scheduler, sampling, num_blocks)
     buckets, decode = make_buckets(blueprint), sequences_of(ctx.record.views, "num_decode")
-    uncaptured = Uncaptured(ctx, buckets, decode)
-    graphs: Graphs | Uncaptured = uncaptured
     if device.type == KIND:
         with torch.inference_mode():
             warm_up(ctx, buckets)
-            if config.enforce_eager:
-                uncaptured.run_all()
-            else:
-                graphs = _captured(ctx, buckets, decode, device)
-    return CudaRunner(ctx, sampling, buckets, graphs, logprobs_mode=config.logprobs_mode)
+
+    def work(own: Context) -> Work:
+        uncaptured = Uncaptured(own, buckets, decode)
+        if device.type != KIND:
+            return Work(own, uncaptured)
+        with torch.inference_mode():
+            if not config.enforce_eager:
+                return Work(own, _captured(own, buckets, decode, device))
+            uncaptured.run_all()
+        return Work(own, uncaptured)
+
+    made, without = work(ctx), ctx.without_adapters()
+    loras = None
+    if find_adapter is not None and isinstance(ctx.target, CudaDecoder) and ctx.target.adapters is not None:
+        loras = Adapters(ctx.target.adapters, find_adapter)
+    return CudaRunner(
+        ctx,
+        sampling,
+        buckets,
+        made.graphs,
+        logprobs_mode=config.logprobs_mode,
+        loras=loras,
+        plain=None if without is None else work(without),
+    )
 
 
 def _captured(ctx: Context, buckets: Buckets, decode: StepSequences, device: torch.device) -> Graphs:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from specrs.backends.cuda.buffers import Buffers, DeviceRecord
 from specrs.backends.cuda.chunk_buffers import ChunkBuffers
+from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.draft_passes import DraftPasses, HiddenSource
 from specrs.backends.cuda.draft_rules import DraftRules
 from specrs.backends.cuda.net_states import NetStates
@@ -41,6 +42,13 @@ class Context:
     max_model_len: int
     rule: str  # rejection or coupled; coupled if q is a point mass, where both are the same
     rates: Tensor | None  # [K] fp32, acceptance rates used instead of the rule, for timing only
+
+    def without_adapters(self) -> Context | None:
+        """Return the context of steps in which no sequence has a LoRA adapter: the same, with a target that looks for
+        none. None: the target never does."""
+        if not isinstance(self.target, CudaDecoder) or self.target.adapters is None:
+            return None
+        return replace(self, target=replace(self.target, adapters=None))
 
     @property
     def in_parallel(self) -> bool:

@@ -15,6 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from specrs.backends.cuda.adapters import AdapterSlots, LayerAdapters
+from specrs.backends.cuda.experts import codings_of
 from specrs.backends.cuda.net_states import NetPass, NetStates, check_net
 from specrs.backends.cuda.parts import EmbeddingParts, LogitsParts
 from specrs.backends.cuda.products import few_rows, stored, write_argmax, write_logits
@@ -68,6 +70,8 @@ class CudaDecoder(TorchFacts):
     """Exchange of logits and argmaxes among ranks. None: there is one rank."""
     states: NetStates | None = None
     """States of delta nets. None: all layers have attention."""
+    adapters: AdapterSlots | None = None
+    """Slots of LoRA adapters. None: no request has one."""
     rotary: tuple[Tensor, Tensor | None] = field(init=False)
     """Signed frequencies of each distinct RoPE, `[rotations, rotary_dim]` fp32, and the factors on their cos and sin,
     `[rotations]` fp32 (None: all are 1)."""
@@ -114,6 +118,9 @@ class CudaDecoder(TorchFacts):
             device=device,
             shapes=shapes,
         )
+        if workspace.experts is not None:
+            experts = workspace.experts.of_codings(c, weights.dtype, workspace.limits, codings_of(weights.layers))
+            workspace = dataclasses.replace(workspace, experts=experts)
         if has_fp8_wide_rows(weights):
             workspace = workspace.rounding_rows(shapes, few=has_fp8_rows(weights))
         states = None
@@ -165,16 +172,18 @@ class CudaDecoder(TorchFacts):
             self.embedding_parts.embed(inputs.input_ids, hidden, write)
         attend = Attention.of(c, weights.dtype, inputs, ws, groups=self.kv_groups)
         nets = None if self.states is None else self.states.begin(inputs, ws.dependent)
+        adapters = None if self.adapters is None else self.adapters.begin(inputs, ws.dependent)
         caches, num_nets = dict(zip(c.attention_layers, kv_cache.layers, strict=True)), 0
         for i, w in enumerate(weights.layers):
             entries = [ws.entries[:rows, at] for at, layer in enumerate(hidden_layers) if layer == i]
+            own = None if adapters is None else adapters.layer(i)
             if w.delta is None:
-                self._attention(stream, attend, norms[i], w, caches[i], i, entries)
+                self._attention(stream, attend, norms[i], w, caches[i], i, entries, own)
             else:
                 assert nets is not None
                 self._delta_net(stream, nets, norms[i], w, num_nets, entries)
                 num_nets += 1
-            stream.add_mlp(w, norms[i + 1] if i + 1 < len(norms) else None)
+            stream.add_mlp(w, norms[i + 1] if i + 1 < len(norms) else None, own)
         kept = ws.entries[:rows, : len(hidden_layers)] if hidden_layers else None
         return HiddenStates(stream.normed(weights.final_norm), kept)
 
@@ -187,14 +196,15 @@ class CudaDecoder(TorchFacts):
         cache: Tensor,
         index: int,
         entries: Sequence[Tensor],
+        adapters: LayerAdapters | None,
     ) -> None:
         """Add the output of a layer's attention to the stream. Copies the stream at the layer's input into each of
-        `entries` `[N, hidden]`."""
+        `entries` `[N, hidden]`. `adapters` are the layer's LoRA adapters."""
         ws, c, rows = self.workspace, self.config, attend.rows
         qkv, attended = ws.qkv[:rows], ws.attended[:rows]
         heads = attend.heads(w, cache, index)
         projected = ws.projection(rows, w.qkv.shape[0]) if c.output_gate else qkv
-        stream.normed_product("qkv", norm, w.qkv, projected, heads)
+        stream.normed_product("qkv", norm, w.qkv, projected, heads, adapters)
         for entry in entries:
             entry.copy_(ws.hidden[:rows])
         if c.output_gate:
@@ -204,7 +214,7 @@ class CudaDecoder(TorchFacts):
         attend(w, qkv, cache, attended, index)
         if c.output_gate:
             apply_gates(projected, attended, c.num_heads, c.head_dim, ws.dependent)
-        stream.add_product("o", attended, w.o, w.post_attention_norm, w.attention_output_norm)
+        stream.add_product("o", attended, w.o, w.post_attention_norm, w.attention_output_norm, adapters)
 
     def _delta_net(
         self,
@@ -268,14 +278,27 @@ def with_buffers(
     num_hidden_layers: int = 0,
     num_drafts: int = 0,
     num_snapshots: int = 0,
+    loras: tuple[int, int] | None = None,
 ) -> TorchModel:
     """Return a `CudaDecoder` over the weights of a decoder, made by `CudaDecoder.allocate`. Returns any other model
-    unchanged."""
+    unchanged. `loras` are the number of slots for LoRA adapters and their largest rank; None: no slots."""
     if not isinstance(model, TorchFacts):
         return model
-    return CudaDecoder.allocate(
+    made = CudaDecoder.allocate(
         model.weights, max_rows, max_seqs, num_hidden_layers, model.kv_groups, model.ranks, num_drafts, num_snapshots
     )
+    if loras is None:
+        return made
+    adapters = AdapterSlots.allocate(
+        made.config,
+        max_loras=loras[0],
+        max_rank=loras[1],
+        max_rows=max_rows,
+        max_seqs=max_seqs,
+        dtype=made.weights.dtype,
+        device=made.weights.device,
+    )
+    return dataclasses.replace(made, adapters=adapters)
 
 
 def check_head_dim(head_dim: int, device: torch.device) -> None:

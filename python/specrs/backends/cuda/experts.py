@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from specrs.kernels.coding import Coding
+from specrs.kernels.cuda._codes import coding_as_list
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.experts import add_pairs, route, sort_pairs
 from specrs.kernels.cuda.grouped_linear import grouped_linear
 from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m
+from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.config import ModelConfig
-from specrs.models.torch_weights import TorchExperts
+from specrs.models.torch_weights import TorchExperts, TorchLayer
 
 CHUNK_ROWS = 2048
 """Largest number of rows that go through experts at once. Buffers have a row for each pair of row and expert."""
 
 
+Codings = Mapping[str, Collection[Coding | None]]
+"""For each of the two products of experts, by name, the codings that its weights have in some layer. None: numbers."""
+DENSE: Codings = {"gate_up": (None,), "down": (None,)}
+"""Codings of a model whose experts are not quantized."""
+
+
+def codings_of(layers: Sequence[TorchLayer]) -> Codings:
+    """Return the codings of the experts of a model's layers."""
+    found: dict[str, set[Coding | None]] = {"gate_up": set(), "down": set()}
+    for layer in layers:
+        if layer.experts is not None:
+            for name, weight in zip(found, layer.experts.stacked_codes or (None, None), strict=True):
+                found[name].add(weight.coding if isinstance(weight, QuantizedWeight) else None)
+    return found
+
+
 def expert_shapes(c: ModelConfig, dtype: torch.dtype) -> dict[str, LinearShape]:
-    """Return the products of a layer's experts, by name. Empty for a model without experts."""
+    """Return the products of a layer's experts with dense weights, by name. Empty for a model without experts."""
     if c.experts is None:
         return {}
     experts, h, i = (c.experts.count, c.experts.per_token), c.hidden_size, c.experts.intermediate_size
@@ -48,8 +68,8 @@ class ExpertBuffers:
     """[P, intermediate], activations of each pair."""
     made: Tensor
     """[P, hidden], output of each pair."""
-    configs: dict[tuple[str, int], list[int]]
-    """Fields of the LinearConfig for (product, columns of its tiles)."""
+    configs: dict[tuple[str, Coding | None, int], list[int]]
+    """Fields of the LinearConfig for (product, coding of its weight, columns of its tiles)."""
 
     @classmethod
     def allocate(
@@ -60,12 +80,6 @@ class ExpertBuffers:
             return None
         e, rows = c.experts, min(max_rows, CHUNK_ROWS)
         pairs, h, i = rows * e.per_token, c.hidden_size, e.intermediate_size
-        widths = {block_m(rows) for rows in (1, 17, MAX_ROWS)}
-        configs = {
-            (name, width): linear_config(shape, width, limits).as_list()
-            for name, shape in expert_shapes(c, dtype).items()
-            for width in widths
-        }
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -79,13 +93,29 @@ class ExpertBuffers:
             starts=buffer(e.count + 1, dtype=i32),
             activated=buffer(pairs, i),
             made=buffer(pairs, h),
-            configs=configs,
+            configs=_configs(c, dtype, limits, DENSE),
         )
+
+    def of_codings(self, c: ModelConfig, dtype: torch.dtype, limits: DeviceLimits, codings: Codings) -> ExpertBuffers:
+        """Return the same buffers for weights of `codings`."""
+        return replace(self, configs=_configs(c, dtype, limits, codings))
 
     @property
     def tensors(self) -> list[Tensor]:
         """Return all buffers as a list."""
         return [self.logits, self.ids, self.shares, self.pairs, self.starts, self.activated, self.made]
+
+
+def _configs(
+    c: ModelConfig, dtype: torch.dtype, limits: DeviceLimits, codings: Codings
+) -> dict[tuple[str, Coding | None, int], list[int]]:
+    """Return `ExpertBuffers.configs`."""
+    return {
+        (name, coding, width): linear_config(replace(shape, coding=coding), width, limits).as_list()
+        for name, shape in expert_shapes(c, dtype).items()
+        for coding in codings[name]
+        for width in {block_m(rows) for rows in (1, 17, MAX_ROWS)}
+    }
 
 
 def mixture(
@@ -97,18 +127,31 @@ def mixture(
     At most `CHUNK_ROWS` rows. Rows at position -1 use no expert, so none is read for them, and give 0.
     """
     assert c.experts is not None
-    assert w.stacked is not None, "experts packed for a CPU"
     rows, each, gelu = x.shape[0], c.experts.per_token, c.activation != "silu"
     width = block_m(min(rows, MAX_ROWS))
     ids, shares, count = b.ids[:rows], b.shares[:rows], rows * each
     pairs, activated, made = [b.pairs[:count], b.starts], b.activated[:count], b.made[:count]
-    gate_up, down = ([weight] for weight in w.stacked)
-    if w.stacked_biases is not None:
-        gate_up, down = ([*both] for both in zip(w.stacked, w.stacked_biases, strict=True))
     clamp = [] if c.experts.swiglu is None else list(c.experts.swiglu)
     route(b.logits[:rows], positions, ids, shares, c.experts.norm_topk_prob, dependent)
     sort_pairs(ids, pairs[0], b.starts, dependent)
-    flags = [each, 1, int(gelu), rows]
-    grouped_linear(x, gate_up, pairs, activated, flags, clamp, b.configs["gate_up", width], dependent)
-    grouped_linear(activated, down, pairs, made, [1, 0, 0, rows], [], b.configs["down", width], dependent)
+    for name, given, to, flags, limits in (
+        ("gate_up", x, activated, [each, 1, int(gelu), rows], clamp),
+        ("down", activated, made, [1, 0, 0, rows], []),
+    ):
+        weights, coding = _operands(w, name)
+        own = [] if coding is None else coding_as_list(coding)
+        grouped_linear(given, weights, pairs, to, flags + own, limits, b.configs[name, coding, width], dependent)
     add_pairs(made, ids, shares, out, dependent)
+
+
+def _operands(w: TorchExperts, name: str) -> tuple[list[Tensor], Coding | None]:
+    """Return weights, scales and biases of the product `name` of all experts, and the coding of the weights."""
+    i = list(DENSE).index(name)
+    biases = [] if w.stacked_biases is None else [w.stacked_biases[i]]
+    if w.stacked_codes is None:
+        assert w.stacked is not None, "experts packed for a CPU"
+        return [w.stacked[i], *biases], None
+    weight = w.stacked_codes[i]
+    assert isinstance(weight, QuantizedWeight)
+    codes = weight.codes.view(len(w.gate_up), -1, weight.codes.shape[1])
+    return [codes, weight.scales, *biases], weight.coding

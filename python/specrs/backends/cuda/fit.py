@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specrs.backends.cuda.adapters import slots_bytes
 from specrs.backends.cuda.device import CUDA_DTYPES
 from specrs.backends.model_source import draft_ranks, draft_source, drafts_by_model
 from specrs.config import EngineConfig
@@ -16,7 +17,7 @@ from specrs.models.checkpoint import resolve_folder
 from specrs.models.config import ModelConfig
 from specrs.models.errors import OF_DRAFT, OF_TARGET, about
 from specrs.models.loader import open_checkpoint, resolve_dtype, stored_config
-from specrs.models.quantization.at_load import bits_at_load
+from specrs.models.quantization.at_load import PROJECTIONS, bits_at_load
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantization.table import method_of, resolve_quantization
 from specrs.models.shards import Shard
@@ -36,8 +37,8 @@ def check_formats(config: EngineConfig) -> None:
 
 
 def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = None) -> None:
-    """Raise InvalidConfigError if the weights do not fit in the GPU's free memory. With `ranks`, only this rank's part
-    counts.
+    """Raise InvalidConfigError if the weights, and room for LoRA adapters, do not fit in the GPU's free memory. With
+    `ranks`, only this rank's part counts.
 
     Reads configurations. For models with tied embeddings it also reads whether the files hold a different LM head.
     """
@@ -61,6 +62,9 @@ def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = N
         sizes[field] = sum(map(math.prod, shapes.values())) * dtype.itemsize
         for name, bits in _quantized_bits(source, revision, model, quantization, config.load_format).items():
             sizes[field] -= math.prod(shapes[name]) * (8 * dtype.itemsize - bits) // 8
+        if field == "model" and config.enable_lora:
+            itemsize, loras = dtype.itemsize, config.max_loras
+            sizes[f"max_loras={loras} adapters"] = slots_bytes(model, loras, config.max_lora_rank, itemsize)
     free, needed = torch.cuda.mem_get_info(device)[0], sum(sizes.values())
     if needed > free:
         told = " and ".join(f"{size / 2**30:.2f} GiB for {field}" for field, size in sizes.items())
@@ -85,11 +89,12 @@ def _quantized_bits(
     made = method_of(source, revision) is None
     if made and quantization is None:
         return {}
-    # Weights of experts are dequantized.
-    projections = [name for name in tensor_shapes(model) if name.endswith("_proj.weight") and ".experts." not in name]
+    projections = [name for name in tensor_shapes(model) if name.endswith("_proj.weight") or ".experts." in name]
+    projections = [name for name in projections if name.endswith(".weight")]
     if made:
         assert quantization is not None
-        sizes = {name: shape[1] for name, shape in tensor_shapes(model).items() if name in projections}
+        names = {name for name in projections if name.endswith(PROJECTIONS)}
+        sizes = {name: shape[1] for name, shape in tensor_shapes(model).items() if name in names}
         made_bits = {name: bits_at_load(quantization, size) for name, size in sizes.items()}
         return {name: bits for name, bits in made_bits.items() if bits is not None}
     checkpoint = open_checkpoint(source, revision, load_format)[1]

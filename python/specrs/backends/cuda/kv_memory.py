@@ -91,7 +91,10 @@ def _measure(blueprint: Blueprint) -> tuple[int, int]:
     used += max(0, reporting - (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)))
     graphs = 0
     if not config.enforce_eager:
-        graphs = measure_bytes(ctx, make_buckets(blueprint), sequences_of(ctx.record.views, "num_decode"), device)
+        sequences, buckets = sequences_of(ctx.record.views, "num_decode"), make_buckets(blueprint)
+        for own in (ctx, ctx.without_adapters()):
+            graphs += 0 if own is None else measure_bytes(own, buckets, sequences, device)
+        del own
     del ctx, sampling
     gc.collect()
     torch.cuda.empty_cache()

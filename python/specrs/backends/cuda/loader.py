@@ -13,17 +13,18 @@ from specrs.drafters.eagle3.head import Eagle3Head
 from specrs.drafters.eagle3.reader import HeadFiles
 from specrs.drafters.eagle3.torch_loader import load_torch_head
 from specrs.errors import UnsupportedConfigError, invalid
-from specrs.kernels.linear import Weight
+from specrs.kernels.linear import Weight, dense_weight
 from specrs.kernels.quantized_weight import QuantizedWeight, fuse
 from specrs.models.config import ModelConfig
-from specrs.models.decoder_weights import DecoderFacts
+from specrs.models.decoder_weights import DecoderFacts, ExpertWeights
+from specrs.models.experts import Experts
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantized import quantized_weight, shard_codes
 from specrs.models.shards import Shard
 from specrs.models.torch_arrays import TORCH_DTYPES
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import Loader, open_model, shard_of
-from specrs.models.torch_weights import TorchWeights, has_fp8_rows, with_fp8_rows
+from specrs.models.torch_weights import TorchExperts, TorchWeights, has_fp8_rows, with_fp8_rows
 from specrs.parallel.ranks import Ranks
 
 logger = logging.getLogger("specrs")
@@ -106,6 +107,41 @@ class QuantizedLoader(Loader):
             return super().linear(names, bias=bias)
         self.num_codes, self.code_bytes = self.num_codes + 1, self.code_bytes + fused.num_bytes
         return fused
+
+    def experts(self, prefix: str, experts: Experts) -> TorchExperts:
+        """Return the router and experts of the layer whose tensor names begin with `prefix`: quantized if the kernels
+        read all of their projections, in one coding for all gates and values and one for all outputs."""
+        block, (gate, up, down) = prefix + experts.block, experts.projections
+        names = [f"{block}.experts.{i}." for i in range(experts.count)]
+        gates = [[name + gate, name + up] for name in names]
+        stacked = self._stacked_codes(gates), self._stacked_codes([[name + down] for name in names])
+        if stacked[0] is None or stacked[1] is None:
+            return super().experts(prefix, experts)
+        self.num_codes += 3 * experts.count
+        self.code_bytes += stacked[0].num_bytes + stacked[1].num_bytes
+        biases = None
+        if experts.biases:
+            biases = self.stack(gates, "bias"), self.stack([[name + down] for name in names], "bias")
+        router = f"{block}.{experts.router}"
+        return ExpertWeights(
+            router=dense_weight(self.read(f"{router}.weight"), self.read(f"{router}.bias") if experts.biases else None),
+            gate_up=stacked[0].split(experts.count, None if biases is None else biases[0]),
+            down=stacked[1].split(experts.count, None if biases is None else biases[1]),
+            stacked_codes=(stacked[0], stacked[1]),
+            stacked_biases=biases,
+            shared=self.shared_expert(block, experts),
+        )
+
+    def _stacked_codes(self, names: list[list[str]]) -> QuantizedWeight | None:
+        """Return the projections of all experts as one weight, by outputs. `names` has, for each expert, projections to
+        be concatenated. None if they have to be dequantized."""
+        parts = []
+        for name in (name for of_expert in names for name in of_expert):
+            part = self.quantized(f"{name}.weight")
+            if part is None:
+                return None
+            parts.append(part.to(self.device))
+        return fuse(parts)
 
     def quantized(self, name: str) -> QuantizedWeight | None:
         """Return the part of a quantized weight that this rank holds. None: it has to be dequantized."""

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from specrs.backends.cuda.adapters import LayerAdapters
 from specrs.backends.cuda.workspace import QUANTIZED_ROWS, Workspace
 from specrs.kernels.cuda.activation import activation_and_mul
 from specrs.kernels.cuda.argmax import argmax
@@ -89,13 +90,19 @@ def gated(w: Weight, c: ModelConfig) -> Product:
     return dataclasses.replace(operand(w), gated=True, gelu=c.activation != "silu")
 
 
-def gated_product(ws: Workspace, x: Tensor, w: Weight, out: Tensor, c: ModelConfig) -> None:
-    """Write the activated product `gate_up` of `x` into `out`, for up to `MLP_ROWS` rows."""
+def gated_product(
+    ws: Workspace, x: Tensor, w: Weight, out: Tensor, c: ModelConfig, adapters: LayerAdapters | None = None
+) -> None:
+    """Write the activated product `gate_up` of `x` into `out`, for up to `MLP_ROWS` rows. `adapters` are the LoRA
+    adapters of these rows; None: there are none."""
     rows = x.shape[0]
     if rows <= few_rows(ws):
-        few_product(ws, "gate_up", multiplied(ws, x, w), gated(w, c), out)
+        added = None if adapters is None else adapters.added("gate_up", x)
+        few_product(ws, "gate_up", multiplied(ws, x, w), dataclasses.replace(gated(w, c), added=added), out)
         return
     wide_product(ws, "gate_up", x, w, ws.gate_up[:rows])
+    if adapters is not None:
+        adapters.add_("gate_up", x, ws.gate_up[:rows])
     activation_and_mul(ws.gate_up[:rows], out, c.activation != "silu", ws.dependent)
 
 

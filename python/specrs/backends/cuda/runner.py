@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specrs.backends.cuda.adapters import Adapters
 from specrs.backends.cuda.adjusted import accept_adjusted, draft_adjusted, sequence_sampling
 from specrs.backends.cuda.chunk_passes import ChunkPasses
 from specrs.backends.cuda.context import Context, sequences_of
@@ -68,6 +69,14 @@ class Decoding:
     """Number of passes that make the drafts of the other sequences."""
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What steps of one kind run: those in which some sequence has a LoRA adapter, or those in which none has."""
+
+    ctx: Context
+    graphs: Graphs | Uncaptured
+
+
 class CudaRunner:
     """Runner of steps on one CUDA stream.
 
@@ -91,13 +100,17 @@ class CudaRunner:
         graphs: Graphs | Uncaptured,
         *,
         logprobs_mode: str,
+        loras: Adapters | None = None,
+        plain: Work | None = None,
     ) -> None:
-        self.ctx = ctx
-        self.sampling = sampling
+        """Make a runner of `graphs` over `ctx`. `loras` are the LoRA adapters of requests; None: no request has one.
+        `plain` is what steps without adapters run. None: the same as the others."""
         self.buckets = buckets
-        self.graphs = graphs
-        self._chunks = ChunkPasses(ctx, buckets, graphs)
+        self.adapted, self.plain = Work(ctx, graphs), plain
+        self._use(self.adapted)
+        self.sampling = sampling
         self.logprobs_mode = logprobs_mode
+        self.loras = loras
         self.num_target_passes = 0
         self._on_host = None if ctx.proposed is None else OnHost()
         self._decoding_sequences = sequences_of(ctx.record.views, "num_decode")
@@ -108,6 +121,11 @@ class CudaRunner:
             # Weights and zeroed buffers were enqueued on another stream, which this one does not wait for by itself.
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._warned = False
+
+    def _use(self, work: Work) -> None:
+        """Let the following steps run `work`."""
+        self.ctx, self.graphs = work.ctx, work.graphs
+        self._chunks = ChunkPasses(work.ctx, self.buckets, work.graphs)
 
     @property
     def drafter(self) -> DrafterCounts | None:
@@ -156,11 +174,14 @@ class CudaRunner:
     def execute(self, slot: RingSlot, header: Header) -> None:
         """Enqueue the step planned in `slot.record`. `slot.results` are complete when `wait` returns."""
         assert isinstance(slot, TensorSlot)
-        ctx = self.ctx
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
         slot.draft_fault = None
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self.loras is not None:
+                has_adapters = self.loras.begin_step(slot.views, header)
+                self._use(self.adapted if has_adapters or self.plain is None else self.plain)
+            ctx = self.ctx
             used = min(header.used_len, len(ctx.record.record))  # the host alone reads constraints, which come last
             ctx.record.record[:used].copy_(slot.pinned_record[:used], non_blocking=True)
             if header.num_admitted:

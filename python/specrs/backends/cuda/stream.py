@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specrs.backends.cuda.adapters import LayerAdapters
 from specrs.backends.cuda.experts import CHUNK_ROWS, mixture
 from specrs.backends.cuda.products import (
     few_product,
@@ -36,20 +37,35 @@ class Stream(Protocol):
     """The residual stream of one pass: norms what a block reads, and adds what a block returns.
 
     After `normed_product` of a layer's first projection was enqueued, `hidden` is the stream at the layer's input. A
-    norm of None means no norm: the stream is read as it is.
+    norm of None means no norm: the stream is read as it is. `adapters` are the layer's LoRA adapters; None: there are
+    none.
     """
 
     def normed_product(
-        self, name: str, norm: Tensor | None, w: Weight, out: Tensor, heads: Heads | None = None
+        self,
+        name: str,
+        norm: Tensor | None,
+        w: Weight,
+        out: Tensor,
+        heads: Heads | None = None,
+        adapters: LayerAdapters | None = None,
     ) -> None:
         """Write the product `name` of the normed stream with `w` into `out`. With `heads`, for up to 64 rows, the
         kernel also norms and rotates the attention heads in `out` and writes K and V into the cache."""
 
-    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, after: Tensor | None = None) -> None:
+    def add_product(
+        self,
+        name: str,
+        x: Tensor,
+        w: Weight,
+        norm: Tensor | None,
+        after: Tensor | None = None,
+        adapters: LayerAdapters | None = None,
+    ) -> None:
         """Add the product `name` of x with `w` to the stream. The product is normed first if `after`, a norm's weight,
         is given. `norm` is the weight of the norm through which the next product reads the stream."""
 
-    def add_mlp(self, w: TorchLayer, norm: Tensor | None) -> None:
+    def add_mlp(self, w: TorchLayer, norm: Tensor | None, adapters: LayerAdapters | None = None) -> None:
         """Add the output of the layer's MLP to the stream. `norm` is the weight of the norm through which the next
         product reads the stream."""
 
@@ -89,24 +105,41 @@ class FusedStream:
     _squares: Tensor | None = field(default=None, init=False)
 
     def normed_product(
-        self, name: str, norm: Tensor | None, w: Weight, out: Tensor, heads: Heads | None = None
+        self,
+        name: str,
+        norm: Tensor | None,
+        w: Weight,
+        out: Tensor,
+        heads: Heads | None = None,
+        adapters: LayerAdapters | None = None,
     ) -> None:
         assert norm is not None
-        self._normed_product(name, norm, w, dataclasses.replace(operand(w), heads=heads), out)
+        self._normed_product(name, norm, w, dataclasses.replace(operand(w), heads=heads), out, adapters)
 
-    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, after: Tensor | None = None) -> None:
+    def add_product(
+        self,
+        name: str,
+        x: Tensor,
+        w: Weight,
+        norm: Tensor | None,
+        after: Tensor | None = None,
+        adapters: LayerAdapters | None = None,
+    ) -> None:
         assert after is None
         following, multiplier = self.following(norm), self.c.residual_multiplier
         product = dataclasses.replace(operand(w), accumulate=True, multiplier=multiplier, next=following)
+        if adapters is not None:
+            # First, because the product also prepares the stream's next norm.
+            adapters.add_(name, x, self.hidden, multiplier)
         few_product(self.ws, name, multiplied(self.ws, x, w), product, self.hidden)
         cut = self.ws.config(name, x.shape[0], product.coding)
         tiles = -(-self.hidden.shape[1] // LinearConfig(*cut).block_n)
         self._squares = None if following is None else following.squares[:tiles]
 
-    def add_mlp(self, w: TorchLayer, norm: Tensor | None) -> None:
+    def add_mlp(self, w: TorchLayer, norm: Tensor | None, adapters: LayerAdapters | None = None) -> None:
         activated = self.ws.activated[: self.hidden.shape[0]]
-        self._normed_product("gate_up", w.post_attention_norm, w.gate_up, gated(w.gate_up, self.c), activated)
-        self.add_product("down", activated, w.down, norm)
+        self._normed_product("gate_up", w.post_attention_norm, w.gate_up, gated(w.gate_up, self.c), activated, adapters)
+        self.add_product("down", activated, w.down, norm, adapters=adapters)
 
     def following(self, norm: Tensor | None) -> Next | None:
         if norm is None or norm.dtype == torch.float16 or self.ws.rounds_rows:
@@ -120,12 +153,17 @@ class FusedStream:
         rms_norm(self.hidden, None, norm, out, self.c.rms_norm_eps, self.ws.dependent)
         return out
 
-    def _normed_product(self, name: str, norm: Tensor, w: Weight, product: Product, out: Tensor) -> None:
-        if self._squares is None:
-            few_product(self.ws, name, multiplied(self.ws, self.normed(norm), w), product, out)
-            return
-        normed = dataclasses.replace(product, squares=self._squares, eps=self.c.rms_norm_eps)
-        few_product(self.ws, name, self.ws.weighted[: self.hidden.shape[0]], normed, out)
+    def _normed_product(
+        self, name: str, norm: Tensor, w: Weight, product: Product, out: Tensor, adapters: LayerAdapters | None
+    ) -> None:
+        squares, eps = self._squares, self.c.rms_norm_eps
+        x = self.normed(norm) if squares is None else self.ws.weighted[: self.hidden.shape[0]]
+        if squares is not None:
+            product = dataclasses.replace(product, squares=squares, eps=eps)
+        if adapters is not None:
+            of_norm = None if squares is None else (squares, eps)
+            product = dataclasses.replace(product, added=adapters.added(name, x, of_norm))
+        few_product(self.ws, name, x if squares is not None else multiplied(self.ws, x, w), product, out)
 
 
 @dataclass(slots=True)
@@ -146,20 +184,39 @@ class PlainStream:
     _after: Tensor | None = field(default=None, init=False)
 
     def normed_product(
-        self, name: str, norm: Tensor | None, w: Weight, out: Tensor, heads: Heads | None = None
+        self,
+        name: str,
+        norm: Tensor | None,
+        w: Weight,
+        out: Tensor,
+        heads: Heads | None = None,
+        adapters: LayerAdapters | None = None,
     ) -> None:
         x = self._read(norm)
         if heads is None:
             product(self.ws, name, x, w, out)
-        else:
-            few_product(self.ws, name, x, dataclasses.replace(operand(w), heads=heads), out)
+            if adapters is not None:
+                adapters.add_(name, x, out)
+            return
+        added = None if adapters is None else adapters.added(name, x)
+        few_product(self.ws, name, x, dataclasses.replace(operand(w), heads=heads, added=added), out)
 
-    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, after: Tensor | None = None) -> None:
+    def add_product(
+        self,
+        name: str,
+        x: Tensor,
+        w: Weight,
+        norm: Tensor | None,
+        after: Tensor | None = None,
+        adapters: LayerAdapters | None = None,
+    ) -> None:
         self._delta, self._after = self.ws.delta[: x.shape[0]], after
         product(self.ws, name, x, w, self._part(self._delta))
+        if adapters is not None:
+            adapters.add_(name, x, self._delta)
         self._sum(self._delta)
 
-    def add_mlp(self, w: TorchLayer, norm: Tensor | None) -> None:
+    def add_mlp(self, w: TorchLayer, norm: Tensor | None, adapters: LayerAdapters | None = None) -> None:
         ws, rows = self.ws, self.hidden.shape[0]
         x = self._read(w.post_attention_norm if self.c.norms != "after" else None)
         self._delta, self._after = ws.delta[:rows], w.mlp_output_norm
@@ -171,8 +228,11 @@ class PlainStream:
         for first in range(0, rows, MLP_ROWS):
             part = slice(first, min(first + MLP_ROWS, rows))
             activated = ws.activated[: part.stop - first]
-            gated_product(ws, x[part], w.gate_up, activated, self.c)
+            own = None if adapters is None else adapters.narrow(first, part.stop)
+            gated_product(ws, x[part], w.gate_up, activated, self.c, own)
             product(ws, "down", activated, w.down, out[part])
+            if own is not None:
+                own.add_("down", activated, out[part])
         self._sum(self._delta)
 
     def _part(self, delta: Tensor) -> Tensor:

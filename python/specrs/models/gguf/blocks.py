@@ -10,7 +10,10 @@ from collections.abc import Callable
 import numpy as np
 
 from specrs.arrays import FLOAT16, FLOAT32, Array
-from specrs.models.quantization.grouped import FP4, LARGEST_EXPONENT, Grouped
+from specrs.models.quantization.grouped import E2M1, LARGEST_EXPONENT, Grouped
+
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+"""Number of each code of IQ4_NL and IQ4_XS."""
 
 
 def _halves(scales: Array) -> Array:
@@ -60,17 +63,94 @@ def q6_k(blocks: Array) -> Grouped:
     return Grouped(values.reshape(len(blocks), -1), scales.reshape(len(blocks), -1))
 
 
-def mxfp4(blocks: Array) -> Grouped:
-    """Split MXFP4 blocks: 32 numbers in 17 bytes, which are the exponent of a power of two and e2m1 codes. Code byte i
-    has the codes of numbers i and 16 + i.
+def q5_0(blocks: Array) -> Grouped:
+    """Split Q5_0 blocks: 32 numbers in 22 bytes. These are an fp16 scale, 4 bytes with the fifth bits of all codes, and
+    the lower halves of the codes as in Q4_0. Codes are stored plus 16."""
+    of = blocks.reshape(len(blocks), -1, 22)
+    high = np.unpackbits(of[..., 2:6], axis=-1, bitorder="little").astype(np.int8)
+    values = (_nibbles(of[..., 6:]) | high << 4) - np.int8(16)
+    return Grouped(values.reshape(len(blocks), -1), _halves(of[..., :2]))
 
-    Exponents with which a number may be infinite become scales that are not finite.
+
+def q3_k(blocks: Array) -> Grouped:
+    """Split Q3_K blocks: 256 numbers in 110 bytes. These are 32 bytes with the third bits of codes, 64 bytes with their
+    two lower bits, 12 bytes with 16 scales of 6 bits, and an fp16 scale of the scales.
+
+    Number 32 i + j has its third bit in bit i of byte j of 32, and its lower bits in bits 2 (i mod 4) of byte j of the
+    first or second 32. Codes are stored plus 4, and scales plus 32. The lower halves of the scales are in 8 bytes as
+    in Q4_0. Bits 2 (i div 4) of byte i mod 4 after them are the upper bits of scale i.
     """
+    of = blocks.reshape(len(blocks), -1, 110)
+    shape = of.shape[:2]
+    high = np.unpackbits(of[..., :32].reshape(*shape, 32, 1), axis=-1, bitorder="little").swapaxes(-1, -2)
+    low = of[..., 32:96].reshape(*shape, 2, 1, 32)
+    low = np.concatenate([low >> shift & 3 for shift in (0, 2, 4, 6)], axis=-2).reshape(*shape, 8, 32)
+    values = (low | high << 2).astype(np.int8) - np.int8(4)
+    upper = np.concatenate([of[..., 104:108] >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1).astype(np.int8)
+    own = (_nibbles(of[..., 96:104]) | upper << 4) - np.int8(32)
+    with np.errstate(all="ignore"):  # scales that are not finite are the caller's to name
+        scales = own.astype(FLOAT32) * _halves(of[..., 108:])[..., None]
+    return Grouped(values.reshape(len(blocks), -1), scales.reshape(len(blocks), -1))
+
+
+def iq4_nl(blocks: Array) -> Grouped:
+    """Split IQ4_NL blocks: 32 numbers in 18 bytes, which are an fp16 scale and 4-bit indices into `IQ4`, in the order
+    of Q4_0."""
+    of = blocks.reshape(len(blocks), -1, 18)
+    return Grouped(IQ4[_nibbles(of[..., 2:])].reshape(len(blocks), -1), _halves(of[..., :2]))
+
+
+def iq4_xs(blocks: Array) -> Grouped:
+    """Split IQ4_XS blocks: 256 numbers in 136 bytes. These are an fp16 scale of the scales, 2 bytes with the two upper
+    bits and 4 with the lower halves of 8 scales, and 4-bit indices into `IQ4`, 32 numbers at a time as in Q4_0. Scales
+    are stored plus 32."""
+    of = blocks.reshape(len(blocks), -1, 136)
+    shape = of.shape[:2]
+    upper = np.concatenate([of[..., 2:4, None] >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1).reshape(*shape, 8)
+    lower = np.stack((of[..., 4:8] & 15, of[..., 4:8] >> 4), axis=-1).reshape(*shape, 8)
+    own = (lower | upper << 4).astype(np.int8) - np.int8(32)
+    with np.errstate(all="ignore"):  # scales that are not finite are the caller's to name
+        scales = own.astype(FLOAT32) * _halves(of[..., :2])[..., None]
+    values = IQ4[_nibbles(of[..., 8:].reshape(*shape, 8, 16))]
+    return Grouped(values.reshape(len(blocks), -1), scales.reshape(len(blocks), -1))
+
+
+def e2m1(blocks: Array) -> E2M1:
+    """Split MXFP4 blocks: 32 numbers in 17 bytes, which are the exponent of a power of two and e2m1 codes. Code byte i
+    has the codes of numbers i and 16 + i."""
     of = blocks.reshape(len(blocks), -1, 17)
-    exponents = of[..., 0].astype(np.int32)
-    scales = np.where(exponents > LARGEST_EXPONENT, np.float32(np.nan), np.ldexp(np.float32(1), exponents - 128))
-    return Grouped(FP4[_nibbles(of[..., 1:])].reshape(len(blocks), -1), scales)
+    codes = _nibbles(of[..., 1:]).view(np.uint8)
+    return E2M1(codes.reshape(len(blocks), -1), np.ascontiguousarray(of[..., 0]))
 
 
-GROUPED: dict[str, Callable[[Array], Grouped]] = {"Q8_0": q8_0, "Q4_0": q4_0, "Q6_K": q6_k, "MXFP4": mxfp4}
+def mxfp4(blocks: Array) -> Grouped:
+    """Split MXFP4 blocks into integers and scales. Exponents with which a number may be infinite become scales that are
+    not finite."""
+    made = e2m1(blocks)
+    grouped = made.grouped()
+    scales = np.where(made.exponents > LARGEST_EXPONENT, np.float32(np.nan), grouped.scales)
+    return Grouped(grouped.values, scales)
+
+
+GROUPED: dict[str, Callable[[Array], Grouped]] = {
+    "Q8_0": q8_0,
+    "Q4_0": q4_0,
+    "Q5_0": q5_0,
+    "Q3_K": q3_k,
+    "Q6_K": q6_k,
+    "IQ4_NL": iq4_nl,
+    "IQ4_XS": iq4_xs,
+    "MXFP4": mxfp4,
+}
 """For each GGML type that this module reads, the function that splits its blocks."""
+CODINGS: dict[str, tuple[tuple[str, ...], int]] = {
+    "Q8_0": (("int8",), 32),
+    "Q4_0": (("int4", "int8"), 32),
+    "Q5_0": (("int8",), 32),
+    "Q3_K": (("int4", "int8"), 16),
+    "Q6_K": (("int8",), 16),
+    "IQ4_NL": (("int8",), 32),
+    "IQ4_XS": (("int8",), 32),
+    "MXFP4": (("mxfp4", "int8"), 32),
+}
+"""For each GGML type that this module reads, the kinds of `Coding` that hold its numbers, and inputs of a group."""

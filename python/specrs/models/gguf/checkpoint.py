@@ -16,7 +16,7 @@ from specrs.errors import CheckpointError, UnsupportedModelError, invalid
 from specrs.models.checkpoint import check_tensors
 from specrs.models.config import ModelConfig, parse_config
 from specrs.models.gguf.architectures import architecture_of
-from specrs.models.gguf.blocks import GROUPED
+from specrs.models.gguf.blocks import CODINGS, GROUPED, e2m1
 from specrs.models.gguf.config import raw_config
 from specrs.models.gguf.file import GGUFFile, TensorInfo, dequantize, open_gguf
 from specrs.models.gguf.names import places
@@ -24,7 +24,7 @@ from specrs.models.gguf.splits import first_parts, part_names, whole_name
 from specrs.models.gguf.types import PLAIN
 from specrs.models.hub import hub_error
 from specrs.models.quantization.base import QuantizedTensors, bits_of
-from specrs.models.quantization.grouped import Grouped
+from specrs.models.quantization.grouped import E2M1, LARGEST_EXPONENT, Grouped, Raw
 from specrs.models.wrappers import is_of_mtp_head, log_mtp_head
 
 
@@ -196,15 +196,15 @@ class GGUFCheckpoint(QuantizedTensors):
 
     def quantized_bits(self, name: str) -> int | None:
         """Return the bits of a weight that a GPU's kernels read as codes, at most; None where it becomes numbers."""
-        kinds = {"Q4_0": ("int4", "int8"), "Q8_0": ("int8",), "Q6_K": ("int8",)}.get(self._info(name).kind, ())
-        return bits_of(kinds, 16 if self._info(name).kind == "Q6_K" else 32, self._places[name].shape[1])
+        kinds, group = CODINGS.get(self._info(name).kind, ((), 32))
+        return bits_of(kinds, group, self._places[name].shape[1])
 
     def packed_bits(self, name: str) -> float:
         """Return the bits per weight of the tensor's type."""
         numbers, num_bytes = self._info(name).block
         return 8 * num_bytes / numbers
 
-    def raw(self, name: str) -> Grouped | None:
+    def raw(self, name: str) -> Raw | None:
         """Return the codes and scales of `name`; None for types that are no code times a scale.
 
         Raises CheckpointError for a scale that is not finite.
@@ -213,6 +213,11 @@ class GGUFCheckpoint(QuantizedTensors):
         if kind not in GROUPED:
             return None
         order = self._places[name].rows
+        if kind == "MXFP4":
+            codes = e2m1(self.file.blocks(self._places[name].name)[rows])
+            if (codes.exponents > LARGEST_EXPONENT).any():
+                self.file.numbers(self._places[name].name, rows)  # raises, and says where
+            return codes if order is None else E2M1(codes.codes[order], codes.exponents[order])
         grouped = GROUPED[kind](self.file.blocks(self._places[name].name)[rows])
         if not np.isfinite(grouped.scales).all():
             self.file.numbers(self._places[name].name, rows)  # raises, and says where

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from specrs.errors import CheckpointError
@@ -11,6 +12,7 @@ from specrs.models.gguf.architectures import Architecture, architecture_of
 from specrs.models.gguf.fields import Fields
 from specrs.models.gguf.file import GGUFFile
 from specrs.models.gguf.rope import rope_object
+from specrs.models.gguf.types import PLAIN
 from specrs.models.gguf.vocabulary import end_ids
 from specrs.models.layers import FULL, SLIDING
 from specrs.models.registry import ExpertFields, Family
@@ -38,7 +40,6 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         raise CheckpointError(f"{file.path}: token_embd.weight is missing")
     vocab = file.tensors["token_embd.weight"].shape[0]
     values.check_equal("vocab_size", vocab)
-    kinds = {info.kind for info in file.tensors.values()}
     raw: dict[str, Any] = {
         "architectures": [architecture.name],
         "vocab_size": vocab,
@@ -49,7 +50,7 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": positions,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "dtype": "bfloat16" if "BF16" in kinds else "float16" if "F16" in kinds else "float32",
+        "dtype": _dtype({info.kind for info in file.tensors.values()}),
         "eos_token_id": end_ids(file.metadata),
         "sliding_window": None,
     }
@@ -200,6 +201,14 @@ def _windows(values: Fields, architecture: Architecture, layers: int) -> dict[st
         allowed = f"a number of layers, or true or false for each of {layers} layers"
         raise values.unsupported("attention.sliding_window_pattern", allowed)
     return {"sliding_window": size, "layer_types": [SLIDING if has else FULL for has in pattern]}
+
+
+def _dtype(kinds: Set[str]) -> str:
+    """Return the dtype that a model whose tensors are of these types has by default, where that is the checkpoint's.
+    Blocks have numbers beyond the range of float16."""
+    if "BF16" in kinds or kinds - PLAIN.keys():
+        return "bfloat16"
+    return "float16" if "F16" in kinds else "float32"
 
 
 def _multipliers(values: Fields) -> dict[str, Any]:

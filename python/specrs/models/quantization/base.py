@@ -50,7 +50,7 @@ class QuantizedTensors(ABC):
 
     @abstractmethod
     def raw(self, name: str) -> Raw | None:
-        """Return the codes and scales of a quantized tensor. None if neither `Grouped` nor `Scaled8` can hold them."""
+        """Return the codes and scales of a quantized tensor. None if no class of `Raw` can hold them."""
 
     @abstractmethod
     def quantized_bits(self, name: str) -> int | None:
@@ -131,7 +131,7 @@ class LinearFormat(ABC):
         return None
 
     def raw(self, layer: Layer) -> Raw | None:
-        """Return the layer's codes and scales. None if neither `Grouped` nor `Scaled8` can hold them."""
+        """Return the layer's codes and scales. None if no class of `Raw` can hold them."""
         return None
 
     def quantized_bits(self, size: int) -> int | None:

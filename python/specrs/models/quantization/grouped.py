@@ -88,7 +88,23 @@ class Scaled8:
     """Outputs that share a scale."""
 
 
-Raw: TypeAlias = Grouped | Scaled8
+@dataclass(frozen=True, slots=True)
+class E2M1:
+    """A matrix `[out, in]` of MXFP4: weight [o, i] is the e2m1 number of `codes[o, i]`, times 2^(`exponents[o, i //
+    32]` - 127)."""
+
+    codes: Array
+    """uint8 `[out, in]`."""
+    exponents: Array
+    """uint8 `[out, in / 32]`, at most `LARGEST_EXPONENT`."""
+
+    def grouped(self) -> Grouped:
+        """Return the same matrix as integers and scales."""
+        # FP4 has doubled numbers, so scales are halved.
+        return Grouped(FP4[self.codes], np.ldexp(np.float32(1), self.exponents.astype(np.int32) - 128))
+
+
+Raw: TypeAlias = Grouped | Scaled8 | E2M1
 """Codes and scales of a quantized matrix, as files hold them."""
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from specrs.arrays import Array
 from specrs.core import PackedMatrix
-from specrs.models.quantization.base import Expected, GroupedFormat, Layer, LinearFormat, Scheme, groups_of
-from specrs.models.quantization.grouped import FP4, LARGEST_EXPONENT, Grouped
+from specrs.models.quantization.base import Expected, Layer, LinearFormat, Scheme, bits_of, groups_of
+from specrs.models.quantization.grouped import E2M1, LARGEST_EXPONENT
 from specrs.models.quantization.modules import patterns
 
 GROUP = 32
@@ -20,7 +20,7 @@ GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class MXFP4(GroupedFormat):
+class MXFP4(LinearFormat):
     """`blocks` uint8 `[out, in / 32, 16]`, two codes per byte, lower half first. `scales` uint8 `[out, in / 32]`; s
     means 2^(s - 127)."""
 
@@ -33,13 +33,19 @@ class MXFP4(GroupedFormat):
             "scales": Expected(((out, groups),), ("U8",)),
         }
 
-    def raw(self, layer: Layer) -> Grouped:
-        """Return twice the e2m1 numbers as int8 codes, and half the scales. Raises CheckpointError for scales that are
-        too large."""
-        blocks, exponents = layer.read("blocks"), self._exponents(layer)
-        # FP4 has doubled numbers, so scales are halved.
-        scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
-        return Grouped(FP4[_codes(blocks).reshape(len(blocks), -1)], scales)
+    def raw(self, layer: Layer) -> E2M1:
+        """Return the layer's codes and exponents. Raises CheckpointError for scales that are too large."""
+        blocks = layer.read("blocks")
+        return E2M1(_codes(blocks).reshape(len(blocks), -1), self._exponents(layer))
+
+    def numbers(self, layer: Layer) -> Array:
+        """Return the dequantized matrix, `[out, in]` float32. Raises CheckpointError for scales that are too large."""
+        return self.raw(layer).grouped().numbers()
+
+    def quantized_bits(self, size: int) -> int | None:
+        """Return the bits per weight, at most, that GPU kernels read for a layer of `size` inputs. None if they may
+        have to read the dequantized matrix."""
+        return bits_of(("mxfp4", "int8"), GROUP, size)
 
     def packed(self, layer: Layer) -> PackedMatrix:
         """Return the layer packed for native CPU passes. Raises CheckpointError for scales that are too large."""

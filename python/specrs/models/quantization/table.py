@@ -61,7 +61,7 @@ class Format:
 _BF16 = "bf16, made at load"
 _NUMBERS = "numbers, made at load"
 _FP8 = "FP8 codes"
-_CODES_4, _CODES_8 = "INT4 codes", "INT8 codes"
+_CODES_4, _CODES_8, _MXFP4 = "INT4 codes", "INT8 codes", "MXFP4 codes"
 _PACKED_4, _PACKED_8, _PACKED = "INT4, packed", "INT8, packed", "the file's blocks, packed"
 TABLE = (
     Format("fp8", "e4m3, a scale for each block (Qwen3-FP8) or for the matrix", _BF16, _FP8),
@@ -78,12 +78,12 @@ TABLE = (
     Format("gptq", "8 bit, symmetric", _PACKED_8, _CODES_8),
     Format("gptq", "`desc_act` with groups out of order", "INT4 or INT8, packed", _NUMBERS),
     Format("awq", "4 bit, gemm order", _PACKED_4, _CODES_4),
-    Format("mxfp4", "experts in MXFP4 (gpt-oss)", _PACKED, _NUMBERS),
+    Format("mxfp4", "experts in MXFP4 (gpt-oss)", _PACKED, _MXFP4),
     Format("gguf", "F32, F16, BF16", "as the file has them", _NUMBERS),
-    Format("gguf", "Q4_0", _PACKED, _CODES_4),
-    Format("gguf", "Q8_0, Q6_K", _PACKED, _CODES_8),
-    Format("gguf", "MXFP4", _PACKED, _NUMBERS),
-    Format("gguf", "Q4_1, Q5_0, Q5_1, Q2_K to Q5_K, IQ4_NL, IQ4_XS", _PACKED, _NUMBERS),
+    Format("gguf", "Q4_0, Q3_K", _PACKED, _CODES_4),
+    Format("gguf", "Q8_0, Q5_0, Q6_K, IQ4_NL, IQ4_XS", _PACKED, _CODES_8),
+    Format("gguf", "MXFP4", _PACKED, _MXFP4),
+    Format("gguf", "Q4_1, Q5_1, Q2_K, Q4_K, Q5_K", _PACKED, _NUMBERS),
     Format("gguf", "other types that the package `gguf` reads", _BF16, _NUMBERS),
     Format("int4", "any of 16 or 32 bit, quantized at load", _PACKED_4, _CODES_4),
     Format("int8", "any of 16 or 32 bit, quantized at load", _PACKED_8, _CODES_8),
