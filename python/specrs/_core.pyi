@@ -602,7 +602,7 @@ class Scheduler:
                 it.
             enable_prefix_caching: whether requests share the KV of equal prefixes.
             num_snapshots: number of slots for snapshots of states, if layers of the target have states in the place of
-                KV; 0 if none have. A prefix hit then needs a snapshot at its end. Not with windows or block saves.
+                KV; 0 if none have. A prefix hit then needs a snapshot at its end. Not with windows.
             snapshot_interval: number of prompt tokens between two snapshots of a long prompt, at least 1.
             decode_snapshot_interval: number of tokens between two snapshots of a request that decodes, at least 1. It
                 keeps the last of them.
@@ -905,10 +905,10 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """Number of times that a running request was preempted."""
 
-    def snapshot_stats(self) -> dict[str, int]:
-        """Return `slots` and `cached`, the numbers of snapshots that fit and that can be found, and since the start the
-        numbers `hits` of requests that began with a snapshot, `stored` of snapshots written, and `evictions` of
-        snapshots that gave way."""
+    def state_cache_stats(self) -> dict[str, int]:
+        """Return `num_slots` and `num_cached`, the numbers of snapshots of states that fit and that can be found, and
+        since the start the numbers `hits` of requests that began with a snapshot, `stored` of snapshots written, and
+        `evictions` of snapshots that gave way."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -1121,10 +1121,11 @@ class KVEventBatch:
 
 @final
 class KVStore:
-    """KV blocks and outputs of requests in a folder, which outlive the process. One process writes, others read.
+    """KV blocks, snapshots of states and outputs of requests in a folder, which outlive the process. One process
+    writes, others read.
 
-    Blocks are copied by the calling thread. Another thread writes them. Methods may be called by the thread of the
-    scheduler alone, except `stats`.
+    Blocks and snapshots are copied by the calling thread. Another thread writes them. Methods may be called by the
+    thread of the scheduler alone, except `stats`.
     """
 
     def __new__(
@@ -1136,6 +1137,7 @@ class KVStore:
         segment_bytes: int,
         owner: int,
         fresh_key: bytes,
+        snapshot_bytes: int = 0,
     ) -> KVStore:
         """Open the folder, which is made with mode 0700 if it is missing, and read the headers of its records.
 
@@ -1147,6 +1149,8 @@ class KVStore:
             segment_bytes: number of bytes after which a new segment begins.
             owner: id of the user whom folder and files must belong to.
             fresh_key: 16 random bytes, the key of block hashes if the folder has none.
+            snapshot_bytes: bytes of a snapshot of the target's states, as `CpuDecoder.snapshot_bytes`. A prefix then
+                needs a snapshot at its end, which is in the store or in memory.
 
         Raises:
             InvalidConfigError: a setting is outside its range, or the folder must not be used as it is.
@@ -1158,8 +1162,8 @@ class KVStore:
         """Key of block hashes, which all processes with this folder share."""
 
     def await_load(self, scheduler: Scheduler, request_id: int) -> bool:
-        """Let a waiting request wait for `load` if the block after its cached ones is in the store. Return whether it
-        is.
+        """Let a waiting request wait for `load` if the store makes its prefix hit longer: with the block after its
+        cached ones, and if layers have states, with a snapshot. Return whether it does.
 
         Raises:
             UnknownRequestError: the id is not live.
@@ -1174,10 +1178,12 @@ class KVStore:
         *,
         ms: float = ...,
     ) -> bool:
-        """Copy blocks of a request's prompt from the store into the caches, and put them into the prefix cache.
+        """Copy blocks of a request's prompt from the store into the caches, and put them into the prefix cache. If
+        layers have states, these are the blocks before the last snapshot, and then that snapshot.
 
-        Reads at least one block, and no more after `ms` milliseconds. A record that is not whole ends the prefix.
-        Return True if there are no more blocks, and let the request go on. Releases the interpreter while it reads.
+        Reads at least one block or a snapshot, and no more blocks after `ms` milliseconds. A record that is not whole
+        ends the prefix. Return True if there is no more to read, and let the request go on. Releases the interpreter
+        while it reads.
         """
 
     def save(
@@ -1188,8 +1194,8 @@ class KVStore:
         *,
         ms: float = ...,
     ) -> bool:
-        """Copy due blocks and outputs to the queue of the thread that writes, for `ms` milliseconds or until the queue
-        is full. Return True if none is left. Does nothing while another process writes."""
+        """Copy due blocks, snapshots and outputs to the queue of the thread that writes, for `ms` milliseconds or until
+        the queue is full. Return True if none is left. Does nothing while another process writes."""
 
     def restore_outputs(self, scheduler: Scheduler) -> None:
         """Add the outputs in the store to the suffix drafter of `scheduler`, oldest first."""
@@ -1207,8 +1213,8 @@ class KVStore:
         """Take the last error of a write."""
 
     def stats(self) -> dict[str, int]:
-        """Return counters since the store was opened: `queried_blocks`, `loaded_blocks`, `read_bytes`, `writes`,
-        `written_bytes`, `errors`; and `records` and `is_writer` as of now."""
+        """Return counters since the store was opened: `queried_blocks`, `loaded_blocks`, `loaded_snapshots`,
+        `read_bytes`, `writes`, `written_bytes`, `errors`; and `records` and `is_writer` as of now."""
 
 @final
 class TokenDecoder:
@@ -1989,6 +1995,10 @@ class CpuDecoder:
             InvalidBufferError: with `bf16`, a matrix is not bf16, or its number of inputs is no multiple of 32.
         """
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of a snapshot of the states of one request; 0 if no layer has a state."""
+
     def forward(
         self,
         tokens: NDArray[np.int64],
@@ -2000,7 +2010,7 @@ class CpuDecoder:
         hidden: NDArray[np.float32],
         hidden_layers: list[int] = ...,
         entries: NDArray[np.float32] | None = None,
-        eagle3: NDArray[np.float32] | None = None,
+        head_states: NDArray[np.float32] | None = None,
         k_start: NDArray[np.int64] | None = None,
         group_slots: NDArray[np.int64] | None = None,
         group_tables: NDArray[np.int64] | None = None,
@@ -2021,7 +2031,7 @@ class CpuDecoder:
                 norm; one more for the stream after it.
             entries: `[N, L, hidden_size]`, written: the residual stream as the input of those layers. In a head, layer
                 1 is the input of its next pass.
-            eagle3: `[N, hidden_size]`, only for a head: each row's hidden state.
+            head_states: `[N, hidden_size]`, only for a head: each row's hidden state.
             k_start: `[B]`, the first position that a request's rows attend, at most their own; None: 0.
             group_slots: `[G - 1, N]`, slots in the KV groups after the first, if `kv_cache` has several.
             group_tables: `[G - 1, B, max_blocks]`, block tables of these groups; entries before a group's window mean
@@ -2089,7 +2099,7 @@ class _CallableModel(Protocol):
         wanted: NDArray[np.int64],
         keeps: bool,
         layers: list[int],
-        eagle3: NDArray[np.float32] | None,
+        head_states: NDArray[np.float32] | None,
     ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None, NDArray[np.bool_] | None]:
         """Run one pass over N rows and write their K and V.
 
@@ -2101,7 +2111,7 @@ class _CallableModel(Protocol):
             keeps: whether to keep the hidden states of `wanted` instead of returning logits.
             layers: layers whose input states are returned; the number of layers and one more are explained at
                 `CpuDecoder.forward`. For a head `[1]`: the input of its next pass.
-            eagle3: `[N, hidden_size]`, input of a head in addition to the tokens; None for other models.
+            head_states: `[N, hidden_size]`, input of a head in addition to the tokens; None for other models.
 
         Returns:
             Logits `[len(wanted), num_ids]` or None; hidden states `[N, len(layers), hidden_size]` or None; and whether

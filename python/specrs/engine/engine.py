@@ -296,16 +296,8 @@ class Engine:
         given = self.config.state_cache_memory_bytes
         if given is None:
             return None
-        stats = self.scheduler.snapshot_stats()
-        size = given // stats["slots"]
-        return StateCacheStats(
-            num_slots=stats["slots"],
-            num_cached=stats["cached"],
-            num_bytes=stats["cached"] * size,
-            hits=stats["hits"],
-            stored=stats["stored"],
-            evictions=stats["evictions"],
-        )
+        counts = self.scheduler.state_cache_stats()
+        return StateCacheStats(num_bytes=given // counts["num_slots"] * counts["num_cached"], **counts)
 
     def _lora_names(self, *, waiting: bool) -> tuple[str, ...]:
         live = [] if self.loras is None else self.scheduler.request_ids()

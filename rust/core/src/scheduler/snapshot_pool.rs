@@ -7,14 +7,14 @@ use crate::block_pool::BlockPool;
 use crate::error::Result;
 use crate::hash::BlockHash;
 
-/// Snapshots of a scheduler, and the work that became of them.
+/// Statistics of the snapshots of states.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct SnapshotStats {
-    /// Number of slots.
-    pub slots: usize,
-    /// Number of slots with a snapshot that can be found.
-    pub cached: usize,
+pub struct StateCacheStats {
+    /// Number of snapshots that fit.
+    pub num_slots: usize,
+    /// Number of snapshots that can be found now.
+    pub num_cached: usize,
     /// Number of requests that began with a snapshot, counted each time they got a row.
     pub hits: u64,
     /// Number of snapshots that were written and could be found.
@@ -42,8 +42,8 @@ pub(super) struct RowSnapshots {
     pub(super) next: usize,
     /// Number of positions that the row's state covers after the steps that have settled.
     pub(super) passed: usize,
-    /// Hash of the last snapshot that the row wrote while it decoded.
-    pub(super) last: Option<BlockHash>,
+    /// Length and hash of the last snapshot that the row wrote while it decoded.
+    pub(super) last: Option<(usize, BlockHash)>,
     /// Slot that the row's state begins with.
     pub(super) restored: Option<i64>,
 }
@@ -56,7 +56,7 @@ pub(super) struct Snapshots {
     pub(super) rows: Vec<RowSnapshots>,
     pub(super) interval: usize,
     pub(super) decode_interval: usize,
-    pub(super) stats: SnapshotStats,
+    pub(super) stats: StateCacheStats,
 }
 
 impl Snapshots {
@@ -70,7 +70,7 @@ impl Snapshots {
             rows: vec![RowSnapshots::default(); config.max_num_seqs],
             interval: config.snapshot_interval.next_multiple_of(config.block_size),
             decode_interval: config.decode_snapshot_interval.next_multiple_of(config.block_size),
-            stats: SnapshotStats { slots: config.num_snapshots, ..SnapshotStats::default() },
+            stats: StateCacheStats { num_slots: config.num_snapshots, ..StateCacheStats::default() },
         }))
     }
 
@@ -109,16 +109,22 @@ impl Snapshots {
 
     /// Gives a row a slot for the snapshot at `len`. Without a slot that no row is writing, it gets none.
     pub(super) fn reserve(&mut self, row: RowIndex, len: usize, events: Option<&mut KvEventLog>) {
-        let slot = self.pool.allocate_free().or_else(|| {
-            let evicted = self.pool.allocate_cached().ok()?;
-            self.stats.evictions += 1;
-            if let Some(events) = events {
-                events.removed_snapshot(&evicted);
-            }
-            Some(evicted.block)
-        });
-        if let Some(slot) = slot {
+        if let Some(slot) = self.allocate(events) {
             self.rows[row as usize].pending.push(Pending { len, slot });
         }
+    }
+
+    /// Returns a held slot, for which the least recently used snapshot gives way if none is free. `None` if rows are
+    /// writing into all slots.
+    pub(super) fn allocate(&mut self, events: Option<&mut KvEventLog>) -> Option<i64> {
+        if let Some(slot) = self.pool.allocate_free() {
+            return Some(slot);
+        }
+        let evicted = self.pool.allocate_cached().ok()?;
+        self.stats.evictions += 1;
+        if let Some(events) = events {
+            events.removed_snapshot(&evicted);
+        }
+        Some(evicted.block)
     }
 }
