@@ -92,6 +92,11 @@ class MessageReader:
 
     def take(self) -> dict[str, Any]:
         """Return what was read since the last call, as a delta in OpenAI's format."""
+        if len(self._new_events) == 1 and not self._new_reasoning:  # as most tokens of most streams
+            event = self._new_events[0]
+            if isinstance(event, Content):
+                self._new_events = []
+                return {"content": event.text}
         delta: dict[str, Any] = {}
         content: list[str] = []
         calls: list[Piece] = []

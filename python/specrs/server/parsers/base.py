@@ -231,23 +231,13 @@ def split_at(text: str, *markers: str, final: bool) -> tuple[str, str | None, st
     If there is no marker, the marker is None, and the last text is the end of the text that may be the beginning of
     one; it is empty if `final`. No marker may begin inside another.
     """
-    found = _pattern_of(markers).search(text)
-    if found is not None:
-        return text[: found.start()], found[0], text[found.end() :]
-    start = len(text) if final else start_of_part(text, *markers)
+    found = _pattern_of(markers, not final).search(text)
+    if found is None:
+        return text, None, ""
+    start = found.start()
+    if found.lastgroup is None:
+        return text[:start], found[0], text[found.end() :]
     return text[:start], None, text[start:]
-
-
-def start_of_part(text: str, *markers: str) -> int:
-    """Return the place from which the end of `text` may be the beginning of one of `markers`, which is not in `text` as
-    a whole. Return the length of `text` if there is no such place."""
-    first, place = first_characters(markers), max(0, len(text) - max(map(len, markers)) + 1)
-    while (found := first.search(text, place)) is not None:
-        rest = text[found.start() :]
-        if any(marker.startswith(rest) for marker in markers):
-            return found.start()
-        place = found.end()
-    return len(text)
 
 
 @cache
@@ -263,6 +253,19 @@ def run_until(kind: Literal["content", "arguments", "kept"], *markers: str) -> R
     return Run(kind, first_characters(markers))
 
 
+def beginnings(markers: Sequence[str]) -> str:
+    """Return the pattern of the beginning of one of `markers`, but not all of it, at the end of a text."""
+
+    def beginning(marker: str) -> str:
+        rest = f"(?:{beginning(marker[1:])})?" if len(marker) > 2 else ""
+        return re.escape(marker[0]) + rest
+
+    longer = [marker for marker in markers if len(marker) > 1]
+    return rf"(?:{'|'.join(map(beginning, longer))})\Z" if longer else NEVER.pattern
+
+
 @cache
-def _pattern_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, markers)))
+def _pattern_of(markers: tuple[str, ...], with_beginnings: bool) -> re.Pattern[str]:
+    """Return the pattern of `markers`, and of what may become one at the end of the text, which has a group."""
+    whole = "|".join(map(re.escape, markers))
+    return re.compile(f"{whole}|(?P<part>{beginnings(markers)})" if with_beginnings else whole)

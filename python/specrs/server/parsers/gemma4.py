@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from specrs.server.parsers.base import Run, ToolParser
-from specrs.server.parsers.json_calls import IN_STRING, STRING_RUN
+from specrs.server.parsers.json_calls import ANY, IN_STRING, STRING_RUN
 
 OPEN, CLOSE = "<|tool_call>", "<tool_call|>"
 CALL = "call:"
@@ -116,6 +116,7 @@ _TOKENS = {
     **{"json": _JSON, "json_key": _JSON},
 }
 """Tokens by the state of an `ArgumentsWriter`."""
+_as_json = json.JSONEncoder(ensure_ascii=False).encode
 _QUOTED_RUN = Run("arguments", re.compile(r'[<"\\\x00-\x1f]'))
 """Run of text that is the same in a string of this format and in one of JSON."""
 
@@ -140,7 +141,7 @@ class ArgumentsWriter:
     @property
     def expected(self) -> re.Pattern[str]:
         """Pattern of the next token."""
-        return _TOKENS[self._state].pattern
+        return ANY if self._escaped else _TOKENS[self._state].pattern
 
     @property
     def run(self) -> Run | None:
@@ -222,7 +223,7 @@ class ArgumentsWriter:
         if token == QUOTE:
             self._state = "next"
             return '"'
-        return json.dumps(token, ensure_ascii=False)[1:-1]
+        return _as_json(token)[1:-1]
 
     def _in_json(self, token: str) -> str:
         if self._escaped:

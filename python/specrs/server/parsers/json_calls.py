@@ -18,14 +18,17 @@ def _ordinary(characters: str) -> re.Pattern[str]:
     return re.compile(f"[^{re.escape(characters)}]+|.", re.DOTALL)
 
 
-_ANY = re.compile(".", re.DOTALL)
+ANY = re.compile(".", re.DOTALL)
+"""Pattern of a single character."""
 _IN_SPACE = re.compile(f"[{_SPACE}]+|.", re.DOTALL)
-IN_STRING = _ordinary('"\\')
-"""Pattern of the next token inside a JSON string: text that is no quote and no backslash, or a single character."""
+_CHARACTERS = r'(?:[^"\\]++|\\.)'
+IN_STRING = re.compile(f"{_CHARACTERS}++|.", re.DOTALL)
+"""Pattern of the next token inside a JSON string: characters and whole escapes, or else a quote or a backslash at the
+end of the text."""
 _IN_BRACKETS = _ordinary('"[]{}<')
 _IN_SCALAR = _ordinary(",}]<" + _SPACE)
-STRING_RUN = Run("arguments", re.compile(r'["\\]'))
-"""Run of text inside a JSON string that is an argument, or a part of one."""
+STRING_RUN = Run("arguments", re.compile(rf"\A{_CHARACTERS}*+(?!\Z)", re.DOTALL))
+"""Run of characters and whole escapes inside a JSON string that is an argument, or a part of one."""
 
 Reader = Generator[re.Pattern[str], str, str]
 """Generator that yields a pattern and receives the text that it matches: a run of characters that are all alike to the
@@ -227,7 +230,7 @@ def _string(tell: Callable[[str], None]) -> Generator[re.Pattern[str], str, None
         text = yield IN_STRING
         tell(text)
         if text == "\\":
-            tell((yield _ANY))
+            tell((yield ANY))
 
 
 def _decoded(first: str) -> Generator[re.Pattern[str], str, str]:

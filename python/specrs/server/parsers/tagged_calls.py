@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from specrs.server.parsers.alternatives import alternatives, types_of, words_of
-from specrs.server.parsers.base import Function, Run, ToolParser, first_characters, start_of_part
+from specrs.server.parsers.base import Function, Run, ToolParser, beginnings, first_characters
 from specrs.server.parsers.references import property_schema
 
 
@@ -197,8 +197,7 @@ class JSONValue:
 
     def __init__(self, tags: Tags) -> None:
         """Start before the value. `tags` are those of the format."""
-        self._tags = tags.of_values
-        self._places = _places(self._tags)
+        self._places = _places(tags.of_values)
         self._place = self._places.outside
         self._texts: list[str] = []  # of the value so far
         self._length = 0
@@ -235,9 +234,8 @@ class JSONValue:
             return self._end_at_first(text)
         end = len(text)
         if not final:
-            end = max(begin, start_of_part(text, *self._tags))
-            if self._place is self._places.inside and text[begin:].endswith("\\"):
-                end = len(text) - 1
+            part = self._place.part.search(text, begin)
+            end = len(text) if part is None else part.start()
         self._texts.append(text[:end])
         self._length += end
         return "", None, text[end:]
@@ -262,9 +260,11 @@ class _Place:
     """Place in a value: outside of its strings, inside of one, or anywhere if a string did not end on its line.
 
     `pattern` matches what matters there: a tag, which has the group `tag`, a quote, an escape, or the end of a line.
+    `part` matches what may become one at the end of a text.
     """
 
     pattern: re.Pattern[str]
+    part: re.Pattern[str]
     run: Run
 
 
@@ -277,13 +277,14 @@ class _Places:
 
 @cache
 def _places(tags: tuple[str, ...]) -> _Places:
-    tag = f"(?P<tag>{'|'.join(map(re.escape, tags))})"
+    tag, part = f"(?P<tag>{'|'.join(map(re.escape, tags))})", beginnings(tags)
     first = first_characters(tags).pattern
 
-    def place(others: str, deciding: str) -> _Place:
-        return _Place(re.compile(tag + others), Run("kept", re.compile(first + deciding)))
+    def place(others: str = "", parts: str = "", deciding: str = "") -> _Place:
+        return _Place(re.compile(tag + others), re.compile(part + parts), Run("kept", re.compile(first + deciding)))
 
-    return _Places(place('|"', '|"'), place(r'|\\["\\]|["\n]', r'|["\\\n]'), place("", ""))
+    inside = place(r'|\\["\\]|["\n]', r"|\\\Z", r'|["\\\n]')
+    return _Places(outside=place('|"', deciding='|"'), inside=inside, broken=place())
 
 
 def _is_json_text(text: str) -> bool:
