@@ -14,8 +14,9 @@ discarded: the history has the recorded ones. After request 10 the server restar
 
 `--constrain` demands by a JSON schema that an answer is a call where the recorded one is. It may then end early.
 
-The servers take turns in each round, and every round begins with empty caches. Seconds are those of the requests, of
-both starts (with saving and restoring a slot), and of everything. Figures are medians over rounds.
+The servers take turns in each round, and every round begins with empty caches. Seconds are those of the requests
+alone, and with the start and the restart. The restart goes from the last answer to the new server's readiness, with
+saving and restoring a slot. Figures are medians over rounds.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one session, and counts of tokens."""
+    """Seconds of one session's requests, of the start and the restart, and counts of tokens."""
 
     requests: list[float]
     starts: list[float]
@@ -76,7 +77,7 @@ class Times:
 
     @property
     def total(self) -> float:
-        """Seconds of all requests and of the starts."""
+        """Seconds of all requests, the start and the restart."""
         return sum(self.requests) + sum(self.starts)
 
 
@@ -145,12 +146,11 @@ def make_requests(model: Path, characters: int | None) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def started(command: list[str], port: int, log: Path) -> Iterator[float]:
-    """Run a server and yield the seconds until it is ready. Ends it afterwards.
+def started(command: list[str], port: int, log: Path) -> Iterator[None]:
+    """Run a server and wait until it is ready. Ends it afterwards.
 
     Raises SystemExit with the end of its output if it ends by itself.
     """
-    begun = time.perf_counter()
     with log.open("ab") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         try:
             while not is_ready(port):
@@ -159,7 +159,7 @@ def started(command: list[str], port: int, log: Path) -> Iterator[float]:
                         f"{shlex.join(command)}: ended with {process.returncode}\n{log.read_text()[-2000:]}"
                     )
                 time.sleep(0.01)
-            yield time.perf_counter() - begun
+            yield
         finally:
             process.terminate()
 
@@ -188,27 +188,26 @@ def run_session(contestant: Contestant, bodies: list[dict[str, Any]], *, constra
     times, starts, tokens, cached = list[float](), list[float](), 0, 0
     schema = call_schema()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, begun = Path(name), time.perf_counter()
         for part in (range(RESTART_AFTER), range(RESTART_AFTER, len(bodies))):
             port = free_port()
-            with started(contestant.command(port, folder), port, folder / "log") as start:
+            with started(contestant.command(port, folder), port, folder / "log"):
                 if part.start and contestant.saves_slot:
-                    start += expect(port, "/slots/0?action=restore", SLOT)[1]
+                    expect(port, "/slots/0?action=restore", SLOT)
+                starts.append(time.perf_counter() - begun)
                 for i in part:
                     is_free = not (constrain and REQUESTS[i].answer.startswith("<tool_call>"))
                     more = {"ignore_eos": True} if is_free else contestant.schema_field(schema)
                     answer, seconds = expect(port, "/v1/completions", bodies[i] | more)
-                    used = answer["usage"]
-                    if is_free and used["completion_tokens"] != bodies[i]["max_tokens"]:
-                        raise SystemExit(
-                            f"{contestant.name}: request {i + 1} ended after {used['completion_tokens']} tokens"
-                        )
+                    count, details = answer["usage"]["completion_tokens"], answer["usage"].get("prompt_tokens_details")
+                    if is_free and count < bodies[i]["max_tokens"]:
+                        raise SystemExit(f"{contestant.name}: request {i + 1} ended after {count} tokens")
                     times.append(seconds)
-                    tokens += used["completion_tokens"]
-                    cached += (used.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+                    tokens += count
+                    cached += (details or {}).get("cached_tokens") or answer.get("timings", {}).get("cache_n", 0)
+                begun = time.perf_counter()  # of the restart
                 if not part.start and contestant.saves_slot:
-                    start += expect(port, "/slots/0?action=save", SLOT)[1]
-            starts.append(start)
+                    expect(port, "/slots/0?action=save", SLOT)
     return Times(times, starts, tokens, cached)
 
 

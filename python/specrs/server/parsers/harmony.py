@@ -47,9 +47,6 @@ class Messages:
     def feed(self, text: str, *, final: bool) -> list[Part]:
         """Read `text` and return the parts that are complete, and what there is of a body. `final` says that no more
         text follows."""
-        kind = self.kind
-        if kind is not None and not final and _FIRST.search(text) is None:
-            return [Part(kind, text)] if text else []
         self._buffer += text
         parts: list[Part] = []
         while self._step(parts, final=final):
@@ -195,6 +192,11 @@ class HarmonyReasoning(ReasoningParser):
 
     def feed(self, text: str, *, final: bool) -> tuple[str, str]:
         """Read `text` and return the reasoning and the answer that it adds. `final` says that no more text follows."""
+        if not final and self._messages.kind == "body" and _FIRST.search(text) is None:
+            self._read += len(text)
+            if not self._answered:
+                self._reasoned = self._read
+            return (text, "") if self._reasons else ("", text)
         reasoning, answer = [], []
         for part in self._messages.feed(text, final=final):
             if part.kind == "header":
