@@ -15,7 +15,7 @@ REASONING = ("reasoning", "reasoning_content")
 """Names of the field for a message's reasoning: vLLM's, and the older one of other servers and clients."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """Text that a completion adds to one part of its message. `call` is the tool call that begins with this piece, in
     OpenAI's format without arguments. None: the piece continues a call, the one with number `index`, or is no part of
@@ -92,15 +92,26 @@ class MessageReader:
 
     def take(self) -> dict[str, Any]:
         """Return what was read since the last call, as a delta in OpenAI's format."""
+        if len(self._new_events) == 1 and not self._new_reasoning:  # as most tokens of most streams
+            event = self._new_events[0]
+            if isinstance(event, Content):
+                self._new_events = []
+                return {"content": event.text}
         delta: dict[str, Any] = {}
-        pieces = self.take_pieces()
-        reasoning, content = (
-            "".join(one.text for one in pieces if one.kind == kind) for kind in ("reasoning", "content")
-        )
-        if reasoning:
-            delta |= dict.fromkeys(REASONING, reasoning)
-        calls = _calls(one for one in pieces if one.kind == "call")
-        return delta | ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+        content: list[str] = []
+        calls: list[Piece] = []
+        for piece in self.take_pieces():
+            if piece.kind == "content":
+                content.append(piece.text)
+            elif piece.kind == "call":
+                calls.append(piece)
+            else:
+                delta |= dict.fromkeys(REASONING, piece.text)
+        if content:
+            delta["content"] = "".join(content)
+        if calls:
+            delta["tool_calls"] = _calls(calls)
+        return delta
 
     def message(self, text: str) -> dict[str, Any]:
         """Return the message, without its role, of a completion's whole `text`."""

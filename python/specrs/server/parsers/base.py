@@ -6,27 +6,33 @@ own tokenizer and request types; the parsers here read only text.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import cache
+from typing import Any, ClassVar, Literal, TypeAlias
+
+NEVER = re.compile(r"(?!)")
+"""Pattern that no text has."""
+_NOT_SPACE = re.compile(r"\S")
 
 
-@dataclass(frozen=True, slots=True)
+# Events are not frozen: a frozen dataclass takes three times as long to make, and every token makes one.
+@dataclass(slots=True)
 class Content:
     """Event: text that belongs to no tool call."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CallStart:
     """Event: a tool call begins. `Arguments` events that follow belong to it, until the next call begins."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arguments:
     """Event: a piece of a call's arguments. Together they are JSON text, as far as the model wrote JSON."""
 
@@ -45,46 +51,98 @@ class Function:
     place: str = "tools"
 
 
-class ToolParser(ABC):
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Effect of text that cannot change a parser's state, because the pattern `deciding` is nowhere in it.
+
+    `kind`: the text is "content" or "arguments", or it is "kept" for the next step.
+    """
+
+    kind: Literal["content", "arguments", "kept"]
+    deciding: re.Pattern[str]
+
+
+class ToolParser:
     """Reads the text of one completion in pieces.
 
     However the text is cut into pieces, the contents add up to the same text, and the calls are the same, with the same
     arguments. What begins like a call and is none becomes content; so does a call of a function that is not offered.
     White space next to calls is dropped. Arguments that the text ends in are given out as far as they are written.
+
+    A parser is a state machine. The method `_in_NAME` interprets the buffer in the state NAME. In the state "text",
+    everything is content up to one of `text_marks`.
     """
+
+    text_marks: ClassVar[tuple[str, ...]] = ()
+    """Marks that end content. Each may begin a call, or end one that was written without its beginning."""
+    _state = "text"
 
     def __init__(self, functions: Sequence[Function] = ()) -> None:
         """Start with an empty buffer. `functions` are those that the request offers. If there are none, any name counts
         as a function."""
         self._functions = {function.name: function for function in functions}
         self._buffer = ""  # read, and not yet decided on
-        self._space = ""  # white space at the end of the content, dropped where a call follows
+        self._kept: list[str] = []  # text after the buffer that a run has kept
+        self._gathered: list[str] = []  # text that `_gather` has searched
+        self._awaited: tuple[str, ...] = ()  # marks that `_gather` looks for
+        self._space: list[str] = []  # white space at the end of the content, dropped where a call follows
         self._events: list[Event] = []
         self._called = False
+        self._run: Run | None = None
 
     def feed(self, text: str) -> list[Event]:
         """Read `text`, which follows what was fed before, and return the new events."""
-        self._buffer += text
-        while self._step(final=False):
-            continue
+        run = self._run
+        if run is not None and run.deciding.search(text) is None and text:
+            if run.kind == "arguments":
+                return [Arguments(text)]
+            if run.kind == "content":
+                if not self._space and not text[-1].isspace():
+                    return [Content(text)]
+                self._say(text)
+                return self._take_events()
+            self._kept.append(text)
+            return []
+        self._take_steps(text, final=False)
+        self._run = self._find_run()
         return self._take_events()
 
     def finish(self) -> list[Event]:
         """Return the last events, now that the text has ended."""
-        while self._step(final=True):
-            continue
+        self._take_steps("", final=True)
+        self._run = None
         if not self._called and self._space:
-            self._events.append(Content(self._space))
-        self._space = ""
+            self._events.append(Content("".join(self._space)))
+        self._space = []
         return self._take_events()
 
-    @abstractmethod
+    def _take_steps(self, text: str, *, final: bool) -> None:
+        """Add `text` to the buffer and interpret as much of it as possible."""
+        if self._kept:
+            text = "".join((*self._kept, text))
+            self._kept = []
+        self._buffer += text
+        while self._step(final=final):
+            continue
+
     def _step(self, *, final: bool) -> bool:
         """Interpret a part of the buffer and remove it. Return False if that needs more text. `final` says that no more
         follows.
 
         A decision must not depend on where the buffer ends, unless `final`.
         """
+        advance: bool = getattr(self, "_in_" + self._state)(final=final)
+        return advance
+
+    def _find_run(self) -> Run | None:
+        """Return the run that the next text may belong to, now that the buffer needs more text. None: every text has to
+        be interpreted."""
+        if self._buffer:
+            # white space alone decides nothing, in any state
+            return Run("kept", _NOT_SPACE) if self._buffer.isspace() else None
+        if self._state == "text":
+            return run_until("content", *self.text_marks)
+        return run_until("kept", *self._awaited) if self._gathered else None
 
     def _take_events(self) -> list[Event]:
         events, self._events = self._events, []
@@ -92,11 +150,12 @@ class ToolParser(ABC):
 
     def _say(self, text: str) -> None:
         """Add an event that `text` is content."""
-        text = self._space + text
         kept = text.rstrip()
-        self._space = text[len(kept) :]
         if kept:
-            self._events.append(Content(kept))
+            self._events.append(Content("".join((*self._space, kept))))
+            self._space = []
+        if len(kept) < len(text):
+            self._space.append(text[len(kept) :])
 
     def _offers(self, name: str) -> bool:
         """Return True if the function `name` may be called. Parsers check it before they call `_call`."""
@@ -104,7 +163,7 @@ class ToolParser(ABC):
 
     def _call(self, name: str) -> None:
         """Add an event that a call of `name` begins."""
-        self._called, self._space = True, ""
+        self._called, self._space = True, []
         self._events.append(CallStart(name))
 
     def _argue(self, text: str) -> None:
@@ -112,10 +171,34 @@ class ToolParser(ABC):
         if text:
             self._events.append(Arguments(text))
 
+    def _take_all(self) -> str:
+        """Remove the whole buffer and return it."""
+        text, self._buffer = self._buffer, ""
+        return text
+
+    def _take_content(self, *, final: bool) -> tuple[str, str | None]:
+        """Remove the text before the first of `text_marks`, and the mark, from the buffer. Return both. Without a mark,
+        return the text that cannot belong to one, and None."""
+        return self._take_until(*self.text_marks, final=final)
+
     def _take_until(self, *markers: str, final: bool) -> tuple[str, str | None]:
         """Remove the text before the first of `markers`, and the marker, from the buffer. Return both. Without a
         marker, return the text that cannot belong to one, and None."""
         text, marker, self._buffer = split_at(self._buffer, *markers, final=final)
+        return text, marker
+
+    def _gather(self, *markers: str, final: bool) -> tuple[str, str | None] | None:
+        """Remove the text before the first of `markers`, and the marker, from the buffer. Return both, however many
+        pieces the text had, or None if the marker may follow. If the text ends without one, the marker is None.
+
+        No text is searched twice.
+        """
+        text, marker = self._take_until(*markers, final=final)
+        self._gathered.append(text)
+        if marker is None and not final:
+            self._awaited = markers
+            return None
+        text, self._gathered = "".join(self._gathered), []
         return text, marker
 
     def _skip_space(self) -> None:
@@ -148,21 +231,41 @@ def split_at(text: str, *markers: str, final: bool) -> tuple[str, str | None, st
     If there is no marker, the marker is None, and the last text is the end of the text that may be the beginning of
     one; it is empty if `final`. No marker may begin inside another.
     """
-    found = [(place, marker) for marker in markers if (place := text.find(marker)) >= 0]
-    if found:
-        place, marker = min(found)
-        return text[:place], marker, text[place + len(marker) :]
-    held = 0
-    if not final:
-        tail = text[-max(map(len, markers)) + 1 :]
-        starts = [i for marker in markers if (i := _start_of(marker, tail)) >= 0]
-        held = len(tail) - min(starts) if starts else 0
-    return text[: len(text) - held], None, text[len(text) - held :]
+    found = _pattern_of(markers, not final).search(text)
+    if found is None:
+        return text, None, ""
+    start = found.start()
+    if found.lastgroup is None:
+        return text[:start], found[0], text[found.end() :]
+    return text[:start], None, text[start:]
 
 
-def _start_of(marker: str, tail: str) -> int:
-    """Return the first place from which `tail` is the beginning of `marker`, but not all of it; -1 without one."""
-    place = tail.find(marker[0])
-    while place >= 0 and not (len(tail) - place < len(marker) and marker.startswith(tail[place:])):
-        place = tail.find(marker[0], place + 1)
-    return place
+@cache
+def first_characters(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """Return the pattern of a character that one of `markers` begins with."""
+    characters = sorted({re.escape(marker[0]) for marker in markers})
+    return re.compile(f"[{''.join(characters)}]") if characters else NEVER
+
+
+@cache
+def run_until(kind: Literal["content", "arguments", "kept"], *markers: str) -> Run:
+    """Return the run of text of `kind` that goes on until one of `markers` may begin."""
+    return Run(kind, first_characters(markers))
+
+
+def beginnings(markers: Sequence[str]) -> str:
+    """Return the pattern of the beginning of one of `markers`, but not all of it, at the end of a text."""
+
+    def beginning(marker: str) -> str:
+        rest = f"(?:{beginning(marker[1:])})?" if len(marker) > 2 else ""
+        return re.escape(marker[0]) + rest
+
+    longer = [marker for marker in markers if len(marker) > 1]
+    return rf"(?:{'|'.join(map(beginning, longer))})\Z" if longer else NEVER.pattern
+
+
+@cache
+def _pattern_of(markers: tuple[str, ...], with_beginnings: bool) -> re.Pattern[str]:
+    """Return the pattern of `markers`, and of what may become one at the end of the text, which has a group."""
+    whole = "|".join(map(re.escape, markers))
+    return re.compile(f"{whole}|(?P<part>{beginnings(markers)})" if with_beginnings else whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specrs.server.parsers.base import Content, ToolParser
+from specrs.server.parsers.base import Content, Run, ToolParser
 
 
 class CallsOrContent(ToolParser):
@@ -20,21 +20,27 @@ class CallsOrContent(ToolParser):
         super().__init__()
         self._parser = parser
         self._openings = openings
-        self._is_calls: bool | None = None
+        self._state = "begin"
 
-    def _step(self, *, final: bool) -> bool:
-        if self._is_calls is None:
-            begun = [_begins(self._buffer, opening) for opening in self._openings]
-            if True not in begun and None in begun and not final:
-                return False
-            self._is_calls = True in begun
-        text, self._buffer = self._buffer, ""
-        if self._is_calls:
-            events = self._parser.feed(text) + (self._parser.finish() if final else [])
-            self._events += [event for event in events if not isinstance(event, Content)]
-        elif text:
-            self._events.append(Content(text))
+    def _in_begin(self, *, final: bool) -> bool:
+        begun = [_begins(self._buffer, opening) for opening in self._openings]
+        if True not in begun and None in begun and not final:
+            return False
+        self._state = "calls" if True in begun else "text"
+        return True
+
+    def _in_calls(self, *, final: bool) -> bool:
+        events = self._parser.feed(self._take_all()) + (self._parser.finish() if final else [])
+        self._events += [event for event in events if not isinstance(event, Content)]
         return False
+
+    def _in_text(self, *, final: bool) -> bool:
+        if self._buffer:
+            self._events.append(Content(self._take_all()))
+        return False
+
+    def _find_run(self) -> Run | None:
+        return None  # white space is content at once, because no call follows it
 
 
 def _begins(text: str, opening: tuple[str, ...]) -> bool | None:

@@ -6,40 +6,49 @@ function's arguments.
 
 from __future__ import annotations
 
-from specrs.server.parsers.base import ToolParser
+from specrs.server.parsers.base import Run, ToolParser, run_until
 from specrs.server.parsers.json_calls import JSONCallParser
 
 
 class RequiredParser(JSONCallParser):
     """Parser of a list of calls. Text that does not follow the format, which no grammar allows, becomes content."""
 
-    _left = False
+    _state = "list"
 
-    def _step(self, *, final: bool) -> bool:
-        if self._reader is not None:
-            if not self._read_call(final=False):
-                return False
-            self._left = not self._reader.announced
-            self._say(self._give_up())
-            return True
-        if not self._left:
-            self._buffer = self._buffer.lstrip("[], \t\r\n")
-            if self._buffer.startswith("{"):
-                self._begin_call()
-                return True
-            self._left = bool(self._buffer)
-        self._say(self._buffer)
-        self._buffer = ""
+    def _in_list(self, *, final: bool) -> bool:
+        self._buffer = self._buffer.lstrip("[], \t\r\n")
+        if not self._buffer:
+            return False
+        self._state = "text"
+        if self._buffer.startswith("{"):
+            self._begin_call()
+            self._state = "call"
+        return True
+
+    def _in_call(self, *, final: bool) -> bool:
+        assert self._reader is not None
+        if not self._read_call(final=False):
+            return False
+        self._state = "list" if self._reader.announced else "text"
+        self._say(self._give_up())
+        return True
+
+    def _in_text(self, *, final: bool) -> bool:
+        self._say(self._take_all())
         return False
 
 
 class NamedParser(ToolParser):
     """Parser for a call of one named function. The whole text is its arguments."""
 
-    def _step(self, *, final: bool) -> bool:
+    _state = "arguments"
+
+    def _in_arguments(self, *, final: bool) -> bool:
         if not self._called:
             (name,) = self._functions
             self._call(name)
-        self._argue(self._buffer)
-        self._buffer = ""
+        self._argue(self._take_all())
         return False
+
+    def _find_run(self) -> Run | None:
+        return run_until("arguments")

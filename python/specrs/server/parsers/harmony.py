@@ -10,18 +10,23 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specrs.server.parsers.base import Function, ToolParser, split_at
+from specrs.server.parsers.base import Function, Run, ToolParser, first_characters, run_until, split_at
 from specrs.server.parsers.reasoning import ReasoningParser
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 ENDS = (END, CALL, RETURN)
+_MARKS = (START, CHANNEL, *ENDS)
+"""Marks that end a body, and text outside of messages."""
+_FIRST = first_characters(_MARKS)
+_KINDS = {"outside": "text", "body": "body"}
+"""Kind of the part that text without marks belongs to, by the state of `Messages`."""
 _TO = "to="
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(?P<channel>\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.(?P<name>[^\s<]+)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Part:
     """Part of a completion: `kind` is "text" outside of messages, "header", "body" or "end". `text` has the marks."""
 
@@ -37,7 +42,7 @@ class Messages:
         """Start before the first message. Its `<|start|>assistant` is in the prompt."""
         self._state = "begin"
         self._buffer = ""
-        self._header = ""  # the mark that the header begins with
+        self._header: list[str] = []  # what was read of a header
 
     def feed(self, text: str, *, final: bool) -> list[Part]:
         """Read `text` and return the parts that are complete, and what there is of a body. `final` says that no more
@@ -47,6 +52,13 @@ class Messages:
         while self._step(parts, final=final):
             continue
         return [part for part in parts if part.text]
+
+    @property
+    def kind(self) -> str | None:
+        """Kind of the part that the next text belongs to up to a mark. None if that depends on the text."""
+        if self._buffer:
+            return None
+        return _KINDS.get(self._state)
 
     def _step(self, parts: list[Part], *, final: bool) -> bool:
         """Split off a part. Return False if that needs more text."""
@@ -61,32 +73,30 @@ class Messages:
             return True
         if self._state == "header":
             return self._read_header(parts, final=final)
-        marks = (START, CHANNEL, *ENDS)
-        text, marker, self._buffer = split_at(self._buffer, *marks, final=final)
+        text, marker, self._buffer = split_at(self._buffer, *_MARKS, final=final)
         parts.append(Part("text" if self._state == "outside" else "body", text))
         if marker in ENDS:
             parts.append(Part("end", marker))
             self._state = "outside"
         elif marker is not None:
-            self._header, self._state = marker, "header"
+            self._header, self._state = [marker], "header"
         return marker is not None
 
     def _read_header(self, parts: list[Part], *, final: bool) -> bool:
-        others = (START, *ENDS) if self._header else (START, *ENDS, "\n")
-        text, marker, rest = split_at(self._buffer, MESSAGE, *others, final=final)
+        is_marked = self._header[:1] in ([START], [CHANNEL])
+        others = (START, *ENDS) if is_marked else (START, *ENDS, "\n")
+        text, marker, self._buffer = split_at(self._buffer, MESSAGE, *others, final=final)
+        self._header.append(text)
         if marker is None and not final:
             return False
-        header, self._header = self._header + text, ""
+        header, self._header = "".join(self._header), []
         if marker == MESSAGE:
             parts.append(Part("header", header + MESSAGE))
-            self._buffer, self._state = rest, "body"
-        elif marker is None:
-            if not header.startswith((START, CHANNEL)):
-                parts.append(Part("text", header))
-            self._buffer, self._state = "", "outside"
-        else:  # no header
+            self._state = "body"
+            return True
+        if marker is not None or not is_marked:  # no header
             parts.append(Part("text", header))
-            self._buffer, self._state = marker + rest, "outside"
+        self._buffer, self._state = (marker or "") + self._buffer, "outside"
         return True
 
 
@@ -115,8 +125,7 @@ class HarmonyParser(ToolParser):
         self._begun = False  # the call has arguments
 
     def _step(self, *, final: bool) -> bool:
-        text, self._buffer = self._buffer, ""
-        for part in self._messages.feed(text, final=final):
+        for part in self._messages.feed(self._take_all(), final=final):
             if part.kind == "header":
                 self._read_header(part.text)
             elif part.kind == "end":
@@ -132,6 +141,12 @@ class HarmonyParser(ToolParser):
         if final:
             self._end()
         return False
+
+    def _find_run(self) -> Run | None:
+        kind = self._messages.kind
+        if kind == "body" and self._kind == "call":
+            return run_until("arguments", *_MARKS) if self._begun else None
+        return None if kind is None else run_until("content", *_MARKS)
 
     def _read_header(self, header: str) -> None:
         self._end()
@@ -177,6 +192,11 @@ class HarmonyReasoning(ReasoningParser):
 
     def feed(self, text: str, *, final: bool) -> tuple[str, str]:
         """Read `text` and return the reasoning and the answer that it adds. `final` says that no more text follows."""
+        if not final and self._messages.kind == "body" and _FIRST.search(text) is None:
+            self._read += len(text)
+            if not self._answered:
+                self._reasoned = self._read
+            return (text, "") if self._reasons else ("", text)
         reasoning, answer = [], []
         for part in self._messages.feed(text, final=final):
             if part.kind == "header":

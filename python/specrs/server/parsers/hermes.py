@@ -15,23 +15,17 @@ class HermesParser(JSONCallParser):
     with one brace too few or too many is read as if it had the right number.
     """
 
+    text_marks = (OPEN, CLOSE)
     _opening = ""  # the opening tag or tags before the call that is read
-    _closing = False
 
-    def _step(self, *, final: bool) -> bool:
-        if self._closing:
-            return self._close(final=final)
-        if self._reader is not None:
-            return self._read_on(final=final)
-        if self._opening:
-            return self._begin(final=final)
-        text, marker = self._take_until(OPEN, CLOSE, final=final)
+    def _in_text(self, *, final: bool) -> bool:
+        text, marker = self._take_content(final=final)
         self._say(text if marker != CLOSE or self._called else text + CLOSE)
         if marker == OPEN:
-            self._opening = OPEN
+            self._opening, self._state = OPEN, "open"
         return marker is not None
 
-    def _begin(self, *, final: bool) -> bool:
+    def _in_open(self, *, final: bool) -> bool:
         text = self._buffer.lstrip()
         if text.startswith(OPEN):
             size = len(self._buffer) - len(text) + len(OPEN)
@@ -40,22 +34,22 @@ class HermesParser(JSONCallParser):
         if not final and OPEN.startswith(text):
             return False
         self._begin_call()
+        self._state = "call"
         return True
 
-    def _read_on(self, *, final: bool) -> bool:
+    def _in_call(self, *, final: bool) -> bool:
         assert self._reader is not None
         if not self._read_call(final=final):
             return False
-        self._closing = self._reader.announced
-        raw = self._give_up()
-        if not self._closing:
+        announced, raw = self._reader.announced, self._give_up()
+        if not announced:
             self._say(self._opening + raw)
-        self._opening = ""
+        self._opening, self._state = "", "close" if announced else "text"
         return True
 
-    def _close(self, *, final: bool) -> bool:
+    def _in_close(self, *, final: bool) -> bool:
         self._drop_braces()
         if not self._skip_marker(CLOSE, final=final):
             return False
-        self._closing = False
+        self._state = "text"
         return True

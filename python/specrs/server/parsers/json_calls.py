@@ -1,19 +1,73 @@
-"""Reads tool calls that are written as JSON objects, character by character, so that arguments stream as they are
-written."""
+"""Reads tool calls that are written as JSON objects, so that arguments stream as they are written."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Generator
 
-from specrs.server.parsers.base import ToolParser
+from specrs.server.parsers.base import Run, ToolParser
 
 _SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
 _SCALARS = "-0123456789tfn"
 
-Reader = Generator[None, str, str]
-"""Generator that receives characters. It returns the first character that it does not accept, or "" if it took all."""
+
+def _ordinary(characters: str) -> re.Pattern[str]:
+    """Return the pattern of the longest text without `characters`, or else of one character."""
+    return re.compile(f"[^{re.escape(characters)}]+|.", re.DOTALL)
+
+
+ANY = re.compile(".", re.DOTALL)
+"""Pattern of a single character."""
+_IN_SPACE = re.compile(f"[{_SPACE}]+|.", re.DOTALL)
+_CHARACTERS = r'(?:[^"\\]++|\\.)'
+IN_STRING = re.compile(f"{_CHARACTERS}++|.", re.DOTALL)
+"""Pattern of the next token inside a JSON string: characters and whole escapes, or else a quote or a backslash at the
+end of the text."""
+_IN_BRACKETS = _ordinary('"[]{}<')
+_IN_SCALAR = _ordinary(",}]<" + _SPACE)
+STRING_RUN = Run("arguments", re.compile(rf"\A{_CHARACTERS}*+(?!\Z)", re.DOTALL))
+"""Run of characters and whole escapes inside a JSON string that is an argument, or a part of one."""
+
+Reader = Generator[re.Pattern[str], str, str]
+"""Generator that yields a pattern and receives the text that it matches: a run of characters that are all alike to the
+generator, or a single character. It returns the first character that it does not accept, or "" if it took all."""
+
+
+class Feeder:
+    """Feeder of text, which arrives in pieces, to a `Reader`."""
+
+    def __init__(self, reader: Reader) -> None:
+        """Start `reader`."""
+        self._reader = reader
+        self._expected = next(reader)
+        self.ended = False
+        """True after the value, and after an error."""
+        self.failed = False
+        """True if the text is no such value."""
+
+    @property
+    def in_string(self) -> bool:
+        """True inside a JSON string, before a character that is not escaped."""
+        return self._expected is IN_STRING and not self.ended
+
+    def feed(self, text: str) -> int:
+        """Read `text` and return the number of characters that were read. After `ended`, nothing is read. A character
+        that leads to an error is not read."""
+        place = 0
+        try:
+            while place < len(text) and not self.ended:
+                found = self._expected.match(text, place)
+                assert found is not None
+                place = found.end()
+                self._expected = self._reader.send(found[0])
+        except StopIteration:
+            self.ended = True
+        except (ValueError, RecursionError):
+            self.ended = self.failed = True
+            place -= 1  # errors are due to single characters
+        return place
 
 
 class CallReader:
@@ -28,14 +82,25 @@ class CallReader:
         """Start a call. `offers(name)` returns True if the function may be called. An object with another name is no
         call."""
         self._offers = offers
-        self.raw = ""  # all that was read, until the call is announced
+        self._raw: list[str] = []
         self.ended = False  # the object is complete, or is no such object
         self.name: str | None = None
         self.announced = False
         self._arguments: list[str] = []  # not taken yet
+        self._has_arguments = False
+        self._in_arguments = False
         self._streams = False
-        self._reader = self._object()
-        next(self._reader)
+        self._feeder = Feeder(self._object())
+
+    @property
+    def raw(self) -> str:
+        """All that was read, until the call is announced."""
+        return "".join(self._raw)
+
+    @property
+    def in_string(self) -> bool:
+        """True inside a JSON string that is a part of the arguments of an announced call."""
+        return self.announced and self._in_arguments and self._feeder.in_string
 
     def feed(self, text: str) -> int:
         """Read `text` and return the number of characters that were read. After `ended`, nothing is read.
@@ -43,25 +108,22 @@ class CallReader:
         A character that cannot stand at its place in a call's object is not read, because it may begin the mark after
         the object.
         """
-        for count, char in enumerate(text):
-            if self.ended:
-                return count
-            try:
-                self._reader.send(char)
-            except StopIteration:
-                self.ended = True
-            except (ValueError, RecursionError):
-                self.finish()
-                return count
-            if not self.announced:
-                self.raw += char
-                self._announce(at_end=self.ended)
-        return len(text)
+        if self.ended:
+            return 0
+        count = self._feeder.feed(text)
+        if not self.announced:
+            self._raw.append(text[:count])
+        if self._feeder.failed:
+            self.finish()
+        else:
+            self.ended = self._feeder.ended
+            self._announce(at_end=self.ended)
+        return count
 
     def finish(self) -> None:
         """End the object where it is. If the arguments are complete, the last brace may be missing."""
         self.ended = True
-        self._announce(at_end=bool(self._arguments))
+        self._announce(at_end=self._has_arguments)
 
     def take(self) -> str:
         """Return the arguments that were read since the last call of `take`."""
@@ -73,8 +135,8 @@ class CallReader:
     def _announce(self, *, at_end: bool = False) -> None:
         if self.name is not None and (self._streams or at_end) and not self.announced:
             self.announced = True
-            self.raw = ""
-            if not self._arguments:
+            self._raw = []
+            if not self._has_arguments:
                 self._arguments = ["{}"]
 
     def _object(self) -> Reader:
@@ -93,7 +155,7 @@ class CallReader:
                 if not name or not self._offers(name):
                     raise ValueError
                 self.name, char = name, ""
-            elif key in _ARGUMENTS and not self._arguments:
+            elif key in _ARGUMENTS and not self._has_arguments:
                 char = yield from self._read_arguments(first)
             else:
                 char = yield from value(first, lambda _: None)
@@ -107,23 +169,25 @@ class CallReader:
 
     def _read_arguments(self, first: str) -> Reader:
         if first == "{":
-            self._streams = True
-            self._add(first)
-            return (yield from _rest(first, self._add))
+            self._has_arguments = self._streams = self._in_arguments = True
+            char = yield from value(first, self._add)
+            self._in_arguments = False
+            return char
         parts: list[str] = []
         char = yield from value(first, parts.append)
         found = json.loads("".join(parts))
         text = found if isinstance(found, str) else "" if found is None else "".join(parts)
-        self._arguments.append(text or "{}")
+        self._has_arguments = True
+        self._add(text or "{}")
         return char
 
-    def _add(self, char: str) -> None:
-        self._arguments.append(char)
+    def _add(self, text: str) -> None:
+        self._arguments.append(text)
 
 
 def value(first: str, tell: Callable[[str], None]) -> Reader:
-    """Read one JSON value that begins with `first`. `tell` is called with each of its characters. Brackets are counted,
-    not matched.
+    """Read one JSON value that begins with `first`. `tell` is called with each piece of it. Brackets are counted, not
+    matched.
 
     Raises `ValueError` if no value begins with `first`, and at a `<` outside of strings, which begins a mark.
     """
@@ -138,38 +202,38 @@ def _rest(first: str, tell: Callable[[str], None]) -> Reader:
     elif first in "[{":
         depth = 1
         while depth:
-            char = yield
-            if char == "<":
+            text = yield _IN_BRACKETS
+            if text == "<":
                 raise ValueError
-            tell(char)
-            if char == '"':
+            tell(text)
+            if text == '"':
                 yield from _string(tell)
             else:
-                depth += (char in "[{") - (char in "]}")
+                depth += (text in "[{") - (text in "]}")
     elif first in _SCALARS:
         while True:
-            char = yield
-            if char in ",}]" or char in _SPACE:
-                return char
-            if char == "<":
+            text = yield _IN_SCALAR
+            if text in ",}]" or text in _SPACE:
+                return text
+            if text == "<":
                 raise ValueError
-            tell(char)
+            tell(text)
     else:
         raise ValueError
     return ""
 
 
-def _string(tell: Callable[[str], None]) -> Generator[None, str, None]:
+def _string(tell: Callable[[str], None]) -> Generator[re.Pattern[str], str, None]:
     """Read the rest of a string, including its closing quote."""
-    char = ""
-    while char != '"':
-        char = yield
-        tell(char)
-        if char == "\\":
-            tell((yield))
+    text = ""
+    while text != '"':
+        text = yield IN_STRING
+        tell(text)
+        if text == "\\":
+            tell((yield ANY))
 
 
-def _decoded(first: str) -> Generator[None, str, str]:
+def _decoded(first: str) -> Generator[re.Pattern[str], str, str]:
     """Read a string that begins with `first`, and return it decoded."""
     if first != '"':
         raise ValueError
@@ -179,18 +243,18 @@ def _decoded(first: str) -> Generator[None, str, str]:
     return text
 
 
-def _after_space() -> Generator[None, str, str]:
-    char = " "
-    while char in _SPACE:
-        char = yield
-    return char
+def _after_space() -> Reader:
+    text = " "
+    while text[0] in _SPACE:
+        text = yield _IN_SPACE
+    return text
 
 
 class JSONCallParser(ToolParser):
     """Base of the parsers whose calls are JSON objects. Knows no markers."""
 
     _reader: CallReader | None = None
-    _value: Reader | None = None
+    _value: Feeder | None = None
 
     def _begin_call(self) -> None:
         """Start to read the beginning of the buffer as a call."""
@@ -214,8 +278,7 @@ class JSONCallParser(ToolParser):
         """Start to read an object of arguments, whose name the format has elsewhere. Removes its first brace."""
         self._argue("{")
         self._buffer = self._buffer.lstrip().removeprefix("{")
-        self._value = value("{", lambda _: None)
-        next(self._value)
+        self._value = Feeder(value("{", lambda _: None))
 
     def _read_object(self) -> bool:
         """Continue to read an object of arguments. Return False if it may continue in text to come.
@@ -223,17 +286,17 @@ class JSONCallParser(ToolParser):
         It ends after its last brace, or before a `<` outside of strings.
         """
         assert self._value is not None
-        for count, char in enumerate(self._buffer, 1):
-            try:
-                self._value.send(char)
-            except (StopIteration, ValueError) as end:
-                count -= isinstance(end, ValueError)  # the character is no part of them
-                self._argue(self._buffer[:count])
-                self._buffer, self._value = self._buffer[count:], None
-                return True
-        self._argue(self._buffer)
-        self._buffer = ""
-        return False
+        count = self._value.feed(self._buffer)
+        ended = self._value.ended
+        self._argue(self._buffer[:count])
+        self._buffer = self._buffer[count:]
+        if ended:
+            self._value = None
+        return ended
+
+    def _find_run(self) -> Run | None:
+        reader = self._value or self._reader
+        return STRING_RUN if reader is not None and reader.in_string else super()._find_run()
 
     def _drop_braces(self) -> None:
         """Drop closing braces after a call, which the model wrote although it had opened fewer."""

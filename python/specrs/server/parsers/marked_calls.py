@@ -36,15 +36,14 @@ class MarkedCallParser(JSONCallParser):
     """
 
     marks: ClassVar[Marks]
-    _state = "text"
     _opening = ""  # the marks before the header
 
-    def _step(self, *, final: bool) -> bool:
-        advance: bool = getattr(self, f"_in_{self._state}")(final=final)
-        return advance
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.text_marks = cls.marks.all
 
     def _in_text(self, *, final: bool) -> bool:
-        text, marker = self._take_until(*self.marks.all, final=final)
+        text, marker = self._take_content(final=final)
         self._say(text)
         if marker in (self.marks.section, self.marks.call):
             self._opening, self._state = marker, "section" if marker == self.marks.section else "header"
@@ -66,22 +65,21 @@ class MarkedCallParser(JSONCallParser):
         return True
 
     def _in_header(self, *, final: bool) -> bool:
-        text = self._buffer.lstrip()
-        if text.startswith(self.marks.call):  # written twice
-            size = len(self._buffer) - len(text) + len(self.marks.call)
-            self._opening, self._buffer = self._opening + self._buffer[:size], self._buffer[size:]
-            return True
-        ends = [place for mark in ("{", *self.marks.all) if (place := self._buffer.find(mark)) >= 0]
-        if not ends and not final:
+        gathered = self._gather("{", *self.marks.all, final=final)
+        if gathered is None:
             return False
-        header, rest = self._buffer[: min(ends, default=0)], self._buffer[min(ends, default=0) :]
-        found = self.marks.header.fullmatch(header.strip())
+        header, end = gathered
+        if end == self.marks.call and not header.strip():  # written twice
+            self._opening += header + end
+            return True
+        self._buffer = header + (end or "") + self._buffer
+        found = None if end is None else self.marks.header.fullmatch(header.strip())
         if found is None or not self._offers(found["name"]):
             self._back_to_text()
             return True
         self._call(found["name"])
-        self._buffer, self._opening = rest, ""
-        if rest.startswith("{"):
+        self._buffer, self._opening = self._buffer[len(header) :], ""
+        if end == "{":
             self._begin_arguments()
             self._state = "arguments"
         else:

@@ -14,15 +14,11 @@ TAG, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 class MistralParser(JSONCallParser):
     """Parser of a text with calls after tags. A tag that is written twice counts once."""
 
-    _state = "text"
+    text_marks = (TAG,)
     _opening = ""  # the tag, and what of a list is before the call that is read
 
-    def _step(self, *, final: bool) -> bool:
-        advance: bool = getattr(self, f"_in_{self._state}")(final=final)
-        return advance
-
     def _in_text(self, *, final: bool) -> bool:
-        text, marker = self._take_until(TAG, final=final)
+        text, marker = self._take_content(final=final)
         self._say(text)
         if marker is not None:
             self._state = "tag"
@@ -40,17 +36,22 @@ class MistralParser(JSONCallParser):
             self._opening = TAG + self._buffer[: len(self._buffer) - len(rest)]
             self._buffer, self._state = rest, "list"
             return True
-        place = text.find("{")
-        if place < 0:
-            if final:
-                self._back_to_text(TAG)
-            return final
-        name = text[:place].partition(ARGS)[0].partition(CALL_ID)[0].strip()
-        if len(name.split()) != 1 or not self._offers(name):
-            self._back_to_text(TAG)
+        self._state = "name"
+        return True
+
+    def _in_name(self, *, final: bool) -> bool:
+        gathered = self._gather("{", final=final)
+        if gathered is None:
+            return False
+        text, brace = gathered
+        self._buffer = text + (brace or "") + self._buffer
+        name = text.partition(ARGS)[0].partition(CALL_ID)[0].strip()
+        if brace is None or len(name.split()) != 1 or not self._offers(name):
+            self._say(TAG)
+            self._state = "text"
             return True
         self._call(name)
-        self._buffer, self._state = text[place:], "arguments"
+        self._buffer, self._state = self._buffer[len(text) :], "arguments"
         self._begin_arguments()
         return True
 
@@ -85,7 +86,3 @@ class MistralParser(JSONCallParser):
             return False
         self._state = "text"
         return True
-
-    def _back_to_text(self, tag: str) -> None:
-        self._say(tag)
-        self._state = "text"

@@ -5,88 +5,103 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
-from specrs.server.parsers.base import ToolParser
+from specrs.server.parsers.base import Function, Run, ToolParser
 
 START, END = "<|python_start|>", "<|python_end|>"
 _NAMES = {"true": True, "false": False, "null": None}
+_DECIDING = {"": re.compile(r"""['"()\[\]{},]"""), "'": re.compile(r"['\\]"), '"': re.compile(r'["\\]')}
+"""Characters that matter in the list, by the quote of the string in which they are; "" outside of strings."""
+_RUNS = {quote: Run("kept", deciding) for quote, deciding in _DECIDING.items()}
 
 
 class PythonicParser(ToolParser):
     """Parser of a text that begins with a list of calls. Each call is reported once it is complete. Text after the list
     is content."""
 
+    text_marks = (END,)
     _state = "begin"
-    _seen = ""  # of the list: all before its first call, then what follows on the last one
-    _begins = 0  # of the call that is read, in `_seen`
+    _begins = 0  # place of the call that is read, in `_seen`
     _depth = 0
     _quote = ""
     _escaped = False
 
-    def _step(self, *, final: bool) -> bool:
-        if self._state == "begin":
-            return self._begin(final=final)
-        if self._state == "text":
-            text, marker = self._take_until(END, final=final)
-            self._say(text if marker is None or self._called else text + END)
-            return marker is not None
-        for count, char in enumerate(self._buffer):
-            if self._ends_call(char):
-                self._seen, self._buffer = self._seen + self._buffer[:count], self._buffer[count + 1 :]
-                self._end_call(char)
-                return True
-        self._seen += self._buffer
-        self._buffer = ""
-        if final:
-            self._end_call("")
-        return final
+    def __init__(self, functions: Sequence[Function] = ()) -> None:
+        """Start before the list. `functions` are those that the request offers. If there are none, any name counts as a
+        function."""
+        super().__init__(functions)
+        self._seen: list[str] = []  # of the list: all before its first call, then what follows on the last one
 
-    def _begin(self, *, final: bool) -> bool:
+    def _in_begin(self, *, final: bool) -> bool:
         rest = self._buffer.lstrip()
         while rest.startswith(START):
             rest = rest.removeprefix(START).lstrip()
         if rest.startswith("["):
-            place = len(self._buffer) - len(rest) + 1
-            self._seen, self._buffer, self._state = self._buffer[:place], self._buffer[place:], "list"
-            self._begins = place
+            self._begins = len(self._buffer) - len(rest) + 1
+            self._seen, self._buffer = [self._buffer[: self._begins]], rest[1:]
+            self._state = "list"
             return True
         if not final and START.startswith(rest):
             return False
         self._state = "text"
         return True
 
+    def _in_list(self, *, final: bool) -> bool:
+        place = int(self._escaped and bool(self._buffer))
+        self._escaped = self._escaped and not self._buffer
+        while (found := _DECIDING[self._quote].search(self._buffer, place)) is not None:
+            place = found.end()
+            if found[0] == "\\":
+                self._escaped = place == len(self._buffer)
+                place += 1
+            elif self._ends_call(found[0]):
+                self._seen.append(self._buffer[: found.start()])
+                self._buffer = self._buffer[place:]
+                self._end_call(found[0])
+                return True
+        self._seen.append(self._take_all())
+        if final:
+            self._end_call("")
+        return final
+
+    def _in_text(self, *, final: bool) -> bool:
+        text, marker = self._take_content(final=final)
+        self._say(text if marker is None or self._called else text + END)
+        return marker is not None
+
+    def _find_run(self) -> Run | None:
+        if self._state == "list" and not self._escaped:
+            return _RUNS[self._quote]
+        return super()._find_run()
+
     def _ends_call(self, char: str) -> bool:
         """Return True if `char` ends a call: a comma, or the closing bracket of the list."""
-        if self._quote:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == self._quote:
-                self._quote = ""
-        elif char in "'\"":
-            self._quote = char
+        if char in "'\"":
+            self._quote = "" if self._quote else char
         elif char in "([{":
             self._depth += 1
-        elif char in ")]}":
-            if self._depth == 0:
-                return True
+        elif self._depth == 0:
+            return True
+        elif char != ",":
             self._depth -= 1
-        return char == "," and not self._depth and not self._quote
+        return False
 
     def _end_call(self, char: str) -> None:
         """End the current call. `char` is the comma or bracket after it; "" if the text ends without one."""
-        text = self._seen[self._begins :]
+        seen = "".join(self._seen)
+        text = seen[self._begins :]
         found = read_call(text if char else text.strip().removesuffix(END))
         if found is not None and self._offers(found[0]):
             self._call(found[0])
             self._argue(found[1])
-            self._seen, self._begins = "", 0
+            self._seen, self._begins = [], 0
         elif text.strip() or not self._called:
-            self._say(self._seen + char)
-            self._seen, self._state = "", "text"
+            self._say(seen + char)
+            self._seen, self._state = [], "text"
         if char != ",":
             self._state = "text"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from specrs.server.parsers.base import split_at
+from specrs.server.parsers.base import first_characters, split_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,8 @@ class MarkedReasoning(ReasoningParser):
         """Start a completion. With `opened`, it begins with reasoning although its text has no opening mark, because
         the prompt has it."""
         self._marks = marks
+        self._ends = (*marks.closes, *marks.ends_before)
+        self._deciding = first_characters(self._ends)
         self._opened = opened
         self._state = "begin"
         self._buffer = ""
@@ -89,8 +91,12 @@ class MarkedReasoning(ReasoningParser):
 
     def feed(self, text: str, *, final: bool) -> tuple[str, str]:
         """Read `text` and return the reasoning and the answer that it adds. `final` says that no more text follows."""
-        self._buffer += text
+        if self._state == "answer":
+            return "", text
         self._read += len(text)
+        if self._state == "reasoning" and not self._buffer and self._deciding.search(text) is None:
+            return text, ""
+        self._buffer += text
         if self._state == "begin" and not self._begin(final=final):
             return "", ""
         if self._state == "label":
@@ -99,8 +105,7 @@ class MarkedReasoning(ReasoningParser):
             self._buffer, self._state = self._buffer.removeprefix(self._marks.label), "reasoning"
         reasoning = ""
         if self._state == "reasoning":
-            marks = (*self._marks.closes, *self._marks.ends_before)
-            reasoning, marker, self._buffer = split_at(self._buffer, *marks, final=final)
+            reasoning, marker, self._buffer = split_at(self._buffer, *self._ends, final=final)
             if marker is None:
                 return reasoning, ""
             if marker in self._marks.ends_before:

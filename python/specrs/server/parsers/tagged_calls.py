@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from specrs.server.parsers.alternatives import alternatives, types_of, words_of
-from specrs.server.parsers.base import Function, ToolParser
+from specrs.server.parsers.base import Function, Run, ToolParser, beginnings, first_characters
 from specrs.server.parsers.references import property_schema
 
 
@@ -50,20 +50,20 @@ class TaggedCallParser(ToolParser):
     """Parser of text and calls with the tags `tags`. Each parameter is reported once it is complete."""
 
     tags: ClassVar[Tags]
-    _state = "text"
     _function: Function | None = None
     _key = ""
     _schema: dict[str, Any] | None = None  # of the parameter
     _kinds: frozenset[str] = frozenset()  # JSON types of the parameter
+    _json: JSONValue | None = None  # the parameter's value, if it is written as JSON
     _told = 0  # parameters of the call
     _opening = ""  # the tags before the name
 
-    def _step(self, *, final: bool) -> bool:
-        advance: bool = getattr(self, f"_in_{self._state}")(final=final)
-        return advance
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.text_marks = (*cls.tags.opens, cls.tags.function)
 
     def _in_text(self, *, final: bool) -> bool:
-        text, marker = self._take_until(*self.tags.opens, self.tags.function, final=final)
+        text, marker = self._take_content(final=final)
         self._say(text)
         if marker is not None:
             self._opening, self._state = marker, "name" if marker == self.tags.function else "open"
@@ -84,10 +84,12 @@ class TaggedCallParser(ToolParser):
         return True
 
     def _in_name(self, *, final: bool) -> bool:
-        name, end, rest = self._buffer.partition(self.tags.end_name)
-        if not end and not final:
+        gathered = self._gather(self.tags.end_name, final=final)
+        if gathered is None:
             return False
-        self._begin(name.strip() if end else "", rest)
+        (name, end), rest = gathered, self._buffer
+        self._buffer = name + (end or "") + rest
+        self._begin("" if end is None else name.strip(), rest)
         return True
 
     def _begin(self, name: str, rest: str) -> None:
@@ -108,20 +110,24 @@ class TaggedCallParser(ToolParser):
         return marker is not None
 
     def _in_key(self, *, final: bool) -> bool:
-        key, end, rest = self._buffer.partition(self.tags.value or self.tags.end_key)
-        if end:
-            if self.tags.value:
-                key = key.partition(self.tags.end_key)[0]
-            self._key, self._buffer, self._state = key.strip(), rest, "value"
-            self._schema = None if self._function is None else _schema_of(self._function.parameters, self._key)
-            self._kinds = frozenset(types_of(self._schema, self._schema or {}))
-        return bool(end)
+        key, end = self._gather(self.tags.value or self.tags.end_key, final=final) or ("", None)
+        if end is None:
+            return False
+        if self.tags.value:
+            key = key.partition(self.tags.end_key)[0]
+        self._key, self._state = key.strip(), "value"
+        self._schema = None if self._function is None else _schema_of(self._function.parameters, self._key)
+        self._kinds = frozenset(types_of(self._schema, self._schema or {}))
+        self._json = JSONValue(self.tags) if is_json(self._kinds) else None
+        return True
 
     def _in_value(self, *, final: bool) -> bool:
-        text, marker, rest = split_value(self._buffer, self.tags, quoted=is_json(self._kinds), final=final)
+        if self._json is None:
+            text, marker = self._gather(*self.tags.of_values, final=final) or ("", None)
+        else:
+            text, marker, self._buffer = self._json.read(self._buffer, final=final)
         if marker is None:
             return False
-        self._buffer = rest
         self._argue(("{" if self._told == 0 else ", ") + f"{json.dumps(self._key)}: {self._as_json(text)}")
         self._told += 1
         self._follow(marker)
@@ -139,6 +145,11 @@ class TaggedCallParser(ToolParser):
             self._buffer = ""  # a token limit cut it off
         self._state = "text"
         return True
+
+    def _find_run(self) -> Run | None:
+        if self._state == "value" and self._json is not None and not self._buffer:
+            return self._json.run
+        return super()._find_run()
 
     def _follow(self, marker: str) -> None:
         if marker == self.tags.key:
@@ -177,45 +188,103 @@ class TaggedCallParser(ToolParser):
         return json.dumps(text, ensure_ascii=False)
 
 
-@cache
-def _patterns(tags: Tags) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return the pattern of a tag that ends a value, and that of a JSON string on one line or such a tag. A string has
-    the group `end` if it is closed, a tag the group `tag`."""
-    tag = "|".join(map(re.escape, tags.of_values))
-    return re.compile(tag), re.compile(rf'"(?:[^"\\\n]|\\[^\n]?)*(?P<end>"?)|(?P<tag>{tag})')
+class JSONValue:
+    """Reader of a parameter's value that is written as JSON, in text that arrives in pieces. No text is searched twice.
 
-
-def split_value(text: str, tags: Tags, *, quoted: bool, final: bool) -> tuple[str, str | None, str]:
-    """Split `text` into a parameter's value, the tag of `tags` that ends it, and the rest. The tag is None if the value
-    has not ended.
-
-    With `quoted`, a tag inside a JSON string of the value does not end it. Strings must then end on their line and the
-    value must be JSON; otherwise the first tag ends the value. `final` says that no more text follows.
+    A tag inside a JSON string of the value does not end it. Strings must then end on their line and the value must be
+    JSON; otherwise the first tag ends the value.
     """
-    first = _patterns(tags)[0].search(text)
-    if first is None:
-        return "", None, text
-    end: re.Match[str] | None = _tag_after_strings(text, tags, final=final) if quoted else first
-    if end is None and final:
-        end = first
-    if end is None:
-        return "", None, text
-    if end.start() != first.start() and not _is_json_text(text[: end.start()]):
-        end = first
-    return text[: end.start()], end[0], text[end.end() :]
+
+    def __init__(self, tags: Tags) -> None:
+        """Start before the value. `tags` are those of the format."""
+        self._places = _places(tags.of_values)
+        self._place = self._places.outside
+        self._texts: list[str] = []  # of the value so far
+        self._length = 0
+        self._first: tuple[int, str] | None = None  # place of the first tag, and the tag
+
+    @property
+    def run(self) -> Run:
+        """Run of the text that follows, if nothing of what came before is in the buffer."""
+        return self._place.run
+
+    def read(self, text: str, *, final: bool) -> tuple[str, str | None, str]:
+        """Read `text` and return the value, the tag that ends it, and the text after the tag.
+
+        The tag is None if the value has not ended. The last text is then the end of `text` that has to be read again,
+        together with what follows it. `final` says that no more text follows.
+        """
+        begin = 0
+        while (found := self._place.pattern.search(text, begin)) is not None:
+            begin = found.end()
+            if found["tag"]:
+                if self._first is None:
+                    self._first = self._length + found.start(), found[0]
+                if self._place is not self._places.inside:
+                    return self._end(text, found)
+                begin = found.start() + 1  # a quote of the tag ends the string
+            elif found[0] == '"':
+                outside = self._place is self._places.outside
+                self._place = self._places.inside if outside else self._places.outside
+            elif found[0] == "\n":
+                if self._first is not None:
+                    return self._end_at_first(text)
+                self._place = self._places.broken
+        if final and self._first is not None:
+            return self._end_at_first(text)
+        end = len(text)
+        if not final:
+            part = self._place.part.search(text, begin)
+            end = len(text) if part is None else part.start()
+        self._texts.append(text[:end])
+        self._length += end
+        return "", None, text[end:]
+
+    def _end(self, text: str, tag: re.Match[str]) -> tuple[str, str | None, str]:
+        """End the value at `tag` of `text`, unless it is no JSON and there was an earlier tag."""
+        assert self._first is not None
+        value = "".join((*self._texts, text[: tag.start()]))
+        if len(value) != self._first[0] and not _is_json_text(value):
+            return self._end_at_first(text)
+        return value, tag[0], text[tag.end() :]
+
+    def _end_at_first(self, text: str) -> tuple[str, str | None, str]:
+        assert self._first is not None
+        place, tag = self._first
+        written = "".join((*self._texts, text))
+        return written[:place], tag, written[place + len(tag) :]
 
 
-def _tag_after_strings(text: str, tags: Tags, *, final: bool) -> re.Match[str] | None:
-    """Return the first tag outside of JSON strings, or the first tag of all if a string does not end. None if that
-    depends on text to come."""
-    tag, string_or_tag = _patterns(tags)
-    for found in string_or_tag.finditer(text):
-        if found["tag"]:
-            return tag.match(text, found.start())
-        if not found["end"]:
-            is_open = found.end() == len(text) and not final
-            return None if is_open else tag.search(text)
-    return None
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Place in a value: outside of its strings, inside of one, or anywhere if a string did not end on its line.
+
+    `pattern` matches what matters there: a tag, which has the group `tag`, a quote, an escape, or the end of a line.
+    `part` matches what may become one at the end of a text.
+    """
+
+    pattern: re.Pattern[str]
+    part: re.Pattern[str]
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    outside: _Place
+    inside: _Place
+    broken: _Place
+
+
+@cache
+def _places(tags: tuple[str, ...]) -> _Places:
+    tag, part = f"(?P<tag>{'|'.join(map(re.escape, tags))})", beginnings(tags)
+    first = first_characters(tags).pattern
+
+    def place(others: str = "", parts: str = "", deciding: str = "") -> _Place:
+        return _Place(re.compile(tag + others), re.compile(part + parts), Run("kept", re.compile(first + deciding)))
+
+    inside = place(r'|\\["\\]|["\n]', r"|\\\Z", r'|["\\\n]')
+    return _Places(outside=place('|"', deciding='|"'), inside=inside, broken=place())
 
 
 def _is_json_text(text: str) -> bool:
