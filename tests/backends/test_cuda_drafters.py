@@ -44,11 +44,17 @@ class Bench:
     drafts: dict[str, Path]
     loaded: dict[tuple[str, bool], Weights] = dataclasses.field(default_factory=dict)
 
+    @property
+    def counts(self) -> Path:
+        """Counts of token ids, by which a part of them is chosen."""
+        return self.target.parent / "counts.json"
+
     def config(self, kind: str, rule: str, *, gpu: bool, **fields: Any) -> EngineConfig:
         speculative: dict[str, Any] = {"model": str(self.drafts[kind]), "num_speculative_tokens": K}
         speculative |= {
             "parallel": {"parallel_drafting": True},
-            "fewer ids": {"draft_vocab_size": 40, "draft_vocab_counts": str(self.target.parent / "counts.json")},
+            "the target of fewer ids": {"draft_vocab_size": 30, "draft_vocab_counts": str(self.counts)},
+            "fewer ids": {"draft_vocab_size": 40, "draft_vocab_counts": str(self.counts)},
             "other vocabulary": {"use_heterogeneous_vocab": True},
             "head": {"method": "eagle3"},
             "head of all ids": {"method": "eagle3"},
@@ -92,6 +98,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     drafts = {
         "parallel": parallel,
         "fewer ids": close,
+        "the target of fewer ids": target,
         "other vocabulary": rename(close, folder / "renamed", dropped=12).path,
         "head": head,
         "head of all ids": make_eagle3(folder / "all", target, "speculators", layer="qwen3", **everything),
@@ -174,6 +181,43 @@ def test_drafts_and_counts_of_a_head_are_the_scripts(bench: Bench, monkeypatch: 
     assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
+def test_the_target_itself_drafts_what_comes_next_if_it_may(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All drafts with an id of the part are accepted, and no other. If ids are mapped to other ids, hardly any is."""
+    counts = json.loads(bench.counts.read_text())
+    ids = set(sorted(range(VOCAB), key=lambda token: (-counts.get(str(token), 0), token))[:30])
+    accepted = refused = 0
+    for prompt in PROMPTS:
+        kind = "the target of fewer ids"
+        engine = bench.engine(kind, "rejection", gpu=True, monkeypatch=monkeypatch, max_steps_in_flight=1)
+        runner, rounds = engine.runner, list[Round]()
+        assert isinstance(runner, CudaRunner)
+        poison(runner)
+        engine.watch = rounds_of(engine, rounds)
+        (request,) = generate(engine, [GREEDY], 14, [prompt])
+        for made in rounds:
+            text = request.output_token_ids[made.n - len(prompt) :]
+            stands = next((i for i in range(len(made.drafts)) if text[i] not in ids), len(made.drafts))
+            assert (made.accepted, made.drafts[:stands]) == (stands, text[:stands])
+            assert set(made.drafts) <= ids
+            accepted, refused = accepted + stands, refused + (stands < len(made.drafts))
+    assert accepted > 3
+    assert refused > 3
+
+
+def rounds_of(engine: Engine, rounds: list[Round]) -> Any:
+    """Return a watcher of an engine with one request, which adds each round's drafts and how many stood."""
+
+    def watch(slot: RingSlot, header: Header, ms: float) -> None:
+        assert isinstance(engine.runner, CudaRunner)
+        b = engine.runner.ctx.buffers
+        for sequence in range(header.num_decode):
+            n, k = int(b.n[sequence]), int(b.k[sequence])
+            accepted = int(slot.results_arrays["num_accepted"][sequence])
+            rounds.append(Round(n, b.drafts[sequence, :k].tolist(), accepted))
+
+    return watch
+
+
 @torch.inference_mode()
 def poison(runner: CudaRunner, caches: bool = True) -> None:
     """Fill whatever a step must not read before writing it with NaN or invalid values. Counters stay zero."""
@@ -185,7 +229,7 @@ def poison(runner: CudaRunner, caches: bool = True) -> None:
         head = cast("HeadPasses", ctx.drafter).model
         models.append(head.workspace)
         tensors += [getattr(head.buffers, field.name) for field in _fields(head.buffers)]
-    kept = {"counters", "configs", "limits", "dependent", "scratch", "experts"}
+    kept = {"counters", "configs", "limits", "dependent", "rounds_rows", "fuses_draft", "scratch", "experts"}
     tensors += [getattr(ws, field.name) for ws in models for field in _fields(ws) if field.name not in kept]
     if caches:
         tensors += [layer for cache in (ctx.kv_cache, ctx.drafter.kv_cache) for layer in cache.layers]  # type: ignore[union-attr]
