@@ -245,6 +245,19 @@ def test_texts_between_tags_are_read_back(form: str, made: Texts, places: list[i
     assert found.content == "Well."
 
 
+@pytest.mark.parametrize("form", [*FORMATS, *TAGGED])
+def test_a_call_is_read_back_from_any_three_pieces(form: str) -> None:
+    """Pieces begin and end at every place: within marks, after a backslash, and on both sides of a quote."""
+    name, write = (FORMATS | TAGGED)[form]
+    made: Any = [("f", {"a": 'x\\"\\', "b": "\n"})]
+    text = write(made)
+    whole = read(TOOL_PARSERS[name](), [text])
+    assert [(called, json.loads(arguments)) for called, arguments in whole.calls] == made
+    for start in range(len(text)):
+        for end in range(start, len(text)):
+            assert read(TOOL_PARSERS[name](), [text[:start], text[start:end], text[end:]]) == whole
+
+
 KEYS = ("text", "count", "on", "list", "either", "broken", "unknown")
 
 

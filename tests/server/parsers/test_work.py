@@ -31,6 +31,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         def count_and_do(*arguments: Any, **named: Any) -> Any:
             nonlocal count
             count += length(*arguments)
+            assert count < 3 * MOST * LENGTH, "work that is not linear would take minutes"
             return original(*arguments, **named)
 
         monkeypatch.setattr(of, name, count_and_do)
