@@ -65,6 +65,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 """Families with layers that have a state, as `FAMILIES` has the others."""
 
 _GEMMA4_KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+_GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 32}
 GEMMA4: dict[str, dict[str, Any]] = {
     # Both kinds of layers share keys and values, from layers 1 and 2.
     "gemma4": {
@@ -85,6 +86,20 @@ GEMMA4: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
         "sliding_window": 8,
+    },
+    "gemma4, experts": {
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "sliding_window": 8,
+        **_GEMMA4_EXPERTS,
+    },
+    "gemma4, experts and embeddings": {
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "sliding_window": 8,
+        **_GEMMA4_EXPERTS,
     },
 }
 """Fields of small models of Gemma 4."""
@@ -191,7 +206,7 @@ def make_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * initializer_range
-            parameter.copy_(1 + noise if name.endswith("norm.weight") else noise)
+            parameter.copy_(1 + noise if _is_factor(name) else noise)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(1 + torch.randn(buffer.shape, generator=generator) * initializer_range)
@@ -200,6 +215,11 @@ def make_checkpoint(
     if with_tokenizer:
         write_tokenizer(path, vocab)
     return path
+
+
+def _is_factor(name: str) -> bool:
+    """Whether a tensor is a norm's weights, or factors of a router."""
+    return re.search(r"norm(_\d)?\.weight$|router\.\w*scale$", name) is not None
 
 
 def make_eagle3(

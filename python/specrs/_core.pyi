@@ -1849,6 +1849,10 @@ class CpuWeights:
                 how many a row is sent to; `normalized`: their weights add up to 1. All such layers have the same sizes.
                 `shared`, or None, or not there, is an expert that every row uses: projections `gate` (to one number,
                 whose sigmoid multiplies its output), `gate_up` and `down`.
+                `scales`, or None, or not there, are factors of a router that reads the residual stream, normed without
+                a weight: of its input `[hidden_size]`, and of the weights of chosen experts. `norms`, or None, or not
+                there, make `gate_up` and `down` of the layer an MLP next to the experts: norms of its output, of the
+                experts' input and of their output, `[hidden_size]`. Their sum gets `mlp_output_norm`.
                 With `output_gate`, each query head in `qkv` is followed by the gate of its output. A mapping `delta`
                 puts a gated delta net in the place of attention: its sizes `key_heads`, `value_heads`, `key_dim`,
                 `value_dim` and `kernel`; `conv` `[kernel * conv_dim]`, `a_log` and `dt_bias` `[value_heads]`, `norm`

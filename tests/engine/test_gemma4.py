@@ -27,7 +27,7 @@ DRAFTERS: list[dict[str, Any] | None] = [
     {"method": "draft_model", "model": "twin", "num_speculative_tokens": 3},
     {"method": "draft_model", "model": "qwen3", "num_speculative_tokens": 2},
 ]
-VARIANTS = ("gemma4", "gemma4, all of it")
+VARIANTS = ("gemma4", "gemma4, all of it", "gemma4, experts and embeddings")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def texts(target: Path, prompts: list[list[int]], params: SamplingParams, **opti
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@settings(max_examples=16)
+@settings(max_examples=20)
 @given(
     st.sampled_from(VARIANTS),
     st.sampled_from(DRAFTERS),
@@ -102,7 +102,7 @@ def plain(target: Path, dtype: str, quantization: str | None, sampled: bool) -> 
 SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 
 
-@settings(max_examples=20)
+@settings(max_examples=24)
 @given(
     st.sampled_from(VARIANTS),
     st.sampled_from(DRAFTERS),

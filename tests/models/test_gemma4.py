@@ -58,7 +58,8 @@ def test_the_logits_of_transformers(folder: Path, variant: str, chunks: list[int
     path = make(folder, variant)
     with float64():
         found = Feeder(load_model(path, dtype="float64"), block_size=4, max_len=44).feed_chunks(TOKENS, chunks)
-    torch.testing.assert_close(found, reference(path), rtol=0, atol=1e-10)
+    # The softmax of a router is in float32 in both.
+    torch.testing.assert_close(found, reference(path), rtol=0, atol=1e-6 if "experts" in variant else 1e-10)
 
 
 @functools.cache
@@ -183,7 +184,6 @@ def test_defaults_are_transformers() -> None:
     ("fields", "message"),
     [
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all': not implemented"),
-        ({"enable_moe_block": True}, "enable_moe_block=True: not implemented"),
         ({"num_kv_shared_layers": 5}, "num_kv_shared_layers=5: not implemented.*none before layer 1 is full_attention"),
         ({"num_kv_shared_layers": 6}, "num_kv_shared_layers=6: must be an integer from 0 to 5"),
         ({"vocab_size_per_layer_input": 60}, "vocab_size_per_layer_input=60: not implemented; allowed: at least"),
@@ -225,7 +225,7 @@ def test_parameters_are_counted(folder: Path, variant: str) -> None:
     model = load_model(make(folder, variant))
     total = sum(math.prod(shape) for shape in tensor_shapes(model.config).values())
     size = 0 if model.config.layer_embedding is None else 6 * 8 * VOCAB
-    assert model.num_parameters == total - size
+    assert model.config.num_parameters_read(10**9) == total - size
 
 
 @pytest.mark.parametrize("variant", GEMMA4)

@@ -198,19 +198,19 @@ def test_fused_projections_of_a_wrong_shape_are_named(name: str, tmp_path: Path)
 MIXTURE = torch_decoder.mixture
 
 
-def without_gate(x: Tensor, w: Any, experts: Any) -> Tensor:
+def without_gate(x: Tensor, w: Any, experts: Any, *rest: Any) -> Tensor:
     """The shared expert's output as it is."""
-    rest = MIXTURE(x, replace(w, shared=None), experts)
-    return rest + w.shared.down.product(torch_decoder.silu_and_mul(w.shared.gate_up.product(x)))
+    chosen = MIXTURE(x, replace(w, shared=None), experts, *rest)
+    return chosen + w.shared.down.product(torch_decoder.silu_and_mul(w.shared.gate_up.product(x)))
 
 
-def without_shared(x: Tensor, w: Any, experts: Any) -> Tensor:
-    return MIXTURE(x, replace(w, shared=None), experts)
+def without_shared(x: Tensor, w: Any, experts: Any, *rest: Any) -> Tensor:
+    return MIXTURE(x, replace(w, shared=None), experts, *rest)
 
 
-def without_sum(x: Tensor, w: Any, experts: Any) -> Tensor:
+def without_sum(x: Tensor, w: Any, experts: Any, *rest: Any) -> Tensor:
     """Weights of chosen experts that do not add up to 1."""
-    return MIXTURE(x, w, replace(experts, norm_topk_prob=False))
+    return MIXTURE(x, w, replace(experts, norm_topk_prob=False), *rest)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

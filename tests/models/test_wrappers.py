@@ -73,7 +73,8 @@ def wrapper(architecture: str) -> Any:
         ple = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 3}
         kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
         own = {"num_hidden_layers": 6, "layer_types": kinds, "global_head_dim": 32, "sliding_window": 9}
-        text = TEXT | ple | own | {"final_logit_softcapping": 5.0}
+        experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+        text = TEXT | ple | own | experts | {"final_logit_softcapping": 5.0}
         vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
         vision |= {"num_key_value_heads": 1, "head_dim": 16}
         config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
@@ -145,6 +146,14 @@ def test_the_text_checkpoint_of_it(architecture: str, spelling: str, tie: bool, 
     text = make(tmp_path / "text", **kind, tie=tie, eos_token_id=[7, 9])
     path = wrapped(text, tmp_path / "wrapped", architecture, spelling, tie_word_embeddings=tie)
     assert load_config(path) == load_config(text)
+    assert torch.equal(logits(load_native(path)), logits(load_native(text)))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_experts_of_a_text_checkpoint(spelling: str, tmp_path: Path) -> None:
+    """Experts of a layer in one tensor per projection, whose names end in no `.weight`."""
+    text = make_gemma4(tmp_path / "text", "gemma4, experts")
+    path = wrapped(text, tmp_path / "wrapped", "Gemma4ForConditionalGeneration", spelling)
     assert torch.equal(logits(load_native(path)), logits(load_native(text)))
 
 

@@ -127,7 +127,7 @@ class ModelConfig:
         """Return the expected number of weights that a pass over `rows` rows reads. Counts the experts that some row
         uses (`Experts.expected`), and the input embedding only if the LM head shares it."""
         if self.varied:
-            return self._varied_parameters()
+            return self._varied_parameters(rows)
         q, kv, h, i = (
             self.num_heads * self.head_dim,
             self.num_kv_heads * self.head_dim,
@@ -149,17 +149,28 @@ class ModelConfig:
             total += sum(d.layers) * net
         if self.experts is None:
             return total + self.num_layers * mlp
-        router, expert = self.experts.count * h, 3 * h * self.experts.intermediate_size
-        if self.experts.biases:
-            router, expert = router + self.experts.count, expert + 2 * self.experts.intermediate_size + h
-        sparse, shared = sum(self.experts.layers), self.experts.shared
-        read = router + self.experts.expected(rows) * expert + (0 if shared is None else (3 * shared + 1) * h)
-        return total + sparse * read + (self.num_layers - sparse) * mlp
+        sparse = sum(self.experts.layers)
+        return total + sparse * self._expert_parameters(self.experts, rows) + (self.num_layers - sparse) * mlp
 
-    def _varied_parameters(self) -> int:
-        """Return the number of weights that a pass reads of a model whose layers differ."""
+    def _expert_parameters(self, experts: Experts, rows: int) -> float:
+        """Return the expected number of weights of a layer's router and experts that a pass over `rows` rows reads,
+        with the norms that these have."""
+        h = self.hidden_size
+        router, expert = experts.count * h, 3 * h * experts.intermediate_size
+        if experts.biases:
+            router, expert = router + experts.count, expert + 2 * experts.intermediate_size + h
+        if experts.scaled_router:
+            router += h + experts.count
+        shared = 0 if experts.shared is None else (3 * experts.shared + 1) * h
+        norms = 3 * h if experts.parallel_mlp else 0
+        return router + experts.expected(rows) * expert + shared + norms
+
+    def _varied_parameters(self, rows: int) -> float:
+        """Return the expected number of weights that a pass over `rows` rows reads of a model whose layers differ."""
         h, embedding = self.hidden_size, self.layer_embedding
-        total = h + self.vocab_size * h
+        total: float = h + self.vocab_size * h
+        if self.experts is not None:
+            total += self.num_layers * self._expert_parameters(self.experts, rows)
         for sizes in self.varied:
             q, kv = self.num_heads * sizes.head_dim, sizes.projected_heads * sizes.head_dim
             total += h * (2 * q + kv) + (q + kv) * self.qkv_bias + h * self.o_bias + 3 * h * sizes.intermediate_size
@@ -250,7 +261,8 @@ def parse_config(
     delta = parse_delta_net(raw, num_layers, by_key_head=family.fused_delta_net) if family.delta_net else None
     experts = None if family.experts is None else parse_experts(raw, family.experts, num_layers)
     # Where every layer has experts, a file need not have the size of an MLP.
-    no_mlp = experts.intermediate_size if experts is not None and all(experts.layers) else None
+    only_experts = experts is not None and all(experts.layers) and not experts.parallel_mlp
+    no_mlp = experts.intermediate_size if experts is not None and only_experts else None
     if delta is not None:
         raw = {field: value for field, value in raw.items() if field != "layer_types"}
     if family.rope_sections:

@@ -37,6 +37,28 @@ class SharedWeights(Generic[W]):
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelNorms(Generic[T]):
+    """Norms of a layer that has an MLP as well as experts, each `[hidden]`. For the residual stream h, the MLP's part
+    with its own norm before it, the layer adds `N(mlp_output(MLP) + expert_output(experts(expert_input(h))))`, where N
+    is `LayerWeights.mlp_output_norm`."""
+
+    mlp_output: T
+    expert_input: T
+    expert_output: T
+
+
+@dataclass(frozen=True, slots=True)
+class RouterScales(Generic[T]):
+    """Factors of a router that reads the residual stream h itself. Its input is `norm(h) * hidden / sqrt(size of h)`,
+    and the norm has no weights."""
+
+    hidden: T
+    """Factor of the router's input, [hidden]."""
+    experts: T
+    """Factor of the weight of each chosen expert, [experts]."""
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertWeights(Generic[T, W]):
     """Router and experts of one layer."""
 
@@ -53,6 +75,10 @@ class ExpertWeights(Generic[T, W]):
     """Biases of `gate_up` and `down` as two tensors `[experts, out]`. None: there are no biases."""
     shared: SharedWeights[W] | None = None
     """Expert that every row uses in addition. None: there is none."""
+    scales: RouterScales[T] | None = None
+    """Factors of the router. None: it has none, and reads what the experts read."""
+    norms: ParallelNorms[T] | None = None
+    """Norms of MLP and experts. None: the layer has experts and no MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +140,15 @@ class LayerWeights(Generic[T, W]):
     post_attention_norm: T
     """Norm before the MLP, [hidden]. [0] if the layer has no norm there."""
     gate_up: W
-    """Fused gate and up projection: hidden -> 2 * intermediate. Empty in a layer with experts."""
+    """Fused gate and up projection: hidden -> 2 * intermediate. Empty in a layer without an MLP."""
     down: W
-    """Down projection: intermediate -> hidden. Empty in a layer with experts."""
+    """Down projection: intermediate -> hidden. Empty in a layer without an MLP."""
     attention_output_norm: T | None = None
     """Norm of attention's output before it is added to the residual stream, [hidden]. None: there is none."""
     mlp_output_norm: T | None = None
     """Norm of the MLP's output before it is added to the residual stream, [hidden]. None: there is none."""
     experts: ExpertWeights[T, W] | None = None
-    """Router and experts. None: the layer has an MLP."""
+    """Router and experts. None: the layer has an MLP alone."""
     sinks: T | None = None
     """Attention sink of each query head, [heads]: a score that takes its share of the softmax and adds nothing. None:
     there are none."""

@@ -9,10 +9,12 @@ import numpy as np
 
 from specrs.arrays import FLOAT32, Array, converted
 from specrs.models.config import ModelConfig
-from specrs.models.tensors import tensor_shapes
+from specrs.models.tensors import EXPERT_SCALES, ROUTER_SCALE, tensor_shapes
 
 STD = 0.02
 """Standard deviation of the random weights. Activations stay finite through any number of layers."""
+_ONES = ("norm.weight", "norm_1.weight", "norm_2.weight", "layer_scalar", ROUTER_SCALE, EXPERT_SCALES)
+"""Endings of the names of norms and of factors, which are 1 in fresh models."""
 
 
 class DummyCheckpoint:
@@ -47,5 +49,5 @@ class DummyCheckpoint:
 
 
 def is_norm(name: str) -> bool:
-    """Return whether a tensor holds the weights of a norm, or a layer's factor, which is 1 in fresh models too."""
-    return name.endswith(("norm.weight", "layer_scalar"))
+    """Return whether a tensor holds the weights of a norm, or factors, which are 1 in fresh models too."""
+    return name.endswith(_ONES)

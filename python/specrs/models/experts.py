@@ -39,7 +39,7 @@ class Experts:
     layers: tuple[bool, ...]
     """For each layer, True if it has experts; False: it has an MLP."""
     block: str
-    """Prefix of the tensor names of router and experts within a layer."""
+    """Beginning of the tensor names of router and experts within a layer, such as `mlp.`."""
     projections: tuple[str, str, str]
     """Names of the gate, up and down projection of an expert."""
     router: str = "gate"
@@ -55,6 +55,10 @@ class Experts:
     gate. None: there is none."""
     swiglu: ClampedSwiglu | None = None
     """Parameters of the experts' clamped SwiGLU. None: experts use the model's activation."""
+    parallel_mlp: bool = False
+    """True if layers have an MLP as well as experts, as in `ExpertFields`."""
+    scaled_router: bool = False
+    """True if a router's input and the weights of chosen experts are scaled, as in `ExpertFields`."""
 
     def expected(self, rows: int) -> float:
         """Return the expected number of different experts of a layer that `rows` rows use.
@@ -66,17 +70,20 @@ class Experts:
         return self.count * (1 - (1 - self.per_token / self.count) ** rows)
 
 
-def parse_experts(raw: Mapping[str, Any], fields: ExpertFields, num_layers: int) -> Experts:
-    """Return the experts that config.json describes. Raises CheckpointError, which names field and value."""
+def parse_experts(raw: Mapping[str, Any], fields: ExpertFields, num_layers: int) -> Experts | None:
+    """Return the experts that config.json describes; None if the model has none. Raises CheckpointError, which names
+    field and value."""
+    if fields.enabled is not None and not flag(raw, fields.enabled):
+        return None
     given = [name for name in EXPERT_COUNTS if raw.get(name) is not None]
     if len(given) == 2 and raw[given[0]] != raw[given[1]]:
         raise malformed(given[1], raw[given[1]], f"{given[0]}={raw[given[0]]}")
     count = size(raw, given[0] if given else fields.count, fields.default_count)
-    per_token = size(raw, "num_experts_per_tok", fields.default_per_tok)
+    per_token = size(raw, fields.per_tok, fields.default_per_tok)
     if per_token > count:
-        raise malformed("num_experts_per_tok", per_token, f"at most {fields.count}={count}")
+        raise malformed(fields.per_tok, per_token, f"at most {fields.count}={count}")
     if raw.get("experts_per_token") not in (None, per_token):
-        raise malformed("experts_per_token", raw["experts_per_token"], f"num_experts_per_tok={per_token}")
+        raise malformed("experts_per_token", raw["experts_per_token"], f"{fields.per_tok}={per_token}")
     shared = fields.shared_intermediate_size
     layers = (True,) * num_layers
     if fields.dense_layers:
@@ -99,6 +106,8 @@ def parse_experts(raw: Mapping[str, Any], fields: ExpertFields, num_layers: int)
         stacked=fields.stacked,
         shared=None if shared is None else size(raw, SHARED_SIZE, shared),
         swiglu=_swiglu(raw) if fields.clamped else None,
+        parallel_mlp=fields.parallel_mlp,
+        scaled_router=fields.scaled_router,
     )
 
 

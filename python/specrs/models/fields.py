@@ -40,7 +40,6 @@ _HEADS = "of classification heads"
 _OUTPUTS = "of what a call of the model returns with its logits"
 _TRAINING = "of training"
 _ROUTER = "of a loss that trains routers"
-_EXPERTS = "of experts, which Gemma 4 has with enable_moe_block=true alone"
 _SPEED = "of how something is computed, not what"
 _HISTORY = "of the file's history"
 
@@ -75,7 +74,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "initial_context_length": "a second name of the length that the RoPE object says",
     "ignore_keys_at_rope_validation": "of a check that transformers makes",
     "mtp_num_hidden_layers": "of a head that drafts, whose tensors decide whether it is there",
-    "top_k_experts": _EXPERTS,
     "max_seq_len_cached": _SPEED,
     "cache_implementation": _SPEED,
     "_attn_implementation": _SPEED,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Generic
 
 import numpy as np
@@ -22,6 +23,8 @@ from specrs.models.decoder_weights import (
     ExpertWeights,
     LayerEmbeddingWeights,
     LayerWeights,
+    ParallelNorms,
+    RouterScales,
     SharedWeights,
     T,
     W,
@@ -31,9 +34,12 @@ from specrs.models.kv_dtypes import read_kv_scales
 from specrs.models.rope import Rope, frequencies
 from specrs.models.tensors import (
     EMBEDDING,
+    EXPERT_SCALES,
     FINAL_NORM,
     LAYER_EMBEDDING,
     LM_HEAD,
+    PARALLEL_NORMS,
+    ROUTER_SCALE,
     Readable,
     attention_inputs,
     delta_inputs,
@@ -88,21 +94,36 @@ class LayerReader(ABC, Generic[T, W]):
         )
 
     def _mlp(self, prefix: str, c: ModelConfig) -> tuple[W, W, ExpertWeights[T, W] | None]:
-        """Return the MLP of the layer whose tensor names begin with `prefix`, or its experts: gate and up, down, and
-        experts (None: the layer has an MLP)."""
-        if c.experts is not None and f"{prefix}{c.experts.block}.{c.experts.router}.weight" in self.checkpoint:
-            return self.nothing(), self.nothing(), self.experts(prefix, c.experts)
+        """Return the MLP and the experts of the layer whose tensor names begin with `prefix`: gate and up, down (both
+        empty without an MLP), and experts (None: there are none)."""
+        experts = None
+        if c.experts is not None and f"{prefix}{c.experts.block}{c.experts.router}.weight" in self.checkpoint:
+            experts = self.experts(prefix, c.experts)
+            if not c.experts.parallel_mlp:
+                return self.nothing(), self.nothing(), experts
+            experts = replace(experts, norms=self.parallel_norms(prefix, c))
         mlp = prefix + "mlp."
         names = ("gate_up",) if c.fused_projections else ("gate", "up")
         gate_up = self.linear([f"{mlp}{name}_proj" for name in names], bias=c.mlp_bias)
-        return gate_up, self.linear([mlp + "down_proj"], bias=c.mlp_bias), None
+        return gate_up, self.linear([mlp + "down_proj"], bias=c.mlp_bias), experts
+
+    def parallel_norms(self, prefix: str, c: ModelConfig) -> ParallelNorms[T]:
+        """Return the norms of MLP and experts of the layer whose tensor names begin with `prefix`."""
+        return ParallelNorms(*(self.place(self.norm(f"{prefix}{name}", c)) for name in PARALLEL_NORMS))
+
+    def router_scales(self, block: str, experts: Experts) -> RouterScales[T] | None:
+        """Return the factors of the router of the experts whose tensor names begin with `block`; None if it has
+        none."""
+        if not experts.scaled_router:
+            return None
+        return RouterScales(*(self.place(self.vector(f"{block}{name}")) for name in (ROUTER_SCALE, EXPERT_SCALES)))
 
     def shared_expert(self, block: str, experts: Experts) -> SharedWeights[W] | None:
         """Return the expert that every row uses, of the experts whose tensor names begin with `block`. None: there is
         none."""
         if experts.shared is None:
             return None
-        name = f"{block}.shared_expert"
+        name = f"{block}shared_expert"
         return SharedWeights(
             gate=self.linear([f"{name}_gate"], bias=False),
             gate_up=self.linear([f"{name}.gate_proj", f"{name}.up_proj"], bias=False),

@@ -297,9 +297,10 @@ def _varied_arrays(layer: NativeLayer, c: ModelConfig, sizes: LayerSizes) -> dic
 
 
 def _mlp_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
+    mlp = {"gate_up": stored_parts(layer.gate_up), "down": stored_parts(layer.down)}
     if layer.experts is None or c.experts is None:
-        return {"gate_up": stored_parts(layer.gate_up), "down": stored_parts(layer.down)}
-    shared = layer.experts.shared
+        return mlp
+    shared, scales, norms = layer.experts.shared, layer.experts.scales, layer.experts.norms
     mixture = {
         "router": stored_parts(layer.experts.router),
         "gate_up": [stored_parts(weight) for weight in layer.experts.gate_up],
@@ -309,8 +310,10 @@ def _mlp_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
         "shared": None
         if shared is None
         else {name: stored_parts(getattr(shared, name)) for name in ("gate", "gate_up", "down")},
+        "scales": None if scales is None else (scales.hidden, scales.experts),
+        "norms": None if norms is None else (norms.mlp_output, norms.expert_input, norms.expert_output),
     }
-    return {"experts": mixture}
+    return {"experts": mixture} if norms is None else {"experts": mixture} | mlp
 
 
 def stored_parts(weight: NativeWeight) -> list[tuple[Stored, Array | None]]:

@@ -17,16 +17,16 @@ class ExpertFields:
 
     count: str
     """Field for the number of experts in a layer."""
-    default_count: int
-    """Number of experts in a layer if the field is missing."""
-    default_per_tok: int
-    """Number of experts that a row uses if `num_experts_per_tok` is missing."""
+    default_count: int | None
+    """Number of experts in a layer if the field is missing. None: the field is required."""
+    default_per_tok: int | None
+    """Number of experts that a row uses if the field `per_tok` is missing. None: the field is required."""
     intermediate_size: str
     """Field for the intermediate size of an expert."""
     default_intermediate_size: int | None
     """Intermediate size if the field is missing. None: the field is required."""
     block: str
-    """Prefix of the tensor names of router and `experts.N` within a layer."""
+    """Beginning of the tensor names of router and `experts.N` within a layer, such as `mlp.`."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of the gate, up and down projection of an expert."""
     norm_topk_prob: bool = False
@@ -51,6 +51,16 @@ class ExpertFields:
     shared_intermediate_size: int | None = None
     """Value of `shared_expert_intermediate_size`, the size of an expert that every row uses, if the field is missing.
     None: there is no such expert."""
+    per_tok: str = "num_experts_per_tok"
+    """Field for the number of experts that a row uses."""
+    enabled: str | None = None
+    """Field that is true in models with experts. Then all layers have them. None: the family always has experts."""
+    parallel_mlp: bool = False
+    """True if layers have an MLP as well as experts. Both read the residual stream, each after a norm of its own. Their
+    outputs are normed, and then added."""
+    scaled_router: bool = False
+    """True if the router reads the residual stream after a norm without weights, times `router.scale` and divided by
+    sqrt(hidden_size), and if weights of chosen experts are multiplied by `router.per_expert_scale`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +276,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma4ForCausalLM": Family(
         "gemma4_text",
-        "Gemma 4, text, dense",
+        "Gemma 4, text",
         qk_norm="heads",
         norms="around",
         act_field="hidden_activation",
@@ -286,10 +296,22 @@ FAMILIES: dict[str, Family] = {
         scaled_embedding=True,
         tied=True,
         varied_layers=True,
-        neutral=(
-            ("use_bidirectional_attention", (None, False, "vision")),
-            ("enable_moe_block", (None, False)),
+        experts=ExpertFields(
+            "num_experts",
+            None,
+            None,
+            "moe_intermediate_size",
+            None,
+            "",
+            norm_topk_prob=True,
+            router="router.proj",
+            stacked="halves",
+            per_tok="top_k_experts",
+            enabled="enable_moe_block",
+            parallel_mlp=True,
+            scaled_router=True,
         ),
+        neutral=(("use_bidirectional_attention", (None, False, "vision")),),
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
@@ -299,7 +321,7 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=4,
         windows="switched",
         sliding_window=4096,
-        experts=ExpertFields("num_experts", 128, 8, "moe_intermediate_size", 768, "mlp", dense_layers=True),
+        experts=ExpertFields("num_experts", 128, 8, "moe_intermediate_size", 768, "mlp.", dense_layers=True),
         neutral=(("use_qk_norm", (None, True)), ("qkv_bias", (None, False))),
     ),
     "MixtralForCausalLM": Family(
@@ -315,7 +337,7 @@ FAMILIES: dict[str, Family] = {
             2,
             "intermediate_size",
             None,
-            "block_sparse_moe",
+            "block_sparse_moe.",
             ("w1", "w3", "w2"),
             norm_topk_prob=True,
         ),
@@ -360,7 +382,7 @@ FAMILIES: dict[str, Family] = {
             8,
             "moe_intermediate_size",
             512,
-            "mlp",
+            "mlp.",
             norm_topk_prob=True,
             stacked="halves",
             shared_intermediate_size=512,
@@ -391,7 +413,7 @@ FAMILIES: dict[str, Family] = {
             10,
             "moe_intermediate_size",
             512,
-            "mlp",
+            "mlp.",
             default_norm_topk_prob=True,
             dense_layers=True,
             stacked="halves",
@@ -429,7 +451,7 @@ FAMILIES: dict[str, Family] = {
             4,
             "intermediate_size",
             None,
-            "mlp",
+            "mlp.",
             norm_topk_prob=True,
             router="router",
             biases=True,

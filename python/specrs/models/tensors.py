@@ -16,6 +16,10 @@ from specrs.models.varied_layers import LayerSizes
 EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 """Embeddings of single layers, `[vocab, layers * size]`."""
+ROUTER_SCALE, EXPERT_SCALES = "router.scale", "router.per_expert_scale"
+"""Factors of a router's input `[hidden]` and of the weights of chosen experts `[experts]`, after `Experts.block`."""
+PARALLEL_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+"""Norms of the MLP's output, of the experts' input and of their output in layers that have both."""
 
 
 class Named(Protocol):
@@ -62,6 +66,7 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         prefix, sizes = f"model.layers.{layer}.", c.sizes_of(layer)
         q, kv = c.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
         sparse = c.experts is not None and c.experts.layers[layer]
+        parallel = c.experts is not None and c.experts.parallel_mlp
         delta = c.delta is not None and c.delta.layers[layer]
         if c.delta is not None and delta:
             shapes |= {f"{prefix}linear_attn.{name}": shape for name, shape in delta_shapes(c.delta, h).items()}
@@ -75,11 +80,15 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
                 parts |= {"shared_expert_gate": (1, h), "shared_expert.down_proj": (h, c.experts.shared)}
                 parts |= {f"shared_expert.{name}_proj": (c.experts.shared, h) for name in ("gate", "up")}
             for name, shape in parts.items():
-                shapes[f"{block}.{name}.weight"] = shape
+                shapes[f"{block}{name}.weight"] = shape
                 if c.experts.biases:
-                    shapes[f"{block}.{name}.bias"] = shape[:1]
+                    shapes[f"{block}{name}.bias"] = shape[:1]
+            if c.experts.scaled_router:
+                shapes |= {f"{block}{ROUTER_SCALE}": (h,), f"{block}{EXPERT_SCALES}": (c.experts.count,)}
+            if c.experts.parallel_mlp:
+                shapes |= {f"{prefix}{name}.weight": (h,) for name in PARALLEL_NORMS}
         for name, (rows, columns, bias) in _projections(c, sizes).items():
-            if (sparse and name.startswith("mlp.")) or (delta and name.startswith("self_attn.")):
+            if (sparse and not parallel and name.startswith("mlp.")) or (delta and name.startswith("self_attn.")):
                 continue
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if bias:

@@ -175,8 +175,12 @@ class TorchDecoder(TorchFacts):
             if w.attention_output_norm is not None:
                 rms_norm(x, w.attention_output_norm, eps, inplace=True)
             h = x.add_(h) if residual == 1 else x.mul_(residual).add_(h)
-            x = rms_norm(h, w.post_attention_norm, eps) if normed else h
-            if w.experts is None or c.experts is None:
+            x, mixed = rms_norm(h, w.post_attention_norm, eps) if normed else h, None
+            norms = None if w.experts is None else w.experts.norms
+            if w.experts is not None and c.experts is not None:
+                sent = x if norms is None else rms_norm(h, norms.expert_input, eps)
+                mixed = mixture(sent, w.experts, c.experts, activate, self._routed(w.experts, sent, h))
+            if mixed is None or norms is not None:
                 gate_up = w.gate_up.product(x)
                 for adapter in adapters:
                     adapter.add_(gate_up, x, i, "gate_up")
@@ -184,8 +188,10 @@ class TorchDecoder(TorchFacts):
                 x = w.down.product(activated)
                 for adapter in adapters:
                     adapter.add_(x, activated, i, "down")
-            else:
-                x = mixture(x, w.experts, c.experts)
+            if mixed is not None and norms is not None:
+                x = rms_norm(x, norms.mlp_output, eps) + rms_norm(mixed, norms.expert_output, eps)
+            elif mixed is not None:
+                x = mixed
             x = self._sum(x)
             if w.mlp_output_norm is not None:
                 rms_norm(x, w.mlp_output_norm, eps, inplace=True)
@@ -262,6 +268,15 @@ class TorchDecoder(TorchFacts):
         made: Tensor = (rms_norm(projected, w.norm, c.rms_norm_eps) + looked_up.view(shape)) * 2**-0.5
         return made
 
+    def _routed(self, weights: TorchExperts, sent: Tensor, h: Tensor) -> Tensor:
+        """Return the router's input `[N, hidden]`: the experts' input `sent`, or of the residual stream `h` what
+        `RouterScales` describes."""
+        if weights.scales is None:
+            return sent
+        normed = rms_norm(h, torch.ones_like(weights.scales.hidden), self.config.rms_norm_eps)
+        routed: Tensor = normed * weights.scales.hidden * self.config.hidden_size**-0.5
+        return routed
+
     def _shape(self, kv_cache: KVCache, layer: int) -> AttentionShape:
         c, sizes = self.weights.config, self.weights.config.sizes_of(layer)
         dtypes = self.weights.dtype, kv_cache.layers[0].dtype
@@ -294,14 +309,17 @@ def _without_gate(qkv: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tenso
     return torch.cat((q.flatten(1), rest), 1), gate.flatten(1)
 
 
-def mixture(x: Tensor, weights: TorchExperts, experts: Experts) -> Tensor:
+def mixture(
+    x: Tensor, weights: TorchExperts, experts: Experts, activate: Callable[[Tensor], Tensor], routed: Tensor
+) -> Tensor:
     """Return the output of a layer's experts for `x` `[N, hidden]`: the weighted sum over the experts that the router
     chose.
 
-    Rows are sorted by expert, so each expert in use has one product. A row adds up its experts in a fixed order, which
-    does not depend on the other rows.
+    `routed` `[N, hidden]` is the router's input. `activate` is the model's activation of gate and up features. Rows are
+    sorted by expert, so each expert in use has one product. A row adds up its experts in a fixed order, which does not
+    depend on the other rows.
     """
-    logits = weights.router.product(x)
+    logits = weights.router.product(routed)
     if experts.softmax_of_chosen:
         chosen, ids = logits.topk(experts.per_token, dim=-1)
         shares = chosen.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -309,7 +327,8 @@ def mixture(x: Tensor, weights: TorchExperts, experts: Experts) -> Tensor:
         shares, ids = logits.softmax(-1, dtype=torch.float32).topk(experts.per_token, dim=-1)
         if experts.norm_topk_prob:
             shares = shares / shares.sum(-1, keepdim=True)
-    activate: Callable[[Tensor], Tensor] = silu_and_mul
+    if weights.scales is not None:
+        shares = shares * weights.scales.experts[ids]
     if experts.swiglu is not None:
         activate = partial(clamped_swiglu, **experts.swiglu._asdict())
     order = ids.view(-1).argsort(stable=True)

@@ -141,7 +141,7 @@ class TorchReader(LayerReader[Tensor, Weight]):
     def experts(self, prefix: str, experts: Experts) -> TorchExperts:
         """Return the router and experts of the layer whose tensor names begin with `prefix`, dequantized."""
         block, (gate, up, down) = prefix + experts.block, experts.projections
-        names = [f"{block}.experts.{i}." for i in range(experts.count)]
+        names = [f"{block}experts.{i}." for i in range(experts.count)]
         parts = [[name + gate, name + up] for name in names], [[name + down] for name in names]
         gate_up, outputs = (self.stack(of, "weight") for of in parts)
         biases = (self.stack(parts[0], "bias"), self.stack(parts[1], "bias")) if experts.biases else None
@@ -153,7 +153,7 @@ class TorchReader(LayerReader[Tensor, Weight]):
             for i, stacked in enumerate((gate_up, outputs))
         ]
         in_place = all(isinstance(weight, DenseWeight) for weights in packed for weight in weights)
-        router = f"{block}.{experts.router}"
+        router = f"{block}{experts.router}"
         return ExpertWeights(
             router=dense_weight(self.read(f"{router}.weight"), self.read(f"{router}.bias") if experts.biases else None),
             gate_up=tuple(packed[0]),
@@ -161,6 +161,7 @@ class TorchReader(LayerReader[Tensor, Weight]):
             stacked=(gate_up, outputs) if in_place else None,
             stacked_biases=biases if in_place else None,
             shared=self.shared_expert(block, experts),
+            scales=self.router_scales(block, experts),
         )
 
     def stack(self, names: list[list[str]], kind: str) -> Tensor:

@@ -45,7 +45,7 @@ WRAPPERS: dict[str, Wrapper] = {
         tied=True,
     ),
     "Gemma4ForConditionalGeneration": Wrapper(
-        "Gemma 4, dense",
+        "Gemma 4",
         {"gemma4_text": "Gemma4ForCausalLM"},
         {
             "vocab_size": 262144,

@@ -19,7 +19,16 @@ from specrs.arrays import FLOAT64, Array
 from specrs.models.experts import Experts
 from specrs.models.loader import open_checkpoint
 from specrs.models.rope import frequencies, rope_magnitude
-from specrs.models.tensors import EMBEDDING, FINAL_NORM, LAYER_EMBEDDING, LM_HEAD, norm_names
+from specrs.models.tensors import (
+    EMBEDDING,
+    EXPERT_SCALES,
+    FINAL_NORM,
+    LAYER_EMBEDDING,
+    LM_HEAD,
+    PARALLEL_NORMS,
+    ROUTER_SCALE,
+    norm_names,
+)
 
 
 class Decoder:
@@ -53,10 +62,15 @@ class Decoder:
             x = x + attended * c.residual_multiplier
             y = self._norm(x, before_mlp)
             has_experts = c.experts is not None and c.experts.layers[i]
-            if c.experts is not None and has_experts:
-                y = self._mixture(y, c.experts, f"{layer}{c.experts.block}.")
-            else:
+            if c.experts is None or not has_experts:
                 y = self._mlp(y, layer + "mlp.")
+            elif c.experts.parallel_mlp:
+                after_dense, before_experts, after_experts = (layer + name for name in PARALLEL_NORMS)
+                dense = self._norm(self._mlp(y, layer + "mlp."), after_dense)
+                sparse = self._mixture(self._norm(x, before_experts), x, c.experts, f"{layer}{c.experts.block}")
+                y = dense + self._norm(sparse, after_experts)
+            else:
+                y = self._mixture(y, x, c.experts, f"{layer}{c.experts.block}")
             x = x + self._norm(y, after_mlp) * c.residual_multiplier
             if added is not None:
                 gated = gelu(self._linear(x, layer + "per_layer_input_gate"), approximate="tanh") * added[:, i]
@@ -135,12 +149,19 @@ class Decoder:
             gate, up = self._linear(x, prefix + "gate_up_proj").chunk(2, dim=1)
         else:
             gate, up = self._linear(x, prefix + "gate_proj"), self._linear(x, prefix + "up_proj")
-        activated = silu(gate) if c.activation == "silu" else gelu(gate, approximate="tanh")
-        return self._linear(activated * up, prefix + "down_proj")
+        return self._linear(self._activate(gate) * up, prefix + "down_proj")
 
-    def _mixture(self, x: Tensor, experts: Experts, prefix: str) -> Tensor:
-        """Return the weighted sum of the outputs of each row's experts, for `x` `[N, hidden]`."""
-        shares = self._linear(x, prefix + experts.router).softmax(1)
+    def _activate(self, gate: Tensor) -> Tensor:
+        return silu(gate) if self.config.activation == "silu" else gelu(gate, approximate="tanh")
+
+    def _mixture(self, x: Tensor, residual: Tensor, experts: Experts, prefix: str) -> Tensor:
+        """Return the weighted sum of the outputs of each row's experts, for their input `x` and the residual stream,
+        both `[N, hidden]`."""
+        scales, routed = torch.ones(experts.count, dtype=torch.float64), x
+        if experts.scaled_router:
+            scales = self._read(prefix + EXPERT_SCALES)
+            routed = self._normed(residual) * self._read(prefix + ROUTER_SCALE) / math.sqrt(x.shape[1])
+        shares = self._linear(routed, prefix + experts.router).softmax(1)
         gate_name, up_name, down_name = experts.projections
         rows = []
         for row, own in zip(x, shares, strict=True):
@@ -150,12 +171,12 @@ class Decoder:
                 name = f"{prefix}experts.{expert}."
                 gate, up = self._linear(row, name + gate_name), self._linear(row, name + up_name)
                 if experts.swiglu is None:
-                    activated = silu(gate) * up
+                    activated = self._activate(gate) * up
                 else:
                     alpha, limit = experts.swiglu
                     gate = gate.clamp(max=limit)
                     activated = gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
-                total = total + own[expert] / scale * self._linear(activated, name + down_name)
+                total = total + own[expert] / scale * scales[expert] * self._linear(activated, name + down_name)
             rows.append(total)
         return torch.stack(rows)
 

@@ -175,6 +175,46 @@ pub struct Experts {
     pub normalized: bool,
     /// Expert that every row uses in addition; `None` if there is none.
     pub shared: Option<SharedExpert>,
+    /// Factors of the router; `None` if it has none, and reads what the experts read.
+    pub scales: Option<RouterScales>,
+    /// MLP that every row uses next to the experts; `None` if there is none.
+    pub mlp: Option<ParallelMlp>,
+}
+
+/// Factors of a router that reads the residual stream h itself: its input is `norm(h) * hidden / sqrt(size of h)`, and
+/// the norm has no weights.
+pub struct RouterScales {
+    /// Factor of the router's input, `[hidden]`.
+    pub hidden: Values,
+    /// Factor of the weight of each chosen expert, `[experts]`.
+    pub experts: Values,
+}
+
+/// MLP of a layer that has experts, too. Both read the residual stream h, and the layer adds
+/// `mlp_output_norm(output_norm(mlp(post_attention_norm(h))) + expert_output_norm(experts(expert_input_norm(h))))`.
+pub struct ParallelMlp {
+    /// Projection `hidden -> 2 intermediate`: gate, then up.
+    pub gate_up: Linear,
+    /// Projection `intermediate -> hidden`.
+    pub down: Linear,
+    /// Weight of the norm of the MLP's output, `[hidden]`.
+    pub output_norm: Values,
+    /// Weight of the norm before the experts, `[hidden]`.
+    pub expert_input_norm: Values,
+    /// Weight of the norm of the experts' output, `[hidden]`.
+    pub expert_output_norm: Values,
+}
+
+/// Norms and factors of a layer's experts in the form that passes read.
+#[derive(Default)]
+pub(crate) struct ExpertVectors {
+    /// Weight of the norm before the router, `[hidden]`: the router's factor over the root of its length. Empty without
+    /// factors.
+    pub(crate) router_norm: Vec<f32>,
+    /// Factor of the weight of each chosen expert, `[experts]`; empty without factors.
+    pub(crate) scales: Vec<f32>,
+    /// Norms of an MLP's output, of the experts' input, and of the experts' output; `None` without an MLP.
+    pub(crate) norms: Option<[Vec<f32>; 3]>,
 }
 
 /// Expert that every row uses. Its output is multiplied by the sigmoid of a gate.
@@ -204,7 +244,8 @@ impl Experts {
         ExpertSizes { count: self.experts.len(), per_token: self.per_token, intermediate, shared }
     }
 
-    fn check(&self, name: &str, hidden: usize) -> Result<()> {
+    /// Checks the shapes of all tensors. `intermediate` is the size of an MLP next to the experts.
+    fn check(&self, name: &str, hidden: usize, intermediate: usize) -> Result<ExpertVectors> {
         let sizes = self.sizes();
         if !(1..=sizes.count).contains(&self.per_token) {
             let allowed = format!("1 to the number of experts = {}", sizes.count);
@@ -220,7 +261,23 @@ impl Experts {
             gate_up.check(&format!("{name}.shared.gate_up"), 2 * sizes.shared, hidden)?;
             down.check(&format!("{name}.shared.down"), hidden, sizes.shared)?;
         }
-        Ok(())
+        let mut vectors = ExpertVectors::default();
+        if let Some(RouterScales { hidden: router, experts }) = &self.scales {
+            check_len(&format!("{name}.scales.hidden"), router.len(), hidden)?;
+            check_len(&format!("{name}.scales.experts"), experts.len(), sizes.count)?;
+            let root = (hidden as f32).sqrt();
+            vectors.router_norm = router.to_f32().into_iter().map(|scale| scale / root).collect();
+            vectors.scales = experts.to_f32();
+        }
+        if let Some(ParallelMlp { gate_up, down, output_norm, expert_input_norm, expert_output_norm }) = &self.mlp {
+            gate_up.check(&format!("{name}.mlp.gate_up"), 2 * intermediate, hidden)?;
+            down.check(&format!("{name}.mlp.down"), hidden, intermediate)?;
+            check_len(&format!("{name}.mlp.output_norm"), output_norm.len(), hidden)?;
+            check_len(&format!("{name}.mlp.expert_input_norm"), expert_input_norm.len(), hidden)?;
+            check_len(&format!("{name}.mlp.expert_output_norm"), expert_output_norm.len(), hidden)?;
+            vectors.norms = Some([output_norm, expert_input_norm, expert_output_norm].map(Values::to_f32));
+        }
+        Ok(vectors)
     }
 }
 
@@ -311,6 +368,7 @@ pub(crate) struct Layer {
     pub(crate) attention_output_norm: Option<Vec<f32>>,
     pub(crate) post_attention_norm: Option<Vec<f32>>,
     pub(crate) mlp: Mlp,
+    pub(crate) expert_vectors: ExpertVectors,
     pub(crate) mlp_output_norm: Option<Vec<f32>>,
     /// Index of the layer's rotation; `None` if queries and keys are not rotated.
     pub(crate) rotation: Option<usize>,
@@ -333,6 +391,12 @@ pub(crate) struct Layer {
 }
 
 impl Layer {
+    /// Returns the factor of the residual stream after the MLP or the experts. A layer that adds an embedding is
+    /// multiplied by its factor after that.
+    pub(crate) fn mlp_scalar(&self) -> f32 {
+        if self.addition.is_some() { 1.0 } else { self.scalar }
+    }
+
     /// Returns whether the layer has keys and values of its own.
     pub(crate) fn has_keys(&self) -> bool {
         self.delta.is_none() && self.source.is_none()
@@ -366,6 +430,10 @@ impl Layer {
                 if let Some(SharedExpert { gate_up, down, .. }) = &mixture.shared {
                     named.push(("experts.shared.gate_up".to_owned(), gate_up));
                     named.push(("experts.shared.down".to_owned(), down));
+                }
+                if let Some(ParallelMlp { gate_up, down, .. }) = &mixture.mlp {
+                    named.push(("experts.mlp.gate_up".to_owned(), gate_up));
+                    named.push(("experts.mlp.down".to_owned(), down));
                 }
             }
         }
@@ -402,15 +470,19 @@ impl LayerWeights {
         if layer.output_gate && layer.qk_norm.as_ref().is_some_and(|norm| norm.whole) {
             return Err(Error::invalid(name("output_gate"), true, "false with a norm over all heads"));
         }
+        let mut expert_vectors = ExpertVectors::default();
         match &layer.mlp {
             Mlp::Dense { gate_up, down } => {
                 gate_up.check(&name("gate_up"), 2 * intermediate, hidden)?;
                 down.check(&name("down"), hidden, intermediate)?;
             }
             Mlp::Experts(experts) => {
-                experts.check(&name("experts"), hidden)?;
+                expert_vectors = experts.check(&name("experts"), hidden, intermediate)?;
                 if experts.shared.is_some() && layer.mlp_output_norm.is_some() {
                     return Err(Error::invalid(name("mlp_output_norm"), "given", "none with a shared expert"));
+                }
+                if experts.mlp.is_some() && layer.mlp_output_norm.is_none() {
+                    return Err(Error::invalid(name("mlp_output_norm"), "none", "one with an MLP next to experts"));
                 }
             }
         }
@@ -448,6 +520,7 @@ impl LayerWeights {
             attention_output_norm: norm("attention_output_norm", &layer.attention_output_norm)?,
             post_attention_norm: norm("post_attention_norm", &layer.post_attention_norm)?,
             mlp: layer.mlp,
+            expert_vectors,
             mlp_output_norm: norm("mlp_output_norm", &layer.mlp_output_norm)?,
             rotation: Some(0),
             window: usize::MAX,

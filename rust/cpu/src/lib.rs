@@ -35,7 +35,8 @@ pub use isa::{Isa, Tiles};
 pub use kernels::Rounding;
 pub use kv_cache::{KvCache, KvLayer, KvShape};
 pub use layer::{
-    Activation, Addition, DeltaWeights, Experts, LayerSizes, LayerWeights, Mlp, QkNorm, SharedExpert, VariedLayer,
+    Activation, Addition, DeltaWeights, Experts, LayerSizes, LayerWeights, Mlp, ParallelMlp, QkNorm, RouterScales,
+    SharedExpert, VariedLayer,
 };
 pub use linear::{Linear, Part, Weight};
 pub use lora::{Lora, LoraLayer, LoraPart};

@@ -88,6 +88,8 @@ fn mlp(n: &mut Numbers, dense: bool) -> Mlp {
         per_token: 2,
         normalized: true,
         shared: Some(shared),
+        scales: None,
+        mlp: None,
     })
 }
 

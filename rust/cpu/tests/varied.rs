@@ -1,13 +1,14 @@
-//! Layers of different sizes that share keys and values and add embeddings (Gemma 4): logits are the same bits on every
-//! instruction set, by any number of threads and however a text is cut into passes. Each property of a layer changes
-//! them.
+//! Layers of different sizes that share keys and values, add embeddings, and have experts next to their MLP (Gemma 4):
+//! logits are the same bits on every instruction set, by any number of threads and however a text is cut into passes.
+//! Each property of a layer changes them.
 
 mod support;
 
 use proptest::prelude::*;
 use specrs_cpu::{
-    Activation, Addition, Decoder, Isa, KvCache, KvShape, LayerEmbedding, LayerSizes, LayerWeights, Linear, Memory,
-    MemoryMut, Mlp, ModelShape, Output, Part, Pass, Pool, QkNorm, Rotation, Values, ValuesMut, VariedLayer, Weights,
+    Activation, Addition, Decoder, Experts, Isa, KvCache, KvShape, LayerEmbedding, LayerSizes, LayerWeights, Linear,
+    Memory, MemoryMut, Mlp, ModelShape, Output, ParallelMlp, Part, Pass, Pool, QkNorm, Rotation, RouterScales, Values,
+    ValuesMut, VariedLayer, Weights,
 };
 use std::sync::Arc;
 use support::Numbers;
@@ -86,6 +87,41 @@ fn layer(n: &mut Numbers, (sizes, keys_are_values, source): Kind) -> LayerWeight
             scalar: 1.0 + 0.3 * n.unit(),
         },
     }
+}
+
+/// Puts experts next to the MLP of a layer.
+fn with_experts(i: usize, layer: &mut LayerWeights) {
+    let (n, hidden) = (&mut Numbers(40 + i as u64), SHAPE.hidden_size);
+    let intermediate = layer.varied.sizes.map_or(0, |sizes| sizes.intermediate_size);
+    layer.mlp = Mlp::Experts(Experts {
+        router: linear(n, hidden, 5),
+        experts: (0..5).map(|_| (linear(n, hidden, 2 * 20), linear(n, 20, hidden))).collect(),
+        per_token: 2,
+        normalized: true,
+        shared: None,
+        scales: Some(RouterScales { hidden: draw(n, hidden, 1.0, 2.0), experts: draw(n, 5, 0.5, 1.0) }),
+        mlp: Some(ParallelMlp {
+            gate_up: linear(n, hidden, 2 * intermediate),
+            down: linear(n, intermediate, hidden),
+            output_norm: draw(n, hidden, 0.5, 1.0),
+            expert_input_norm: draw(n, hidden, 0.5, 1.0),
+            expert_output_norm: draw(n, hidden, 0.5, 1.0),
+        }),
+    });
+}
+
+/// Changes the experts of layer 1, after all layers got some.
+fn of_experts(change: impl Fn(&mut Experts)) -> impl Fn(usize, &mut LayerWeights) {
+    move |i, layer| {
+        with_experts(i, layer);
+        if let (1, Mlp::Experts(experts)) = (i, &mut layer.mlp) {
+            change(experts);
+        }
+    }
+}
+
+fn ones(len: usize) -> Values {
+    Values::F32(Memory::from_vec(vec![1.0; len]))
 }
 
 fn made(kinds: &[Kind], change: impl Fn(usize, &mut LayerWeights)) -> specrs_cpu::Result<Weights> {
@@ -174,10 +210,12 @@ proptest! {
         isa in prop::sample::select(Isa::available()),
         threads in 1..=5_usize,
         cuts in prop::collection::vec(1..=LEN, 1..4),
+        sparse in any::<bool>(),
     ) {
-        let exact = of(&kinds(), |_, _| ());
+        let change: Change = if sparse { with_experts } else { |_, _| () };
+        let exact = of(&kinds(), change);
         prop_assert!(exact.iter().all(|&x| f32::from_bits(x).abs() <= 5.0));
-        let weights = Arc::new(made(&kinds(), |_, _| ()).unwrap());
+        let weights = Arc::new(made(&kinds(), change).unwrap());
         let mut decoder = Decoder::with_isa(weights, Arc::new(Pool::new(threads).unwrap()), isa);
         prop_assert!(logits(&mut decoder, &mut cache(&kinds()), &text(), &cuts) == exact, "{}", isa.name());
     }
@@ -201,6 +239,76 @@ fn every_property_of_a_layer_changes_the_logits() {
         // A layer without keys norms no values.
         assert_eq!(only(layer, |varied| varied.value_norm = false) == exact, layer > 2, "norm of {layer}");
     }
+}
+
+#[test]
+fn every_property_of_experts_changes_the_logits() {
+    let exact = of(&kinds(), with_experts);
+    assert_ne!(exact, of(&kinds(), |_, _| ()));
+    let differs = |name: &str, change: &dyn Fn(&mut Experts)| {
+        assert_ne!(of(&kinds(), of_experts(change)), exact, "{name}");
+    };
+    let scales = |experts: &mut Experts, change: fn(&mut RouterScales)| change(experts.scales.as_mut().unwrap());
+    let mlp = |experts: &mut Experts, change: fn(&mut ParallelMlp)| change(experts.mlp.as_mut().unwrap());
+    differs("factor of the router", &|e| scales(e, |own| own.hidden = ones(40)));
+    differs("factors of experts", &|e| scales(e, |own| own.experts = ones(5)));
+    differs("no factors", &|e| e.scales = None);
+    differs("shares", &|e| e.normalized = false);
+    differs("norm of the MLP's output", &|e| mlp(e, |own| own.output_norm = ones(40)));
+    differs("norm of experts' input", &|e| mlp(e, |own| own.expert_input_norm = ones(40)));
+    differs("norm of experts' output", &|e| mlp(e, |own| own.expert_output_norm = ones(40)));
+    differs("norms of the other part", &|e| {
+        mlp(e, |own| std::mem::swap(&mut own.output_norm, &mut own.expert_output_norm));
+    });
+    differs("the MLP", &|e| e.mlp = None);
+}
+
+#[test]
+fn a_layer_with_experts_is_multiplied_by_its_factor_once() {
+    let with = |scalar: f32| {
+        of(&kinds(), move |i, layer| {
+            with_experts(i, layer);
+            layer.varied.scalar = if i == 4 { scalar } else { 1.0 };
+        })
+    };
+    // The final norm takes out a factor of all that the last layer leaves. Were what comes before the layer's embedding
+    // multiplied, too, the embedding would have another share of it.
+    assert!(close(&with(4.0), &with(1.0)));
+    assert!(!close(&with(1.0), &of(&kinds(), with_experts)));
+}
+
+/// Whether the logits are equal up to the epsilon of the final norm.
+fn close(found: &[u32], expected: &[u32]) -> bool {
+    let pairs = found.iter().zip(expected);
+    pairs.map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs()).fold(0.0, f32::max) < 1e-4
+}
+
+#[test]
+fn wrong_experts_are_rejected_by_name() {
+    let told = |change: &dyn Fn(&mut Experts)| {
+        made(&kinds(), of_experts(change)).err().map(|told| told.to_string()).unwrap_or_default()
+    };
+    let scales = |experts: &mut Experts, change: fn(&mut RouterScales)| change(experts.scales.as_mut().unwrap());
+    let mlp = |experts: &mut Experts, change: fn(&mut ParallelMlp)| change(experts.mlp.as_mut().unwrap());
+    let cases: [(&dyn Fn(&mut Experts), &str); 7] = [
+        (&|e| scales(e, |own| own.hidden = ones(39)), "layers[1].experts.scales.hidden"),
+        (&|e| scales(e, |own| own.experts = ones(4)), "layers[1].experts.scales.experts"),
+        (&|e| mlp(e, |own| own.output_norm = ones(41)), "layers[1].experts.mlp.output_norm"),
+        (&|e| mlp(e, |own| own.expert_input_norm = ones(0)), "layers[1].experts.mlp.expert_input_norm"),
+        (&|e| mlp(e, |own| own.expert_output_norm = ones(39)), "layers[1].experts.mlp.expert_output_norm"),
+        (&|e| mlp(e, |own| own.gate_up = linear(&mut Numbers(1), 40, 138)), "layers[1].experts.mlp.gate_up"),
+        (&|e| mlp(e, |own| own.down = linear(&mut Numbers(1), 69, 40)), "layers[1].experts.mlp.down"),
+    ];
+    for (change, field) in cases {
+        assert!(told(change).contains(field), "{} for {field}", told(change));
+    }
+    let without = made(&kinds(), |i, layer| {
+        with_experts(i, layer);
+        layer.varied.scalar = 1.0;
+        layer.mlp_output_norm = None;
+    });
+    let told = without.err().map(|told| told.to_string()).unwrap_or_default();
+    assert!(told.contains("layers[0].mlp_output_norm"), "{told}");
 }
 
 #[test]

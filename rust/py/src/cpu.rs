@@ -7,8 +7,8 @@ use numpy::{Ix1, Ix5, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
     Activation, Addition, DeltaShape, DeltaWeights, Eagle3Weights, Experts, Isa, KvCache, KvLayer, KvShape,
-    LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape, MtpWeights, Multipliers, Part, Pool, QkNorm,
-    Rotation, SharedExpert, Tiles, Values, VariedLayer, Weights,
+    LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape, MtpWeights, Multipliers, ParallelMlp, Part,
+    Pool, QkNorm, Rotation, RouterScales, SharedExpert, Tiles, Values, VariedLayer, Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -71,6 +71,12 @@ struct ExpertArrays<'py> {
     normalized: bool,
     #[pyo3(default)]
     shared: Option<SharedArrays<'py>>,
+    /// Factors of the router's input and of the weights of experts.
+    #[pyo3(default)]
+    scales: Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
+    /// Norms of an MLP's output, of the experts' input, and of the experts' output.
+    #[pyo3(default)]
+    norms: Option<[Bound<'py, PyAny>; 3]>,
 }
 
 /// Expert that every row uses, in the form that Python passes.
@@ -92,7 +98,15 @@ impl SharedArrays<'_> {
 }
 
 impl ExpertArrays<'_> {
-    fn weights(&self, name: &str, py: Python<'_>, hidden: usize) -> PyResult<Experts> {
+    /// Converts the arrays to weights. `mlp` has the projections of an MLP next to the experts, if they have norms.
+    fn weights(
+        &self,
+        name: &str,
+        py: Python<'_>,
+        hidden: usize,
+        mlp: impl FnOnce() -> PyResult<(Linear, Linear)>,
+    ) -> PyResult<Experts> {
+        let vector = |field: &str, array: &Bound<'_, PyAny>| vector(&format!("{name}.{field}"), array);
         if self.gate_up.len() != self.down.len() {
             let (given, expected) = (self.down.len(), self.gate_up.len());
             return Err(Class::InvalidBuffer.error(py, format!("{name}.down: there are {given}, expected {expected}")));
@@ -102,12 +116,28 @@ impl ExpertArrays<'_> {
             let down = linear(&format!("{name}.down[{i}]"), gate_up.outputs() / 2, down)?;
             Ok((gate_up, down))
         };
+        let scales = |(hidden, experts): &(Bound<'_, PyAny>, Bound<'_, PyAny>)| {
+            let (hidden, experts) = (vector("scales.hidden", hidden)?, vector("scales.experts", experts)?);
+            Ok::<_, PyErr>(RouterScales { hidden, experts })
+        };
+        let parallel = |[output, expert_input, expert_output]: &[Bound<'_, PyAny>; 3]| {
+            let (gate_up, down) = mlp()?;
+            Ok::<_, PyErr>(ParallelMlp {
+                gate_up,
+                down,
+                output_norm: vector("mlp.output_norm", output)?,
+                expert_input_norm: vector("mlp.expert_input_norm", expert_input)?,
+                expert_output_norm: vector("mlp.expert_output_norm", expert_output)?,
+            })
+        };
         Ok(Experts {
             router: linear(&format!("{name}.router"), hidden, &self.router)?,
             experts: self.gate_up.iter().zip(&self.down).enumerate().map(expert).collect::<PyResult<_>>()?,
             per_token: size(py, Class::InvalidConfig, "per_token", self.per_token)?,
             normalized: self.normalized,
             shared: self.shared.as_ref().map(|s| s.weights(&format!("{name}.shared"), hidden)).transpose()?,
+            scales: self.scales.as_ref().map(scales).transpose()?,
+            mlp: self.norms.as_ref().map(parallel).transpose()?,
         })
     }
 }
@@ -328,6 +358,10 @@ fn layer(
     let (head_dim, intermediate) =
         varied.sizes.map_or((shape.head_dim, shape.intermediate_size), |own| (own.head_dim, own.intermediate_size));
     let inner = delta.as_ref().map_or(shape.num_heads * head_dim, |delta| delta.shape.inner());
+    let mlp = || {
+        let gate_up = linear(&name("gate_up"), hidden, &arrays.gate_up)?;
+        Ok((gate_up, linear(&name("down"), intermediate, &arrays.down)?))
+    };
     Ok(LayerWeights {
         input_norm: norm("input_norm", &arrays.input_norm)?,
         qkv: linear(&name("qkv"), inputs, &arrays.qkv)?,
@@ -343,11 +377,8 @@ fn layer(
         attention_output_norm: norm("attention_output_norm", &arrays.attention_output_norm)?,
         post_attention_norm: norm("post_attention_norm", &arrays.post_attention_norm)?,
         mlp: match &arrays.experts {
-            Some(experts) => Mlp::Experts(experts.weights(&name("experts"), py, hidden)?),
-            None => Mlp::Dense {
-                gate_up: linear(&name("gate_up"), hidden, &arrays.gate_up)?,
-                down: linear(&name("down"), intermediate, &arrays.down)?,
-            },
+            Some(experts) => Mlp::Experts(experts.weights(&name("experts"), py, hidden, mlp)?),
+            None => mlp().map(|(gate_up, down)| Mlp::Dense { gate_up, down })?,
         },
         mlp_output_norm: norm("mlp_output_norm", &arrays.mlp_output_norm)?,
         varied,

@@ -140,13 +140,14 @@ class NativeReader(LayerReader[Array, NativeWeight]):
     def experts(self, prefix: str, experts: Experts) -> NativeExperts:
         """Return the router and experts of the layer whose tensor names begin with `prefix`."""
         block, (gate, up, down) = prefix + experts.block, experts.projections
-        names = [f"{block}.experts.{i}." for i in range(experts.count)]
+        names = [f"{block}experts.{i}." for i in range(experts.count)]
         bias = experts.biases
         return ExpertWeights(
-            router=self.router(f"{block}.{experts.router}", bias=bias),
+            router=self.router(f"{block}{experts.router}", bias=bias),
             gate_up=tuple(self.linear([name + gate, name + up], bias=bias) for name in names),
             down=tuple(self.linear([name + down], bias=bias) for name in names),
             shared=self.shared_expert(block, experts),
+            scales=self.router_scales(block, experts),
         )
 
     def router(self, name: str, *, bias: bool) -> NativeWeight:
@@ -263,12 +264,12 @@ class _QuantizedLoader(_NativeLoader):
         return [name for name in super().matrices() if not self.checkpoint.is_quantized(name)]
 
     def matrix(self, name: str) -> Array:
-        """Return the matrix `name` packed (embedding and LM head only), or as numbers."""
+        """Return the matrix `name` packed (embeddings and LM head only), or as numbers."""
         if not self.checkpoint.is_quantized(name):
             found = super().matrix(name)
             # A pass reads few rows of the layers' embeddings, which are large.
             return np.array(found, order="C") if self.copies and name != LAYER_EMBEDDING else found
-        if name in (EMBEDDING, LM_HEAD) and (packed := self._packed(name)) is not None:
+        if name in (EMBEDDING, LAYER_EMBEDDING, LM_HEAD) and (packed := self._packed(name)) is not None:
             # Passes look up embeddings in packed blocks, too; nothing else reads them.
             return cast("Array", packed)
         made = converted(self.checkpoint.mapped(name), self.made)

@@ -16,7 +16,7 @@ from specrs.models.delta_net import DeltaNet
 from specrs.models.gguf.architectures import Architecture
 from specrs.models.gguf.file import GGUFFile
 from specrs.models.gguf.rope import FACTORS, LONG_FACTORS
-from specrs.models.tensors import norm_names
+from specrs.models.tensors import EXPERT_SCALES, PARALLEL_NORMS, ROUTER_SCALE, norm_names
 from specrs.models.wrappers import HEAD
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -31,6 +31,23 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_LAYER_EMBEDDING = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+"""Tensors of the embeddings that layers add, by their names in GGUF files."""
+_ADDITION = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+"""Tensors with which a layer adds its embedding, by their names in GGUF files."""
+_SCALAR = "layer_output_scale.weight"
+_ROUTER_SCALES = {"ffn_gate_inp.scale": ROUTER_SCALE, "ffn_down_exps.scale": EXPERT_SCALES}
+"""Factors of a router, after the block of experts, by their names in GGUF files."""
+_PARALLEL_NORMS = ("post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2")
+"""Norms of layers with both MLP and experts, in the order of `PARALLEL_NORMS`."""
 _FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 """Tensors that hold a projection of all experts, in the order of `ExpertFields.projections`."""
@@ -94,13 +111,14 @@ def places(file: GGUFFile, architecture: Architecture, c: ModelConfig) -> dict[s
     shape keep their shapes.
     """
     found: dict[str, Place] = {}
+    top = _TOP if c.layer_embedding is None else _TOP | _LAYER_EMBEDDING
     for name, info in file.tensors.items():
         if name in (FACTORS, *LONG_FACTORS.values()):
             continue
         split = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", name)
         if split is None:
             stem, _, kind = name.rpartition(".")
-            found[f"{_TOP[stem]}.{kind}" if stem in _TOP else name] = Place(name, info.shape)
+            found[f"{top[stem]}.{kind}" if stem in top else name] = Place(name, info.shape)
             continue
         layer, leaf = int(split[1]), split[2]
         in_head = c.delta is not None and layer >= c.num_layers
@@ -131,20 +149,24 @@ def _of_layer(
         fits = shape[0] == sum(map(len, parts))
         for own, part in zip(_BY_KEY_HEAD[leaf], parts, strict=True):
             yield f"linear_attn.{own}", Place(name, (len(part), *shape[1:]), rows=part) if fits else Place(name, shape)
+    elif c.experts is not None and c.experts.scaled_router and leaf in _ROUTER_SCALES:
+        yield f"{c.experts.block}{_ROUTER_SCALES[leaf]}", Place(name, shape)
     elif c.experts is not None and stem in _EXPERTS:
         projection = c.experts.projections[_EXPERTS.index(stem)]
         for expert in range(shape[0]):
-            yield f"{c.experts.block}.experts.{expert}.{projection}.{kind}", Place(name, shape[1:], expert)
+            yield f"{c.experts.block}experts.{expert}.{projection}.{kind}", Place(name, shape[1:], expert)
     elif c.experts is not None and stem == _GATE_UP_EXPERTS and len(shape) == 3 and shape[1] % 2 == 0:
         for projection, half in zip(c.experts.projections, np.split(np.arange(shape[1]), 2), strict=False):
             for expert in range(shape[0]):
                 place = Place(name, (len(half), shape[2]), expert, half)
-                yield f"{c.experts.block}.experts.{expert}.{projection}.{kind}", place
+                yield f"{c.experts.block}experts.{expert}.{projection}.{kind}", place
     elif c.experts is not None and c.experts.shared is not None and stem in _SHARED_EXPERT:
         whole = (1, *shape) if len(shape) == 1 else shape
-        yield f"{c.experts.block}.{_SHARED_EXPERT[stem]}.{kind}", Place(name, whole)
+        yield f"{c.experts.block}{_SHARED_EXPERT[stem]}.{kind}", Place(name, whole)
     elif c.sinks and leaf == _SINKS:
         yield "self_attn.sinks", Place(name, shape)
+    elif c.layer_scalars and leaf == _SCALAR:
+        yield "layer_scalar", Place(name, shape)
     elif stem in names:
         heads = {"attn_q": c.num_heads, "attn_k": c.num_kv_heads}.get(stem) if architecture.interleaved else None
         order = None if heads is None or shape[0] % (2 * heads) else _halves(heads, shape[0])
@@ -205,5 +227,9 @@ def _layer_names(architecture: Architecture, c: ModelConfig) -> dict[str, str]:
     if c.fused_projections:
         names |= _FUSED
     if c.experts is not None:
-        names["ffn_gate_inp"] = f"{c.experts.block}.{c.experts.router}"
+        names["ffn_gate_inp"] = f"{c.experts.block}{c.experts.router}"
+        if c.experts.parallel_mlp:
+            names |= dict(zip(_PARALLEL_NORMS, PARALLEL_NORMS, strict=True))
+    if c.layer_embedding is not None:
+        names |= _ADDITION
     return names

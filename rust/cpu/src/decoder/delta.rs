@@ -100,7 +100,7 @@ impl Context<'_> {
             self.round(x, rows, layer.o.inputs);
             let mut fed = self.fed(Projection::O, &layer.o, x, room);
             for piece in pieces {
-                self.give(&layer.o, norm, &mut fed, y, &mut outs.take(piece));
+                self.give(&layer.o, norm.is_some(), &mut fed, y, &mut outs.take(piece));
             }
         });
         self.add_normed(norm, 1.0, added, h, private);

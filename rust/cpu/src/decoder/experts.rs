@@ -1,25 +1,40 @@
-//! Experts of a layer in place of its MLP: three phases, four if a norm follows, five with a shared expert. Rows are grouped by expert, so that
-//! the weights of each expert are read once per tile.
+//! Experts of a layer in place of its MLP or next to it: three phases, four if a norm follows, five with a shared
+//! expert, and the MLP's two before them. Rows are grouped by expert, so that the weights of each expert are read once
+//! per tile.
 
 use super::products::Fed;
 use super::scratch::{Buffers, Mixture, Private};
 use super::{Activations, CHUNK, Context};
 use crate::isa::{LANES, Vector};
-use crate::kernels::{RoundedRoom, Route, sigmoid};
+use crate::kernels::{RmsNorm, RoundedRoom, Route, sigmoid};
 use crate::layer::{Experts, Layer, SharedExpert};
 use crate::memory::{Columns, ColumnsMut};
 
 impl Context<'_> {
     pub(super) fn experts(&self, layer: &Layer, experts: &Experts, buffers: &mut Buffers, private: &mut [Private]) {
+        if let Some(mlp) = &experts.mlp {
+            self.mlp_output(layer, &mlp.gate_up, &mlp.down, true, buffers, private);
+        }
+        // Products of experts stay as they are for prompts.
+        Context { tiles: None, ..*self }.mixture(layer, experts, buffers, private);
+    }
+
+    fn mixture(&self, layer: &Layer, experts: &Experts, buffers: &mut Buffers, private: &mut [Private]) {
         let (rows, hidden, sizes) = (self.rows(), self.weights.shape.hidden_size, experts.sizes());
-        let Buffers { h, added, act: shared_act, mixture, .. } = buffers;
+        let Buffers { h, added, mixture_output, act: shared_act, mixture, .. } = buffers;
+        let vectors = &layer.expert_vectors;
+        let input_norm = match &vectors.norms {
+            Some([_, input, _]) => Some(&input[..]),
+            None => layer.post_attention_norm.as_deref(),
+        };
+        let router_norm = if experts.scales.is_some() { Some(&vectors.router_norm[..]) } else { input_norm };
         {
             let logits = Columns::new(&mut mixture.logits, rows, sizes.count, &self.shares.router.bounds);
             let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
             self.session.run(&self.shares.router.first, &|t, pieces| {
                 let mut own = own.take(t);
                 let Private { x, y, .. } = &mut own.row_mut(0)[0];
-                self.norm(0..rows, h, layer.post_attention_norm.as_deref(), x);
+                self.norm(0..rows, h, router_norm, x);
                 // A rounded row might be sent elsewhere.
                 let exact = Context { activations: Activations { bf16: false, ..self.activations }, ..*self };
                 for piece in pieces {
@@ -27,7 +42,7 @@ impl Context<'_> {
                 }
             });
         }
-        self.route(experts, mixture);
+        self.route(experts, &layer.expert_vectors.scales, mixture);
         let Mixture { starts, rows: sent, weights, act, .. } = mixture;
         let (starts, sent, weights) = (&starts[..], &sent[..starts[sizes.count]], &weights[..]);
         let vectors = sizes.intermediate.div_ceil(LANES);
@@ -38,7 +53,7 @@ impl Context<'_> {
                 let mut own = own.take(t);
                 let Private { x, y, z, sent: copied, room, .. } = &mut own.row_mut(0)[0];
                 // Again, because another thread may have had all of the router's pieces.
-                self.norm(0..rows, h, layer.post_attention_norm.as_deref(), x);
+                self.norm(0..rows, h, input_norm, x);
                 self.round(x, rows, hidden);
                 for piece in pieces {
                     let mut acts = acts.take(piece);
@@ -58,7 +73,11 @@ impl Context<'_> {
         }
         let act = &act[..sent.len() * vectors];
         let norm = layer.mlp_output_norm.as_deref();
-        let out = if norm.is_some() { &mut *added } else { &mut *h };
+        let out = match (&layer.expert_vectors.norms, norm) {
+            (Some(_), _) => &mut *mixture_output,
+            (None, Some(_)) => &mut *added,
+            (None, None) => &mut *h,
+        };
         let outs = Columns::new(out, rows, hidden, &self.shares.mixed.bounds);
         let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
         self.session.run(&self.shares.mixed.first, &|t, pieces| {
@@ -69,7 +88,10 @@ impl Context<'_> {
                 self.mix(experts, norm.is_some(), (starts, sent, weights), act, (y, &mut room.rounded), outs);
             }
         });
-        self.add_normed(norm, layer.scalar, added, h, private);
+        if let Some([mlp, _, expert]) = &layer.expert_vectors.norms {
+            self.add_norms(added, mlp, mixture_output, expert, private);
+        }
+        self.add_normed(norm, layer.mlp_scalar(), added, h, private);
         if let Some(shared) = &experts.shared {
             self.add_shared(shared, shared_act, h, private);
         }
@@ -105,6 +127,37 @@ impl Context<'_> {
         });
     }
 
+    /// Replaces `added`, the output of an MLP, by the sum of its norm and the norm of the output of experts, as one phase
+    /// by rows.
+    fn add_norms(
+        &self,
+        added: &mut [f32],
+        mlp_norm: &[f32],
+        of_experts: &[f32],
+        expert_norm: &[f32],
+        private: &mut [Private],
+    ) {
+        let (hidden, eps) = (self.weights.shape.hidden_size, self.weights.shape.rms_norm_eps);
+        let vectors = hidden.div_ceil(LANES);
+        let sums = Columns::new(added, 1, self.rows() * hidden, &self.shares.rows.bounds);
+        let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+        self.session.run(&self.shares.rows.first, &|t, pieces| {
+            let mut own = own.take(t);
+            let (first, rest) = own.row_mut(0)[0].x.split_at_mut(vectors);
+            let second = &mut rest[..vectors];
+            for piece in pieces {
+                let mut sums = sums.take(piece);
+                let of_experts = &of_experts[sums.columns()];
+                for (sum, x) in sums.row_mut(0).chunks_exact_mut(hidden).zip(of_experts.chunks_exact(hidden)) {
+                    self.isa.run(RmsNorm { x: sum, weight: mlp_norm, eps, out: &mut *first });
+                    self.isa.run(RmsNorm { x, weight: expert_norm, eps, out: &mut *second });
+                    let parts = first.as_flattened().iter().zip(second.as_flattened());
+                    sum.iter_mut().zip(parts).for_each(|(sum, (a, b))| *sum = a + b);
+                }
+            }
+        });
+    }
+
     /// Adds the output of the shared expert to the residual stream.
     fn add_shared(&self, shared: &SharedExpert, act: &[Vector], h: &mut [f32], private: &mut [Private]) {
         let rows = self.rows();
@@ -116,7 +169,7 @@ impl Context<'_> {
             let Private { y, room, .. } = &mut own.row_mut(0)[0];
             let mut fed = self.fed_rows(&shared.down, act, rows, &mut room.rounded);
             for piece in pieces {
-                self.give(&shared.down, None, &mut fed, y, &mut hs.take(piece));
+                self.give(&shared.down, false, &mut fed, y, &mut hs.take(piece));
             }
         });
     }
@@ -152,8 +205,8 @@ impl Context<'_> {
         }
     }
 
-    /// Assigns each row that is not masked to its experts.
-    fn route(&self, experts: &Experts, mixture: &mut Mixture) {
+    /// Assigns each row that is not masked to its experts, whose weights are multiplied by `scales` unless that is empty.
+    fn route(&self, experts: &Experts, scales: &[f32], mixture: &mut Mixture) {
         let (count, per_token) = (experts.experts.len(), experts.per_token);
         let Mixture { logits, chosen, shares, starts, rows, weights, .. } = mixture;
         starts.fill(0);
@@ -175,7 +228,8 @@ impl Context<'_> {
         for row in (0..self.rows()).filter(|&row| !masked(row)) {
             for at in row * per_token..(row + 1) * per_token {
                 let place = &mut starts[chosen[at]];
-                (rows[*place], weights[*place]) = (row, shares[at]);
+                let scale = scales.get(chosen[at]).copied().unwrap_or(1.0);
+                (rows[*place], weights[*place]) = (row, shares[at] * scale);
                 *place += 1;
             }
         }

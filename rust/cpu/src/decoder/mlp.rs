@@ -19,6 +19,22 @@ impl Context<'_> {
         buffers: &mut Buffers,
         private: &mut [Private],
     ) {
+        let norm = layer.mlp_output_norm.as_deref();
+        self.mlp_output(layer, gate_up, down, norm.is_some(), buffers, private);
+        self.add_normed(norm, layer.mlp_scalar(), &buffers.added, &mut buffers.h, private);
+    }
+
+    /// Computes the output of an MLP. It is added to the residual stream, or written to the buffer `added` if it is
+    /// `normed`.
+    pub(super) fn mlp_output(
+        &self,
+        layer: &Layer,
+        gate_up: &Linear,
+        down: &Linear,
+        normed: bool,
+        buffers: &mut Buffers,
+        private: &mut [Private],
+    ) {
         let shape = &layer.shape;
         let rows = self.rows();
         let vectors = shape.intermediate_size.div_ceil(LANES);
@@ -38,8 +54,7 @@ impl Context<'_> {
             });
         }
         let act = &act[..rows * vectors];
-        let norm = layer.mlp_output_norm.as_deref();
-        let out = if norm.is_some() { &mut *added } else { &mut *h };
+        let out = if normed { &mut *added } else { &mut *h };
         let outs = Columns::new(out, rows, shape.hidden_size, &self.shares.hidden.bounds);
         let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
         self.session.run(&self.shares.hidden.first, &|t, pieces| {
@@ -47,12 +62,9 @@ impl Context<'_> {
             let Private { y, room, .. } = &mut own.row_mut(0)[0];
             let mut fed = self.fed(Projection::Down, down, act, room);
             for piece in pieces {
-                self.give(down, norm, &mut fed, y, &mut outs.take(piece));
+                self.give(down, normed, &mut fed, y, &mut outs.take(piece));
             }
         });
-        // A layer that adds an embedding is multiplied by its factor after that.
-        let scalar = if layer.addition.is_some() { 1.0 } else { layer.scalar };
-        self.add_normed(norm, scalar, added, h, private);
     }
 
     /// Computes a piece of the features between gate, up and down, into rows `rows` of `acts`. These are the rows that
@@ -96,16 +108,16 @@ impl Context<'_> {
     }
 
     /// Computes a piece of the features of a block's last projection. It is added to the residual stream, or written to
-    /// `outs` if a norm follows.
+    /// `outs` if it is `normed` afterwards.
     pub(super) fn give(
         &self,
         linear: &Linear,
-        norm: Option<&[f32]>,
+        normed: bool,
         fed: &mut Fed<'_>,
         y: &mut [f32],
         outs: &mut ColumnsMut<'_, f32>,
     ) {
-        if norm.is_some() {
+        if normed {
             self.put_product(linear, fed, self.rows(), y, outs);
         } else {
             self.add_product(linear, fed, y, outs);

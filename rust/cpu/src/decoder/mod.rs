@@ -413,7 +413,7 @@ impl Context<'_> {
             }
             match &layer.mlp {
                 Mlp::Dense { gate_up, down } => cx.mlp(layer, gate_up, down, buffers, private),
-                Mlp::Experts(mixture) => Context { tiles: None, ..cx }.experts(layer, mixture, buffers, private),
+                Mlp::Experts(mixture) => cx.experts(layer, mixture, buffers, private),
             }
             if let Some((gate, projection, norm)) = &layer.addition {
                 let linears = (gate, projection);

@@ -25,6 +25,8 @@ pub(super) struct Buffers {
     pub(super) t: Vectors,
     /// Output of a block, `[rows, hidden]`, if a norm follows it.
     pub(super) added: Vec<f32>,
+    /// Output of experts, `[rows, hidden]`, if the layer has an MLP, too.
+    pub(super) mixture_output: Vec<f32>,
     /// Projected q, k and v, `[rows, heads + 2 kv_heads, head_dim]`, if all heads are normed as one.
     pub(super) heads: Vec<f32>,
     /// Queries, `[heads, rows, ceil(head_dim / 16)]`.
@@ -125,6 +127,7 @@ impl Buffers {
             layer.attention_output_norm.is_some() || layer.mlp_output_norm.is_some() || layer.addition.is_some()
         };
         let behind = weights.layers.iter().any(behind);
+        let parallel = weights.layers.iter().any(|layer| layer.expert_vectors.norms.is_some());
         let whole = weights.layers.iter().any(|layer| layer.qk_norm_whole);
         let gated = weights.layers.iter().any(|layer| layer.output_gate);
         let net = weights.delta.map(|(net, _)| net);
@@ -136,6 +139,7 @@ impl Buffers {
             e: vec![0.0; rows * fed],
             t: Vectors::new(shape.hidden_size.div_ceil(LANES)),
             added: vec![0.0; rows * where_some(behind, shape.hidden_size)],
+            mixture_output: vec![0.0; rows * where_some(parallel, shape.hidden_size)],
             heads: vec![0.0; rows * where_some(whole, heads * dim)],
             q: Vectors::new(rows * shape.num_heads * dim.div_ceil(LANES)),
             attended: vec![0.0; rows * shape.num_heads * dim],
@@ -157,6 +161,7 @@ impl Buffers {
             &mut self.h,
             &mut self.e,
             &mut self.added,
+            &mut self.mixture_output,
             &mut self.heads,
             &mut self.attended,
             &mut self.mixed,

@@ -322,6 +322,8 @@ impl Model {
                     per_token: 2,
                     normalized: self.kind.normalized,
                     shared: None,
+                    scales: None,
+                    mlp: None,
                 }),
             },
             mlp_output_norm: self.kind.behind.then(|| values(&l.mlp_output_norm)),
