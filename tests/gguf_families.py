@@ -19,6 +19,7 @@ FILE_NAMES = {
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
@@ -29,7 +30,7 @@ PERMUTED = ("llama", "mistral3", "granite", "smollm3")
 SHIFTED = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
 """Architectures whose norms are stored plus 1."""
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
-ROUTERS = ("mlp.gate", "mlp.shared_expert_gate", "mlp.router", "block_sparse_moe.gate")
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate", "mlp.router", "block_sparse_moe.gate", "router.proj")
 
 
 def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
     }
-    if architecture not in ("granite", "phi3"):
+    if architecture not in ("granite", "phi3", "gemma4"):
         fields |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
     if architecture in PERMUTED:
         size = hidden // heads if architecture == "granite" else config["head_dim"]
@@ -68,6 +69,8 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
         fields["attention.sliding_window"] = config["sliding_window"] or 0
     if architecture == "phi3":
         fields |= _phi3(config, rope)
+    if architecture == "gemma4":
+        fields |= _gemma4(config, ropes)
     if architecture in HYBRIDS:
         fields |= _hybrid(config, rope)
     if architecture == "granite":
@@ -77,6 +80,36 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
             "residual_scale": config["residual_multiplier"],
             "logit_scale": config["logits_scaling"],
         }
+    return fields
+
+
+def _gemma4(config: dict[str, Any], ropes: dict[str, Any]) -> dict[str, Any]:
+    windows = [kind == "sliding_attention" for kind in config["layer_types"]]
+    shared, layers, width = config["num_kv_shared_layers"], len(windows), config["intermediate_size"]
+    full = config["per_layer_config"][str(windows.index(False))]
+    fields: dict[str, Any] = {
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"] or 0,
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": windows,
+        "attention.key_length": full["head_dim"],
+        "attention.value_length": full["head_dim"],
+        "attention.key_length_swa": config["head_dim"],
+        "attention.value_length_swa": config["head_dim"],
+        "rope.dimension_count": full["head_dim"],
+        "rope.dimension_count_swa": config["head_dim"],
+        "rope.freq_base_swa": ropes["sliding_attention"]["rope_theta"],
+    }
+    if config["use_double_wide_mlp"]:
+        fields["feed_forward_length"] = [width] * (layers - shared) + [2 * width] * shared
+    if "num_key_value_heads" in full:
+        plain = config["num_key_value_heads"]
+        fields["attention.head_count_kv"] = [plain if window else full["num_key_value_heads"] for window in windows]
+    if config["final_logit_softcapping"]:
+        fields["final_logit_softcapping"] = config["final_logit_softcapping"]
+    if config["enable_moe_block"]:
+        fields |= {"expert_count": config["num_experts"], "expert_used_count": config["top_k_experts"]}
+        fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
     return fields
 
 
@@ -149,6 +182,11 @@ def file_tensors(
         stacked = torch.stack([experts[i] for i in range(len(experts))])
         yield _file_name(names, part), stacked.numpy()
     rope = config.get("rope_parameters") or {}
+    if architecture == "gemma4":
+        full = rope["full_attention"]
+        size = config["per_layer_config"][str(config["layer_types"].index("full_attention"))]["head_dim"]
+        turned = int(size * full["partial_rotary_factor"] / 2)
+        yield "rope_freqs.weight", np.array([1.0] * turned + [1e30] * (size // 2 - turned), np.float32)
     for field, kind in (
         ("long_factor", gguf.MODEL_TENSOR.ROPE_FACTORS_LONG),
         ("short_factor", gguf.MODEL_TENSOR.ROPE_FACTORS_SHORT),
@@ -161,7 +199,7 @@ def _file_name(names: gguf.TensorNameMap, name: str) -> str:
     # Mixtral's stacks have the name of the authors' layout.
     name = name.replace("model.layers.", "layers.").replace("block_sparse_moe.experts", "feed_forward.experts")
     for known in (f"model.{name}", name):
-        found = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        found = names.get_name(known, try_suffixes=(".weight", ".bias", ".scale"))
         if found is not None:
             return str(found)
     raise KeyError(name)
@@ -185,7 +223,13 @@ def _parts(
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         halves = numbers.view(heads, 2, numbers.shape[0] // heads // 2, *numbers.shape[1:])
         numbers = halves.transpose(1, 2).reshape(numbers.shape)
-    if architecture != "gpt-oss":
+    if name.endswith("router.scale"):
+        yield f"{name.removesuffix('.scale')}.proj.scale", numbers
+    elif name.endswith("router.per_expert_scale"):
+        yield f"{name.removesuffix('router.per_expert_scale')}experts.down_proj.scale", numbers
+    elif architecture == "gemma4" and not name.endswith(".weight"):
+        yield f"{name}.weight", numbers
+    elif architecture != "gpt-oss":
         yield name, numbers
     elif name.endswith("sinks"):
         yield f"{name}.weight", numbers
@@ -249,8 +293,11 @@ def rounded(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
 
     made = {}
     for name, tensor in tensors.items():
-        stacked = tensor.ndim == 3 and not name.endswith("conv1d.weight")  # inputs come first
-        if stacked:
+        # Inputs come first in gpt-oss, and last in Gemma 4, whose experts are no part of an `mlp`.
+        stacked = tensor.ndim == 3 and not name.endswith("conv1d.weight")
+        if stacked and ".mlp.experts." not in name:
+            made[name] = numbers(tensor)
+        elif stacked:
             made[name] = numbers(tensor.transpose(1, 2)).transpose(1, 2).contiguous()
         elif is_matrix(name, tensor):
             made[name] = numbers(tensor)

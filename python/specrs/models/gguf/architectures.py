@@ -47,6 +47,7 @@ ARCHITECTURES = {
     "granite": Architecture("GraniteForCausalLM", interleaved=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", interleaved=True),
     "gemma3": Architecture("Gemma3ForCausalLM", window_period=6),
+    "gemma4": Architecture("Gemma4ForCausalLM", window_period=6),
     "qwen35": Architecture("Qwen3_5ForCausalLM", mlp_norm="post_attention_norm", delta_net="turned"),
     "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", mlp_norm="post_attention_norm", delta_net="turned"),
     "qwen3next": Architecture("Qwen3NextForCausalLM", mlp_norm="post_attention_norm", delta_net="by key head"),

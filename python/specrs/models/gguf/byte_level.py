@@ -59,12 +59,12 @@ def byte_level(vocabulary: Vocabulary) -> Tokenizer:
     name = file.metadata.get("tokenizer.ggml.pre")
     if not isinstance(name, str) or name not in SPLITS:
         raise refused(file, "tokenizer.ggml.pre", name, ", ".join(SPLITS))
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in strings(file, "merges"))]
+    merges = read_merges(vocabulary)
     split = SPLITS[name]
     try:
         made = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=name in WHOLE_WORDS))
     except Exception:
-        _check_merges(vocabulary, merges)
+        check_merges(vocabulary, merges)
         raise
     if name in NFC:
         made.normalizer = normalizers.NFC()
@@ -80,7 +80,12 @@ def byte_level(vocabulary: Vocabulary) -> Tokenizer:
     return made
 
 
-def _check_merges(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> None:
+def read_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """Return the pairs of tokens in the file's list of merges. Raises CheckpointError if there is no such list."""
+    return [(left, right) for left, _, right in (merge.partition(" ") for merge in strings(vocabulary.file, "merges"))]
+
+
+def check_merges(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> None:
     """Raise CheckpointError for the first pair that is not of the vocabulary, or whose joined token is not."""
     for i, (left, right) in enumerate(merges):
         if not {left, right, left + right} <= vocabulary.ids.keys():

@@ -45,7 +45,6 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": values.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": positions,
@@ -72,7 +71,8 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
     if family.delta_net:
         raw |= _delta_net(values, layers)
     raw |= _windows(values, architecture, layers)
-    raw |= _mlp(values, family.experts)
+    raw |= _varied(values, raw, head_dim) if family.varied_layers else _sizes(values, heads, family.experts)
+    raw |= _experts(values, family.experts)
     raw |= _biases(file, architecture)
     values.check_all_read()
     return raw
@@ -109,14 +109,65 @@ def _delta_net(values: Fields, layers: int) -> dict[str, Any]:
     return raw
 
 
-def _mlp(values: Fields, fields: ExpertFields | None) -> dict[str, Any]:
-    """Return the size of the MLP; for experts, their number, size, and the number that each row uses."""
-    if fields is None:
-        return {"intermediate_size": values.size("feed_forward_length")}
+def _sizes(values: Fields, heads: int, fields: ExpertFields | None) -> dict[str, Any]:
+    """Return the number of KV heads and the size of the MLP, if the model has one in every layer."""
+    raw = {"num_key_value_heads": values.size("attention.head_count_kv", heads)}
+    return raw if fields is not None else raw | {"intermediate_size": values.size("feed_forward_length")}
+
+
+def _varied(values: Fields, raw: dict[str, Any], full_dim: int) -> dict[str, Any]:
+    """Return the fields of config.json for layers of different sizes, which may share keys and values and add
+    embeddings. `raw` has the fields so far, `full_dim` is the size of a head in layers without a window."""
+    kinds, layers, tensors = raw["layer_types"], raw["num_hidden_layers"], values.file.tensors
+    dims = {FULL: full_dim, SLIDING: values.size("attention.key_length_swa", full_dim)}
+    for field in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        values.check_equal(field, dims[SLIDING])
+    kv_heads = values.sizes("attention.head_count_kv", layers)
+    widths = values.sizes("feed_forward_length", layers)
+    shared = values.get("attention.shared_kv_layers", 0)
+    if type(shared) is not int or not 0 <= shared < layers:
+        raise values.unsupported("attention.shared_kv_layers", f"a number of layers below block_count={layers}")
+    first, width = layers - shared, widths[0]
+    double = shared > 0 and widths[first:] == [2 * width] * shared
+    if widths != [width] * first + [width * (1 + double)] * shared:
+        raise values.unsupported("feed_forward_length", "one size, and it or its double in layers that share keys")
+    size = values.get("embedding_length_per_layer_input", 0)
+    table = tensors.get("per_layer_token_embd.weight")
+    if size and table is None:
+        raise CheckpointError(f"{values.file.path}: per_layer_token_embd.weight is missing")
+    cap = values.get("final_logit_softcapping", 0)
+    own_keys = [i for i in range(first) if kinds[i] == FULL]
+    plain = dims[SLIDING], kv_heads[kinds.index(SLIDING) if SLIDING in kinds else 0]
+    own = {i: (dims[kind], count) for i, (kind, count) in enumerate(zip(kinds, kv_heads, strict=True))}
+    return {
+        "head_dim": plain[0],
+        "num_key_value_heads": plain[1],
+        "per_layer_config": {
+            str(i): {"head_dim": dim, "num_key_value_heads": count}
+            for i, (dim, count) in own.items()
+            if (dim, count) != plain
+        },
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in tensors for i in own_keys),
+        "num_kv_shared_layers": shared,
+        "intermediate_size": width,
+        "use_double_wide_mlp": double,
+        "hidden_size_per_layer_input": size,
+        "vocab_size_per_layer_input": raw["vocab_size"] if table is None else table.shape[0],
+        "final_logit_softcapping": values.number("final_logit_softcapping") if cap else None,
+    }
+
+
+def _experts(values: Fields, fields: ExpertFields | None) -> dict[str, Any]:
+    """Return the number of experts, their size, and the number that each row uses; nothing without experts. Where no
+    layer has an MLP, that has the size of an expert."""
+    if fields is None or (fields.enabled is not None and values.get("expert_count", 0) == 0):
+        return {}
     raw: dict[str, Any] = {
         fields.count: values.size("expert_count"),
-        "num_experts_per_tok": values.size("expert_used_count"),
+        fields.per_tok: values.size("expert_used_count"),
     }
+    if fields.enabled is not None:
+        return raw | {fields.enabled: True, fields.intermediate_size: values.size("expert_feed_forward_length")}
     if fields.intermediate_size != "intermediate_size":
         # Files of such a family have no layer with an MLP, and weights of chosen experts add up to 1.
         size = values.size("expert_feed_forward_length")

@@ -79,6 +79,16 @@ class Fields:
         name = f"{self.prefix}.{field}"
         return size({name: self._required(field) if default is None else self.get(field, default)}, name)
 
+    def sizes(self, field: str, layers: int) -> list[int]:
+        """Return an integer of at least 1 for each of `layers` layers. The file has one for all, or a list of them.
+        Raises CheckpointError for another value."""
+        value = self.raw(field)
+        if not isinstance(value, list):
+            return [self.size(field)] * layers
+        if len(value) != layers or any(type(size) is not int or size < 1 for size in value):
+            raise self.unsupported(field, f"a number above 0, or one for each of {layers} layers")
+        return value
+
     def number(self, field: str, default: float | None = None) -> float:
         """Return a finite number above 0. It is the shortest decimal that the stored float32 stands for, which
         config.json would have.

@@ -16,7 +16,10 @@ from specrs.models.gguf.file import GGUFFile
 from specrs.models.registry import Family
 
 FACTORS = "rope_freqs.weight"
-"""Tensor with the numbers that frequencies are divided by, for the scaling of Llama 3.1."""
+"""Tensor with the numbers that frequencies are divided by: for the scaling of Llama 3.1, and for layers of Gemma 4
+without a window."""
+_NOT_ROTATED = 1e29
+"""Smallest number in `FACTORS` of Gemma 4 by which a frequency becomes 0. Files have 1e30."""
 LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 """For each field of LongRoPE in config.json, the tensor with its factors."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -43,6 +46,8 @@ def _scaling(values: Fields, family: Family, rotary_dim: int, theta: float, posi
     if (has_factors and (kind != "none" or has_long)) or (has_long and kind not in ("none", "longrope")):
         found = ", ".join(name for name in (FACTORS, *LONG_FACTORS.values()) if name in tensors)
         raise CheckpointError(f"{values.file.path}: {values.prefix}.rope.scaling.type={kind!r}: contradicts {found}")
+    if "proportional" in family.rope_kinds:
+        return _proportional(values.file, rotary_dim)
     if has_factors:
         return _llama3(values.file, rotary_dim, theta)
     if has_long or kind == "longrope":
@@ -86,6 +91,22 @@ def _longrope(values: Fields, positions: int) -> dict[str, Any]:
     ratio = positions / length
     derived = 1.0 if ratio <= 1 or length == 1 else math.sqrt(1 + math.log(ratio) / math.log(length))
     return fields if np.float32(derived) == np.float32(magnitude) else fields | {"attention_factor": magnitude}
+
+
+def _proportional(file: GGUFFile, rotary_dim: int) -> dict[str, Any]:
+    """Return the object of a RoPE that rotates the first pairs of a head: their factors are 1, and all others very
+    large. Raises CheckpointError without the factors, and UnsupportedModelError for other factors."""
+    if FACTORS not in file.tensors:
+        raise CheckpointError(f"{file.path}: {FACTORS} is missing, a model whose RoPE turns some pairs must have it")
+    found = file.numbers(FACTORS).astype(FLOAT64).reshape(-1)
+    pairs = int((found == 1).sum())
+    if len(found) != rotary_dim // 2 or not pairs or (found[:pairs] != 1).any() or (found[pairs:] < _NOT_ROTATED).any():
+        allowed = f"{rotary_dim // 2} factors, of which the first are 1 and the others at least {_NOT_ROTATED:g}"
+        raise UnsupportedModelError(f"{file.path}: {FACTORS}: not implemented; allowed: {allowed}")
+    share = 2 * pairs / rotary_dim
+    if share * rotary_dim < 2 * pairs:  # rounding would turn one pair less
+        share = math.nextafter(share, 1.0)
+    return {"rope_type": "proportional", "partial_rotary_factor": share}
 
 
 def _llama3(file: GGUFFile, rotary_dim: int, theta: float) -> dict[str, Any]:

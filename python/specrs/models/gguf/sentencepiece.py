@@ -1,4 +1,5 @@
-"""Builds a sentencepiece BPE tokenizer from a GGUF file, without the library sentencepiece.
+"""Builds a sentencepiece BPE tokenizer from a GGUF file, without the library sentencepiece. A file has scores of
+pieces, or for Gemma 4 a list of merges.
 
 Sentencepiece merges the two neighbours whose joined piece has the highest score; of equal scores, the leftmost. Here
 that order is a list of merges, which cannot express "leftmost" for two different pieces. So vocabularies in which two
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from specrs.models.gguf.byte_level import check_merges, read_merges
 from specrs.models.gguf.vocabulary import NORMAL, Vocabulary, refused
 
 if TYPE_CHECKING:
@@ -31,11 +33,7 @@ def sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     if charsmap:
         # `normalizers.Precompiled` maps whole graphemes: of a ligature with an accent it drops the accent.
         raise refused(file, "tokenizer.ggml.precompiled_charsmap", charsmap, "a file without it")
-    unknown = vocabulary.special("unknown")
-    has_bytes = all(f"<0x{byte:02X}>" in ids for byte in range(256))
-    if unknown is None and not has_bytes:
-        allowed = "an id, or a vocabulary with all bytes <0x00> to <0xFF>"
-        raise refused(file, "tokenizer.ggml.unknown_token_id", None, allowed)
+    unknown, has_bytes = vocabulary.special("unknown"), _has_bytes(vocabulary)
     bpe = models.BPE(vocab=ids, merges=_merges(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
     made = Tokenizer(bpe)
     prefix = vocabulary.flag("add_space_prefix", True)
@@ -54,6 +52,37 @@ def sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
         decoding.append(decoders.Strip(" ", 1, 0))
     made.decoder = decoders.Sequence(decoding)
     return made
+
+
+def listed_merges(vocabulary: Vocabulary) -> Tokenizer:
+    """Return the tokenizer of Gemma 4, whose files list merges of characters: without added tokens and post-processor.
+    Texts are not split before merges, and get no space in front. Raises CheckpointError for a kind of tokenizer that is
+    not implemented, and for wrong merges."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    file, ids, merges = vocabulary.file, vocabulary.ids, read_merges(vocabulary)
+    if vocabulary.flag("add_space_prefix", False):
+        raise refused(file, "tokenizer.ggml.add_space_prefix", True, "false for tokenizer.ggml.model='gemma4'")
+    unknown, has_bytes = vocabulary.special("unknown"), _has_bytes(vocabulary)
+    try:
+        bpe = models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
+    except Exception:
+        check_merges(vocabulary, merges)
+        raise
+    made = Tokenizer(bpe)
+    made.normalizer = normalizers.Replace(" ", _SPACE)
+    made.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return made
+
+
+def _has_bytes(vocabulary: Vocabulary) -> bool:
+    """Return whether the vocabulary has a token for every byte. Raises CheckpointError if it has neither these nor a
+    token for unknown text."""
+    has_bytes = all(f"<0x{byte:02X}>" in vocabulary.ids for byte in range(256))
+    if vocabulary.special("unknown") is None and not has_bytes:
+        allowed = "an id, or a vocabulary with all bytes <0x00> to <0xFF>"
+        raise refused(vocabulary.file, "tokenizer.ggml.unknown_token_id", None, allowed)
+    return has_bytes
 
 
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:

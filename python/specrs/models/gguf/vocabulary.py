@@ -80,8 +80,11 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
     tokens = strings(file, "tokens")
     if not tokens:
         raise refused(file, "tokenizer.ggml.tokens", tokens, "a list of at least one string")
-    if len(set(tokens)) < len(tokens):
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.tokens has the same token twice")
+    known: set[str] = set()
+    for token in tokens:
+        if token in known:
+            raise refused(file, "tokenizer.ggml.tokens", token, "each token once")
+        known.add(token)
     kinds = file.metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise refused(
