@@ -162,7 +162,7 @@ def test_special_ids_of_sentencepiece_hold_where_the_file_names_none(
         ({"precompiled_charsmap": [1, 2]}, r"tokenizer\.ggml\.precompiled_charsmap=\[1, 2\]: not implemented"),
         ({"add_space_prefix": 1}, r"tokenizer\.ggml\.add_space_prefix=1: not implemented; allowed: true or false"),
         ({"remove_extra_whitespaces": "x"}, r"remove_extra_whitespaces='x': not implemented; allowed: true or false"),
-        ({"model": "t5"}, r"tokenizer\.ggml\.model='t5': not implemented; allowed: 'gpt2' .* or 'llama'"),
+        ({"model": "t5"}, r"tokenizer\.ggml\.model='t5': not implemented; allowed: 'gpt2' .*'llama' .* or 'gemma4'"),
     ],
 )
 def test_vocabularies_that_are_rejected(

@@ -289,7 +289,8 @@ class TorchDecoder(TorchFacts):
         if weights.scales is None:
             return sent
         normed = rms_norm(h, torch.ones_like(weights.scales.hidden), self.config.rms_norm_eps)
-        return normed * weights.scales.hidden * self.config.hidden_size**-0.5
+        routed: Tensor = normed * weights.scales.hidden * self.config.hidden_size**-0.5
+        return routed
 
     def _shape(self, kv_cache: KVCache, layer: int) -> AttentionShape:
         c, sizes = self.weights.config, self.weights.config.sizes_of(layer)
