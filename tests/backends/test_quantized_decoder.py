@@ -14,7 +14,7 @@ from kernels.cuda.tolerance import assert_near
 from models.cuda_models import Poisoned, outputs, span
 from models.harness import Feeder
 from quantized_files import awq, compressed, fp8_block, mxfp4
-from specrs.backends.cuda import products, stream, workspace
+from specrs.backends.cuda import products, workspace
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.loader import QuantizedLoader
 from specrs.kernels.coding import Coding
