@@ -44,7 +44,7 @@ def generate(
     prompts: list[list[int]] = PROMPTS,
     loras: Sequence[LoRAAdapter | None] | None = None,
 ) -> list[Request]:
-    """Run every prompt to its end, with its adapter. Return the requests, with ids, log probabilities and statistics."""
+    """Run every prompt to its end, with its adapter. Return the requests: ids, log probabilities and statistics."""
     requests = [
         Request(
             i,
