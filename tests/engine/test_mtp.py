@@ -371,8 +371,8 @@ def without_drafts(path: Path, **fields: Any) -> Engine:
 def test_hits_with_drafts_are_those_without(
     folder: Path, head: str, method: str, k: int, budget: int, slots: int, drawn: list[tuple[int, int, int]]
 ) -> None:
-    """As many cached tokens, and the bits of engines without drafts, with and without hits. Each prompt begins like
-    another one, and goes on with its own token."""
+    """Hits are as long as those of an engine without drafts. Bits are those of such an engine, also without hits. Each
+    prompt begins like another one, and goes on with its own token."""
     texts_of = [random.Random(i).choices(range(1, VOCAB), k=40) for i in range(3)]
     prompts = [[*texts_of[which][:length], *[own + 1] * (3 * own)] for which, length, own in drawn]
     path, found = folder / head, []

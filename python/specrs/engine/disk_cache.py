@@ -59,7 +59,8 @@ def open_store(blueprint: Blueprint) -> KVStore | None:
     _check_models(blueprint, path)
     block, snapshot = blueprint.bytes_per_block + _RECORD_BYTES, 0
     least, takes = LEAST_BLOCKS * block, f"{LEAST_BLOCKS} blocks"
-    size = blueprint.weights.target.decoder.snapshot_bytes
+    decoder = blueprint.weights.target.decoder
+    size = 0 if decoder is None else decoder.snapshot_bytes
     if size:
         snapshot = size + _RECORD_BYTES
         least, takes = least + LEAST_SNAPSHOTS * snapshot, f"{takes} and {LEAST_SNAPSHOTS} snapshots of states"

@@ -342,14 +342,16 @@ class Engine:
                 scheduler.speculate(self.planner)
             outcome = scheduler.plan(slot.record)
             loads = [] if self.disk is None else scheduler.take_loads()
+            if outcome == PLAN_STEP:
+                self._faults.planned()
+                self._execute(slot, slot.header())
             if loads and self.disk is not None:
+                # After the step, whose requests may begin with a snapshot that gives way to what is loaded.
                 self.disk.load(loads, alone=outcome == PLAN_IDLE)
                 if outcome == PLAN_IDLE:
                     continue
             if outcome != PLAN_STEP:
                 break
-            self._faults.planned()
-            self._execute(slot, slot.header())
         touched = self._settle() if scheduler.num_in_flight else []
         self._publish()
         if self.disk is not None:

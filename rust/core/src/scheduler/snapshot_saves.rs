@@ -105,7 +105,8 @@ impl Scheduler {
     }
 
     /// Puts the snapshot at the end of a live request's first `num_blocks` blocks into the prefix cache. Returns its
-    /// slot, which the host must fill before the next step. Returns `None` if there is such a snapshot already, if the
+    /// slot, which the host must fill before the next step. Another snapshot may give way, with which requests of the
+    /// planned step begin, so the host calls this when that step has been executed. Returns `None` if there is such a snapshot already, if the
     /// KV at its end is not cached, or if rows are writing into all slots.
     ///
     /// # Errors

@@ -285,7 +285,7 @@ fn snapshots_of_a_prompt_are_due_at_once_and_the_last_one_of_an_output_at_its_en
     assert_eq!(before_end, [16, 20]);
     assert_eq!(due_snapshots(&mut driver).iter().map(|due| due.0).collect::<Vec<_>>(), [48]);
     assert!(!driver.scheduler.has_due() || driver.scheduler.take_due_block().is_some());
-    // Nobody took them, and two of three slots have other snapshots now.
+    // The host took none, and one of three slots has another snapshot now.
     let mut driver = saving(&SchedulerConfig { num_snapshots: 3, ..stateful(small()) });
     hits(&mut driver, &[ask(1, 22, 1), ask(2, 22, 1)]);
     assert_eq!(due_snapshots(&mut driver).iter().map(|due| due.0).collect::<Vec<_>>(), [20, 20, 16]);
