@@ -32,17 +32,26 @@ RENAMED = {
 def head_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a head for the config.json `c` of a Qwen3.5."""
     h, q, kv = c["hidden_size"], c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
-    i, layer = c["intermediate_size"], "mtp.layers.0."
+    layer = "mtp.layers.0."
     shapes: dict[str, tuple[int, ...]] = {
         "mtp.fc.weight": (h, 2 * h),
         f"{layer}self_attn.q_proj.weight": (2 * q, h),
         f"{layer}self_attn.k_proj.weight": (kv, h),
         f"{layer}self_attn.v_proj.weight": (kv, h),
         f"{layer}self_attn.o_proj.weight": (h, q),
-        f"{layer}mlp.gate_proj.weight": (i, h),
-        f"{layer}mlp.up_proj.weight": (i, h),
-        f"{layer}mlp.down_proj.weight": (h, i),
     }
+    dense, size = f"{layer}mlp.", c["intermediate_size"]
+    if "num_experts" in c:
+        count, own = c["num_experts"], c["moe_intermediate_size"]
+        shapes |= {
+            f"{layer}mlp.gate.weight": (count, h),
+            f"{layer}mlp.experts.gate_up_proj": (count, 2 * own, h),
+            f"{layer}mlp.experts.down_proj": (count, h, own),
+            f"{layer}mlp.shared_expert_gate.weight": (1, h),
+        }
+        dense, size = f"{layer}mlp.shared_expert.", c["shared_expert_intermediate_size"]
+    shapes |= {f"{dense}{name}_proj.weight": (size, h) for name in ("gate", "up")}
+    shapes[f"{dense}down_proj.weight"] = (h, size)
     norms = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
     norms += (f"{layer}input_layernorm", f"{layer}post_attention_layernorm")
     shapes |= {f"{name}.weight": (h,) for name in norms}
@@ -68,6 +77,8 @@ class Script:
         target.config.num_mtp_layers = 1
         target.config.mtp_layer_types = ["full_attention"]
         self.model = MtpModel.from_pretrained(target).eval()
+        if target.dtype == torch.float64 and self.model._can_set_experts_implementation():
+            self.model.set_experts_implementation("eager")  # torch's grouped product has no float64
         self.layer_ids = [target.config.num_hidden_layers]
         """The last hidden state is the one after the final norm."""
         self.target_ids = torch.arange(target.config.vocab_size)

@@ -25,17 +25,15 @@ from hypothesis import strategies as st
 from mtp_reference import Script, add_head, fit
 from specrs.config import EngineConfig
 from specrs.drafters.head_check import HeadCheck
-from specrs.drafters.hidden_state import HeadFacts
 from specrs.drafters.mtp.weights import MtpFacts
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
 
-from engine.harness import Bank, make_engine, poison, request, run
+from engine.harness import poison, request, run
 from engine.reference_runner import on_reference
 from engine.test_eagle3 import Drafts
-from engine.test_eagle3 import script as eagle3_script
 from engine.test_sampling import TWO_TOKENS, check_two_token_draws, sampled
 
 VOCAB, TOKENS = 61, 24
@@ -319,26 +317,98 @@ def test_fewer_ids_are_drafted(folder: Path, tmp_path: Path) -> None:
         assert [job.output_token_ids for job in jobs] == texts(folder)
 
 
-def test_a_prefix_hit_is_kept_whole(head_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a head that says so, as MTP heads do. It starts anew after what it lacks. Shown with EAGLE-3 heads, because
-    targets with MTP heads have no prefix cache."""
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_prefix_hit_is_kept_whole(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends at a snapshot of states. The head starts anew after what it lacks."""
     assert MtpFacts.keeps_hits
-    monkeypatch.setattr(HeadFacts, "keeps_hits", True)
-    base = head_bank.prompts[5]
-    asked = [base, [*base[:32], 7, 8, 9], base]
-    target, reference = eagle3_script(head_bank.drafts["fitted"], head_bank.target)
-    engine = make_engine(
-        head_bank.target, head_bank.drafts["fitted"], k=4, method="eagle3", block_size=8, max_num_batched_tokens=512
-    )
-    poison(engine)
+    draw = random.Random(8)
+    base = [draw.randrange(1, VOCAB) for _ in range(42)]
+    asked = [base, base, [*base[:32], 7, 8, 9], [*base[:32], 9, 9, 9]]
+    target, reference = script(folder / "fitted")
+    engine = engine_of(folder / "fitted", 4, dtype=dtype, max_num_batched_tokens=512)
+    if dtype == "float64":
+        poison(engine)
     drafts, jobs = Drafts(engine).watch(monkeypatch), []
     for i, prompt in enumerate(asked):
         jobs.append(request(i, prompt, k=None, max_tokens=12, engine_k=4, ignore_eos=True))
         engine.add_request(jobs[-1])
         run(engine)
     drafts.check(target, reference, jobs)
-    assert [job.num_cached_tokens for job in jobs] == [0, 32, 56]
-    assert [drafts.starts(job.request_id) for job in jobs] == [{0}, {32}, {0}]
+    # The third one leaves a snapshot where it differs from the others.
+    assert [job.num_cached_tokens for job in jobs] == [0, 40, 0, 32]
+    assert [drafts.starts(job.request_id) for job in jobs] == [{0}, {0}, {0}, {32}]
+
+
+def asked(engine: Engine, prompts: list[list[int]], k: int) -> list[Any]:
+    """Run greedy requests one after another, and return the hit, tokens and log probabilities of each."""
+    found = []
+    for i, prompt in enumerate(prompts):
+        job = request(i, prompt, k=None, max_tokens=9, engine_k=k, ignore_eos=True, logprobs=2)
+        engine.add_request(job)
+        run(engine)
+        found.append((job.num_cached_tokens, job.output_token_ids, job.logprobs))
+    return found
+
+
+def without_drafts(path: Path, **fields: Any) -> Engine:
+    made = replace(config(path, 1, dtype="float32", **fields), speculative_config=None)
+    return build_engine(made, weights(path, "float32", False, None, None))
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from(["random", "fitted"]),
+    st.sampled_from(["mtp", "suffix,mtp"]),
+    st.integers(1, 8),
+    st.sampled_from([3, 16, 64]),
+    st.sampled_from([1, 3, 100]),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(0, 2)), min_size=2, max_size=8),
+)
+def test_hits_with_drafts_are_those_without(
+    folder: Path, head: str, method: str, k: int, budget: int, slots: int, drawn: list[tuple[int, int, int]]
+) -> None:
+    """Hits are as long as those of an engine without drafts. Bits are those of such an engine, also without hits. Each
+    prompt begins like another one, and goes on with its own token."""
+    texts_of = [random.Random(i).choices(range(1, VOCAB), k=40) for i in range(3)]
+    prompts = [[*texts_of[which][:length], *[own + 1] * (3 * own)] for which, length, own in drawn]
+    path, found = folder / head, []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("specrs.backends.blueprint.SNAPSHOT_INTERVAL", 8)
+        monkeypatch.setattr("specrs.backends.blueprint.DECODE_SNAPSHOT_INTERVAL", 4)
+        row = weights(path, "float32", False, None, None).target.state_bytes[0]
+        sizes = {"max_num_batched_tokens": budget, "state_cache_memory_bytes": slots * row}
+        for engine in (engine_of(path, k, method=method, dtype="float32", **sizes), without_drafts(path, **sizes)):
+            found.append(asked(engine, prompts, 0 if engine.drafter is None else k))
+            engine.scheduler.check_integrity()
+    assert found[0] == found[1]
+    missed = asked(without_drafts(path, enable_prefix_caching=False), prompts, 0)
+    assert [entry[1:] for entry in found[0]] == [entry[1:] for entry in missed]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
+def test_a_target_with_experts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head has experts, too: drafts are the script's, by torch and natively, and the bits those without drafts."""
+    path = add_head(make_checkpoint(tmp_path / "target", family, layer_types=KINDS, layers=len(KINDS), **SHAPE), seed=4)
+    known = [generate(load(path), prompt, TOKENS) for prompt in PROMPTS]
+    fit(path, load(path, torch.float32), [prompt + text for prompt, text in zip(PROMPTS, known, strict=True)])
+    target, reference = script(path)
+    for dtype, k in (("float64", 3), ("float32", 1), ("float32", 5)):
+        engine = engine_of(path, k, dtype=dtype)
+        assert engine.runner.is_native == (dtype == "float32")
+        drafts = Drafts(engine).watch(monkeypatch)
+        jobs = jobs_of(engine, k)
+        run(engine)
+        assert [job.output_token_ids for job in jobs] == known
+        drafts.check(target, reference, jobs)
+        stats = engine.stats()
+        assert stats.accepted_tokens > stats.drafts / 4
+    prompts = [PROMPTS[-1] + text for text in known]
+    hits = [
+        asked(engine, prompts * 2, k)
+        for engine, k in ((engine_of(path, 3, dtype="float32"), 3), (without_drafts(path), 0))
+    ]
+    assert hits[0] == hits[1]
+    assert all(entry[0] > 0 for entry in hits[0][len(prompts) :])
 
 
 def test_the_head_of_the_target_is_the_default(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -298,14 +299,21 @@ HEAD_TENSORS = {
     "mtp.layers.0.self_attn.o_proj": "attn_output",
     **{f"mtp.layers.0.self_attn.{name}_norm": f"attn_{name}_norm" for name in "qk"},
     **{f"mtp.layers.0.mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+    "mtp.layers.0.mlp.gate": "ffn_gate_inp",
+    "mtp.layers.0.mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+    "mtp.layers.0.mlp.experts.down_proj": "ffn_down_exps",
+    "mtp.layers.0.mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mtp.layers.0.mlp.shared_expert.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
 }
-"""Names of a dense head's tensors in a checkpoint and in a file."""
+"""Names of a head's tensors in a checkpoint and in a file, with an MLP and with experts."""
 
 
+@pytest.mark.parametrize("case", ["qwen35", "qwen35moe", "qwen3next"])
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_a_head_in_a_file_drafts(kind: str, source: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_head_in_a_file_drafts(kind: str, case: str, source: Callable[[str], Path], tmp_path: Path) -> None:
     """By default, with the acceptance of the folder's head, and the text of no drafts."""
-    plain, layers = source("qwen35"), len(KINDS)
+    plain = source(case)
+    layers = json.loads((plain / "config.json").read_text())["num_hidden_layers"]
     folder = add_head(Path(shutil.copytree(plain, tmp_path / "model")), seed=4)
     head = {
         # Norms have the offset of 1 added.
@@ -313,7 +321,7 @@ def test_a_head_in_a_file_drafts(kind: str, source: Callable[[str], Path], tmp_p
         for name, t in load_file(folder / "model.safetensors").items()
         if name.startswith("mtp.")
     }
-    fields = {"qwen35.block_count": layers + 1, "qwen35.nextn_predict_layers": 1}
+    fields = {f"{case}.block_count": layers + 1, f"{case}.nextn_predict_layers": 1}
     path = write_gguf(plain, tmp_path / "model.gguf", kind, fields, extra=head)
     settings: dict[str, Any] = {"skip_tokenizer_init": True, "threads": 1, "max_model_len": 64}
     texts, accepted = [], []

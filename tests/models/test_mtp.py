@@ -40,9 +40,9 @@ BOUND = 2e-5
 """Largest difference of native logits from those in float64, relative to the largest logit."""
 
 
-def make(path: Path, **fields: Any) -> Path:
+def make(path: Path, family: str = "qwen3_5_text", **fields: Any) -> Path:
     shape = {"vocab": VOCAB, "hidden": 48, "intermediate": 40, "head_dim": 16, "kv_heads": 2}
-    return add_head(make_checkpoint(path, "qwen3_5_text", **shape | fields), seed=4)
+    return add_head(make_checkpoint(path, family, **shape | fields), seed=4)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,15 @@ def chunks_of(cuts: list[int]) -> list[int]:
 
 @settings(max_examples=12)
 @given(
-    st.sampled_from([{}, {"kv_heads": 1, "head_dim": 48, "tie": False}, {"group": 3, "layers": 3}]),
+    st.sampled_from(
+        [
+            {},
+            {"kv_heads": 1, "head_dim": 48, "tie": False},
+            {"group": 3, "layers": 3},
+            {"family": "qwen3_5_moe_text"},
+            {"family": "qwen3_next", "layers": 3},
+        ]
+    ),
     st.integers(0, 3),
     CUTS,
 )

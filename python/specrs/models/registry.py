@@ -1,6 +1,6 @@
 """Table of model families. All families share one decoder; a row of the table says how a family differs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from specrs.models.errors import unsupported
@@ -158,6 +158,40 @@ class Family:
     neutral: tuple[tuple[str, tuple[object, ...]], ...] = ()
     """Fields of this family that are not read, with the values at which they have no effect."""
 
+
+_QWEN3_5 = Family(
+    "qwen3_5_text",
+    "Qwen3.5, Qwen3.6, Qwen3.8, dense",
+    qk_norm="heads",
+    norm_offset=1.0,
+    num_key_value_heads=4,
+    head_dim=256,
+    partial_rotary=True,
+    rotary_factor=0.25,
+    rope_kinds=("default",),
+    rope_sections=True,
+    delta_net=True,
+    output_gate=True,
+    mtp=True,
+    neutral=(
+        ("attn_output_gate", (None, True)),
+        ("mamba_ssm_dtype", (None, "float32")),
+        ("mlp_only_layers", (None, [])),
+        ("mtp_use_dedicated_embeddings", (None, False)),
+    ),
+)
+"""Dense Qwen3.5, from which the rows of its relatives with experts are derived."""
+_QWEN3_5_EXPERTS = ExpertFields(
+    "num_experts",
+    256,
+    8,
+    "moe_intermediate_size",
+    512,
+    "mlp",
+    norm_topk_prob=True,
+    stacked="halves",
+    shared_intermediate_size=512,
+)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -320,88 +354,32 @@ FAMILIES: dict[str, Family] = {
             norm_topk_prob=True,
         ),
     ),
-    "Qwen3_5ForCausalLM": Family(
-        "qwen3_5_text",
-        "Qwen3.5, Qwen3.6, Qwen3.8, dense",
-        qk_norm="heads",
-        norm_offset=1.0,
-        num_key_value_heads=4,
-        head_dim=256,
-        partial_rotary=True,
-        rotary_factor=0.25,
-        rope_kinds=("default",),
-        rope_sections=True,
-        delta_net=True,
-        output_gate=True,
-        mtp=True,
-        neutral=(
-            ("attn_output_gate", (None, True)),
-            ("mamba_ssm_dtype", (None, "float32")),
-            ("mlp_only_layers", (None, [])),
-            ("mtp_use_dedicated_embeddings", (None, False)),
-        ),
-    ),
-    "Qwen3_5MoeForCausalLM": Family(
-        "qwen3_5_moe_text",
-        "Qwen3.5, Qwen3.6, experts",
-        qk_norm="heads",
-        norm_offset=1.0,
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": replace(
+        _QWEN3_5,
+        model_type="qwen3_5_moe_text",
+        models="Qwen3.5, Qwen3.6, experts",
         num_key_value_heads=2,
-        head_dim=256,
-        partial_rotary=True,
-        rotary_factor=0.25,
-        rope_kinds=("default",),
-        rope_sections=True,
-        delta_net=True,
-        output_gate=True,
-        experts=ExpertFields(
-            "num_experts",
-            256,
-            8,
-            "moe_intermediate_size",
-            512,
-            "mlp",
-            norm_topk_prob=True,
-            stacked="halves",
-            shared_intermediate_size=512,
-        ),
-        neutral=(
-            ("attn_output_gate", (None, True)),
-            ("mamba_ssm_dtype", (None, "float32")),
-            ("mlp_only_layers", (None, [])),
-            ("decoder_sparse_step", (None, 1)),
-            ("mtp_use_dedicated_embeddings", (None, False)),
-        ),
+        experts=_QWEN3_5_EXPERTS,
+        neutral=(*_QWEN3_5.neutral, ("decoder_sparse_step", (None, 1))),
     ),
-    "Qwen3NextForCausalLM": Family(
-        "qwen3_next",
-        "Qwen3-Next",
-        qk_norm="heads",
-        norm_offset=1.0,
+    "Qwen3NextForCausalLM": replace(
+        _QWEN3_5,
+        model_type="qwen3_next",
+        models="Qwen3-Next",
         num_key_value_heads=2,
-        head_dim=256,
-        partial_rotary=True,
-        rotary_factor=0.25,
-        delta_net=True,
+        rope_kinds=KINDS,
+        rope_sections=False,
         fused_delta_net=True,
-        output_gate=True,
-        experts=ExpertFields(
-            "num_experts",
-            512,
-            10,
-            "moe_intermediate_size",
-            512,
-            "mlp",
+        experts=replace(
+            _QWEN3_5_EXPERTS,
+            default_count=512,
+            default_per_tok=10,
+            norm_topk_prob=False,
             default_norm_topk_prob=True,
             dense_layers=True,
-            stacked="halves",
-            shared_intermediate_size=512,
         ),
-        neutral=(
-            ("attn_output_gate", (None, True)),
-            ("mamba_ssm_dtype", (None, "float32")),
-            ("mtp_use_dedicated_embeddings", (None, False)),
-        ),
+        neutral=tuple(field for field in _QWEN3_5.neutral if field[0] != "mlp_only_layers"),
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
