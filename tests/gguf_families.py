@@ -19,6 +19,7 @@ FILE_NAMES = {
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
@@ -66,6 +67,10 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
         fields["expert_feed_forward_length"] = config["intermediate_size"]
     if architecture in ("gpt-oss", "gemma3", "phi3"):
         fields["attention.sliding_window"] = config["sliding_window"] or 0
+    if architecture == "olmo2" and config.get("sliding_window"):
+        pattern = [kind == "sliding_attention" for kind in config["layer_types"]]
+        fields |= {"attention.sliding_window": config["sliding_window"], "attention.sliding_window_pattern": pattern}
+        fields["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
     if architecture == "phi3":
         fields |= _phi3(config, rope)
     if architecture in HYBRIDS:
@@ -113,6 +118,7 @@ def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
         "rope.scaling.yarn_beta_fast": rope.get("beta_fast"),
         "rope.scaling.yarn_beta_slow": rope.get("beta_slow"),
         "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim"),
+        "rope.scaling.yarn_attn_factor": rope.get("attention_factor"),
     }
     return {name: value for name, value in fields.items() if value is not None}
 

@@ -35,6 +35,10 @@ GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+OLMO_ROPE = {
+    "full_attention": YARN_ROPE | {"attention_factor": 1.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
 PHI_ROPE = LONG_ROPE | {
     "partial_rotary_factor": 0.75,
     "short_factor": [1 + i / 4 for i in range(18)],
@@ -48,6 +52,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "qwen2": ("qwen2", None, {"rope_parameters": YARN_ROPE}),
     "qwen3": ("qwen3", None, {}),
     "olmo2": ("olmo2", None, {"tie": False}),
+    "olmo3": ("olmo3", None, {"tie": False, "layers": 5, "rope_parameters": OLMO_ROPE}),
     "phi3": ("phi3", None, {**ONE_HEAD, "sliding_window": 9, "rope_parameters": PHI_ROPE, "tie": False}),
     "seed_oss": ("seed_oss", None, {"mlp_bias": False}),
     "granite": ("granite", None, ONE_HEAD),
@@ -84,8 +89,7 @@ def logits(path: Path, load: Callable[..., Any] = load_native) -> torch.Tensor:
 
 
 def test_every_family_is_read() -> None:
-    # Where such files have windows, their scaling of RoPE is not known to be the checkpoint's.
-    assert set(FAMILIES) - {"Olmo3ForCausalLM", "Gemma4ForCausalLM"} == READ
+    assert set(FAMILIES) - {"Gemma4ForCausalLM"} == READ
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -173,6 +177,17 @@ def test_gemma_27b_has_a_scale_of_its_own(tmp_path: Path) -> None:
     assert load_config(write_gguf(folder, tmp_path / "other.gguf")).attention_scale == 48**-0.5
 
 
+def test_windows_of_olmo_3_by_default(source: Callable[[str], Path], tmp_path: Path) -> None:
+    """All layers but every fourth, with the theta of the others, as llama.cpp reads a file that says no more."""
+    missing = {"olmo2__attention__sliding_window_pattern": None, "olmo2__rope__freq_base_swa": None}
+    folder = source("olmo3")
+    path = write_gguf(folder, tmp_path / "model.gguf", "F32", missing)
+    ours, theirs = load_config(path), load_config(folder)
+    assert [window is None for window in ours.windows] == [False, False, False, True, False]
+    assert (ours.windows, ours.ropes) == (theirs.windows, theirs.ropes)
+    assert torch.equal(logits(path), logits(folder))
+
+
 def test_a_file_with_an_attention_factor_of_its_own(source: Callable[[str], Path], tmp_path: Path) -> None:
     path = write_gguf(source("phi3"), tmp_path / "model.gguf", phi3__rope__scaling__attn_factor=1.25)
     assert load_config(path).rope_magnitude == 1.25
@@ -187,7 +202,14 @@ def test_a_file_with_an_attention_factor_of_its_own(source: Callable[[str], Path
         ("mistral3", {"rope__scaling__original_context_length": None}, r"original_context_length is missing"),
         ("mistral", {"vocab_size": 401}, r"llama\.vocab_size=401: not implemented; allowed: 400"),
         ("mistral", {"attention__sliding_window": 9}, r"sliding_window=9: not implemented; allowed: 0"),
-        ("olmo2", {"attention__sliding_window": 9}, r"olmo2\.attention\.sliding_window=9: not implemented"),
+        ("olmo2", {"attention__sliding_window": 9.5}, r"olmo2\.attention\.sliding_window=9\.5"),
+        ("olmo2", {"rope__freq_base_swa": 7.0}, r"rope\.freq_base_swa=7\.0: not implemented; allowed: 10000\.0"),
+        (
+            "olmo3",
+            {"attention__sliding_window_pattern": [True]},
+            r"olmo2\.attention\.sliding_window_pattern=\[True\]: not implemented.* 5 layers",
+        ),
+        ("olmo3", {"rope__scaling__type": "none"}, r"olmo2\.rope\.scaling\.\w+=.*: not implemented"),
         ("phi3", {"rope__scaling__type": "yarn"}, r"type='yarn': contradicts rope_factors_long\.weight, rope_factors_"),
         ("phi3", {"rope__scaling__attn_factor": None}, r"phi3\.rope\.scaling\.attn_factor is missing"),
         ("granite", {"logit_scale": None}, r"granite\.logit_scale is missing"),
@@ -212,7 +234,7 @@ def test_metadata_that_is_rejected(
     case: str, fields: dict[str, Any], message: str, source: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The error names the file, the field and its value."""
-    named = CASES[case][1] or {"mistral": "llama"}.get(case, case)
+    named = CASES[case][1] or {"mistral": "llama", "olmo3": "olmo2"}.get(case, case)
     replaced = {f"{named}__{field}": value for field, value in fields.items()}
     path = write_gguf(source(case), tmp_path / "model.gguf", "F32", replaced, architecture=CASES[case][1])
     with pytest.raises(CheckpointError, match=rf"(?s)^{path}: .*{message}"):

@@ -25,6 +25,11 @@ class Architecture:
     window_period: int | None = None
     """Period of layers without a sliding window: all layers but every `window_period`-th have one. 0: all layers have
     one. None: no layer has one."""
+    one_theta: bool = False
+    """True if layers with a window have the theta of all other layers, unless the file names another one. False: the
+    family's `local_rope_theta`."""
+    attention_factor: bool = False
+    """True if `rope.scaling.yarn_attn_factor` is the `attention_factor` of config.json."""
     delta_net: Literal["turned", "by key head"] | None = None
     """Order of value heads in the tensors of a gated delta net. `turned`: the first value head of every key head, then
     the second of every key head, and so on. `by key head`: the checkpoint's order. None: there are no delta nets."""
@@ -55,7 +60,9 @@ ARCHITECTURES = {
 """Architectures by `general.architecture`. A pattern of windows in the file takes precedence over `window_period`."""
 MIXTRAL = Architecture("MixtralForCausalLM", interleaved=True)
 """Mixtral. Its files name the architecture `llama`, and have experts."""
-READ = frozenset(known.name for known in (*ARCHITECTURES.values(), MIXTRAL))
+OLMO3 = Architecture("Olmo3ForCausalLM", window_period=4, one_theta=True, attention_factor=True)
+"""OLMo 3. Its files name the architecture `olmo2`, and have a sliding window."""
+READ = frozenset(known.name for known in (*ARCHITECTURES.values(), MIXTRAL, OLMO3))
 """Families, by their names in config.json, that can be loaded from GGUF files."""
 
 
@@ -68,4 +75,6 @@ def architecture_of(file: GGUFFile) -> Architecture:
         raise UnsupportedModelError(f"{file.path}: general.architecture={short(name)}: {reason}")
     if name == "llama" and metadata.get("llama.expert_count", 0) != 0:
         return MIXTRAL
+    if name == "olmo2" and metadata.get("olmo2.attention.sliding_window", 0) != 0:
+        return OLMO3
     return ARCHITECTURES[name]

@@ -56,7 +56,10 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
     }
     rope = rope_object(values, family, rotary_dim, positions)
     if family.local_rope_theta is not None:
-        local = values.number("rope.freq_base_swa", family.local_rope_theta)
+        theta = rope["rope_theta"] if architecture.one_theta else family.local_rope_theta
+        if architecture.attention_factor and rope.get("rope_type") == "yarn":
+            rope |= _attention_factor(values)
+        local = values.number("rope.freq_base_swa", theta)
         rope = {"full_attention": rope, "sliding_attention": {"rope_theta": local}}
     elif "rope.freq_base_swa" in values:
         values.check_equal("rope.freq_base_swa", values.get("rope.freq_base"))
@@ -76,6 +79,12 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
     raw |= _biases(file, architecture)
     values.check_all_read()
     return raw
+
+
+def _attention_factor(values: Fields) -> dict[str, Any]:
+    """Return the factor of queries and keys for YaRN. Without the field it is derived from the scaling's factor."""
+    name = "rope.scaling.yarn_attn_factor"
+    return {"attention_factor": values.number(name)} if name in values else {}
 
 
 def _num_layers(values: Fields, family: Family) -> int:
