@@ -1980,7 +1980,7 @@ class CpuDecoder:
         hidden: NDArray[np.float32],
         hidden_layers: list[int] = ...,
         entries: NDArray[np.float32] | None = None,
-        eagle3: NDArray[np.float32] | None = None,
+        head_states: NDArray[np.float32] | None = None,
         k_start: NDArray[np.int64] | None = None,
         group_slots: NDArray[np.int64] | None = None,
         group_tables: NDArray[np.int64] | None = None,
@@ -2001,7 +2001,7 @@ class CpuDecoder:
                 norm; one more for the stream after it.
             entries: `[N, L, hidden_size]`, written: the residual stream as the input of those layers. In a head, layer
                 1 is the input of its next pass.
-            eagle3: `[N, hidden_size]`, only for a head: each row's hidden state.
+            head_states: `[N, hidden_size]`, only for a head: each row's hidden state.
             k_start: `[B]`, the first position that a request's rows attend, at most their own; None: 0.
             group_slots: `[G - 1, N]`, slots in the KV groups after the first, if `kv_cache` has several.
             group_tables: `[G - 1, B, max_blocks]`, block tables of these groups; entries before a group's window mean
@@ -2069,7 +2069,7 @@ class _CallableModel(Protocol):
         wanted: NDArray[np.int64],
         keeps: bool,
         layers: list[int],
-        eagle3: NDArray[np.float32] | None,
+        head_states: NDArray[np.float32] | None,
     ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None, NDArray[np.bool_] | None]:
         """Run one pass over N rows and write their K and V.
 
@@ -2081,7 +2081,7 @@ class _CallableModel(Protocol):
             keeps: whether to keep the hidden states of `wanted` instead of returning logits.
             layers: layers whose input states are returned; the number of layers and one more are explained at
                 `CpuDecoder.forward`. For a head `[1]`: the input of its next pass.
-            eagle3: `[N, hidden_size]`, input of a head in addition to the tokens; None for other models.
+            head_states: `[N, hidden_size]`, input of a head in addition to the tokens; None for other models.
 
         Returns:
             Logits `[len(wanted), num_ids]` or None; hidden states `[N, len(layers), hidden_size]` or None; and whether

@@ -40,7 +40,7 @@ pub use layer::{
 pub use linear::{Linear, Part, Weight};
 pub use lora::{Lora, LoraLayer, LoraPart};
 pub use memory::{Bf16, E4m3, E5m2, Memory, MemoryMut, Owner};
-pub use pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass};
+pub use pass::{Entries, HeadStates, MAX_TILE_ROWS, Output, Pass};
 pub use pool::Pool;
 pub use quantize::quantize;
 pub use shape::{DeltaShape, ModelShape};

@@ -89,15 +89,15 @@ pub struct Entries<'a> {
 
 /// Input of an EAGLE-3 or MTP head's pass in addition to its tokens, which are those after its positions.
 #[derive(Clone, Copy, Debug)]
-pub struct Eagle3Input<'a> {
+pub struct HeadStates<'a> {
     /// Hidden states, `[N, hidden_size]`: the target's states (of EAGLE-3, fused), or the output of the pass before; any
     /// value for a masked row.
     pub hidden: &'a [f32],
 }
 
-impl Eagle3Input<'_> {
+impl HeadStates<'_> {
     pub(crate) fn check(&self, pass: &Pass<'_>, shape: &ModelShape) -> Result<()> {
-        check_len("eagle3", self.hidden.len(), pass.len() * shape.hidden_size)
+        check_len("head_states", self.hidden.len(), pass.len() * shape.hidden_size)
     }
 }
 

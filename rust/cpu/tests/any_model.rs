@@ -6,7 +6,7 @@ use specrs_core::Drafter;
 use specrs_core::sampling::{LogprobsMode, RequestSampling};
 use specrs_core::scheduler::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 use specrs_cpu::iteration::{Facts, Host, Iteration, Model, OwnedRowState, Rule, TextLimits, Translated, Translation};
-use specrs_cpu::{Eagle3Input, Entries, Error, Output, Pass, Result};
+use specrs_cpu::{Entries, Error, HeadStates, Output, Pass, Result};
 use std::collections::HashMap;
 
 const VOCAB: usize = 23;
@@ -67,7 +67,7 @@ impl Model for Reader {
     fn forward(
         &mut self,
         pass: &Pass<'_>,
-        _beside: Option<Eagle3Input<'_>>,
+        _head_states: Option<HeadStates<'_>>,
         output: Output<'_>,
         _entries: Entries<'_>,
     ) -> Result<()> {

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use specrs_core::sampling::{largest, lowest_id};
 use specrs_cpu::iteration::{Facts, Model};
-use specrs_cpu::{Eagle3Input, Entries, Error, Output, Pass, Result};
+use specrs_cpu::{Entries, Error, HeadStates, Output, Pass, Result};
 use std::sync::{Arc, Mutex};
 
 /// Exceptions that the host's code has raised in a step, each with the message of the error that represents it.
@@ -90,7 +90,7 @@ impl Called {
     fn pass(
         &mut self,
         pass: &Pass<'_>,
-        eagle3: Option<Eagle3Input<'_>>,
+        head_states: Option<HeadStates<'_>>,
         (wanted, keeps): (&[usize], bool),
         entries: &mut Entries<'_>,
         logits: &mut Vec<f32>,
@@ -98,14 +98,14 @@ impl Called {
         let done = Python::attach(|py| {
             let inputs = pass_inputs(py, pass)?;
             let width = self.hidden_size;
-            let eagle3 = match eagle3 {
-                Some(eagle3) => Some(PyArray1::from_slice(py, eagle3.hidden).reshape([pass.len(), width])?),
+            let head_states = match head_states {
+                Some(head_states) => Some(PyArray1::from_slice(py, head_states.hidden).reshape([pass.len(), width])?),
                 None => None,
             };
             let wanted_rows = indices(py, wanted);
             let layers = entries.layers.to_vec();
             let returned =
-                self.object.bind(py).call_method1("forward", (inputs, wanted_rows, keeps, layers, eagle3))?;
+                self.object.bind(py).call_method1("forward", (inputs, wanted_rows, keeps, layers, head_states))?;
             let (scores, states, finite): (Bound<'_, PyAny>, Bound<'_, PyAny>, Bound<'_, PyAny>) =
                 returned.extract()?;
             if !wanted.is_empty() && !keeps {
@@ -142,7 +142,7 @@ impl Model for Called {
     fn forward(
         &mut self,
         pass: &Pass<'_>,
-        eagle3: Option<Eagle3Input<'_>>,
+        head_states: Option<HeadStates<'_>>,
         output: Output<'_>,
         mut entries: Entries<'_>,
     ) -> Result<()> {
@@ -151,7 +151,7 @@ impl Model for Called {
             Output::Logits { rows, .. } | Output::Argmax { rows, .. } | Output::Hidden { rows, .. } => *rows,
         };
         let mut scores = Vec::new();
-        self.pass(pass, eagle3, (rows, false), &mut entries, &mut scores)?;
+        self.pass(pass, head_states, (rows, false), &mut entries, &mut scores)?;
         let all = scores.chunks_exact(self.num_ids);
         match output {
             Output::Logits { num_ids, logits, .. } => {

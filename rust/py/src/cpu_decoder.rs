@@ -6,7 +6,7 @@ use crate::error::{Class, cpu_to_py, size};
 use crate::lora::{GivenAdapters, by_row};
 use numpy::{Ix1, Ix2, Ix3, PyReadonlyArray, PyReadwriteArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use specrs_cpu::{Decoder, Eagle3Input, Entries, Output, Pass, Rounding, Tiles, guarded};
+use specrs_cpu::{Decoder, Entries, HeadStates, Output, Pass, Rounding, Tiles, guarded};
 use std::sync::{Arc, Mutex};
 
 /// Decoder that runs the passes of a model.
@@ -53,7 +53,7 @@ impl CpuDecoder {
     #[allow(clippy::needless_pass_by_value)] // extracted from Python objects
     #[pyo3(signature = (
         tokens, positions, slots, q_start, block_table, kv_cache, hidden, hidden_layers = vec![], entries = None,
-        eagle3 = None, k_start = None, group_slots = None, group_tables = None, prompts = false, adapters = vec![]
+        head_states = None, k_start = None, group_slots = None, group_tables = None, prompts = false, adapters = vec![]
     ))]
     fn forward(
         &self,
@@ -67,15 +67,15 @@ impl CpuDecoder {
         hidden: &Bound<'_, PyAny>,
         hidden_layers: Vec<i64>,
         entries: Option<&Bound<'_, PyAny>>,
-        eagle3: Option<&Bound<'_, PyAny>>,
+        head_states: Option<&Bound<'_, PyAny>>,
         k_start: Option<&Bound<'_, PyAny>>,
         group_slots: Option<&Bound<'_, PyAny>>,
         group_tables: Option<&Bound<'_, PyAny>>,
         prompts: bool,
         adapters: GivenAdapters<'_>,
     ) -> PyResult<()> {
-        let eagle3: Option<PyReadonlyArray<'_, f32, Ix2>> =
-            eagle3.map(|array| readonly("eagle3", array)).transpose()?;
+        let head_states: Option<PyReadonlyArray<'_, f32, Ix2>> =
+            head_states.map(|array| readonly("head_states", array)).transpose()?;
         let k_start: Option<In<'_>> = k_start.map(|array| readonly("k_start", array)).transpose()?;
         let group_slots: Option<In2<'_>> = group_slots.map(|array| readonly("group_slots", array)).transpose()?;
         let group_tables: Option<PyReadonlyArray<'_, i64, Ix3>> =
@@ -114,8 +114,8 @@ impl CpuDecoder {
             Some(states) => states.as_slice_mut()?,
             None => &mut [],
         };
-        let eagle3 = match &eagle3 {
-            Some(array) => Some(Eagle3Input { hidden: array.as_slice()? }),
+        let head_states = match &head_states {
+            Some(array) => Some(HeadStates { hidden: array.as_slice()? }),
             None => None,
         };
         py.detach(|| {
@@ -124,8 +124,8 @@ impl CpuDecoder {
             let output = Output::Hidden { rows: &rows, hidden };
             let entries = Entries { layers: &layers, states };
             let (mut decoder, mut cache) = (lock(&self.0), lock(&kv_cache.0));
-            guarded(|| match eagle3 {
-                Some(eagle3) => decoder.forward_eagle3(&pass, eagle3, &mut cache, output, entries),
+            guarded(|| match head_states {
+                Some(head_states) => decoder.forward_head(&pass, head_states, &mut cache, output, entries),
                 None => decoder.forward_keeping(&pass, &mut cache, output, entries),
             })
         })

@@ -47,15 +47,15 @@ class CallableModel:
         wanted: NDArray[np.int64],
         keeps: bool,
         layers: list[int],
-        eagle3: NDArray[np.float32] | None,
+        head_states: NDArray[np.float32] | None,
     ) -> Returned:
         """Run a pass over N rows, and write their K and V into the cache.
 
         `wanted` are the rows whose logits are returned or, with `keeps`, whose hidden states are kept for `logits` and
-        `hidden`. `layers` are the layers whose inputs are returned as hidden states. `eagle3` must be None: only heads
-        read hidden states of a target.
+        `hidden`. `layers` are the layers whose inputs are returned as hidden states. `head_states` must be None: only
+        heads read hidden states of a target.
         """
-        assert eagle3 is None
+        assert head_states is None
         rows = inputs.pop("rows").tolist()
         made = pass_inputs(inputs | {"state_rows": tuple(rows)}, self._adapter_rows(rows, inputs["q_start"]))
         hidden, entries = self._model.forward(made, self._kv_cache, layers)
@@ -123,19 +123,19 @@ class CallableHead:
         wanted: NDArray[np.int64],
         keeps: bool,
         layers: list[int],
-        eagle3: NDArray[np.float32] | None,
+        head_states: NDArray[np.float32] | None,
     ) -> Returned:
         """Run a pass over N rows, and write their K and V into the cache.
 
         `wanted` are the rows whose logits are returned. `keeps` must be false. With `layers`, the states that the
-        head's next pass reads are returned too. `eagle3` `[N, hidden_size]` has the states that this pass reads in
+        head's next pass reads are returned too. `head_states` `[N, hidden_size]` has the states that this pass reads in
         addition to the tokens.
         """
-        assert eagle3 is not None
+        assert head_states is not None
         assert not keeps
         del inputs["rows"]
         made = pass_inputs(inputs)
-        hidden = torch.from_numpy(eagle3).to(self._head.weights.dtype)
+        hidden = torch.from_numpy(head_states).to(self._head.weights.dtype)
         recurrent, final = self._head.forward(made, hidden, self._kv_cache, made.k_start)
         logits = _floats(self._head.compute_logits(final[torch.from_numpy(wanted)])) if len(wanted) else None
         return logits, _floats(recurrent)[:, None] if layers else None, None

@@ -306,7 +306,7 @@ mod tests {
             } else {
                 prop_assert!(len == 0 || cost(len) <= ms * (1.0 + 1e-9), "{} ms of {ms}", cost(len));
                 let longer = (len + 1..=most).find(|&longer| cost(longer) <= ms * (1.0 - 1e-9));
-                prop_assert_eq!(longer, None, "eagle3 {}", len);
+                prop_assert_eq!(longer, None, "not {}", len);
             }
         }
 

@@ -201,7 +201,7 @@ fn prompts_with_log_probabilities_have_a_cost_of_their_own() {
     }
     assert!(all.iter().all(|&ms| ms <= 1.5 * BOUND), "{all:.0?}");
     assert!(all.len() <= 60, "1,600 tokens at 2 ms are 33 steps: {all:.0?}");
-    assert!(plain_behind > 0, "a prompt that asks for none goes on eagle3 them: {all:.0?}");
+    assert!(plain_behind > 0, "a prompt that asks for none goes on next to them: {all:.0?}");
     // Alone they have the whole budget.
     driver.abort(0).unwrap();
     driver.run();
@@ -219,9 +219,9 @@ fn catch_up_of_draft_kv_is_cut_beside_others() {
         drafter: specrs_core::Drafter::draft_model(9000, 1.0),
         ..bounded()
     };
-    let run = |eagle3: bool| {
+    let run = |has_others: bool| {
         let mut driver = decoding(&machine, config.clone(), &[500]);
-        if !eagle3 {
+        if !has_others {
             driver.abort(0).unwrap();
             driver.run();
         }
@@ -236,11 +236,11 @@ fn catch_up_of_draft_kv_is_cut_beside_others() {
         }
         chunks
     };
-    let eagle3 = run(true);
-    assert!(eagle3.iter().sum::<usize>() >= 1490, "{eagle3:?}");
+    let chunks = run(true);
+    assert!(chunks.iter().sum::<usize>() >= 1490, "{chunks:?}");
     // What fits into the bound is fewer than what goes through in any step.
-    assert!(eagle3.iter().all(|&tokens| tokens <= 512), "{eagle3:?}");
-    assert!(eagle3.iter().filter(|&&tokens| tokens > 0).count() < 6, "{eagle3:?}");
+    assert!(chunks.iter().all(|&tokens| tokens <= 512), "{chunks:?}");
+    assert!(chunks.iter().filter(|&&tokens| tokens > 0).count() < 6, "{chunks:?}");
     assert!(run(false)[0] >= 1490, "who decodes alone waits for itself: {:?}", run(false));
 }
 

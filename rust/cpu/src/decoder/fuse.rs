@@ -12,7 +12,7 @@ use crate::weights::{Head, HeadInput, Weights};
 
 impl Decoder {
     /// Combines the target's hidden states `[N, L, its hidden size]` into states of the head, `out` `[N, hidden_size]`,
-    /// which [`Eagle3Input`](crate::Eagle3Input) takes. The decoder's weights must be those of a head. An MTP head reads
+    /// which [`HeadStates`](crate::HeadStates) takes. The decoder's weights must be those of a head. An MTP head reads
     /// the states as they are.
     ///
     /// # Errors

@@ -20,7 +20,7 @@ use crate::isa::{Isa, LANES, Tiles, Vector};
 use crate::kernels::{Angles, RmsNorm, Rounding};
 use crate::kv_cache::{KvCache, KvLayer};
 use crate::layer::Mlp;
-use crate::pass::{Eagle3Input, Entries, MAX_TILE_ROWS, Output, Pass};
+use crate::pass::{Entries, HeadStates, MAX_TILE_ROWS, Output, Pass};
 use crate::pool::{Pool, Session};
 use crate::shape::ModelShape;
 use crate::states::{FedRows, of_tile};
@@ -81,7 +81,7 @@ struct Context<'a> {
     /// Index in `pass` of the tile's first row.
     first: usize,
     /// Hidden states that a head is fed with its tokens; `None` for other models.
-    eagle3: Option<Eagle3Input<'a>>,
+    head_states: Option<HeadStates<'a>>,
     /// Rows of the tile that have adapters.
     adapted: &'a [AdaptedRows<'a>],
     /// Index of the layer being computed.
@@ -221,21 +221,21 @@ impl Decoder {
     /// # Errors
     /// If the pass is invalid as in [`forward_keeping`](Self::forward_keeping), hidden states have another size, or
     /// attention starts after a row's position.
-    pub fn forward_eagle3(
+    pub fn forward_head(
         &mut self,
         pass: &Pass<'_>,
-        eagle3: Eagle3Input<'_>,
+        head_states: HeadStates<'_>,
         kv: &mut KvCache,
         output: Output<'_>,
         entries: Entries<'_>,
     ) -> Result<()> {
-        self.run(pass, Some(eagle3), kv, output, entries)
+        self.run(pass, Some(head_states), kv, output, entries)
     }
 
     fn run(
         &mut self,
         pass: &Pass<'_>,
-        eagle3: Option<Eagle3Input<'_>>,
+        head_states: Option<HeadStates<'_>>,
         kv: &mut KvCache,
         mut output: Output<'_>,
         mut entries: Entries<'_>,
@@ -247,13 +247,13 @@ impl Decoder {
             of_group.map(|(layer, _)| layer.window).max().unwrap_or(0)
         };
         pass.check(&self.weights.shape, self.weights.num_ids(), kv, &output, window_of)?;
-        match (&eagle3, &self.weights.head) {
-            (Some(eagle3), Some(_)) => eagle3.check(pass, &self.weights.shape)?,
+        match (&head_states, &self.weights.head) {
+            (Some(head_states), Some(_)) => head_states.check(pass, &self.weights.shape)?,
             (None, None) => {}
             (given, _) => {
                 let (given, allowed) =
                     if given.is_some() { ("given", "none: it is no head") } else { ("missing", "some") };
-                return Err(Error::invalid("eagle3", given, allowed));
+                return Err(Error::invalid("head_states", given, allowed));
             }
         }
         entries.check(pass.len(), self.weights.layers.len(), &self.weights.shape)?;
@@ -290,7 +290,7 @@ impl Decoder {
             for shares in &mut *kinds {
                 shares.set_tile(&tile);
             }
-            let eagle3 = eagle3.map(|all| Eagle3Input { hidden: &all.hidden[rows.start * hidden..] });
+            let head_states = head_states.map(|all| HeadStates { hidden: &all.hidden[rows.start * hidden..] });
             let (isa, activations) = (self.isa, self.activations);
             let tiles = self.prompt_tiles.filter(|_| pass.prompts);
             let (weights, session) = (&*self.weights, &session);
@@ -306,7 +306,7 @@ impl Decoder {
                 tile,
                 pass: *pass,
                 first,
-                eagle3,
+                head_states,
                 adapted: &adapted,
                 layer: 0,
             };
@@ -355,7 +355,7 @@ impl<'a> Context<'a> {
         session: &'a Session<'a>,
     ) -> Self {
         let (tile, pass) = (Pass::default(), Pass::default());
-        let (tiles, eagle3, adapted) = (None, None, &[]);
+        let (tiles, head_states, adapted) = (None, None, &[]);
         let kinds = std::slice::from_ref(shares);
         Self {
             isa,
@@ -368,7 +368,7 @@ impl<'a> Context<'a> {
             tile,
             pass,
             first: 0,
-            eagle3,
+            head_states,
             adapted,
             layer: 0,
         }
@@ -460,10 +460,10 @@ impl Context<'_> {
             let (token, position) = (self.tile.tokens[row], self.tile.positions[row]);
             let h = &mut buffers.h[row * hidden..][..hidden];
             let token = if position < 0 { None } else { Some(token as usize) };
-            match (self.eagle3, &self.weights.head) {
-                (Some(eagle3), Some(head)) => {
+            match (self.head_states, &self.weights.head) {
+                (Some(head_states), Some(head)) => {
                     match token {
-                        Some(_) => h.copy_from_slice(&eagle3.hidden[row * hidden..][..hidden]),
+                        Some(_) => h.copy_from_slice(&head_states.hidden[row * hidden..][..hidden]),
                         None => h.fill(0.0),
                     }
                     let eps = self.weights.shape.rms_norm_eps;

@@ -14,7 +14,7 @@ use super::passes::{Want, Whose};
 use super::prefill::caught_up;
 use super::{HiddenRows, Host, Iteration, Model, RowState, Sequence, Stage};
 use crate::error::{Error, Result, check_len};
-use crate::{Eagle3Input, Entries, Output, Pass};
+use crate::{Entries, HeadStates, Output, Pass};
 
 /// Hidden states that are kept between passes and between steps.
 #[derive(Debug, Default)]
@@ -30,7 +30,7 @@ pub(super) struct HiddenStates {
     /// Target's hidden states for a head's first pass, `[N, size]`.
     fed: Vec<f32>,
     /// Input states of a head's pass, `[N, hidden]`.
-    pub(super) eagle3: Vec<f32>,
+    pub(super) head_states: Vec<f32>,
     /// Output states of a head's pass, `[N, hidden]`.
     pub(super) left: Vec<f32>,
     behind: Behind,
@@ -121,10 +121,10 @@ impl HiddenStates {
 
     /// Runs the head's pass over `behind`.
     fn feed_behind(&mut self, head: &mut dyn Model) -> Result<()> {
-        let Self { behind, eagle3, .. } = self;
+        let Self { behind, head_states, .. } = self;
         let Behind { batch, states, block_table, k_start, max_blocks, .. } = behind;
-        eagle3.resize(batch.len() * head.facts().hidden_size, 0.0);
-        head.fuse(states, eagle3)?;
+        head_states.resize(batch.len() * head.facts().hidden_size, 0.0);
+        head.fuse(states, head_states)?;
         let pass = Pass {
             tokens: &batch.tokens,
             positions: &batch.positions,
@@ -135,8 +135,8 @@ impl HiddenStates {
             k_start,
             ..Pass::default()
         };
-        let (none, eagle3) = (Entries { layers: &[], states: &mut [] }, Eagle3Input { hidden: eagle3 });
-        head.forward(&pass, Some(eagle3), Output::Nothing, none)
+        let (none, head_states) = (Entries { layers: &[], states: &mut [] }, HeadStates { hidden: head_states });
+        head.forward(&pass, Some(head_states), Output::Nothing, none)
     }
 }
 
@@ -222,8 +222,8 @@ impl Iteration {
         let hidden_size = head.facts().hidden_size;
         if i == 1 {
             self.gather_first(state);
-            self.hidden.eagle3.resize(self.batch.len() * hidden_size, 0.0);
-            head.fuse(&self.hidden.fed, &mut self.hidden.eagle3)?;
+            self.hidden.head_states.resize(self.batch.len() * hidden_size, 0.0);
+            head.fuse(&self.hidden.fed, &mut self.hidden.head_states)?;
         } else {
             self.gather_next(i, state, hidden_size);
         }
@@ -271,14 +271,14 @@ impl Iteration {
     /// Gathers the rows of pass `i` >= 2: draft i - 1, with the state that its row left in the pass before.
     fn gather_next(&mut self, i: usize, state: &RowState<'_>, hidden_size: usize) {
         self.batch.clear();
-        self.hidden.eagle3.clear();
+        self.hidden.head_states.clear();
         let before = self.sequences.iter().filter(|sequence| sequence.passes() >= i - 1);
         for (at, sequence) in before.enumerate().filter(|(_, sequence)| sequence.passes() >= i) {
             let (row, token) = (sequence.row, sequence.n + i - 2);
             let slot = state.slot(row, token - 1, self.config.block_size);
             self.batch.push(row, state.token(row, token), token - 1, slot);
             self.batch.want_last();
-            self.hidden.eagle3.extend_from_slice(&self.hidden.left[at * hidden_size..][..hidden_size]);
+            self.hidden.head_states.extend_from_slice(&self.hidden.left[at * hidden_size..][..hidden_size]);
         }
     }
 }

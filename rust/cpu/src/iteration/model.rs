@@ -2,7 +2,7 @@
 
 use super::translate::Translation;
 use crate::error::{Error, Result};
-use crate::{Decoder, Eagle3Input, Entries, KvCache, Lora, Output, Pass};
+use crate::{Decoder, Entries, HeadStates, KvCache, Lora, Output, Pass};
 
 /// Sizes of a model, and the ids of its logits.
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +33,7 @@ pub trait Model {
     /// `pass.adapters` is empty. The model knows the adapters of rows of state, which `pass.sequences` names for a
     /// target.
     ///
-    /// `eagle3` is the input of an EAGLE-3 head in addition to its tokens, `None` for other models. A head writes the
+    /// `head_states` is the input of an EAGLE-3 head in addition to its tokens, `None` for other models. A head writes the
     /// input of its next pass to `entries` at layer 1.
     ///
     /// # Errors
@@ -41,7 +41,7 @@ pub trait Model {
     fn forward(
         &mut self,
         pass: &Pass<'_>,
-        eagle3: Option<Eagle3Input<'_>>,
+        head_states: Option<HeadStates<'_>>,
         output: Output<'_>,
         entries: Entries<'_>,
     ) -> Result<()>;
@@ -120,7 +120,7 @@ impl Model for Cached<'_> {
     fn forward(
         &mut self,
         pass: &Pass<'_>,
-        eagle3: Option<Eagle3Input<'_>>,
+        head_states: Option<HeadStates<'_>>,
         output: Output<'_>,
         entries: Entries<'_>,
     ) -> Result<()> {
@@ -135,9 +135,9 @@ impl Model for Cached<'_> {
             }
         }
         let pass = Pass { adapters: &adapters, ..*pass };
-        match eagle3 {
+        match head_states {
             None => self.decoder.forward_keeping(&pass, self.kv_cache, output, entries),
-            Some(eagle3) => self.decoder.forward_eagle3(&pass, eagle3, self.kv_cache, output, entries),
+            Some(head_states) => self.decoder.forward_head(&pass, head_states, self.kv_cache, output, entries),
         }
     }
 
@@ -205,7 +205,7 @@ impl Model for Translated<'_> {
     fn forward(
         &mut self,
         pass: &Pass<'_>,
-        eagle3: Option<Eagle3Input<'_>>,
+        head_states: Option<HeadStates<'_>>,
         output: Output<'_>,
         entries: Entries<'_>,
     ) -> Result<()> {
@@ -215,11 +215,11 @@ impl Model for Translated<'_> {
         fed.tokens.extend(pass.tokens.iter().map(|&token| fed.ids[token as usize]));
         let pass = Pass { tokens: &fed.tokens, ..*pass };
         let (Output::Logits { rows, .. } | Output::Argmax { rows, .. }) = &output else {
-            return self.model.forward(&pass, eagle3, output, entries);
+            return self.model.forward(&pass, head_states, output, entries);
         };
         let rows = *rows;
         scores.resize(rows.len() * own, 0.0);
-        self.model.forward(&pass, eagle3, Output::Logits { rows, num_ids: own, logits: scores }, entries)?;
+        self.model.forward(&pass, head_states, Output::Logits { rows, num_ids: own, logits: scores }, entries)?;
         self.translation.write(own, output);
         Ok(())
     }

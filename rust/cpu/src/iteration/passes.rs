@@ -4,7 +4,7 @@ use specrs_core::sampling::{UNKNOWN_BELOW, largest, lowest_id};
 
 use super::{Iteration, Model, RowState, Sequence};
 use crate::error::Result;
-use crate::{Eagle3Input, Entries, Output, Pass};
+use crate::{Entries, HeadStates, Output, Pass};
 use std::time::Instant;
 
 /// Kind of model that runs a pass.
@@ -136,19 +136,19 @@ impl Iteration {
         // A pass that keeps hidden states has none to write.
         let mut forward = |model: &mut dyn Model, output: Option<Output<'_>>| {
             let begun = pass_time.is_some().then(Instant::now);
-            let (eagle3, entries) = match whose {
+            let (head_states, entries) = match whose {
                 Whose::Target => {
                     let states = room(&mut hidden.captured, pass.len() * hidden.size);
                     (None, Entries { layers: &hidden.layers, states })
                 }
                 Whose::Draft => (None, Entries { layers: &[], states: &mut [] }),
                 Whose::Head => {
-                    let states = room(&mut hidden.left, hidden.eagle3.len());
-                    (Some(Eagle3Input { hidden: &hidden.eagle3 }), Entries { layers: &[1], states })
+                    let states = room(&mut hidden.left, hidden.head_states.len());
+                    (Some(HeadStates { hidden: &hidden.head_states }), Entries { layers: &[1], states })
                 }
             };
             let done = match output {
-                Some(output) => model.forward(&pass, eagle3, output, entries),
+                Some(output) => model.forward(&pass, head_states, output, entries),
                 None => model.forward_keeping(&pass, &batch.wanted, entries),
             };
             if let (Some(total), Some(begun)) = (pass_time.as_mut(), begun) {
