@@ -27,7 +27,7 @@ mod sweep;
 mod windows;
 
 use common::driver::{Ask, prompt};
-use specrs_core::{Drafter, SchedulerConfig};
+use specrs_core::{Drafter, GrammarProposer, HostDrafters, PredictionSettings, SchedulerConfig};
 
 /// Returns settings with 4 rows of at most 64 tokens, 64 blocks of 4, a budget of 32, no speculation, and no reserved
 /// blocks.
@@ -43,6 +43,12 @@ fn speculative() -> SchedulerConfig {
 /// Returns a draft model of 64 positions whose first pass feeds `max_draft_lag` positions.
 fn with_lag(max_draft_lag: usize) -> Drafter {
     Drafter::Cached { max_model_len: 64, max_draft_lag, mask_token_id: None, cost_ratio: 1.0 }
+}
+
+/// Returns `drafters` and those whose drafts come with requests: predictions, and drafts by grammars.
+fn with_drafts_of_requests(mut drafters: HostDrafters) -> HostDrafters {
+    (drafters.prediction, drafters.grammar) = (Some(PredictionSettings), Some(GrammarProposer));
+    drafters
 }
 
 /// Returns a request of `len` prompt tokens that differ from those of other seeds.

@@ -5,13 +5,14 @@ use specrs_core::{
 };
 
 use crate::common::driver::{Ask, Driver, prompt};
+use crate::with_drafts_of_requests;
 
 /// Returns settings with K = 5 and drafts of requests, next to prompt lookup that never finds anything.
-fn with_drafts_of_requests() -> SchedulerConfig {
+fn requests_draft() -> SchedulerConfig {
     let never = HostDrafters::ngram(NgramProposer::new(1024, 1024).expect("allowed"));
     SchedulerConfig {
         num_speculative_tokens: 5,
-        host_drafters: never.with_drafts_of_requests(),
+        host_drafters: with_drafts_of_requests(never),
         ..SchedulerConfig::new(4, 64, 64, 4, 32)
     }
 }
@@ -52,7 +53,7 @@ fn next_drafts(driver: &mut Driver) -> (i64, Vec<i64>) {
 
 #[test]
 fn grammar_drafts_are_drafted_until_the_request_has_more() {
-    let mut driver = Driver::new(with_drafts_of_requests());
+    let mut driver = Driver::new(requests_draft());
     let rest = started(&mut driver, &asking(1));
     driver.scheduler.set_grammar_drafts(0, &rest[..3]).unwrap();
     assert_eq!(next_drafts(&mut driver), (DrafterKind::Grammar as i64, rest[..3].to_vec()));
@@ -64,7 +65,7 @@ fn grammar_drafts_are_drafted_until_the_request_has_more() {
 
 #[test]
 fn no_more_than_k_grammar_drafts_are_drafted() {
-    let mut driver = Driver::new(with_drafts_of_requests());
+    let mut driver = Driver::new(requests_draft());
     let rest = started(&mut driver, &Ask { k: 2, ..asking(2) });
     driver.scheduler.set_grammar_drafts(0, &rest[..9]).unwrap();
     assert_eq!(next_drafts(&mut driver).1, rest[..2]);
@@ -73,12 +74,12 @@ fn no_more_than_k_grammar_drafts_are_drafted() {
 
 #[test]
 fn grammar_drafts_are_continued_by_another_drafter() {
-    let mut driver = Driver::new(with_drafts_of_requests());
+    let mut driver = Driver::new(requests_draft());
     let rest = started(&mut driver, &asking(3));
     let prediction = rest.clone();
     driver.run();
     // The prediction begins in the middle, so its place is found only after the grammar's drafts.
-    let mut driver = Driver::new(with_drafts_of_requests());
+    let mut driver = Driver::new(requests_draft());
     assert_eq!(started(&mut driver, &Ask { prediction: prediction[1..].to_vec(), ..asking(3) }), rest);
     driver.scheduler.set_grammar_drafts(0, &rest[..2]).unwrap();
     assert_eq!(next_drafts(&mut driver), (DrafterKind::Grammar as i64, rest[..5].to_vec()));
@@ -87,7 +88,7 @@ fn grammar_drafts_are_continued_by_another_drafter() {
 
 #[test]
 fn a_planner_that_never_drafts_leaves_the_drafts_of_requests() {
-    let (mut driver, mut planner) = (Driver::new(with_drafts_of_requests()), that_never_drafts());
+    let (mut driver, mut planner) = (Driver::new(requests_draft()), that_never_drafts());
     let rest = started(&mut driver, &asking(4));
     driver.scheduler.set_grammar_drafts(0, &rest[..4]).unwrap();
     driver.scheduler.speculate(&mut planner).unwrap();
@@ -99,8 +100,8 @@ fn a_planner_that_never_drafts_leaves_the_drafts_of_requests() {
 
 #[test]
 fn grammar_drafts_and_a_draft_model_take_turns() {
-    let config = with_drafts_of_requests();
-    let host_drafters = HostDrafters::default().with_drafts_of_requests();
+    let config = requests_draft();
+    let host_drafters = with_drafts_of_requests(HostDrafters::default());
     let mut driver = Driver::new(SchedulerConfig { host_drafters, drafter: Drafter::draft_model(64, 0.1), ..config });
     for id in 0..8 {
         driver.add(id, &asking(id as u64)).unwrap();
@@ -118,13 +119,13 @@ fn grammar_drafts_and_a_draft_model_take_turns() {
 #[test]
 fn predictions_are_drafted_and_never_change_the_output() {
     for wrong in [0, 1, 7] {
-        let mut driver = Driver::new(with_drafts_of_requests());
+        let mut driver = Driver::new(requests_draft());
         let mut prediction = started(&mut driver, &asking(6));
         driver.run();
         for token in prediction.iter_mut().take(wrong) {
             *token = (*token + 1) % 97;
         }
-        let mut driver = Driver::new(with_drafts_of_requests());
+        let mut driver = Driver::new(requests_draft());
         started(&mut driver, &Ask { prediction, ..asking(6) });
         driver.run();
         let acceptance = driver.scheduler.acceptance_of(DrafterKind::Prediction);
@@ -135,7 +136,7 @@ fn predictions_are_drafted_and_never_change_the_output() {
 
 #[test]
 fn requests_without_drafts_of_their_own_share_nothing_of_others() {
-    let mut driver = Driver::new(with_drafts_of_requests());
+    let mut driver = Driver::new(requests_draft());
     let rest = started(&mut driver, &asking(7));
     driver.add(1, &asking(7)).unwrap();
     driver.scheduler.set_grammar_drafts(0, &rest[..3]).unwrap();
@@ -145,7 +146,7 @@ fn requests_without_drafts_of_their_own_share_nothing_of_others() {
 
 #[test]
 fn wrong_grammar_drafts_are_rejected() {
-    let mut driver = Driver::new(with_drafts_of_requests());
+    let mut driver = Driver::new(requests_draft());
     driver.add(0, &asking(8)).unwrap();
     assert!(matches!(driver.scheduler.set_grammar_drafts(3, &[1]), Err(Error::UnknownRequest { request_id: 3 })));
     let wrong = driver.scheduler.set_grammar_drafts(0, &[1, -2]).unwrap_err().to_string();

@@ -4,6 +4,7 @@ use specrs_core::{Drafter, HostDrafters, SchedulerConfig};
 
 use crate::common::driver::{Ask, Driver, prompt};
 use crate::common::model::mix;
+use crate::with_drafts_of_requests;
 
 struct Rng(u64);
 
@@ -34,11 +35,7 @@ fn random_config(rng: &mut Rng) -> SchedulerConfig {
                 cost_ratio: rng.pick(&[0.05, 0.3, 1.0, 2.5]),
             },
         },
-        host_drafters: if on_host {
-            HostDrafters::default().with_drafts_of_requests()
-        } else {
-            HostDrafters::default()
-        },
+        host_drafters: if on_host { with_drafts_of_requests(HostDrafters::default()) } else { HostDrafters::default() },
         max_in_flight: if on_host { 1 } else { rng.pick(&[1, 2, 2, 3]) },
         enable_prefix_caching: rng.below(4) > 0,
         max_prefill_stall_ms: rng.pick(&[0.0, 0.0, 2.0, 20.0]),

@@ -219,12 +219,6 @@ impl HostDrafters {
         *self != Self::default()
     }
 
-    /// Returns the same drafters and those whose drafts come with requests: predictions, and drafts by grammars.
-    #[must_use]
-    pub fn with_drafts_of_requests(self) -> Self {
-        Self { prediction: Some(PredictionSettings), grammar: Some(GrammarProposer), ..self }
-    }
-
     /// Returns the first drafter on the host in the table, or [`DrafterKind::Device`] without any. Schedulers with only
     /// one drafter use it for every request.
     pub(crate) fn first(&self) -> DrafterKind {
