@@ -892,10 +892,10 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """Number of times that a running request was preempted."""
 
-    def snapshot_stats(self) -> dict[str, int]:
-        """Return `slots` and `cached`, the numbers of snapshots that fit and that can be found, and since the start the
-        numbers `hits` of requests that began with a snapshot, `stored` of snapshots written, and `evictions` of
-        snapshots that gave way."""
+    def state_cache_stats(self) -> dict[str, int]:
+        """Return `num_slots` and `num_cached`, the numbers of snapshots of states that fit and that can be found, and
+        since the start the numbers `hits` of requests that began with a snapshot, `stored` of snapshots written, and
+        `evictions` of snapshots that gave way."""
 
     @property
     def num_cached_tokens(self) -> int:

@@ -222,7 +222,7 @@ def test_events_name_snapshots(folder: Path) -> None:
     stored = [event for batch in batches for event in batch.events() if isinstance(event, BlockStored)]
     kv = [hash for event in stored if not event.is_snapshot for hash in event.block_hashes]
     snapshots = [hash for event in stored if event.is_snapshot for hash in event.block_hashes]
-    assert len(snapshots) == llm.engine.scheduler.snapshot_stats()["stored"]
+    assert len(snapshots) == llm.engine.scheduler.state_cache_stats()["stored"]
     assert set(snapshots) <= set(kv)
 
 

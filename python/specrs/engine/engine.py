@@ -296,16 +296,8 @@ class Engine:
         given = self.config.state_cache_memory_bytes
         if given is None:
             return None
-        stats = self.scheduler.snapshot_stats()
-        size = given // stats["slots"]
-        return StateCacheStats(
-            num_slots=stats["slots"],
-            num_cached=stats["cached"],
-            num_bytes=stats["cached"] * size,
-            hits=stats["hits"],
-            stored=stats["stored"],
-            evictions=stats["evictions"],
-        )
+        counts = self.scheduler.state_cache_stats()
+        return StateCacheStats(num_bytes=given // counts["num_slots"] * counts["num_cached"], **counts)
 
     def _lora_names(self, *, waiting: bool) -> tuple[str, ...]:
         live = [] if self.loras is None else self.scheduler.request_ids()
@@ -350,14 +342,16 @@ class Engine:
                 scheduler.speculate(self.planner)
             outcome = scheduler.plan(slot.record)
             loads = [] if self.disk is None else scheduler.take_loads()
+            if outcome == PLAN_STEP:
+                self._faults.planned()
+                self._execute(slot, slot.header())
             if loads and self.disk is not None:
+                # After the step, whose requests may begin with a snapshot that gives way to what is loaded.
                 self.disk.load(loads, alone=outcome == PLAN_IDLE)
                 if outcome == PLAN_IDLE:
                     continue
             if outcome != PLAN_STEP:
                 break
-            self._faults.planned()
-            self._execute(slot, slot.header())
         touched = self._settle() if scheduler.num_in_flight else []
         self._publish()
         if self.disk is not None:

@@ -31,6 +31,6 @@ pub use planner::SpeculationPlanner;
 pub use sampling::RequestSampling;
 pub use scheduler::{
     DueBlock, EndedOutput, KvEvent, KvEventBatch, Lora, PlanOutcome, RequestParams, RequestState, RequestView,
-    Scheduler, SchedulerConfig, SnapshotStats, encode_kv_events,
+    Scheduler, SchedulerConfig, StateCacheStats, encode_kv_events,
 };
 pub use slot_mapper::{NO_SLOT, SlotMapper};

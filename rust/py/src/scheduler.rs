@@ -316,10 +316,10 @@ impl Scheduler {
         self.core(py).num_cached_tokens()
     }
 
-    fn snapshot_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = self.core(py).snapshot_stats();
+    fn state_cache_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.core(py).state_cache_stats();
         let dict = PyDict::new(py);
-        for (name, count) in [("slots", stats.slots as u64), ("cached", stats.cached as u64)] {
+        for (name, count) in [("num_slots", stats.num_slots as u64), ("num_cached", stats.num_cached as u64)] {
             dict.set_item(name, count)?;
         }
         for (name, count) in [("hits", stats.hits), ("stored", stats.stored), ("evictions", stats.evictions)] {

@@ -79,7 +79,7 @@ use layout::{RecordLayout, ResultsLayout, SettledLayout};
 use request::{Order, RequestIndex, Requests};
 use row::{Row, RowIndex, Step};
 pub use saves::{DueBlock, EndedOutput};
-pub use snapshot_pool::SnapshotStats;
+pub use snapshot_pool::StateCacheStats;
 
 /// Outcome of `plan`. The enum is exhaustive, because a host that does not know an outcome cannot go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

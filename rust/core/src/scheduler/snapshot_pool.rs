@@ -7,14 +7,14 @@ use crate::block_pool::BlockPool;
 use crate::error::Result;
 use crate::hash::BlockHash;
 
-/// Snapshots of a scheduler, and the work that became of them.
+/// Statistics of the snapshots of states.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct SnapshotStats {
-    /// Number of slots.
-    pub slots: usize,
-    /// Number of slots with a snapshot that can be found.
-    pub cached: usize,
+pub struct StateCacheStats {
+    /// Number of snapshots that fit.
+    pub num_slots: usize,
+    /// Number of snapshots that can be found now.
+    pub num_cached: usize,
     /// Number of requests that began with a snapshot, counted each time they got a row.
     pub hits: u64,
     /// Number of snapshots that were written and could be found.
@@ -56,7 +56,7 @@ pub(super) struct Snapshots {
     pub(super) rows: Vec<RowSnapshots>,
     pub(super) interval: usize,
     pub(super) decode_interval: usize,
-    pub(super) stats: SnapshotStats,
+    pub(super) stats: StateCacheStats,
 }
 
 impl Snapshots {
@@ -70,7 +70,7 @@ impl Snapshots {
             rows: vec![RowSnapshots::default(); config.max_num_seqs],
             interval: config.snapshot_interval.next_multiple_of(config.block_size),
             decode_interval: config.decode_snapshot_interval.next_multiple_of(config.block_size),
-            stats: SnapshotStats { slots: config.num_snapshots, ..SnapshotStats::default() },
+            stats: StateCacheStats { num_slots: config.num_snapshots, ..StateCacheStats::default() },
         }))
     }
 

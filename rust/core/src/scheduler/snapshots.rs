@@ -22,13 +22,13 @@ use super::admission::is_worth_waiting;
 use super::plan::Plan;
 use super::request::RequestIndex;
 use super::row::RowIndex;
-use super::snapshot_pool::{Pending, SnapshotStats, Snapshots};
+use super::snapshot_pool::{Pending, Snapshots, StateCacheStats};
 use crate::error::Result;
 
 impl Scheduler {
     /// Returns the number of snapshots and how often they were used; all 0 if no layer has a state.
-    pub fn snapshot_stats(&self) -> SnapshotStats {
-        let of = |snapshots: &Snapshots| SnapshotStats { cached: snapshots.pool.num_cached(), ..snapshots.stats };
+    pub fn state_cache_stats(&self) -> StateCacheStats {
+        let of = |snapshots: &Snapshots| StateCacheStats { num_cached: snapshots.pool.num_cached(), ..snapshots.stats };
         self.snapshots.as_ref().map(of).unwrap_or_default()
     }
 

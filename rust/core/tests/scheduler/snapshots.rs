@@ -77,7 +77,7 @@ fn requests_that_come_together_share_their_beginning() {
     assert_eq!(driver.section("snapshot_len", first.num_snapshots), [24, 28]);
     driver.run();
     assert_eq!(driver.scheduler.num_cached_tokens(), 24 + 24 + 28);
-    assert_eq!(driver.scheduler.snapshot_stats().hits, 3);
+    assert_eq!(driver.scheduler.state_cache_stats().hits, 3);
 }
 
 #[test]
@@ -86,9 +86,9 @@ fn a_decoding_row_keeps_its_last_snapshot_alone() {
         let mut driver = Driver::new(stateful(config));
         driver.add(0, &drafting(1, 6, 50)).unwrap_or_else(|_| driver.add(0, &ask(1, 6, 50)).unwrap());
         driver.run();
-        let stats = driver.scheduler.snapshot_stats();
+        let stats = driver.scheduler.state_cache_stats();
         // At 4, the prompt's last block, and at 48; the state never saw the last token.
-        assert_eq!((stats.stored, stats.cached, stats.evictions), (7, 2, 0));
+        assert_eq!((stats.stored, stats.num_cached, stats.evictions), (7, 2, 0));
         let mut longer = ask(1, 6, 1);
         longer.prompt.extend(driver.output(0));
         longer.prompt.push(3);
@@ -116,7 +116,7 @@ fn a_snapshot_leaves_with_the_block_at_its_end() {
     let config = SchedulerConfig { num_blocks: 16, ..small() };
     let mut driver = Driver::new(sparse(config));
     assert_eq!(hits(&mut driver, &[ask(1, 30, 1), ask(2, 60, 1), ask(1, 30, 1)]), [0, 0, 0]);
-    let stats = driver.scheduler.snapshot_stats();
+    let stats = driver.scheduler.state_cache_stats();
     // One of the first prompt's blocks is left, at whose end the third request writes another.
     assert_eq!((stats.stored, stats.evictions), (4, 2));
 }
@@ -142,7 +142,7 @@ fn a_reset_forgets_snapshots() {
     assert_eq!(hits(&mut driver, &[ask(1, 30, 1)]), [0]);
     assert!(driver.scheduler.reset_prefix_cache());
     driver.check();
-    assert_eq!(driver.scheduler.snapshot_stats().cached, 0);
+    assert_eq!(driver.scheduler.state_cache_stats().num_cached, 0);
     driver.add(7, &ask(1, 30, 1)).unwrap();
     driver.run();
     assert_eq!(driver.scheduler.num_cached_tokens(), 0);
