@@ -149,6 +149,8 @@ def census(
         with recorded(launches, run=True, left_out=PASSES):
             for params in (plain, asking):
                 generate(engine, [params[i % 3] for i in range(len(prompts))], 6, prompts, loras)
+            if adapted:
+                generate(engine, [GREEDY] * len(prompts), 2, prompts)
     return known, keys_of(launches)
 
 

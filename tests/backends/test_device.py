@@ -3,23 +3,28 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import specrs.backends.cuda.device as device_module
 import specrs.engine.build as build
 import torch
 from checkpoints import make_checkpoint
+from quantized_files import compressed
 from safetensors.torch import load_file
 from specrs.backends.cpu.backend import CpuBackend
+from specrs.backends.cuda.adapters import slots_bytes
 from specrs.backends.cuda.backend import CudaBackend
 from specrs.backends.cuda.fit import check_weights_fit
 from specrs.backends.table import resolve_device
 from specrs.config import EngineConfig
 from specrs.engine.weights import load_weights
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
+from specrs.models.loader import load_config
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
 from specrs.speculative_config import SpeculativeConfig
@@ -209,6 +214,34 @@ def test_all_experts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed - 1, needed))
     with pytest.raises(InvalidConfigError, match="too little"):
         check_weights_fit(config, "cuda:0")
+
+
+def test_slots_of_adapters_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_checkpoint(tmp_path / "target", "qwen3", seed=1, vocab=97, layers=2)
+    needed = sum(tensor.nbytes for tensor in load_file(target / "model.safetensors").values())
+    needed += slots_bytes(load_config(target), 3, 20, 4)
+    config = EngineConfig(model=str(target), dtype="float32", enable_lora=True, max_loras=3, max_lora_rank=20)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed, needed))
+    check_weights_fit(config, "cuda:0")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed - 1, needed))
+    with pytest.raises(InvalidConfigError, match=r"GiB for model and .* GiB for max_loras=3 adapters.*too little"):
+        check_weights_fit(config, "cuda:0")
+
+
+def test_experts_of_codes_are_counted_as_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte a weight in FP8, with embedding, norms and router in 16 bits."""
+    sizes: dict[str, Any] = {"hidden": 64, "head_dim": 32, "layers": 1, "vocab": 83, "moe_intermediate_size": 64}
+    source = make_checkpoint(tmp_path / "source", "qwen3_moe", dtype=torch.bfloat16, **sizes)
+    path = compressed(
+        source, tmp_path / "fp8", "float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel"
+    )
+    whole = load_file(source / "model.safetensors")
+    needed = sum(t.numel() * (1 if name.endswith("_proj.weight") else 2) for name, t in whole.items())
+    config = EngineConfig(model=str(path), dtype="bfloat16")
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, free=free: (free, 2 * free))
+        with pytest.raises(InvalidConfigError, match="too little") if free < needed else nullcontext():
+            check_weights_fit(config, "cuda:0")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

@@ -25,6 +25,7 @@ from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.loader import open_checkpoint
 from specrs.models.quantization.at_load import IntegersAtLoad
 from specrs.models.quantization.base import QuantizedTensors
+from specrs.models.shards import Shard
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
 from specrs.models.torch_weights import TorchLayer, TorchWeights, with_fp8_rows
@@ -350,6 +351,29 @@ def test_experts_of_codes(folder: Path, name: str) -> None:
     exact = outputs(load_model(numbers, dtype="float64", quantization=at_load), run)
     plain = outputs(load_model(numbers, dtype="float32", quantization=at_load), run)
     assert_near(outputs(Poisoned(made.weights, made.workspace), run), exact, plain, ulps=16)
+
+
+def test_experts_of_codes_are_cut_for_ranks(folder: Path) -> None:
+    """Mixtral calls the projection out of an expert w2: a rank has some of its inputs, and some outputs of the
+    others."""
+    source = make_checkpoint(folder / "mixtral", "mixtral", hidden=64, intermediate=128, head_dim=32, kv_heads=2)
+    args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    path = compressed(source, folder / "mixtral-fp8", "float-quantized", **args)
+    config, checkpoint = open_checkpoint(path, None, "auto")
+    assert isinstance(checkpoint, QuantizedTensors)
+
+    def experts(shard: Shard | None) -> list[Tensor]:
+        loader = QuantizedLoader(config, checkpoint, torch.float32, torch.device("cpu"), shard)
+        layer = loader.load().layers[1]
+        assert layer.experts is not None
+        assert layer.experts.stacked_codes is not None
+        return [weight.dequantized() for weight in layer.experts.stacked_codes]
+
+    count, (gate_up, down) = config.experts.count if config.experts else 0, experts(None)
+    for rank in range(2):
+        own_gate_up, own_down = experts(Shard(rank, 2))
+        assert own_gate_up.equal(gate_up.view(2 * count, 2, -1, 64)[:, rank].flatten(0, 1))
+        assert own_down.equal(down.chunk(2, 1)[rank])
 
 
 def test_experts_of_several_codings_become_numbers(folder: Path) -> None:
