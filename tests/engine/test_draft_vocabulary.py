@@ -143,7 +143,8 @@ def test_two_token_draws_are_the_targets_own(rule: str, dtype: str, tmp_path: Pa
     (tmp_path / "counts.json").write_text(json.dumps({str(i): 1 for i in range(3, 12)}))
     own = {"draft_vocab_size": 9, "draft_vocab_counts": str(tmp_path / "counts.json"), "rejection_sample_method": rule}
     made = settings(target, draft, 3, dtype, own, **TWO_TOKENS)
-    check_two_token_draws(build_engine(made, load_weights(made)), target, 3, 8_000 if dtype == "float32" else 3_000)
+    draws = 8_000 if dtype == "float32" else 3_000
+    check_two_token_draws(build_engine(made, load_weights(made)), target, 3, draws, least_acceptance=0.02)
 
 
 def test_synthetic_rates_come_out(native_qwen_bank: Bank) -> None:

@@ -79,10 +79,10 @@ _LEAST_CHUNK_ROWS = 8
 """Least number of rows that a merged shape must leave for chunks."""
 MERGED_CHUNKS = 4
 """Largest number of prompt chunks in a verification pass."""
-MERGED_STEPS = 5
+MERGED_STEPS = 4
 """Number of steps over which prompts are spread so that their chunks fit into verification passes of at most
 `FUSED_ROWS` rows. On an H200 with a target of 32B parameters, chunks add up to 3.3 ms to such a pass, and a pass of
-their own takes 17 ms or more."""
+their own takes 17 ms or more. More steps save little, and delay a prompt's first token."""
 CHUNK_ROWS = (16, 32, 64, 96, 128, 160, 192, 256)
 """Numbers of rows of captured passes over chunks. In longer passes the GPU takes longer than the host, so a graph gains
 nothing."""
