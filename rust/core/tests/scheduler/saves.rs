@@ -41,6 +41,9 @@ impl Disk {
     /// Number of blocks of the longest prefix hit that copies make possible, and the hash of the last one; `None` if
     /// they make it no longer.
     fn goal(&self, driver: &mut Driver, id: i64) -> Option<(usize, u128)> {
+        if driver.scheduler.config().num_snapshots == 0 {
+            return None;
+        }
         let (cached, missing) = driver.scheduler.missing_prefix(id).unwrap();
         let known = cached + missing.iter().take_while(|hash| self.copies.contains_key(hash)).count();
         let (hit, ends) = driver.scheduler.missing_snapshots(id).unwrap();
