@@ -589,7 +589,7 @@ class Scheduler:
                 it.
             enable_prefix_caching: whether requests share the KV of equal prefixes.
             num_snapshots: number of slots for snapshots of states, if layers of the target have states in the place of
-                KV; 0 if none have. A prefix hit then needs a snapshot at its end. Not with windows or block saves.
+                KV; 0 if none have. A prefix hit then needs a snapshot at its end. Not with windows.
             snapshot_interval: number of prompt tokens between two snapshots of a long prompt, at least 1.
             decode_snapshot_interval: number of tokens between two snapshots of a request that decodes, at least 1. It
                 keeps the last of them.
@@ -1108,10 +1108,11 @@ class KVEventBatch:
 
 @final
 class KVStore:
-    """KV blocks and outputs of requests in a folder, which outlive the process. One process writes, others read.
+    """KV blocks, snapshots of states and outputs of requests in a folder, which outlive the process. One process
+    writes, others read.
 
-    Blocks are copied by the calling thread. Another thread writes them. Methods may be called by the thread of the
-    scheduler alone, except `stats`.
+    Blocks and snapshots are copied by the calling thread. Another thread writes them. Methods may be called by the
+    thread of the scheduler alone, except `stats`.
     """
 
     def __new__(
@@ -1123,6 +1124,7 @@ class KVStore:
         segment_bytes: int,
         owner: int,
         fresh_key: bytes,
+        snapshot_bytes: int = 0,
     ) -> KVStore:
         """Open the folder, which is made with mode 0700 if it is missing, and read the headers of its records.
 
@@ -1134,6 +1136,8 @@ class KVStore:
             segment_bytes: number of bytes after which a new segment begins.
             owner: id of the user whom folder and files must belong to.
             fresh_key: 16 random bytes, the key of block hashes if the folder has none.
+            snapshot_bytes: bytes of a snapshot of the target's states, as `CpuDecoder.snapshot_bytes`. A prefix then
+                needs a snapshot at its end, which is in the store or in memory.
 
         Raises:
             InvalidConfigError: a setting is outside its range, or the folder must not be used as it is.
@@ -1145,8 +1149,8 @@ class KVStore:
         """Key of block hashes, which all processes with this folder share."""
 
     def await_load(self, scheduler: Scheduler, request_id: int) -> bool:
-        """Let a waiting request wait for `load` if the block after its cached ones is in the store. Return whether it
-        is.
+        """Let a waiting request wait for `load` if the store makes its prefix hit longer: with the block after its
+        cached ones, and if layers have states, with a snapshot. Return whether it does.
 
         Raises:
             UnknownRequestError: the id is not live.
@@ -1161,10 +1165,12 @@ class KVStore:
         *,
         ms: float = ...,
     ) -> bool:
-        """Copy blocks of a request's prompt from the store into the caches, and put them into the prefix cache.
+        """Copy blocks of a request's prompt from the store into the caches, and put them into the prefix cache. If
+        layers have states, these are the blocks before the last snapshot, and then that snapshot.
 
-        Reads at least one block, and no more after `ms` milliseconds. A record that is not whole ends the prefix.
-        Return True if there are no more blocks, and let the request go on. Releases the interpreter while it reads.
+        Reads at least one block or a snapshot, and no more blocks after `ms` milliseconds. A record that is not whole
+        ends the prefix. Return True if there is no more to read, and let the request go on. Releases the interpreter
+        while it reads.
         """
 
     def save(
@@ -1175,8 +1181,8 @@ class KVStore:
         *,
         ms: float = ...,
     ) -> bool:
-        """Copy due blocks and outputs to the queue of the thread that writes, for `ms` milliseconds or until the queue
-        is full. Return True if none is left. Does nothing while another process writes."""
+        """Copy due blocks, snapshots and outputs to the queue of the thread that writes, for `ms` milliseconds or until
+        the queue is full. Return True if none is left. Does nothing while another process writes."""
 
     def restore_outputs(self, scheduler: Scheduler) -> None:
         """Add the outputs in the store to the suffix drafter of `scheduler`, oldest first."""
@@ -1194,8 +1200,8 @@ class KVStore:
         """Take the last error of a write."""
 
     def stats(self) -> dict[str, int]:
-        """Return counters since the store was opened: `queried_blocks`, `loaded_blocks`, `read_bytes`, `writes`,
-        `written_bytes`, `errors`; and `records` and `is_writer` as of now."""
+        """Return counters since the store was opened: `queried_blocks`, `loaded_blocks`, `loaded_snapshots`,
+        `read_bytes`, `writes`, `written_bytes`, `errors`; and `records` and `is_writer` as of now."""
 
 @final
 class TokenDecoder:
@@ -1968,6 +1974,10 @@ class CpuDecoder:
             InvalidConfigError: `prompt_tiles` is set but this process may not use tiles, or `activations` is unknown.
             InvalidBufferError: with `bf16`, a matrix is not bf16, or its number of inputs is no multiple of 32.
         """
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of a snapshot of the states of one request; 0 if no layer has a state."""
 
     def forward(
         self,

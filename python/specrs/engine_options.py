@@ -257,9 +257,10 @@ class EngineOptions:
         Text("a folder"),
         "on a CPU: folder of a prefix cache that outlives the engine",
         default_is="no such cache",
-        details="The KV of finished blocks, target's and draft's, is written there in the background. A later request "
-        "with the same prefix reads it, also after a restart or in another process of the machine. The text stays the "
-        "same, bit for bit. [Serve](guides/serve.md#keep-the-prefix-cache-on-disk) tells more.",
+        details="The KV of finished blocks, target's and draft's, and snapshots of states are written there in the "
+        "background. A later request with the same prefix reads them, also after a restart or in another process of "
+        "the machine. The text stays the same, bit for bit. "
+        "[Serve](guides/serve.md#keep-the-prefix-cache-on-disk) tells more.",
         device="cpu",
     )
     kv_cache_disk_bytes: int | None = _engine_option(

@@ -130,6 +130,7 @@ class DiskCacheStats:
 
     - `queried_tokens`: number of prompt tokens, in whole blocks, that were not cached in memory and were looked for.
     - `loaded_tokens`: number of these that were read from disk into the KV cache.
+    - `loaded_snapshots`: number of snapshots of states that were read from disk.
     - `read_bytes`, `written_bytes`: number of bytes of records.
     - `errors`: number of records and files that could not be read or written. Each cost a part of the cache.
     - `is_writer`: False while another process writes to the folder, and this one only reads.
@@ -137,6 +138,7 @@ class DiskCacheStats:
 
     queried_tokens: int = 0
     loaded_tokens: int = 0
+    loaded_snapshots: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     errors: int = 0

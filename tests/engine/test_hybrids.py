@@ -176,7 +176,6 @@ def test_several_completions_of_a_prompt(folder: Path) -> None:
     ("options", "error", "message"),
     [
         ({"enable_lora": True}, UnsupportedConfigError, "enable_lora=True: not implemented for a model whose layers"),
-        ({"kv_cache_path": "kv"}, UnsupportedConfigError, "kv_cache_path"),
         ({"tensor_parallel_size": 2}, UnsupportedConfigError, "tensor_parallel_size=2: not implemented for a model"),
         ({"model_impl": "transformers"}, UnsupportedModelError, "recurrent layers"),
     ],

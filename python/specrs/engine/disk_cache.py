@@ -1,4 +1,5 @@
-"""Prefix cache on disk of an engine: opens the store, and copies blocks between steps. Formats no files.
+"""Prefix cache on disk of an engine: opens the store, and copies blocks and snapshots of states between steps. Formats
+no files.
 
 `specrs.core.KVStore` copies between KV caches and records, and its thread writes. This module decides how much time the
 engine's thread spends on copies.
@@ -36,11 +37,13 @@ LOAD_MS = 20.0
 step. A block is always read."""
 LEAST_BLOCKS = 16
 """Smallest number of blocks that the limit of bytes must have room for."""
+LEAST_SNAPSHOTS = 2
+"""Smallest number of snapshots of states that the limit of bytes must have room for, in addition to the blocks."""
 SEGMENTS = 16
 """Number of files that the limit is divided into, so that deleting one costs a small part of the cache."""
 MAX_SEGMENT_BYTES = 256 << 20
 _RECORD_BYTES = 64
-"""Bytes of a record besides its block."""
+"""Bytes of a record besides its block or snapshot."""
 
 
 def open_store(blueprint: Blueprint) -> KVStore | None:
@@ -54,10 +57,16 @@ def open_store(blueprint: Blueprint) -> KVStore | None:
     if path is None:
         return None
     _check_models(blueprint, path)
-    record = blueprint.bytes_per_block + _RECORD_BYTES
+    block, snapshot = blueprint.bytes_per_block + _RECORD_BYTES, 0
+    least, takes = LEAST_BLOCKS * block, f"{LEAST_BLOCKS} blocks"
+    decoder = blueprint.weights.target.decoder
+    size = 0 if decoder is None else decoder.snapshot_bytes
+    if size:
+        snapshot = size + _RECORD_BYTES
+        least, takes = least + LEAST_SNAPSHOTS * snapshot, f"{takes} and {LEAST_SNAPSHOTS} snapshots of states"
     limit = DEFAULT_DISK_CACHE_BYTES if config.kv_cache_disk_bytes is None else config.kv_cache_disk_bytes
-    if limit < LEAST_BLOCKS * record:
-        reason = f"must be at least {LEAST_BLOCKS * record}, which {LEAST_BLOCKS} blocks of these models take"
+    if limit < least:
+        reason = f"must be at least {least}, which {takes} of these models take"
         raise invalid(InvalidConfigError, "kv_cache_disk_bytes", limit, reason)
     path = os.path.expanduser(path)
     try:
@@ -66,9 +75,10 @@ def open_store(blueprint: Blueprint) -> KVStore | None:
             path,
             key,
             max_bytes=limit,
-            segment_bytes=max(record, min(limit // SEGMENTS, MAX_SEGMENT_BYTES)),
+            segment_bytes=max(block, snapshot, min(limit // SEGMENTS, MAX_SEGMENT_BYTES)),
             owner=os.geteuid(),
             fresh_key=secrets.token_bytes(16),
+            snapshot_bytes=size,
         )
     except CoreInvalidConfigError as fault:
         raise invalid(InvalidConfigError, "kv_cache_path", path, f"cannot be used: {fault}") from fault
@@ -123,7 +133,7 @@ class DiskCache:
 
     @property
     def has_due(self) -> bool:
-        """True if blocks wait to be saved, and this process may write."""
+        """True if blocks or snapshots wait to be saved, and this process may write."""
         return self._scheduler.has_due() and bool(self._store.stats()["is_writer"])
 
     def await_load(self, request_id: int) -> None:
@@ -202,6 +212,7 @@ class DiskCache:
         return DiskCacheStats(
             queried_tokens=self._block_size * since["queried_blocks"],
             loaded_tokens=self._block_size * since["loaded_blocks"],
+            loaded_snapshots=since["loaded_snapshots"],
             read_bytes=since["read_bytes"],
             written_bytes=since["written_bytes"],
             errors=since["errors"],

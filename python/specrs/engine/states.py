@@ -38,12 +38,8 @@ def resolve_states(config: EngineConfig, weights: Weights, free_memory: Callable
             raise invalid(InvalidConfigError, "state_cache_memory_bytes", given, reason)
         caching = config.enable_prefix_caching is not False
         return replace(config, enable_prefix_caching=caching, max_num_seqs=config.most_seqs)
-    for field, value, allowed in (
-        ("enable_lora", config.enable_lora, False),
-        ("kv_cache_path", config.kv_cache_path, None),
-    ):
-        if value != allowed:
-            raise invalid(UnsupportedConfigError, field, value, f"{_REASON}; allowed: {allowed}")
+    if config.enable_lora:
+        raise invalid(UnsupportedConfigError, "enable_lora", True, f"{_REASON}; allowed: False")
     if given is not None and config.enable_prefix_caching is False:
         reason = "snapshots serve prefix hits; leave it out, or set enable_prefix_caching=True"
         raise invalid(InvalidConfigError, "state_cache_memory_bytes", given, reason)

@@ -218,6 +218,7 @@ class _EngineCollector(Collector):
             for name, text, value in (
                 ("queries", "Prompt tokens looked up in the prefix cache on disk.", disk.queried_tokens),
                 ("hits", "Prompt tokens read from the prefix cache on disk.", disk.loaded_tokens),
+                ("snapshots", "Snapshots of states read from the prefix cache on disk.", disk.loaded_snapshots),
                 ("read_bytes", "Bytes read from the prefix cache on disk.", disk.read_bytes),
                 ("written_bytes", "Bytes written to the prefix cache on disk.", disk.written_bytes),
                 ("errors", "Records and files on disk that could not be read or written.", disk.errors),

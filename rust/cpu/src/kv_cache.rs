@@ -146,13 +146,29 @@ impl KvCache {
         self.states.snapshot_bytes()
     }
 
-    /// Gives a row the states of a snapshot, as a pass wrote it into `slot`. The row's next position is the snapshot's
-    /// length.
+    /// Gives a row the states of the snapshot in `slot`. The row's next position is the snapshot's length.
     ///
     /// # Errors
-    /// If no pass has written the slot.
+    /// If nothing was written into the slot, or states of another model.
     pub fn restore_states(&mut self, row: usize, slot: usize) -> Result<()> {
         self.states.restore(row, slot)
+    }
+
+    /// Appends the bytes of a snapshot of states to `out`.
+    ///
+    /// # Panics
+    /// If nothing was written into the slot.
+    pub fn append_snapshot(&self, slot: usize, out: &mut Vec<u8>) {
+        self.states.append_snapshot(slot, out);
+    }
+
+    /// Overwrites a snapshot of states with bytes that [`Self::append_snapshot`] gave, of states after `len` positions.
+    /// [`Decoder::snapshot_bytes`](crate::Decoder::snapshot_bytes) says how many a model has.
+    ///
+    /// # Panics
+    /// If `bytes` are no whole numbers.
+    pub fn fill_snapshot(&mut self, slot: usize, len: usize, bytes: &[u8]) {
+        self.states.fill_snapshot(slot, len, bytes);
     }
 
     /// Fills a slot of snapshots with NaN, for tests.

@@ -8,7 +8,7 @@
 //! number, so it never includes a draft that may be rejected. Another row can begin with it.
 
 use crate::error::{Error, Result};
-use crate::memory::Columns;
+use crate::memory::{Columns, bytes_of, bytes_of_mut};
 use crate::shape::DeltaShape;
 use crate::shape::MAX_TILE_ROWS;
 
@@ -119,17 +119,54 @@ impl States {
     /// Gives a row the states of a snapshot. Its next position is the snapshot's length.
     ///
     /// # Errors
-    /// If no pass has written the slot.
+    /// If nothing was written into the slot, or states of another model.
     pub(crate) fn restore(&mut self, row: usize, slot: usize) -> Result<()> {
         let Some(found) = self.slots.get(slot).filter(|found| !found.base.is_empty()) else {
-            return Err(Error::invalid("snapshot", slot, "a slot that a pass has written"));
+            return Err(Error::invalid("snapshot", slot, "a slot that was written"));
         };
+        if let Some(expected) = self.base_len().filter(|&expected| expected != found.base.len()) {
+            return Err(wrong_size(found.base.len(), expected));
+        }
         let len = found.len;
         self.reserve(&[(row, len, 0)]);
+        if self.rows.len() <= row {
+            self.rows.resize_with(row + 1, RowStates::default);
+        }
         let own = &mut self.rows[row];
-        own.base.copy_from_slice(&self.slots[slot].base);
+        own.base.clone_from(&self.slots[slot].base);
         (own.len, own.drafts) = (len, 0);
         Ok(())
+    }
+
+    /// Appends the bytes of a snapshot to `out`.
+    ///
+    /// # Panics
+    /// If nothing was written into the slot.
+    pub(crate) fn append_snapshot(&self, slot: usize, out: &mut Vec<u8>) {
+        let base = &self.slots[slot].base;
+        assert!(!base.is_empty(), "slot {slot} has no snapshot");
+        out.extend_from_slice(bytes_of(base));
+    }
+
+    /// Overwrites a snapshot with bytes that [`Self::append_snapshot`] gave, of states after `len` positions.
+    ///
+    /// # Panics
+    /// If `bytes` are no whole numbers.
+    pub(crate) fn fill_snapshot(&mut self, slot: usize, len: usize, bytes: &[u8]) {
+        let numbers = bytes.len() / size_of::<f32>();
+        assert_eq!(bytes.len(), numbers * size_of::<f32>(), "bytes of whole numbers");
+        if self.slots.len() <= slot {
+            self.slots.resize_with(slot + 1, Slot::default);
+        }
+        let slot = &mut self.slots[slot];
+        slot.base.resize(numbers, 0.0);
+        bytes_of_mut(&mut slot.base).copy_from_slice(bytes);
+        slot.len = len;
+    }
+
+    /// Returns the number of numbers in a base state; `None` until a pass was planned.
+    fn base_len(&self) -> Option<usize> {
+        self.shape.map(|shape| self.layers * shape.key_heads * shape.base_len())
     }
 
     /// Fills what no row of a next pass may read: all of it with NaN, for tests.
@@ -149,6 +186,11 @@ impl States {
         if self.shape.is_some_and(|own| own != shape) || (self.layers != layers && self.layers != 0) {
             let allowed = format!("those of {} layers of {:?}", self.layers, self.shape);
             return Err(Error::invalid("states", format!("{layers} layers of {shape:?}"), allowed));
+        }
+        // Rows that began with snapshots of another process have states before the first pass.
+        let base_len = layers * shape.key_heads * shape.base_len();
+        if let Some(row) = self.rows.iter().find(|row| !row.base.is_empty() && row.base.len() != base_len) {
+            return Err(wrong_size(row.base.len(), base_len));
         }
         let mut runs: Vec<Run> = Vec::new();
         // Length and drafts of the rows of state that the pass changes.
@@ -312,6 +354,10 @@ impl States {
         });
         parts.collect()
     }
+}
+
+fn wrong_size(found: usize, expected: usize) -> Error {
+    Error::invalid("snapshot", format!("{found} numbers"), format!("{expected}, as the model's states have"))
 }
 
 /// Returns the runs of a tile.

@@ -260,6 +260,52 @@ fn a_slot_that_no_pass_has_written_is_rejected_and_so_is_one_for_two_snapshots()
     assert!(told.contains("positions[0] = 1"), "{told}");
 }
 
+#[test]
+fn a_snapshot_goes_on_in_another_cache() {
+    let (weights, mut decoder, mut kv) = small();
+    let text = [3, 1, 4, 1, 5, 9, 2, 6];
+    let exact = alone(&weights, &text);
+    let rows = |from: usize, to: usize| -> Vec<Row> { (from..to).map(|p| (0, Some(p), text[p])).collect() };
+    let kept = [StateSnapshot { row: 0, len: 3, slot: 2 }];
+    feed_keeping(&mut decoder, &mut kv, &rows(0, 5), true, &kept).unwrap();
+    let (mut block, mut states) = (Vec::new(), Vec::new());
+    kv.append_block(0, &mut block);
+    kv.append_snapshot(2, &mut states);
+    assert_eq!((states.len(), decoder.snapshot_bytes()), (kv.snapshot_bytes(), kv.snapshot_bytes()));
+    for used in [false, true] {
+        // Before the first pass of a cache, and after other texts.
+        let mut kv = cache(2);
+        if used {
+            feed(&mut decoder, &mut kv, &[(0, Some(0), 7), (0, Some(1), 8), (1, Some(0), 9)], false).unwrap();
+        }
+        kv.fill_block(0, &block);
+        kv.fill_snapshot(1, 3, &states);
+        kv.restore_states(0, 1).unwrap();
+        let found: Vec<_> =
+            (3..text.len()).flat_map(|p| feed(&mut decoder, &mut kv, &rows(p, p + 1), false).unwrap()).collect();
+        assert_eq!(found, exact[3..], "used: {used}");
+        kv.restore_states(0, 1).unwrap();
+        // Drafts are logged, and one is accepted.
+        let drafted = [(0, Some(3), text[3]), (0, Some(4), text[4]), (0, Some(5), 40)];
+        assert_eq!(feed(&mut decoder, &mut kv, &drafted, false).unwrap()[..2], exact[3..5]);
+        assert_eq!(feed(&mut decoder, &mut kv, &rows(5, 8), true).unwrap(), exact[5..]);
+    }
+}
+
+#[test]
+fn a_snapshot_of_another_model_is_rejected() {
+    let (_, mut decoder, mut kv) = small();
+    kv.fill_snapshot(0, 2, &[0; 12]);
+    kv.restore_states(0, 0).unwrap();
+    let told = feed(&mut decoder, &mut kv, &[(0, Some(2), 1)], true).unwrap_err().to_string();
+    assert!(told.contains("snapshot = 3 numbers"), "{told}");
+    let mut kv = cache(2);
+    feed(&mut decoder, &mut kv, &[(1, Some(0), 1)], true).unwrap();
+    kv.fill_snapshot(0, 2, &[0; 12]);
+    let told = kv.restore_states(0, 0).unwrap_err().to_string();
+    assert!(told.contains("snapshot = 3 numbers"), "{told}");
+}
+
 fn small() -> (Arc<Weights>, Decoder, KvCache) {
     let weights = weights(NETS[0], 1);
     let decoder = Decoder::new(Arc::clone(&weights), Arc::new(Pool::new(1).unwrap())).unwrap();

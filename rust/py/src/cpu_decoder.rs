@@ -49,6 +49,11 @@ impl CpuDecoder {
         Ok(Self(Mutex::new(decoder.with_prompt_tiles(tiles))))
     }
 
+    #[getter]
+    fn snapshot_bytes(&self) -> usize {
+        lock(&self.0).snapshot_bytes()
+    }
+
     #[allow(clippy::too_many_arguments)] // buffers, each with a name of its own
     #[allow(clippy::needless_pass_by_value)] // extracted from Python objects
     #[pyo3(signature = (

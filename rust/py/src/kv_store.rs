@@ -1,4 +1,4 @@
-//! KV blocks and outputs of a scheduler on disk: copies between a store's records and KV caches.
+//! KV blocks, snapshots of states and outputs of a scheduler on disk: copies between a store's records and KV caches.
 
 use crate::block_pool::hash_key_bytes;
 use crate::cpu::{CpuKVCache, lock};
@@ -7,7 +7,8 @@ use crate::scheduler::Scheduler;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use specrs_core::{BlockHasher, EndedOutput, Error};
+use specrs_core::{BlockHash, BlockHasher, EndedOutput, Error, Scheduler as Core};
+use specrs_cpu::KvCache;
 use specrs_store::{FolderError, HEADER_BYTES, Record, Settings, Store};
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -21,6 +22,8 @@ const TARGET: u32 = 0;
 const TARGET_AND_DRAFT: u32 = 1;
 /// Kind of a record: the output of a request, after the hash of its cache salt.
 const OUTPUT: u32 = 2;
+/// Kind of a record: a snapshot of the target's states. The detail is the number of positions that they cover.
+const SNAPSHOT: u32 = 3;
 /// Maximum number of bytes that wait to be written.
 const QUEUE_BYTES: usize = 64 << 20;
 /// Number of bytes that are read before they are copied, so that they are still in a processor's caches.
@@ -29,18 +32,46 @@ const BATCH_BYTES: usize = 4 << 20;
 #[pyclass(frozen)]
 pub(crate) struct KVStore {
     store: Store,
+    /// Bytes of a snapshot of the target's states; 0 if no layer has a state.
+    snapshot_bytes: usize,
     /// Memory that records are read into, kept because new memory costs more than the copy.
     buffers: Mutex<Vec<Vec<u8>>>,
     /// Blocks of prompts that were looked for in the store.
     queried: AtomicU64,
     /// Blocks that were copied into the KV cache.
     loaded: AtomicU64,
+    /// Snapshots that were copied into the KV cache.
+    loaded_snapshots: AtomicU64,
+}
+
+/// What a load copies in.
+struct Goal {
+    /// Index of the request's first block that is not cached.
+    first: usize,
+    /// Hashes of the blocks from there on.
+    hashes: Vec<BlockHash>,
+    /// Number of blocks before the snapshot to load, and the hash of the last one. `None` if no layer has a state.
+    snapshot: Option<(usize, BlockHash)>,
+}
+
+/// Why the loading of blocks ended.
+#[derive(PartialEq, Eq)]
+enum Loaded {
+    /// All blocks are cached.
+    All,
+    /// A record is missing or broken.
+    Missing,
+    /// Requests hold all blocks of the pool.
+    Full,
+    /// Time is up.
+    Late,
 }
 
 #[pymethods]
 impl KVStore {
     #[new]
-    #[pyo3(signature = (path, namespace, *, max_bytes, segment_bytes, owner, fresh_key))]
+    #[pyo3(signature = (path, namespace, *, max_bytes, segment_bytes, owner, fresh_key, snapshot_bytes = 0))]
+    #[expect(clippy::too_many_arguments, reason = "settings, each with a name of its own")]
     fn new(
         py: Python<'_>,
         path: PathBuf,
@@ -49,7 +80,9 @@ impl KVStore {
         segment_bytes: i64,
         owner: u32,
         fresh_key: &[u8],
+        snapshot_bytes: i64,
     ) -> PyResult<Self> {
+        let snapshot_bytes = size(py, Class::InvalidConfig, "snapshot_bytes", snapshot_bytes)?;
         let namespace = namespace.try_into().map_err(|_| {
             let message = format!("namespace has {} bytes, which is not allowed: expected 32", namespace.len());
             Class::InvalidConfig.error(py, message)
@@ -70,7 +103,14 @@ impl KVStore {
             }
             _ => Class::InvalidConfig.error(py, error.to_string()),
         })?;
-        Ok(Self { store, buffers: Mutex::default(), queried: AtomicU64::new(0), loaded: AtomicU64::new(0) })
+        Ok(Self {
+            store,
+            snapshot_bytes,
+            buffers: Mutex::default(),
+            queried: AtomicU64::new(0),
+            loaded: AtomicU64::new(0),
+            loaded_snapshots: AtomicU64::new(0),
+        })
     }
 
     #[getter]
@@ -81,9 +121,15 @@ impl KVStore {
     fn await_load(&self, py: Python<'_>, scheduler: &Scheduler, request_id: i64) -> PyResult<bool> {
         self.store.refresh();
         let mut core = scheduler.core(py);
-        let (_, missing) = core.missing_prefix(request_id).or_raise(py)?;
+        let (cached, missing) = core.missing_prefix(request_id).or_raise(py)?;
         self.queried.fetch_add(missing.len() as u64, Ordering::Relaxed);
-        let is_there = self.store.run_len(&missing) > 0;
+        let stored = self.store.run_len(&missing);
+        let is_there = if self.snapshot_bytes > 0 {
+            core.note_stored(request_id, cached + stored).or_raise(py)?;
+            self.goal(&mut core, request_id).or_raise(py)?.is_some()
+        } else {
+            stored > 0
+        };
         if is_there {
             core.await_load(request_id).or_raise(py)?;
         }
@@ -100,41 +146,27 @@ impl KVStore {
         draft: Option<&CpuKVCache>,
         ms: f64,
     ) -> PyResult<bool> {
-        let missing = scheduler.core(py).missing_prefix(request_id);
-        let (first, hashes) = match missing {
-            Err(Error::UnknownRequest { .. }) => return Ok(true), // it has ended
-            missing => missing.or_raise(py)?,
-        };
-        let sizes = (lock(&target.0).block_bytes(), draft.map_or(0, |draft| lock(&draft.0).block_bytes()));
         let end = deadline(ms);
-        let (mut at, mut is_done) = (0, false);
-        let mut buffers = std::mem::take(&mut *lock(&self.buffers));
-        while !is_done {
-            let (found, is_last) = py.detach(|| self.read(&hashes[at..], sizes, end, &mut buffers));
-            let drafts: Vec<_> =
-                found.iter().map(|&(kind, detail)| (kind == TARGET_AND_DRAFT).then_some(detail)).collect();
-            let adopted = scheduler.core(py).adopt(request_id, first + at, &drafts).or_raise(py)?;
-            is_done = is_last || adopted.len() < found.len();
-            at += found.len();
-            let (mut target, mut draft) = (lock(&target.0), draft.map(|draft| lock(&draft.0)));
-            for ((&(kind, _), bytes), block) in found.iter().zip(&buffers).zip(adopted) {
-                let Some(block) = block else { continue };
-                let (of_target, of_draft) = bytes[HEADER_BYTES..].split_at(sizes.0);
-                target.fill_block(block as usize, of_target);
-                if let Some(draft) = draft.as_mut().filter(|_| kind == TARGET_AND_DRAFT) {
-                    draft.fill_block(block as usize, of_draft);
-                }
-                self.loaded.fetch_add(1, Ordering::Relaxed);
+        loop {
+            let goal = match self.goal(&mut scheduler.core(py), request_id) {
+                Err(Error::UnknownRequest { .. }) => return Ok(true), // it has ended
+                goal => goal.or_raise(py)?,
+            };
+            let Some(goal) = goal else { break };
+            let loaded = self.load_blocks(py, scheduler, request_id, &goal, (target, draft), end)?;
+            if loaded == Loaded::Late {
+                return Ok(false);
             }
-            if end.is_some_and(|end| Instant::now() >= end) {
-                break;
+            let Some(snapshot) = goal.snapshot else { break };
+            // Without a snapshot or its KV, an earlier one may do.
+            match loaded {
+                Loaded::All if self.load_snapshot(py, scheduler, request_id, snapshot, target)? => break,
+                Loaded::Full => break,
+                _ => {}
             }
         }
-        *lock(&self.buffers) = buffers;
-        if is_done {
-            scheduler.core(py).end_load(request_id);
-        }
-        Ok(is_done)
+        scheduler.core(py).end_load(request_id);
+        Ok(true)
     }
 
     #[pyo3(signature = (scheduler, target, draft = None, *, ms = f64::INFINITY))]
@@ -157,7 +189,7 @@ impl KVStore {
             self.store.put(record_of(&output));
         }
         while self.store.room() >= capacity.min(QUEUE_BYTES) {
-            let Some(due) = core.take_due_block() else { return true };
+            let Some(due) = core.take_due_block() else { return self.save_snapshots(&mut core, &target, end) };
             let of_draft = draft.as_ref().zip(due.draft);
             let (kind, detail) = of_draft.as_ref().map_or((TARGET, 0), |&(_, next)| (TARGET_AND_DRAFT, next));
             if due.replaces || !self.store.has(due.hash, kind) {
@@ -209,6 +241,7 @@ impl KVStore {
         let dict = PyDict::new(py);
         dict.set_item("queried_blocks", self.queried.load(Ordering::Relaxed))?;
         dict.set_item("loaded_blocks", self.loaded.load(Ordering::Relaxed))?;
+        dict.set_item("loaded_snapshots", self.loaded_snapshots.load(Ordering::Relaxed))?;
         dict.set_item("read_bytes", stats.read_bytes)?;
         dict.set_item("writes", stats.writes)?;
         dict.set_item("written_bytes", stats.written_bytes)?;
@@ -225,6 +258,109 @@ impl KVStore {
 }
 
 impl KVStore {
+    /// Returns what to copy in for a request. With states these are the blocks and the snapshot of the longest prefix hit
+    /// that memory and disk make together; `None` if the disk makes it no longer.
+    fn goal(&self, core: &mut Core, request_id: i64) -> specrs_core::Result<Option<Goal>> {
+        let (first, mut hashes) = core.missing_prefix(request_id)?;
+        if self.snapshot_bytes == 0 {
+            return Ok(Some(Goal { first, hashes, snapshot: None }));
+        }
+        let known = first + self.store.run_len(&hashes);
+        let (hit, ends) = core.missing_snapshots(request_id)?;
+        let is_stored = |&hash: &BlockHash| self.store.has(snapshot_key(hash), SNAPSHOT);
+        let Some(last) = ends[..known - hit].iter().rposition(is_stored) else { return Ok(None) };
+        let num_blocks = hit + last + 1;
+        hashes.truncate(num_blocks.saturating_sub(first));
+        Ok(Some(Goal { first, hashes, snapshot: Some((num_blocks, ends[last])) }))
+    }
+
+    /// Copies the blocks of a goal into the caches, until one is missing or `end` has passed.
+    fn load_blocks(
+        &self,
+        py: Python<'_>,
+        scheduler: &Scheduler,
+        request_id: i64,
+        goal: &Goal,
+        (target, draft): (&CpuKVCache, Option<&CpuKVCache>),
+        end: Option<Instant>,
+    ) -> PyResult<Loaded> {
+        let sizes = (lock(&target.0).block_bytes(), draft.map_or(0, |draft| lock(&draft.0).block_bytes()));
+        let mut at = 0;
+        let mut buffers = std::mem::take(&mut *lock(&self.buffers));
+        let loaded = loop {
+            let (found, is_last) = py.detach(|| self.read(&goal.hashes[at..], sizes, end, &mut buffers));
+            let drafts: Vec<_> =
+                found.iter().map(|&(kind, detail)| (kind == TARGET_AND_DRAFT).then_some(detail)).collect();
+            let adopted = scheduler.core(py).adopt(request_id, goal.first + at, &drafts).or_raise(py)?;
+            let num_adopted = adopted.len();
+            at += found.len();
+            let (mut target, mut draft) = (lock(&target.0), draft.map(|draft| lock(&draft.0)));
+            for ((&(kind, _), bytes), block) in found.iter().zip(&buffers).zip(adopted) {
+                let Some(block) = block else { continue };
+                let (of_target, of_draft) = bytes[HEADER_BYTES..].split_at(sizes.0);
+                target.fill_block(block as usize, of_target);
+                if let Some(draft) = draft.as_mut().filter(|_| kind == TARGET_AND_DRAFT) {
+                    draft.fill_block(block as usize, of_draft);
+                }
+                self.loaded.fetch_add(1, Ordering::Relaxed);
+            }
+            if num_adopted < found.len() {
+                break Loaded::Full;
+            }
+            if is_last {
+                break if at == goal.hashes.len() { Loaded::All } else { Loaded::Missing };
+            }
+            if end.is_some_and(|end| Instant::now() >= end) {
+                break Loaded::Late;
+            }
+        };
+        *lock(&self.buffers) = buffers;
+        Ok(loaded)
+    }
+
+    /// Copies the snapshot after `num_blocks` blocks, the last of which has this hash, into the cache. Returns false if
+    /// its record is missing or broken.
+    fn load_snapshot(
+        &self,
+        py: Python<'_>,
+        scheduler: &Scheduler,
+        request_id: i64,
+        (num_blocks, hash): (usize, BlockHash),
+        target: &CpuKVCache,
+    ) -> PyResult<bool> {
+        let (len, key) = (num_blocks * scheduler.core(py).config().block_size, snapshot_key(hash));
+        let mut bytes = Vec::new();
+        let Some((kind, detail)) = py.detach(|| self.store.get(key, &mut bytes)) else { return Ok(false) };
+        let payload = &bytes[HEADER_BYTES..];
+        if (kind, detail as usize, payload.len()) != (SNAPSHOT, len, self.snapshot_bytes) {
+            self.store.discard(key);
+            return Ok(false);
+        }
+        if let Some(slot) = scheduler.core(py).adopt_snapshot(request_id, num_blocks).or_raise(py)? {
+            lock(&target.0).fill_snapshot(slot as usize, len, payload);
+            self.loaded_snapshots.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(true)
+    }
+
+    /// Copies due snapshots to the queue of the thread that writes, until `end` has passed or the queue is full. Returns
+    /// whether none is left.
+    fn save_snapshots(&self, core: &mut Core, target: &KvCache, end: Option<Instant>) -> bool {
+        while self.store.room() >= self.snapshot_bytes.min(QUEUE_BYTES) {
+            let Some(due) = core.take_due_snapshot() else { return true };
+            let key = snapshot_key(due.hash);
+            if !self.store.has(key, SNAPSHOT) {
+                let mut record = Record::new(key, SNAPSHOT, due.len as u32, false, self.snapshot_bytes);
+                target.append_snapshot(due.slot as usize, record.payload_mut());
+                self.store.put(record);
+            }
+            if end.is_some_and(|end| Instant::now() >= end) {
+                break;
+            }
+        }
+        false
+    }
+
     /// Reads blocks into the first of `buffers` until one is missing or broken, `end` has passed, or they are a batch.
     /// Returns kind and detail of each, and whether there are no more.
     fn read(
@@ -263,6 +399,11 @@ impl KVStore {
 /// Time at which work of `ms` milliseconds ends; `None` if it has no bound.
 fn deadline(ms: f64) -> Option<Instant> {
     Duration::try_from_secs_f64(ms.max(0.0) / 1e3).ok().and_then(|time| Instant::now().checked_add(time))
+}
+
+/// Returns the key of the snapshot at the end of the block with this hash.
+fn snapshot_key(hash: BlockHash) -> u128 {
+    BlockHasher::new(b"state snapshots.").chain(hash, &[])
 }
 
 /// Makes the record of an output. Equal outputs with equal salts have one record.

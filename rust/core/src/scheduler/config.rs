@@ -75,8 +75,7 @@ pub struct SchedulerConfig {
     /// Whether requests share the KV of equal prefixes.
     pub enable_prefix_caching: bool,
     /// Number of slots for snapshots of states, if layers of the target have states in the place of KV; 0 if none have.
-    /// A prefix hit then needs a snapshot at its end. At least 1 with such layers and prefix caching; 0 with windows and
-    /// block saves.
+    /// A prefix hit then needs a snapshot at its end. At least 1 with such layers and prefix caching; 0 with windows.
     pub num_snapshots: usize,
     /// Number of prompt tokens between two snapshots of a long prompt. A snapshot lies at a block's end, so it counts as
     /// the next multiple of [`Self::block_size`]. At least 1.
@@ -86,8 +85,8 @@ pub struct SchedulerConfig {
     pub decode_snapshot_interval: usize,
     /// Whether [`super::Scheduler::take_kv_events`] reports the blocks that entered and left the prefix cache.
     pub enable_kv_cache_events: bool,
-    /// Whether the host copies cached blocks elsewhere, with [`super::Scheduler::take_due_block`]. False with windows,
-    /// whose blocks leave the prefix cache one by one.
+    /// Whether the host copies cached blocks and snapshots elsewhere, with [`super::Scheduler::take_due_block`] and
+    /// [`super::Scheduler::take_due_snapshot`]. False with windows, whose blocks leave the prefix cache one by one.
     pub enable_block_saves: bool,
     /// Key of the block hashes.
     pub hash_key: [u8; 16],
@@ -196,8 +195,8 @@ impl SchedulerConfig {
             let allowed = "false with window_groups, whose blocks have no events";
             return Err(Error::invalid_config("enable_kv_cache_events", true, allowed));
         }
-        if self.num_snapshots > 0 && (self.has_windows() || self.enable_block_saves || !self.enable_prefix_caching) {
-            let allowed = "0 with windows, with block saves, or without prefix caching";
+        if self.num_snapshots > 0 && (self.has_windows() || !self.enable_prefix_caching) {
+            let allowed = "0 with windows, or without prefix caching";
             return Err(Error::invalid_config("num_snapshots", self.num_snapshots, allowed));
         }
         if self.enable_block_saves && self.has_windows() {

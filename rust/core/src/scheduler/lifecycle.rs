@@ -211,6 +211,12 @@ impl Scheduler {
         }
         lease.state = RowState::Free;
         if let Some(snapshots) = &mut self.snapshots {
+            let last = snapshots.rows[row as usize].last.take();
+            if let (Some(saves), Some((len, hash))) = (&mut self.saves, last)
+                && let Some(slot) = snapshots.pool.lookup(hash)
+            {
+                saves.snapshots.add(slot, len, hash);
+            }
             snapshots.release(row)?;
         }
         if !self.groups.is_empty() {

@@ -24,7 +24,7 @@
 //! | `record` | how that is written down |
 //! | `settle` | what results mean |
 //! | `introspection`, `kv_events`, `kv_event_msgpack` | what a host may ask about a request, and about the prefix cache |
-//! | `saves` | which cached blocks a host copies elsewhere, and back |
+//! | `saves`, `snapshot_saves` | which cached blocks and snapshots a host copies elsewhere, and back |
 //! | `integrity` | whether all of this agrees |
 
 mod admission;
@@ -51,6 +51,7 @@ mod saves;
 mod settle;
 mod sharing;
 mod snapshot_pool;
+mod snapshot_saves;
 mod snapshots;
 mod speculation;
 #[cfg(test)]
@@ -80,6 +81,7 @@ use request::{Order, RequestIndex, Requests};
 use row::{Row, RowIndex, Step};
 pub use saves::{DueBlock, EndedOutput};
 pub use snapshot_pool::StateCacheStats;
+pub use snapshot_saves::DueSnapshot;
 
 /// Outcome of `plan`. The enum is exhaustive, because a host that does not know an outcome cannot go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

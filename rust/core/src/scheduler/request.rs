@@ -30,6 +30,8 @@ pub(super) struct Request {
     pub(super) stop_token_ids: Vec<i64>,
     /// Number of tokens, prompt included, before which stop ids do not count.
     pub(super) min_len: usize,
+    /// Number of the request's first blocks whose KV was cached, or kept by the host, when the host looked.
+    pub(super) num_stored: usize,
     pub(super) order: Order,
     pub(super) caller: Option<i64>,
     pub(super) k: usize,
@@ -108,6 +110,7 @@ impl Request {
             draft_failed: false,
             admitted: false,
             awaits_load: false,
+            num_stored: 0,
             root,
             salt,
             cache_salt: params.cache_salt.into(),

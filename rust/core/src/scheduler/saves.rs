@@ -8,6 +8,8 @@
 //! A head that reads hidden states writes the KV of a prompt's chunk in the step after the chunk's. Its marks count
 //! here once that step has settled.
 //!
+//! Snapshots of states are copied out and in as well: `snapshot_saves.rs`.
+//!
 //! A request can wait until the host has copied in blocks of its prompt. The wait begins when all else is there that
 //! its admission needs, so what is loaded is used at once.
 
@@ -16,6 +18,7 @@ use std::collections::VecDeque;
 use super::kv_events::KvEventLog;
 use super::request::Request;
 use super::snapshot_pool::Snapshots;
+use super::snapshot_saves::DueSnapshots;
 use super::{Scheduler, SchedulerConfig};
 use crate::block_pool::BlockPool;
 use crate::error::{Error, Result};
@@ -77,6 +80,8 @@ pub(super) struct SaveLog {
     states: Vec<BlockState>,
     /// Blocks with mark D whose draft KV a step that has not settled will write.
     drafted_later: Vec<u32>,
+    /// Snapshots that became due.
+    pub(super) snapshots: DueSnapshots,
     /// Id of the step that settled last.
     settled: u64,
     pub(super) outputs: VecDeque<EndedOutput>,
@@ -90,6 +95,7 @@ impl SaveLog {
             due: VecDeque::with_capacity(blocks),
             states,
             drafted_later: Vec::new(),
+            snapshots: DueSnapshots::new(config.num_snapshots),
             settled: 0,
             outputs: VecDeque::new(),
         }
@@ -152,6 +158,7 @@ impl SaveLog {
     pub(super) fn cleared(&mut self) {
         self.due.clear();
         self.drafted_later.clear();
+        self.snapshots.clear();
         self.states.fill(BlockState::default());
     }
 
@@ -191,9 +198,11 @@ pub(super) fn allocate(
 }
 
 impl Scheduler {
-    /// Returns whether a block or an output is due to be saved.
+    /// Returns whether a block, a snapshot or an output is due to be saved.
     pub fn has_due(&self) -> bool {
-        self.saves.as_ref().is_some_and(|saves| !saves.due.is_empty() || !saves.outputs.is_empty())
+        let has_due =
+            |saves: &SaveLog| !saves.due.is_empty() || !saves.outputs.is_empty() || !saves.snapshots.is_empty();
+        self.saves.as_ref().is_some_and(has_due)
     }
 
     /// Takes the next cached block whose KV the host should copy out, before the next [`Self::plan`]. A block comes

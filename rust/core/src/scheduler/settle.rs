@@ -5,6 +5,7 @@ use super::kv_events::KvEventLog;
 use super::layout::{self, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, ResultsLayout, Section};
 use super::lifecycle::is_token;
 use super::row::{RowIndex, RowState, Sequence, Step, UNKNOWN_LAG};
+use super::saves::SaveLog;
 use crate::block_pool::BlockPool;
 use crate::drafts::DrafterKind;
 use crate::error::{Error, Result, check_len};
@@ -318,7 +319,8 @@ impl Scheduler {
                 (row.drafting > 0 || index * block_size < row.draft_len || self.drafts.from_hidden) && !row.rebuild;
             let mut registered = self.pool.register(row.blocks[index], hash)?;
             if !registered && self.snapshots.is_some() {
-                registered = replace_cached(&mut self.pool, self.kv_events.as_mut(), row.blocks[index], hash)?;
+                let (events, saves) = (self.kv_events.as_mut(), self.saves.as_mut());
+                registered = replace_cached(&mut self.pool, events, saves, row.blocks[index], hash)?;
             }
             if registered {
                 if drafting && !request.draft_failed {
@@ -368,9 +370,18 @@ impl Scheduler {
 /// Registers `block` in the place of the cached block with the same content, if no request holds that one. Rows with
 /// states compute KV again after their snapshot. Without this, the old block would leave the cache before the blocks
 /// that follow it.
-fn replace_cached(pool: &mut BlockPool, events: Option<&mut KvEventLog>, block: i64, hash: BlockHash) -> Result<bool> {
+fn replace_cached(
+    pool: &mut BlockPool,
+    events: Option<&mut KvEventLog>,
+    saves: Option<&mut SaveLog>,
+    block: i64,
+    hash: BlockHash,
+) -> Result<bool> {
     let Some(old) = pool.lookup(hash).filter(|&old| pool.ref_count(old) == Some(0)) else { return Ok(false) };
     let evicted = pool.forget(old)?;
+    if let Some(saves) = saves {
+        saves.evicted(old);
+    }
     if let Some(events) = events {
         events.removed(&evicted);
     }

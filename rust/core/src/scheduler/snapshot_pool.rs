@@ -42,8 +42,8 @@ pub(super) struct RowSnapshots {
     pub(super) next: usize,
     /// Number of positions that the row's state covers after the steps that have settled.
     pub(super) passed: usize,
-    /// Hash of the last snapshot that the row wrote while it decoded.
-    pub(super) last: Option<BlockHash>,
+    /// Length and hash of the last snapshot that the row wrote while it decoded.
+    pub(super) last: Option<(usize, BlockHash)>,
     /// Slot that the row's state begins with.
     pub(super) restored: Option<i64>,
 }
@@ -109,16 +109,22 @@ impl Snapshots {
 
     /// Gives a row a slot for the snapshot at `len`. Without a slot that no row is writing, it gets none.
     pub(super) fn reserve(&mut self, row: RowIndex, len: usize, events: Option<&mut KvEventLog>) {
-        let slot = self.pool.allocate_free().or_else(|| {
-            let evicted = self.pool.allocate_cached().ok()?;
-            self.stats.evictions += 1;
-            if let Some(events) = events {
-                events.removed_snapshot(&evicted);
-            }
-            Some(evicted.block)
-        });
-        if let Some(slot) = slot {
+        if let Some(slot) = self.allocate(events) {
             self.rows[row as usize].pending.push(Pending { len, slot });
         }
+    }
+
+    /// Returns a held slot, for which the least recently used snapshot gives way if none is free. `None` if rows are
+    /// writing into all slots.
+    pub(super) fn allocate(&mut self, events: Option<&mut KvEventLog>) -> Option<i64> {
+        if let Some(slot) = self.pool.allocate_free() {
+            return Some(slot);
+        }
+        let evicted = self.pool.allocate_cached().ok()?;
+        self.stats.evictions += 1;
+        if let Some(events) = events {
+            events.removed_snapshot(&evicted);
+        }
+        Some(evicted.block)
     }
 }

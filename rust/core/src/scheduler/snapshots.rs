@@ -9,7 +9,7 @@
 //! | --- | --- |
 //! | the last block's end before the prompt's end | the same prompt comes again, or goes on after its answer |
 //! | every `snapshot_interval` positions of a prompt | prompts that differ late; preemption |
-//! | where a lookup found KV further than a snapshot | a beginning that requests share |
+//! | where a lookup found KV further than a snapshot, here or with the host | a beginning that requests share |
 //! | the end of what a waiting request shares with the row | the same, for requests that come together |
 //! | every `decode_snapshot_interval` positions of an output | preemption, and a next turn; a row keeps the last one |
 //!
@@ -86,7 +86,7 @@ impl Scheduler {
         let Some(snapshots) = &mut self.snapshots else { return Ok(()) };
         let (row, block_size) = (&self.rows[row_index as usize], self.config.block_size);
         let request = &mut self.requests[row.request];
-        let (start, end) = (row.num_computed, row.prefill_end);
+        let (start, end, num_known) = (row.num_computed, row.prefill_end, num_cached.max(request.num_stored));
         let own = &mut snapshots.rows[row_index as usize];
         (own.passed, own.last, own.restored) = (start, None, None);
         if start > 0 {
@@ -106,7 +106,7 @@ impl Scheduler {
         own.next = (end + 1).next_multiple_of(snapshots.decode_interval);
         let last = (end - 1) / block_size * block_size;
         let every = (1..).map(|i| i * snapshots.interval).take_while(|&len| len < last);
-        own.planned.extend(every.chain([num_cached * block_size, last]).filter(|&len| len > start));
+        own.planned.extend(every.chain([num_known * block_size, last]).filter(|&len| len > start));
         own.planned.sort_unstable();
         own.planned.dedup();
         Ok(())
@@ -175,8 +175,11 @@ impl Scheduler {
             if let Some(events) = &mut self.kv_events {
                 events.stored_snapshot(slot, request, block, hash);
             }
+            if let Some(saves) = self.saves.as_mut().filter(|_| len <= row.prefill_end) {
+                saves.snapshots.add(slot, len, hash);
+            }
             if len > row.prefill_end
-                && let Some(before) = snapshots.rows[row_index as usize].last.replace(hash)
+                && let Some((_, before)) = snapshots.rows[row_index as usize].last.replace((len, hash))
                 && before != hash
                 && let Some(slot) = snapshots.pool.lookup(before)
             {

@@ -36,6 +36,8 @@ struct Row {
     /// Hash of tokens `0..=p` for each position p, which is the right KV of that position.
     prefix: Vec<u64>,
     target_len: usize,
+    /// Number of positions that the row's states cover.
+    state_len: usize,
     draft_len: usize,
     limit: usize,
     capacity: usize,
@@ -99,6 +101,8 @@ pub struct Device {
     rows: Vec<Row>,
     target_kv: Vec<u64>,
     draft_kv: Vec<u64>,
+    /// Snapshot in each slot: the number of positions, and the hash of their tokens.
+    pub snapshots: Vec<(usize, u64)>,
     extra_keys: HashMap<i64, Vec<(usize, Vec<u8>)>>,
     /// Row that each request was given last.
     row_of: HashMap<i64, usize>,
@@ -137,6 +141,7 @@ impl Device {
             rows: vec![Row::default(); config.max_num_seqs],
             target_kv: vec![NEVER; slots],
             draft_kv: vec![NEVER; slots],
+            snapshots: vec![(0, NEVER); config.num_snapshots],
             extra_keys: HashMap::new(),
             row_of: HashMap::new(),
             faults: HashMap::new(),
@@ -215,7 +220,10 @@ impl Device {
         }
         let mut reports = vec![Report::default(); num_seqs];
         for j in 0..header.num_prefill {
-            reports[header.num_decode + j] = self.prefill(scheduler, &reader, &layout, j, header.num_decode + j);
+            let sequence = header.num_decode + j;
+            reports[sequence] = self.prefill(scheduler, &reader, &layout, j, sequence);
+            let row = reader.at(layout.seq_row, sequence);
+            self.pass_states(&reader, &layout, header, row, self.rows[row].target_len);
         }
         assert_eq!(reader.at(layout.prefill_q_start, header.num_prefill), header.num_prefill_tokens);
         for j in 0..header.num_draft_chunks {
@@ -232,9 +240,32 @@ impl Device {
                 let at = sequence * self.config.num_speculative_tokens;
                 (at..at + k).map(|at| reader.signed(layout.draft_token, at)).collect::<Vec<_>>()
             });
-            *report = self.decode(scheduler, reader.at(layout.seq_row, sequence), k, proposed);
+            let row = reader.at(layout.seq_row, sequence);
+            // Drafts reach the states when a later step knows that they were accepted.
+            let passed = self.rows[row].tokens.len();
+            *report = self.decode(scheduler, row, k, proposed);
+            self.pass_states(&reader, &layout, header, row, passed);
         }
         reports
+    }
+
+    /// Brings a row's states to `len` positions, and writes the snapshots that they pass.
+    fn pass_states(
+        &mut self,
+        reader: &Reader<'_>,
+        layout: &RecordLayout,
+        header: StepHeader,
+        row_index: usize,
+        len: usize,
+    ) {
+        let row = &mut self.rows[row_index];
+        for i in 0..header.num_snapshots {
+            let at = reader.at(layout.snapshot_len, i);
+            if reader.at(layout.snapshot_row, i) == row_index && row.state_len < at && at <= len {
+                self.snapshots[reader.at(layout.snapshot_slot, i)] = (at, row.prefix[at - 1]);
+            }
+        }
+        row.state_len = row.state_len.max(len);
     }
 
     fn admit(&mut self, reader: &Reader<'_>, layout: &RecordLayout, header: StepHeader) {
@@ -263,6 +294,11 @@ impl Device {
                 row.push(reader.signed(layout.upload_token, token));
             }
             at += num_tokens;
+            row.state_len = row.target_len;
+            if row.state_len > 0 && self.config.num_snapshots > 0 {
+                let snapshot = self.snapshots[reader.at(layout.admit_snapshot, i)];
+                assert_eq!(snapshot, (row.state_len, row.prefix[row.state_len - 1]), "states of request {request_id}");
+            }
             let row_index = reader.at(layout.admit_row, i);
             self.row_of.insert(request_id, row_index);
             self.rows[row_index] = row;

@@ -7,6 +7,7 @@ use specrs_core::scheduler::layout::FLAG_DRAFT_NON_FINITE;
 use specrs_core::{BlockHasher, HostDrafters, KvEvent, PlanOutcome, SchedulerConfig, SuffixSettings};
 
 use crate::common::driver::{Ask, Driver};
+use crate::snapshots::{branch, hits, sparse, stateful};
 use crate::{ask, drafting, small, speculative};
 
 /// Copy of a block: its target KV, and its draft KV with the token after the block for which that is valid.
@@ -16,8 +17,11 @@ type Copy = (Vec<u64>, Option<(u32, Vec<u64>)>);
 #[derive(Default)]
 struct Disk {
     copies: HashMap<u128, Copy>,
+    /// Snapshots of states.
+    snapshots: HashMap<u128, (usize, u64)>,
     saved: usize,
     loaded: usize,
+    loaded_snapshots: usize,
     /// Number of blocks to copy in at a time.
     at_once: usize,
 }
@@ -25,10 +29,26 @@ struct Disk {
 impl Disk {
     fn add(&self, driver: &mut Driver, id: i64, ask: &Ask) {
         driver.add(id, ask).unwrap();
-        let (_, missing) = driver.scheduler.missing_prefix(id).unwrap();
-        if missing.first().is_some_and(|hash| self.copies.contains_key(hash)) {
+        let (cached, missing) = driver.scheduler.missing_prefix(id).unwrap();
+        let stored = missing.iter().take_while(|hash| self.copies.contains_key(hash)).count();
+        driver.scheduler.note_stored(id, cached + stored).unwrap();
+        let has_states = driver.scheduler.config().num_snapshots > 0;
+        if if has_states { self.goal(driver, id).is_some() } else { stored > 0 } {
             driver.scheduler.await_load(id).unwrap();
         }
+    }
+
+    /// Number of blocks of the longest prefix hit that copies make possible, and the hash of the last one; `None` if
+    /// they make it no longer.
+    fn goal(&self, driver: &mut Driver, id: i64) -> Option<(usize, u128)> {
+        if driver.scheduler.config().num_snapshots == 0 {
+            return None;
+        }
+        let (cached, missing) = driver.scheduler.missing_prefix(id).unwrap();
+        let known = cached + missing.iter().take_while(|hash| self.copies.contains_key(hash)).count();
+        let (hit, ends) = driver.scheduler.missing_snapshots(id).unwrap();
+        let last = ends[..known - hit].iter().rposition(|hash| self.snapshots.contains_key(hash))?;
+        Some((hit + last + 1, ends[last]))
     }
 
     fn save(&mut self, driver: &mut Driver) {
@@ -41,12 +61,21 @@ impl Disk {
             self.copies.insert(due.hash, (target, draft));
             self.saved += 1;
         }
+        while let Some(due) = driver.scheduler.take_due_snapshot() {
+            let snapshot = driver.device.snapshots[due.slot as usize];
+            assert_eq!(snapshot.0, due.len);
+            self.snapshots.insert(due.hash, snapshot);
+        }
     }
 
     fn load(&mut self, driver: &mut Driver) -> bool {
         let loads = driver.scheduler.take_loads();
         for &id in &loads {
-            let (first, missing) = driver.scheduler.missing_prefix(id).unwrap();
+            let (first, mut missing) = driver.scheduler.missing_prefix(id).unwrap();
+            let goal = self.goal(driver, id);
+            if driver.scheduler.config().num_snapshots > 0 {
+                missing.truncate(goal.map_or(0, |(blocks, _)| blocks.saturating_sub(first)));
+            }
             let copies: Vec<_> = missing.iter().map_while(|hash| self.copies.get(hash)).take(self.at_once).collect();
             let drafts: Vec<_> = copies.iter().map(|(_, draft)| draft.as_ref().map(|&(next, _)| next)).collect();
             let blocks = driver.scheduler.adopt(id, first, &drafts).unwrap();
@@ -58,6 +87,13 @@ impl Disk {
             }
             driver.check();
             if blocks.len() < copies.len() || copies.len() < self.at_once {
+                if let Some((blocks, hash)) = goal
+                    && let Some(slot) = driver.scheduler.adopt_snapshot(id, blocks).unwrap()
+                {
+                    driver.device.snapshots[slot as usize] = self.snapshots[&hash];
+                    self.loaded_snapshots += 1;
+                    driver.check();
+                }
                 driver.scheduler.end_load(id);
             }
         }
@@ -94,7 +130,12 @@ fn saving(config: &SchedulerConfig) -> Driver {
 
 #[test]
 fn what_is_saved_serves_other_schedulers() {
-    for (name, config) in [("target", small()), ("draft", speculative())] {
+    for (name, config) in [
+        ("target", small()),
+        ("draft", speculative()),
+        ("states", stateful(small())),
+        ("both", stateful(speculative())),
+    ] {
         for (max_in_flight, num_blocks) in [(1, 18), (2, 24), (1, 64)] {
             let config = SchedulerConfig { max_in_flight, num_blocks, ..config.clone() };
             let mut disk = Disk { at_once: 3, ..Disk::default() };
@@ -115,6 +156,7 @@ fn what_is_saved_serves_other_schedulers() {
             }
             assert!(disk.saved > 50 && disk.loaded > 5, "{name}: {} saved, {} loaded", disk.saved, disk.loaded);
             assert!(cached[1] > 0);
+            assert_eq!(disk.loaded_snapshots > 0, config.num_snapshots > 0, "{name}");
             if config.num_speculative_tokens > 0 {
                 assert!(disk.copies.values().any(|copy| copy.1.is_some()), "{name}: draft KV");
             }
@@ -227,4 +269,79 @@ fn outputs_are_kept_by_salt() {
     assert_eq!(outputs[0].salt, BlockHasher::new(&config.hash_key).root(b"a"));
     let [same, other] = ["a", "b"].map(drafted);
     assert!(same > other + 5, "{same} and {other} drafts accepted");
+}
+
+/// Lengths and hashes of all due snapshots.
+fn due_snapshots(driver: &mut Driver) -> Vec<(usize, u128)> {
+    std::iter::from_fn(|| driver.scheduler.take_due_snapshot()).map(|due| (due.len, due.hash)).collect()
+}
+
+#[test]
+fn snapshots_of_a_prompt_are_due_at_once_and_the_last_one_of_an_output_at_its_end() {
+    let mut driver = saving(&stateful(small()));
+    driver.add(0, &ask(1, 22, 30)).unwrap();
+    let mut before_end = vec![];
+    while driver.outcomes[&0].finish == 0 {
+        before_end.extend(due_snapshots(&mut driver).iter().map(|due| due.0));
+        driver.step();
+    }
+    assert_eq!(before_end, [16, 20]);
+    assert_eq!(due_snapshots(&mut driver).iter().map(|due| due.0).collect::<Vec<_>>(), [48]);
+    assert!(!driver.scheduler.has_due() || driver.scheduler.take_due_block().is_some());
+    // The host took none, and one of three slots has another snapshot now.
+    let mut driver = saving(&SchedulerConfig { num_snapshots: 3, ..stateful(small()) });
+    hits(&mut driver, &[ask(1, 22, 1), ask(2, 22, 1)]);
+    assert_eq!(due_snapshots(&mut driver).iter().map(|due| due.0).collect::<Vec<_>>(), [20, 20, 16]);
+    // A reset forgets them.
+    hits(&mut driver, &[ask(3, 22, 1)]);
+    assert!(driver.scheduler.reset_prefix_cache());
+    assert!(due_snapshots(&mut driver).is_empty());
+    let mut driver = Driver::new(stateful(small()));
+    hits(&mut driver, &[ask(1, 22, 1)]);
+    assert_eq!(driver.scheduler.take_due_snapshot(), None, "not enabled");
+}
+
+#[test]
+fn a_snapshot_is_adopted_where_its_kv_is() {
+    let mut driver = saving(&SchedulerConfig { num_snapshots: 2, ..stateful(small()) });
+    driver.add(0, &ask(1, 22, 1)).unwrap();
+    let (hit, ends) = driver.scheduler.missing_snapshots(0).unwrap();
+    assert_eq!((hit, ends.len()), (0, 5));
+    assert_eq!(driver.scheduler.adopt_snapshot(0, 5).unwrap(), None, "its KV is not cached");
+    driver.scheduler.adopt(0, 0, &[None; 5]).unwrap();
+    driver.scheduler.take_kv_events();
+    let slot = driver.scheduler.adopt_snapshot(0, 5).unwrap();
+    driver.check();
+    assert_eq!(slot, Some(0));
+    let events = driver.scheduler.take_kv_events();
+    assert!(
+        matches!(&events[..], [KvEvent::BlockStored { block_hashes, is_snapshot: true, .. }] if block_hashes[0] == ends[4]),
+        "{events:?}"
+    );
+    assert_eq!(driver.scheduler.adopt_snapshot(0, 5).unwrap(), None, "it is there");
+    assert_eq!(driver.scheduler.missing_snapshots(0).unwrap(), (5, vec![]));
+    // The least recently used one gives way.
+    assert_eq!(driver.scheduler.adopt_snapshot(0, 4).unwrap(), Some(1));
+    assert_eq!(driver.scheduler.adopt_snapshot(0, 3).unwrap(), Some(0));
+    assert_eq!(driver.scheduler.missing_snapshots(0).unwrap(), (4, ends[4..].to_vec()));
+    assert_eq!(driver.scheduler.state_cache_stats().evictions, 1);
+    assert!(due_snapshots(&mut driver).is_empty(), "the host has them");
+    for wrong in [0, 6] {
+        assert!(driver.scheduler.adopt_snapshot(0, wrong).is_err(), "{wrong} blocks");
+    }
+    assert!(driver.scheduler.adopt_snapshot(7, 1).is_err());
+}
+
+#[test]
+fn where_kv_of_the_host_goes_further_than_a_snapshot_the_next_request_leaves_one() {
+    let mut disk = Disk { at_once: 64, ..Disk::default() };
+    let mut hit = |ask: Ask| {
+        let mut driver = saving(&sparse(small()));
+        disk.add(&mut driver, 0, &ask);
+        disk.run(&mut driver);
+        driver.scheduler.num_cached_tokens()
+    };
+    // Each in a process of its own, as `where_kv_goes_further_than_a_snapshot_the_next_request_leaves_one` is in one.
+    let asks = [branch(20, 20, 2), branch(20, 20, 3), branch(20, 20, 4), branch(20, 20, 3)];
+    assert_eq!(asks.map(&mut hit), [0, 0, 20, 36]);
 }

@@ -7,24 +7,24 @@ use crate::common::driver::{Ask, Driver};
 use crate::{ask, drafting, small, speculative};
 
 /// Returns `config` for a target with states: 8 slots, snapshots every 16 tokens of a prompt and 8 of an output.
-fn stateful(config: SchedulerConfig) -> SchedulerConfig {
+pub(crate) fn stateful(config: SchedulerConfig) -> SchedulerConfig {
     SchedulerConfig { num_snapshots: 8, snapshot_interval: 16, decode_snapshot_interval: 8, ..config }
 }
 
 /// Returns the settings of `stateful`, with no snapshot on the way to a prompt's end.
-fn sparse(config: SchedulerConfig) -> SchedulerConfig {
+pub(crate) fn sparse(config: SchedulerConfig) -> SchedulerConfig {
     SchedulerConfig { snapshot_interval: 64, ..stateful(config) }
 }
 
 /// Returns the first `shared` tokens of one prompt, followed by `own` tokens of another.
-fn branch(shared: usize, own: usize, seed: u64) -> Ask {
+pub(crate) fn branch(shared: usize, own: usize, seed: u64) -> Ask {
     let mut asked = ask(1, shared, 1);
     asked.prompt.extend(ask(seed, own, 1).prompt);
     asked
 }
 
 /// Runs requests one after the other and returns the number of cached tokens that each found.
-fn hits(driver: &mut Driver, asks: &[Ask]) -> Vec<u64> {
+pub(crate) fn hits(driver: &mut Driver, asks: &[Ask]) -> Vec<u64> {
     let found = |(id, ask): (usize, &Ask)| {
         let before = driver.scheduler.num_cached_tokens();
         driver.add(id as i64, ask).unwrap();

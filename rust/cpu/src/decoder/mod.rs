@@ -159,6 +159,11 @@ impl Decoder {
         &self.pool
     }
 
+    /// Returns the number of bytes of a snapshot of the states of one request; 0 if no layer has a state.
+    pub fn snapshot_bytes(&self) -> usize {
+        self.weights.delta.map_or(0, |(shape, layers)| size_of::<f32>() * layers * shape.key_heads * shape.base_len())
+    }
+
     /// Returns the instruction set.
     pub fn isa(&self) -> Isa {
         self.isa
