@@ -30,7 +30,7 @@ pub use hash::{BlockHash, BlockHasher, ExtraKey};
 pub use planner::SpeculationPlanner;
 pub use sampling::RequestSampling;
 pub use scheduler::{
-    DueBlock, DueSnapshot, EndedOutput, KvEvent, KvEventBatch, Lora, MergedRoom, PlanOutcome, RequestParams, RequestState,
-    RequestView, Scheduler, SchedulerConfig, StateCacheStats, encode_kv_events,
+    DueBlock, DueSnapshot, EndedOutput, KvEvent, KvEventBatch, Lora, MergedRoom, PlanOutcome, RequestParams,
+    RequestState, RequestView, Scheduler, SchedulerConfig, StateCacheStats, encode_kv_events,
 };
 pub use slot_mapper::{NO_SLOT, SlotMapper};

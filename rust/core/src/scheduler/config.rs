@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use super::merging::MergedRoom;
 use crate::drafts::{Drafter, HostDrafters};
 use crate::error::{Error, Result};
 use crate::hash::ExtraKey;
@@ -14,6 +13,17 @@ const MAX_SIZE: usize = 1 << 31;
 const MAX_FURTHER_GROUPS: usize = 1 << 10;
 /// Largest K, [`SchedulerConfig::num_speculative_tokens`].
 pub const MAX_SPECULATIVE_TOKENS: usize = 1 << 10;
+
+/// Room for prompt tokens in the pass that verifies the tokens of decoding sequences.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MergedRoom {
+    /// Number of drafts of the sequence that drafts the most.
+    pub num_speculative_tokens: usize,
+    /// Maximum number of decoding sequences, at least 1.
+    pub num_seqs: usize,
+    /// Maximum number of prompt tokens, at least 1.
+    pub num_tokens: usize,
+}
 
 /// Settings of a [`super::Scheduler`]. Begin with [`Self::new`] and set the fields that differ, because minor versions
 /// add fields. Numbers of tokens, positions and blocks are at most 2^31.

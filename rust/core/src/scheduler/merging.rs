@@ -11,46 +11,11 @@
 //! a new prompt, none is left. New prompts that exceed this work make the step an unmerged one.
 
 use super::Scheduler;
-use super::plan::{Budget, Plan};
+use super::config::MergedRoom;
+use super::plan::{Budget, Decoding, Merging, Plan};
 use super::request::RequestIndex;
 use super::row::Row;
 use crate::sampling::STEPS_ON_LOGITS;
-
-/// Room for prompt tokens in the pass that verifies the tokens of decoding sequences.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MergedRoom {
-    /// Number of drafts of the sequence that drafts the most.
-    pub num_speculative_tokens: usize,
-    /// Maximum number of decoding sequences, at least 1.
-    pub num_seqs: usize,
-    /// Maximum number of prompt tokens, at least 1.
-    pub num_tokens: usize,
-}
-
-/// Prompts of a step that merges its chunks.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Merging {
-    /// Number of running prompts, with those that the plan admits.
-    num_prompts: usize,
-    /// Number of tokens of these prompts that no earlier step computes.
-    num_tokens: usize,
-    /// Maximum of `num_tokens`.
-    max_tokens: usize,
-    /// Number of tokens by which the budget grows if the chunks get a pass of their own after all.
-    withheld: usize,
-    /// Milliseconds that chunks may take in a pass of their own.
-    alone_ms: f64,
-}
-
-/// Decoding sequences of a step, as far as its plan knows them.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Decoding {
-    pub(super) num_seqs: usize,
-    /// Largest number of drafts of a sequence.
-    pub(super) max_k: usize,
-    /// Number of tokens to verify.
-    pub(super) num_tokens: usize,
-}
 
 impl Scheduler {
     /// Changes `budget`, of a step whose chunks have a pass of their own, to that of a step that merges them. Leaves it

@@ -4,7 +4,6 @@
 //! Until it is certain that a step results, deciding may only reserve blocks, preempt, and let callers share. A plan
 //! that ends in `SettleFirst` leaves only reservations, which the next plan finds.
 
-use super::merging::{Decoding, Merging};
 use super::prefill_costs::StepWork;
 use super::request::RequestIndex;
 use super::row::{Row, RowIndex};
@@ -46,6 +45,31 @@ pub(super) struct Lagging {
     pub(super) k: usize,
     /// Number of draft tokens that the sequence could catch up at once.
     pub(super) demand: usize,
+}
+
+/// Prompts of a step that merges its chunks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Merging {
+    /// Number of running prompts, with those that the plan admits.
+    pub(super) num_prompts: usize,
+    /// Number of tokens of these prompts that no earlier step computes.
+    pub(super) num_tokens: usize,
+    /// Maximum of `num_tokens`.
+    pub(super) max_tokens: usize,
+    /// Number of tokens by which the budget grows if the chunks get a pass of their own after all.
+    pub(super) withheld: usize,
+    /// Milliseconds that chunks may take in a pass of their own.
+    pub(super) alone_ms: f64,
+}
+
+/// Decoding sequences of a step, as far as its plan knows them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Decoding {
+    pub(super) num_seqs: usize,
+    /// Largest number of drafts of a sequence.
+    pub(super) max_k: usize,
+    /// Number of tokens to verify.
+    pub(super) num_tokens: usize,
 }
 
 /// Budget of chunks, computed once there is prefill work.
