@@ -157,7 +157,7 @@ pub enum Mlp {
         down: Linear,
     },
     /// Experts, of which each row uses several.
-    Experts(Experts),
+    Experts(Box<Experts>),
 }
 
 /// Mixture of experts: each row is sent to the experts with its largest router logits, whose outputs are added by

@@ -82,7 +82,7 @@ fn mlp(n: &mut Numbers, dense: bool) -> Mlp {
     }
     let gate_up = linear(n, hidden, &[2 * 90]);
     let shared = SharedExpert { gate: linear(n, hidden, &[1]), gate_up, down: linear(n, 90, &[hidden]) };
-    Mlp::Experts(Experts {
+    Mlp::Experts(Box::new(Experts {
         router: linear(n, hidden, &[4]),
         experts: (0..4).map(|_| (linear(n, hidden, &[2 * 20]), linear(n, 20, &[hidden]))).collect(),
         per_token: 2,
@@ -90,7 +90,7 @@ fn mlp(n: &mut Numbers, dense: bool) -> Mlp {
         shared: Some(shared),
         scales: None,
         mlp: None,
-    })
+    }))
 }
 
 fn weights(net: DeltaShape, seed: u64) -> Arc<Weights> {

@@ -1,4 +1,4 @@
-//! Rows with LoRA adapters: the model plus `B A` by plain loops, with the same bits for any other rows in a pass.
+//! Rows with low-rank adapters: the model plus `B A` by plain loops, with the same bits for any other rows in a pass.
 
 mod support;
 

@@ -93,7 +93,7 @@ fn layer(n: &mut Numbers, (sizes, keys_are_values, source): Kind) -> LayerWeight
 fn with_experts(i: usize, layer: &mut LayerWeights) {
     let (n, hidden) = (&mut Numbers(40 + i as u64), SHAPE.hidden_size);
     let intermediate = layer.varied.sizes.map_or(0, |sizes| sizes.intermediate_size);
-    layer.mlp = Mlp::Experts(Experts {
+    layer.mlp = Mlp::Experts(Box::new(Experts {
         router: linear(n, hidden, 5),
         experts: (0..5).map(|_| (linear(n, hidden, 2 * 20), linear(n, 20, hidden))).collect(),
         per_token: 2,
@@ -107,7 +107,7 @@ fn with_experts(i: usize, layer: &mut LayerWeights) {
             expert_input_norm: draw(n, hidden, 0.5, 1.0),
             expert_output_norm: draw(n, hidden, 0.5, 1.0),
         }),
-    });
+    }));
 }
 
 /// Changes the experts of layer 1, after all layers got some.
@@ -283,6 +283,8 @@ fn close(found: &[u32], expected: &[u32]) -> bool {
     pairs.map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs()).fold(0.0, f32::max) < 1e-4
 }
 
+type ExpertsChange<'a> = &'a dyn Fn(&mut Experts);
+
 #[test]
 fn wrong_experts_are_rejected_by_name() {
     let told = |change: &dyn Fn(&mut Experts)| {
@@ -290,7 +292,7 @@ fn wrong_experts_are_rejected_by_name() {
     };
     let scales = |experts: &mut Experts, change: fn(&mut RouterScales)| change(experts.scales.as_mut().unwrap());
     let mlp = |experts: &mut Experts, change: fn(&mut ParallelMlp)| change(experts.mlp.as_mut().unwrap());
-    let cases: [(&dyn Fn(&mut Experts), &str); 7] = [
+    let cases: [(ExpertsChange<'_>, &str); 7] = [
         (&|e| scales(e, |own| own.hidden = ones(39)), "layers[1].experts.scales.hidden"),
         (&|e| scales(e, |own| own.experts = ones(4)), "layers[1].experts.scales.experts"),
         (&|e| mlp(e, |own| own.output_norm = ones(41)), "layers[1].experts.mlp.output_norm"),

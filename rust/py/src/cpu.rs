@@ -377,7 +377,7 @@ fn layer(
         attention_output_norm: norm("attention_output_norm", &arrays.attention_output_norm)?,
         post_attention_norm: norm("post_attention_norm", &arrays.post_attention_norm)?,
         mlp: match &arrays.experts {
-            Some(experts) => Mlp::Experts(experts.weights(&name("experts"), py, hidden, mlp)?),
+            Some(experts) => Mlp::Experts(Box::new(experts.weights(&name("experts"), py, hidden, mlp)?)),
             None => mlp().map(|(gate_up, down)| Mlp::Dense { gate_up, down })?,
         },
         mlp_output_norm: norm("mlp_output_norm", &arrays.mlp_output_norm)?,

@@ -316,7 +316,7 @@ impl Model {
             post_attention_norm: self.kind.before.then(|| values(&l.post_norm)),
             mlp: match &l.router {
                 None => Mlp::Dense { gate_up: linear(&[&l.gate, &l.up]), down: linear(&[&l.down]) },
-                Some(router) => Mlp::Experts(Experts {
+                Some(router) => Mlp::Experts(Box::new(Experts {
                     router: linear(&[router]),
                     experts: l.experts.iter().map(|[gate, up, down]| (linear(&[gate, up]), linear(&[down]))).collect(),
                     per_token: 2,
@@ -324,7 +324,7 @@ impl Model {
                     shared: None,
                     scales: None,
                     mlp: None,
-                }),
+                })),
             },
             mlp_output_norm: self.kind.behind.then(|| values(&l.mlp_output_norm)),
         };

@@ -213,7 +213,7 @@ fn rms_norm(x: &[Near], weight: &[f32], eps: f64) -> Vec<Near> {
     x.iter().zip(weight).map(|(&x, &w)| (x * scale * Near::new(f64::from(w))).rounded(2.0)).collect()
 }
 
-/// Applies RoPE. The angle is an fp32 product, as everywhere.
+/// Applies rotary position embeddings. The angle is an fp32 product, as everywhere.
 fn rotate(x: &[Near], position: usize, frequencies: &[f32]) -> Vec<Near> {
     let half = frequencies.len();
     let angle = |i: usize| f64::from(position as f32 * frequencies[i % half]);
