@@ -91,7 +91,8 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
 def _gemma4(config: dict[str, Any], ropes: dict[str, Any]) -> dict[str, Any]:
     windows = [kind == "sliding_attention" for kind in config["layer_types"]]
     shared, layers, width = config["num_kv_shared_layers"], len(windows), config["intermediate_size"]
-    full = config["per_layer_config"][str(windows.index(False))]
+    # transformers writes what differs from the fields of all layers only.
+    full = {"head_dim": config["head_dim"]} | config.get("per_layer_config", {}).get(str(windows.index(False)), {})
     fields: dict[str, Any] = {
         "attention.shared_kv_layers": shared,
         "embedding_length_per_layer_input": config["hidden_size_per_layer_input"] or 0,
