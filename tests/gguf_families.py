@@ -191,7 +191,8 @@ def file_tensors(
     rope = config.get("rope_parameters") or {}
     if architecture == "gemma4":
         full = rope["full_attention"]
-        size = config["per_layer_config"][str(config["layer_types"].index("full_attention"))]["head_dim"]
+        place = str(config["layer_types"].index("full_attention"))
+        size = config.get("per_layer_config", {}).get(place, {}).get("head_dim", config["head_dim"])
         turned = int(size * full["partial_rotary_factor"] / 2)
         yield "rope_freqs.weight", np.array([1.0] * turned + [1e30] * (size // 2 - turned), np.float32)
     for field, kind in (

@@ -10,7 +10,7 @@ from specrs import pair
 from specrs.config import EngineConfig
 from specrs.engine.tokenizer import load_tokenizer
 from specrs.engine.weights import load_weights
-from specrs.errors import CheckpointError, InvalidRequestError, TokenizerMismatchError, UnsupportedRequestError
+from specrs.errors import CheckpointError, InvalidRequestError, TokenizerMismatchError, UnsupportedRequestError, short
 from specrs.speculative_config import SpeculativeConfig
 from specrs.tokenizer import Tokenizer, check_same_tokenizer
 from tokenizer_files import copy_of_pair, edit_tokenizer, with_bos
@@ -268,7 +268,8 @@ def test_swapped_tokens_are_reported(tokenizer: Tokenizer, tmp_path: Path) -> No
     edit_tokenizer(folder, swap)
     with pytest.raises(TokenizerMismatchError) as caught:
         check_same_tokenizer(tokenizer, Tokenizer(str(folder)))
-    assert str(caught.value).startswith(f"speculative_config.model='{folder}': its tokenizer differs")
+    told = f"speculative_config.model={short(str(folder))}: its tokenizer differs"
+    assert str(caught.value).startswith(told)
     assert "id 1 is '!' for the target and '\"' for the draft (2048 tokens" in str(caught.value)
 
 

@@ -136,7 +136,7 @@ def test_a_target_that_returns_something_else_ends_the_step(
 class Stub:
     """A torch model whose hidden states are the token ids, and whose logits are twice the hidden states."""
 
-    vocab_size, num_layers, hidden_size = 3, 2, 3
+    vocab_size, num_layers, hidden_size, target_ids = 3, 2, 3, None
 
     def __init__(self, ends_in_window: bool) -> None:
         self.ends_in_window = ends_in_window

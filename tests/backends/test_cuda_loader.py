@@ -8,7 +8,7 @@ import torch
 from checkpoints import make_checkpoint
 from gguf_files import write_gguf
 from quantized_files import fp8_block, gptq
-from specrs.backends.cuda.fit import _coded_bits
+from specrs.backends.cuda.fit import _quantized_bits
 from specrs.backends.model_source import ModelSource
 from specrs.backends.table import BACKENDS
 from specrs.config import EngineConfig
@@ -116,7 +116,7 @@ def test_the_bits_of_gguf_files(wide: Path, tmp_path: Path) -> None:
     for kind, coding in CODED.items():
         path = write_gguf(wide, tmp_path / f"{kind}.gguf", kind)
         model = load_config(path)
-        bits = set(_coded_bits(str(path), None, model, None, "auto").values())
+        bits = set(_quantized_bits(str(path), None, model, None, "auto").values())
         assert bits == (set() if coding is None else {coding.bits}), kind
 
 

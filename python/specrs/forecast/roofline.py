@@ -264,7 +264,7 @@ class _Layers:
 
         if not self.is_draft or self.quantization is not None:
             return _FEW
-        shapes = {name: [shape] for name, shape in linear_shapes(self.c, torch.bfloat16, "cuda").items()}
+        shapes = {name: [shape] for name, shape in linear_shapes(self.c, torch.bfloat16).items()}
         return _FEW_OF_DRAFT if fuses_draft(self.c, shapes, self._limits()) else _FEW
 
     @property

@@ -52,6 +52,11 @@ class Model(Protocol):
         """Token id of each logit, an int64 array or tensor, ascending. None: logit i is for id i."""
         return None
 
+    def with_ids(self, ids: Any) -> Model | None:
+        """Return a model over the same weights with logits of `ids` only, an int64 array, ascending. None: the model
+        cannot leave ids out."""
+        return None
+
     @property
     def has_lm_head(self) -> bool:
         """False if the model only embeds: its logits mean nothing."""

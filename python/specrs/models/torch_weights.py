@@ -103,7 +103,7 @@ class TorchFacts(TorchHeld, DecoderFacts, TorchModel):
         """Return a matrix of an adapter as a tensor in the model's dtype. On a CPU passes read it. For a GPU it is
         page-locked memory of the host, from which steps copy it into a slot."""
         placed = to_torch(array).to(self.weights.dtype)
-        return placed.pin_memory() if self.weights.device.type == "cuda" else placed
+        return placed if self.weights.device.type in ("cpu", "meta") else placed.pin_memory()
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Return a zeroed cache of `num_blocks` blocks of `block_size` positions, and a scratch block."""

@@ -87,10 +87,10 @@ class ReasoningOptions(BaseModel):
 
     effort: ReasoningEffort = None
     summary: Annotated[
-        Literal["auto", "concise", "detailed"] | None, NoEffect("reasoning is told in full, without a summary")
+        Literal["auto", "concise", "detailed"] | None, NoEffect("the answer has the full reasoning, and no summary")
     ] = None
     generate_summary: Annotated[
-        Literal["auto", "concise", "detailed"] | None, NoEffect("reasoning is told in full, without a summary")
+        Literal["auto", "concise", "detailed"] | None, NoEffect("the answer has the full reasoning, and no summary")
     ] = None
     context: Annotated[
         Any, Rejected("the chat template decides which reasoning it shows", allowed=("auto", "current_turn"))

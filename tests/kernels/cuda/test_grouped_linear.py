@@ -14,7 +14,7 @@ from specrs.kernels.cuda.grouped_linear import grouped_linear, grouped_linear_re
 from torch import Tensor
 
 from .test_experts import choices
-from .test_quantized import coded
+from .test_quantized import random_quantized
 from .tolerance import assert_near
 
 CONFIG = LinearConfig(16, 32, 1, 4, 1).as_list()
@@ -81,7 +81,7 @@ CODINGS = {
 def test_codes(name: str, gated: bool) -> None:
     """Codes give what their numbers give: tiles and steps that are not whole, biases, an expert without rows."""
     coding, n, k = CODINGS[name]
-    weight = coded(coding, 4 * n * (1 + gated), k)
+    weight = random_quantized(coding, 4 * n * (1 + gated), k)
     numbers = weight.dequantized().view(4, -1, k)
     ids = choices(5, 4, 2, 7)
     ids[ids == 1] = -1
@@ -102,7 +102,7 @@ def test_codes(name: str, gated: bool) -> None:
 
 def test_a_scale_of_two_experts_is_an_error() -> None:
     coding = Coding("fp8", 64, outputs=8)
-    weight, ids = coded(coding, 48, 64), choices(2, 4, 1, 0)
+    weight, ids = random_quantized(coding, 48, 64), choices(2, 4, 1, 0)
     x, _, pairs, out = operands(ids, 12, 64, 1, gated=False)
     weights = [weight.codes.view(4, 12, -1), weight.scales]
     with pytest.raises(AssertionError, match="a scale of several experts"):

@@ -112,7 +112,7 @@ class QuantizedLoader(Loader):
         """Return the router and experts of the layer whose tensor names begin with `prefix`: quantized if the kernels
         read all of their projections, in one coding for all gates and values and one for all outputs."""
         block, (gate, up, down) = prefix + experts.block, experts.projections
-        names = [f"{block}.experts.{i}." for i in range(experts.count)]
+        names = [f"{block}experts.{i}." for i in range(experts.count)]
         gates = [[name + gate, name + up] for name in names]
         stacked = self._stacked_codes(gates), self._stacked_codes([[name + down] for name in names])
         if stacked[0] is None or stacked[1] is None:
@@ -122,7 +122,7 @@ class QuantizedLoader(Loader):
         biases = None
         if experts.biases:
             biases = self.stack(gates, "bias"), self.stack([[name + down] for name in names], "bias")
-        router = f"{block}.{experts.router}"
+        router = f"{block}{experts.router}"
         return ExpertWeights(
             router=dense_weight(self.read(f"{router}.weight"), self.read(f"{router}.bias") if experts.biases else None),
             gate_up=stacked[0].split(experts.count, None if biases is None else biases[0]),

@@ -72,7 +72,9 @@ def fuses_draft(config: ModelConfig, shapes: Mapping[str, Sequence[LinearShape]]
     return in_16_bits and 90 <= limits.capability < 120 and config.hidden_size <= _DRAFT_FEATURES
 
 
-def linear_shapes(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> dict[str, LinearShape]:
+def linear_shapes(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cuda"
+) -> dict[str, LinearShape]:
     """Return the products of a pass with dense weights, by name."""
     heads = fused_heads(config, dtype, limits_of(torch.device(device)))
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -14,7 +14,6 @@ from specrs.drafters.vocabulary import DraftVocabularyOptions, draft_ids
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.model_values import CACHE_DTYPE, QUANTIZATION
 from specrs.models.base import Model
-from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.errors import OF_DRAFT, about
 from specrs.options import option
 
@@ -84,12 +83,13 @@ def _with_draft_ids(model: Model, loading: Loading) -> Model:
     size, counts = loading.options.draft_vocab_size, loading.options.draft_vocab_counts
     if size is None:
         return model
-    if not isinstance(model, DecoderFacts):
+    ids = draft_ids(size, counts, min(loading.target.vocab_size, model.vocab_size))
+    chosen = model.with_ids(ids)
+    if chosen is None:
         reason = "not implemented for a draft that runs through transformers' modules; leave draft_vocab_size out"
         raise invalid(UnsupportedConfigError, WHERE + "draft_vocab_size", size, reason)
-    ids = draft_ids(size, counts, min(loading.target.vocab_size, model.vocab_size))
     logger.info("%s drafts %d of %d ids", loading.path, len(ids), loading.target.vocab_size)
-    return model.with_ids(ids)
+    return chosen
 
 
 DRAFT_MODEL = ModelMethod(name="draft_model", options=DraftModelOptions, what="a draft", bundled=bundled, load=load)
