@@ -18,7 +18,7 @@ import torch
 from checkpoints import GEMMA4, make_gemma4
 from gemma4_reference import float64, logits
 from safetensors.torch import load_file, save_file
-from specrs.backends.cpu.weights import load_native
+from specrs.backends.cpu.weights import Rounding, load_native
 from specrs.core import CpuPool
 from specrs.errors import SpecrsError
 from specrs.kernels.frequencies import signed_frequencies
@@ -87,15 +87,17 @@ def test_native_bits_depend_on_no_chunk_and_no_thread(folder: Path, variant: str
 @pytest.mark.parametrize("variant", GEMMA4)
 @pytest.mark.parametrize("quantization", ["int8", "int4", "q8_0"])
 def test_native_quantized_logits_are_near(folder: Path, variant: str, quantization: str) -> None:
-    """Check native logits of quantized weights against torch's with the dequantized ones; `int16` rounds
-    activations."""
+    """Check native logits of quantized weights against torch's with the dequantized ones. Activations rounded to int16
+    may send a row to other experts, where two of them score nearly the same: one row of 40 at most."""
     path = make(folder, variant)
     with float64():
         theirs = load_model(path, dtype="float64", quantization=quantization)
         expected = Feeder(theirs, block_size=4, max_len=44).feed_chunks(TOKENS, [40])
-    ours = load_native(path, quantization=quantization)
-    found = Feeder(ours, block_size=4, max_len=44).feed_chunks(TOKENS, [40])
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-2)
+    for activations, bound, most in (("fp32", 1e-4, 0), ("int16", 1e-2, int("experts" in variant))):
+        ours = load_native(path, quantization=quantization, rounding=Rounding(activations=activations))
+        found = Feeder(ours, block_size=4, max_len=44).feed_chunks(TOKENS, [40])
+        far = ((found.double() - expected).abs() > bound).any(dim=1)
+        assert int(far.sum()) <= most, activations
     assert (expected - reference(path)).abs().max() > 1e-2
 
 
