@@ -112,7 +112,7 @@ def test_gguf_files(kind: str, wide: Path, tmp_path: Path) -> None:
 
 
 def test_the_bits_of_gguf_files(wide: Path, tmp_path: Path) -> None:
-    """What is checked against a GPU's free memory is what the loader keeps."""
+    """Check that the bits per weight that are compared with a GPU's free memory are those that the loader keeps."""
     for kind, coding in CODED.items():
         path = write_gguf(wide, tmp_path / f"{kind}.gguf", kind)
         model = load_config(path)

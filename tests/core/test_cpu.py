@@ -1,4 +1,4 @@
-"""What the parts of the native pass reject: arrays with a wrong layout, and calls that do not fit."""
+"""Arguments that the parts of the native pass reject: arrays with a wrong layout, and calls that do not fit."""
 
 from __future__ import annotations
 

@@ -196,7 +196,8 @@ def rewrite(folder: Path, keep: Callable[[int, int], bool]) -> int:
 
 
 def test_blocks_and_snapshots_are_of_use_together(path: Path, folder: Path) -> None:
-    """What lacks its counterpart is left alone, and the KV says where a snapshot is missing."""
+    """Check that KV without a snapshot, and a snapshot without its KV, are not read. The KV tells a request where
+    to leave a snapshot."""
     engine = start(path, "mtp", folder)
     ask(engine, PROMPTS[:1], "mtp")
     end(engine)

@@ -1,4 +1,5 @@
-"""What vLLM calls of specrs, without vLLM: texts that move between rows, end and return; drafts; the proposer's API.
+"""Functions of specrs that vLLM calls, tested without vLLM: texts that move between rows, end and return; drafts; the
+proposer's API.
 
 tests/integrations/vllm has the same inside a real vLLM (`make test-vllm`).
 """

@@ -33,7 +33,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What vLLM wrote, with and without drafts, for more requests than rows, with repetitive prompts."""
+    """Return the texts that vLLM wrote with and without drafts, for more requests than rows and repetitive prompts."""
     assert PYTHON.exists(), f"{PYTHON}: run make test-vllm"
     rng = random.Random(0)
     prompts = []

@@ -66,7 +66,7 @@ def shrunk(x: Tensor, adapters: Slots, slots: Tensor) -> Tensor:
 
 
 def in_dtype(x: Tensor, adapters: Slots, slots: Tensor, out: Tensor, scale: Tensor, **flags: Any) -> Tensor:
-    """What torch makes of it in the dtype of the operands, with `A x` rounded."""
+    """Return the sums that torch computes in the dtype of the operands, with `A x` rounded."""
     made, rank = out.clone(), adapters.b.shape[2]
     for i in (slots >= 0).nonzero().flatten().tolist():
         y = ((adapters.a[slots[i]] @ x[i]) * scale[i]).to(x.dtype).view(-1, rank)

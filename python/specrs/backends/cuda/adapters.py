@@ -145,7 +145,7 @@ class PassAdapters:
 
 @dataclass(frozen=True, slots=True)
 class LayerAdapters:
-    """What adapters add to the projections of one layer, for the rows of a pass."""
+    """LoRA adapters of one layer, whose products are added to its projections for the rows of a pass."""
 
     buffers: AdapterSlots
     projections: Mapping[str, Slots]

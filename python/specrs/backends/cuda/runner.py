@@ -71,7 +71,7 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What steps of one kind run: those in which some sequence has a LoRA adapter, or those in which none has."""
+    """Graphs and passes for steps of one kind: with a LoRA adapter in some sequence, or with none."""
 
     ctx: Context
     graphs: Graphs | Uncaptured
