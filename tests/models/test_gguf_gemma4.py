@@ -64,11 +64,12 @@ def close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
 
 @pytest.mark.parametrize("variant", GEMMA4)
 def test_numbers_of_a_file_are_the_checkpoint_s(folder: Path, variant: str, tmp_path: Path) -> None:
-    """F32 gives the checkpoint's logits to the bit, natively and by torch, and the same configuration."""
+    """F32 gives the checkpoint's logits and configuration: natively to the bit. Torch's products may add in another
+    order where a matrix of the file does not start at a multiple of 64 bytes."""
     source = make(folder, variant)
     path = write_gguf(source, tmp_path / "model.gguf")
     assert torch.equal(logits(path), logits(source))
-    assert torch.equal(logits(path, load_model), logits(source, load_model))
+    assert close(logits(path, load_model), logits(source, load_model), 1e-5)
     ours, theirs = load_config(path), load_config(source)
     for name in FIELDS:
         assert getattr(ours, name) == getattr(theirs, name), name

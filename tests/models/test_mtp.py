@@ -36,8 +36,9 @@ from models.test_eagle3 import HeadFeeder
 
 VOCAB, LENGTH, DRAFTS = 97, 24, 4
 TOKENS = random.Random(1).choices(range(VOCAB), k=LENGTH)
-BOUND = 2e-5
-"""Largest difference of native logits from those in float64, relative to the largest logit."""
+BOUND = 6e-5
+"""Largest difference of native logits from those in float64, relative to the largest logit. Three layers of Qwen3-Next
+have one row in some seeds with 2.1e-5, and torch's own fp32 states differ by 2.3e-5."""
 
 
 def make(path: Path, family: str = "qwen3_5_text", **fields: Any) -> Path:
