@@ -14,13 +14,13 @@ use crate::weights::Weights;
 use std::ops::Range;
 
 /// Returns whether tiles, which take sixteen rows at once, multiply packed weights by so many rows faster than vectors.
-/// They do if enough of their rows are used.
+/// They do if enough of their rows are used, and vectors do not take all rows in one go.
 fn fill_tiles(rows: usize, to: Rounding) -> bool {
     let least = match to {
         Rounding::Int16 => 10,
         Rounding::Int8 => 13,
     };
-    rows >= least * rows.div_ceil(LANES)
+    rows >= (least * rows.div_ceil(LANES)).max(13)
 }
 
 /// Input of a projection, and the products of adapters that are added to its outputs.

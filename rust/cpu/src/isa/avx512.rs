@@ -338,7 +338,7 @@ impl<const WITH: u8> Simd for Avx512<WITH> {
         })
     }
 
-    const INTEGER_ROWS: usize = 6;
+    const INTEGER_ROWS: usize = 12;
     // Five cycles from a sum to the next one, two sums a cycle.
     const INTEGER_SUMS: usize = if WITH == VNNI { 10 } else { 1 };
     type I = __m512i;

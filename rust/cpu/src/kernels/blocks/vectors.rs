@@ -79,10 +79,12 @@ impl ByVectors<'_, '_> {
         for i in 0..tiles {
             let (row, end) = (i * rows / tiles, (i + 1) * rows / tiles);
             let (acc, at) = (&mut acc[row..end], (first, count, row));
-            // Arms of more rows than an instruction set takes at once are not compiled for it.
+            // Arms of more rows than an instruction set takes at once are not compiled for it. Not every number has an
+            // arm: code for each would double the time of a build.
             match end - row {
-                6 if S::INTEGER_ROWS >= 6 => tile::<S, D, BYTES, 6>(s, source, x, at, acc),
-                5 if S::INTEGER_ROWS >= 5 => tile::<S, D, BYTES, 5>(s, source, x, at, acc),
+                9.. if S::INTEGER_ROWS >= 12 => tile::<S, D, BYTES, 12>(s, source, x, at, acc),
+                7.. if S::INTEGER_ROWS >= 8 => tile::<S, D, BYTES, 8>(s, source, x, at, acc),
+                5.. if S::INTEGER_ROWS >= 6 => tile::<S, D, BYTES, 6>(s, source, x, at, acc),
                 4 if S::INTEGER_ROWS >= 4 => tile::<S, D, BYTES, 4>(s, source, x, at, acc),
                 3 if S::INTEGER_ROWS >= 3 => tile::<S, D, BYTES, 3>(s, source, x, at, acc),
                 2 if S::INTEGER_ROWS >= 2 => tile::<S, D, BYTES, 2>(s, source, x, at, acc),
@@ -161,8 +163,8 @@ fn add_group<S: Simd, D: Source, const R: usize>(
     }
 }
 
-/// Computes one tile of R rows from `row` on: adds `count` blocks of the source, which are the rows' blocks from
-/// `first` on.
+/// Computes one tile of at most R rows from `row` on: adds `count` blocks of the source, which are the rows' blocks from
+/// `first` on. If `out` has fewer than R rows, its last row is computed more than once.
 #[inline(always)]
 fn tile<S: Simd, D: Source, const BYTES: bool, const R: usize>(
     s: S,
@@ -176,8 +178,9 @@ fn tile<S: Simd, D: Source, const BYTES: bool, const R: usize>(
     let mut scales: [&[f32]; R] = [&[]; R];
     let mut sums: [&[[i32; 2]]; R] = [&[]; R];
     let mut acc = [s.splat(0.0); R];
+    let last = out.len() - 1;
     for r in 0..R {
-        let from = (row + r) * x.blocks + first;
+        let from = (row + r.min(last)) * x.blocks + first;
         if BYTES {
             quads[r] = &x.quads[from..][..count];
         } else {
@@ -185,7 +188,7 @@ fn tile<S: Simd, D: Source, const BYTES: bool, const R: usize>(
         }
         scales[r] = &x.scales[from..][..count];
         sums[r] = &x.sums[from..][..count];
-        acc[r] = s.load(&out[r]);
+        acc[r] = s.load(&out[r.min(last)]);
     }
     let groups = if D::HALVES { 2 } else { 1 };
     let parts = parts::<S>(R);
@@ -216,10 +219,10 @@ fn tile<S: Simd, D: Source, const BYTES: bool, const R: usize>(
             dots = start(s, offset, &totals[1]);
         }
         add_half!(1, BYTES, s, source, block, dots, parts, pairs, quads);
-        let last = groups - 1;
-        add_group::<S, D, R>(s, &mut acc, &dots, (scale[last], min[last]), &d, &totals[last]);
+        let group = groups - 1;
+        add_group::<S, D, R>(s, &mut acc, &dots, (scale[group], min[group]), &d, &totals[group]);
     }
-    for r in 0..R {
-        s.store(acc[r], &mut out[r]);
+    for (r, out) in out.iter_mut().enumerate() {
+        s.store(acc[r], out);
     }
 }
