@@ -236,10 +236,10 @@ def test_suffix_cache_drafts_from_the_text_and_from_other_outputs() -> None:
 
 def test_suffix_cache_names_what_is_wrong() -> None:
     for settings, message in (
-        ({"max_tree_depth": 0}, "max_tree_depth = 0 is not allowed: expected 2 to 256"),
+        ({"max_tree_depth": 0}, "max_tree_depth=0: must be from 2 to 256"),
         ({"max_cached_requests": -1}, "max_cached_requests = -1 "),
-        ({"max_spec_factor": 0.0}, "max_spec_factor = 0 is not allowed: expected finite and above 0"),
-        ({"min_token_prob": 1.5}, "min_token_prob = 1.5 is not allowed: expected 0 to 1"),
+        ({"max_spec_factor": 0.0}, "max_spec_factor=0: must be finite and above 0"),
+        ({"min_token_prob": 1.5}, "min_token_prob=1.5: must be from 0 to 1"),
         ({"max_memory_bytes": -1}, "max_memory_bytes = -1 "),
     ):
         with pytest.raises(core.InvalidConfigError, match=message):

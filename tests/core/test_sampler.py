@@ -82,11 +82,11 @@ def test_verify_refuses(field: str, value: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "error", "message"),
     [
-        ("purpose", 4, core.InvalidConfigError, "purpose = 4 is not allowed"),
+        ("purpose", 4, core.InvalidConfigError, "purpose=4: must be"),
         ("positions", np.array([5]), core.InvalidBufferError, "positions: has 1 elements, expected 2"),
         ("rows", np.array([9, 0]), core.InvalidBufferError, "rows: has 9, expected 0 to 3"),
         ("column", 3, core.InvalidBufferError, "more than column = 3 columns"),
-        ("column", -1, core.InvalidBufferError, "column = -1 is not allowed"),
+        ("column", -1, core.InvalidBufferError, "column=-1: must be"),
         ("q", np.zeros((1, K, V), np.float32), core.InvalidBufferError, "expected at least 2 sequences"),
         ("q", np.zeros((B, K), np.float32), core.InvalidBufferError, "q: shape is"),
     ],
@@ -105,7 +105,7 @@ def test_draw_refuses(field: str, value: Any, error: type[Exception], message: s
 
 def test_sizes() -> None:
     for size in (0, -1, 2**31 + 1):
-        with pytest.raises(core.InvalidConfigError, match=f"vocab_size = {size} is not allowed"):
+        with pytest.raises(core.InvalidConfigError, match=f"vocab_size={size}: must be"):
             core.Sampler(size)
     with pytest.raises(core.InvalidBufferError, match="out: has 8 elements, expected 16"):
         core.Sampler(V).filter(
