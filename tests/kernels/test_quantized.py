@@ -234,7 +234,7 @@ INT8, U16, F32 = np.int8, np.uint16, np.float32
         (8, ((2, 32), INT8), ((2, 1), U16), r"^largest=8: must be 7 \(INT4\) or 127 \(INT8\)$"),
         (7, ((2, 32), INT8), ((2, 1), F32), r"^scales: dtype is float32; must be uint16 with the bits of bfloat16$"),
         (7, ((2, 32), INT8), ((3, 1), U16), r"^scales: shape is \[3, 1\]; must be \[2, groups\]$"),
-        (7, ((2, 32), INT8), ((2, 3), U16), r"^scales=6 elements: must be 2 x groups of a multiple"),
+        (7, ((2, 32), INT8), ((2, 3), U16), r"^scales=6 elements: must be 2 for each group of"),
     ],
 )
 def test_arrays_that_do_not_fit(largest: int, codes: tuple[Any, ...], scales: tuple[Any, ...], message: str) -> None:
@@ -251,7 +251,7 @@ def test_arrays_that_do_not_fit(largest: int, codes: tuple[Any, ...], scales: tu
         (
             np.zeros((2, 48), np.int16),
             np.ones((2, 3), F32),
-            r"^matrix's scales = 6 elements .* multiple of 32 among",
+            r"^matrix's scales = 6 elements .* multiple of 32 and",
         ),
         (np.zeros((2, 32), np.int16), np.full((2, 1), np.inf, F32), r"^matrix's scales=inf: must be"),
         (np.full((2, 32), 200, np.int16), np.ones((2, 1), F32), r"^matrix's values = integers from 200 to 200 is not"),

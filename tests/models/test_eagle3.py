@@ -206,9 +206,7 @@ def test_native_passes_refuse_what_does_not_fit(folder: Path) -> None:
     target = load_native(folder / "target", dtype="float32")
     native = load_eagle3(make(folder, "llama"), target)
     feeder = HeadFeeder(native, 4, 9)
-    with pytest.raises(
-        InvalidBufferError, match=r"k_start\[0\]=9: must be from 0 to 8, the position of row 0"
-    ):
+    with pytest.raises(InvalidBufferError, match=r"k_start\[0\]=9: must be from 0 to 8, the position of row 0"):
         feeder.feed([1], [8], torch.zeros(1, 64))
     with pytest.raises(InvalidBufferError, match=r"^head_states=32 elements: must be 64"):
         feeder.feed([1], [9], torch.zeros(1, 32))

@@ -183,7 +183,10 @@ fn what_cannot_be_quantized_is_named() {
     let error = quantize("w", &weight, 64, 127, &mut codes[..127], &mut scales, 1).unwrap_err().to_string();
     assert_eq!(error, "codes=127 elements: must be 128");
     let error = quantize("w", &weight, 64, 127, &mut codes, &mut scales[..1], 1).unwrap_err().to_string();
-    assert_eq!(error, "scales=1 elements: must be 2 x groups of a multiple of 1 among 64 inputs");
+    assert_eq!(
+        error,
+        "scales=1 elements: must be 2 for each group of inputs, with groups that are a multiple of 1 and divide 64"
+    );
     let error = quantize("w", &weight, 60, 127, &mut codes, &mut scales, 1).unwrap_err().to_string();
     assert_eq!(error, "w=128 elements: must be 120");
 }

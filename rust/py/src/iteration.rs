@@ -144,7 +144,8 @@ impl CpuIteration {
         shared_tokens: Option<SharedTokens>,
         text_limits: Option<(usize, usize, usize)>,
     ) -> PyResult<Self> {
-        let refuse = |field, value, allowed: &str| Err(Class::InvalidConfig.out_of_range(py, field, value, allowed));
+        let refuse =
+            |field: &str, value: &str, allowed: &str| Err(Class::InvalidConfig.out_of_range(py, field, value, allowed));
         let rule = rule_of(py, rule)?;
         let Some(mode) = LogprobsMode::of_name(logprobs_mode) else {
             let allowed = "'raw_logprobs', 'raw_logits', 'processed_logprobs' or 'processed_logits'";

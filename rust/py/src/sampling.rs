@@ -282,7 +282,7 @@ fn check_rows(py: Python<'_>, rows: &[i64], count: usize) -> PyResult<()> {
     match rows.iter().find(|row| !(0..count as i64).contains(row)) {
         Some(row) => {
             let allowed = format_args!("from 0 to {}", count as i64 - 1);
-            Err(Class::InvalidBuffer.out_of_range(py, "row of rows", row, allowed))
+            Err(Class::InvalidBuffer.out_of_range(py, "rows", row, allowed))
         }
         None => Ok(()),
     }

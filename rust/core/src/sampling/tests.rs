@@ -218,10 +218,7 @@ fn wrong_sizes_are_named() {
         message(sampler.verify_rejection(&row, &PLAIN, 0, 0, &[3], &[0.0; 3])),
         "drafts=3: must be an id from 0 to 2"
     );
-    assert_eq!(
-        message(sampler.verify_rejection(&row, &PLAIN, 0, 0, &[1], &[0.0; 2])),
-        "q=2 elements: must be 3"
-    );
+    assert_eq!(message(sampler.verify_rejection(&row, &PLAIN, 0, 0, &[1], &[0.0; 2])), "q=2 elements: must be 3");
     assert_eq!(Sampler::new(0).unwrap_err().to_string(), "vocab_size=0: must be from 1 to 2147483648");
 }
 
