@@ -208,7 +208,7 @@ fn wrong_input_is_named() {
     decoder.forward(&Pass { sequences: &[0, 1], positions: &[0, 2], ..base }, &mut kv, Output::Nothing).unwrap();
     let mut other = Model::random(SMALL, 2, QWEN3, 3).kv_cache(4, 3);
     let error = decoder.forward(&base, &mut other, Output::Nothing).unwrap_err().to_string();
-    assert!(error.starts_with("kv_cache's [layers, num_kv_heads, head_dim] = [2, 2, 10]"), "{error}");
+    assert!(error.starts_with("kv_cache's [layers, num_kv_heads, head_dim]=[2, 2, 10]"), "{error}");
     for threads in [0, 257] {
         let error = Pool::new(threads).err().unwrap().to_string();
         assert_eq!(error, format!("threads={threads}: must be from 1 to 256"));
@@ -223,7 +223,7 @@ fn misaligned_memory_is_refused() {
     let odd = numbers.as_ptr().wrapping_byte_add(2);
     // SAFETY: refused before anything is read.
     let error = unsafe { Memory::borrow("q_proj", odd, 4, Box::new(())) }.err().unwrap().to_string();
-    assert!(error.starts_with("q_proj's address = ") && error.ends_with("a multiple of 4 other than 0"), "{error}");
+    assert!(error.starts_with("q_proj's address=") && error.ends_with("a multiple of 4 other than 0"), "{error}");
     // SAFETY: as above.
     assert!(unsafe { MemoryMut::<f32>::borrow("kv", std::ptr::null_mut(), 4, Box::new(())) }.is_err());
     let shape = specrs_cpu::KvShape { num_blocks: 1, block_size: 2, num_kv_heads: 1, head_dim: 2 };

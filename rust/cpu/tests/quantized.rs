@@ -196,7 +196,7 @@ fn integers_that_cannot_be_packed_are_named() {
     let packed = |values: &[i16], inputs, scales: &[f32]| Packed::grouped("o", values, inputs, scales, 2);
     let error = |values: &[i16], inputs, scales: &[f32]| packed(values, inputs, scales).err().unwrap().to_string();
     for wrong in [0, 1, 3, 8] {
-        let allowed = "2 x groups of a multiple of 32 among 64 inputs";
+        let allowed = "2 for each group of inputs, with groups that are a multiple of 32 and divide 64";
         let expected = format!("o's scales={wrong} elements: must be {allowed}");
         assert_eq!(error(&[0; 128], 64, &vec![1.0; wrong]), expected);
     }
