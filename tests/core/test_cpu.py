@@ -24,24 +24,24 @@ def layer_with(field: str, value: object) -> list[dict[str, object]]:
     return [{**layer, field: value}]
 
 
-FLOATS = "expected float32, or uint16 with the bits of bfloat16"
+FLOATS = "must be float32, or uint16 with the bits of bfloat16"
 BAD_WEIGHTS: dict[str, tuple[dict[str, object], str]] = {
     "misaligned": (
         {"embedding": misaligned((VOCAB, HIDDEN))},
-        r"^embedding: strides are \[32, 4\] bytes for shape \[11, 8\], expected a C-contiguous, aligned array$",
+        r"^embedding: strides are \[32, 4\] bytes for shape \[11, 8\]; must be a C-contiguous, aligned array$",
     ),
     "transposed": (
         {"embedding": np.zeros((HIDDEN, VOCAB), np.float32).T},
-        r"^embedding: strides are \[4, 44\] bytes for shape \[11, 8\], expected a C-contiguous, aligned array$",
+        r"^embedding: strides are \[4, 44\] bytes for shape \[11, 8\]; must be a C-contiguous, aligned array$",
     ),
     "every second row": (
         {"lm_head": [(np.zeros((2 * VOCAB, HIDDEN), np.float32)[::2], None)]},
         r"^lm_head.parts\[0\].weight: strides are \[64, 4\]",
     ),
-    "float64": ({"final_norm": np.ones(HIDDEN)}, rf"^final_norm: dtype is float64, {FLOATS}$"),
-    "int16": ({"embedding": np.zeros((VOCAB, HIDDEN), np.int16)}, rf"^embedding: dtype is int16, {FLOATS}$"),
-    "no array": ({"embedding": [[1.0]]}, r"^embedding: is a list, expected a numpy array$"),
-    "rank": ({"embedding": np.zeros(VOCAB * HIDDEN, np.float32)}, r"^embedding: shape is \[88\], expected 2 dim"),
+    "float64": ({"final_norm": np.ones(HIDDEN)}, rf"^final_norm: dtype is float64; {FLOATS}$"),
+    "int16": ({"embedding": np.zeros((VOCAB, HIDDEN), np.int16)}, rf"^embedding: dtype is int16; {FLOATS}$"),
+    "no array": ({"embedding": [[1.0]]}, r"^embedding: is a list; must be a numpy array$"),
+    "rank": ({"embedding": np.zeros(VOCAB * HIDDEN, np.float32)}, r"^embedding: shape is \[88\]; must have 2 dim"),
     "rows": (
         {"embedding": np.zeros((VOCAB - 1, HIDDEN), np.float32)},
         r"^embedding=80 elements: must be 88$",
@@ -89,7 +89,7 @@ BAD_WEIGHTS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "integers and scales apart": (
         {"lm_head": [((np.zeros((VOCAB, HIDDEN), np.int8), np.zeros((VOCAB, 1), np.uint16)), None)]},
-        r"^lm_head.parts\[0\].weight: is a tuple, expected a numpy array$",
+        r"^lm_head.parts\[0\].weight: is a tuple; must be a numpy array$",
     ),
     "a packed matrix of another shape": (
         {"lm_head": [(PackedMatrix("Q8_0", np.zeros((VOCAB, 34), np.uint8)), None)]},
@@ -118,11 +118,11 @@ def head(**fields: object) -> dict[str, object]:
     ("fields", "message"),
     [
         ({"hidden_layers": [0, -1]}, r"^hidden_layers=-1: must be at least 0$"),
-        ({"fc": [([[1.0]], None)]}, r"^fc.parts\[0\].weight: expected an array of 2 dimensions$"),
-        ({"fc": [(np.zeros(HIDDEN, np.float32), None)]}, r"^fc.parts\[0\].weight: expected an array of 2 dimensions$"),
+        ({"fc": [([[1.0]], None)]}, r"^fc.parts\[0\].weight: must be an array of 2 dimensions$"),
+        ({"fc": [(np.zeros(HIDDEN, np.float32), None)]}, r"^fc.parts\[0\].weight: must be an array of 2 dimensions$"),
         (
             {"fc": [((np.zeros((HIDDEN, 2 * HIDDEN), np.int8), np.ones((HIDDEN, 1), np.float32)), None)]},
-            r"^fc.parts\[0\].weight: expected an array of 2 dimensions$",
+            r"^fc.parts\[0\].weight: must be an array of 2 dimensions$",
         ),
         ({"target_ids": [0]}, r"^target_ids=1 elements: must be 11$"),
     ],
@@ -147,13 +147,13 @@ def test_negative_sizes_and_missing_tensors() -> None:
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ([], r"^layers: there are 0, expected at least 1$"),
-        ([np.zeros((5, 3, 1, 4, 4), np.float32)], r"^layers\[0\]: shape is \[5, 3, 1, 4, 4\], expected \[num_blocks"),
+        ([], r"^layers: 0 layers; must be at least 1$"),
+        ([np.zeros((5, 3, 1, 4, 4), np.float32)], r"^layers\[0\]: shape is \[5, 3, 1, 4, 4\]; must be \[num_blocks"),
         (
             [*kv_layers(4), *kv_layers(5)],
-            r"^layers\[1\]: shape is \[6, 2, 1, 4, 4\], expected .*with the same blocks in all layers$",
+            r"^layers\[1\]: shape is \[6, 2, 1, 4, 4\]; must be .*with the same blocks in all layers$",
         ),
-        ([kv_layers()[0].astype(np.float64)], rf"^layers\[0\]: dtype is float64, {FLOATS}$"),
+        ([kv_layers()[0].astype(np.float64)], rf"^layers\[0\]: dtype is float64; {FLOATS}$"),
         ([misaligned((5, 2, 1, 4, 4))], r"^layers\[0\]: strides are"),
         ([np.zeros((5, 2, 1, 4, 8), np.float32)[..., ::2]], r"^layers\[0\]: strides are"),
         ([kv_layers()[0], kv_layers()[0].astype(np.uint16)], r"^kv_cache.layers\[1\] = another type"),
@@ -167,16 +167,16 @@ def test_kv_caches_that_cannot_be_written(layers: list[np.ndarray], message: str
 def test_quantized_kv_caches_that_cannot_be_written() -> None:
     with pytest.raises(InvalidConfigError, match=r"^codes=\"fp4\": must be 'fp8_e4m3' or 'fp8_e5m2'$"):
         core.CpuKVCache(kv_layers(), codes="fp4")
-    with pytest.raises(InvalidBufferError, match=r"^layers\[0\]: dtype is float32, expected uint8$"):
+    with pytest.raises(InvalidBufferError, match=r"^layers\[0\]: dtype is float32; must be uint8$"):
         core.CpuKVCache(kv_layers(), codes="fp8_e4m3")
-    with pytest.raises(InvalidBufferError, match=rf"^layers\[0\]: dtype is uint8, {FLOATS}$"):
+    with pytest.raises(InvalidBufferError, match=rf"^layers\[0\]: dtype is uint8; {FLOATS}$"):
         core.CpuKVCache([kv_layers()[0].astype(np.uint8)])
 
 
 def test_a_read_only_kv_cache() -> None:
     (layer,) = kv_layers()
     layer.flags.writeable = False
-    with pytest.raises(InvalidBufferError, match=r"^layers\[0\]: is read-only, expected a writable array$"):
+    with pytest.raises(InvalidBufferError, match=r"^layers\[0\]: is read-only; must be a writable array$"):
         core.CpuKVCache([layer])
 
 
@@ -204,13 +204,13 @@ def test_a_pass() -> None:
     ("others", "message"),
     [
         ({"tokens": np.array([1, VOCAB, 3])}, r"^tokens\[1\]=11: must be from 0 to vocab_size - 1 = 10$"),
-        ({"tokens": np.array([1, 2, 3], np.int32)}, r"^tokens: dtype is int32, expected int64$"),
-        ({"positions": np.array([0, 1])}, r"^positions: has 2 elements, expected 3$"),
+        ({"tokens": np.array([1, 2, 3], np.int32)}, r"^tokens: dtype is int32; must be int64$"),
+        ({"positions": np.array([0, 1])}, r"^positions=2 elements: must be 3$"),
         ({"positions": np.array([1, 1, 0])}, r"^positions\[1\]=1: must be above 1"),
         ({"positions": np.array([0, 8, 0])}, r"^positions\[1\]=8: must be from -1 to max_blocks"),
         ({"slots": np.array([4, 16, 8])}, r"^slots\[1\]=16: must be from -1 to 15$"),
         ({"block_table": np.array([[1, 0], [4, 0]])}, r"^block_table\[1, 0\]=4: must be from 0 to num_bl"),
-        ({"q_start": np.array([0, 2])}, r"^q_start: has 2 elements, expected 3$"),
+        ({"q_start": np.array([0, 2])}, r"^q_start=2 elements: must be 3$"),
         ({"q_start": np.array([0, 3, 2])}, r"^q_start=\[0, 3, 2\]: must be ascending"),
         (
             {"q_start": np.array([0, 2, 4])},
@@ -264,11 +264,11 @@ def test_pools_that_cannot_be(threads: int) -> None:
 
 BAD_STATES: dict[str, tuple[Callable[[dict[str, np.ndarray]], object], str]] = {
     "missing": (lambda s: s.pop("limit"), 'state: has no "limit", expected an array'),
-    "dtype": (lambda s: s.update(seeds=np.zeros(2, np.int32)), "seeds: dtype is int32, expected int64"),
-    "bytes for bools": (lambda s: s.update(active=np.zeros(2, np.uint8)), "active: dtype is uint8, expected bool"),
-    "rows": (lambda s: s.update(num_tokens=np.zeros(3, np.int64)), "num_tokens: shape is [3], expected [2]"),
-    "context": (lambda s: s.update(tokens=np.zeros((2, 8), np.int64)), "tokens: shape is [2, 8], expected [2, 9]"),
-    "columns": (lambda s: s.update(params=np.zeros((2, 5), np.float32)), "params: shape is [2, 5], expected [2, 8]"),
+    "dtype": (lambda s: s.update(seeds=np.zeros(2, np.int32)), "seeds: dtype is int32; must be int64"),
+    "bytes for bools": (lambda s: s.update(active=np.zeros(2, np.uint8)), "active: dtype is uint8; must be bool"),
+    "rows": (lambda s: s.update(num_tokens=np.zeros(3, np.int64)), "num_tokens: shape is [3]; must be [2]"),
+    "context": (lambda s: s.update(tokens=np.zeros((2, 8), np.int64)), "tokens: shape is [2, 8]; must be [2, 9]"),
+    "columns": (lambda s: s.update(params=np.zeros((2, 5), np.float32)), "params: shape is [2, 5]; must be [2, 8]"),
     "a view": (lambda s: s.update(tokens=np.zeros((2, 18), np.int64)[:, ::2]), "tokens: strides are"),
     "misaligned": (lambda s: s.update(limit=misaligned((2,), np.int64)), "limit: strides are"),
 }
@@ -300,7 +300,7 @@ def test_iterations_that_cannot_be() -> None:
     with pytest.raises(InvalidBufferError, match=r'^state: has no "group_tables", expected an array'):
         core.CpuIteration(scheduler(window_groups=[4]), state(), target)
     one = state() | {"group_tables": np.zeros((1, 2), np.int64)}
-    with pytest.raises(InvalidBufferError, match=r"^group_tables: shape is \[1, 2\], expected \[2, 2\]"):
+    with pytest.raises(InvalidBufferError, match=r"^group_tables: shape is \[1, 2\]; must be \[2, 2\]"):
         core.CpuIteration(scheduler(window_groups=[4]), one, target)
 
 
@@ -315,7 +315,7 @@ def test_steps_check_their_buffers() -> None:
             f"record={made.record_size - 1} elements: must be {made.record_size}",
         ),
         ((record, results[1:]), f"results={made.results_size - 1} elements: must be"),
-        ((record.astype(np.int32), results), "record: dtype is int32, expected int64"),
+        ((record.astype(np.int32), results), "record: dtype is int32; must be int64"),
         ((results, results), "shares memory with another argument"),
     ):
         with pytest.raises(InvalidBufferError, match=message):

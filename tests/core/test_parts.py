@@ -32,7 +32,7 @@ def test_slots_of_a_batch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((np.zeros((2, 2), np.int64), ints(0, 3), ints(0, 0, 0)), "block_tables: has 2 rows, expected 1"),
+        ((np.zeros((2, 2), np.int64), ints(0, 3), ints(0, 0, 0)), "block_tables: has 2 rows; must have 1"),
         ((np.zeros((0, 2), np.int64), ints(), ints(0, 0, 0)), "q_start"),
         ((np.zeros((1, 2), np.int64), ints(0, 2), ints(0, 0, 0)), "q_start = 0..2 "),
         ((np.zeros((2, 2), np.int64), ints(0, 4, 3), ints(0, 0, 0)), "q_start"),

@@ -200,15 +200,15 @@ def misaligned(array: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 WRONG: list[tuple[Callable[[NDArray[np.int64]], Any], str]] = [
-    (lambda a: a.tolist(), "is a list, expected a numpy array"),
-    (lambda a: a.astype(np.int32), "dtype is int32, expected int64"),
-    (lambda a: a.astype(np.uint64), "dtype is uint64, expected int64"),
-    (lambda a: a.astype(np.float64), "dtype is float64, expected int64"),
-    (lambda a: a.astype(">i8"), "dtype is >i8, expected int64"),
-    (lambda a: a.reshape(1, -1), r"shape is \[1, \d+\], expected 1 dimension"),
+    (lambda a: a.tolist(), "is a list; must be a numpy array"),
+    (lambda a: a.astype(np.int32), "dtype is int32; must be int64"),
+    (lambda a: a.astype(np.uint64), "dtype is uint64; must be int64"),
+    (lambda a: a.astype(np.float64), "dtype is float64; must be int64"),
+    (lambda a: a.astype(">i8"), "dtype is >i8; must be int64"),
+    (lambda a: a.reshape(1, -1), r"shape is \[1, \d+\]; must have 1 dimension"),
     (lambda a: np.repeat(a, 2)[::2], r"strides are \[16\] bytes"),
     (lambda a: a[::-1], r"strides are \[-8\] bytes"),
-    (misaligned, r"expected a C-contiguous, aligned array"),
+    (misaligned, r"must be a C-contiguous, aligned array"),
 ]
 
 
