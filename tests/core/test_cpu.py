@@ -156,7 +156,7 @@ def test_negative_sizes_and_missing_tensors() -> None:
         ([kv_layers()[0].astype(np.float64)], rf"^layers\[0\]: dtype is float64; {FLOATS}$"),
         ([misaligned((5, 2, 1, 4, 4))], r"^layers\[0\]: strides are"),
         ([np.zeros((5, 2, 1, 4, 8), np.float32)[..., ::2]], r"^layers\[0\]: strides are"),
-        ([kv_layers()[0], kv_layers()[0].astype(np.uint16)], r"^kv_cache.layers\[1\] = another type"),
+        ([kv_layers()[0], kv_layers()[0].astype(np.uint16)], r"^kv_cache.layers\[1\]=another type"),
     ],
 )
 def test_kv_caches_that_cannot_be_written(layers: list[np.ndarray], message: str) -> None:

@@ -83,5 +83,5 @@ def test_wrong_buffers(fill: Any, change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("purpose", [-1, 4])
 def test_unknown_purposes(purpose: int) -> None:
-    with pytest.raises(core.InvalidConfigError, match=f"purpose = {purpose} "):
+    with pytest.raises(core.InvalidConfigError, match=f"purpose={purpose}: "):
         core.philox_gumbel(SEEDS, POSITIONS, purpose, np.zeros((5, 4), np.float32))

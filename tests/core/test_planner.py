@@ -114,7 +114,7 @@ def test_results_are_checked() -> None:
     for ms in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(core.InvalidBufferError, match="ms"):
             own.settle(ints(0), ints(1), ints(1), ints(1), ms)
-    with pytest.raises(core.InvalidBufferError, match="rows = 4"):
+    with pytest.raises(core.InvalidBufferError, match="rows=4"):
         own.reset(4)
 
 

@@ -85,7 +85,7 @@ def test_verify_refuses(field: str, value: Any, message: str) -> None:
         ("purpose", 4, core.InvalidConfigError, "purpose=4: must be"),
         ("positions", np.array([5]), core.InvalidBufferError, "positions=1 elements: must be 2"),
         ("rows", np.array([9, 0]), core.InvalidBufferError, "rows=9: must be from 0 to 3"),
-        ("column", 3, core.InvalidBufferError, "more than column = 3 columns"),
+        ("column", 3, core.InvalidBufferError, "more than column=3"),
         ("column", -1, core.InvalidBufferError, "column=-1: must be"),
         ("q", np.zeros((1, K, V), np.float32), core.InvalidBufferError, r"must be \[at least 2, more than"),
         ("q", np.zeros((B, K), np.float32), core.InvalidBufferError, "q: shape is"),

@@ -251,10 +251,10 @@ def test_arrays_that_do_not_fit(largest: int, codes: tuple[Any, ...], scales: tu
         (
             np.zeros((2, 48), np.int16),
             np.ones((2, 3), F32),
-            r"^matrix's scales = 6 elements .* multiple of 32 and",
+            r"^matrix's scales=6 elements: .* multiple of 32 and",
         ),
         (np.zeros((2, 32), np.int16), np.full((2, 1), np.inf, F32), r"^matrix's scales=inf: must be"),
-        (np.full((2, 32), 200, np.int16), np.ones((2, 1), F32), r"^matrix's values = integers from 200 to 200 is not"),
+        (np.full((2, 32), 200, np.int16), np.ones((2, 1), F32), r"^matrix's values=integers from 200 to 200: must be"),
         (np.zeros((2, 64), np.int16)[:, ::2], np.ones((2, 1), F32), r"^values: .*contiguous"),
     ],
 )
