@@ -9,6 +9,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Returns the message for a value outside its range: `field=value: must be allowed`. `allowed` may end with a remedy
 /// after a semicolon.
+#[allow(clippy::needless_pass_by_value)] // values are numbers, short names or `format_args!`
 pub fn must_be(field: impl Display, value: impl Display, allowed: impl Display) -> String {
     format!("{field}={value}: must be {allowed}")
 }

@@ -85,7 +85,7 @@ impl BlockPool {
     fn claim(&self, py: Python<'_>, block: i64, claimant: i64) -> PyResult<bool> {
         // The core keeps u32::MAX for itself: it stands for no claimant.
         let Some(claimant) = u32::try_from(claimant).ok().filter(|&claimant| claimant != u32::MAX) else {
-            let allowed = format_args!("from 0 to {}", u32::MAX - 1);
+            let allowed = format!("from 0 to {}", u32::MAX - 1);
             return Err(Class::InvalidBlock.out_of_range(py, "claimant", claimant, allowed));
         };
         self.pool(py).claim(block, claimant).or_raise(py)

@@ -437,7 +437,7 @@ impl CpuWeights {
             "silu" => Activation::Silu,
             "gelu_pytorch_tanh" => Activation::GeluTanh,
             other => {
-                let (value, allowed) = (format_args!("{other:?}"), "'silu' or 'gelu_pytorch_tanh'");
+                let (value, allowed) = (format!("{other:?}"), "'silu' or 'gelu_pytorch_tanh'");
                 return Err(Class::InvalidConfig.out_of_range(py, "activation", value, allowed));
             }
         };

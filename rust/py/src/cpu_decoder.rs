@@ -30,7 +30,7 @@ impl CpuDecoder {
             "int8" => made.map(|decoder| decoder.with_rounding(Rounding::Int8)),
             "bf16" => made.and_then(Decoder::with_bf16_rows),
             _ => {
-                let (value, allowed) = (format_args!("{activations:?}"), "'auto', 'int16', 'int8', 'fp32' or 'bf16'");
+                let (value, allowed) = (format!("{activations:?}"), "'auto', 'int16', 'int8', 'fp32' or 'bf16'");
                 return Err(Class::InvalidConfig.out_of_range(py, "activations", value, allowed));
             }
         };
@@ -186,7 +186,7 @@ fn sequences_of(py: Python<'_>, q_start: &[i64], positions: &[i64], count: usize
     check_len(py, "positions", positions.len(), count)?;
     let ascending = q_start.windows(2).all(|pair| pair[0] <= pair[1]);
     if q_start[0] != 0 || !ascending || q_start[q_start.len() - 1] > count as i64 {
-        let (value, allowed) = (format_args!("{q_start:?}"), format_args!("ascending numbers from 0 to {count}"));
+        let (value, allowed) = (format!("{q_start:?}"), format!("ascending numbers from 0 to {count}"));
         return Err(Class::InvalidBuffer.out_of_range(py, "q_start", value, allowed));
     }
     let mut sequences = Vec::with_capacity(count);

@@ -38,8 +38,7 @@ pub(crate) fn by_row(py: Python<'_>, given: &GivenAdapters<'_>, count: usize) ->
     for (lora, rows) in given {
         for &row in rows {
             let Some(place @ None) = found.get_mut(row) else {
-                let (value, allowed) =
-                    (format_args!("row {row}"), format_args!("rows below {count}, each in one adapter only"));
+                let (value, allowed) = (format!("row {row}"), format!("rows below {count}, each in one adapter only"));
                 return Err(Class::InvalidBuffer.out_of_range(py, "adapters", value, allowed));
             };
             *place = Some(Arc::clone(&lora.0));

@@ -25,7 +25,7 @@ impl PackedMatrix {
     fn new(py: Python<'_>, kind: &str, blocks: &Bound<'_, PyAny>, order: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
         let Some(kind) = BlockType::by_name(kind) else {
             let known = BlockType::ALL.map(BlockType::name).join(", ");
-            let allowed = format_args!("one of {known}");
+            let allowed = format!("one of {known}");
             return Err(Class::InvalidBuffer.out_of_range(py, "kind", format_args!("{kind:?}"), allowed));
         };
         let blocks: PyReadonlyArray<'_, u8, Ix2> = readonly("blocks", blocks)?;

@@ -281,7 +281,7 @@ fn check_params(py: Python<'_>, params: &PyReadonlyArray<'_, f32, Ix2>) -> PyRes
 fn check_rows(py: Python<'_>, rows: &[i64], count: usize) -> PyResult<()> {
     match rows.iter().find(|row| !(0..count as i64).contains(row)) {
         Some(row) => {
-            let allowed = format_args!("from 0 to {}", count as i64 - 1);
+            let allowed = format!("from 0 to {}", count as i64 - 1);
             Err(Class::InvalidBuffer.out_of_range(py, "rows", row, allowed))
         }
         None => Ok(()),

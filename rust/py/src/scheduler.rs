@@ -416,7 +416,7 @@ fn layout_dict<'py>(py: Python<'py>, sections: &[(&'static str, Section)]) -> Py
 
 fn lora_of(py: Python<'_>, id: i64, name: &str) -> PyResult<Lora> {
     let id = u32::try_from(id).map_err(|_| {
-        let (value, allowed) = (format_args!("({id}, {name:?})"), format_args!("an id from 1 to {}", u32::MAX));
+        let (value, allowed) = (format!("({id}, {name:?})"), format!("an id from 1 to {}", u32::MAX));
         Class::InvalidRequest.out_of_range(py, "lora", value, allowed)
     })?;
     Ok(Lora { id, name: name.into() })
@@ -424,7 +424,7 @@ fn lora_of(py: Python<'_>, id: i64, name: &str) -> PyResult<Lora> {
 
 fn drafter_kind(py: Python<'_>, drafter: i64) -> PyResult<DrafterKind> {
     usize::try_from(drafter).ok().and_then(|index| DrafterKind::ALL.get(index)).copied().ok_or_else(|| {
-        let allowed = format_args!("from 0 to {}", DrafterKind::ALL.len() - 1);
+        let allowed = format!("from 0 to {}", DrafterKind::ALL.len() - 1);
         Class::InvalidConfig.out_of_range(py, "drafter", drafter, allowed)
     })
 }
