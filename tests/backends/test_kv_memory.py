@@ -20,7 +20,7 @@ def test_blocks_of_the_pool() -> None:
     assert resolve_num_blocks(EngineConfig(max_num_seqs=2, block_size=16), 1 << 10, 100, 7) == 14
     assert resolve_num_blocks(EngineConfig(kv_cache_memory_bytes=1000), 10, 16 * 100, 100) == 100
     with pytest.raises(
-        InvalidConfigError, match=r"^kv_cache_memory_bytes=1000: 100 KV blocks fit, .* needs 101: .* 1010 "
+        InvalidConfigError, match=r"^kv_cache_memory_bytes=1000: 100 KV blocks fit, .* needs 101; .* 1010 bytes"
     ):
         resolve_num_blocks(EngineConfig(kv_cache_memory_bytes=1000), 10, 16 * 100 + 1, 101)
     with pytest.raises(
