@@ -263,7 +263,7 @@ def test_pools_that_cannot_be(threads: int) -> None:
 
 
 BAD_STATES: dict[str, tuple[Callable[[dict[str, np.ndarray]], object], str]] = {
-    "missing": (lambda s: s.pop("limit"), 'state: has no "limit", expected an array'),
+    "missing": (lambda s: s.pop("limit"), 'state: has no "limit"; must have an array'),
     "dtype": (lambda s: s.update(seeds=np.zeros(2, np.int32)), "seeds: dtype is int32; must be int64"),
     "bytes for bools": (lambda s: s.update(active=np.zeros(2, np.uint8)), "active: dtype is uint8; must be bool"),
     "rows": (lambda s: s.update(num_tokens=np.zeros(3, np.int64)), "num_tokens: shape is [3]; must be [2]"),
@@ -297,7 +297,7 @@ def test_iterations_that_cannot_be() -> None:
             core.CpuIteration(scheduler(**fields), state(), target, draft, **settings)  # type: ignore[arg-type]
     with pytest.raises(InvalidBufferError, match=r"^rates=1 numbers: must be one for each of 2 dr"):
         core.CpuIteration(scheduler(**drafting), state(), target, other, rates=[0.5])
-    with pytest.raises(InvalidBufferError, match=r'^state: has no "group_tables", expected an array'):
+    with pytest.raises(InvalidBufferError, match=r'^state: has no "group_tables"; must have an array'):
         core.CpuIteration(scheduler(window_groups=[4]), state(), target)
     one = state() | {"group_tables": np.zeros((1, 2), np.int64)}
     with pytest.raises(InvalidBufferError, match=r"^group_tables: shape is \[1, 2\]; must be \[2, 2\]"):

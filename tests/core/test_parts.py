@@ -129,7 +129,7 @@ def test_hashes_name_content_and_prefix() -> None:
     assert BlockHasher(b"k" * 16).hash_blocks(tokens, 4) != hashes
     assert BlockHasher(bytes(16)).hash_blocks(tokens, 4) == hashes
     assert "k" * 16 not in repr(BlockHasher(b"k" * 16))
-    with pytest.raises(core.InvalidConfigError, match="hash_key has 15 bytes"):
+    with pytest.raises(core.InvalidConfigError, match="hash_key=15 bytes"):
         BlockHasher(b"k" * 15)
 
 

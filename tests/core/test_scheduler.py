@@ -111,7 +111,7 @@ def test_layouts_tile_their_buffers() -> None:
         ({"drafter": HiddenDrafter(max_model_len=0, max_draft_lag=9)}, "drafter.max_model_len=0: "),
         ({"drafter": HiddenDrafter(max_model_len=9, max_draft_lag=2)}, "drafter.max_draft_lag=2: "),
         ({"max_in_flight": 0}, "max_in_flight=0: "),
-        ({"hash_key": b"short"}, "hash_key has 5 bytes"),
+        ({"hash_key": b"short"}, "hash_key=5 bytes"),
     ],
 )
 def test_config_errors_name_field_and_value(change: dict[str, Any], message: str) -> None:
