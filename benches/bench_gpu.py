@@ -81,13 +81,13 @@ def main() -> int:
     arguments = parser.parse_args()
     asked = arguments.only.split(",")
     if unknown := set(asked) - set(PARTS):
-        parser.error(f"--only: {', '.join(sorted(unknown))}: allowed are {', '.join(PARTS)}")
+        parser.error(f"--only={','.join(sorted(unknown))}: must be of {', '.join(PARTS)}")
     if not ON_GPU and arguments.target != "tiny":
         parser.error("there is no CUDA device; without one only --target tiny --draft tiny can be tried")
     if not ON_GPU:
         pretend()
     if unknown := set(arguments.data.split(",")) - set(RATES):
-        parser.error(f"--data: {', '.join(sorted(unknown))}: allowed are {', '.join(RATES)}")
+        parser.error(f"--data={','.join(sorted(unknown))}: must be of {', '.join(RATES)}")
     bench = Bench(arguments)
     for part in PARTS:
         if part in asked:

@@ -19,8 +19,8 @@ For anybody who handles an error of specrs, in a program, a client or a script.
 
 ## Messages
 
-A message about a value has the form `field=value: what is wrong; what to do instead`. Long values are shortened.
-Examples:
+A message about a value outside its range has the form `field=value: must be ...`. Others have the form
+`field=value: what is wrong; what to do instead`. Long values are shortened. Examples:
 
 """
 EXAMPLES = ("SamplingParams(temperature=-1)", "SamplingParams(max_token=5)", "LLM(dtype='fp16')")

@@ -142,19 +142,19 @@ def test_wrong_values_are_rejected(field: str, value: object, allowed: str) -> N
     [
         ({"stop": ["a", ""]}, r"^stop\[1\]='': must be a string that is not empty"),
         ({"stop": ["a", 3]}, r"^stop\[1\]=3: "),
-        ({"stop": ["x"] * 65}, "^stop: 65 strings, allowed are at most 64"),
-        ({"stop": ["x"] * 10_000}, "^stop: 10000 strings, allowed are at most 64"),
-        ({"stop": "x" * 1025}, r"^stop\[0\]: 1025 characters, allowed are at most 1024"),
+        ({"stop": ["x"] * 65}, "^stop: 65 strings; must be at most 64"),
+        ({"stop": ["x"] * 10_000}, "^stop: 10000 strings; must be at most 64"),
+        ({"stop": "x" * 1025}, r"^stop\[0\]: 1025 characters; must be at most 1024"),
         ({"stop": "x", "detokenize": False}, "needs detokenize=True"),
         ({"stop_token_ids": [1, -1]}, r"^stop_token_ids\[1\]=-1: "),
         ({"stop_token_ids": [1, 2.0]}, r"^stop_token_ids\[1\]=2.0: "),
-        ({"stop_token_ids": list(range(65))}, "^stop_token_ids: 65 ids, allowed are at most 64"),
+        ({"stop_token_ids": list(range(65))}, "^stop_token_ids: 65 ids; must be at most 64"),
         ({"bad_words": ["a", ""]}, r"^bad_words\[1\]='': must be a string that is not empty"),
         ({"bad_words": ["a", "b\ud800"]}, r"^bad_words\[1\]='b\\ud800': must be text: a lone surrogate is no"),
         ({"stop": "\udfff"}, r"^stop\[0\]='\\udfff': must be text: a lone surrogate is no character"),
         ({"bad_words": ["a", None]}, r"^bad_words\[1\]=None: "),
-        ({"bad_words": ["x"] * 257}, "^bad_words: 257 strings, allowed are at most 256"),
-        ({"bad_words": ["x" * 1025]}, r"^bad_words\[0\]: 1025 characters, allowed are at most 1024"),
+        ({"bad_words": ["x"] * 257}, "^bad_words: 257 strings; must be at most 256"),
+        ({"bad_words": ["x" * 1025]}, r"^bad_words\[0\]: 1025 characters; must be at most 1024"),
         ({"allowed_token_ids": [1, -1]}, r"^allowed_token_ids\[1\]=-1: "),
         ({"allowed_token_ids": [1, 2.5]}, r"^allowed_token_ids\[1\]=2.5: "),
         ({"allowed_token_ids": [4, 1, 2, 1]}, r"^allowed_token_ids\[3\]=1: occurs twice; name each id once"),
@@ -382,9 +382,9 @@ def test_bad_words_within_a_text_and_at_its_start() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a", "b" * 33], r"^bad_words\[1\]='b+': 33 tokens, allowed are 1 to 32"),
-        (["a", "\u4e00"], r"^bad_words\[1\]='\u4e00': has token 19968, allowed are ids below 2000, the model's"),
-        (["|"], r"^bad_words\[0\]='\|': 0 tokens, allowed are 1 to 32"),
+        (["a", "b" * 33], r"^bad_words\[1\]='b+': 33 tokens; must be from 1 to 32"),
+        (["a", "\u4e00"], r"^bad_words\[1\]='\u4e00': has token 19968; must have ids below 2000, the model's"),
+        (["|"], r"^bad_words\[0\]='\|': 0 tokens; must be from 1 to 32"),
     ],
 )
 def test_bad_words_that_cannot_be_forbidden(words: list[str], message: str) -> None:
@@ -397,7 +397,7 @@ def test_bad_words_that_cannot_be_forbidden(words: list[str], message: str) -> N
     ("prompt", "message"),
     [
         ([], r"^prompt=\[\]: must have at least one token"),
-        ([1] * 32, r"^prompt: 32 tokens, allowed are at most 31 \(max_model_len=32 less one token to generate\)"),
+        ([1] * 32, r"^prompt: 32 tokens; must be at most 31 \(max_model_len=32 less one token to generate\)"),
         ([1, 100], r"^prompt_token_ids\[1\]=100: must be an integer from 0 to 99"),
         ([1, 2, -1], r"^prompt_token_ids\[2\]=-1: must be an integer from 0 to 99"),
         ([1, 2**70], r"^prompt_token_ids\[1\]=1180591620717411303424: "),

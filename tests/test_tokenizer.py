@@ -151,7 +151,7 @@ def test_chat_without_a_template(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"^tokenizer='.*': tokenizer.json is missing; allowed are fast tokenizers, or skip"
+        CheckpointError, match=r"^tokenizer='.*': tokenizer.json is missing; use a fast tokenizer, or set skip"
     ):
         Tokenizer(str(tmp_path))
 

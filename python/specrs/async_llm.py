@@ -378,7 +378,7 @@ class AsyncLLM:
             most, now = self.max_num_queued_reqs, self._num_unfinished
             if most is not None and now + more > most:
                 raise QueueFullError(
-                    f"{now} requests wait and run, {more} more are asked for; allowed are {most} in all"
+                    f"{now} requests wait and run, {more} more are asked for; must be at most {most} in all"
                 )
             self._num_unfinished = now + more
 

@@ -1,7 +1,8 @@
 """Exceptions of specrs, and checks of values that raise them. Knows no configuration and no request.
 
-Every message about a value reads `field=value: what is allowed`. A user sees which argument it was, what arrived and
-what to write instead. Long values are cut, because a prompt may be an argument.
+Every message about a value reads `field=value: must be ...`, or `field=value: what is wrong; what to do instead`. A
+user sees which argument it was, what arrived and what to write instead. Long values are cut, because a prompt may be an
+argument.
 """
 
 from __future__ import annotations

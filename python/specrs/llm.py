@@ -398,7 +398,7 @@ def _one_each(sampling_params: object, count: int) -> list[SamplingParams]:
         raise invalid_request("sampling_params", params, "must be a SamplingParams, a list of them, or None")
     if len(params) != count:
         raise InvalidRequestError(
-            f"sampling_params: {len(params)} for {count} prompts; allowed are one for all, or one each"
+            f"sampling_params: {len(params)} for {count} prompts; must be one for all, or one each"
         )
     return list(params)
 
@@ -412,7 +412,7 @@ def _loras(lora_request: object, count: int) -> list[LoRARequest | None]:
         raise invalid_request("lora_request", lora_request, "must be a LoRARequest, a list of them and None, or None")
     if len(lora_request) != count:
         raise InvalidRequestError(
-            f"lora_request: {len(lora_request)} for {count} prompts; allowed are one for all, or one each"
+            f"lora_request: {len(lora_request)} for {count} prompts; must be one for all, or one each"
         )
     return list(lora_request)
 

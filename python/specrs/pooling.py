@@ -179,8 +179,7 @@ class Pooling:
         """
         if len(queries) not in (1, len(documents)):
             raise InvalidRequestError(
-                f"{names[0]}: {len(queries)} texts for {len(documents)} in {names[1]}; allowed are one for all, or one "
-                "each"
+                f"{names[0]}: {len(queries)} texts for {len(documents)} in {names[1]}; must be one for all, or one each"
             )
         first, second = names
         tokenizer = self._tokenizer
@@ -245,7 +244,7 @@ def check_length(name: str, token_ids: Sequence[int], max_model_len: int) -> Non
     """Raise `InvalidRequestError` if the prompt of the field `name` is too long for the engine."""
     if len(token_ids) >= max_model_len:
         raise InvalidRequestError(
-            f"{name}: {len(token_ids)} tokens in its prompt, allowed are at most {max_model_len - 1}, one less than "
+            f"{name}: {len(token_ids)} tokens in its prompt; must be at most {max_model_len - 1}, one less than "
             f"max_model_len={max_model_len}; send a shorter text"
         )
 

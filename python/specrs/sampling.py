@@ -326,14 +326,14 @@ def tokenize_bad_words(
                     InvalidRequestError,
                     f"bad_words[{i}]",
                     word,
-                    f"{len(ids)} tokens, allowed are 1 to {MAX_BAD_WORD_TOKENS}",
+                    f"{len(ids)} tokens; must be from 1 to {MAX_BAD_WORD_TOKENS}",
                 )
             if max(ids) >= vocab_size:
                 raise invalid(
                     InvalidRequestError,
                     f"bad_words[{i}]",
                     word,
-                    f"has token {max(ids)}, allowed are ids below {vocab_size}, the model's vocabulary",
+                    f"has token {max(ids)}; must have ids below {vocab_size}, the model's vocabulary",
                 )
             sequences[ids] = None
     return tuple(sequences)
@@ -409,7 +409,7 @@ def validate_request(prompt_token_ids: Sequence[int], params: SamplingParams, li
         raise invalid(error, "prompt", [], "must have at least one token")
     if length > longest:
         raise error(
-            f"prompt: {length} tokens, allowed are at most {longest} "
+            f"prompt: {length} tokens; must be at most {longest} "
             f"(max_model_len={limits.max_model_len} less one token to generate)"
         )
     if params.stop_token_ids:
@@ -427,8 +427,8 @@ def validate_request(prompt_token_ids: Sequence[int], params: SamplingParams, li
     stop_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else limits.eos_token_ids)}
     if len(stop_ids) > MAX_STOP_TOKEN_IDS:
         raise error(
-            f"stop_token_ids: {len(stop_ids)} ids with the checkpoint's eos ids, "
-            f"allowed are at most {MAX_STOP_TOKEN_IDS} in all"
+            f"stop_token_ids: {len(stop_ids)} ids with the checkpoint's eos ids; "
+            f"must be at most {MAX_STOP_TOKEN_IDS} in all"
         )
     if params.allowed_token_ids is not None:
         _check_token_ids("allowed_token_ids", tuple(params.allowed_token_ids), limits.vocab_size)

@@ -37,11 +37,11 @@ def _texts(field: str, value: object, most: int, longest: int) -> tuple[str, ...
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise invalid(InvalidRequestError, field, value, "must be a string, a list of strings, or None")
     if len(value) > most:
-        raise InvalidRequestError(f"{field}: {len(value)} strings, allowed are at most {most}")
+        raise InvalidRequestError(f"{field}: {len(value)} strings; must be at most {most}")
     strings = tuple(check_text(InvalidRequestError, f"{field}[{i}]", item) for i, item in enumerate(value))
     for i, item in enumerate(strings):
         if len(item) > longest:
-            raise InvalidRequestError(f"{field}[{i}]: {len(item)} characters, allowed are at most {longest}")
+            raise InvalidRequestError(f"{field}[{i}]: {len(item)} characters; must be at most {longest}")
         if any("\ud800" <= c <= "\udfff" for c in item):
             raise invalid(InvalidRequestError, f"{field}[{i}]", item, "must be text: a lone surrogate is no character")
     return strings
@@ -68,7 +68,7 @@ def _ids(field: str, value: object, most: int | None = None) -> tuple[int, ...]:
     if not isinstance(value, Collection) or isinstance(value, (str, bytes, Mapping)):
         raise invalid(InvalidRequestError, field, value, "must be a list of token ids, or None")
     if most is not None and len(value) > most:
-        raise InvalidRequestError(f"{field}: {len(value)} ids, allowed are at most {most}")
+        raise InvalidRequestError(f"{field}: {len(value)} ids; must be at most {most}")
     return tuple(check_int(InvalidRequestError, f"{field}[{i}]", item, 0) for i, item in enumerate(value))
 
 

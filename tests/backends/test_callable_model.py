@@ -116,7 +116,7 @@ def test_called_models_give_the_same_bits(
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        (lambda logits: logits[:, :-1].copy(), r"logits: shape is \[.*\], expected"),
+        (lambda logits: logits[:, :-1].copy(), r"logits: shape is \[.*\]; must be"),
         (lambda logits: logits.astype(np.float64), "logits: dtype is float64"),
         (lambda logits: None, "logits"),
     ],

@@ -69,7 +69,12 @@ def test_devices(asked: str, hardware: dict[str, object], device: str, monkeypat
     ("asked", "hardware", "error", "message"),
     [
         ("cuda", {"count": 0}, InvalidConfigError, r"^device='cuda': .*; allowed: 'auto' or 'cpu'$"),
-        ("cuda:2", {}, InvalidConfigError, "^device='cuda:2': there are 2 GPUs: allowed are 0 to 1$"),
+        (
+            "cuda:2",
+            {},
+            InvalidConfigError,
+            "^device='cuda:2': must be one of cuda:0, cuda:1, the GPUs of this machine$",
+        ),
         (
             "cuda",
             {"capability": (7, 5)},

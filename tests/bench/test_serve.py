@@ -300,7 +300,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     for more in ([], ["--model", "m"]):
         assert main([*COMMON, "--base-url", url, *RANDOM, *more]) == 2
         assert f"--base-url={url}: " in (err := capsys.readouterr().err)
-        assert "expected is an OpenAI-compatible server" in err.splitlines()[-1]
+        assert "must be an OpenAI-compatible server" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

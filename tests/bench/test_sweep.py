@@ -105,7 +105,7 @@ def test_a_file_of_another_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(argv) == 0
     first = read(path)
     assert main([*argv, "--ignore-eos"]) == 2
-    assert "its rows were measured with ignore_eos=False, not True; expected is" in capsys.readouterr().err
+    assert "its rows were measured with ignore_eos=False, not True; use the same value" in capsys.readouterr().err
     assert read(path) == first
     # more of the same is no other sweep
     assert main([*arguments(path, k="1,2", concurrency="1"), "--dry-run"]) == 0

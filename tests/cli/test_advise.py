@@ -401,7 +401,7 @@ def test_an_empty_log_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[
     log = tmp_path / "log.jsonl"
     log.write_text("\n \n")
     assert main(["advise", "--traffic", str(log)]) == 2
-    assert "has no request; expected is a line of JSON for each" in capsys.readouterr().err
+    assert "has no request; must have a line of JSON for each" in capsys.readouterr().err
 
 
 @given(st.integers(1, 30), st.integers(1, 30))

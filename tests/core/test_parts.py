@@ -32,11 +32,11 @@ def test_slots_of_a_batch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((np.zeros((2, 2), np.int64), ints(0, 3), ints(0, 0, 0)), "block_tables: has 2 rows, expected 1"),
+        ((np.zeros((2, 2), np.int64), ints(0, 3), ints(0, 0, 0)), "block_tables: has 2 rows; must have 1"),
         ((np.zeros((0, 2), np.int64), ints(), ints(0, 0, 0)), "q_start"),
-        ((np.zeros((1, 2), np.int64), ints(0, 2), ints(0, 0, 0)), "q_start = 0..2 "),
+        ((np.zeros((1, 2), np.int64), ints(0, 2), ints(0, 0, 0)), "q_start=0..2: "),
         ((np.zeros((2, 2), np.int64), ints(0, 4, 3), ints(0, 0, 0)), "q_start"),
-        ((np.zeros((1, 2), np.int64), ints(0, 2), ints(0, 0)), "out = 3 elements"),
+        ((np.zeros((1, 2), np.int64), ints(0, 2), ints(0, 0)), "out=3 elements"),
         ((np.asfortranarray(np.zeros((2, 2), np.int64)), ints(0, 1, 3), ints(0, 0, 0)), "block_tables: strides"),
         ((np.zeros(2, np.int64), ints(0, 3), ints(0, 0, 0)), "block_tables: shape"),
         ((np.zeros((1, 2), np.int32), ints(0, 3), ints(0, 0, 0)), "block_tables: dtype is int32"),
@@ -51,9 +51,9 @@ def test_wrong_batches_change_nothing(arguments: tuple[Any, Any, Any], message: 
 
 @pytest.mark.parametrize("block_size", [0, -4])
 def test_block_size_is_positive(block_size: int) -> None:
-    with pytest.raises(core.InvalidConfigError, match=f"block_size = {block_size} "):
+    with pytest.raises(core.InvalidConfigError, match=f"block_size={block_size}: "):
         SlotMapper(block_size)
-    with pytest.raises(core.InvalidConfigError, match=f"block_size = {block_size} "):
+    with pytest.raises(core.InvalidConfigError, match=f"block_size={block_size}: "):
         BlockHasher().hash_blocks(ints(1), block_size)
 
 
@@ -93,11 +93,11 @@ def test_invalid_blocks(block: int) -> None:
     pool = BlockPool(2)
     pool.allocate()
     for operation in (pool.free, pool.share, pool.mark_draft):
-        with pytest.raises(core.InvalidBlockError, match=f"block = {block} "):
+        with pytest.raises(core.InvalidBlockError, match=f"block={block} "):
             operation(block)
-    with pytest.raises(core.InvalidBlockError, match=f"block = {block} "):
+    with pytest.raises(core.InvalidBlockError, match=f"block={block} "):
         pool.register(block, 1)
-    with pytest.raises(core.InvalidBlockError, match=f"block = {block} "):
+    with pytest.raises(core.InvalidBlockError, match=f"block={block} "):
         pool.claim(block, 1)
     assert pool.num_free == 1
 
@@ -106,7 +106,7 @@ def test_invalid_blocks(block: int) -> None:
 def test_invalid_claimants(claimant: int) -> None:
     pool = BlockPool(1)
     pool.register(pool.allocate(), 1)
-    with pytest.raises(core.InvalidBlockError, match=f"claimant = {claimant} "):
+    with pytest.raises(core.InvalidBlockError, match=f"claimant={claimant}: "):
         pool.claim(0, claimant)
     assert not pool.release_claim(0, claimant)
     assert pool.claimant(0) is None
@@ -114,7 +114,7 @@ def test_invalid_claimants(claimant: int) -> None:
 
 def test_pools_have_blocks() -> None:
     for num_blocks in (0, -1):
-        with pytest.raises(core.InvalidConfigError, match=f"num_blocks = {num_blocks} "):
+        with pytest.raises(core.InvalidConfigError, match=f"num_blocks={num_blocks}: "):
             BlockPool(num_blocks)
 
 
@@ -129,7 +129,7 @@ def test_hashes_name_content_and_prefix() -> None:
     assert BlockHasher(b"k" * 16).hash_blocks(tokens, 4) != hashes
     assert BlockHasher(bytes(16)).hash_blocks(tokens, 4) == hashes
     assert "k" * 16 not in repr(BlockHasher(b"k" * 16))
-    with pytest.raises(core.InvalidConfigError, match="hash_key has 15 bytes"):
+    with pytest.raises(core.InvalidConfigError, match="hash_key=15 bytes"):
         BlockHasher(b"k" * 15)
 
 
@@ -175,14 +175,14 @@ def test_acceptance_statistics() -> None:
 @pytest.mark.parametrize("counts", [(4, 0), (2, 3), (-1, 0), (2, -1)])
 def test_impossible_acceptance_changes_nothing(counts: tuple[int, int]) -> None:
     statistics = AcceptanceTracker(3)
-    with pytest.raises(core.InvalidAcceptanceError, match=r"(drafted|accepted) = "):
+    with pytest.raises(core.InvalidAcceptanceError, match=r"(drafted|accepted)[,=]"):
         statistics.record(*counts)
     assert statistics.drafts == 0
 
 
 @pytest.mark.parametrize("k", [-1, 1025, 1 << 60])
 def test_acceptance_statistics_have_bounds(k: int) -> None:
-    with pytest.raises(core.InvalidConfigError, match=f"num_speculative_tokens = {k} "):
+    with pytest.raises(core.InvalidConfigError, match=f"num_speculative_tokens={k}: "):
         AcceptanceTracker(k)
 
 
@@ -236,33 +236,33 @@ def test_suffix_cache_drafts_from_the_text_and_from_other_outputs() -> None:
 
 def test_suffix_cache_names_what_is_wrong() -> None:
     for settings, message in (
-        ({"max_tree_depth": 0}, "max_tree_depth = 0 is not allowed: expected 2 to 256"),
-        ({"max_cached_requests": -1}, "max_cached_requests = -1 "),
-        ({"max_spec_factor": 0.0}, "max_spec_factor = 0 is not allowed: expected finite and above 0"),
-        ({"min_token_prob": 1.5}, "min_token_prob = 1.5 is not allowed: expected 0 to 1"),
-        ({"max_memory_bytes": -1}, "max_memory_bytes = -1 "),
+        ({"max_tree_depth": 0}, "max_tree_depth=0: must be from 2 to 256"),
+        ({"max_cached_requests": -1}, "max_cached_requests=-1: "),
+        ({"max_spec_factor": 0.0}, "max_spec_factor=0: must be finite and above 0"),
+        ({"min_token_prob": 1.5}, "min_token_prob=1.5: must be from 0 to 1"),
+        ({"max_memory_bytes": -1}, "max_memory_bytes=-1: "),
     ):
         with pytest.raises(core.InvalidConfigError, match=message):
             core.SuffixCache(**settings)
     cache = core.SuffixCache()
     cache.start_request(3, np.zeros(2, np.int64))
-    with pytest.raises(core.DuplicateRequestError, match="request_id = 3 "):
+    with pytest.raises(core.DuplicateRequestError, match="request_id=3: "):
         cache.start_request(3, np.zeros(2, np.int64))
-    with pytest.raises(core.UnknownRequestError, match="request_id = 4 "):
+    with pytest.raises(core.UnknownRequestError, match="request_id=4: "):
         cache.append(4, np.zeros(2, np.int64))
-    with pytest.raises(core.InvalidBufferError, match="token_ids = -1 "):
+    with pytest.raises(core.InvalidBufferError, match="token_ids=-1: "):
         cache.append(3, np.full(1, -1))
     with pytest.raises(core.InvalidBufferError, match="prompt_token_ids: dtype"):
         cache.start_request(5, np.zeros(2, np.int32))
-    with pytest.raises(core.InvalidConfigError, match="num_speculative_tokens = 1025 "):
+    with pytest.raises(core.InvalidConfigError, match="num_speculative_tokens=1025: "):
         cache.propose(3, 1025)
 
 
 def test_ngram_proposer_names_what_is_wrong() -> None:
     assert repr(core.NgramProposer()) == "NgramProposer(prompt_lookup_min=5, prompt_lookup_max=5)"
-    with pytest.raises(core.InvalidConfigError, match=r"prompt_lookup_min = 4 .* prompt_lookup_max = 3"):
+    with pytest.raises(core.InvalidConfigError, match="prompt_lookup_min=4: must be from 0 to prompt_lookup_max=3"):
         core.NgramProposer(4, 3)
-    with pytest.raises(core.InvalidConfigError, match="num_speculative_tokens = 1025 "):
+    with pytest.raises(core.InvalidConfigError, match="num_speculative_tokens=1025: "):
         core.NgramProposer().propose(np.zeros(3, np.int64), 1025)
     with pytest.raises(core.InvalidBufferError, match="token_ids"):
         core.NgramProposer().propose(np.zeros(3, np.int32), 2)

@@ -66,11 +66,11 @@ def test_empty_shapes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seeds": SEEDS[:4]}, "seeds: has 4 elements, expected 5"),
-        ({"positions": POSITIONS[:4]}, "positions: has 4 elements, expected 5"),
-        ({"seeds": SEEDS.astype(np.uint64)}, "seeds: dtype is uint64, expected int64"),
-        ({"out": np.zeros((5, 4))}, "out: dtype is float64, expected float32"),
-        ({"out": np.zeros(5, np.float32)}, r"out: shape is \[5\], expected 2 dimension"),
+        ({"seeds": SEEDS[:4]}, "seeds=4 elements: must be 5"),
+        ({"positions": POSITIONS[:4]}, "positions=4 elements: must be 5"),
+        ({"seeds": SEEDS.astype(np.uint64)}, "seeds: dtype is uint64; must be int64"),
+        ({"out": np.zeros((5, 4))}, "out: dtype is float64; must be float32"),
+        ({"out": np.zeros(5, np.float32)}, r"out: shape is \[5\]; must have 2 dimension"),
         ({"out": np.zeros((4, 5), np.float32).T}, "out: strides"),
         ({"out": np.zeros((5, 8), np.float32)[:, ::2]}, "out: strides"),
     ],
@@ -83,5 +83,5 @@ def test_wrong_buffers(fill: Any, change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("purpose", [-1, 4])
 def test_unknown_purposes(purpose: int) -> None:
-    with pytest.raises(core.InvalidConfigError, match=f"purpose = {purpose} "):
+    with pytest.raises(core.InvalidConfigError, match=f"purpose={purpose}: "):
         core.philox_gumbel(SEEDS, POSITIONS, purpose, np.zeros((5, 4), np.float32))

@@ -93,7 +93,7 @@ def test_buffers_are_checked(field: str) -> None:
         wrong.append(ints(0, -1))
     for value in wrong:
         before = repr(own)
-        with pytest.raises(core.InvalidBufferError, match=rf"\b{field}\b|expected 1 elements"):
+        with pytest.raises(core.InvalidBufferError, match=rf"\b{field}\b|elements: must be 1\b"):
             own.decide(**(good | {field: value}))  # type: ignore[arg-type]
         assert repr(own) == before
         assert good["ks"].tolist() == [7, 7]
@@ -114,7 +114,7 @@ def test_results_are_checked() -> None:
     for ms in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(core.InvalidBufferError, match="ms"):
             own.settle(ints(0), ints(1), ints(1), ints(1), ms)
-    with pytest.raises(core.InvalidBufferError, match="rows = 4"):
+    with pytest.raises(core.InvalidBufferError, match="rows=4"):
         own.reset(4)
 
 
@@ -136,7 +136,7 @@ def test_a_planner_of_another_size_is_rejected_by_the_scheduler() -> None:
     scheduler = scheduler_for(core.CachedDrafter(max_model_len=32))
     scheduler.speculate(planner())
     for other in (planner(rows=5), planner(k=2)):
-        with pytest.raises(core.InvalidConfigError, match="as the scheduler"):
+        with pytest.raises(core.InvalidConfigError, match="the scheduler's$"):
             scheduler.speculate(other)
     with pytest.raises(core.UnknownRequestError):
         scheduler.rebuild_draft(1)

@@ -95,23 +95,23 @@ def test_layouts_tile_their_buffers() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs = 0 "),
-        ({"max_num_seqs": -1}, "max_num_seqs = -1 "),
-        ({"max_model_len": 1}, "max_model_len = 1 "),
-        ({"num_blocks": 0}, "num_blocks = 0 "),
-        ({"window_groups": [4, 1]}, "window_groups = 1 "),
-        ({"window_groups": [-1]}, "window_groups = -1 "),
-        ({"block_size": 0}, "block_size = 0 "),
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens = 0 "),
-        ({"num_speculative_tokens": -5}, "num_speculative_tokens = -5 "),
-        ({"drafter": CachedDrafter(max_model_len=0)}, "drafter.max_model_len = 0 "),
-        ({"drafter": CachedDrafter(max_model_len=9, max_draft_lag=0)}, "drafter.max_draft_lag = 0 "),
-        ({"drafter": CachedDrafter(max_model_len=9, cost_ratio=float("nan"))}, "drafter.cost_ratio = NaN "),
-        ({"drafter": CachedDrafter(max_model_len=9, cost_ratio=0.0)}, "drafter.cost_ratio = 0 "),
-        ({"drafter": HiddenDrafter(max_model_len=0, max_draft_lag=9)}, "drafter.max_model_len = 0 "),
-        ({"drafter": HiddenDrafter(max_model_len=9, max_draft_lag=2)}, "drafter.max_draft_lag = 2 "),
-        ({"max_in_flight": 0}, "max_in_flight = 0 "),
-        ({"hash_key": b"short"}, "hash_key has 5 bytes"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0: "),
+        ({"max_num_seqs": -1}, "max_num_seqs=-1: "),
+        ({"max_model_len": 1}, "max_model_len=1: "),
+        ({"num_blocks": 0}, "num_blocks=0: "),
+        ({"window_groups": [4, 1]}, "window_groups=1: "),
+        ({"window_groups": [-1]}, "window_groups=-1: "),
+        ({"block_size": 0}, "block_size=0: "),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: "),
+        ({"num_speculative_tokens": -5}, "num_speculative_tokens=-5: "),
+        ({"drafter": CachedDrafter(max_model_len=0)}, "drafter.max_model_len=0: "),
+        ({"drafter": CachedDrafter(max_model_len=9, max_draft_lag=0)}, "drafter.max_draft_lag=0: "),
+        ({"drafter": CachedDrafter(max_model_len=9, cost_ratio=float("nan"))}, "drafter.cost_ratio=NaN: "),
+        ({"drafter": CachedDrafter(max_model_len=9, cost_ratio=0.0)}, "drafter.cost_ratio=0: "),
+        ({"drafter": HiddenDrafter(max_model_len=0, max_draft_lag=9)}, "drafter.max_model_len=0: "),
+        ({"drafter": HiddenDrafter(max_model_len=9, max_draft_lag=2)}, "drafter.max_draft_lag=2: "),
+        ({"max_in_flight": 0}, "max_in_flight=0: "),
+        ({"hash_key": b"short"}, "hash_key=5 bytes"),
     ],
 )
 def test_config_errors_name_field_and_value(change: dict[str, Any], message: str) -> None:
@@ -122,16 +122,16 @@ def test_config_errors_name_field_and_value(change: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"request_id": -1}, "request_id = -1 "),
+        ({"request_id": -1}, "request_id=-1: "),
         ({"token_ids": np.zeros(0, np.int64)}, "token_ids"),
         ({"token_ids": np.array([1, -4, 2])}, "-4 at index 1"),
-        ({"stop_token_ids": np.array([-9])}, "stop_token_ids = -9"),
-        ({"limit": 5}, "limit = 5 .* at least 6"),
-        ({"limit": -5}, "limit = -5 "),
-        ({"limit": 33}, "limit = 33 .* at most 32"),
-        ({"min_tokens": -1}, "min_tokens = -1 "),
-        ({"num_speculative_tokens": 4}, "num_speculative_tokens = 4 .* at most 3"),
-        ({"num_speculative_tokens": -1}, "num_speculative_tokens = -1 "),
+        ({"stop_token_ids": np.array([-9])}, "stop_token_ids=-9"),
+        ({"limit": 5}, "limit=5: must be at least 6"),
+        ({"limit": -5}, "limit=-5: "),
+        ({"limit": 33}, "limit=33: must be at most max_model_len=32"),
+        ({"min_tokens": -1}, "min_tokens=-1: "),
+        ({"num_speculative_tokens": 4}, "num_speculative_tokens=4: must be at most 3"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1: "),
     ],
 )
 def test_request_errors_name_field_and_value(parameters: dict[str, Any], message: str) -> None:
@@ -145,27 +145,27 @@ def test_request_errors_name_field_and_value(parameters: dict[str, Any], message
 def test_a_limit_beyond_the_pool_is_rejected() -> None:
     scheduler = Scheduler(**CONFIG | {"num_blocks": 3})
     scheduler.add_request(1, PROMPT, limit=12)
-    with pytest.raises(core.InvalidRequestError, match="limit = 13, which needs 4 blocks"):
+    with pytest.raises(core.InvalidRequestError, match="limit=13, which needs 4 blocks"):
         scheduler.add_request(2, PROMPT, limit=13)
 
 
 def test_life_cycle_errors() -> None:
     scheduler = Scheduler(**CONFIG)
     record, results, settled = buffers(scheduler)
-    with pytest.raises(core.UnknownRequestError, match="request_id = 3 "):
+    with pytest.raises(core.UnknownRequestError, match="request_id=3: "):
         scheduler.abort(3)
-    with pytest.raises(core.UnknownRequestError, match="request_id = 3 "):
+    with pytest.raises(core.UnknownRequestError, match="request_id=3: "):
         scheduler.preempt(3)
     scheduler.add_request(3, PROMPT, limit=10)
-    with pytest.raises(core.DuplicateRequestError, match="request_id = 3 "):
+    with pytest.raises(core.DuplicateRequestError, match="request_id=3: "):
         scheduler.add_request(3, PROMPT, limit=10)
-    with pytest.raises(core.NotRunningError, match="request_id = 3 "):
+    with pytest.raises(core.NotRunningError, match="request_id=3: "):
         scheduler.preempt(3)
-    with pytest.raises(core.SettleOrderError, match="step_id = 0 "):
+    with pytest.raises(core.SettleOrderError, match="step_id=0: "):
         scheduler.settle(0, results, settled)
     assert scheduler.plan(record) == core.PLAN_STEP
     for wrong in (1, -1):
-        with pytest.raises(core.SettleOrderError, match=f"step_id = {wrong} "):
+        with pytest.raises(core.SettleOrderError, match=f"step_id={wrong}: "):
             scheduler.settle(wrong, results, settled)
     scheduler.preempt(3)
     assert scheduler.num_preemptions == 1
@@ -182,7 +182,7 @@ def test_impossible_results_change_nothing() -> None:
     scheduler.add_request(3, PROMPT, limit=10)
     scheduler.plan(record)
     section(results, scheduler.results_layout(), "num_emitted")[0] = 2
-    with pytest.raises(core.InvalidResultsError, match="step 0, sequence 0: num_emitted = 2 "):
+    with pytest.raises(core.InvalidResultsError, match="step 0, sequence 0: num_emitted=2: "):
         scheduler.settle(0, results, settled)
     assert scheduler.num_in_flight == 1
     section(results, scheduler.results_layout(), "num_emitted")[0] = 1
@@ -200,15 +200,15 @@ def misaligned(array: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 WRONG: list[tuple[Callable[[NDArray[np.int64]], Any], str]] = [
-    (lambda a: a.tolist(), "is a list, expected a numpy array"),
-    (lambda a: a.astype(np.int32), "dtype is int32, expected int64"),
-    (lambda a: a.astype(np.uint64), "dtype is uint64, expected int64"),
-    (lambda a: a.astype(np.float64), "dtype is float64, expected int64"),
-    (lambda a: a.astype(">i8"), "dtype is >i8, expected int64"),
-    (lambda a: a.reshape(1, -1), r"shape is \[1, \d+\], expected 1 dimension"),
+    (lambda a: a.tolist(), "is a list; must be a numpy array"),
+    (lambda a: a.astype(np.int32), "dtype is int32; must be int64"),
+    (lambda a: a.astype(np.uint64), "dtype is uint64; must be int64"),
+    (lambda a: a.astype(np.float64), "dtype is float64; must be int64"),
+    (lambda a: a.astype(">i8"), "dtype is >i8; must be int64"),
+    (lambda a: a.reshape(1, -1), r"shape is \[1, \d+\]; must have 1 dimension"),
     (lambda a: np.repeat(a, 2)[::2], r"strides are \[16\] bytes"),
     (lambda a: a[::-1], r"strides are \[-8\] bytes"),
-    (misaligned, r"expected a C-contiguous, aligned array"),
+    (misaligned, r"must be a C-contiguous, aligned array"),
 ]
 
 
@@ -243,12 +243,12 @@ def test_wrong_sizes_name_both_numbers(off: int) -> None:
     def resized(buffer: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.zeros(buffer.size + off, np.int64)
 
-    with pytest.raises(core.InvalidBufferError, match=f"record = {record.size + off} .*{record.size}"):
+    with pytest.raises(core.InvalidBufferError, match=f"record={record.size + off} .*{record.size}"):
         scheduler.plan(resized(record))
     scheduler.plan(record)
-    with pytest.raises(core.InvalidBufferError, match=f"results = {results.size + off} .*{results.size}"):
+    with pytest.raises(core.InvalidBufferError, match=f"results={results.size + off} .*{results.size}"):
         scheduler.settle(0, resized(results), settled)
-    with pytest.raises(core.InvalidBufferError, match=f"settled = {settled.size + off} .*{settled.size}"):
+    with pytest.raises(core.InvalidBufferError, match=f"settled={settled.size + off} .*{settled.size}"):
         scheduler.settle(0, results, resized(settled))
     assert scheduler.num_in_flight == 1
 
@@ -312,7 +312,7 @@ def test_a_request_by_its_id() -> None:
     assert (view.state, view.num_in_flight, view.num_speculative_tokens) == ("decode", 1, 3)
     assert view.block_table.dtype == np.int64
     assert view.block_table.tolist() == [0, 1]
-    with pytest.raises(core.UnknownRequestError, match="request_id = 8 "):
+    with pytest.raises(core.UnknownRequestError, match="request_id=8: "):
         scheduler.request(8)
 
 

@@ -319,7 +319,7 @@ def test_scales_of_a_checkpoint(pair: tuple[Path, dict[str, Path]], tmp_path: Pa
         (torch.tensor(0.0), "=0: must be finite and greater than 0"),
         (torch.tensor(-1.0), "=-1: must be finite and greater than 0"),
         (torch.tensor(torch.nan), "=nan: must be finite and greater than 0"),
-        (torch.ones(2), " has shape (2,), expected one scale for the layer"),
+        (torch.ones(2), " has shape (2,); must be one scale for the layer"),
     ],
 )
 def test_what_is_no_scale(pair: tuple[Path, dict[str, Path]], tmp_path: Path, value: torch.Tensor, reason: str) -> None:

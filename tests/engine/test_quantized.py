@@ -222,9 +222,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     name = r"model\.layers\.0\.mlp\.up_proj\.weight"
-    with pytest.raises(
-        CheckpointError, match=rf"broken: {name} cannot be quantized: {name}\[3, 5\] = NaN is not allowed"
-    ):
+    with pytest.raises(CheckpointError, match=rf"broken: {name} cannot be quantized: {name}\[3, 5\]=NaN: must be"):
         load_native(folder, quantization="int8")
 
 

@@ -102,7 +102,7 @@ def test_memory_for_a_window_is_enough(banks: dict[str, Bank], draft: str | None
     (made,) = submit(engine, bank, [(longest, k, LONGEST, 0)], k, ignore_eos=True)
     run(engine)
     assert made.output_token_ids == bank.continuations[longest][:LONGEST]
-    with pytest.raises(InvalidConfigError, match=rf"{least - 1} KV blocks fit, .* needs {least}: .* least {given} "):
+    with pytest.raises(InvalidConfigError, match=rf"{least - 1} KV blocks fit, .* needs {least}; .* least {given} "):
         make_engine(bank.target, folder, k=k, block_size=size, kv_cache_memory_bytes=given - 1)
 
 

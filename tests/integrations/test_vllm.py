@@ -161,7 +161,7 @@ def test_settings_of_ngrams() -> None:
         assert (made.prompt_lookup_min, made.prompt_lookup_max) == sizes
     with pytest.raises(InvalidConfigError, match=r"additional_config\['specrs'\].*prompt_lookup_mix"):
         vllm.NgramProposer(vllm_config(prompt_lookup_mix=1))
-    with pytest.raises(InvalidConfigError, match="prompt_lookup_max = 0 "):
+    with pytest.raises(InvalidConfigError, match="prompt_lookup_max=0: "):
         vllm.NgramProposer(vllm_config(5, 1, 0))
 
 

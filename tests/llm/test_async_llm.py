@@ -148,7 +148,7 @@ def test_leaving_ends_the_request_and_no_other(llm: AsyncLLM, engine: ScriptedEn
 
 def test_a_bad_prompt_starts_none_of_its_call(llm: AsyncLLM, engine: ScriptedEngine) -> None:
     async def main() -> None:
-        with pytest.raises(InvalidRequestError, match=r"^prompt: 64 tokens, allowed are at most 63"):
+        with pytest.raises(InvalidRequestError, match=r"^prompt: 64 tokens; must be at most 63"):
             await llm.submit(["a", [1] * 64], GREEDY)
         with pytest.raises(InvalidRequestError, match=r"^structured_outputs\.regex='\('"):
             await llm.submit(["a"], GREEDY.replace(structured_outputs={"regex": "("}))
@@ -186,7 +186,7 @@ def test_the_queue_is_bounded(llm: AsyncLLM, gate: Gate) -> None:
     async def main() -> None:
         llm.max_num_queued_reqs = 4
         first = await llm.submit(["a"], GREEDY.replace(n=3))
-        with pytest.raises(QueueFullError, match=r"3 requests wait and run, 2 more are asked for; allowed are 4"):
+        with pytest.raises(QueueFullError, match=r"3 requests wait and run, 2 more are asked for; must be at most 4"):
             await llm.submit(["b", "c"], GREEDY)
         second = await llm.submit(["d"], GREEDY)
         first.close()

@@ -240,7 +240,7 @@ def test_bad_words_reach_the_engine_as_tokens(llm: LLM, engine: ScriptedEngine, 
     assert tuple(tokenizer.encode(" x")) in first.bad_words_token_ids
     assert len(first.bad_words_token_ids) == 3
     assert second.bad_words_token_ids == first.bad_words_token_ids
-    with pytest.raises(InvalidRequestError, match=r"^bad_words\[1\]='~!@.*: [0-9]+ tokens, allowed are 1 to 32"):
+    with pytest.raises(InvalidRequestError, match=r"^bad_words\[1\]='~!@.*: [0-9]+ tokens; must be from 1 to 32"):
         llm.generate("a", GREEDY.replace(bad_words=["x", "~!@#$%^&*" * 8]), use_tqdm=False)
 
 

@@ -95,7 +95,7 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt_token_ids": [1, 2.5]}, "prompt_token_ids[1]=2.5"),
     ({"prompt_token_ids": [1, 2048]}, "prompt_token_ids[1]=2048: must be an integer from 0 to 2047"),
     ({"prompt_token_ids": [[1]]}, "prompt_token_ids[0]=[1]"),
-    ({"prompt_token_ids": [1] * 64}, "prompt: 64 tokens, allowed are at most 63"),
+    ({"prompt_token_ids": [1] * 64}, "prompt: 64 tokens; must be at most 63"),
     ({"prompt": "a", "multi_modal_data": {}}, "prompt: unknown key 'multi_modal_data'"),
     ({"prompt": "a", "cache_salt": 3}, "prompt['cache_salt']=3: must be a string"),
 ]
@@ -148,7 +148,7 @@ def test_parameters_one_for_all_or_one_each(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sampling_params": [GREEDY]}, "sampling_params: 1 for 2 prompts; allowed are one for all, or one each"),
+        ({"sampling_params": [GREEDY]}, "sampling_params: 1 for 2 prompts; must be one for all, or one each"),
         (
             {"sampling_params": {"temperature": 0}},
             "sampling_params=.*: must be a SamplingParams, a list of them, or None",

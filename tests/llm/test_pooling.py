@@ -160,7 +160,7 @@ def test_a_wrong_prompt_embeds_nothing(folders: dict[str, Path]) -> None:
     for prompts, message in (
         ([[1], []], "prompt=[]: must have at least one token"),
         ([[1], [VOCAB]], f"prompt_token_ids[0]={VOCAB}: must be an integer from 0 to {VOCAB - 1}"),
-        ([[1] * 128], "prompt: 128 tokens, allowed are at most 127"),
+        ([[1] * 128], "prompt: 128 tokens; must be at most 127"),
         (["text"], "prompt='text': text needs a tokenizer"),
     ):
         with pytest.raises(InvalidRequestError, match=re.escape(message)):
@@ -274,7 +274,7 @@ def test_wrong_pairs_are_rejected(reranker: Path, folders: dict[str, Path], tmp_
     for given_data, message in (
         (("a", []), "data_2=[]: must be a string or a list of strings, not empty"),
         ((1, "a"), "data_1=1: must be a string or a list of strings, not empty"),
-        ((["a", "b"], ["c"]), "data_1: 2 texts for 1 in data_2; allowed are one for all, or one each"),
+        ((["a", "b"], ["c"]), "data_1: 2 texts for 1 in data_2; must be one for all, or one each"),
         (("a", ["b", long]), "data_2[1]: "),
     ):
         with pytest.raises(InvalidRequestError, match=re.escape(message)):

@@ -90,7 +90,7 @@ def test_what_the_configuration_says(
         ({f"{Q}.lora_B.weight": None}, "model.layers.0.self_attn.q_proj.lora_B is missing"),
         ({f"{Q}.lora_A.weight": torch.zeros(4, 47)}, r"has shape \(4, 47\)"),
         ({f"{Q}.lora_B.weight": torch.zeros(4, 64)}, r"has shape \(4, 64\)"),
-        ({f"{Q}.lora_A.weight": torch.zeros(4, 48, dtype=torch.int32)}, "is I32, allowed are"),
+        ({f"{Q}.lora_A.weight": torch.zeros(4, 48, dtype=torch.int32)}, "is I32; must be one of"),
         ({f"{PREFIX}lm_head.lora_A.weight": torch.zeros(4, 48)}, "lm_head.lora_A.weight: not implemented"),
         ({f"{Q}.lora_magnitude_vector": torch.zeros(4)}, "lora_magnitude_vector: not implemented"),
         ({f"{Q}.lora_A.bias": torch.zeros(4)}, "lora_A.bias: not implemented"),

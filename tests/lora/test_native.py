@@ -117,5 +117,5 @@ def test_an_adapter_of_another_model_is_rejected(tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "adapter", checkpoints[1], Spec(("q_proj",)), seed=1)
     adapter = load_lora(path, other, name="a", lora_int_id=1, max_lora_rank=8)
     assert other.native_lora(adapter) is other.native_lora(adapter)
-    with pytest.raises(InvalidBufferError, match=r"layers\[0\]\.qkv\[0\]'s inputs = 64 is not allowed: expected 32"):
+    with pytest.raises(InvalidBufferError, match=r"layers\[0\]\.qkv\[0\]'s inputs=64: must be 32"):
         own.native_lora(adapter)

@@ -119,7 +119,7 @@ def test_a_snapshot_goes_on_as_the_text_does(
         states.restore(0, 5)
         found = feeder.feed({0: [(TOKENS[p], p) for p in range(length, len(TOKENS))]}, prompts=True)
         close(found, expected[length:], 1e-12)
-    with pytest.raises(ValueError, match="snapshot=6: expected a slot that a pass has written"):
+    with pytest.raises(ValueError, match="snapshot=6: must be a slot that a pass has written"):
         states.restore(0, 6)
 
 
@@ -271,14 +271,14 @@ def test_native_states_are_rejected_elsewhere_and_counted(path: Path) -> None:
     assert feeder.cache.native.state_bytes == row == model.config.delta.row_bytes
     feeder.feed({0: [(2, 1), (3, 2)]})
     assert feeder.cache.native.state_bytes == row + draft
-    with pytest.raises(InvalidBufferError, match=r"positions\[0\] = 7 is not allowed: expected 0 or 2 to 3"):
+    with pytest.raises(InvalidBufferError, match=r"positions\[0\]=7: must be 0, or from 2 to 3"):
         feeder.feed({0: [(3, 7)]})
 
 
 def test_another_position_than_the_next_is_rejected(path: Path) -> None:
     feeder = Feeder(load_model(path, dtype="float64"))
     feeder.feed({0: [(1, 0), (2, 1)]})
-    with pytest.raises(ValueError, match=r"row 0 has states before \[1, 2\], expected one before 5"):
+    with pytest.raises(ValueError, match=r"row 0 has states before \[1, 2\]; must have one before 5"):
         feeder.feed({0: [(3, 5)]})
 
 

@@ -177,7 +177,7 @@ def test_misshapen_tied_head(copy: Path) -> None:
 
 def test_quantized_tensor(copy: Path) -> None:
     change_tensors(copy, model__norm__weight=torch.zeros(96, dtype=torch.int8))
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is I8, allowed are F64, F32, BF16, F16"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is I8; must be one of F64, F32, BF16, F16"):
         load_model(copy)
 
 

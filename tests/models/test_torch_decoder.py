@@ -371,7 +371,7 @@ def test_entries_of_native_passes(folder: Path, hidden_layers: tuple[int, ...], 
 
 def test_a_layer_that_is_none(folder: Path) -> None:
     native = load_native(make(folder, "qwen3"), dtype="float32")
-    with pytest.raises(InvalidBufferError, match=r"hidden_layers = 4 is not allowed: expected 0 to 3"):
+    with pytest.raises(InvalidBufferError, match=r"hidden_layers=4: must be from 0 to 3"):
         Feeder(native, hidden_layers=(1, 4)).feed({0: [(1, 0)]})
 
 

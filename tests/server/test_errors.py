@@ -49,8 +49,8 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", "prompt={'a': 1}: "),
     (COMPLETIONS, {"prompt": [5000]}, "prompt_token_ids", "prompt_token_ids[0]=5000: "),
     (COMPLETIONS, {"prompt": ["x", [1] * 600]}, "prompt", "prompt"),
-    (COMPLETIONS, {"prompt": [1] * 512}, "prompt", "512 tokens, allowed are at most 511"),
-    (COMPLETIONS, {"prompt": ["x"] * 1025}, "prompt", "1025 prompts, allowed are at most 1024"),
+    (COMPLETIONS, {"prompt": [1] * 512}, "prompt", "512 tokens; must be at most 511"),
+    (COMPLETIONS, {"prompt": ["x"] * 1025}, "prompt", "1025 prompts; must be at most 1024"),
     (COMPLETIONS, {"prompt": ["x"] * 100, "n": 100}, "n", "10000 completions"),
     (CHAT, {}, "messages", "messages: is missing"),
     (CHAT, {"messages": []}, "messages", "messages=[]: "),
@@ -344,7 +344,7 @@ def test_log_probabilities_of_prompts_are_bounded_together(server: Server) -> No
     for fields in ({"echo": True, "logprobs": 20, "max_tokens": 0}, {"prompt_logprobs": 20, "max_tokens": 1}):
         answer = server.post(COMPLETIONS, {"prompt": [[5] * 500] * 30, **fields})
         assert answer.status == 400
-        assert "allowed are 262144" in answer.error["message"]
+        assert "must be at most 262144" in answer.error["message"]
 
 
 def test_a_long_name_of_a_field_does_not_come_back(server: Server) -> None:

@@ -740,7 +740,7 @@ def test_a_conversation_is_not_longer_than_a_body_may_be(tokenizer: Tokenizer) -
         last = await app.respond([{"role": "user", "content": "two"}, hosted], previous_response_id=last["id"])
         got = await app.send("POST", PATH, {"input": "x", "previous_response_id": last["id"]})
         assert (got.status, got.error["param"]) == (413, "previous_response_id")
-        assert "allowed are --max-body-size=3000" in got.error["message"]
+        assert "must be at most --max-body-size=3000" in got.error["message"]
 
     run(test, tokenizer, max_body_size=3000)
 

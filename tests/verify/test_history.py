@@ -55,9 +55,9 @@ def test_bad_words_are_packed_to_the_right() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([[1], [2], [3]], r"bad_words: 3 sequences, allowed are at most 2"),
-        ([[1], []], r"bad_words\[1\]: 0 tokens, allowed are 1 to 3"),
-        ([[1, 2, 3, 4]], r"bad_words\[0\]: 4 tokens, allowed are 1 to 3"),
+        ([[1], [2], [3]], r"bad_words: 3 sequences; must be at most 2"),
+        ([[1], []], r"bad_words\[1\]: 0 tokens; must be from 1 to 3"),
+        ([[1, 2, 3, 4]], r"bad_words\[0\]: 4 tokens; must be from 1 to 3"),
     ],
 )
 def test_words_that_do_not_fit_are_rejected(words: list[list[int]], message: str) -> None:

@@ -58,6 +58,6 @@ def test_no_top_tokens() -> None:
 
 def test_unknown_modes_are_rejected() -> None:
     with pytest.raises(
-        ValueError, match=r"logprobs_mode: 'cooked', allowed are raw_logprobs, processed_logprobs, raw_logits"
+        ValueError, match=r"logprobs_mode='cooked': must be one of raw_logprobs, processed_logprobs, raw_logits"
     ):
         logprob_values(cast("LogprobsMode", "cooked"), torch.zeros(1, 2), torch.zeros(1, 2))

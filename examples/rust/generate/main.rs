@@ -103,7 +103,7 @@ fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [folder, prompt, flags @ ..] = &arguments[..] else { return Err("expected FOLDER and a prompt".into()) };
     if let Some(pair) = flags.chunks(2).find(|pair| pair.len() < 2 || !FLAGS.contains(&&*pair[0])) {
-        return Err(format!("{pair:?} is not allowed: expected {FLAGS:?}, each with a value").into());
+        return Err(format!("flags={pair:?}: must be of {FLAGS:?}, each with a value").into());
     }
     let flag =
         |name: &str| flags.chunks(2).find(|pair| pair[0] == name).and_then(|pair| pair.get(1)).map(String::as_str);

@@ -62,11 +62,11 @@ def too_few_blocks(
 ) -> InvalidConfigError:
     """Return the error for a pool without room for one request of full length. `least` is in the field's unit."""
     needs = f"one request of max_model_len={max_model_len} needs {least_blocks}"
-    reason = f"{fit}, {needs}: allowed are at least {least}, or a smaller max_model_len"
+    reason = f"{fit}, {needs}; must be at least {least}, or set a smaller max_model_len"
     return invalid(InvalidConfigError, field, value, reason)
 
 
 def _check_room(field: str, value: int, needed: int, memory: int) -> None:
     if needed > memory:
-        reason = f"{needed / GIB:.2f} GiB of KV cache, allowed are at most {memory / GIB:.2f} GiB, the memory there is"
+        reason = f"{needed / GIB:.2f} GiB of KV cache; must be at most {memory / GIB:.2f} GiB, the memory there is"
         raise invalid(InvalidConfigError, field, value, reason)

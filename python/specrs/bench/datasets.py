@@ -150,12 +150,12 @@ def _read(config: DatasetConfig, tokenizer: Tokenizer | None) -> list[Sample]:
     for number, record in records:
         at = f"{config.path}, {where} {number}"
         if not isinstance(record, Mapping):
-            raise InvalidConfigError(f"{at}: {short(record)} is no record; expected is a JSON object")
+            raise InvalidConfigError(f"{at}: {short(record)} is no record; must be a JSON object")
         names = [config.name] if config.name in FORMATS else [*FORMATS]
         name = next((name for name in names if all(field in record for field in FORMATS[name][0])), None)
         if name is None:
             expected = " or ".join(" and ".join(FORMATS[name][0]) for name in names)
-            raise InvalidConfigError(f"{at}: has the fields {', '.join(map(str, record))}; expected is {expected}")
+            raise InvalidConfigError(f"{at}: has the fields {', '.join(map(str, record))}; must have {expected}")
         try:
             sample = FORMATS[name][1](record, tokenizer)
         except ValueError as error:
@@ -163,7 +163,7 @@ def _read(config: DatasetConfig, tokenizer: Tokenizer | None) -> list[Sample]:
         if sample.prompt:  # a record may have an empty prompt; nothing can be sent for it
             samples.append(sample)
     if not samples:
-        raise invalid_config("--dataset-path", config.path, "has no prompts; expected is at least one record")
+        raise invalid_config("--dataset-path", config.path, "has no prompts; must have at least one record")
     return samples
 
 

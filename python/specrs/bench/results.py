@@ -107,7 +107,7 @@ def read(path: Path) -> list[SweepRow]:
     table = _table(path)
     missing = [name for name in COLUMNS if name not in table.column_names]
     if missing:
-        allowed = f"lacks the columns {', '.join(missing)}; expected are {', '.join(COLUMNS)}"
+        allowed = f"lacks the columns {', '.join(missing)}; must have {', '.join(COLUMNS)}"
         raise invalid_config("file", str(path), allowed)
     hints = get_type_hints(SweepRow)
     rows = []
@@ -162,7 +162,7 @@ def _value(path: Path, number: int, name: str, value: Any, kind: type, optional:
 def _table(path: Path) -> Any:
     pyarrow, parquet = _pyarrow(path)
     if not path.is_file():
-        raise invalid_config("file", str(path), "is not there; expected is a parquet file of specrs bench sweep")
+        raise invalid_config("file", str(path), "is not there; must be a parquet file of specrs bench sweep")
     try:
         return parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as fault:

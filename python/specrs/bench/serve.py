@@ -97,7 +97,7 @@ async def run(
         failure = await wait_ready(client, target, config.ready_check_timeout_sec)
         if failure is not None:
             raise EngineError(
-                f"--base-url={target.base_url}: no request was answered: {failure}; expected is an OpenAI-compatible "
+                f"--base-url={target.base_url}: no request was answered: {failure}; must be an OpenAI-compatible "
                 "server (a server that is still loading: --ready-check-timeout-sec)"
             )
         await _warm_up(client, target, samples[0], config)
@@ -232,4 +232,4 @@ async def _profile(client: aiohttp.ClientSession, target: Target, what: str) -> 
             reason = f"HTTP {response.status}"
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         reason = str(error)
-    raise EngineError(f"--profile: the server did not {what} its profiler ({path}: {reason}); expected is HTTP 200")
+    raise EngineError(f"--profile: the server did not {what} its profiler ({path}: {reason}); must answer HTTP 200")

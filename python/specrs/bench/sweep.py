@@ -121,7 +121,7 @@ def start(path: Path, plan: SweepPlan, restart: bool) -> list[SweepRow]:
             before, now = short(settings.get(name)), short(plan.fixed.get(name))
             raise InvalidConfigError(
                 f"--output={path}: its rows were measured with {name}={before}, not {now}; "
-                "expected is the same, another --output, or --restart"
+                "use the same value, another --output, or --restart"
             )
     return read(path)
 

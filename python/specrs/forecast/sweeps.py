@@ -174,9 +174,7 @@ def series(rows: Sequence[SweepRow]) -> list[Series]:
             group = found.setdefault((row.sd_method, row.draft_model, row.workload), {})
             group.setdefault(row.concurrency, {}).setdefault(row.num_spec_toks, []).append(row)
     if not found:
-        raise InvalidConfigError(
-            "the sweep has no rows with drafts; expected is at least one with num_spec_toks above 0"
-        )
+        raise InvalidConfigError("the sweep has no rows with drafts; must have at least one with num_spec_toks above 0")
     result = []
     for (method, draft_model, workload), group in found.items():
         if workload not in vanilla:

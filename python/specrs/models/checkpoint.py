@@ -164,7 +164,7 @@ class Checkpoint:
         check_tensors(self.folder, shapes, expected, optional, (*not_checked, *self.unlisted))
         for name in filter(found.__contains__, {**expected, **optional}):
             if found[name][1] not in DTYPES:
-                raise CheckpointError(f"{self.folder}: {name} is {found[name][1]}, allowed are {', '.join(DTYPES)}")
+                raise CheckpointError(f"{self.folder}: {name} is {found[name][1]}; must be one of {', '.join(DTYPES)}")
 
     def check_placement(self, names: Iterable[str]) -> None:
         """Raise CheckpointError for the first of `names` whose file the index leaves open."""

@@ -50,7 +50,7 @@ def read_kv_scales(checkpoint: Readable, attention: str) -> KVScales:
         array = checkpoint.read(name, FLOAT32)
         if array.size != 1:
             raise CheckpointError(
-                f"{checkpoint.folder}: {name} has shape {array.shape}, expected one scale for the layer"
+                f"{checkpoint.folder}: {name} has shape {array.shape}; must be one scale for the layer"
             )
         value = array.item()
         if not (math.isfinite(value) and value > 0):

@@ -118,5 +118,5 @@ def _check(
             if own != shape:
                 raise CheckpointError(f"{path}: {names[kind]} has shape {own}, its rank and the model make it {shape}")
             if dtype not in DTYPES:
-                raise CheckpointError(f"{path}: {names[kind]} is {dtype}, allowed are {', '.join(DTYPES)}")
+                raise CheckpointError(f"{path}: {names[kind]} is {dtype}; must be one of {', '.join(DTYPES)}")
     return {module: (names["A"], names["B"]) for module, names in found.items()}

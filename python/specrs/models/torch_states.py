@@ -37,7 +37,7 @@ class DeltaStates:
     def restore(self, row: int, slot: int) -> None:
         """Give a row the states of a snapshot. Raises ValueError if no pass has written the slot."""
         if slot not in self.snapshots:
-            raise ValueError(f"snapshot={slot}: expected a slot that a pass has written, one of {set(self.snapshots)}")
+            raise ValueError(f"snapshot={slot}: must be a slot that a pass has written, one of {set(self.snapshots)}")
         for layer, (length, state) in self.snapshots[slot].items():
             self.rows[row, layer] = {length: state}
 
@@ -50,5 +50,5 @@ class DeltaStates:
             return zero
         found = self.rows.get((row, layer), {})
         if position not in found:
-            raise ValueError(f"positions: row {row} has states before {sorted(found)}, expected one before {position}")
+            raise ValueError(f"positions: row {row} has states before {sorted(found)}; must have one before {position}")
         return found[position]

@@ -232,7 +232,7 @@ def check_size(context: Context, answer: Answer, prompts: Sequence[Prompt]) -> N
             raise invalid_request(
                 "logprobs" if isinstance(answer, CompletionAnswer) and answer.echo else "prompt_logprobs",
                 params.prompt_logprobs,
-                f"makes {total} log probabilities of the prompts; allowed are {MAX_PROMPT_LOGPROBS} in one request",
+                f"makes {total} log probabilities of the prompts; must be at most {MAX_PROMPT_LOGPROBS} in one request",
             )
 
 

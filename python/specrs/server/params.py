@@ -123,10 +123,10 @@ def split_prompts(given: Any, n: int) -> list[str | list[int]]:
     else:
         raise _no_prompt(given)
     if len(prompts) > MAX_PROMPTS:
-        raise InvalidRequestError(f"prompt: {len(prompts)} prompts, allowed are at most {MAX_PROMPTS}")
+        raise InvalidRequestError(f"prompt: {len(prompts)} prompts; must be at most {MAX_PROMPTS}")
     if len(prompts) * n > MAX_COMPLETIONS:
         raise InvalidRequestError(
-            f"n={n}: {len(prompts)} prompts make {len(prompts) * n} completions, allowed are at most {MAX_COMPLETIONS}"
+            f"n={n}: {len(prompts)} prompts make {len(prompts) * n} completions; must be at most {MAX_COMPLETIONS}"
         )
     return prompts
 

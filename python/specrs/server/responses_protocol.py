@@ -217,7 +217,7 @@ def as_chat(body: ResponsesRequest, earlier: Sequence[dict[str, Any]] = ()) -> C
     if len(fields["messages"]) > MAX_MESSAGES:
         raise InvalidRequestError(
             f"input: makes {len(fields['messages'])} messages, with those of instructions and previous_response_id; "
-            f"allowed are {MAX_MESSAGES}"
+            f"must be at most {MAX_MESSAGES}"
         )
     if isinstance(body.input, list):
         for warning in item_warnings(body.input):

@@ -86,7 +86,7 @@ async def earlier_items(context: Context, body: ResponsesRequest) -> Earlier:
         raise invalid_request("previous_response_id", given, f"continues {MAX_MESSAGES} responses, the most allowed")
     size = sum(len(one.texts.input_items) + len(one.texts.output) for one in chain)
     if size > limits.max_body_size:
-        cause = f"its conversation has {size} bytes; allowed are --max-body-size={limits.max_body_size}"
+        cause = f"its conversation has {size} bytes; must be at most --max-body-size={limits.max_body_size}"
         raise _refused(413, given, cause)
 
     def read() -> list[dict[str, Any]]:

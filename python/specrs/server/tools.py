@@ -207,7 +207,7 @@ def read_tools(body: ChatCompletionRequest, settings: ToolSettings, fields: Fiel
         raise invalid_request(
             "tool_choice",
             "auto",
-            "needs a server with --enable-auto-tool-choice; allowed here are none, required and a named function",
+            "needs a server with --enable-auto-tool-choice; here it must be none, required or a named function",
         )
     return ToolUse(
         kind,

@@ -46,7 +46,7 @@ class ComposedGrammar(StructuredOutputsParams):
         length = sum(len(part.schema) for part in self.parts)
         if length > MAX_SPECIFICATION_LENGTH:
             raise InvalidRequestError(
-                f"{self._whole}: {length} characters of schemas, allowed are at most {MAX_SPECIFICATION_LENGTH}"
+                f"{self._whole}: {length} characters of schemas; must be at most {MAX_SPECIFICATION_LENGTH}"
             )
 
     def specification(self) -> str:

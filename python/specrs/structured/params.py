@@ -137,13 +137,13 @@ def _choices(value: object) -> tuple[str, ...]:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise invalid(InvalidRequestError, f"{_FIELD}.choice", value, "must be a list of strings")
     if not 1 <= len(value) <= MAX_CHOICES:
-        raise InvalidRequestError(f"{_FIELD}.choice: {len(value)} strings, allowed are 1 to {MAX_CHOICES}")
+        raise InvalidRequestError(f"{_FIELD}.choice: {len(value)} strings; must be from 1 to {MAX_CHOICES}")
     choices = tuple(check_text(InvalidRequestError, f"{_FIELD}.choice[{i}]", item) for i, item in enumerate(value))
     for i, item in enumerate(choices):
         _check_unicode(f"choice[{i}]", item)
     if sum(map(len, choices)) > MAX_SPECIFICATION_LENGTH:
         raise InvalidRequestError(
-            f"{_FIELD}.choice: {sum(map(len, choices))} characters, allowed are {MAX_SPECIFICATION_LENGTH} in all"
+            f"{_FIELD}.choice: {sum(map(len, choices))} characters; must be at most {MAX_SPECIFICATION_LENGTH} in all"
         )
     return choices
 
@@ -165,7 +165,7 @@ def _schema(value: object) -> str:
 def _check_length(name: str, text: str) -> None:
     if len(text) > MAX_SPECIFICATION_LENGTH:
         raise InvalidRequestError(
-            f"{_FIELD}.{name}: {len(text)} characters, allowed are at most {MAX_SPECIFICATION_LENGTH}"
+            f"{_FIELD}.{name}: {len(text)} characters; must be at most {MAX_SPECIFICATION_LENGTH}"
         )
     _check_unicode(name, text)
 

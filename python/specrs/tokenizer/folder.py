@@ -58,7 +58,7 @@ def _refuse_remote_code(source: str, settings: Mapping[str, Any]) -> None:
     if settings.get("auto_map") and not is_known_class(settings.get("tokenizer_class")):
         raise CheckpointError(
             f"tokenizer={short(source)}: tokenizer_config.json has auto_map={short(settings['auto_map'])}, which asks "
-            "to run code from the checkpoint; code is never run, allowed are tokenizers without auto_map, or with a "
+            "to run code from the checkpoint, and code is never run; use a tokenizer without auto_map, or with a "
             "tokenizer_class of transformers, such as PreTrainedTokenizerFast"
         )
 
@@ -66,7 +66,7 @@ def _refuse_remote_code(source: str, settings: Mapping[str, Any]) -> None:
 def _converted(source: str, folder: Path) -> TokenizerParts:
     """Return the tokenizer that transformers makes from a folder without tokenizer.json."""
     if not any(next(folder.glob(pattern), None) for pattern in _OTHER_FILES):
-        reason = "tokenizer.json is missing; allowed are fast tokenizers, or skip_tokenizer_init=True"
+        reason = "tokenizer.json is missing; use a fast tokenizer, or set skip_tokenizer_init=True"
         raise invalid(CheckpointError, "tokenizer", source, reason)
     settings = _object(folder / "tokenizer_config.json")
     _refuse_remote_code(source, settings)

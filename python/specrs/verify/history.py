@@ -63,10 +63,10 @@ def pack_bad_words(words: Sequence[Sequence[int]], num_words: int, length: int) 
     Raises ValueError if there are more than `num_words` sequences, or if one has not 1 to `length` ids.
     """
     if len(words) > num_words:
-        raise ValueError(f"bad_words: {len(words)} sequences, allowed are at most {num_words}")
+        raise ValueError(f"bad_words: {len(words)} sequences; must be at most {num_words}")
     packed = torch.full((num_words, length), -1, dtype=torch.int64)
     for i, word in enumerate(words):
         if not 1 <= len(word) <= length:
-            raise ValueError(f"bad_words[{i}]: {len(word)} tokens, allowed are 1 to {length}")
+            raise ValueError(f"bad_words[{i}]: {len(word)} tokens; must be from 1 to {length}")
         packed[i, length - len(word) :] = torch.tensor(list(word), dtype=torch.int64)
     return packed

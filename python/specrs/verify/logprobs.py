@@ -27,7 +27,7 @@ def logprob_values(mode: LogprobsMode, raw: Tensor, processed: Tensor) -> Tensor
         processed: `[N, V]`, from `filter_logits`; the output of `process_logits` would report a greedy row as certain.
     """
     if mode not in get_args(LogprobsMode):
-        raise ValueError(f"logprobs_mode: {mode!r}, allowed are {', '.join(get_args(LogprobsMode))}")
+        raise ValueError(f"logprobs_mode={mode!r}: must be one of {', '.join(get_args(LogprobsMode))}")
     logits = raw if mode.startswith("raw") else processed
     return logits.log_softmax(dim=-1) if mode.endswith("logprobs") else logits
 

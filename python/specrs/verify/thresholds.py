@@ -117,7 +117,7 @@ def descending_keys(logits: Tensor) -> Tensor:
     if logits.dtype == torch.float64:
         bits = flipped.view(torch.int64)
         return (bits >> 63).bitwise_and_((1 << 63) - 1).bitwise_xor_(bits) >> 1
-    raise TypeError(f"logits: dtype {logits.dtype}, allowed are torch.float32 and torch.float64")
+    raise TypeError(f"logits: dtype {logits.dtype}; must be torch.float32 or torch.float64")
 
 
 def _search(keys: Tensor, bits: int, weights: Tensor, target: Tensor, *, relative: bool = False) -> Tensor:

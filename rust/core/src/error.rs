@@ -1,17 +1,25 @@
 //! Errors of this crate, as one enum. Messages name the field, the value and the allowed values; nothing here prints or
 //! logs.
 
+use std::fmt::Display;
 use thiserror::Error as ThisError;
 
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Returns the message for a value outside its range: `field=value: must be allowed`. `allowed` may end with a remedy
+/// after a semicolon.
+#[allow(clippy::needless_pass_by_value)] // values are numbers, short names or `format_args!`
+pub fn must_be(field: impl Display, value: impl Display, allowed: impl Display) -> String {
+    format!("{field}={value}: must be {allowed}")
+}
 
 /// Every failure of this crate. An operation that returns one has changed nothing.
 #[derive(Clone, Debug, PartialEq, Eq, ThisError)]
 #[non_exhaustive]
 pub enum Error {
     /// A setting is outside its range; found at construction.
-    #[error("{field} = {value} is not allowed: expected {allowed}")]
+    #[error("{}", must_be(field, value, allowed))]
     InvalidConfig {
         /// Name of the setting.
         field: &'static str,
@@ -21,7 +29,7 @@ pub enum Error {
         allowed: String,
     },
     /// A request can never be served as given.
-    #[error("request {request_id}: {field} = {value} is not allowed: expected {allowed}")]
+    #[error("request {request_id}: {}", must_be(field, value, allowed))]
     InvalidRequest {
         /// Id of the rejected request.
         request_id: i64,
@@ -33,31 +41,31 @@ pub enum Error {
         allowed: String,
     },
     /// A request with this id is waiting or running.
-    #[error("request_id = {request_id} is already live: expected an id that is neither waiting nor running")]
+    #[error("request_id={request_id}: already live; must be an id that is neither waiting nor running")]
     DuplicateRequest {
         /// Id of the request that was added twice.
         request_id: i64,
     },
     /// No request with this id is waiting or running.
-    #[error("request_id = {request_id} is not live: expected the id of a waiting or running request")]
+    #[error("request_id={request_id}: not live; must be the id of a waiting or running request")]
     UnknownRequest {
         /// Id that no live request has.
         request_id: i64,
     },
     /// The operation needs a running request and this one is waiting.
-    #[error("request_id = {request_id} is waiting: expected the id of a running request")]
+    #[error("request_id={request_id}: still waiting; must be the id of a running request")]
     NotRunning {
         /// Id of the waiting request.
         request_id: i64,
     },
     /// Every block of the pool is held.
-    #[error("out of KV blocks: all {num_blocks} are referenced, expected at least 1 free")]
+    #[error("out of KV blocks: all {num_blocks} are referenced; free at least 1")]
     OutOfBlocks {
         /// Number of blocks in the pool.
         num_blocks: usize,
     },
     /// A block id is outside the pool, or its state does not allow the operation.
-    #[error("block = {block} ({state}) is not allowed: expected {allowed}")]
+    #[error("{}", must_be("block", format_args!("{block} ({state})"), allowed))]
     InvalidBlock {
         /// Block id that was passed in.
         block: i64,
@@ -67,7 +75,7 @@ pub enum Error {
         allowed: &'static str,
     },
     /// A buffer has the wrong size or content for its role.
-    #[error("{name} = {value} is not allowed: expected {allowed}")]
+    #[error("{}", must_be(name, value, allowed))]
     InvalidBuffer {
         /// Name of the buffer.
         name: &'static str,
@@ -77,7 +85,11 @@ pub enum Error {
         allowed: String,
     },
     /// A draft was recorded with impossible counts.
-    #[error("drafted = {drafted}, accepted = {accepted} is not allowed: expected accepted <= drafted <= {allowed}")]
+    #[error("{}", must_be(
+        "(drafted, accepted)",
+        format_args!("({drafted}, {accepted})"),
+        format_args!("at most {allowed} drafted, and no more accepted than drafted")
+    ))]
     InvalidAcceptance {
         /// Number of drafted tokens in the record.
         drafted: usize,
@@ -87,9 +99,9 @@ pub enum Error {
         allowed: usize,
     },
     /// A step was settled out of order; steps settle in the order in which they were planned.
-    #[error("step_id = {step_id} cannot settle now: expected {}", match expected {
-        Some(id) => format!("{id}, the oldest step in flight"),
-        None => "a step in flight, and there is none".to_owned(),
+    #[error("step_id={step_id}: cannot settle now; {}", match expected {
+        Some(id) => format!("must be {id}, the oldest step in flight"),
+        None => "no step is in flight".to_owned(),
     })]
     SettleOrder {
         /// Id of the step that was passed in.
@@ -98,7 +110,7 @@ pub enum Error {
         expected: Option<u64>,
     },
     /// The device reported results that the step cannot have produced.
-    #[error("step {step_id}, sequence {sequence}: {field} = {value} is not allowed: expected {allowed}")]
+    #[error("step {step_id}, sequence {sequence}: {}", must_be(field, value, allowed))]
     InvalidResults {
         /// Id of the step being settled.
         step_id: u64,
@@ -149,7 +161,7 @@ pub(crate) fn check_len(name: &'static str, len: usize, expected: usize) -> Resu
     if len == expected {
         return Ok(());
     }
-    Err(Error::invalid_buffer(name, format!("{len} elements"), format!("{expected} elements")))
+    Err(Error::invalid_buffer(name, format!("{len} elements"), expected.to_string()))
 }
 
 #[cfg(test)]
@@ -159,22 +171,13 @@ mod tests {
     #[test]
     fn messages_name_field_value_and_what_is_allowed() {
         let cases = [
-            (
-                Error::invalid_config("block_size", 0, "at least 1"),
-                "block_size = 0 is not allowed: expected at least 1",
-            ),
-            (
-                Error::invalid_request(7, "limit", 9, "at most 8"),
-                "request 7: limit = 9 is not allowed: expected at most 8",
-            ),
+            (Error::invalid_config("block_size", 0, "at least 1"), "block_size=0: must be at least 1"),
+            (Error::invalid_request(7, "limit", 9, "at most 8"), "request 7: limit=9: must be at most 8"),
             (
                 Error::SettleOrder { step_id: 3, expected: Some(2) },
-                "step_id = 3 cannot settle now: expected 2, the oldest step in flight",
+                "step_id=3: cannot settle now; must be 2, the oldest step in flight",
             ),
-            (
-                Error::SettleOrder { step_id: 3, expected: None },
-                "step_id = 3 cannot settle now: expected a step in flight, and there is none",
-            ),
+            (Error::SettleOrder { step_id: 3, expected: None }, "step_id=3: cannot settle now; no step is in flight"),
         ];
         for (error, message) in cases {
             assert_eq!(error.to_string(), message);

@@ -25,7 +25,7 @@ pub use drafts::{
     Drafter, DrafterKind, GrammarProposer, HostDrafters, NgramProposer, Number, PredictionProposer, PredictionSettings,
     SuffixCache, SuffixDraft, SuffixSettings, SuffixStats,
 };
-pub use error::{Error, Result};
+pub use error::{Error, Result, must_be};
 pub use hash::{BlockHash, BlockHasher, ExtraKey};
 pub use planner::SpeculationPlanner;
 pub use sampling::RequestSampling;

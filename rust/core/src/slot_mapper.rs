@@ -135,12 +135,12 @@ impl SlotMapper {
     ) -> Result<(), Error> {
         check_len("out", out.len(), positions.len())?;
         let Some(requests) = q_start.len().checked_sub(1) else {
-            return Err(Error::invalid_buffer("q_start", 0, "at least 1 element"));
+            return Err(Error::invalid_buffer("q_start", "0 elements", "at least 1 element"));
         };
         let width = block_tables.len().checked_div(requests).unwrap_or(0);
         if block_tables.len() != requests * width {
             let allowed = format!("a multiple of the {requests} requests of q_start");
-            return Err(Error::invalid_buffer("block_tables", block_tables.len(), allowed));
+            return Err(Error::invalid_buffer("block_tables", format!("{} elements", block_tables.len()), allowed));
         }
         check_q_start(q_start, positions.len())?;
         by_size!(self, fill_batch(block_tables, width, q_start, positions, out));
@@ -168,7 +168,7 @@ impl SlotMapper {
 fn check_q_start(q_start: &[i64], rows: usize) -> Result<(), Error> {
     let (first, last) = (q_start[0], q_start[q_start.len() - 1]);
     if first != 0 || last != rows as i64 {
-        let allowed = format!("0..{rows}, the number of positions");
+        let allowed = format!("0..{rows}, where {rows} is the number of positions");
         return Err(Error::invalid_buffer("q_start", format!("{first}..{last}"), allowed));
     }
     match q_start.windows(2).find(|bounds| bounds[0] > bounds[1]) {

@@ -1,5 +1,6 @@
 //! Errors of this crate, as one enum. Messages name the field, the value and the allowed values.
 
+use specrs_core::must_be;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use thiserror::Error as ThisError;
 
@@ -11,7 +12,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// An argument is outside its range, or does not match the others.
-    #[error("{field} = {value} is not allowed: expected {allowed}")]
+    #[error("{}", must_be(field, value, allowed))]
     Invalid {
         /// Name of the argument, with the layer or row where there are several.
         field: String,
@@ -75,7 +76,7 @@ pub(crate) fn check_len(field: &str, len: usize, expected: usize) -> Result<()> 
     if len == expected {
         return Ok(());
     }
-    Err(Error::invalid(field, format!("{len} elements"), format!("{expected} elements")))
+    Err(Error::invalid(field, format!("{len} elements"), expected.to_string()))
 }
 
 #[cfg(test)]

@@ -102,7 +102,7 @@ impl KvCache {
             let field = || format!("groups[{i}]");
             if layer.place >= self.places.len() {
                 let (given, most) = (format!("place {}", layer.place), self.places.len());
-                return Err(Error::invalid(field(), given, format!("a place below {most}, as many as arrays")));
+                return Err(Error::invalid(field(), given, format!("a place below {most}, the number of arrays")));
             }
             if layers[..i].contains(layer) {
                 let given = format!("place {} of group {}", layer.place, layer.group);
@@ -110,7 +110,7 @@ impl KvCache {
             }
         }
         if let Some(empty) = (0..num_groups).find(|&group| layers.iter().all(|layer| layer.group != group)) {
-            return Err(Error::invalid("groups", format!("no layer in group {empty}"), "layers in each"));
+            return Err(Error::invalid("groups", format!("no layer in group {empty}"), "at least one layer in each"));
         }
         Ok(Self { layers, ..self })
     }

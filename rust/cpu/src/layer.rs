@@ -248,7 +248,7 @@ impl Experts {
     fn check(&self, name: &str, hidden: usize, intermediate: usize) -> Result<ExpertVectors> {
         let sizes = self.sizes();
         if !(1..=sizes.count).contains(&self.per_token) {
-            let allowed = format!("1 to the number of experts = {}", sizes.count);
+            let allowed = format!("from 1 to {}, the number of experts", sizes.count);
             return Err(Error::invalid(format!("{name}.per_token"), self.per_token, allowed));
         }
         self.router.check(&format!("{name}.router"), sizes.count, hidden)?;
@@ -535,7 +535,7 @@ impl LayerWeights {
         let varied = *shape != *model || keys_are_values || source.is_some() || value_norm;
         let whole = self.qk_norm.as_ref().is_some_and(|norm| norm.whole);
         if varied && (whole || self.output_gate || self.delta.is_some()) {
-            let allowed = "no norm over all heads, no output gate, and no delta net";
+            let allowed = "none with a norm over all heads, an output gate or a delta net";
             return Err(Error::invalid(name("varied"), "sizes or keys of its own", allowed));
         }
         let multiplies = scalar.to_bits() != 1.0_f32.to_bits();

@@ -57,7 +57,8 @@ pub(crate) fn check_groups(name: &str, scales: usize, outputs: usize, inputs: us
     if groups * outputs == scales && (groups > 0 || outputs == 0) && inputs.is_multiple_of(groups.max(1) * unit) {
         return Ok(());
     }
-    let allowed = format!("{outputs} x groups of a multiple of {unit} among {inputs} inputs");
+    let allowed =
+        format!("{outputs} for each group of inputs, with groups that are a multiple of {unit} and divide {inputs}");
     Err(Error::invalid(name, format!("{scales} elements"), allowed))
 }
 

@@ -29,7 +29,7 @@ impl LoraPart {
     pub fn new(name: &str, a: Values, b: Values, rank: usize, first: usize) -> Result<Self> {
         for (matrix, len) in [("a", a.len()), ("b", b.len())] {
             if rank == 0 || len == 0 || !len.is_multiple_of(rank) {
-                let allowed = format!("a multiple of rank = {rank}, which is at least 1");
+                let allowed = format!("a multiple of rank={rank}, which is at least 1");
                 return Err(Error::invalid(format!("{name}.{matrix}"), format!("{len} elements"), allowed));
             }
         }
@@ -96,7 +96,11 @@ impl LoraLayer {
             for (number, part) in self.of(projection).iter().enumerate() {
                 let name = format!("layers[{i}].{projection:?}[{number}]").to_lowercase();
                 let Some(linear) = linear(projection) else {
-                    return Err(Error::invalid(name, "an adapter of experts", "none of them"));
+                    return Err(Error::invalid(
+                        name,
+                        "an adapter of experts",
+                        "none, because adapters are only for dense layers",
+                    ));
                 };
                 let (inputs, outputs) = (linear.inputs, linear.outputs());
                 if part.inputs != inputs {
@@ -154,7 +158,7 @@ impl Lora {
         if made == given {
             return Ok(());
         }
-        Err(Error::invalid("adapters", format!("one for {made:?}"), format!("those for {given:?}")))
+        Err(Error::invalid("adapters", format!("one for {made:?}"), format!("one for {given:?}")))
     }
 }
 

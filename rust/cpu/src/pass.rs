@@ -105,7 +105,7 @@ impl Entries<'_> {
     pub(crate) fn check(&self, num_rows: usize, num_layers: usize, shape: &ModelShape) -> Result<()> {
         check_len("states", self.states.len(), num_rows * self.layers.len() * shape.hidden_size)?;
         match self.layers.iter().find(|&&layer| layer > num_layers + 1) {
-            Some(&layer) => Err(Error::invalid("hidden_layers", layer, format!("0 to {}", num_layers + 1))),
+            Some(&layer) => Err(Error::invalid("hidden_layers", layer, format!("from 0 to {}", num_layers + 1))),
             None => Ok(()),
         }
     }
@@ -130,7 +130,7 @@ impl Output<'_> {
             }
         };
         if ids == 0 || ids > vocab_size {
-            return Err(Error::invalid("num_ids", ids, format!("1 to vocab_size = {vocab_size}")));
+            return Err(Error::invalid("num_ids", ids, format!("from 1 to vocab_size={vocab_size}")));
         }
         let ascending = rows.windows(2).all(|pair| pair[0] < pair[1]);
         if !ascending || rows.last().is_some_and(|&last| last >= num_rows) {
@@ -230,30 +230,30 @@ impl<'a> Pass<'a> {
         if (0..=position).contains(&first) {
             return Ok(());
         }
-        let allowed = format!("0 to {position}, the position of row {row}");
+        let allowed = format!("from 0 to {position}, the position of row {row}");
         Err(Error::invalid(format!("k_start[{sequence}]"), first, allowed))
     }
 
     fn check_row(&self, row: usize, shape: &ModelShape, kv: &KvShape) -> Result<()> {
         let (token, position, sequence) = (self.tokens[row], self.positions[row], self.sequences[row]);
         if !usize::try_from(token).is_ok_and(|token| token < shape.vocab_size) {
-            let allowed = format!("0 to vocab_size - 1 = {}", shape.vocab_size - 1);
+            let allowed = format!("from 0 to vocab_size - 1 = {}", shape.vocab_size - 1);
             return Err(Error::invalid(format!("tokens[{row}]"), token, allowed));
         }
         let capacity = self.max_blocks * kv.block_size;
         if !usize::try_from(position).is_ok_and(|position| position < capacity) {
-            let allowed = format!("-1 to max_blocks * block_size - 1 = {}", capacity as i64 - 1);
+            let allowed = format!("from -1 to max_blocks * block_size - 1 = {}", capacity as i64 - 1);
             return Err(Error::invalid(format!("positions[{row}]"), position, allowed));
         }
         let Some(blocks) = self.block_table.get(sequence * self.max_blocks..(sequence + 1) * self.max_blocks) else {
-            let allowed = format!("a row of the block table's {}", self.block_table.len() / self.max_blocks);
+            let allowed = format!("one of the block table's {} rows", self.block_table.len() / self.max_blocks);
             return Err(Error::invalid(format!("sequences[{row}]"), sequence, allowed));
         };
         // What a row below has checked is not checked again.
         let mut from = 0;
         if let Some(below) = self.below(row) {
             if below >= position {
-                let allowed = format!("above {below}, the position of the row before, of the same sequence");
+                let allowed = format!("above {below}, the position of the sequence's row before");
                 return Err(Error::invalid(format!("positions[{row}]"), position, allowed));
             }
             from = below as usize / kv.block_size;
@@ -266,14 +266,14 @@ fn check_slot(slot: i64, kv: &KvShape, name: impl FnOnce() -> String) -> Result<
     if slot == -1 || usize::try_from(slot).is_ok_and(|slot| slot < kv.num_slots()) {
         return Ok(());
     }
-    Err(Error::invalid(name(), slot, format!("-1 to {}", kv.num_slots() as i64 - 1)))
+    Err(Error::invalid(name(), slot, format!("from -1 to {}", kv.num_slots() as i64 - 1)))
 }
 
 /// Rejects invalid ids among blocks `from..=to` of a row.
 fn check_blocks(blocks: &[i64], from: usize, to: usize, kv: &KvShape, name: impl Fn(usize) -> String) -> Result<()> {
     for (i, &block) in blocks[..=to].iter().enumerate().skip(from) {
         if !usize::try_from(block).is_ok_and(|block| block < kv.num_blocks) {
-            let allowed = format!("0 to num_blocks - 1 = {}", kv.num_blocks as i64 - 1);
+            let allowed = format!("from 0 to num_blocks - 1 = {}", kv.num_blocks as i64 - 1);
             return Err(Error::invalid(name(i), block, allowed));
         }
     }

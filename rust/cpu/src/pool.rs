@@ -58,7 +58,7 @@ impl Pool {
     /// If `threads` is 0 or above 256, or the system gives no more threads.
     pub fn new(threads: usize) -> Result<Self> {
         if threads == 0 || threads > MAX_PARTS {
-            return Err(Error::invalid("threads", threads, format!("1 to {MAX_PARTS}")));
+            return Err(Error::invalid("threads", threads, format!("from 1 to {MAX_PARTS}")));
         }
         let rests = (1..threads).map(|_| Rest::default()).collect();
         let mut team = Team::default();
@@ -69,7 +69,7 @@ impl Pool {
             match thread.spawn(move || shared.serve(index)) {
                 Ok(handle) => team.handles.push(handle),
                 Err(error) => {
-                    let allowed = format!("at most {}, which the system gives: {error}", index + 1);
+                    let allowed = format!("at most {}, because the system starts no more ({error})", index + 1);
                     return Err(Error::invalid("threads", threads, allowed));
                 }
             }

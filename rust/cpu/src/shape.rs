@@ -47,7 +47,7 @@ impl ModelShape {
             }
         }
         if !self.num_heads.is_multiple_of(self.num_kv_heads) {
-            let allowed = format!("a divisor of num_heads = {}", self.num_heads);
+            let allowed = format!("a divisor of num_heads={}", self.num_heads);
             return Err(Error::invalid("num_kv_heads", self.num_kv_heads, allowed));
         }
         if !self.head_dim.is_multiple_of(2) {
@@ -132,7 +132,7 @@ impl DeltaShape {
             }
         }
         if !self.value_heads.is_multiple_of(self.key_heads) {
-            let allowed = format!("a multiple of key_heads = {}", self.key_heads);
+            let allowed = format!("a multiple of key_heads={}", self.key_heads);
             return Err(Error::invalid(format!("{name}.value_heads"), self.value_heads, allowed));
         }
         Ok(())

@@ -184,7 +184,7 @@ impl States {
     /// If the states are another model's, or a row's position is not the next one. Nothing has changed then.
     pub(crate) fn plan(&mut self, shape: DeltaShape, layers: usize, fed: FedRows<'_>) -> Result<Vec<Run>> {
         if self.shape.is_some_and(|own| own != shape) || (self.layers != layers && self.layers != 0) {
-            let allowed = format!("those of {} layers of {:?}", self.layers, self.shape);
+            let allowed = format!("{} layers of {:?}", self.layers, self.shape);
             return Err(Error::invalid("states", format!("{layers} layers of {shape:?}"), allowed));
         }
         // Rows that began with snapshots of another process have states before the first pass.
@@ -206,7 +206,7 @@ impl States {
             let (len, drafts) = match grown.last() {
                 Some(&(last, len, drafts)) if !first && last == state => (len, drafts),
                 _ if grown.iter().any(|&(other, ..)| other == state) => {
-                    let allowed = "rows of one sequence next to each other";
+                    let allowed = "next to the other rows of its sequence";
                     return Err(Error::invalid(format!("sequences[{row}]"), state, allowed));
                 }
                 _ => self.rows.get(state).map_or((0, 0), |row| (row.len, row.drafts)),
@@ -215,7 +215,7 @@ impl States {
                 let zero = position == 0;
                 let (len, drafts) = if zero { (0, 0) } else { (len, drafts) };
                 if !(len..=len + drafts).contains(&position) {
-                    let allowed = format!("0 or {len} to {}, where row {state} has a state", len + drafts);
+                    let allowed = format!("0, or from {len} to {}, where row {state} has a state", len + drafts);
                     return Err(Error::invalid(format!("positions[{row}]"), position, allowed));
                 }
                 let replay = position - len;

@@ -156,7 +156,7 @@ impl Head {
 fn check_target_ids(ids: &[i64], shape: &ModelShape) -> Result<()> {
     let outside = |&&id: &&i64| usize::try_from(id).map_or(true, |id| id >= shape.vocab_size);
     if let Some(id) = ids.iter().find(outside) {
-        return Err(Error::invalid("target_ids", id, format!("0 to vocab_size - 1 = {}", shape.vocab_size - 1)));
+        return Err(Error::invalid("target_ids", id, format!("from 0 to vocab_size - 1 = {}", shape.vocab_size - 1)));
     }
     if !ids.is_sorted_by(|a, b| a < b) {
         return Err(Error::invalid("target_ids", "ids that do not ascend", "ascending ids"));
@@ -171,8 +171,8 @@ impl MtpWeights {
         check_len("embedding_norm", self.embedding_norm.len(), hidden)?;
         check_len("hidden_norm", self.hidden_norm.len(), hidden)?;
         if !(1..=num_ids).contains(&self.target_ids.len()) {
-            let given = format!("{} of them", self.target_ids.len());
-            return Err(Error::invalid("target_ids", given, format!("1 to the LM head's {num_ids} outputs")));
+            let given = format!("{} ids", self.target_ids.len());
+            return Err(Error::invalid("target_ids", given, format!("from 1 to {num_ids}, the LM head's outputs")));
         }
         check_target_ids(&self.target_ids, shape)?;
         Ok(Head {
@@ -194,7 +194,7 @@ impl Eagle3Weights {
         self.fc.check("fc", shape.hidden_size, inputs)?;
         if layers == 0 || inputs == 0 || !inputs.is_multiple_of(layers) {
             let allowed = format!("a divisor of the {inputs} inputs of fc");
-            return Err(Error::invalid("hidden_layers", format!("{layers} of them"), allowed));
+            return Err(Error::invalid("hidden_layers", format!("{layers} layers"), allowed));
         }
         if let Some(norm) = &self.fc_norm {
             check_len("fc_norm", norm.len(), inputs)?;
@@ -359,7 +359,7 @@ impl Weights {
             let Layer { mlp: Mlp::Experts(mixture), .. } = layer else { continue };
             let sizes = mixture.sizes();
             if *experts.get_or_insert(sizes) != sizes {
-                let allowed = format!("{experts:?}, as of the layers before");
+                let allowed = format!("{experts:?}, as in the layers before");
                 return Err(Error::invalid(format!("layers[{i}].experts"), format!("{sizes:?}"), allowed));
             }
         }
@@ -416,7 +416,7 @@ impl Weights {
             if !(1..=most).contains(&rotation.frequencies.len()) {
                 let field = format!("rotations[{i}].frequencies");
                 let given = format!("{} elements", rotation.frequencies.len());
-                return Err(Error::invalid(field, given, format!("1 to head_dim / 2 = {most} elements")));
+                return Err(Error::invalid(field, given, format!("from 1 to head_dim / 2 = {most} elements")));
             }
             check_multiplier(&format!("rotations[{i}].magnitude"), rotation.magnitude)?;
         }
@@ -489,7 +489,7 @@ impl Weights {
         let width = (size * layers).max(1);
         projection.check("layer_embedding.projection", size * layers, self.shape.hidden_size)?;
         if size == 0 || !table.len().is_multiple_of(width) || table.len() / width < self.shape.vocab_size {
-            let allowed = format!("[at least {}, {width}]", self.shape.vocab_size);
+            let allowed = format!("of shape [at least {}, {width}]", self.shape.vocab_size);
             return Err(Error::invalid("layer_embedding.table", format!("{} elements", table.len()), allowed));
         }
         for (i, layer) in self.layers.iter().enumerate() {

@@ -132,12 +132,9 @@ fn wrong_groups_are_named() {
     let model = Model::random(SMALL, 2, GEMMA3, 3);
     let shape = KvShape { num_blocks: 4, block_size: 3, num_kv_heads: SMALL.num_kv_heads, head_dim: SMALL.head_dim };
     for (layers, expected) in [
-        (vec![(0, 0), (1, 1)], "groups[1] = place 1 is not allowed: expected a place below 1, as many as arrays"),
-        (
-            vec![(0, 0), (0, 0)],
-            "groups[1] = place 0 of group 0 is not allowed: expected a place for each layer of a group",
-        ),
-        (vec![(0, 0), (2, 0)], "groups = no layer in group 1 is not allowed: expected layers in each"),
+        (vec![(0, 0), (1, 1)], "groups[1]=place 1: must be a place below 1, the number of arrays"),
+        (vec![(0, 0), (0, 0)], "groups[1]=place 0 of group 0: must be a place for each layer of a group"),
+        (vec![(0, 0), (2, 0)], "groups=no layer in group 1: must be at least one layer in each"),
     ] {
         let layers = layers.into_iter().map(|(group, place)| KvLayer { group, place }).collect();
         let error = KvCache::allocate(shape, 1, false).unwrap().with_groups(layers).err().unwrap();
@@ -160,21 +157,15 @@ fn wrong_groups_are_named() {
     };
     decoder.forward(&base, &mut kv, Output::Nothing).unwrap();
     for (pass, expected) in [
-        (Pass { group_slots: &[], ..base }, "group_slots = 0 elements is not allowed: expected 1 elements"),
-        (Pass { group_tables: &[1, 2], ..base }, "group_tables = 2 elements is not allowed: expected 3 elements"),
-        (Pass { group_slots: &[12], ..base }, "group_slots[0, 0] = 12 is not allowed: expected -1 to 11"),
-        (
-            Pass { group_tables: &[-1, -1, 3], ..base },
-            "group_tables[0, 0, 1] = -1 is not allowed: expected 0 to num_blocks - 1 = 3",
-        ),
-        (
-            Pass { group_tables: &[0, 1, 4], ..base },
-            "group_tables[0, 0, 2] = 4 is not allowed: expected 0 to num_blocks - 1 = 3",
-        ),
+        (Pass { group_slots: &[], ..base }, "group_slots=0 elements: must be 1"),
+        (Pass { group_tables: &[1, 2], ..base }, "group_tables=2 elements: must be 3"),
+        (Pass { group_slots: &[12], ..base }, "group_slots[0, 0]=12: must be from -1 to 11"),
+        (Pass { group_tables: &[-1, -1, 3], ..base }, "group_tables[0, 0, 1]=-1: must be from 0 to num_blocks - 1 = 3"),
+        (Pass { group_tables: &[0, 1, 4], ..base }, "group_tables[0, 0, 2]=4: must be from 0 to num_blocks - 1 = 3"),
     ] {
         assert_eq!(decoder.forward(&pass, &mut kv, Output::Nothing).unwrap_err().to_string(), expected);
     }
     let mut one = model.kv_cache(4, 3);
     let error = decoder.forward(&base, &mut one, Output::Nothing).unwrap_err().to_string();
-    assert_eq!(error, "group_slots = 1 elements is not allowed: expected 0 elements");
+    assert_eq!(error, "group_slots=1 elements: must be 0");
 }

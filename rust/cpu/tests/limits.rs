@@ -187,40 +187,34 @@ fn wrong_input_is_named() {
         let ValuesMut::F32(layer) = &kv.layers_mut()[0] else { unreachable!() };
         assert!(layer.as_slice().iter().all(|x| x.to_bits() == 0), "something was written: {expected}");
     };
-    refuse(Pass { tokens: &[1, 50], ..base }, "tokens[1] = 50 is not allowed: expected 0 to vocab_size - 1 = 49");
-    refuse(Pass { tokens: &[-1, 5], ..base }, "tokens[0] = -1 is not allowed: expected 0 to vocab_size - 1 = 49");
-    refuse(Pass { slots: &[0, 12], ..base }, "slots[1] = 12 is not allowed: expected -1 to 11");
-    refuse(Pass { slots: &[-2, 1], ..base }, "slots[0] = -2 is not allowed: expected -1 to 11");
-    refuse(Pass { slots: &[0], ..base }, "slots = 1 elements is not allowed: expected 2 elements");
-    refuse(
-        Pass { positions: &[0, 9], ..base },
-        "positions[1] = 9 is not allowed: expected -1 to max_blocks * block_size - 1 = 8",
-    );
+    refuse(Pass { tokens: &[1, 50], ..base }, "tokens[1]=50: must be from 0 to vocab_size - 1 = 49");
+    refuse(Pass { tokens: &[-1, 5], ..base }, "tokens[0]=-1: must be from 0 to vocab_size - 1 = 49");
+    refuse(Pass { slots: &[0, 12], ..base }, "slots[1]=12: must be from -1 to 11");
+    refuse(Pass { slots: &[-2, 1], ..base }, "slots[0]=-2: must be from -1 to 11");
+    refuse(Pass { slots: &[0], ..base }, "slots=1 elements: must be 2");
+    refuse(Pass { positions: &[0, 9], ..base }, "positions[1]=9: must be from -1 to max_blocks * block_size - 1 = 8");
     refuse(
         Pass { positions: &[4, 4], ..base },
-        "positions[1] = 4 is not allowed: expected above 4, the position of the row before, of the same sequence",
+        "positions[1]=4: must be above 4, the position of the sequence's row before",
     );
-    refuse(
-        Pass { sequences: &[0, 2], ..base },
-        "sequences[1] = 2 is not allowed: expected a row of the block table's 2",
-    );
+    refuse(Pass { sequences: &[0, 2], ..base }, "sequences[1]=2: must be one of the block table's 2 rows");
     refuse(
         Pass { sequences: &[0, 1], positions: &[0, 3], ..base },
-        "block_table[1, 1] = 4 is not allowed: expected 0 to num_blocks - 1 = 3",
+        "block_table[1, 1]=4: must be from 0 to num_blocks - 1 = 3",
     );
-    refuse(Pass { k_start: &[1], ..base }, "k_start[0] = 1 is not allowed: expected 0 to 0, the position of row 0");
-    refuse(Pass { k_start: &[-1], ..base }, "k_start[0] = -1 is not allowed: expected 0 to 0, the position of row 0");
+    refuse(Pass { k_start: &[1], ..base }, "k_start[0]=1: must be from 0 to 0, the position of row 0");
+    refuse(Pass { k_start: &[-1], ..base }, "k_start[0]=-1: must be from 0 to 0, the position of row 0");
     // Entries past a row's position are never looked at.
     decoder.forward(&Pass { sequences: &[0, 1], positions: &[0, 2], ..base }, &mut kv, Output::Nothing).unwrap();
     let mut other = Model::random(SMALL, 2, QWEN3, 3).kv_cache(4, 3);
     let error = decoder.forward(&base, &mut other, Output::Nothing).unwrap_err().to_string();
-    assert!(error.starts_with("kv_cache's [layers, num_kv_heads, head_dim] = [2, 2, 10]"), "{error}");
+    assert!(error.starts_with("kv_cache's [layers, num_kv_heads, head_dim]=[2, 2, 10]"), "{error}");
     for threads in [0, 257] {
         let error = Pool::new(threads).err().unwrap().to_string();
-        assert_eq!(error, format!("threads = {threads} is not allowed: expected 1 to 256"));
+        assert_eq!(error, format!("threads={threads}: must be from 1 to 256"));
     }
     let error = Isa::by_name("mmx").unwrap_err().to_string();
-    assert!(error.starts_with("isa = mmx is not allowed: expected one of ") && error.ends_with("portable"), "{error}");
+    assert!(error.starts_with("isa=mmx: must be one of ") && error.ends_with("portable"), "{error}");
 }
 
 #[test]
@@ -229,13 +223,13 @@ fn misaligned_memory_is_refused() {
     let odd = numbers.as_ptr().wrapping_byte_add(2);
     // SAFETY: refused before anything is read.
     let error = unsafe { Memory::borrow("q_proj", odd, 4, Box::new(())) }.err().unwrap().to_string();
-    assert!(error.starts_with("q_proj's address = ") && error.ends_with("a multiple of 4 other than 0"), "{error}");
+    assert!(error.starts_with("q_proj's address=") && error.ends_with("a multiple of 4 other than 0"), "{error}");
     // SAFETY: as above.
     assert!(unsafe { MemoryMut::<f32>::borrow("kv", std::ptr::null_mut(), 4, Box::new(())) }.is_err());
     let shape = specrs_cpu::KvShape { num_blocks: 1, block_size: 2, num_kv_heads: 1, head_dim: 2 };
     let layer = ValuesMut::F32(MemoryMut::from_vec(vec![0.0; 15]));
     let error = KvCache::new(shape, vec![layer]).err().unwrap().to_string();
-    assert_eq!(error, "kv_cache.layers[0] = 15 elements is not allowed: expected 16 elements");
+    assert_eq!(error, "kv_cache.layers[0]=15 elements: must be 16");
     assert_eq!(Values::F32(Memory::from_vec(vec![1.0; 3])).len(), 3);
 }
 
@@ -247,14 +241,14 @@ fn caches_of_two_types_and_scales_that_are_none_are_refused() {
         ValuesMut::E5m2(MemoryMut::from_vec(vec![E5m2(0); 16])),
     ];
     let error = KvCache::new(shape, layers).err().unwrap().to_string();
-    assert_eq!(error, "kv_cache.layers[1] = another type is not allowed: expected the type of layer 0");
+    assert_eq!(error, "kv_cache.layers[1]=another type: must be the type of layer 0");
     let weights = || Arc::try_unwrap(Model::random(SMALL, 1, QWEN3, 3).weights()).ok().unwrap();
     let refused = |made: specrs_cpu::Result<Weights>| made.err().unwrap().to_string();
-    let allowed = "is not allowed: expected a finite number above 0";
-    assert_eq!(refused(weights().with_kv_scales(&[(1.0, 0.0)])), format!("kv_scales[0] of V = 0 {allowed}"));
-    assert_eq!(refused(weights().with_kv_scales(&[(f32::NAN, 1.0)])), format!("kv_scales[0] of K = NaN {allowed}"));
-    assert!(refused(weights().with_kv_scales(&[])).starts_with("kv_scales = 0 elements"));
+    let allowed = "must be a finite number above 0";
+    assert_eq!(refused(weights().with_kv_scales(&[(1.0, 0.0)])), format!("kv_scales[0] of V=0: {allowed}"));
+    assert_eq!(refused(weights().with_kv_scales(&[(f32::NAN, 1.0)])), format!("kv_scales[0] of K=NaN: {allowed}"));
+    assert!(refused(weights().with_kv_scales(&[])).starts_with("kv_scales=0 elements"));
     let clamped = |alpha, limit| weights().with_activation(Activation::ClampedSwiglu { alpha, limit });
-    assert_eq!(refused(clamped(-1.0, 7.0)), format!("activation's alpha = -1 {allowed}"));
-    assert_eq!(refused(clamped(1.7, f32::INFINITY)), format!("activation's limit = inf {allowed}"));
+    assert_eq!(refused(clamped(-1.0, 7.0)), format!("activation's alpha=-1: {allowed}"));
+    assert_eq!(refused(clamped(1.7, f32::INFINITY)), format!("activation's limit=inf: {allowed}"));
 }

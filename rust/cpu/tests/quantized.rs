@@ -176,16 +176,19 @@ fn what_cannot_be_quantized_is_named() {
         let mut weight = vec![1.0; 128];
         weight[64 + 5] = bad;
         let error = quantize("up_proj", &values(&weight, false), 64, 7, &mut codes, &mut scales, 3).unwrap_err();
-        let message = format!("up_proj[1, 5] = {shown} is not allowed: expected a number of less than 2^127");
+        let message = format!("up_proj[1, 5]={shown}: must be a number of less than 2^127");
         assert_eq!(error.to_string(), message);
     }
     let weight = values(&[1.0; 128], false);
     let error = quantize("w", &weight, 64, 127, &mut codes[..127], &mut scales, 1).unwrap_err().to_string();
-    assert_eq!(error, "codes = 127 elements is not allowed: expected 128 elements");
+    assert_eq!(error, "codes=127 elements: must be 128");
     let error = quantize("w", &weight, 64, 127, &mut codes, &mut scales[..1], 1).unwrap_err().to_string();
-    assert_eq!(error, "scales = 1 elements is not allowed: expected 2 x groups of a multiple of 1 among 64 inputs");
+    assert_eq!(
+        error,
+        "scales=1 elements: must be 2 for each group of inputs, with groups that are a multiple of 1 and divide 64"
+    );
     let error = quantize("w", &weight, 60, 127, &mut codes, &mut scales, 1).unwrap_err().to_string();
-    assert_eq!(error, "w = 128 elements is not allowed: expected 120 elements");
+    assert_eq!(error, "w=128 elements: must be 120");
 }
 
 #[test]
@@ -193,18 +196,18 @@ fn integers_that_cannot_be_packed_are_named() {
     let packed = |values: &[i16], inputs, scales: &[f32]| Packed::grouped("o", values, inputs, scales, 2);
     let error = |values: &[i16], inputs, scales: &[f32]| packed(values, inputs, scales).err().unwrap().to_string();
     for wrong in [0, 1, 3, 8] {
-        let allowed = "2 x groups of a multiple of 32 among 64 inputs";
-        let expected = format!("o's scales = {wrong} elements is not allowed: expected {allowed}");
+        let allowed = "2 for each group of inputs, with groups that are a multiple of 32 and divide 64";
+        let expected = format!("o's scales={wrong} elements: must be {allowed}");
         assert_eq!(error(&[0; 128], 64, &vec![1.0; wrong]), expected);
     }
-    assert_eq!(error(&[0; 64], 32, &[1.0, f32::NAN]), "o's scales = NaN is not allowed: expected numbers");
+    assert_eq!(error(&[0; 64], 32, &[1.0, f32::NAN]), "o's scales=NaN: must be a finite number");
     for inputs in [0, 32] {
-        assert_eq!(error(&[], inputs, &[]), "o's values = 0 elements is not allowed: expected at least one");
+        assert_eq!(error(&[], inputs, &[]), "o's values=0 elements: must be at least 1 element");
     }
     for (q, given) in [(128, "integers from 0 to 128"), (-129, "integers from -129 to 0")] {
         let mut values = [0; 64];
         values[33] = q;
-        let expected = format!("o's values = {given} is not allowed: expected integers from -128 to 127");
+        let expected = format!("o's values={given}: must be integers from -128 to 127");
         assert_eq!(error(&values, 32, &[1.0, 1.0]), expected);
     }
     for groups in [2, 4] {

@@ -144,16 +144,12 @@ fn other_rows_are_not_by_tiles() {
 #[test]
 fn bf16_rows_are_refused_by_name() {
     for (shape, kind, message) in [
-        (BY_32, QWEN3, "layers[0].qkv's weight = fp32 is not allowed: expected bf16 with bf16 rows"),
-        (
-            BY_32,
-            Kind { bf16: true, code_bits: 8, ..QWEN3 },
-            "layers[0].qkv's weight = INT8 is not allowed: expected bf16 with bf16 rows",
-        ),
+        (BY_32, QWEN3, "layers[0].qkv's weight=fp32: must be bf16 with bf16 rows"),
+        (BY_32, Kind { bf16: true, code_bits: 8, ..QWEN3 }, "layers[0].qkv's weight=INT8: must be bf16 with bf16 rows"),
         (
             ModelShape { intermediate_size: 80, ..BY_32 },
             Kind { bf16: true, ..QWEN3 },
-            "layers[0].down's inputs = 80 is not allowed: expected a multiple of 32 with bf16 rows",
+            "layers[0].down's inputs=80: must be a multiple of 32 with bf16 rows",
         ),
     ] {
         let model = Model::random(shape, 1, kind, 7);
@@ -226,10 +222,10 @@ fn logits_and_argmax_of_hidden_states_are_the_pass_s() {
     }
     for bad in [0, 98] {
         let message = decoder.argmax(&hidden, bad, &mut own_ids, &mut own_top).unwrap_err().to_string();
-        assert_eq!(message, format!("num_ids = {bad} is not allowed: expected 1 to vocab_size = 97"));
+        assert_eq!(message, format!("num_ids={bad}: must be from 1 to vocab_size=97"));
     }
     let message = decoder.logits(&hidden[1..], num_ids, &mut logits).unwrap_err().to_string();
-    assert_eq!(message, "hidden = 119 elements is not allowed: expected a multiple of hidden_size = 40");
+    assert_eq!(message, "hidden=119 elements: must be a multiple of hidden_size=40");
 }
 
 /// Checks that a closed pool's decoders return an error and write nothing, and that a pool without threads of its own

@@ -21,9 +21,8 @@ impl AcceptanceTracker {
     pub(crate) fn checked(py: Python<'_>, num_speculative_tokens: i64) -> PyResult<usize> {
         let k = size(py, Class::InvalidConfig, "num_speculative_tokens", num_speculative_tokens)?;
         if k > MAX_SPECULATIVE_TOKENS {
-            let message =
-                format!("num_speculative_tokens = {k} is not allowed: expected 0 to {MAX_SPECULATIVE_TOKENS}");
-            return Err(Class::InvalidConfig.error(py, message));
+            let allowed = format!("from 0 to {MAX_SPECULATIVE_TOKENS}");
+            return Err(Class::InvalidConfig.out_of_range(py, "num_speculative_tokens", k, allowed));
         }
         Ok(k)
     }

@@ -85,8 +85,8 @@ impl BlockPool {
     fn claim(&self, py: Python<'_>, block: i64, claimant: i64) -> PyResult<bool> {
         // The core keeps u32::MAX for itself: it stands for no claimant.
         let Some(claimant) = u32::try_from(claimant).ok().filter(|&claimant| claimant != u32::MAX) else {
-            let message = format!("claimant = {claimant} is not allowed: expected 0 to {}", u32::MAX - 1);
-            return Err(Class::InvalidBlock.error(py, message));
+            let allowed = format!("from 0 to {}", u32::MAX - 1);
+            return Err(Class::InvalidBlock.out_of_range(py, "claimant", claimant, allowed));
         };
         self.pool(py).claim(block, claimant).or_raise(py)
     }
@@ -138,7 +138,7 @@ impl BlockHasher {
         let token_ids: In = readonly("token_ids", token_ids)?;
         let block_size = size(py, Class::InvalidConfig, "block_size", block_size)?;
         if parent.is_some() && !cache_salt.is_empty() {
-            let message = "cache_salt is not allowed with parent: expected a parent that was hashed with it";
+            let message = "cache_salt: given with parent; leave it out and give a parent that was hashed with it";
             return Err(Class::InvalidConfig.error(py, message));
         }
         let parent = parent.unwrap_or_else(|| self.0.root(cache_salt));
@@ -157,8 +157,7 @@ impl BlockHasher {
 /// Converts a hash key to its 16 bytes.
 pub(crate) fn hash_key_bytes(py: Python<'_>, hash_key: &[u8]) -> PyResult<[u8; 16]> {
     hash_key.try_into().map_err(|_| {
-        let message = format!("hash_key has {} bytes, which is not allowed: expected 16", hash_key.len());
-        Class::InvalidConfig.error(py, message)
+        Class::InvalidConfig.out_of_range(py, "hash_key", format_args!("{} bytes", hash_key.len()), "16 bytes")
     })
 }
 

@@ -35,7 +35,7 @@ pub(crate) fn check_len(py: Python<'_>, name: &str, len: usize, expected: usize)
     if len == expected {
         return Ok(());
     }
-    Err(Class::InvalidBuffer.error(py, format!("{name}: has {len} elements, expected {expected}")))
+    Err(Class::InvalidBuffer.out_of_range(py, name, format_args!("{len} elements"), expected))
 }
 
 fn checked<'a, 'py, T: Element, D: Dimension>(
@@ -44,22 +44,22 @@ fn checked<'a, 'py, T: Element, D: Dimension>(
 ) -> PyResult<&'a Bound<'py, PyArray<T, D>>> {
     let py = array.py();
     let Ok(untyped) = array.cast::<PyUntypedArray>() else {
-        let message = format!("{name}: is a {}, expected a numpy array", array.get_type().name()?);
+        let message = format!("{name}: is a {}; must be a numpy array", array.get_type().name()?);
         return Err(Class::InvalidBuffer.error(py, message));
     };
     let expected = dtype::<T>(py);
     if !untyped.dtype().is_equiv_to(&expected) {
-        let message = format!("{name}: dtype is {}, expected {expected}", untyped.dtype());
+        let message = format!("{name}: dtype is {}; must be {expected}", untyped.dtype());
         return Err(Class::InvalidBuffer.error(py, message));
     }
     let rank = D::NDIM.expect("only fixed ranks are used");
     if untyped.ndim() != rank {
-        let message = format!("{name}: shape is {:?}, expected {rank} dimension(s)", untyped.shape());
+        let message = format!("{name}: shape is {:?}; must have {rank} dimension(s)", untyped.shape());
         return Err(Class::InvalidBuffer.error(py, message));
     }
     if !untyped.is_c_contiguous() || !untyped.is_aligned() {
         let message = format!(
-            "{name}: strides are {:?} bytes for shape {:?}, expected a C-contiguous, aligned array",
+            "{name}: strides are {:?} bytes for shape {:?}; must be a C-contiguous, aligned array",
             untyped.strides(),
             untyped.shape()
         );
@@ -70,7 +70,7 @@ fn checked<'a, 'py, T: Element, D: Dimension>(
 
 fn borrow_error(py: Python<'_>, name: &str, error: &BorrowError) -> PyErr {
     let message = match error {
-        BorrowError::NotWriteable => format!("{name}: is read-only, expected a writable array"),
+        BorrowError::NotWriteable => format!("{name}: is read-only; must be a writable array"),
         _ => format!("{name}: shares memory with another argument of this call, or another call is using it"),
     };
     Class::InvalidBuffer.error(py, message)

@@ -231,7 +231,7 @@ fn copy<D: numpy::ndarray::Dimension>(
     let found: PyReadonlyArray<'_, f32, D> = readonly(name, array)?;
     let values = found.as_array();
     if values.shape() != shape {
-        let message = format!("{name}: shape is {:?}, expected {shape:?}", values.shape());
+        let message = format!("{name}: shape is {:?}; must be {shape:?}", values.shape());
         return Err(Class::InvalidBuffer.error(array.py(), message));
     }
     out.extend_from_slice(found.as_slice()?);

@@ -27,7 +27,7 @@ fn check_len(py: Python<'_>, field: &str, len: usize, expected: usize) -> PyResu
     if len == expected {
         return Ok(());
     }
-    Err(Class::InvalidConfig.error(py, format!("len({field}) = {len} is not allowed: expected {expected}")))
+    Err(Class::InvalidConfig.out_of_range(py, format_args!("len({field})"), len, expected))
 }
 
 #[pymethods]

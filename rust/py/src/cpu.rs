@@ -109,7 +109,8 @@ impl ExpertArrays<'_> {
         let vector = |field: &str, array: &Bound<'_, PyAny>| vector(&format!("{name}.{field}"), array);
         if self.gate_up.len() != self.down.len() {
             let (given, expected) = (self.down.len(), self.gate_up.len());
-            return Err(Class::InvalidBuffer.error(py, format!("{name}.down: there are {given}, expected {expected}")));
+            return Err(Class::InvalidBuffer
+                .error(py, format!("{name}.down: {given} experts; must be {expected}, as in {name}.gate_up")));
         }
         let expert = |(i, (gate_up, down)): (usize, (&Projection<'_>, &Projection<'_>))| {
             let gate_up = linear(&format!("{name}.gate_up[{i}]"), hidden, gate_up)?;
@@ -305,7 +306,7 @@ impl HeadArrays<'_> {
         let mut inputs = 0;
         if let Some((weight, _)) = self.fc.first() {
             let Ok(&[_, width]) = weight.cast::<PyUntypedArray>().map(PyUntypedArrayMethods::shape) else {
-                let message = "fc.parts[0].weight: expected an array of 2 dimensions";
+                let message = "fc.parts[0].weight: must be an array of 2 dimensions";
                 return Err(Class::InvalidBuffer.error(weight.py(), message));
             };
             inputs = width;
@@ -436,9 +437,8 @@ impl CpuWeights {
             "silu" => Activation::Silu,
             "gelu_pytorch_tanh" => Activation::GeluTanh,
             other => {
-                let message =
-                    format!("activation = {other:?} is not allowed: expected \"silu\" or \"gelu_pytorch_tanh\"");
-                return Err(Class::InvalidConfig.error(py, message));
+                let (value, allowed) = (format!("{other:?}"), "'silu' or 'gelu_pytorch_tanh'");
+                return Err(Class::InvalidConfig.out_of_range(py, "activation", value, allowed));
             }
         };
         let clamped = |(alpha, limit)| Activation::ClampedSwiglu { alpha, limit };
@@ -465,7 +465,7 @@ impl CpuWeights {
             })
             .transpose()?;
         if (head.is_some() || mtp.is_some()) && layers.len() != 1 {
-            let message = format!("layers: there are {}, expected 1 of a head", layers.len());
+            let message = format!("layers: {} layers; must be 1 in a head", layers.len());
             return Err(Class::InvalidBuffer.error(py, message));
         }
         let weights = match (head, mtp) {
@@ -482,7 +482,7 @@ impl CpuWeights {
                 Weights::mtp(shape, embedding, layers.remove(0), &final_norm, lm_head, frequencies, mtp)
             }
             (Some(_), Some(_)) => {
-                let message = "head and mtp: both are given, expected at most one".to_owned();
+                let message = "head and mtp: both are given; leave one of them out".to_owned();
                 return Err(Class::InvalidBuffer.error(py, message));
             }
         };
@@ -543,8 +543,8 @@ impl CpuKVCache {
     ) -> PyResult<Self> {
         let (mut made, mut heads, mut first) = (Vec::with_capacity(layers.len()), Vec::new(), None);
         if let Some(other) = codes.filter(|codes| !["fp8_e4m3", "fp8_e5m2"].contains(codes)) {
-            let message = format!("codes = {other:?} is not allowed: expected \"fp8_e4m3\" or \"fp8_e5m2\"");
-            return Err(Class::InvalidConfig.error(py, message));
+            let allowed = "'fp8_e4m3' or 'fp8_e5m2'";
+            return Err(Class::InvalidConfig.out_of_range(py, "codes", format_args!("{other:?}"), allowed));
         }
         for (i, array) in layers.iter().enumerate() {
             let name = format!("layers[{i}]");
@@ -556,13 +556,13 @@ impl CpuKVCache {
             if [shape[0], shape[3]] != [expected[0], expected[3]] || shape[0] == 0 || shape[1] != 2 {
                 let allowed =
                     "[num_blocks + 1, 2, num_kv_heads, block_size, head_dim], with the same blocks in all layers";
-                return Err(Class::InvalidBuffer.error(py, format!("{name}: shape is {shape:?}, expected {allowed}")));
+                return Err(Class::InvalidBuffer.error(py, format!("{name}: shape is {shape:?}; must be {allowed}")));
             }
             heads.push((shape[2], shape[4]));
             made.push(layer);
         }
         let Some(shape) = first else {
-            return Err(Class::InvalidBuffer.error(py, "layers: there are 0, expected at least 1"));
+            return Err(Class::InvalidBuffer.error(py, "layers: 0 layers; must be at least 1"));
         };
         let shape =
             KvShape { num_blocks: shape[0] - 1, num_kv_heads: shape[2], block_size: shape[3], head_dim: shape[4] };

@@ -30,11 +30,8 @@ impl CpuDecoder {
             "int8" => made.map(|decoder| decoder.with_rounding(Rounding::Int8)),
             "bf16" => made.and_then(Decoder::with_bf16_rows),
             _ => {
-                let message = format!(
-                    "activations = {activations:?} is not allowed: expected \"auto\", \"int16\", \"int8\", \"fp32\" or \
-                     \"bf16\""
-                );
-                return Err(Class::InvalidConfig.error(py, message));
+                let (value, allowed) = (format!("{activations:?}"), "'auto', 'int16', 'int8', 'fp32' or 'bf16'");
+                return Err(Class::InvalidConfig.out_of_range(py, "activations", value, allowed));
             }
         };
         let decoder = made.map_err(|error| cpu_to_py(py, &error))?;
@@ -42,9 +39,9 @@ impl CpuDecoder {
             return Ok(Self(Mutex::new(decoder)));
         }
         let Some(tiles) = Tiles::detect() else {
-            let message = "prompt_tiles = True is not allowed on this machine: expected False, it has no AMX tiles of \
-                           bf16 numbers, or its system does not let this process use them";
-            return Err(Class::InvalidConfig.error(py, message.to_string()));
+            let allowed = "False on this machine, which has no AMX tiles of bf16 numbers, or whose system does not let \
+                           this process use them";
+            return Err(Class::InvalidConfig.out_of_range(py, "prompt_tiles", "True", allowed));
         };
         Ok(Self(Mutex::new(decoder.with_prompt_tiles(tiles))))
     }
@@ -189,8 +186,8 @@ fn sequences_of(py: Python<'_>, q_start: &[i64], positions: &[i64], count: usize
     check_len(py, "positions", positions.len(), count)?;
     let ascending = q_start.windows(2).all(|pair| pair[0] <= pair[1]);
     if q_start[0] != 0 || !ascending || q_start[q_start.len() - 1] > count as i64 {
-        let message = format!("q_start = {q_start:?} is not allowed: expected ascending numbers from 0 to {count}");
-        return Err(Class::InvalidBuffer.error(py, message));
+        let (value, allowed) = (format!("{q_start:?}"), format!("ascending numbers from 0 to {count}"));
+        return Err(Class::InvalidBuffer.out_of_range(py, "q_start", value, allowed));
     }
     let mut sequences = Vec::with_capacity(count);
     for (sequence, pair) in q_start.windows(2).enumerate() {

@@ -1,11 +1,11 @@
 //! Drafters as schedulers use them, and drafters that propose on the host.
 
+use crate::acceptance::AcceptanceTracker;
 use crate::buffers::{In, readonly};
 use crate::error::{Class, OrRaise, size};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use specrs_core::scheduler::MAX_SPECULATIVE_TOKENS;
 use specrs_core::{Drafter, HostDrafters, Number};
 
 #[pyclass(frozen)]
@@ -128,12 +128,7 @@ impl NgramProposer {
         num_speculative_tokens: i64,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let token_ids: In<'_> = readonly("token_ids", token_ids)?;
-        let k = size(py, Class::InvalidConfig, "num_speculative_tokens", num_speculative_tokens)?;
-        if k > MAX_SPECULATIVE_TOKENS {
-            let message =
-                format!("num_speculative_tokens = {k} is not allowed: expected 0 to {MAX_SPECULATIVE_TOKENS}");
-            return Err(Class::InvalidConfig.error(py, message));
-        }
+        let k = AcceptanceTracker::checked(py, num_speculative_tokens)?;
         let mut drafts = vec![0; k];
         let len = self.0.propose(token_ids.as_slice()?, &mut drafts);
         drafts.truncate(len);
@@ -234,8 +229,9 @@ impl DrafterArgument<'_> {
                 }
             };
             if taken {
-                let message = "drafter = two of a kind is not allowed: expected at most one CachedDrafter, HiddenDrafter or TextDrafter, and one HostDrafter of each method";
-                return Err(Class::InvalidConfig.error(py, message));
+                let allowed =
+                    "at most one CachedDrafter, HiddenDrafter or TextDrafter, and one HostDrafter of each method";
+                return Err(Class::InvalidConfig.out_of_range(py, "drafter", "two of a kind", allowed));
             }
         }
         Ok((device, host))

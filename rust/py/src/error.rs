@@ -4,7 +4,8 @@ use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyType};
-use specrs_core::Error;
+use specrs_core::{Error, must_be};
+use std::fmt::Display;
 
 /// Exception class of the module; the discriminant indexes [`CLASSES`].
 #[derive(Clone, Copy)]
@@ -84,6 +85,17 @@ impl Class {
             Err(error) => error,
         }
     }
+
+    /// Makes an instance of this class whose message is that of a value outside its range.
+    pub(crate) fn out_of_range(
+        self,
+        py: Python<'_>,
+        field: impl Display,
+        value: impl Display,
+        allowed: impl Display,
+    ) -> PyErr {
+        self.error(py, must_be(field, value, allowed))
+    }
 }
 
 /// Converts an error of the core to its exception.
@@ -129,6 +141,5 @@ impl<T> OrRaise<T> for Result<T, Error> {
 /// Converts a Python int to a size. A negative value raises the given class with the field's name instead of
 /// `OverflowError`.
 pub(crate) fn size(py: Python<'_>, class: Class, field: &str, value: i64) -> PyResult<usize> {
-    usize::try_from(value)
-        .map_err(|_| class.error(py, format!("{field} = {value} is not allowed: expected at least 0")))
+    usize::try_from(value).map_err(|_| class.out_of_range(py, field, value, "at least 0"))
 }

@@ -6,6 +6,7 @@ use crate::error::Class;
 use numpy::{Ix1, PyArray1, PyReadonlyArray};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use specrs_core::must_be;
 use specrs_cpu::iteration::{Host, Stage};
 use specrs_cpu::{Error, Result};
 
@@ -37,7 +38,7 @@ impl PyHost {
         read: impl FnOnce(&Bound<'_, PyAny>) -> PyResult<T>,
     ) -> Result<T> {
         let Some(object) = &self.object else {
-            return Err(Error::Host { message: format!("host = None is not allowed: expected one with {name}()") });
+            return Err(Error::Host { message: must_be("host", "None", format_args!("an object with {name}()")) });
         };
         let done = Python::attach(|py| read(&object.bind(py).call_method1(name, arguments(py)?)?));
         done.map_err(|raised| self.raised.keep(raised))
@@ -49,7 +50,7 @@ impl PyHost {
             let words: PyReadonlyArray<'_, i32, Ix1> = readonly("mask", returned)?;
             let words = words.as_slice()?;
             if words.len() != mask.len() {
-                let message = format!("mask: {} words, expected {}", words.len(), mask.len());
+                let message = format!("mask: {} words; must be {}", words.len(), mask.len());
                 return Err(Class::InvalidBuffer.error(returned.py(), message));
             }
             for (own, &word) in mask.iter_mut().zip(words) {

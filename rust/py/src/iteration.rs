@@ -144,20 +144,19 @@ impl CpuIteration {
         shared_tokens: Option<SharedTokens>,
         text_limits: Option<(usize, usize, usize)>,
     ) -> PyResult<Self> {
-        let refuse = |message: String| Err(Class::InvalidConfig.error(py, message));
+        let refuse =
+            |field: &str, value: &str, allowed: &str| Err(Class::InvalidConfig.out_of_range(py, field, value, allowed));
         let rule = rule_of(py, rule)?;
         let Some(mode) = LogprobsMode::of_name(logprobs_mode) else {
-            return refuse(format!(
-                "logprobs_mode = {logprobs_mode:?} is not allowed: expected 'raw_logprobs', 'raw_logits', 'processed_logprobs' or \
-                 'processed_logits'"
-            ));
+            let allowed = "'raw_logprobs', 'raw_logits', 'processed_logprobs' or 'processed_logits'";
+            return refuse("logprobs_mode", &format!("{logprobs_mode:?}"), allowed);
         };
         let config = scheduler.core(py).config().clone();
         let raised = Raised::default();
         let mut target = Source::new(target, &raised)?;
         let mut draft = draft.map(|draft| Source::new(draft, &raised)).transpose()?;
         if draft.as_ref().is_some_and(|draft| draft.shares_memory(&target)) {
-            return refuse("draft = the target's decoder or KV cache is not allowed: expected its own".to_string());
+            return refuse("draft", "the target's decoder or KV cache", "a decoder and KV cache of its own");
         }
         let hidden_size = draft.as_mut().map_or(0, |draft| {
             draft.with(&[], |draft| draft.facts().hidden_layers.0.len() * draft.facts().hidden_layers.1)
@@ -170,12 +169,11 @@ impl CpuIteration {
         if draft.as_ref().map(|_| hidden_size > 0) != expected {
             let given = draft.as_ref().map_or("None", |_| if hidden_size > 0 { "an EAGLE-3 head" } else { "a model" });
             let allowed = expected.map_or("None", |head| if head { "an EAGLE-3 head" } else { "a model" });
-            return refuse(format!(
-                "draft = {given} is not allowed: expected {allowed}, as the scheduler's drafter says"
-            ));
+            return refuse("draft", given, &format!("{allowed}, as the scheduler's drafter needs"));
         }
         if matches!(config.drafter, Drafter::Text) != text_limits.is_some() {
-            return refuse("text_limits: expected with a TextDrafter, and with no other drafter".to_string());
+            let given = if text_limits.is_some() { "given" } else { "None" };
+            return refuse("text_limits", given, "given with a TextDrafter, and None with any other drafter");
         }
         let vocab_size = target.with(&[], |target| target.facts().vocab_size);
         let native = [Some(&target), draft.as_ref()].into_iter().flatten().all(|one| matches!(one, Source::Native(_)));
@@ -294,8 +292,8 @@ fn rule_of(py: Python<'_>, rule: &str) -> PyResult<Rule> {
         "rejection" => Ok(Rule::Rejection),
         "coupled" => Ok(Rule::Coupled),
         _ => {
-            let message = format!("rule = {rule:?} is not allowed: expected 'rejection' or 'coupled'");
-            Err(Class::InvalidConfig.error(py, message))
+            let allowed = "'rejection' or 'coupled'";
+            Err(Class::InvalidConfig.out_of_range(py, "rule", format_args!("{rule:?}"), allowed))
         }
     }
 }

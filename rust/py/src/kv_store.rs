@@ -84,8 +84,7 @@ impl KVStore {
     ) -> PyResult<Self> {
         let snapshot_bytes = size(py, Class::InvalidConfig, "snapshot_bytes", snapshot_bytes)?;
         let namespace = namespace.try_into().map_err(|_| {
-            let message = format!("namespace has {} bytes, which is not allowed: expected 32", namespace.len());
-            Class::InvalidConfig.error(py, message)
+            Class::InvalidConfig.out_of_range(py, "namespace", format_args!("{} bytes", namespace.len()), "32 bytes")
         })?;
         let settings = Settings {
             root: path,

@@ -38,8 +38,8 @@ pub(crate) fn by_row(py: Python<'_>, given: &GivenAdapters<'_>, count: usize) ->
     for (lora, rows) in given {
         for &row in rows {
             let Some(place @ None) = found.get_mut(row) else {
-                let message = format!("adapters: row = {row} is not allowed: expected rows below {count}, each once");
-                return Err(Class::InvalidBuffer.error(py, message));
+                let (value, allowed) = (format!("row {row}"), format!("rows below {count}, each in one adapter only"));
+                return Err(Class::InvalidBuffer.out_of_range(py, "adapters", value, allowed));
             };
             *place = Some(Arc::clone(&lora.0));
         }
@@ -54,7 +54,7 @@ fn parts(py: Python<'_>, name: &str, given: &[Part<'_>]) -> PyResult<Vec<LoraPar
         let (b, of_b) = values::<Ix2>(&format!("{name}.b"), b)?;
         let rank = shape[0];
         if of_b[1] != rank {
-            let message = format!("{name}.b: shape is {of_b:?}, expected [outputs, {rank}]");
+            let message = format!("{name}.b: shape is {of_b:?}; must be [outputs, {rank}]");
             return Err(Class::InvalidBuffer.error(py, message));
         }
         let first = size(py, Class::InvalidBuffer, "first", *first)?;

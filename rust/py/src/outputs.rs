@@ -70,7 +70,7 @@ impl Output {
         let num_speculative_tokens = AcceptanceTracker::checked(py, num_speculative_tokens)?;
         let min_tokens = size(py, Class::InvalidRequest, "min_tokens", min_tokens)?;
         if stop.iter().any(String::is_empty) {
-            return Err(Class::InvalidRequest.error(py, "stop: '' is not allowed: expected strings that are not empty"));
+            return Err(Class::InvalidRequest.out_of_range(py, "stop", "''", "a string that is not empty"));
         }
         let params = TextParams { skip_special_tokens, stop, include_stop_str_in_output, min_tokens };
         let detokenizer = decoder
@@ -116,8 +116,8 @@ impl Output {
     fn stable_text_from(&self, py: Python<'_>, start: usize) -> PyResult<(String, usize)> {
         let core = self.core(py);
         let Some(text) = core.stable_text_from(start) else {
-            let message = format!("start = {start} is not allowed: expected an end that an earlier call returned");
-            return Err(Class::InvalidRequest.error(py, message));
+            let allowed = "an end that an earlier call returned";
+            return Err(Class::InvalidRequest.out_of_range(py, "start", start, allowed));
         };
         Ok((text.to_owned(), start + text.len()))
     }
@@ -179,9 +179,7 @@ impl Output {
     #[pyo3(signature = (reason, *, now = 0.0))]
     fn finish(&self, py: Python<'_>, reason: i64, now: f64) -> PyResult<()> {
         if ![FINISH_STOP, FINISH_LENGTH, FINISH_ABORT, FINISH_ERROR].contains(&reason) {
-            return Err(
-                Class::InvalidRequest.error(py, format!("reason = {reason} is not allowed: expected an end, FINISH_*"))
-            );
+            return Err(Class::InvalidRequest.out_of_range(py, "reason", reason, "one of the ends, FINISH_*"));
         }
         self.core(py).finish(reason, None, now);
         Ok(())

@@ -25,13 +25,14 @@ impl PackedMatrix {
     fn new(py: Python<'_>, kind: &str, blocks: &Bound<'_, PyAny>, order: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
         let Some(kind) = BlockType::by_name(kind) else {
             let known = BlockType::ALL.map(BlockType::name).join(", ");
-            return Err(Class::InvalidBuffer.error(py, format!("kind = {kind:?} is not allowed: expected {known}")));
+            let allowed = format!("one of {known}");
+            return Err(Class::InvalidBuffer.out_of_range(py, "kind", format_args!("{kind:?}"), allowed));
         };
         let blocks: PyReadonlyArray<'_, u8, Ix2> = readonly("blocks", blocks)?;
         let order = indices(py, order)?;
         let width = blocks.shape()[1];
         if !width.is_multiple_of(kind.bytes()) {
-            let message = format!("blocks: rows have {width} bytes, expected a multiple of {}", kind.bytes());
+            let message = format!("blocks: rows have {width} bytes; must have a multiple of {}", kind.bytes());
             return Err(Class::InvalidBuffer.error(py, message));
         }
         let (inputs, bytes) = (width / kind.bytes() * kind.numbers(), blocks.as_slice()?);
@@ -52,7 +53,7 @@ impl PackedMatrix {
         let scales: PyReadonlyArray<'_, f32, Ix2> = readonly("scales", scales)?;
         let (outputs, inputs) = (values.shape()[0], values.shape()[1]);
         if scales.shape()[0] != outputs {
-            let message = format!("scales: shape is {:?}, expected [{outputs}, groups]", scales.shape());
+            let message = format!("scales: shape is {:?}; must be [{outputs}, groups]", scales.shape());
             return Err(Class::InvalidBuffer.error(py, message));
         }
         let (values, scales, order) = (values.as_slice()?, scales.as_slice()?, indices(py, order)?);

@@ -42,8 +42,7 @@ fn fill(
     let positions: In = readonly("positions", positions)?;
     let mut out: PyReadwriteArray<'_, f32, Ix2> = readwrite("out", out)?;
     let Some(purpose) = Purpose::from_index(purpose) else {
-        let message = format!("purpose = {purpose} is not allowed: expected 0 (draft) to 3 (gumbel)");
-        return Err(Class::InvalidConfig.error(py, message));
+        return Err(Class::InvalidConfig.out_of_range(py, "purpose", purpose, "from 0 (draft) to 3 (gumbel)"));
     };
     let (rows, columns) = (out.shape()[0], out.shape()[1]);
     check_len(py, "seeds", seeds.len(), rows)?;

@@ -22,22 +22,21 @@ pub(crate) fn quantize_weight(
 ) -> PyResult<()> {
     let (weight, shape) = values::<Ix2>(name, weight)?;
     if !LARGEST.contains(&largest) {
-        let message = format!("largest = {largest} is not allowed: expected 7 (INT4) or 127 (INT8)");
-        return Err(Class::InvalidBuffer.error(py, message));
+        return Err(Class::InvalidBuffer.out_of_range(py, "largest", largest, "7 (INT4) or 127 (INT8)"));
     }
     let (scales, of_scales) = values_mut::<Ix2>("scales", scales)?;
     let ValuesMut::Bf16(mut scales) = scales else {
         return Err(
-            Class::InvalidBuffer.error(py, "scales: dtype is float32, expected uint16 with the bits of bfloat16")
+            Class::InvalidBuffer.error(py, "scales: dtype is float32; must be uint16 with the bits of bfloat16")
         );
     };
     let mut codes: PyReadwriteArray<'_, i8, Ix2> = readwrite("codes", codes)?;
     if *codes.shape() != *shape {
-        let message = format!("codes: shape is {:?}, expected {shape:?}", codes.shape());
+        let message = format!("codes: shape is {:?}; must be {shape:?}", codes.shape());
         return Err(Class::InvalidBuffer.error(py, message));
     }
     if of_scales[0] != shape[0] {
-        let message = format!("scales: shape is {of_scales:?}, expected [{}, groups]", shape[0]);
+        let message = format!("scales: shape is {of_scales:?}; must be [{}, groups]", shape[0]);
         return Err(Class::InvalidBuffer.error(py, message));
     }
     let (codes, scales) = (codes.as_slice_mut()?, scales.as_mut_slice());

@@ -103,8 +103,8 @@ pub(crate) fn parse_dtype(py: Python<'_>, name: &str) -> PyResult<LogitsDtype> {
         "float32" => Ok(LogitsDtype::Float32),
         "float64" => Ok(LogitsDtype::Float64),
         _ => {
-            let message = format!("logits_dtype = {name:?} is not allowed: expected \"float32\" or \"float64\"");
-            Err(Class::InvalidConfig.error(py, message))
+            let allowed = "'float32' or 'float64'";
+            Err(Class::InvalidConfig.out_of_range(py, "logits_dtype", format_args!("{name:?}"), allowed))
         }
     }
 }

@@ -106,12 +106,12 @@ where
 {
     let py = arrays.py();
     let Some(array) = arrays.get_item(name)? else {
-        return Err(Class::InvalidBuffer.error(py, format!("state: has no {name:?}, expected an array")));
+        return Err(Class::InvalidBuffer.error(py, format!("state: has no {name:?}; must have an array of that name")));
     };
     let (memory, shape) =
         if expected.len() == 1 { numbers_mut::<T, Ix1>(name, &array)? } else { numbers_mut::<T, Ix2>(name, &array)? };
     if shape == expected {
         return Ok(memory);
     }
-    Err(Class::InvalidBuffer.error(py, format!("{name}: shape is {shape:?}, expected {expected:?}")))
+    Err(Class::InvalidBuffer.error(py, format!("{name}: shape is {shape:?}; must be {expected:?}")))
 }

@@ -55,8 +55,7 @@ impl Sampler {
         let mut largest: PyReadwriteArray<'_, f32, numpy::Ix1> = readwrite("largest", largest)?;
         let mut q: Option<PyReadwriteArray<'_, f32, Ix3>> = q.map(|q| readwrite("q", q)).transpose()?;
         let Some(purpose) = Purpose::from_index(purpose) else {
-            let message = format!("purpose = {purpose} is not allowed: expected 0 (draft) to 3 (gumbel)");
-            return Err(Class::InvalidConfig.error(py, message));
+            return Err(Class::InvalidConfig.out_of_range(py, "purpose", purpose, "from 0 (draft) to 3 (gumbel)"));
         };
         let column = size(py, Class::InvalidBuffer, "column", column)?;
         let (count, vocab_size) = (logits.shape()[0], self.vocab_size());
@@ -71,8 +70,8 @@ impl Sampler {
             if q.shape()[0] < count || column >= columns || q.shape()[2] != vocab_size {
                 let shape = q.shape();
                 let message = format!(
-                    "q: shape is {shape:?}, expected at least {count} sequences, more than column = {column} columns, \
-                     vocab_size = {vocab_size}"
+                    "q: shape is {shape:?}; must be [at least {count}, more than column={column}, \
+                     vocab_size={vocab_size}]"
                 );
                 return Err(Class::InvalidBuffer.error(py, message));
             }
@@ -255,15 +254,15 @@ impl StepDrafts<'_> {
             let (start, end) = (self.q_start[b], self.q_start[b + 1]);
             if start < 0 || end < start || end > count as i64 {
                 return refuse(format!(
-                    "q_start: sequence {b} has rows {start} to {end}, expected a range in 0 to {count}"
+                    "q_start: sequence {b} has rows {start} to {end}; must be a range within 0 to {count}"
                 ));
             }
             let most = (end - start - 1).min(self.k as i64);
             if !(0..=most).contains(&k) {
-                return refuse(format!("num_drafts: sequence {b} is {k}, expected 0 to {most}"));
+                return refuse(format!("num_drafts: sequence {b} has {k}; must be from 0 to {most}"));
             }
             if let Some(id) = self.drafts_of(b).iter().find(|id| !(0..vocab_size as i64).contains(id)) {
-                return refuse(format!("drafts: sequence {b} has {id}, expected ids from 0 to {}", vocab_size - 1));
+                return refuse(format!("drafts: sequence {b} has {id}; must be ids from 0 to {}", vocab_size - 1));
             }
         }
         Ok(())
@@ -275,14 +274,15 @@ fn check_params(py: Python<'_>, params: &PyReadonlyArray<'_, f32, Ix2>) -> PyRes
     if width >= NUM_PARAMS {
         return Ok(width);
     }
-    let message = format!("params: shape is {:?}, expected at least {NUM_PARAMS} columns", params.shape());
+    let message = format!("params: shape is {:?}; must have at least {NUM_PARAMS} columns", params.shape());
     Err(Class::InvalidBuffer.error(py, message))
 }
 
 fn check_rows(py: Python<'_>, rows: &[i64], count: usize) -> PyResult<()> {
     match rows.iter().find(|row| !(0..count as i64).contains(row)) {
         Some(row) => {
-            Err(Class::InvalidBuffer.error(py, format!("rows: has {row}, expected 0 to {}", count as i64 - 1)))
+            let allowed = format!("from 0 to {}", count as i64 - 1);
+            Err(Class::InvalidBuffer.out_of_range(py, "rows", row, allowed))
         }
         None => Ok(()),
     }

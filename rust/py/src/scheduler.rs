@@ -415,14 +415,16 @@ fn layout_dict<'py>(py: Python<'py>, sections: &[(&'static str, Section)]) -> Py
 }
 
 fn lora_of(py: Python<'_>, id: i64, name: &str) -> PyResult<Lora> {
-    let allowed = format!("lora = ({id}, {name:?}) is not allowed: expected an id from 1 to {}", u32::MAX);
-    let id = u32::try_from(id).map_err(|_| Class::InvalidRequest.error(py, allowed))?;
+    let id = u32::try_from(id).map_err(|_| {
+        let (value, allowed) = (format!("({id}, {name:?})"), format!("an id from 1 to {}", u32::MAX));
+        Class::InvalidRequest.out_of_range(py, "lora", value, allowed)
+    })?;
     Ok(Lora { id, name: name.into() })
 }
 
 fn drafter_kind(py: Python<'_>, drafter: i64) -> PyResult<DrafterKind> {
     usize::try_from(drafter).ok().and_then(|index| DrafterKind::ALL.get(index)).copied().ok_or_else(|| {
-        let message = format!("drafter = {drafter} is not allowed: expected 0 to {}", DrafterKind::ALL.len() - 1);
-        Class::InvalidConfig.error(py, message)
+        let allowed = format!("from 0 to {}", DrafterKind::ALL.len() - 1);
+        Class::InvalidConfig.out_of_range(py, "drafter", drafter, allowed)
     })
 }

@@ -53,7 +53,7 @@ impl SlotMapper {
         // The core infers the width from the flat length; only here can it see that the rows are B.
         let (requests, tables) = (q_start.len()?.saturating_sub(1), block_tables.as_array().nrows());
         if tables != requests {
-            let message = format!("block_tables: has {tables} rows, expected {requests}, one per request of q_start");
+            let message = format!("block_tables: has {tables} rows; must have {requests}, one per request of q_start");
             return Err(Class::InvalidBuffer.error(py, message));
         }
         self.0

@@ -1,5 +1,6 @@
 //! `SuffixCache` for Python: checks arrays and numbers, calls the core once, maps its error.
 
+use crate::acceptance::AcceptanceTracker;
 use crate::buffers::{In, readonly};
 use crate::error::{Class, OrRaise, size};
 use numpy::PyArray1;
@@ -7,7 +8,6 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
 use specrs_core::SuffixSettings;
-use specrs_core::scheduler::MAX_SPECULATIVE_TOKENS;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Converts Python's numbers to settings and checks them.
@@ -76,12 +76,7 @@ impl SuffixCache {
         request_id: i64,
         num_speculative_tokens: i64,
     ) -> PyResult<(Bound<'py, PyArray1<i64>>, f64, usize)> {
-        let k = size(py, Class::InvalidConfig, "num_speculative_tokens", num_speculative_tokens)?;
-        if k > MAX_SPECULATIVE_TOKENS {
-            let message =
-                format!("num_speculative_tokens = {k} is not allowed: expected 0 to {MAX_SPECULATIVE_TOKENS}");
-            return Err(Class::InvalidConfig.error(py, message));
-        }
+        let k = AcceptanceTracker::checked(py, num_speculative_tokens)?;
         let mut drafts = vec![0; k];
         let draft = self.core(py).propose(request_id, &mut drafts).or_raise(py)?;
         let tokens = drafts[..draft.len].iter().copied().map(i64::from).collect();
@@ -126,8 +121,7 @@ fn tokens(py: Python<'_>, name: &str, array: &Bound<'_, PyAny>) -> PyResult<Vec<
     let tokens: In<'_> = readonly(name, array)?;
     let check = |&token: &i64| {
         u32::try_from(token).map_err(|_| {
-            Class::InvalidBuffer
-                .error(py, format!("{name} = {token} is not allowed: expected ids of 0 to {}", u32::MAX))
+            Class::InvalidBuffer.out_of_range(py, name, token, format_args!("an id from 0 to {}", u32::MAX))
         })
     };
     tokens.as_slice()?.iter().map(check).collect()

@@ -16,7 +16,7 @@ use std::sync::Arc;
 fn is_first<A: Element, B: Element>(name: &str, array: &Bound<'_, PyAny>, expected: &str) -> PyResult<bool> {
     let py = array.py();
     let Ok(untyped) = array.cast::<PyUntypedArray>() else {
-        let message = format!("{name}: is a {}, expected a numpy array", array.get_type().name()?);
+        let message = format!("{name}: is a {}; must be a numpy array", array.get_type().name()?);
         return Err(Class::InvalidBuffer.error(py, message));
     };
     let dtype = untyped.dtype();
@@ -26,7 +26,7 @@ fn is_first<A: Element, B: Element>(name: &str, array: &Bound<'_, PyAny>, expect
     if dtype.is_equiv_to(&numpy::dtype::<B>(py)) {
         return Ok(false);
     }
-    Err(Class::InvalidBuffer.error(py, format!("{name}: dtype is {dtype}, expected {expected}")))
+    Err(Class::InvalidBuffer.error(py, format!("{name}: dtype is {dtype}; must be {expected}")))
 }
 
 /// bf16 as the uint16 of its bits, or fp32: whether an array is the former.

@@ -50,7 +50,8 @@ def resolve_gpu(device: str) -> str:
     chosen = torch.device(name if ":" in name else f"cuda:{torch.cuda.current_device()}")
     count = torch.cuda.device_count()
     if chosen.index >= count:
-        raise invalid(InvalidConfigError, "device", name, f"there are {count} GPUs: allowed are 0 to {count - 1}")
+        known = ", ".join(f"cuda:{index}" for index in range(count))
+        raise invalid(InvalidConfigError, "device", name, f"must be one of {known}, the GPUs of this machine")
     capability = torch.cuda.get_device_capability(chosen)
     if capability < MIN_CAPABILITY:
         raise invalid(

@@ -73,7 +73,7 @@ def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = N
             "model",
             config.target,
             f"weights need {told}, {free / 2**30:.2f} GiB of the GPU are free, {(needed - free) / 2**30:.2f} GiB too "
-            "little; allowed are smaller models, a dtype of fewer bytes, or device='cpu'",
+            "little; use a smaller model, a dtype of fewer bytes, or device='cpu'",
         )
 
 

@@ -52,7 +52,7 @@ def measure_num_blocks(blueprint: Blueprint, free_memory: Callable[[str], int]) 
             "gpu_memory_utilization",
             config.gpu_memory_utilization,
             f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free after the weights, and the buffers of an iteration "
-            f"do not fit ({fault}); allowed are a smaller max_num_seqs={config.most_seqs}, "
+            f"do not fit ({fault}); lower max_num_seqs={config.most_seqs}, "
             f"max_num_batched_tokens={config.batched_tokens} or num_speculative_tokens",
         ) from None
     left = int(total * config.gpu_memory_utilization) - used - graphs

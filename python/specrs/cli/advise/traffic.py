@@ -53,7 +53,7 @@ def read_traffic(path: Path, tokenizer: Tokenizer) -> list[LoggedRequest]:
         more = f"; also wrong, {len(wrong) - 1} in all: {also}" if len(wrong) > 1 else ""
         raise invalid_config("--traffic", str(path), f"line {number} is wrong: {reason}{more}")
     if not found:
-        raise invalid_config("--traffic", str(path), "has no request; expected is a line of JSON for each")
+        raise invalid_config("--traffic", str(path), "has no request; must have a line of JSON for each")
     return found
 
 

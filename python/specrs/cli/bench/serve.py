@@ -223,7 +223,7 @@ def first_model(base_url: str, timeout: float) -> str:
                         return str((await response.json())["data"][0]["id"])
                 except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
                     if time.monotonic() + 1.0 > deadline:
-                        allowed = "expected is an OpenAI-compatible server there, or --model"
+                        allowed = "must be an OpenAI-compatible server, or give --model"
                         raise EngineError(f"--base-url={base_url}: /v1/models: {error}; {allowed}") from None
                 await asyncio.sleep(1.0)
 

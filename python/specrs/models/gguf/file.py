@@ -160,7 +160,7 @@ def _read(path: Path, size: int, part: int) -> GGUFFile:
     reader.at = 4
     version, num_tensors, num_fields = reader.scalars("IQQ")
     if version not in _VERSIONS:
-        raise CheckpointError(f"{path}: version={version}: allowed are GGUF versions {_VERSIONS} of this byte order")
+        raise CheckpointError(f"{path}: version={version}: must be one of {_VERSIONS}, in this byte order")
     metadata = {reader.string(): reader.value(reader.scalars("I")[0]) for _ in range(num_fields)}
     found: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(num_tensors):

@@ -54,7 +54,7 @@ class QuantizedCheckpoint(QuantizedTensors):
             expected = layers.get(name)
             if expected is None:
                 if name in plain and dtype not in DTYPES:
-                    raise CheckpointError(f"{self.folder}: {name} is {dtype}, allowed are {', '.join(DTYPES)}")
+                    raise CheckpointError(f"{self.folder}: {name} is {dtype}; must be one of {', '.join(DTYPES)}")
             elif shape not in expected.shapes:
                 allowed = " or ".join(map(str, expected.shapes))
                 raise CheckpointError(

@@ -96,7 +96,7 @@ impl BlockPool {
     /// [`Error::InvalidConfig`] unless `1 <= num_blocks <= 2^31`.
     pub fn new(num_blocks: usize) -> Result<Self> {
         if num_blocks == 0 || num_blocks > 1 << 31 {
-            return Err(Error::invalid_config("num_blocks", num_blocks, "1 to 2^31"));
+            return Err(Error::invalid_config("num_blocks", num_blocks, "from 1 to 2^31"));
         }
         let mut blocks = vec![Block::FREE; num_blocks + SENTINELS];
         let mut lists = Lists::new(&mut blocks);

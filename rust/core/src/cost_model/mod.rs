@@ -37,7 +37,7 @@ impl CostLine {
         check_ms("tpot_ms", tpot_ms)?;
         check_ms("target_ms", target_ms)?;
         if k == 0 {
-            return Err(Error::invalid_config("k", k, "at least 1: without drafts nothing is said about T_d"));
+            return Err(Error::invalid_config("k", k, "at least 1; steps without drafts say nothing about T_d"));
         }
         check_length("acceptance_length", k, acceptance_length)?;
         Ok((tpot_ms * acceptance_length - target_ms) / k as f64)
@@ -75,7 +75,7 @@ impl CostModel {
             return Err(invalid("ks", ks, "0, then increasing numbers of draft tokens"));
         }
         if ms.len() != batches.len() * ks.len() {
-            let allowed = format!("{} costs, one for each batch size and K", batches.len() * ks.len());
+            let allowed = format!("{}, one for each batch size and K", batches.len() * ks.len());
             return Err(Error::invalid_config("len(ms)", ms.len(), allowed));
         }
         for &cost in ms {
@@ -91,7 +91,11 @@ impl CostModel {
     /// must be finite and at least 0, the other times finite and above 0.
     pub fn lines(batches: &[usize], lines: &[CostLine]) -> Result<Self> {
         if lines.len() != batches.len() {
-            return Err(Error::invalid_config("len(lines)", lines.len(), format!("{}, one a batch", batches.len())));
+            return Err(Error::invalid_config(
+                "len(lines)",
+                lines.len(),
+                format!("{}, one for each batch size", batches.len()),
+            ));
         }
         let mut ms = Vec::with_capacity(3 * lines.len());
         for line in lines {
@@ -156,11 +160,19 @@ impl CostModel {
     pub fn observe(&mut self, batch: usize, k: usize, ms: f64, weight: f64) -> Result<()> {
         let last = self.batches[self.batches.len() - 1];
         if batch < self.batches[0] || batch > last {
-            return Err(Error::invalid_config("batch", batch, format!("{} to {last}, as the grid", self.batches[0])));
+            return Err(Error::invalid_config(
+                "batch",
+                batch,
+                format!("from {} to {last}, the range of the grid", self.batches[0]),
+            ));
         }
         let deepest = self.ks[self.ks.len() - 1];
         if k > deepest || (k > 0 && k < self.ks[1]) {
-            return Err(Error::invalid_config("k", k, format!("0, or {:?}, as the grid", &self.ks[1..])));
+            return Err(Error::invalid_config(
+                "k",
+                k,
+                format!("0 or one of {:?}, the numbers of the grid", &self.ks[1..]),
+            ));
         }
         check_ms("ms", ms)?;
         if !(weight > 0.0 && weight <= 1.0) {

@@ -179,12 +179,12 @@ impl Drafter {
             [("drafter.max_model_len", max_model_len, 1), ("drafter.max_draft_lag", max_draft_lag, least_lag)]
         {
             if !(least..=max_size).contains(&value) {
-                return Err(Error::invalid_config(field, value, format!("{least} to {max_size}")));
+                return Err(Error::invalid_config(field, value, format!("from {least} to {max_size}")));
             }
         }
         let Self::Cached { mask_token_id, cost_ratio, .. } = *self else { return Ok(()) };
         if let Some(id) = mask_token_id.filter(|&id| id < 0) {
-            return Err(Error::invalid_config("drafter.mask_token_id", id, "None, or 0 and above"));
+            return Err(Error::invalid_config("drafter.mask_token_id", id, "None, or at least 0"));
         }
         if !cost_ratio.is_finite() || cost_ratio <= 0.0 {
             return Err(Error::invalid_config("drafter.cost_ratio", cost_ratio, "finite and above 0"));

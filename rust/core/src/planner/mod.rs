@@ -112,7 +112,7 @@ impl SpeculationPlanner {
             [("max_num_seqs", max_num_seqs, 1 << 16), ("num_speculative_tokens", num_speculative_tokens, 1 << 10)]
         {
             if value == 0 || value > most {
-                return Err(Error::invalid_config(field, value, format!("1 to {most}")));
+                return Err(Error::invalid_config(field, value, format!("from 1 to {most}")));
             }
         }
         if !(catch_up_ms.is_finite() && catch_up_ms >= 0.0) {
@@ -389,10 +389,14 @@ impl SpeculationPlanner {
         }
         for ((&k, &drafted), &accepted) in ks.iter().zip(drafted).zip(accepted) {
             if k < 0 || k > self.k as i64 {
-                return Err(Error::invalid_buffer("ks", k, format!("0 to {}", self.k)));
+                return Err(Error::invalid_buffer("ks", k, format!("from 0 to {}", self.k)));
             }
             let [Ok(d), Ok(a)] = [usize::try_from(drafted), usize::try_from(accepted)] else {
-                return Err(Error::invalid_buffer("drafted, accepted", format!("{drafted}, {accepted}"), "at least 0"));
+                return Err(Error::invalid_buffer(
+                    "(drafted, accepted)",
+                    format!("({drafted}, {accepted})"),
+                    "at least 0 each",
+                ));
             };
             if d > k as usize || a > d {
                 return Err(Error::InvalidAcceptance { drafted: d, accepted: a, allowed: k as usize });
@@ -403,5 +407,5 @@ impl SpeculationPlanner {
 }
 
 fn no_row(row: i64, rows: usize) -> Error {
-    Error::invalid_buffer("rows", row, format!("0 to {}", rows - 1))
+    Error::invalid_buffer("rows", row, format!("from 0 to {}", rows - 1))
 }

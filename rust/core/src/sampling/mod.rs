@@ -62,7 +62,7 @@ impl Sampler {
     /// [`Error::InvalidConfig`] unless `1 <= vocab_size <= 2^31`.
     pub fn new(vocab_size: usize) -> Result<Self> {
         if !(1..=1 << 31).contains(&vocab_size) {
-            return Err(Error::invalid_config("vocab_size", vocab_size, "1 to 2147483648"));
+            return Err(Error::invalid_config("vocab_size", vocab_size, "from 1 to 2147483648"));
         }
         Ok(Self { vocab_size, filter: Filter::default(), noise: Vec::new(), residual: Vec::new() })
     }
@@ -194,7 +194,7 @@ impl Sampler {
         check_len("rows", rows.len(), (drafts.len() + 1) * self.vocab_size)?;
         match drafts.iter().find(|&&draft| !(0..self.vocab_size as i64).contains(&draft)) {
             Some(draft) => {
-                Err(Error::invalid_buffer("drafts", draft, format!("ids from 0 to {}", self.vocab_size - 1)))
+                Err(Error::invalid_buffer("drafts", draft, format!("an id from 0 to {}", self.vocab_size - 1)))
             }
             None => Ok(()),
         }

@@ -259,8 +259,8 @@ impl RequestSampling<'_> {
         let finite = f64::MIN..=f64::MAX;
         let numbers = [
             ("temperature", self.temperature, 0.0..=f64::MAX, "finite and at least 0"),
-            ("top_p", self.top_p, least..=1.0, "above 0, at most 1"),
-            ("min_p", self.min_p, 0.0..=1.0, "0 to 1"),
+            ("top_p", self.top_p, least..=1.0, "above 0 and at most 1"),
+            ("min_p", self.min_p, 0.0..=1.0, "from 0 to 1"),
             ("repetition_penalty", self.repetition_penalty, positive, "finite and above 0"),
             ("presence_penalty", self.presence_penalty, finite.clone(), "finite"),
             ("frequency_penalty", self.frequency_penalty, finite.clone(), "finite"),
@@ -272,7 +272,7 @@ impl RequestSampling<'_> {
         }
         for (field, value) in [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)] {
             if value < LOGPROBS_NONE {
-                let allowed = format!("at least 0, {LOGPROBS_ALL} for all, {LOGPROBS_NONE} for none");
+                let allowed = format!("at least 0, or {LOGPROBS_ALL} for all, or {LOGPROBS_NONE} for none");
                 return Err(Error::invalid_request(request_id, field, value, allowed));
             }
         }
@@ -299,7 +299,7 @@ impl RequestSampling<'_> {
         ];
         for (field, ids) in ids.into_iter().chain(self.bad_words.iter().map(|word| ("bad_words", &word[..]))) {
             if let Some(&token) = ids.iter().find(|&&token| !is_token(token)) {
-                return Err(Error::invalid_request(request_id, field, token, "token ids"));
+                return Err(Error::invalid_request(request_id, field, token, "a token id"));
             }
         }
         Ok(())

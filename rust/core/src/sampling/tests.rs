@@ -213,19 +213,13 @@ fn wrong_sizes_are_named() {
     let mut sampler = Sampler::new(3).unwrap();
     let message = |result: Result<Verdict, crate::Error>| result.unwrap_err().to_string();
     let row = [0.0; 6];
-    assert_eq!(
-        message(sampler.verify_coupled(&row, &PLAIN, 0, 0, &[])),
-        "rows = 6 elements is not allowed: expected 3 elements"
-    );
+    assert_eq!(message(sampler.verify_coupled(&row, &PLAIN, 0, 0, &[])), "rows=6 elements: must be 3");
     assert_eq!(
         message(sampler.verify_rejection(&row, &PLAIN, 0, 0, &[3], &[0.0; 3])),
-        "drafts = 3 is not allowed: expected ids from 0 to 2"
+        "drafts=3: must be an id from 0 to 2"
     );
-    assert_eq!(
-        message(sampler.verify_rejection(&row, &PLAIN, 0, 0, &[1], &[0.0; 2])),
-        "q = 2 elements is not allowed: expected 3 elements"
-    );
-    assert_eq!(Sampler::new(0).unwrap_err().to_string(), "vocab_size = 0 is not allowed: expected 1 to 2147483648");
+    assert_eq!(message(sampler.verify_rejection(&row, &PLAIN, 0, 0, &[1], &[0.0; 2])), "q=2 elements: must be 3");
+    assert_eq!(Sampler::new(0).unwrap_err().to_string(), "vocab_size=0: must be from 1 to 2147483648");
 }
 
 #[test]

@@ -190,7 +190,7 @@ impl SchedulerConfig {
         ];
         for (field, value, least, most) in sizes {
             if value < least || value > most {
-                return Err(Error::invalid_config(field, value, format!("{least} to {most}")));
+                return Err(Error::invalid_config(field, value, format!("from {least} to {most}")));
             }
         }
         let numbers =
@@ -224,7 +224,7 @@ impl SchedulerConfig {
         for pair in self.merged_rooms.windows(2) {
             let [a, b] = [pair[0], pair[1]];
             if (a.num_speculative_tokens, a.num_seqs) >= (b.num_speculative_tokens, b.num_seqs) {
-                return rejected(&b, "rooms in order of drafts, then of sequences");
+                return rejected(&b, "in order of drafts, then of sequences");
             }
             if a.num_speculative_tokens == b.num_speculative_tokens && a.num_tokens < b.num_tokens {
                 return rejected(&b, "at most as many tokens as with fewer sequences");
@@ -241,7 +241,7 @@ impl SchedulerConfig {
         }
         let most = self.sliding_window.unwrap_or(MAX_SIZE);
         if let Some(&window) = self.window_groups.iter().find(|&window| !(2..=most).contains(window)) {
-            let allowed = format!("windows of 2 to {most}, none longer than the first group's");
+            let allowed = format!("windows from 2 to {most}, none longer than the first group's");
             return Err(Error::invalid_config("window_groups", window, allowed));
         }
         if self.enable_kv_cache_events && further > 0 {

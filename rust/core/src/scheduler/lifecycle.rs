@@ -56,7 +56,7 @@ impl Scheduler {
             [("token_ids", token_ids), ("stop_token_ids", params.stop_token_ids), ("prediction", params.prediction)]
         {
             if let Some(index) = tokens.iter().position(|&token| !is_token(token)) {
-                return invalid(field, format!("{} at index {index}", tokens[index]), format!("0 to {MAX_TOKEN}"));
+                return invalid(field, format!("{} at index {index}", tokens[index]), format!("from 0 to {MAX_TOKEN}"));
             }
         }
         if let Err((value, allowed)) = check_extra_keys(params.extra_keys, token_ids.len()) {
@@ -64,7 +64,11 @@ impl Scheduler {
         }
         if let Some(lora) = params.lora {
             if self.config.max_loras == 0 {
-                return invalid("lora", format!("{:?}", lora.name), "none with max_loras = 0".into());
+                return invalid(
+                    "lora",
+                    format!("{:?}", lora.name),
+                    "none while max_loras=0; raise max_loras to serve adapters".into(),
+                );
             }
             if lora.id == 0 || lora.name.is_empty() {
                 let allowed = "an id of at least 1 and a name that is not empty";
@@ -76,7 +80,7 @@ impl Scheduler {
             return invalid("limit", limit.to_string(), format!("at least {least}, one more than the prompt"));
         }
         if limit > most {
-            return invalid("limit", limit.to_string(), format!("at most {most}, max_model_len"));
+            return invalid("limit", limit.to_string(), format!("at most max_model_len={most}"));
         }
         let (blocks, pool) = (self.config.least_blocks(limit), self.config.num_blocks);
         if blocks > pool {
@@ -84,12 +88,16 @@ impl Scheduler {
             return invalid(
                 "limit",
                 value,
-                format!("what the pool's {pool} blocks of {} hold", self.config.block_size),
+                format!("at most what the pool's {pool} blocks of {} tokens hold", self.config.block_size),
             );
         }
         let (k, most) = (params.num_speculative_tokens, self.config.num_speculative_tokens);
         if k > most {
-            return invalid("num_speculative_tokens", k.to_string(), format!("at most {most}, the engine's"));
+            return invalid(
+                "num_speculative_tokens",
+                k.to_string(),
+                format!("at most {most}, the engine's number of drafts"),
+            );
         }
         let stops = params.stop_token_ids.len();
         if stops > MAX_STOP_IDS {
@@ -99,7 +107,7 @@ impl Scheduler {
         let (constraints, most) = (params.sampling.num_constraints(), self.config.max_constraint_len);
         if constraints > most {
             let value = format!("{constraints} elements of allowed_token_ids, logit_bias and bad_words");
-            return invalid("constraints", value, format!("at most {most}, max_constraint_len"));
+            return invalid("constraints", value, format!("at most max_constraint_len={most}"));
         }
         Ok(())
     }
@@ -137,7 +145,7 @@ impl Scheduler {
         let index = self.live(request_id)?;
         if let Some(at) = token_ids.iter().position(|&token| !is_token(token)) {
             let value = format!("{} at index {at}", token_ids[at]);
-            return Err(Error::invalid_request(request_id, "token_ids", value, format!("0 to {MAX_TOKEN}")));
+            return Err(Error::invalid_request(request_id, "token_ids", value, format!("from 0 to {MAX_TOKEN}")));
         }
         self.requests[index].set_grammar_drafts(token_ids);
         Ok(())

@@ -153,17 +153,17 @@ impl Scheduler {
             let Report { emitted, accepted, drafted, flags, finish_reason } = report;
             let k = i64::from(sequence.k());
             if flags & !ALL_FLAGS != 0 {
-                return Err(self.invalid(index, "flags", flags, format!("bits of {ALL_FLAGS}")));
+                return Err(self.invalid(index, "flags", flags, format!("a sum of bits of {ALL_FLAGS}")));
             }
             if !(0..=k).contains(&drafted) {
-                return Err(self.invalid(index, "num_drafted", drafted, format!("0 to the sequence's K = {k}")));
+                return Err(self.invalid(index, "num_drafted", drafted, format!("from 0 to the sequence's K = {k}")));
             }
             if !(0..=drafted).contains(&accepted) {
-                return Err(self.invalid(index, "num_accepted", accepted, format!("0 to num_drafted = {drafted}")));
+                return Err(self.invalid(index, "num_accepted", accepted, format!("from 0 to num_drafted={drafted}")));
             }
             let most = if sequence.emits() { accepted + 1 } else { 0 };
             if !(0..=most).contains(&emitted) {
-                return Err(self.invalid(index, "num_emitted", emitted, format!("0 to {most}")));
+                return Err(self.invalid(index, "num_emitted", emitted, format!("from 0 to {most}")));
             }
             let row = &self.rows[sequence.row as usize];
             if row.state != RowState::Live || flags & FATAL != 0 {
@@ -191,10 +191,10 @@ impl Scheduler {
         let row = &self.rows[row as usize];
         let room = (row.limit - row.n) as i64;
         if emitted < most && finish_reason != FINISH_STOP {
-            return Err(self.invalid(index, "num_emitted", emitted, format!("{most}, or less up to a stop token")));
+            return Err(self.invalid(index, "num_emitted", emitted, format!("{most}, or fewer up to a stop token")));
         }
         if emitted > room {
-            return Err(self.invalid(index, "num_emitted", emitted, format!("at most {room} up to the limit")));
+            return Err(self.invalid(index, "num_emitted", emitted, format!("at most {room}, which reach the limit")));
         }
         let request = &self.requests[row.request];
         // `min_tokens` yields where a grammar, which only the device knows, leaves nothing but stop tokens.
@@ -204,7 +204,7 @@ impl Scheduler {
             FINISH_NONE if emitted < room => return Ok(()),
             FINISH_LENGTH if emitted == room => return Ok(()),
             FINISH_STOP if stops => return Ok(()),
-            FINISH_STOP => format!("{FINISH_STOP} behind a stop token at a position from {} on", request.min_len),
+            FINISH_STOP => format!("{FINISH_STOP} after a stop token at a position from {} on", request.min_len),
             _ if emitted == room => format!("{FINISH_LENGTH} at the limit, or {FINISH_STOP}"),
             _ => format!("{FINISH_NONE} before the limit, or {FINISH_STOP}"),
         };

@@ -118,7 +118,7 @@ impl Scheduler {
         let request = &mut self.requests[index];
         let most = (request.tokens.len() - 1) / block_size;
         if num_blocks == 0 || num_blocks > most {
-            let allowed = format!("1 to {most}, the blocks before the last token");
+            let allowed = format!("from 1 to {most}, the blocks before the last token");
             return Err(Error::invalid_buffer("num_blocks", num_blocks, allowed));
         }
         let hash = request.block_hash(num_blocks - 1, block_size, &self.hasher);

@@ -37,7 +37,7 @@ impl Scheduler {
             ("planner.max_num_seqs", planner.max_num_seqs(), config.max_num_seqs),
         ] {
             if value != own {
-                return Err(Error::invalid_config(field, value, format!("{own}, as the scheduler")));
+                return Err(Error::invalid_config(field, value, format!("{own}, the scheduler's")));
             }
         }
         let mut asked = std::mem::take(&mut self.speculation);

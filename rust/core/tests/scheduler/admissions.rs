@@ -180,7 +180,7 @@ fn values_that_nothing_can_be_drawn_with_are_refused_by_name() {
         ("constraints", RequestSampling { allowed_token_ids: Some(&[1, 2, 3, 4, 5]), ..fine }),
     ] {
         let error = planned.scheduler.add_request(0, &[1], &params(&[], sampling)).unwrap_err();
-        assert!(error.to_string().contains(&format!(" {field} = ")), "{field}: {error}");
+        assert!(error.to_string().contains(&format!(" {field}=")), "{field}: {error}");
         assert!(!planned.scheduler.has_unfinished());
     }
 }

@@ -150,8 +150,8 @@ fn wrong_grammar_drafts_are_rejected() {
     driver.add(0, &asking(8)).unwrap();
     assert!(matches!(driver.scheduler.set_grammar_drafts(3, &[1]), Err(Error::UnknownRequest { request_id: 3 })));
     let wrong = driver.scheduler.set_grammar_drafts(0, &[1, -2]).unwrap_err().to_string();
-    assert!(wrong.contains("token_ids = -2 at index 1"), "{wrong}");
+    assert!(wrong.contains("token_ids=-2 at index 1"), "{wrong}");
     let wrong = driver.add(1, &Ask { prediction: vec![-1], ..asking(8) }).unwrap_err().to_string();
-    assert!(wrong.contains("prediction = -1 at index 0"), "{wrong}");
+    assert!(wrong.contains("prediction=-1 at index 0"), "{wrong}");
     driver.run();
 }

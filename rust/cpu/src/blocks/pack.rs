@@ -38,7 +38,7 @@ impl Packed {
         let outputs = order.map_or(blocks.len() / row, <[usize]>::len);
         check_len(&format!("{name}'s blocks"), blocks.len(), outputs * row)?;
         if let Some(from) = order.and_then(|order| order.iter().find(|&&from| from >= outputs)) {
-            return Err(Error::invalid(format!("{name}'s order"), from, format!("rows below {outputs}")));
+            return Err(Error::invalid(format!("{name}'s order"), from, format!("a row below {outputs}")));
         }
         let mut made = Self::empty(kind.name(), kind.format(), outputs, inputs);
         made.fill(threads, |strip, output| {
@@ -47,7 +47,7 @@ impl Packed {
                 let block = kind.read(block);
                 if !strip.format.is_finite(&block) {
                     let field = format!("{name}'s scale of row {from}, block {i}");
-                    return Err(Error::invalid(field, "not finite", "a number"));
+                    return Err(Error::invalid(field, "not finite", "a finite number"));
                 }
                 strip.put_block(lane, i * numbers / BLOCK, numbers / BLOCK, &block);
             }
@@ -68,11 +68,11 @@ impl Packed {
         let outputs = values.len() / inputs.max(1);
         check_len(&format!("{name}'s values"), values.len(), outputs * inputs)?;
         if values.is_empty() {
-            return Err(Error::invalid(format!("{name}'s values"), "0 elements", "at least one"));
+            return Err(Error::invalid(format!("{name}'s values"), "0 elements", "at least 1 element"));
         }
         check_groups(&format!("{name}'s scales"), scales.len(), outputs, inputs, BLOCK)?;
         if let Some(i) = scales.iter().position(|scale| !scale.is_finite()) {
-            return Err(Error::invalid(format!("{name}'s scales"), scales[i], "numbers"));
+            return Err(Error::invalid(format!("{name}'s scales"), scales[i], "a finite number"));
         }
         let group = values.len() / scales.len();
         let ranges: Vec<(i16, i16)> = values.chunks_exact(group).map(range).collect();

@@ -21,7 +21,7 @@ impl Decoder {
         let weights: &Weights = &self.weights;
         let hidden = weights.shape.hidden_size;
         let Some(head) = &weights.head else {
-            return Err(Error::invalid("states", "given", "none: it is no head"));
+            return Err(Error::invalid("states", "given", "none, because the decoder is no head"));
         };
         if head.is_mtp() {
             check_len("out", out.len(), states.len())?;

@@ -56,12 +56,12 @@ impl Decoder {
     fn check_head(&self, hidden: &[f32], num_ids: usize) -> Result<usize> {
         let shape = &self.weights.shape;
         if !hidden.len().is_multiple_of(shape.hidden_size) {
-            let allowed = format!("a multiple of hidden_size = {}", shape.hidden_size);
+            let allowed = format!("a multiple of hidden_size={}", shape.hidden_size);
             return Err(Error::invalid("hidden", format!("{} elements", hidden.len()), allowed));
         }
         let known = self.weights.num_ids();
         if num_ids == 0 || num_ids > known {
-            return Err(Error::invalid("num_ids", num_ids, format!("1 to vocab_size = {known}")));
+            return Err(Error::invalid("num_ids", num_ids, format!("from 1 to vocab_size={known}")));
         }
         Ok(hidden.len() / shape.hidden_size)
     }

@@ -256,8 +256,11 @@ impl Decoder {
             (Some(head_states), Some(_)) => head_states.check(pass, &self.weights.shape)?,
             (None, None) => {}
             (given, _) => {
-                let (given, allowed) =
-                    if given.is_some() { ("given", "none: it is no head") } else { ("missing", "some") };
+                let (given, allowed) = if given.is_some() {
+                    ("given", "none, because the decoder is no head")
+                } else {
+                    ("none", "given, because the decoder is a head")
+                };
                 return Err(Error::invalid("head_states", given, allowed));
             }
         }

@@ -72,20 +72,20 @@ impl HiddenStates {
             return Err(Error::invalid("draft", "an EAGLE-3 head", "none with this drafter"));
         };
         let Some(rows) = state.hidden.as_ref().filter(|_| !layers.is_empty()) else {
-            return Err(Error::invalid("draft or hidden", "missing", "an EAGLE-3 head, and row state for it"));
+            return Err(Error::invalid("draft and hidden", "not both given", "an EAGLE-3 head and its row state"));
         };
         let facts = target.facts();
         if size != facts.hidden_size {
-            let allowed = format!("the target's hidden_size = {}", facts.hidden_size);
+            let allowed = format!("the target's hidden_size={}", facts.hidden_size);
             return Err(Error::invalid("fc's inputs for each layer", size, allowed));
         }
         let own = draft.map_or(0, |draft| draft.facts().vocab_size);
         if own != facts.vocab_size {
-            let allowed = format!("the target's = {}", facts.vocab_size);
+            let allowed = format!("the target's, {}", facts.vocab_size);
             return Err(Error::invalid("the head's vocab_size", own, allowed));
         }
         if let Some(layer) = layers.iter().find(|&&layer| layer > facts.num_layers + 1) {
-            return Err(Error::invalid("hidden_layers", layer, format!("0 to {}", facts.num_layers + 1)));
+            return Err(Error::invalid("hidden_layers", layer, format!("from 0 to {}", facts.num_layers + 1)));
         }
         self.layers.extend_from_slice(layers);
         (self.size, self.width) = (layers.len() * size, max_draft_lag - 1);

@@ -65,7 +65,7 @@ pub struct NoHost;
 
 impl Host for NoHost {
     fn start_grammar(&mut self, index: usize, _row: usize, _mask: &mut [u32]) -> Result<()> {
-        Err(Error::invalid("grammars", "none", format!("that of sequence {index}")))
+        Err(Error::invalid("grammars", "none", format!("the grammar of sequence {index}")))
     }
 
     fn advance_grammar(&mut self, index: usize, _token: i64, mask: &mut [u32]) -> Result<()> {

@@ -176,7 +176,7 @@ impl Iteration {
             && rates.len() != config.num_speculative_tokens
         {
             let allowed = format!("one for each of {} drafts", config.num_speculative_tokens);
-            return Err(Error::invalid("rates", format!("{} of them", rates.len()), allowed));
+            return Err(Error::invalid("rates", format!("{} numbers", rates.len()), allowed));
         }
         Ok(Self {
             record: RecordLayout::new(&config),

@@ -129,7 +129,7 @@ impl Model for Cached<'_> {
             for &row in pass.sequences {
                 let Some(adapter) = self.adapters.get(row) else {
                     let allowed = format!("one for each row of state, {row} included");
-                    return Err(Error::invalid("adapters", format!("{} of them", self.adapters.len()), allowed));
+                    return Err(Error::invalid("adapters", format!("{} entries", self.adapters.len()), allowed));
                 };
                 adapters.push(*adapter);
             }

@@ -37,18 +37,21 @@ impl Translation {
         for &(target, draft) in shared {
             let place = usize::try_from(target).ok().and_then(|target| fed.get_mut(target)).filter(|place| **place < 0);
             let Some(place) = place else {
-                let allowed = format!("0 to {}, each once", vocab_size as i64 - 1);
-                return Err(Error::invalid("shared: id of the target", target, allowed));
+                let allowed = format!("from 0 to {}, each once", vocab_size as i64 - 1);
+                return Err(Error::invalid("id of the target in shared", target, allowed));
             };
             *place = draft;
         }
         if let Some(&(_, draft)) = shared.iter().find(|&&(_, draft)| draft < 0) {
-            return Err(Error::invalid("shared: id of the draft", draft, "0 and above"));
+            return Err(Error::invalid("id of the draft in shared", draft, "at least 0"));
         }
         if shared.is_empty() || unknown < 0 {
-            let (field, value) =
-                if shared.is_empty() { ("shared", "empty".to_string()) } else { ("unknown", unknown.to_string()) };
-            return Err(Error::invalid(field, value, "tokens that both vocabularies have, and an id of the draft"));
+            let (field, value, allowed) = if shared.is_empty() {
+                ("shared", "no tokens".to_string(), "at least one token that both vocabularies have")
+            } else {
+                ("unknown", unknown.to_string(), "an id of the draft, at least 0")
+            };
+            return Err(Error::invalid(field, value, allowed));
         }
         let shared = (0..vocab_size).filter(|&id| fed[id] >= 0).map(|id| (id, fed[id] as usize)).collect();
         fed.iter_mut().filter(|id| **id < 0).for_each(|id| *id = unknown);
@@ -63,7 +66,7 @@ impl Translation {
     /// Rejects ids that a draft of `known` ids does not have.
     pub(super) fn check(&self, known: usize) -> Result<()> {
         match self.fed.ids.iter().find(|&&id| id as usize >= known) {
-            Some(id) => Err(Error::invalid("shared or unknown: id of the draft", id, format!("below {known}"))),
+            Some(id) => Err(Error::invalid("id of the draft in shared or unknown", id, format!("below {known}"))),
             None => Ok(()),
         }
     }

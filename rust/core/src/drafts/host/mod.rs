@@ -252,17 +252,14 @@ mod tests {
             |method, name, value| HostDrafters::default().add(method, &[(name, value)]).expect_err("wrong").to_string();
         assert_eq!(
             rejected("device", "", Number::Integer(1)),
-            "method = device is not allowed: expected ngram or suffix or prediction or grammar"
+            "method=device: must be ngram or suffix or prediction or grammar"
         );
         let unknown = rejected("ngram", "prompt_lookup_mix", Number::Integer(1));
-        assert_eq!(
-            unknown,
-            "setting = prompt_lookup_mix is not allowed: expected one of prompt_lookup_min, prompt_lookup_max"
-        );
+        assert_eq!(unknown, "setting=prompt_lookup_mix: must be one of prompt_lookup_min, prompt_lookup_max");
         let negative = rejected("suffix", "max_memory_bytes", Number::Integer(-1));
-        assert_eq!(negative, "max_memory_bytes = -1 is not allowed: expected an integer, 0 or above");
-        assert!(rejected("suffix", "max_tree_depth", Number::Float(2.5)).starts_with("max_tree_depth = 2.5 "));
-        assert!(rejected("suffix", "min_token_prob", Number::Float(1.5)).starts_with("min_token_prob = 1.5 "));
-        assert!(rejected("ngram", "prompt_lookup_max", Number::Integer(0)).starts_with("prompt_lookup_max = 0 "));
+        assert_eq!(negative, "max_memory_bytes=-1: must be an integer of at least 0");
+        assert!(rejected("suffix", "max_tree_depth", Number::Float(2.5)).starts_with("max_tree_depth=2.5: "));
+        assert!(rejected("suffix", "min_token_prob", Number::Float(1.5)).starts_with("min_token_prob=1.5: "));
+        assert!(rejected("ngram", "prompt_lookup_max", Number::Integer(0)).starts_with("prompt_lookup_max=0: "));
     }
 }

@@ -48,10 +48,10 @@ impl NgramProposer {
     /// [`Error::InvalidConfig`] unless `prompt_lookup_min <= prompt_lookup_max` and `1 <= prompt_lookup_max <= 1024`.
     pub fn new(prompt_lookup_min: usize, prompt_lookup_max: usize) -> Result<Self> {
         if !(1..=1024).contains(&prompt_lookup_max) {
-            return Err(Error::invalid_config("prompt_lookup_max", prompt_lookup_max, "1 to 1024"));
+            return Err(Error::invalid_config("prompt_lookup_max", prompt_lookup_max, "from 1 to 1024"));
         }
         if prompt_lookup_min > prompt_lookup_max {
-            let allowed = format!("0 to prompt_lookup_max = {prompt_lookup_max}");
+            let allowed = format!("from 0 to prompt_lookup_max={prompt_lookup_max}");
             return Err(Error::invalid_config("prompt_lookup_min", prompt_lookup_min, allowed));
         }
         Ok(Self { prompt_lookup_min, prompt_lookup_max })

@@ -41,7 +41,7 @@ impl<'a> Settings<'a> {
     /// # Errors
     /// [`Error::InvalidConfig`] unless it is an integer, 0 or above.
     pub(super) fn size(&mut self, name: &'static str, default: usize) -> Result<usize> {
-        let wrong = |value: Number| Error::invalid_config(name, value.text(), "an integer, 0 or above");
+        let wrong = |value: Number| Error::invalid_config(name, value.text(), "an integer of at least 0");
         match self.get(name) {
             None => Ok(default),
             Some(value @ Number::Integer(size)) => usize::try_from(size).map_err(|_| wrong(value)),

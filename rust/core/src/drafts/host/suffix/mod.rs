@@ -74,13 +74,13 @@ impl SuffixSettings {
     /// [`Error::InvalidConfig`] naming the first setting outside its range.
     pub fn validate(&self) -> Result<()> {
         if !(2..=MAX_DEPTH).contains(&self.max_tree_depth) {
-            return Err(Error::invalid_config("max_tree_depth", self.max_tree_depth, format!("2 to {MAX_DEPTH}")));
+            return Err(Error::invalid_config("max_tree_depth", self.max_tree_depth, format!("from 2 to {MAX_DEPTH}")));
         }
         if !self.max_spec_factor.is_finite() || self.max_spec_factor <= 0.0 {
             return Err(Error::invalid_config("max_spec_factor", self.max_spec_factor, "finite and above 0"));
         }
         if !(0.0..=1.0).contains(&self.min_token_prob) {
-            return Err(Error::invalid_config("min_token_prob", self.min_token_prob, "0 to 1"));
+            return Err(Error::invalid_config("min_token_prob", self.min_token_prob, "from 0 to 1"));
         }
         Ok(())
     }
