@@ -101,7 +101,7 @@ def texts(data: dict[str, Any], name: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Write both pictures."""
+    """Write the chart of one set of results as two SVG files, for light and dark pages."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path, help="JSON file that bench_cpu_peers.py wrote")
     parser.add_argument("--set", default=SET, help=f"set of that file; default: {SET}")

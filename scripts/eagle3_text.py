@@ -143,7 +143,8 @@ def pad(rows: list[list[int]], length: int) -> tuple[Tensor, Tensor]:
 
 
 def save(path: Path, write: Any) -> None:
-    """Write a file such that it exists whole or not at all."""
+    """Write a file with `write(path)`, so that it exists whole or not at all: it is written under another name and then
+    renamed."""
     partial = path.with_name(path.name + ".partial")
     write(partial)
     partial.rename(path)

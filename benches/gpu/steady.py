@@ -97,9 +97,11 @@ class ClosedLoop:
 
 
 def steady(engine: Engine, concurrency: int, seconds: float) -> dict[str, Any]:
-    """Measure tokens per second from the end of the first `concurrency` requests until the last one is added.
+    """Measure tokens per second. The time runs from when `concurrency` requests have ended until the last request is
+    added.
 
-    After `seconds` no more requests are added, and the warm-up takes at most half of them. The rest is aborted.
+    After `seconds` no more requests are added. The warm-up ends after half of `seconds` at the latest. Requests that
+    still run at the end are aborted.
     """
     loop = ClosedLoop(engine, concurrency)
     synchronize()

@@ -292,7 +292,8 @@ class NearDraws:
 
 
 def compare(pair: Pair, made: Made) -> dict[str, int]:
-    """Check that a step left the same on both sides, and count the cases that it covered."""
+    """Check that a step of the native pass left the same results and row state as the reference. Returns how often each
+    case occurred."""
     reference, native = pair.reference, pair.native
     count = made.header["num_decode"] + made.header["num_prefill"]
     rows = native.slot.record_arrays["seq_row"][:count].tolist()

@@ -241,7 +241,7 @@ def test_no_first_token_waits_for_a_native_head(head_bank: Bank) -> None:
 @sweep(15)
 @given(data=st.data())
 def test_drafts_change_no_bit(method: str, head_bank: Bank, data: st.DataObject) -> None:
-    """Check that drafts change no bit: text and logits are those of K = 0."""
+    """Check that drafts change no result: tokens and logits equal those of K = 0, bit for bit."""
     fields = data.draw(engine_settings(), label="engine")
     if method != "eagle3":  # drafters on the host want the last step settled
         fields["max_steps_in_flight"] = 1

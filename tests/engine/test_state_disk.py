@@ -196,8 +196,8 @@ def rewrite(folder: Path, keep: Callable[[int, int], bool]) -> int:
 
 
 def test_blocks_and_snapshots_are_of_use_together(path: Path, folder: Path) -> None:
-    """Check that KV without a snapshot, and a snapshot without its KV, are not read. The KV tells a request where
-    to leave a snapshot."""
+    """Check that neither KV without a snapshot nor a snapshot without its KV is read from the disk. A request that
+    finds KV without a snapshot leaves a snapshot at the end of that KV."""
     engine = start(path, "mtp", folder)
     ask(engine, PROMPTS[:1], "mtp")
     end(engine)

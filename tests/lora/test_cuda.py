@@ -212,7 +212,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def requests(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
-    """For each of PROMPTS and one more, the adapter: three adapters, and one request without."""
+    """Return the adapter of each request, one per prompt of PROMPTS and one more: three requests have an adapter, the
+    second has none."""
     folder = tmp_path_factory.mktemp("adapters")
     leaves = tuple(leaves_of(pair.target))
     made = [

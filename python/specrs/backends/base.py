@@ -44,7 +44,7 @@ class Runner(Protocol):
 
     @property
     def kv_cache(self) -> Any:
-        """The KV cache of the target."""
+        """KV cache of the target, in the backend's own type."""
 
     @property
     def is_native(self) -> bool:
@@ -118,7 +118,7 @@ class Backend(Protocol):
         """Make `device` the calling thread's current one while the context lasts."""
 
     def free_memory(self, device: str) -> int:
-        """Return the bytes that an engine may use on `device`."""
+        """Return the bytes of `device` that are free for an engine."""
 
     def check_config(self, config: EngineConfig, device: str, ranks: Ranks | None) -> None:
         """Raise an `InvalidConfigError` for models or options that `device` cannot serve. Reads no weights."""

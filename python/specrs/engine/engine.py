@@ -57,11 +57,11 @@ class Engine:
     """Runs requests to their end, with up to `max_steps_in_flight` steps in flight.
 
     A call of `step` plans and enqueues until `max_steps_in_flight` steps are in flight, then settles the oldest. The
-    host therefore waits for a step only if a newer one is already enqueued (or at depth 1).
+    host therefore waits for a step only if a newer one is already enqueued, or if `max_steps_in_flight` is 1.
 
     An interrupt may end any call between any two instructions. The scheduler's own calls are atomic, so its state is
-    the reference for what is in flight and which requests live. `_mend` compares the engine with it and repairs the
-    engine.
+    the reference for which steps are in flight and which requests are live. `_mend` compares the engine with it and
+    repairs the engine.
     """
 
     def __init__(self, parts: EngineParts) -> None:

@@ -25,8 +25,9 @@ class PassTimes:
     def model(self, growth: Sequence[float] = ()) -> CostModel:
         """Return the cost model `ITL = K * T_d + T_t`. Raises `InvalidConfigError` for times that are not positive.
 
-        `growth` is the factor g_K by which the target's pass takes longer than T_t at K = 1, 2, ...: `ITL = K * T_d +
-        g_K * T_t`. A mixture of experts reads more experts for more rows, see `verification_growth`.
+        `growth` has the factors g_K by which the target's pass takes longer than T_t, for K = 1, 2, ...:
+        `ITL = K * T_d + g_K * T_t`. A mixture of experts reads more experts for more rows, see `verification_growth`.
+        Here ITL is the time of one iteration.
         """
         line = CostModel.lines([1], [self.draft_ms], [self.target_ms], [self.vanilla_ms])
         if not growth:

@@ -29,7 +29,8 @@ class Shard:
     size: int
 
     def of_config(self, c: ModelConfig) -> ModelConfig:
-        """Return `c` with the heads and features of this rank. The vocabulary size stays that of the whole model."""
+        """Return `c` with this rank's number of heads and intermediate size. Hidden size and vocabulary size stay those
+        of the whole model."""
         experts = c.experts
         if experts is not None:
             experts = replace(experts, intermediate_size=experts.intermediate_size // self.size)

@@ -15,7 +15,8 @@ class ContentStops:
     count."""
 
     def __init__(self, strings: Sequence[str], *, include: bool) -> None:
-        """Start to look for `strings`. With `include`, the content ends after the stop string, otherwise before it."""
+        """Create a finder of the stop strings `strings`. With `include`, the content ends after the stop string,
+        otherwise before it."""
         self.found: str | None = None
         """Stop string that ended the content. None: none was found yet."""
         self.active = True

@@ -376,7 +376,7 @@ pub(crate) struct Layer {
     pub(crate) window: usize,
     /// Scales of K and V if the cache is quantized.
     pub(crate) kv_scales: (f32, f32),
-    /// Sizes of the model, with the layer's own.
+    /// Sizes of the model, with those of this layer where layers differ.
     pub(crate) shape: ModelShape,
     /// Index of `shape` among those of the model's layers.
     pub(crate) kind: usize,

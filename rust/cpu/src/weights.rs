@@ -88,10 +88,10 @@ pub struct Multipliers {
 pub struct Eagle3Weights {
     /// Layers of the target whose input states the head reads, L of them.
     pub hidden_layers: Vec<usize>,
-    /// Projection `L target's hidden -> hidden`.
+    /// Projection from L hidden states of the target to one of the head, `L * target's hidden -> hidden`.
     pub fc: Linear,
-    /// Weight of the norm before `fc`, `[L target's hidden]`: one norm for all of it, or one for each layer's state if
-    /// `fc_norm_each`.
+    /// Weight of the norm before `fc`, `[L * target's hidden]`: one norm over the states of all L layers, or with
+    /// `fc_norm_each` one norm for each layer's state.
     pub fc_norm: Option<Values>,
     /// Whether `fc_norm` norms each layer's state by itself, not all of them as one.
     pub fc_norm_each: bool,

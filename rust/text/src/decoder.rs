@@ -187,7 +187,7 @@ fn locality(decoder: &Value) -> Local {
 /// JSON object whose values are not parsed. The JSON of a large vocabulary takes ten times its length as values.
 type Sections<'a> = BTreeMap<String, &'a RawValue>;
 
-/// Part of a tokenizer that decodes.
+/// Decoding part of a tokenizer, without what only encoding needs.
 struct DecodingPart {
     /// The part as `tokenizer.json`.
     json: String,

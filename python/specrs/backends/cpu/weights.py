@@ -304,8 +304,8 @@ def _same(order: Array | None, other: Array | None) -> bool:
 
 
 def fits_bfloat16(matrix: Array) -> bool:
-    """Return whether bf16 holds every number of `matrix` exactly. Checks some rows at a time, because the first often
-    differ already."""
+    """Return whether bf16 holds every element of `matrix` exactly. Checks some rows at a time, because often one of the
+    first rows already does not fit."""
     if matrix.dtype == BFLOAT16:
         return True
     rows = max(1, _AT_ONCE // matrix.shape[1])

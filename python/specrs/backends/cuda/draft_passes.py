@@ -93,7 +93,7 @@ class DraftPasses(Protocol):
         """Write the most probable token of each row of `hidden` and its logit into `ids` and `top`, both `[N]`."""
 
     def compute_logits(self, hidden: Tensor, out: Tensor) -> None:
-        """Write logits into the columns of `out` `[N, ids]` that the drafter has ids for."""
+        """Write logits into those columns of `out` `[N, ids]` whose ids are in the drafter's vocabulary."""
 
     def catch_up(self, inputs: PassInputs, hidden: HiddenInputs | None = None) -> None:
         """Run a pass over tokens that the drafter has not seen, given in its own ids.

@@ -147,7 +147,8 @@ class Machine:
         deadline: float = 0.0,
         advance: Callable[[], None] = lambda: None,
     ) -> dict[Candidate, Timed]:
-        """Run all requests on each candidate. Candidates take turns, so that a machine that slows down slows all.
+        """Run all requests on each candidate. Candidates take turns after each request, so that a machine that slows
+        down affects all alike.
 
         Repeats with new engines up to `rounds` times, while another round would end before `deadline`, a time of
         `time.perf_counter`. Each request counts with its fastest run. `advance` is called after each run.

@@ -214,7 +214,8 @@ def _by_key_head(d: DeltaNet, features: bool) -> tuple[Array, Array]:
 
 
 def _logarithm(rates: Array) -> Array:
-    """Return A_log for the rates -exp(A_log) of a file. NaN where a rate is not below 0."""
+    """Return A_log. `rates`: the values -exp(A_log) that a GGUF file stores. The result is NaN where a value is not
+    below 0."""
     with np.errstate(all="ignore"):
         logarithms: Array = np.log(-rates.astype(FLOAT64))
     return logarithms

@@ -31,19 +31,20 @@ pub(super) struct Candidate {
 #[derive(Clone, Debug)]
 pub(super) struct Choice {
     k: usize,
-    /// Number of elements per level, `max_rows + 1`.
+    /// Number of elements per level, `max_rows + 1`. Level i is the i-th draft of a request.
     stride: usize,
     /// Cost `ms(b, 0)` of a step of b requests without drafts, `[stride]`; 0 for b = 0.
     base: Vec<f64>,
-    /// Cost of level i, `ms(c, i) - ms(c, i - 1)`, by level i - 1 and number of requests c, `[K, stride]`; 0 for c = 0.
+    /// Milliseconds that the i-th draft of c requests costs, `ms(c, i) - ms(c, i - 1)`, by `i - 1` and c,
+    /// `[K, stride]`; 0 without requests.
     increments: Vec<f64>,
-    /// Expected tokens that the first m candidates gain at a level, `[K, stride]`.
+    /// Expected tokens that the first m candidates gain by their i-th draft, by `i - 1` and m, `[K, stride]`.
     gains: Vec<f64>,
-    /// Number of the first m candidates that may draft at a level, `[K, stride]`.
+    /// Number of the first m candidates that may draft i tokens, by `i - 1` and m, `[K, stride]`.
     counts: Vec<u32>,
     /// Sum of the penalties of the first m candidates, `[stride]`.
     penalties: Vec<f64>,
-    /// Best number of candidates at a level among at most m, `[K, stride]`.
+    /// Best number of candidates with an i-th draft if at most m may have one, by `i - 1` and m, `[K, stride]`.
     best: Vec<u32>,
     /// Maximum value that deeper levels add for at most m candidates, `[stride]`.
     ahead: Vec<f64>,

@@ -17,10 +17,10 @@ use crate::drafts::Drafter;
 use crate::error::Result;
 use crate::hash::{BlockHash, BlockHasher};
 
-/// Blocks of a row in one group.
+/// Block table of a row in one KV group.
 #[derive(Clone, Debug, Default)]
 pub(super) struct GroupTable {
-    /// Blocks at the same indices as the row's blocks in the first group, [`NO_BLOCK`] before `first_block`.
+    /// Block ids, at the same indices as the row's blocks in the first group; [`NO_BLOCK`] before `first_block`.
     pub(super) blocks: Vec<i64>,
     pub(super) first_block: usize,
 }

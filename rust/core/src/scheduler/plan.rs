@@ -115,8 +115,8 @@ pub(super) struct Plan {
     /// Number of first blocks of the current request whose KV is cached, which may be more than its prefix hit if
     /// layers have states.
     pub(super) num_cached: usize,
-    /// Counts for the counting sort of the decoding sequences: first the number of sequences with each K, later the
-    /// number before it.
+    /// Scratch of the counting sort of the decoding sequences by K, by K: first the number of sequences with this K,
+    /// then the number of sequences that come before them.
     pub(super) counts: Vec<usize>,
     pub(super) unsorted: Vec<Decode>,
     /// Decoding sequences with blocks that no step has sent to the device.
@@ -144,7 +144,7 @@ impl Plan {
     }
 }
 
-/// Decision whether a row drafts in the next step.
+/// Whether a row drafts in the next step, and how many tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Drafting {
     /// The row does not draft: it does not want to, or steps in flight hide how far its draft KV lags.

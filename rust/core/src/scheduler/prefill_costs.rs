@@ -128,8 +128,9 @@ impl Costs {
         self.rate(Self::size_of(work.tokens)).unwrap_or(f64::INFINITY) * work.weight(self.attention)
     }
 
-    /// Returns the length of the longest chunk from `start` on, at most `most`, so that `before` and the chunk together
-    /// take at most `ms`. Each token of the chunk costs `ratio` tokens.
+    /// Returns the length of the longest prompt chunk that begins at position `start`, has at most `most` tokens, and
+    /// takes at most `ms` milliseconds together with `before`. A token of the chunk costs as much as `ratio` ordinary
+    /// tokens.
     fn fitting(&self, before: Work, start: usize, ratio: f64, most: usize, ms: f64) -> usize {
         let (weight, attention) = (before.weight(self.attention), self.attention);
         let (first, last) = (Self::size_of(before.tokens), Self::size_of(before.tokens + ratio * most as f64));

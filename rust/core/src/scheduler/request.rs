@@ -20,7 +20,8 @@ pub(super) struct Request {
     pub(super) tokens: Vec<u32>,
     pub(super) id: i64,
     pub(super) limit: usize,
-    /// Whether the draft's logits were not finite once; the request then never drafts again.
+    /// Whether the drafter's logits for this request were NaN or infinite at least once. The request then never drafts
+    /// again.
     pub(super) draft_failed: bool,
     /// Whether the request has had a row before.
     pub(super) admitted: bool,

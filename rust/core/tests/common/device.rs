@@ -23,7 +23,7 @@ const NEVER: u64 = 0;
 /// Stop tokens of a request, and the position from which they count.
 #[derive(Clone, Debug, Default)]
 struct Stops {
-    /// Number of tokens, prompt included, before which stop tokens do not count.
+    /// Length of the sequence, prompt included, below which stop tokens do not end it.
     min_len: usize,
     ids: Vec<i64>,
 }

@@ -76,7 +76,7 @@ struct Context<'a> {
     session: &'a Session<'a>,
     /// Rows of the tile, with their slots and blocks in the first KV group.
     tile: Pass<'a>,
-    /// All rows of the pass.
+    /// The whole pass that the tile is a part of.
     pass: Pass<'a>,
     /// Index in `pass` of the tile's first row.
     first: usize,

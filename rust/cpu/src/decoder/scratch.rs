@@ -68,9 +68,10 @@ pub(super) struct Mixture {
     pub(super) starts: Vec<usize>,
     /// Rows sorted by expert, `[rows per_token]`.
     pub(super) rows: Vec<usize>,
-    /// Weight of each row in `rows`, `[rows per_token]`.
+    /// Weight of each row in `rows`, `[rows * per_token]`.
     pub(super) weights: Vec<f32>,
-    /// Input of the down projection by expert, `[rows per_token, ceil(intermediate / 16)]`.
+    /// Input of the experts' down projections, `[rows * per_token, ceil(intermediate / 16)]`. The rows of one expert
+    /// lie together.
     pub(super) act: Vectors,
 }
 

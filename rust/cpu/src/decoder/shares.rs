@@ -11,22 +11,22 @@ use crate::shape::DeltaShape;
 use crate::shape::ModelShape;
 use std::ops::Range;
 
-/// Cut of a phase's work into pieces, and the pieces with which each participant begins.
+/// Split of a phase's work into pieces, and the pieces with which each thread begins.
 pub(super) struct Cut {
     /// Bounds of the pieces: piece i is `bounds[i]..bounds[i + 1]`.
     pub(super) bounds: Vec<usize>,
-    /// First piece of each participant: participant t begins with the pieces `first[t]..first[t + 1]`.
+    /// First piece of each thread: thread t begins with the pieces `first[t]..first[t + 1]`.
     pub(super) first: Vec<usize>,
 }
 
 impl Cut {
-    /// Makes an empty cut with room for any cut.
+    /// Makes an empty split with room for any number of pieces.
     fn new() -> Self {
         Self { bounds: Vec::with_capacity(MAX_PARTS + 1), first: Vec::with_capacity(MAX_PARTS + 1) }
     }
 
-    /// Cuts 0..n into shares as even as possible, and each share into pieces of at most `most`; all are multiples of
-    /// `unit`.
+    /// Splits 0..n into one share per participant, as even as possible, and each share into pieces of at most `most`.
+    /// All are multiples of `unit`.
     fn even(n: usize, unit: usize, most: usize, participants: usize) -> Self {
         let mut made = Self::new();
         made.set_even(n, unit, most, participants);
@@ -68,26 +68,26 @@ impl Cut {
     }
 }
 
-/// Cuts of all phases for a number of participants.
+/// Split of the work of every phase of a pass among a number of participants, the pool's threads.
 pub(super) struct Shares {
     pub(super) participants: usize,
     /// Bounds of the participants' own memory: one element each.
     pub(super) each: Vec<usize>,
-    /// Cut of the residual stream's features.
+    /// Split of the residual stream's features.
     pub(super) hidden: Cut,
-    /// Cut of the residual stream's features into longer pieces, for each of which every expert is read once.
+    /// Split of the residual stream's features into longer pieces, for each of which every expert is read once.
     pub(super) mixed: Cut,
-    /// Cut of the features between gate, up and down, in multiples of sixteen.
+    /// Split of the MLP's intermediate features, which gate and up output and down reads, in multiples of sixteen.
     pub(super) intermediate: Cut,
-    /// Cut of an expert's features between gate, up and down, in multiples of sixteen.
+    /// Split of an expert's intermediate features, in multiples of sixteen.
     pub(super) expert: Cut,
-    /// Cut of a shared expert's features between gate, up and down, in multiples of sixteen.
+    /// Split of a shared expert's intermediate features, in multiples of sixteen.
     pub(super) shared: Cut,
-    /// Cut of a router's logits.
+    /// Split of a router's logits.
     pub(super) router: Cut,
-    /// Cut of the query heads.
+    /// Split of the query heads.
     pub(super) q: Cut,
-    /// Cut of the key heads, into the same pieces as `q`.
+    /// Split of the key heads, into the same pieces as `q`.
     pub(super) k: Cut,
     /// Cut of the value heads, counted on from the key heads, into the same pieces as `q`.
     pub(super) v: Cut,

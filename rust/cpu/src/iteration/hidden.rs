@@ -29,9 +29,9 @@ pub(super) struct HiddenStates {
     pub(super) captured: Vec<f32>,
     /// Target's hidden states for a head's first pass, `[N, size]`.
     fed: Vec<f32>,
-    /// Input states of a head's pass, `[N, hidden]`.
+    /// Hidden states that a pass of an EAGLE-3 or MTP head reads, `[N, hidden]`.
     pub(super) head_states: Vec<f32>,
-    /// Output states of a head's pass, `[N, hidden]`.
+    /// Hidden states that a pass of the head outputs, `[N, hidden]`.
     pub(super) left: Vec<f32>,
     behind: Behind,
 }

@@ -71,7 +71,7 @@ impl TextDrafts {
         Self { limits, rows: vec![Row::default(); rows] }
     }
 
-    /// Forgets the KV of rows whose new request has another cache salt than the one before.
+    /// Forgets the draft KV of rows whose new request has another cache salt than the row's previous request.
     pub(super) fn admit(&mut self, record: &RecordView<'_>, header: StepHeader) {
         for i in 0..header.num_admitted {
             let row = &mut self.rows[record.admit_row[i] as usize];
@@ -82,8 +82,9 @@ impl TextDrafts {
         }
     }
 
-    /// Keeps the ids of each text whose KV is still valid, and sets how far each text is fed in this step. Texts that
-    /// lack least are fed to their ends, the others in pieces. So no step takes longer than its prompt chunks may.
+    /// Keeps the longest prefix of each text whose draft KV is still valid, and sets how far each text is fed in this
+    /// step. Texts that lack the fewest tokens are fed to their end, and the others in pieces. So a step feeds the
+    /// draft model no more than about `max_fed` tokens.
     fn begin(&mut self, plans: &mut [Plan]) {
         for plan in plans.iter() {
             let fed = &mut self.rows[plan.row].fed;

@@ -15,7 +15,8 @@ const BLOCK: usize = 4;
 
 /// Computes `out = silu(sum over j of weight[j] inputs[row + j])` of each channel, for some rows.
 pub(crate) struct ConvSilu<'a> {
-    /// Inputs of the rows and of `kernel - 1` rows before, `[rows + kernel - 1, vectors]`.
+    /// Inputs of the rows and of the `kernel - 1` rows before them, `[rows + kernel - 1, vectors]`. `kernel` is the
+    /// width of the convolution.
     pub(crate) inputs: &'a [Vector],
     /// Weights, `[kernel, vectors]`.
     pub(crate) weight: &'a [Vector],

@@ -31,7 +31,8 @@ pub(super) trait Source {
 
 /// Strip in its packed layout.
 pub(super) trait Strip<'a>: Source {
-    /// Returns a strip of `w`, whose format must be that of this type.
+    /// Returns strip number `strip` of `w`: 16 outputs with all their inputs. The format of `w` must be that of this
+    /// type.
     fn of(w: &'a Packed, strip: usize) -> Self;
     /// Returns a run of a block as signed bytes, after subtraction of the offset.
     fn signed<S: Simd>(&self, s: S, block: usize, run: usize) -> S::I;

@@ -330,7 +330,7 @@ impl SuffixCache {
         self.requests.get(&request_id).is_some_and(|running| running.output.is_some())
     }
 
-    /// Adds the output of an ended request of another process. `salt` is the hash of its cache salt.
+    /// Adds the output of a request that ended in an earlier process. `salt` is the hash of the request's cache salt.
     pub fn restore(&mut self, salt: BlockHash, token_ids: &[u32]) {
         if self.settings.max_cached_requests > 0 && !token_ids.is_empty() {
             let output = self.outputs.begin(salt);
