@@ -48,7 +48,7 @@ SECTIONS = (
         "Sampling parameters",
         SamplingParams,
         "Fields of `SamplingParams`. Request bodies have most of them ([server](server.md)). Flags are those of "
-        "`specrs generate`, which has other defaults: the text is greedy, `seed` is 0 and `max_tokens` 128.",
+        "`specrs generate`, which has other defaults: `temperature` is 0 (greedy), `seed` is 0 and `max_tokens` 128.",
     ),
 )
 VLLM = """## Arguments and flags of vLLM

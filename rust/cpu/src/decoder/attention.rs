@@ -82,7 +82,7 @@ struct Share<'a> {
 
 /// Inputs of the heads of q, k and v, in addition to the rows that their projection is fed.
 struct HeadInputs<'a> {
-    /// Projected q, k and v of all rows if one norm goes over all heads; empty if each head has its own norm.
+    /// Projected q, k and v of all rows, if one norm goes over all heads. Not read if each head has its own norm.
     projected: &'a [f32],
     /// Factors of the norms of all query heads and of all key heads, if all heads are normed as one.
     scales: &'a [f32],
