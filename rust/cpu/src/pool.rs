@@ -34,7 +34,7 @@ const LATE: Duration = Duration::from_millis(1);
 const SHORTEST_REST: Duration = Duration::from_millis(20);
 /// Maximum time that a late thread does no work.
 const LONGEST_REST: Duration = Duration::from_secs(1);
-/// Seat of a thread that has none.
+/// Value of a seat for a thread that takes no part in the session.
 const NO_SEAT: u64 = u64::MAX;
 
 /// Function that does a job. Its arguments are the participant and the pieces that it claims, at least one.
@@ -369,7 +369,7 @@ struct Shared {
     start: Signal,
     /// Signal that the job is closed and empty.
     done: Signal,
-    /// Signal that a thread has a seat again.
+    /// Signal that a thread takes part again after a pause.
     back: Signal,
     spins: usize,
 }

@@ -12,8 +12,8 @@ use crate::memory::{Columns, bytes_of, bytes_of_mut};
 use crate::shape::DeltaShape;
 use crate::shape::MAX_TILE_ROWS;
 
-/// Snapshot of a row's states that a pass writes if the row passes its length. It is not written by a pass that does not
-/// feed the row, that ends before, or that began at this length or later.
+/// Snapshot of a row's states that a pass writes if the row passes its length. A pass does not write it if it does not
+/// feed the row, if it ends before this length, or if it begins at this length or later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StateSnapshot {
     /// Row of state.
@@ -81,7 +81,7 @@ struct RowStates {
     log: Vec<f32>,
     /// Number of positions in `base`.
     len: usize,
-    /// Number of logged updates after them.
+    /// Number of logged updates after the positions in `base`.
     drafts: usize,
 }
 
@@ -164,12 +164,12 @@ impl States {
         slot.len = len;
     }
 
-    /// Returns the number of numbers in a base state; `None` until a pass was planned.
+    /// Returns the number of elements in a base state; `None` until a pass was planned.
     fn base_len(&self) -> Option<usize> {
         self.shape.map(|shape| self.layers * shape.key_heads * shape.base_len())
     }
 
-    /// Fills what no row of a next pass may read: all of it with NaN, for tests.
+    /// Fills all states and logs with NaN, for tests: requests that begin at position 0 must read none of them.
     pub(crate) fn poison(&mut self) {
         for row in &mut self.rows {
             row.base.fill(f32::NAN);
@@ -177,8 +177,8 @@ impl States {
         }
     }
 
-    /// Cuts the rows of a pass into runs, checks that each begins where its request's last pass ended, and reserves
-    /// memory. Afterwards the pass must be run.
+    /// Divides the rows of a pass into runs, one per request and tile. Checks that each request continues where its
+    /// last pass ended, and reserves memory. Afterwards the pass must be run.
     ///
     /// # Errors
     /// If the states are another model's, or a row's position is not the next one. Nothing has changed then.

@@ -99,7 +99,7 @@ pub struct Eagle3Weights {
     pub hidden_norm: Values,
     /// Whether the residual is the normed hidden state.
     pub norm_before_residual: bool,
-    /// Whether a pass is fed the previous pass's state after the final norm, rather than before the norm.
+    /// Whether a draft pass is fed the head's state of the previous pass after the final norm, rather than before it.
     pub norm_output: bool,
     /// Target's id of each of the head's ids, ascending.
     pub target_ids: Vec<i64>,
@@ -594,7 +594,7 @@ impl Weights {
         self.layers.len()
     }
 
-    /// Returns the layers that have keys and values of their own.
+    /// Iterates over the layers that have keys and values of their own.
     pub(crate) fn with_keys(&self) -> impl Iterator<Item = &Layer> + Clone {
         self.layers.iter().filter(|layer| layer.has_keys())
     }

@@ -1,5 +1,5 @@
-//! Drafters as far as scheduling is concerned: their requirements before they draft, and the valid part of their KV
-//! after an iteration. Runs no drafter on a device.
+//! What the scheduler has to know of a drafter: what it needs before it drafts, and which part of its KV is valid after
+//! an iteration. Runs no drafter on a device.
 
 mod host;
 
