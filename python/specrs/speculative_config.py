@@ -172,7 +172,7 @@ class SpeculativeConfig(DrafterOptions, DraftingOptions):
 
     @property
     def model_method(self) -> ModelMethod | None:
-        """Row of the drafter that has weights; None if all drafts come from the text."""
+        """Row, in the table of drafters, of the drafter that has weights; None if all drafts come from the text."""
         return model_method(self.methods, self)
 
     @property
@@ -211,8 +211,8 @@ class SpeculativeConfig(DrafterOptions, DraftingOptions):
 def for_repeats(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a drafter's dictionary for measurements that repeat prompts.
 
-    Drafters that learn from outputs then keep none for other requests, unless the dictionary says how many. Otherwise
-    they would draft what they have seen for the same prompt.
+    Drafters that learn from outputs keep no output for other requests then, unless the dictionary says how many to
+    keep. Otherwise they would draft the output of an earlier run of the same prompt.
     """
     given = {name.replace("-", "_") for name in config if isinstance(name, str)}
     listed = [part.strip() for part in str(config.get("method", "")).split(",")]

@@ -111,8 +111,8 @@ class Backend(Protocol):
         """
 
     def device_of_rank(self, device: str, size: int, place: tuple[int, int]) -> str:
-        """Return the device of one of `size` ranks. `place` is its number on its machine, and that machine's number of
-        ranks."""
+        """Return the device of one of `size` ranks. `place` is a pair: the rank's number among the ranks of its
+        machine, and how many ranks that machine has."""
 
     def current(self, device: str) -> AbstractContextManager[None]:
         """Make `device` the calling thread's current one while the context lasts."""
@@ -140,7 +140,7 @@ class Backend(Protocol):
         """Return the default of `max_num_batched_tokens` on a device."""
 
     def merged_prefill(self, blueprint: Blueprint) -> MergedPrefill:
-        """Return the room for prompt tokens in verification passes, to which the scheduler cuts prompts."""
+        """Return how many prompt tokens fit into verification passes. The scheduler limits prompt chunks to that."""
 
     def num_blocks(self, blueprint: Blueprint) -> int:
         """Return the size of the KV block pool, which target and drafter share.

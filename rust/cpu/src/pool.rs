@@ -24,10 +24,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Time that the caller must have waited in a session before a thread counts as late. The wait must also be half as
-/// long as the time that the thread has saved.
+/// Time that the caller must have waited in a session before a thread counts as late. The wait must also be at least
+/// half of the time that the thread has saved.
 ///
-/// It is half, because threads share the memory's bandwidth: alone, the caller would have been faster than it was.
+/// It is half and not all of it, because threads share the memory's bandwidth: without the thread, the caller itself
+/// would have been faster.
 const LATE: Duration = Duration::from_millis(1);
 /// Time that a late thread does no work at first. It is multiplied by four each time that the thread is soon late
 /// again.

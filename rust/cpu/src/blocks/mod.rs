@@ -12,10 +12,10 @@ use crate::error::{Error, Result};
 use crate::isa::LANES;
 use crate::memory::{Line, from_f16};
 
-/// A matrix `[outputs, inputs]` of integers with scales, which stand for the numbers of its file exactly.
+/// A matrix `[outputs, inputs]` of integers with scales. Together they are exactly the weights of the file.
 ///
-/// Outputs lie in strips of sixteen, the last one padded with zeros. Of a strip each 32 inputs are a packed block:
-/// lines of codes, then lines of their high bits. Byte `4 o + k` of a line belongs to output `o`. Inputs
+/// Outputs are stored in strips of sixteen, the last strip padded with zeros. Each 32 inputs of a strip are a packed
+/// block: lines of codes, then lines of their high bits. Byte `4 o + k` of a line belongs to output `o`. Inputs
 /// `4 r .. 4 r + 4` of a block are run `r`; byte k has input `4 r + k`. A line has one run of 8-bit codes, or two runs
 /// of 4-bit codes with the earlier one in the lower halves of the bytes, or four runs of 2-bit codes. With one high bit
 /// per code, bit r of a byte belongs to run r. With two high bits, run r has the two bits from `2 (r % 4)` on in line
