@@ -53,7 +53,8 @@ class OutputStream:
         self._group: Group | None = None
 
     async def get(self) -> list[tuple[int, RequestOutput]]:
-        """Wait for news and return all of it: an output for each prompt that has news, with its index.
+        """Wait until some prompt has new tokens or has ended. Return a pair (index of the prompt, output) for each such
+        prompt.
 
         `[]` if all prompts have ended and everything was delivered. If an error ended a prompt, its output has `error`
         set; nothing is raised.

@@ -48,7 +48,7 @@ def verification_growth(config: ModelConfig, max_k: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One quantity in both cost models."""
+    """One time in milliseconds, in two cost models that are compared."""
 
     name: str
     first: float
@@ -74,6 +74,6 @@ def pass_reductions(
 
 
 def tpot_reductions(first: Forecast, second: Forecast) -> list[Reduction]:
-    """Return the TPOT of both forecasts at each K from 1 on that both have."""
+    """Return the TPOT of two forecasts at each K that both have, from K = 1 on."""
     pairs = zip(first.rows[1:], second.rows[1:], strict=False)
     return [Reduction(f"K = {one.k}", one.tpot_ms, other.tpot_ms) for one, other in pairs]

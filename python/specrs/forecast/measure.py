@@ -128,7 +128,7 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams, gaps: list[float]) ->
     """Append the seconds between the outputs of one request to `gaps`, except the last, which `max_tokens` may have
     cut.
 
-    Return the number of tokens of its iterations, and the number of these that were drafts.
+    Return the number of tokens of the request's iterations, and how many of these tokens were accepted drafts.
     """
     times = []
     for output in llm.stream(prompt, params):

@@ -100,10 +100,10 @@ class Cut:
 
 
 class ShardedTensors:
-    """Tensors of a checkpoint, each cut to the part of one rank."""
+    """Tensors of a checkpoint, each sliced to the part of one rank."""
 
     def __init__(self, whole: Tensors, config: ModelConfig, shard: Shard) -> None:
-        """Cut the tensors of `whole` for `shard`. `config` is the whole model's."""
+        """Slice the tensors of the checkpoint `whole` for `shard`. `config` is that of the whole model."""
         self._whole, self._cuts = whole, Cuts(config, shard)
 
     @property

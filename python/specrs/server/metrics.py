@@ -37,7 +37,7 @@ _REQUEST_BUCKETS = (
 
 
 class Metrics:
-    """All metrics of one model, in a registry of its own. They outlive its engine."""
+    """All metrics of one model, in a registry of their own. They stay when the model's engine ends."""
 
     def __init__(self, llm: AsyncLLM | None, model_name: str, responses: ResponseStore | None = None) -> None:
         """Create the metrics, with those of `responses` if it is given. Each has the label `model_name`, and the label

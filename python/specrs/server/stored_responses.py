@@ -43,7 +43,7 @@ class Earlier:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Owner and links of a response that is stored when it has ended. Without `stored`, it is not stored.
+    """Owner and links of a response that will be stored when it has ended. Without `stored`, it is not stored.
 
     `input_items`: JSON list of its own input.
     """

@@ -18,7 +18,8 @@ from specrs.models.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Part of the target's vocabulary that a drafter proposes. The drafter numbers it with S ids of its own."""
+    """Part of the target's vocabulary from which a drafter proposes. The drafter has S ids of its own for these
+    tokens."""
 
     target_ids: Tensor
     """[S] int64, ascending"""

@@ -237,7 +237,7 @@ class PlainStream:
         self._sum(self._delta)
 
     def _part(self, delta: Tensor) -> Tensor:
-        """Return the memory into which this rank writes what it adds to the stream."""
+        """Return the memory for this rank's part of a sum that is added to the residual stream."""
         return delta if self.ranks is None else self.ranks.exchanges.part(delta)
 
     def _sum(self, delta: Tensor) -> None:

@@ -46,12 +46,12 @@ class Timed:
 
     @property
     def passes(self) -> int:
-        """Number of passes, those without drafts included."""
+        """Number of passes, with and without drafts."""
         return self.tokens - self.accepted
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second after the first token of each answer; 0 if there are none."""
+        """Tokens per second, not counting the first token of each answer; 0 if no answer has a second token."""
         return self.tokens / self.seconds if self.tokens else 0.0
 
     def drafted(self, k: int) -> Drafted:
@@ -123,8 +123,8 @@ class Machine:
     ) -> tuple[list[LoggedRequest], list[KnownText], Timed]:
         """Answer requests without drafts for about `seconds`, at least one.
 
-        Return the requests that were answered, their texts, and the times. Logged answers take the place of the
-        target's in the texts.
+        Return the requests that were answered, their texts, and the times. Where the log has an answer, it replaces the
+        target's answer in the texts.
         """
         total, done, texts = Timed(), list[LoggedRequest](), list[KnownText]()
         end = time.perf_counter() + seconds

@@ -172,8 +172,8 @@ class Scheme:
 
 
 def groups_of(name: str, field: str, group: int, size: int) -> int:
-    """Return the number of groups of `group` inputs among `size` inputs. Raises CheckpointError if they do not
-    divide."""
+    """Return the number of groups of `group` inputs among `size` inputs. Raises CheckpointError if `group` does not
+    divide `size`."""
     if size % group:
         raise CheckpointError(
             f"config.json: quantization_config.{field}={group}: must divide the {size} inputs of {name}"

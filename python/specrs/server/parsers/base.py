@@ -34,7 +34,8 @@ class CallStart:
 
 @dataclass(slots=True)
 class Arguments:
-    """Event: a piece of a call's arguments. Together they are JSON text, as far as the model wrote JSON."""
+    """Event: a piece of a call's arguments. The pieces of a call together are JSON text, if the model generated
+    JSON."""
 
     text: str
 
@@ -74,7 +75,7 @@ class ToolParser:
     """
 
     text_marks: ClassVar[tuple[str, ...]] = ()
-    """Marks that end content. Each may begin a call, or end one that was written without its beginning."""
+    """Marks that end content. A mark either begins a call, or ends a call whose opening mark is missing."""
     _state = "text"
 
     def __init__(self, functions: Sequence[Function] = ()) -> None:

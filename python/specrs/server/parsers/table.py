@@ -38,7 +38,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "step3": Step3Parser,
 }
 TOOL_PARSER_ALIASES = {"glm47": "glm45", "harmony": "openai"}
-"""Other names of parsers: a form that one parser reads for two families, and the form's own name."""
+"""Further names of tool parsers. GLM-4.7 has the format of GLM-4.5, and `harmony` is the name of gpt-oss's format."""
 _HARMONY = "openai_gptoss"
 REASONING_PARSERS = tuple(sorted([*MARKS, _HARMONY]))
 REASONING_PARSER_ALIASES = {"glm47": "glm45", "gpt_oss": _HARMONY}
