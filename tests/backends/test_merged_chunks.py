@@ -98,8 +98,8 @@ def test_same_tokens(
 
 
 def few_rows(patch: pytest.MonkeyPatch) -> None:
-    """Treat passes of more than 8 rows as wide, instead of those of more than 64, with an eighth of the row counts of
-    graphs."""
+    """Treat passes of more than 8 rows as wide, instead of passes of more than 64, and divide the row counts of all
+    graphs by eight."""
     patch.setattr(shapes, "FUSED_ROWS", 8)
     patch.setattr(shapes, "MERGED_ROWS", (8,))
     patch.setattr(shapes, "WIDE_MERGED_ROWS", tuple(rows // 8 for rows in shapes.WIDE_MERGED_ROWS))

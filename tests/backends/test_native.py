@@ -58,7 +58,7 @@ SECTIONS = ("num_emitted", "num_accepted", "num_drafted", "flags", "finish_reaso
 
 @dataclass
 class Native:
-    """The CPU runner with everything that it writes."""
+    """The CPU runner, with its row state, KV caches and ring slot."""
 
     runner: CpuRunner
     slot: RingSlot
@@ -75,7 +75,7 @@ class Native:
 
 @dataclass
 class Reference:
-    """The reference runner with everything that it writes."""
+    """The reference runner, with its row state, KV caches and ring slot."""
 
     runner: ReferenceRunner
     slot: RingSlot

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Automaton:
-    """Stands in for a `Grammar`: state 0 is the start."""
+    """Stand-in for a `Grammar`: a table of states with the token ids that each allows. State 0 is the start."""
 
     following: tuple[dict[int, int], ...]
     """For each state, the tokens that may come next and the states that they lead to."""

@@ -64,8 +64,7 @@ def count_drafters(engine: Engine) -> list[set[int]]:
 @sweep(10)
 @given(data=st.data())
 def test_greedy_text(method: str, family: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
-    """Check greedy texts against transformers, whatever else is in the batch, preempted or found in the prefix
-    cache."""
+    """Check greedy texts against transformers, with other requests in the batch, preemptions and prefix hits."""
     bank: Bank = request.getfixturevalue(family)
     engine_k = data.draw(st.integers(0, 8), label="engine K")
     blocks_of_one = MAX_MODEL_LEN // 16

@@ -65,7 +65,7 @@ def loaded() -> dict[EngineConfig, Weights]:
 
 @pytest.fixture(scope="module")
 def texts() -> dict[tuple[object, ...], list[int]]:
-    """Texts at K = 0."""
+    """Texts without drafts (K = 0)."""
     return {}
 
 

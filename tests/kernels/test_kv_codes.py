@@ -54,7 +54,8 @@ def test_the_nearest_code(codes: torch.dtype, values: list[float], scale: float,
 
 @pytest.mark.parametrize("codes", FRACTIONS)
 def test_ties_and_ends(codes: torch.dtype) -> None:
-    """Check numbers halfway between every two codes, just below and above, and NaN and infinity."""
+    """Check the rounding of values halfway between every two codes, of values just below and above, and of NaN and
+    infinity."""
     values = torch.tensor(table(FRACTIONS[codes]), dtype=torch.float64)
     halves = (values[1:] + values[:-1]) / 2
     for x in (values, halves, halves * (1 - 2**-12), halves * (1 + 2**-12)):

@@ -132,7 +132,7 @@ COMMANDS = {
     "demo --k 1 --max-tokens 3": "All 20 texts with drafts equal vanilla's, token for token.",
     "demo --k 1 --max-tokens 3 --model q8_0.gguf": "texts with drafts equal vanilla's, token for token.",
 }
-"""Command lines, and a part of what each prints."""
+"""Command lines, each with a part of the output that it must print."""
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -14,7 +14,7 @@ from specrs.llm import LLM
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 192
-"""Tokens of a text."""
+"""Number of tokens of each text."""
 TEXTS = ("README.md", "LICENSE", "docs/glossary.md", "python/specrs/llm.py")
 
 

@@ -12,7 +12,7 @@ from specrs.kernels.quantized_weight import QuantizedWeight, fp8_rows
 from torch import Tensor
 
 NUMBERS: list[float] = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist()
-"""Numbers of the e4m3 codes from 0 to 126, ascending."""
+"""Values of the e4m3 codes 0 to 126, ascending."""
 
 
 def rows_of(groups: int, group: int) -> Tensor:

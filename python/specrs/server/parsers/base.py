@@ -127,10 +127,10 @@ class ToolParser:
             continue
 
     def _step(self, *, final: bool) -> bool:
-        """Interpret a part of the buffer and remove it. Return False if that needs more text. `final` says that no more
+        """Interpret a part of the buffer and remove it. Return False if that needs more text. `final`: no more text
         follows.
 
-        A decision must not depend on where the buffer ends, unless `final`.
+        Unless `final`, the result must not depend on where the buffer ends.
         """
         advance: bool = getattr(self, "_in_" + self._state)(final=final)
         return advance
@@ -189,10 +189,10 @@ class ToolParser:
         return text, marker
 
     def _gather(self, *markers: str, final: bool) -> tuple[str, str | None] | None:
-        """Remove the text before the first of `markers`, and the marker, from the buffer. Return both, however many
-        pieces the text had, or None if the marker may follow. If the text ends without one, the marker is None.
+        """Remove the text before the first of `markers`, and the marker, from the buffer. Return both, or None if the
+        marker may still come. If the text ends without a marker, the returned marker is None.
 
-        No text is searched twice.
+        The text may have arrived in any number of pieces, none of which is searched twice.
         """
         text, marker = self._take_until(*markers, final=final)
         self._gathered.append(text)
