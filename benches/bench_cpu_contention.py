@@ -78,7 +78,8 @@ class Tree:
         return answer
 
     def tokens_per_second(self) -> float:
-        """Write the text; raises AssertionError where it is another than before."""
+        """Generate the text once and return its tokens per second. Raises AssertionError if the text differs from the
+        one before."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()

@@ -69,7 +69,7 @@ def prepare(names: list[str], chosen: list[str], peers: Path) -> tuple[dict[str,
 
 
 def told(each: Measured) -> str:
-    """Return a line of the report in words."""
+    """Return a short text about one measured line, for the terminal."""
     return f"{each.line.name}, K = {each.line.k}, {each.line.dtype}"
 
 

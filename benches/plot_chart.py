@@ -24,7 +24,8 @@ THEMES = {
     "dark": {"back": "#0d1117", "text": "#f0f6fc", "faint": "#9198a1", "plain": "#484f58", "drafts": "#4493f8"},
 }
 WIDTH, LEFT, BAR, STEP, TOP = 720, 150, 18, 62, 64
-"""Pixels: the picture, the engines' names, a bar, from one engine to the next, the title."""
+"""Sizes in pixels: width of the chart, width of the engines' names, height of a bar, distance from one engine to the
+next, height of the title."""
 
 
 @dataclass(frozen=True)

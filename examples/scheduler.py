@@ -55,7 +55,7 @@ class Row:
 
 
 class Device:
-    """Row state, block tables and the KV of both models."""
+    """Simulated device: row state, block tables, and the KV of target and draft model."""
 
     def __init__(self, scheduler: core.Scheduler) -> None:
         self.target, self.draft = Model(), Model(noise=0.1)
@@ -71,7 +71,7 @@ class Device:
         return out
 
     def execute(self, record: np.ndarray, results: np.ndarray) -> None:
-        """Execute a planned step; what it reports goes into `results`, by sequence."""
+        """Execute a planned step, and write its results into `results`, by sequence."""
         at = {name: record[offset : offset + length] for name, (offset, length) in self.record_layout.items()}
         report = {name: results[offset : offset + length] for name, (offset, length) in self.results_layout.items()}
         header = dict(zip(core.HEADER_FIELDS, at["header"].tolist(), strict=False))

@@ -1,4 +1,5 @@
-"""Passes and iterations alone: what a pass costs, what the iteration adds, three ways to run it."""
+"""Measures single passes and iterations without an engine: the time of a pass, what an iteration adds to it, and three
+ways to run an iteration."""
 
 from __future__ import annotations
 

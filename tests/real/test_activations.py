@@ -1,4 +1,4 @@
-"""What rounded activations cost with real models, compared with fp32 activations and the same weights."""
+"""Errors of rounded activations with real models, compared with fp32 activations and the same weights."""
 
 from __future__ import annotations
 

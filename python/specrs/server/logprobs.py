@@ -1,4 +1,4 @@
-"""Formats log probabilities as OpenAI's two endpoints do, and those of prompts as vLLM does."""
+"""Formats log probabilities: of outputs as OpenAI's two endpoints do, and of prompts as vLLM does."""
 
 from __future__ import annotations
 

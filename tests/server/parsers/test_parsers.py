@@ -1,4 +1,4 @@
-"""Parsers of tool calls: calls written here in each format are read back, however the text is cut into pieces."""
+"""Parsers of tool calls: they read calls that this file writes in each format, in whatever pieces the text arrives."""
 
 import json
 from collections.abc import Callable, Sequence

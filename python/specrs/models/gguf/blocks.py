@@ -1,4 +1,4 @@
-"""GGML types whose numbers are a code times a scale: splits their blocks into codes and scales.
+"""GGML types whose weights are a code times a scale: splits their blocks into codes and scales.
 
 The package `gguf` dequantizes the other types. Tests compare its numbers with those of this module.
 """

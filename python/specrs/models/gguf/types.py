@@ -1,4 +1,4 @@
-"""Types of tensors in GGUF files: their numbers, names, and block sizes. Reads no file."""
+"""Types of tensors in GGUF files: the id, name and block size of each. Reads no file."""
 
 from __future__ import annotations
 
