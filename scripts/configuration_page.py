@@ -42,7 +42,7 @@ SECTIONS = (
     (
         "Limits of the server",
         HTTPLimits,
-        "Flags of `specrs serve`. They bound what one client can take.",
+        "Flags of `specrs serve`. They limit how much of the server one client can use.",
     ),
     (
         "Sampling parameters",

@@ -134,7 +134,7 @@ class SamplingParams:
         "texts that end the output",
         default_is="none",
         commands=("generate",),
-        details="The request ends at the token that completes one. The text is cut where the stop text starts.",
+        details="The request ends at the token that completes one. The output ends where that text begins.",
     )
     stop_token_ids: Sequence[int] | None = option(
         None,

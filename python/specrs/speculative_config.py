@@ -90,8 +90,8 @@ class DraftingOptions:
         "rejection",
         Choice(("rejection", "standard", "coupled", "synthetic"), {"standard": "rejection"}),
         "rule that verifies sampled drafts",
-        details="`rejection` (also called `standard`) accepts most. `coupled` gives the text that the same seed gives "
-        "without speculation. Both sample the target's distribution, and greedy text is the same. `synthetic` is for "
+        details="`rejection` (also called `standard`) accepts the most drafts. `coupled` gives the text that the same "
+        "seed gives without speculation. Both sample the target's distribution, and greedy text is the same. `synthetic` is for "
         "timing only. Acceptance follows `synthetic_acceptance_rates`, the text is meaningless, and every output is "
         "marked.",
     )

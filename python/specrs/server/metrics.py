@@ -231,7 +231,7 @@ class _EngineCollector(Collector):
             for name, text, count in (
                 ("hits", "Requests that began with a snapshot of states.", states.hits),
                 ("stored", "Snapshots of states written.", states.stored),
-                ("evictions", "Snapshots of states that gave way to others or to KV blocks.", states.evictions),
+                ("evictions", "Snapshots of states that were evicted for others or with a KV block.", states.evictions),
             ):
                 yield counter(f"state_cache_{name}", text, count, of="specrs")
             for name, text, count in (
