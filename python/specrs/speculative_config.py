@@ -91,9 +91,9 @@ class DraftingOptions:
         Choice(("rejection", "standard", "coupled", "synthetic"), {"standard": "rejection"}),
         "rule that verifies sampled drafts",
         details="`rejection` (also called `standard`) accepts the most drafts. `coupled` gives the text that the same "
-        "seed gives without speculation. Both sample the target's distribution, and greedy text is the same. `synthetic` is for "
-        "timing only. Acceptance follows `synthetic_acceptance_rates`, the text is meaningless, and every output is "
-        "marked.",
+        "seed gives without speculation. Both sample the target's distribution, and greedy text is the same. "
+        "`synthetic` is for timing only. Acceptance follows `synthetic_acceptance_rates`, the text is meaningless, "
+        "and every output is marked.",
     )
     synthetic_acceptance_rates: tuple[float, ...] | None = option(
         None,
