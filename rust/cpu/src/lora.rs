@@ -113,7 +113,7 @@ impl LoraLayer {
     }
 }
 
-/// LoRA adapter of a decoder: the parts that it adds to each layer's projections.
+/// `LoRA` adapter of a decoder: the parts that it adds to each layer's projections.
 pub struct Lora {
     layers: Vec<LoraLayer>,
     shape: ModelShape,
