@@ -312,7 +312,7 @@ def _group(requests: Sequence[_Request], row_bytes: int) -> list[list[_Request]]
 
 
 def _covers(group: Sequence[_Request], num_rows: int) -> bool:
-    """Return True if the group's rows are all rows of q, in order and without padding."""
+    """Return True if all requests of the group have the same number of rows, and together all `num_rows` rows of q."""
     width = group[0].num_rows
     return len(group) * width == num_rows and all(request.num_rows == width for request in group)
 

@@ -31,7 +31,7 @@ class Automaton:
 
 
 class AutomatonMatcher:
-    """Stands in for a `GrammarMatcher` of an `Automaton`."""
+    """Stand-in for a `GrammarMatcher`: has its methods and follows an `Automaton`."""
 
     def __init__(self, automaton: Automaton, stop_ids: frozenset[int]) -> None:
         self.error: str | None = None

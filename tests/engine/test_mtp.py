@@ -306,7 +306,8 @@ def test_the_engine_chooses_k(folder: Path) -> None:
 
 
 def test_fewer_ids_are_drafted(folder: Path, tmp_path: Path) -> None:
-    """Check a head that drafts fewer ids: the first ones, or the most frequent ones by a file."""
+    """Check an MTP head that drafts only some ids of the vocabulary: the first 10, or the 10 most frequent ones by a
+    file of counts."""
     (tmp_path / "counts.json").write_text(json.dumps({str(i): 1 for i in range(VOCAB - 10, VOCAB)}))
     for counts, allowed in ((None, range(10)), (str(tmp_path / "counts.json"), range(VOCAB - 10, VOCAB))):
         made = config(folder / "random", 3, size=10, dtype="float32")

@@ -236,7 +236,7 @@ def test_a_file_with_an_attention_factor_of_its_own(source: Callable[[str], Path
 def test_metadata_that_is_rejected(
     case: str, fields: dict[str, Any], message: str, source: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The error names the file, the field and its value."""
+    """Check that the error for wrong metadata of a GGUF file names the file, the field and its value."""
     named = CASES[case][1] or {"mistral": "llama", "olmo3": "olmo2"}.get(case, case)
     replaced = {f"{named}__{field}": value for field, value in fields.items()}
     path = write_gguf(source(case), tmp_path / "model.gguf", "F32", replaced, architecture=CASES[case][1])

@@ -214,7 +214,7 @@ def test_a_state_that_is_fed_again_before_the_norm_is_seen(path: Path, kind: str
         scale = 1 + 0.5 * torch.arange(48) / 48
 
         class Before:
-            """The head, whose state is that before a norm of other weights."""
+            """The head, but its recurrent state is scaled, as a state before a norm with other weights would be."""
 
             def __getattr__(self, name: str) -> Any:
                 return getattr(head, name)

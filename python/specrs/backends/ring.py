@@ -93,7 +93,7 @@ class RingSlot:
         return False
 
     def header(self) -> Header:
-        """Return the counts of the planned step."""
+        """Return the header of the planned step's record: how many sequences, chunks and rows it has."""
         return Header.of(self.record)
 
 

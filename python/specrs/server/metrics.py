@@ -101,7 +101,7 @@ class Metrics:
         self._registry.register(_ModelCollector(model, self._labels))
 
     async def render(self) -> bytes:
-        """Return these metrics as text. If the engine is broken, its last known values."""
+        """Return these metrics as text. If the engine is broken, they have its last known values."""
         return await render([self])
 
     async def refresh(self) -> None:

@@ -102,7 +102,7 @@ class Models(Generic[LoadedT]):
 
     @property
     def names(self) -> list[str]:
-        """All names that requests may use."""
+        """All model names that requests may use."""
         return list(self._by_name)
 
     @property

@@ -76,7 +76,7 @@ pub enum Error {
         /// Description of the allowed values.
         allowed: String,
     },
-    /// A draft was recorded with impossible counts.
+    /// A verified draft was recorded with more accepted tokens than drafted ones, or more drafted ones than allowed.
     #[error("drafted = {drafted}, accepted = {accepted} is not allowed: expected accepted <= drafted <= {allowed}")]
     InvalidAcceptance {
         /// Number of drafted tokens in the record.

@@ -38,9 +38,9 @@ pub(crate) struct Run {
     pub(crate) zero: bool,
     /// Number of logged updates before the first row.
     pub(crate) replay: usize,
-    /// Number of first rows that change the base state; the others are logged.
+    /// Number of first rows that change the base state; the later rows are logged.
     pub(crate) commit: usize,
-    /// First entry of the log that the others write.
+    /// First entry of the log that the rows after `commit` write.
     pub(crate) log_from: usize,
     /// Snapshots that the rows write: the number of updates of the base before each, replayed ones included, and its
     /// slot.

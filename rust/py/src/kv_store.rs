@@ -274,7 +274,7 @@ impl KVStore {
         Ok(Some(Goal { first, hashes, snapshot: Some((num_blocks, ends[last])) }))
     }
 
-    /// Copies the blocks of a goal into the caches, until one is missing or `end` has passed.
+    /// Copies the blocks of `goal` from the store into the KV caches, until one is missing or `end` has passed.
     fn load_blocks(
         &self,
         py: Python<'_>,

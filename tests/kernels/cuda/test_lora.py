@@ -101,7 +101,7 @@ def test_any_shape(
     multiplier: float,
     seed: int,
 ) -> None:
-    """Rows without an adapter keep their bits, and their x is not read."""
+    """Check that output rows without an adapter keep their bits, and that the rows of x for them are not read."""
     generator = torch.Generator().manual_seed(seed)
     adapters = make(k, parts, rank, count, dtype, generator)
     slots = torch.randint(-1, count, (rows,), generator=generator, dtype=torch.int32)

@@ -107,7 +107,8 @@ class Layer:
         return found
 
     def refused(self, suffix: str, array: Array, wrong: Array, allowed: str) -> CheckpointError:
-        """Return the exception for the first number of `array` whose flag in `wrong` is set."""
+        """Return the exception for the first number of the layer's tensor `array` whose flag in `wrong` is set.
+        `suffix` is the end of the tensor's name, `allowed` says what numbers it may have."""
         at = [int(i) for i in np.argwhere(wrong)[0]]
         value = array[tuple(at)].item()
         return CheckpointError(f"{self.folder}: {self.name}.{suffix}{at or ''}={value:g}: {allowed}")

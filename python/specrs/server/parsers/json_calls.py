@@ -95,7 +95,7 @@ class CallReader:
 
     @property
     def raw(self) -> str:
-        """All that was read, until the call is announced."""
+        """All text that was read before the call was announced."""
         return "".join(self._raw)
 
     @property

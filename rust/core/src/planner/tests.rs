@@ -347,7 +347,7 @@ impl Machine {
         Self { engine: Loop::new(batch, 5, believed), truth, chance }
     }
 
-    /// Runs steps and returns their tokens per millisecond.
+    /// Runs `steps` steps and returns the generated tokens per millisecond.
     fn run(&mut self, steps: usize) -> f64 {
         let batch = self.engine.ks.len();
         let (rows, caps, lags): (Vec<_>, _, _) = ((0..batch as i64).collect(), vec![5; batch], vec![0; batch]);

@@ -209,7 +209,8 @@ impl Iteration {
         })
     }
 
-    /// Sets up drafting by text for a scheduler with [`Drafter::Text`]. `limits` bounds the draft model's texts.
+    /// Sets up a draft model with a tokenizer of its own, for a scheduler with [`Drafter::Text`]. `limits` bounds the
+    /// draft model's texts.
     #[must_use]
     pub fn with_text_drafts(mut self, limits: TextLimits) -> Self {
         self.texts = Some(TextDrafts::new(limits, self.config.max_num_seqs + 1));

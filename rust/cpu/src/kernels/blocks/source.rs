@@ -139,7 +139,7 @@ impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> 
         s.or(low, s.and(high, s.splat_int(0x0001_0001 * (((1 << HIGH) - 1) << LOW))))
     }
 
-    /// Returns a run of a block's codes as bytes.
+    /// Returns run number `run` of a block's codes, one code per byte.
     #[inline(always)]
     fn bytes<S: Simd>(&self, s: S, block: usize, run: usize) -> S::I {
         let lines: &[Line] = &self.codes[block * (LOW + HIGH)..][..LOW + HIGH];
