@@ -51,7 +51,8 @@ def test_quantized_weights_stay_quantized(plain: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_draft_in_fp8_rounds_rows_of_wide_passes(plain: Path, dtype: str) -> None:
-    """Not with float16, whose products have no tensor cores for FP8. The target and other formats round nothing."""
+    """Check that a draft model in FP8 rounds rows of wide passes to FP8, but not with float16, whose products do not
+    run on FP8 tensor cores. The target and drafts in other formats round no rows."""
     for quantization in ("fp8", "int8", None):
         speculative = SpeculativeConfig(model=str(plain), quantization=quantization, num_speculative_tokens=2)
         config = EngineConfig(model=str(plain), device="cuda", quantization="fp8", speculative_config=speculative)

@@ -214,7 +214,7 @@ def test_the_text_of_transformers(
 
 @cache
 def plain(folder: Path, dtype: str, quantization: str | None, rule: str) -> list[list[int]]:
-    """Return the texts of native passes without drafts, generated one request at a time."""
+    """Return the token ids that native passes generate without drafts, one request at a time."""
     found = []
     for i, prompt in enumerate(PROMPTS):
         made = replace(config(folder / "random", 1, dtype=dtype, quantization=quantization), speculative_config=None)

@@ -27,7 +27,7 @@ def table(fraction: int) -> list[float]:
 
 
 def nearest(x: float, fraction: int) -> int:
-    """Return the nearest code by search; of two, the even one."""
+    """Return the code whose number is nearest to `x`, found by search; of two equally near codes, the even one."""
     values = table(fraction)
     size = min(abs(x), values[-1])
     code = min(range(len(values)), key=lambda i: (abs(values[i] - size), i % 2))

@@ -64,8 +64,9 @@ def close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
 
 @pytest.mark.parametrize("variant", GEMMA4)
 def test_numbers_of_a_file_are_the_checkpoint_s(folder: Path, variant: str, tmp_path: Path) -> None:
-    """F32 gives the checkpoint's logits and configuration: natively to the bit. Torch's products may add in another
-    order where a matrix of the file does not start at a multiple of 64 bytes."""
+    """Check that an F32 file has the logits and configuration of the checkpoint it was made from. Native logits are
+    equal to the bit. torch's may add in another order where a matrix of the file does not start at a multiple of 64
+    bytes."""
     source = make(folder, variant)
     path = write_gguf(source, tmp_path / "model.gguf")
     assert torch.equal(logits(path), logits(source))

@@ -78,7 +78,8 @@ class ContentStops:
         return self._tell(self._length - self._held())
 
     def _held(self) -> int:
-        """Return the number of characters at the end of the content that may begin a stop string."""
+        """Return the number of characters at the end of the content that are held back, because they may begin a stop
+        string."""
         if self._include:
             return 0
         longest = min(self._longest - 1, self._length - self._begin)

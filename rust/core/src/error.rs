@@ -111,7 +111,7 @@ pub enum Error {
         /// Description of the allowed values.
         allowed: String,
     },
-    /// The state of this crate contradicts itself, which is a bug in the crate.
+    /// The crate found two parts of its own state in contradiction, which is a bug in the crate.
     #[error("integrity: {what}")]
     Integrity {
         /// Description of the contradiction, with its numbers.

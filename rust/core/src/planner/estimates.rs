@@ -25,7 +25,7 @@ const OWN_PRIOR_TRIALS: f64 = 24.0;
 const OWN_DRAFTS: f64 = 64.0;
 /// Bounds of a chance, so that odds stay finite: within a factor of 500 of even odds.
 const CHANCES: (f64, f64) = (0.002, 0.998);
-/// Ratio of a request's acceptance rate at the first position after a collapse to that before it.
+/// A collapse multiplies a request's acceptance rate at the first draft position by this factor.
 const COLLAPSE: f64 = 0.25;
 /// Logarithm of the likelihood ratio at which a collapse of the acceptance is reported. On average a false alarm comes
 /// at most once in e^6, about 400, drafts (Page, 1954). It costs one rebuild of draft KV.

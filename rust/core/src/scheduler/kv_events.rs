@@ -84,11 +84,11 @@ const REMOVED_WITH_DRAFT: u32 = 3;
 const CLEARED: u32 = 4;
 /// Bit of a kind: the change is of a snapshot of states at the block's end.
 const SNAPSHOT: u32 = 8;
-/// Number of words in a hash.
+/// Number of words in a block's hash.
 const HASH: usize = 4;
-/// Number of words before a stored block's tokens.
+/// Number of words of a stored block's event before the block's tokens.
 const STORED_WORDS: usize = 2 + 2 * HASH;
-/// Number of words of a removed block.
+/// Number of words of a removed block's event.
 const REMOVED_WORDS: usize = 2 + HASH;
 
 /// Change that was decoded from the words of a batch.

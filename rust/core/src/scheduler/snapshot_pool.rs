@@ -108,7 +108,7 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Gives a row a slot for the snapshot at `len`. Without a slot that no row is writing, it gets none.
+    /// Gives a row a slot for its snapshot at `len`. If rows are writing to all slots, the row gets none.
     pub(super) fn reserve(&mut self, row: RowIndex, len: usize, events: Option<&mut KvEventLog>) {
         if let Some(slot) = self.allocate(events) {
             self.rows[row as usize].pending.push(Pending { len, slot });

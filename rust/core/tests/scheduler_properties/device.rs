@@ -736,8 +736,8 @@ impl Device {
         (emitted.len(), FINISH_NONE)
     }
 
-    /// Applies the request's target or capacity fault, if one is due: the row ends, and the KV that it just wrote
-    /// becomes NaN.
+    /// Applies the target or capacity fault that the test planned for the row's request, if there is one: the row ends,
+    /// and the KV that it just wrote becomes NaN.
     fn fatal(&mut self, row: usize, start: usize, end: usize) -> Option<Outcome> {
         let request_id = self.rows[row].request_id;
         let flags = *self.faults.get(&request_id).filter(|&&flags| flags & 5 != 0)?;

@@ -57,7 +57,7 @@ struct Plan {
     /// Number of drafts wanted.
     k: usize,
     drafted: Vec<i64>,
-    /// Index of the sequence among those of the iteration.
+    /// Index of the sequence in the iteration's list of sequences.
     index: usize,
 }
 

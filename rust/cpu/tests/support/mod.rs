@@ -71,7 +71,7 @@ pub struct Kind {
     pub qkv_bias: bool,
     pub other_bias: bool,
     pub tied: bool,
-    /// Whether projections that share an input are several parts.
+    /// Whether projections that share an input, such as q, k and v, are stored as several weights instead of one.
     pub split: bool,
     pub bf16: bool,
     /// Whether rows are rounded to bf16 before products.
