@@ -172,7 +172,7 @@ class SpeculativeConfig(DrafterOptions, DraftingOptions):
 
     @property
     def model_method(self) -> ModelMethod | None:
-        """Row, in the table of drafters, of the drafter that has weights; None if all drafts come from the text."""
+        """Entry of the drafter table for the drafter that has weights; None if all drafts come from the text."""
         return model_method(self.methods, self)
 
     @property

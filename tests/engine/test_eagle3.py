@@ -119,7 +119,8 @@ def test_drafts_and_counts_are_the_scripts(head_bank: Bank, head: str, k: int, m
 @sweep(24)
 @given(data=st.data())
 def test_greedy_text_and_drafts(head_bank: Bank, data: st.DataObject) -> None:
-    """Check that greedy text is that of K = 0, and that drafts are the script's for whatever context the head has."""
+    """Check that greedy text equals that of K = 0, and that drafts are the expected drafts of the head, whatever its
+    context length is."""
     fields = data.draw(engine_settings(), label="engine")
     engine_k = data.draw(st.integers(0, 8), label="engine K")
     head = data.draw(st.sampled_from(sorted(head_bank.drafts)), label="head")

@@ -325,7 +325,7 @@ impl States {
     }
 
     /// Returns base, log and snapshots of each run's row in layer `layer` of those with states, split by key heads.
-    /// Bounds are in numbers of the base and of the log.
+    /// `base_bounds` and `log_bounds` are indices of fp32 elements in the base and in the log.
     pub(crate) fn split<'a>(
         &'a mut self,
         layer: usize,
