@@ -53,7 +53,7 @@ def advised(argv: list[str]) -> tuple[dict[str, Any] | None, float]:
 def sweep(
     machine: Machine, drafters: dict[str, dict[str, Any]], requests: list[LoggedRequest], rounds: int
 ) -> dict[Candidate, float]:
-    """Speed-ups of every drafter at every K and at `auto`, over plain decoding in the same turns."""
+    """Return the speed-up of every drafter at every K and at `auto`, over plain decoding in the same rounds."""
     found = {Candidate(): 1.0}
     for name, config in drafters.items():
         candidates = [Candidate(name, k, None, config) for k in (*range(1, machine.max_k + 1), AUTO)]

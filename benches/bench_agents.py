@@ -49,7 +49,7 @@ SCHEMA = {
 
 
 def call_of(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Schema of a call in the form that hermes models write."""
+    """Return the JSON schema of a tool call in the format `hermes`."""
     arguments = {"type": "object", "properties": parameters, "required": [*parameters], "additionalProperties": False}
     fields = {"name": {"const": name}, "arguments": arguments}
     return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}

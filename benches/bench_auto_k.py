@@ -72,7 +72,7 @@ def tokens_per_second(llm: LLM, prompts: list[str], concurrency: int, params: Sa
 
 
 def measure(draft: Path | None, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second by concurrency and K, and what auto drafted."""
+    """Return tokens per second by concurrency and K, and the numbers of drafts that `auto` chose."""
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
     contestants: dict[str, LLM] = {str(k): engine(draft, k) for k in (*KS, "auto")}
     prompts = list(PROMPTS)[:8]

@@ -4,9 +4,10 @@
         [--rounds 5] [--tokens 128] [--out benches/results/...json]
 
 The model is SmolLM2-135M (`scripts/real_model`), or PATH; `bundled` is the bundled target. Each tree is a folder that
-holds a package `specrs`; each has a process of its own, which loads the model once and then writes the same greedy text
-in turns with the others, idle and next to `--busy` loops that compute and never sleep. Figures are medians over rounds,
-and their part of the tree's idle figure. The texts of all trees and loads must be the same tokens.
+holds a package `specrs`; each has a process of its own, which loads the model once. The processes take turns to
+generate the same greedy text, idle and next to `--busy` loops that compute and never sleep. Figures are medians over
+rounds, and their ratio to the median of the same tree without busy loops. All trees must generate the same tokens under
+any load.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ PROMPT_TOKENS = 16
 
 
 def serve(model: str, dtype: str, threads: int | None, tokens: int) -> None:
-    """Write the text once for each line on stdin; print seconds of decoding and the ids as a line of JSON."""
+    """Generate the same `tokens` tokens once for each line read from stdin. Prints the seconds of decoding and the
+    token ids as a line of JSON each time."""
     from specrs import LLM, SamplingParams
 
     llm = LLM(
@@ -76,7 +78,8 @@ class Tree:
         return answer
 
     def tokens_per_second(self) -> float:
-        """Write the text; raises AssertionError where it is another than before."""
+        """Generate the text once and return its tokens per second. Raises AssertionError if the text differs from the
+        one before."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -113,7 +116,8 @@ def real_model() -> str:
 
 
 def summary(rates: dict[tuple[str, int], list[float]]) -> dict[str, Any]:
-    """Median, least and most tokens/s by tree and busy loops, and the median's part of the tree's idle one."""
+    """Return tokens/s by source tree and number of busy loops: median, minimum and maximum, and the ratio of the median
+    to that of the same tree without busy loops."""
     figures: dict[str, Any] = {}
     for (tree, busy), found in rates.items():
         idle = rates.get((tree, 0))

@@ -65,7 +65,7 @@ def write_checkpoint(folder: Path, layers: int) -> int:
 
 
 def resident(field: str) -> int:
-    """Return a field of /proc/self/status in bytes."""
+    """Return in bytes the value of a field of /proc/self/status, such as VmRSS."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (kilobytes,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
     return 1024 * int(kilobytes)

@@ -69,7 +69,7 @@ def prepare(names: list[str], chosen: list[str], peers: Path) -> tuple[dict[str,
 
 
 def told(each: Measured) -> str:
-    """Return a line of the report in words."""
+    """Return a short text about one measured line, for the terminal."""
     return f"{each.line.name}, K = {each.line.k}, {each.line.dtype}"
 
 
@@ -99,7 +99,7 @@ def set_report(name: str, lines: list[Measured], limits: dict[str, Any]) -> dict
 
 
 def versions(measured: dict[str, list[Measured]]) -> dict[str, dict[str, str]]:
-    """Return the versions of every engine that ran."""
+    """Return the package versions that each engine reported, by engine. Engines that did not run are left out."""
     found = {each.line.engine: each.versions for lines in measured.values() for each in lines if each.versions}
     return {engine: found[engine] for engine in ENGINES if engine in found}
 

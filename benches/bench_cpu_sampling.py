@@ -33,7 +33,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def measure(k: int, rounds: int) -> dict[str, float]:
-    """Median milliseconds of an iteration, by what a request asks for."""
+    """Return the median milliseconds of an iteration, by the sampling parameters of the request."""
     from specrs import LLM, SamplingParams
     from specrs.pair.prompts import PROMPTS
 

@@ -55,7 +55,8 @@ def specrs_runner(k: int, **params: Any) -> tuple[LLM, Callable[[list[int]], Any
 
 
 def transformers_runner(assisted: bool) -> Callable[[list[int]], Any]:
-    """transformers' `generate`, alone or assisted by the draft at a constant K."""
+    """Return a function that runs transformers' `generate`, without a draft model or assisted by one at a constant
+    K."""
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     extra: dict[str, Any] = {}
     if assisted:
@@ -81,7 +82,7 @@ def transformers_runner(assisted: bool) -> Callable[[list[int]], Any]:
 
 
 def seconds(run: Callable[[list[int]], Any], prompts: list[list[int]]) -> float:
-    """Wall time of all prompts one after the other."""
+    """Return the wall time in seconds of all prompts, run one after the other."""
     start = time.perf_counter()
     for prompt in prompts:
         run(prompt)
@@ -89,7 +90,7 @@ def seconds(run: Callable[[list[int]], Any], prompts: list[list[int]]) -> float:
 
 
 def peak_memory_mb() -> float:
-    """Largest resident size of a process that runs the engine at K, and nothing else of this script."""
+    """Return the largest resident size, in MB, of a process that does nothing but run the engine."""
     code = (
         "import resource, torch; from specrs import LLM, SamplingParams; from specrs.pair.prompts import PROMPTS\n"
         "speculative = {'num_speculative_tokens': 5}\n"

@@ -47,7 +47,7 @@ def measure(model: str, prompt: int, threads: int, folder: str | None) -> dict[s
 
 
 def in_process(args: argparse.Namespace, folder: str | None) -> dict[str, float]:
-    """Return `measure` of a process of its own."""
+    """Run `measure` in a new process and return its result."""
     command = [sys.executable, __file__, args.model, "--prompt", str(args.prompt), "--threads", str(args.threads)]
     done = subprocess.run([*command, "--one", folder or "-"], check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

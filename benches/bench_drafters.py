@@ -102,7 +102,7 @@ def contestant(name: str, k: int | str, useless: dict[str, Path]) -> Contestant:
 
 
 def texts() -> tuple[list[str], list[str]]:
-    """Texts to be continued, and texts to be edited."""
+    """Return two lists of prompts: texts to be continued, and texts to be edited."""
     folder = os.environ.get("SPECRS_DATA")
     if folder is None:
         return list(PROMPTS), list(PROMPTS)

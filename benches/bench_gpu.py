@@ -67,8 +67,8 @@ PREDICTED = {
 
 
 def main() -> int:
-    """Measure the parts asked for and write the file after each, so that a cut run keeps what it has. Return the exit
-    code, 1 if a part failed."""
+    """Measure the requested parts and write the file after each, so that an interrupted run keeps its results. Return
+    the exit code, 1 if a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benches/results"))
     parser.add_argument("--only", default=",".join(PARTS))
@@ -149,13 +149,13 @@ class Bench:
             torch.cuda.empty_cache()
 
     def write(self, found: dict[str, Any]) -> None:
-        """Add to what is there, and write all of it: a run that is cut off keeps what it has."""
+        """Add `found` to the results and write all of them, so that an interrupted run keeps its results."""
         self.found |= found
         self.path.write_text(json.dumps(self.found, indent=2) + "\n")
 
     @property
     def weights(self) -> Weights:
-        """Random weights of both, made once."""
+        """Random weights of target and draft model, made once."""
         if self._weights is None:
             self._weights = Weights(self.load(self.target), LoadedDraftModel(self.load(self.draft)))
         return self._weights
@@ -166,12 +166,12 @@ class Bench:
         return load_model(folder, dtype=dtype, device=self.device, load_format="dummy")
 
     def passes(self) -> dict[str, Any]:
-        """Passes and iterations alone."""
+        """Measure single passes and iterations, without an engine."""
         settings = {} if ON_GPU else {"device": "cpu", "dtype": "float32", "block_size": 4}
         return iterations.measure(iterations.Alone(self.target, self.draft, self.weights, **settings))
 
     def products(self) -> dict[str, Any]:
-        """Products and the sampling cut alone, which load no models."""
+        """Measure single matrix products and the sampling filter, without models."""
         return products.measure(["qwen3-32b", "qwen3-1.7b"] if ON_GPU else ["tiny"], self.device)
 
     def attention(self) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def _add_head(folder: Path, config: Qwen3_5TextConfig) -> None:
 
 
 def in_turns(rounds: int, ways: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Call each of `ways` once per round, each round in another order, and return what each gave."""
+    """Call each of `ways` once per round, in another order each round, and return the results of each."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     for i in range(rounds):
@@ -165,7 +165,8 @@ def measure_state(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_prefix(args: argparse.Namespace) -> dict[str, Any]:
-    """First tokens of a prompt of 4,000 tokens, cold and known, and passes that write a snapshot."""
+    """Measure the time to the first token of a prompt of 4,000 tokens, with and without a prefix hit, and of passes
+    that write a snapshot."""
     folder, found = make_hybrid(args.folder / "hybrid-0.8b"), {}
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
     heads: dict[str, Any] = {"K=0": None, "mtp": {"method": "mtp", "num_speculative_tokens": 2}}

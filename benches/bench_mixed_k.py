@@ -40,8 +40,8 @@ REQUESTS = 24
 MIXED = 1.03
 GAIN = 1.05
 SHOWN = {8: "CPU core: 5M target, 0.5M draft", 64: "H100: 32B target, one-layer draft"}
-"""By batch size, the simulated machine on which K per request must gain at least `GAIN` for the first mix: there, rows
-cost time in addition to reading weights."""
+"""For each batch size, the simulated machine on which a K per request must gain at least `GAIN` with the first mix of
+requests. On it, rows cost time in addition to reading weights."""
 
 Choose = Callable[[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]], NDArray[np.int64]]
 """K of each row, from the most that it may have `[B]`, its true acceptance `[B, K]`, and its row `[B]`."""
@@ -64,7 +64,8 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bandwidth, the half of the peak that products reach, and what each pass takes besides."""
+    """Simulated machine: its memory bandwidth, the half of its peak rate that products reach, and the fixed time of a
+    pass."""
 
     gb_s: float
     gflop_s: float

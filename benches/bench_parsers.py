@@ -115,7 +115,8 @@ def reasoning_feed(parser: str) -> Feed:
 
 
 def workloads(formats: list[str]) -> dict[tuple[str, str], tuple[Callable[[], Feed], str]]:
-    """Return, by parser and kind of text, what makes a new stream's function and the text that it reads."""
+    """Return, by parser and kind of text, a function that makes a parser for a new stream, and the text that the parser
+    reads."""
     found: dict[tuple[str, str], tuple[Callable[[], Feed], str]] = {}
     for name in formats:
         if name in TOOL_PARSERS:

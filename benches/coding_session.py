@@ -195,7 +195,7 @@ SYSTEM = (
 
 @dataclass(frozen=True)
 class Request:
-    """One request of the session: `message` is new in it, and `answer` is what the model had written."""
+    """One request of the session. `message`: its new message. `answer`: the recorded answer of the model."""
 
     message: str
     answer: str

@@ -24,7 +24,8 @@ THEMES = {
     "dark": {"back": "#0d1117", "text": "#f0f6fc", "faint": "#9198a1", "plain": "#484f58", "drafts": "#4493f8"},
 }
 WIDTH, LEFT, BAR, STEP, TOP = 720, 150, 18, 62, 64
-"""Pixels: the picture, the engines' names, a bar, from one engine to the next, the title."""
+"""Sizes in pixels: width of the chart, width of the engines' names, height of a bar, distance from one engine to the
+next, height of the title."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def texts(data: dict[str, Any], name: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Write both pictures."""
+    """Write the chart of one set of results as two SVG files, for light and dark pages."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path, help="JSON file that bench_cpu_peers.py wrote")
     parser.add_argument("--set", default=SET, help=f"set of that file; default: {SET}")

@@ -31,7 +31,8 @@ def fit(times: dict[str, float]) -> tuple[float, float, float]:
 
 
 def table(passes: dict[str, Any]) -> str:
-    """Table 1: each model's pass alone and inside an iteration, where K costs slope * K + intercept."""
+    """Return table 1 of the published analysis: the time of each model's pass alone, and inside an iteration, which
+    takes slope * K + intercept."""
     rows = [f"{'':38}{'target ms':>12}{'draft ms':>12}{'R^2':>8}"]
     target, draft = passes["target_pass_ms"]["1"], passes["draft_pass_ms"]
     rows.append(f"{'alone, graphed':38}{target:12.3f}{draft:12.3f}{'':8}")
@@ -84,7 +85,7 @@ def draw_throughput(found: dict[str, Any], gpu: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Draw what the file holds."""
+    """Draw the charts for which the file has results."""
     path = Path(sys.argv[1])
     content = json.loads(path.read_text())
     if "passes" in content:

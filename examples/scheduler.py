@@ -30,10 +30,11 @@ class Model:
         self.cache = np.full((NUM_BLOCKS * BLOCK_SIZE, DIM), np.nan)
 
     def feed(self, tokens: list[int], slots: np.ndarray, written: np.ndarray | None = None) -> list[int]:
-        """Return the most probable token after each of `tokens`, which are the last of the positions whose KV is at
-        `slots`.
+        """Write the KV of `tokens`, and return the most probable token after each of them. `slots` has the KV slot of
+        every position of the text; `tokens` are at the last positions.
 
-        `written` is where their KV goes, by default those slots; -1 is nowhere, because it is there already.
+        `written` has the slot to write each token's KV to, by default its slot in `slots`. -1 writes nothing, because
+        the KV is in the cache already.
         """
         written = slots[len(slots) - len(tokens) :] if written is None else written
         self.cache[written[written >= 0]] = self.embedding[tokens][written >= 0]
@@ -55,7 +56,7 @@ class Row:
 
 
 class Device:
-    """Row state, block tables and the KV of both models."""
+    """Simulated device: row state, block tables, and the KV of target and draft model."""
 
     def __init__(self, scheduler: core.Scheduler) -> None:
         self.target, self.draft = Model(), Model(noise=0.1)
@@ -71,7 +72,7 @@ class Device:
         return out
 
     def execute(self, record: np.ndarray, results: np.ndarray) -> None:
-        """Execute a planned step; what it reports goes into `results`, by sequence."""
+        """Execute a planned step, and write its results into `results`, by sequence."""
         at = {name: record[offset : offset + length] for name, (offset, length) in self.record_layout.items()}
         report = {name: results[offset : offset + length] for name, (offset, length) in self.results_layout.items()}
         header = dict(zip(core.HEADER_FIELDS, at["header"].tolist(), strict=False))

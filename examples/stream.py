@@ -1,4 +1,4 @@
-"""Text as it is made, and what speculation did for it.
+"""Prints text while it is generated, and the acceptance of its drafts.
 
 python examples/stream.py [MODEL]
 """

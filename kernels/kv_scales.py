@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class KVScales(NamedTuple):
-    """Scales of a layer's FP8 keys and values, above 0. A cached number is its code times the scale."""
+    """Scales of a layer's FP8 keys and values, above 0. An element of K or V is its code in the cache times the
+    scale."""
 
     k: float
     v: float

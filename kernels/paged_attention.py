@@ -25,7 +25,8 @@ which takes about 30 us."""
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Restriction on the positions that rows attend to, up to their own. Without one, rows attend to all of them."""
+    """Restriction on the positions that rows attend to. Without a restriction, a row attends to all positions up to its
+    own."""
 
     reach: int
     """Distance, in positions, from which on earlier positions are hidden: no row attends to one that is this many or
@@ -284,8 +285,8 @@ def _live_requests(
 
 
 def _group(requests: Sequence[_Request], row_bytes: int) -> list[list[_Request]]:
-    """Split requests into groups that waste little: numbers of rows within a factor of 2, columns within `_WASTE`
-    bytes."""
+    """Split requests into groups with little padding: in a group, numbers of rows differ by at most a factor of 2, and
+    padding of columns takes at most `_WASTE` bytes."""
     groups: list[list[_Request]] = []
     by_rows: dict[int, list[_Request]] = {}
     for request in requests:
@@ -311,7 +312,7 @@ def _group(requests: Sequence[_Request], row_bytes: int) -> list[list[_Request]]
 
 
 def _covers(group: Sequence[_Request], num_rows: int) -> bool:
-    """Return True if the group's rows are all rows of q, in order and without padding."""
+    """Return True if all requests of the group have the same number of rows, and together all `num_rows` rows of q."""
     width = group[0].num_rows
     return len(group) * width == num_rows and all(request.num_rows == width for request in group)
 

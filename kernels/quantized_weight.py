@@ -12,9 +12,9 @@ from specrs.kernels.coding import LEAST_GROUP, Coding
 from torch import Tensor
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-"""Number of each e2m1 code."""
+"""Value of each e2m1 code."""
 OUT, IN = 0, 1
-"""Dimensions of a weight along which `QuantizedWeight.shard` can cut it: outputs and inputs."""
+"""Dimensions along which `QuantizedWeight.shard` can slice a weight: outputs and inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class QuantizedWeight:
     INT4 codes as 0 to 15."""
     scales: Tensor
     """fp32 `[ceil(out / outputs), ceil(in / group)]`. Zero points are stored in the four lowest bits, which scales that
-    were 16-bit numbers do not need. Those of MXFP4 are bytes: s means 2^(s - 127)."""
+    were 16-bit numbers do not need. Scales of MXFP4 are bytes: s means 2^(s - 127)."""
     coding: Coding
     bias: Tensor | None = None
     fp8_rows: bool = False

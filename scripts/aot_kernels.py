@@ -199,7 +199,7 @@ def neighbour_faults(results: dict[str, dict[str, Result]], beside: dict[str, di
 
 
 def dump(results: dict[str, dict[str, Result]]) -> str:
-    """JSON with a line for each compiled kernel, so that a changed baseline can be read."""
+    """Return the results as JSON with one line per compiled kernel, so that a diff of the baseline is readable."""
     blocks = []
     for name, capabilities in sorted(results.items()):
         rows = [
@@ -211,7 +211,7 @@ def dump(results: dict[str, dict[str, Result]]) -> str:
 
 
 def main() -> int:
-    """Compile and compare; the exit code."""
+    """Compile the kernels, compare them with the baseline, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the baseline instead of comparing with it")
     parser.add_argument("--only", default="", metavar="TEXT", help="only variants whose name has TEXT in it")

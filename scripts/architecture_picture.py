@@ -68,7 +68,7 @@ NOTES = ((20, 30, "from an HTTP client"), (20, 340, "or from a Python program"),
 
 
 def svg() -> str:
-    """Return the text of the picture."""
+    """Return the picture as SVG text."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         'role="img" font-family="system-ui, -apple-system, Segoe UI, sans-serif" font-size="13">',

@@ -20,7 +20,7 @@ one for `zsh` and one for `fish`, too.
 
 """
 EXIT_CODES = {
-    0: "the command did what it was asked for",
+    0: "the command succeeded",
     USAGE_ERROR: "a flag, a file or the input is wrong; one line on stderr says what to do",
     OUTPUT_ERROR: "what it wrote did not fit on the disk, or the server's engine failed",
     INTERRUPTED: "Ctrl-C",

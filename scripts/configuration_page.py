@@ -42,13 +42,13 @@ SECTIONS = (
     (
         "Limits of the server",
         HTTPLimits,
-        "Flags of `specrs serve`. They bound what one client can take.",
+        "Flags of `specrs serve`. They limit how much of the server one client can use.",
     ),
     (
         "Sampling parameters",
         SamplingParams,
         "Fields of `SamplingParams`. Request bodies have most of them ([server](server.md)). Flags are those of "
-        "`specrs generate`, which has other defaults: the text is greedy, `seed` is 0 and `max_tokens` 128.",
+        "`specrs generate`, which has other defaults: `temperature` is 0 (greedy), `seed` is 0 and `max_tokens` 128.",
     ),
 )
 VLLM = """## Arguments and flags of vLLM

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 
 def counts() -> dict[str, tuple[int, int]]:
-    """Kernels, greedy and sampled, of what the table has."""
+    """Return the number of kernels, greedy and sampled, for each row of the table."""
     from kernel_launches import Recorder, fake_context, reference_configs
     from specrs.backends.cuda import drafting, iteration
     from specrs.backends.cuda.context import sequences_of
@@ -256,7 +256,7 @@ def page_with(text: str, page: str, begin: str = BEGIN) -> str:
 
 
 def main() -> None:
-    """Print or write."""
+    """Print the tables, or write them into the pages that have them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/gpu.md")
     parser.add_argument("--start", action="store_true", help="print what the start compiles instead: a minute")

@@ -46,7 +46,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turn links out of docs/ to the files that were added, and those of README.md to the pages of the site."""
+    """Rewrite links that leave docs/, so that they lead to the added files, and links of README.md, so that they lead
+    to pages of the site."""
     name = page.file.src_uri
     outside = _outside(name, markdown)
     up = "../" * name.count("/")

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 HELD_OUT = 0.02
-"""Share of the text, at its end, that is not trained on."""
+"""Share of the text, at its end, that is kept for evaluation and not trained on."""
 PART = 256
 """Number of prompts that are continued together, and kept in one file."""
 CHAT_TOKENS = 96
@@ -71,7 +71,8 @@ def load_engine(args: argparse.Namespace, length: int) -> Any:
 
 
 def write_chats(args: argparse.Namespace, path: Path) -> None:
-    """Let the target write user turns, and keep the chats of one such turn as prompts, a JSON object a line."""
+    """Let the target generate user turns, and write the chats with one such turn as prompts, one JSON object per
+    line."""
     from specrs import SamplingParams
 
     llm = load_engine(args, args.prompt_tokens)
@@ -143,7 +144,8 @@ def pad(rows: list[list[int]], length: int) -> tuple[Tensor, Tensor]:
 
 
 def save(path: Path, write: Any) -> None:
-    """Write a file such that it exists whole or not at all."""
+    """Write a file with `write(path)`, so that it exists whole or not at all: it is written under another name and then
+    renamed."""
     partial = path.with_name(path.name + ".partial")
     write(partial)
     partial.rename(path)

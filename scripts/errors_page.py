@@ -34,8 +34,8 @@ A command that fails writes one line to standard error: its name, `error:` and t
 | --- | --- |"""
 CLASS_HEAD = """## Classes
 
-Catch a base class to catch what derives from it. The status is that of the HTTP answer. A class without one is raised
-while the engine starts. These classes are in `specrs.errors`:
+If you catch a class, you also catch the classes that derive from it. The status is that of the HTTP answer. Classes
+without a status are raised while the engine starts. These classes are in `specrs.errors`:
 
 | class | bases | status | meaning |
 | --- | --- | --- | --- |"""

@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Command:
-    """Steps that run one after the other, all of them within `seconds`."""
+    """Steps that run one after the other. Together they may take `seconds`."""
 
     name: str
     seconds: int
@@ -155,7 +155,7 @@ def lacks(*, rehearse: bool) -> str | None:
 
 
 def prepare() -> dict[str, str]:
-    """Unpack the wheel, write the configurations; the environment of every step."""
+    """Unpack the wheel and write the models' config.json files. Return the environment variables of every step."""
     RESULTS.mkdir(exist_ok=True)
     site = HERE / "site"
     if not site.exists():

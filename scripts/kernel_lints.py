@@ -66,7 +66,7 @@ class TTGIR:
         return pointer[1:]
 
     def is_used(self, at: int) -> bool:
-        """Return whether a later line reads the result of line `at`."""
+        """Return whether a later line reads the result of the op at line `at`."""
         name = _VALUE.findall(self.lines[at])[0]
         return any(re.search(re.escape(name) + r"\b", line.partition(" = ")[2]) for line in self.lines[at + 1 :])
 

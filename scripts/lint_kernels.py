@@ -142,7 +142,7 @@ def _launches() -> dict[tuple[Any, ...], Any]:
 
 
 def main() -> int:
-    """Compile and look; the exit code."""
+    """Compile the kernels, report faults in them, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="only kernels whose name has TEXT in it")
     parser.add_argument("--jobs", type=int, default=2, help="processes; default: 2")

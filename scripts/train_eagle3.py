@@ -48,7 +48,7 @@ DECAY = 0.8
 NORM_SCALE = 0.3
 """Initial weights of the head's final norm, as a factor of the target's."""
 REST_LR = 1e-3
-"""Highest learning rate of what Muon does not train: LM head and norms."""
+"""Highest learning rate of the parameters that Muon does not train: LM head and norms."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,8 @@ class States:
         return self.hidden[at, :length], (self.chosen[at, :length] - 1).long()
 
     def write(self, at: Tensor, hidden: Tensor, chosen: Tensor) -> None:
-        """Keep them; the ids last, which say that the rest is there."""
+        """Store hidden states and ids of sequences `at`. The ids are written last: they mark the other values as
+        complete."""
         if self.hidden is not None:
             length = hidden.shape[1]
             self.hidden[at, :length] = hidden.to("cpu", torch.bfloat16)

@@ -357,7 +357,8 @@ class Trainer:
             self.hybrid.mtp.compile()
 
     def train(self, stage: str, minutes: float) -> None:
-        """Train for that many minutes, all calls counted. Writes `stage.pt` every minute and reads it at the start."""
+        """Train until all calls together have taken `minutes` minutes. Writes `stage.pt` every minute and reads it at
+        the start."""
         if stage == "head":
             self.load("target")
             self.hybrid.model.requires_grad_(False)
@@ -471,7 +472,8 @@ class Trainer:
 
 
 def make_optimizers(hybrid: Hybrid) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan 2024; Liu et al. 2025) for the matrices of layers, AdamW for what is left."""
+    """Return the optimizers: Muon (Jordan 2024; Liu et al. 2025) for the matrices of layers, AdamW for all other
+    parameters."""
     trained = [(name, p) for name, p in hybrid.named_parameters() if p.requires_grad]
     matrices = {name: p for name, p in trained if p.ndim == 2 and min(p.shape) > 8 and "embed" not in name}
     rest = [p for name, p in trained if name not in matrices]
@@ -482,7 +484,7 @@ def make_optimizers(hybrid: Hybrid) -> list[torch.optim.Optimizer]:
 
 
 def main() -> None:
-    """Do what the command line names; everything when it names nothing."""
+    """Run the stages that the command line names; all stages if it names none."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

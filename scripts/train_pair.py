@@ -70,7 +70,7 @@ def make_tokens(out: Path) -> None:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """Token stream of `texts` as uint16; each text starts with the end token."""
+    """Return the token stream of `texts` as uint16. Each text starts with the end token."""
     return np.array([i for text in texts for i in [0, *tokenizer.encode(text).ids]], dtype=np.uint16)
 
 
@@ -129,7 +129,7 @@ def save_tokenizer(out: Path, name: str) -> None:
 
 
 def main() -> None:
-    """Train what the command line names; everything when it names nothing."""
+    """Train the models that the command line names; all models if it names none."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -40,8 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9, "swiglu_limit": 0.7},
     "gemma3_text": {"sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
 }
-"""transformers' `model_type` of each family, and the fields that a small one of it has: multipliers that are not 1,
-layers of each kind."""
+"""For each family, transformers' `model_type` and the config fields of a small test model, which has layers of each
+kind and multipliers other than 1."""
 
 _DELTA_NET: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],

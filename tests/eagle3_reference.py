@@ -30,7 +30,7 @@ class Round:
 
 @dataclass
 class Speculation:
-    """New tokens of one prompt, and the iterations that wrote them."""
+    """New tokens after one prompt, and the iterations that generated them."""
 
     tokens: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
@@ -130,8 +130,9 @@ def speculate(
 ) -> Speculation:
     """Decode one prompt greedily with speculation. Adds to `statistics` as `hf_reference.count_acceptance` does.
 
-    The first token is the target's. Then, with n tokens there: K_r = min(k, limit - n - 1) drafts, the target reads
-    them all, and the longest agreeing prefix and one token more are kept. Counted before a stop cuts.
+    The first token is the target's. Then each iteration with n tokens so far makes K_r = min(k, limit - n - 1) drafts.
+    The target reads all of them, and the longest prefix that equals its own tokens is kept, with one more token. Drafts
+    are counted before a stop token ends the text.
     """
     out, tokens, limit = Speculation(), list(prompt), len(prompt) + max_new_tokens
     statistics.per_position += [0] * (k - len(statistics.per_position))

@@ -216,7 +216,7 @@ def _file_name(names: gguf.TensorNameMap, name: str) -> str:
 def _parts(
     config: dict[str, Any], architecture: str, name: str, numbers: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what llama.cpp's converter makes of one tensor of a checkpoint."""
+    """Yield the name and values of each tensor that llama.cpp's converter makes of one tensor of a checkpoint."""
     if architecture in SHIFTED and name.endswith("norm.weight") and "linear_attn" not in name:
         numbers = numbers + 1
     if name.endswith("in_proj_qkvz.weight"):

@@ -67,10 +67,9 @@ def count_acceptance(
 ) -> list[int]:
     """Decode one prompt by greedy speculation, written out with two transformers models. Adds to `statistics`.
 
-    The first token is the target's. Then, with n tokens there: K_r = min(k, limit - n - 1) drafts are taken greedily
-    one by
-    one, the target reads them all, and the longest agreeing prefix and one token more are kept. Counted before a
-    stop cuts.
+    The first token is the target's. Then each iteration with n tokens so far takes K_r = min(k, limit - n - 1) greedy
+    drafts one by one. The target reads all of them, and the longest prefix that equals its own tokens is kept, with one
+    more token. Drafts are counted before a stop token ends the text.
     """
     tokens, limit = list(prompt), len(prompt) + max_new_tokens
     statistics.per_position += [0] * (k - len(statistics.per_position))
@@ -107,7 +106,7 @@ def _feed(model: Any, cache: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def _forget(cache: Any, length: int) -> None:
-    """Drop what `cache` holds beyond `length` tokens."""
+    """Drop keys and values after the first `length` tokens from `cache`."""
     surplus = cache.get_seq_length() - length
     if surplus > 0:
         cache.crop(-surplus)

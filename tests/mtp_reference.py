@@ -26,7 +26,7 @@ RENAMED = {
     "layers.0.post_norm.": "mtp.norm.",
     "layers.0.mtp_block.": "mtp.layers.0.",
 }
-"""Prefixes of tensor names in a checkpoint, by those of `MtpModel`."""
+"""Prefixes of tensor names in a checkpoint, by the corresponding prefixes of `MtpModel`."""
 
 
 def head_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -104,8 +104,8 @@ class Script:
 
 
 def fit(path: Path, target: Any, texts: list[list[int]], steps: int = 24) -> None:
-    """Train the head in the checkpoint at `path` on `texts`, so that it is right now and then. Rewrites its tensors.
-    `target` is the checkpoint as a float32 model."""
+    """Train the head in the checkpoint at `path` on `texts`, so that some of its drafts are accepted. Rewrites the
+    head's tensors. `target` is the checkpoint as a float32 model."""
     script = Script(target)
     with torch.no_grad():
         states = [target(torch.tensor([t]), output_hidden_states=True).hidden_states[-1][0] for t in texts]

@@ -246,8 +246,8 @@ def compressed(source: Path, path: Path, form: str, *, ordered: bool = False, **
 
 
 def mxfp4(numbers: Path, path: Path, config: dict[str, Any]) -> Path:
-    """Write a checkpoint of gpt-oss with random codes for experts. `numbers` gets what transformers makes of them.
-    `config` is the `quantization_config`."""
+    """Write to `path` a copy of the gpt-oss checkpoint `numbers` whose experts are random MXFP4 codes. The experts in
+    `numbers` are replaced by the codes as transformers dequantizes them. `config` is the `quantization_config`."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     generator = torch.Generator().manual_seed(1)

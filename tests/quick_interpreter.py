@@ -151,7 +151,7 @@ def _match_operands_once() -> None:
 
 @dataclass(slots=True)
 class _Shape:
-    """What types and tensors of one shape share. It is never mutated."""
+    """Data that all types and tensors of one shape share. Never mutated."""
 
     of_type: Any
     numel: int

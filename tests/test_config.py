@@ -292,7 +292,8 @@ def test_bf16_activations() -> None:
 
 
 def test_fp8_rows() -> None:
-    """Check that FP8 activations are rejected, with the field's name, wherever no kernel makes them."""
+    """Check that `cuda_fp8_rows` is rejected, with the name of the field in conflict, wherever no kernel rounds
+    activations to FP8."""
     assert not EngineConfig().cuda_fp8_rows
     assert EngineConfig.from_kwargs(cuda_fp8_rows=True, device="cuda:1", dtype="bfloat16").cuda_fp8_rows
     for fields, why in (

@@ -261,7 +261,7 @@ def test_parameters_of_vllm_are_served_at_their_defaults() -> None:
 
 
 def test_kinds_of_output() -> None:
-    """Check output kinds: specrs's and vLLM's own are accepted under the same names."""
+    """Check that `output_kind` accepts members of specrs's enum and of vLLM's, which have the same names."""
     assert SamplingParams().output_kind is RequestOutputKind.CUMULATIVE
     for kind in RequestOutputKind:
         assert SamplingParams(output_kind=kind).output_kind is kind

@@ -78,8 +78,7 @@ def test_texts_that_are_far_too_long(tokenizer: Tokenizer, text: str) -> None:
 
 
 def test_words_of_any_length_may_be_one_token(tmp_path: Path) -> None:
-    """Check a model that knows whole words alone, where the length of a text says nothing about its number of
-    tokens."""
+    """Check a tokenizer that has only whole words as tokens, so that a long text may have few tokens."""
 
     def whole_words(content: dict[str, Any]) -> None:
         content["model"] = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 1}, "unk_token": "<unk>"}

@@ -179,7 +179,7 @@ def test_a_default_that_the_vocabulary_does_not_have_is_left_out(tmp_path: Path)
 
 
 def write_other_files(folder: Path) -> None:
-    """Write the tokenizer files of GPT-2 from before tokenizer.json."""
+    """Write vocab.json and merges.txt, the tokenizer files that GPT-2 had before there was tokenizer.json."""
     folder.mkdir()
     (folder / "vocab.json").write_text(json.dumps(BYTE_VOCAB | {END: len(BYTE_VOCAB)}))
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, MERGES)))

@@ -83,7 +83,7 @@ def one(device: torch.device, context: int, copied: float, rows: int = ROWS) -> 
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """TB/s of a copy of 1 GiB, reads and writes counted."""
+    """Return the bandwidth of a copy of 1 GiB in TB/s, counting bytes read and bytes written."""
     size = (1 << 30) if device.type == "cuda" else 1 << 20
     source: Tensor = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -1,4 +1,5 @@
-"""Passes and iterations alone: what a pass costs, what the iteration adds, three ways to run it."""
+"""Measures single passes and iterations without an engine: the time of a pass, what an iteration adds to it, and three
+ways to run an iteration."""
 
 from __future__ import annotations
 
@@ -98,13 +99,13 @@ class Alone:
 
     @torch.inference_mode()
     def whole(self, k: int, logits_mode: LogitsMode = LogitsMode.GREEDY) -> float:
-        """Return the milliseconds of a whole iteration as one graph."""
+        """Return the milliseconds of a whole iteration with K drafts, captured as one CUDA graph."""
         shape = Shape(1, k, k + 1, logits_mode)
         return self._time(lambda: iteration.run(self.ctx, shape, self.sequences), k)
 
     @torch.inference_mode()
     def chained(self, k: int) -> float:
-        """Return the milliseconds of an iteration with one graph per pass, and single ops between them."""
+        """Return the milliseconds of an iteration with one CUDA graph per pass, and single ops between the graphs."""
         ctx, shape = self.ctx, Shape(1, k, k + 1, LogitsMode.GREEDY)
         self._prepare(k)
         drafts = [graphed(lambda i=i: drafting.draft_pass(ctx, i, 1, LogitsMode.GREEDY)) for i in range(1, k + 1)]

@@ -48,8 +48,8 @@ def measure(models: list[str], device: torch.device) -> dict[str, Any]:
 
 
 def one(shape: LinearShape, kind: str, rows: int, device: torch.device) -> float:
-    """Return the microseconds of a product: of dense weights as in a pass, by cuBLAS, or of quantized weights as in a
-    graph."""
+    """Return the microseconds of one product. `kind` says which: dense weights as in a pass, dense weights by cuBLAS,
+    or quantized weights as in a graph."""
     if kind in CODINGS:
         # What is after a product of codes that are heads is a kernel of its own.
         features = shape.n if shape.gated else shape.n * shape.sides

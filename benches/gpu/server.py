@@ -24,7 +24,8 @@ ON_GPU = torch.cuda.is_available()
 CLI = [sys.executable, "-c", "import sys; from specrs.cli import main; sys.exit(main(sys.argv[1:]))"]
 CONCURRENCY = (1, 16, 64) if ON_GPU else (1, 2)
 NUM_PROMPTS, OUTPUT, NUM_TEXTS = (4, 128, 16) if ON_GPU else (1, 8, 2)
-"""Prompts for each request at once, tokens of an answer, and prompts whose texts are compared."""
+"""Number of prompts for each concurrent request, number of tokens of an answer, and number of prompts whose texts are
+compared."""
 START_SECONDS = 120.0
 
 

@@ -20,9 +20,9 @@ from specrs.sampling import SamplingParams
 from gpu.timing import ON_GPU, synchronize
 
 PROMPT, OUTPUT = (150, 200) if ON_GPU else (6, 4)
-"""Mean numbers of tokens in and out: those of the published measurements."""
+"""Mean number of tokens of a prompt and of an output, as in the published measurements."""
 WAVES = 6
-"""Requests in total, as a multiple of those that run at once."""
+"""Total number of requests, as a multiple of the number that run at once."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class ClosedLoop:
         self.ended = 0
 
     def fill(self) -> None:
-        """Add requests until as many run as shall."""
+        """Add requests until `concurrency` requests run."""
         while len(self.live) < self.concurrency and self.added < WAVES * self.concurrency:
             first = self.added < self.concurrency
             output = self._length(OUTPUT)
@@ -77,7 +77,7 @@ class ClosedLoop:
             self.added += 1
 
     def step(self) -> None:
-        """Advance the engine by a step, and take out what has ended."""
+        """Advance the engine by a step, and remove the requests that have ended."""
         self.engine.step()
         for request in [one for one in self.live if one.finished]:
             self.live.remove(request)
@@ -97,9 +97,11 @@ class ClosedLoop:
 
 
 def steady(engine: Engine, concurrency: int, seconds: float) -> dict[str, Any]:
-    """Measure tokens per second from the end of the first `concurrency` requests until the last one is added.
+    """Measure tokens per second. The time runs from when `concurrency` requests have ended until the last request is
+    added.
 
-    After `seconds` no more requests are added, and the warm-up takes at most half of them. The rest is aborted.
+    After `seconds` no more requests are added. The warm-up ends after half of `seconds` at the latest. Requests that
+    still run at the end are aborted.
     """
     loop = ClosedLoop(engine, concurrency)
     synchronize()

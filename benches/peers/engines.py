@@ -1,4 +1,4 @@
-"""Start of each engine: its environment, its form of a model, what it cannot do. Measures nothing."""
+"""Starts each engine: its environment, the model in its format, and what it cannot run. Measures nothing itself."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def checkpoint(model: str, peers: Path, fp32_weights: bool = False) -> Path:
 
 
 def model_path(line: Line, model: str, peers: Path) -> Path:
-    """Return what the line's engine loads."""
+    """Return the path of the model, in the format that the line's engine loads."""
     if line.dtype in FILES:
         return peers / f"models/gguf/{model}-{line.dtype}.gguf"
     if line.dtype == INT4:
@@ -63,7 +63,7 @@ def model_path(line: Line, model: str, peers: Path) -> Path:
 
 
 def missing(line: Line, setting: Setting, peers: Path) -> str | None:
-    """Why the line cannot run, or None."""
+    """Return the reason why the line cannot run; None if it can."""
     if line.engine == "transformers" and line.k and setting.batch > 1:
         return "assisted generation takes one request at a time"
     if line.cpu_prefill == "amx" and not machine.has_tiles():

@@ -47,7 +47,7 @@ class Measured:
     versions: dict[str, str] = field(default_factory=dict)
 
     def take(self, result: dict[str, Any], batch: int) -> None:
-        """Add a run, or what it failed with."""
+        """Add the result of a run, or the error with which it failed."""
         if "error" in result:
             self.reason = result["error"]
             return
@@ -89,7 +89,8 @@ def ratio(one: float | None, other: float | None) -> float | None:
 
 
 def first_difference(one: Ids, other: Ids) -> tuple[int, int] | None:
-    """Request and position of the first token that differs; None where all are the same."""
+    """Return the request and position of the first token that differs between two runs; None if all tokens are
+    equal."""
     for request, (left, right) in enumerate(zip(one, other, strict=True)):
         if left != right:
             differing = (i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1])

@@ -21,7 +21,7 @@ class Goal:
 
     @property
     def met(self) -> bool | None:
-        """None where there is no value."""
+        """Whether the goal is met; None if its value was not measured."""
         if self.value is None:
             return None
         return self.value >= self.bar if self.sign == ">=" else self.value <= self.bar
@@ -61,7 +61,8 @@ class Results:
         return best_peer(lines, dtype or self.dtype, k, key)
 
     def first_token(self) -> Iterator[Goal]:
-        """specrs's time of it over the best peer's, by every way to compute prompts."""
+        """Yield goals for the first token: specrs's time over that of the best peer, for each value of
+        `cpu_prefill`."""
         for way in ("exact", "amx"):
             what = f"first token by {way} prompts, of the best peer's"
             yield Goal(what, ratio(self.specrs(key=FIRST, cpu_prefill=way), self.peer(key=FIRST)), "<=", 1)

@@ -50,7 +50,7 @@ class Job:
 
     @property
     def drafts(self) -> bool:
-        """True if there is a drafter."""
+        """True if the job drafts."""
         return self.draft is not None or self.method != ""
 
     @property
@@ -69,9 +69,9 @@ class Group:
     """Results of requests that ran at once.
 
     `first_s`: seconds to the first token, the mean over the requests. `total_s`: seconds until all had ended.
-    `first_tokens`: tokens there were at that first moment; more than one a request where drafts are verified in the
-    prompt's pass. `passes`: passes of the target after it, counted for each request; None without drafts, where every
-    token takes one.
+    `first_tokens`: number of tokens at that moment; more than one per request if drafts are verified in the prompt's
+    pass. `passes`: number of the target's passes after that moment, counted for each request; None without drafts,
+    where every token takes one pass.
     """
 
     ids: Ids

@@ -39,7 +39,7 @@ def unrecognized(token: str | bytes | bytearray) -> bytes:
 
 
 def convert(llama_cpp: Path, model: Path, out: Path, dtype: str) -> None:
-    """Write `out`."""
+    """Convert the checkpoint `model` to the GGUF file `out` with llama.cpp's converter."""
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
     import convert_hf_to_gguf
     import gguf

@@ -61,7 +61,8 @@ def smollm2(source: Path, out: Path) -> None:
 
 
 def qwen3(tokenizer: Path, out: Path) -> None:
-    """Random weights, the same on every machine with this torch."""
+    """Write a checkpoint in the shape of Qwen3-0.6B with random weights, which are the same on every machine with this
+    version of torch."""
     torch.manual_seed(0)
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     Qwen3ForCausalLM(Qwen3Config(**QWEN3_0_6B, **tokens, dtype="bfloat16")).to(torch.bfloat16).save_pretrained(out)

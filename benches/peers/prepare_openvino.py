@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 
 def convert(model: Path, out: Path, *, int4: bool) -> None:
-    """Write the folder `out`."""
+    """Convert the checkpoint `model` to OpenVINO's format in the folder `out`, with `int4` to 4-bit weights."""
     size = json.loads((model / "config.json").read_text(encoding="utf-8"))["hidden_size"]
     quantized = OVWeightQuantizationConfig(bits=4, sym=True, group_size=64 if size % 128 else 128) if int4 else None
     options = {"quantization_config": quantized} if int4 else {"load_in_8bit": False}

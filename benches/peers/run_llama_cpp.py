@@ -124,7 +124,7 @@ def run(job: Job, port: int, clients: ThreadPoolExecutor, prompts: Ids) -> Group
 
 
 def versions(job: Job) -> dict[str, str]:
-    """Return what the server says about its version."""
+    """Return the version that `llama-server --version` prints."""
     done = subprocess.run([str(Path(job.peers) / SERVER), "--version"], capture_output=True, text=True, check=True)
     lines = (done.stdout + done.stderr).splitlines()
     return {"llama.cpp": next((line.partition(":")[2].strip() for line in lines if line.startswith("version")), "?")}

@@ -1,4 +1,5 @@
-"""Sets of lines to measure, each line an engine at one K, dtype and form of weights. Runs nothing."""
+"""Sets of lines to measure. A line is one row of a result table: an engine at one K, dtype and form of weights. Runs
+nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from dataclasses import dataclass
 
 ENGINES = ("specrs", "llama.cpp", "openvino", "vllm", "transformers")
 FILES = ("q4_0", "q4_1", "q8_0", "q4_k_m")
-"""Types of GGUF files, as `dtype` of a line: specrs and llama.cpp read the same file, and use their default KV
+"""Types of GGUF files, used as `dtype` of a line. specrs and llama.cpp read the same file, each with its default KV
 cache."""
 INT4 = "int4"
 """`dtype` of OpenVINO's own 4-bit weights, with its default activations and KV cache."""
@@ -14,9 +15,9 @@ INT4 = "int4"
 
 @dataclass(frozen=True)
 class Line:
-    """`k`: drafts an iteration, 0 for none, or auto. `fp32_weights`: of a model whose weights bf16 does not hold, where
-    specrs would else keep half the bytes. `sampled`: temperature 0.8, top-p 0.9 in place of greedy. `cpu_prefill`: of
-    specrs. `method`: what drafts from the text, where no draft model does: ngram everywhere, specrs's others."""
+    """One measured setting of one engine. `k`: drafts per iteration, 0 for none, or auto. `fp32_weights`: the weights
+    do not fit bf16, so specrs keeps them as fp32. `sampled`: temperature 0.8, top-p 0.9 instead of greedy.
+    `cpu_prefill`: option of specrs. `method`: drafter that copies from the text; empty: the draft model."""
 
     engine: str
     k: int | str
@@ -36,8 +37,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Setting:
-    """A set of lines with their prompts: `num_prompts` prompts of `prompt_tokens` tokens, `batch` at a time, for
-    `new_tokens` each; or the demo's chats."""
+    """A set of lines that share model and prompts: `num_prompts` prompts of `prompt_tokens` tokens, `batch` at a time,
+    with `new_tokens` output tokens each. With `chats`, the demo's chats."""
 
     title: str
     target: str
@@ -52,18 +53,18 @@ class Setting:
 
 
 def everywhere(k: int, dtype: str) -> list[Line]:
-    """Return a line of every engine, with `k` drafts and this dtype."""
+    """Return one line for every engine, with `k` drafts and this dtype."""
     return [Line(engine, k, dtype) for engine in ENGINES]
 
 
 def plain(dtype: str) -> list[Line]:
-    """Return lines without drafts, with specrs's other ways of computing a prompt."""
+    """Return lines without drafts: one for every engine, and one for specrs with `cpu_prefill="amx"`."""
     return [Line("specrs", 0, dtype, cpu_prefill="amx"), *everywhere(0, dtype)]
 
 
 def pair1() -> list[Line]:
-    """Return lines such that compared ones run next to each other: all engines at one K, then what only specrs has
-    there."""
+    """Return the lines of pair 1 in the order in which they run, so that lines that are compared follow each other. For
+    each K: every engine, then the settings that only specrs has at this K."""
     lines = []
     for k in (0, 1, 2, 3, 5):
         lines += everywhere(k, "float32") if k else plain("float32")
@@ -76,7 +77,8 @@ def pair1() -> list[Line]:
 
 
 def from_text(k: int) -> list[Line]:
-    """Drafts by n-grams of the engines that have them, specrs's other ways, and what it chooses."""
+    """Return lines with drafts copied from the text: n-grams for the engines that have them, and specrs with suffix
+    decoding and with its own choice of drafter and K."""
     peers = [Line(engine, k, "bfloat16", method="ngram") for engine in ("specrs", "llama.cpp", "openvino")]
     return [
         *peers,
@@ -86,13 +88,15 @@ def from_text(k: int) -> list[Line]:
 
 
 def of_files(types: tuple[str, ...]) -> tuple[Line, ...]:
-    """Return lines without drafts: specrs and llama.cpp on the same files, and OpenVINO with its own 4-bit weights."""
+    """Return lines without drafts: specrs and llama.cpp on the same GGUF files of these types, and OpenVINO with its
+    own 4-bit weights."""
     lines = [Line(engine, 0, kind) for kind in types for engine in ("specrs", "llama.cpp")]
     return (*lines, Line("openvino", 0, INT4))
 
 
 def chats_of(kind: str) -> tuple[Line, ...]:
-    """Return the lines of a file of this type without drafts and with those from the text, and OpenVINO's INT4."""
+    """Return lines on a GGUF file of type `kind`, without drafts and with drafts copied from the text, and lines of
+    OpenVINO with its INT4 weights."""
     drafting = [Line(engine, 5, kind, method="ngram") for engine in ("specrs", "llama.cpp")]
     own = [Line("specrs", 5, kind, method="suffix"), Line("specrs", "auto", kind, method="ngram,suffix")]
     peer = [Line("openvino", 0, INT4), Line("openvino", 5, INT4, method="ngram")]
@@ -100,7 +104,8 @@ def chats_of(kind: str) -> tuple[Line, ...]:
 
 
 def file_sets() -> dict[str, Setting]:
-    """Sets on quantized files: three models on one thread and on two, long prompts, batches, the demo's chats."""
+    """Return settings with quantized files, by name: three models on one thread and on two, long prompts, batches, the
+    demo's chats."""
     found = {}
     made = {
         "smollm2": ("SmolLM2-135M", "smollm2-135m", 64, 6, ("q4_0", "q8_0", "q4_k_m")),

@@ -13,7 +13,7 @@ NUM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def cell(value: float | None, form: str = ".2f") -> str:
-    """Empty where there is nothing."""
+    """Return `value` in the format `form`; empty if there is no value."""
     return "" if value is None else format(value, form)
 
 

@@ -112,7 +112,7 @@ E2M1_BF16 = tl.constexpr(
 
 @triton.jit
 def byte_number(bits, CODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert int16 words of one 8-bit code each, e4m3 or INT8, to numbers of DTYPE."""
+    """Convert int16 words, each with one 8-bit code (e4m3 or INT8), to values of dtype DTYPE."""
     if CODE == INT8:
         return ((bits << 8).to(tl.int16) >> 8).to(DTYPE)
     if tl.float16 == DTYPE:
@@ -164,7 +164,7 @@ def four_numbers(words, zero, DTYPE: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def half_byte_number(bits, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert int16 words of one e2m1 code each to numbers of DTYPE, not bf16."""
+    """Convert int16 words, each with one e2m1 code, to values of dtype DTYPE, which must not be bf16."""
     if tl.float16 == DTYPE:
         return ((bits & 8) << 12 | (bits & 7) << 9).to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
     wide = bits.to(tl.int32)

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 COLUMNS = 16
-"""Columns of a head's state per program of the delta rule. A warp holds 16 columns of 128 keys in 64 registers per
-thread, so that a sum over keys needs no shared memory."""
+"""Number of columns of a head's state that one program of the delta rule computes. A warp holds 16 columns of 128 keys
+in 64 registers per thread, so that a sum over keys needs no shared memory."""
 Sizes = Sequence[int]
-"""Key heads, value heads, features of a key head, features of a value head, positions that the convolution reads, and 1
-if the projection's outputs lie by key head, else 0; as `specrs.models.delta_net.DeltaNet` describes them."""
+"""Type of the sizes of a delta net, a tuple of six integers: number of key heads, number of value heads, features of a
+key head, features of a value head, positions that the convolution reads, and 1 if the projection's outputs are grouped
+by key head, else 0. `specrs.models.delta_net.DeltaNet` describes them."""
 
 
 def sizes_of(sizes: Sizes) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def wait_for_previous(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def prefetch(pointers):  # type: ignore[no-untyped-def]
-    """Bring the 128-byte lines at `pointers` into the L2 cache, without waiting for them."""
+    """Prefetch the 128-byte cache lines at `pointers` into the L2 cache. Does not wait for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

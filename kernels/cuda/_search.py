@@ -14,8 +14,8 @@ import triton.language as tl
 from specrs.kernels.cuda._distribution import LAST_KEY, TOP_K, TOP_P, descending_key, scaled, value_of_key
 
 COUNT, WEIGHT, TOTAL = (tl.constexpr(i) for i in range(3))
-"""Modes of a step, by what it adds up: the number of tokens by cell, their weights by cell, or all weights of a
-tile."""
+"""Modes of a search step: count the tokens of each histogram cell, sum their weights for each cell, or sum all weights
+of a tile."""
 LO, SHIFT, BASE, TARGET, CELL, LIMIT = (tl.constexpr(i) for i in range(6))
 """Elements of a step's start. LO: first key of its range, or the threshold once it is found. SHIFT: log2 of the keys in
 a 2,048th of the range; -1: the threshold is found. BASE: the amount before LO; at the end, up to it. TARGET: the amount
@@ -102,7 +102,7 @@ def _first_reaching(sums, index, before, target):  # type: ignore[no-untyped-def
 
 @triton.jit
 def narrow(slot, cells, params, m, FIRST: tl.constexpr, WEIGHTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Evaluate a finished step, and return `(lo, shift, base, target, cell)` of the next one.
+    """Evaluate a finished search step, and return `(lo, shift, base, target, cell)` for the next one.
 
     `slot` has what the finished step started from, `cells` its histogram. FIRST says that it was a step 0.
     """

@@ -154,7 +154,7 @@ def _(target_ids: Tensor, drafted: list[Tensor], out: list[Tensor], at_rates: li
 def accept_prefix_reference(
     target_ids: Tensor, q_start: Tensor, drafts: Tensor, num_drafts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `(num_accepted, tokens)` as `accept_prefix` without rates does, in torch."""
+    """Return `(num_accepted, tokens)`: reference in torch for `accept_prefix` without `at_rates`."""
     index = torch.minimum(q_start[:-1, None] + torch.arange(drafts.shape[1] + 1), q_start[1:, None] - 1)
     return verify_greedy_torch(target_ids[index], drafts, num_drafts)
 

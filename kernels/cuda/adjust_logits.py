@@ -32,7 +32,7 @@ from specrs.verify.processing import Constraints, adjust_logits, leaves_only_sto
 from torch import Tensor
 
 COLUMNS = tl.constexpr(8)
-"""Number of columns of `Asked.table`."""
+"""Number of columns of `Asked.table`, in which each row describes one sequence."""
 SEQUENCE, PENALISED, ALLOWED, FIRST_BIAS, NUM_BIASES, FIRST_WORD, NUM_WORDS, STOPS = (tl.constexpr(i) for i in range(8))
 """Columns of `Asked.table`. SEQUENCE: sequence of the iteration. PENALISED: 1 if it has a penalty. ALLOWED: row of
 `Asked.allowed`; -1: all ids are allowed. FIRST_BIAS, FIRST_WORD: where its biases and bad words begin in `Asked.lists`.

@@ -71,7 +71,8 @@ def tile_argmax(logits: Tensor, tile_value: Tensor, tile_id: Tensor, cells: Tens
 def combine_argmax(
     tile_value: Tensor, tile_id: Tensor, out_ids: Tensor, out_top: Tensor | None, num_tiles: int
 ) -> None:
-    """Launch the second kernel: write the best of each row's tiles, `[N]`."""
+    """Launch the second kernel: write the best id and value of each row into `out_ids` and `out_top` `[N]`, from the
+    best of each of its tiles."""
     stride = tile_value.shape[2]
     combine_argmax_kernel[(len(out_ids),)](
         tile_value,

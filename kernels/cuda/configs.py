@@ -18,7 +18,8 @@ from specrs.kernels.coding import Coding
 from specrs.kernels.cuda.device import DeviceLimits
 
 _SMALL = 2**26
-"""Size in bytes of a weight that half of the multiprocessors read in about the same time as all: 15 us at 4 TB/s."""
+"""Size of a small weight in bytes, which takes 15 us at 4 TB/s: half of the multiprocessors read it in about the same
+time as all of them."""
 _WIDE = 2**16
 """Number of output features from which on tiles of 128 lose nothing at the end, as in LM heads: 3 % faster for 16 rows,
 8 % for 64."""
@@ -94,7 +95,7 @@ class LinearShape:
 
     @property
     def least_k(self) -> int:
-        """Minimum number of inputs per step: those whose codes are stored together."""
+        """Minimum number of inputs per step: the number of inputs whose codes are stored together."""
         return 16 if self.coding is None else self.coding.unit(self.k) or 16
 
     def stage_bytes(self, block_n: int, block_k: int, block_m: int) -> int:

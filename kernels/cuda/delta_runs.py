@@ -138,7 +138,7 @@ def delta_runs_reference(
     first: int,
     prompts: bool,
 ) -> None:
-    """Do what `delta_runs` does, one request after the other."""
+    """Reference for `delta_runs`, one request after the other."""
     lengths, drafts = counts
     starts = [first + start for start in q_start.tolist()]
     for s, (row, start, end) in enumerate(zip(rows.tolist(), starts[:-1], starts[1:], strict=True)):

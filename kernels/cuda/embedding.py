@@ -171,7 +171,7 @@ def embed_reference(
     following: Sequence[Tensor] = (),
     multiplier: float = 1.0,
 ) -> None:
-    """Do what `embed` does, in plain torch."""
+    """Reference for `embed`, in plain torch."""
     embedding, rotary, magnitudes, next_norm = tables
     assert embedding is not None
     assert rotary is not None

@@ -215,7 +215,7 @@ def route_reference(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tens
 
 
 def sort_pairs_reference(ids: Tensor, pairs: Tensor, starts: Tensor) -> None:
-    """Do what `sort_pairs` does, in plain torch."""
+    """Reference for `sort_pairs`, in plain torch."""
     flat, end = ids.flatten(), 0
     for expert in range(starts.shape[0] - 1):
         mine = (flat == expert).nonzero().flatten()

@@ -53,8 +53,8 @@ def fp8_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def round_rows(x: Tensor, group: int, rounded: Tensor, dependent: bool) -> None:
-    """Round the rows of x as `quantized_weight.fp8_rows` does, and write them as numbers into `rounded` `[N, K]`, of
-    the dtype of x (bf16 or fp32, which hold them exactly). `rounded` may be x itself.
+    """Round the rows of x to FP8 as `quantized_weight.fp8_rows` does, and write the rounded values into `rounded`
+    `[N, K]`, in the dtype of x (bf16 or fp32, which hold them exactly). `rounded` may be x itself.
 
     `dependent`: launch dependently (see `_dependent_launch`).
     """

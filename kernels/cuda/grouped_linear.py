@@ -221,7 +221,8 @@ def _(
 
 
 def _parts(weights: Sequence[Tensor], coding: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return W, scales and biases from the argument `weights` of `grouped_linear`. `coding` is empty if W is dense."""
+    """Return W, scales and biases from the argument `weights` of `grouped_linear`; scales and biases may be None.
+    `coding` is empty if W is not quantized."""
     (weight, *more), count = weights, 1 if coding else 0
     return weight, more[0] if count else None, more[count] if len(more) > count else None
 

@@ -54,7 +54,7 @@ def gather_states(hidden: HiddenTensors, row: Tensor, positions: Tensor, out: Te
 
 
 def gather_states_reference(hidden: HiddenTensors, row: Tensor, positions: Tensor, out: Tensor) -> None:
-    """Do what `gather_states` does, position by position."""
+    """Reference for `gather_states`, position by position."""
     rows = row.repeat_interleave(len(positions) // len(row)).tolist()
     for i, (of, position) in enumerate(zip(rows, positions.tolist(), strict=True)):
         column = position - int(hidden.start[of])
@@ -119,7 +119,7 @@ def keep_states(
 
 
 def keep_states_reference(entries: Tensor, q_start: Tensor, row: Tensor, kept: Kept, hidden: HiddenTensors) -> None:
-    """Do what `keep_states` does, one sequence after the other."""
+    """Reference for `keep_states`, one sequence after the other."""
     for start, of, first, count in zip(*(x.tolist() for x in (q_start, row, kept.first, kept.count)), strict=False):
         hidden.states[of, first : first + count] = entries[start : start + count]
 

@@ -36,7 +36,8 @@ def scratch_sizes(config: LinearConfig, rows: int, *, n: int, sides: int = 1) ->
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """Values that a product writes for the next norm, from its rounded output y `[M, N]`."""
+    """Buffers that a product also writes, from which the next product computes the norm of the rounded output y
+    `[M, N]`."""
 
     norm_weight: Tensor
     """[N], weight g of the next norm."""
@@ -49,7 +50,7 @@ class Next:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Values that are added to the outputs of some rows, after the bias: what LoRA adapters add to a projection."""
+    """Sums of LoRA adapters, which a product adds to the outputs of some rows, after the bias."""
 
     values: Tensor
     """[M, rows of the weight] fp32, contiguous. Rows without a slot are not read."""
@@ -79,8 +80,8 @@ class Product:
     multiplier: float = 1.0
     """Factor m of the product."""
     next: Next | None = None
-    """Buffers into which the product also writes its output times the next norm's weight, and sums of squares. None:
-    neither."""
+    """Buffers into which the product also writes its output times the next norm's weight, and sums of squares. None: it
+    writes neither."""
     coding: Coding | None = None
     scales: Tensor | None = None
     """Scales of a `QuantizedWeight`; None if the weight is dense."""

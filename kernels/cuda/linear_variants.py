@@ -101,7 +101,7 @@ CODINGS = {
     "int8": Coding("int8", 0),
     "int4": Coding("int4", 128, zeros=True),
 }
-"""Codings that are compiled ahead of time, by name. Group 0 stands for all inputs."""
+"""Formats of quantized weights for which kernels are compiled ahead of time, by name. Group 0 stands for all inputs."""
 
 
 def _variants() -> tuple[Variant, ...]:

@@ -413,7 +413,7 @@ def _check_expand(
 def adapter_slots_reference(
     positions: Tensor, q_start: Tensor, device_rows: Tensor, of_row: Tensor, out: Tensor, first: int
 ) -> None:
-    """Do what `adapter_slots` does, in plain torch."""
+    """Reference for `adapter_slots`, in plain torch."""
     out[first:] = -1
     for i, (begin, end) in enumerate(zip(q_start[:-1].tolist(), q_start[1:].tolist(), strict=True)):
         out[first + begin : first + end] = of_row[device_rows[i]]

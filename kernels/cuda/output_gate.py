@@ -116,7 +116,7 @@ def _check_apply(x: Tensor, out: Tensor, num_heads: int, dim: int) -> None:
 
 
 def split_gates_reference(x: Tensor, out: Tensor, num_heads: int, dim: int) -> None:
-    """Do what `split_gates` does, head by head."""
+    """Reference for `split_gates`, head by head."""
     heads = x.reshape(len(x), -1, dim)
     out.copy_(torch.cat((heads[:, : 2 * num_heads : 2], heads[:, 2 * num_heads :]), 1).flatten(1))
 

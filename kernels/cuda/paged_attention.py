@@ -450,7 +450,8 @@ def _check(
 
 
 def shape_constants(config: AttentionConfig, heads: int, kv_heads: int, dim: int) -> dict[str, int]:
-    """Return the constants that both kernels have."""
+    """Return the compile-time constants that both kernels of attention have: the one over splits and the one that
+    combines them."""
     return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,

@@ -334,8 +334,8 @@ def prepare_iteration(
 @torch.library.custom_op("specrs::prepare_iteration", mutates_args=["written"])
 def _prepare_iteration(read: list[Tensor], written: list[Tensor], sizes: list[int], flags: list[bool]) -> None:
     """Launch the kernel of `prepare_iteration`. Tensors are in the order of the kernel's pointers, optional ones last.
-    `sizes` are the fields of a Sizes. `flags` say what there is: chunks after decoding sequences, `emits`, `drafter`,
-    `hidden`."""
+    `sizes` are the fields of a Sizes. `flags` say which of these the step has: prompt chunks after the decoding
+    sequences, `emits`, `drafter`, `hidden`."""
     num_tokens, tokens, block_table = read[6], read[10], read[11]
     row, draft_positions, verify_ids = written[0], written[9], written[12]
     draft_context, width, block_size, max_k, first_pass_rows, mask_id = sizes

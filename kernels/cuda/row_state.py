@@ -50,7 +50,7 @@ class RowTensors(Protocol):
 
     @property
     def stop_ids(self) -> Tensor:
-        """[R + 1, S] stop ids; -1 is padding."""
+        """[R + 1, S] stop token ids of each row; -1 is padding."""
 
 
 class HiddenTensors(Protocol):

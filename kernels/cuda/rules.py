@@ -21,8 +21,8 @@ def verify_greedy(target_ids: Tensor, drafted: Drafted, out: Accepted) -> None:
 
 
 def verify_synthetic(target_ids: Tensor, drafted: Drafted, at_rates: AtRates, out: Accepted) -> None:
-    """Accept draft i with probability rates[i] / rates[i - 1] as long as all before are accepted, whatever the drafts
-    are. For timing only.
+    """Accept draft i with probability rates[i] / rates[i - 1] as long as all drafts before it are accepted, whatever
+    tokens they are. For timing only.
 
     The token after the drafts comes from `target_ids` `[N]` int64. One launch.
     """

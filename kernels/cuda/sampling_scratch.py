@@ -27,8 +27,8 @@ vocabulary of 151,936."""
 
 @dataclass(frozen=True, slots=True)
 class SamplingScratch:
-    """Scratch of the sampling ops, for one stream. It may contain anything before an op, also NaN. Only `ids` is read
-    by the op after the one that wrote it; nothing else outlives an op."""
+    """Scratch of the sampling ops, for one stream. Before an op it may contain anything, also NaN. Only `ids` is read
+    by a later op, the next one; all other contents are used within one op."""
 
     tile_value: Tensor  # [rows, 2, T] fp32, best value of each tile; T = ceil(V / 1024)
     tile_id: Tensor  # [rows, 2, T] int32, its token

@@ -52,7 +52,7 @@ class Distribution:
     cut: Tensor
     """[N] or [K, B] fp32, from a `Cut`."""
     lse: Tensor
-    """Log of the sum of exponentials, float64, of the shape and strides of `cut`"""
+    """Log of the sum of the exponentials of each row, float64, with the shape and strides of `cut`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from torch import Tensor
 
 @triton.jit
 def _segment(p, TOTAL: tl.constexpr, PROGRAMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the first step of program p, counted over all tiles."""
+    """Return the first of the steps that program p computes. Steps are counted over all tiles."""
     return p * (TOTAL // PROGRAMS) + p * (TOTAL % PROGRAMS) // PROGRAMS
 
 

@@ -64,7 +64,7 @@ def _check(own: Tensor, source: Tensor, out: Tensor) -> None:
 
 
 def spread_logits_reference(own: Tensor, source: Tensor, out: Tensor) -> None:
-    """Do what `spread_logits` does, in torch."""
+    """Reference for `spread_logits`, in torch."""
     out.copy_((own.amin(dim=1, keepdim=True) - UNKNOWN_BELOW).expand_as(out))
     known = source >= 0
     out[:, known] = own[:, source[known]]

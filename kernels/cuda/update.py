@@ -265,7 +265,7 @@ def update_reference(
     out: Reported,
     hidden: tuple[HiddenTensors, Kept, bool] | None = None,
 ) -> None:
-    """Do what `update_rows` does, one sequence after the other."""
+    """Reference for `update_rows`, one sequence after the other."""
     for b, row in enumerate(sequences.row.tolist()):
         if row == rows.num_tokens.shape[0] - 1:  # padding
             continue
@@ -321,8 +321,8 @@ def _update_rows(
     left: list[int],
     keeps: list[Tensor],
 ) -> None:
-    """Launch the kernel of `update_rows`. Tensors are in the order of the kernel's pointers. `left` says what drafts
-    leave of draft KV."""
+    """Launch the kernel of `update_rows`. Tensors are in the order of the kernel's pointers. `left`: how much of the
+    draft KV is valid after drafting."""
     emitted, draft_top = read[7], read[10]
     num_tokens, tokens, out_tokens = state[0], state[5], results[5]
     batch, width = emitted.shape

@@ -14,7 +14,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size class of devices: those with about the same shared memory, and so the same default configurations."""
+    """Size class of devices. Devices of one class have about the same shared memory, and so the same default
+    configurations."""
 
     name: str
     capabilities: tuple[int, ...]

@@ -148,7 +148,7 @@ FINISH_STOP: Final[int]
 FINISH_LENGTH: Final[int]
 """Finish reason: the request reached its limit."""
 FINISH_ABORT: Final[int]
-"""Finish reason of an `Output`: the caller ended it. `settle` never writes this value."""
+"""Finish reason of an `Output`: the caller ended the request. `settle` never writes this value."""
 FINISH_ERROR: Final[int]
 """Finish reason: a fault on the device."""
 
@@ -297,10 +297,10 @@ class HiddenDrafter:
 
 @final
 class TextDrafter:
-    """Model on the device with its own tokenizer, which reads and writes text (SLEM).
+    """Draft model on the device with its own tokenizer, whose drafts are compared as text (SLEM).
 
-    Its KV is outside the target's blocks and needs no catch-up. The number of drafts is known only when its text is
-    written, so `num_drafted` may be less than the sequence's K.
+    Its KV is outside the target's blocks and needs no catch-up. The number of drafts is known only when the model has
+    generated its text, so `num_drafted` may be less than the sequence's K.
     """
 
     def __new__(cls) -> TextDrafter:
@@ -587,11 +587,11 @@ class Scheduler:
                 `max_prefill_stall_ms` estimates chunks deep in a context with it; layers with a window add nothing. At
                 least 0; default 1 / 4096.
             merged_rooms: room for prompt tokens in the pass that verifies the tokens of decoding sequences, as
-                `(num_speculative_tokens, num_seqs, num_tokens)`, ascending. A step takes the first room with its
-                largest number of drafts K and at least its number of sequences B. It takes none if it verifies less
-                than half of B * (K + 1) tokens. Prompts next to decoding sequences are cut to the room. With equally
-                many drafts, a room for more sequences has no more tokens. None: every prompt chunk has a pass of its
-                own.
+                `(num_speculative_tokens, num_seqs, num_tokens)`, ascending. A step of B sequences whose largest number
+                of drafts is K uses the first room with this K and at least B sequences. It uses none if it verifies
+                less than half of B * (K + 1) tokens. Chunks next to decoding sequences are limited to the room. With
+                equally many drafts, a room for more sequences has no more tokens. None: every prompt chunk has a pass
+                of its own.
             max_merged_chunks: maximum number of prompt chunks in such a pass; at least 1 with `merged_rooms`.
             max_merged_steps: number of steps into whose rooms all running prompts must fit; at least 1 with
                 `merged_rooms`. If they do not fit, their chunks have a pass of their own and are not cut to a room.
@@ -1207,7 +1207,7 @@ class KVStore:
         """Wait until all that was saved is written, or has failed. Releases the interpreter."""
 
     def close(self) -> None:
-        """Write what waits, and end the thread. May be called again. Releases the interpreter."""
+        """Write all waiting records, and end the thread. May be called again. Releases the interpreter."""
 
     def take_error(self) -> str | None:
         """Take the last error of a write."""
@@ -1378,7 +1378,8 @@ class Outputs:
         """Add a request's output, by its id. Mutates."""
 
     def remove(self, request_id: int) -> bool:
-        """Remove a request that ended in another way. Return whether it was there. Mutates."""
+        """Remove a request that ended outside a step, for example by an abort. Return whether the request was known.
+        Mutates."""
 
     @property
     def num_tokens(self) -> int:
@@ -1778,8 +1779,9 @@ class PackedMatrix:
         """Pack integers, by as many threads as the process may run. Weight `[o, i]` is `values[o, i]` times the scale
         of its group.
 
-        Scales are kept as bf16 or fp16 if that holds them exactly. Then integers of a group that lie within 16 of each
-        other take 4 bits (kind INT4); with fp32 scales those from -8 to 7 do. Otherwise all take 8 bits (INT8).
+        Scales are stored as bf16 or fp16 if that holds them exactly. The matrix then becomes INT4 if in every group the
+        integers differ by less than 16. With fp32 scales it becomes INT4 if all integers are from -8 to 7. Otherwise it
+        becomes INT8.
 
         Args:
             values: `[out, in]`, -128 to 127.
@@ -1802,7 +1804,8 @@ class PackedMatrix:
 
     @property
     def order(self) -> NDArray[np.int64] | None:
-        """Inputs in the order in which activations are rounded, `[in]`; None if that is their own. A copy."""
+        """Indices of the inputs in the order in which activations are rounded, `[in]`; None if inputs keep their order.
+        A copy."""
 
     @property
     def nbytes(self) -> int:
@@ -1816,7 +1819,7 @@ class PackedMatrix:
 class CpuWeights:
     """Weights of a dense decoder, read where they are: arrays are kept alive and must not be written.
 
-    Numbers are float32, or uint16 with the bits of bfloat16. Norms and biases are copied.
+    Elements are float32, or uint16 with the bits of bfloat16. Norms and biases are copied.
     """
 
     def __new__(
@@ -1977,7 +1980,7 @@ class CpuKVCache:
 class CpuDecoder:
     """Forward pass of a dense decoder over flat rows, with its own work space: one pass at a time.
 
-    A row's sums have one order, whatever the other rows and the threads, so its numbers always have the same bits.
+    The order of a row's sums does not depend on other rows or threads, so its results always have the same bits.
     """
 
     def __new__(
@@ -2158,7 +2161,8 @@ class _StepHost(Protocol):
         draft model's ids and `tokens` in the target's."""
 
     def enter(self, stage: int) -> None:
-        """Begin a stage of the drafter: 1 feeds a head what prompts left to it, 2 feeds draft chunks, 4 drafts."""
+        """Begin a stage of the drafter: 1 runs a head over the prompt chunks of the step before, 2 feeds draft chunks,
+        4 drafts."""
 
     def leave(self, stage: int, error: Exception | None) -> bool:
         """End a stage, with the `error` it failed with on this rank, or None. Return whether it failed on any rank."""
@@ -2267,9 +2271,9 @@ class CostModel:
     with the same batch at K = 0.
 
     Between grid points, costs are interpolated linearly. K = 0 is separate: costs at K >= 1 come only from the points
-    with K >= 1, if there are at least two of them. Beyond the last K or batch, the last segment continues but never
-    falls. Before the first K >= 1, the first segment continues, but no lower than T_t = 0 allows. Before the first
-    batch, the cost is constant.
+    with K >= 1, if there are at least two of them. Beyond the last K or batch size, costs continue the line of the last
+    segment, but never fall. Below the first K >= 1, they continue the line of the first segment, but at least K times
+    the cost of a draft pass. Below the first batch size, the cost is constant.
 
     Acceptance lengths are given by K: `acceptance_lengths[i]` is that of K = i + 1, from 1 to K + 1.
     """

@@ -25,8 +25,8 @@ def bits(array: Array) -> Array:
 
 
 def converted(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return `array` as `dtype`, or `array` itself if it has that type. Numbers are rounded to the nearest. Numbers too
-    large for `dtype` become infinite, without a warning."""
+    """Return `array` as `dtype`, or `array` itself if it has that type. Elements are rounded to the nearest value of
+    `dtype`. Elements too large for `dtype` become infinite, without a warning."""
     with np.errstate(all="ignore"):
         return array.astype(dtype, copy=False)
 

@@ -53,7 +53,8 @@ class OutputStream:
         self._group: Group | None = None
 
     async def get(self) -> list[tuple[int, RequestOutput]]:
-        """Wait for news and return all of it: an output for each prompt that has news, with its index.
+        """Wait until some prompt has new tokens or has ended. Return a pair (index of the prompt, output) for each such
+        prompt.
 
         `[]` if all prompts have ended and everything was delivered. If an error ended a prompt, its output has `error`
         set; nothing is raised.
@@ -263,7 +264,8 @@ class AsyncLLM:
         observer: Observer | None = None,
         pooling: bool = False,
     ) -> OutputStream:
-        """Start to complete prompts, and return a stream of their outputs. Close it, or use it as a context manager.
+        """Submit prompts for completion, and return a stream of their outputs. Close it, or use it as a context
+        manager.
 
         A prompt has a form that `LLM.generate` accepts, or is a `Prompt`. `observer` is called in the event loop with
         the index of a prompt and its output, once per step of the engine, however slowly the stream is read. With
@@ -312,7 +314,8 @@ class AsyncLLM:
         self._intake.lora(lora_request)
 
     def take_turns(self, turns: AbstractContextManager[object]) -> None:
-        """Hold `turns`, a lock that other engines share, during each step. Must be called before the first request."""
+        """Share `turns`, a lock, with other engines, so that only one of them runs a step at a time. Must be called
+        before the first request."""
         self._loop.turns = turns
 
     async def in_thread(self, function: Callable[[], ResultT]) -> ResultT:
@@ -372,8 +375,8 @@ class AsyncLLM:
         return prompt if isinstance(prompt, Prompt) else self._intake.read(prompt)
 
     def _count(self, more: int) -> None:
-        """Count `more` new completions. Raises `QueueFullError` if more than `max_num_queued_reqs` would wait or
-        run."""
+        """Add `more` to the number of completions that wait or run. Raises `QueueFullError` if more than
+        `max_num_queued_reqs` would wait or run."""
         with self._counting:
             most, now = self.max_num_queued_reqs, self._num_unfinished
             if most is not None and now + more > most:

@@ -148,7 +148,7 @@ class EngineConfig(EngineOptions):
 
     @property
     def rounds_to_integers(self) -> bool:
-        """True if passes on a CPU must have quantized weights, for which they round activations to integers."""
+        """True if `cpu_activations` is a type of integers, which only quantized weights can have."""
         return self.cpu_activations in INTEGER_ACTIVATIONS
 
     def _check_activations(self, device: str, dtype: str) -> None:
@@ -329,7 +329,8 @@ def resolve_draft_max_model_len(config: EngineConfig, draft_max_position_embeddi
 
 
 def _of_device(option: str, device: str) -> tuple[str, object, bool, str]:
-    """Return the requirement that `device` is of the kind that has `option`, as a row for `_refuse_beside`."""
+    """Return the requirement that `device` is of the kind that has `option`, in the form of the argument `others` of
+    `_refuse_beside`."""
     kind = options_of(EngineOptions)[option].device
     assert kind is not None
     return "device", device, may_be(device, kind), f"device={kind!r}"

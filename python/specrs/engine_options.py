@@ -198,7 +198,7 @@ class EngineOptions:
         0,
         Integer(0, _POSITIONS, units=True),
         "maximum prompt tokens of one request per step",
-        note="0: three quarters of the step's, plus what other prompts leave unused",
+        note="0: three quarters of the step's tokens, plus what other prompts leave unused",
     )
     max_prefill_stall_ms: float | None = _engine_option(
         None,
@@ -207,9 +207,9 @@ class EngineOptions:
         note="0: no bound",
         default_is=f"{STREAMING_PREFILL_STALL_MS:g} where answers are streamed, else no bound",
         details="Answers are streamed by `AsyncLLM` and the server, not by `LLM`. The engine predicts times from "
-        "earlier steps. At least 16 prompt tokens, and 512 tokens of drafts' catch-up, always go through. With a "
-        "bound, the machine's speed decides how a prompt is cut. Passes other than the exact one may then differ in "
-        "last bits.",
+        "earlier steps. A step always computes at least 16 prompt tokens, and 512 tokens of draft models' catch-up. "
+        "With a bound, the machine's speed decides into which chunks a prompt is divided. Passes other than the exact "
+        "one may then differ in last bits.",
     )
     num_reserved_decode_tokens: int = _engine_option(
         64,
@@ -239,7 +239,7 @@ class EngineOptions:
         0.9,
         Number(0.0, 1.0, open_low=True),
         "share of the GPU's memory to use",
-        details="The KV cache gets what weights, buffers and graphs leave of it.",
+        details="The KV cache gets what is left of it after weights, buffers and graphs.",
     )
     state_cache_memory_bytes: int | None = _engine_option(
         None,
@@ -331,10 +331,10 @@ class EngineOptions:
         "exact",
         Choice(CPU_PREFILLS),
         "code that computes prompts on a CPU",
-        details="`exact` is the native pass. Its bits do not depend on how a prompt is cut, and they equal "
-        "decoding's. `amx` uses the AMX tiles of processors that have them, almost twice as fast. Its bits do not "
-        "depend on the cut either, but differ from decoding's. Text may therefore change after a preemption or a "
-        "prefix cache hit. The option holds for draft models, too.",
+        details="`exact` is the native pass. Its bits do not depend on the chunks of a prompt, and equal those of "
+        "decoding. `amx` uses the AMX tiles of processors that have them, almost twice as fast. Its bits do not "
+        "depend on the chunks either, but differ from those of decoding. Text may therefore change after a "
+        "preemption or a prefix cache hit. The option holds for draft models, too.",
     )
     seed: int = _serve_option(
         0, Integer(-(2**63), 2**63 - 1), "number from which requests without a seed derive theirs"

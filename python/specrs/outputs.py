@@ -155,7 +155,7 @@ class StateCacheStats:
     - `num_bytes`: bytes of the snapshots that can be found now.
     - `hits`: number of requests that began with a snapshot, counted again after a preemption.
     - `stored`: number of snapshots that were written.
-    - `evictions`: number of snapshots that gave way to another one, or to the KV block at their end.
+    - `evictions`: number of snapshots that were evicted, for another one or together with the KV block at their end.
     """
 
     num_slots: int = 0

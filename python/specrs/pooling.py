@@ -37,7 +37,8 @@ _SYSTEM = (
     'Note that the answer can only be "yes" or "no".'
 )
 _CHATML = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
-"""Tokens of Qwen3's vocabulary, in which the prompt is written out. Other models get it through their chat template."""
+"""Special tokens of Qwen3's vocabulary. For a model that has them, the rerank prompt is written with them directly.
+Other models get the prompt through their chat template."""
 _ANSWERS = ("no", "yes")
 _REMEDY = "use a reranker such as Qwen3-Reranker, or an embedding model"
 
@@ -97,7 +98,7 @@ class Pairs:
     answers: tuple[int, int] | None = None
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[float]:
-        """Return the score of each pair. `outputs` are those of `prompts`, in their order."""
+        """Return the score of each pair. `outputs` are the outputs of `prompts`, in the same order."""
         pooled = [pooled_of(output) for output in outputs]
         if self.answers is not None:
             # logits come in ascending order of their ids
@@ -107,7 +108,8 @@ class Pairs:
         return [float(vectors[i] @ vectors[j]) for i, j in zip(self.firsts, self.seconds, strict=True)]
 
     def outputs(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
-        """Return the score of each pair with its tokens. `outputs` are those of `prompts`, in their order."""
+        """Return the score and the token ids of each pair. `outputs` are the outputs of `prompts`, in the same
+        order."""
         found = []
         for i, j, score in zip(self.firsts, self.seconds, self.scores(outputs), strict=True):
             of_pair = [outputs[i]] if i == j else [outputs[i], outputs[j]]
@@ -282,5 +284,5 @@ def read_pairs(data_1: object, data_2: object) -> tuple[list[str], list[str]]:
 
 
 def _probability(no: float, yes: float) -> float:
-    """Return the softmax of two logits at the second one."""
+    """Return the probability of the answer "yes": the softmax of the two logits, at `yes`."""
     return 1 / (1 + math.exp(min(no - yes, 700.0)))

@@ -31,7 +31,7 @@ class HeaderFields:
     num_block_updates: int
     """Block table entries to set."""
     max_k: int
-    """Largest K of a decoding sequence."""
+    """Largest K among the decoding sequences of this step."""
     num_preempted: int
     """Requests that lost their row in this plan."""
     num_constraints: int

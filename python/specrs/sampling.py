@@ -134,7 +134,7 @@ class SamplingParams:
         "texts that end the output",
         default_is="none",
         commands=("generate",),
-        details="The request ends at the token that completes one. The text is cut where the stop text starts.",
+        details="The request ends at the token that completes one. The output ends where that text begins.",
     )
     stop_token_ids: Sequence[int] | None = option(
         None,
@@ -354,8 +354,8 @@ _NOT_YET: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def reject_unimplemented(params: SamplingParams) -> None:
-    """Raise `UnsupportedRequestError` for a value that is valid but not implemented in this version. Nothing else knows
-    what is missing."""
+    """Raise `UnsupportedRequestError` for a value that is valid but not implemented in this version. This is the only
+    place that knows which values are not implemented."""
     for name, (implemented, allowed) in _NOT_YET.items():
         value = getattr(params, name)
         if not implemented(value):

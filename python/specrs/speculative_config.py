@@ -90,10 +90,10 @@ class DraftingOptions:
         "rejection",
         Choice(("rejection", "standard", "coupled", "synthetic"), {"standard": "rejection"}),
         "rule that verifies sampled drafts",
-        details="`rejection` (also called `standard`) accepts most. `coupled` gives the text that the same seed gives "
-        "without speculation. Both sample the target's distribution, and greedy text is the same. `synthetic` is for "
-        "timing only. Acceptance follows `synthetic_acceptance_rates`, the text is meaningless, and every output is "
-        "marked.",
+        details="`rejection` (also called `standard`) accepts the most drafts. `coupled` gives the text that the same "
+        "seed gives without speculation. Both sample the target's distribution, and greedy text is the same. "
+        "`synthetic` is for timing only. Acceptance follows `synthetic_acceptance_rates`, the text is meaningless, "
+        "and every output is marked.",
     )
     synthetic_acceptance_rates: tuple[float, ...] | None = option(
         None,
@@ -172,7 +172,7 @@ class SpeculativeConfig(DrafterOptions, DraftingOptions):
 
     @property
     def model_method(self) -> ModelMethod | None:
-        """Row of the drafter that has weights; None if all drafts come from the text."""
+        """Entry of the drafter table for the drafter that has weights; None if all drafts come from the text."""
         return model_method(self.methods, self)
 
     @property
@@ -211,8 +211,8 @@ class SpeculativeConfig(DrafterOptions, DraftingOptions):
 def for_repeats(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a drafter's dictionary for measurements that repeat prompts.
 
-    Drafters that learn from outputs then keep none for other requests, unless the dictionary says how many. Otherwise
-    they would draft what they have seen for the same prompt.
+    Drafters that learn from outputs keep no output for other requests then, unless the dictionary says how many to
+    keep. Otherwise they would draft the output of an earlier run of the same prompt.
     """
     given = {name.replace("-", "_") for name in config if isinstance(name, str)}
     listed = [part.strip() for part in str(config.get("method", "")).split(",")]

@@ -18,8 +18,8 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Return a page-locked host tensor into which `values` are copied when the stream gets there. Read it only after a
-    later event."""
+    """Return a page-locked host tensor, and enqueue a copy of `values` into it on the current stream. Read the tensor
+    only after a later event of that stream."""
     if not values.is_cuda:
         return values
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

@@ -27,7 +27,7 @@ MIN_TOKENS = 1 << core.SAMPLING_STEPS.index("min_tokens")
 
 
 class MadeUpGrammar:
-    """Grammar that allows random tokens after each text; sometimes a stop token alone, or nothing."""
+    """Grammar for tests that allows random tokens after each text, and sometimes only a stop token or no token."""
 
     def __init__(self, request_id: int) -> None:
         self._request_id, self.tokens = request_id, list[int]()

@@ -36,7 +36,8 @@ PASSES = (
     lora_shrink_kernel,
     lora_expand_kernel,
 )
-"""Kernels whose results are numbers only. They are not run, so all logits are 0; that halves the time."""
+"""Kernels that only compute values, and decide nothing about tokens, lengths or slots. They are not run, so all logits
+are 0. That halves the time."""
 
 
 def keys_of(launches: list[Launch]) -> Keys:
@@ -89,8 +90,7 @@ def _different(one: Any, other: Any) -> list[str]:
 
 
 def cut_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """Divide work by the limits of an H200 instead of those of no device. In fp32 without a device, attention over
-    chunks of any length would be one kernel."""
+    """Divide work as on an H200. Without a device, attention in fp32 over chunks of any length would be one kernel."""
     choose = AttentionConfig.choose
 
     def on_a_gpu(**named: Any) -> AttentionConfig:

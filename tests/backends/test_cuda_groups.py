@@ -62,8 +62,8 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_tokens(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that both give the same tokens: three requests in a pool with room for one of full length, prompts in
-    chunks of at most 12."""
+    """Check that the engine of CUDA passes and the reference give the same tokens. Three requests run in a pool with
+    room for one of full length, with prompts in chunks of at most 12 tokens."""
     rule, params = KINDS[kind]
     mine, reference = engines(pair, monkeypatch, rule=rule)
     ours, theirs = generate(mine, params, 12, PROMPTS), generate(reference, params, 12, PROMPTS)

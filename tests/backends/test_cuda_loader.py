@@ -51,7 +51,8 @@ def test_quantized_weights_stay_quantized(plain: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_draft_in_fp8_rounds_rows_of_wide_passes(plain: Path, dtype: str) -> None:
-    """Not with float16, whose products have no tensor cores for FP8. The target and other formats round nothing."""
+    """Check that a draft model in FP8 rounds rows of wide passes to FP8, but not with float16, whose products do not
+    run on FP8 tensor cores. The target and drafts in other formats round no rows."""
     for quantization in ("fp8", "int8", None):
         speculative = SpeculativeConfig(model=str(plain), quantization=quantization, num_speculative_tokens=2)
         config = EngineConfig(model=str(plain), device="cuda", quantization="fp8", speculative_config=speculative)
@@ -80,12 +81,12 @@ CODED = {
     "Q5_1": None,
     "BF16": None,
 }
-"""Coding of projections on a GPU, by the type in a GGUF file. None: numbers in 16 bits."""
+"""Format in which a GPU holds projections, by the type in a GGUF file. None: dequantized to 16 bits."""
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of whole blocks of 256."""
+    """Folder of a checkpoint whose matrices have rows of whole blocks of 256 inputs."""
     folder = tmp_path_factory.mktemp("wide") / "wide"
     sizes: dict[str, Any] = {"layers": 1, "hidden": 256, "intermediate": 256, "head_dim": 64, "kv_heads": 2}
     return make_checkpoint(folder, "llama", initializer_range=0.05, vocab=61, with_tokenizer=False, **sizes)
@@ -93,7 +94,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", CODED)
 def test_gguf_files(kind: str, wide: Path, tmp_path: Path) -> None:
-    """Weights are the file's numbers: as codes exactly, otherwise rounded once to 16 bits."""
+    """Check that weights are those of the file: exactly if they stay quantized, otherwise rounded once to 16 bits."""
     path = write_gguf(wide, tmp_path / "model.gguf", kind)
     weights = load(path).weights
     exact = load_model(path, dtype="float64").weights

@@ -139,7 +139,7 @@ def test_what_torch_computes_on_a_cpu_without_torch(
 
 
 class Loaded(Exception):
-    """Raised where weights would be loaded."""
+    """Exception that the test raises in place of the call that it watches, to end the build of the engine there."""
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["loaded", "shared"])

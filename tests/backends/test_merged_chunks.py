@@ -98,8 +98,8 @@ def test_same_tokens(
 
 
 def few_rows(patch: pytest.MonkeyPatch) -> None:
-    """Treat passes of more than 8 rows as wide, instead of those of more than 64, with an eighth of the row counts of
-    graphs."""
+    """Treat passes of more than 8 rows as wide, instead of passes of more than 64, and divide the row counts of all
+    graphs by eight."""
     patch.setattr(shapes, "FUSED_ROWS", 8)
     patch.setattr(shapes, "MERGED_ROWS", (8,))
     patch.setattr(shapes, "WIDE_MERGED_ROWS", tuple(rows // 8 for rows in shapes.WIDE_MERGED_ROWS))
@@ -154,8 +154,8 @@ def test_a_bucket_that_drops_the_last_chunk_row_is_seen(
 @torch.inference_mode()
 @pytest.mark.parametrize("total", [shapes.WIDE_MERGED_ROWS[0], shapes.WIDE_MERGED_ROWS[5]])
 def test_in_passes_of_as_many_rows_as_a_gpu_has(pair: Pair, total: int) -> None:  # noqa: F811
-    """Check passes with as many rows as on a GPU: two requests of 33 rows, and a chunk of all other rows. Hidden states
-    and KV equal those of two separate passes."""
+    """Check a merged pass of `total` rows, a size that passes have on a GPU: two requests of 33 rows, and a prompt
+    chunk of all other rows. Hidden states and KV equal those of one pass for the requests and another for the chunk."""
     weights, made = pair.gpu.target, []
     assert isinstance(weights, TorchFacts)
     width, ends = -(-total // 16), (33, 66, total)

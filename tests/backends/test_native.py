@@ -58,7 +58,7 @@ SECTIONS = ("num_emitted", "num_accepted", "num_drafted", "flags", "finish_reaso
 
 @dataclass
 class Native:
-    """The CPU runner with everything that it writes."""
+    """The CPU runner, with its row state, KV caches and ring slot."""
 
     runner: CpuRunner
     slot: RingSlot
@@ -75,7 +75,7 @@ class Native:
 
 @dataclass
 class Reference:
-    """The reference runner with everything that it writes."""
+    """The reference runner, with its row state, KV caches and ring slot."""
 
     runner: ReferenceRunner
     slot: RingSlot
@@ -292,7 +292,8 @@ class NearDraws:
 
 
 def compare(pair: Pair, made: Made) -> dict[str, int]:
-    """Check that a step left the same on both sides, and count the cases that it covered."""
+    """Check that a step of the native pass left the same results and row state as the reference. Returns how often each
+    case occurred."""
     reference, native = pair.reference, pair.native
     count = made.header["num_decode"] + made.header["num_prefill"]
     rows = native.slot.record_arrays["seq_row"][:count].tolist()

@@ -326,7 +326,8 @@ def expert_files(folder: Path, name: str) -> tuple[Path, Path, str | None]:
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_of_codes(folder: Path, name: str) -> None:
-    """They stay codes, held once, and passes are near those of the numbers in float64."""
+    """Check that quantized experts stay quantized and are stored once, and that passes are near those of the
+    dequantized weights in float64."""
     path, numbers, at_load = expert_files(folder, name)
     config, checkpoint = open_checkpoint(path, None, "auto")
     if at_load:
@@ -354,8 +355,8 @@ def test_experts_of_codes(folder: Path, name: str) -> None:
 
 
 def test_experts_of_codes_are_cut_for_ranks(folder: Path) -> None:
-    """Mixtral calls the projection out of an expert w2: a rank has some of its inputs, and some outputs of the
-    others."""
+    """Check the part of quantized experts that a rank holds. Of an expert's down projection, which Mixtral calls w2, it
+    is some of the inputs; of the other projections some of the outputs."""
     source = make_checkpoint(folder / "mixtral", "mixtral", hidden=64, intermediate=128, head_dim=32, kv_heads=2)
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
     path = compressed(source, folder / "mixtral-fp8", "float-quantized", **args)
@@ -377,7 +378,8 @@ def test_experts_of_codes_are_cut_for_ranks(folder: Path) -> None:
 
 
 def test_experts_of_several_codings_become_numbers(folder: Path) -> None:
-    """One expert's projection is not quantized: the layer's experts become numbers. Other projections stay codes."""
+    """Check a layer in which one expert's projection is not quantized: all experts of the layer are dequantized. Other
+    projections stay quantized."""
     source = make_checkpoint(folder / "mixed-source", "qwen3_moe", hidden=64, head_dim=32, layers=1, vocab=83)
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
     path = compressed(source, folder / "mixed", "float-quantized", **args)

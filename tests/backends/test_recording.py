@@ -74,7 +74,8 @@ def serve(engine: Engine, bank: Bank) -> tuple[Recording, list[Request]]:
 
 
 def least(own: SamplingParams) -> dict[str, Any]:
-    """Return parameters to replace in `own`: no text, and enough tokens for preemptions."""
+    """Return replacements for sampling parameters in `own`: no detokenization, and so many tokens that requests are
+    preempted."""
     return {"detokenize": False, "max_tokens": own.max_tokens if own.max_tokens == 2 else 34}
 
 

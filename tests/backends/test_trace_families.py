@@ -26,8 +26,8 @@ SHAPE: dict[str, object] = {"vocab": 97, "layers": LAYERS, "hidden": 64, "kv_hea
 
 @pytest.mark.parametrize(("family", "kernels"), [("gemma3_text", 7), ("qwen3_moe", 11)])
 def test_an_iteration_stays_on_its_device(family: str, kernels: int, tmp_path: Path) -> None:
-    """Check the number of kernels per layer: two more with norms after blocks; with experts also the choice, the
-    sorting of pairs and the sums."""
+    """Check the number of kernels per layer. A layer with norms after its blocks has two more. A layer with experts has
+    more that choose experts, sort the pairs of row and expert, and add the results."""
     target = make_checkpoint(tmp_path, family, **SHAPE)  # type: ignore[arg-type]
     with FakeTensorMode():
         ctx = make(target, target, "rejection", "draft")

@@ -23,7 +23,7 @@ POSITION = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_
 
 @dataclass
 class Script:
-    """Script of what one request gets.
+    """Script of the answer to one request.
 
     `end`: done, cut (the connection breaks), die (and the port is closed), silent (no [DONE]), error, garbage, or
     an HTTP status instead of a stream.

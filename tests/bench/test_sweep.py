@@ -204,7 +204,7 @@ def test_wrong_options(more: list[str], message: str, tmp_path: Path, capsys: py
 
 
 def test_the_bundled_pair(tmp_path: Path) -> None:
-    """Sweep over specrs's own server: its counters, and a picture."""
+    """Check a sweep with specrs's own server: the counters in its rows, and a chart."""
     path = tmp_path / "sweep.parquet"
     argv = ["bench", "sweep", "--output", str(path), "--k", "2", "--max-concurrency", "2", "--num-prompts", "3"]
     assert main([*argv, "--input-len", "16", "--output-len", "12", "--ignore-eos", "--disable-tqdm"]) == 0

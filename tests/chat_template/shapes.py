@@ -1,7 +1,7 @@
 """Chat templates in the forms that models come with, written for these tests. Holds no tests."""
 
 CONCATENATING = """{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] + '\n' }}{% endfor %}"""
-"""Template that writes every role as it is given, adds the content as a text, and shows no calls."""
+"""Template that shows every role and the content as text, and no calls."""
 
 LOOKING_AT_ROLES = """
 {%- if messages[0].role == 'system' %}[system]{{ messages[0].content }}
@@ -30,8 +30,8 @@ HEADERS = """
 {% elif m.role == 'tool' %}[ipython]{{ m.content | tojson }}
 {% else %}[{{ m.role }}]{{ m.content | trim }}
 {% endif %}{% endfor %}"""
-"""Template that writes every role as it is given, joins the first system message with a text, and takes any text as a
-JSON string."""
+"""Template that shows every role, joins a text to the first system message, and accepts arguments of calls as JSON
+text."""
 
 ALTERNATING = """
 {%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set loop_messages = messages[1:] %}
@@ -52,14 +52,14 @@ ALTERNATING = """
 {% elif m.role in ['tool', 'tool_results'] %}[results]{{ m.content }}
 {% else %}{{ raise_exception('roles are user, assistant and tool') }}{% endif %}
 {%- endfor %}"""
-"""Template that takes a system message in the first place alone, and raises for other roles."""
+"""Template that accepts a system message only as the first message, and raises for unknown roles."""
 
 WITHOUT_SYSTEM = """
 {%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {%- for m in messages %}<turn>{{ 'model' if m.role == 'assistant' else m.role }}
 {{ m.content | trim }}</turn>
 {% endfor %}"""
-"""Template that raises for a first system message, and writes other roles as they are given."""
+"""Template that raises for a first system message, and shows all other roles."""
 
 FOLDING = """
 {%- set first = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
@@ -67,7 +67,7 @@ FOLDING = """
 {%- if m.role not in ['user', 'assistant'] %}{{ raise_exception('roles are user and assistant') }}{% endif %}
 <turn>{{ m.role }}
 {{ first if loop.first }}{{ m.content | trim }}</turn>{% endfor %}"""
-"""Template that writes a first system message into the message of the user after it."""
+"""Template that shows a first system message at the beginning of the next user message."""
 
 NULL_CONTENT = """
 {%- set ns = namespace(system='') %}
@@ -101,17 +101,17 @@ DEVELOPER = """
 {%- elif m.role == 'user' %}
 [user]{{ m.content }}
 {%- endif %}{% endfor %}"""
-"""Template that knows developer messages, in the first place alone."""
+"""Template that accepts a developer message, but only as the first message."""
 
 SHOUTING = """
 {%- if messages[0].role == 'system' %}[SYSTEM]{{ messages[0].content | upper }}
 {% endif %}
 {%- for m in messages %}{% if m.role != 'system' %}[{{ m.role | upper }}]{{ m.content | upper }}
 {% endif %}{% endfor %}"""
-"""Template that writes all texts in capitals, and takes a system message in the first place alone."""
+"""Template that shows all texts in capitals, and accepts a system message only as the first message."""
 
 SHOUTING_ROLES = """{% for m in messages %}{{ '[' + m.role | upper + ']' + m.content | upper + '\n' }}{% endfor %}"""
-"""Template that writes every role as it is given, and all texts, in capitals."""
+"""Template that shows all roles and texts in capitals."""
 
 LAST_MESSAGE = "{{ messages[-1].content }}"
 """Template that shows nothing but the last message."""

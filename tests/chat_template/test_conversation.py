@@ -199,7 +199,8 @@ def test_one_instruction_is_shown_wherever_it_stands(template: str, index: int, 
 @pytest.mark.parametrize(("upper", "plain"), [(SHOUTING_ROLES, CONCATENATING)])
 @pytest.mark.parametrize("messages", INSTRUCTED.values(), ids=INSTRUCTED)
 def test_capitals_change_nothing_else(upper: str, plain: str, messages: list[dict[str, Any]]) -> None:
-    """Check that a template in capitals changes the roles it shows, and nothing else."""
+    """Check a template that shows roles and contents in capitals: its prompt is that of the plain template in capitals,
+    without warnings."""
     told = rendered(upper, messages)
     assert told.text == rendered(plain, messages).text.upper()
     assert not told.warnings

@@ -69,7 +69,8 @@ def test_a_replay_of_ngrams_equals_a_simulation(texts: list[KnownText], k: int, 
 
 @given(TEXTS, st.integers(1, 5))
 def test_a_replay_of_suffixes_equals_a_simulation_that_learns(texts: list[KnownText], k: int) -> None:
-    """Answers are known to later texts, if the drafter was asked for a draft while they were written."""
+    """Check that a replay of suffix decoding equals a simulation. In both, later texts draft from an earlier answer
+    only if the drafter was asked for a draft of that answer."""
     found = replay(texts, [HostDrafter("suffix")], k)
     cache, passes = SuffixCache(), Counter[int]()
     for number, text in enumerate(texts):

@@ -241,7 +241,8 @@ def test_what_a_rejected_flag_is_told_to_use_exists(instead: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_short_help_has_a_line_for_each_flag(command: str) -> None:
-    """Lines have at most 80 characters. Hidden flags and defaults are left out."""
+    """Check that the short help has one line of at most 80 characters for each flag, and leaves out hidden flags and
+    defaults."""
     lines = short(COMMANDS[command], 80).splitlines()
     assert max(map(len, lines)) <= 80
     for action in COMMANDS[command]._actions:

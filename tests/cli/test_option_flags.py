@@ -33,9 +33,9 @@ WORDS = {
     "forecast": ["forecast"],
     "tune": ["tune"],
 }
-"""Words of each command on the command line, by the command's name in declarations."""
+"""Words with which each command is called on the command line, by the name that declarations give to the command."""
 NO_FLAG = {"model": "MODEL of serve, whose --model is the same"}
-"""Options of an engine without a derived flag in serve, and what there is instead."""
+"""Options of an engine for which `specrs serve` has no derived flag, with the reason or the flag that replaces it."""
 BY_HAND = {
     **{(name, "--model"): "the positional MODEL has the help" for name in ("serve", "chat", "generate")},
     ("chat", "--chat-template"): "of a conversation in the terminal",
@@ -58,7 +58,7 @@ BY_HAND = {
 }
 """Flags that have the name of an option and are not derived from it, and why."""
 OTHERS_DEFAULTS = {"bench serve": "the server's", "chat": "the checkpoint's, for sampling"}
-"""Commands whose flags have defaults that the options do not declare, and where those come from."""
+"""Commands whose flags have other defaults than the options declare, with the source of these defaults."""
 OWNERS: tuple[type, ...] = (EngineOptions, SamplingParams, ServerOptions, HTTPLimits)
 
 

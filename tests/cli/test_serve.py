@@ -135,7 +135,7 @@ def test_every_flag_of_the_server(
 
 
 def test_short_forms(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
-    """Short flags, both those with an effect here and those that are accepted at their defaults."""
+    """Check vLLM's short flags: some have an effect, and others are accepted only at their defaults."""
     given = ["-tp", "2", "-q", "fp8", "-sc", '{"method": "ngram"}', "-sc.num_speculative_tokens=3"]
     assert main(["serve", "Qwen/Qwen3-4B", *given]) == 0
     defaults = "-pp 1 -dp 1 -dcp 1 -asc 1 -ep False -cc {} -cc=0"

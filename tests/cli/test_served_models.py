@@ -40,7 +40,7 @@ def test_models_on_the_command_line(served: Seen) -> None:
 
 
 def test_models_in_a_file(served: Seen, tmp_path: Path) -> None:
-    """A model's own options take precedence over those for all."""
+    """Check a list of models in a file: options of a model take precedence over options for all models."""
     path = tmp_path / "specrs.yaml"
     path.write_text(
         """

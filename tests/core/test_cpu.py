@@ -342,7 +342,7 @@ def test_an_iteration_keeps_its_arrays() -> None:
 
 
 def greedy(tokens: list[int], count: int) -> list[int]:
-    """Continue `tokens` by `count` greedy tokens, with one pass over the whole text for each."""
+    """Continue `tokens` by `count` greedy tokens. Each token takes one pass over all tokens so far."""
     for _ in range(count):
         decoder, cache = model()
         n = len(tokens)

@@ -85,7 +85,7 @@ class Gpu:
     rooms: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def ms(self, ks: list[int], chunk_rows: int, chunks: int, catch_up: int) -> float:
-        """Milliseconds of a step. Counts what was merged."""
+        """Return the milliseconds of a step, and count the prompt chunks that it merged with verification."""
         around, batch = 1e-3 * 3 * KERNEL_US, len(ks)
         ms = around + (pass_ms("draft", 0, 0, catch_up) if catch_up else 0.0)
         if not ks:
@@ -117,7 +117,8 @@ class Outcome:
 
 def simulate(concurrency: int, k: int, *, rooms: bool, spread: int = 0, shift: int = 0) -> Outcome:
     """Serve 12 requests for each of `concurrency` clients, each of which sends the next when one has ended. Prompts
-    have 150 tokens, or with `spread` up to so many more or fewer. `shift` adds to the tokens of every room."""
+    have 150 tokens, or with `spread` up to `spread` more or fewer. `shift` is added to the number of tokens of every
+    room."""
     seqs, random = max(concurrency, 8), np.random.default_rng(concurrency)
     buckets = Buckets(batch_buckets(256), k, max_chunk_rows=8192, max_chunks=256, merges=MERGED_CHUNKS)
     known = [(drafts, count, tokens + shift) for drafts, count, tokens in buckets.merged_rooms()]

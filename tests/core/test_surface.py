@@ -78,7 +78,8 @@ def seen_by_a_host() -> tuple[core.RequestView, dict[type, object]]:
 
 
 def store() -> core.KVStore:
-    """A store in a folder that is deleted at once; nothing is written."""
+    """Return a KV store in a temporary folder, which is deleted as soon as the store is open. Nothing is written to
+    it."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o700)
         sizes = {"max_bytes": 1 << 20, "segment_bytes": 1 << 16, "owner": os.geteuid()}

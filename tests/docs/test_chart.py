@@ -13,7 +13,7 @@ chart = load_file("plot_chart", ROOT / "benches/plot_chart.py")
 
 @pytest.fixture(scope="module")
 def results() -> Path:
-    """The file that docs/benchmarks.md names for the picture."""
+    """Results from which the README's chart is drawn: the file that docs/benchmarks.md names."""
     (name,) = re.findall(r"plot_chart\.py (benches/results/[\w.]+\.json)", (ROOT / "docs/benchmarks.md").read_text())
     return ROOT / name
 

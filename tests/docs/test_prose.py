@@ -17,7 +17,7 @@ USER_PAGES = [
     *(page for name in FOLDERS for page in sorted(DOCS.glob(f"{name}/*.md"))),
 ]
 PLAIN_PAGES = [*USER_PAGES, DOCS / "start.md", DOCS / "cli.md", DOCS / "configuration.md"]
-"""Pages with short sentences: those for users, the first page about the code, and two that are generated."""
+"""Pages that must have short sentences: pages for users, the first page about the code, and two generated pages."""
 
 
 def names(pages: list[Path]) -> list[str]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Automaton:
-    """Stands in for a `Grammar`: state 0 is the start."""
+    """Stand-in for a `Grammar`: a table of states with the token ids that each allows. State 0 is the start."""
 
     following: tuple[dict[int, int], ...]
     """For each state, the tokens that may come next and the states that they lead to."""
@@ -31,7 +31,7 @@ class Automaton:
 
 
 class AutomatonMatcher:
-    """Stands in for a `GrammarMatcher` of an `Automaton`."""
+    """Stand-in for a `GrammarMatcher`: has its methods and follows an `Automaton`."""
 
     def __init__(self, automaton: Automaton, stop_ids: frozenset[int]) -> None:
         self.error: str | None = None

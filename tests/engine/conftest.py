@@ -59,7 +59,7 @@ def any_bank(request: pytest.FixtureRequest) -> Bank:
 
 @pytest.fixture(params=["qwen_bank", "llama_bank"])
 def bank(request: pytest.FixtureRequest) -> Bank:
-    """Each family in turn, with greedy texts by transformers in float64."""
+    """Checkpoints of each family in turn, with prompts and greedy texts that transformers generated in float64."""
     found: Bank = request.getfixturevalue(request.param)
     return found
 

@@ -18,7 +18,7 @@ LAYERS = 6
 
 
 def fit(folder: Path, target: Any, texts: list[list[int]]) -> None:
-    """Train the head in `folder` on `texts`, so that it is right now and then. Rewrites its file."""
+    """Train the head in `folder` on `texts`, so that some of its drafts are accepted. Rewrites the head's file."""
     head = Head(folder, target, torch.float32)
     row_of = torch.full((target.config.vocab_size,), -1).index_copy_(
         0, head.target_ids, torch.arange(len(head.target_ids))

@@ -41,7 +41,8 @@ class EngineRunner(ReferenceRunner):
 
 
 def on_reference(engine: Engine) -> EngineRunner:
-    """Let the reference run the engine's steps, on the models and KV caches of the engine's previous runner."""
+    """Replace the engine's runner by the reference runner, which uses the same models and KV caches. Return the
+    reference runner."""
     before, blueprint = engine.runner, Blueprint(engine.config, engine.weights).with_kv_groups()
     assert isinstance(before, CpuRunner)
     drafter: Drafter | None = None

@@ -84,7 +84,8 @@ class Asked:
         )
 
     def may_follow(self, tokens: list[int], *, at_the_door: bool = False) -> set[int]:
-        """Return the tokens that may follow the output `tokens`. `at_the_door`: without bad words of several tokens."""
+        """Return the tokens that may follow the output `tokens`. With `at_the_door`, bad words of several tokens are
+        ignored."""
         stops, text = frozenset(self.stop_ids), PROMPTS[self.prompt] + tokens
         left = set(range(VOCAB)) if self.grammar is None else self.grammar.allowed(tokens, stops)
         if len(tokens) < self.min_tokens and not (self.grammar is not None and left <= stops):

@@ -79,7 +79,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
 
 @pytest.fixture(scope="module")
 def texts(folders: Callable[[str], tuple[Path, Path]]) -> Callable[[str, str], list[list[int]]]:
-    """Return the texts that a kind of model writes in a dtype without drafts."""
+    """Return the texts without drafts, by kind of model and dtype."""
     return functools.cache(lambda kind, dtype: write(folders(kind)[0], dtype)[0])
 
 

@@ -95,7 +95,8 @@ def job_of(i: int, bank: Bank, k: int) -> Request:
 def test_text_is_that_without_drafts(
     data: st.DataObject, native_qwen_bank: Bank, native_llama_bank: Bank, counts: Path
 ) -> None:
-    """Greedy text under both rules, sampled text with coupled draws, whatever is drafted, cut and batched."""
+    """Check greedy text under both rules and sampled text under `coupled` against text without drafts, for any drafts,
+    chunks and batches."""
     bank = data.draw(st.sampled_from([native_qwen_bank, native_llama_bank]), label="bank")
     rule = data.draw(st.sampled_from(["rejection", "coupled"]), label="rule")
     k = data.draw(st.integers(1, 8), label="K")

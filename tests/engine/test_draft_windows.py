@@ -146,8 +146,8 @@ def test_what_comes_back(
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("windows", [(5, 5, 5), (5, None, 5)])
 def test_a_head_over_windows(windows: Windows, dtype: str, bank_of: MakeBank, tmp_path: Path) -> None:
-    """Check a head over windows. The head has full attention, in the first group. Texts run twice, so that the second
-    run finds prefixes."""
+    """Check an EAGLE-3 head over a target with sliding windows. The head has full attention, in the first KV group.
+    Prompts run twice, so that the second run finds cached prefixes."""
     bank, k, size = bank_of(windows, (None,), dtype), 3, 4
     head = make_eagle3(tmp_path / "head", bank.target, seed=4, layer_ids=[1, 2])
     settings = {"k": k, "dtype": dtype, "method": "eagle3", "block_size": size, "num_gpu_blocks_override": 90}

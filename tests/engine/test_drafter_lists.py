@@ -64,8 +64,7 @@ def count_drafters(engine: Engine) -> list[set[int]]:
 @sweep(10)
 @given(data=st.data())
 def test_greedy_text(method: str, family: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
-    """Check greedy texts against transformers, whatever else is in the batch, preempted or found in the prefix
-    cache."""
+    """Check greedy texts against transformers, with other requests in the batch, preemptions and prefix hits."""
     bank: Bank = request.getfixturevalue(family)
     engine_k = data.draw(st.integers(0, 8), label="engine K")
     blocks_of_one = MAX_MODEL_LEN // 16
@@ -127,8 +126,8 @@ def test_point_masses_draw_the_text_of_k_0_under_rejection(method: str, request:
 
 
 def test_auto_chooses_drafter_and_k(qwen_bank: Bank) -> None:
-    """Check `auto` with a list: costs are measured with and without draft passes; afterwards texts are those of K =
-    0."""
+    """Check K = `auto` with a list of drafters: step costs are measured with and without draft passes, and the texts
+    after that equal those of K = 0."""
     engine = make_engine(qwen_bank, "ngram,suffix,draft_model", k="auto", max_num_seqs=4)
     assert engine.planner is not None
     assert engine.stats().drafts == 0

@@ -119,7 +119,8 @@ def test_drafts_and_counts_are_the_scripts(head_bank: Bank, head: str, k: int, m
 @sweep(24)
 @given(data=st.data())
 def test_greedy_text_and_drafts(head_bank: Bank, data: st.DataObject) -> None:
-    """Check that greedy text is that of K = 0, and that drafts are the script's for whatever context the head has."""
+    """Check that greedy text equals that of K = 0, and that drafts are the expected drafts of the head, whatever its
+    context length is."""
     fields = data.draw(engine_settings(), label="engine")
     engine_k = data.draw(st.integers(0, 8), label="engine K")
     head = data.draw(st.sampled_from(sorted(head_bank.drafts)), label="head")
@@ -241,7 +242,7 @@ def test_no_first_token_waits_for_a_native_head(head_bank: Bank) -> None:
 @sweep(15)
 @given(data=st.data())
 def test_drafts_change_no_bit(method: str, head_bank: Bank, data: st.DataObject) -> None:
-    """Check that drafts change no bit: text and logits are those of K = 0."""
+    """Check that drafts change no result: tokens and logits equal those of K = 0, bit for bit."""
     fields = data.draw(engine_settings(), label="engine")
     if method != "eagle3":  # drafters on the host want the last step settled
         fields["max_steps_in_flight"] = 1

@@ -32,7 +32,7 @@ from engine.harness import (
 from engine.test_equivalence import engine_settings
 
 SWEPT = sorted(set(FAMILIES) - {"qwen3", "llama", "qwen2", "mistral"})
-"""Families that are tested here. The others have tests of their own."""
+"""Families that this file tests. Other families have test files of their own."""
 
 
 def make_bank(folder: Path, family: str) -> Bank:

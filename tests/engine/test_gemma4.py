@@ -96,7 +96,7 @@ def test_the_text_of_transformers(
 
 @cache
 def plain(target: Path, dtype: str, quantization: str | None, sampled: bool) -> list[list[int]]:
-    """Return native texts without drafts, each request alone."""
+    """Return the token ids that native passes generate without drafts, one request at a time."""
     params = SAMPLED if sampled else GREEDY
     return texts(target, PROMPTS, params, dtype=dtype, quantization=quantization, max_num_seqs=1, threads=1)
 

@@ -102,7 +102,7 @@ SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=TOKENS, ignore_eos
 
 @cache
 def plain(folder: Path, dtype: str, quantization: str | None, sampled: bool) -> list[list[int]]:
-    """Return native texts without drafts, each request alone."""
+    """Return the token ids that native passes generate without drafts, one request at a time."""
     options = {"dtype": dtype, "quantization": quantization, "max_num_seqs": 1, "threads": 1}
     return texts(folder, PROMPTS, SAMPLED if sampled else GREEDY, **options)
 

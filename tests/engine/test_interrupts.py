@@ -105,7 +105,7 @@ class Session:
         return made
 
     def end(self, requests: list[Request]) -> None:
-        """Do what a caller does after an interrupt: abort what is left."""
+        """Abort all requests that have not ended, as a caller does after an interrupt."""
         for request in requests:
             if not request.finished:
                 with contextlib.suppress(UnknownRequestError):

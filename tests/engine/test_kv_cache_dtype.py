@@ -65,7 +65,7 @@ def loaded() -> dict[EngineConfig, Weights]:
 
 @pytest.fixture(scope="module")
 def texts() -> dict[tuple[object, ...], list[int]]:
-    """Texts at K = 0."""
+    """Texts without drafts (K = 0)."""
     return {}
 
 
@@ -294,8 +294,9 @@ def quantized(source: Path, folder: Path, scales: dict[str, torch.Tensor]) -> Pa
 
 @pytest.mark.parametrize("pattern", SCALE_NAMES)
 def test_scales_of_a_checkpoint(pair: tuple[Path, dict[str, Path]], tmp_path: Path, pattern: str) -> None:
-    """Check that KV scales of a checkpoint are read under every name. A layer with one scale uses it for both K and V;
-    one without uses 1. Without a quantized cache they are not read."""
+    """Check that the KV scales of a checkpoint are read under every tensor name that checkpoints use. A layer with one
+    scale uses it for both K and V; a layer without scales uses 1. Without a quantized KV cache, the scales are not
+    read."""
     names = {x: f"model.layers.{{}}.self_attn.{pattern.format(x=x)}" for x in "kv"}
     scales = {names["k"].format(0): torch.tensor(0.5), names["v"].format(0): torch.tensor([0.25])}
     folder = quantized(pair[0], tmp_path / "scaled", scales)

@@ -45,7 +45,8 @@ PROMPTS = [[_random.randrange(1, VOCAB) for _ in range(length)] for length in (1
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Targets with an MTP head, either random or trained on the target's texts, so that it is right now and then."""
+    """Folder with targets that have an MTP head. The head is random, or trained on the target's texts so that some of
+    its drafts are accepted."""
     made = tmp_path_factory.mktemp("mtp")
     make_checkpoint(made / "plain", "qwen3_5_text", layer_types=KINDS, layers=len(KINDS), seed=2, **SHAPE)
     for name in ("random", "fitted"):
@@ -213,7 +214,7 @@ def test_the_text_of_transformers(
 
 @cache
 def plain(folder: Path, dtype: str, quantization: str | None, rule: str) -> list[list[int]]:
-    """Return native texts without drafts, each request alone."""
+    """Return the token ids that native passes generate without drafts, one request at a time."""
     found = []
     for i, prompt in enumerate(PROMPTS):
         made = replace(config(folder / "random", 1, dtype=dtype, quantization=quantization), speculative_config=None)
@@ -305,7 +306,8 @@ def test_the_engine_chooses_k(folder: Path) -> None:
 
 
 def test_fewer_ids_are_drafted(folder: Path, tmp_path: Path) -> None:
-    """Check a head that drafts fewer ids: the first ones, or the most frequent ones by a file."""
+    """Check an MTP head that drafts only some ids of the vocabulary: the first 10, or the 10 most frequent ones by a
+    file of counts."""
     (tmp_path / "counts.json").write_text(json.dumps({str(i): 1 for i in range(VOCAB - 10, VOCAB)}))
     for counts, allowed in ((None, range(10)), (str(tmp_path / "counts.json"), range(VOCAB - 10, VOCAB))):
         made = config(folder / "random", 3, size=10, dtype="float32")
@@ -371,8 +373,8 @@ def without_drafts(path: Path, **fields: Any) -> Engine:
 def test_hits_with_drafts_are_those_without(
     folder: Path, head: str, method: str, k: int, budget: int, slots: int, drawn: list[tuple[int, int, int]]
 ) -> None:
-    """Hits are as long as those of an engine without drafts. Bits are those of such an engine, also without hits. Each
-    prompt begins like another one, and goes on with its own token."""
+    """Check that prefix hits are as long as those of an engine without drafts, and that logits have the bits of such an
+    engine with and without hits. Each prompt has the beginning of another one and then a token of its own."""
     texts_of = [random.Random(i).choices(range(1, VOCAB), k=40) for i in range(3)]
     prompts = [[*texts_of[which][:length], *[own + 1] * (3 * own)] for which, length, own in drawn]
     path, found = folder / head, []
@@ -391,7 +393,8 @@ def test_hits_with_drafts_are_those_without(
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
 def test_a_target_with_experts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its head has experts, too: drafts are the script's, by torch and natively, and the bits those without drafts."""
+    """Check a target whose MTP head has experts, too. Its drafts by torch and by native passes equal those of a plain
+    script, and logits have the bits of an engine without drafts."""
     path = add_head(make_checkpoint(tmp_path / "target", family, layer_types=KINDS, layers=len(KINDS), **SHAPE), seed=4)
     known = [generate(load(path), prompt, TOKENS) for prompt in PROMPTS]
     fit(path, load(path, torch.float32), [prompt + text for prompt, text in zip(PROMPTS, known, strict=True)])

@@ -375,8 +375,8 @@ def checkpoint(folder: Path, dtype: torch.dtype, change: float = 0.0) -> Path:
 
 
 def test_what_bf16_holds_exactly_is_kept_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Weights in fp32 that bf16 holds exactly are kept in bf16: same logits to the bit, and a log line. One inexact
-    number keeps fp32."""
+    """Check that fp32 weights that bf16 holds exactly are stored as bf16, with the same logits to the bit and a log
+    line. If bf16 does not hold one of them, all stay fp32."""
     caplog.set_level(logging.INFO, "specrs")
     folders = {
         name: checkpoint(tmp_path / name, dtype, change)

@@ -69,8 +69,8 @@ def script(prompt: list[int], text: list[int], sizes: tuple[int, int], k: int) -
 @sweep(40)
 @given(data=st.data())
 def test_greedy_text_and_drafts(family: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
-    """Check that texts are those of transformers, and that drafts and acceptance are the script's, whatever else is in
-    the batch."""
+    """Check that texts are those of transformers, and that drafts and acceptance equal those of a plain script,
+    whatever other requests are in the batch."""
     bank: Bank = request.getfixturevalue(family)
     least = data.draw(st.integers(1, 4), label="prompt_lookup_min")
     sizes = (least, least + data.draw(st.integers(0, 3), label="more"))

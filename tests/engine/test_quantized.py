@@ -80,7 +80,7 @@ def alone(target: Path, prompt: tuple[int, ...], dtype: str, kind: str | None) -
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_drafts_change_no_bit(family: str, data: st.DataObject, request_bank: dict[str, Bank]) -> None:
-    """Text and logits at any K are those of K = 0, whatever the draft is."""
+    """Check that text and logits at any K are those of K = 0, with any draft model."""
     bank = request_bank[family]
     kind, draft_kind = data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from([None, *KINDS, "q4_k"]))
     draft = bank.drafts[data.draw(st.sampled_from(["close", "small", "equal"]))]

@@ -45,7 +45,7 @@ def test_a_stop_token_id_ends_the_request_and_is_named(any_bank: Bank, k: int) -
 
 @functools.cache
 def at_least_12(target: Path, prompt: tuple[int, ...], eos: tuple[int, ...]) -> list[int]:
-    """Return the tokens that transformers writes with `min_new_tokens=12`."""
+    """Return the tokens that transformers generates with `min_new_tokens=12`."""
     return generate(load(target), list(prompt), 30, eos=list(eos), min_new_tokens=12)
 
 

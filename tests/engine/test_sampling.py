@@ -52,7 +52,7 @@ def with_rule(engine: Engine, rule: str) -> Engine:
 def vanilla_text(
     target: Path, prompt: tuple[int, ...], which: int, seed: int, bad_words: bool, dtype: str, **fields: object
 ) -> list[int]:
-    """Return what the request writes alone, without a draft model."""
+    """Return the text of the request when it runs alone, without a draft model."""
     engine = with_rule(make_engine(target, None, k=0, dtype=dtype, max_num_batched_tokens=512, **fields), "coupled")
     job = sampled(0 if bad_words else 1, list(prompt), seed, None, 0, **SAMPLED[which])
     engine.add_request(job)

@@ -65,7 +65,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder that is not there yet."""
+    """Path of a folder that does not exist yet."""
     return tmp_path / "kv"
 
 
@@ -107,7 +107,7 @@ def start(path: Path, method: str | None, cache: Path | None = None, **fields: A
 def ask(
     engine: Engine, prompts: list[list[int]], method: str | None, *, first: int = 0, salt: str = ""
 ) -> list[Request]:
-    """Run greedy requests one after another, so that each finds what the others left."""
+    """Run greedy requests one after another, so that each can use the KV and snapshots of the earlier ones."""
     made = []
     k = 0 if method is None else K
     for i, prompt in enumerate(prompts, first):
@@ -126,13 +126,14 @@ def bits(jobs: list[Request]) -> list[Any]:
 
 
 def followed(jobs: list[Request]) -> list[list[int]]:
-    """Prompts that go on after the texts."""
+    """Prompts that continue the texts of `jobs`."""
     return [job.prompt_token_ids + job.output_token_ids + [3, 5] for job in jobs]
 
 
 @cache
 def plain(path: Path) -> list[Any]:
-    """Bits without drafts and prefix cache: of the prompts, then of what follows them."""
+    """Bits of the logits without drafts and without prefix cache: first for the prompts, then for prompts that continue
+    their texts."""
     made = config(path, None, None, enable_prefix_caching=False, state_cache_memory_bytes=None)
     engine = build_engine(made, load_weights(made))
     first = ask(engine, PROMPTS, None)
@@ -144,7 +145,8 @@ METHODS = [None, "mtp", "suffix,mtp", "ngram"]
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_hit_has_the_bits_of_a_miss(path: Path, folder: Path, method: str | None) -> None:
-    """A disk gives what memory gives: the same hits, and with them the same drafts of the head."""
+    """Check that the cache on disk gives the same prefix hits as the cache in memory, and the same drafts of the head
+    after them."""
     cold = start(path, method, folder)
     computed = ask(cold, PROMPTS, method)
     computed += ask(cold, followed(computed), method, first=10)
@@ -168,7 +170,8 @@ def test_a_hit_has_the_bits_of_a_miss(path: Path, folder: Path, method: str | No
 
 
 def test_what_waits_at_the_end_of_an_output_is_written(path: Path, folder: Path) -> None:
-    """The last snapshot of an output alone, where the next turn goes on."""
+    """Check that only the last snapshot of an output is written to the disk, and that the next turn of the conversation
+    begins with it."""
     engine = start(path, None, folder)
     (job,) = ask(engine, PROMPTS[:1], None)
     end(engine)
@@ -182,7 +185,8 @@ def test_what_waits_at_the_end_of_an_output_is_written(path: Path, folder: Path)
 
 
 def rewrite(folder: Path, keep: Callable[[int, int], bool]) -> int:
-    """Keep the records for whose number and kind `keep` says so, and return how many there were."""
+    """Rewrite the segments with only those records for which `keep(number, kind)` is true. Return the number of records
+    before."""
     count = 0
     for file in segments(folder):
         content, at, kept = file.read_bytes(), 0, b""
@@ -196,8 +200,8 @@ def rewrite(folder: Path, keep: Callable[[int, int], bool]) -> int:
 
 
 def test_blocks_and_snapshots_are_of_use_together(path: Path, folder: Path) -> None:
-    """Check that KV without a snapshot, and a snapshot without its KV, are not read. The KV tells a request where
-    to leave a snapshot."""
+    """Check that neither KV without a snapshot nor a snapshot without its KV is read from the disk. A request that
+    finds KV without a snapshot leaves a snapshot at the end of that KV."""
     engine = start(path, "mtp", folder)
     ask(engine, PROMPTS[:1], "mtp")
     end(engine)
@@ -217,7 +221,8 @@ def test_blocks_and_snapshots_are_of_use_together(path: Path, folder: Path) -> N
 
 
 def test_a_shared_beginning_gets_a_snapshot_through_the_disk(path: Path, folder: Path) -> None:
-    """Each request in a process of its own: the KV on disk tells the second one where to leave a snapshot."""
+    """Check requests with a shared beginning, each in an engine of its own. The second one finds KV on disk, and leaves
+    a snapshot where the shared beginning ends."""
     found = []
     for i in range(4):
         engine = start(path, None, folder)
@@ -396,7 +401,7 @@ def test_the_limit_holds(path: Path, folder: Path) -> None:
 
 
 def test_a_process_that_only_reads(path: Path, folder: Path) -> None:
-    """It takes what the other wrote after it began, and writes nothing."""
+    """Check a process that only reads: it uses records that another process writes later, and writes nothing itself."""
     writer, reader = start(path, "mtp", folder), start(path, "mtp", folder)
     expected = ask(writer, PROMPTS[:1], "mtp")
     assert writer.disk is not None
@@ -437,7 +442,7 @@ def child(folder: Path, most: int, how: str) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], int]:
-    """Texts of an undisturbed child, and the bytes that it wrote."""
+    """Texts of a child process that runs to its end, and the number of bytes that it wrote."""
     folder = tmp_path_factory.mktemp("whole") / "kv"
     done = child(folder, resource.RLIM_INFINITY, "fail")
     assert done.returncode == 0, done.stderr
@@ -450,7 +455,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], int]:
 def test_a_process_that_is_killed_leaves_what_was_whole(
     share: float, folder: Path, whole: tuple[list[str], int]
 ) -> None:
-    """The system kills the child at one byte of what it writes."""
+    """Check that a process which is killed while it writes leaves a usable cache. The system kills the child after a
+    given number of bytes."""
     texts, size = whole
     killed = child(folder, int(share * size), "kill")
     assert killed.returncode == -signal.SIGXFSZ, killed.stderr

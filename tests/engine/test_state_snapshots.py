@@ -133,8 +133,8 @@ def state_bytes(folder: Path) -> int:
 
 @cache
 def plain(folder: Path, dtype: str, quantization: str | None) -> tuple[list[list[int]], list[list[int]]]:
-    """Return native texts without drafts and prefix caching, each request alone: after the prompts, and after prompts
-    that continue those texts."""
+    """Return the token ids that native passes generate without drafts and prefix caching, one request at a time: for
+    `PROMPTS`, and for prompts that continue these texts."""
     options = {"dtype": dtype, "quantization": quantization, "max_num_seqs": 1, "enable_prefix_caching": False}
     llm = engine(folder, None, **options)
     first = texts(llm, PROMPTS)

@@ -56,7 +56,7 @@ def write_tokenizer(folder: Path, size: int, seed: int) -> Backend:
 
 
 def teach(folder: Path, texts: list[list[int]], steps: int = 60) -> None:
-    """Train the checkpoint on texts, so that it writes text."""
+    """Train the checkpoint on `texts`, so that it generates similar text."""
     model = load(folder, torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0)
     length = max(map(len, texts))

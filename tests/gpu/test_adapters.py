@@ -31,7 +31,8 @@ def adapted(make_engine: MakeEngine, device: str = "cuda") -> Engine:
 
 
 def read(engine: Engine, requests: list[LoRARequest]) -> list[LoRAAdapter | None]:
-    """Adapters of six texts: those of each request, and none."""
+    """Load the adapters of `requests`. Return an adapter for each of six texts: those of all requests, and None for
+    texts of the base model."""
     assert engine.loras is not None
     first, second, third = (engine.loras.load(request) for request in requests)
     return [first, None, second, third, None, first]

@@ -51,7 +51,7 @@ def make(folders: tuple[Path, Path], size: int, degree: int = 1, **fields: Any) 
 
 
 def test_exchanges_in_graphs(tmp_path: Path) -> None:
-    """Print the methods of exchange in graphs, and check that both ranks have the same."""
+    """Check exchanges in graphs: two ranks choose the same class of exchanges."""
     one, other = exchange(tmp_path, "cuda")
     assert one == other
     assert one in ("SymmetricExchanges", "GroupExchanges")

@@ -15,7 +15,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make pieces small, so that there are several pieces and several levels of sums."""
+    """Make the pieces of a tensor small, so that its hash has several pieces, and sums of sums."""
     monkeypatch.setitem(module._PIECE, "cpu", 4)
 
 

@@ -86,8 +86,8 @@ def test_an_iterator_over_text_ends(folder: Path, pair: tuple[Any, Any]) -> None
 
 
 def test_no_streamer_of_an_outer_call_is_taken(pair: tuple[Any, Any]) -> None:
-    """Check that the innermost `generate` determines the streamer: here one without a streamer runs inside one with a
-    streamer."""
+    """Check that a `generate` without a streamer, called inside a `generate` with a streamer, does not use the outer
+    call's streamer."""
     model, _ = pair
 
     class Calling(Recorder):

@@ -27,7 +27,7 @@ def table(fraction: int) -> list[float]:
 
 
 def nearest(x: float, fraction: int) -> int:
-    """Return the nearest code by search; of two, the even one."""
+    """Return the code whose number is nearest to `x`, found by search; of two equally near codes, the even one."""
     values = table(fraction)
     size = min(abs(x), values[-1])
     code = min(range(len(values)), key=lambda i: (abs(values[i] - size), i % 2))
@@ -54,7 +54,8 @@ def test_the_nearest_code(codes: torch.dtype, values: list[float], scale: float,
 
 @pytest.mark.parametrize("codes", FRACTIONS)
 def test_ties_and_ends(codes: torch.dtype) -> None:
-    """Check numbers halfway between every two codes, just below and above, and NaN and infinity."""
+    """Check the rounding of values halfway between every two codes, of values just below and above, and of NaN and
+    infinity."""
     values = torch.tensor(table(FRACTIONS[codes]), dtype=torch.float64)
     halves = (values[1:] + values[:-1]) / 2
     for x in (values, halves, halves * (1 - 2**-12), halves * (1 + 2**-12)):

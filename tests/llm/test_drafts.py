@@ -22,7 +22,7 @@ def alone() -> LLM:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_drafts_are_what_the_draft_model_writes(alone: LLM, depth: int) -> None:
-    """Check that drafts are what the draft model writes after the same tokens, drawn without randomness."""
+    """Check that drafts are the tokens that the draft model generates greedily after the same tokens."""
     speculative = {"num_speculative_tokens": K}
     llm = LLM(speculative_config=speculative, max_steps_in_flight=depth, max_model_len=256, max_num_seqs=4)
     starts, drafted, lengths, rejected = [], [], [], 0

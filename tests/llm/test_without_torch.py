@@ -1,6 +1,8 @@
-"""A CPU needs no torch: with torch, Triton and transformers blocked, native passes write what they write otherwise.
+"""A CPU needs no torch: with torch, Triton and transformers blocked, native passes generate the same texts as without
+the block.
 
-The cases are in `native_cases`. Processes of processes are blocked as well: the block is a `sitecustomize`.
+The cases are in `native_cases`. The block is a `sitecustomize` module, so child processes of the blocked process are
+blocked as well.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ def python(environment: dict[str, str], *arguments: str) -> subprocess.Completed
 
 @pytest.fixture(scope="module")
 def blocked(folder: Path, environment: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Result of every case in one process without torch."""
+    """Return the result of every case of `native_cases` by name, from one process that cannot import torch."""
     done = python(environment, native_cases.__file__, str(folder))
     assert done.returncode == 0, done.stderr
     return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
@@ -132,7 +134,7 @@ COMMANDS = {
     "demo --k 1 --max-tokens 3": "All 20 texts with drafts equal vanilla's, token for token.",
     "demo --k 1 --max-tokens 3 --model q8_0.gguf": "texts with drafts equal vanilla's, token for token.",
 }
-"""Command lines, and a part of what each prints."""
+"""Command lines, each with a part of the output that it must print."""
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -103,8 +103,8 @@ def test_rows_are_their_adapters(family: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_row_does_not_depend_on_others(tmp_path: Path) -> None:
-    """Rows of verification have the bits of single rows, whichever adapters others have; and rows without an adapter
-    have those of a model without slots."""
+    """Check that a row of a verification has the bits of a pass over this row alone, whatever adapters other rows have.
+    A row without an adapter has the bits of a model without adapter slots."""
     checkpoint = make_checkpoint(tmp_path / "base", "qwen3", seed=1, with_tokenizer=False, **SIZES)
     leaves = tuple(leaves_of(checkpoint))
     base = load_model(checkpoint, dtype=torch.float32)
@@ -162,7 +162,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[int, LoRA
 @sweep(40)
 @given(data=st.data())
 def test_adapters_of_a_step_are_in_slots(data: st.DataObject, small: tuple[Any, dict[int, LoRAAdapter]]) -> None:
-    """Whatever rows are admitted with, and whichever of them take part in a step."""
+    """Check that the adapters of a step are in slots, whatever adapters rows are admitted with and whichever rows are
+    in the step."""
     c, known = small
     count = data.draw(st.integers(1, 3), label="slots")
     slots = AdapterSlots.allocate(
@@ -212,7 +213,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def requests(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
-    """For each of PROMPTS and one more, the adapter: three adapters, and one request without."""
+    """Return the adapter of each request, one per prompt of PROMPTS and one more: three requests have an adapter, the
+    second has none."""
     folder = tmp_path_factory.mktemp("adapters")
     leaves = tuple(leaves_of(pair.target))
     made = [
@@ -244,8 +246,8 @@ def texts(engine: Engine, loras: list[LoRARequest | None], k: int = K) -> list[R
 
 
 def test_engines(pair: Pair, requests: list[LoRARequest | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three adapters for two slots, with drafts and without: texts and acceptance of the CPU's engine, by graphs and
-    op by op; a base model's request among them; merged chunks."""
+    """Check that texts and acceptance equal those of the CPU engine, with three adapters for two slots and one request
+    of the base model. Runs with and without drafts, by graphs and op by op, and with merged prompt chunks."""
     fields: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     mine, eager, cpu = (pair.engine(gpu=gpu, monkeypatch=monkeypatch, **fields) for gpu in (True, True, False))
     graphs = give_graphs(mine)

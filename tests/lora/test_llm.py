@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def texts(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, list[str]]:
-    """Texts without drafts, of the base model and of each adapter merged into it."""
+    """Texts without drafts: of the base model, and of models into whose weights each adapter was merged."""
     folder = tmp_path_factory.mktemp("merged")
     models = {None: TARGET} | {name: merge(TARGET, path, folder / name) for name, path in folders.items()}
     outputs = {

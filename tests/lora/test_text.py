@@ -125,7 +125,7 @@ def test_greedy_text(adapted: Adapted, drawn: Any, k: int) -> None:
 
 @functools.cache
 def alone(model: Path, prompt: tuple[int, ...], which: int) -> list[int]:
-    """Return what a sampled request writes on this model alone, without drafts."""
+    """Return the text of a sampled request on this model, when it runs alone and without drafts."""
     engine = with_rule(harness.make_engine(model, None, k=0, max_num_batched_tokens=512), "coupled")
     job = sampled(1, list(prompt), 11, None, 0, **SAMPLED[which])
     engine.add_request(job)

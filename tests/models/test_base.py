@@ -87,8 +87,8 @@ def test_on_the_cuda_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [request.output_token_ids for request in requests] == [TARGET.greedy(ids, 6) for ids in prompts]
 
 
-def test_what_a_model_has_without_asking() -> None:
-    """Check the default `compute_argmax`, which uses logits."""
+def test_default_compute_argmax_uses_logits() -> None:
+    """Check the `compute_argmax` that a model inherits: it computes logits and takes their largest."""
     hidden = torch.tensor([[0.0, 2.0, 2.0, 5.0], [torch.nan, 1.0, 0.0, 0.0]])
     ids, top = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     TARGET.compute_argmax(hidden, ids, top, 3)

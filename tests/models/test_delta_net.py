@@ -131,7 +131,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """Sizes of models for native passes. The sizes `by 32` fit quantized weights."""
 BOUND = 2e-5
-"""Largest difference of native logits from those in float64, relative to the largest logit."""
+"""Largest allowed difference of native logits from logits in float64, relative to the largest logit."""
 
 
 def make_sized(folder: Path, sizes: str, **fields: Any) -> Path:

@@ -133,7 +133,8 @@ class HeadFeeder:
 
 
 def run(head: Any, ids: list[int], entries: Tensor, chunks: list[int], block_size: int, first: int = 0) -> Any:
-    """Feed the text's rows in chunks, then drafts one by one. Return drafts, and the logits of all rows."""
+    """Feed the head with the text in chunks, then with its own drafts one by one. Return the drafts, and the logits of
+    all rows."""
     feeder = HeadFeeder(head, block_size, first)
     head = feeder.head
     outputs, start = [], first

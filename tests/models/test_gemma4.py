@@ -150,8 +150,8 @@ def test_a_planted_mistake_shows(folder: Path, mistake: Callable[[Any], Any]) ->
 
 
 def test_both_spellings_of_layers_that_differ(folder: Path) -> None:
-    """Check both spellings of layers that differ: transformers writes `per_layer_config`, published files have
-    `global_head_dim`."""
+    """Check the two ways in which config.json describes layers that differ: transformers writes `per_layer_config`,
+    published files have `global_head_dim`."""
     raw = json.loads((make(folder, "gemma4, all of it") / "config.json").read_text(encoding="utf-8"))
     assert "per_layer_config" in raw
     published = {key: value for key, value in raw.items() if key != "per_layer_config"}

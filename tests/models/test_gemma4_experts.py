@@ -70,7 +70,8 @@ def by_torch(path: Path, **options: Any) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_native_logits(folder: Path, variant: str, dtype: str, tmp_path: Path) -> None:
-    """With one thread and several, whose bits are the same. K and V are bf16 in bfloat16."""
+    """Check native logits against float64. One thread and several give the same bits. With dtype bfloat16, K and V are
+    bf16."""
     path = make_gemma4(tmp_path / "model", variant, dtype=getattr(torch, dtype))
     model = load_native(path, dtype=dtype)
     found = fed(model, [1, 2, 37])
@@ -98,7 +99,7 @@ WIDE |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4", "q8_0", "q4_0", "q4_k"])
 def test_weights_quantized_at_load(folder: Path, quantization: str, tmp_path: Path) -> None:
-    """Against torch with the same numbers, with activations in fp32 and rounded to 16-bit integers."""
+    """Compare with torch on the dequantized weights, with activations in fp32 and rounded to 16-bit integers."""
     path = make(folder, "gemma4, experts")
     if quantization == "q4_k":
         path = make_gemma4(tmp_path / "wide", "gemma4, experts", **WIDE)
@@ -142,7 +143,7 @@ def test_experts_with_tensors_of_their_own_are_the_same(folder: Path, tmp_path: 
 
 @pytest.mark.parametrize("write", [quantized_files.fp8_block, quantized_files.gptq, quantized_files.awq])
 def test_quantized_checkpoints(folder: Path, write: Callable[..., Path], tmp_path: Path) -> None:
-    """The logits of the numbers that their codes stand for."""
+    """Check that quantized checkpoints give the logits of their dequantized weights."""
     source = apart(make(folder, "gemma4, experts"), tmp_path / "apart")
     sizes: dict[str, Any] = {"block": (32, 32)} if write is quantized_files.fp8_block else {"group": 32}
     # Names of projections that quantizers leave as they are.
@@ -168,7 +169,7 @@ def of_experts(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _swapped(e: Any) -> Any:
-    """Each part has the other one's norm."""
+    """Plant a mistake: exchange the output norms of the MLP and the experts."""
     norms = e.norms
     return replace(e, norms=replace(norms, mlp_output=norms.expert_output, expert_output=norms.mlp_output))
 

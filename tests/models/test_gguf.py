@@ -76,7 +76,8 @@ def logits(source: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_plain_numbers_are_the_checkpoint(family: str, tmp_path: Path) -> None:
-    """Check config, names and the order of q's and k's rows: an F32 file gives the checkpoint's logits to the bit."""
+    """Check that an F32 GGUF file gives the checkpoint's logits, bit for bit. This covers the config, tensor names and
+    the order of the rows of q and k."""
     fields = {"attention_bias": True} if family == "llama" else {}
     source = make_checkpoint(tmp_path / "source", family, tie=family == "llama", **fields)
     path = write_gguf(source, tmp_path / "model.gguf")
@@ -116,7 +117,7 @@ def test_logits_are_those_of_the_package_s_numbers(kind: str, wide: Path, tmp_pa
 
 @pytest.mark.parametrize("kind", GROUPED)
 def test_integers_are_the_package_s_numbers(kind: str, wide: Path, tmp_path: Path) -> None:
-    """Check that integers times scales, which GPU kernels read, are the numbers of the package gguf."""
+    """Check that integers times scales, which GPU kernels read, equal the weights that the package gguf dequantizes."""
     path = write_gguf(wide, tmp_path / "model.gguf", kind)
     checkpoint = GGUFCheckpoint(path)
     for name in load_file(wide / "model.safetensors"):

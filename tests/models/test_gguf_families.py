@@ -180,7 +180,8 @@ def test_gemma_27b_has_a_scale_of_its_own(tmp_path: Path) -> None:
 
 
 def test_windows_of_olmo_3_by_default(source: Callable[[str], Path], tmp_path: Path) -> None:
-    """All layers but every fourth, with the theta of the others, as llama.cpp reads a file that says no more."""
+    """Check the windows of OLMo 3 in a file without window fields: all layers except every fourth have one, and all use
+    the same theta, as in llama.cpp."""
     missing = {"olmo2__attention__sliding_window_pattern": None, "olmo2__rope__freq_base_swa": None}
     folder = source("olmo3")
     path = write_gguf(folder, tmp_path / "model.gguf", "F32", missing)
@@ -235,7 +236,7 @@ def test_a_file_with_an_attention_factor_of_its_own(source: Callable[[str], Path
 def test_metadata_that_is_rejected(
     case: str, fields: dict[str, Any], message: str, source: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The error names the file, the field and its value."""
+    """Check that the error for wrong metadata of a GGUF file names the file, the field and its value."""
     named = CASES[case][1] or {"mistral": "llama", "olmo3": "olmo2"}.get(case, case)
     replaced = {f"{named}__{field}": value for field, value in fields.items()}
     path = write_gguf(source(case), tmp_path / "model.gguf", "F32", replaced, architecture=CASES[case][1])

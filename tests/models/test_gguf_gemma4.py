@@ -64,8 +64,9 @@ def close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
 
 @pytest.mark.parametrize("variant", GEMMA4)
 def test_numbers_of_a_file_are_the_checkpoint_s(folder: Path, variant: str, tmp_path: Path) -> None:
-    """F32 gives the checkpoint's logits and configuration: natively to the bit. Torch's products may add in another
-    order where a matrix of the file does not start at a multiple of 64 bytes."""
+    """Check that an F32 file has the logits and configuration of the checkpoint it was made from. Native logits are
+    equal to the bit. torch's may add in another order where a matrix of the file does not start at a multiple of 64
+    bytes."""
     source = make(folder, variant)
     path = write_gguf(source, tmp_path / "model.gguf")
     assert torch.equal(logits(path), logits(source))
@@ -78,8 +79,8 @@ def test_numbers_of_a_file_are_the_checkpoint_s(folder: Path, variant: str, tmp_
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4"])
 @pytest.mark.parametrize("variant", GEMMA4)
 def test_blocks_of_a_file_are_their_numbers(folder: Path, variant: str, kind: str, tmp_path: Path) -> None:
-    """Logits are those of a checkpoint whose weights are the numbers that the blocks hold, embeddings of layers
-    included."""
+    """Check that logits are those of a checkpoint with the dequantized weights of the file's blocks, embeddings of
+    layers included."""
     source = make(folder, variant)
     path = write_gguf(source, tmp_path / "model.gguf", kind)
     numbers = shutil.copytree(source, tmp_path / "numbers")
@@ -323,7 +324,8 @@ def test_a_wrong_tokenizer_is_named(fields: dict[str, Any], message: str, tmp_pa
 
 @pytest.mark.parametrize("variant", ["gemma4", "gemma4, experts and embeddings"])
 def test_text_of_a_file_is_the_checkpoint_s(variant: str, tmp_path: Path) -> None:
-    """With the file's own tokenizer, with and without drafts."""
+    """Check that the text of a GGUF file equals that of its checkpoint, with the file's own tokenizer, with and without
+    drafts."""
     source = make_gemma4(tmp_path / "source", variant, vocab=400, eos_token_id=1, with_tokenizer=False)
     write_gemma_tokenizer(source)
     replaced: dict[str, Any] = {"tokenizer.ggml.pre": None} | gemma_fields(source)

@@ -67,8 +67,8 @@ def close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
 
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_of_a_file_are_the_checkpoint_s(case: str, source: Callable[[str], Path], tmp_path: Path) -> None:
-    """Check numbers, native and torch. They are equal up to the rounding of decay rates, which files store instead of
-    their logarithms."""
+    """Check that logits of a GGUF file equal those of its checkpoint, natively and with torch, up to the rounding of
+    decay rates: files store the rates instead of their logarithms."""
     folder = source(case)
     path = write_gguf(folder, tmp_path / "model.gguf")
     assert close(logits(path), logits(folder), 1e-5)

@@ -47,7 +47,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "three value heads": {"linear_num_value_heads": 6, "linear_value_head_dim": 20, "moe_intermediate_size": 7},
 }
 BOUND = 2e-5
-"""Largest difference of native logits from those in float64, relative to the largest logit."""
+"""Largest allowed difference of native logits from logits in float64, relative to the largest logit."""
 
 
 def make(folder: Path, family: str, sizes: str = "small", **fields: Any) -> Path:

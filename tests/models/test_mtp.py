@@ -74,8 +74,8 @@ def states(model: Any, layer: int) -> Tensor:
 def run(
     head: Any, entries: Tensor, chunks: list[int], *, first: int = 0, early: tuple[int, int] = (0, 0)
 ) -> tuple[list[int], Tensor]:
-    """Feed the text in chunks, then drafts one by one. Return drafts, and logits of all rows. `early` plants a mistake:
-    tokens of the text, and drafts, come this many positions early."""
+    """Feed the head with the text in chunks, then with its own drafts one by one. Return the drafts, and the logits of
+    all rows. `early` plants a mistake: text and drafts are fed this many positions too early."""
     feeder, start, rows = HeadFeeder(head, 4, first, length=LENGTH + DRAFTS), first, []
     recurrent = torch.empty(0)
     for length in chunks:
@@ -214,7 +214,7 @@ def test_a_state_that_is_fed_again_before_the_norm_is_seen(path: Path, kind: str
         scale = 1 + 0.5 * torch.arange(48) / 48
 
         class Before:
-            """The head, whose state is that before a norm of other weights."""
+            """The head, but its recurrent state is scaled, as a state before a norm with other weights would be."""
 
             def __getattr__(self, name: str) -> Any:
                 return getattr(head, name)

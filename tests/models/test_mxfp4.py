@@ -74,8 +74,8 @@ def test_logits_are_those_of_transformers(source: Path) -> None:
 
 
 def test_experts_are_packed_in_native_passes(source: Path) -> None:
-    """Check native passes: experts use GGML's blocks of the same name, with the same numbers; routers and attention are
-    not quantized."""
+    """Check native passes of a checkpoint in MXFP4: experts are packed as GGML's MXFP4 blocks with the same values;
+    routers and attention are not quantized."""
     config, checkpoint = open_checkpoint(source / "codes", None, "auto")
     checkpoint.check(tensor_shapes(config), {})
     expected = logits(source / "codes", dtype="float64")

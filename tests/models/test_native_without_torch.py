@@ -32,7 +32,7 @@ CODES_GGUF = ("Q4_0", "Q8_0", "Q6_K", "Q4_1", "Q4_K")
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each case loads, by name. GGUF types that need the package gguf come last."""
+    """Model that each case loads, by the case's name. GGUF types that need the package gguf come last."""
     folder = tmp_path_factory.mktemp("files")
 
     def make(name: str, family: str = "qwen3", **fields: Any) -> Path:
@@ -84,7 +84,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def without(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
-    """Logits of all cases from a process without torch, and what it had imported after each."""
+    """Logits of all cases from a process without torch, and the modules that the process had imported after each
+    case."""
     folder = tmp_path_factory.mktemp("without")
     (folder / "cases.json").write_text(json.dumps(cases))
     arguments = [sys.executable, "-W", "error", torchless.__file__, str(folder / "cases.json"), str(folder / "out.npz")]

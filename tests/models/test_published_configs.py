@@ -52,7 +52,7 @@ WITH = {
     "partial_rotary_factor": ("rope_scaling",),
     "rope_scaling": ("low_freq_factor", "high_freq_factor", "factor"),
 }
-"""Keys that must be changed together, because the value of one must fit the other."""
+"""Keys of config.json that a test must change together, because their values must fit each other."""
 
 
 def without(raw: dict[str, Any], *keys: str) -> dict[str, Any]:

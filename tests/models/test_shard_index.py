@@ -55,7 +55,8 @@ def shards(whole: Path, tmp_path: Path) -> tuple[Path, dict[str, dict[str, torch
 
 @pytest.mark.parametrize("stale", FILES[:2])
 def test_the_index_decides_which_of_two_copies_is_read(stale: str, whole: Path, shards, caplog) -> None:  # type: ignore[no-untyped-def]
-    """Check that the index decides which of two copies is read, whichever file is opened last."""
+    """Check that of two copies of a tensor the one in the file that the index names is read, whichever file is opened
+    last."""
     folder, parts, weight_map = shards
     other = FILES[0] if stale == FILES[1] else FILES[1]
     parts[stale] |= {name: value * 3 for name, value in parts[other].items()}

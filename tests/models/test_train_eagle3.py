@@ -27,7 +27,7 @@ def text_script() -> Any:
 
 @pytest.fixture(scope="module")
 def script(text_script: Any) -> Any:
-    """The training script, which imports the script that writes texts."""
+    """The training script as a module. It imports the script that generates its training texts."""
     return load_file("train_eagle3", SCRIPTS / "train_eagle3.py")
 
 

@@ -57,7 +57,8 @@ GRAMMAR = SamplingParams(temperature=0.7, seed=3, max_tokens=12, structured_outp
 
 @pytest.fixture(scope="module")
 def bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """Qwen3 whose heads two ranks divide. Its small draft has one KV head, which both ranks hold."""
+    """Checkpoints of a small Qwen3 whose heads can be divided between two ranks. Its draft model has one KV head, which
+    each of the two ranks holds."""
     return make_bank(tmp_path_factory.mktemp("ranks"), kv_heads=2)
 
 

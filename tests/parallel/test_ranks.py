@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def parts(size: int, rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return each rank's numbers, whose sums need rounding."""
+    """Return each rank's part of a sum. The elements are such that sums have to be rounded."""
     generator = torch.Generator().manual_seed(rows)
     return [torch.randn((rows, columns), generator=generator).to(dtype) for _ in range(size)]
 

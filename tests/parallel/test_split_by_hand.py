@@ -30,7 +30,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Apply RoPE to `[T, heads, DIM]` at positions 0 to T - 1, base 10^4."""
+    """Return `x` `[T, heads, DIM]` with RoPE at positions 0 to T - 1, base 10^4."""
     angles = torch.outer(torch.arange(len(x)).float(), 1e4 ** (-torch.arange(0, DIM, 2).float() / DIM))
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     low, high = x.chunk(2, -1)

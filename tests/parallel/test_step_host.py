@@ -295,8 +295,8 @@ def test_a_rank_that_is_given_up_is_not_waited_for() -> None:
 
 
 def test_numbers_and_arrays_of_all_ranks() -> None:
-    """Numbers are gathered from all ranks in their order; an array of rank 0 is written into every rank's own
-    memory."""
+    """Check that a number of each rank is gathered by all ranks, in the order of ranks, and that an array of rank 0 is
+    copied into the memory of every rank."""
 
     def work(ranks: Ranks) -> tuple[list[int], list[int], bool]:
         array = np.full((2, 2), 5 * ranks.rank - 1, dtype=np.int32)[0]

@@ -175,7 +175,8 @@ def listen(theirs: Connection) -> None:
 
 
 def follow(theirs: Connection, ring: Ring, count: int) -> None:
-    """Run another rank, which gets the same results."""
+    """Play another rank: report each of `count` steps as done, with the checksum of its slot in `ring`, and wait for
+    the end."""
     for number in range(count):
         assert theirs.receive_news().kind == Kind.STEP
         slot = ring.slot(number)

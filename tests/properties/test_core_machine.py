@@ -24,7 +24,8 @@ COUNTERS = ["num_waiting", "num_running", "num_in_flight", "num_free_blocks", "n
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """Both schedulers, the lengths on the device, and the steps in flight."""
+    """State machine of a property test: two schedulers that get the same calls, the lengths on the device, and the
+    steps in flight."""
 
     @initialize(
         rows=st.integers(1, 4),

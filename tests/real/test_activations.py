@@ -1,4 +1,4 @@
-"""What rounded activations cost with real models, compared with fp32 activations and the same weights."""
+"""Errors of rounded activations with real models, compared with fp32 activations and the same weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specrs.llm import LLM
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 192
-"""Tokens of a text."""
+"""Number of tokens of each text."""
 TEXTS = ("README.md", "LICENSE", "docs/glossary.md", "python/specrs/llm.py")
 
 

@@ -14,7 +14,7 @@ NAME_DEVICES = {
     "specrs.engine_options": "the values of `device`, and the options that only GPUs have",
     "specrs.extras": "the names of the package's extras",
 }
-"""Modules that may name devices as data, and what they name. At most three."""
+"""The only modules, at most three, that may name devices as data, with the names that they use."""
 ROOTS = frozenset({"Model", "Eagle3Facts", "DrafterCounts", "Runner"})
 """Protocols and classes that models, heads, drafters and runners derive from."""
 

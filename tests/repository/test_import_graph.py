@@ -61,8 +61,8 @@ def imports(source: str, module: str, known: Iterable[str]) -> frozenset[str]:
 
 
 def modules() -> dict[str, str]:
-    """Return the source of every module of the package by its dotted name. The folder kernels/ is a part of the package
-    by a link."""
+    """Return the source of every module of the package by its dotted name. This includes the folder kernels/, which the
+    package reaches through a symlink."""
     found = {}
     for base, prefix in ((ROOT / "python/specrs", "specrs"), (ROOT / "kernels", "specrs.kernels")):
         for path in chain(base.rglob("*.py"), base.rglob("*.pyi")):

@@ -34,7 +34,8 @@ def free_port() -> int:
 
 
 def environment_python(name: str) -> str:
-    """Return the interpreter of an environment that `make test-routers` or similar targets create."""
+    """Return the path of the Python interpreter in the environment that `make test-NAME` creates. Fails if it does not
+    exist."""
     path = ENVIRONMENTS / name / "bin" / "python"
     assert path.exists(), f"{path}: run make test-{name}"
     return str(path)

@@ -17,7 +17,8 @@ MANY = 100
 
 @dataclass
 class Outcome:
-    """What a client saw of one request. `end`: `done`, `status`, `cut` (the connection broke), `early` (no [DONE])."""
+    """Outcome of one request as its client saw it. `end`: `done`, `status`, `cut` (the connection broke), `early` (no
+    [DONE])."""
 
     prompt: str
     name: str = ""

@@ -13,7 +13,8 @@ SETTINGS = ("--max-model-len", "512", "--max-num-seqs", "16", "--disable-uvicorn
 
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Server]:
-    """A server with default settings. Native passes give a request the same text, whatever other requests do."""
+    """A server with default settings, which many tests share. Native passes give a request the same text whatever other
+    requests run."""
     with serving(*SETTINGS, "--spec-tokens", str(K)) as server:
         yield server
 

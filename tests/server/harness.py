@@ -49,7 +49,7 @@ class Answer:
 
 
 class Server:
-    """A server process on a port of its own."""
+    """A server process on a free port."""
 
     def __init__(self, *flags: str, code: str = MAIN, scheme: str = "http") -> None:
         """Start the server. `code`: Python source that the interpreter runs, which must end in the command's `main`.

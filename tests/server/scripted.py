@@ -65,7 +65,7 @@ class LastMessage:
 
 @dataclass
 class Said:
-    """Answer of an endpoint: whole, or the events of a stream without the `[DONE]`."""
+    """Answer of an endpoint: the JSON body, or the events of a stream without `[DONE]`."""
 
     answer: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)

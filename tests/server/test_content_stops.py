@@ -22,8 +22,8 @@ BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "tools":
 
 
 def told(tokenizer: Tokenizer, text: str, settings: ToolSettings = BOTH, **fields: Any) -> tuple[dict[str, Any], int]:
-    """Return the answer of a chat whose model writes `text`, and its number of tokens. Checks that a stream gives the
-    same."""
+    """Return the answer of a chat whose model generates `text`, and its number of tokens. Checks that a stream gives
+    the same answer."""
     body = {**BODY, **fields}
     engine = Script(tokenizer, text)
     answer = ask(engine, tokenizer, "chat", body, settings).answer

@@ -1,5 +1,5 @@
-"""Chats of whole model families: what tool parser and reasoning parser read together, and the parser that a chat
-template selects."""
+"""Chats of whole model families: tool parser and reasoning parser together, and the parsers that a chat template
+selects."""
 
 from typing import Any
 

@@ -30,8 +30,8 @@ MARKS = {
 
 
 def answered(tokenizer: Tokenizer, text: str, settings: ToolSettings, **fields: Any) -> tuple[str, str]:
-    """Return content and reasoning of a chat whose model writes `text`. Checks that whole and streamed answers
-    agree."""
+    """Return content and reasoning of a chat completion whose model generates `text`. Checks that the answer is the
+    same with and without streaming."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100, **fields}
     message = ask(Script(tokenizer, text), tokenizer, "chat", body, settings).answer["choices"][0]["message"]
     chunks = ask(Script(tokenizer, text), tokenizer, "chat", {**body, "stream": True}, settings).events

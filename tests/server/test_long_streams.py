@@ -1,4 +1,4 @@
-"""An event of a long stream costs what is new in it. Work is counted, not timed."""
+"""The cost of an event of a long stream depends only on its new tokens. Work is counted, not timed."""
 
 import random
 import statistics

@@ -1,4 +1,4 @@
-"""`/v1/messages` gives what `/v1/chat/completions` gives, in Anthropic's blocks, events and errors."""
+"""`/v1/messages` answers like `/v1/chat/completions`, but in Anthropic's blocks, events and errors."""
 
 import asyncio
 import json

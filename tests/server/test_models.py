@@ -381,7 +381,7 @@ def counted(server: Server, name: str) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def texts(checkpoints: dict[str, Path]) -> dict[str, str]:
-    """Texts of servers with one model each."""
+    """Texts of each model, from servers with a single model."""
     found = {}
     for name, path in checkpoints.items():
         with serving(str(path), "--max-model-len", "256") as server:
@@ -408,7 +408,8 @@ def several(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
 
 
 def test_texts_of_several_models_at_once(several: Server, texts: dict[str, str]) -> None:
-    """Requests for alternating models at once get the texts of servers with one model, on streams, too."""
+    """Check that concurrent requests for several models get the same texts as from servers with a single model, also in
+    streams."""
 
     def ask(number: int) -> tuple[str, str]:
         name = "abc"[number % 3]

@@ -147,8 +147,8 @@ def joined(chunks: list[Any], field: str) -> list[Any]:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_chunks_say_what_was_drafted(server: Server, path: str) -> None:
-    """Check that chunks report each iteration once, with the tokens that it wrote, and add up to what the whole answer
-    reports."""
+    """Check that the chunks of a stream report each iteration once, with the tokens that it emitted, and that all
+    chunks together report the same as an answer without streaming."""
     prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "class Stack:"}]}
     if path == "/v1/completions":
         prompt = {"prompt": "class Stack:"}

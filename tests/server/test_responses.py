@@ -1,4 +1,4 @@
-"""`/v1/responses` gives what `/v1/chat/completions` gives, in items and events."""
+"""`/v1/responses` answers like `/v1/chat/completions`, but in items and events."""
 
 import json
 from collections.abc import Iterator

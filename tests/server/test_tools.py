@@ -184,7 +184,7 @@ def test_parts_that_other_endpoints_have(calling: Server) -> None:
 
 
 def test_tokens_of_reasoning_are_counted(calling: Server) -> None:
-    """Check the count of reasoning tokens against the tokens' own texts: as many as write the text up to the closing
+    """Check that the number of reasoning tokens is the number of tokens up to the one that completes the closing
     mark."""
     for text in ("<think>Hm, let me see.</think>I look.", "<think>Hm, and on", "Plain.", " <think></think>x"):
         body = {"messages": MESSAGES, "structured_outputs": {"choice": [text]}, "n": 2, "max_tokens": 60}

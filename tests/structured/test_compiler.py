@@ -24,7 +24,7 @@ HOSTILE = {
 
 @pytest.fixture
 def own() -> Tokenizer:
-    """A tokenizer with a compiler of its own."""
+    """A tokenizer that no other test uses, so that it has its own grammar compiler."""
     return Tokenizer(str(TARGET))
 
 

@@ -28,7 +28,7 @@ def allowed_ids(words: NDArray[np.int32]) -> list[int]:
 
 
 def allowed(matcher: GrammarMatcher) -> list[int]:
-    """Return the ids that the mask allows now."""
+    """Return the token ids that the matcher's mask allows in its present state."""
     return allowed_ids(mask_of(matcher))
 
 

@@ -37,7 +37,8 @@ def keep_top_k(x: Row, k: int) -> NDArray[np.bool_]:
 
 
 def keep_top_p(x: Row, p: float, probs: Row) -> NDArray[np.bool_]:
-    """Keep the largest whose `probs` sum up to at least p of the whole, with all that equal the last of them."""
+    """Keep the largest logits whose `probs` sum up to at least p of the total, and all logits that equal the smallest
+    kept one."""
     if p >= 1.0:
         return np.ones(len(x), dtype=bool)
     total = math.fsum(probs)

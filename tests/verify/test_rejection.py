@@ -205,7 +205,7 @@ def test_a_token_that_the_target_excludes_is_never_accepted() -> None:
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
-    """Check that greedy rows write the argmax, whatever the drafts, the noise and other rows are."""
+    """Check that greedy rows emit the argmax, whatever the drafts, the noise and the sampled rows of the batch are."""
     g = torch.Generator().manual_seed(12)
     b, k = 600, 3
     greedy = torch.arange(b) % 3 == 0

@@ -35,7 +35,7 @@ def column(value: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 def kept(logits: torch.Tensor, filtered: torch.Tensor) -> list[bool]:
-    """Return which logits are kept. Checks that those have the same bits."""
+    """Return which logits the filter keeps. Checks that the kept logits have the same bits as before."""
     mask = filtered != -torch.inf
     assert torch.equal(torch.where(mask, logits, 0.0), torch.where(mask, filtered, 0.0))
     return [bool(m) for m in mask[0]]

@@ -49,7 +49,7 @@ impl Engine {
         Self::with_kv_events(batch, max_in_flight, false)
     }
 
-    /// Makes an engine. KV events, if any, are taken after each settling.
+    /// Makes an engine. With `kv_events`, the events are taken after each step is settled.
     pub(crate) fn with_kv_events(batch: usize, max_in_flight: usize, kv_events: bool) -> Self {
         let calls = if kv_events {
             Calls { plan: count_plan_kv_events, settle: count_settle_kv_events }

@@ -129,7 +129,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Greedy text of the bundled pair is that of its target alone, and the one that the Python engine gives.
+/// Checks that the greedy text of the bundled pair equals that of its target alone and that of the Python engine.
 #[test]
 fn drafts_do_not_change_the_text() -> Result<()> {
     let pair = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../python/specrs/pair");

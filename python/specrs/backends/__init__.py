@@ -1,1 +1,2 @@
-"""Backends: one folder for each kind of device that computes steps, and the modules that both use."""
+"""Backends: one folder for each kind of device that computes steps (`cpu`, `cuda`), and the modules that both backends
+use."""

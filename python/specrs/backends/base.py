@@ -44,7 +44,7 @@ class Runner(Protocol):
 
     @property
     def kv_cache(self) -> Any:
-        """The KV cache of the target."""
+        """KV cache of the target, in the backend's own type."""
 
     @property
     def is_native(self) -> bool:
@@ -111,14 +111,14 @@ class Backend(Protocol):
         """
 
     def device_of_rank(self, device: str, size: int, place: tuple[int, int]) -> str:
-        """Return the device of one of `size` ranks. `place` is its number on its machine, and that machine's number of
-        ranks."""
+        """Return the device of one of `size` ranks. `place` is a pair: the rank's number among the ranks of its
+        machine, and how many ranks that machine has."""
 
     def current(self, device: str) -> AbstractContextManager[None]:
         """Make `device` the calling thread's current one while the context lasts."""
 
     def free_memory(self, device: str) -> int:
-        """Return the bytes that an engine may use on `device`."""
+        """Return the bytes of `device` that are free for an engine."""
 
     def check_config(self, config: EngineConfig, device: str, ranks: Ranks | None) -> None:
         """Raise an `InvalidConfigError` for models or options that `device` cannot serve. Reads no weights."""
@@ -140,7 +140,7 @@ class Backend(Protocol):
         """Return the default of `max_num_batched_tokens` on a device."""
 
     def merged_prefill(self, blueprint: Blueprint) -> MergedPrefill:
-        """Return the room for prompt tokens in verification passes, to which the scheduler cuts prompts."""
+        """Return how many prompt tokens fit into verification passes. The scheduler limits prompt chunks to that."""
 
     def num_blocks(self, blueprint: Blueprint) -> int:
         """Return the size of the KV block pool, which target and drafter share.

@@ -72,8 +72,9 @@ class Blueprint:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Names of the engine's drafting methods. Those whose drafts come with requests need not be configured. They
-        are on wherever one step at a time is in flight, as they need every token settled."""
+        """Names of the engine's drafting methods. Methods whose drafts come with requests (`grammar`, `prediction`)
+        need not be configured. They are on if only one step at a time is in flight, because they need the tokens of all
+        earlier steps."""
         speculative = self.config.speculative_config
         if speculative is None:
             return ()
@@ -115,8 +116,8 @@ class Blueprint:
 
     @property
     def depth(self) -> int:
-        """Number of steps that are planned and not yet settled. 1 with a drafter on the host, which needs every token
-        settled."""
+        """Number of steps that are planned and not yet settled. 1 with a drafter on the host, which needs the tokens of
+        all earlier steps."""
         if self.config.speculative_config is not None and self.config.speculative_config.drafts_on_host:
             return 1
         return self._depth_on_device
@@ -169,8 +170,9 @@ class Blueprint:
         """Return a blueprint with the target's layers in the KV groups that save the most memory.
 
         Returns `self` if no groups save memory for a request of full length, or if the target has groups already. A
-        drafter in the target's blocks belongs to the first group. If it sees more positions than the target, the first
-        group keeps them. The other groups keep only their own windows.
+        drafter in the target's blocks belongs to the first group. If the drafter attends to more positions than the
+        target, the first group keeps the blocks of these positions. The other groups keep only the blocks of their own
+        windows.
 
         Raises UnsupportedConfigError if groups would save memory but KV cache events are enabled.
         """
@@ -260,5 +262,6 @@ class Blueprint:
 
     @property
     def hidden_row_size(self) -> int:
-        """Numbers of the target's hidden states that are kept per row. 0 if no drafter reads them."""
+        """Number of elements of the target's hidden states that are kept per row, over all kept positions and layers. 0
+        if no drafter reads them."""
         return 0 if self.drafter is None else self.drafter.hidden_row_size(self.draft_limits)

@@ -10,8 +10,8 @@ from specrs.structured.matcher import GrammarMatcher
 
 @dataclass(frozen=True, slots=True)
 class RequestExtras:
-    """Extras of one request. In records, the bit `extras` of `admit_steps` marks such a request. Steps with one run at
-    depth 1."""
+    """Extras of one request: data that no record can hold, such as a grammar. In records, the bit `extras` of
+    `admit_steps` marks such a request. With one of them in a step, only one step is in flight."""
 
     matcher: GrammarMatcher
     """Matcher of the request's grammar."""

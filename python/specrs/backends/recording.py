@@ -85,7 +85,7 @@ class Recording:
         """Return the recording that `save` wrote to `path`.
 
         Raises:
-            EngineError: the file holds something else.
+            EngineError: the file is not a recording.
         """
         try:
             with np.load(path, allow_pickle=False) as archive:

@@ -93,7 +93,7 @@ class RingSlot:
         return False
 
     def header(self) -> Header:
-        """Return the counts of the planned step."""
+        """Return the header of the planned step's record: how many sequences, chunks and rows it has."""
         return Header.of(self.record)
 
 
@@ -117,5 +117,5 @@ class Ring:
         self._slots = [make_slot(scheduler, num_speculative_tokens) for _ in range(depth + 1)]
 
     def slot(self, step_id: int) -> RingSlot:
-        """Return the slot of a step in flight, of the last that settled, or of the next."""
+        """Return the slot of step `step_id`: a step in flight, the last settled step, or the next step to plan."""
         return self._slots[step_id % len(self._slots)]

@@ -23,7 +23,8 @@ _SETTINGS = b"specrs.sweep"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRow:
-    """One measurement: the columns of the file, in order. Acceptance is None without drafts."""
+    """One measurement of a sweep. The fields are the columns of its file, in order. Acceptance is None without
+    drafts."""
 
     dataset: str
     temp: float

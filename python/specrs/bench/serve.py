@@ -221,7 +221,8 @@ async def _counters(client: aiohttp.ClientSession, target: Target) -> SpecDecode
 
 
 async def _profile(client: aiohttp.ClientSession, target: Target, what: str) -> None:
-    """Ask the server to start or stop its profiler (`what`). Raises `EngineError` if it has none."""
+    """Ask the server to start or stop its profiler; `what` is `start` or `stop`. Raises `EngineError` if it has
+    none."""
     import aiohttp
 
     path = f"/{what}_profile"

@@ -100,7 +100,7 @@ def _variables(chat_template: str) -> frozenset[str]:
 
 
 def _words(chat_template: str) -> frozenset[str]:
-    """Return names and strings in the template's code, without the text that it writes. Raises jinja2's errors for a
+    """Return the names and strings in the template's code, without its literal text. Raises jinja2's errors for a
     broken template."""
     from specrs.chat_template.sandbox import compile_template
 

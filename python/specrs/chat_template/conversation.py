@@ -11,7 +11,7 @@ from specrs.chat_template.traits import Message, Traits, shows
 from specrs.errors import invalid_request
 
 INSTRUCTIONS = ("system", "developer")
-"""Roles that instruct the model. A template may know one, both or none of them."""
+"""Roles that instruct the model: `system` and `developer`. A template may support one, both or none of them."""
 _MARK = "qzxpart{}end"
 
 

@@ -121,7 +121,8 @@ def _environment() -> Environment:
 
 
 class _Generation(Extension):
-    """Extension for the block `{% generation %}`, which marks what the model wrote. Here it only shows its text."""
+    """Extension for the block `{% generation %}`, which marks the model's own text for training. Here the block only
+    shows its text."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it as an attribute of the instance
 

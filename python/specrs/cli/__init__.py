@@ -102,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Discard the output that is still buffered, because Python would try to write it at exit and complain again."""
+    """Discard buffered output that cannot be written. Otherwise Python would try again at exit and print a second
+    error."""
     sink = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,4 +1,4 @@
-"""`--config file.yaml`: flags from a file; those of the command line take precedence. Checks no values."""
+"""`--config file.yaml`: flags from a file. Flags on the command line take precedence. Checks no values."""
 
 from __future__ import annotations
 

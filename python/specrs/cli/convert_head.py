@@ -9,8 +9,8 @@ from specrs.extras import require
 
 DESCRIPTION = (
     "Convert an EAGLE-3 head with pickled weights (.bin, .pt, .pth) to a folder with safetensors and config.json. "
-    "Engines read such folders, but no pickles. Torch's weights-only loader reads the pickles: it rebuilds "
-    "tensors and runs no code."
+    "specrs loads heads from such folders, never from pickles. Torch's weights-only loader reads the pickles: "
+    "it rebuilds tensors and runs no code."
 )
 
 

@@ -18,7 +18,7 @@ DESCRIPTION = (
     "speculation go to stderr afterwards. Without MODEL the bundled pair answers, which continues Python code. "
 ) + ABOUT_DRAFTS
 _SAMPLING: dict[str, Any] = {"temperature": 0.0, "seed": 0, "max_tokens": 128}
-"""Defaults of this command: the text is greedy, and the same each time."""
+"""Defaults of this command: greedy sampling with a fixed seed, so that the text is the same each time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -133,7 +133,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _cut(line: str, width: int) -> str:
-    """Return `line`, or the words of it that fit before `...`."""
+    """Return `line`, shortened to `width` at the end of a word, followed by `...`, if it is too long."""
     if len(line) <= width:
         return line
     return line[: width - 3].rpartition(" ")[0] + "..."

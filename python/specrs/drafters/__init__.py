@@ -29,7 +29,7 @@ TABLE: tuple[Method, ...] = (OTHER_TOKENIZER, PARALLEL, DRAFT_MODEL, EAGLE3, MTP
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions(SuffixOptions, NgramOptions, MtpOptions, Eagle3Options, OtherTokenizerOptions, ParallelOptions):
-    """Options of all drafters. Those of the last base class come first."""
+    """Options of all drafters. Python orders the fields of the last base class first."""
 
     def check_rules(self) -> None:
         """Raise `InvalidConfigError` for options of a drafter that contradict each other."""

@@ -64,7 +64,7 @@ class DraftLimits:
 
 
 class DrafterCounts(Protocol):
-    """Counter of passes that every drafter of a runner has, for the engine's statistics."""
+    """The counter of draft passes that every drafter of a runner has. The engine's statistics read it."""
 
     num_passes: int
     """Number of forward passes so far. The engine resets it to 0."""

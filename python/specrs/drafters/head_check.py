@@ -15,12 +15,12 @@ DRAFTS = 1000
 
 @dataclass(slots=True)
 class HeadCheck:
-    """Counter of a head's first 1,000 drafts. Warns if too few of their first tokens were accepted."""
+    """Counter of a head's first 1,000 drafts. Warns if too few of the drafts' first tokens were accepted."""
 
     head: str
     """The user's name for the head."""
     least: float
-    """Share of first tokens that the target accepts at least if the head fits it."""
+    """Minimum share of first draft tokens that the target accepts if the head fits it."""
     advice: str
     """End of the warning: what may be wrong, and what to do."""
     drafts: int = 0

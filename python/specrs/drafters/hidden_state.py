@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 IDLE_STEPS = 8
 """Maximum number of consecutive steps without drafts after which a head can still catch up from kept hidden states.
-After more it starts anew."""
+After more steps, its KV starts anew."""
 
 
 class HeadFacts:
@@ -37,7 +37,7 @@ class HeadFacts:
     """True if a prefix hit is kept whole although its last block alone lacks the head's KV."""
 
     least_acceptance: float
-    """Share of first draft tokens that the target accepts at least if the head fits it."""
+    """Minimum share of first draft tokens that the target accepts if the head fits it."""
 
     def on_pool(self, pool: CpuPool, *, activations: str = "auto", prompt_tiles: bool = False) -> Self:
         """Return the same weights with passes on the threads of `pool`; itself if torch computes the passes.

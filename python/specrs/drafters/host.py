@@ -15,8 +15,8 @@ NEVER_DRAFTS = HostDrafter("ngram", prompt_lookup_min=1024, prompt_lookup_max=10
 
 @dataclass(slots=True)
 class OnHost:
-    """Counter for drafts that `Scheduler.plan` has written into the record. Any `specrs.core.HostDrafter` may have
-    proposed them."""
+    """Stand-in for a drafter with passes, for drafts that the host proposes: `Scheduler.plan` has already written them
+    into the record. Its number of passes stays 0."""
 
     on_host: ClassVar[bool] = True
 

@@ -45,8 +45,8 @@ def draft_ids(size: int | None, counts: str | None, vocab_size: int) -> Array:
     """Return the ids that a drafter drafts, `[size]` int64, ascending.
 
     They are the first `size` ids, or the most frequent ones of the JSON file `counts`, an object with the count of each
-    token id. The lower id wins a tie, and ids that it lacks count 0. With `size` None they are all `vocab_size` ids,
-    which target and drafter have.
+    token id. Of ids with the same count, the lower one comes first. Ids that the file lacks count 0. With `size` None,
+    all `vocab_size` ids that target and drafter have are returned.
 
     Raises InvalidConfigError for a wrong size, CheckpointError for a wrong file.
     """

@@ -91,7 +91,8 @@ def _assemble(
     end: Callable[[], None] | None,
     undo: contextlib.ExitStack,
 ) -> Engine:
-    """Make the parts of an engine and the engine itself. `undo` collects what has to be ended if a later part fails."""
+    """Make the parts of an engine and the engine itself. `undo` collects functions that end the parts made so far; they
+    run if a later part fails."""
     config = blueprint.config
     blocks = backend.num_blocks(blueprint)
     if team is not None:
@@ -149,7 +150,7 @@ def _assemble(
 def _measure(
     blueprint: Blueprint, scheduler: Scheduler, runner: Runner, blocks: int, make_slot: SlotType
 ) -> tuple[CostModel, float]:
-    """Measure the cost of steps, and of a position of catch-up, with temporary schedulers.
+    """Measure the cost of steps, and the cost of catch-up per position, with temporary schedulers.
 
     If some drafts come from the host, `scheduler` is given the cost of each kind of draft.
     """

@@ -11,7 +11,7 @@ from specrs.outputs import CompletionOutput, Draft, Logprob
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Position in a completion's log: numbers of tokens, pieces of text, characters and drafts."""
+    """Position in a completion's log: how many tokens, pieces of text, characters and drafts come before it."""
 
     tokens: int = 0
     pieces: int = 0

@@ -28,8 +28,8 @@ def reject_exclusive(
 ) -> None:
     """Raise an error for a request that can never generate a token. Changes nothing.
 
-    Looks at what holds from the first token on: allowed ids, bad words of one token, stop ids before `min_tokens`, and
-    the first mask of the grammar. `min_tokens` yields to a grammar that allows only stop ids.
+    Checks the constraints on the first token: allowed ids, bad words of one token, stop ids before `min_tokens`, and
+    the first mask of the grammar. If the grammar allows only stop ids, `min_tokens` has no effect.
 
     Args:
         stop_ids: stop ids of the request, eos ids included.

@@ -28,13 +28,13 @@ from specrs.outputs import DiskCacheStats
 logger = logging.getLogger("specrs")
 
 SAVE_SHARE = 0.02
-"""Share of the engine's time that it spends on copying blocks out while requests run. The rest waits in the KV cache
-until the engine is idle."""
+"""Share of the engine's time that it spends on copying blocks out while requests run. Blocks that are left wait in the
+KV cache until the engine is idle."""
 MAX_CREDIT_MS = 20.0
-"""Milliseconds of copying out that may add up over steps that had nothing to save."""
+"""Maximum time for copying out that is saved up while steps have nothing to save, in milliseconds."""
 LOAD_MS = 20.0
-"""Milliseconds per step that reading blocks may take while other requests wait for the step. The rest follows after the
-step. A block is always read."""
+"""Milliseconds per step that reading blocks may take while other requests wait for the step. The other blocks are read
+after the step. At least one block is read in each step."""
 LEAST_BLOCKS = 16
 """Smallest number of blocks that the limit of bytes must have room for."""
 LEAST_SNAPSHOTS = 2
@@ -95,7 +95,8 @@ def open_store(blueprint: Blueprint) -> KVStore | None:
 
 
 def _check_models(blueprint: Blueprint, path: str) -> None:
-    """Raise `UnsupportedConfigError` for models whose KV has no fixed bits, or does not stay from the start."""
+    """Raise `UnsupportedConfigError` for models whose KV has not always the same bits, and for models that free the KV
+    of their first positions."""
     drafter = blueprint.drafter
     models = [blueprint.weights.target]
     if drafter is not None and not drafter.has_own_blocks:

@@ -49,8 +49,8 @@ NOT_IN_KEY = frozenset(
         *("kv_events_config", "kv_cache_path", "kv_cache_disk_bytes", "state_cache_memory_bytes"),
     }
 )
-"""Options that change no bit of KV on a CPU. All others are in the key, so an option that is forgotten here costs hits,
-not exactness."""
+"""Options that change no bit of KV on a CPU. All other options are in the key. So if one is missing here, prefix hits
+are lost, but no wrong KV is read."""
 NOT_IN_DRAFT_KEY = frozenset({"model", "revision", "num_speculative_tokens", "rejection_sample_method"})
 """Options of `speculative_config` that are left out of the key of the draft's KV: they change no bit of it, or their
 files are in the key."""
@@ -148,7 +148,7 @@ def sha256_of(file: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Return saved hashes; none from a file that is torn, or that another user could have written."""
+    """Return the saved hashes. Returns none if the file is damaged, or if another user could have written it."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:

@@ -57,11 +57,11 @@ class Engine:
     """Runs requests to their end, with up to `max_steps_in_flight` steps in flight.
 
     A call of `step` plans and enqueues until `max_steps_in_flight` steps are in flight, then settles the oldest. The
-    host therefore waits for a step only if a newer one is already enqueued (or at depth 1).
+    host therefore waits for a step only if a newer one is already enqueued, or if `max_steps_in_flight` is 1.
 
     An interrupt may end any call between any two instructions. The scheduler's own calls are atomic, so its state is
-    the reference for what is in flight and which requests live. `_mend` compares the engine with it and repairs the
-    engine.
+    the reference for which steps are in flight and which requests are live. `_mend` compares the engine with it and
+    repairs the engine.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -117,7 +117,7 @@ class Engine:
         return self.ring.depth
 
     def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        """Let requests that are added from now on also end at the tokenizer's eos token. Mutates `limits`."""
+        """Make requests that are added later also end at the tokenizer's eos token. Mutates `limits`."""
         ends = end_ids(self.limits.eos_token_ids, tokenizer, self.limits.vocab_size)
         self.limits = replace(self.limits, eos_token_ids=ends)
 
@@ -167,10 +167,10 @@ class Engine:
         self._prompt_tokens += len(request.prompt_token_ids)
 
     def _extra_keys(self, request: Request) -> list[tuple[int, bytes]]:
-        """Return what else the request's KV depends on, as keys of its block hashes.
+        """Return what the request's KV depends on besides its tokens, as extra keys of its block hashes.
 
-        With a cache on disk, the content of its adapter is one. A request that wants prompt log probabilities gets a
-        random key, so that no cached block is reused and every position is computed.
+        With a cache on disk, the content of the request's adapter is such a key. A request that wants prompt log
+        probabilities gets a random key, so that no cached block is reused and every position is computed.
         """
         keys = []
         if self.disk is not None and request.lora is not None:
@@ -474,8 +474,8 @@ class Engine:
         """Give log probabilities and results of pooling to the requests of a settled step that want them, new tokens to
         their grammars, and counts of drafts to those with a prediction. Return these requests.
 
-        If a grammar fails, its request ends. May be repeated for a step, but only once with `accept`. `whole` says that
-        the step was executed completely.
+        If a grammar fails, its request ends. May be called again for the same step, but only once with `accept`.
+        `whole`: the step was executed completely.
         """
         reported = []
         if whole:

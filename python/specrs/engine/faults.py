@@ -13,8 +13,8 @@ logger = logging.getLogger("specrs")
 HOST_KINDS = {method: number for number, method in enumerate(DRAFTERS) if number != DRAFTER_DEVICE}
 """For each method that drafts on the host, its number in the core. All other methods draft on the device."""
 LONGEST_PAUSE = 1023
-"""Maximum number of steps without drafts after the device's drafter has failed. The pauses are 0, 1, 3, 7 and so on
-while it keeps failing."""
+"""Maximum number of steps without drafts after the device's drafter has failed. While the drafter keeps failing, the
+pauses have 0, 1, 3, 7 and so on steps."""
 
 
 class DraftFaults:
@@ -35,8 +35,8 @@ class DraftFaults:
         return [on_host.get(name, self._on_device) for name in self._drafters]
 
     def planned(self) -> None:
-        """Log the first failure of each drafter on the host in the plans so far. The core has gone on without their
-        drafts."""
+        """Log the first failure of each drafter that proposes on the host while steps are planned. The core has planned
+        these steps without its drafts."""
         for name, kind in self._on_host.items():
             failures, cause = self._scheduler.draft_errors_of(kind)
             if failures:

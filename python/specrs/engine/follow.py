@@ -38,8 +38,8 @@ def serve_rank(connection: Connection, meet: Callable[[dict[str, Any]], Meeting]
     """Run the steps that rank 0 sends until it ends. Return the exit code: 0 if rank 0 has said that it ends, otherwise
     1.
 
-    `meet` takes rank 0's first message and returns where the ranks meet. `lost` is called in another thread if rank 0
-    is gone, or if a step on a GPU did not finish.
+    `meet` takes rank 0's first message and returns the addresses at which the ranks connect to each other. `lost` is
+    called in another thread if rank 0 is gone, or if a step on a GPU did not finish.
     """
     rank = "a rank"
     try:

@@ -26,7 +26,7 @@ logger = logging.getLogger("specrs")
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 CLOSE_TIMEOUT = 2.0
-"""Seconds that `close` waits for the thread to send what is queued."""
+"""Seconds that `close` waits until the thread has sent the queued batches."""
 LINGER_MS = 1000
 """Milliseconds for which ZeroMQ still tries to deliver sent messages after the socket is closed."""
 

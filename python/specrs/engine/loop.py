@@ -78,7 +78,7 @@ class EngineLoop(threading.Thread):
         super().__init__(name="specrs-engine", daemon=True)
         self.error: EngineDeadError | None = None
         self.turns: AbstractContextManager[object] = contextlib.nullcontext()
-        """Held during each step, so that engines on the same processors compute in turns."""
+        """Lock that is held during each step, so that engines on the same processors take turns."""
         self._engine = engine
         self._deliver = deliver
         self._on_end = on_end
@@ -161,7 +161,7 @@ class EngineLoop(threading.Thread):
             self._commands.put(command)
 
     def _obey(self) -> None:
-        """Run all queued commands. If the engine has no work, wait for one."""
+        """Run all queued commands. If the engine has no work, wait for a command."""
         with contextlib.suppress(queue.Empty):
             while True:
                 idle, timeout = not (self._engine.has_unfinished() or self._stopping), None
@@ -238,7 +238,7 @@ class EngineLoop(threading.Thread):
             builder.take_prompt()
 
     def _end(self) -> None:
-        """Deliver the end to all callers that wait. No command is accepted afterwards."""
+        """Tell all waiting callers that the engine has ended. No command is accepted afterwards."""
         error = self.error
         owners, self._owners = self._owners, {}
         prompts = {(id(group), i): (group, i) for group, i in owners.values()}

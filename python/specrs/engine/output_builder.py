@@ -80,7 +80,7 @@ class OutputBuilder:
         return self._kind is not RequestOutputKind.FINAL_ONLY or all(request.finished for request in self._requests)
 
     def build(self) -> RequestOutput:
-        """Return an output of all requests up to now. Mutates: the next output counts from here."""
+        """Return an output of all requests up to now. Mutates: the next output begins here."""
         first = self._requests[0]
         return RequestOutput(
             request_id=str(first.request_id),
@@ -134,7 +134,7 @@ class OutputBuilder:
 
 
 class _Completion:
-    """One request, what was read of it so far, and how much was delivered."""
+    """One request, the part of its output that was read so far, and how much of it was delivered."""
 
     def __init__(self, request: Request, kind: RequestOutputKind) -> None:
         params = request.params
@@ -145,8 +145,8 @@ class _Completion:
         self._end = 0  # of the text that was read, in bytes
 
     def output(self, index: int, dictionary: Callable[[TokenLogprob], dict[int, Logprob]]) -> CompletionOutput:
-        """Return an output with what is new of the request. Mutates: the next output counts from here. `dictionary`
-        converts log probabilities."""
+        """Return an output with what the request got since the previous call. Mutates: the next output begins here.
+        `dictionary` converts log probabilities."""
         request, log = self._request, self._log
         log.token_ids += request.output_token_ids[len(log.token_ids) :]
         text, self._end = request.output.stable_text_from(self._end)
@@ -161,7 +161,7 @@ class _Completion:
         return self._view(index, None if reason is None else reason.value, request.stop_reason)
 
     def failed(self, index: int) -> CompletionOutput:
-        """Return an output without news, which says that an error has ended the request."""
+        """Return an output without new tokens, which says that an error has ended the request."""
         return self._view(index, "error", None)
 
     def _view(self, index: int, finish_reason: str | None, stop_reason: int | str | None) -> CompletionOutput:

@@ -45,4 +45,5 @@ class EngineParts:
     disk: DiskCache | None = None
     """The prefix cache on disk. None: there is none."""
     draft_check: DraftCheck | None = None
-    """Warns if the first drafts show that the drafter reads something else than in training."""
+    """Check that warns if the first drafts are rarely accepted, because the drafter may read other hidden states than
+    in training."""

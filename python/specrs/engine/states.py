@@ -13,7 +13,7 @@ from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
 
 logger = logging.getLogger("specrs")
 _SHARE = 4
-"""Without a number of requests from the user, states get this fraction (1 / 4) of the memory."""
+"""Fraction 1 / 4 of the memory, which states get if the user does not set `max_num_seqs`."""
 _SNAPSHOTS_PER_REQUEST = 4
 """Default number of snapshots for each request that may run."""
 _SNAPSHOT_PERCENT = 15
@@ -73,8 +73,9 @@ def fit_states(config: EngineConfig, row: int, draft: int, memory: int) -> tuple
 
 
 def _num_requests(config: EngineConfig, needed: int, memory: int) -> int:
-    """Return the number of requests, each with `needed` bytes of states. A number from the user is kept. Raises
-    InvalidConfigError if their states exceed `memory`, which is what snapshots leave."""
+    """Return the number of requests, each with `needed` bytes of states. If the user has set `max_num_seqs`, this is
+    the number. Raises InvalidConfigError if the states of so many requests exceed `memory`, the bytes that are left
+    after the snapshots."""
     most, requests = memory // needed, config.most_seqs
     fit = most // _SHARE
     if config.max_num_seqs is None and requests > fit > 0:

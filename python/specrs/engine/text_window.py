@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from specrs.core import Output, TokenDecoder
 
 _NEVER = 2**31 - 1
-"""Value of `min_tokens` with which no stop string can end a text. Beginnings of stop strings are held back all the
-same."""
+"""Value of `min_tokens` with which no stop string ends a text. Text that may be the beginning of a stop string is still
+held back."""
 
 
 class TextWindow:
@@ -26,7 +26,8 @@ class TextWindow:
         skip_special_tokens: bool,
         stop: Sequence[str] = (),
     ) -> None:
-        """Start after a prompt, whose last tokens decide whether the text begins with a blank.
+        """Create an empty text after a prompt. The last tokens of the prompt decide whether the text begins with a
+        blank.
 
         Args:
             decoder: the tokenizer's decoder; None for no text.

@@ -156,10 +156,10 @@ def measure_costs(parts: EngineParts, *, on_host: bool = False) -> tuple[CostMod
 
 
 def _completed(ks: list[int], row: list[float], num_few: int) -> list[float]:
-    """Return the measured costs `row` at `ks` without noise, and with numbers for those that are infinite.
+    """Return the costs `row` at `ks` with less noise, and without infinities, which stand for costs that were not
+    measured.
 
-    The first `num_few` are smoothed. Of the others, those that were not measured continue the line of the last two
-    before them.
+    The first `num_few` costs are smoothed. A later cost that was not measured is extrapolated from the costs before it.
     """
     # In a context too short for a single draft no draft pays, whatever it costs.
     found = _smooth(ks[:num_few], [ms if math.isfinite(ms) else 1.0 for ms in row[:num_few]])

@@ -25,8 +25,9 @@ class PassTimes:
     def model(self, growth: Sequence[float] = ()) -> CostModel:
         """Return the cost model `ITL = K * T_d + T_t`. Raises `InvalidConfigError` for times that are not positive.
 
-        `growth` is the factor g_K by which the target's pass takes longer than T_t at K = 1, 2, ...: `ITL = K * T_d +
-        g_K * T_t`. A mixture of experts reads more experts for more rows, see `verification_growth`.
+        `growth` has the factors g_K by which the target's pass takes longer than T_t, for K = 1, 2, ...:
+        `ITL = K * T_d + g_K * T_t`. A mixture of experts reads more experts for more rows, see `verification_growth`.
+        Here ITL is the time of one iteration.
         """
         line = CostModel.lines([1], [self.draft_ms], [self.target_ms], [self.vanilla_ms])
         if not growth:
@@ -47,7 +48,7 @@ def verification_growth(config: ModelConfig, max_k: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One quantity in both cost models."""
+    """One time in milliseconds, in two cost models that are compared."""
 
     name: str
     first: float
@@ -73,6 +74,6 @@ def pass_reductions(
 
 
 def tpot_reductions(first: Forecast, second: Forecast) -> list[Reduction]:
-    """Return the TPOT of both forecasts at each K from 1 on that both have."""
+    """Return the TPOT of two forecasts at each K that both have, from K = 1 on."""
     pairs = zip(first.rows[1:], second.rows[1:], strict=False)
     return [Reduction(f"K = {one.k}", one.tpot_ms, other.tpot_ms) for one, other in pairs]

@@ -40,16 +40,16 @@ class Measured:
 
     @property
     def alone(self) -> PassTimes | None:
-        """Pass times of each model alone. An iteration without drafts takes as long as a pass of the target. None if
-        the drafter cannot run alone."""
+        """Pass times of each model when it runs alone. The time of an iteration without drafts is set to the target's
+        pass time. None if the drafter cannot run alone."""
         if self.draft_ms is None:
             return None
         return PassTimes(self.draft_ms, self.target_ms, self.target_ms)
 
     @property
     def inside(self) -> PassTimes:
-        """Pass times inside speculation: slope and intercept of ITL against K. An iteration without drafts takes as
-        long as a pass of the target alone.
+        """Pass times inside speculation: slope and intercept of ITL against K. The time of an iteration without drafts
+        is set to that of the target alone.
 
         If drafts cost so little that noise makes the slope negative, the slope is 0 and the intercept is the mean.
         """
@@ -128,7 +128,7 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams, gaps: list[float]) ->
     """Append the seconds between the outputs of one request to `gaps`, except the last, which `max_tokens` may have
     cut.
 
-    Return the number of tokens of its iterations, and the number of these that were drafts.
+    Return the number of tokens of the request's iterations, and how many of these tokens were accepted drafts.
     """
     times = []
     for output in llm.stream(prompt, params):

@@ -16,7 +16,8 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Regression:
-    """Regression of ITL against K: the rows that the line was fitted to, rows that were held back, and the line."""
+    """Regression of ITL against K: the rows to which the line was fitted, the rows that were kept for checking it, and
+    the line."""
 
     name: str
     fit: LineFit

@@ -32,8 +32,8 @@ WEIGHT_BITS: Mapping[str | None, float] = {
     "q4_0": 5.0,
     "q4_k": 16.0,
 }
-"""Bits per weight by quantization, with a GPU's fp32 scales: INT4 has groups of 128 inputs, Q8_0 and Q4_0 of 32. GPUs
-keep the numbers of Q4_K."""
+"""Bits per weight by quantization, with a GPU's fp32 scales: INT4 has groups of 128 inputs, Q8_0 and Q4_0 of 32. On a
+GPU, Q4_K is dequantized."""
 _FEW, _FEW_OF_DRAFT, _CODED, _MLP, _LOGITS = 64, 128, 256, 2048, 256
 """Maximum number of rows: for fused products (`_FEW`, of a draft `_FEW_OF_DRAFT`), for quantized weights that are read
 in place (`_CODED`), for one run of an MLP (`_MLP`), and for one run of logits (`_LOGITS`)."""
@@ -53,7 +53,7 @@ class Work:
     flops: float
     fixed_us: float
     rate: float = 1.0
-    """Rate of these kernels' arithmetic as a multiple of bf16's."""
+    """Rate of these kernels' arithmetic, relative to the GPU's rate for bf16."""
 
     def ms(self, gpu: Gpu) -> float:
         """Return the milliseconds of these kernels on `gpu`."""

@@ -85,8 +85,8 @@ def generate(
     """Continue `input_ids` `[B, L]` int64; called by `model.generate(..., custom_generate=generate)`.
 
     Args:
-        logits_processor: as `generate` made them of the settings; others are rejected.
-        stopping_criteria: the same.
+        logits_processor: those that `generate` makes from its settings; any other processor is rejected.
+        stopping_criteria: those that `generate` makes from its settings; any other is rejected.
         generation_config: max_length, min_new_tokens, eos_token_id, pad_token_id, do_sample with temperature, top_k,
             top_p, min_p, and repetition_penalty are read; settings that would change something else are rejected.
         draft_model: a model with the same tokenizer; None decodes without drafts.

@@ -230,8 +230,8 @@ class SuffixProposer(_Proposer):
 
 
 class _Statistics:
-    """Decaying counts of accepted and expected drafts of one method. Both methods are judged on every text, whichever
-    drafted, because the tokens that came show how far each was right."""
+    """Decaying counts of accepted and expected drafts of one method. Both methods are judged on every text, even if the
+    other one drafted, because each proposal can be compared with the tokens that were generated."""
 
     def __init__(self) -> None:
         self.stood, self.expected = 1.0, 1.0
@@ -246,8 +246,8 @@ class _Statistics:
 
 
 class BestProposer(SuffixProposer):
-    """Proposer of n-gram or suffix drafts. For each request and step it takes those of which more tokens are expected
-    to be accepted."""
+    """Proposer of n-gram or suffix drafts. For each request and step, it uses the method of which more draft tokens are
+    expected to be accepted."""
 
     def __init__(self, vllm_config: Any) -> None:
         """Read the settings of `NgramProposer` and `SuffixProposer`."""
@@ -269,7 +269,7 @@ class BestProposer(SuffixProposer):
         return proposed[best][0]
 
     def appended(self, text: _Text, tokens: np.ndarray) -> None:
-        """Judge both methods' last proposals by the tokens that came, then add these to the suffix cache."""
+        """Compare both methods' last proposals with the new tokens, then add the tokens to the suffix cache."""
         for way, (drafts, expected) in self._proposed.pop(text.request_id, {}).items():
             if drafts:
                 pairs = zip(drafts, tokens.tolist(), strict=False)

@@ -28,7 +28,8 @@ _BASE_PREFIX, _BASE_EMBEDDING = "model.", "embed_tokens.weight"
 """Prefix of a causal model's tensors that its base model does not have, and a tensor of every base model."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHER_WEIGHTS = ("adapter_", "consolidated")
-"""Beginnings of file names that hold other weights: a LoRA adapter, or the same model in its author's layout."""
+"""Beginnings of the names of files that do not hold the model's weights, but a LoRA adapter or a copy of the model in
+its author's layout."""
 DTYPES = ("F64", "F32", "BF16", "F16")
 """Safetensors' names of the dtypes that unquantized weights may have."""
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {

@@ -52,8 +52,8 @@ class ModelConfig:
     mask_token_id: int | None
     """Token that a draft model for parallel drafting reads in place of drafts. None for other models."""
     windows: tuple[int | None, ...] = ()
-    """Sliding window of each layer in tokens, including the row's own token; None: the layer attends to all. Empty: all
-    layers do."""
+    """Sliding window of each layer in tokens, including the row's own token; None: the layer attends to all positions.
+    Empty: all layers attend to all positions."""
     ropes: tuple[Rope | None, ...] = ()
     """RoPE of each layer; None: the layer has no RoPE. Empty: all layers use `rope_theta` and `rope_scaling`."""
     partial_rotary_dim: int | None = None

@@ -38,9 +38,9 @@ class SharedWeights(Generic[W]):
 
 @dataclass(frozen=True, slots=True)
 class ParallelNorms(Generic[T]):
-    """Norms of a layer that has an MLP as well as experts, each `[hidden]`. For the residual stream h, the MLP's part
-    with its own norm before it, the layer adds `N(mlp_output(MLP) + expert_output(experts(expert_input(h))))`, where N
-    is `LayerWeights.mlp_output_norm`."""
+    """Norms of a layer that has an MLP as well as experts, each `[hidden]`. To the residual stream h the layer adds
+    `N(mlp_output(MLP) + expert_output(experts(expert_input(h))))`. MLP is the output of the MLP, which has a norm of
+    its own before it. N is `LayerWeights.mlp_output_norm`."""
 
     mlp_output: T
     expert_input: T
@@ -76,7 +76,8 @@ class ExpertWeights(Generic[T, W]):
     shared: SharedWeights[W] | None = None
     """Expert that every row uses in addition. None: there is none."""
     scales: RouterScales[T] | None = None
-    """Factors of the router. None: it has none, and reads what the experts read."""
+    """Factors of a router that reads the residual stream. None: the router reads the same normed rows as the
+    experts."""
     norms: ParallelNorms[T] | None = None
     """Norms of MLP and experts. None: the layer has experts and no MLP."""
     stacked_codes: tuple[W, W] | None = None
@@ -131,9 +132,9 @@ class LayerWeights(Generic[T, W]):
     input_norm: T
     """Norm before attention, [hidden]. [0] if the layer has no norm there."""
     qkv: W
-    """Fused q, k and v projection: hidden -> (heads + 2 * kv_heads) * head_dim. It is q alone, or q and k, in
-    layers that project no more: see `LayerSizes`. With `output_gate`, of each query head its query, then its gate. In a
-    layer with a delta net its input projection: see `tensors.delta_inputs`."""
+    """Fused q, k and v projection: hidden -> (heads + 2 * kv_heads) * head_dim. Some layers project only q, or q and k:
+    see `LayerSizes`. With `output_gate`, each query is followed by its gate. In a layer with a delta net, it is the
+    net's input projection: see `tensors.delta_inputs`."""
     qk_norm: T | None
     """[heads + kv_heads, head_dim]: the query norm repeated for each query head, then the key norm for each KV head.
     With `qk_norm_whole`, the weights of one norm over all query heads and one over all KV heads, in the same shape.

@@ -52,7 +52,8 @@ def of_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def about(model: str, revision: str, *others: str) -> Iterator[None]:
-    """Rename `model` and `revision` in `CheckpointError`s from inside to the fields that the user set.
+    """Replace the names `model` and `revision` in `CheckpointError`s raised inside this context by the fields that the
+    user set.
 
     `others` are further names that the code inside uses for `model`.
     """

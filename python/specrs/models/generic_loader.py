@@ -178,8 +178,8 @@ def _load(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, load_forma
 
 
 def _adapted(module: PreTrainedModel, positions: int, stops: tuple[int, ...], vocab_size: int) -> GenericModel:
-    """Replace the module's attention by ours and compare logits with and without it. Raises UnsupportedModelError,
-    whose text is only the reason, if the model cannot be served."""
+    """Replace the module's attention by specrs' own, and compare the logits of both. Raises UnsupportedModelError if
+    the model cannot be served; its message is only the reason, without the name of the model."""
     decoder: Any = module._modules[decoder_name(module)]
     if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
         raise UnsupportedModelError("it takes no position_ids")

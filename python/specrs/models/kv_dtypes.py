@@ -63,11 +63,11 @@ def read_kv_scales(checkpoint: Readable, attention: str) -> KVScales:
 def kv_shape(
     config: ModelConfig, num_blocks: int, block_size: int, groups: KVGroups | None = None
 ) -> tuple[int, int, int, int, int, int]:
-    """Return the shape of a whole cache: `[layers, num_blocks, 2, kv_heads, block_size, head_dim]`, of the layers that
-    have attention.
+    """Return the shape of a whole KV cache: `[layers, num_blocks, 2, kv_heads, block_size, head_dim]`. Only layers with
+    attention count.
 
-    With `groups`, a block holds the layers of one KV group, so `layers` is the size of a group. Not for models whose
-    layers differ: see `kv_layer_shapes`.
+    With `groups`, a block holds the layers of one KV group, so `layers` is the size of a group. If layers differ in
+    heads or head size, use `kv_layer_shapes` instead.
     """
     assert not config.varied
     num_layers = len(config.attention_layers) if groups is None else groups.layers_per_block
@@ -75,8 +75,8 @@ def kv_shape(
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, itemsize: int, groups: KVGroups | None = None) -> int:
-    """Return the bytes of one block, with K and V numbers of `itemsize` bytes: of all layers, or with `groups` of one
-    KV group."""
+    """Return the bytes of one block, with `itemsize` bytes per element of K and V. The block holds all layers, or with
+    `groups` the layers of one KV group."""
     if config.varied:
         return sum(math.prod(shape) for shape in kv_layer_shapes(config, 1, block_size) if shape is not None) * itemsize
     return math.prod(kv_shape(config, 1, block_size, groups)) * itemsize

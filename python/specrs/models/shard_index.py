@@ -20,10 +20,11 @@ class Placement(NamedTuple):
     unlisted: frozenset[str]
     """Tensors that the index does not list. They are read if the model has them and ignored otherwise."""
     stale: frozenset[str]
-    """Tensors that are also in files that the index does not name for them. Those copies are not read."""
+    """Names of tensors with further copies, in files that the index does not name for them. These copies are not
+    read."""
     ambiguous: dict[str, list[str]]
-    """Tensors that are in several files, none of which the index names for them; with those files. They are not in
-    `files`."""
+    """Tensors that are in several files although the index names none of these files for them, with the names of the
+    files. They are not in `files`."""
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
         """Raise CheckpointError for the first of `names` that is ambiguous."""

@@ -29,7 +29,8 @@ class Shard:
     size: int
 
     def of_config(self, c: ModelConfig) -> ModelConfig:
-        """Return `c` with the heads and features of this rank. The vocabulary size stays that of the whole model."""
+        """Return `c` with this rank's number of heads and intermediate size. Hidden size and vocabulary size stay those
+        of the whole model."""
         experts = c.experts
         if experts is not None:
             experts = replace(experts, intermediate_size=experts.intermediate_size // self.size)
@@ -99,10 +100,10 @@ class Cut:
 
 
 class ShardedTensors:
-    """Tensors of a checkpoint, each cut to the part of one rank."""
+    """Tensors of a checkpoint, each sliced to the part of one rank."""
 
     def __init__(self, whole: Tensors, config: ModelConfig, shard: Shard) -> None:
-        """Cut the tensors of `whole` for `shard`. `config` is the whole model's."""
+        """Slice the tensors of the checkpoint `whole` for `shard`. `config` is that of the whole model."""
         self._whole, self._cuts = whole, Cuts(config, shard)
 
     @property

@@ -19,7 +19,7 @@ YES, NO = "yes", "no"
 
 
 def row(architecture: str, family: Family) -> tuple[str, ...]:
-    """Return the cells of a family's row."""
+    """Return the cells of a model family's row in the table of docs/supported.md."""
     methods = methods_of(stacked=family.experts is not None and family.experts.stacked == "alternating")
     has_shared = family.experts is not None and family.experts.shared_intermediate_size is not None
     return (

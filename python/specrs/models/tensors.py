@@ -27,7 +27,7 @@ class Named(Protocol):
 
     @property
     def folder(self) -> Path | str:
-        """Name of the source in messages."""
+        """Folder or name of the checkpoint, as messages name it."""
 
     def __contains__(self, name: str) -> bool: ...
 

@@ -97,8 +97,8 @@ class TorchDecoder(TorchFacts):
     def forward_from(
         self, h: Tensor, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()
     ) -> HiddenStates:
-        """`forward` from the input `h` `[N, hidden]` of the first layer, in the place of the tokens of `inputs`. Layers
-        that add embeddings of their own look up those tokens all the same."""
+        """`forward` that begins with `h` `[N, hidden]` as the input of the first layer, instead of the embeddings of
+        the tokens of `inputs`. Layers that add embeddings of their own still look up these tokens."""
         windows = self.config.windows or (None,) * self.num_layers
         groups = (0,) * self.num_layers if self.kv_groups is None else self.kv_groups.of_layer
         shapes = [self._shape(kv_cache, i) for i in range(self.num_layers)]

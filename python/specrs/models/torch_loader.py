@@ -196,8 +196,8 @@ class Loader(TorchReader, ModelReader[Tensor, Weight, torch.dtype]):
         device: torch.device,
         shard: Shard | None = None,
     ) -> None:
-        """Prepare to read `checkpoint`. It and `config` describe the whole model, also with `shard`. None: load all of
-        it."""
+        """Prepare to read `checkpoint`. `checkpoint` and `config` are those of the whole model, also with `shard`.
+        `shard`: the part to load; None: the whole model."""
         own = hasattr(checkpoint, "tensor")
         tensors = cast("TorchTensors", checkpoint) if own else torch_tensors(cast("Tensors", checkpoint), config, shard)
         super().__init__(tensors, dtype, device)

@@ -25,8 +25,8 @@ TorchLayer: TypeAlias = LayerWeights[Tensor, Weight]
 
 @dataclass(frozen=True, slots=True)
 class TorchWeights(DecoderWeights[Tensor, Weight, torch.dtype]):
-    """Weights of a decoder on one device, or one rank's part of them. The LM head of a bf16 model on a CPU is fp32: see
-    `TorchDecoder.compute_logits`."""
+    """Weights of a decoder on one device, or one rank's part of them. On a CPU, the LM head of a bf16 model is stored
+    as fp32; `TorchDecoder.compute_logits` says why."""
 
     device: torch.device = CPU
     """Device that holds the weights."""

@@ -110,7 +110,8 @@ def _heads(raw: Mapping[str, Any], kinds: Sequence[str], plain: LayerSizes, k_eq
 
 
 def _source(kinds: Sequence[str], layer: int, first: int) -> int:
-    """Return the last layer before `first`, the first that shares, of the kind of `layer`."""
+    """Return the index of the layer whose K and V `layer` uses: the last one of the same kind before `first`, the first
+    layer that shares."""
     found = [i for i in range(first) if kinds[i] == kinds[layer]]
     if not found:
         allowed = (

@@ -70,7 +70,7 @@ WRAPPERS: dict[str, Wrapper] = {
 """Multimodal architectures whose text model is read, by their name in `architectures`."""
 
 _SHARED = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config", "compression_config")
-"""Fields of the whole checkpoint that count for its text model where `text_config` does not have them."""
+"""Fields of config.json that hold for the text model, too, unless `text_config` has them."""
 _TOWERS = re.compile(
     r"(model\.)?(vision_tower|visual|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio"
     r"|vision_embedder)\."
@@ -79,7 +79,7 @@ _TOWERS = re.compile(
 HEAD = "mtp."
 """Beginning of the names of the tensors of an MTP head."""
 _TEXT = re.compile(r"(language_model\.model|model\.language_model|language_model\.(?=lm_head))\.?")
-"""Beginnings of the names of a text model's tensors."""
+"""Beginnings of the names of a text model's tensors in a multimodal checkpoint."""
 
 
 def is_wrapped(raw: Mapping[str, Any]) -> bool:

@@ -29,7 +29,7 @@ class Kind(IntEnum):
     """Kind of a message between ranks."""
 
     SETUP = 1
-    """From rank 0, JSON: what to serve."""
+    """From rank 0, JSON: the engine's settings and where the ranks meet."""
     HERE = 9
     """To rank 0, JSON: the rank has read its setup and connects to the other ranks now."""
     READY = 2
@@ -46,7 +46,7 @@ class Kind(IntEnum):
     FAILED = 6
     """To rank 0, text: the exception that ends the rank."""
     LOST = 7
-    """To rank 0, text: that the rank ends because another one did not answer."""
+    """To rank 0, text: this rank ends because another rank did not answer."""
     END = 8
     """From rank 0: the engine has ended."""
 

@@ -20,7 +20,7 @@ class Exchanges(Protocol):
     """Exchanges of one rank's passes, for tensors on one kind of device."""
 
     def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        """Prepare for sums of up to `rows` rows of `width` numbers. All ranks call it at the same point, before they
+        """Prepare for sums of up to `rows` rows of `width` elements. All ranks call it at the same point, before they
         capture graphs."""
 
     def part(self, out: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class Exchanges(Protocol):
         the shape of `out`, may be `out` itself, and is valid until the next `sum`."""
 
     def sum(self, out: Tensor) -> None:
-        """Write the sum of every rank's `part(out)` into `out`: the same bits on all ranks."""
+        """Write the sum over all ranks of `part(out)` into `out`. All ranks get the same bits."""
 
     def gather(self, x: Tensor, found: Tensor) -> None:
         """Write `x` of every rank, in the order of ranks, into `found` `[size, *x.shape]`. Both are contiguous."""
@@ -85,7 +85,7 @@ class SymmetricExchanges(GroupExchanges):
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        """Allocate memory for sums of up to `rows` rows of `width` numbers, and exchange its addresses with the other
+        """Allocate memory for sums of up to `rows` rows of `width` elements, and exchange its addresses with the other
         ranks. Does nothing for a dtype that the one-shot kernel does not support, or if enough is reserved.
 
         Waits for all ranks. Raises RuntimeError if the GPUs cannot read each other's memory.

@@ -29,7 +29,7 @@ Record = dict[str, list[int]]
 
 
 def floats(bits: Sequence[int]) -> list[float]:
-    """Return the float64 numbers with these bits."""
+    """Return `bits` int64 reinterpreted as float64."""
     return np.array(bits, np.int64).view(np.float64).tolist()  # type: ignore[no-any-return]
 
 

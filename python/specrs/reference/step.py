@@ -216,8 +216,8 @@ class ReferenceRunner:
         return it.drafts[-1]
 
     def _verify(self, it: Iteration, logits: Tensor, *, is_finite: bool, synthetic: bool) -> Verdict:
-        """Verify the drafts by the target's `logits` `[k + 1, V]`. `is_finite` says whether the rows before them are
-        finite; with `synthetic`, drafts are accepted at given rates."""
+        """Verify the drafts by the target's `logits` `[k + 1, V]`. `is_finite`: the target's rows before `logits` are
+        finite. With `synthetic`, drafts are accepted at given rates."""
         request, drafts = it.row.request, it.drafts
         adjusted = [it.adjust(row, i) for i, row in enumerate(logits)]
         m, token = verify(request, adjusted, it.n, drafts, it.q)
@@ -252,7 +252,7 @@ class ReferenceRunner:
 
         Args:
             logits: the target's logits, `[k + 1, V]`.
-            is_finite: True if the rows before them are finite.
+            is_finite: True if the target's rows before `logits` are finite.
             synthetic: True if drafts are accepted at the given rates, if there are any.
         """
         verdict = self._verify(it, logits, is_finite=is_finite, synthetic=synthetic)

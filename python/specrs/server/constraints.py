@@ -31,8 +31,8 @@ class Constraint:
     grammar: StructuredOutputsParams | None = None
     """Grammar that the text must follow; None: any text."""
     openings: tuple[tuple[str, ...], ...] | None = None
-    """Strings that tool calls begin with, if the text is either calls or the format's JSON. Empty: no call can be
-    written. None: calls may stand anywhere in the text."""
+    """Strings that tool calls begin with, if the text is either calls or the format's JSON. Empty: the text can have no
+    call. None: calls may be anywhere in the text."""
 
 
 @dataclass(frozen=True, slots=True)

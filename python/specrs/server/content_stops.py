@@ -15,7 +15,8 @@ class ContentStops:
     count."""
 
     def __init__(self, strings: Sequence[str], *, include: bool) -> None:
-        """Start to look for `strings`. With `include`, the content ends after the stop string, otherwise before it."""
+        """Create a finder of the stop strings `strings`. With `include`, the content ends after the stop string,
+        otherwise before it."""
         self.found: str | None = None
         """Stop string that ended the content. None: none was found yet."""
         self.active = True
@@ -77,7 +78,8 @@ class ContentStops:
         return self._tell(self._length - self._held())
 
     def _held(self) -> int:
-        """Return the number of characters at the end of the content that may begin a stop string."""
+        """Return the number of characters at the end of the content that are held back, because they may begin a stop
+        string."""
         if self._include:
             return 0
         longest = min(self._longest - 1, self._length - self._begin)

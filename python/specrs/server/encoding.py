@@ -18,11 +18,11 @@ def named_event(event: dict[str, Any]) -> bytes:
 
 
 def encode_in_parts(value: Any, depth: int = 0) -> bytes:
-    """Encode `value` as `encode` does, in many short writes.
+    """Encode `value` as `encode` does, in many short parts.
 
-    json blocks the interpreter, and with it every stream, until it has written its argument. So each field of each
-    choice is written separately. Log probabilities are written 64 positions at a time, which takes half a millisecond
-    each.
+    The json module blocks the interpreter, and with it every stream, until it has encoded its whole argument. So each
+    field of each choice is written separately. Log probabilities are written 64 positions at a time, which takes half a
+    millisecond each.
     """
     if isinstance(value, dict) and depth < 4:  # the answer, a choice, its log probabilities
         fields = (encode(key) + b":" + encode_in_parts(item, depth + 1) for key, item in value.items())

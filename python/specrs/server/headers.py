@@ -18,7 +18,8 @@ class HeaderCheck:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 400, 415 or 431."""
+        """Pass the request on to the application. Answers 400, 415 or 431 itself if headers are invalid, name another
+        content type or are too large."""
         fault = self._fault(scope) if scope["type"] == "http" else None
         if fault is None:
             await self._app(scope, receive, send)

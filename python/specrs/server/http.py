@@ -160,8 +160,8 @@ class DeadlineProtocol(H11Protocol):
         self._abort_later()
 
     def _abort_later(self) -> None:
-        """Cut the connection off if closing takes too long. Closing waits until everything is sent, which a client can
-        hold up."""
+        """Abort the connection if closing takes too long. Closing waits until everything is sent, which a slow client
+        can delay."""
         if self._close_deadline is None and self.transport.is_closing():
             self._close_deadline = self.loop.call_later(self.limits.write_timeout, self.transport.abort)
 

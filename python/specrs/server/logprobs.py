@@ -1,4 +1,4 @@
-"""Formats log probabilities as OpenAI's two endpoints do, and those of prompts as vLLM does."""
+"""Formats log probabilities: of outputs as OpenAI's two endpoints do, and of prompts as vLLM does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from specrs.outputs import Logprob
 
 LEAST = -9999.0
-"""Number that stands for minus infinity, which JSON cannot write. vLLM uses the same value."""
+"""Value of a log probability of minus infinity, which JSON cannot express. vLLM uses the same value."""
 
 TokenText = Callable[[int], str]
 """Function that returns the text of a single token."""

@@ -37,7 +37,7 @@ _REQUEST_BUCKETS = (
 
 
 class Metrics:
-    """All metrics of one model, in a registry of its own. They outlive its engine."""
+    """All metrics of one model, in a registry of their own. They stay when the model's engine ends."""
 
     def __init__(self, llm: AsyncLLM | None, model_name: str, responses: ResponseStore | None = None) -> None:
         """Create the metrics, with those of `responses` if it is given. Each has the label `model_name`, and the label
@@ -101,7 +101,7 @@ class Metrics:
         self._registry.register(_ModelCollector(model, self._labels))
 
     async def render(self) -> bytes:
-        """Return these metrics as text. If the engine is broken, its last known values."""
+        """Return these metrics as text. If the engine is broken, they have its last known values."""
         return await render([self])
 
     async def refresh(self) -> None:
@@ -231,7 +231,7 @@ class _EngineCollector(Collector):
             for name, text, count in (
                 ("hits", "Requests that began with a snapshot of states.", states.hits),
                 ("stored", "Snapshots of states written.", states.stored),
-                ("evictions", "Snapshots of states that gave way to others or to KV blocks.", states.evictions),
+                ("evictions", "Snapshots of states that were evicted for others or with a KV block.", states.evictions),
             ):
                 yield counter(f"state_cache_{name}", text, count, of="specrs")
             for name, text, count in (

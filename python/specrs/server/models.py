@@ -85,9 +85,9 @@ class Models(Generic[LoadedT]):
         limit: int | None = None,
         reloads: bool = True,
     ) -> None:
-        """`end` ends a loaded model and returns True if nothing of it is left; it may block. `limit`: maximum bytes of
-        the loaded models together; None: no limit. Without `reloads`, there is one model, which is loaded already, and
-        the server ends if its engine breaks."""
+        """`end` unloads a model and returns True if all its memory is free; it may block. `limit`: maximum bytes of the
+        loaded models together; None: no limit. Without `reloads`, there is one model, which is loaded already, and the
+        server ends if its engine breaks."""
         self.all = tuple(models)
         self.reloads = reloads
         self.limit = limit
@@ -102,7 +102,7 @@ class Models(Generic[LoadedT]):
 
     @property
     def names(self) -> list[str]:
-        """All names that requests may use."""
+        """All model names that requests may use."""
         return list(self._by_name)
 
     @property
@@ -132,7 +132,8 @@ class Models(Generic[LoadedT]):
 
     @asynccontextmanager
     async def lease(self, name: str | None) -> AsyncIterator[LoadedT]:
-        """Hold the model called `name`, and load it before if it is not loaded. It stays loaded until the block ends.
+        """Context that holds the model called `name`: loads it if it is not loaded, and keeps it loaded until the
+        context ends.
 
         Raises an `APIError`: 404 if there is no such model, 503 if there is no memory for it or the server ends, 500
         if it cannot be loaded.

@@ -23,8 +23,8 @@ _SAME = [
     for name in options_of(SamplingParams)
     if name in SamplingBody.model_fields and name not in ("structured_outputs", "spaces_between_special_tokens")
 ]
-"""Fields of a body that are passed to `SamplingParams` under the same name. `structured_outputs` is left out because
-other fields set it too, `spaces_between_special_tokens` because it has only one value."""
+"""Fields of a request body that are passed to `SamplingParams` under the same name. `structured_outputs` is left out
+because other fields set it, too, and `spaces_between_special_tokens` because only one value is allowed."""
 
 
 @dataclass(frozen=True, slots=True)

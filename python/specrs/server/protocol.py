@@ -297,7 +297,7 @@ class SamplingBody(DrawBody):
 
     @property
     def has_large_answer(self) -> bool:
-        """True if the answer has log probabilities of prompts."""
+        """True if the answer may be large, because it has log probabilities of all prompt tokens."""
         return self.tells_prompts
 
     @property

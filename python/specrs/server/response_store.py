@@ -67,8 +67,9 @@ class ResponseStore:
     """Responses by owner and id. The least recently used ones are evicted first.
 
     Each response holds its own input and output, and a link to the response that it continues. Using a response also
-    uses all that it continues, so that eviction takes the newest response of a conversation first and never one that a
-    stored response continues. Deletion may: then later responses can still be read, and not be continued.
+    uses all responses that it continues. So eviction removes the newest response of a conversation first, and never one
+    that a stored response continues. A user may delete any response: later responses can then still be read, but not be
+    continued.
 
     Not safe to use from several threads.
     """

@@ -43,9 +43,9 @@ class Earlier:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Owner and links of a response that is stored when it has ended. Without `stored`, it is not stored.
+    """Owner and links of a response that will be stored when it has ended, unless `stored` is false.
 
-    `input_items`: JSON list of its own input.
+    `input_items`: JSON list of the items of the response's own input.
     """
 
     store: ResponseStore

@@ -19,7 +19,7 @@ from specrs.processes.limits import alarm, restrain
 
 
 def main() -> None:
-    """Answer lines from standard input until it ends."""
+    """Answer each line of standard input with a line, until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches every process; the server ends this one
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer

@@ -51,7 +51,8 @@ class Start:
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
         """Build the grammar from the worker's answer, `grammar`."""
         self.layout = Layout(lambda token: tokenizer.decode_bytes([token]))
-        """Layout of the grammar's texts so far, for all requests that have the grammar."""
+        """White space and punctuation of earlier outputs with this grammar, shared by all requests that have the
+        grammar."""
         self._tokenizer = tokenizer
         self._grammar = grammar
         self._matcher = worker.make_matcher(tokenizer, grammar)

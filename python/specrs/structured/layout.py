@@ -12,7 +12,7 @@ CONTEXT = 2
 
 
 class Layout:
-    """Memory of the layout (white space and punctuation) that a grammar's texts have had.
+    """Memory of the layout (white space and punctuation) in earlier outputs of a grammar.
 
     A schema leaves white space free, and a model writes it the same way each time: `",` and a new line, then two blanks
     and a quote. Only tokens of layout are kept, so that no other content of a text is.

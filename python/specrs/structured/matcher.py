@@ -215,7 +215,8 @@ class GrammarCursor:
         self._on_path = True
 
     def start(self) -> None:
-        """Write the mask of row 0, and masks that allow everything into the other rows."""
+        """Begin an iteration: write the mask after the committed tokens into row 0. Rows 1 to K, for the drafts, allow
+        all tokens until `advance` writes them."""
         self._rows[1:] = ALL_ALLOWED
         self._matcher.fill_mask(self._rows[0])
 

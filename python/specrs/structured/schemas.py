@@ -55,9 +55,9 @@ def close_objects(schema: Any) -> Any:
 def drop_ignored(schema: Any) -> list[str]:
     """Remove the keywords that the grammar ignores: `uniqueItems`, `propertyNames` and formats it does not know.
 
-    Without them a schema allows more texts and forbids none, because the grammar has no negation: a text can violate
-    only what was removed. Changes `schema` in place. Returns the removed keywords that could have excluded a text, each
-    once, a format with its value.
+    Without these keywords a schema only allows more texts, because the grammar has no negation. So a generated text can
+    violate only the removed keywords. Changes `schema` in place. Returns the removed keywords that could have excluded
+    a text, each once, a format with its value.
     """
     ignored: dict[str, None] = {}
     for inner in subschemas(schema):

@@ -223,7 +223,7 @@ def _in_slashes(pattern: str) -> str:
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
-    """Answer each line of `source` on `target`."""
+    """Answer each line of `source`, a request in JSON, with a line on `target`."""
     tokenizer, seconds = None, 0.0
     for line in source:
         message = json.loads(line)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def verify_greedy(target_tokens: Tensor, draft_tokens: Tensor, num_drafts: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept the longest prefix of drafts that the target would have written itself.
+    """Accept the longest prefix of drafts that the target would have generated itself.
 
     With a_i the target's argmax at row i, accepted is m = max{j : d_i = a_{i-1} for all 1 <= i <= j <= K_r}, and the
     tokens are d_1..d_m, a_m; since d_i = a_{i-1} up to m, they are a_0..a_m. (Stern et al. 2018, blockwise decoding;

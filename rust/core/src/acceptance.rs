@@ -2,8 +2,8 @@
 //! nothing.
 //!
 //! One iteration of one request with `drafted >= 1` is one *draft* of `drafted` tokens, `accepted` of them accepted,
-//! before stop tokens or length limits cut the text. All shares are over drafts or draft tokens, so requests at K = 0
-//! do not dilute them.
+//! before stop tokens or length limits cut the text. All shares are of drafts or of draft tokens, so iterations at K =
+//! 0 do not lower them.
 
 use crate::error::Error;
 
@@ -56,7 +56,8 @@ impl AcceptanceTracker {
         Ok(())
     }
 
-    /// Returns these statistics without the drafts that `part` counts. `part` must be included in them.
+    /// Returns these statistics without the drafts that `part` counts. All drafts of `part` must be in these
+    /// statistics.
     pub(crate) fn without(mut self, part: &Self) -> Self {
         self.draft_tokens -= part.draft_tokens;
         self.histogram.iter_mut().zip(&part.histogram).for_each(|(all, part)| *all -= part);

@@ -84,7 +84,7 @@ pub enum Error {
         /// Description of the allowed values.
         allowed: String,
     },
-    /// A draft was recorded with impossible counts.
+    /// A verified draft was recorded with more accepted tokens than drafted ones, or more drafted ones than allowed.
     #[error("{}", must_be(
         "(drafted, accepted)",
         format_args!("({drafted}, {accepted})"),
@@ -123,7 +123,7 @@ pub enum Error {
         /// Description of the allowed values.
         allowed: String,
     },
-    /// The state of this crate contradicts itself, which is a bug in the crate.
+    /// The crate found two parts of its own state in contradiction, which is a bug in the crate.
     #[error("integrity: {what}")]
     Integrity {
         /// Description of the contradiction, with its numbers.

@@ -228,7 +228,7 @@ mod tests {
         }
     }
 
-    /// Tests block ids up to the largest: a slot that does not fit is none, and nothing wraps.
+    /// Tests block ids up to the largest: a slot that does not fit an i64 is [`NO_SLOT`], and no arithmetic wraps.
     #[test]
     fn overflow() {
         for block_size in [1_usize, 3, 16, 1 << 40, i64::MAX as usize, usize::MAX] {

@@ -67,7 +67,8 @@ pub(crate) struct DeltaLayer {
     pub(crate) rates: Vec<f64>,
     pub(crate) dt_bias: Vec<f32>,
     pub(crate) norm: Vec<f32>,
-    /// Whether the output projection reads value heads by turns of key heads.
+    /// Whether the output projection reads the first value head of every key head, then the second of every key head,
+    /// and so on.
     pub(crate) turned: bool,
     /// Whether outputs of the input projection lie by key head.
     pub(crate) by_key_head: bool,
@@ -175,7 +176,8 @@ pub struct Experts {
     pub normalized: bool,
     /// Expert that every row uses in addition; `None` if there is none.
     pub shared: Option<SharedExpert>,
-    /// Factors of the router; `None` if it has none, and reads what the experts read.
+    /// Factors of a router that reads the residual stream; `None` if the router reads the same normed rows as the
+    /// experts.
     pub scales: Option<RouterScales>,
     /// MLP that every row uses next to the experts; `None` if there is none.
     pub mlp: Option<ParallelMlp>,
@@ -376,13 +378,14 @@ pub(crate) struct Layer {
     pub(crate) window: usize,
     /// Scales of K and V if the cache is quantized.
     pub(crate) kv_scales: (f32, f32),
-    /// Sizes of the model, with the layer's own.
+    /// Sizes of the model, with those of this layer where layers differ.
     pub(crate) shape: ModelShape,
     /// Index of `shape` among those of the model's layers.
     pub(crate) kind: usize,
     pub(crate) keys_are_values: bool,
     pub(crate) source: Option<usize>,
-    /// Index of the layer whose keys and values it attends, among those that have some.
+    /// Index of the layer whose keys and values this layer attends to, counted among the layers that have keys and
+    /// values.
     pub(crate) source_place: Option<usize>,
     /// Weight of the norm of values, `[head_dim]` ones; `None` if they are not normed.
     pub(crate) value_norm: Option<Vec<f32>>,

@@ -117,7 +117,7 @@ impl LoraLayer {
     }
 }
 
-/// Adapter of a decoder.
+/// `LoRA` adapter of a decoder: the parts that it adds to each layer's projections.
 pub struct Lora {
     layers: Vec<LoraLayer>,
     shape: ModelShape,

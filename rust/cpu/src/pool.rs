@@ -24,17 +24,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Time that the caller must have waited in a session before a thread counts as late. The wait must also be half as
-/// long as the time that the thread has saved.
+/// Time that the caller must have waited in a session before a thread counts as late. The wait must also be at least
+/// half of the time that the thread has saved.
 ///
-/// It is half, because threads share the memory's bandwidth: alone, the caller would have been faster than it was.
+/// It is half and not all of it, because threads share the memory's bandwidth: without the thread, the caller itself
+/// would have been faster.
 const LATE: Duration = Duration::from_millis(1);
 /// Time that a late thread does no work at first. It is multiplied by four each time that the thread is soon late
 /// again.
 const SHORTEST_REST: Duration = Duration::from_millis(20);
 /// Maximum time that a late thread does no work.
 const LONGEST_REST: Duration = Duration::from_secs(1);
-/// Seat of a thread that has none.
+/// Value of a seat for a thread that takes no part in the session.
 const NO_SEAT: u64 = u64::MAX;
 
 /// Function that does a job. Its arguments are the participant and the pieces that it claims, at least one.
@@ -369,7 +370,7 @@ struct Shared {
     start: Signal,
     /// Signal that the job is closed and empty.
     done: Signal,
-    /// Signal that a thread has a seat again.
+    /// Signal that a thread takes part again after a pause.
     back: Signal,
     spins: usize,
 }

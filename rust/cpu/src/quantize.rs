@@ -8,7 +8,7 @@ use crate::linear::check_groups;
 use crate::memory::Bf16;
 use crate::values::Values;
 
-/// Absolute value from which on a weight has no scale at which fp32 holds its integer times the scale.
+/// Weights of at least this absolute value are rejected: their scale times the largest integer may overflow fp32.
 const TOO_LARGE: f32 = 1.701_411_8e38; // 2^127
 
 /// 1.5 * 2^52: adding it rounds to an integer, ties to even.

@@ -12,8 +12,8 @@ use crate::memory::{Columns, bytes_of, bytes_of_mut};
 use crate::shape::DeltaShape;
 use crate::shape::MAX_TILE_ROWS;
 
-/// Snapshot of a row's states that a pass writes if the row passes its length. It is not written by a pass that does not
-/// feed the row, that ends before, or that began at this length or later.
+/// Snapshot of a row's states that a pass writes if the row passes its length. A pass does not write it if it does not
+/// feed the row, if it ends before this length, or if it begins at this length or later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StateSnapshot {
     /// Row of state.
@@ -38,9 +38,9 @@ pub(crate) struct Run {
     pub(crate) zero: bool,
     /// Number of logged updates before the first row.
     pub(crate) replay: usize,
-    /// Number of first rows that change the base state; the others are logged.
+    /// Number of first rows that change the base state; the later rows are logged.
     pub(crate) commit: usize,
-    /// First entry of the log that the others write.
+    /// First entry of the log that the rows after `commit` write.
     pub(crate) log_from: usize,
     /// Snapshots that the rows write: the number of updates of the base before each, replayed ones included, and its
     /// slot.
@@ -81,7 +81,7 @@ struct RowStates {
     log: Vec<f32>,
     /// Number of positions in `base`.
     len: usize,
-    /// Number of logged updates after them.
+    /// Number of logged updates after the positions in `base`.
     drafts: usize,
 }
 
@@ -164,12 +164,12 @@ impl States {
         slot.len = len;
     }
 
-    /// Returns the number of numbers in a base state; `None` until a pass was planned.
+    /// Returns the number of elements in a base state; `None` until a pass was planned.
     fn base_len(&self) -> Option<usize> {
         self.shape.map(|shape| self.layers * shape.key_heads * shape.base_len())
     }
 
-    /// Fills what no row of a next pass may read: all of it with NaN, for tests.
+    /// Fills all states and logs with NaN, for tests: requests that begin at position 0 must read none of them.
     pub(crate) fn poison(&mut self) {
         for row in &mut self.rows {
             row.base.fill(f32::NAN);
@@ -177,8 +177,8 @@ impl States {
         }
     }
 
-    /// Cuts the rows of a pass into runs, checks that each begins where its request's last pass ended, and reserves
-    /// memory. Afterwards the pass must be run.
+    /// Divides the rows of a pass into runs, one per request and tile. Checks that each request continues where its
+    /// last pass ended, and reserves memory. Afterwards the pass must be run.
     ///
     /// # Errors
     /// If the states are another model's, or a row's position is not the next one. Nothing has changed then.
@@ -325,7 +325,7 @@ impl States {
     }
 
     /// Returns base, log and snapshots of each run's row in layer `layer` of those with states, split by key heads.
-    /// Bounds are in numbers of the base and of the log.
+    /// `base_bounds` and `log_bounds` are indices of fp32 elements in the base and in the log.
     pub(crate) fn split<'a>(
         &'a mut self,
         layer: usize,

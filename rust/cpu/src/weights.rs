@@ -88,10 +88,10 @@ pub struct Multipliers {
 pub struct Eagle3Weights {
     /// Layers of the target whose input states the head reads, L of them.
     pub hidden_layers: Vec<usize>,
-    /// Projection `L target's hidden -> hidden`.
+    /// Projection from L hidden states of the target to one of the head, `L * target's hidden -> hidden`.
     pub fc: Linear,
-    /// Weight of the norm before `fc`, `[L target's hidden]`: one norm for all of it, or one for each layer's state if
-    /// `fc_norm_each`.
+    /// Weight of the norm before `fc`, `[L * target's hidden]`: one norm over the states of all L layers, or with
+    /// `fc_norm_each` one norm for each layer's state.
     pub fc_norm: Option<Values>,
     /// Whether `fc_norm` norms each layer's state by itself, not all of them as one.
     pub fc_norm_each: bool,
@@ -99,7 +99,7 @@ pub struct Eagle3Weights {
     pub hidden_norm: Values,
     /// Whether the residual is the normed hidden state.
     pub norm_before_residual: bool,
-    /// Whether a pass is fed the previous pass's state after the final norm, rather than before the norm.
+    /// Whether a draft pass is fed the head's state of the previous pass after the final norm, rather than before it.
     pub norm_output: bool,
     /// Target's id of each of the head's ids, ascending.
     pub target_ids: Vec<i64>,
@@ -594,7 +594,7 @@ impl Weights {
         self.layers.len()
     }
 
-    /// Returns the layers that have keys and values of their own.
+    /// Iterates over the layers that have keys and values of their own.
     pub(crate) fn with_keys(&self) -> impl Iterator<Item = &Layer> + Clone {
         self.layers.iter().filter(|layer| layer.has_keys())
     }

@@ -30,7 +30,7 @@ struct Reader {
     /// Period of contexts that it continues differently from the target; 0 for none.
     errs: usize,
     passes: usize,
-    /// Numbers of the passes that fail.
+    /// Indices of the passes that fail.
     failing: Vec<usize>,
 }
 

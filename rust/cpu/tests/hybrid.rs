@@ -154,7 +154,8 @@ fn feed_keeping(
     Ok(logits.chunks_exact(VOCAB).map(|row| row.iter().map(|x| x.to_bits()).collect()).collect())
 }
 
-/// Returns logits of each token of a text in a pass of its own, by the portable path on one thread.
+/// Returns the bits of the logits after each token of `text`. Feeds one token per pass, with the portable instruction
+/// set on one thread.
 fn alone(weights: &Arc<Weights>, text: &[usize]) -> Vec<Vec<u32>> {
     let pool = Arc::new(Pool::new(1).unwrap());
     let mut decoder = Decoder::with_isa(Arc::clone(weights), pool, Isa::by_name("portable").unwrap());

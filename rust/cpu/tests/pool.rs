@@ -31,7 +31,8 @@ fn in_child(work: impl FnOnce() -> bool) -> bool {
     waited == child && status == 0
 }
 
-/// Checks both in one test, because a second test would have threads of its own.
+/// Checks that dropped pools leave no thread, and that a forked process gets an error. It is one test, because the
+/// threads of a second test would be counted, too.
 #[test]
 fn pools_leave_no_thread_and_forks_get_an_error() {
     let model = Model::random(SMALL, 1, QWEN3, 5);

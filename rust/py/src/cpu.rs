@@ -53,8 +53,8 @@ pub(crate) fn cpu_instruction_sets() -> Vec<&'static str> {
 #[pyclass(frozen)]
 pub(crate) struct CpuWeights(pub(crate) Arc<Weights>);
 
-/// Projection as its parts, stacked by outputs. Each part has a weight (an array, or codes and scales) and an optional
-/// bias.
+/// Projection as Python passes it: a list of parts whose outputs are stacked. Each part has a weight (an array, or
+/// codes and scales) and an optional bias.
 type Projection<'py> = Vec<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>;
 
 /// Rotations as pairs of frequencies and magnitude, and the index of each layer's rotation.
@@ -216,7 +216,7 @@ struct LayerArrays<'py> {
     varied: Option<VariedArrays<'py>>,
 }
 
-/// What differs from other layers, in the form that Python passes.
+/// Properties in which a layer differs from the others of its model (Gemma 4), as Python passes them.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct VariedArrays<'py> {
@@ -226,7 +226,8 @@ struct VariedArrays<'py> {
     keys_are_values: bool,
     source: Option<usize>,
     value_norm: bool,
-    /// Projections to and from the layer's embedding, and the norm of what is added.
+    /// Projections to and from the layer's embedding, and the weight of the norm of their result, which is added to the
+    /// residual stream.
     addition: Option<(Projection<'py>, Projection<'py>, Bound<'py, PyAny>)>,
     scalar: f32,
 }

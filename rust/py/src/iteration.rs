@@ -31,7 +31,7 @@ const LONG: Duration = Duration::from_millis(2);
 /// Number of prompt tokens from which a step is assumed to be long.
 const LONG_PROMPT: i64 = 64;
 
-/// Failure of a drafter: the exception, and the blocks whose draft KV was not written.
+/// Failure of a drafter: its exception, and the ids of the KV blocks whose draft KV was not written.
 type Fault<'py> = (PyErr, Bound<'py, PyArray1<i64>>);
 
 fn fault_of<'py>(py: Python<'py>, raised: &Raised, fault: DraftFault) -> Fault<'py> {

@@ -44,11 +44,11 @@ pub(crate) struct KVStore {
     loaded_snapshots: AtomicU64,
 }
 
-/// What a load copies in.
+/// Blocks and snapshot that a load copies from the store into the caches.
 struct Goal {
     /// Index of the request's first block that is not cached.
     first: usize,
-    /// Hashes of the blocks from there on.
+    /// Hashes of the blocks to load, from `first` on.
     hashes: Vec<BlockHash>,
     /// Number of blocks before the snapshot to load, and the hash of the last one. `None` if no layer has a state.
     snapshot: Option<(usize, BlockHash)>,
@@ -273,7 +273,7 @@ impl KVStore {
         Ok(Some(Goal { first, hashes, snapshot: Some((num_blocks, ends[last])) }))
     }
 
-    /// Copies the blocks of a goal into the caches, until one is missing or `end` has passed.
+    /// Copies the blocks of `goal` from the store into the KV caches, until one is missing or `end` has passed.
     fn load_blocks(
         &self,
         py: Python<'_>,
@@ -342,8 +342,8 @@ impl KVStore {
         Ok(true)
     }
 
-    /// Copies due snapshots to the queue of the thread that writes, until `end` has passed or the queue is full. Returns
-    /// whether none is left.
+    /// Copies due snapshots to the queue of the thread that writes, until `end` has passed or the queue is full.
+    /// Returns whether no due snapshot is left.
     fn save_snapshots(&self, core: &mut Core, target: &KvCache, end: Option<Instant>) -> bool {
         while self.store.room() >= self.snapshot_bytes.min(QUEUE_BYTES) {
             let Some(due) = core.take_due_snapshot() else { return true };

@@ -108,7 +108,7 @@ mod _core {
     }
 }
 
-/// Constants that callers compare numbers with, by name.
+/// Constants of the core, by name, for Python code that compares numbers in buffers and settings with them.
 const CONSTANTS: [(&str, i64); 21] = [
     ("LOGPROBS_ALL", core_sampling::LOGPROBS_ALL),
     ("LOGPROBS_NONE", core_sampling::LOGPROBS_NONE),

@@ -8,7 +8,7 @@ use numpy::{Ix2, PyArray2, PyArrayMethods, PyReadwriteArray, PyUntypedArrayMetho
 use pyo3::prelude::*;
 use specrs_cpu::{BlockType, ValuesMut};
 
-/// Largest codes, of 4 and of 8 bits.
+/// Largest code of 4 bits, and of 8 bits.
 const LARGEST: [i8; 2] = [7, 127];
 
 #[pyfunction]

@@ -28,7 +28,7 @@ pub(crate) struct Rows {
     hidden: Option<Hidden>,
 }
 
-/// Hidden states that are kept for a drafter that reads them.
+/// Hidden states of the target, kept by row for an EAGLE-3 or MTP head.
 struct Hidden {
     states: MemoryMut<f32>,
     start: MemoryMut<i64>,

@@ -23,7 +23,7 @@ pub(crate) struct Place {
     pub(crate) kind: u32,
 }
 
-/// Segment whose headers were read.
+/// Segment file whose record headers were read.
 #[derive(Clone, Debug)]
 pub(crate) struct Segment {
     pub(crate) file: Arc<File>,

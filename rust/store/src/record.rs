@@ -121,7 +121,7 @@ impl Header {
         })
     }
 
-    /// Returns whether `payload` is what the header was written for.
+    /// Returns whether length and checksum of `payload` are those in the header.
     pub(crate) fn matches(&self, payload: &[u8]) -> bool {
         payload.len() as u64 == self.payload_len && payload_sum(payload) == self.payload_sum
     }

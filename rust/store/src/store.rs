@@ -251,7 +251,7 @@ impl Store {
         }
     }
 
-    /// Writes what waits and ends the thread. May be called twice.
+    /// Writes all waiting records and ends the thread. May be called twice.
     pub fn close(&self) {
         lock(&self.shared.queue).is_closing = true;
         self.shared.changed.notify_all();

@@ -20,7 +20,7 @@ pub enum Operation {
     Create,
     /// This many bytes are appended.
     Append(usize),
-    /// A segment is cut to its whole records.
+    /// A segment is truncated after its last whole record.
     Truncate,
     /// A segment is deleted.
     Remove,

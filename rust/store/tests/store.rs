@@ -83,7 +83,7 @@ fn write(store: &Store, keys: impl IntoIterator<Item = u128>) {
     store.flush();
 }
 
-/// Returns whether the store has the record; whatever it returns must be right.
+/// Returns whether the store has a record of `key`. Panics if the record's payload or detail is wrong.
 fn has(store: &Store, key: u128) -> bool {
     let mut bytes = Vec::new();
     let found = store.get(key, &mut bytes);

@@ -14,19 +14,19 @@ use tokenizers::tokenizer::{DecodeStreamError, step_decode_stream};
 /// Replacement character, which a text has in place of bytes that are not valid UTF-8.
 pub(crate) const REPLACEMENT: char = '\u{fffd}';
 
-/// Places at which a token's text depends only on the token.
+/// Places in an output at which the text of a token depends on that token alone, and not on its neighbours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Local {
     /// No place, as far as is known.
     Nowhere,
-    /// Every place after other text; the first token of a text may lose a space. The id is that of a token after which
-    /// others are decoded.
+    /// Every place except the first: the first token of a text may lose a space. The id is that of a token after which
+    /// other tokens are decoded alone, to get their text.
     Behind(u32),
     /// Every place.
     Everywhere,
 }
 
-/// Text of one token, if it depends only on the token.
+/// Text of a token that depends on that token alone.
 #[derive(Debug)]
 pub(crate) struct Piece {
     pub(crate) text: Box<str>,
@@ -62,7 +62,7 @@ impl Stream {
 pub(crate) enum Step {
     /// New text.
     Text(String),
-    /// No text yet: a character is not complete.
+    /// No text yet, because the last character is not complete.
     Wait,
     /// The decoder has changed text that it gave out before.
     Changed,
@@ -187,7 +187,7 @@ fn locality(decoder: &Value) -> Local {
 /// JSON object whose values are not parsed. The JSON of a large vocabulary takes ten times its length as values.
 type Sections<'a> = BTreeMap<String, &'a RawValue>;
 
-/// Part of a tokenizer that decodes.
+/// Decoding part of a tokenizer, without what only encoding needs.
 struct DecodingPart {
     /// The part as `tokenizer.json`.
     json: String,

@@ -7,7 +7,7 @@ use specrs_core::scheduler::layout::{
 };
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Reason why a step failed as a whole, if it did.
+/// Reason why a whole step failed; `None` if it did not fail.
 pub type Fault<'a> = Option<&'a str>;
 
 /// Requests of a step by id, grouped by the step's effect on them, in the order of its sequences.
@@ -41,7 +41,7 @@ impl Outputs {
         self.by_id.insert(request_id, output);
     }
 
-    /// Removes a request that ended in another way. Returns whether it was there.
+    /// Removes a request that ended outside a step, for example by an abort. Returns whether the request was known.
     pub fn remove(&mut self, request_id: i64) -> bool {
         self.by_id.remove(&request_id).is_some()
     }

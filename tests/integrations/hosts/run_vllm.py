@@ -55,7 +55,7 @@ def generate(request: dict, speculative: dict | None) -> dict:
 
 
 def main() -> None:
-    """Run what standard input asks for; with an argument, that run alone."""
+    """Run the jobs that standard input describes; with an argument, only the job of that name."""
     request = json.load(sys.stdin)
     if len(sys.argv) > 1:
         result = generate(request, request["runs"][sys.argv[1]])

@@ -12,12 +12,12 @@ from specrs.kernels.quantized_weight import QuantizedWeight, fp8_rows
 from torch import Tensor
 
 NUMBERS: list[float] = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist()
-"""Numbers of the e4m3 codes from 0 to 126, ascending."""
+"""Values of the e4m3 codes 0 to 126, ascending."""
 
 
 def rows_of(groups: int, group: int) -> Tensor:
-    """Return groups of all kinds: random, halfway between codes, zeros, with a largest number at or above a code's
-    limit, with NaN or infinity."""
+    """Return 12 rows, each of `groups` groups of `group` elements. First groups of rows are special: halfway between
+    two FP8 codes, zeros, a largest element at, above or below the limit of FP8, infinity and NaN. Others are random."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, groups, group, generator=generator)
     x *= 2.0 ** torch.randint(-20, 20, (12, groups, 1), generator=generator)

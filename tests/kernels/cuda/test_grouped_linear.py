@@ -79,7 +79,8 @@ CODINGS = {
 @pytest.mark.parametrize("name", CODINGS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_codes(name: str, gated: bool) -> None:
-    """Codes give what their numbers give: tiles and steps that are not whole, biases, an expert without rows."""
+    """Check that quantized weights give the products of their dequantized values, with incomplete tiles and steps,
+    biases, and an expert without rows."""
     coding, n, k = CODINGS[name]
     weight = random_quantized(coding, 4 * n * (1 + gated), k)
     numbers = weight.dequantized().view(4, -1, k)

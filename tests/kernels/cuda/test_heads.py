@@ -57,7 +57,8 @@ def operands(
 
 
 def run(x: Tensor, product: Product, programs: int, block_k: int = 16) -> tuple[Tensor, Tensor]:
-    """Return `(out, cache)`. Checks that counters are zero afterwards; scratch begins as NaN."""
+    """Run the product and return `(out, cache)`. Scratch begins as NaN, so a read before a write shows. Checks that the
+    kernel leaves its counters at zero."""
     heads = product.heads
     assert heads is not None
     config = LinearConfig(heads.cache.shape[4] // 2, block_k, programs, 4, 1)

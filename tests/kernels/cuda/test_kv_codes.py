@@ -30,7 +30,7 @@ def encoded_kernel(x, scale, codes, FRACTION: tl.constexpr):  # type: ignore[no-
 
 
 def exact(codes: torch.dtype) -> Tensor:
-    """Return the number of every code, float64. Infinity becomes NaN, because nothing writes it."""
+    """Return the value of every FP8 code, float64. Infinity becomes NaN, because no kernel writes its code."""
     values = ALL.view(codes).double()
     return values.where(values.isfinite(), torch.nan)
 

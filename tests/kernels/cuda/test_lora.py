@@ -101,7 +101,7 @@ def test_any_shape(
     multiplier: float,
     seed: int,
 ) -> None:
-    """Rows without an adapter keep their bits, and their x is not read."""
+    """Check that output rows without an adapter keep their bits, and that the rows of x for them are not read."""
     generator = torch.Generator().manual_seed(seed)
     adapters = make(k, parts, rank, count, dtype, generator)
     slots = torch.randint(-1, count, (rows,), generator=generator, dtype=torch.int32)
@@ -130,7 +130,8 @@ def test_any_shape(
 
 @pytest.mark.parametrize("rows", [(1, 16), (6, 40), (64, 3)])
 def test_a_row_does_not_depend_on_others(rows: tuple[int, int]) -> None:
-    """To the bit, up to 64 rows, whichever adapters the others have, also with NaN in them."""
+    """Check that a row of a pass of up to 64 rows has the same bits whatever adapters the other rows have, even if
+    those rows contain NaN."""
     generator = torch.Generator().manual_seed(3)
     adapters = make(700, (40, 24), 5, 3, torch.float16, generator)
     x, found = torch.randn(max(rows), 700, generator=generator).half(), []

@@ -30,8 +30,8 @@ MASK = 89
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of drafter: `width` committed tokens in pass 1, mask tokens, hidden states; some sequences drafted by the
-    host."""
+    """A kind of drafter. `width`: number of committed tokens in pass 1. `mask`: the mask token, if it has one.
+    `hidden`: hidden states, if it reads them. `on_host`: whether the host drafts for each sequence."""
 
     width: int = 2
     mask: int | None = None
@@ -63,8 +63,8 @@ def kinds(draw: st.DrawFn, case: Case) -> Kind:
 
 
 def run(case: Case, emits: Tensor | None = None, kind: Kind = Kind(), chunks: int | None = None) -> dict[str, Tensor]:
-    """Run the kernel and return everything that it writes, by name. K is the largest planned one. The last `chunks`
-    sequences are prompt chunks."""
+    """Run the prepare kernel and return everything that it writes, by name. The kernel's K is the largest K planned for
+    a sequence. The last `chunks` sequences are prompt chunks."""
     state, k, first_pass_rows = case.state, case.planned[0], kind.sizes.first_pass_rows
 
     def poisoned(*shape: int) -> Tensor:
@@ -171,9 +171,10 @@ def test_prepare(data: st.DataObject) -> None:
 def check_drafting(
     case: Case, kind: Kind, out: dict[str, Tensor], b: int, it: Planned, starts: tuple[list[int], list[int]] | None
 ) -> None:
-    """Check what the draft passes of sequence `b` are fed.
+    """Check the inputs of the draft passes of sequence `b`.
 
-    `starts`: `start` and `draft_start` of the hidden rows before. None without hidden rows.
+    `starts`: `start` and `draft_start` of the hidden rows before the kernel ran. None: the drafter reads no hidden
+    states.
     """
     offset, draws = int(starts is not None), kind.on_host is None or not kind.on_host[b]
     missing, tokens = int(case.state.draft_len[it.row]), case.state.tokens[it.row]
@@ -186,8 +187,8 @@ def check_drafting(
         missing = max(missing, start)
 
     def fed(column: int) -> tuple[int, int]:
-        """Return position and slot fed in a column: the first `width` columns end with n - 1 - offset, each later one
-        is a draft pass."""
+        """Return the position and KV slot that `column` of the draft inputs is fed. The first `width` columns are the
+        first pass, whose last position is n - 1 - offset. Each later column is one more draft pass."""
         position, pass_number = it.n + column - kind.width - offset, max(column - kind.width + 2, 1)
         if not draws or it.k < pass_number or position < 0 or (starts is not None and position < missing):
             return -1, -1

@@ -244,7 +244,7 @@ def test_the_instructions_for_int4() -> None:
 
 
 def test_the_instructions_for_e2m1() -> None:
-    """Every code in every place."""
+    """Check the instructions that convert e2m1 codes, for every code at every place of a word."""
     for code in range(16):
         codes = [(code + 3 * i + (i > 3)) % 16 for i in range(8)]
         made = execute(_codes.E2M1_BF16.value, {"$4": words(codes, 4)})

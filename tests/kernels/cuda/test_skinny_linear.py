@@ -27,7 +27,8 @@ EPS = 1e-5
 
 
 def width(rows: int) -> int:
-    """Columns of sums of squares: those of a draft, if there are more rows than a target may have."""
+    """Return the number of columns of the sums of squares: 64, or 128 for more than 64 rows, which only a draft model
+    may have."""
     return MAX_ROWS if rows <= MAX_ROWS else DRAFT_ROWS
 
 
@@ -71,8 +72,8 @@ def product_of(ops: dict[str, Any], out: Tensor, **flags: Any) -> Product:
 
 
 def launch(ops: dict[str, Any], config: LinearConfig, **flags: Any) -> tuple[Tensor, Product]:
-    """Return the kernel's output and what else it wrote. Checks that counters are zero afterwards; scratch begins as
-    NaN."""
+    """Run the kernel. Return its output and its other results. Scratch begins as NaN. Checks that the counters are zero
+    afterwards."""
     out = ops["out"].clone(memory_format=torch.preserve_format)
     product = product_of(ops, out, **flags)
     sizes = scratch_sizes(config, out.shape[0], n=out.shape[1], sides=product.sides)

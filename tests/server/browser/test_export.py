@@ -1,4 +1,4 @@
-"""Exports: a conversation as JSON, and an answer as a picture."""
+"""Exports of the page: a conversation as JSON, and an answer as an image."""
 
 import json
 

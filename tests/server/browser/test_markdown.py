@@ -60,8 +60,8 @@ def test_the_document_is_formatted(chat: Chat) -> None:
 
 
 def test_a_text_that_grows_ends_as_the_whole_text(chat: Chat) -> None:
-    """Check that a growing text ends as the whole text does, for every prefix, and that finished parts are never drawn
-    again."""
+    """Check that a text rendered while it grows has the same final markup as the whole text rendered at once, for every
+    prefix, and that finished parts are never rendered again."""
     assert chat.page.evaluate(PIECES, DOCUMENT) == chat.page.evaluate(HTML, DOCUMENT)
 
 

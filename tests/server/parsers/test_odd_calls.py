@@ -29,8 +29,8 @@ WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
 
 
 def read_alike(parser: str, text: str, places: Sequence[int] = ()) -> Read:
-    """Return what `parser` reads if `weather` is offered. Checks that the whole text, single characters and pieces give
-    the same."""
+    """Return the events of `parser` for `text` if the function `weather` is offered. Checks that the whole text, single
+    characters and pieces give the same events."""
 
     def make() -> ToolParser:
         return RequiredParser([WEATHER]) if parser == "required" else TOOL_PARSERS[parser]([WEATHER])

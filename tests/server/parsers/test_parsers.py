@@ -1,4 +1,4 @@
-"""Parsers of tool calls: calls written here in each format are read back, however the text is cut into pieces."""
+"""Parsers of tool calls: they read calls that this file writes in each format, in whatever pieces the text arrives."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -247,7 +247,8 @@ def test_texts_between_tags_are_read_back(form: str, made: Texts, places: list[i
 
 @pytest.mark.parametrize("form", [*FORMATS, *TAGGED])
 def test_a_call_is_read_back_from_any_three_pieces(form: str) -> None:
-    """Pieces begin and end at every place: within marks, after a backslash, and on both sides of a quote."""
+    """Check that a call is read correctly from any three pieces of its text. The pieces end at every place: within
+    marks, after a backslash, and before and after a quote."""
     name, write = (FORMATS | TAGGED)[form]
     made: Any = [("f", {"a": 'x\\"\\', "b": "\n"})]
     text = write(made)

@@ -1,4 +1,4 @@
-"""Reasoning is separated from the answer, however the text is cut into pieces."""
+"""Reasoning is separated from the answer, in whatever pieces the text arrives."""
 
 import pytest
 from hypothesis import given

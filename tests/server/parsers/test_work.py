@@ -15,7 +15,7 @@ from .test_reasoning import ANALYSIS
 
 LENGTH = 200_000
 MOST = 20
-"""Characters that a parser may look at for each character of the text."""
+"""Maximum number of characters that a parser may read for each character of the text."""
 LONG = ("<a href='x'>é</a> \\ & \n" * LENGTH)[:LENGTH]
 """A value in which what ends a value seems to begin again and again."""
 

@@ -33,7 +33,7 @@ class Span:
 
 
 class Collector(ThreadingHTTPServer):
-    """Decodes what is posted to `/v1/traces`. `status`: HTTP status of its answers."""
+    """HTTP server that decodes the traces that are posted to `/v1/traces`. `status`: HTTP status of its answers."""
 
     daemon_threads = True
 

@@ -1,5 +1,5 @@
-"""Backend of CPUs: native passes in the Rust core, and torch for models that those do not compute. Imports torch only
-then."""
+"""Backend of CPUs: native passes in the Rust core, and torch for models that native passes do not support. Imports
+torch only for those."""
 
 from __future__ import annotations
 

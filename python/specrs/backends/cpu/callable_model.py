@@ -74,14 +74,14 @@ class CallableModel:
     @torch.inference_mode()
     def logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the logits `[len(rows), ids]` of hidden states that the last pass with `keeps` kept. `rows` are their
-        places in `wanted`."""
+        indices in `wanted`."""
         assert self._kept is not None
         return _floats(self._model.compute_logits(self._kept[torch.from_numpy(rows)]))
 
     @torch.inference_mode()
     def hidden(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return final hidden states `[len(rows), hidden]` that the last pass with `keeps` kept. `rows` are their
-        places in `wanted`."""
+        indices in `wanted`."""
         assert self._kept is not None
         return _floats(self._kept[torch.from_numpy(rows)])
 

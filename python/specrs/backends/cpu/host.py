@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("specrs")
 _EXTRAS = 1 << SAMPLING_STEPS.index("extras")
 _FAILED, _FAILED_HERE = 1, 2
-"""Bits of a rank's notice: its drafter failed; the cause is on this rank, not a lost connection."""
+"""Bits of the notice that a rank sends after a stage of its drafter. First: the drafter failed. Second: the cause is on
+the sending rank itself, and not a lost connection."""
 
 
 class StepHost:
@@ -70,7 +71,7 @@ class StepHost:
         return self if has_grammars or self._bridge is not None or self._ranks is not None else None
 
     def finish(self) -> None:
-        """End the step: take drafts out of the grammars, which keep settled tokens only."""
+        """End the step: remove the drafts from the grammars, so that these have only settled tokens."""
         for cursor in self._cursors.values():
             cursor.finish()
         self._cursors.clear()
@@ -114,7 +115,7 @@ class StepHost:
     def target_ids(
         self, tokens: NDArray[np.int64], own: NDArray[np.int64], drafted: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the target's ids of the text `drafted` that the draft model wrote: see `Bridge.target_ids`."""
+        """Return the target's ids for `drafted`, ids that the draft model generated: see `Bridge.target_ids`."""
         assert self._bridge is not None
         found = self._bridge.target_ids(tokens.tolist(), own.tolist(), drafted.tolist())
         return np.array(found, dtype=np.int64)

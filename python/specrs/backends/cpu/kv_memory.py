@@ -18,8 +18,8 @@ def resolve_num_blocks(
     """Return the number of blocks of the KV pool on a CPU.
 
     It is the number that the user asked for. Otherwise it is what fits in 4 GiB, but no more than `max_num_seqs`
-    requests of full length can use. Each position takes a block in each of `num_groups` KV groups. States and their
-    snapshots take `state_bytes` of the memory before.
+    requests of full length can use. Each position takes a block in each of `num_groups` KV groups. `state_bytes` of the
+    memory are subtracted first, for states and their snapshots.
 
     Raises `InvalidConfigError` if no request of full length fits, or if the pool that the user asked for is larger than
     the memory.

@@ -1,4 +1,5 @@
-"""From the checkpoints that an engine names to models on a CPU: native, by torch, or by transformers' modules."""
+"""Loads the checkpoints that an engine names as models on a CPU: native, computed by torch, or computed by
+transformers' modules."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def load(source: ModelSource, ranks: Ranks | None) -> Model:
 
 
 def _activations(source: ModelSource) -> str:
-    """Return what activations are rounded to. A draft model follows `int16` and `int8` only if its file has blocks."""
+    """Return the type that activations are rounded to before products. A draft model follows `int16` and `int8` only if
+    its file has quantized blocks."""
     config = source.config
     return "auto" if source.is_draft and config.rounds_to_integers else config.cpu_activations
 

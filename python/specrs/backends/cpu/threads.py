@@ -19,12 +19,14 @@ VARIABLE = "SPECRS_NUM_THREADS"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 CACHE_BYTES = 64 << 20
-"""Largest model, in bytes of its matrices, for which passes are measured. Its weights may stay in a cache, where one
-thread may be as fast as several: threads wait for each other at every product."""
+"""Largest model, in bytes of its matrices, for which passes are measured with one and with several threads. The weights
+of such a model may stay in a cache. Then one thread may be as fast as several, because threads wait for each other at
+every product."""
 _WORTH = 0.8
-"""Several threads are used if their pass takes less than this part of one thread's time."""
+"""Ratio of a pass's time with several threads to its time with one. Several threads are used if the ratio is less than
+this."""
 _PASSES = 5
-"""Passes measured with each number of threads. The fastest counts, because noise only adds to it."""
+"""Number of passes measured with each number of threads. The fastest pass counts, because noise only adds time."""
 
 
 def choose_threads(config: EngineConfig, models: Sequence[NativeDecoder]) -> int:

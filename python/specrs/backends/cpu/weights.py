@@ -32,7 +32,7 @@ from specrs.models.tensors import EMBEDDING, LAYER_EMBEDDING, LM_HEAD, Tensors, 
 
 logger = logging.getLogger("specrs")
 _AT_ONCE = 1 << 20
-"""Numbers that are compared at a time."""
+"""Number of elements that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ class _QuantizedLoader(_NativeLoader):
         return [name for name in super().matrices() if not self.checkpoint.is_quantized(name)]
 
     def matrix(self, name: str) -> Array:
-        """Return the matrix `name` packed (embeddings and LM head only), or as numbers."""
+        """Return the matrix `name`: packed if it is an embedding or LM head that can be packed, else dequantized."""
         if not self.checkpoint.is_quantized(name):
             found = super().matrix(name)
             # A pass reads few rows of the layers' embeddings, which are large.
@@ -284,8 +284,8 @@ class _QuantizedLoader(_NativeLoader):
         return packed
 
     def _in_one_order(self, names: list[str], packed: list[PackedMatrix | None]) -> list[PackedMatrix | None]:
-        """Return the packed matrices of the projections `names`, which share an input, without those whose order of
-        inputs is not that of the first: activations are rounded in one order."""
+        """Return the packed matrices of the projections `names`, which share an input. Matrices whose inputs have
+        another order than those of the first are left out, because activations are rounded in one order for all."""
         first = next((i for i, part in enumerate(packed) if part is not None), 0)
         kept: list[PackedMatrix | None] = []
         for name, part in zip(names, packed, strict=True):
@@ -304,8 +304,8 @@ def _same(order: Array | None, other: Array | None) -> bool:
 
 
 def fits_bfloat16(matrix: Array) -> bool:
-    """Return whether bf16 holds every number of `matrix` exactly. Checks some rows at a time, because the first often
-    differ already."""
+    """Return whether bf16 holds every element of `matrix` exactly. Checks some rows at a time, because often one of the
+    first rows already does not fit."""
     if matrix.dtype == BFLOAT16:
         return True
     rows = max(1, _AT_ONCE // matrix.shape[1])

@@ -37,7 +37,7 @@ def projections(c: ModelConfig) -> list[dict[str, list[Place]]]:
 
 
 def slots_bytes(c: ModelConfig, max_loras: int, max_rank: int, itemsize: int) -> int:
-    """Return the bytes of `max_loras` slots for adapters of a model with numbers of `itemsize` bytes."""
+    """Return the bytes of `max_loras` slots for adapters of a model whose elements have `itemsize` bytes."""
     rank = padded_rank(max_rank)
     numbers = sum(
         rank * (len(modules) * modules[0].inputs + sum(module.outputs for module in modules))
@@ -131,7 +131,7 @@ class AdapterSlots:
 
 @dataclass(frozen=True, slots=True)
 class PassAdapters:
-    """Adapters of the rows of a pass, or of some of them."""
+    """LoRA adapters of the rows of a pass, or of some of its rows."""
 
     slots: AdapterSlots
     rows: Tensor
@@ -158,8 +158,8 @@ class LayerAdapters:
         return LayerAdapters(self.buffers, self.projections, self.rows[first:end], self.dependent)
 
     def added(self, name: str, x: Tensor, norm: tuple[Tensor, float] | None = None) -> Added | None:
-        """Return what adapters add to the projection `name` of up to 64 rows x, in a buffer. `norm` are squares and eps
-        of its `Product`. None: no adapter can change this projection."""
+        """Return what adapters add to the outputs of projection `name` for up to 64 rows x, in a buffer. `norm`:
+        squares and eps of the projection's `Product`. Returns None if no adapter can change this projection."""
         slots = self.projections.get(name)
         if slots is None:
             return None
@@ -169,7 +169,8 @@ class LayerAdapters:
         return Added(values, self.rows)
 
     def add_(self, name: str, x: Tensor, out: Tensor, multiplier: float = 1.0) -> None:
-        """Add what adapters add to the projection `name` of x, times `multiplier`, to `out`. Mutates `out`."""
+        """Compute what adapters add to the outputs of projection `name` for the rows x, and add it, times `multiplier`,
+        to `out`. Mutates `out`."""
         slots = self.projections.get(name)
         if slots is None:
             return
@@ -184,7 +185,8 @@ class LayerAdapters:
 
 
 class Adapters:
-    """Which adapter each row of state has, and in which slot it is. Updated from records on the host."""
+    """Map from each row of state to its adapter, and from each adapter to its slot. Updated on the host, from
+    records."""
 
     def __init__(self, slots: AdapterSlots, find: Callable[[int], LoRAAdapter]) -> None:
         """Start without adapters. `find` returns the adapter of an id that some running request has."""
@@ -218,8 +220,8 @@ class Adapters:
         return bool(needed)
 
     def _free(self, needed: Sequence[int]) -> int:
-        """Return a slot without an adapter, or take that of the one that was needed longest ago. Adapters in slots that
-        are `needed` now must be the last ones."""
+        """Return a slot without an adapter. If there is none, take the slot of the adapter that was used longest ago.
+        The adapters that are `needed` in this step must already be marked as used."""
         if len(self._slot_of) < self.slots.num_slots:
             return len(self._slot_of)
         oldest, slot = self._slot_of.popitem(last=False)

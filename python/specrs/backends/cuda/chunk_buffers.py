@@ -57,7 +57,7 @@ class ChunkBuffers:
         )
 
     def inputs(self, shape: ChunkShape, *, windowed: bool) -> PassInputs:
-        """Return the inputs of a pass of `shape`, as the buffers are. With `windowed` they have a `k_start`."""
+        """Return the inputs of a pass of `shape` as views of the buffers. With `windowed` they include `k_start`."""
         return PassInputs(
             input_ids=self.ids[: shape.rows],
             positions=self.positions[: shape.rows],

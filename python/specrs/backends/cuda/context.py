@@ -44,8 +44,8 @@ class Context:
     rates: Tensor | None  # [K] fp32, acceptance rates used instead of the rule, for timing only
 
     def without_adapters(self) -> Context | None:
-        """Return the context of steps in which no sequence has a LoRA adapter: the same, with a target that looks for
-        none. None: the target never does."""
+        """Return the context for steps in which no sequence has a LoRA adapter. It has the same buffers, and a target
+        that computes without adapters. None: the engine has no LoRA adapters."""
         if not isinstance(self.target, CudaDecoder) or self.target.adapters is None:
             return None
         return replace(self, target=replace(self.target, adapters=None))

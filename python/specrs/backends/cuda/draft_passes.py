@@ -18,7 +18,8 @@ from specrs.models.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Part of the target's vocabulary that a drafter proposes. The drafter numbers it with S ids of its own."""
+    """Part of the target's vocabulary from which a drafter proposes. The drafter has S ids of its own for these
+    tokens."""
 
     target_ids: Tensor
     """[S] int64, ascending"""
@@ -93,7 +94,7 @@ class DraftPasses(Protocol):
         """Write the most probable token of each row of `hidden` and its logit into `ids` and `top`, both `[N]`."""
 
     def compute_logits(self, hidden: Tensor, out: Tensor) -> None:
-        """Write logits into the columns of `out` `[N, ids]` that the drafter has ids for."""
+        """Write logits into those columns of `out` `[N, ids]` whose ids are in the drafter's vocabulary."""
 
     def catch_up(self, inputs: PassInputs, hidden: HiddenInputs | None = None) -> None:
         """Run a pass over tokens that the drafter has not seen, given in its own ids.

@@ -24,7 +24,8 @@ CHUNK_ROWS = 2048
 
 
 Codings = Mapping[str, Collection[Coding | None]]
-"""For each of the two products of experts, by name, the codings that its weights have in some layer. None: numbers."""
+"""For each of the two products of experts, by name, the formats that its weights have in any layer. None stands for
+weights that are not quantized."""
 DENSE: Codings = {"gate_up": (None,), "down": (None,)}
 """Codings of a model whose experts are not quantized."""
 
@@ -69,7 +70,7 @@ class ExpertBuffers:
     made: Tensor
     """[P, hidden], output of each pair."""
     configs: dict[tuple[str, Coding | None, int], list[int]]
-    """Fields of the LinearConfig for (product, coding of its weight, columns of its tiles)."""
+    """Fields of the `LinearConfig` for each (product, format of its weight, number of columns of its tiles)."""
 
     @classmethod
     def allocate(
@@ -97,7 +98,7 @@ class ExpertBuffers:
         )
 
     def of_codings(self, c: ModelConfig, dtype: torch.dtype, limits: DeviceLimits, codings: Codings) -> ExpertBuffers:
-        """Return the same buffers for weights of `codings`."""
+        """Return buffers with the same memory, for weights of the formats `codings`."""
         return replace(self, configs=_configs(c, dtype, limits, codings))
 
     @property

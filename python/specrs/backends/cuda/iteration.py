@@ -95,7 +95,8 @@ def lm_head(ctx: Context, hidden: Tensor, *, greedy: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Adjusted:
-    """Values that replace those in buffers and row state where masks and penalties changed logits."""
+    """Results for sequences whose logits were changed by masks and penalties. They replace the values in buffers and
+    row state."""
 
     rows: Tensor
     """[M] int64, flat rows whose logits were changed."""
@@ -112,7 +113,7 @@ def accept_and_update(
     step.
 
     `prompts` `[batch, L, hidden]` are hidden states of the last tokens of prompts that end. None: this is a decode
-    iteration, whose states are where the target's pass left them.
+    iteration, whose hidden states are in the target's buffers.
     """
     b, batch, k = ctx.buffers, shape.batch, shape.max_k
     accept(ctx, shape, b.logits[: shape.rows])

@@ -70,7 +70,8 @@ class NetStates:
     drafts: Tensor
     """[R + 1] int64."""
     kept_inputs: Tensor
-    """[L, N, kernel - 1, conv_dim] in the model's dtype, in N slots of snapshots: `inputs` without those of drafts."""
+    """[L, N, kernel - 1, conv_dim] in the model's dtype, in N slots of snapshots: the part of `inputs` that belongs to
+    committed tokens."""
     kept_bases: Tensor
     """[L, N, value_heads, key_dim, value_dim] fp32, in N slots of snapshots."""
     kept_lengths: Tensor
@@ -141,7 +142,7 @@ class NetStates:
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """Numbers of states, logs and snapshots. What no pass has written may be NaN."""
+        """All tensors with states, logs and snapshots. Elements that no pass has written may be NaN."""
         return self.inputs, self.bases, self.deltas, self.decays, self.kept_inputs, self.kept_bases
 
     def begin_step(self, host: Mapping[str, Tensor], device: Mapping[str, Tensor], header: Header) -> None:

@@ -87,7 +87,7 @@ CHUNK_ROWS = (16, 32, 64, 96, 128, 160, 192, 256)
 """Numbers of rows of captured passes over chunks. In longer passes the GPU takes longer than the host, so a graph gains
 nothing."""
 CHUNK_SEQS = (1, 8)
-"""Numbers of chunks in captured passes."""
+"""Numbers of prompt chunks for which passes are captured; others are padded to the next one."""
 MAX_CAPTURED_ROWS = max(CHUNK_ROWS[-1], WIDE_MERGED_ROWS[-1])
 """Largest number of rows of chunks in a captured pass."""
 
@@ -99,7 +99,7 @@ class ChunkShape:
     rows: int
     seqs: int
     captured: bool = True
-    """False: the pass has exactly these numbers, and runs op by op."""
+    """False: the pass is not padded, and runs op by op."""
 
 
 def batch_buckets(max_num_seqs: int, sizes: Sequence[int] | None = None) -> list[int]:
@@ -144,7 +144,7 @@ class Buckets:
             num_speculative_tokens: the engine's K.
             every_k: capture each uniform K, not only 0 and the engine's.
             has_passes: passes on the device make drafts.
-            mixes: the record may have the drafts of some sequences, while passes make those of others.
+            mixes: in one step, the host may draft for some sequences (in the record), and passes for others.
             in_parallel: one pass makes all drafts.
             max_chunk_rows: largest number of rows of a pass over chunks. 0: none is captured.
             max_chunks: largest number of chunks of such a pass.
@@ -280,7 +280,7 @@ class Buckets:
                 yield ChunkShape(rows, seqs)
 
     def whole_shapes(self) -> Iterator[Shape]:
-        """Yield every whole graph, largest first."""
+        """Yield the shape of every graph of a whole iteration, largest first."""
         for batch in reversed(self.batches):
             of_passes = [(k, self._passes(k, None)) for k in self.whole_ks]
             for k, passes in sorted(of_passes + [(k, 0) for k in self.host_ks], key=lambda kind: -kind[0]):

@@ -62,19 +62,20 @@ class Stream(Protocol):
         after: Tensor | None = None,
         adapters: LayerAdapters | None = None,
     ) -> None:
-        """Add the product `name` of x with `w` to the stream. The product is normed first if `after`, a norm's weight,
-        is given. `norm` is the weight of the norm through which the next product reads the stream."""
+        """Add the product of x and `w` to the residual stream. `after`: weight of a norm that is applied to the product
+        first. `norm`: weight of the norm that the next product applies to the stream. `name`: the projection, for its
+        adapters."""
 
     def add_mlp(self, w: TorchLayer, norm: Tensor | None, adapters: LayerAdapters | None = None) -> None:
-        """Add the output of the layer's MLP to the stream. `norm` is the weight of the norm through which the next
-        product reads the stream."""
+        """Add the output of the layer's MLP to the residual stream. `norm`: weight of the norm that the next product
+        applies to the stream."""
 
     def following(self, norm: Tensor | None) -> Next | None:
-        """Return the buffers that a kernel that adds to the stream must also write, so that the next product can read
-        the stream through `norm`. None: nothing but the stream."""
+        """Return the buffers that a kernel must write when it adds to the residual stream, so that the next product can
+        apply `norm` to the stream. None: the kernel writes only the stream."""
 
     def normed(self, norm: Tensor) -> Tensor:
-        """Return the normed stream `[N, hidden]`, in the workspace."""
+        """Return the residual stream after `norm`, `[N, hidden]`, in the workspace."""
 
 
 def stream_of(hidden: Tensor, positions: Tensor, ws: Workspace, c: ModelConfig, ranks: Ranks | None = None) -> Stream:
@@ -236,7 +237,7 @@ class PlainStream:
         self._sum(self._delta)
 
     def _part(self, delta: Tensor) -> Tensor:
-        """Return the memory into which this rank writes what it adds to the stream."""
+        """Return the memory for this rank's part of a sum that is added to the residual stream."""
         return delta if self.ranks is None else self.ranks.exchanges.part(delta)
 
     def _sum(self, delta: Tensor) -> None:

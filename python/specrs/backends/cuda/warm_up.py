@@ -23,7 +23,8 @@ from specrs.models.base import HiddenStates
 
 
 def warm_up(ctx: Context, buckets: Buckets) -> None:
-    """Enqueue each function once. The record must hold no sequences, so that nothing is written."""
+    """Enqueue each function of an iteration once, for every shape, so that its kernels are compiled. The record must
+    hold no sequences, so that nothing is written."""
     left = _long_chunks(ctx)
     for logits_mode in (LogitsMode.GREEDY, LogitsMode.SAMPLED):
         for count in _counts(ctx.state.limit.shape[0] - 1):

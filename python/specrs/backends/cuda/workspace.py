@@ -181,7 +181,7 @@ class Workspace:
     attended: Tensor
     """[max_rows, heads * head_dim], attention's output."""
     netted: Tensor
-    """[max_rows, value_heads * value_dim], output of delta nets. No columns if a model has none."""
+    """[max_rows, value_heads * value_dim], output of delta nets. 0 columns if the model has no delta nets."""
     gate_up: Tensor
     """[min(max_rows, 2048), 2 * intermediate], gate and up before activation, for many rows. No rows if no layer has an
     MLP."""
@@ -210,13 +210,14 @@ class Workspace:
     numbers: Tensor
     """Up to 64 MiB for a dequantized piece of a quantized weight, for more than 256 rows; else empty."""
     rounded: Tensor
-    """Rows rounded to FP8, as numbers or as bytes, flat: at most rows times inputs. Empty if rows are not rounded."""
+    """Rows rounded to FP8, as 16-bit numbers or as FP8 bytes; flat, with room for the largest number of rows times
+    inputs. Empty if rows are not rounded."""
     row_scales: Tensor
     """Scales of rows rounded to FP8, flat fp32: at most groups times rows. Empty if rows are not rounded."""
     rounds_rows: bool
     """True if products of few rows have rows rounded to FP8. False: none have, or only those of many rows."""
     configs: Mapping[tuple[str, Coding | None, int], list[int]]
-    """Fields of the LinearConfig for (product, coding of its weight, columns of its tiles)."""
+    """Fields of the `LinearConfig` for each (product, format of its weight, number of columns of its tiles)."""
     experts: ExpertBuffers | None
     """Buffers of experts. None: no layer has experts."""
     limits: DeviceLimits

@@ -11,7 +11,7 @@ from specrs.core import CostModel
 from specrs.speculative_config import AUTO
 
 LEAST_GAIN = 0.01
-"""Smallest gain in speed for which drafts are advised. Smaller ones cannot be told from noise."""
+"""Smallest gain in speed for which drafts are advised. Smaller gains may be noise."""
 AUTO_LOSS = 0.01
 """Largest loss in speed for which K chosen by the engine is advised in place of a fixed K. `auto` follows the load."""
 
@@ -91,8 +91,8 @@ def from_replay(candidate: Candidate, replayed: Replayed, costs: CostModel, scal
 def from_runs(candidate: Candidate, k: int, runs: Sequence[Drafted], more_ms: float = 0.0) -> Forecast:
     """Forecast a drafter with a model at `k` drafts, from runs with few and with many.
 
-    Times of passes lie on a line. The run with the most drafts tells how those at a smaller K would fare. `more_ms` is
-    added to the time of a pass.
+    Pass times at other K are interpolated linearly. Acceptance at a smaller K is computed from the run with the most
+    drafts. `more_ms` is added to the time of a pass.
     """
     first, last = min(runs, key=lambda run: run.k), max(runs, key=lambda run: run.k)
     slope = 0.0 if first.k == last.k else max(0.0, (last.ms - first.ms) / (last.k - first.k))

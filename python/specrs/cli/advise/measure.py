@@ -46,12 +46,12 @@ class Timed:
 
     @property
     def passes(self) -> int:
-        """Number of passes, those without drafts included."""
+        """Number of passes, with and without drafts."""
         return self.tokens - self.accepted
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second after the first token of each answer; 0 if there are none."""
+        """Tokens per second, not counting the first token of each answer; 0 if no answer has a second token."""
         return self.tokens / self.seconds if self.tokens else 0.0
 
     def drafted(self, k: int) -> Drafted:
@@ -123,8 +123,8 @@ class Machine:
     ) -> tuple[list[LoggedRequest], list[KnownText], Timed]:
         """Answer requests without drafts for about `seconds`, at least one.
 
-        Return the requests that were answered, their texts, and the times. Logged answers take the place of the
-        target's in the texts.
+        Return the requests that were answered, their texts, and the times. Where the log has an answer, it replaces the
+        target's answer in the texts.
         """
         total, done, texts = Timed(), list[LoggedRequest](), list[KnownText]()
         end = time.perf_counter() + seconds
@@ -147,7 +147,8 @@ class Machine:
         deadline: float = 0.0,
         advance: Callable[[], None] = lambda: None,
     ) -> dict[Candidate, Timed]:
-        """Run all requests on each candidate. Candidates take turns, so that a machine that slows down slows all.
+        """Run all requests on each candidate. Candidates take turns after each request, so that a machine that slows
+        down affects all alike.
 
         Repeats with new engines up to `rounds` times, while another round would end before `deadline`, a time of
         `time.perf_counter`. Each request counts with its fastest run. `advance` is called after each run.

@@ -90,7 +90,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser, **defaults: object) -> None:
-    """Add the flags of some sampling parameters. `defaults` are their names and defaults."""
+    """Add flags for some sampling parameters to `parser`. `defaults` maps each parameter's name to its default."""
     for name, default in defaults.items():
         add_flag(parser, options_of(SamplingParams)[name], default)
 

@@ -116,7 +116,7 @@ def _talk(conversation: Conversation, terminal: Terminal) -> None:
 
 
 def _answer(conversation: Conversation, text: str, terminal: Terminal) -> None:
-    """Write the answer to `text` as it comes, and a line of statistics. Ctrl-C ends the answer."""
+    """Print the answer to `text` as it is generated, and a line of statistics. Ctrl-C ends the answer."""
     from specrs.cli.answer_figures import line
 
     begun = time.perf_counter()

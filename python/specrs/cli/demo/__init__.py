@@ -45,7 +45,7 @@ class Bundled:
     drafter: str
     """Name and size of the drafter that comes with it."""
     drafts: list[int]
-    """Numbers of drafts."""
+    """Values of K that the demo compares."""
 
 
 BUNDLED = {

@@ -150,7 +150,8 @@ class HeadReader(LayerReader[T, W], Generic[T, W, D]):
 
     @abstractmethod
     def embedding(self) -> T:
-        """Return the embedding. It is the target's own tensor if the file has none, or one with the same numbers."""
+        """Return the embedding. It is the target's own tensor if the file has no embedding, or one that equals the
+        target's."""
 
     @abstractmethod
     def fc(self, name: str) -> W:

@@ -33,9 +33,9 @@ class OtherTokenizerOptions(DraftModelOptions):
         False,
         Switch(),
         "the draft may have another tokenizer than the target",
-        details="Under `coupled`, the draft reads and writes text (string-level exact match). Under `rejection`, it "
-        "proposes the tokens that both vocabularies have (token-level intersection). For other tokens, the draft "
-        "reads its unknown token, or its EOS.",
+        details="Under `coupled`, the draft model's text is compared with the target's (string-level exact match). "
+        "Under `rejection`, it proposes only tokens that both vocabularies have (token-level intersection). In place "
+        "of the target's other tokens, it is fed its unknown token, or its EOS.",
     )
 
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _TAIL = 16
-"""Number of target tokens before the drafts that are tokenized again together with them. It shows whether the text
-before the drafts is still cut into the same tokens."""
+"""Number of target tokens before the drafts that are tokenized again together with the drafts. The result shows whether
+the text before the drafts still has the same tokens."""
 _BROKEN = "\ufffd"
 """Replacement character that decoders write for an incomplete character."""
 
@@ -48,7 +48,7 @@ class Bridge(NamedTuple):
         return [self.draft.bos, *own] if own and self.draft.bos is not None else own
 
     def target_ids(self, before: Sequence[int], own: Sequence[int], drafted: Sequence[int]) -> list[int]:
-        """Return the target's ids for the drafts `drafted`, which the draft model wrote after its ids `own`.
+        """Return the target's ids for the drafts `drafted`, which the draft model generated after its ids `own`.
 
         `before` are the target's ids of the same text as `own`. The drafts end at the draft model's first eos, which
         becomes the target's. [] if the text of `own` changes when drafts follow it.

@@ -1,4 +1,4 @@
-"""GGML types whose numbers are a code times a scale: splits their blocks into codes and scales.
+"""GGML types whose weights are a code times a scale: splits their blocks into codes and scales.
 
 The package `gguf` dequantizes the other types. Tests compare its numbers with those of this module.
 """
@@ -13,7 +13,7 @@ from specrs.arrays import FLOAT16, FLOAT32, Array
 from specrs.models.quantization.grouped import E2M1, LARGEST_EXPONENT, Grouped
 
 IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
-"""Number of each code of IQ4_NL and IQ4_XS."""
+"""Value of each 4-bit code of IQ4_NL and IQ4_XS."""
 
 
 def _halves(scales: Array) -> Array:
@@ -153,4 +153,5 @@ CODINGS: dict[str, tuple[tuple[str, ...], int]] = {
     "IQ4_XS": (("int8",), 32),
     "MXFP4": (("mxfp4", "int8"), 32),
 }
-"""For each GGML type that this module reads, the kinds of `Coding` that hold its numbers, and inputs of a group."""
+"""For each GGML type that this module reads, the kinds of `Coding` that can hold its weights, and the number of inputs
+in a group."""

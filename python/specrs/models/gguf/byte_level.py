@@ -42,7 +42,7 @@ SPLITS = {
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jais", "mpt"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
 }
-"""Rule for splitting text before merges, by `tokenizer.ggml.pre`."""
+"""Rule by which text is split into words before merges, for each value of `tokenizer.ggml.pre`."""
 NFC = frozenset({"qwen2", "qwen35", "deepseek-r1-qwen", "olmo", "mpt", "command-r"})
 """Values of `tokenizer.ggml.pre` whose tokenizers normalize text to NFC first, as their `tokenizer.json` does."""
 WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})

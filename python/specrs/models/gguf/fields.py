@@ -46,7 +46,7 @@ WITHOUT_EFFECT = frozenset(
         "tensor_data_layout",
     }
 )
-"""Fields that may be ignored if no other code reads them: numbers of a scaling that the file does not use, and
+"""Fields that may be ignored if no other code reads them: parameters of a RoPE scaling that the file does not use, and
 notes."""
 
 

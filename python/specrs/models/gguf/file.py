@@ -36,11 +36,11 @@ class TensorInfo:
     """Location of one tensor in a GGUF file, with its shape and type."""
 
     shape: tuple[int, ...]
-    """Shape in torch's order: numbers of the last dimension are adjacent."""
+    """Shape in torch's order: elements of the last dimension are adjacent in memory."""
     kind: str
     """Name of the tensor's GGML type, for example `Q4_K`."""
     block: tuple[int, int]
-    """(numbers in a block, bytes in a block) of the tensor's type."""
+    """(number of elements in a block, number of bytes in a block) of the tensor's type."""
     start: int
     """Offset of the tensor's first byte in its file."""
     part: int = 0

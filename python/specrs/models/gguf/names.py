@@ -77,7 +77,8 @@ _BY_KEY_HEAD = {
     "ssm_in.weight": ("in_proj_qkv.weight", "in_proj_z.weight"),
     "ssm_ba.weight": ("in_proj_b.weight", "in_proj_a.weight"),
 }
-"""Tensors of a gated delta net whose rows lie by key head, with the two tensors that they hold."""
+"""Tensors of a gated delta net whose rows a GGUF file groups by key head, with the two tensors of a checkpoint that
+each of them combines."""
 _MTP = {
     "nextn.eh_proj": "fc",
     "nextn.enorm": "pre_fc_norm_embedding",
@@ -101,7 +102,8 @@ class Place(NamedTuple):
     rows: Array | None = None
     """Index of each of the checkpoint's rows in the file's tensor, or in its expert. None: the rows are the same."""
     computed: Callable[[Array], Array] | None = None
-    """Function that returns the checkpoint's numbers for the file's. None: they are the same."""
+    """Function that converts the elements of the GGUF tensor to those of the checkpoint's tensor. None: they are
+    equal."""
 
 
 def places(file: GGUFFile, architecture: Architecture, c: ModelConfig) -> dict[str, Place]:
@@ -214,7 +216,8 @@ def _by_key_head(d: DeltaNet, features: bool) -> tuple[Array, Array]:
 
 
 def _logarithm(rates: Array) -> Array:
-    """Return A_log for the rates -exp(A_log) of a file. NaN where a rate is not below 0."""
+    """Return A_log. `rates`: the values -exp(A_log) that a GGUF file stores. The result is NaN where a value is not
+    below 0."""
     with np.errstate(all="ignore"):
         logarithms: Array = np.log(-rates.astype(FLOAT64))
     return logarithms

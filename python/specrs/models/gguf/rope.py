@@ -16,7 +16,7 @@ from specrs.models.gguf.file import GGUFFile
 from specrs.models.registry import Family
 
 FACTORS = "rope_freqs.weight"
-"""Tensor with the numbers that frequencies are divided by: for the scaling of Llama 3.1, and for layers of Gemma 4
+"""Name of the tensor with a divisor for each RoPE frequency: for the scaling of Llama 3.1, and for layers of Gemma 4
 without a window."""
 _NOT_ROTATED = 1e29
 """Smallest number in `FACTORS` of Gemma 4 by which a frequency becomes 0. Files have 1e30."""

@@ -1,4 +1,4 @@
-"""Types of tensors in GGUF files: their numbers, names, and block sizes. Reads no file."""
+"""Types of tensors in GGUF files: the id, name and block size of each. Reads no file."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 from specrs.arrays import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 
 PLAIN: dict[str, np.dtype[Any]] = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16, "F64": FLOAT64}
-"""NumPy dtypes of the GGML types that are plain numbers. All other types are stored in blocks."""
+"""NumPy dtypes of the GGML types that store each element by itself. All other types are stored in blocks."""
 
 
 class TensorType(NamedTuple):
-    """Storage of a tensor's numbers."""
+    """How the elements of a tensor are stored."""
 
     name: str
     """GGML's name of the type."""
     numbers: int
-    """Number of numbers in a block."""
+    """Number of elements in a block."""
     num_bytes: int
     """Number of bytes of a block."""
 

@@ -34,7 +34,7 @@ a delta net to one number per head."""
 INT4_GROUPS = (128, 64, 32)
 """Sizes of INT4 groups. The first that divides the number of inputs is used."""
 SUPER_BLOCK = 256
-"""Inputs of a block of Q4_K. Matrices with another number of inputs than a multiple of it become Q8_0."""
+"""Number of inputs in a block of Q4_K. Matrices whose number of inputs is not a multiple of it become Q8_0."""
 _RANGES = {kind: (codes * 2.0**-20, codes * 65504.0) for kind, codes in (("Q8_0", 127), ("Q4_0", 8))}
 _RANGES["Q4_K"] = 480 * 2.0**-24, 63 * 65504.0
 """Sizes that the largest weight of a matrix may have, by block type: fp16 holds its scale within a thirtieth, or with

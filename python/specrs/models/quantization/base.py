@@ -107,7 +107,8 @@ class Layer:
         return found
 
     def refused(self, suffix: str, array: Array, wrong: Array, allowed: str) -> CheckpointError:
-        """Return the exception for the first number of `array` whose flag in `wrong` is set."""
+        """Return the exception for the first number of the layer's tensor `array` whose flag in `wrong` is set.
+        `suffix` is the end of the tensor's name, `allowed` says what numbers it may have."""
         at = [int(i) for i in np.argwhere(wrong)[0]]
         value = array[tuple(at)].item()
         return CheckpointError(f"{self.folder}: {self.name}.{suffix}{at or ''}={value:g}: {allowed}")
@@ -172,8 +173,8 @@ class Scheme:
 
 
 def groups_of(name: str, field: str, group: int, size: int) -> int:
-    """Return the number of groups of `group` inputs among `size` inputs. Raises CheckpointError if they do not
-    divide."""
+    """Return the number of groups of `group` inputs among `size` inputs. Raises CheckpointError if `group` does not
+    divide `size`."""
     if size % group:
         raise CheckpointError(
             f"config.json: quantization_config.{field}={group}: must divide the {size} inputs of {name}"

@@ -44,8 +44,8 @@ class Int8(GroupedFormat):
     """False if there are zero points, in `weight_zero_point`."""
 
     def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
-        """Return the tensors that a layer `[out, size]` must have, by suffix of `name`. Raises CheckpointError if the
-        sizes do not divide."""
+        """Return the tensors that a layer `[out, size]` must have, by suffix of `name`. Raises CheckpointError if a
+        group does not divide the number of inputs."""
         shapes: tuple[tuple[int, ...], ...] = ((1,), ())
         if self.group is not None:
             groups = groups_of(name, "group_size", self.group or size, size)
@@ -88,8 +88,8 @@ class PackedInt(GroupedFormat):
     """True if `weight_g_idx` may say to which group each input belongs."""
 
     def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
-        """Return the tensors that a layer `[out, size]` must have, by suffix of `name`. Raises CheckpointError if the
-        sizes do not divide."""
+        """Return the tensors that a layer `[out, size]` must have, by suffix of `name`. Raises CheckpointError if a
+        group does not divide the number of inputs."""
         words = -(-size * self.bits // 32)
         groups = groups_of(name, "group_size", self.group or size, size)
         made = {
@@ -140,8 +140,8 @@ class NVFP4(GroupedFormat):
     scale for 16 inputs, which is divided by `weight_global_scale`."""
 
     def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
-        """Return the tensors that a layer `[out, size]` must have, by suffix of `name`. Raises CheckpointError if the
-        sizes do not divide."""
+        """Return the tensors that a layer `[out, size]` must have, by suffix of `name`. Raises CheckpointError if a
+        group does not divide the number of inputs."""
         return {
             "weight_packed": Expected(((out, size // 2),), ("U8",)),
             "weight_scale": Expected(((out, groups_of(name, "group_size", 16, size)),), (E4M3,)),

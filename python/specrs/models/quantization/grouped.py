@@ -99,7 +99,7 @@ class E2M1:
     """uint8 `[out, in / 32]`, at most `LARGEST_EXPONENT`."""
 
     def grouped(self) -> Grouped:
-        """Return the same matrix as integers and scales."""
+        """Return this matrix as integers and scales."""
         # FP4 has doubled numbers, so scales are halved.
         return Grouped(FP4[self.codes], np.ldexp(np.float32(1), self.exponents.astype(np.int32) - 128))
 

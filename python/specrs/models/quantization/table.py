@@ -41,7 +41,7 @@ name."""
 OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files that older quantizers wrote instead of the field, with their `quant_method`."""
 _AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
-"""Field names in `quantization_config`, by the names that AWQ's own file has for them."""
+"""Names of fields in `quantization_config`, by the names of the same fields in AWQ's own file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from specrs.server.messages import Piece
 Event = dict[str, Any]
 
 INVALID_JSON = "INVALID_JSON"
-"""Only key of the `input` of a call whose arguments are no JSON object. Its value is the text that the model wrote."""
+"""Only key of the `input` of a call whose arguments are no JSON object. Its value is the text that the model
+generated."""
 _TYPES = {"reasoning": "thinking", "content": "text", "call": "tool_use"}
 _DELTAS = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
 

@@ -19,9 +19,9 @@ ATTRIBUTION = "x-anthropic-billing-header:"
 """Beginning of the line in which Claude Code names its version and a checksum of the request. It differs in every
 request, so no prompt that begins with it would be found in the prefix cache."""
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"
-"""Form in which instructions reach the model after the conversation has begun: as text of the user. Many chat templates
-show no `system` message there. Moving its text to the first message would change the beginning of the prompt in every
-turn, so that no turn would find the earlier ones in the prefix cache."""
+"""Form of a `system` message after the first message: text of the user in these tags. Many chat templates show no
+`system` message at such a place. Moving its text to the first message would change the beginning of the prompt in every
+turn, so that no turn would find the earlier turns in the prefix cache."""
 ERROR_MARK = "Error: "
 """Beginning of the text of a `tool_result` with `is_error`. Chat templates have no other place for it."""
 

@@ -174,7 +174,8 @@ async def count_tokens(context: Context, body: CountTokensRequest) -> dict[str, 
 
 
 async def _prepare(context: Context, body: CountTokensRequest) -> tuple[ChatAnswer, Prompt, FieldNames]:
-    """Return the empty answer of a message, its prompt, and the field names for errors."""
+    """Prepare a request of `/v1/messages` or `/v1/messages/count_tokens`. Returns an answer without content yet, the
+    prompt, and the names that errors give to the request's fields."""
     chat, places = as_chat(body)
     fields = replace(MESSAGES_FIELDS, messages=places)
     if body.thinking is not None and body.thinking.type != "disabled" and context.tools.reasoning_parser is None:

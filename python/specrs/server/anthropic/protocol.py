@@ -94,7 +94,7 @@ class OutputConfig(BaseModel):
 
 
 class CountTokensRequest(Body):
-    """Body of `POST /v1/messages/count_tokens`: what makes the prompt of a message. null means the default."""
+    """Body of `POST /v1/messages/count_tokens`: the fields that determine the prompt. null means the default."""
 
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | list[dict[str, Any]] | None = None

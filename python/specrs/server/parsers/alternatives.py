@@ -30,11 +30,12 @@ _JSON_TYPES: dict[type, str] = {
 
 
 def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
-    """Plain schemas of which a value fits at least one if it fits `schema` of the document `root`, and vice versa.
+    """Return plain schemas that together mean `schema` of the document `root`: a value fits `schema` if and only if it
+    fits one of them.
 
-    `type`, `enum`, `const`, `minLength` and `maxLength` are exact. Other keywords are there by name; where two schemas
-    with the same one are merged, the value is that of one of them. `oneOf` is read as `anyOf`, and a malformed keyword
-    as if it were not there. A schema that is too large to take apart has fewer alternatives.
+    `type`, `enum`, `const`, `minLength` and `maxLength` are exact. Of other keywords only the names are reliable: if
+    two schemas with the same keyword are merged, one of the two values is kept. `oneOf` is read as `anyOf`, and
+    malformed keywords are ignored. For a schema that is too large, not all alternatives are returned.
     """
     return _Splitter(root).split(schema, (), 0)
 
@@ -163,7 +164,7 @@ def _listed(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _sorted_text(word: Any) -> str:
-    """Return a JSON text that is the same for equal values."""
+    """Return JSON with sorted keys, which is equal for equal values."""
     return json.dumps(word, sort_keys=True)
 
 

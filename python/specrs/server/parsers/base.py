@@ -34,7 +34,8 @@ class CallStart:
 
 @dataclass(slots=True)
 class Arguments:
-    """Event: a piece of a call's arguments. Together they are JSON text, as far as the model wrote JSON."""
+    """Event: a piece of a call's arguments. The pieces of a call together are JSON text, if the model generated
+    JSON."""
 
     text: str
 
@@ -74,7 +75,7 @@ class ToolParser:
     """
 
     text_marks: ClassVar[tuple[str, ...]] = ()
-    """Marks that end content. Each may begin a call, or end one that was written without its beginning."""
+    """Marks that end content. A mark either begins a call, or ends a call whose opening mark is missing."""
     _state = "text"
 
     def __init__(self, functions: Sequence[Function] = ()) -> None:
@@ -126,10 +127,10 @@ class ToolParser:
             continue
 
     def _step(self, *, final: bool) -> bool:
-        """Interpret a part of the buffer and remove it. Return False if that needs more text. `final` says that no more
+        """Interpret a part of the buffer and remove it. Return False if that needs more text. `final`: no more text
         follows.
 
-        A decision must not depend on where the buffer ends, unless `final`.
+        Unless `final`, the result must not depend on where the buffer ends.
         """
         advance: bool = getattr(self, "_in_" + self._state)(final=final)
         return advance
@@ -188,10 +189,10 @@ class ToolParser:
         return text, marker
 
     def _gather(self, *markers: str, final: bool) -> tuple[str, str | None] | None:
-        """Remove the text before the first of `markers`, and the marker, from the buffer. Return both, however many
-        pieces the text had, or None if the marker may follow. If the text ends without one, the marker is None.
+        """Remove the text before the first of `markers`, and the marker, from the buffer. Return both, or None if the
+        marker may still come. If the text ends without a marker, the returned marker is None.
 
-        No text is searched twice.
+        The text may have arrived in any number of pieces, none of which is searched twice.
         """
         text, marker = self._take_until(*markers, final=final)
         self._gathered.append(text)

@@ -122,8 +122,8 @@ _QUOTED_RUN = Run("arguments", re.compile(r'[<"\\\x00-\x1f]'))
 
 
 class ArgumentsWriter:
-    """Translator of an object of arguments to JSON, token by token. A token is a mark of the format, a character, or
-    several characters in a row that are all alike at their place.
+    """Translator of an object of arguments to JSON, token by token. A token is a mark of the format, a single
+    character, or a run of characters that are treated alike.
 
     The object's first brace was read before. Keys have no quotes, strings stand between `<|"|>`, and everything else is
     as in JSON. JSON's own strings are accepted, too. A word that is no JSON value becomes a string.
@@ -161,7 +161,7 @@ class ArgumentsWriter:
         return written
 
     def finish(self) -> str:
-        """Return the JSON text of the word that the text ends in."""
+        """Return the rest of the JSON: that of the last word, which ends with the text."""
         return self._word() if self._state == "word" else ""
 
     def _in_key(self, token: str) -> str:

@@ -424,8 +424,8 @@ def _raw_texts(rules: CallRules, function: Function, schema: dict[str, Any], tag
 _OF_TEXTS = frozenset({"pattern", "format"})
 _OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _UNREAD = frozenset({"not", "if", "oneOf", "$dynamicRef", "$recursiveRef"})
-"""Keywords that exclude texts and that `alternatives` does not evaluate. The compiler rejects a schema with them if it
-has to."""
+"""Keywords that exclude values and that `alternatives` does not evaluate. A schema with one of them is rejected if its
+constraint cannot be enforced otherwise."""
 
 
 def _left_out(rules: CallRules, function: Function, keywords: set[str] | frozenset[str]) -> None:

@@ -17,7 +17,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 ENDS = (END, CALL, RETURN)
 _MARKS = (START, CHANNEL, *ENDS)
-"""Marks that end a body, and text outside of messages."""
+"""Marks that end the body of a message, or the text outside of messages."""
 _FIRST = first_characters(_MARKS)
 _KINDS = {"outside": "text", "body": "body"}
 """Kind of the part that text without marks belongs to, by the state of `Messages`."""
@@ -35,8 +35,8 @@ class Part:
 
 
 class Messages:
-    """Splitter of a completion into the parts of its messages. The parts' texts add up to what was read, but for a
-    header that the end of the text cuts off."""
+    """Splitter of a completion into the parts of its messages. The texts of all parts together are the text that was
+    read, except for a header that is incomplete when the text ends."""
 
     def __init__(self) -> None:
         """Start before the first message. Its `<|start|>assistant` is in the prompt."""
@@ -45,8 +45,8 @@ class Messages:
         self._header: list[str] = []  # what was read of a header
 
     def feed(self, text: str, *, final: bool) -> list[Part]:
-        """Read `text` and return the parts that are complete, and what there is of a body. `final` says that no more
-        text follows."""
+        """Read `text` and return the parts that are complete, and the available piece of a body. `final`: no more text
+        follows."""
         self._buffer += text
         parts: list[Part] = []
         while self._step(parts, final=final):
@@ -113,8 +113,8 @@ def function_of(header: str) -> str | None:
 
 
 class HarmonyParser(ToolParser):
-    """Parser of calls and content. Arguments stream as they are written. What calls no function is content, without its
-    marks."""
+    """Parser of calls and content. Arguments stream as they are generated. Messages that call no function are content,
+    without their marks."""
 
     def __init__(self, functions: Sequence[Function] = ()) -> None:
         """Start before the first message. `functions` are those that the request offers. If there are none, any name
@@ -174,8 +174,8 @@ class HarmonyContent(HarmonyParser):
 
 
 class HarmonyReasoning(ReasoningParser):
-    """Splitter of a completion into the messages of the channel `analysis`, without their marks, and all others with
-    them. `HarmonyParser` reads the others."""
+    """Splitter of a completion into reasoning and the rest. Reasoning is the messages of the channel `analysis`,
+    without their marks. The rest is all other messages with their marks, which `HarmonyParser` reads."""
 
     def __init__(self) -> None:
         """Start before the first message."""

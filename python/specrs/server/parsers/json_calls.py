@@ -31,8 +31,9 @@ STRING_RUN = Run("arguments", re.compile(rf"\A{_CHARACTERS}*+(?!\Z)", re.DOTALL)
 """Run of characters and whole escapes inside a JSON string that is an argument, or a part of one."""
 
 Reader = Generator[re.Pattern[str], str, str]
-"""Generator that yields a pattern and receives the text that it matches: a run of characters that are all alike to the
-generator, or a single character. It returns the first character that it does not accept, or "" if it took all."""
+"""Generator that reads text bit by bit. It yields a pattern and receives the text that matches it: a run of characters
+that it treats alike, or a single character. It returns the first character that it does not accept, or "" if it
+accepted all."""
 
 
 class Feeder:
@@ -45,7 +46,7 @@ class Feeder:
         self.ended = False
         """True after the value, and after an error."""
         self.failed = False
-        """True if the text is no such value."""
+        """True if the text is not a value that the reader accepts."""
 
     @property
     def in_string(self) -> bool:
@@ -94,7 +95,7 @@ class CallReader:
 
     @property
     def raw(self) -> str:
-        """All that was read, until the call is announced."""
+        """All text that was read before the call was announced."""
         return "".join(self._raw)
 
     @property
@@ -299,14 +300,13 @@ class JSONCallParser(ToolParser):
         return STRING_RUN if reader is not None and reader.in_string else super()._find_run()
 
     def _drop_braces(self) -> None:
-        """Drop closing braces after a call, which the model wrote although it had opened fewer."""
+        """Drop surplus closing braces after a call, which the model generated without opening braces for them."""
         rest = self._buffer.lstrip("}" + _SPACE)
         dropped = self._buffer[: len(self._buffer) - len(rest)]
         self._buffer = self._buffer[dropped.rfind("}") + 1 :]
 
     def _give_up(self) -> str:
-        """Stop reading the current call. Return the text that was read of it, or "" if the call was already
-        announced."""
+        """Stop reading the current call. Return its text so far, or "" if the call was already reported."""
         assert self._reader is not None
         raw, self._reader = self._reader.raw, None
         return raw

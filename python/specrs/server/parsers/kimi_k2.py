@@ -12,7 +12,7 @@ ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
 class KimiK2Parser(MarkedCallParser):
-    """Parser of text and calls. The id says which function is called."""
+    """Parser of text and calls. The id of a call contains the name of its function."""
 
     marks = Marks(
         *(SECTION, END_SECTION, CALL, END_CALL),

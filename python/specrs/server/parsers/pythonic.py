@@ -31,8 +31,8 @@ class PythonicParser(ToolParser):
     _escaped = False
 
     def __init__(self, functions: Sequence[Function] = ()) -> None:
-        """Start before the list. `functions` are those that the request offers. If there are none, any name counts as a
-        function."""
+        """Create a parser that has read nothing. `functions`: functions that the request offers. If it offers none, any
+        name counts as a function."""
         super().__init__(functions)
         self._seen: list[str] = []  # of the list: all before its first call, then what follows on the last one
 

@@ -54,8 +54,8 @@ MARKS = {
 
 
 class ReasoningParser(ABC):
-    """Splitter of one completion into reasoning and answer. The result does not depend on how the text is cut into
-    pieces."""
+    """Splitter of one completion into reasoning and answer. The result does not depend on the pieces in which the text
+    arrives."""
 
     @property
     @abstractmethod

@@ -1,4 +1,5 @@
-"""Makes a document of its own from the schema of a single argument, which is a property of a function's parameters."""
+"""Makes the schema of a single argument, which is a property of a function's parameters, a document that can be read
+alone."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "step3": Step3Parser,
 }
 TOOL_PARSER_ALIASES = {"glm47": "glm45", "harmony": "openai"}
-"""Other names of parsers: a form that one parser reads for two families, and the form's own name."""
+"""Further names of tool parsers. GLM-4.7 has the format of GLM-4.5, and `harmony` is the name of gpt-oss's format."""
 _HARMONY = "openai_gptoss"
 REASONING_PARSERS = tuple(sorted([*MARKS, _HARMONY]))
 REASONING_PARSER_ALIASES = {"glm47": "glm45", "gpt_oss": _HARMONY}
@@ -90,10 +90,10 @@ def needs_special_tokens(reasoning_parser: str | None) -> bool:
 
 
 def new_call_id(parser: str | None, name: str, number: int) -> str:
-    """Return a new id for the tool call of `name` that is number `number` of its conversation.
+    """Return a new id for a call of the tool `name`. `number`: how many calls the conversation had before.
 
-    Templates of Mistral models accept only ids of nine letters and digits. Those of Kimi K2 show the id to the model,
-    which has learned one form.
+    Templates of Mistral models accept only ids of nine letters and digits. Templates of Kimi K2 show the id to the
+    model, which was trained with ids `functions.NAME:NUMBER`.
     """
     if parser == "mistral":
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

@@ -93,7 +93,8 @@ class TaggedCallParser(ToolParser):
         return True
 
     def _begin(self, name: str, rest: str) -> None:
-        """Begin a call of `name`, which `rest` of the buffer follows. If there is no such function, it is content."""
+        """Begin a call of the function `name`. `rest` is the part of the buffer after the name. If the request offers
+        no such function, the text is content."""
         if len(name.split()) != 1 or not self._offers(name):
             self._back_to_text()
             return
@@ -259,8 +260,8 @@ class JSONValue:
 class _Place:
     """Place in a value: outside of its strings, inside of one, or anywhere if a string did not end on its line.
 
-    `pattern` matches what matters there: a tag, which has the group `tag`, a quote, an escape, or the end of a line.
-    `part` matches what may become one at the end of a text.
+    `pattern` matches the next token that matters at this place: a tag (group `tag`), a quote, an escape, or the end of
+    a line. `part` matches the end of a text that may be the beginning of such a token.
     """
 
     pattern: re.Pattern[str]

@@ -1,11 +1,12 @@
-//! Check that a pool's lists, marks and hash map agree.
+//! Check that a pool's lists, validity marks and hash map agree.
 
 use super::list::{self, ListId};
 use super::{BlockPool, UNCLAIMED};
 use crate::error::{Error, Result};
 
 impl BlockPool {
-    /// Checks that every block is in exactly one state and that lists, marks, claims and hashes agree. O(`num_blocks`).
+    /// Checks that every block is in exactly one state, and that lists, validity marks, claims and hashes agree. Takes
+    /// O(`num_blocks`) time.
     ///
     /// # Errors
     /// [`Error::Integrity`] naming the first contradiction.

@@ -280,8 +280,8 @@ impl BlockPool {
         Ok(())
     }
 
-    /// Sets `draft_valid` on a registered held block and ends its claim. The draft KV of the block's last
-    /// position may depend on the token after the block. The mark then holds only for readers whose next token is
+    /// Sets `draft_valid` on a registered held block and ends its claim. The draft KV of the block's last position may
+    /// depend on the token after the block. The flag then holds only for requests whose token after the block is
     /// `successor`; `u32::MAX` stands for any token.
     ///
     /// # Errors
@@ -293,7 +293,7 @@ impl BlockPool {
         Ok(())
     }
 
-    /// Returns whether the draft KV of `block` is valid for a reader whose token after the block is `successor`.
+    /// Returns whether the draft KV of `block` is valid for a request whose token after the block is `successor`.
     pub fn has_draft_before(&self, block: i64, successor: u32) -> bool {
         self.get(block).is_some_and(|b| b.has_draft && (b.successor == ANY || b.successor == successor))
     }
@@ -304,7 +304,7 @@ impl BlockPool {
         self.get(block).filter(|b| b.has_draft).map(|b| b.successor)
     }
 
-    /// Removes `draft_valid` from `block`. Returns false if the block has no such mark.
+    /// Clears `draft_valid` of `block`. Returns false if it was not set.
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if the block is not held or not in the pool.
@@ -358,7 +358,8 @@ impl BlockPool {
         held
     }
 
-    /// Forgets all cached content. Returns false, and changes nothing, while any block is held.
+    /// Makes all cached blocks free, so that no content is found any more. Returns false, and changes nothing, while
+    /// any block is held.
     pub fn reset_prefix_cache(&mut self) -> bool {
         if self.num_free() != self.num_blocks() {
             return false;

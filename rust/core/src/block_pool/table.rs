@@ -1,8 +1,8 @@
 //! A hash table threaded through the blocks, which maps 128-bit hashes to blocks. Allocates no blocks.
 //!
-//! It replaces the standard library's table, whose entries are eight times the size of a chain's head here. Each
-//! insertion and removal there misses the cache in two places, and removals leave tombstones that are cleared in one
-//! pause.
+//! It replaces the standard library's table, whose entries are eight times as large as the head of a chain in this
+//! table. In the standard table, each insertion and removal misses the cache twice, and removals leave tombstones that
+//! are cleared in one pause.
 
 use super::Block;
 use crate::hash::BlockHash;
@@ -149,7 +149,7 @@ mod tests {
         }
     }
 
-    /// Inserts a hundred hashes of one chain; each is found, and can be removed from any place of the chain.
+    /// Tests a hundred hashes in one chain: each is found, and can be removed from any place of the chain.
     #[test]
     fn collisions_of_heads_forced() {
         let mut table = Table::new(100);

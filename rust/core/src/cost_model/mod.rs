@@ -22,8 +22,8 @@ pub struct CostLine {
     pub draft_ms: f64,
     /// Time of everything in an iteration that does not grow with K, `T_t`; above 0.
     pub target_ms: f64,
-    /// Time of an iteration without drafts; above 0. It is less than `target_ms` if speculation rules out some graphs
-    /// or kernels.
+    /// Time of an iteration without drafts; above 0. It is less than `target_ms` if some graphs or kernels work only
+    /// without speculation.
     pub vanilla_ms: f64,
 }
 
@@ -47,9 +47,9 @@ impl CostLine {
 /// Milliseconds of an iteration by batch size and number of draft tokens.
 ///
 /// Between grid points, costs are interpolated linearly. K = 0 is separate: costs at K >= 1 come only from grid points
-/// with K >= 1, if there are at least two. Beyond the last K or batch, the last segment continues but never falls.
-/// Before the first K >= 1, the first segment continues, but no lower than `T_t` = 0 allows. Before the first batch,
-/// the cost is constant.
+/// with K >= 1, if there are at least two. Beyond the last K or batch size, costs continue the line of the last
+/// segment, but never fall. Below the first K >= 1, they continue the line of the first segment, but at least K times
+/// the cost of a draft pass. Below the first batch size, the cost is constant.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CostModel {
     /// Batch sizes of the grid, `[B]`, increasing.
@@ -251,7 +251,8 @@ fn shifted((low, high, share): (usize, usize, f64)) -> (usize, usize, f64) {
     (low + 1, high + 1, share)
 }
 
-/// Iterates over the index and share of each end of a bracket whose share is not 0.
+/// Iterates over the two ends of a bracket: the index of each, and its share in the interpolation. An end with share 0
+/// is left out.
 fn corners((low, high, share): (usize, usize, f64)) -> impl Iterator<Item = (usize, f64)> {
     [(low, 1.0 - share), (high, share)].into_iter().filter(|(_, share)| *share > 0.0)
 }

@@ -1,5 +1,5 @@
-//! Drafters as far as scheduling is concerned: their requirements before they draft, and the valid part of their KV
-//! after an iteration. Runs no drafter on a device.
+//! What the scheduler has to know of a drafter: what it needs before it drafts, and which part of its KV is valid after
+//! an iteration. Runs no drafter on a device.
 
 mod host;
 
@@ -50,9 +50,9 @@ pub enum Drafter {
         /// after it. Otherwise the hit gives up that block.
         keeps_hits: bool,
     },
-    /// A draft model on the device with its own tokenizer, which reads and writes text. Its KV is outside the target's
-    /// blocks and needs no catch-up. The number of drafts is known only when its text is written, so `num_drafted` may
-    /// be less than K.
+    /// A draft model on the device with its own tokenizer, whose drafts are compared as text (SLEM). Its KV is outside
+    /// the target's blocks and needs no catch-up. The number of drafts is known only when the model has generated its
+    /// text, so `num_drafted` may be less than K.
     Text,
 }
 

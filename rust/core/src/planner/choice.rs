@@ -16,7 +16,7 @@ use crate::cost_model::CostModel;
 /// Maximum number of Dinkelbach updates, far above the usual number: rates converge superlinearly.
 const MAX_STEPS: usize = 16;
 
-/// Request as the choice sees it. Candidates are sorted by `odds`, descending.
+/// Request for which the choice picks a K. Candidates are sorted by `odds`, descending.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate {
     /// Factor on the odds of acceptance at every position, for this request.
@@ -31,23 +31,25 @@ pub(super) struct Candidate {
 #[derive(Clone, Debug)]
 pub(super) struct Choice {
     k: usize,
-    /// Number of elements per level, `max_rows + 1`.
+    /// Number of elements per level, `max_rows + 1`. Level i is the i-th draft of a request.
     stride: usize,
     /// Cost `ms(b, 0)` of a step of b requests without drafts, `[stride]`; 0 for b = 0.
     base: Vec<f64>,
-    /// Cost of level i, `ms(c, i) - ms(c, i - 1)`, by level i - 1 and number of requests c, `[K, stride]`; 0 for c = 0.
+    /// Milliseconds that the i-th draft of c requests costs, `ms(c, i) - ms(c, i - 1)`, by `i - 1` and c,
+    /// `[K, stride]`; 0 without requests.
     increments: Vec<f64>,
-    /// Expected tokens that the first m candidates gain at a level, `[K, stride]`.
+    /// Expected tokens that the first m candidates gain by their i-th draft, by `i - 1` and m, `[K, stride]`.
     gains: Vec<f64>,
-    /// Number of the first m candidates that may draft at a level, `[K, stride]`.
+    /// Number of the first m candidates that may draft i tokens, by `i - 1` and m, `[K, stride]`.
     counts: Vec<u32>,
     /// Sum of the penalties of the first m candidates, `[stride]`.
     penalties: Vec<f64>,
-    /// Best number of candidates at a level among at most m, `[K, stride]`.
+    /// Best number of candidates with an i-th draft if at most m may have one, by `i - 1` and m, `[K, stride]`.
     best: Vec<u32>,
-    /// Maximum value that deeper levels add for at most m candidates, `[stride]`.
+    /// Maximum value (expected tokens less rate times milliseconds) that all deeper drafts add if at most m candidates
+    /// have them, by m, `[stride]`.
     ahead: Vec<f64>,
-    /// Probability that each candidate's drafts up to a level are accepted, `[stride]`.
+    /// Probability, for each candidate, that all its drafts up to the present level are accepted, `[stride]`.
     reach: Vec<f64>,
     len: usize,
     depth: usize,
@@ -149,8 +151,8 @@ impl Choice {
     }
 
     /// Returns the best K for all candidates, each limited to its cap, and its rate. If caps make the K differ, the
-    /// step costs `mixed` times the sum of its parts, or as if all drafted as many: a host with graphs for equal K
-    /// alone pads the others.
+    /// step costs `mixed` times the sum of its parts, but at most as much as if all drafted the largest K: a host that
+    /// has graphs for equal K only pads the other requests.
     pub(super) fn best_uniform(&self, mixed: f64) -> (usize, f64) {
         let best = |best: (usize, f64), (k, rate, _)| if rate > best.1 { (k, rate) } else { best };
         self.uniform(mixed).fold((0, 0.0), best)
@@ -190,8 +192,8 @@ impl Choice {
         })
     }
 
-    /// Returns the cost of a step with `ks` divided by the sum of its parts, if only caps make them differ and all
-    /// others are padded to the largest; at least 1. None if they differ otherwise.
+    /// Returns the cost of a step in which all requests are padded to the largest of `ks`, divided by the sum of the
+    /// step's parts; at least 1. None unless caps are the only reason why the `ks` differ.
     pub(super) fn padding(&self, candidates: &[Candidate], ks: &[usize]) -> Option<f64> {
         let most = ks.iter().copied().max().unwrap_or(0);
         if ks.iter().zip(candidates).any(|(&k, candidate)| k != candidate.cap.min(most)) {

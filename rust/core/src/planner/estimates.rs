@@ -20,21 +20,22 @@ const PRIOR_TRIALS: f64 = 4.0;
 /// Number of trials with which a request starts from the average: twelve accepted and twelve rejected. With 8, one
 /// lucky draft of K = 7 would double a new request's odds.
 const OWN_PRIOR_TRIALS: f64 = 24.0;
-/// Number of drafts after which a request's own past counts a third: a text that turns from code to prose is noticed
-/// within a paragraph.
+/// Number of drafts after which a request's earlier drafts count a third. So a text that changes from code to prose is
+/// noticed within a paragraph.
 const OWN_DRAFTS: f64 = 64.0;
 /// Bounds of a chance, so that odds stay finite: within a factor of 500 of even odds.
 const CHANCES: (f64, f64) = (0.002, 0.998);
-/// Ratio of acceptance at the first position, after to before, that counts as a collapse.
+/// A collapse multiplies a request's acceptance rate at the first draft position by this factor.
 const COLLAPSE: f64 = 0.25;
-/// Logarithm of the likelihood ratio at which a collapse is reported. A false alarm comes at most once in e^6 = 400
-/// drafts (Page, 1954) and costs one rebuild of draft KV.
+/// Logarithm of the likelihood ratio at which a collapse of the acceptance is reported. On average a false alarm comes
+/// at most once in e^6, about 400, drafts (Page, 1954). It costs one rebuild of draft KV.
 const SUSPICION: f64 = 6.0;
 /// Maximum chance that the likelihood ratio is computed with. At this chance each miss counts ln 4, so five misses in a
 /// row report a collapse.
 const SUSPECT_CHANCE: f64 = 0.8;
-/// Number of drafts after a collapse before another can be found in the same request, as many as its past counts. It
-/// doubles each time, so that a request with a poor draft is rebuilt only a few times.
+/// Number of drafts after a collapse within which no other collapse of the same request is reported, equal to
+/// [`OWN_DRAFTS`]. It doubles each time, so that the draft KV of a request with poor drafts is rebuilt only a few
+/// times.
 const FIRST_PATIENCE: u32 = 64;
 
 fn chance(accepted: f64, trials: f64) -> f64 {
@@ -102,7 +103,7 @@ impl Overall {
         self.estimate();
     }
 
-    /// Limits the weight of the evidence on positions from `first` on to `trials`.
+    /// Reduces the weight of what was observed at positions from `first` on to at most `trials` trials.
     pub(crate) fn doubt(&mut self, first: usize, trials: f64) {
         for counts in &mut self.positions[first..] {
             let share = (trials / counts.trials.max(trials)).min(1.0);
@@ -166,8 +167,9 @@ impl Own {
         collapsed
     }
 
-    /// Returns the factor on the odds. Half of the prior's trials count as accepted, both observed and expected, so
-    /// that little is learned where acceptance is almost sure or almost impossible.
+    /// Returns the request's factor on the odds of acceptance. Half of the prior's trials count as accepted, both in
+    /// the observed and in the expected number. So the factor changes little where acceptance is almost certain or
+    /// almost impossible.
     fn estimate(&self) -> f64 {
         let (Counts { trials, accepted }, prior) = (self.counts, OWN_PRIOR_TRIALS / 2.0);
         let observed = (accepted + prior) / (trials - accepted + prior);

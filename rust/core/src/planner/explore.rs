@@ -11,8 +11,8 @@
 
 use super::SpeculationPlanner;
 
-/// Minimum cost that is assumed for a trial, as a share of its step. If the other K promises as much, one step in
-/// ten is a trial.
+/// Minimum cost that is assumed for a trial, as a share of its step. If the other K promises as much as the chosen one,
+/// one step in ten is therefore a trial.
 const TRIAL_FLOOR: f64 = 0.02;
 /// Maximum number of steps that a trial waits for its two times. One or two more are needed if draft KV has to catch
 /// up first.
@@ -20,14 +20,15 @@ const TRIAL_STEPS: u32 = 4;
 /// Number of drafts in a probe. A draft whose first token is accepted half the time shows no acceptance in one probe of
 /// 256, so a good one is found at once.
 const PROBE_DRAFTS: u32 = 8;
-/// Maximum number of positions that a probe reaches beyond the deepest drafts in use. From K = 0 straight to K = 16, a
-/// probe would cost twice as much, so there would be half as many. A good draft is found in several probes.
+/// Maximum number of positions by which a probe drafts more than the request that drafts the most. A probe from K = 0
+/// to K = 16 would cost twice as much, so there would be half as many probes. If deep drafts are good, several probes
+/// find it.
 pub(super) const PROBE_REACH: i64 = 7;
 /// Maximum number of steps that a probe waits for its drafts, because draft KV may lag by a whole prompt.
 const PROBE_STEPS: u32 = 64;
-/// Weight left to old trials of positions that no request drafts, when a probe of 8 drafts begins. At K = 0 it is the
-/// first number, as much as the probe, because all evidence is old. At a larger K it is the second, because earlier
-/// positions are still observed.
+/// Weight that earlier results keep when a probe of 8 drafts begins, for positions that no request drafts. The first
+/// number is for K = 0, where all results are old: they weigh as much as the probe. The second is for larger K, where
+/// earlier positions are still observed.
 const OLD_TRIALS: (f64, f64) = (8.0, 32.0);
 
 /// Probe: one request that drafts more than the choice, to learn its acceptance.

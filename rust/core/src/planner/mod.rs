@@ -38,7 +38,7 @@ const MARGIN: f64 = 0.005;
 /// Ratio by which differing K must be better than one K for all: 3 %. The best of many estimates is too high on
 /// average: even for requests that are alike, their scatter promises a gain.
 const MIXED_MARGIN: f64 = 0.03;
-/// Share of the time that probes may cost, which is the lasting cost of a useless draft.
+/// Share of the time that probes may cost. This is what a useless drafter costs in the long run.
 const PROBE_SHARE: f64 = 0.004;
 /// Share of the time that trials may cost, in steps that are timed.
 const TRIAL_SHARE: f64 = 0.002;
@@ -91,7 +91,7 @@ pub struct SpeculationPlanner {
     rate: f64,
     /// Expected tokens per millisecond of the last choice.
     promised: f64,
-    /// Row's index in the caller's order and key of its odds, by candidate.
+    /// Index of each candidate's row in the caller's order, and a sort key of the candidate's odds.
     order: Vec<(u32, u32)>,
     candidates: Vec<Candidate>,
     ks: Vec<usize>,

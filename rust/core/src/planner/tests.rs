@@ -292,7 +292,7 @@ fn a_collapse_is_noticed_once_and_a_useless_draft_is_none() {
     assert_eq!(useless.planner.take_collapsed().count(), 0);
 }
 
-/// Number of drafts within which a request is not found collapsed twice.
+/// Number of drafts after a collapse within which the same request is not reported again.
 const FOLLOWING: usize = 60;
 
 #[test]
@@ -334,8 +334,8 @@ fn step_times_refine_the_costs() {
     assert!((ratio(1) - 1.5).abs() < 0.05 && (ratio(2) - 2.0).abs() < 0.07, "{:?}", planner.costs());
 }
 
-/// Simulated machine with its own costs, on which steps of `batch` rows accept each draft token with `chance`. Times
-/// vary by up to a twentieth.
+/// Simulated machine with costs of its own. It runs steps of `batch` requests, and accepts each draft token with
+/// probability `chance`. Times vary by up to 5 %.
 struct Machine {
     engine: Loop,
     truth: CostModel,
@@ -347,7 +347,7 @@ impl Machine {
         Self { engine: Loop::new(batch, 5, believed), truth, chance }
     }
 
-    /// Runs steps and returns their tokens per millisecond.
+    /// Runs `steps` steps and returns the generated tokens per millisecond.
     fn run(&mut self, steps: usize) -> f64 {
         let batch = self.engine.ks.len();
         let (rows, caps, lags): (Vec<_>, _, _) = ((0..batch as i64).collect(), vec![5; batch], vec![0; batch]);
@@ -373,7 +373,7 @@ impl Machine {
         tokens / ms
     }
 
-    /// Returns the tokens per millisecond at the best K for all.
+    /// Returns the tokens per millisecond if all requests draft the K that is best for the batch.
     fn best(&self) -> f64 {
         let batch = self.engine.ks.len();
         let length = |k: usize| (0..=k).map(|i| self.chance.powi(i as i32)).sum::<f64>();

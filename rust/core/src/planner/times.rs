@@ -40,8 +40,8 @@ impl StepTimes {
         Self { costs, scale: 1.0, mixed: 1.0, timed }
     }
 
-    /// Returns the current costs. Only their ratios mean anything: a machine that slows down as a whole does not change
-    /// them.
+    /// Returns the current costs. Only ratios of costs are meaningful: if the whole machine slows down, the costs stay
+    /// the same.
     pub(super) fn costs(&self) -> &CostModel {
         &self.costs
     }
@@ -82,7 +82,7 @@ impl StepTimes {
         }
     }
 
-    /// Notes a step of `batch` requests with `k` drafts each. Returns whether none was noted before at the next grid
+    /// Notes a step of `batch` requests with `k` drafts each. Returns true if it is the first step at the nearest grid
     /// point.
     fn is_first(&mut self, batch: usize, k: usize) -> bool {
         let (batches, ks) = (self.costs.batches(), self.costs.ks());

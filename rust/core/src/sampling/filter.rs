@@ -4,9 +4,9 @@
 use super::SamplingParams;
 use crate::math::exp_nonpositive;
 
-/// Number of cells per nat below the largest logit.
+/// Number of histogram cells per nat (difference of 1 between logits) below the largest logit.
 const RESOLUTION: f32 = 32.0;
-/// Number of cells; the last one contains all logits that lie further down.
+/// Number of histogram cells. The last one has all logits that are too small for the others.
 const CELLS: usize = 1024;
 
 /// Work space for one row, and the tokens that the last row kept. Allocates nothing after the first row.
@@ -129,7 +129,7 @@ impl Filter {
         self.boundary.last().map_or(f32::NEG_INFINITY, |last| last.0)
     }
 
-    /// Collects every remaining logit in `cell` into `boundary`, each with its weight.
+    /// Collects every remaining logit of the histogram cell `cell` into `boundary`, each with its weight.
     fn collect_boundary(&mut self, cell: usize, weight: impl Fn(f32) -> f32) {
         self.boundary.clear();
         for (cells, logits) in self.cells.chunks(STRIDE).zip(self.scaled.chunks(STRIDE)) {
@@ -158,8 +158,8 @@ impl Filter {
 /// Number of values that are compared at once. Most strides contain no match, which a vector comparison shows.
 const STRIDE: usize = 16;
 
-/// Returns the cell of a logit that lies `gap >= 0` below the largest. A conversion to integers that saturates takes
-/// twice as long.
+/// Returns the histogram cell of a logit that is `gap >= 0` smaller than the largest. The conversion does not saturate,
+/// which would take twice as long.
 fn cell(gap: f32) -> u32 {
     // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
     const ROUND: f32 = 12_582_912.0;

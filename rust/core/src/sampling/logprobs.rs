@@ -46,8 +46,8 @@ impl LogprobsMode {
     }
 }
 
-/// Maximum number of top tokens that are kept sorted while a row is read. Larger numbers are selected first and then
-/// sorted.
+/// Maximum number of top tokens that are kept sorted while a row is read. If more are asked for, they are selected
+/// first and then sorted.
 const INSERTED: usize = 64;
 
 /// Log probabilities of m tokens, with the n = `num_top` most probable tokens for each.

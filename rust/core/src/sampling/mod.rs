@@ -1,8 +1,9 @@
 //! Sampling on a CPU: from rows of fp32 logits to drawn tokens, and the verification of drafts by both rules.
 //!
 //! The semantics are those of the torch reference (`specrs.verify`), with equal cuts, noise and rules; probabilities
-//! differ from it in their last bits. Removed tokens cost nothing after the cut, and verification ends at the first
-//! rejected draft. [`Sampler`] applies no masks, biases and penalties; [`LogitsProcessors`] apply them before it.
+//! differ from it in their last bits. Tokens that the filters remove cost nothing afterwards, and verification ends at
+//! the first rejected draft. [`Sampler`] applies no masks, biases and penalties; [`LogitsProcessors`] apply them before
+//! it.
 
 mod filter;
 mod logprobs;
@@ -183,7 +184,7 @@ impl Sampler {
         self.finish(rows, params, seed, n, drafts.len())
     }
 
-    /// Draws the token from row m, after m accepted drafts.
+    /// Draws the token that follows m accepted drafts, from row m.
     fn finish(&mut self, rows: &[f32], params: &SamplingParams, seed: u64, n: u64, m: usize) -> Result<Verdict> {
         let row = &rows[m * self.vocab_size..][..self.vocab_size];
         let token = self.draw(row, params, seed, n.wrapping_add(m as u64), Purpose::Gumbel)?;
@@ -208,7 +209,7 @@ impl Sampler {
         best(&self.filter.tokens, self.filter.logits.iter().zip(&self.noise).map(|(x, g)| x + g))
     }
 
-    /// Draws from `max(0, p - q)`. If rounding leaves that empty because p = q, draws from p.
+    /// Draws from `max(0, p - q)`. If that is 0 everywhere after rounding, because p = q, it draws from p.
     fn draw_residual(&mut self, q: &[f32], seed: u64, position: u64) -> u32 {
         let tokens = &self.filter.tokens;
         self.residual.clear();

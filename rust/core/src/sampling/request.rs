@@ -313,7 +313,7 @@ pub struct SamplingParams {
     pub greedy: bool,
     /// Divisor of the logits; positive.
     pub temperature: f32,
-    /// Number of largest logits to keep, including ties at the cut; infinity is off.
+    /// Number of largest logits to keep, and all that equal the smallest of them; infinity is off.
     pub top_k: f32,
     /// Share of the remaining probability to keep, in (0, 1); infinity is off.
     pub top_p: f32,

@@ -1,4 +1,5 @@
-//! Tests of cuts against sorting, of draws against noise for the whole row, and of verification against its definition.
+//! Tests of the filters against a sort, of draws against noise for the whole row, and of verification against its
+//! definition.
 
 use super::{Sampler, SamplingParams, Verdict, best};
 use crate::math::exp_nonpositive;
@@ -14,7 +15,7 @@ fn logit() -> impl Strategy<Value = f32> {
     prop_oneof![special, -20.0_f32..20.0, -2000.0_f32..2000.0]
 }
 
-/// Generates rows with ties that cross strides, and at least one finite logit.
+/// Generates rows of logits with at least one finite logit, and with equal logits in different strides.
 fn row() -> impl Strategy<Value = Vec<f32>> {
     (prop::collection::vec(logit(), 1..24), 1..4_usize).prop_map(|(mut values, times)| {
         values[0] = if values[0].is_finite() { values[0] } else { 0.0 };
@@ -36,7 +37,7 @@ fn params() -> impl Strategy<Value = SamplingParams> {
     })
 }
 
-/// Returns the tokens that the parameters keep, by sorting; `share` scales the share that top-p asks for.
+/// Returns the tokens that the parameters keep, computed with a sort. `share` is multiplied with top-p.
 fn sorted_cut(row: &[f32], params: &SamplingParams, share: f64) -> Vec<u32> {
     let mut kept: Vec<(u32, f32)> = (0..).zip(row.iter().map(|x| x / params.temperature)).collect();
     let max = kept.iter().map(|x| x.1).fold(f32::NEG_INFINITY, f32::max);
@@ -73,7 +74,8 @@ fn read(sampler: &mut Sampler, row: &[f32], params: &SamplingParams) -> Vec<u32>
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// Compares the cut with a sort. A sum within rounding of the target may be cut on either side.
+    /// Compares the tokens that the filter keeps with those of a sort. If rounding decides whether top-p keeps a token,
+    /// both results are allowed.
     #[test]
     fn the_exact_cut_is_that_of_a_sort(row in row(), params in params()) {
         let mut sampler = Sampler::new(row.len()).unwrap();

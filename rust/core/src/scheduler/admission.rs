@@ -1,6 +1,7 @@
-//! Admission of waiting requests to rows, in order of their turns. A request that does not fit is not overtaken. The
-//! exceptions are requests for log probabilities of the prompt, which take their turns next to others. A request that
-//! waits for a prefix of another, or for its `LoRA` adapter's turn, has its resources reserved.
+//! Admission of waiting requests to rows, in order of their turns. If a request does not fit, no later request is
+//! admitted before it. Only requests for prompt log probabilities may be overtaken, because their tokens take more
+//! time, of which the step may have too little. If a request waits for another request's prefix or for its `LoRA`
+//! adapter, its resources stay reserved.
 
 use super::Scheduler;
 use super::hidden::HiddenRow;
@@ -13,10 +14,10 @@ use crate::error::Result;
 impl Scheduler {
     /// Admits waiting requests while there are rows, prefill budget, blocks, and room for uploads and constraints.
     ///
-    /// Next to running requests, a new request needs blocks for its whole prompt and its reserved output. The blocks
-    /// that running requests will soon need come on top. Otherwise the new request would be preempted over and over.
-    /// Without running requests it is admitted with any number of free blocks, because the pool can hold any single
-    /// request.
+    /// Next to running requests, a new request needs blocks for its whole prompt and its reserved output. In addition,
+    /// the blocks that running requests will soon need must be free. Otherwise the new request would be preempted over
+    /// and over. Without running requests it is admitted with any number of free blocks, because the pool can hold any
+    /// single request.
     pub(super) fn admit(&mut self, plan: &mut Plan) -> Result<()> {
         if self.waiting.is_empty() || self.free_rows.is_empty() {
             return Ok(());

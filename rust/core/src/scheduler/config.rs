@@ -58,14 +58,14 @@ pub struct SchedulerConfig {
     pub window_groups: Vec<usize>,
     /// Maximum number of steps that are planned and not yet settled. 1 to 1024.
     pub max_in_flight: usize,
-    /// W: maximum number of elements that constraints (allowed ids, biases, bad words) take in a record. It limits one
-    /// request, and all requests admitted in one step together. 0 for none.
+    /// W: maximum number of elements that constraints (allowed ids, biases, bad words) take in a record. It limits each
+    /// request, and the sum over all requests that are admitted in one step. 0 allows no constraints.
     pub max_constraint_len: usize,
     /// Precision in which logits are computed.
     pub logits_dtype: LogitsDtype,
     /// Number of output positions for which each running request must have or get blocks when a new request is
-    /// admitted. With 0, a full pool admits requests that it soon preempts. Each reserved block per row costs that much
-    /// concurrency while the pool is full.
+    /// admitted. With 0, a full pool admits requests that it soon preempts. A larger number admits fewer requests at
+    /// once while the pool is full.
     pub num_reserved_decode_tokens: usize,
     /// Maximum number of prompt tokens of a request in a step. With 0, a request may use three quarters of the tokens
     /// left at its turn, plus whatever other prompts leave unused.
@@ -78,19 +78,20 @@ pub struct SchedulerConfig {
     /// [`Self::max_prefill_stall_ms`] counts a chunk deep in its context as longer. Layers with a window attend to no
     /// more positions and add nothing. Finite and at least 0.
     pub attention_cost_ratio: f64,
-    /// Rooms for prompt tokens in the pass that verifies the tokens of decoding sequences. Empty: every chunk has a pass
-    /// of its own. A step takes the first room with its largest number of drafts K and at least its number of sequences
-    /// B. It takes none if it verifies less than half of B * (K + 1) tokens. Sorted by
+    /// Rooms for prompt tokens in the pass that verifies the tokens of decoding sequences. Empty: every chunk has a
+    /// pass of its own. A step of B sequences whose largest number of drafts is K uses the first room with this K and
+    /// at least B sequences. It uses none if it verifies less than half of B * (K + 1) tokens. Sorted by
     /// [`MergedRoom::num_speculative_tokens`], then by [`MergedRoom::num_seqs`]. With equally many drafts, a room for
     /// more sequences has no more tokens.
     pub merged_rooms: Vec<MergedRoom>,
-    /// Maximum number of prompt chunks in such a pass. At least 1 with [`Self::merged_rooms`].
+    /// Maximum number of prompt chunks in a verification pass with room for them. At least 1 with
+    /// [`Self::merged_rooms`].
     pub max_merged_chunks: usize,
     /// Number of steps into whose rooms all running prompts must fit. Otherwise their chunks have a pass of their own and
     /// are not cut to a room. At least 1 with [`Self::merged_rooms`].
     pub max_merged_steps: usize,
-    /// Number of steps that a request must have arrived earlier to go before one with a priority better by 1. With
-    /// 0, priority always counts more.
+    /// Number of steps by which a request must have arrived earlier, to go before a request whose priority is better by
+    /// 1. With 0, priority always counts more.
     pub priority_aging_steps: usize,
     /// Maximum number of different `LoRA` adapters among the running requests, at most 1024; 0 if no request has one.
     pub max_loras: usize,

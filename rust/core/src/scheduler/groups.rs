@@ -3,8 +3,8 @@
 //!
 //! A block holds the KV of `block_size` positions of one group's layers, and one pool serves all groups. A row has a
 //! block of each group for the same positions, except for blocks that left the group's window and returned to the pool.
-//! So the positions that a row can still cover are counted in *columns*: one block of every group. Draft KV is in the
-//! first group alone, together with `draft_valid` and its claims.
+//! So free memory is counted in *columns*: a column is one block of every group, and gives a row `block_size` more
+//! positions. Draft KV is in the first group alone, together with `draft_valid` and its claims.
 //!
 //! A cached block is found by the hash of its content and the tag of its group. A prefix hit is the longest prefix that
 //! every group can serve. A group with a window needs only the blocks of the last window.
@@ -17,10 +17,10 @@ use crate::drafts::Drafter;
 use crate::error::Result;
 use crate::hash::{BlockHash, BlockHasher};
 
-/// Blocks of a row in one group.
+/// Block table of a row in one KV group.
 #[derive(Clone, Debug, Default)]
 pub(super) struct GroupTable {
-    /// Blocks at the same indices as the row's blocks in the first group, [`NO_BLOCK`] before `first_block`.
+    /// Block ids, at the same indices as the row's blocks in the first group; [`NO_BLOCK`] before `first_block`.
     pub(super) blocks: Vec<i64>,
     pub(super) first_block: usize,
 }

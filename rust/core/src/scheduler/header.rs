@@ -61,7 +61,7 @@ header! {
     num_upload_tokens: usize = HEADER_NUM_UPLOAD_TOKENS,
     /// Block table entries to set.
     num_block_updates: usize = HEADER_NUM_BLOCK_UPDATES,
-    /// Largest K of a decoding sequence.
+    /// Largest K among the decoding sequences of this step.
     max_k: usize = HEADER_MAX_K,
     /// Requests that lost their row in this plan.
     num_preempted: usize = HEADER_NUM_PREEMPTED,

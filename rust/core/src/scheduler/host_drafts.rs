@@ -1,5 +1,5 @@
-//! Drafts proposed on the host, searched for once per row and length, and the choice of a row's drafter if there are
-//! several.
+//! Drafts that the host proposes, which are searched once for each row and number of tokens, and the choice of a row's
+//! drafter if there are several.
 //!
 //! *The choice.* A drafter promises `(1 + E) / (1 + k * cost)` tokens per time of a step without drafts, where E is
 //! the expected number of accepted drafts among its k. E is estimated as in the planner: by position over all requests,
@@ -24,8 +24,8 @@ const ROW_COST: f64 = 1.0 / 32.0;
 const DEVICE_TRIAL_SHARE: f64 = 0.01;
 /// Credit for trials of the drafter on the device at the start. The unit is the time of a step without drafts.
 const FIRST_TRIALS: f64 = 4.0;
-/// Maximum number of drafts that a trial of the drafter on the device is charged for if a planner chooses K. It rarely
-/// chooses more where other drafters were better so far.
+/// Maximum number of drafts that are counted as the cost of a trial of the drafter on the device, if a planner chooses
+/// K. The planner rarely chooses more drafts while other drafters are better.
 const TRIAL_DRAFTS: usize = 7;
 const KINDS: usize = DrafterKind::ALL.len();
 /// Number of match classes, which have separate statistics: matches of 1, 2 or 3, 4 to 7, 8 to 15, and more tokens.
@@ -34,7 +34,7 @@ const MATCHES: usize = 5;
 /// Proposals for a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Looked {
-    /// Request (by its arrival) and its length for which the proposals were made.
+    /// Request for which the proposals were made, by its arrival, and its number of tokens then.
     whose: Option<(u64, usize)>,
     /// Number of drafts and match class of each drafter's proposal.
     found: [Found; KINDS],
@@ -53,7 +53,7 @@ impl Found {
     }
 }
 
-/// Number of a drafter's proposals that a step verifies.
+/// How many of a drafter's proposed tokens a step verifies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verified {
     /// All, because K is fixed.

@@ -9,8 +9,8 @@ use crate::hash::BlockHash;
 /// Encodes events as one batch.
 ///
 /// `timestamp` is in seconds since 1970. `sliding_window` is the setting of the scheduler that stored the blocks. An
-/// extra key is a string if it is UTF-8 and binary otherwise; the same holds for the cache salt of a first block. The
-/// offset of an extra key is not encoded, as in vLLM. Snapshots of states are in group 1, of the kind `mamba`, which is
+/// extra key is a string if it is UTF-8 and binary otherwise; the same holds for the cache salt of a first block. Like
+/// vLLM, it leaves out the offset of an extra key. Snapshots of states are in group 1, of the kind `mamba`, which is
 /// vLLM's word for layers with states.
 pub fn encode_kv_events(
     events: &[KvEvent],

@@ -54,8 +54,8 @@ pub enum KvEvent {
     AllBlocksCleared,
 }
 
-/// Changes of one block each, in order, as `plan` and `settle` record them. They are flat in one buffer, so that a
-/// block needs no allocation and a step needs one. [`KvEventBatch::to_events`] converts them to events, possibly in
+/// Changes of one block each, in order, as `plan` and `settle` record them. All changes are in one flat buffer, so that
+/// a block needs no allocation and a step needs one. [`KvEventBatch::to_events`] converts them to events, possibly in
 /// another thread.
 #[derive(Clone, Debug, Default)]
 pub struct KvEventBatch {
@@ -84,14 +84,14 @@ const REMOVED_WITH_DRAFT: u32 = 3;
 const CLEARED: u32 = 4;
 /// Bit of a kind: the change is of a snapshot of states at the block's end.
 const SNAPSHOT: u32 = 8;
-/// Number of words in a hash.
+/// Number of words in a block's hash.
 const HASH: usize = 4;
-/// Number of words before a stored block's tokens.
+/// Number of words of a stored block's event before the block's tokens.
 const STORED_WORDS: usize = 2 + 2 * HASH;
-/// Number of words of a removed block.
+/// Number of words of a removed block's event.
 const REMOVED_WORDS: usize = 2 + HASH;
 
-/// Change as read back from the words.
+/// Change that was decoded from the words of a batch.
 enum Change<'a> {
     Stored { block: i64, hash: BlockHash, parent: Option<BlockHash>, token_ids: &'a [u32], is_snapshot: bool },
     Removed { block: i64, hash: BlockHash, has_draft: bool, is_snapshot: bool },
@@ -240,7 +240,7 @@ impl KvEventLog {
         self.batch.words.extend_from_slice(&[REMOVED + u32::from(has_draft), block as u32, a, b, c, d]);
     }
 
-    /// Records a snapshot of states that gave way.
+    /// Records a snapshot of states that was evicted.
     pub(super) fn removed_snapshot(&mut self, evicted: &Evicted) {
         let change = self.batch.words.len();
         self.removed(evicted);

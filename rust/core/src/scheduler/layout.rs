@@ -154,8 +154,8 @@ layout! {
         block_id: x,
         /// Row of state of each snapshot to write, `[N]`.
         snapshot_row: n,
-        /// Number of first positions that each snapshot's state covers, `[N]`. It is written in the step in which the
-        /// row's state passes this number with committed tokens alone; in a step after that one, nothing is written.
+        /// Number of first positions that each snapshot's state covers, `[N]`. The snapshot is written in the step in
+        /// which the row's state, with committed tokens alone, reaches this number. Later steps do not write it.
         snapshot_len: n,
         /// Slot of each snapshot, `[N]`. The step reads the snapshots of admitted rows before it writes any.
         snapshot_slot: n,
@@ -191,8 +191,8 @@ layout! {
         admit_snapshot: if n > 0 { r } else { 0 },
         /// Id of the `LoRA` adapter of each admitted request, `[R]`; 0 for none.
         admit_lora: r,
-        /// Number of the cache salt and adapter of each admitted request, `[R]`; equal numbers mean that both are
-        /// equal.
+        /// Number that stands for the cache salt and adapter of each admitted request, `[R]`. Two requests have the
+        /// same number if and only if both their salts and their adapters are equal.
         admit_salt: r,
         /// Seed of each admitted request, `[R]`.
         admit_seed: r,

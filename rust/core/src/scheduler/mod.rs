@@ -12,13 +12,13 @@
 //! | `lifecycle` | how requests come, go, and lose their row |
 //! | `plan`, `admission`, `catch_up` | what the next step does |
 //! | `prefill_costs` | how many prompt tokens fit into a time |
-//! | `sharing` | whose turn it is where somebody asks for many requests at once |
-//! | `windows` | which blocks come back while their request goes on |
-//! | `loras` | how many `LoRA` adapters run at once, and whose blocks are whose |
-//! | `groups` | block tables of layers that remember otherwise |
+//! | `sharing` | which caller's request is next, if a caller sends many |
+//! | `windows` | which blocks are freed while their request goes on |
+//! | `loras` | how many `LoRA` adapters run at once, and which requests share blocks |
+//! | `groups` | block tables of layers with other windows |
 //! | `snapshots` | where states of layers without KV are kept, for prefix hits |
 //! | `host_drafts` | what a drafter on the host proposes |
-//! | `hidden` | where the KV of a drafter begins that reads hidden states, and who may go on from it |
+//! | `hidden` | where the KV of a drafter that reads hidden states begins, and which requests may continue it |
 //! | `speculation` | K by a planner; draft KV built again |
 //! | `faults` | what a drafter that fails costs |
 //! | `record` | how that is written down |

@@ -1,8 +1,8 @@
 //! Planning of the next step. Decides for the running requests in order of importance; `admission` and `catch_up` add
 //! the rest.
 //!
-//! Until it is certain that a step results, deciding may only reserve blocks, preempt, and let callers share. A plan
-//! that ends in `SettleFirst` leaves only reservations, which the next plan finds.
+//! Until it is certain that there will be a step, planning may only reserve blocks, preempt requests, and move rows
+//! between callers. If a plan ends in `SettleFirst`, only its reservations stay, and the next plan uses them.
 
 use super::prefill_costs::StepWork;
 use super::request::RequestIndex;
@@ -115,8 +115,8 @@ pub(super) struct Plan {
     /// Number of first blocks of the current request whose KV is cached, which may be more than its prefix hit if
     /// layers have states.
     pub(super) num_cached: usize,
-    /// Counts for the counting sort of the decoding sequences: first the number of sequences with each K, later the
-    /// number before it.
+    /// Scratch of the counting sort of the decoding sequences by K, by K: first the number of sequences with this K,
+    /// then the number of sequences that come before them.
     pub(super) counts: Vec<usize>,
     pub(super) unsorted: Vec<Decode>,
     /// Decoding sequences with blocks that no step has sent to the device.
@@ -144,7 +144,7 @@ impl Plan {
     }
 }
 
-/// Decision whether a row drafts in the next step.
+/// Whether a row drafts in the next step, and how many tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Drafting {
     /// The row does not draft: it does not want to, or steps in flight hide how far its draft KV lags.
@@ -202,8 +202,8 @@ impl Scheduler {
     }
 
     /// Plans a sequence for each running row, most important first. Returns false if a row that lacks blocks should
-    /// wait for steps in flight, whose end may free some. Without such steps it takes the blocks of the row with the
-    /// last turn. The least important row is left out instead.
+    /// wait for steps in flight, because these may free blocks when they settle. Without steps in flight, the row takes
+    /// the blocks of the row with the last turn. If it is the least important row itself, the plan leaves it out.
     fn place_running(&mut self, plan: &mut Plan) -> Result<bool> {
         let mut place = 0;
         while let Some(&row) = self.running.get(place) {
@@ -292,7 +292,7 @@ impl Scheduler {
         plan.chunks.push(chunk);
     }
 
-    /// Counts a chunk of a row's prompt towards the plan and its budget.
+    /// Adds a chunk of a row's prompt to the plan, and subtracts it from the budget.
     fn take(&self, plan: &mut Plan, row: RowIndex, start: usize, len: usize) {
         let told = self.requests[self.rows[row as usize].request].tells_prompt();
         self.budget(plan).prefill_left -= len;
@@ -300,8 +300,8 @@ impl Scheduler {
         plan.work.add_chunk(told, start, len);
     }
 
-    /// Returns the maximum first share of one prompt in the `left` tokens, so that a long prompt leaves some to later
-    /// ones.
+    /// Returns how many of the `left` tokens one prompt may take at first, so that a long prompt leaves some to later
+    /// prompts.
     pub(super) fn chunk_share(&self, left: usize) -> usize {
         match self.config.long_prefill_token_threshold {
             0 => left - left / 4,
@@ -405,7 +405,7 @@ impl Scheduler {
     }
 
     /// Computes the chunk budget on first use: the tokens of C that decoding leaves, at least a quarter, and the time
-    /// that chunks may take. The draft keeps a quarter of both while it has demand.
+    /// that chunks may take. While draft models have to catch up, they get a quarter of both the tokens and the time.
     pub(super) fn budget<'a>(&self, plan: &'a mut Plan) -> &'a mut Budget {
         if plan.budget.is_none() {
             plan.budget = Some(self.new_budget(plan));

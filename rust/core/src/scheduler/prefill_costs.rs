@@ -7,8 +7,8 @@
 //! computes long chunks in another way. So there is a rate for each power of two, and never a larger one for more
 //! tokens.
 //!
-//! Attention beyond its share raises the rates: deep in a context fewer tokens fit, and those sizes have rates of their
-//! own.
+//! If attention costs more than `attention` says, the measured rates rise. Deep in a context fewer tokens fit, so these
+//! smaller sizes learn rates of their own.
 
 use super::Scheduler;
 use crate::error::{Error, Result};
@@ -21,8 +21,9 @@ const SIZES: usize = 32;
 /// Weight of one step's time in the rate. With a half, a step that is twice as slow as expected is followed by one
 /// that is slower by a third.
 const WEIGHT: f64 = 0.5;
-/// Bounds of a measured time as multiples of the expected time. A single step may be slow for external reasons (a
-/// page fault, a kernel that is compiled), but never fast without a reason.
+/// Bounds of a measured time as multiples of the expected time. One step may be slow for external reasons (a page
+/// fault, a kernel that is compiled), so the upper bound is tight. A fast step always has a reason, so the lower bound
+/// is wide.
 const BOUNDS: (f64, f64) = (1.0 / 16.0, 4.0);
 /// Factor between the rate of the smallest measured size and the assumed rate of smaller sizes.
 const UNKNOWN: f64 = 2.0;
@@ -128,8 +129,9 @@ impl Costs {
         self.rate(Self::size_of(work.tokens)).unwrap_or(f64::INFINITY) * work.weight(self.attention)
     }
 
-    /// Returns the length of the longest chunk from `start` on, at most `most`, so that `before` and the chunk together
-    /// take at most `ms`. Each token of the chunk costs `ratio` tokens.
+    /// Returns the length of the longest prompt chunk that begins at position `start`, has at most `most` tokens, and
+    /// takes at most `ms` milliseconds together with `before`. A token of the chunk costs as much as `ratio` ordinary
+    /// tokens.
     fn fitting(&self, before: Work, start: usize, ratio: f64, most: usize, ms: f64) -> usize {
         let (weight, attention) = (before.weight(self.attention), self.attention);
         let (first, last) = (Self::size_of(before.tokens), Self::size_of(before.tokens + ratio * most as f64));

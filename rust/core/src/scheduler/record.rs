@@ -165,8 +165,9 @@ impl Scheduler {
         }
     }
 
-    /// Writes the slots of a draft chunk. A block with `draft_valid` after one without is fed again, because
-    /// later tokens of the chunk attend to it in the same pass. It is not written again, because others may read it.
+    /// Writes the slots of a draft chunk. A block with `draft_valid` that comes after a block without it is fed again,
+    /// because later tokens of the chunk attend to it in the same pass. It gets no slots, so it is not written again:
+    /// other requests may read it.
     fn map_draft_slots(&self, row: RowIndex, start: usize, slots: &mut [i64]) {
         let (block_size, row) = (self.config.block_size, &self.rows[row as usize]);
         self.slot_mapper.map_range(&row.blocks, start as i64, slots);

@@ -20,7 +20,8 @@ pub(super) struct Request {
     pub(super) tokens: Vec<u32>,
     pub(super) id: i64,
     pub(super) limit: usize,
-    /// Whether the draft's logits were not finite once; the request then never drafts again.
+    /// Whether the drafter's logits for this request were NaN or infinite at least once. The request then never drafts
+    /// again.
     pub(super) draft_failed: bool,
     /// Whether the request has had a row before.
     pub(super) admitted: bool,
@@ -30,7 +31,8 @@ pub(super) struct Request {
     pub(super) stop_token_ids: Vec<i64>,
     /// Number of tokens, prompt included, before which stop ids do not count.
     pub(super) min_len: usize,
-    /// Number of the request's first blocks whose KV was cached, or kept by the host, when the host looked.
+    /// Number of the request's first blocks whose KV was in the prefix cache, or stored by the host, when the host last
+    /// checked.
     pub(super) num_stored: usize,
     pub(super) order: Order,
     pub(super) caller: Option<i64>,
@@ -141,8 +143,8 @@ impl Request {
 
     /// Appends the first `emitted` of `tokens`.
     ///
-    /// Copies all of them before it cuts: a loop over the emitted ones mispredicts its end, which costs more than the K
-    /// tokens.
+    /// It copies all `tokens` and then truncates: a loop over the emitted tokens alone mispredicts its end, which costs
+    /// more than copying K tokens.
     #[inline]
     pub(super) fn append(&mut self, tokens: &[i64], emitted: usize) {
         let n = self.tokens.len();

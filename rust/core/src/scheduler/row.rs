@@ -74,10 +74,10 @@ pub(super) struct Row {
     /// Whether the draft KV from block `num_draft_marked` on must be rebuilt, once no step in flight drafts for the
     /// row.
     pub(super) rebuild: bool,
-    /// Whether `draft_len` moved without a chunk that tells the device. The row's next chunk does so, even if it has
-    /// length 0.
+    /// Whether `draft_len` changed without a draft chunk, so that the device does not know the new value. The row's
+    /// next draft chunk tells it, even if the chunk has length 0.
     pub(super) draft_len_moved: bool,
-    /// Number of first blocks that lie before every window to come, and that returned to the pool.
+    /// Number of first blocks that have returned to the pool, because they lie before all windows of later steps.
     pub(super) first_block: usize,
     /// Id of the last step with a draft catch-up chunk of this row.
     pub(super) last_catch_up: u64,

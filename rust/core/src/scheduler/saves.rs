@@ -10,8 +10,8 @@
 //!
 //! Snapshots of states are copied out and in as well: `snapshot_saves.rs`.
 //!
-//! A request can wait until the host has copied in blocks of its prompt. The wait begins when all else is there that
-//! its admission needs, so what is loaded is used at once.
+//! A request can wait until the host has copied in blocks of its prompt. The wait begins when the request could
+//! otherwise be admitted, so loaded blocks are used at once.
 
 use std::collections::VecDeque;
 
@@ -60,7 +60,7 @@ enum Saved {
     TargetAndDraft,
     /// Target and draft KV, of which the latter turned out to be broken.
     BrokenDraft,
-    /// Nothing, and it never asks for any: no other request will find the block.
+    /// Nothing. The host never copies the block, because no other request will find it.
     Private,
 }
 
@@ -231,8 +231,8 @@ impl Scheduler {
         self.saves.as_mut()?.outputs.pop_front()
     }
 
-    /// Adds the output of a request of another process to the suffix drafter, if there is one. `salt` is the hash of
-    /// its cache salt.
+    /// Adds the output of a request that ended in an earlier process to the suffix drafter, if there is one. `salt` is
+    /// the hash of the request's cache salt.
     pub fn restore_output(&mut self, salt: BlockHash, token_ids: &[u32]) {
         if let Some(suffix) = &mut self.host_drafts.proposers.suffix {
             suffix.restore(salt, token_ids);

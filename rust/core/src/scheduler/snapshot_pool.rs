@@ -19,7 +19,7 @@ pub struct StateCacheStats {
     pub hits: u64,
     /// Number of snapshots that were written and could be found.
     pub stored: u64,
-    /// Number of snapshots that gave way to others, or to the KV block at their end.
+    /// Number of snapshots that were evicted: for another snapshot, or together with the KV block at their end.
     pub evictions: u64,
 }
 
@@ -48,10 +48,11 @@ pub(super) struct RowSnapshots {
     pub(super) restored: Option<i64>,
 }
 
-/// Slots of all snapshots, and what the rows are going to write.
+/// Slots of all snapshots, and the snapshots that each row is going to write.
 #[derive(Clone, Debug)]
 pub(super) struct Snapshots {
-    /// Slots in the place of KV blocks: held ones are being written, cached ones are found.
+    /// Pool whose blocks are the slots of snapshots. A held slot is being written; a cached slot has a snapshot that
+    /// can be found.
     pub(super) pool: BlockPool,
     pub(super) rows: Vec<RowSnapshots>,
     pub(super) interval: usize,
@@ -86,7 +87,7 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Frees all snapshots, of which no row is writing one.
+    /// Frees all snapshots. No row may be writing one.
     pub(super) fn clear(&mut self) {
         let cleared = self.pool.reset_prefix_cache();
         debug_assert!(cleared, "a row without blocks writes a snapshot");
@@ -107,15 +108,15 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Gives a row a slot for the snapshot at `len`. Without a slot that no row is writing, it gets none.
+    /// Gives a row a slot for its snapshot at `len`. If rows are writing to all slots, the row gets none.
     pub(super) fn reserve(&mut self, row: RowIndex, len: usize, events: Option<&mut KvEventLog>) {
         if let Some(slot) = self.allocate(events) {
             self.rows[row as usize].pending.push(Pending { len, slot });
         }
     }
 
-    /// Returns a held slot, for which the least recently used snapshot gives way if none is free. `None` if rows are
-    /// writing into all slots.
+    /// Returns a slot to write into. If no slot is free, the least recently used snapshot is evicted. `None` if rows
+    /// are writing into all slots.
     pub(super) fn allocate(&mut self, events: Option<&mut KvEventLog>) -> Option<i64> {
         if let Some(slot) = self.pool.allocate_free() {
             return Some(slot);

@@ -1,8 +1,8 @@
 //! Snapshots that the host keeps elsewhere too, such as on a disk: which ones to copy out, and where to copy them in.
 //! Copies no states itself. Off unless block saves are enabled.
 //!
-//! A snapshot of a prompt is due as soon as it can be found. A row keeps only the last one of its output, so that one is
-//! due when the row is released. A due snapshot that gives way before the host takes it is lost to the host.
+//! A snapshot of a prompt is due as soon as it can be found. A row keeps only the last one of its output, so that one
+//! is due when the row is released. A due snapshot that is evicted before the host takes it is lost to the host.
 //!
 //! A snapshot is found by the hash of the KV block at its end, so the host must copy in that block first.
 
@@ -93,7 +93,7 @@ impl Scheduler {
     }
 
     /// Notes that the KV of a live request's first `num_blocks` blocks is cached, or that the host has it. The request
-    /// will leave a snapshot where it ends, as it does where cached KV ends.
+    /// will leave a snapshot at the end of these blocks, as it does at the end of cached KV.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`] if the id is not live.
@@ -105,9 +105,9 @@ impl Scheduler {
     }
 
     /// Puts the snapshot at the end of a live request's first `num_blocks` blocks into the prefix cache. Returns its
-    /// slot, which the host must fill before the next step. Another snapshot may give way, with which requests of the
-    /// planned step begin, so the host calls this when that step has been executed. Returns `None` if there is such a snapshot already, if the
-    /// KV at its end is not cached, or if rows are writing into all slots.
+    /// slot, which the host must fill before the next step. This may evict a snapshot with which a request of the
+    /// planned step begins. So the host must call it after that step has been executed. Returns `None` if there is such
+    /// a snapshot already, if the KV at its end is not cached, or if rows are writing into all slots.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`] if the id is not live. [`Error::InvalidBuffer`] if a prefix hit could not have so many

@@ -1,16 +1,16 @@
 //! Snapshots of states, for targets with layers that have a state per request in the place of KV.
 //!
-//! KV of a prefix can be read block by block; a state cannot be cut. So a prefix hit of such a target needs the KV of its
-//! blocks and a snapshot of the states at its end. Snapshots have slots in a pool of their own. A snapshot is found by
-//! the hash of the KV block that ends there, and leaves the pool with that block. The least recently used snapshot is
-//! the first to give way.
+//! The KV of a shorter prefix is a part of the KV of a longer one; the state of a shorter prefix cannot be derived from
+//! that of a longer one. So a prefix hit of such a target needs the KV of its blocks and a snapshot of the states at
+//! its end. Snapshots have slots in a pool of their own. A snapshot is found by the hash of the KV block that ends
+//! there, and leaves the pool with that block. The least recently used snapshot is the first to give way.
 //!
 //! | place of a snapshot | reason |
 //! | --- | --- |
 //! | the last block's end before the prompt's end | the same prompt comes again, or goes on after its answer |
 //! | every `snapshot_interval` positions of a prompt | prompts that differ late; preemption |
 //! | where a lookup found KV further than a snapshot, here or with the host | a beginning that requests share |
-//! | the end of what a waiting request shares with the row | the same, for requests that come together |
+//! | the end of what a waiting request shares with the row | a beginning that requests share which arrive together |
 //! | every `decode_snapshot_interval` positions of an output | preemption, and a next turn; a row keeps the last one |
 //!
 //! The record names row, length and slot of a snapshot in each step in which the row's state may pass that length. The

@@ -1,5 +1,5 @@
-//! Choice of K by a planner for each step, and rebuilding of draft KV. Decides neither how deep to draft nor whose KV
-//! is broken.
+//! Lets a planner choose K for each step, and rebuilds draft KV. The planner decides how much to draft and whose draft
+//! KV is broken.
 
 use super::Scheduler;
 use super::layout::{FLAG_NOTHING_DRAFTED, StepHeader};
@@ -147,18 +147,19 @@ impl Scheduler {
         self.discard_draft(row)
     }
 
-    /// Removes marks and claims from a row's registered blocks, and from those of rows that share a block unmarked this
-    /// way, from that block on.
+    /// Clears `draft_valid` and claims of a row's registered blocks. If another row shares a block whose flag was
+    /// cleared, the same happens to that row's blocks from this block on.
     ///
-    /// For a head that reads hidden states, rows that share a block start anew whether it was marked or not. A row
-    /// whose drafts were not finite has lost its marks, and others may have continued from its blocks before. Steps
-    /// in flight may still draft for these rows; they set no marks, and the rows start anew after they have settled.
+    /// With a head that reads hidden states, every row that shares a block starts anew, even if the flag was not set: a
+    /// row whose drafts were not finite has lost its flags, but other rows may have continued from its blocks before.
+    /// Steps in flight may still draft for these rows. They set no flags, and the rows start anew after these steps
+    /// have settled.
     fn discard_draft(&mut self, row: RowIndex) -> Result<()> {
         self.discard_from(vec![(row, 0)])
     }
 
-    /// Removes marks and claims from several rows, each from a block on, and from rows that share such a block. See
-    /// [`discard_draft`](Self::discard_draft).
+    /// Clears `draft_valid` and claims of several rows, each from one of its blocks on, and of rows that share such a
+    /// block. See [`discard_draft`](Self::discard_draft).
     pub(super) fn discard_from(&mut self, mut broken: Vec<(RowIndex, usize)>) -> Result<()> {
         if !self.drafts.has_kv {
             return Ok(());

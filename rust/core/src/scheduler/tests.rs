@@ -1,4 +1,4 @@
-//! Tests that `check_integrity` sees contradictions. `tests/scheduler` tests what the scheduler does.
+//! Tests that `check_integrity` finds contradictions. The behaviour of the scheduler is tested in `tests/scheduler`.
 
 use super::layout::{FINISH_LENGTH, FINISH_NONE};
 use super::row::RowState;

@@ -1,11 +1,12 @@
 //! Windows of KV: the blocks that return to the pool while their request runs, and the maximum number that a row needs.
 //! Writes no record: the device's block table keeps the entry of a returned block, and no query reads it.
 //!
-//! With a window of W positions, a query at position p reads the KV of `[p + 1 - W, p]`. Steps in flight and later
-//! ones feed a row of n settled tokens positions from n - `lag` on. `lag` is 1, or the number of positions that the
+//! With a window of W positions, a query at position p reads the KV of `[p + 1 - W, p]`. Steps in flight and later ones
+//! feed a row of n settled tokens positions from n - `lag` on. `lag` is 1, or the number of positions that the
 //! drafter's first pass feeds. For a prompt they feed positions after its last settled chunk. No query reads positions
-//! before the first of these windows, and whole blocks of them return to the pool. Only catch-up chunks begin earlier:
-//! while one is in flight, no block of its row returns in the first group, which has the draft's KV.
+//! before the window of the first fed position, so blocks that lie wholly before it return to the pool. Only catch-up
+//! chunks begin earlier: while one is in flight, no block of its row returns in the first group, which has the draft's
+//! KV.
 //!
 //! A drafter that catches up from tokens begins at the first position that its row still holds, if its KV ends before
 //! that. Its first queries lack a part of their windows, so the record says where draft KV begins

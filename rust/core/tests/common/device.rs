@@ -23,7 +23,7 @@ const NEVER: u64 = 0;
 /// Stop tokens of a request, and the position from which they count.
 #[derive(Clone, Debug, Default)]
 struct Stops {
-    /// Number of tokens, prompt included, before which stop tokens do not count.
+    /// Length of the sequence, prompt included, below which stop tokens do not end it.
     min_len: usize,
     ids: Vec<i64>,
 }
@@ -94,7 +94,7 @@ pub struct Report {
     pub finish_reason: i64,
 }
 
-/// Row state and KV of both models.
+/// Simulated device: row state, and the KV of target and draft model.
 #[derive(Clone, Debug)]
 pub struct Device {
     config: SchedulerConfig,
@@ -249,7 +249,7 @@ impl Device {
         reports
     }
 
-    /// Brings a row's states to `len` positions, and writes the snapshots that they pass.
+    /// Advances a row's states to `len` positions, and writes the snapshots whose lengths they pass.
     fn pass_states(
         &mut self,
         reader: &Reader<'_>,

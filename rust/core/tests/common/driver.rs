@@ -98,7 +98,7 @@ impl Driver {
         self.scheduler.check_integrity().expect("integrity");
     }
 
-    /// Plans once and executes what is planned.
+    /// Plans once and executes the planned step, if there is one.
     pub fn plan(&mut self) -> PlanOutcome {
         let outcome = self.scheduler.plan(&mut self.record).expect("plan");
         self.check();

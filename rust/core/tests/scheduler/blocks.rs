@@ -6,7 +6,7 @@ use specrs_core::{Error, SchedulerConfig};
 use crate::common::driver::{Ask, Driver};
 use crate::{ask, drafting, small, speculative};
 
-/// Makes a driver in which both requests decode at K = 0 and hold 3 blocks each: 9 tokens, block size 4.
+/// Makes a driver with two requests that decode at K = 0. Each has 9 tokens, so 3 blocks of size 4.
 fn two_decoding(num_blocks: usize, max_in_flight: usize) -> Driver {
     let mut driver = Driver::new(SchedulerConfig { num_blocks, max_model_len: 24, max_in_flight, ..small() });
     driver.add(0, &ask(1, 8, 16)).unwrap();

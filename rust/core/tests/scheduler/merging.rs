@@ -191,7 +191,7 @@ fn a_draft_model_catches_up_as_without_rooms() {
     assert!(runs[0].1.0 > 100, "the draft reads the prompt: {:?}", runs[0].1);
 }
 
-/// Prompts before a step, and what the step does with them.
+/// State of the prompts before a step, with which the step's chunks are checked.
 struct Check {
     /// Number of tokens of each prompt that are not computed, by id.
     rest: BTreeMap<i64, usize>,

@@ -41,7 +41,8 @@ fn started(driver: &mut Driver, ask: &Ask) -> Vec<i64> {
     outcome.expected[outcome.output.len()..].to_vec()
 }
 
-/// Returns the drafter, the drafts and K of the only decoding sequence of the next step, which is then settled.
+/// Plans the next step, which must have one decoding sequence and no prompt, and settles it. Returns the drafter's
+/// number and the K draft tokens of the sequence.
 fn next_drafts(driver: &mut Driver) -> (i64, Vec<i64>) {
     let header = driver.plan_step();
     assert_eq!((header.num_decode, header.num_prefill), (1, 0));

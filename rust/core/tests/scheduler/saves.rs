@@ -38,8 +38,8 @@ impl Disk {
         }
     }
 
-    /// Number of blocks of the longest prefix hit that copies make possible, and the hash of the last one; `None` if
-    /// they make it no longer.
+    /// Returns the number of blocks of the longest prefix hit that loads from the host make possible, and the hash of
+    /// its last block; `None` if loads make the hit no longer.
     fn goal(&self, driver: &mut Driver, id: i64) -> Option<(usize, u128)> {
         if driver.scheduler.config().num_snapshots == 0 {
             return None;

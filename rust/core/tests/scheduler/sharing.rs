@@ -24,7 +24,7 @@ fn go_on(driver: &mut Driver, steps: usize) {
     }
 }
 
-/// Returns the number of running requests by hundreds of their ids.
+/// Returns the number of running requests by caller, which is the request id divided by 100.
 fn held(driver: &Driver) -> BTreeMap<i64, usize> {
     let mut held = BTreeMap::new();
     let waiting = driver.scheduler.num_waiting();

@@ -84,7 +84,7 @@ fn random_ask(rng: &mut Rng, config: &SchedulerConfig) -> Ask {
     }
 }
 
-/// Reports drafts by a grammar for a request: what it will have, with a wrong token now and then.
+/// Reports grammar drafts for a request: the tokens that its output will have, with some wrong ones.
 fn force(driver: &mut Driver, rng: &mut Rng, id: i64) {
     let outcome = &driver.outcomes[&id];
     let rest = outcome.expected[outcome.output.len()..].iter().take(rng.below(8));

@@ -521,8 +521,9 @@ impl Device {
         self.rows[row].draft_len = start + len;
     }
 
-    /// Returns a head's KV of `position`: the tokens up to the next one, the start of its context, and the kind of
-    /// hidden states.
+    /// Returns the simulated KV of an EAGLE-3 or MTP head at `position`: 0, the tenant, and what the KV depends on.
+    /// These are the tokens up to `position + 1`, the start of the head's context, and a mark for hidden states of the
+    /// head itself.
     fn hidden_kv(&self, row: usize, tokens: &[i64], position: usize, recurrent: bool) -> (usize, u8, Vec<i64>) {
         let Row { draft_start, request_id, .. } = self.rows[row];
         let mut content = tokens[..=position + 1].to_vec();
@@ -735,8 +736,8 @@ impl Device {
         (emitted.len(), FINISH_NONE)
     }
 
-    /// Applies the request's target or capacity fault, if one is due: the row ends, and the KV that it just wrote
-    /// becomes NaN.
+    /// Applies the target or capacity fault that the test planned for the row's request, if there is one: the row ends,
+    /// and the KV that it just wrote becomes NaN.
     fn fatal(&mut self, row: usize, start: usize, end: usize) -> Option<Outcome> {
         let request_id = self.rows[row].request_id;
         let flags = *self.faults.get(&request_id).filter(|&&flags| flags & 5 != 0)?;

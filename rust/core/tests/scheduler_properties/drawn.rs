@@ -13,7 +13,7 @@ pub(crate) struct Ask {
     pub(crate) text: i64,
     /// Number of tokens of the long text in the prompt.
     pub(crate) shared: usize,
-    /// Number of the prompt's own tokens after the long text.
+    /// Number of tokens that follow the long text in the prompt and belong to this request alone.
     pub(crate) own: usize,
     pub(crate) max_tokens: usize,
     pub(crate) min_tokens: usize,

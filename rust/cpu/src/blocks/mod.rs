@@ -12,13 +12,14 @@ use crate::error::{Error, Result};
 use crate::isa::LANES;
 use crate::memory::{Line, from_f16};
 
-/// A matrix `[outputs, inputs]` of integers with scales, which stand for the numbers of its file exactly.
+/// A matrix `[outputs, inputs]` of integers with scales. Together they are exactly the weights of the file.
 ///
-/// Outputs lie in strips of sixteen, the last one padded with zeros. Of a strip each 32 inputs are a packed block:
-/// lines of codes, then lines of their high bits. Byte `4 o + k` of a line belongs to output `o`. Inputs `4 r .. 4 r +
-/// 4` of a block are run `r`; byte k has input `4 r + k`. A line has one run of 8-bit codes, two of 4-bit codes, the
-/// earlier one in the lower halves, or four of 2-bit codes. Bit r of a byte of high bits belongs to run r; of two high
-/// bits, bits `2 (r % 4)` of line `r / 4`.
+/// Outputs are stored in strips of sixteen, the last strip padded with zeros. Each 32 inputs of a strip are a packed
+/// block: lines of codes, then lines of their high bits. Byte `4 o + k` of a line belongs to output `o`. Inputs
+/// `4 r .. 4 r + 4` of a block are run `r`; byte k has input `4 r + k`. A line has one run of 8-bit codes, or two runs
+/// of 4-bit codes with the earlier one in the lower halves of the bytes, or four runs of 2-bit codes. With one high bit
+/// per code, bit r of a byte belongs to run r. With two high bits, run r has the two bits from `2 (r % 4)` on in line
+/// `r / 4`.
 pub struct Packed {
     /// GGML's name of the block type, or INT4 or INT8.
     kind: &'static str,
@@ -33,7 +34,7 @@ pub struct Packed {
     /// Eight-bit scales and minima. With [`Scales::Sub`] `[strips, blocks, 1 or 2 with minima, groups of a block, 16]`;
     /// with [`Minima::Zeros`] `[strips, scales, 16]`.
     subs: Vec<i8>,
-    /// Input at each place of an output's codes, `[inputs]`; `None` if inputs are in their own order.
+    /// Index of the input at each place of an output's codes, `[inputs]`; `None` if inputs are in their own order.
     order: Option<Box<[u32]>>,
 }
 
@@ -122,7 +123,7 @@ impl Packed {
 }
 
 impl Format {
-    /// Returns the integer q that a code of a packed block stands for.
+    /// Returns the integer q that the code of input `input` in a packed block means.
     fn code(self, lines: &[Line], lane: usize, input: usize) -> i32 {
         let (run, byte) = (input / 4, 4 * lane + input % 4);
         let bits = |first: usize, width: u32| {

@@ -56,11 +56,11 @@ impl Packed {
         Ok(made)
     }
 
-    /// Calls `put` for each output with the strip that it belongs to. `threads` threads share the strips.
+    /// Packs the integers `values` `[outputs, inputs]` with `scales`, with `threads` threads.
     ///
-    /// Scales are kept as bf16 or fp16 if that holds them exactly. Then integers of a group that lie within 16 of each
-    /// other become INT4; with fp32 scales those from -8 to 7 do. Otherwise all become INT8. `name` is what an error
-    /// calls the matrix.
+    /// Scales are stored as bf16 or fp16 if that holds them exactly. The matrix then becomes INT4 if in every group the
+    /// integers differ by less than 16. With fp32 scales it becomes INT4 if all integers are from -8 to 7. Otherwise it
+    /// becomes INT8. Errors call the matrix `name`.
     ///
     /// # Errors
     /// Where groups are no multiple of 32 inputs, a scale is not finite, or INT8 does not hold the integers.

@@ -25,7 +25,7 @@ const BLOCKS: usize = SUPER / BLOCK;
 const TOP: f32 = 63.0;
 /// Largest code of a weight.
 const TOP_CODE: f32 = 15.0;
-/// Weights above this absolute value have no minimum in fp16.
+/// Largest absolute value of a weight. For a larger one, fp16 cannot hold the minimum of its block.
 const LARGEST: f32 = TOP * 65_504.0;
 /// Blocks whose weights are all smaller than this become zeros. The smallest fp16 number is larger.
 const LEAST: f32 = 1e-30;

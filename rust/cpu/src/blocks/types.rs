@@ -91,7 +91,8 @@ impl Format {
         Self { low, high: 0, halves: false, minima: Minima::None, scales, shift, offset, table: None }
     }
 
-    /// Returns whether codes are signed bytes.
+    /// Returns whether codes become signed bytes, rather than unsigned ones, when they are decoded: 8-bit codes, and
+    /// 4-bit codes with a table.
     pub(crate) fn is_signed(self) -> bool {
         self.low == 8 || self.table.is_some()
     }

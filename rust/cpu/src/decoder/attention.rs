@@ -82,9 +82,10 @@ struct Share<'a> {
 
 /// Inputs of the heads of q, k and v, in addition to the rows that their projection is fed.
 struct HeadInputs<'a> {
-    /// Projected q, k and v of all rows, if all heads are normed as one.
+    /// Projected q, k and v of all rows, if one norm goes over all heads. Not read if each head has its own norm.
     projected: &'a [f32],
-    /// Factors of the norms of all query heads and of all key heads, if all heads are normed as one.
+    /// Factors of the two norms over all query heads and over all key heads, for each row. Only with norms over all
+    /// heads.
     scales: &'a [f32],
     cos: &'a [f32],
     sin: &'a [f32],
@@ -200,7 +201,7 @@ impl<'a> Context<'a> {
     }
 
     /// Writes a layer's input projection to `out` `[rows, outputs]`, as one phase: q, k and v of attention, or the
-    /// inputs of a delta net. `cut` cuts its outputs.
+    /// inputs of a delta net. `cut` splits the outputs among the participants.
     pub(super) fn project(
         &self,
         layer: &Layer,
@@ -268,7 +269,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Computes the gates of a piece of the query heads, after the sigmoid, `[heads, rows, ceil(head_dim / 16)]`.
+    /// Computes the gates of the query heads of a piece, after the sigmoid, `[heads, rows, ceil(head_dim / 16)]`.
     fn gates(&self, layer: &Layer, piece: usize, fed: &mut Fed<'_>, z: &mut [f32], out: &mut [Vector]) {
         let (dim, rows) = (layer.shape.head_dim, self.rows());
         let vectors = dim.div_ceil(LANES);

@@ -11,7 +11,7 @@ use crate::memory::{Columns, ColumnsMut};
 use crate::shape::DeltaShape;
 use crate::states::{Run, States};
 
-/// Rows of a tile by request, and the cut of their logs by key heads.
+/// Rows of a tile by request, and the split of their logs by key heads.
 #[derive(Clone, Copy)]
 pub(super) struct NetTile<'a> {
     pub(super) runs: &'a [Run],
@@ -23,7 +23,7 @@ struct Written<'a, 'o> {
     /// States of the key head's value heads, and inputs of the convolution.
     base: &'a mut [f32],
     log: &'a mut [f32],
-    /// Copies of `base` after some updates.
+    /// Snapshots: copies of `base`, each after a given number of updates.
     snapshots: &'a mut [(usize, &'a mut [f32])],
     /// Outputs of value heads, the key head's from column `first` on.
     outs: &'a mut ColumnsMut<'o, f32>,

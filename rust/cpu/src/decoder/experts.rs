@@ -98,7 +98,7 @@ impl Context<'_> {
     }
 
     /// Computes the features of the shared expert between gate, up and down, times the sigmoid of each row's gate. The
-    /// down projection is linear, so its output is multiplied by that, too.
+    /// down projection is linear, so this also multiplies the output of the expert by the gate.
     fn shared_features(
         &self,
         layer: &Layer,

@@ -45,7 +45,8 @@ impl Decoder {
 }
 
 impl Context<'_> {
-    /// Writes `fc` of an MTP head's input, the rows `[rows, 2 hidden]` of `e`, to the residual stream `h`.
+    /// Applies `fc` of an MTP head to its input, the rows `[rows, 2 hidden]` of `e`, and writes the result to the
+    /// residual stream `h`.
     pub(super) fn combine(&self, head: &Head, buffers: &mut Buffers, private: &mut [Private]) {
         let (rows, inputs) = (self.rows(), head.fc.inputs);
         let Buffers { h, e, .. } = buffers;

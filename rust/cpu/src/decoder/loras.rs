@@ -65,7 +65,7 @@ pub(super) struct Added<'a> {
 
 impl Context<'_> {
     /// Computes `A x` of the rows that have adapters, from `x` `[rows, ceil(inputs / 16)]`. Returns `None` if no row
-    /// has one.
+    /// has an adapter.
     pub(super) fn lower<'a>(
         &self,
         projection: Projection,

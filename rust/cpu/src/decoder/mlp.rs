@@ -67,8 +67,9 @@ impl Context<'_> {
         });
     }
 
-    /// Computes a piece of the features between gate, up and down, into rows `rows` of `acts`. These are the rows that
-    /// the projection is fed. Features of each row are multiplied by its factor, if there are `factors`.
+    /// Computes a piece of the MLP's intermediate features, the input of the down projection, into rows `rows` of
+    /// `acts`. `rows` are the rows that the gate and up projection is fed. With `factors`, each row's features are
+    /// multiplied by its factor.
     pub(super) fn gate_up(
         &self,
         linear: &Linear,
@@ -107,8 +108,8 @@ impl Context<'_> {
         }
     }
 
-    /// Computes a piece of the features of a block's last projection. It is added to the residual stream, or written to
-    /// `outs` if it is `normed` afterwards.
+    /// Computes a piece of the output features of the last projection of attention or MLP. It is added to the residual
+    /// stream, or written to `outs` if it is `normed` afterwards.
     pub(super) fn give(
         &self,
         linear: &Linear,
@@ -124,8 +125,8 @@ impl Context<'_> {
         }
     }
 
-    /// Adds the normed output of a block to the residual stream and multiplies that by `scalar`, if `norm` is given, as
-    /// one phase by rows.
+    /// Norms the output of attention or MLP, adds it to the residual stream and multiplies the stream by `scalar`, as
+    /// one phase by rows. Does nothing without `norm`.
     pub(super) fn add_normed(
         &self,
         norm: Option<&[f32]>,
@@ -155,7 +156,7 @@ impl Context<'_> {
         });
     }
 
-    /// Writes a piece of the features of a projection of `rows` rows to `outs`.
+    /// Writes a piece of the output features of a projection, for `rows` rows, to `outs`.
     pub(super) fn put_product(
         &self,
         linear: &Linear,

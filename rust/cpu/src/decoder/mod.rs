@@ -45,7 +45,8 @@ pub struct Decoder {
     activations: Activations,
     /// Tiles that multiply the rows of prompts; `None` if they are multiplied by vectors.
     prompt_tiles: Option<Tiles>,
-    /// Division of the work among participants: by number of participants less one, for each of the layers' sizes.
+    /// Splits of the work, by number of participants (element 0 for one participant), and for each of the layers'
+    /// sizes.
     shares: Vec<Vec<Shares>>,
     buffers: Buffers,
     private: Vec<Private>,
@@ -71,12 +72,12 @@ struct Context<'a> {
     tiles: Option<Tiles>,
     weights: &'a Weights,
     shares: &'a Shares,
-    /// Cuts for each of the layers' sizes; `shares` is one of them.
+    /// Splits of the work for each of the layers' sizes; `shares` is one of them.
     kinds: &'a [Shares],
     session: &'a Session<'a>,
     /// Rows of the tile, with their slots and blocks in the first KV group.
     tile: Pass<'a>,
-    /// All rows of the pass.
+    /// The whole pass that the tile is a part of.
     pass: Pass<'a>,
     /// Index in `pass` of the tile's first row.
     first: usize,
@@ -184,14 +185,16 @@ impl Decoder {
         self.prompt_tiles.is_some()
     }
 
-    /// Fills the memory that passes need with NaN, for tests: none of it may reach the results of a pass.
+    /// Fills the memory that passes need with NaN. For tests, which check that no stale memory reaches the results of a
+    /// pass.
     pub fn poison(&mut self) {
         self.buffers.poison();
         self.private.iter_mut().for_each(Private::poison);
     }
 
-    /// Returns for each row of the last pass whether its residual stream after the last layer is finite, if that layer
-    /// has a window. Rows after the window do not show it then. Empty for other models.
+    /// Returns for each row of the last pass whether its residual stream after the last layer is finite. Only for
+    /// models whose last layer has a window: there, later rows do not show faults before their window. Empty for other
+    /// models.
     pub(crate) fn finite(&self) -> &[bool] {
         &self.finite
     }

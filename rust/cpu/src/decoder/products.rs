@@ -13,8 +13,8 @@ use crate::pass::MAX_TILE_ROWS;
 use crate::weights::Weights;
 use std::ops::Range;
 
-/// Returns whether tiles, which take sixteen rows at once, multiply packed weights by so many rows faster than vectors.
-/// They do if enough of their rows are used, and vectors do not take all rows in one go.
+/// Returns whether tiles multiply packed weights by `rows` rows faster than vectors do. Tiles take sixteen rows at
+/// once, so they are faster if most of the sixteen are used and vectors do not take all rows in one go.
 fn fill_tiles(rows: usize, to: Rounding) -> bool {
     let least = match to {
         Rounding::Int16 => 10,

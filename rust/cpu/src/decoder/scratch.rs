@@ -66,11 +66,12 @@ pub(super) struct Mixture {
     pub(super) shares: Vec<f32>,
     /// Start of each expert's rows among those of all experts, `[experts + 1]`.
     pub(super) starts: Vec<usize>,
-    /// Rows sorted by expert, `[rows per_token]`.
+    /// Rows sorted by expert, `[rows * per_token]`.
     pub(super) rows: Vec<usize>,
-    /// Weight of each row in `rows`, `[rows per_token]`.
+    /// Weight of each row in `rows`, `[rows * per_token]`.
     pub(super) weights: Vec<f32>,
-    /// Input of the down projection by expert, `[rows per_token, ceil(intermediate / 16)]`.
+    /// Input of the experts' down projections, `[rows * per_token, ceil(intermediate / 16)]`. The rows of one expert
+    /// lie together.
     pub(super) act: Vectors,
 }
 
@@ -221,11 +222,11 @@ impl Private {
 /// Memory of a participant for the rows of one request and one key head.
 #[derive(Default)]
 pub(super) struct NetRoom {
-    /// Inputs of the convolution: those before the rows, of replayed drafts, and of the rows, `[.., width]`.
+    /// Inputs of the convolution, `[.., width]`: those of earlier positions, then of replayed drafts, then of the rows.
     pub(super) inputs: Vectors,
     /// Convolved queries, keys and values, `[rows, width]`.
     pub(super) mixed: Vectors,
-    /// beta and decay by value head, `[value heads, rows]`.
+    /// Gates beta and decay of each value head and row, `[value heads, rows]`.
     pub(super) gates: Vec<(f32, f32)>,
     /// Outputs of a value head, `[rows, padded value]`.
     pub(super) out: Vec<f32>,

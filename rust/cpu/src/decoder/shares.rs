@@ -1,5 +1,5 @@
-//! Distribution of a phase's work: whole output features and heads, cut evenly into shares and then into pieces. A
-//! row's sums do not depend on it.
+//! Distribution of a phase's work: whole output features and heads, split evenly into shares and then into pieces. A
+//! row's sums do not depend on the split.
 
 use super::CHUNK;
 use super::scratch::RUN;
@@ -11,22 +11,22 @@ use crate::shape::DeltaShape;
 use crate::shape::ModelShape;
 use std::ops::Range;
 
-/// Cut of a phase's work into pieces, and the pieces with which each participant begins.
+/// Split of a phase's work into pieces, and the pieces with which each thread begins.
 pub(super) struct Cut {
     /// Bounds of the pieces: piece i is `bounds[i]..bounds[i + 1]`.
     pub(super) bounds: Vec<usize>,
-    /// First piece of each participant: participant t begins with the pieces `first[t]..first[t + 1]`.
+    /// First piece of each thread: thread t begins with the pieces `first[t]..first[t + 1]`.
     pub(super) first: Vec<usize>,
 }
 
 impl Cut {
-    /// Makes an empty cut with room for any cut.
+    /// Makes an empty split with room for any number of pieces.
     fn new() -> Self {
         Self { bounds: Vec::with_capacity(MAX_PARTS + 1), first: Vec::with_capacity(MAX_PARTS + 1) }
     }
 
-    /// Cuts 0..n into shares as even as possible, and each share into pieces of at most `most`; all are multiples of
-    /// `unit`.
+    /// Splits 0..n into one share per participant, as even as possible, and each share into pieces of at most `most`.
+    /// All are multiples of `unit`.
     fn even(n: usize, unit: usize, most: usize, participants: usize) -> Self {
         let mut made = Self::new();
         made.set_even(n, unit, most, participants);
@@ -39,8 +39,8 @@ impl Cut {
         self.set((0..participants).map(|t| share(t + 1)), |start| start + most, unit);
     }
 
-    /// Cuts shares that end at `ends` into pieces; a piece that begins at `start` ends at `end_of(start)` or before.
-    /// Pieces are longer if there would be more of them than [`MAX_PARTS`].
+    /// Splits shares that end at `ends` into pieces. A piece that begins at `start` ends at `end_of(start)` or before.
+    /// Pieces are longer if there would be more than [`MAX_PARTS`] of them.
     fn set(&mut self, ends: impl ExactSizeIterator<Item = usize>, end_of: impl Fn(usize) -> usize, unit: usize) {
         let most = MAX_PARTS / ends.len();
         for bounds in [&mut self.bounds, &mut self.first] {
@@ -58,7 +58,7 @@ impl Cut {
         }
     }
 
-    /// Returns a cut with each bound of the pieces replaced by `bound` of it. Participants begin with the same pieces.
+    /// Returns the split in which each bound `x` is replaced by `bound(x)`. Participants begin with the same pieces.
     fn map(&self, bound: impl Fn(usize) -> usize) -> Self {
         Self { bounds: self.bounds.iter().map(|&at| bound(at)).collect(), first: self.first.clone() }
     }
@@ -68,55 +68,56 @@ impl Cut {
     }
 }
 
-/// Cuts of all phases for a number of participants.
+/// Split of the work of every phase of a pass among a number of participants, the pool's threads.
 pub(super) struct Shares {
     pub(super) participants: usize,
     /// Bounds of the participants' own memory: one element each.
     pub(super) each: Vec<usize>,
-    /// Cut of the residual stream's features.
+    /// Split of the residual stream's features.
     pub(super) hidden: Cut,
-    /// Cut of the residual stream's features into longer pieces, for each of which every expert is read once.
+    /// Split of the residual stream's features into longer pieces, for each of which every expert is read once.
     pub(super) mixed: Cut,
-    /// Cut of the features between gate, up and down, in multiples of sixteen.
+    /// Split of the MLP's intermediate features, which gate and up output and down reads, in multiples of sixteen.
     pub(super) intermediate: Cut,
-    /// Cut of an expert's features between gate, up and down, in multiples of sixteen.
+    /// Split of an expert's intermediate features, in multiples of sixteen.
     pub(super) expert: Cut,
-    /// Cut of a shared expert's features between gate, up and down, in multiples of sixteen.
+    /// Split of a shared expert's intermediate features, in multiples of sixteen.
     pub(super) shared: Cut,
-    /// Cut of a router's logits.
+    /// Split of a router's logits.
     pub(super) router: Cut,
-    /// Cut of the query heads.
+    /// Split of the query heads.
     pub(super) q: Cut,
-    /// Cut of the key heads, into the same pieces as `q`.
+    /// Split of the key heads, into the same pieces as `q`.
     pub(super) k: Cut,
-    /// Cut of the value heads, counted on from the key heads, into the same pieces as `q`.
+    /// Split of the value heads into the same pieces as `q`. Value heads are numbered after the key heads.
     pub(super) v: Cut,
     /// Whether a piece is a KV head with its queries, which one participant computes and attends at once. Then no
     /// thread waits in between.
     pub(super) fused: bool,
     /// Bounds of the pieces of `q` in vectors, for a tile's rows.
     pub(super) q_vectors: Vec<usize>,
-    /// Cut of the units of attention, (KV head, row), for a tile's rows; the same pieces as `q` if `fused`.
+    /// Split of the units of attention, which are pairs (KV head, row), for a tile's rows. If `fused`, the pieces are
+    /// those of `q`.
     pub(super) units: Cut,
     /// Bounds of the pieces of `units` in the output of attention, for a tile's rows.
     pub(super) attended: Vec<usize>,
-    /// Cut of the residual stream of a tile's rows into whole rows.
+    /// Split of the rows of a tile, for phases that compute whole rows.
     pub(super) rows: Cut,
-    /// Cut of the features of q, k and v.
+    /// Split of the features of q, k and v.
     pub(super) qkv: Cut,
-    /// Cut of the outputs of a delta net's input projection.
+    /// Split of the outputs of a delta net's input projection.
     pub(super) net_inputs: Cut,
-    /// Cut of the key heads of a delta net.
+    /// Split of the key heads of a delta net.
     pub(super) key_heads: Cut,
     /// Bounds of the pieces of `key_heads` in the features of value heads.
     pub(super) net_outputs: Vec<usize>,
     /// Bounds of the pieces of `key_heads` in a row's base states of a layer.
     pub(super) net_states: Vec<usize>,
-    /// Cut of the requested ids.
+    /// Split of the token ids whose logits are requested.
     pub(super) ids: Cut,
-    /// Cut of a layer's embedding of a token, in vectors.
+    /// Split of a layer's embedding of a token, in vectors of sixteen features.
     pub(super) addition: Cut,
-    /// Cut of the projection to all layers' embeddings.
+    /// Split of the outputs of the projection to all layers' embeddings.
     pub(super) layer_embedding: Cut,
     shape: ModelShape,
     /// Maximum number of positions that a row attends.
@@ -124,7 +125,7 @@ pub(super) struct Shares {
 }
 
 impl Shares {
-    /// Computes the cuts of a model. `window` is the maximum number of positions that a row attends; `None` for all.
+    /// Computes the splits for a model. `window` is the maximum number of positions that a row attends; `None` for all.
     pub(super) fn new(
         shape: ModelShape,
         window: Option<usize>,
@@ -178,15 +179,16 @@ impl Shares {
         }
     }
 
-    /// Returns the cuts for a model whose layers add embeddings of `size` features, `all` features for all layers.
+    /// Returns the splits for a model whose layers add embeddings. `size` is the number of features for one layer,
+    /// `all` for all layers.
     pub(super) fn with_added(mut self, (size, all): (usize, usize)) -> Self {
         self.addition.set_even(size.div_ceil(LANES), 2, CHUNK / LANES, self.participants);
         self.layer_embedding.set_even(all, 16, CHUNK, self.participants);
         self
     }
 
-    /// Sets the cuts that depend on the rows of a tile. Attention is cut by the cost of its contexts, and then at the
-    /// end of rows that are attended together.
+    /// Sets the splits that depend on the rows of a tile. Attention is split by the cost of the rows' contexts. A bound
+    /// never separates rows that are attended together.
     pub(super) fn set_tile(&mut self, tile: &Pass<'_>) {
         let (rows, participants) = (tile.len(), self.participants);
         let shape = &self.shape;
@@ -217,7 +219,7 @@ impl Shares {
         self.rows.set_even(rows * shape.hidden_size, shape.hidden_size, shape.hidden_size, participants);
     }
 
-    /// Sets the number of requested ids.
+    /// Sets the number of token ids whose logits are requested.
     pub(super) fn set_ids(&mut self, num_ids: usize) {
         self.ids.set_even(num_ids, 16, CHUNK, self.participants);
     }

@@ -9,7 +9,8 @@ use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
 use std::sync::OnceLock;
 
-/// Number of the Linux system call `arch_prctl`, and its request and argument to let this process use tiles.
+/// Number of the Linux system call `arch_prctl`. The next two constants are its request and argument, which let this
+/// process use tiles.
 const SYS_ARCH_PRCTL: i64 = 158;
 const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
 const XFEATURE_XTILEDATA: i64 = 18;

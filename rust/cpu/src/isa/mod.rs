@@ -1,4 +1,4 @@
-//! Sixteen fp32 lanes on every instruction set, with one meaning: the same bits everywhere. No kernels.
+//! Operations on sixteen fp32 lanes for every instruction set, with the same bits everywhere. Contains no kernels.
 //!
 //! [`Simd`] is what a kernel may use. Its operations are correctly rounded ones (IEEE 754) and selections, so that an
 //! instruction set cannot change a result; sums over lanes have one tree. A value of the implementing types is the
@@ -61,8 +61,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn load_bits(self, x: &[[Bf16; 2]; LANES]) -> Self::V {
         self.load(&std::array::from_fn(|i| f32::from_bits(u32::from(x[i][0].0) | u32::from(x[i][1].0) << 16)))
     }
-    /// Returns `acc` + the product of the second numbers of pairs `a` and `b`, rounded once, + that of the first ones,
-    /// rounded once. If one of these is subnormal, it may be zero instead.
+    /// Returns `acc` plus the product of the second numbers of the pairs `a` and `b`, rounded once, then plus the
+    /// product of the first numbers, rounded once. A subnormal operand or result may count as zero.
     #[inline(always)]
     fn dot(self, a: Self::V, b: Self::V, acc: Self::V) -> Self::V {
         let _ = (a, b);
@@ -339,7 +339,8 @@ impl Isa {
         }
     }
 
-    /// Returns these instructions without those for pairs, which give equal bits only for numbers that are not tiny.
+    /// Returns these instructions without the ones for bf16 pairs. Those treat subnormal numbers as zeros, so they give
+    /// other bits for tiny numbers.
     #[must_use]
     pub(crate) fn without_dots(self) -> Self {
         match self.0 {

@@ -10,7 +10,7 @@ use std::arch::aarch64::*;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Neon(());
 
-/// Lanes 0 to 3, 4 to 7, 8 to 11 and 12 to 15.
+/// Vector of sixteen lanes: 0 to 3, 4 to 7, 8 to 11 and 12 to 15.
 type V = [float32x4_t; 4];
 
 /// Calls intrinsics of NEON.

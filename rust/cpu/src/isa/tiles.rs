@@ -71,8 +71,8 @@ impl Tiling {
     }
 
     /// Computes `c[plane, row, o] = sum over i of rows[row, plane, i] codes[i, o]` for one plane or two. Of each row's
-    /// 64 bytes, plane 0 has the first 32 and plane 1 the others. Line r of `codes` holds inputs `4 r .. 4 r + 4` of
-    /// sixteen outputs. Bytes are signed; sums are 32-bit integers.
+    /// 64 bytes, plane 0 has the first 32 and plane 1 the last 32. Element r of `codes` holds inputs `4 r .. 4 r + 4`
+    /// of sixteen outputs. Bytes are signed; sums are 32-bit integers.
     #[inline]
     pub(crate) fn multiply_bytes<const PLANES: usize>(
         &self,

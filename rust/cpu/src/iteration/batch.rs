@@ -17,8 +17,8 @@ pub(super) struct Batch {
     pub(super) rows: Vec<usize>,
     /// Rows whose outputs are requested, ascending.
     pub(super) wanted: Vec<usize>,
-    /// Places, among all requested outputs in order, of those that are not computed because a grammar allows only the
-    /// next draft there. Ascending; their rows are not in `wanted`.
+    /// Indices, among all requested outputs, of the outputs that are not computed because a grammar allows only the
+    /// next draft there. Ascending. The rows of these outputs are not in `wanted`.
     pub(super) forced: Vec<usize>,
     /// Whether all rows belong to prompts or to catch-up.
     pub(super) prompts: bool,

@@ -42,11 +42,11 @@ impl Iteration {
         Ok(())
     }
 
-    /// Gathers the rows of pass `i` of a draft model. Pass 1 feeds n - 1, and those of the `max_draft_lag` positions up
-    /// to it whose KV is missing. So missing tokens are caught up without a pass of their own.
+    /// Gathers the rows of pass `i` of a draft model. Pass 1 feeds position n - 1, and earlier positions whose draft KV
+    /// is missing, `max_draft_lag` in all at most. So missing tokens are caught up without a pass of their own.
     ///
-    /// Without a mask token, pass i feeds draft i - 1. With a mask token, pass 1 also feeds it in place of drafts 1 to
-    /// `K_r - 1`. Its KV there is overwritten when the true tokens are fed.
+    /// Without a mask token, pass i feeds draft i - 1. With a mask token, pass 1 also feeds the mask at the positions
+    /// of drafts 1 to `K_r - 1`. The mask's KV is overwritten when the true tokens are fed.
     fn gather(&mut self, i: usize, state: &RowState<'_>, max_draft_lag: usize, mask_token_id: Option<i64>) {
         self.batch.clear();
         let block_size = self.config.block_size;

@@ -1,9 +1,10 @@
 //! Hidden states for a drafter that reads the target's: the states that are kept, and the inputs of the drafter's
 //! passes. Draws nothing.
 //!
-//! The state of position p goes with the token at p + 1. The last known state is that of n - 2. So pass 1 feeds the
-//! positions up to n - 2 whose states are kept and whose KV is missing. Pass i >= 2 feeds position n + i - 3 with the
-//! state that the pass before left. If KV is missing before the kept states, the head starts anew after the gap.
+//! The head is fed the hidden state of position p together with the token at p + 1. The last known state is that of
+//! position n - 2. So pass 1 feeds the positions up to n - 2 whose states are kept and whose KV is missing. Pass i >= 2
+//! feeds position n + i - 3 with the state that the pass before left. If KV is missing before the kept states, the head
+//! starts anew after the gap.
 
 use specrs_core::Drafter;
 use specrs_core::scheduler::layout::RecordView;
@@ -21,23 +22,23 @@ use crate::{Entries, HeadStates, Output, Pass};
 pub(super) struct HiddenStates {
     /// Layers of the target whose input states are read; empty without a drafter that reads hidden states.
     pub(super) layers: Vec<usize>,
-    /// Numbers per position, over all of `layers`.
+    /// Number of elements of the hidden states of one position, over all of `layers`.
     pub(super) size: usize,
-    /// W, the number of positions of a row that have room.
+    /// W, the maximum number of positions whose hidden states are kept for a row.
     width: usize,
     /// Hidden states of the target's last pass, `[N, size]`.
     pub(super) captured: Vec<f32>,
     /// Target's hidden states for a head's first pass, `[N, size]`.
     fed: Vec<f32>,
-    /// Input states of a head's pass, `[N, hidden]`.
+    /// Hidden states that a pass of an EAGLE-3 or MTP head reads, `[N, hidden]`.
     pub(super) head_states: Vec<f32>,
-    /// Output states of a head's pass, `[N, hidden]`.
+    /// Hidden states that a pass of the head outputs, `[N, hidden]`.
     pub(super) left: Vec<f32>,
     behind: Behind,
 }
 
-/// Head's pass over prompt chunks that a step has left to the next. It contains all inputs, because the step's
-/// record is gone by then.
+/// Pass of the head over a step's prompt chunks, which runs in the next step. It contains all its inputs, because the
+/// step's record is gone by then.
 #[derive(Debug, Default)]
 struct Behind {
     /// Rows of the pass; their `rows` are indices of chunks.
@@ -98,7 +99,7 @@ impl HiddenStates {
         at..at + self.size
     }
 
-    /// Keeps the hidden state of a prompt's last position, which is row `at` of the target's pass.
+    /// Keeps the hidden state of a prompt's last position for the head. It is row `at` of the target's pass.
     pub(super) fn keep_last(&self, rows: &mut HiddenRows<'_>, sequence: &Sequence, at: usize) {
         rows.states[self.column(sequence.row, 0)].copy_from_slice(&self.captured[at * self.size..][..self.size]);
         rows.start[sequence.row] = sequence.n as i64 - 1;
@@ -119,7 +120,7 @@ impl HiddenStates {
         rows.states[columns].copy_from_slice(&self.captured[first * self.size..][..(grown - n) * self.size]);
     }
 
-    /// Runs the head's pass over `behind`.
+    /// Runs the pass of the head that the step before has left, which is in `behind`.
     fn feed_behind(&mut self, head: &mut dyn Model) -> Result<()> {
         let Self { behind, head_states, .. } = self;
         let Behind { batch, states, block_table, k_start, max_blocks, .. } = behind;

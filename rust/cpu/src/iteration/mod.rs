@@ -59,7 +59,7 @@ pub struct Counts {
     pub draft_passes: usize,
 }
 
-/// Work that a request needs besides its tokens.
+/// What a request needs besides its tokens: changed logits, or log probabilities.
 #[derive(Clone, Copy, Debug, Default)]
 struct Asked {
     /// Whether masks, biases or penalties may change the request's logits.
@@ -107,7 +107,7 @@ impl Sequence {
         if self.runs() && self.on_device() { self.k } else { 0 }
     }
 
-    /// Returns whether the sequence needs only the model's largest logit of its rows.
+    /// Returns whether the sequence needs only the largest logit of each row from the model.
     fn takes_largest(&self) -> bool {
         self.params.greedy && !self.asked.processing
     }
@@ -209,7 +209,8 @@ impl Iteration {
         })
     }
 
-    /// Sets up drafting by text for a scheduler with [`Drafter::Text`]. `limits` bounds the draft model's texts.
+    /// Sets up a draft model with a tokenizer of its own, for a scheduler with [`Drafter::Text`]. `limits` bounds the
+    /// draft model's texts.
     #[must_use]
     pub fn with_text_drafts(mut self, limits: TextLimits) -> Self {
         self.texts = Some(TextDrafts::new(limits, self.config.max_num_seqs + 1));
@@ -264,7 +265,8 @@ impl Iteration {
         Ok(())
     }
 
-    /// Takes the time of passes since the last call. Times are measured only from the first call on, for benchmarks.
+    /// Returns the total time of passes since the last call, and sets it to zero. Passes are timed only after the first
+    /// call. For benchmarks.
     pub fn take_pass_time(&mut self) -> Duration {
         self.pass_time.replace(Duration::ZERO).unwrap_or_default()
     }

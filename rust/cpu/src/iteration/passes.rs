@@ -201,8 +201,8 @@ impl Iteration {
     }
 }
 
-/// Returns the first `len` numbers of a buffer that only grows. They are not filled with zeros for each pass, because
-/// the pass overwrites them.
+/// Returns the first `len` elements of a buffer, which is enlarged if it is too small. The elements keep old values,
+/// because the pass overwrites them.
 fn room(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
     if buffer.len() < len {
         buffer.resize(len, 0.0);
@@ -210,7 +210,8 @@ fn room(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
     &mut buffer[..len]
 }
 
-/// Spreads rows of `from` numbers, which lie at the start, to rows of `to` numbers, filled up with minus infinity.
+/// Widens rows in place: from rows of `from` logits at the start of the buffer to rows of `to` logits, filled up with
+/// minus infinity.
 fn spread(rows: &mut [f32], from: usize, to: usize) {
     for i in (0..rows.len() / to).rev() {
         rows.copy_within(i * from..(i + 1) * from, i * to);
@@ -218,8 +219,9 @@ fn spread(rows: &mut [f32], from: usize, to: usize) {
     }
 }
 
-/// Spreads rows over a head's ids, which lie at the start, to rows of `to` numbers. Each number moves to the target's
-/// id, which ascend; the others become far lower than all of them.
+/// Widens rows in place: from rows of logits over a head's ids, at the start of the buffer, to rows of `to` logits over
+/// the target's ids. `ids`, ascending, has the target's id of each of the head's ids. Target ids that the head does not
+/// have get a logit far below all others.
 fn spread_head(rows: &mut [f32], ids: &[i64], to: usize) {
     let from = ids.len();
     for i in (0..rows.len() / to).rev() {

@@ -51,8 +51,8 @@ impl Iteration {
     /// Returns whether the token after the sequence's first `num_drafts` drafts needs no logits: its grammar allows
     /// only the next draft there, and no log probabilities are reported.
     ///
-    /// Such a draft is always accepted, so a later row decides the token after the accepted drafts. That row has logits
-    /// and attends to the rows before it, so KV that is not finite is still noticed in this step.
+    /// Such a draft is always accepted, so the token after the accepted drafts comes from a later row. That row has
+    /// logits and attends to the rows before it, so NaN or infinity in their KV is still noticed in this step.
     pub(super) fn is_forced(&self, sequence: &Sequence, num_drafts: usize, state: &RowState<'_>) -> bool {
         if !self.processors[sequence.row].has_grammar || sequence.asked.logprobs || num_drafts == sequence.k {
             return false;

@@ -14,7 +14,7 @@ use specrs_core::scheduler::{SchedulerConfig, StepHeader};
 pub struct RowState<'a> {
     /// Number of tokens of each row, n, `[R + 1]`.
     pub num_tokens: &'a mut [i64],
-    /// End of the valid draft KV of each row, `[R + 1]`: KV is valid on `[draft_start, draft_len)`.
+    /// Position after the last valid draft KV of each row, `[R + 1]`. Draft KV is valid on `[draft_start, draft_len)`.
     pub draft_len: &'a mut [i64],
     /// First position of the context of each row's draft KV, `[R + 1]`; 0 except for drafters that start anew.
     pub draft_start: &'a mut [i64],

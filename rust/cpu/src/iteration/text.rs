@@ -1,9 +1,10 @@
-//! Drafts of a model of another tokenizer, by text: string-level exact match (Timor et al. 2025).
+//! Drafts of a draft model with another tokenizer, compared as text: string-level exact match (SLEM, Timor et al.
+//! 2025).
 //!
-//! The draft model writes in its own tokens, and the host translates them to the target's. The target draws every
-//! token, and a draft is accepted if it equals that token. So the output does not depend on how the draft's text is cut
-//! into tokens. Each row of state has its own KV for the draft's ids of its text. The part of these ids that is still
-//! the beginning of the text is kept.
+//! The draft model generates its own tokens, and the host translates their text to the target's tokens. The target
+//! draws every token, and a draft is accepted if it equals that token. So the output does not depend on how the drafted
+//! text is divided into tokens. Each row of state has draft KV for the row's text in the draft model's ids. When the
+//! text changes, the KV of the ids that are still its beginning is kept.
 
 use crate::error::{Result, check_len};
 use crate::{Entries, Output, Pass};
@@ -15,11 +16,11 @@ use super::{Facts, Host, Iteration, Model, RowState};
 /// Maximum number of tokens of a text that one pass feeds.
 const CHUNK: usize = 512;
 
-/// Number of tokens without KV up to which a text drafts in any step; other texts are fed as many tokens in any step.
-/// So many neighbouring positions cost about as much as one.
+/// Minimum number of ids that each text is fed in a step, whatever the others take. A text that lacks at most this many
+/// ids is fed to its end, so it drafts in any step. So many neighbouring positions cost about as much as one.
 const NEAR: usize = 16;
 
-/// Limits of a draft model that works by text.
+/// Limits of a draft model whose drafts are compared as text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TextLimits {
     /// Maximum number of the draft model's tokens in a text. Row r of state has blocks `r * B` to `r * B + B - 1` of
@@ -40,7 +41,7 @@ pub(super) struct TextDrafts {
 
 #[derive(Clone, Debug, Default)]
 struct Row {
-    /// Ids whose KV is valid.
+    /// Draft model's ids whose KV is valid.
     fed: Vec<i64>,
     /// Number of the cache salt of the request that was admitted last.
     salt: i64,
@@ -51,12 +52,12 @@ struct Plan {
     row: usize,
     /// Draft model's ids of the text.
     own: Vec<i64>,
-    /// Number of ids that are fed by the end of this step.
+    /// Number of ids that have KV at the end of this step.
     end: usize,
     /// Number of drafts wanted.
     k: usize,
     drafted: Vec<i64>,
-    /// Index of the sequence among those of the iteration.
+    /// Index of the sequence in the iteration's list of sequences.
     index: usize,
 }
 
@@ -71,7 +72,7 @@ impl TextDrafts {
         Self { limits, rows: vec![Row::default(); rows] }
     }
 
-    /// Forgets the KV of rows whose new request has another cache salt than the one before.
+    /// Forgets the draft KV of rows whose new request has another cache salt than the row's previous request.
     pub(super) fn admit(&mut self, record: &RecordView<'_>, header: StepHeader) {
         for i in 0..header.num_admitted {
             let row = &mut self.rows[record.admit_row[i] as usize];
@@ -82,8 +83,9 @@ impl TextDrafts {
         }
     }
 
-    /// Keeps the ids of each text whose KV is still valid, and sets how far each text is fed in this step. Texts that
-    /// lack least are fed to their ends, the others in pieces. So no step takes longer than its prompt chunks may.
+    /// Keeps the longest prefix of each text whose draft KV is still valid, and sets how far each text is fed in this
+    /// step. Texts that lack the fewest tokens are fed to their end, and the others in pieces. So a step feeds the
+    /// draft model no more than about `max_fed` tokens.
     fn begin(&mut self, plans: &mut [Plan]) {
         for plan in plans.iter() {
             let fed = &mut self.rows[plan.row].fed;
@@ -148,8 +150,8 @@ impl TextDrafts {
 }
 
 impl Iteration {
-    /// Draws up to `K_r` drafts per sequence from the text that the draft model writes. `K_r` becomes the number of the
-    /// target's tokens in that text, and a flag is set if there are none.
+    /// Draws up to `K_r` drafts per sequence from the text that the draft model generates. `K_r` becomes the number of
+    /// the target's tokens in that text. If there are none, `FLAG_NOTHING_DRAFTED` is set.
     pub(super) fn draft_text(
         &mut self,
         state: &mut RowState<'_>,

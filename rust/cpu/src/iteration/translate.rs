@@ -17,7 +17,7 @@ pub struct Translation {
     row: Vec<f32>,
 }
 
-/// Draft's ids in place of the target's.
+/// Draft model's ids for the target's ids that a pass is fed.
 #[derive(Debug)]
 pub(super) struct Fed {
     /// Draft's id for each of the target's ids, `[V]`.

@@ -1,8 +1,8 @@
 //! Causal attention of the rows of one request over one KV head, in groups of 16 positions aligned at position 0.
 //!
-//! A row's order of sums depends on its position alone: groups in order (an online softmax), in a group every second
-//! position from the first that it sees and the others apart. Positions past a row's own, and those before its window,
-//! are never read, whatever lies there.
+//! The order of a row's sums depends on its position alone. Groups are added in order (an online softmax). Within a
+//! group, every second position from the first one that the row attends to is summed, the others are summed separately,
+//! and then both sums are added. Positions after the row's own and before its window are never read.
 
 // Loops over registers, which unroll.
 #![allow(clippy::needless_range_loop)]
@@ -13,7 +13,7 @@ use crate::isa::{Kernel, LANES, Simd, Vector};
 use crate::memory::Vectors;
 use std::marker::PhantomData;
 
-/// Number of positions that are attended together.
+/// Number of positions in a group, which are attended to together.
 pub(crate) const GROUP: usize = LANES;
 
 /// Keys and values of one KV head.
@@ -63,8 +63,7 @@ pub(crate) struct Attend<'a, T, K> {
     pub(crate) blocks: &'a [i64],
     pub(crate) block_size: usize,
     pub(crate) head_dim: usize,
-    /// First position that is attended. Groups begin where they would without it, except that the first group begins
-    /// here.
+    /// First position that is attended to. Groups stay aligned at position 0, so the first group may be shorter.
     pub(crate) first: usize,
     /// Number of last positions that a row attends to, its own included; `usize::MAX` for all.
     pub(crate) window: usize,
@@ -194,8 +193,9 @@ struct Units<'a> {
 }
 
 impl Units<'_> {
-    /// Adds the next group: `keys` and `values` are `[n, dim]`, n <= 16. Several pairs at once share loads and do not
-    /// wait for each other's exponentials; a pair's sums do not depend on how many.
+    /// Adds the next group of positions: `keys` and `values` are `[n, dim]`, n <= 16. Several pairs are computed at
+    /// once, so that they share loads and do not wait for exponentials. A pair's sums do not depend on how many pairs
+    /// are computed at once.
     #[inline(always)]
     fn take_in<S: Simd, T: Element, const TAIL: bool>(mut self, s: S, keys: &[T], values: &[T], dim: usize) {
         if S::WIDE {
@@ -211,7 +211,7 @@ impl Units<'_> {
         }
     }
 
-    /// Adds the next group for the first U pairs.
+    /// Adds the next group of positions for the first U pairs.
     #[inline(always)]
     fn some<S: Simd, T: Element, const U: usize, const TAIL: bool>(
         &mut self,

@@ -1,5 +1,6 @@
-//! Products of rounded rows with packed weights. Sums over a group are integers, so their order is free; groups are
-//! added in one order with one fused multiply-add each, whatever the rows, the layout and the instruction set.
+//! Products of rounded rows with packed weights. Sums over a group are exact integers, so their order does not matter.
+//! Groups are added in ascending order, each with one fused multiply-add. So the bits do not depend on the other rows,
+//! the layout or the instruction set.
 
 // Loops over registers, which unroll.
 #![allow(clippy::needless_range_loop)]

@@ -1,8 +1,8 @@
 //! Gated delta rule of one head (Yang et al. 2025, eq. 10), the convolution before it, and the gated norm after it.
 //!
 //! A state `[key_dim, value_dim]` has lanes over its columns. A sum over keys has one accumulator for each column and
-//! ascending keys, so that no instruction set and no cut of the columns can change a bit. Rows and replayed updates go
-//! through the same function.
+//! ascending keys, so that neither the instruction set nor the split of the columns changes a bit. Rows and replayed
+//! updates go through the same function.
 
 use super::element::Element;
 use super::exp::exp;
@@ -15,7 +15,8 @@ const BLOCK: usize = 4;
 
 /// Computes `out = silu(sum over j of weight[j] inputs[row + j])` of each channel, for some rows.
 pub(crate) struct ConvSilu<'a> {
-    /// Inputs of the rows and of `kernel - 1` rows before, `[rows + kernel - 1, vectors]`.
+    /// Inputs of the rows and of the `kernel - 1` rows before them, `[rows + kernel - 1, vectors]`. `kernel` is the
+    /// width of the convolution.
     pub(crate) inputs: &'a [Vector],
     /// Weights, `[kernel, vectors]`.
     pub(crate) weight: &'a [Vector],
@@ -122,8 +123,8 @@ pub(crate) struct LogPlaces {
 /// Processes the rows of one request through one value head: its state after the logged updates, then the rows' updates
 /// and outputs.
 ///
-/// The first `commit` rows change the state. The updates of the others are appended to the log, `delta` alone: keys and
-/// decays, which heads and blocks of columns share, are the caller's to write afterwards.
+/// The first `commit` rows change the state. The updates of the other rows are appended to the log. This writes only
+/// their `delta`. The caller writes keys and decays afterwards, because several heads and blocks of columns share them.
 pub(crate) struct DeltaHead<'a> {
     pub(crate) key_dim: usize,
     pub(crate) value_dim: usize,

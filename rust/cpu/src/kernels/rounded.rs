@@ -183,7 +183,8 @@ struct PlaneSlices<'a> {
 }
 
 impl PlaneRoom {
-    /// Returns the memory for some rows. Lanes without a row keep old values; their sums are never read.
+    /// Returns the memory for `rows` rows of `blocks` blocks. Lanes without a row keep old values; the sums of these
+    /// lanes are never read.
     fn of(&mut self, rows: usize, blocks: usize) -> PlaneSlices<'_> {
         let groups = rows.div_ceil(LANES) * blocks;
         PlaneSlices {

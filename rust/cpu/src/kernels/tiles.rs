@@ -1,6 +1,6 @@
 //! Products of rows with bf16 weights `[out, in]` by tiles. An fp32 row is the sum of three bf16 rows exactly, whose
-//! products are summed each for itself and then added, the smallest first: the order of a sum depends on the number of
-//! inputs alone, and is another than that of [`Matmul`](super::matmul::Matmul).
+//! products are summed separately and then added, the smallest part first. The order of a sum depends on the number of
+//! inputs alone. It differs from that of [`Matmul`](super::matmul::Matmul).
 
 use super::pairs::{PAIRS, round_row};
 use crate::isa::{Kernel, LANES, MOST_TILES, Simd, Tile, TileShape, Tiles, Tiling, Vector};
@@ -135,7 +135,8 @@ impl Kernel for TileProduct<'_> {
 }
 
 impl TileProduct<'_> {
-    /// Copies the weights of at most 32 outputs to where tiles are loaded from; the rows of others are zeros.
+    /// Copies the weights of at most 32 outputs to `block`, from which tiles are loaded. Rows of `block` without an
+    /// output are zeros.
     #[inline(always)]
     fn load<S: Simd>(&mut self, s: S, outputs: Range<usize>) {
         let (w, ahead) = (&self.w[outputs.start * self.inputs..outputs.end * self.inputs], BLOCK * self.inputs / 2);

@@ -71,7 +71,7 @@ pub struct Kind {
     pub qkv_bias: bool,
     pub other_bias: bool,
     pub tied: bool,
-    /// Whether projections that share an input are several parts.
+    /// Whether projections that share an input, such as q, k and v, are stored as several weights instead of one.
     pub split: bool,
     pub bf16: bool,
     /// Whether rows are rounded to bf16 before products.
@@ -153,7 +153,7 @@ pub const KINDS: [Kind; 8] = [QWEN3, LLAMA3, LLAMA_BIAS, QWEN2, MISTRAL, WINDOWE
 pub const EXPERTS: Kind = Kind { experts: 5, ..QWEN3 };
 pub const MIXTRAL: Kind = Kind { experts: 9, normalized: true, window: 9, all_windows: true, ..MISTRAL };
 pub const AROUND_EXPERTS: Kind = Kind { experts: 3, ..GEMMA3 };
-/// Options of gpt-oss. Its first layer has an MLP with the same activation here.
+/// Options of gpt-oss. In these tests the first layer has an MLP with the same activation instead of experts.
 pub const GPT_OSS: Kind = Kind {
     qkv_bias: true,
     other_bias: true,

@@ -15,7 +15,7 @@ OFFERED: dict[str, Any] = {
 
 
 def message(stream: bool, **arguments: Any) -> Any:
-    """Return the message of an answer. The package puts a stream together."""
+    """Return the message of an answer. With `stream`, the package joins the events to a message."""
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": LIMIT, "system": INSTRUCTIONS, "tools": [OFFERED]}
     asked["extra_body"] = {"temperature": 0.0}  # which the package has no argument for
     if not stream:

@@ -12,7 +12,7 @@ lookup = tool(weather)
 
 
 def ask(model: Runnable[Any, Any], history: list[BaseMessage], stream: bool) -> AIMessage:
-    """Return the next message. Pieces of a stream are added up as the package does."""
+    """Return the model's next message. Chunks of a stream are joined by LangChain's own `+`."""
     if not stream:
         return model.invoke(history)
     whole = None

@@ -21,7 +21,7 @@ SHARED = {
 
 
 def message(stream: bool, **arguments: Any) -> Any:
-    """Return the message of a completion. The package puts a stream together."""
+    """Return the message of a completion. With `stream`, litellm joins the chunks to a message."""
     if not stream:
         return litellm.completion(**SHARED, **arguments).choices[0].message
     chunks = list(litellm.completion(**SHARED, **arguments, stream=True))

@@ -10,7 +10,7 @@ from scenario import INSTRUCTIONS, KEY, LIMIT, MODEL, QUESTION, URL, Answer, cal
 
 
 async def run(agent: Agent[None, Any], stream: bool) -> Any:
-    """Return the output of a run."""
+    """Run the agent once on QUESTION, streamed or not, and return its output."""
     if not stream:
         return (await agent.run(QUESTION)).output
     async with agent.run_stream(QUESTION) as result:

@@ -1,1 +1,1 @@
-"""Sampling on a GPU by torch: draws and adjustments for which there is no kernel."""
+"""Sampling on a GPU by torch ops: draws and adjustments of logits for which no kernel exists."""

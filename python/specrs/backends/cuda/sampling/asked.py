@@ -72,7 +72,7 @@ class AskedPlan:
     """The sequences of an iteration whose logits are adjusted, and their rows."""
 
     sequences: Sequence[int]
-    """Ascending numbers of these A sequences."""
+    """Indices of the A sequences that ask for adjustments, ascending."""
     asked: Asked
     verify: AskedRows
     """Constraints of the rows of verification."""
@@ -129,7 +129,8 @@ class AskedPlan:
 
 
 def _asked(sequences: Sequence[int], requests: Sequence[RowSampling], vocab_size: int, device: torch.device) -> Asked:
-    """Return what `requests` ask, on the device. `sequences` are their numbers in the iteration."""
+    """Return the adjustments that `requests` ask for, as tensors on the device. `sequences` are the indices of the
+    requests' sequences in the iteration."""
     masks = [RowMasks(None, [], [], ()) if request.masks is None else request.masks for request in requests]
     ids = [token for own in masks for token in own.bias_ids]
     words = [word for own in masks for word in own.bad_words]

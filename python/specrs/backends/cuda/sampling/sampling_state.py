@@ -67,8 +67,8 @@ class SamplingState:
         values.index_copy_(0, rows, params.view(-1, len(PARAM_COLUMNS))[:count].to(values.dtype))
 
     def remember(self, host: Views, count: int) -> None:
-        """Store on the host what tensors do not hold of a record's `count` admitted requests, from its sections on the
-        host."""
+        """Store on the host those parameters of a record's `count` admitted requests that no tensor holds. Reads the
+        record's sections in host memory."""
         told = ("admit_row", "admit_request_id", "admit_prompt_len", "admit_steps", "admit_logprobs")
         columns = [host[name][:count].tolist() for name in (*told, "admit_prompt_logprobs")]
         for i, (row, request_id, prompt_len, steps, logprobs, prompt_logprobs) in enumerate(zip(*columns, strict=True)):
@@ -157,7 +157,8 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSampling:
-    """Adjustments for B sequences of one step, applied to the logits of those of their flat rows that ask."""
+    """Adjustments for B sequences of one step. They are applied to the flat rows of logits whose requests ask for
+    them."""
 
     state: RowState
     it: Iteration

@@ -7,8 +7,8 @@ use crate::error::Result;
 /// Drafter that proposes the tokens that a request's grammar forces or makes likely after its text, reported by
 /// [`crate::Scheduler::set_grammar_drafts`].
 ///
-/// The scheduler continues them with the last other drafter in the table that has a proposal for the longer text: a
-/// prediction before suffix decoding, and that before prompt lookup.
+/// Another drafter continues these tokens, if it has a proposal for the text that includes them: the prediction if it
+/// can, else suffix decoding, else prompt lookup.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GrammarProposer;
 
@@ -25,8 +25,8 @@ impl HostSettings for GrammarProposer {
 }
 
 impl HostProposer for GrammarProposer {
-    /// Writes the reported tokens. Their number is the length of the match: acceptance is counted by how many tokens
-    /// were reported.
+    /// Writes the tokens that the grammar reported. The match length of the proposal is their number, so that
+    /// acceptance is counted separately for short and long runs of forced tokens.
     fn propose(&mut self, text: Text<'_>, drafts: &mut [u32]) -> Result<Proposal> {
         let len = text.grammar_drafts.len().min(drafts.len());
         drafts[..len].copy_from_slice(&text.grammar_drafts[..len]);

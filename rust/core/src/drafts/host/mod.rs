@@ -39,11 +39,11 @@ pub(crate) trait HostProposer {
     /// Writes drafts that may follow `text` to the start of `drafts`.
     fn propose(&mut self, text: Text<'_>, drafts: &mut [u32]) -> Result<Proposal>;
 
-    /// Writes drafts that may follow `text` and then the tokens `more` to the start of `drafts`. The request keeps its
-    /// text: `more` are drafts.
+    /// Writes drafts that may follow `text` and `more` to the start of `drafts`. `more` are drafts of another drafter,
+    /// which are not part of the request's text yet.
     fn propose_after(&mut self, text: Text<'_>, more: &[u32], drafts: &mut [u32]) -> Result<Proposal>;
 
-    /// Removes the request of `text`, which has ended. The drafter may never have proposed for it.
+    /// Removes the request of `text`, which has ended. Also called for requests that the drafter has never seen.
     fn end(&mut self, _text: Text<'_>) -> Result<()> {
         Ok(())
     }
@@ -54,7 +54,7 @@ pub(crate) trait HostProposer {
 pub(crate) struct Text<'a> {
     /// Number of the request, unique in its scheduler.
     pub(crate) id: i64,
-    /// Hash of the request's cache salt. Requests of different salts see nothing of each other.
+    /// Hash of the request's cache salt. A request never gets drafts from a request with another salt.
     pub(crate) salt: BlockHash,
     /// Tokens of the prompt, followed by the output.
     pub(crate) tokens: &'a [u32],
@@ -166,7 +166,7 @@ macro_rules! table {
                 Ok(Self { $($method: drafters.$method.map(HostSettings::start).transpose()?,)+ })
             }
 
-            /// Calls `each` with every existing proposer, in the order of the table.
+            /// Calls `each` with every proposer that runs, in the order of the table of drafters.
             pub(crate) fn each(&mut self, mut each: impl FnMut(DrafterKind, &mut dyn HostProposer)) {
                 $(if let Some(proposer) = &mut self.$method {
                     each(DrafterKind::$kind, proposer);

@@ -222,7 +222,7 @@ mod tests {
             prop_assert_eq!(propose(&tokens, min, min + more, k), naive(&tokens, min, min + more, k));
         }
 
-        /// Finds a single occurrence at any place in long runs without the last token, across chunks.
+        /// Checks that a single occurrence is found at any place of a long text, also across the chunks of the search.
         #[test]
         fn a_lone_place_is_found_anywhere(len in 3..400_usize, place in 0..400_usize) {
             let place = place % (len - 2);

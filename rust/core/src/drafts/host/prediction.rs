@@ -1,8 +1,8 @@
 //! Drafts from the text that a request predicts for its own output (`prediction` of `OpenAI`'s API).
 //!
-//! A place in the prediction follows the output. It moves on with each token that the prediction has there. After any
-//! other token it is looked for again: where most of the output's last tokens stand, and of several such places the
-//! nearest one ahead.
+//! The drafter keeps a place in the prediction. If the next output token is the one that the prediction has at this
+//! place, the place moves on by one. After any other token the place is looked for again: it is where most of the
+//! output's last tokens occur, and of several such places the nearest one ahead.
 
 use std::collections::HashMap;
 
@@ -13,11 +13,12 @@ use crate::error::Result;
 
 /// Maximum number of tokens at the end of the output that are compared with a place of the prediction.
 const MOST_COMPARED: usize = 32;
-/// Number of tokens after the last known place in which one agreeing token is enough.
+/// Number of tokens after the last known place. A new place within them needs only one equal token.
 const NEAR: usize = 64;
-/// Number of tokens that must agree at any other place.
+/// Number of equal tokens that a new place needs if it is further away than [`NEAR`] tokens.
 const FAR_MATCH: usize = 4;
-/// Maximum number of places with the output's last token that are compared. It bounds the time of a search.
+/// Maximum number of places that are compared in a search, which bounds its time. Each is an occurrence of the output's
+/// last token.
 const MOST_PLACES: usize = 4096;
 
 /// Drafter that proposes the rest of the prediction that a request came with
@@ -43,7 +44,7 @@ struct Place {
 }
 
 impl Place {
-    /// Follows `output` to its end in `prediction`.
+    /// Moves the place in `prediction` along the tokens of `output` that came since the last call.
     fn follow(&mut self, output: &[u32], prediction: &[u32]) {
         for end in self.num_followed + 1..=output.len() {
             if prediction.get(self.next) == Some(&output[end - 1]) {
@@ -55,8 +56,9 @@ impl Place {
         self.num_followed = self.num_followed.max(output.len());
     }
 
-    /// Moves to the place of the prediction at which most of the output's last tokens stand; of equal ones to the first
-    /// from `next` on, then to the last before it. Stays, with no match, if too few tokens agree everywhere.
+    /// Moves to the place of the prediction where most of the output's last tokens occur. Of equally good places it
+    /// takes the first from `next` on, else the last before `next`. If too few tokens are equal at every place, it
+    /// stays, and the match is empty.
     fn find(&mut self, output: &[u32], prediction: &[u32]) {
         let Some(&last) = output.last() else { return };
         let (mut best, mut found) = (0, None);
@@ -199,7 +201,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Asking after every token or only now and then gives the same drafts.
+        /// Checks that the drafts are the same whether the drafter is asked after every token or only now and then.
         #[test]
         fn drafts_depend_on_the_text_alone(
             output in prop::collection::vec(0..4_u32, 0..40),
@@ -216,7 +218,7 @@ mod tests {
             }
         }
 
-        /// An output that equals its prediction is drafted whole.
+        /// Checks that all tokens of an output that equals its prediction are drafted.
         #[test]
         fn an_exact_prediction_is_always_right(output in prop::collection::vec(0..9_u32, 1..60)) {
             for (end, drafts) in drafts_along(&output, &output, 4).into_iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Numbers from a fuzzer's bytes; zeros after the bytes have run out.
+//! Source of numbers for fuzz targets: reads them from the fuzzer's bytes, and gives zeros when the bytes have run out.
 
 pub struct Bytes<'a>(pub &'a [u8]);
 

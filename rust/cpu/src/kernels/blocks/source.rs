@@ -31,7 +31,8 @@ pub(super) trait Source {
 
 /// Strip in its packed layout.
 pub(super) trait Strip<'a>: Source {
-    /// Returns a strip of `w`, whose format must be that of this type.
+    /// Returns strip number `strip` of `w`: 16 outputs with all their inputs. The format of `w` must be that of this
+    /// type.
     fn of(w: &'a Packed, strip: usize) -> Self;
     /// Returns a run of a block as signed bytes, after subtraction of the offset.
     fn signed<S: Simd>(&self, s: S, block: usize, run: usize) -> S::I;
@@ -138,7 +139,7 @@ impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> 
         s.or(low, s.and(high, s.splat_int(0x0001_0001 * (((1 << HIGH) - 1) << LOW))))
     }
 
-    /// Returns a run of a block's codes as bytes.
+    /// Returns run number `run` of a block's codes, one code per byte.
     #[inline(always)]
     fn bytes<S: Simd>(&self, s: S, block: usize, run: usize) -> S::I {
         let lines: &[Line] = &self.codes[block * (LOW + HIGH)..][..LOW + HIGH];

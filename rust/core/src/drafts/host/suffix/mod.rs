@@ -37,8 +37,8 @@ const MAX_DEPTH: usize = 256;
 /// Difference above which a score counts as larger than another.
 const CLOSE: f64 = 1e-9;
 
-/// Settings of a [`SuffixCache`]: begin with [`Self::default`] and set what differs, because fields come in minor
-/// versions.
+/// Settings of a [`SuffixCache`]. Begin with [`Self::default`] and set the fields that differ, because minor versions
+/// add fields.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SuffixSettings {
     /// D: maximum number of tokens in a substring, pattern and draft together. 2 to 256; 24 by default.
@@ -330,7 +330,7 @@ impl SuffixCache {
         self.requests.get(&request_id).is_some_and(|running| running.output.is_some())
     }
 
-    /// Adds the output of an ended request of another process. `salt` is the hash of its cache salt.
+    /// Adds the output of a request that ended in an earlier process. `salt` is the hash of the request's cache salt.
     pub fn restore(&mut self, salt: BlockHash, token_ids: &[u32]) {
         if self.settings.max_cached_requests > 0 && !token_ids.is_empty() {
             let output = self.outputs.begin(salt);
@@ -392,7 +392,7 @@ impl SuffixCache {
     }
 }
 
-/// Best draft found so far, while patterns are compared.
+/// Best draft so far, while the patterns of a text are compared.
 struct Best<'a> {
     settings: SuffixSettings,
     draft: SuffixDraft,

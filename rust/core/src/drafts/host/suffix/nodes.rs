@@ -13,7 +13,7 @@ pub(super) type NodeIndex = u32;
 /// Root node, which stands for the empty substring.
 pub(super) const ROOT: NodeIndex = 0;
 
-/// Continuation below a node: text, one child, or a family.
+/// What is below a node: text, one child, or a family of children.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Below {
     Nothing,
@@ -37,7 +37,7 @@ pub(super) struct Node {
     place: u32,
 }
 
-/// Bytes of a hash table entry: key and value, one control byte, and a share of the table's empty seventh.
+/// Bytes of a hash table entry: key and value, one control byte, and a share of the seventh of the table that is empty.
 const TABLE_ENTRY_BYTES: usize = 15;
 
 #[derive(Clone, Debug)]
