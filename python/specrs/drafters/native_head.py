@@ -77,8 +77,8 @@ class NativeHead(NumpyHeld, HeadFacts):
         Raises:
             InvalidBufferError: a token, position, slot, block or start is out of range; nothing is written then.
         """
-        rows, size = len(inputs.input_ids), self.hidden_size
-        final, recurrent = np.empty((rows, size), FLOAT32), np.empty((rows, 1, size), FLOAT32)
+        rows = len(inputs.input_ids)
+        final, recurrent = np.empty((rows, self.hidden_size), FLOAT32), np.empty((rows, 1, self.state_size), FLOAT32)
         self.decoder.forward(
             *pass_arrays(inputs),
             kv_cache.native,

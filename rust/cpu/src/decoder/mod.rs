@@ -253,7 +253,8 @@ impl Decoder {
         }
         let window_of = |group| {
             let mut with_keys = kv.layers.iter();
-            let placed = self.weights.layers.iter().map(|layer| (layer, layer.kv_layer(&kv.layers, &mut with_keys)));
+            let attends = self.weights.layers.iter().filter(|layer| layer.delta.is_none());
+            let placed = attends.map(|layer| (layer, layer.kv_layer(&kv.layers, &mut with_keys)));
             let of_group = placed.filter(|(_, at)| at.is_some_and(|at| at.group == group));
             of_group.map(|(layer, _)| layer.window).max().unwrap_or(0)
         };
