@@ -1,8 +1,8 @@
 """Gemma 4's assistants: small random checkpoints, and what transformers' own module says. Uses no code of specrs. Holds
 no tests.
 
-`Script` has the members of `eagle3_reference.Head` that `eagle3_reference.speculate` uses. Every draft has position n - 1,
-and attends the target's keys and values of positions 0 to n - 2, which are computed anew.
+`Script` has the members of `eagle3_reference.Head` that `eagle3_reference.speculate` uses. Every draft has position
+n - 1, and attends the target's keys and values of positions 0 to n - 2, which are computed anew.
 """
 
 from __future__ import annotations

@@ -300,9 +300,9 @@ class HiddenDrafter:
 class SharedKVDrafter:
     """Head on the device without KV of its own, which attends the target's (Gemma 4's assistant).
 
-    Every pass of an iteration has one row for a request, at position n - 2. It reads the target's KV up to there. Pass 1
-    feeds the last token and the target's hidden state of position n - 2, the only one that is kept. Pass i feeds draft
-    i - 1 and what the pass before left. Nothing has to be valid before it drafts, so requests never catch up.
+    Every pass of an iteration has one row for a request, at position n - 2. It reads the target's KV up to there.
+    Pass 1 feeds the last token and the target's hidden state of position n - 2, the only one that is kept. Pass i feeds
+    draft i - 1 and what the pass before left. Nothing has to be valid before it drafts, so requests never catch up.
     """
 
     def __new__(cls, *, max_model_len: int) -> SharedKVDrafter:

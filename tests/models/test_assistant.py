@@ -69,9 +69,9 @@ def assistant_of(path: Path, target: Any, size: int | None = None) -> NativeAssi
 def run(
     head: NativeAssistant, target: NativeDecoder, lengths: list[int], drafts: list[list[int]], *, shift: int = 0
 ) -> list[Array]:
-    """Feed the target one request for each of `lengths`, then the assistant's rows of all requests, pass by pass. Return
-    logits `[DRAFTS, Vd]` of each request. `drafts` are fed, whatever the assistant says. `shift` plants a mistake:
-    rows stand so many positions later."""
+    """Feed the target one request for each of `lengths`, then the assistant's rows of all requests, pass by pass.
+    Return logits `[DRAFTS, Vd]` of each request. `drafts` are fed, whatever the assistant says. `shift` plants a
+    mistake: rows stand so many positions later."""
     size, width = 4, -(-max(lengths) // 4)
     cache = target.allocate_cache(len(lengths) * width + 1, size)
     for layer in cache.layers:
@@ -239,11 +239,10 @@ def test_planted_faults_are_noticed(folder: Path, fault: str, monkeypatch: pytes
         monkeypatch.setattr(*FAULTS[fault])
     target = load_native(folder / variant)
     head = assistant_of(folder / f"{variant}'s", target)
-    shift = {"position too late": 1, "position too early": -1}.get(fault, 0)
-    if shift > 0:  # K and V of the next position exist, but are not to be read
+    if fault == "position too late":
         found = run_late(head, target, drafts)
     else:
-        found = run(head, target, [LENGTH - 1], [drafts], shift=shift)[0]
+        found = run(head, target, [LENGTH - 1], [drafts], shift=-1 if fault == "position too early" else 0)[0]
     assert far(found, logits) > 30 * BOUND
 
 

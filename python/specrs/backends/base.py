@@ -136,8 +136,11 @@ class Backend(Protocol):
     def load_head(
         self, files: HeadFiles | MtpFiles | AssistantFiles, target: DecoderFacts, ranks: Ranks | None
     ) -> HeadFacts:
-        """Load a head or an assistant for `target`, or this rank's part of it. Raises `CheckpointError` for tensors that are
-        missing, unknown or misshapen."""
+        """Load a head or an assistant for `target`, or this rank's part of it.
+
+        Raises `CheckpointError` for tensors that are missing, unknown or misshapen, and `UnsupportedConfigError` for a
+        head or an assistant that the device does not run.
+        """
 
     def batched_tokens(self, device: str) -> int:
         """Return the default of `max_num_batched_tokens` on a device."""

@@ -6,9 +6,9 @@ use crate::tensors::{codes_mut, embedding as embedding_of, values, values_mut, w
 use numpy::{Ix1, Ix5, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Activation, Addition, AssistantWeights, DeltaShape, DeltaWeights, Eagle3Weights, Experts, Isa, KvCache, KvLayer, KvShape,
-    LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape, MtpWeights, Multipliers, ParallelMlp, Part,
-    Pool, QkNorm, Rotation, RouterScales, SharedExpert, Tiles, Values, VariedLayer, Weights,
+    Activation, Addition, AssistantWeights, DeltaShape, DeltaWeights, Eagle3Weights, Experts, Isa, KvCache, KvLayer,
+    KvShape, LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape, MtpWeights, Multipliers, ParallelMlp,
+    Part, Pool, QkNorm, Rotation, RouterScales, SharedExpert, Tiles, Values, VariedLayer, Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -15,11 +15,11 @@ use pyo3::types::PyDict;
 use specrs_core::Drafter;
 use specrs_core::sampling::{LogprobsMode, TokenLogprobs};
 use specrs_core::scheduler::{HEADER_LEN, StepHeader};
-use specrs_cpu::{KvCache, Lora};
 use specrs_cpu::iteration::{
     Cached, Counts, DraftFault, Iteration, Model, Pooled, PromptLogprobs, Rule, SequenceLogprobs, TextLimits,
     Translated, Translation,
 };
+use specrs_cpu::{KvCache, Lora};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};

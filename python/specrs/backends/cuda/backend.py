@@ -12,8 +12,8 @@ from specrs.backends.kv_memory import host_memory
 from specrs.backends.model_source import ModelSource
 from specrs.config import EngineConfig
 from specrs.core import Scheduler
-from specrs.drafters.eagle3.reader import HeadFiles
 from specrs.drafters.assistant.reader import AssistantFiles
+from specrs.drafters.eagle3.reader import HeadFiles
 from specrs.drafters.mtp.reader import MtpFiles
 from specrs.engine_options import BATCHED_TOKENS, BATCHED_TOKENS_OF_LARGE_GPUS
 from specrs.errors import UnsupportedConfigError, invalid

@@ -57,7 +57,7 @@ def parse_assistant_config(raw: Mapping[str, Any], target: ModelConfig) -> Assis
         varied=tuple(
             _sizes(own, i, target.varied[source], with_keys.index(source)) for i, source in enumerate(sources)
         ),
-        # A row at n - 2 stands for the token at n - 1. Like transformers, it attends the last W + 1 positions before it.
+        # A row at n - 2 stands for the token at n - 1. As in transformers, it attends the W + 1 positions before that.
         windows=tuple(None if window is None else window + 1 for window in own.windows),
         tie_word_embeddings=flag(raw, "tie_word_embeddings", default=True),
         embedding_multiplier=target.embedding_multiplier,

@@ -74,7 +74,11 @@ impl HiddenStates {
         let attends = draft.is_some_and(|draft| draft.facts().shares_kv);
         if attends != matches!(config.drafter, Drafter::SharedKv { .. }) {
             let [given, allowed] = if attends { ["none", "some"] } else { ["some", "none"] };
-            return Err(Error::invalid("the head's own KV", given, format!("{allowed}, as the scheduler's drafter says")));
+            return Err(Error::invalid(
+                "the head's own KV",
+                given,
+                format!("{allowed}, as the scheduler's drafter says"),
+            ));
         }
         let Some(rows) = state.hidden.as_ref().filter(|_| !layers.is_empty()) else {
             return Err(Error::invalid("draft or hidden", "missing", "an EAGLE-3 head, and row state for it"));
