@@ -76,8 +76,8 @@ class DraftingOptions:
         "the last earlier occurrence. `suffix` drafts what most often followed the end of the text, in the text and "
         "in earlier outputs. Neither has a model. `eagle3` is a head over the target's hidden states, in either "
         "published format. `mtp` is the head in the target's own checkpoint. It is the default where there is one and "
-        "no `model` is named. With a `model`, `mtp` is Gemma 4's assistant, which reads the target's KV. With a list, each request uses in each step the drafter with the most expected tokens "
-        "per second.",
+        "no `model` is named. With a `model`, `mtp` is Gemma 4's assistant, which reads the target's KV. With a list, "
+        "each request uses in each step the drafter with the most expected tokens per second.",
     )
     draft_tensor_parallel_size: int = option(
         1,

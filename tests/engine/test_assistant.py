@@ -404,6 +404,8 @@ def test_what_is_rejected(folder: Path) -> None:
         load_weights(made(model=None))
     with pytest.raises(CheckpointError, match=r"architectures=.*allowed: \['Gemma4AssistantForCausalLM'\]"):
         load_weights(made(speculative={"model": str(folder / "gemma4")}))
+    with pytest.raises(InvalidConfigError, match=r"method='draft_model': .*random is an assistant, .*; use 'mtp'"):
+        load_weights(made(speculative={"method": "draft_model"}))
     with pytest.raises(InvalidConfigError, match=rf"draft_vocab_size=62: must be at most {VOCAB}"):
         load_weights(made(speculative={"draft_vocab_size": 62}))
     with pytest.raises(InvalidConfigError, match=r"names two drafters with a model of their own"):

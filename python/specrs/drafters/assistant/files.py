@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specrs.drafters.assistant.config import TARGET, parse_assistant_config
+from specrs.drafters.assistant.config import ARCHITECTURE, TARGET, parse_assistant_config
 from specrs.drafters.assistant.reader import AssistantFiles
 from specrs.drafters.method import wrong
 from specrs.drafters.vocabulary import draft_ids
@@ -11,6 +11,16 @@ from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.errors import of_folder, unsupported
 from specrs.models.gguf.checkpoint import gguf_path
 from specrs.models.quantization.table import FIELDS
+
+
+def is_assistant(source: str, revision: str | None) -> bool:
+    """Return whether a folder or hub id has the config.json of an assistant. Weights of a hub id are not downloaded.
+    Raises CheckpointError if there is no readable config.json."""
+    if gguf_path(source, revision) is not None:
+        return False
+    return read_json(resolve_folder(source, revision, weights=False) / "config.json").get("architectures") == [
+        ARCHITECTURE
+    ]
 
 
 def open_assistant(
