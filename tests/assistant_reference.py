@@ -164,6 +164,7 @@ def fit(path: Path, target: Any, texts: list[list[int]], steps: int = 24) -> Non
                     position_ids=torch.arange(1, count + 1)[None],
                     shared_kv_states=kv,
                     use_cache=False,
+                    output_hidden_states=True,  # else it keeps the last row alone
                 ).last_hidden_state
                 state = model.post_projection(out)
                 loss = loss + cross_entropy(model.lm_head(out)[0], torch.tensor(text[ahead + 1 : ahead + 1 + count]))

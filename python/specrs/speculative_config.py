@@ -128,6 +128,7 @@ class SpeculativeConfig(DrafterOptions, DraftingOptions):
         if most is not None and self.num_speculative_tokens != AUTO:
             raise wrong("max_num_speculative_tokens", most, "allowed only with num_speculative_tokens='auto'")
         self.check_rules()
+        self._check_revision()
         self._check_synthetic()
 
     def _check_method(self) -> None:
@@ -140,6 +141,13 @@ class SpeculativeConfig(DrafterOptions, DraftingOptions):
             if owners and not set(owners).intersection(self.methods) and value not in (None, False):
                 listed = " or ".join(map(repr, owners))
                 raise wrong(name, value, f"not allowed with method={self.method!r}; allowed with {listed}")
+
+    def _check_revision(self) -> None:
+        """Raise `InvalidConfigError` for a `revision` of a drafter that is in the target's checkpoint."""
+        method = self.model_method
+        if method is not None and method.bundled is None and self.revision is not None:
+            reason = f"must be None without a model: {method.what} in the target's checkpoint has the target's revision"
+            raise wrong("revision", self.revision, reason)
 
     def _check_synthetic(self) -> None:
         """Raise `InvalidConfigError` for acceptance rates without the rule `synthetic`, and for a list that has another

@@ -226,7 +226,7 @@ FAULTS: dict[str, tuple[Any, ...]] = {
         "aux_layer_ids",
         property(lambda head: (head.weights.target_layers,)),
     ),
-    "no layer scalars": (FILES, _with(layer_scalars=False)),
+    "another activation": (FILES, _with(activation="silu")),
 }
 
 
@@ -333,9 +333,7 @@ def test_a_target_without_a_layer_of_the_kind(folder: Path, tmp_path: Path) -> N
 
 def test_wrong_targets_and_files(folder: Path, tmp_path: Path) -> None:
     other = load_native(make_checkpoint(tmp_path / "qwen3", "qwen3", vocab=VOCAB, hidden=64))
-    message = (
-        r"speculative_config\.model='.*': with method='mtp' it is an assistant, .*Qwen3ForCausalLM; leave model out"
-    )
+    message = r"speculative_config\.model=.*: must be None with method='mtp' and a Qwen3ForCausalLM: assistants are for"
     with pytest.raises(InvalidConfigError, match=message):
         assistant_of(folder / "gemma4's", other)
     target = load_native(folder / "gemma4")

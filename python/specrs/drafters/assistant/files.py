@@ -33,8 +33,8 @@ def open_assistant(
     """
     if target.config.architecture != TARGET:
         reason = (
-            f"with method='mtp' it is an assistant, which must have a Gemma 4 target; this one is "
-            f"{target.config.architecture}; leave model out for the target's own MTP head, or use another method"
+            f"must be None with method='mtp' and a {target.config.architecture}: assistants are for Gemma 4; leave it "
+            "out for the target's own MTP head, or use another method"
         )
         raise wrong("model", source, reason)
     if gguf_path(source, revision) is not None:

@@ -279,6 +279,9 @@ impl Iteration {
 
     /// Starts the head anew at the first kept state, in sequences whose draft KV ends before it.
     pub(super) fn begin(&self, state: &mut RowState<'_>) {
+        if !matches!(self.config.drafter, Drafter::Hidden { .. }) {
+            return;
+        }
         for sequence in self.sequences.iter().filter(|sequence| sequence.k > 0 && sequence.on_device()) {
             let Some(first) = state.hidden.as_ref().map(|rows| rows.start[sequence.row]) else { return };
             state.restart(sequence.row, first);
