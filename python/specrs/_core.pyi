@@ -81,6 +81,7 @@ __all__ = [
     "Sampler",
     "Scheduler",
     "SettleOrderError",
+    "SharedKVDrafter",
     "SlotMapper",
     "SpecrsError",
     "SpeculationPlanner",
@@ -294,6 +295,30 @@ class HiddenDrafter:
     @property
     def keeps_hits(self) -> bool:
         """True if a prefix hit is kept whole although its last block alone lacks the head's KV."""
+
+@final
+class SharedKVDrafter:
+    """Head on the device without KV of its own, which attends the target's (Gemma 4's assistant).
+
+    Every pass of an iteration has one row for a request, at position n - 2. It reads the target's KV up to there.
+    Pass 1 feeds the last token and the target's hidden state of position n - 2, the only one that is kept. Pass i feeds
+    draft i - 1 and what the pass before left. Nothing has to be valid before it drafts, so requests never catch up.
+    """
+
+    def __new__(cls, *, max_model_len: int) -> SharedKVDrafter:
+        """Make the description of a head for a `Scheduler`.
+
+        Args:
+            max_model_len: number of positions that the head can take. Requests that outgrow them go on without drafts.
+                At least 1.
+
+        Raises:
+            InvalidConfigError: a negative size; other values are checked by `Scheduler`.
+        """
+
+    @property
+    def max_model_len(self) -> int:
+        """Number of positions that the head can take."""
 
 @final
 class TextDrafter:
@@ -523,9 +548,10 @@ class Scheduler:
         num_speculative_tokens: int = 0,
         drafter: CachedDrafter
         | HiddenDrafter
+        | SharedKVDrafter
         | TextDrafter
         | HostDrafter
-        | Sequence[CachedDrafter | HiddenDrafter | TextDrafter | HostDrafter]
+        | Sequence[CachedDrafter | HiddenDrafter | SharedKVDrafter | TextDrafter | HostDrafter]
         | None = None,
         sliding_window: int | None = None,
         window_groups: Sequence[int] | None = None,
@@ -1839,6 +1865,7 @@ class CpuWeights:
         frequencies: NDArray[np.float32],
         head: Mapping[str, object] | None = None,
         mtp: Mapping[str, object] | None = None,
+        assistant: Mapping[str, object] | None = None,
         rotations: tuple[list[tuple[list[float], float]], list[int | None]] | None = None,
         multipliers: tuple[float, float, float] | None = None,
         windows: list[int | None] | None = None,
@@ -1902,6 +1929,12 @@ class CpuWeights:
                 `embedding_norm` and `hidden_norm`: `[hidden_size]`; `target_ids`: the target's id of each of its own,
                 ascending. `lm_head` may have more outputs than these; the first ones are used. It leaves its states
                 after the final norm to the next pass.
+            assistant: makes it a head without keys and values, whose layers attend a target's; passes take the target's
+                cache. A layer's `source` is then the place of its keys and values among the target's layers that have
+                some. `embedding` is the target's, `[vocab_size, state_size]`. `target_layers`: the target's number of
+                layers; `state_size`: the size of its states; `pre`: a projection from 2 * state_size, the embedding and
+                the hidden state, to hidden_size; `post`: a projection of the state after the final norm to state_size,
+                for the next pass; `target_ids` as in `mtp`. A row at position p is rotated as p + 1.
             rotations: in place of `frequencies`, where layers rotate in several ways, or a part of a head: pairs of
                 frequencies `[P]`, of the first 2 P features, and what their cosines and sines are multiplied by; then
                 for each layer which of them it has, or None. None: `frequencies` in all layers.
@@ -1913,7 +1946,7 @@ class CpuWeights:
                 the value u from -limit to limit.
             kv_scales: for each layer that of its keys and that of its values in a cache of codes; None: 1.
             target_ids: ids that the outputs of `lm_head` are for, ascending, for a draft model that drafts some ids
-                only. None: it has an output for each id. Not with `head` or `mtp`.
+                only. None: it has an output for each id. Not with `head`, `mtp` or `assistant`.
 
         Raises:
             InvalidConfigError: a size is negative.
@@ -2167,8 +2200,8 @@ class _StepHost(Protocol):
     def leave(self, stage: int, error: Exception | None) -> bool:
         """End a stage, with the `error` it failed with on this rank, or None. Return whether it failed on any rank."""
 
-_Source = tuple[CpuDecoder, CpuKVCache] | _CallableModel
-"""Native model with its KV cache, or a model that Python computes."""
+_Source = tuple[CpuDecoder, CpuKVCache | None] | _CallableModel
+"""Native model with its KV cache (None: it attends the target's), or a model that Python computes."""
 
 @final
 class CpuIteration:
@@ -2198,12 +2231,13 @@ class CpuIteration:
                 `min_len`, `prompt_len`, `seeds` `[R + 1]` int64; `active` `[R + 1]` bool; `tokens` `[R + 1,
                 max_model_len + 1]`, `block_table` `[R + 1, max_blocks]`, `stop_ids` `[R + 1, MAX_STOP_IDS]` int64;
                 `params` `[R + 1, len(PARAM_COLUMNS)]` float32. With a `HiddenDrafter` also `hidden_states` `[R + 1,
-                max_draft_lag * numbers of a position]` float32 and `hidden_start` `[R + 1]` int64. With `window_groups`
+                max_draft_lag * numbers of a position]` float32 and `hidden_start` `[R + 1]` int64, and with a
+                `SharedKVDrafter` the same for one position. With `window_groups`
                 also `group_tables` `[(G - 1) * (R + 1), max_blocks]` int64, group by group. They are kept alive, and
                 written by `run`.
             target: model that verifies drafts.
             draft: draft model of a scheduler with a `CachedDrafter` or `TextDrafter`, or EAGLE-3 head of one with a
-                `HiddenDrafter`.
+                `HiddenDrafter`. With a `SharedKVDrafter`, a head without a KV cache (None) and a native target.
             rule: `rejection` or `coupled`, for requests that sample.
             rates: `[K]`, unconditional rates by position at which drafts are accepted, whatever the models say: for
                 timing.

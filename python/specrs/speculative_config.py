@@ -76,8 +76,8 @@ class DraftingOptions:
         "the last earlier occurrence. `suffix` drafts what most often followed the end of the text, in the text and "
         "in earlier outputs. Neither has a model. `eagle3` is a head over the target's hidden states, in either "
         "published format. `mtp` is the head in the target's own checkpoint. It is the default where there is one and "
-        "no `model` is named. With a list, each request uses in each step the drafter with the most expected tokens "
-        "per second.",
+        "no `model` is named. With a `model`, `mtp` is Gemma 4's assistant, which reads the target's KV. With a list, "
+        "each request uses in each step the drafter with the most expected tokens per second.",
     )
     draft_tensor_parallel_size: int = option(
         1,
@@ -128,6 +128,7 @@ class SpeculativeConfig(DrafterOptions, DraftingOptions):
         if most is not None and self.num_speculative_tokens != AUTO:
             raise wrong("max_num_speculative_tokens", most, "allowed only with num_speculative_tokens='auto'")
         self.check_rules()
+        self._check_revision()
         self._check_synthetic()
 
     def _check_method(self) -> None:
@@ -140,6 +141,13 @@ class SpeculativeConfig(DrafterOptions, DraftingOptions):
             if owners and not set(owners).intersection(self.methods) and value not in (None, False):
                 listed = " or ".join(map(repr, owners))
                 raise wrong(name, value, f"not allowed with method={self.method!r}; allowed with {listed}")
+
+    def _check_revision(self) -> None:
+        """Raise `InvalidConfigError` for a `revision` of a drafter that is in the target's checkpoint."""
+        method = self.model_method
+        if method is not None and method.bundled is None and self.revision is not None:
+            reason = f"must be None without a model: {method.what} in the target's checkpoint has the target's revision"
+            raise wrong("revision", self.revision, reason)
 
     def _check_synthetic(self) -> None:
         """Raise `InvalidConfigError` for acceptance rates without the rule `synthetic`, and for a list that has another

@@ -208,9 +208,8 @@ def assert_idle(engine: Engine) -> None:
 
 def poison(engine: Engine) -> None:
     """Fill both KV caches with NaN, so that a read of something unwritten shows."""
-    has_draft_kv = hasattr(engine.drafter, "kv_cache")
-    caches = [engine.runner.kv_cache] + ([engine.drafter.kv_cache] if has_draft_kv else [])
-    for cache in caches:
+    caches = [engine.runner.kv_cache, getattr(engine.drafter, "kv_cache", None)]
+    for cache in (cache for cache in caches if cache is not None):
         for part in (*cache.k, *cache.v):
             with torch.inference_mode():
                 part[...] = torch.nan

@@ -440,9 +440,9 @@ def test_what_is_rejected(folder: Path) -> None:
         return EngineConfig(**({"model": str(folder / "random")} | fields), speculative_config=speculative)
 
     for extra, message in (
-        ({"model": "a draft"}, r"speculative_config\.model='a draft': not allowed with method='mtp'"),
         ({"draft_vocab_counts": "a.json"}, r"draft_vocab_counts='a\.json': needs draft_vocab_size"),
         ({"draft_vocab_size": 0}, r"draft_vocab_size=0"),
+        ({"revision": "main"}, r"speculative_config\.revision='main': must be None without a model"),
         ({"method": "suffix", "draft_vocab_size": 8}, r"draft_vocab_size=8: not allowed with method='suffix'"),
         ({"method": "mtp,eagle3"}, r"names two drafters with a model of their own"),
         ({"num_speculative_tokens": 17}, r"num_speculative_tokens=17"),
@@ -453,6 +453,10 @@ def test_what_is_rejected(folder: Path) -> None:
         made({}, load_format="dummy")
     with pytest.raises(InvalidConfigError, match=r"method='mtp': .*plain has no tensors mtp\.\*"):
         load_weights(made({}, model=str(folder / "plain")))
+    with pytest.raises(
+        InvalidConfigError, match=r"speculative_config\.model='a draft': must be None with method='mtp'"
+    ):
+        load_weights(made({"model": "a draft"}))
     with pytest.raises(InvalidConfigError, match=rf"draft_vocab_size=62: must be at most {VOCAB}"):
         load_weights(made({"draft_vocab_size": 62}))
     with pytest.raises(InvalidConfigError, match=r"model_impl='transformers'"):

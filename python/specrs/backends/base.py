@@ -12,6 +12,7 @@ from specrs.backends.model_source import ModelSource
 from specrs.backends.ring import Header, RingSlot
 from specrs.config import EngineConfig
 from specrs.core import CostModel, Scheduler
+from specrs.drafters.assistant.reader import AssistantFiles
 from specrs.drafters.base import DrafterCounts
 from specrs.drafters.eagle3.reader import HeadFiles
 from specrs.drafters.hidden_state import HeadFacts
@@ -132,9 +133,14 @@ class Backend(Protocol):
         Raises `InvalidConfigError` and its subclasses for what is missing, broken or not supported.
         """
 
-    def load_head(self, files: HeadFiles | MtpFiles, target: DecoderFacts, ranks: Ranks | None) -> HeadFacts:
-        """Load an EAGLE-3 head for `target`, or this rank's part of it. Raises `CheckpointError` for tensors that are
-        missing, unknown or misshapen."""
+    def load_head(
+        self, files: HeadFiles | MtpFiles | AssistantFiles, target: DecoderFacts, ranks: Ranks | None
+    ) -> HeadFacts:
+        """Load a head or an assistant for `target`, or this rank's part of it.
+
+        Raises `CheckpointError` for tensors that are missing, unknown or misshapen, and `UnsupportedConfigError` for a
+        head or an assistant that the device does not run.
+        """
 
     def batched_tokens(self, device: str) -> int:
         """Return the default of `max_num_batched_tokens` on a device."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specrs.drafters.assistant import ASSISTANT, AssistantOptions
 from specrs.drafters.draft_model import DRAFT_MODEL
 from specrs.drafters.eagle3 import EAGLE3, Eagle3Options
 from specrs.drafters.grammar import GRAMMAR
@@ -23,12 +24,25 @@ from specrs.drafters.suffix import SUFFIX, SuffixOptions
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.options import options_of
 
-TABLE: tuple[Method, ...] = (OTHER_TOKENIZER, PARALLEL, DRAFT_MODEL, EAGLE3, MTP, NGRAM, SUFFIX, PREDICTION, GRAMMAR)
+TABLE: tuple[Method, ...] = (
+    OTHER_TOKENIZER,
+    PARALLEL,
+    DRAFT_MODEL,
+    EAGLE3,
+    ASSISTANT,
+    MTP,
+    NGRAM,
+    SUFFIX,
+    PREDICTION,
+    GRAMMAR,
+)
 """Rows of all drafters. If several rows have the same name, the first whose `serves` returns True is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterOptions(SuffixOptions, NgramOptions, MtpOptions, Eagle3Options, OtherTokenizerOptions, ParallelOptions):
+class DrafterOptions(
+    SuffixOptions, NgramOptions, MtpOptions, AssistantOptions, Eagle3Options, OtherTokenizerOptions, ParallelOptions
+):
     """Options of all drafters. Python orders the fields of the last base class first."""
 
     def check_rules(self) -> None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from specrs.core import CachedDrafter, HiddenDrafter, TextDrafter
+from specrs.core import CachedDrafter, HiddenDrafter, SharedKVDrafter, TextDrafter
 from specrs.models.base import Model
 
 if TYPE_CHECKING:
     from specrs.drafters.cpu import CpuDrafter
 
-Declared = CachedDrafter | HiddenDrafter | TextDrafter
+Declared = CachedDrafter | HiddenDrafter | SharedKVDrafter | TextDrafter
 """Declaration of a drafter with a model, from which a scheduler is built."""
 
 
@@ -40,7 +40,8 @@ class Loading:
     load_model: Callable[[], Model]
     """Function that loads `path` as a model."""
     load_head: Callable[[Any], Any]
-    """Function that loads the EAGLE-3 head of a `HeadFiles`, or the MTP head of an `MtpFiles`."""
+    """Function that loads the EAGLE-3 head of a `HeadFiles`, the MTP head of an `MtpFiles`, or the assistant of an
+    `AssistantFiles`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ class LoadedDrafter(Protocol):
 
     @property
     def has_own_blocks(self) -> bool:
-        """True if the drafter's KV is not in the target's blocks."""
+        """True if no KV of the drafter is in the target's blocks."""
 
     def with_model(self, model: Any) -> Self:
         """Return the same drafter with passes of `model`, which has the same weights."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class CpuDrafter:
     """A model or EAGLE-3 head on a CPU, whose drafts `specrs.core.CpuIteration` draws.
 
-    Its declaration to the scheduler is a `CachedDrafter`, `HiddenDrafter` or `TextDrafter`.
+    Its declaration to the scheduler is a `CachedDrafter`, `HiddenDrafter`, `SharedKVDrafter` or `TextDrafter`.
     """
 
     on_host: ClassVar[bool] = False
@@ -23,6 +23,7 @@ class CpuDrafter:
     model: Any
     """The draft model (`Model`) or EAGLE-3 head."""
     kv_cache: Any
+    """KV cache of the drafter; None for an assistant, which has none."""
     shared: SharedVocabulary | None = None
     """Tokens that the tokenizers of draft model and target share, if the two differ and the model drafts tokens;
     otherwise None."""

@@ -63,6 +63,11 @@ class HeadFacts:
         raise NotImplementedError
 
     @property
+    def state_size(self) -> int:
+        """Number of features of the states that a pass is fed and leaves to the next."""
+        return self.hidden_size
+
+    @property
     def target_hidden_size(self) -> int:
         """Number of features of one hidden state of the target."""
         raise NotImplementedError

@@ -64,8 +64,9 @@ class NativeHead(NumpyHeld, HeadFacts):
     def fuse(self, entries: Array) -> Array:
         """Return the target's hidden states `[N, L, target's hidden]` float32 as `forward` reads them, `[N, H]`."""
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> NativeKVCache:
-        """Allocate K and V for `num_blocks` blocks of `block_size` positions, of `cache_dtype`."""
+    def allocate_cache(self, num_blocks: int, block_size: int) -> NativeKVCache | None:
+        """Allocate K and V for `num_blocks` blocks of `block_size` positions, of `cache_dtype`. None for a head that
+        has none."""
         return NativeKVCache.allocate(self._layer, num_blocks, block_size, self.cache_dtype)
 
     def forward(self, inputs: NativeInputs, hidden: Array, kv_cache: NativeKVCache) -> tuple[Array, Array]:
@@ -77,8 +78,8 @@ class NativeHead(NumpyHeld, HeadFacts):
         Raises:
             InvalidBufferError: a token, position, slot, block or start is out of range; nothing is written then.
         """
-        rows, size = len(inputs.input_ids), self.hidden_size
-        final, recurrent = np.empty((rows, size), FLOAT32), np.empty((rows, 1, size), FLOAT32)
+        rows = len(inputs.input_ids)
+        final, recurrent = np.empty((rows, self.hidden_size), FLOAT32), np.empty((rows, 1, self.state_size), FLOAT32)
         self.decoder.forward(
             *pass_arrays(inputs),
             kv_cache.native,

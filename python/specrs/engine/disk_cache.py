@@ -123,7 +123,8 @@ class DiskCache:
         self._store, self._scheduler, self._block_size = store, scheduler, block_size
         drafter = runner.drafter
         shares = drafter is not None and not drafter.on_host and drafter.text_limits is None
-        self._caches = (runner.kv_cache.native, drafter.kv_cache.native if shares else None)
+        of_draft = drafter.kv_cache if shares else None
+        self._caches = (runner.kv_cache.native, None if of_draft is None else of_draft.native)
         self._digests: WeakKeyDictionary[LoRAAdapter, bytes] = WeakKeyDictionary()
         self._warned: set[str] = set()
         self._credit = 0.0

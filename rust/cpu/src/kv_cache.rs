@@ -232,6 +232,30 @@ impl KvCache {
         2 * num_kv_heads * self.shape.block_size * head_dim
     }
 
+    /// Makes a cache without layers, for a head that attends the target's keys and values.
+    #[must_use]
+    pub fn empty() -> Self {
+        let shape = KvShape { num_blocks: 0, block_size: 1, num_kv_heads: 1, head_dim: 1 };
+        Self { places: Vec::new(), layers: Vec::new(), shape, heads: Vec::new(), states: States::default() }
+    }
+
+    /// Rejects a target's cache whose layers do not match those of a head that reads it: `layers` has the place and
+    /// sizes of the keys and values of each layer.
+    pub(crate) fn check_sources<'a>(
+        &self,
+        layers: impl Iterator<Item = (Option<usize>, &'a ModelShape)>,
+    ) -> Result<()> {
+        for (i, (source, shape)) in layers.enumerate() {
+            let found = source.and_then(|source| self.layers.get(source)).map(|layer| self.heads[layer.place]);
+            if found != Some((shape.num_kv_heads, shape.head_dim)) {
+                let allowed = format!("the target's layer {source:?}, which has {found:?}");
+                let given = format!("{} KV heads of {} features", shape.num_kv_heads, shape.head_dim);
+                return Err(Error::invalid(format!("layers[{i}].source"), given, allowed));
+            }
+        }
+        Ok(())
+    }
+
     /// Rejects a cache whose sizes do not match the model: `shapes` has those of each layer with keys and values.
     pub(crate) fn check<'a>(&self, shapes: impl Iterator<Item = &'a ModelShape> + Clone) -> Result<()> {
         let num_layers = shapes.clone().count();

@@ -47,7 +47,9 @@ pub use quantize::quantize;
 pub use shape::{DeltaShape, ModelShape};
 pub use states::StateSnapshot;
 pub use values::{Values, ValuesMut};
-pub use weights::{Eagle3Weights, Embedding, LayerEmbedding, MtpWeights, Multipliers, Rotation, Weights};
+pub use weights::{
+    AssistantWeights, Eagle3Weights, Embedding, LayerEmbedding, MtpWeights, Multipliers, Rotation, Weights,
+};
 
 /// Returns the settings of a property test with at most `most` cases. Miri tries three, and cannot write failures to a
 /// file.

@@ -91,19 +91,19 @@ pub struct Entries<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct HeadStates<'a> {
     /// Hidden states, `[N, hidden_size]`: the target's states (of EAGLE-3, fused), or the output of the pass before; any
-    /// value for a masked row.
+    /// value for a masked row. A head that attends the target's keys and values is fed states of the target's size.
     pub hidden: &'a [f32],
 }
 
 impl HeadStates<'_> {
-    pub(crate) fn check(&self, pass: &Pass<'_>, shape: &ModelShape) -> Result<()> {
-        check_len("head_states", self.hidden.len(), pass.len() * shape.hidden_size)
+    pub(crate) fn check(&self, pass: &Pass<'_>, state_size: usize) -> Result<()> {
+        check_len("head_states", self.hidden.len(), pass.len() * state_size)
     }
 }
 
 impl Entries<'_> {
-    pub(crate) fn check(&self, num_rows: usize, num_layers: usize, shape: &ModelShape) -> Result<()> {
-        check_len("states", self.states.len(), num_rows * self.layers.len() * shape.hidden_size)?;
+    pub(crate) fn check(&self, num_rows: usize, num_layers: usize, state_size: usize) -> Result<()> {
+        check_len("states", self.states.len(), num_rows * self.layers.len() * state_size)?;
         match self.layers.iter().find(|&&layer| layer > num_layers + 1) {
             Some(&layer) => Err(Error::invalid("hidden_layers", layer, format!("from 0 to {}", num_layers + 1))),
             None => Ok(()),

@@ -120,12 +120,29 @@ pub struct MtpWeights {
     pub target_ids: Vec<i64>,
 }
 
+/// Weights of a head without KV of its own, in addition to its layers (Gemma 4's assistant). It reads the target's
+/// hidden state after the final norm, and attends the target's keys and values. Its pass leaves a state of the target's
+/// size.
+pub struct AssistantWeights {
+    /// Number of layers of the target.
+    pub target_layers: usize,
+    /// Projection `2 target's hidden -> hidden` of the target's scaled embedding, then the hidden state.
+    pub pre: Linear,
+    /// Projection `hidden -> target's hidden` of the state after the final norm, to the state of the next pass.
+    pub post: Linear,
+    /// Target's id of each of the head's ids, ascending. The LM head's further outputs are not used.
+    pub target_ids: Vec<i64>,
+}
+
 /// Weights of a head that reads hidden states of a target, in addition to its layer, in the form that passes read.
 pub(crate) struct Head {
     pub(crate) hidden_layers: Vec<usize>,
     /// Number of elements of one hidden state of the target.
     pub(crate) state_size: usize,
     pub(crate) fc: Linear,
+    /// Projection of the final state to the state of the next pass, `hidden -> state_size`, of a head that attends the
+    /// target's keys and values; `None` for other heads.
+    pub(crate) post: Option<Linear>,
     pub(crate) hidden_norm: Vec<f32>,
     /// Whether a pass leaves its state after the final norm to the next pass.
     pub(crate) norm_output: bool,
@@ -144,12 +161,19 @@ pub(crate) enum HeadInput {
     },
     /// `fc` is the first phase of a pass and combines the normed embedding and the normed state.
     Mtp { embedding_norm: Vec<f32> },
+    /// `fc` is the first phase of a pass and combines the target's embedding and the state as they are.
+    Assistant,
 }
 
 impl Head {
-    /// Returns whether it is an MTP head.
-    pub(crate) fn is_mtp(&self) -> bool {
-        matches!(self.input, HeadInput::Mtp { .. })
+    /// Returns whether `fc` is the first phase of a pass, which combines embeddings and states.
+    pub(crate) fn combines(&self) -> bool {
+        !matches!(self.input, HeadInput::Eagle3 { .. })
+    }
+
+    /// Returns whether the layers attend the target's keys and values, and the head has none.
+    pub(crate) fn shares_kv(&self) -> bool {
+        matches!(self.input, HeadInput::Assistant)
     }
 }
 
@@ -164,21 +188,46 @@ fn check_target_ids(ids: &[i64], shape: &ModelShape) -> Result<()> {
     Ok(())
 }
 
+/// Rejects ids of a head whose LM head has `num_ids` outputs, of which the first are used.
+fn check_first_ids(ids: &[i64], shape: &ModelShape, num_ids: usize) -> Result<()> {
+    if !(1..=num_ids).contains(&ids.len()) {
+        let given = format!("{} ids", ids.len());
+        return Err(Error::invalid("target_ids", given, format!("from 1 to {num_ids}, the LM head's outputs")));
+    }
+    check_target_ids(ids, shape)
+}
+
+impl AssistantWeights {
+    fn check(self, shape: &ModelShape, num_ids: usize) -> Result<Head> {
+        let state_size = self.post.outputs();
+        self.pre.check("pre", shape.hidden_size, 2 * state_size)?;
+        self.post.check("post", state_size.max(1), shape.hidden_size)?;
+        check_first_ids(&self.target_ids, shape, num_ids)?;
+        Ok(Head {
+            hidden_layers: vec![self.target_layers + 1],
+            state_size,
+            fc: self.pre,
+            post: Some(self.post),
+            hidden_norm: Vec::new(),
+            norm_output: false,
+            target_ids: self.target_ids,
+            input: HeadInput::Assistant,
+        })
+    }
+}
+
 impl MtpWeights {
     fn check(self, shape: &ModelShape, num_ids: usize) -> Result<Head> {
         let hidden = shape.hidden_size;
         self.fc.check("fc", hidden, 2 * hidden)?;
         check_len("embedding_norm", self.embedding_norm.len(), hidden)?;
         check_len("hidden_norm", self.hidden_norm.len(), hidden)?;
-        if !(1..=num_ids).contains(&self.target_ids.len()) {
-            let given = format!("{} ids", self.target_ids.len());
-            return Err(Error::invalid("target_ids", given, format!("from 1 to {num_ids}, the LM head's outputs")));
-        }
-        check_target_ids(&self.target_ids, shape)?;
+        check_first_ids(&self.target_ids, shape, num_ids)?;
         Ok(Head {
             hidden_layers: vec![self.target_layers + 1],
             state_size: hidden,
             fc: self.fc,
+            post: None,
             hidden_norm: self.hidden_norm.to_f32(),
             norm_output: true,
             target_ids: self.target_ids,
@@ -205,6 +254,7 @@ impl Eagle3Weights {
             hidden_layers: self.hidden_layers,
             state_size: inputs / layers,
             fc: self.fc,
+            post: None,
             hidden_norm: self.hidden_norm.to_f32(),
             norm_output: self.norm_output,
             target_ids: self.target_ids,
@@ -321,6 +371,29 @@ impl Weights {
         Self::build(shape, embedding, vec![layer], final_norm, lm_head, frequencies, Some(head))
     }
 
+    /// Makes the weights of a head that attends the target's keys and values. `embedding` is the target's, with states of
+    /// the target's size. The `source` of every layer is the place of its keys and values among the target's layers that
+    /// have some, and [`run`](crate::Decoder::forward_head) takes the target's cache.
+    ///
+    /// # Errors
+    /// If a size is impossible or a tensor does not match the others.
+    pub fn assistant(
+        shape: ModelShape,
+        embedding: impl Into<Embedding>,
+        layers: Vec<LayerWeights>,
+        final_norm: &Values,
+        lm_head: Linear,
+        frequencies: Vec<f32>,
+        assistant: AssistantWeights,
+    ) -> Result<Self> {
+        lm_head.check("lm_head", lm_head.outputs().max(1), shape.hidden_size)?;
+        let head = assistant.check(&shape, lm_head.outputs())?;
+        if let Some(i) = layers.iter().position(|layer| layer.varied.source.is_none()) {
+            return Err(Error::invalid(format!("layers[{i}].source"), "none", "a layer of the target"));
+        }
+        Self::build(shape, embedding, layers, final_norm, lm_head, frequencies, Some(head))
+    }
+
     fn build(
         shape: ModelShape,
         embedding: impl Into<Embedding>,
@@ -333,10 +406,11 @@ impl Weights {
         shape.check()?;
         let hidden = shape.hidden_size;
         let embedding = embedding.into();
-        check_len("embedding", embedding.len(), shape.vocab_size * hidden)?;
+        let embedded = head.as_ref().filter(|head| head.shares_kv()).map_or(hidden, |head| head.state_size);
+        check_len("embedding", embedding.len(), shape.vocab_size * embedded)?;
         check_len("final_norm", final_norm.len(), hidden)?;
         check_len("frequencies", frequencies.len(), shape.head_dim / 2)?;
-        let reads_pairs = head.as_ref().is_some_and(|head| !head.is_mtp());
+        let reads_pairs = head.as_ref().is_some_and(|head| !head.combines());
         let inputs = if reads_pairs { 2 * hidden } else { hidden };
         let mut layers = layers
             .into_iter()
@@ -371,6 +445,10 @@ impl Weights {
                 kinds.push(own);
             }
             let Some(source) = layers[i].source else { continue };
+            if head.as_ref().is_some_and(Head::shares_kv) {
+                layers[i].source_place = Some(source);
+                continue;
+            }
             let shared = |other: &Layer| {
                 let heads = |shape: &ModelShape| (shape.num_kv_heads, shape.head_dim);
                 other.source.is_none() && heads(&other.shape) == heads(&own)
@@ -554,10 +632,11 @@ impl Weights {
     /// Returns all projections by name.
     pub(crate) fn projections(&self) -> impl Iterator<Item = (String, &Linear)> {
         let fc = self.head.iter().map(|head| ("fc".to_owned(), &head.fc));
+        let post = self.head.iter().filter_map(|head| head.post.as_ref().map(|post| ("post".to_owned(), post)));
         let layers = self.layers.iter().enumerate().flat_map(|(i, layer)| layer.projections(i));
         let added =
             self.layer_embedding.iter().map(|added| ("layer_embedding.projection".to_owned(), &added.projection));
-        layers.chain(fc).chain(added).chain([("lm_head".to_owned(), &self.lm_head)])
+        layers.chain(fc).chain(post).chain(added).chain([("lm_head".to_owned(), &self.lm_head)])
     }
 
     /// Rejects weights that cannot be multiplied as pairs of bf16 numbers.
@@ -587,6 +666,18 @@ impl Weights {
     /// Returns the sizes.
     pub fn shape(&self) -> &ModelShape {
         &self.shape
+    }
+
+    /// Returns whether it is a head that attends the target's keys and values, and has none.
+    pub fn shares_kv(&self) -> bool {
+        self.head.as_ref().is_some_and(Head::shares_kv)
+    }
+
+    /// Returns the number of elements in a state that a head is fed and leaves, which is the target's for a head that
+    /// attends the target's keys and values; of other models, of the residual stream.
+    pub(crate) fn state_size(&self) -> usize {
+        let assistant = self.head.as_ref().filter(|head| head.shares_kv());
+        assistant.map_or(self.shape.hidden_size, |head| head.state_size)
     }
 
     /// Returns the number of layers.

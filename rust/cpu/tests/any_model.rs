@@ -62,6 +62,7 @@ impl Model for Reader {
             num_ids: vocab_size,
             target_ids: None,
             hidden_layers: (&[], 0),
+            shares_kv: false,
         }
     }
 

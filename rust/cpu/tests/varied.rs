@@ -6,9 +6,9 @@ mod support;
 
 use proptest::prelude::*;
 use specrs_cpu::{
-    Activation, Addition, Decoder, Experts, Isa, KvCache, KvShape, LayerEmbedding, LayerSizes, LayerWeights, Linear,
-    Memory, MemoryMut, Mlp, ModelShape, Output, ParallelMlp, Part, Pass, Pool, QkNorm, Rotation, RouterScales, Values,
-    ValuesMut, VariedLayer, Weights,
+    Activation, Addition, AssistantWeights, Decoder, Entries, Experts, HeadStates, Isa, KvCache, KvShape,
+    LayerEmbedding, LayerSizes, LayerWeights, Linear, Memory, MemoryMut, Mlp, ModelShape, Output, ParallelMlp, Part,
+    Pass, Pool, QkNorm, Rotation, RouterScales, Values, ValuesMut, VariedLayer, Weights,
 };
 use std::sync::Arc;
 use support::Numbers;
@@ -218,6 +218,94 @@ proptest! {
         let weights = Arc::new(made(&kinds(), change).unwrap());
         let mut decoder = Decoder::with_isa(weights, Arc::new(Pool::new(threads).unwrap()), isa);
         prop_assert!(logits(&mut decoder, &mut cache(&kinds()), &text(), &cuts) == exact, "{}", isa.name());
+    }
+}
+
+/// Features of the states that an assistant is fed and leaves.
+const STATE: usize = 56;
+
+/// Makes the weights of a head that attends the keys and values of the layers at `places` of [`kinds`].
+fn assistant(places: [usize; 2]) -> specrs_cpu::Result<Weights> {
+    let n = &mut Numbers(11);
+    let kinds = [(SMALL, false, Some(places[0])), (LARGE, false, Some(places[1]))];
+    let mut layers: Vec<_> = kinds.iter().map(|&kind| layer(n, kind)).collect();
+    layers.iter_mut().for_each(|layer| layer.varied.addition = None);
+    let (embedding, final_norm) = (draw(n, VOCAB * STATE, 1.0, 0.0), draw(n, SHAPE.hidden_size, 0.3, 1.0));
+    let head = linear(n, SHAPE.hidden_size, VOCAB);
+    let own = AssistantWeights {
+        target_layers: 5,
+        pre: linear(n, 2 * STATE, SHAPE.hidden_size),
+        post: linear(n, SHAPE.hidden_size, STATE),
+        target_ids: (0..VOCAB as i64).collect(),
+    };
+    let frequencies = (0..SHAPE.head_dim / 2).map(|i| 0.5_f32.powi(i as i32)).collect();
+    let rotation = |pairs: usize| Rotation { frequencies: vec![0.4; pairs], magnitude: 1.0 };
+    Weights::assistant(SHAPE, embedding, layers, &final_norm, head, frequencies, own)?
+        .with_rotations(vec![rotation(6), rotation(12)], &[Some(0), Some(1)])?
+        .with_windows(&[Some(10), None])
+}
+
+/// Returns the logits of an assistant's rows and the states that they leave, as bits, after a target was fed the text.
+fn attending(weights: Weights, isa: Isa, threads: usize, rows: &[usize]) -> specrs_cpu::Result<Vec<Vec<u32>>> {
+    let target = Arc::new(made(&kinds(), |_, _| ()).unwrap());
+    let mut target = Decoder::with_isa(target, Arc::new(Pool::new(1).unwrap()), isa);
+    let mut kv = cache(&kinds());
+    // Positions that no row attends have no keys and values.
+    let end = rows.iter().max().unwrap() + 1;
+    logits(&mut target, &mut kv, &text()[..end], &[LEN]);
+    let n = &mut Numbers(5);
+    let all: Vec<f32> = (0..LEN * STATE).map(|_| n.unit()).collect();
+    let states: Vec<f32> = rows.iter().flat_map(|&row| all[row * STATE..][..STATE].to_vec()).collect();
+    let tokens: Vec<i64> = rows.iter().map(|&row| text()[row] as i64).collect();
+    let positions: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
+    let table: Vec<i64> = (0..(LEN / BLOCK) as i64).collect();
+    let pass = Pass {
+        tokens: &tokens,
+        positions: &positions,
+        slots: &vec![-1; rows.len()],
+        sequences: &vec![0; rows.len()],
+        block_table: &table,
+        max_blocks: LEN / BLOCK,
+        ..Pass::default()
+    };
+    let mut decoder = Decoder::with_isa(Arc::new(weights), Arc::new(Pool::new(threads).unwrap()), isa);
+    let wanted: Vec<usize> = (0..rows.len()).collect();
+    let (mut logits, mut left) = (vec![f32::NAN; rows.len() * VOCAB], vec![f32::NAN; rows.len() * STATE]);
+    decoder.poison();
+    let output = Output::Logits { rows: &wanted, num_ids: VOCAB, logits: &mut logits };
+    let entries = Entries { layers: &[1], states: &mut left };
+    decoder.forward_head(&pass, HeadStates { hidden: &states }, &mut kv, output, entries)?;
+    let of_row = |(logits, left): (&[f32], &[f32])| logits.iter().chain(left).map(|x| x.to_bits()).collect();
+    Ok(logits.chunks_exact(VOCAB).zip(left.chunks_exact(STATE)).map(of_row).collect())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn bits_of_an_assistant_depend_on_nothing_but_the_row(
+        isa in prop::sample::select(Isa::available()),
+        threads in 1..=5_usize,
+        rows in prop::sample::subsequence((0..LEN).collect::<Vec<_>>(), 1..LEN),
+    ) {
+        let portable = Isa::by_name("portable").unwrap();
+        let found = attending(assistant([1, 2]).unwrap(), isa, threads, &rows).unwrap();
+        for (&row, found) in rows.iter().zip(&found).take(3) {
+            let exact = attending(assistant([1, 2]).unwrap(), portable, 1, &[row]).unwrap();
+            prop_assert!(found.iter().all(|&x| f32::from_bits(x).is_finite()));
+            prop_assert!(&exact[0] == found, "row {row} by {}", isa.name());
+        }
+    }
+}
+
+#[test]
+fn an_assistant_attends_the_layer_that_it_names() {
+    let isa = Isa::by_name("portable").unwrap();
+    let exact = attending(assistant([1, 2]).unwrap(), isa, 1, &[30]).unwrap();
+    assert_ne!(attending(assistant([0, 2]).unwrap(), isa, 1, &[30]).unwrap(), exact);
+    for (places, field) in [([2, 2], "layers[0].source"), ([1, 0], "layers[1].source"), ([1, 3], "layers[1].source")] {
+        let told = attending(assistant(places).unwrap(), isa, 1, &[30]).unwrap_err().to_string();
+        assert!(told.contains(field), "{told}");
     }
 }
 

@@ -136,6 +136,7 @@ impl Model for Called {
             num_ids: self.num_ids,
             target_ids: self.target_ids.as_deref(),
             hidden_layers: (&self.hidden_layers.0, self.hidden_layers.1),
+            shares_kv: false,
         }
     }
 

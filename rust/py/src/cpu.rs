@@ -6,9 +6,9 @@ use crate::tensors::{codes_mut, embedding as embedding_of, values, values_mut, w
 use numpy::{Ix1, Ix5, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Activation, Addition, DeltaShape, DeltaWeights, Eagle3Weights, Experts, Isa, KvCache, KvLayer, KvShape,
-    LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape, MtpWeights, Multipliers, ParallelMlp, Part,
-    Pool, QkNorm, Rotation, RouterScales, SharedExpert, Tiles, Values, VariedLayer, Weights,
+    Activation, Addition, AssistantWeights, DeltaShape, DeltaWeights, Eagle3Weights, Experts, Isa, KvCache, KvLayer,
+    KvShape, LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape, MtpWeights, Multipliers, ParallelMlp,
+    Part, Pool, QkNorm, Rotation, RouterScales, SharedExpert, Tiles, Values, VariedLayer, Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -288,6 +288,30 @@ struct MtpArrays<'py> {
     target_ids: Vec<i64>,
 }
 
+/// Weights of a head that attends the target's keys and values, in addition to its layers, in the form that Python
+/// passes.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct AssistantArrays<'py> {
+    target_layers: usize,
+    state_size: usize,
+    pre: Projection<'py>,
+    post: Projection<'py>,
+    target_ids: Vec<i64>,
+}
+
+impl AssistantArrays<'_> {
+    /// Converts the arrays to weights of a head with a residual stream of `hidden` elements.
+    fn weights(self, hidden: usize) -> PyResult<AssistantWeights> {
+        Ok(AssistantWeights {
+            target_layers: self.target_layers,
+            pre: linear("pre", 2 * self.state_size, &self.pre)?,
+            post: linear("post", hidden, &self.post)?,
+            target_ids: self.target_ids,
+        })
+    }
+}
+
 impl MtpArrays<'_> {
     /// Converts the arrays to weights of a head with states of `hidden` elements.
     fn weights(self, hidden: usize) -> PyResult<MtpWeights> {
@@ -392,7 +416,7 @@ impl CpuWeights {
     #[new]
     #[pyo3(signature = (
         *, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, embedding, layers,
-        final_norm, lm_head, frequencies, head = None, mtp = None, rotations = None, multipliers = None,
+        final_norm, lm_head, frequencies, head = None, mtp = None, assistant = None, rotations = None, multipliers = None,
         windows = None, activation = "silu", clamped_swiglu = None, kv_scales = None,
         layer_embedding = None, softcap = None, target_ids = None,
     ))]
@@ -414,6 +438,7 @@ impl CpuWeights {
         frequencies: &Bound<'_, PyAny>,
         head: Option<HeadArrays<'_>>,
         mtp: Option<MtpArrays<'_>>,
+        assistant: Option<AssistantArrays<'_>>,
         rotations: Option<Rotations>,
         multipliers: Option<(f32, f32, f32)>,
         windows: Option<Vec<Option<usize>>>,
@@ -469,21 +494,25 @@ impl CpuWeights {
             let message = format!("layers: {} layers; must be 1 in a head", layers.len());
             return Err(Class::InvalidBuffer.error(py, message));
         }
-        let weights = match (head, mtp) {
-            (None, None) => match target_ids {
+        let weights = match (head, mtp, assistant) {
+            (None, None, None) => match target_ids {
                 Some(ids) => Weights::draft(shape, embedding, layers, &final_norm, lm_head, frequencies, ids),
                 None => Weights::new(shape, embedding, layers, &final_norm, lm_head, frequencies),
             },
-            (Some(head), None) => {
+            (Some(head), None, None) => {
                 let head = head.weights()?;
                 Weights::head(shape, embedding, layers.remove(0), &final_norm, lm_head, frequencies, head)
             }
-            (None, Some(mtp)) => {
+            (None, Some(mtp), None) => {
                 let mtp = mtp.weights(shape.hidden_size)?;
                 Weights::mtp(shape, embedding, layers.remove(0), &final_norm, lm_head, frequencies, mtp)
             }
-            (Some(_), Some(_)) => {
-                let message = "head and mtp: both are given; leave one of them out".to_owned();
+            (None, None, Some(assistant)) => {
+                let assistant = assistant.weights(shape.hidden_size)?;
+                Weights::assistant(shape, embedding, layers, &final_norm, lm_head, frequencies, assistant)
+            }
+            _ => {
+                let message = "head, mtp and assistant: two of them are given; leave out all but one".to_owned();
                 return Err(Class::InvalidBuffer.error(py, message));
             }
         };

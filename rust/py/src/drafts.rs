@@ -84,6 +84,26 @@ impl HiddenDrafter {
 
 #[pyclass(frozen)]
 #[derive(Clone, Copy)]
+pub(crate) struct SharedKVDrafter {
+    #[pyo3(get)]
+    max_model_len: usize,
+}
+
+#[pymethods]
+impl SharedKVDrafter {
+    #[new]
+    #[pyo3(signature = (*, max_model_len))]
+    fn new(py: Python<'_>, max_model_len: i64) -> PyResult<Self> {
+        Ok(Self { max_model_len: size(py, Class::InvalidConfig, "drafter.max_model_len", max_model_len)? })
+    }
+
+    fn __repr__(&self) -> String {
+        format!("SharedKVDrafter(max_model_len={})", self.max_model_len)
+    }
+}
+
+#[pyclass(frozen)]
+#[derive(Clone, Copy)]
 pub(crate) struct TextDrafter(Drafter);
 
 #[pymethods]
@@ -188,6 +208,8 @@ pub(crate) enum OneDrafter<'py> {
     #[pyo3(transparent)]
     Hidden(PyRef<'py, HiddenDrafter>),
     #[pyo3(transparent)]
+    SharedKv(PyRef<'py, SharedKVDrafter>),
+    #[pyo3(transparent)]
     Text(PyRef<'py, TextDrafter>),
     #[pyo3(transparent)]
     Host(PyRef<'py, HostDrafter>),
@@ -217,6 +239,10 @@ impl DrafterArgument<'_> {
             let taken = match drafter {
                 OneDrafter::Host(drafter) => drafter.add_to(py, &mut host)?,
                 OneDrafter::Text(drafter) => std::mem::replace(&mut device, drafter.0) != Drafter::None,
+                OneDrafter::SharedKv(drafter) => {
+                    let drafter = Drafter::SharedKv { max_model_len: drafter.max_model_len };
+                    std::mem::replace(&mut device, drafter) != Drafter::None
+                }
                 OneDrafter::Hidden(drafter) => {
                     let HiddenDrafter { max_model_len, max_draft_lag, keeps_hits } = *drafter;
                     let drafter = Drafter::Hidden { max_model_len, max_draft_lag, keeps_hits };
@@ -229,8 +255,8 @@ impl DrafterArgument<'_> {
                 }
             };
             if taken {
-                let allowed =
-                    "at most one CachedDrafter, HiddenDrafter or TextDrafter, and one HostDrafter of each method";
+                let allowed = "at most one CachedDrafter, HiddenDrafter, SharedKVDrafter or TextDrafter, and one HostDrafter of each \
+                     method";
                 return Err(Class::InvalidConfig.out_of_range(py, "drafter", "two of a kind", allowed));
             }
         }

@@ -15,11 +15,11 @@ use pyo3::types::PyDict;
 use specrs_core::Drafter;
 use specrs_core::sampling::{LogprobsMode, TokenLogprobs};
 use specrs_core::scheduler::{HEADER_LEN, StepHeader};
-use specrs_cpu::Lora;
 use specrs_cpu::iteration::{
     Cached, Counts, DraftFault, Iteration, Model, Pooled, PromptLogprobs, Rule, SequenceLogprobs, TextLimits,
     Translated, Translation,
 };
+use specrs_cpu::{KvCache, Lora};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -63,8 +63,8 @@ fn logprobs_of(py: Python<'_>, tokens: TokenLogprobs) -> PyResult<Logprobs<'_>> 
     ))
 }
 
-/// Native model: a decoder and its KV cache.
-type Native = (Py<CpuDecoder>, Py<CpuKVCache>);
+/// Native model: a decoder and its KV cache; `None` for a head that attends the target's.
+type Native = (Py<CpuDecoder>, Option<Py<CpuKVCache>>);
 
 /// Implementation of a model's passes: native or in Python.
 enum Source {
@@ -83,9 +83,12 @@ impl Source {
     /// Runs `work` on the model.
     fn with<T>(&mut self, adapters: &[Option<&Lora>], work: impl FnOnce(&mut dyn Model) -> T) -> T {
         match self {
-            Self::Native((decoder, kv_cache)) => {
+            Self::Native((decoder, Some(kv_cache))) => {
                 let (mut decoder, mut kv_cache) = (lock(&decoder.get().0), lock(&kv_cache.get().0));
                 work(&mut Cached::new(&mut decoder, &mut kv_cache, adapters))
+            }
+            Self::Native((decoder, None)) => {
+                work(&mut Cached::new(&mut lock(&decoder.get().0), &mut KvCache::empty(), adapters))
             }
             Self::Called(called) => work(&mut **called),
         }
@@ -93,7 +96,10 @@ impl Source {
 
     fn shares_memory(&self, other: &Self) -> bool {
         match (self, other) {
-            (Self::Native(one), Self::Native(other)) => one.0.is(&other.0) || one.1.is(&other.1),
+            (Self::Native(one), Self::Native(other)) => {
+                let caches = one.1.as_ref().zip(other.1.as_ref());
+                one.0.is(&other.0) || caches.is_some_and(|(one, other)| one.is(other))
+            }
             _ => false,
         }
     }
@@ -163,7 +169,7 @@ impl CpuIteration {
         });
         let expected = match config.drafter {
             Drafter::Cached { .. } | Drafter::Text => Some(false),
-            Drafter::Hidden { .. } => Some(true),
+            Drafter::Hidden { .. } | Drafter::SharedKv { .. } => Some(true),
             _ => None,
         };
         if draft.as_ref().map(|_| hidden_size > 0) != expected {

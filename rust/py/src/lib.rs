@@ -54,7 +54,7 @@ mod _core {
     #[pymodule_export]
     use super::cpu_decoder::CpuDecoder;
     #[pymodule_export]
-    use super::drafts::{CachedDrafter, HiddenDrafter, HostDrafter, NgramProposer, TextDrafter};
+    use super::drafts::{CachedDrafter, HiddenDrafter, HostDrafter, NgramProposer, SharedKVDrafter, TextDrafter};
     #[pymodule_export]
     use super::iteration::CpuIteration;
     #[pymodule_export]

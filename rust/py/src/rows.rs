@@ -53,6 +53,10 @@ impl Rows {
                 states: numbers(arrays, "hidden_states", &[rows, max_draft_lag * hidden_size])?,
                 start: one("hidden_start")?,
             }),
+            Drafter::SharedKv { .. } => Some(Hidden {
+                states: numbers(arrays, "hidden_states", &[rows, hidden_size])?,
+                start: one("hidden_start")?,
+            }),
             _ => None,
         };
         Ok(Self {

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specrs.backends.blueprint import Blueprint, MergedPrefill
+from specrs.backends.cpu.assistant import load_assistant
 from specrs.backends.cpu.eagle3 import load_head
 from specrs.backends.cpu.kv_memory import resolve_num_blocks
 from specrs.backends.cpu.loader import load
@@ -24,6 +25,7 @@ from specrs.backends.ring import RingSlot
 from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.core import CpuPool, InvalidBufferError, Scheduler
+from specrs.drafters.assistant.reader import AssistantFiles
 from specrs.drafters.cpu import CpuDrafter
 from specrs.drafters.eagle3.reader import HeadFiles
 from specrs.drafters.hidden_state import HeadFacts
@@ -78,7 +80,11 @@ class CpuBackend:
     def load_model(self, source: ModelSource, device: str, ranks: Ranks | None) -> Model:
         return load(source, ranks)
 
-    def load_head(self, files: HeadFiles | MtpFiles, target: DecoderFacts, ranks: Ranks | None) -> HeadFacts:
+    def load_head(
+        self, files: HeadFiles | MtpFiles | AssistantFiles, target: DecoderFacts, ranks: Ranks | None
+    ) -> HeadFacts:
+        if isinstance(files, AssistantFiles):
+            return load_assistant(files, target)
         if isinstance(files, MtpFiles):
             return load_mtp(files, target, target.cache_dtype)
         return load_head(files, target, target.cache_dtype, ranks)

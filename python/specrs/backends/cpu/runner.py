@@ -161,9 +161,10 @@ class CpuRunner:
         return [] if self.loras is None else self.loras.by_adapter(rows)
 
 
-def _native(model: Any, kv_cache: Any) -> tuple[CpuDecoder, CpuKVCache]:
-    """Return the decoder and cache of a native model, which the core runs."""
-    return model.decoder, kv_cache.native
+def _native(model: Any, kv_cache: Any) -> tuple[CpuDecoder, CpuKVCache | None]:
+    """Return the decoder and cache of a native model, which the core runs. None for an assistant, which has no
+    cache."""
+    return model.decoder, None if kv_cache is None else kv_cache.native
 
 
 def _by_passes(drafter: CpuDrafter | OnHost | None) -> CpuDrafter | None:

@@ -12,6 +12,7 @@ from specrs.backends.kv_memory import host_memory
 from specrs.backends.model_source import ModelSource
 from specrs.config import EngineConfig
 from specrs.core import Scheduler
+from specrs.drafters.assistant.reader import AssistantFiles
 from specrs.drafters.eagle3.reader import HeadFiles
 from specrs.drafters.mtp.reader import MtpFiles
 from specrs.engine_options import BATCHED_TOKENS, BATCHED_TOKENS_OF_LARGE_GPUS
@@ -95,8 +96,10 @@ class CudaBackend:
 
         return load(source, device, ranks)
 
-    def load_head(self, files: HeadFiles | MtpFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Head:
-        if isinstance(files, MtpFiles):
+    def load_head(
+        self, files: HeadFiles | MtpFiles | AssistantFiles, target: DecoderFacts, ranks: Ranks | None
+    ) -> Eagle3Head:
+        if isinstance(files, MtpFiles | AssistantFiles):
             reason = "not implemented on a GPU; allowed: a method of another kind, or device='cpu'"
             raise invalid(UnsupportedConfigError, "speculative_config.method", "mtp", reason)
         from specrs.backends.cuda.loader import load_head

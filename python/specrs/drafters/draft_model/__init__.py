@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from specrs.core import CachedDrafter
+from specrs.drafters.assistant.files import is_assistant
 from specrs.drafters.base import Declared, DraftLimits, Loading
 from specrs.drafters.cpu import CpuDrafter
-from specrs.drafters.method import WHERE, CheckpointOptions, ModelMethod
+from specrs.drafters.method import WHERE, CheckpointOptions, ModelMethod, wrong
 from specrs.drafters.vocabulary import DraftVocabularyOptions, draft_ids
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.model_values import CACHE_DTYPE, QUANTIZATION
@@ -74,6 +75,9 @@ def bundled() -> str:
 def load(loading: Loading) -> LoadedDraftModel:
     """Load a draft model. Raises `InvalidConfigError` or a subclass if a file is missing, wrong or not supported."""
     with about(*OF_DRAFT):
+        if is_assistant(loading.path, loading.revision):
+            reason = f"{loading.path} is an assistant, which reads the target's KV; use 'mtp'"
+            raise wrong("method", "draft_model", reason)
         return LoadedDraftModel(_with_draft_ids(loading.load_model(), loading))
 
 

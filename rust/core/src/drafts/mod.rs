@@ -50,11 +50,22 @@ pub enum Drafter {
         /// after it. Otherwise the hit gives up that block.
         keeps_hits: bool,
     },
+    /// A head on the device without KV of its own (Gemma 4's assistant). It reads the target's hidden state of position
+    /// n - 2 and the target's KV of the positions before n - 1. Nothing of it has to be valid before it drafts, so
+    /// requests never catch up, and prefix hits and preemption cost it nothing.
+    SharedKv {
+        /// Number of positions that the head can take: a request that outgrows them goes on at K = 0. 1 to 2^31.
+        max_model_len: usize,
+    },
     /// A draft model on the device with its own tokenizer, whose drafts are compared as text (SLEM). Its KV is outside
     /// the target's blocks and needs no catch-up. The number of drafts is known only when the model has generated its
     /// text, so `num_drafted` may be less than K.
     Text,
 }
+
+/// Number of positions before n, including the last token's own, from which the window of a [`Drafter::SharedKv`] is
+/// counted. Its row stands at n - 2 and attends one position more than a row of the target.
+pub(crate) const SHARED_KV_LAG: usize = 3;
 
 /// Cost of a token of an EAGLE-3 or MTP head in tokens of the target, when the scheduler compares it with drafters on the
 /// host. A head is one layer of many.
@@ -66,6 +77,8 @@ const HEAD_COST: f64 = 0.1;
 pub(crate) struct DraftBounds {
     /// Whether the scheduler also has drafters on the host.
     pub(crate) on_host: bool,
+    /// Whether a request with drafters on the host chooses between them and this drafter.
+    pub(crate) mixes: bool,
     /// Whether the drafter has KV in the target's blocks.
     pub(crate) has_kv: bool,
     /// Whether the draft KV is computed from the target's hidden states, so that only steps that compute them write
@@ -86,6 +99,7 @@ impl DraftBounds {
     fn without_kv() -> Self {
         Self {
             on_host: false,
+            mixes: false,
             has_kv: false,
             from_hidden: false,
             trims_hits: false,
@@ -109,6 +123,7 @@ impl Drafter {
             Self::None => DraftBounds::without_kv(),
             Self::Cached { max_model_len, max_draft_lag, mask_token_id, .. } => DraftBounds {
                 on_host: false,
+                mixes: true,
                 has_kv: true,
                 from_hidden: false,
                 trims_hits: false,
@@ -119,8 +134,12 @@ impl Drafter {
                 lag_after_drafting: if mask_token_id.is_none() { 2 } else { num_speculative_tokens + 1 },
             },
             Self::Text => DraftBounds { end_of_drafts: usize::MAX, ..DraftBounds::without_kv() },
+            Self::SharedKv { max_model_len } => {
+                DraftBounds { mixes: true, end_of_drafts: max_model_len + 1, ..DraftBounds::without_kv() }
+            }
             // Whatever the lag is, it drafts.
             Self::Hidden { max_model_len, keeps_hits, .. } => DraftBounds {
+                mixes: true,
                 has_kv: true,
                 from_hidden: true,
                 trims_hits: !keeps_hits,
@@ -135,7 +154,7 @@ impl Drafter {
     #[inline]
     pub fn draft_len_after(&self, n: usize, k: usize, grown: usize) -> usize {
         match self {
-            Self::None | Self::Text => 0,
+            Self::None | Self::Text | Self::SharedKv { .. } => 0,
             Self::Cached { mask_token_id: None, .. } => grown.min(n + k) - 1,
             Self::Cached { .. } => grown.min(n + 1) - 1,
             // Pass 1 feeds up to position n - 2; what the others write is of no true hidden states.
@@ -151,6 +170,8 @@ impl Drafter {
             // What was fed is needed no more, and what no longer fits is given up for what is new.
             Self::Hidden { max_draft_lag, .. } if k > 0 || grown > hidden_start + max_draft_lag => n - 1,
             Self::Hidden { .. } => hidden_start,
+            // The state of the last position that was fed is the only one that it reads.
+            Self::SharedKv { .. } => grown - 2,
             Self::None | Self::Text | Self::Cached { .. } => 0,
         }
     }
@@ -160,7 +181,7 @@ impl Drafter {
     pub(crate) fn cost_ratio(&self) -> f64 {
         match *self {
             Self::None | Self::Text => 1.0,
-            Self::Hidden { .. } => HEAD_COST,
+            Self::Hidden { .. } | Self::SharedKv { .. } => HEAD_COST,
             Self::Cached { cost_ratio, .. } => cost_ratio,
         }
     }
@@ -172,6 +193,7 @@ impl Drafter {
     pub(crate) fn validate(&self, k: usize, max_size: usize) -> Result<()> {
         let (max_model_len, max_draft_lag, least_lag) = match *self {
             Self::None | Self::Text => return Ok(()),
+            Self::SharedKv { max_model_len } => (max_model_len, 1, 1),
             Self::Cached { max_model_len, max_draft_lag, .. } => (max_model_len, max_draft_lag, 1),
             Self::Hidden { max_model_len, max_draft_lag, .. } => (max_model_len, max_draft_lag, k + 2),
         };

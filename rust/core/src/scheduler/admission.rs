@@ -118,7 +118,7 @@ impl Scheduler {
         self.waiting.remove(&order);
         let lease = &mut self.rows[row as usize];
         lease.open(index, request, self.config.blocks_for(request.limit));
-        lease.drafter = if self.drafts.has_kv { DrafterKind::Device } else { self.config.host_drafters.first() };
+        lease.drafter = if self.drafts.mixes { DrafterKind::Device } else { self.config.host_drafters.first() };
         for &block in hits {
             if block == NO_BLOCK {
                 lease.first_block += 1;

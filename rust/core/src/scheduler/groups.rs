@@ -13,7 +13,7 @@ use super::plan::Plan;
 use super::row::{NO_BLOCK, RowIndex};
 use super::{Scheduler, SchedulerConfig, StepHeader};
 use crate::block_pool::BlockPool;
-use crate::drafts::Drafter;
+use crate::drafts::{Drafter, SHARED_KV_LAG};
 use crate::error::Result;
 use crate::hash::{BlockHash, BlockHasher};
 
@@ -158,11 +158,13 @@ impl SchedulerConfig {
     /// own, a step may feed to the group's layers for a row of n tokens. Only the first group's lag includes the
     /// positions of a draft's first pass.
     pub(super) fn window_of(&self, group: usize) -> Option<(usize, usize)> {
+        let shares = matches!(self.drafter, Drafter::SharedKv { .. });
         if group > 0 {
-            return Some((self.window_groups[group - 1], 1));
+            return Some((self.window_groups[group - 1], if shares { SHARED_KV_LAG } else { 1 }));
         }
         let lag = match self.drafter {
             Drafter::Cached { max_draft_lag, .. } | Drafter::Hidden { max_draft_lag, .. } => max_draft_lag,
+            Drafter::SharedKv { .. } => SHARED_KV_LAG,
             Drafter::None | Drafter::Text => 1,
         };
         self.sliding_window.map(|window| (window, lag))

@@ -56,7 +56,7 @@ impl Scheduler {
                 continue;
             }
             let lag = if row.drafting > 0 { 0 } else { n - row.draft_len.max(self.held_from(row_index)) };
-            if self.drafts.has_kv && self.drafts.on_host || self.has_drafts_of_request(row_index) {
+            if self.drafts.mixes && self.drafts.on_host || self.has_drafts_of_request(row_index) {
                 // Drafts on the host cost only their verification. The planner's costs include drafting passes.
                 self.choose_drafter_and_k(row_index);
                 if self.rows[row_index as usize].drafter != DrafterKind::Device {
@@ -108,7 +108,7 @@ impl Scheduler {
         check_len("results", results.len(), self.results_layout.size)?;
         let header = StepHeader::read(record);
         let (record, results) = (self.record_layout.view(record), self.results_layout.view(results));
-        let mixes = self.drafts.has_kv && self.drafts.on_host;
+        let mixes = self.drafts.mixes && self.drafts.on_host;
         let mut told = std::mem::take(&mut self.speculation);
         for list in [&mut told.rows, &mut told.ks, &mut told.drafted, &mut told.accepted] {
             list.clear();

@@ -125,6 +125,8 @@ pub(crate) struct Device {
     mask: Option<i64>,
     /// Whether the drafter reads hidden states.
     from_hidden: bool,
+    /// Whether the drafter reads the target's KV, and has none.
+    shares_kv: bool,
     draft_context: Option<usize>,
     /// n-gram lengths of a drafter on the host.
     ngrams: Option<(usize, usize)>,
@@ -193,6 +195,7 @@ impl Device {
                 (max_draft_lag, mask_token_id, Some(max_model_len))
             }
             Drafter::Hidden { max_model_len, max_draft_lag, .. } => (max_draft_lag, None, Some(max_model_len)),
+            Drafter::SharedKv { max_model_len } => (0, None, Some(max_model_len)),
             _ => (0, None, None),
         };
         Self {
@@ -202,6 +205,7 @@ impl Device {
             touched: RefCell::default(),
             mask,
             from_hidden: matches!(config.drafter, Drafter::Hidden { .. }),
+            shares_kv: matches!(config.drafter, Drafter::SharedKv { .. }),
             draft_context,
             ngrams,
             width: config.num_speculative_tokens,
@@ -663,6 +667,15 @@ impl Device {
             tokens.extend(proposed);
         } else if k > 0 && self.from_hidden {
             self.draft_from_hidden(scheduler, row, &mut tokens, k, writers);
+        } else if k > 0 && self.shares_kv {
+            assert_eq!(self.rows[row].hidden_start, n - 2, "the hidden state of {} is needed", n - 2);
+            for group in 0..self.windows.len() {
+                // From n - 2, one position more than a window of the target.
+                self.read(&self.target_kv, group, row, &tokens[..n - 1], (n.saturating_sub(3), 0));
+            }
+            for _ in 0..k {
+                tokens.push(draft_next(&tokens, &sampling));
+            }
         } else if k > 0 {
             let draft_len = self.rows[row].draft_len;
             assert!(draft_len + self.max_draft_lag >= n, "draft_len {draft_len} at n = {n}");
@@ -711,6 +724,8 @@ impl Device {
             if drafted || grown - self.rows[row].hidden_start > self.max_draft_lag {
                 self.rows[row].hidden_start = n - 1;
             }
+        } else if self.shares_kv {
+            self.rows[row].hidden_start = self.rows[row].tokens.len() - 2;
         } else if k > 0 && on_device {
             // min(n' - 1, n + K - 1), n' being the new number of tokens, stop tokens considered; n where no draft was
             // fed.

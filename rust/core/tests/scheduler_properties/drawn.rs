@@ -121,7 +121,7 @@ pub(crate) fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strate
         prop::option::weighted(0.5, (1..10_usize, 1..14_usize, 1..7_usize)),
     );
     let ngrams = prop::option::weighted(0.2, (1..4_usize, 0..3_usize));
-    let hidden = prop::option::weighted(0.4, 0..4_usize);
+    let hidden = prop::option::weighted(0.4, 0..5_usize);
     let window = prop::option::weighted(0.4, 2..14_usize);
     let more = (ngrams, hidden, (window, groups), policy);
     (sizes, budget, rest, ratio, more).prop_map(
@@ -137,6 +137,7 @@ pub(crate) fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strate
                 // Of schedulers with a drafter on the host some have one on the device, too.
                 (Some(_), _) if ngrams.is_some() && rows % 2 == 0 => (Drafter::None, 1),
                 (None, _) => (Drafter::None, 1),
+                (Some(max_model_len), Some(4)) => (Drafter::SharedKv { max_model_len }, 3),
                 (Some(max_model_len), Some(more)) => {
                     let (max_draft_lag, keeps_hits) = (k + 2 + more, more % 2 == 1);
                     (Drafter::Hidden { max_model_len, max_draft_lag, keeps_hits }, max_draft_lag)
@@ -150,7 +151,8 @@ pub(crate) fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strate
             let window_groups: Vec<_> =
                 window_groups.into_iter().map(|window| window.min(sliding_window.unwrap_or(window))).collect();
             let of_window = |window: usize, lag: usize| all.min((window + lag - 1).div_ceil(block_size) + 1);
-            let further: usize = window_groups.iter().map(|&window| of_window(window, 1)).sum();
+            let of_groups = if matches!(drafter, Drafter::SharedKv { .. }) { lag } else { 1 };
+            let further: usize = window_groups.iter().map(|&window| of_window(window, of_groups)).sum();
             let least = sliding_window.map_or(all, |window| of_window(window, lag)) + further;
             let spare = spare * (1 + window_groups.len());
             let states = policy.6.filter(|_| enable_prefix_caching && sliding_window.is_none() && further == 0);

@@ -1,19 +1,20 @@
 //! Input of a head: `fc` combines the target's hidden states before an EAGLE-3 head's passes, or embeddings and hidden
-//! states as the first phase of an MTP head's pass.
+//! states as the first phase of the pass of an MTP head or an assistant. Output of an assistant's pass for the next.
 
 use super::scratch::{Buffers, Private};
 use super::{Context, Decoder};
 use crate::error::{Error, Result, check_len};
 use crate::isa::LANES;
 use crate::kernels::RmsNorm;
+use crate::linear::Linear;
 use crate::memory::Columns;
 use crate::pass::MAX_TILE_ROWS;
 use crate::weights::{Head, HeadInput, Weights};
 
 impl Decoder {
     /// Combines the target's hidden states `[N, L, its hidden size]` into states of the head, `out` `[N, hidden_size]`,
-    /// which [`HeadStates`](crate::HeadStates) takes. The decoder's weights must be those of a head. An MTP head reads
-    /// the states as they are.
+    /// which [`HeadStates`](crate::HeadStates) takes. The decoder's weights must be those of a head. An MTP head and an
+    /// assistant read the states as they are.
     ///
     /// # Errors
     /// If a slice has a wrong length, or the decoder is no head.
@@ -23,7 +24,7 @@ impl Decoder {
         let Some(head) = &weights.head else {
             return Err(Error::invalid("states", "given", "none, because the decoder is no head"));
         };
-        if head.is_mtp() {
+        if head.combines() {
             check_len("out", out.len(), states.len())?;
             out.copy_from_slice(states);
             return Ok(());
@@ -45,8 +46,8 @@ impl Decoder {
 }
 
 impl Context<'_> {
-    /// Applies `fc` of an MTP head to its input, the rows `[rows, 2 hidden]` of `e`, and writes the result to the
-    /// residual stream `h`.
+    /// Applies `fc` of an MTP head or an assistant to its input, the rows `[rows, inputs]` of `e`, and writes the result
+    /// to the residual stream `h`.
     pub(super) fn combine(&self, head: &Head, buffers: &mut Buffers, private: &mut [Private]) {
         let (rows, inputs) = (self.rows(), head.fc.inputs);
         let Buffers { h, e, .. } = buffers;
@@ -65,6 +66,27 @@ impl Context<'_> {
             let mut fed = self.fed_rows(&head.fc, x, rows, &mut room.rounded);
             for piece in pieces {
                 self.put_product(&head.fc, &mut fed, rows, y, &mut outs.take(piece));
+            }
+        });
+    }
+
+    /// Writes the state that an assistant's pass leaves to the next, `out` `[rows, state_size]`: `post` of the final norm
+    /// of the residual stream `h`. `out` may be empty.
+    pub(super) fn leave(&self, post: &Linear, h: &[f32], out: &mut [f32], private: &mut [Private]) {
+        if out.is_empty() {
+            return;
+        }
+        let rows = self.rows();
+        let outs = Columns::new(out, rows, post.outputs(), &self.shares.states.bounds);
+        let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+        self.session.run(&self.shares.states.first, &|t, pieces| {
+            let mut own = own.take(t);
+            let Private { x, y, room, .. } = &mut own.row_mut(0)[0];
+            self.norm(0..rows, h, Some(&self.weights.final_norm), x);
+            self.round(x, rows, post.inputs);
+            let mut fed = self.fed_rows(post, x, rows, &mut room.rounded);
+            for piece in pieces {
+                self.put_product(post, &mut fed, rows, y, &mut outs.take(piece));
             }
         });
     }
@@ -91,7 +113,7 @@ impl Context<'_> {
         let (inputs, eps) = (head.fc.inputs, self.weights.shape.rms_norm_eps);
         let (norm, together) = match &head.input {
             HeadInput::Eagle3 { fc_norm, together, .. } => (fc_norm.as_deref(), *together),
-            HeadInput::Mtp { .. } => (None, inputs),
+            HeadInput::Mtp { .. } | HeadInput::Assistant => (None, inputs),
         };
         let rows = own.x.chunks_exact_mut(inputs.div_ceil(LANES));
         for (states, x) in states.chunks_exact(inputs).zip(rows) {

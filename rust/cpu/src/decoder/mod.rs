@@ -104,7 +104,7 @@ impl Decoder {
         let added = weights.layer_embedding.as_ref().map_or((0, 0), |added| (added.size, added.projection.outputs()));
         let of_kind = |kind: &ModelShape, participants| {
             let made = Shares::new(*kind, weights.sliding_window(), weights.experts, delta, participants);
-            made.with_added(added)
+            made.with_added(added).with_states(weights.state_size())
         };
         Self {
             shares: (1..=pool.threads())
@@ -248,15 +248,22 @@ impl Decoder {
         mut output: Output<'_>,
         mut entries: Entries<'_>,
     ) -> Result<()> {
-        let hidden = self.weights.shape.hidden_size;
-        kv.check(self.weights.with_keys().map(|layer| &layer.shape))?;
+        let (hidden, state_size) = (self.weights.shape.hidden_size, self.weights.state_size());
+        if self.weights.shares_kv() {
+            kv.check_sources(self.weights.layers.iter().map(|layer| (layer.source_place, &layer.shape)))?;
+        } else {
+            kv.check(self.weights.with_keys().map(|layer| &layer.shape))?;
+        }
         let window_of = |group| {
-            let of_group = self.weights.with_keys().zip(&kv.layers).filter(|(_, at)| at.group == group);
+            let mut with_keys = kv.layers.iter();
+            let attends = self.weights.layers.iter().filter(|layer| layer.delta.is_none());
+            let placed = attends.map(|layer| (layer, layer.kv_layer(&kv.layers, &mut with_keys)));
+            let of_group = placed.filter(|(_, at)| at.is_some_and(|at| at.group == group));
             of_group.map(|(layer, _)| layer.window).max().unwrap_or(0)
         };
         pass.check(&self.weights.shape, self.weights.num_ids(), kv, &output, window_of)?;
         match (&head_states, &self.weights.head) {
-            (Some(head_states), Some(_)) => head_states.check(pass, &self.weights.shape)?,
+            (Some(head_states), Some(_)) => head_states.check(pass, state_size)?,
             (None, None) => {}
             (given, _) => {
                 let (given, allowed) = if given.is_some() {
@@ -267,7 +274,7 @@ impl Decoder {
                 return Err(Error::invalid("head_states", given, allowed));
             }
         }
-        entries.check(pass.len(), self.weights.layers.len(), &self.weights.shape)?;
+        entries.check(pass.len(), self.weights.layers.len(), state_size)?;
         self.adapt(pass)?;
         let session = self.pool.enter()?;
         let windowed = self.weights.ends_in_window();
@@ -301,7 +308,7 @@ impl Decoder {
             for shares in &mut *kinds {
                 shares.set_tile(&tile);
             }
-            let head_states = head_states.map(|all| HeadStates { hidden: &all.hidden[rows.start * hidden..] });
+            let head_states = head_states.map(|all| HeadStates { hidden: &all.hidden[rows.start * state_size..] });
             let (isa, activations) = (self.isa, self.activations);
             let tiles = self.prompt_tiles.filter(|_| pass.prompts);
             let (weights, session) = (&*self.weights, &session);
@@ -321,7 +328,7 @@ impl Decoder {
                 adapted: &adapted,
                 layer: 0,
             };
-            let width = entries.layers.len() * hidden;
+            let width = entries.layers.len() * state_size;
             let (states, behind) = std::mem::take(&mut entries.states).split_at_mut(rows.len() * width);
             entries.states = behind;
             let net = NetTile { runs: of_tile(&runs, first / MAX_TILE_ROWS), log_bounds: &log_bounds };
@@ -403,13 +410,15 @@ impl Context<'_> {
         if let Some(added) = &self.weights.layer_embedding {
             Context { tiles: None, ..*self }.embed_layers(added, buffers, private);
         }
-        if let Some(head) = self.weights.head.as_ref().filter(|head| head.is_mtp()) {
+        if let Some(head) = self.weights.head.as_ref().filter(|head| head.combines()) {
             Context { tiles: None, ..*self }.combine(head, buffers, private);
         }
         let kv_shape = kv.shape;
         let mut with_keys = kv.layers.iter();
         for (i, layer) in self.weights.layers.iter().enumerate() {
-            self.keep(i, &buffers.h, &mut entries);
+            if !self.weights.shares_kv() {
+                self.keep(i, &buffers.h, &mut entries);
+            }
             let cx = Context { layer: i, shares: &self.kinds[layer.kind], ..*self };
             if let Some(delta) = &layer.delta {
                 cx.delta_net(layer, delta, &mut kv.states, net, buffers, private);
@@ -430,6 +439,9 @@ impl Context<'_> {
                 let linears = (gate, projection);
                 Context { tiles: None, ..cx }.add_embedding(linears, norm, layer.scalar, buffers, private);
             }
+        }
+        if let Some(post) = self.weights.head.as_ref().and_then(|head| head.post.as_ref()) {
+            return Context { tiles: None, ..*self }.leave(post, &buffers.h, entries.states, private);
         }
         let last = self.weights.layers.len();
         self.keep(last, &buffers.h, &mut entries);
@@ -472,6 +484,15 @@ impl Context<'_> {
             let h = &mut buffers.h[row * hidden..][..hidden];
             let token = if position < 0 { None } else { Some(token as usize) };
             match (self.head_states, &self.weights.head) {
+                (Some(head_states), Some(head)) if head.shares_kv() => {
+                    let size = head.state_size;
+                    let (e, state) = buffers.e[row * 2 * size..][..2 * size].split_at_mut(size);
+                    self.expand(token, e);
+                    match token {
+                        Some(_) => state.copy_from_slice(&head_states.hidden[row * size..][..size]),
+                        None => state.fill(0.0),
+                    }
+                }
                 (Some(head_states), Some(head)) => {
                     match token {
                         Some(_) => h.copy_from_slice(&head_states.hidden[row * hidden..][..hidden]),
@@ -497,14 +518,17 @@ impl Context<'_> {
                             state.copy_from_slice(h);
                             norm(state, &head.hidden_norm);
                         }
+                        HeadInput::Assistant => unreachable!("it has no norms"),
                     }
                 }
                 _ => self.expand(token, h),
             }
+            // The row of a head without keys is rotated as the token that it is fed, and attends the positions before.
+            let rotated = position.max(0) + i64::from(self.weights.shares_kv());
             for (i, rotation) in self.weights.rotations.iter().enumerate() {
                 let angles = self.angles(i, row);
                 self.isa.run(Angles {
-                    position: position.max(0),
+                    position: rotated,
                     frequencies: &rotation.frequencies,
                     magnitude: rotation.magnitude,
                     cos: &mut buffers.cos[angles.clone()],
@@ -536,7 +560,7 @@ impl Context<'_> {
     /// Writes the input of a layer's q, k and v into the participant's `x`: the normed residual stream. In an EAGLE-3
     /// head the normed embeddings `e` come before it.
     fn attention_input(&self, h: &[f32], e: &[f32], input_norm: Option<&[f32]>, own: &mut Private) {
-        let head = self.weights.head.as_ref().filter(|head| !head.is_mtp());
+        let head = self.weights.head.as_ref().filter(|head| !head.combines());
         let (Some(head), Some(input_norm)) = (head, input_norm) else {
             return self.norm(0..self.rows(), h, input_norm, &mut own.x);
         };

@@ -9,7 +9,7 @@ use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
 use crate::shape::DeltaShape;
 use crate::shape::ModelShape;
-use crate::weights::Weights;
+use crate::weights::{Head, Weights};
 
 /// Maximum number of rows of one request that are attended together.
 pub(super) const RUN: usize = 16;
@@ -19,7 +19,7 @@ pub(super) struct Buffers {
     /// Residual stream, `[rows, hidden]`.
     pub(super) h: Vec<f32>,
     /// Embeddings, `[rows, hidden]`, for EAGLE-3 heads. Normed embeddings and normed hidden states, `[rows, 2 hidden]`,
-    /// for MTP heads.
+    /// for MTP heads. The target's embeddings and hidden states, `[rows, 2 state_size]`, for assistants.
     pub(super) e: Vec<f32>,
     /// One normed row, `[ceil(hidden / 16)]`.
     pub(super) t: Vectors,
@@ -123,7 +123,8 @@ impl Buffers {
         let (shape, rotations) = (&weights.shape, weights.rotations.len());
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
         let where_some = |some: bool, len: usize| if some { len } else { 0 };
-        let fed = weights.head.as_ref().map_or(0, |head| shape.hidden_size * if head.is_mtp() { 2 } else { 1 });
+        let of_head = |head: &Head| if head.combines() { head.fc.inputs } else { shape.hidden_size };
+        let fed = weights.head.as_ref().map_or(0, of_head);
         let behind = |layer: &Layer| {
             layer.attention_output_norm.is_some() || layer.mlp_output_norm.is_some() || layer.addition.is_some()
         };

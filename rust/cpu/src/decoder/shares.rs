@@ -119,6 +119,8 @@ pub(super) struct Shares {
     pub(super) addition: Cut,
     /// Split of the outputs of the projection to all layers' embeddings.
     pub(super) layer_embedding: Cut,
+    /// Split of the state that an assistant's pass leaves to the next.
+    pub(super) states: Cut,
     shape: ModelShape,
     /// Maximum number of positions that a row attends.
     attended_at_most: usize,
@@ -174,6 +176,7 @@ impl Shares {
             ids: Cut::new(),
             addition: Cut::new(),
             layer_embedding: Cut::new(),
+            states: Cut::new(),
             shape,
             attended_at_most: window.unwrap_or(usize::MAX),
         }
@@ -184,6 +187,12 @@ impl Shares {
     pub(super) fn with_added(mut self, (size, all): (usize, usize)) -> Self {
         self.addition.set_even(size.div_ceil(LANES), 2, CHUNK / LANES, self.participants);
         self.layer_embedding.set_even(all, 16, CHUNK, self.participants);
+        self
+    }
+
+    /// Returns the splits for a head that leaves states of `size` features to the next pass.
+    pub(super) fn with_states(mut self, size: usize) -> Self {
+        self.states.set_even(size, 16, CHUNK, self.participants);
         self
     }
 

@@ -5,13 +5,22 @@ use specrs_core::Drafter;
 use specrs_core::philox::Purpose;
 use specrs_core::scheduler::layout::{FLAG_DRAFT_NON_FINITE, RecordView};
 
+use super::model::Attending;
 use super::passes::{Want, Whose};
 use super::{Host, Iteration, Model, RowState, Rule, Sequence};
 
 impl Iteration {
     /// Draws up to `K_r` drafts per sequence. Pass i feeds the inputs of draft i for the sequences with `K_r >= i`;
     /// with a mask token there is one pass for all drafts.
-    pub(super) fn draft(&mut self, state: &mut RowState<'_>, draft: &mut dyn Model, host: &mut dyn Host) -> Result<()> {
+    ///
+    /// The passes of a head without KV of its own read the KV of `target`.
+    pub(super) fn draft(
+        &mut self,
+        state: &mut RowState<'_>,
+        target: &mut dyn Model,
+        draft: &mut dyn Model,
+        host: &mut dyn Host,
+    ) -> Result<()> {
         let most = self.sequences.iter().map(Sequence::passes).max().unwrap_or(0);
         let samples = self.sequences.iter().any(|sequence| sequence.passes() > 0 && !sequence.params.greedy);
         self.q_width = if samples && self.rule == Rule::Rejection { most } else { 0 };
@@ -21,11 +30,16 @@ impl Iteration {
         let masked = matches!(drafter, Drafter::Cached { mask_token_id: Some(_), .. });
         for i in 1..=if masked { most.min(1) } else { most } {
             let want = Want::of_drafter(self.sequences.iter().filter(|sequence| sequence.passes() >= i));
-            if let Drafter::Cached { max_draft_lag, mask_token_id, .. } = drafter {
-                self.gather(i, state, max_draft_lag, mask_token_id);
-                self.pass(state, draft, want, Whose::Draft)?;
-            } else {
-                self.head_pass(i, state, draft, want)?;
+            match drafter {
+                Drafter::Cached { max_draft_lag, mask_token_id, .. } => {
+                    self.gather(i, state, max_draft_lag, mask_token_id);
+                    self.pass(state, draft, want, Whose::Draft)?;
+                }
+                Drafter::SharedKv { .. } => {
+                    let mut head = Attending { head: &mut *draft, target: &mut *target };
+                    self.attending_pass(i, state, &mut head, want)?;
+                }
+                _ => self.head_pass(i, state, draft, want)?,
             }
             self.counts.draft_passes += 1;
             let mut sequences = std::mem::take(&mut self.sequences);

@@ -42,6 +42,7 @@ impl Iteration {
     pub(super) fn draft_or_not(
         &mut self,
         state: &mut RowState<'_>,
+        target: &mut dyn Model,
         draft: &mut dyn Model,
         host: &mut dyn Host,
     ) -> Result<()> {
@@ -53,7 +54,7 @@ impl Iteration {
             self.planned.clone_from(&self.sequences);
             let failed = self.stage(Stage::Draft, host, |own, host| match own.config.drafter {
                 Drafter::Text => own.draft_text(state, draft, host),
-                _ => own.draft(state, draft, host),
+                _ => own.draft(state, target, draft, host),
             })?;
             let Some(error) = failed else { return Ok(()) };
             std::mem::swap(&mut self.sequences, &mut self.planned);

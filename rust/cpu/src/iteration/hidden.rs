@@ -24,7 +24,7 @@ pub(super) struct HiddenStates {
     pub(super) layers: Vec<usize>,
     /// Number of elements of the hidden states of one position, over all of `layers`.
     pub(super) size: usize,
-    /// W, the maximum number of positions whose hidden states are kept for a row.
+    /// W, the maximum number of positions whose hidden states are kept for a row; 0 if only the last position's is kept.
     width: usize,
     /// Hidden states of the target's last pass, `[N, size]`.
     pub(super) captured: Vec<f32>,
@@ -66,12 +66,21 @@ impl HiddenStates {
     ) -> Result<()> {
         let (layers, size) = draft.map_or((&[][..], 0), |draft| draft.facts().hidden_layers);
         self.layers.clear();
-        let Drafter::Hidden { max_draft_lag, .. } = config.drafter else {
-            if layers.is_empty() {
-                return Ok(());
-            }
-            return Err(Error::invalid("draft", "an EAGLE-3 head", "none with this drafter"));
+        let width = match config.drafter {
+            Drafter::Hidden { max_draft_lag, .. } => max_draft_lag - 1,
+            Drafter::SharedKv { .. } => 0,
+            _ if layers.is_empty() => return Ok(()),
+            _ => return Err(Error::invalid("draft", "an EAGLE-3 head", "none with this drafter")),
         };
+        let attends = draft.is_some_and(|draft| draft.facts().shares_kv);
+        if attends != matches!(config.drafter, Drafter::SharedKv { .. }) {
+            let [given, allowed] = if attends { ["none", "some"] } else { ["some", "none"] };
+            return Err(Error::invalid(
+                "the head's own KV",
+                given,
+                format!("{allowed}, as the scheduler's drafter says"),
+            ));
+        }
         let Some(rows) = state.hidden.as_ref().filter(|_| !layers.is_empty()) else {
             return Err(Error::invalid("draft and hidden", "not both given", "an EAGLE-3 head and its row state"));
         };
@@ -89,7 +98,7 @@ impl HiddenStates {
             return Err(Error::invalid("hidden_layers", layer, format!("from 0 to {}", facts.num_layers + 1)));
         }
         self.layers.extend_from_slice(layers);
-        (self.size, self.width) = (layers.len() * size, max_draft_lag - 1);
+        (self.size, self.width) = (layers.len() * size, width);
         check_len("hidden_states", rows.states.len(), rows.start.len() * (self.width + 1) * self.size)
     }
 
@@ -111,6 +120,11 @@ impl HiddenStates {
         let (row, n) = (sequence.row, sequence.n);
         if grown == n {
             return;
+        }
+        if self.width == 0 {
+            let last = first + grown - n - 1;
+            rows.start[row] = grown as i64 - 2;
+            return rows.states[self.column(row, 0)].copy_from_slice(&self.captured[last * self.size..][..self.size]);
         }
         let kept = rows.start[row] as usize;
         let drafted = sequence.k > 0 && sequence.on_device();
@@ -236,8 +250,39 @@ impl Iteration {
         Ok(())
     }
 
+    /// Runs pass `i` of a head that attends the target's KV. Every pass has one row for each sequence, at position n - 2,
+    /// the last with KV: the last token or the draft before, with the target's state there or what the pass before left.
+    pub(super) fn attending_pass(
+        &mut self,
+        i: usize,
+        state: &RowState<'_>,
+        head: &mut dyn Model,
+        want: Want,
+    ) -> Result<()> {
+        let size = self.hidden.size;
+        let Some(rows) = &state.hidden else { return Ok(()) };
+        self.batch.clear();
+        self.hidden.head_states.clear();
+        let before = self.sequences.iter().filter(|sequence| sequence.passes() > 0 && sequence.passes() + 1 >= i);
+        for (at, sequence) in before.enumerate().filter(|(_, sequence)| sequence.passes() >= i) {
+            let token = state.token(sequence.row, sequence.n + i - 2);
+            self.batch.push(sequence.row, token, sequence.n - 2, -1);
+            self.batch.want_last();
+            let fed = if i == 1 {
+                &rows.states[self.hidden.column(sequence.row, 0)]
+            } else {
+                &self.hidden.left[at * size..][..size]
+            };
+            self.hidden.head_states.extend_from_slice(fed);
+        }
+        self.pass(state, head, want, Whose::Attending)
+    }
+
     /// Starts the head anew at the first kept state, in sequences whose draft KV ends before it.
     pub(super) fn begin(&self, state: &mut RowState<'_>) {
+        if !matches!(self.config.drafter, Drafter::Hidden { .. }) {
+            return;
+        }
         for sequence in self.sequences.iter().filter(|sequence| sequence.k > 0 && sequence.on_device()) {
             let Some(first) = state.hidden.as_ref().map(|rows| rows.start[sequence.row]) else { return };
             state.restart(sequence.row, first);

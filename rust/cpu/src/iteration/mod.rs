@@ -325,7 +325,7 @@ impl Iteration {
                 self.place(&view, state, host)?;
             }
             if let Some(draft) = draft.filter(|_| self.config.drafter != Drafter::None) {
-                self.draft_or_not(state, draft, host)?;
+                self.draft_or_not(state, target, draft, host)?;
             }
             self.verify(state, target)?;
             self.accept(results, state)?;
@@ -351,7 +351,7 @@ impl Iteration {
                     end = end.min(max_model_len as i64 + 1);
                     ready &= state.draft_len[row] >= n - max_draft_lag as i64;
                 }
-                Drafter::Hidden { max_model_len, .. } if sequence.on_device() => {
+                Drafter::Hidden { max_model_len, .. } | Drafter::SharedKv { max_model_len } if sequence.on_device() => {
                     end = end.min(max_model_len as i64 + 1);
                 }
                 _ => {}

@@ -20,6 +20,8 @@ pub struct Facts<'a> {
     /// Layers of the target whose input states an EAGLE-3 head reads, and the numbers in one state; empty for other
     /// models.
     pub hidden_layers: (&'a [usize], usize),
+    /// Whether it is a head without KV of its own, which attends the target's.
+    pub shares_kv: bool,
 }
 
 /// Model with a KV cache, whose passes an iteration runs. [`Cached`] is the native one; a host may provide another.
@@ -77,6 +79,27 @@ pub trait Model {
     /// If no layer has states, or the slot was not written.
     fn restore_states(&mut self, row: usize, slot: usize) -> Result<()>;
 
+    /// Returns the native KV cache; `None` if the host holds it.
+    fn kv_cache(&mut self) -> Option<&mut KvCache> {
+        None
+    }
+
+    /// Runs [`forward`](Self::forward) for a head that attends the keys and values of a target, in the target's cache
+    /// `kv_cache`.
+    ///
+    /// # Errors
+    /// If the model is no such head, or the pass cannot be run.
+    fn forward_on(
+        &mut self,
+        _kv_cache: &mut KvCache,
+        _pass: &Pass<'_>,
+        _head_states: Option<HeadStates<'_>>,
+        _output: Output<'_>,
+        _entries: Entries<'_>,
+    ) -> Result<()> {
+        Err(Error::invalid("draft", "a model with KV of its own", "a head that attends the target's"))
+    }
+
     /// Combines the target's hidden states `[N, layers, size]` into what a head is fed, `[N, hidden_size]`.
     ///
     /// # Errors
@@ -114,6 +137,7 @@ impl Model for Cached<'_> {
             num_ids: weights.num_ids(),
             target_ids: weights.target_ids(),
             hidden_layers: weights.hidden_layers(),
+            shares_kv: weights.shares_kv(),
         }
     }
 
@@ -139,6 +163,21 @@ impl Model for Cached<'_> {
             None => self.decoder.forward_keeping(&pass, self.kv_cache, output, entries),
             Some(head_states) => self.decoder.forward_head(&pass, head_states, self.kv_cache, output, entries),
         }
+    }
+
+    fn kv_cache(&mut self) -> Option<&mut KvCache> {
+        Some(&mut *self.kv_cache)
+    }
+
+    fn forward_on(
+        &mut self,
+        kv_cache: &mut KvCache,
+        pass: &Pass<'_>,
+        head_states: Option<HeadStates<'_>>,
+        output: Output<'_>,
+        entries: Entries<'_>,
+    ) -> Result<()> {
+        Cached::new(&mut *self.decoder, kv_cache, self.adapters).forward(pass, head_states, output, entries)
     }
 
     fn forward_keeping(&mut self, pass: &Pass<'_>, rows: &[usize], entries: Entries<'_>) -> Result<()> {
@@ -174,6 +213,55 @@ impl Model for Cached<'_> {
 
     fn fuse(&mut self, states: &[f32], fused: &mut [f32]) -> Result<()> {
         self.decoder.fuse(states, fused)
+    }
+}
+
+/// Head that attends the target's keys and values, with the target whose cache its passes read.
+pub(super) struct Attending<'a> {
+    pub(super) head: &'a mut dyn Model,
+    pub(super) target: &'a mut dyn Model,
+}
+
+impl Model for Attending<'_> {
+    fn facts(&self) -> Facts<'_> {
+        self.head.facts()
+    }
+
+    fn forward(
+        &mut self,
+        pass: &Pass<'_>,
+        head_states: Option<HeadStates<'_>>,
+        output: Output<'_>,
+        entries: Entries<'_>,
+    ) -> Result<()> {
+        let Some(kv_cache) = self.target.kv_cache() else {
+            return Err(Error::invalid("target", "a model that the host computes", "a native one, whose KV is read"));
+        };
+        self.head.forward_on(kv_cache, pass, head_states, output, entries)
+    }
+
+    fn forward_keeping(&mut self, pass: &Pass<'_>, rows: &[usize], entries: Entries<'_>) -> Result<()> {
+        self.head.forward_keeping(pass, rows, entries)
+    }
+
+    fn logits(&mut self, rows: &[usize], logits: &mut [f32]) -> Result<()> {
+        self.head.logits(rows, logits)
+    }
+
+    fn hidden(&mut self, rows: &[usize], hidden: &mut [f32]) -> Result<()> {
+        self.head.hidden(rows, hidden)
+    }
+
+    fn finite(&self) -> &[bool] {
+        self.head.finite()
+    }
+
+    fn restore_states(&mut self, row: usize, slot: usize) -> Result<()> {
+        self.head.restore_states(row, slot)
+    }
+
+    fn fuse(&mut self, states: &[f32], fused: &mut [f32]) -> Result<()> {
+        self.head.fuse(states, fused)
     }
 }
 

@@ -14,8 +14,10 @@ pub(super) enum Whose {
     Target,
     /// Draft model.
     Draft,
-    /// EAGLE-3 head, which is fed hidden states.
+    /// EAGLE-3 or MTP head, which is fed hidden states.
     Head,
+    /// Head that is fed hidden states and attends the target's KV.
+    Attending,
 }
 
 /// Results that a pass should compute for the requested rows.
@@ -111,7 +113,8 @@ impl Iteration {
         if whose == Whose::Draft && fed < vocab_size {
             self.batch.tokens.iter_mut().for_each(|token| *token = (*token).min(fed as i64 - 1));
         }
-        let in_groups = whose == Whose::Target && !state.group_tables.is_empty();
+        let on_target_kv = matches!(whose, Whose::Target | Whose::Attending);
+        let in_groups = on_target_kv && !state.group_tables.is_empty();
         if in_groups {
             self.batch.find_group_slots(state, self.config.block_size);
         }
@@ -128,7 +131,7 @@ impl Iteration {
             max_blocks: state.table_width(),
             group_slots: &batch.group_slots,
             group_tables: if in_groups { state.group_tables } else { &[] },
-            k_start: if whose == Whose::Target || !begins_late { &[] } else { state.draft_start },
+            k_start: if on_target_kv || !begins_late { &[] } else { state.draft_start },
             prompts,
             adapters: &[],
             snapshots: if whose == Whose::Target { snapshots } else { &[] },
@@ -142,7 +145,7 @@ impl Iteration {
                     (None, Entries { layers: &hidden.layers, states })
                 }
                 Whose::Draft => (None, Entries { layers: &[], states: &mut [] }),
-                Whose::Head => {
+                Whose::Head | Whose::Attending => {
                     let states = room(&mut hidden.left, hidden.head_states.len());
                     (Some(HeadStates { hidden: &hidden.head_states }), Entries { layers: &[1], states })
                 }

@@ -75,7 +75,10 @@ impl OwnedRowState {
     /// If the drafter of `config` reads hidden states.
     #[must_use]
     pub fn new(config: &SchedulerConfig) -> Self {
-        assert!(!matches!(config.drafter, Drafter::Hidden { .. }), "no room for hidden states");
+        assert!(
+            !matches!(config.drafter, Drafter::Hidden { .. } | Drafter::SharedKv { .. }),
+            "no room for hidden states"
+        );
         let rows = config.max_num_seqs + 1;
         let max_blocks = config.max_model_len.div_ceil(config.block_size);
         OwnedRowState {

@@ -1,0 +1,124 @@
+"""Parser of an assistant's config.json, and the target's layers whose keys and values its layers attend. Reads no
+weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specrs.errors import CheckpointError
+from specrs.models.config import ModelConfig, parse_config
+from specrs.models.errors import malformed, unsupported
+from specrs.models.rope import Rope
+from specrs.models.values import flag, size
+from specrs.models.varied_layers import LayerSizes
+
+ARCHITECTURE, TARGET = "Gemma4AssistantForCausalLM", "Gemma4ForCausalLM"
+"""Architectures of assistants and of their targets."""
+_WHERE = "text_config."
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantConfig:
+    """Configuration of an assistant for one target."""
+
+    layers: ModelConfig
+    """Its layers as a model. The `source` of a layer is the place of its keys and values among the target's layers that
+    have some, and its number of KV heads is the target's. Windows are those of a row at position n - 2."""
+    sources: tuple[int, ...]
+    """The target's layer whose keys and values each layer attends."""
+    ordered: bool
+    """True if the checkpoint has centroids of its token ids, by which other engines choose ids to score."""
+
+
+def parse_assistant_config(raw: Mapping[str, Any], target: ModelConfig) -> AssistantConfig:
+    """Build the configuration from the object in config.json.
+
+    Raises UnsupportedModelError for what is not implemented, and CheckpointError for a config that is not an
+    assistant's, or not one of this target. Each names the field, its value and what is allowed.
+    """
+    names = raw.get("architectures")
+    if names != [ARCHITECTURE]:
+        raise unsupported("architectures", names, f"[{ARCHITECTURE!r}] with speculative_config.method='mtp'")
+    hidden = size(raw, "backbone_hidden_size")
+    if hidden != target.hidden_size:
+        raise malformed("backbone_hidden_size", hidden, f"{target.hidden_size}, the target's hidden_size")
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise malformed("text_config", text, "an object")
+    own = _layers(text)
+    if own.vocab_size != target.vocab_size:
+        raise malformed(_WHERE + "vocab_size", own.vocab_size, f"{target.vocab_size}, the target's")
+    sources = tuple(_source(own, i, text, target) for i in range(own.num_layers))
+    with_keys = [i for i, sizes in enumerate(target.varied) if sizes.source is None]
+    layers = replace(
+        own,
+        varied=tuple(
+            _sizes(own, i, target.varied[source], with_keys.index(source)) for i, source in enumerate(sources)
+        ),
+        # A row at n - 2 stands for the token at n - 1. As in transformers, it attends the W + 1 positions before that.
+        windows=tuple(None if window is None else window + 1 for window in own.windows),
+        tie_word_embeddings=flag(raw, "tie_word_embeddings", default=True),
+        embedding_multiplier=target.embedding_multiplier,
+        final_logit_softcapping=None,
+    )
+    return AssistantConfig(layers, sources, flag(raw, "use_ordered_embeddings"))
+
+
+def _layers(text: Mapping[str, Any]) -> ModelConfig:
+    """Return the layers of `text_config` as a model with keys and values of its own. It has no ids that end texts,
+    because only the target decides that."""
+    fields = {**text, "architectures": [TARGET], "num_kv_shared_layers": 0, "eos_token_id": None}
+    try:
+        own = parse_config(fields)
+    except CheckpointError as error:
+        raise type(error)(str(error).replace("config.json: ", f"config.json: {_WHERE}", 1)) from error
+    if own.layer_embedding is not None:
+        field = "hidden_size_per_layer_input"
+        raise unsupported(_WHERE + field, text.get(field), "0: an assistant adds no embeddings of single layers")
+    if own.experts is not None:
+        raise unsupported(_WHERE + "enable_moe_block", True, "false: an assistant has no experts")
+    if flag(text, "use_double_wide_mlp"):
+        raise unsupported(_WHERE + "use_double_wide_mlp", True, "false")
+    shared = text.get("num_kv_shared_layers")
+    if shared not in (None, 0, own.num_layers):
+        raise unsupported(_WHERE + "num_kv_shared_layers", shared, f"{own.num_layers}, all layers of an assistant")
+    return own
+
+
+def _kind(config: ModelConfig, layer: int) -> tuple[int | None, Rope | None]:
+    """Return the window and the RoPE of a layer, in which layers that share keys and values must agree."""
+    return config.windows[layer] if config.windows else None, config.rope_of(layer)
+
+
+def _source(own: ModelConfig, layer: int, text: Mapping[str, Any], target: ModelConfig) -> int:
+    """Return the last of the target's layers that have keys and values and the kind of `layer`."""
+    with_keys = [i for i, sizes in enumerate(target.varied) if sizes.source is None]
+    window, rope = _kind(own, layer)
+    found = [i for i in with_keys if _kind(target, i) == (window, rope)]
+    if found:
+        return found[-1]
+    windows = {_kind(target, i)[0] for i in with_keys}
+    if window not in windows:
+        if window is not None and windows != {None}:
+            allowed = " or ".join(str(size) for size in windows if size is not None)
+            raise malformed(_WHERE + "sliding_window", window, f"{allowed}, the target's")
+        kinds = text.get("layer_types")
+        allowed = "layers of kinds that the target has: its last layer of the kind has the keys and values to attend"
+        raise malformed(f"{_WHERE}layer_types", kinds, allowed)
+    allowed = f"the target's, whose keys layer {layer} attends: they are rotated already"
+    raise malformed(_WHERE + "rope_parameters", text.get("rope_parameters"), allowed)
+
+
+def _sizes(own: ModelConfig, layer: int, target: LayerSizes, place: int) -> LayerSizes:
+    """Return the sizes of `layer`, which attends keys and values of the sizes `target`, at `place` among those of the
+    target. Raises CheckpointError if its heads do not match them."""
+    sizes = own.varied[layer]
+    if sizes.head_dim != target.head_dim:
+        allowed = f"{target.head_dim}, as the keys and values of the target that it attends"
+        raise malformed(f"{_WHERE}head_dim of layer {layer}", sizes.head_dim, allowed)
+    if own.num_heads % target.num_kv_heads:
+        allowed = f"a multiple of the target's {target.num_kv_heads} KV heads, which layer {layer} attends"
+        raise malformed(_WHERE + "num_attention_heads", own.num_heads, allowed)
+    return replace(sizes, num_kv_heads=target.num_kv_heads, keys_are_values=False, source=place)

@@ -1,0 +1,45 @@
+"""An assistant whose passes run in the Rust core, on the KV cache of its target."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specrs.arrays import Array
+from specrs.core import CpuWeights
+from specrs.drafters.assistant.weights import AssistantFacts, NativeAssistantWeights
+from specrs.drafters.native_head import NativeHead
+from specrs.models.config import ModelConfig
+from specrs.models.native_decoder import decoder_arrays, stored_parts
+
+
+class NativeAssistant(NativeHead, AssistantFacts):
+    """An assistant that runs without torch. `forward` takes the target's KV cache and reads it.
+
+    Its rows stand at position n - 2 and are fed the token at n - 1, as which queries are rotated.
+    """
+
+    weights: NativeAssistantWeights
+
+    @property
+    def _layer(self) -> ModelConfig:
+        return self.weights.config
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        """Return None: an assistant has no KV cache."""
+
+    def fuse(self, entries: Array) -> Array:
+        """Return the target's hidden states `[N, 1, H]` float32 as `forward` reads them, `[N, H]`."""
+        return np.ascontiguousarray(entries[:, 0])
+
+    def _borrow(self) -> CpuWeights:
+        weights = self.weights
+        return CpuWeights(
+            **decoder_arrays(weights.decoder),
+            assistant={
+                "target_layers": weights.target_layers,
+                "state_size": weights.target_hidden_size,
+                "pre": stored_parts(weights.pre),
+                "post": stored_parts(weights.post),
+                "target_ids": weights.target_ids.tolist(),
+            },
+        )
