@@ -1,9 +1,9 @@
 """Operators of interpreted kernels, each as one call of numpy. Holds no tests.
 
 Triton's interpreter computes `x + y` in fifteen calls of Python: it looks for a common type and shape, and broadcasts
-both operands. Most operands have equal element types already, and numpy broadcasts by the same rules. These are computed
-here. All others take the interpreter's own way: bfloat16, which it stores as uint16, other types that differ, and
-numbers that do not fit.
+both operands. Most operands have equal element types already, and numpy broadcasts by the same rules. Such operands are
+computed here. All others take the interpreter's own way: bfloat16, which it stores as uint16, other types that differ,
+and numbers that do not fit.
 """
 
 from collections.abc import Callable
