@@ -6,7 +6,8 @@ to another, and finds them each time by `inspect.getmembers`. Here they are foun
 replaced. The interpreter also computes in int64 whether integer operations overflow, only for assertions under `debug`.
 Both together took half of the time of the engine tests on the CUDA runner. A third of the rest was spent on types:
 every operation checks the shapes of its operands and of its result, element by element. Here a shape is checked once,
-operands of equal types are used as they are, and a number becomes a tensor of each type and shape only once.
+operands of equal types are used as they are, and a number becomes a tensor of each type and shape only once. Operators
+that most kernels use have a quick way of their own (`quick_operators`), which halves the rest.
 
 A product of tiles is numpy's matmul there, which calls OpenBLAS. On some CPUs its order of additions depends on the
 place in the tile, which a GPU's does not: a row would get other bits next to other rows.
@@ -14,14 +15,17 @@ place in the tile, which a GPU's does not: a row would get other bits next to ot
 The replaced functions have the same names and meaning in Triton 3.6 and 3.9.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
+from quick_operators import quick
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
@@ -32,6 +36,7 @@ def install() -> None:
     _check_shapes_once()
     _match_operands_once()
     _add_in_one_order()
+    _pass_arguments_once()
     plain_dtype = interpreter._get_np_dtype
     scalar_dtype = cache(plain_dtype)
     interpreter._get_np_dtype = lambda kind: (plain_dtype if kind.scalar.is_ptr() else scalar_dtype)(kind.scalar)
@@ -40,15 +45,51 @@ def install() -> None:
         builder.options = replace(builder.options, sanitize_overflow=False)
 
 
+class _Replaced:
+    """Functions of `triton.language` that are replaced while a kernel runs."""
+
+    def __init__(self) -> None:
+        self.changes = dict[tuple[int, str], tuple[Any, Any, Any]]()
+        """For each name of an owner, by the owner's id: the owner, what was there, None for nothing, and what is."""
+
+    def set_attr(self, owner: Any, name: str, value: Any) -> None:
+        _, was, _ = self.changes.get((id(owner), name), (owner, getattr(owner, name, None), None))
+        self.changes[id(owner), name] = owner, was, value
+        setattr(owner, name, value)
+
+    def again(self) -> "_Replaced":
+        """Replace the same functions as before, and return self."""
+        for (_, name), (owner, _, value) in self.changes.items():
+            setattr(owner, name, value)
+        return self
+
+    def restore(self) -> None:
+        for (_, name), (owner, was, _) in self.changes.items():
+            if was is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, was)
+
+
 def _find_builtins_once() -> None:
-    patch_language = interpreter._patch_lang
+    patch_language, mark = interpreter._patch_lang, tl.core.TRITON_BUILTIN
+    interpreter._LangPatchScope = _Replaced
+    known, nothing = dict[tuple[int, ...], _Replaced](), _Replaced()
+
+    @cache
+    def modules_of(fn: FunctionType) -> tuple[list[Any], tuple[int, ...]]:
+        modules = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        return modules, tuple(map(id, modules))
 
     def patch_once(fn: FunctionType) -> Any:
-        modules = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        modules, key = modules_of(fn)
         # A function of the interpreter's does not carry the mark of Triton's own.
-        if modules and not any(tl.core.is_builtin(module.load) for module in modules):
-            return interpreter._LangPatchScope()  # nothing to restore: the launch that replaced them does
-        return patch_language(fn)
+        if modules and not any(hasattr(module.load, mark) for module in modules):
+            return nothing  # to restore: the launch that replaced them does
+        if key in known:
+            return known[key].again()
+        known[key] = patch_language(fn)
+        return known[key]
 
     @cache
     def builtins(package: Any) -> list[tuple[str, Any]]:
@@ -66,7 +107,7 @@ def _find_builtins_once() -> None:
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return inner(*args, **kwargs)
 
-        scope.set_attr(owner, name, call)
+        scope.set_attr(owner, name, quick(owner, name, call))
 
     unwrap, plain = tl.core._unwrap_if_constexpr, {int, float, bool, str, type(None), tl.core.tensor}
 
@@ -79,6 +120,47 @@ def _find_builtins_once() -> None:
     interpreter._patch_lang = patch_once
     interpreter._patch_builtin = patch_builtins
     interpreter._patch_attr = patch_attr
+
+
+def _pass_arguments_once() -> None:
+    """Read a kernel's parameters and the types of pointers once, and pass tensors in host memory as they are, instead
+    of by copies of their storages."""
+    executor, convert = interpreter.GridExecutor, interpreter._implicit_cvt
+    to_host, from_host = executor._init_args_hst, executor._restore_args_dev
+    parameters, pointers = cache(inspect.getfullargspec), dict[torch.dtype, Any]()
+
+    def arguments(fn: Any, *args: Any, **named: Any) -> dict[str, Any]:
+        known = parameters(fn)
+        by_name = dict(zip(known.args, args, strict=False)) | named
+        if known.varargs or known.varkw or len(args) + len(named) != len(by_name) or {*by_name} != {*known.args}:
+            return inspect.getcallargs(fn, *args, **named)  # raises, or adds defaults
+        return by_name
+
+    def is_in_place(value: Any) -> bool:
+        if value.__class__ is torch.Tensor:
+            return bool(value.device.type == "cpu")
+        return value is None or value.__class__ in (int, float, bool)
+
+    def pass_in_place(self: Any, args: Any, named: dict[str, Any]) -> tuple[Any, Any]:
+        if all(map(is_in_place, args)) and all(map(is_in_place, named.values())):
+            return args, named
+        return to_host(self, args, named)  # type: ignore[no-any-return]
+
+    def return_in_place(self: Any, args: Any, host: Any, named: dict[str, Any], named_host: dict[str, Any]) -> None:
+        if host is not args:
+            from_host(self, args, host, named, named_host)
+
+    def convert_once(arg: Any) -> Any:
+        if arg.__class__ is not torch.Tensor:
+            return convert(arg)
+        if arg.dtype not in pointers:
+            pointers[arg.dtype] = convert(arg).type
+        kind = pointers[arg.dtype]
+        return tl.core.tensor(interpreter.TensorHandle(np.array([arg.data_ptr()], dtype=np.uint64), kind), kind)
+
+    interpreter.inspect = SimpleNamespace(**vars(inspect) | {"getfullargspec": parameters, "getcallargs": arguments})
+    interpreter._implicit_cvt = convert_once
+    executor._init_args_hst, executor._restore_args_dev = pass_in_place, return_in_place
 
 
 def _add_in_one_order() -> None:

@@ -17,6 +17,7 @@ from specrs.backends.cpu import threads as engine_threads
 from specrs.core import CpuDecoder
 from specrs.models.native_decoder import NativeDecoder
 from specrs.models.registry import FAMILIES as REGISTRY
+from sweep import some
 
 from engine.other_vocabulary import rename
 
@@ -104,9 +105,7 @@ def test_a_text_is_transformers_own(
     assert texts(kind, "float32") == generate_all(load(folders(kind)[0]), PROMPTS, TOKENS)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype", "drafter"), some(3, KINDS, DTYPES, DRAFTERS))
 def test_drafts_change_no_text(
     kind: str,
     dtype: str,

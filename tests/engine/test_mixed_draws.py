@@ -11,6 +11,7 @@ from checkpoints import make_checkpoint, make_eagle3
 from specrs.config import EngineConfig
 from specrs.core import DRAFTERS
 from specrs.engine.build import build_engine
+from sweep import some
 
 from engine.other_vocabulary import rename
 from engine.test_drafter_lists import count_drafters
@@ -33,8 +34,7 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("q", ["full", "shared", "reduced"])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("dtype", "q"), some(2, ["float64", "float32"], ["full", "shared", "reduced"]))
 def test_two_token_draws_are_the_targets_own(sixteen: dict[str, Path], q: str, dtype: str) -> None:
     """Check that pairs of drawn tokens have the target's distribution, with prompt lookup next to a drafter with a q.
     Most steps have drafts of both."""

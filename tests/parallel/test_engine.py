@@ -245,7 +245,7 @@ def test_ranks_that_come_to_other_results_end(bank: Bank, monkeypatch: pytest.Mo
             run(engine)
 
 
-@pytest.mark.parametrize("at", random.Random(0).sample(range(1, 200), 20)[:: stride(5)])
+@pytest.mark.parametrize("at", random.Random(0).sample(range(1, 200), 20)[:: stride(10)])
 def test_a_rank_that_fails_anywhere(at: int, bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a rank that fails at a random exchange: every request of rank 0 ends with an error that names the rank; the
     scheduler's state agrees."""
