@@ -136,7 +136,7 @@ def test_a_planner_of_another_size_is_rejected_by_the_scheduler() -> None:
     scheduler = scheduler_for(core.CachedDrafter(max_model_len=32))
     scheduler.speculate(planner())
     for other in (planner(rows=5), planner(k=2)):
-        with pytest.raises(core.InvalidConfigError, match="the scheduler's$"):
+        with pytest.raises(core.InvalidConfigError, match=r"the scheduler's$"):
             scheduler.speculate(other)
     with pytest.raises(core.UnknownRequestError):
         scheduler.rebuild_draft(1)

@@ -31,7 +31,7 @@ from specrs.structured.params import MAX_CHOICES, MAX_SPECIFICATION_LENGTH
         ({"choice": ["a", 3]}, r"^structured_outputs\.choice\[1\]=3: must be a string"),
         ({"choice": ["a", ""]}, r"^structured_outputs\.choice\[1\]='': must be a string that is not empty"),
         ({"choice": ["a" * 10**6, "b"]}, r"^structured_outputs\.choice: 1000001 characters; must be at most"),
-        ({"regex": "a" * (MAX_SPECIFICATION_LENGTH + 1)}, r"^structured_outputs\.regex: 1000001 characters; must be at most"),
+        ({"regex": "a" * (MAX_SPECIFICATION_LENGTH + 1)}, r"^structured_outputs\.regex: 1000001 characters; must be"),
         ({"regex": "a", "disable_any_whitespace": True}, r"^structured_outputs\.disable_any_whitespace=True: is for"),
         ({"regex": "a", "whitespace_pattern": " "}, r"^structured_outputs\.whitespace_pattern=' ': is for json"),
         ({"json": "{}", "disable_any_whitespace": 1}, r"^structured_outputs\.disable_any_whitespace=1: must be True"),
