@@ -142,6 +142,9 @@ def _with_offset(plain: Call) -> Call:
 
 
 def _where(plain: Call) -> Call:
+    """Return `tl.where` as numpy's `where`, for a bool condition and two operands of one type or an operand and a
+    number of its type. Otherwise it calls `plain`."""
+
     def call(condition: Any, x: Any, y: Any, **more: Any) -> Any:
         if condition.__class__ is _TENSOR and condition.dtype is _BOOL:
             left, right, kind = x, y, None
@@ -163,6 +166,8 @@ def _where(plain: Call) -> Call:
 
 
 def _to(plain: Call) -> Call:
+    """Return the cast `tensor.to` as numpy's `astype`, between types that numpy has. Otherwise it calls `plain`."""
+
     def call(self: Any, dtype: Any, **more: Any) -> Any:
         kind = self.dtype
         if not more and dtype is kind:
@@ -191,6 +196,9 @@ def _largest(plain: Call, compute: Call) -> Call:
 
 
 def _getitem(plain: Call) -> Call:
+    """Return the indexing of tensors, with a quick way for blocks indexed by `None` and full slices, which only add
+    axes."""
+
     def call(self: Any, slices: Any, **more: Any) -> Any:
         whole = slices.__class__ is tuple and all(part is None or part == slice(None) for part in slices)
         if whole and self.type.is_block():
@@ -235,6 +243,9 @@ _ones: dict[tuple[int, ...], Any] = {}
 
 
 def _load(plain: Call) -> Call:
+    """Return `tl.load` without its checks of types, for pointers to types in `_LOADED`. It calls `plain` if mask or
+    `other` need a cast, or for further arguments."""
+
     def call(pointer: Any, mask: Any = None, other: Any = None, **more: Any) -> Any:
         if not more and pointer.__class__ is _TENSOR and pointer.dtype.is_ptr():
             kind, is_block, shape = pointer.dtype.element_ty, pointer.type.is_block(), pointer.handle.data.shape
@@ -253,6 +264,9 @@ def _load(plain: Call) -> Call:
 
 
 def _store(plain: Call) -> Call:
+    """Return `tl.store` without its checks of types, for a tensor of the pointers' own type and shape. Otherwise it
+    calls `plain`."""
+
     def call(pointer: Any, value: Any, mask: Any = None, **more: Any) -> Any:
         if not more and pointer.__class__ is _TENSOR and pointer.dtype.is_ptr() and value.__class__ is _TENSOR:
             kind, shape = pointer.dtype.element_ty, pointer.handle.data.shape

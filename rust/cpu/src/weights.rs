@@ -139,9 +139,11 @@ pub struct AssistantWeights {
 
 /// Weights of a head that reads hidden states of a target, in addition to its layer, in the form that passes read.
 pub(crate) struct Head {
+    /// Target's hidden states that the head reads, as [`Entries`](crate::Entries) numbers them.
     pub(crate) hidden_layers: Vec<usize>,
     /// Number of elements of one hidden state of the target.
     pub(crate) state_size: usize,
+    /// Projection of a head's input to its own size; `input` says what it reads.
     pub(crate) fc: Linear,
     /// Projection `hidden -> state_size` from the final state to the state that the next pass reads, for a head that
     /// attends the target's keys and values; `None` for other heads.
@@ -681,7 +683,7 @@ impl Weights {
     }
 
     /// Returns the number of elements of a state that a head's pass reads and outputs. For a head that attends the
-    /// target's keys and values it is the target's `hidden_size`, for all other models their own.
+    /// target's keys and values it is the target's `hidden_size`, for every other model its own.
     pub(crate) fn state_size(&self) -> usize {
         let assistant = self.head.as_ref().filter(|head| head.shares_kv());
         assistant.map_or(self.shape.hidden_size, |head| head.state_size)
