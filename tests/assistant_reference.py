@@ -1,8 +1,8 @@
-"""Gemma 4's assistants: small random checkpoints, and what transformers' own module says. Uses no code of specrs. Holds
-no tests.
+"""Reference for Gemma 4's assistants: writes small random checkpoints, and drafts with transformers' own module. Uses
+no code of specrs. Holds no tests.
 
-`Script` has the members of `eagle3_reference.Head` that `eagle3_reference.speculate` uses. Every draft has position
-n - 1, and attends the target's keys and values of positions 0 to n - 2, which are computed anew.
+`Script` has the members of `eagle3_reference.Head` that `eagle3_reference.speculate` uses. After n tokens, every draft
+has position n - 1, and attends the target's keys and values of positions 0 to n - 2, which are computed anew.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def make_assistant(
     ordered: bool = False,
     **fields: Any,
 ) -> Path:
-    """Write a random assistant for the checkpoint of Gemma 4 at `target` under `path` (created) and return `path`.
-    `fields` go to its text model's configuration."""
+    """Write a random assistant to `path`, which is created, and return `path`. It is for the Gemma 4 checkpoint at
+    `target`. `kinds` has the kind of each layer. `fields` go to the configuration of its text model."""
     c = json.loads((target / "config.json").read_text())
     full = c["layer_types"].index("full_attention")
     heads_of_full = c["per_layer_config"][str(full)]
@@ -104,7 +104,8 @@ def make_assistant(
 
 
 class Script:
-    """The assistant at `path`, next to `target`, a transformers model of `load_target`."""
+    """Drafts by transformers' own module: the assistant at `path`, for `target`, a model that `load_target`
+    returned."""
 
     def __init__(self, path: Path, target: Any) -> None:
         with sharing():
@@ -113,7 +114,7 @@ class Script:
             ).eval()
         self.target = target
         self.layer_ids = [target.config.num_hidden_layers]
-        """The last hidden state is the one after the final norm."""
+        """Index of the target's hidden state after the final norm, which transformers returns last."""
         self.target_ids = torch.arange(target.config.vocab_size)
 
     def keys_and_values(self, tokens: list[int]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -122,8 +123,8 @@ class Script:
         return dict(out.shared_kv_states)
 
     def draft(self, entries: list[Tensor], tokens: list[int], k: int, start: int = 0) -> tuple[list[int], Tensor]:
-        """Draft greedily for the k positions after `tokens`. Return drafts, and the logits `[k, V]` they come from.
-        `entries` has the target's hidden states of all tokens but the last."""
+        """Draft greedily for the k positions after `tokens`. Return the drafts, and the logits `[k, V]` of which they
+        are the argmax. `entries` has the target's hidden states of all tokens but the last. `start` must be 0."""
         assert start == 0
         known, hidden, drafts, rows = self.keys_and_values(tokens[:-1]), entries[0][len(tokens) - 2], [], []
         embedding = self.target.get_input_embeddings()
@@ -141,8 +142,8 @@ class Script:
 
 
 def fit(path: Path, target: Any, texts: list[list[int]], steps: int = 24) -> None:
-    """Train the assistant at `path` on `texts`, so that it is right now and then. Rewrites its tensors. `target` is a
-    float32 model of `load_target`."""
+    """Train the assistant at `path` on `texts`, so that the target accepts some of its drafts. Rewrites its tensors.
+    `target` is a float32 model that `load_target` returned."""
     script = Script(path, target)
     model, known = script.model.requires_grad_(True), []
     with torch.no_grad():

@@ -3,14 +3,17 @@ tests.
 
 The interpreter replaces the functions of `triton.language` at every launch and at every call from one kernel function
 to another, and finds them each time by `inspect.getmembers`. Here they are found once, and replaced functions stay
-replaced. The interpreter also computes in int64 whether integer operations overflow, only for assertions under `debug`.
-Both together took half of the time of the engine tests on the CUDA runner. A third of the rest was spent on types:
-every operation checks the shapes of its operands and of its result, element by element. Here a shape is checked once,
-operands of equal types are used as they are, and a number becomes a tensor of each type and shape only once. Operators
-that most kernels use have a quick way of their own (`quick_operators`), which halves the rest.
+replaced. The interpreter also computes in int64 whether integer operations overflow, only for assertions under `debug`;
+this is switched off. Both together took half of the time of the engine tests on the CUDA runner.
 
-A product of tiles is numpy's matmul there, which calls OpenBLAS. On some CPUs its order of additions depends on the
-place in the tile, which a GPU's does not: a row would get other bits next to other rows.
+A third of the rest was spent on types: every operation checks the shapes of its operands and of its result, element by
+element. Here a shape is checked once, operands of equal types are used as they are, and a number becomes a tensor of
+each type and shape only once. Operators that most kernels use have a quick way of their own (`quick_operators`), which
+halves the rest.
+
+The interpreter computes a product of tiles by numpy's matmul, which calls OpenBLAS. On some CPUs, OpenBLAS's order of
+additions depends on an element's place in the tile, which on a GPU it does not. A row would then get other bits next to
+other rows. Here all elements are added in one order.
 
 The replaced functions have the same names and meaning in Triton 3.6 and 3.9.
 """
@@ -46,11 +49,13 @@ def install() -> None:
 
 
 class _Replaced:
-    """Functions of `triton.language` that are replaced while a kernel runs."""
+    """The functions of `triton.language` that the interpreter has replaced for a kernel, with their originals, to
+    replace or restore all of them at once."""
 
     def __init__(self) -> None:
         self.changes = dict[tuple[int, str], tuple[Any, Any, Any]]()
-        """For each name of an owner, by the owner's id: the owner, what was there, None for nothing, and what is."""
+        """Replaced attributes by the owner's id and the attribute's name: the owner, the original (None if there was
+        none), and the replacement."""
 
     def set_attr(self, owner: Any, name: str, value: Any) -> None:
         _, was, _ = self.changes.get((id(owner), name), (owner, getattr(owner, name, None), None))
@@ -123,8 +128,8 @@ def _find_builtins_once() -> None:
 
 
 def _pass_arguments_once() -> None:
-    """Read a kernel's parameters and the types of pointers once, and pass tensors in host memory as they are, instead
-    of by copies of their storages."""
+    """Read the parameters of each kernel, and make the type of each kind of pointer, only once. Pass tensors in host
+    memory as they are, where the interpreter would copy their storages."""
     executor, convert = interpreter.GridExecutor, interpreter._implicit_cvt
     to_host, from_host = executor._init_args_hst, executor._restore_args_dev
     parameters, pointers = cache(inspect.getfullargspec), dict[torch.dtype, Any]()
@@ -164,7 +169,7 @@ def _pass_arguments_once() -> None:
 
 
 def _add_in_one_order() -> None:
-    """Make `tl.dot` of floats add in one order, whatever the place of an element in its tile."""
+    """Make `tl.dot` of floats add in one order, wherever an element is in its tile."""
     plain = interpreter.InterpreterBuilder.create_dot
 
     def dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
@@ -180,13 +185,14 @@ def _add_in_one_order() -> None:
 
 
 def _match_operands_once() -> None:
-    """Skip casts and broadcasts that change nothing, and keep the tensors that numbers become."""
+    """Skip casts and broadcasts of operands that change nothing. Keep the tensors into which numbers are converted."""
     tensor = tl.core.tensor
     match = TritonSemantic.binary_op_type_checking_impl
     tensors: dict[tuple[Any, ...], Any] = {}
 
     def with_number(self: Any, x: Any, number: Any, number_first: bool, *rules: Any, **more: Any) -> tuple[Any, Any]:
-        """Return `x` and the tensor for `number`, in the order that `number_first` says."""
+        """Return the tensor `x` and `number` as tensors of one type and shape. The number is the left operand if
+        `number_first` is set."""
         kind = x.type
         # 0, 0.0 and -0.0 are equal keys, but not one number; so are 1 and 1.0.
         shape = kind.shape if kind.is_block() else None
@@ -233,18 +239,18 @@ def _match_operands_once() -> None:
 
 @dataclass(slots=True)
 class _Shape:
-    """Data that all types and tensors of one shape share. Never mutated."""
+    """What all types and tensors of one shape share. It is never mutated, except that `of_tensor` is set once."""
 
     of_type: Any
     numel: int
     text: str
     of_tensor: tuple[Any, Any] | None = None
-    """Shape and number of elements as constants of a kernel."""
+    """Shape and number of elements as a kernel reads them, as constants; None before the first tensor."""
 
 
 _NUMBERS = {f"{sign}int{bits}": np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _NUMBERS |= {"fp32": np.dtype("float32"), "fp64": np.dtype("float64")}
-"""Types that numpy has too, which it casts as Triton does."""
+"""Types by Triton's name that numpy has, too, and casts to each other as Triton does."""
 
 
 def _check_shapes_once() -> None:

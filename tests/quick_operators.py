@@ -1,9 +1,9 @@
-"""Operators of interpreted kernels, each as one call of numpy. Holds no tests.
+"""Quick operators for kernels in Triton's interpreter, each as one call of numpy. Holds no tests.
 
-Triton's interpreter computes `x + y` in fifteen calls of Python: it looks for a common type and shape, and broadcasts
-both operands. Most operands have equal element types already, and numpy broadcasts by the same rules. Such operands are
-computed here. All others take the interpreter's own way: bfloat16, which it stores as uint16, other types that differ,
-and numbers that do not fit.
+The interpreter computes `x + y` in fifteen calls of Python: it looks for a common type and shape, and broadcasts both
+operands. Most operands have equal element types already, and numpy broadcasts by the same rules. Such operands are
+computed here. All others are left to the interpreter: bfloat16, which it stores as uint16, different types that are not
+both signed integers, and numbers that do not fit the other operand's type.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,15 @@ _WIDER = {
     for one in _INTEGERS
     for other in _INTEGERS
 }
-"""Common types of signed integers, which are numpy's too."""
+"""Common type of each pair of signed integer types: the wider one, as in numpy."""
 Call = Callable[..., Any]
 
 _types: dict[str, dict[tuple[int, ...], tuple[Any, Any, Any]]] = {}
 
 
 def _type_of(kind: Any, shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
-    """Return what blocks of `shape` with elements of type `kind` share: type, shape and number of elements."""
+    """Return the type, the shape and the number of elements of all blocks of `shape` with elements of type `kind`.
+    Keeps them in `_types`."""
     of_kind = _types.setdefault(kind.name, {})
     block = _BLOCK(kind, list(shape))
     one = _TENSOR(_HANDLE(np.zeros(shape, dtype=interpreter._get_np_dtype(kind)), kind), block)
@@ -43,7 +44,8 @@ _ONE = _TENSOR(_HANDLE(np.zeros(1, dtype=np.int32), tl.int32), tl.int32)
 
 
 def _tensor(data: Any, kind: Any, is_block: bool) -> Any:
-    """Return `data` as a tensor with elements of type `kind`. A tensor that is no block has one element."""
+    """Return the array `data` as Triton's tensor with elements of type `kind`. Without `is_block` it is a scalar, and
+    `data` has one element."""
     handle = _HANDLE.__new__(_HANDLE)
     handle.data, handle.dtype, handle.attr = data, kind, {}
     made = _TENSOR.__new__(_TENSOR)
@@ -59,7 +61,9 @@ def _tensor(data: Any, kind: Any, is_block: bool) -> Any:
 
 
 def _constant(number: Any, kind: Any) -> Any:
-    """Return a number as an array of one element of type `kind`, or None if its type is no such number's."""
+    """Return a number as a read-only array of one element of type `kind`. None if `kind` is not a signed integer's
+    type, fp32 or fp64, if it is an integer's type that `number` does not fit, or if `number` is no Python int or
+    float."""
     name = kind.name
     if name in _FLOATS:
         is_such = number.__class__ is float or number.__class__ is int
@@ -82,8 +86,9 @@ _constants: dict[tuple[Any, ...], Any] = {}
 
 
 def _binary(plain: Call, compute: Call, kinds: set[str], result: Any = None) -> Call:
-    """Return an operator that is `compute` for operands of one type in `kinds` and for signed integers, and `plain` for
-    others. Elements of its results have the type `result`, or that of the operands."""
+    """Return an operator that calls `compute` if the first operand's type is in `kinds`, and the second one has the
+    same type or is a number of it, or both are signed integers. In all other cases it calls `plain`. Elements of its
+    results have the type `result`, or that of the operands."""
 
     def call(self: Any, other: Any, **more: Any) -> Any:
         if other.__class__ is _CONSTEXPR:
@@ -106,7 +111,8 @@ def _binary(plain: Call, compute: Call, kinds: set[str], result: Any = None) -> 
 
 
 def _reflected(plain: Call, compute: Call, kinds: set[str]) -> Call:
-    """Return an operator like that of `_binary` whose second operand is the left one, and a number."""
+    """Return an operator such as `__radd__`, whose tensor is the right operand. It calls `compute` if the tensor's type
+    is in `kinds` and the left operand is a number of that type, else `plain`."""
 
     def call(self: Any, other: Any, **more: Any) -> Any:
         if other.__class__ is _CONSTEXPR:
@@ -121,7 +127,8 @@ def _reflected(plain: Call, compute: Call, kinds: set[str]) -> Call:
 
 
 def _with_offset(plain: Call) -> Call:
-    """Return the operator of additions `plain`, with a quick way for offsets of pointers."""
+    """Return the addition `plain` with a quick way for a tensor of pointers plus a tensor of signed integers, which are
+    offsets in elements."""
 
     def call(self: Any, other: Any, **more: Any) -> Any:
         kind = self.dtype
@@ -135,6 +142,9 @@ def _with_offset(plain: Call) -> Call:
 
 
 def _where(plain: Call) -> Call:
+    """Return `tl.where` as numpy's `where`, for a bool condition and two operands of one type or an operand and a
+    number of its type. Otherwise it calls `plain`."""
+
     def call(condition: Any, x: Any, y: Any, **more: Any) -> Any:
         if condition.__class__ is _TENSOR and condition.dtype is _BOOL:
             left, right, kind = x, y, None
@@ -156,6 +166,8 @@ def _where(plain: Call) -> Call:
 
 
 def _to(plain: Call) -> Call:
+    """Return the cast `tensor.to` as numpy's `astype`, between types that numpy has. Otherwise it calls `plain`."""
+
     def call(self: Any, dtype: Any, **more: Any) -> Any:
         kind = self.dtype
         if not more and dtype is kind:
@@ -172,7 +184,7 @@ _SELECTED = {*_NUMBERS, "int1", "fp16", "bf16"}
 
 
 def _largest(plain: Call, compute: Call) -> Call:
-    """Return the function `tl.maximum` or `tl.minimum`, whose quick way serves integers and is `compute`."""
+    """Return `tl.maximum` or `tl.minimum`. It calls `compute` for signed integers, else `plain`."""
     quick = _binary(plain, compute, {*_INTEGERS})
 
     def call(x: Any, y: Any, *rules: Any, **more: Any) -> Any:
@@ -184,6 +196,9 @@ def _largest(plain: Call, compute: Call) -> Call:
 
 
 def _getitem(plain: Call) -> Call:
+    """Return the indexing of tensors, with a quick way for blocks indexed by `None` and full slices, which only add
+    axes."""
+
     def call(self: Any, slices: Any, **more: Any) -> Any:
         whole = slices.__class__ is tuple and all(part is None or part == slice(None) for part in slices)
         if whole and self.type.is_block():
@@ -194,7 +209,8 @@ def _getitem(plain: Call) -> Call:
 
 
 def _filled(number: Any, kind: Any, shape: tuple[int, ...]) -> Any:
-    """Return a handle of `shape` full of `number`, or None if its type is not that of elements of type `kind`."""
+    """Return the interpreter's handle of a read-only array of `shape` full of `number`, with elements of type `kind`.
+    None if `_constant` has no such element."""
     key = kind.name, shape, number.__class__, number if number and number == number else str(number)
     found = _full.get(key)
     if found is None:
@@ -207,7 +223,8 @@ def _filled(number: Any, kind: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _mask(mask: Any, shape: tuple[int, ...], is_block: bool) -> Any:
-    """Return a handle for a load's or a store's `mask` of pointers of `shape`, or None if there is no quick way."""
+    """Return the interpreter's handle of a bool array of `shape`, for the `mask` of a load or store by pointers of
+    `shape`. All its elements are true without a mask. None if there is no quick way for this mask."""
     if mask is None:
         if shape not in _ones:
             _ones[shape] = _HANDLE(np.ones(shape, dtype=bool), _BOOL)
@@ -226,6 +243,9 @@ _ones: dict[tuple[int, ...], Any] = {}
 
 
 def _load(plain: Call) -> Call:
+    """Return `tl.load` without its checks of types, for pointers to types in `_LOADED`. It calls `plain` if mask or
+    `other` need a cast, or for further arguments."""
+
     def call(pointer: Any, mask: Any = None, other: Any = None, **more: Any) -> Any:
         if not more and pointer.__class__ is _TENSOR and pointer.dtype.is_ptr():
             kind, is_block, shape = pointer.dtype.element_ty, pointer.type.is_block(), pointer.handle.data.shape
@@ -244,6 +264,9 @@ def _load(plain: Call) -> Call:
 
 
 def _store(plain: Call) -> Call:
+    """Return `tl.store` without its checks of types, for a tensor of the pointers' own type and shape. Otherwise it
+    calls `plain`."""
+
     def call(pointer: Any, value: Any, mask: Any = None, **more: Any) -> Any:
         if not more and pointer.__class__ is _TENSOR and pointer.dtype.is_ptr() and value.__class__ is _TENSOR:
             kind, shape = pointer.dtype.element_ty, pointer.handle.data.shape
@@ -279,8 +302,9 @@ _REFLECTED: dict[str, Call] = {"__radd__": np.add, "__rsub__": np.subtract, "__r
 
 
 def quick(owner: Any, name: str, plain: Call) -> Call:
-    """Return the builtin `name` of `owner`, which is `triton.language`, a module in it or its class of tensors, with a
-    quick way where there is one. `plain` is the interpreter's own."""
+    """Return the builtin `name` of `owner` with its quick way, or `plain` if it has none. `owner` is `triton.language`,
+    a module in it, or its class of tensors. `plain` is the interpreter's function, which the quick way calls for
+    operands that it does not serve."""
     if owner is _TENSOR:
         if name in _BINARY:
             call = _binary(plain, *_BINARY[name])

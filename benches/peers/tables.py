@@ -18,7 +18,7 @@ def cell(value: float | None, form: str = ".2f") -> str:
 
 
 def spread(each: Measured, key: str, form: str) -> str:
-    """Median, and least to most."""
+    """Return the median of figure `key` over all runs, and its range, each number in the format `form`."""
     values = each.values(key)
     return f"{each.median(key):{form}} ({values[0]:{form}} to {values[-1]:{form}})"
 

@@ -1843,7 +1843,8 @@ class PackedMatrix:
 
 @final
 class CpuWeights:
-    """Weights of a dense decoder, read where they are: arrays are kept alive and must not be written.
+    """Weights of a decoder or of a drafting head, with or without experts. Arrays are read where they are: they are
+    kept alive and must not be written.
 
     Elements are float32, or uint16 with the bits of bfloat16. Norms and biases are copied.
     """
@@ -2011,7 +2012,7 @@ class CpuKVCache:
 
 @final
 class CpuDecoder:
-    """Forward pass of a dense decoder over flat rows, with its own work space: one pass at a time.
+    """Forward pass of a decoder over flat rows, with its own work space: one pass at a time.
 
     The order of a row's sums does not depend on other rows or threads, so its results always have the same bits.
     """

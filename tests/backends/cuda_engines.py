@@ -74,7 +74,8 @@ class Graphs:
         self.replayed: list[Hashable] = []
 
     def noted(self, key: Hashable, run: Callable[[], None]) -> Callable[[], None]:
-        """Return `run`, which also adds `("plain", key)` to what was replayed here."""
+        """Return a function that calls `run` and notes `("plain", key)` in `replayed`. It stands for a graph of steps
+        without LoRA adapters, so that tests can tell which steps used one."""
 
         def noting() -> None:
             self.replayed.append(("plain", key))

@@ -1,5 +1,5 @@
-"""Gemma 4's assistants in engines: the text is that without drafts, and drafts and counts are those of transformers'
-own module."""
+"""Engines that draft by a Gemma 4 assistant: the text is that without drafts, and drafts and counts are those of
+transformers' own module."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ PROMPTS = [[_random.randrange(1, VOCAB) for _ in range(length)] for length in (1
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Targets, each with two assistants: a random one, and one trained on the target's texts, which is right now and
-    then."""
+    """Targets, each with two assistants: a random one, and one trained on the target's texts, some of whose drafts the
+    target accepts."""
     made = tmp_path_factory.mktemp("assistant")
     for variant in VARIANTS:
         # With a tied LM head the target would repeat its last token. Seed 0 has two tokens whose logits are 1e-5 apart.
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def texts(target: Path) -> list[list[int]]:
-    """Return the text of transformers after each prompt."""
+    """Return the tokens that transformers generates greedily after each of `PROMPTS`."""
     with float64():
         model = load_target(target)
         return [generate(model, prompt, TOKENS) for prompt in PROMPTS]
@@ -127,7 +127,8 @@ def jobs_of(engine: Engine, k: int, ks: list[int | None] | None = None, rule: st
 def test_drafts_and_counts_are_the_scripts(
     folder: Path, variant: str, kind: str, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check drafts and counts against the script: prompts in several chunks, several requests at a time."""
+    """Check drafts and counts of acceptance against transformers' module. Prompts are fed in several chunks, and
+    several requests run at a time."""
     target, reference = script(folder, variant, kind)
     engine = engine_of(folder, variant, kind, k)
     poison(engine)
@@ -150,7 +151,7 @@ def test_drafts_and_counts_are_the_scripts(
 
 
 def seen(folder: Path, k: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> dict[int, list[Any]]:
-    """Return the drafts of an engine for every prompt."""
+    """Return the drafts of each of `PROMPTS` by request id, as `Drafts.rounds`, in an engine with options `fields`."""
     engine = engine_of(folder, "gemma4", "fitted", k, **fields)
     drafts = Drafts(engine).watch(monkeypatch)
     jobs_of(engine, k)
@@ -171,7 +172,7 @@ def test_drafts_depend_on_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 @cache
 def plain(folder: Path, variant: str, dtype: str, quantization: str | None, rule: str) -> list[list[int]]:
-    """Return native texts without drafts, each request alone."""
+    """Return the tokens that native code generates after each of `PROMPTS` without drafts, one request at a time."""
     found = []
     for i, prompt in enumerate(PROMPTS):
         engine = without_drafts(folder, variant, dtype, quantization=quantization)
@@ -211,8 +212,8 @@ def test_text_is_that_without_drafts(
     threads: int,
     ks: list[int | None],
 ) -> None:
-    """Check that text equals that without drafts: in chunks, in batches, in a pool too small for all requests, for
-    requests with other K. Sampled texts use coupled draws."""
+    """Check that text equals that without drafts: with prompts in chunks, in batches, in a pool too small for all
+    requests, and with requests of different K. Sampled texts use the `coupled` rule."""
     engine = engine_of(
         folder,
         variant,
@@ -241,7 +242,8 @@ def test_text_is_that_without_drafts(
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_a_cache_of_codes(folder: Path, kv_cache_dtype: str) -> None:
-    """Check an FP8 cache, whose codes the assistant reads: text is that without drafts, and some drafts are right."""
+    """Check an FP8 KV cache, which target and assistant read: the text is that without drafts, and some drafts are
+    accepted."""
     fields = {"kv_cache_dtype": kv_cache_dtype}
     made = config(folder, "gemma4", "fitted", 3, **fields)
     engine, other = build_engine(made, load_weights(made)), without_drafts(folder, "gemma4", **fields)
@@ -263,7 +265,7 @@ def test_the_engine_chooses_k(folder: Path, method: str) -> None:
 
 
 def test_requests_choose_between_drafters(folder: Path) -> None:
-    """Check that with a list both the assistant and the text draft."""
+    """Check that the assistant drafts, too, if prompt lookup comes before it in the list of methods."""
     engine = engine_of(folder, "gemma4", "fitted", 4, method="ngram,mtp")
     prompts = [prompt * 3 for prompt in PROMPTS[2:4]]
     for i, prompt in enumerate(prompts):
@@ -273,7 +275,8 @@ def test_requests_choose_between_drafters(folder: Path) -> None:
 
 
 def asked(engine: Engine, prompts: list[list[int]], k: int) -> list[Any]:
-    """Run greedy requests one after another, and return the hit, tokens and log probabilities of each."""
+    """Run greedy requests one after another. Return for each the length of its prefix hit in tokens, its output tokens
+    and its log probabilities."""
     found = []
     for i, prompt in enumerate(prompts):
         job = request(i, prompt, k=None, max_tokens=9, engine_k=k, ignore_eos=True, logprobs=2)
@@ -294,8 +297,8 @@ def asked(engine: Engine, prompts: list[list[int]], k: int) -> list[Any]:
 def test_hits_with_drafts_are_those_without(
     folder: Path, variant: str, method: str, k: int, budget: int, drawn: list[tuple[int, int, int]]
 ) -> None:
-    """Hits are as long as those of an engine without drafts, and bits are those of such an engine. Each prompt begins
-    like another one, and goes on with its own token."""
+    """Check that prefix hits are as long as in an engine without drafts, and that tokens and log probabilities have the
+    same bits. Each prompt begins like another one, and goes on with tokens of its own."""
     texts_of = [random.Random(i).choices(range(1, VOCAB), k=40) for i in range(3)]
     prompts = [[*texts_of[which][:length], *[own + 1] * (3 * own)] for which, length, own in drawn]
     sizes = {"max_num_batched_tokens": budget}
@@ -306,7 +309,8 @@ def test_hits_with_drafts_are_those_without(
 
 
 def test_drafts_after_a_hit_are_the_scripts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a request that begins with another one's blocks drafts from the whole context at once."""
+    """Check that a request whose prompt begins with cached blocks drafts from its first iteration on, with the whole
+    context, as transformers' module does."""
     base = [random.Random(8).randrange(1, VOCAB) for _ in range(42)]
     prompts = [base, base, [*base[:32], 7, 8, 9]]
     engine = engine_of(folder, "gemma4", "fitted", 4, max_num_batched_tokens=512)
@@ -352,7 +356,7 @@ def test_two_token_draws_are_the_targets_own(sixteen: Path, rule: str, k: int, s
 
 @pytest.mark.parametrize("fault", ["layer", "state"])
 def test_planted_faults_are_noticed(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that drafts are others if the assistant attends another layer or reads the state before the final norm, and
+    """Check that drafts change if the assistant attends another layer or reads the state before the final norm, and
     that the text stays the same."""
     variant = "gemma4, all of it"
     made = config(folder, variant, "fitted", 3)
@@ -374,7 +378,7 @@ def test_planted_faults_are_noticed(folder: Path, fault: str, monkeypatch: pytes
 
 
 def seen_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[list[int]]]:
-    """Return drafts and texts of an engine."""
+    """Return the drafts by request id, and the output tokens of each of `PROMPTS`."""
     drafts = Drafts(engine).watch(monkeypatch)
     jobs = jobs_of(engine, 3)
     run(engine)

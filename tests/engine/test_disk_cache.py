@@ -162,8 +162,8 @@ def test_a_hit_has_the_bits_of_a_miss(
 def test_engines_that_share_a_folder_write_the_banks_texts(
     data: st.DataObject, blocks: int, kill: bool, tmp_path: Path, native_qwen_bank: Bank
 ) -> None:
-    """Check that engines that share a folder write the bank's texts. Small pools evict, preempt and load all the
-    time."""
+    """Check that engines that share a folder write the texts that the bank has from transformers. Small pools evict,
+    preempt and load all the time."""
     folder = tmp_path / "shared"
     for _ in range(2):
         jobs = data.draw(greedy_jobs(native_qwen_bank, 3))

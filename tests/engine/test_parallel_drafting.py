@@ -43,7 +43,7 @@ def parallel(target: Path, draft: Path, k: int, dtype: str, **fields: object) ->
 
 
 def make_engine(bank: Bank, k: int, **fields: object) -> Engine:
-    """Make an engine with the bank's parallel draft, on weights that are loaded once."""
+    """Make an engine with the target and the parallel draft model of `bank`, on weights that are loaded once."""
     made = parallel(bank.target, bank.drafts["parallel"], k, bank.dtype, **fields)
     key = (str(bank.target), bank.dtype)
     if key not in WEIGHTS:

@@ -55,7 +55,7 @@ SNAPSHOT = 3
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose head is right now and then."""
+    """A target with an MTP head, some of whose drafts the target accepts."""
     made = tmp_path_factory.mktemp("state_disk") / "target"
     add_head(make_checkpoint(made, "qwen3_5_text", layer_types=KINDS, layers=len(KINDS), seed=2, **SHAPE), seed=4)
     texts = [prompt + text[0] for prompt, text in zip(PROMPTS, plain(made), strict=False)]

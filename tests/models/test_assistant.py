@@ -1,5 +1,5 @@
-"""Gemma 4's assistants: the logits of transformers' own module natively, planted faults, and errors that name the
-field."""
+"""Native passes of Gemma 4's assistants: their logits against transformers' own module, planted faults, and errors that
+name the field."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def script(target: Path, assistant: Path) -> Script:
 
 @torch.inference_mode()
 def expected(script: Script, length: int) -> tuple[list[int], Array]:
-    """Return the script's drafts after the first `length` tokens, and their logits `[DRAFTS, V]`."""
+    """Return the drafts of transformers' module after the first `length` tokens of `TOKENS`, and their logits `[DRAFTS,
+    V]`."""
     with float64():
         states = script.target(torch.tensor([TOKENS[:length]]), output_hidden_states=True, use_cache=False)
         drafts, logits = script.draft([states.hidden_states[-1][0]], TOKENS[:length], DRAFTS)
@@ -69,9 +70,9 @@ def assistant_of(path: Path, target: Any, size: int | None = None) -> NativeAssi
 def run(
     head: NativeAssistant, target: NativeDecoder, lengths: list[int], drafts: list[list[int]], *, shift: int = 0
 ) -> list[Array]:
-    """Feed the target one request for each of `lengths`, then the assistant's rows of all requests, pass by pass.
-    Return logits `[DRAFTS, Vd]` of each request. `drafts` are fed, whatever the assistant says. `shift` plants a
-    mistake: rows stand so many positions later."""
+    """Feed the target one request for each of `lengths`, then run the assistant's passes over all requests. Return the
+    logits `[DRAFTS, Vd]` of each request. The passes are fed `drafts`, not what the assistant itself would draft.
+    `shift` plants a mistake: rows stand this many positions later."""
     size, width = 4, -(-max(lengths) // 4)
     cache = target.allocate_cache(len(lengths) * width + 1, size)
     for layer in cache.layers:
@@ -98,7 +99,7 @@ def run(
 
 
 def far(found: Array, known: Array) -> float:
-    """Return the largest difference, relative to the largest number."""
+    """Return the largest difference between `found` and `known`, relative to the largest number of `known`."""
     assert np.isfinite(found).all()
     return float(np.abs(found.astype(np.float64) - known).max() / np.abs(known).max())
 
@@ -119,7 +120,8 @@ def test_the_logits_of_transformers(
     seed: int,
     lengths: list[int],
 ) -> None:
-    """Check logits of all drafts, before and after the window of 8 begins to hide positions."""
+    """Check the logits of all drafts against transformers, before and after the window of 8 begins to hide
+    positions."""
     made = tmp_path_factory.mktemp("assistant")
     path = make_assistant(
         made / "assistant", make_gemma4(made / "target", variant, seed=seed), seed=seed, kinds=kinds, **shape
@@ -133,7 +135,7 @@ def test_the_logits_of_transformers(
 
 
 def test_the_formulas(folder: Path) -> None:
-    """Check the script against the formulas themselves, written out in float64 for one layer without a window."""
+    """Check transformers' module against the formulas, written out in float64 for one layer without a window."""
     path = make_assistant(folder / "one", folder / "gemma4", kinds=[F], seed=5)
     reference = script(folder / "gemma4", path)
     w = {name: tensor.double() for name, tensor in load_file(path / "model.safetensors").items()}
@@ -177,7 +179,7 @@ def test_the_formulas(folder: Path) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_native_bits_depend_on_nothing(folder: Path, threads: int) -> None:
-    """Check that bits are the same for any number of threads and other requests in the pass."""
+    """Check that logits have the same bits with any number of threads and with other requests in the pass."""
     target = load_native(folder / "gemma4")
     head, lengths = assistant_of(folder / "gemma4's", target), [LENGTH, 2, 11]
     fed = [[7, 8, 9, 10], [1, 2, 3, 4], [5, 5, 5, 5]]
@@ -195,13 +197,14 @@ def test_fewer_ids(folder: Path) -> None:
 
 
 def _first_source(own: Any, layer: int, text: Any, target: Any) -> int:
-    """Return the first of the target's layers of the kind, in place of the last."""
+    """Return the first of the target's layers with the same window. This is a fault: `_source` returns the last."""
     with_keys = [i for i, sizes in enumerate(target.varied) if sizes.source is None]
     return next(i for i in with_keys if target.windows[i] == own.windows[layer])
 
 
 def _with(**fields: Any) -> Any:
-    """Return a parser that changes fields of the layers' configuration."""
+    """Return a faulty `parse_assistant_config`, which replaces `fields` of `AssistantConfig.layers`. A function as the
+    value is called with the right layers."""
     parse = assistant_config.parse_assistant_config
 
     def parsed(raw: Any, target: Any) -> Any:
@@ -247,7 +250,7 @@ def test_planted_faults_are_noticed(folder: Path, fault: str, monkeypatch: pytes
 
 
 def run_late(head: NativeAssistant, target: NativeDecoder, drafts: list[int]) -> Array:
-    """Run rows one position late, after the target was fed one token more."""
+    """Return the logits of drafts whose rows stand one position too late, after the target was fed one token more."""
     later = [TOKENS[LENGTH - 2], *drafts]
     table = np.arange(8)[None]
     cache = target.allocate_cache(9, 4)
@@ -264,7 +267,7 @@ def run_late(head: NativeAssistant, target: NativeDecoder, drafts: list[int]) ->
 
 
 def edit_text(path: Path, **fields: Any) -> None:
-    """Change fields of `text_config`."""
+    """Change fields of `text_config` in the config.json of the assistant at `path`."""
     text = json.loads((path / "config.json").read_text())["text_config"]
     edit_json(path / "config.json", text_config=text | fields)
 
@@ -323,7 +326,7 @@ def test_wrong_configurations(
 
 
 def test_a_target_without_a_layer_of_the_kind(folder: Path, tmp_path: Path) -> None:
-    """Check a target all of whose layers attend all positions, and an assistant that has a layer with a window."""
+    """Check that an assistant with a windowed layer is rejected for a target whose layers all attend all positions."""
     target = make_gemma4(tmp_path / "full", "gemma4, keys are values", layer_types=[F, F], layers=2)
     with pytest.raises(
         CheckpointError, match=r"text_config\.layer_types=.*must be layers of kinds that the target has"

@@ -73,7 +73,7 @@ def world(request: Request, draft: str) -> World:
 
 @dataclass(frozen=True)
 class Noise:
-    """Independent noise for `streams` iterations of up to two drafts."""
+    """Random numbers for one iteration of S streams, which decode independently. Each stream has up to two drafts."""
 
     draft: Tensor  # [S, 2, VOCAB]
     accept: Tensor  # [S, 2]
@@ -81,7 +81,8 @@ class Noise:
 
 
 def make_noise(seed: int, streams: int = STREAMS) -> Noise:
-    """Noise in the ranges of the counter-based generator: 23-bit uniforms, Gumbel values of 32-bit ones."""
+    """Return random numbers for one iteration of `streams` streams, in the ranges of the counter-based generator:
+    23-bit uniforms, and Gumbel values of 32-bit uniforms."""
     g = torch.Generator().manual_seed(seed)
 
     def gumbel(*shape: int) -> Tensor:

@@ -54,7 +54,8 @@ class Replica:
             raise self._context.llm.error
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return statistics of the engine's queue, for `queue_length_policy`."""
+        """Return the numbers of running and waiting requests, which `QueueLengthPolicy` reads, and the used share of
+        the KV cache."""
         stats = await self._context.llm.stats()
         return {
             "num_requests_running": float(stats.num_running),

@@ -27,7 +27,8 @@ class Placement(NamedTuple):
     files. They are not in `files`."""
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
-        """Raise CheckpointError for the first of `names` that is ambiguous."""
+        """Raise CheckpointError for the first of `names` that is ambiguous: several files have the tensor, and the
+        index names none of them for it."""
         for name in names:
             if name in self.ambiguous:
                 held = " and ".join(sorted(self.ambiguous[name]))

@@ -124,9 +124,11 @@ class ModelDrafter:
             token = choose(self.feed(row, [token], [n + i - 2])[-1])
 
     def draft_len_after(self, n: int, k: int, grown: int) -> int:
-        """Return where valid draft KV ends after an iteration of `k` >= 1 drafts from n tokens to `grown`.
+        """Return the position where valid draft KV ends after an iteration. The iteration made `k` >= 1 drafts and grew
+        the row from `n` to `grown` tokens.
 
-        Neither the last draft nor the last token was fed. KV of mask tokens does not count.
+        Neither the last draft nor the last token was fed, so they have no KV. With a mask token the result is `n`: the
+        pass has written KV of mask tokens from there on, not of drafts.
         """
         return n if self.mask_token_id is not None else min(grown, n + k) - 1
 

@@ -28,7 +28,7 @@ pub enum Error {
         /// Description of the allowed values.
         allowed: String,
     },
-    /// A request can never be served as given.
+    /// A request has a parameter with which it can never be served.
     #[error("request {request_id}: {}", must_be(field, value, allowed))]
     InvalidRequest {
         /// Id of the rejected request.
@@ -58,7 +58,7 @@ pub enum Error {
         /// Id of the waiting request.
         request_id: i64,
     },
-    /// Every block of the pool is held.
+    /// No KV block can be allocated, because requests hold all blocks of the pool.
     #[error("out of KV blocks: all {num_blocks} are referenced; free at least 1")]
     OutOfBlocks {
         /// Number of blocks in the pool.
@@ -74,7 +74,7 @@ pub enum Error {
         /// Description of the allowed values.
         allowed: &'static str,
     },
-    /// A buffer has the wrong size or content for its role.
+    /// A buffer that the caller passed in has a wrong length, or a wrong value in it.
     #[error("{}", must_be(name, value, allowed))]
     InvalidBuffer {
         /// Name of the buffer.

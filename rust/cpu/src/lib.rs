@@ -1,4 +1,4 @@
-//! Passes of dense decoders on a CPU: a forward pass over flat rows as one call, on borrowed memory.
+//! Passes of decoders on a CPU: a forward pass over flat rows as one call, on borrowed memory.
 //!
 //! Weights are `[out, in]` as in checkpoints, and KV is paged. The crate has no Python, no scheduling, and no clock
 //! except for benchmarks. A row's sums have one order, whatever the other rows of a pass, the threads and the

@@ -7,7 +7,7 @@ use crate::isa::LANES;
 /// order.
 pub const MAX_TILE_ROWS: usize = 64;
 
-/// Sizes of a dense decoder, with the names of its config.json.
+/// Sizes of a decoder, with the names of its config.json.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ModelShape {
     /// Number of ids in the vocabulary.

@@ -1,4 +1,4 @@
-//! Weights of a dense decoder, and the checks of their shapes. Computes nothing.
+//! Weights of a decoder or of a drafting head, and the checks of their shapes. Computes nothing.
 
 use crate::blocks::Packed;
 use crate::error::{Error, Result, check_len};
@@ -15,7 +15,7 @@ use std::sync::Arc;
 pub enum Embedding {
     /// Embeddings as numbers.
     Values(Values),
-    /// Embeddings as blocks of a GGUF type, which may be those of a tied LM head.
+    /// Embeddings as blocks of a GGUF type. A tied LM head may share them.
     Packed(Arc<Packed>),
 }
 
@@ -52,8 +52,9 @@ pub struct Rotation {
     pub magnitude: f32,
 }
 
-/// Embeddings of single layers. For the scaled embedding e of a token, layer i's is
-/// `(norm(projection e / sqrt(hidden))[i] + table[token][i] * sqrt(size)) / sqrt(2)`.
+/// Embeddings that layers read in addition, one for each token and layer (per-layer embeddings in Gemma). For the
+/// scaled embedding e of a token, layer i's is `(norm(projection e / sqrt(hidden))[i] + table[token][i] * sqrt(size)) /
+/// sqrt(2)`.
 pub struct LayerEmbedding {
     /// Embeddings, `[ids, layers * size]`, at least as many ids as the vocabulary has.
     pub table: Embedding,
@@ -63,7 +64,7 @@ pub struct LayerEmbedding {
     pub norm: Values,
 }
 
-/// Embeddings of single layers in the form that passes read.
+/// [`LayerEmbedding`] in the form that passes read.
 pub(crate) struct Added {
     pub(crate) table: Embedding,
     pub(crate) projection: Linear,
@@ -120,15 +121,17 @@ pub struct MtpWeights {
     pub target_ids: Vec<i64>,
 }
 
-/// Weights of a head without KV of its own, in addition to its layers (Gemma 4's assistant). It reads the target's
-/// hidden state after the final norm, and attends the target's keys and values. Its pass leaves a state of the target's
-/// size.
+/// Weights of a head without KV (Gemma 4's assistant), in addition to its layers. The head reads the target's hidden
+/// state after the final norm, and its layers attend the target's keys and values. A pass outputs a state of the
+/// target's size, which the next pass reads.
 pub struct AssistantWeights {
     /// Number of layers of the target.
     pub target_layers: usize,
-    /// Projection `2 target's hidden -> hidden` of the target's scaled embedding, then the hidden state.
+    /// Projection `2 * target's hidden -> hidden`. Its input is the target's scaled embedding of a token, then the
+    /// hidden state.
     pub pre: Linear,
-    /// Projection `hidden -> target's hidden` of the state after the final norm, to the state of the next pass.
+    /// Projection `hidden -> target's hidden`, from the state after the final norm to the state that the next pass
+    /// reads.
     pub post: Linear,
     /// Target's id of each of the head's ids, ascending. The LM head's further outputs are not used.
     pub target_ids: Vec<i64>,
@@ -136,15 +139,17 @@ pub struct AssistantWeights {
 
 /// Weights of a head that reads hidden states of a target, in addition to its layer, in the form that passes read.
 pub(crate) struct Head {
+    /// Target's hidden states that the head reads, as [`Entries`](crate::Entries) numbers them.
     pub(crate) hidden_layers: Vec<usize>,
     /// Number of elements of one hidden state of the target.
     pub(crate) state_size: usize,
+    /// Projection of a head's input to its own size; `input` says what it reads.
     pub(crate) fc: Linear,
-    /// Projection of the final state to the state of the next pass, `hidden -> state_size`, of a head that attends the
-    /// target's keys and values; `None` for other heads.
+    /// Projection `hidden -> state_size` from the final state to the state that the next pass reads, for a head that
+    /// attends the target's keys and values; `None` for other heads.
     pub(crate) post: Option<Linear>,
     pub(crate) hidden_norm: Vec<f32>,
-    /// Whether a pass leaves its state after the final norm to the next pass.
+    /// Whether the next pass reads a pass's state after the final norm, rather than before it.
     pub(crate) norm_output: bool,
     pub(crate) target_ids: Vec<i64>,
     pub(crate) input: HeadInput,
@@ -171,7 +176,7 @@ impl Head {
         !matches!(self.input, HeadInput::Eagle3 { .. })
     }
 
-    /// Returns whether the layers attend the target's keys and values, and the head has none.
+    /// Returns whether the head has no keys and values, and its layers attend the target's.
     pub(crate) fn shares_kv(&self) -> bool {
         matches!(self.input, HeadInput::Assistant)
     }
@@ -188,7 +193,8 @@ fn check_target_ids(ids: &[i64], shape: &ModelShape) -> Result<()> {
     Ok(())
 }
 
-/// Rejects ids of a head whose LM head has `num_ids` outputs, of which the first are used.
+/// Rejects the target's ids of a head that uses the first outputs of an LM head with `num_ids` outputs: if there are
+/// none, more than outputs, or if one is out of range or they do not ascend.
 fn check_first_ids(ids: &[i64], shape: &ModelShape, num_ids: usize) -> Result<()> {
     if !(1..=num_ids).contains(&ids.len()) {
         let given = format!("{} ids", ids.len());
@@ -267,7 +273,8 @@ impl Eagle3Weights {
     }
 }
 
-/// All weights of a dense decoder, checked against its shape. Read-only: several decoders may share them.
+/// All weights of a decoder or of a drafting head, checked against its shape. Read-only: several decoders may share
+/// them.
 pub struct Weights {
     pub(crate) shape: ModelShape,
     /// Weights of a head that reads hidden states of a target; `None` for other models.
@@ -353,7 +360,8 @@ impl Weights {
         Self::build(shape, embedding, vec![layer], final_norm, lm_head, frequencies, Some(head))
     }
 
-    /// Makes the weights of an MTP head. Its one layer is as a decoder's. `embedding` and `lm_head` are the target's.
+    /// Makes the weights of an MTP head. Its one layer has the form of a decoder's layer. `embedding` and `lm_head` are
+    /// the target's.
     ///
     /// # Errors
     /// If a size is impossible or a tensor does not match the others.
@@ -371,9 +379,10 @@ impl Weights {
         Self::build(shape, embedding, vec![layer], final_norm, lm_head, frequencies, Some(head))
     }
 
-    /// Makes the weights of a head that attends the target's keys and values. `embedding` is the target's, with states of
-    /// the target's size. The `source` of every layer is the place of its keys and values among the target's layers that
-    /// have some, and [`run`](crate::Decoder::forward_head) takes the target's cache.
+    /// Makes the weights of a head that attends the target's keys and values. `embedding` is the target's, whose states
+    /// have another size. The `source` of every layer is the index of the target's layer that it attends, counted over
+    /// the target's layers that have keys and values. [`forward_head`](crate::Decoder::forward_head) takes the target's
+    /// cache.
     ///
     /// # Errors
     /// If a size is impossible or a tensor does not match the others.
@@ -595,8 +604,8 @@ impl Weights {
         self.layers.iter().map(|layer| layer.window).max().filter(|&window| window != usize::MAX)
     }
 
-    /// Returns whether the last layer has a window. Then K and V of a position may not be finite although rows after
-    /// the window are.
+    /// Returns whether the last layer has a window. Then a row's result may be finite although K or V before its window
+    /// are not.
     pub(crate) fn ends_in_window(&self) -> bool {
         self.layers.last().is_some_and(|layer| layer.window != usize::MAX)
     }
@@ -612,8 +621,8 @@ impl Weights {
         Ok(Self { multipliers, ..self })
     }
 
-    /// Returns the target's hidden states that a head reads, as [`Entries`](crate::Entries) numbers them, and the size
-    /// of a state; empty and 0 for other models.
+    /// Returns the target's hidden states that a head reads, as [`Entries`](crate::Entries) numbers them, and the
+    /// number of elements of a state. For other models, returns no states and 0.
     pub fn hidden_layers(&self) -> (&[usize], usize) {
         self.head.as_ref().map_or((&[], 0), |head| (&head.hidden_layers, head.state_size))
     }
@@ -663,18 +672,18 @@ impl Weights {
         })
     }
 
-    /// Returns the sizes.
+    /// Returns the sizes of the model.
     pub fn shape(&self) -> &ModelShape {
         &self.shape
     }
 
-    /// Returns whether it is a head that attends the target's keys and values, and has none.
+    /// Returns whether the model is a head without keys and values, whose layers attend the target's.
     pub fn shares_kv(&self) -> bool {
         self.head.as_ref().is_some_and(Head::shares_kv)
     }
 
-    /// Returns the number of elements in a state that a head is fed and leaves, which is the target's for a head that
-    /// attends the target's keys and values; of other models, of the residual stream.
+    /// Returns the number of elements of a state that a head's pass reads and outputs. For a head that attends the
+    /// target's keys and values it is the target's `hidden_size`, for every other model its own.
     pub(crate) fn state_size(&self) -> usize {
         let assistant = self.head.as_ref().filter(|head| head.shares_kv());
         assistant.map_or(self.shape.hidden_size, |head| head.state_size)

@@ -161,7 +161,8 @@ fn cache(kinds: &[Kind]) -> KvCache {
     KvCache::of_heads(shape, heads.clone(), heads.iter().map(layer).collect()).unwrap()
 }
 
-/// Returns the bits of the logits of a text. The i-th pass feeds `cuts[i]` rows of it.
+/// Returns the bits of the logits of a text. Each pass feeds as many of its tokens as the next number of `cuts` says;
+/// after the last number the first comes again.
 fn logits(decoder: &mut Decoder, kv: &mut KvCache, text: &[usize], cuts: &[usize]) -> Vec<u32> {
     let table: Vec<i64> = (0..(LEN / BLOCK) as i64).collect();
     let (mut at, mut found) = (0, Vec::new());

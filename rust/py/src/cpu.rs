@@ -49,7 +49,7 @@ pub(crate) fn cpu_instruction_sets() -> Vec<&'static str> {
     Tiles::detect().map(|_| "amx").into_iter().chain(sets).collect()
 }
 
-/// Weights of a dense decoder, in borrowed arrays.
+/// Weights of a decoder or of a drafting head, with or without experts. Arrays are borrowed from Python, not copied.
 #[pyclass(frozen)]
 pub(crate) struct CpuWeights(pub(crate) Arc<Weights>);
 

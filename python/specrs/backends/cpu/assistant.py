@@ -1,4 +1,4 @@
-"""Loader of assistants for a CPU, where they run natively."""
+"""Loader of Gemma 4's assistants for native passes on a CPU."""
 
 from __future__ import annotations
 

@@ -182,7 +182,8 @@ class Buffers:
         )
 
     def groups(self, batch: int, rows: int) -> GroupRows:
-        """Return views for the KV groups after the first, of `batch` sequences and `rows` rows of verification."""
+        """Return views of the block tables of `batch` sequences, and of the slots of `rows` rows of verification, in
+        the KV groups after the first."""
         return GroupRows(self.group_tables[:, :batch], self.group_slots[:, :rows])
 
     @property

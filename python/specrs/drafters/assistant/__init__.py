@@ -1,4 +1,5 @@
-"""Gemma 4's assistant: a small model, published next to its target, that drafts and attends the target's KV."""
+"""Drafting by a Gemma 4 assistant: a small model that is published next to its target. Its layers attend the target's
+KV."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ logger = logging.getLogger("specrs")
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantOptions(DraftVocabularyOptions, CheckpointOptions):
-    """Options of `method="mtp"` with a `model`."""
+    """Options of `method="mtp"` with a `model`, which is then an assistant."""
 
 
 class LoadedAssistant(LoadedHead):

@@ -1,5 +1,5 @@
-"""Parser of an assistant's config.json, and the target's layers whose keys and values its layers attend. Reads no
-weights."""
+"""Parser of the config.json of a Gemma 4 assistant. Finds the target's layers whose keys and values the assistant's
+layers attend. Reads no weights."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ class AssistantConfig:
     """Configuration of an assistant for one target."""
 
     layers: ModelConfig
-    """Its layers as a model. The `source` of a layer is the place of its keys and values among the target's layers that
-    have some, and its number of KV heads is the target's. Windows are those of a row at position n - 2."""
+    """The assistant's layers in the form of a model's configuration. Layer i has no keys and values. It attends those
+    of one of the target's layers, and `varied[i].source` is this layer's index among the target's layers that have keys
+    and values. Numbers of KV heads are the target's. Windows are one larger than in config.json, because with n tokens
+    a row stands at position n - 2."""
     sources: tuple[int, ...]
-    """The target's layer whose keys and values each layer attends."""
+    """For each of the assistant's layers, the index of the target's layer whose keys and values it attends."""
     ordered: bool
-    """True if the checkpoint has centroids of its token ids, by which other engines choose ids to score."""
+    """True if the checkpoint has centroids of groups of token ids. Other engines choose by them which ids to score;
+    specrs scores all ids."""
 
 
 def parse_assistant_config(raw: Mapping[str, Any], target: ModelConfig) -> AssistantConfig:
-    """Build the configuration from the object in config.json.
+    """Build an assistant's configuration from `raw`, the object in its config.json, and the target's configuration.
 
     Raises UnsupportedModelError for what is not implemented, and CheckpointError for a config that is not an
     assistant's, or not one of this target. Each names the field, its value and what is allowed.
@@ -67,8 +70,8 @@ def parse_assistant_config(raw: Mapping[str, Any], target: ModelConfig) -> Assis
 
 
 def _layers(text: Mapping[str, Any]) -> ModelConfig:
-    """Return the layers of `text_config` as a model with keys and values of its own. It has no ids that end texts,
-    because only the target decides that."""
+    """Return `text_config` as the configuration of a model whose layers have keys and values of their own. It has no
+    ids that end texts, because only the target decides that."""
     fields = {**text, "architectures": [TARGET], "num_kv_shared_layers": 0, "eos_token_id": None}
     try:
         own = parse_config(fields)
@@ -88,12 +91,14 @@ def _layers(text: Mapping[str, Any]) -> ModelConfig:
 
 
 def _kind(config: ModelConfig, layer: int) -> tuple[int | None, Rope | None]:
-    """Return the window and the RoPE of a layer, in which layers that share keys and values must agree."""
+    """Return the window and the RoPE of a layer. A layer can only attend keys and values of a layer with the same
+    two."""
     return config.windows[layer] if config.windows else None, config.rope_of(layer)
 
 
 def _source(own: ModelConfig, layer: int, text: Mapping[str, Any], target: ModelConfig) -> int:
-    """Return the last of the target's layers that have keys and values and the kind of `layer`."""
+    """Return the index of the target's layer whose keys and values the assistant's `layer` attends: the last one that
+    has keys and values, and has the same window and RoPE. Raises CheckpointError if there is none."""
     with_keys = [i for i, sizes in enumerate(target.varied) if sizes.source is None]
     window, rope = _kind(own, layer)
     found = [i for i in with_keys if _kind(target, i) == (window, rope)]
@@ -112,8 +117,9 @@ def _source(own: ModelConfig, layer: int, text: Mapping[str, Any], target: Model
 
 
 def _sizes(own: ModelConfig, layer: int, target: LayerSizes, place: int) -> LayerSizes:
-    """Return the sizes of `layer`, which attends keys and values of the sizes `target`, at `place` among those of the
-    target. Raises CheckpointError if its heads do not match them."""
+    """Return the sizes of the assistant's `layer`. `target` has the sizes of the target's layer that it attends, and
+    `place` is this layer's index among the target's layers that have keys and values. Raises CheckpointError if the
+    heads of both do not match."""
     sizes = own.varied[layer]
     if sizes.head_dim != target.head_dim:
         allowed = f"{target.head_dim}, as the keys and values of the target that it attends"

@@ -1,4 +1,4 @@
-"""Opens the files of an assistant for a target. Reads its configuration and the names of its tensors."""
+"""Opens the files of a Gemma 4 assistant for a target. Reads its configuration and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def is_assistant(source: str, revision: str | None) -> bool:
 def open_assistant(
     source: str, target: DecoderFacts, *, revision: str | None, size: int | None, counts: str | None
 ) -> AssistantFiles:
-    """Open the assistant in a folder or hub id for `target`. `size` and `counts` are those of `draft_ids`.
+    """Open the assistant in a folder or hub id for `target`. It drafts only the `size` ids that `draft_ids` chooses by
+    the file `counts`; all ids if `size` is None.
 
     Raises InvalidConfigError if the target is no Gemma 4, and for a wrong `size` or `counts`; UnsupportedModelError for
     what is not implemented; CheckpointError if the assistant is not one of this target.

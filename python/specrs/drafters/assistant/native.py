@@ -1,4 +1,4 @@
-"""An assistant whose passes run in the Rust core, on the KV cache of its target."""
+"""A Gemma 4 assistant whose passes run in the Rust core, on the KV cache of its target."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from specrs.models.native_decoder import decoder_arrays, stored_parts
 
 
 class NativeAssistant(NativeHead, AssistantFacts):
-    """An assistant that runs without torch. `forward` takes the target's KV cache and reads it.
+    """An assistant that runs without torch. `forward` reads the target's KV cache, and writes none.
 
-    Its rows stand at position n - 2 and are fed the token at n - 1, as which queries are rotated.
+    After n tokens, its rows stand at position n - 2, the last one with KV. They are fed the token at n - 1, and queries
+    are rotated as at n - 1.
     """
 
     weights: NativeAssistantWeights
@@ -28,7 +29,7 @@ class NativeAssistant(NativeHead, AssistantFacts):
         """Return None: an assistant has no KV cache."""
 
     def fuse(self, entries: Array) -> Array:
-        """Return the target's hidden states `[N, 1, H]` float32 as `forward` reads them, `[N, H]`."""
+        """Return the target's hidden states `[N, 1, H]` float32 in the form that `forward` reads, `[N, H]`."""
         return np.ascontiguousarray(entries[:, 0])
 
     def _borrow(self) -> CpuWeights:

@@ -1,7 +1,8 @@
-"""Reads the tensors of an assistant, for native passes. Builds no model.
+"""Reads the tensors of a Gemma 4 assistant, for native passes. Builds no model.
 
-Its layers have no k and v projections. `pre_projection` and `post_projection` lead from the target's states and back.
-The target's embedding is read. `model.embed_tokens` is the LM head, unless `lm_head` is there.
+Its layers have no k and v projections. `pre_projection` combines the target's embedding of a token and its hidden state
+into a state of the assistant. `post_projection` turns a state of the assistant into one of the target's size. The LM
+head is `lm_head`, or else `model.embed_tokens`; tokens are embedded by the target's embedding.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from specrs.models.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, optional_shape
 
 PRE, POST = "pre_projection", "post_projection"
 ORDERED = ("masked_embedding.centroids.weight", "masked_embedding.token_ordering")
-"""Centroids of token ids, and the ids of each. They are not read: all ids are scored."""
+"""Tensors with centroids of groups of token ids, and with the ids of each group. They are not read: all ids are
+scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,5 +86,5 @@ class AssistantReader(LayerReader[T, W], Generic[T, W, D]):
 
     @abstractmethod
     def lm_head(self, name: str, ids: Array, *, first: bool) -> W:
-        """Return the rows `ids` of the LM head, the tensor `name`. With `first` they are the first ones, and a reader
-        whose passes compute a part of an LM head may return all of it."""
+        """Return the rows `ids` of the LM head, the tensor `name`. With `first`, `ids` are the first rows. A reader may
+        then return the whole matrix, if its passes can compute the first rows alone."""

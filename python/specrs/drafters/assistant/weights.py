@@ -1,4 +1,4 @@
-"""Weights of an assistant in arrays of any library, and facts derived from them. Computes nothing."""
+"""Weights of a Gemma 4 assistant in arrays of any library, and facts derived from them. Computes nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ class AssistantWeights(Generic[T, W, D]):
     decoder: DecoderWeights[T, W, D]
     """The assistant's layers, norm and LM head. The embedding is the target's, `[vocab, target's hidden]`."""
     pre: W
-    """Matrix from 2 * target's hidden to hidden. Reads the target's scaled embedding, then the hidden state."""
+    """Matrix from 2 * target's hidden size to the assistant's. Its input is the target's scaled embedding of the token,
+    then a state of the target's size."""
     post: W
-    """Matrix from hidden to target's hidden. Reads the state after the final norm, and gives that of the next pass."""
+    """Matrix from the assistant's hidden size to the target's. Its input is the state after the final norm. Its output
+    is the state that the next pass reads."""
     target_ids: T
     """[draft vocab] int64, ascending: the target's id of each draft id."""
     target_layers: int
@@ -33,7 +35,7 @@ class AssistantWeights(Generic[T, W, D]):
 
     @property
     def config(self) -> ModelConfig:
-        """Configuration of the layers: see `AssistantConfig.layers`."""
+        """Configuration of the assistant's layers: `AssistantConfig.layers`."""
         return self.decoder.config
 
     @property
@@ -60,7 +62,7 @@ class AssistantFacts(HeadFacts):
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
-        """The target's hidden states that the assistant reads: those after the final norm."""
+        """Index of the target's hidden states that the assistant reads: those after the final norm."""
         return (self.weights.target_layers + 1,)
 
     @property
@@ -70,7 +72,7 @@ class AssistantFacts(HeadFacts):
 
     @property
     def state_size(self) -> int:
-        """Number of features of the states that a pass is fed and leaves: the target's."""
+        """Number of features of the states that a pass reads and outputs: the target's hidden size."""
         return self.weights.target_hidden_size
 
     @property
@@ -85,7 +87,7 @@ class AssistantFacts(HeadFacts):
 
     @property
     def max_position_embeddings(self) -> int:
-        """Maximum number of positions: the assistant's."""
+        """Maximum number of positions of the assistant."""
         return self.weights.config.max_position_embeddings
 
     @property

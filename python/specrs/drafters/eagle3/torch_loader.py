@@ -23,7 +23,8 @@ from specrs.parallel.ranks import Ranks
 def load_torch_head(
     files: HeadFiles, target: TorchDecoder, cache_dtype: np.dtype[Any] | None, ranks: Ranks | None
 ) -> Eagle3Head:
-    """Return the head of `files` for `target`, a `TorchDecoder` of torch's, on the target's device and in its dtype.
+    """Return the EAGLE-3 head of `files` for `target`, which torch computes. The head is on the target's device and in
+    its dtype.
 
     With `ranks`, return this rank's part of the head. `cache_dtype` is the dtype of K and V in its cache; None: the
     target's. Raises CheckpointError for tensors that are missing, unknown or misshapen.

@@ -106,7 +106,7 @@ class IntegersAtLoad(QuantizedAtLoad):
     device."""
 
     def __init__(self, tensors: Any, quantization: str) -> None:
-        """Wrap `tensors`, a checkpoint of any kind. `quantization` is `int8` or `int4`."""
+        """Wrap `tensors`, a checkpoint of any kind, whose projections become `quantization`: `int8` or `int4`."""
         super().__init__(tensors)
         self._int4 = quantization == "int4"
 
@@ -132,7 +132,8 @@ class BlocksAtLoad(QuantizedAtLoad):
     of 32 inputs, with fp16 scales, or by the core to Q4_K."""
 
     def __init__(self, tensors: Any, quantization: str) -> None:
-        """Wrap `tensors`, a checkpoint of any kind. `quantization` is `q8_0`, `q4_0` or `q4_k`."""
+        """Wrap `tensors`, a checkpoint of any kind, whose projections become `quantization`: `q8_0`, `q4_0` or
+        `q4_k`."""
         super().__init__(tensors)
         self._asked = quantization
 

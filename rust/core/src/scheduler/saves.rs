@@ -256,8 +256,9 @@ impl Scheduler {
         Ok((cached, hashes.split_off(cached)))
     }
 
-    /// Lets a waiting request wait for the host, which will copy in blocks of its prompt. The request gets into
-    /// [`Self::take_loads`] when nothing else keeps it from being admitted.
+    /// Keeps a waiting request from being admitted until the host, the program around this crate, has copied in blocks
+    /// of the request's prompt. Once nothing else keeps the request from being admitted, [`Self::take_loads`] returns
+    /// it.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`] if the id is not live.
@@ -267,12 +268,14 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Takes the waiting requests that the last [`Self::plan`] would have admitted if they did not wait for the host.
+    /// Takes the waiting requests that the last [`Self::plan`] would have admitted if they did not wait for the host to
+    /// copy in blocks of their prompts.
     pub fn take_loads(&mut self) -> Vec<i64> {
         std::mem::take(&mut self.loads)
     }
 
-    /// Ends a request's wait for the host. Does nothing if it does not wait, or has ended.
+    /// Ends a request's wait for the host to copy in blocks of its prompt. Does nothing if it does not wait, or has
+    /// ended.
     pub fn end_load(&mut self, request_id: i64) {
         if let Ok(index) = self.live(request_id) {
             self.requests[index].awaits_load = false;

@@ -147,8 +147,9 @@ impl Scheduler {
         self.discard_draft(row)
     }
 
-    /// Clears `draft_valid` and claims of a row's registered blocks. If another row shares a block whose flag was
-    /// cleared, the same happens to that row's blocks from this block on.
+    /// Clears `draft_valid` of a row's registered blocks, and gives up the row's claims, which are rights to write the
+    /// draft KV of a shared block. If another row shares a block whose flag was cleared, the same happens to that row's
+    /// blocks from this block on.
     ///
     /// With a head that reads hidden states, every row that shares a block starts anew, even if the flag was not set: a
     /// row whose drafts were not finite has lost its flags, but other rows may have continued from its blocks before.
@@ -158,8 +159,9 @@ impl Scheduler {
         self.discard_from(vec![(row, 0)])
     }
 
-    /// Clears `draft_valid` and claims of several rows, each from one of its blocks on, and of rows that share such a
-    /// block. See [`discard_draft`](Self::discard_draft).
+    /// Clears `draft_valid` of blocks of several rows, and gives up the rows' claims, which are rights to write the
+    /// draft KV of a shared block. `broken` has each row and the index of its first block to clear. The same happens to
+    /// other rows, from the first cleared block on that they share. See [`discard_draft`](Self::discard_draft).
     pub(super) fn discard_from(&mut self, mut broken: Vec<(RowIndex, usize)>) -> Result<()> {
         if !self.drafts.has_kv {
             return Ok(());

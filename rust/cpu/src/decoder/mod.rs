@@ -1,4 +1,4 @@
-//! The forward pass of a dense decoder: checks, tiles, and the order of phases.
+//! The forward pass of a decoder: checks, tiles, and the order of phases.
 //!
 //! A pass is a sequence of phases. In each phase, the participants write disjoint parts of a buffer and read the
 //! results of earlier phases. Hidden states are fp32 between all products, even if weights are bf16.

@@ -179,7 +179,7 @@ impl<'a> Report<'a> {
         Self { results, layout, index }
     }
 
-    /// Sets all numbers of the sequence to 0; its tokens stay.
+    /// Sets the sequence's counts, flags and finish reason in the results to 0. Its tokens are not written.
     pub(super) fn clear(&mut self) {
         let layout = self.layout;
         for section in [layout.num_emitted, layout.num_accepted, layout.num_drafted, layout.flags, layout.finish_reason]

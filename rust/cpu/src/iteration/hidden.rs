@@ -1,10 +1,11 @@
 //! Hidden states for a drafter that reads the target's: the states that are kept, and the inputs of the drafter's
 //! passes. Draws nothing.
 //!
-//! The head is fed the hidden state of position p together with the token at p + 1. The last known state is that of
-//! position n - 2. So pass 1 feeds the positions up to n - 2 whose states are kept and whose KV is missing. Pass i >= 2
-//! feeds position n + i - 3 with the state that the pass before left. If KV is missing before the kept states, the head
-//! starts anew after the gap.
+//! An EAGLE-3 or MTP head is fed the hidden state of position p together with the token at p + 1. After n tokens, the
+//! last known state is that of position n - 2. So pass 1 feeds the positions up to n - 2 whose states are kept and
+//! whose KV is missing. Pass i >= 2 feeds position n + i - 3 with the state that the pass before output. If KV is
+//! missing before the kept states, the head starts anew after the gap. A head that attends the target's KV has no KV
+//! that could be missing: each of its passes feeds one row at n - 2.
 
 use specrs_core::Drafter;
 use specrs_core::scheduler::layout::RecordView;
@@ -28,11 +29,12 @@ pub(super) struct HiddenStates {
     width: usize,
     /// Hidden states of the target's last pass, `[N, size]`.
     pub(super) captured: Vec<f32>,
-    /// Target's hidden states for a head's first pass, `[N, size]`.
+    /// Target's hidden states for the first pass of an EAGLE-3 or MTP head, `[N, size]`.
     fed: Vec<f32>,
-    /// Hidden states that a pass of an EAGLE-3 or MTP head reads, `[N, hidden]`.
+    /// Hidden states that a pass of the head reads, `[N, hidden]`. Those of a head that attends the target's KV have
+    /// the target's size.
     pub(super) head_states: Vec<f32>,
-    /// Hidden states that a pass of the head outputs, `[N, hidden]`.
+    /// Hidden states that a pass of the head outputs for the next pass, as in `head_states`.
     pub(super) left: Vec<f32>,
     behind: Behind,
 }
@@ -55,8 +57,9 @@ struct Behind {
 }
 
 impl HiddenStates {
-    /// Rejects models and row state that do not match the drafter: with hidden states for one that reads them, else
-    /// without.
+    /// Rejects a draft model, target or row state that does not match the configured drafter. A drafter that reads
+    /// hidden states needs a head and row state that keeps them; other drafters must not have such a head. Sets the
+    /// layers and sizes of the kept states.
     pub(super) fn check(
         &mut self,
         config: &SchedulerConfig,
@@ -102,7 +105,7 @@ impl HiddenStates {
         check_len("hidden_states", rows.states.len(), rows.start.len() * (self.width + 1) * self.size)
     }
 
-    /// Returns the range of the state in a row's column.
+    /// Returns the range of `HiddenRows::states` with the hidden states in column `column` of row `row`.
     fn column(&self, row: usize, column: usize) -> std::ops::Range<usize> {
         let at = (row * (self.width + 1) + column) * self.size;
         at..at + self.size
@@ -134,7 +137,7 @@ impl HiddenStates {
         rows.states[columns].copy_from_slice(&self.captured[first * self.size..][..(grown - n) * self.size]);
     }
 
-    /// Runs the pass of the head that the step before has left, which is in `behind`.
+    /// Runs the head's pass over the prompt chunks of the step before, whose inputs are in `behind`.
     fn feed_behind(&mut self, head: &mut dyn Model) -> Result<()> {
         let Self { behind, head_states, .. } = self;
         let Behind { batch, states, block_table, k_start, max_blocks, .. } = behind;
@@ -165,8 +168,8 @@ impl RowState<'_> {
 }
 
 impl Iteration {
-    /// Runs the pass that the step before has left to the head. If the head fails, it starts anew in the rows of that
-    /// pass.
+    /// Runs the head's pass over the prompt chunks of the step before, if it had some. If the pass fails, the head
+    /// starts anew in the rows of these chunks.
     ///
     /// # Errors
     /// If a rank is lost.
@@ -193,8 +196,8 @@ impl Iteration {
         Ok(())
     }
 
-    /// Stores the hidden states of the step's prompt chunks for the head's pass in the next step. A chunk of length
-    /// 0 orders a start anew.
+    /// Stores the inputs of the head's pass over this step's prompt chunks, which runs in the next step. A chunk of
+    /// length 0 says that the head starts anew in this row.
     ///
     /// Positions whose KV another request has already written (slot -1) are not fed.
     pub(super) fn leave_behind(&mut self, record: &RecordView<'_>, header: StepHeader, state: &mut RowState<'_>) {
@@ -232,7 +235,7 @@ impl Iteration {
         caught_up(record, header, state, true);
     }
 
-    /// Runs pass `i` of a head.
+    /// Runs draft pass `i` of an EAGLE-3 or MTP head.
     pub(super) fn head_pass(&mut self, i: usize, state: &RowState<'_>, head: &mut dyn Model, want: Want) -> Result<()> {
         let hidden_size = head.facts().hidden_size;
         if i == 1 {
@@ -250,8 +253,9 @@ impl Iteration {
         Ok(())
     }
 
-    /// Runs pass `i` of a head that attends the target's KV. Every pass has one row for each sequence, at position n - 2,
-    /// the last with KV: the last token or the draft before, with the target's state there or what the pass before left.
+    /// Runs draft pass `i` of a head that attends the target's KV. The pass has one row for each sequence, at position
+    /// n - 2, the last one with KV. Pass 1 feeds the last token with the target's state at n - 2. Later passes feed the
+    /// draft of the pass before, with the state that it output.
     pub(super) fn attending_pass(
         &mut self,
         i: usize,
@@ -306,7 +310,7 @@ impl Iteration {
                 self.hidden.fed.extend_from_slice(&rows.states[column]);
             }
             if missing >= end {
-                // Never of a plan: the state of n - 2 is not known, so what it drafts means nothing.
+                // No plan of the scheduler leads here. The state of n - 2 is not known, so the drafts mean nothing.
                 self.batch.push_masked(row);
                 self.hidden.fed.resize(self.hidden.fed.len() + self.hidden.size, 0.0);
             }

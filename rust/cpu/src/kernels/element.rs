@@ -58,8 +58,8 @@ impl Element for Bf16 {
     }
 }
 
-/// Converts sixteen FP8 codes with FRACTION fraction bits to a vector of sizes and a vector of signs; their product is
-/// the numbers.
+/// Converts sixteen FP8 codes with FRACTION fraction bits to f32. A number is its magnitude, which is computed from the
+/// code without the sign bit, times 1 or -1.
 ///
 /// A code of exponent e > 0 and fraction f is `2^(e - bias) (1 + f)`, whose exponent and fraction a bf16 takes as they
 /// are. For e = 0 that gives v = `2^-bias (1 + f)` in place of `2^(1 - bias) f`, which is `2 v - 2^(1 - bias)`. No
@@ -75,7 +75,7 @@ fn load_codes<S: Simd, const FRACTION: u32>(s: S, x: [u8; LANES]) -> S::V {
     s.mul(s.select_less(size, least, subnormal, size), s.load_bf16(&signs))
 }
 
-/// Returns the size of a code as bf16 bits, with `above` added to its exponent; also for infinity and NaN.
+/// Returns the bits of a code's magnitude as bf16, with `above` added to its exponent; also for infinity and NaN.
 #[inline(always)]
 fn size_bits<const FRACTION: u32>(x: u8, above: u16) -> u16 {
     let size = u16::from(x & 0x7F);

@@ -7,8 +7,9 @@ use crate::error::Result;
 /// Drafter that proposes the tokens that a request's grammar forces or makes likely after its text, reported by
 /// [`crate::Scheduler::set_grammar_drafts`].
 ///
-/// Another drafter continues these tokens, if it has a proposal for the text that includes them: the prediction if it
-/// can, else suffix decoding, else prompt lookup.
+/// Another drafter continues these tokens, if it has a proposal for the text that includes them. The first that has one
+/// is taken: the output that the request predicted ([`PredictionProposer`](super::PredictionProposer)),
+/// then suffix decoding, then prompt lookup.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GrammarProposer;
 
