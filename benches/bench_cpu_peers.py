@@ -53,7 +53,8 @@ def read_limits(setting: Setting, peers: Path) -> dict[str, Any]:
 
 
 def prepare(names: list[str], chosen: list[str], peers: Path) -> tuple[dict[str, list[Measured]], dict[str, Any]]:
-    """Return the lines of each set that can run, those that cannot with their reason, and each set's prompts."""
+    """Return the cases of each set that has any that can run, and the set's prompts. A case is an engine in one
+    setting; its `reason` says why it cannot run."""
     measured, prompts = {}, {}
     for name in names:
         setting = SETS[name]
@@ -69,12 +70,12 @@ def prepare(names: list[str], chosen: list[str], peers: Path) -> tuple[dict[str,
 
 
 def told(each: Measured) -> str:
-    """Return a short text about one measured line, for the terminal."""
+    """Return a short text about one measured case, for the terminal: engine, K and dtype."""
     return f"{each.line.name}, K = {each.line.k}, {each.line.dtype}"
 
 
 def run_round(name: str, lines: list[Measured], prompts: dict[str, Any], peers: Path, timeout_s: float) -> None:
-    """Run every line of a set once. A line that failed is not tried again."""
+    """Run every case of a set once. A case that failed in an earlier round is not tried again."""
     for each in lines:
         if each.reason is not None:
             continue

@@ -45,7 +45,7 @@ def prompt(request_id: int) -> list[int]:
 
 
 def limit(request_id: int) -> int:
-    """Tokens that a request may reach; limits differ, or all would end at once."""
+    """Tokens that a request may reach; limits differ, or all would end in the same step."""
     return PROMPT + OUTPUT // 2 + request_id * 389 % (OUTPUT // 2)
 
 

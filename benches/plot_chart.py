@@ -40,7 +40,7 @@ class Row:
 
 
 def rows(lines: list[dict[str, Any]]) -> list[Row]:
-    """Read each engine's bars from the lines of a set, specrs first, then the fastest.
+    """Read each engine's bars from the measured cases of a set, specrs first, then the fastest.
 
     Raises `ValueError` if an engine was not measured both ways.
     """

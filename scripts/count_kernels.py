@@ -89,7 +89,8 @@ class Asking:
 
 
 class FakeGrammar:
-    """Stands in for the grammar of one sequence: copies one packed mask for each row, and the drafts of a pass."""
+    """Stands in for the grammar of one sequence. Runs a kernel for the copy of its masks to the device, one packed mask
+    per row, and copies the drafts of a pass to the host. Constrains nothing."""
 
     def __init__(self, words: int, rows: int, all_rows: int) -> None:
         self._words, self._rows, self._all_rows = words, rows, all_rows
@@ -108,7 +109,7 @@ class FakeGrammar:
         torch.stack((tokens, live.to(tokens.dtype))).cpu()
 
     def finish(self) -> None:
-        """Do nothing."""
+        """Do nothing: no grammar was advanced over drafts."""
 
 
 def asking(batch: int = 64, k: int = 5, context: int = 1024) -> tuple[list[Asking], Asking]:

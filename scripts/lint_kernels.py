@@ -108,7 +108,7 @@ def lint(job: tuple[str, int]) -> tuple[str, list[str]]:
     for size in launch.grid:
         programs *= size
     if launch.arguments.get("PER_SPLIT", 1) > 1:
-        # Such splits are for long contexts; the programs of splits that a context has not end at once.
+        # Such splits are for long contexts; the programs of splits that a context has not end immediately.
         programs //= launch.arguments["SPLITS"]
     threads = 32 * kernel.metadata.num_warps
     faults += occupancy(programs, H200.num_sms, threads, registers, kernel.metadata.shared)

@@ -50,7 +50,7 @@ def checkpoint(model: str, peers: Path, fp32_weights: bool = False) -> Path:
 
 
 def model_path(line: Line, model: str, peers: Path) -> Path:
-    """Return the path of the model, in the format that the line's engine loads."""
+    """Return the path of the model, in the format that the case's engine loads."""
     if line.dtype in FILES:
         return peers / f"models/gguf/{model}-{line.dtype}.gguf"
     if line.dtype == INT4:
@@ -63,7 +63,7 @@ def model_path(line: Line, model: str, peers: Path) -> Path:
 
 
 def missing(line: Line, setting: Setting, peers: Path) -> str | None:
-    """Return the reason why the line cannot run; None if it can."""
+    """Return the reason why the case `line` cannot run here; None if it can."""
     if line.engine == "transformers" and line.k and setting.batch > 1:
         return "assisted generation takes one request at a time"
     if line.cpu_prefill == "amx" and not machine.has_tiles():

@@ -38,7 +38,8 @@ def figures(groups: Sequence[dict[str, Any]], batch: int) -> dict[str, float]:
 
 @dataclass
 class Measured:
-    """Runs of a line. `reason`: why it has none, or fewer than rounds. `ids`: ids of every request in the last run."""
+    """Runs of one case: an engine in one setting. `reason`: why it has none, or fewer than rounds. `ids`: ids of every
+    request in the last run."""
 
     line: Line
     runs: list[dict[str, float]] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Measured:
 
 
 def find(lines: Sequence[Measured], line: Line) -> Measured | None:
-    """Return the line's measurement if it has runs."""
+    """Return the measurement of the case `line`; None if it has no runs."""
     return next((each for each in lines if each.line == line and each.runs), None)
 
 

@@ -11,7 +11,7 @@ from peers.settings import SETS, Line
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal: `what` should be at least or at most (`sign`) `bar`. `value` is None if a line that it needs has not
+    """A goal: `what` should be at least or at most (`sign`) `bar`. `value` is None if a case that it needs has not
     run."""
 
     what: str

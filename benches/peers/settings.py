@@ -1,5 +1,5 @@
-"""Sets of lines to measure. A line is one row of a result table: an engine at one K, dtype and form of weights. Runs
-nothing."""
+"""Sets of cases to measure. A case (`Line`) is one line of a result table: an engine at one K, dtype and form of
+weights. Runs nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Setting:
-    """A set of lines that share model and prompts: `num_prompts` prompts of `prompt_tokens` tokens, `batch` at a time,
+    """A set of cases that share model and prompts: `num_prompts` prompts of `prompt_tokens` tokens, `batch` at a time,
     with `new_tokens` output tokens each. With `chats`, the demo's chats."""
 
     title: str
@@ -53,17 +53,18 @@ class Setting:
 
 
 def everywhere(k: int, dtype: str) -> list[Line]:
-    """Return one line for every engine, with `k` drafts and this dtype."""
+    """Return the cases (`Line`) of every engine with `k` drafts and this dtype, one each."""
     return [Line(engine, k, dtype) for engine in ENGINES]
 
 
 def plain(dtype: str) -> list[Line]:
-    """Return lines without drafts: one for every engine, and one for specrs with `cpu_prefill="amx"`."""
+    """Return the cases (`Line`) without drafts: one for every engine, and one more for specrs with
+    `cpu_prefill="amx"`."""
     return [Line("specrs", 0, dtype, cpu_prefill="amx"), *everywhere(0, dtype)]
 
 
 def pair1() -> list[Line]:
-    """Return the lines of pair 1 in the order in which they run, so that lines that are compared follow each other. For
+    """Return the cases (`Line`) of pair 1 in the order in which they run, so that compared ones follow each other. For
     each K: every engine, then the settings that only specrs has at this K."""
     lines = []
     for k in (0, 1, 2, 3, 5):
@@ -77,8 +78,8 @@ def pair1() -> list[Line]:
 
 
 def from_text(k: int) -> list[Line]:
-    """Return lines with drafts copied from the text: n-grams for the engines that have them, and specrs with suffix
-    decoding and with its own choice of drafter and K."""
+    """Return the cases (`Line`) with drafts copied from the text: `k` drafts by n-grams for the engines that have them,
+    `k` by suffix decoding for specrs, and specrs with its own choice of drafter and K."""
     peers = [Line(engine, k, "bfloat16", method="ngram") for engine in ("specrs", "llama.cpp", "openvino")]
     return [
         *peers,
@@ -88,15 +89,15 @@ def from_text(k: int) -> list[Line]:
 
 
 def of_files(types: tuple[str, ...]) -> tuple[Line, ...]:
-    """Return lines without drafts: specrs and llama.cpp on the same GGUF files of these types, and OpenVINO with its
-    own 4-bit weights."""
+    """Return the cases (`Line`) without drafts: specrs and llama.cpp on the same GGUF files of these types, and
+    OpenVINO with its own 4-bit weights."""
     lines = [Line(engine, 0, kind) for kind in types for engine in ("specrs", "llama.cpp")]
     return (*lines, Line("openvino", 0, INT4))
 
 
 def chats_of(kind: str) -> tuple[Line, ...]:
-    """Return lines on a GGUF file of type `kind`, without drafts and with drafts copied from the text, and lines of
-    OpenVINO with its INT4 weights."""
+    """Return the cases (`Line`) of specrs and llama.cpp on a GGUF file of type `kind`, without drafts and with drafts
+    copied from the text, and those of OpenVINO with its INT4 weights."""
     drafting = [Line(engine, 5, kind, method="ngram") for engine in ("specrs", "llama.cpp")]
     own = [Line("specrs", 5, kind, method="suffix"), Line("specrs", "auto", kind, method="ngram,suffix")]
     peer = [Line("openvino", 0, INT4), Line("openvino", 5, INT4, method="ngram")]

@@ -69,7 +69,11 @@ def probability(x, cut, lse):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def first_best(values, token, mask):  # type: ignore[no-untyped-def]
-    """Return the largest of `values`, which must have no NaN, and the lowest token that has it."""
+    """Return the largest of all `values`, and the lowest token that has it among lanes with `mask`.
+
+    `values` must be -inf where `mask` is False, and must have no NaN. Without any lane in `mask` the token is
+    `NO_TOKEN`.
+    """
     best = tl.max(values, axis=0)
     return best, tl.min(tl.where((values == best) & mask, token, NO_TOKEN), axis=0)
 

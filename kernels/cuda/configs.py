@@ -196,7 +196,7 @@ def fit(config: LinearConfig, shape: LinearShape, block_m: int, limits: DeviceLi
     room = (
         limits.shared_memory // per_sm if per_sm * (2 * stage + extra) <= limits.shared_memory else limits.shared_memory
     )
-    # Codes leave their stage for registers at once: there is one buffer less than stages.
+    # Codes leave their stage for registers immediately: there is one buffer less than stages.
     buffers = (room - extra) // stage + (shape.coding is not None)
     stages = max(2, min(config.num_stages, buffers))
     # The squares of 64 rows, next to their sums, need more registers than four warps have.

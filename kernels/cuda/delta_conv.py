@@ -126,7 +126,7 @@ def delta_conv(
         x: `[N, outputs]`, rows of any stride: what the input projection gives (see `_delta_layout`).
         weights: weights of the convolution `[kernel, conv_dim]`, and a_log and dt_bias `[value_heads]`, fp32.
         where: `rows` `[S]`, `q_start` `[S + 1]` and `runs` `[5, >= S]` of `delta_runs`.
-        inputs: `[R, kernel - 1 + K, conv_dim]` contiguous, of x's dtype: for each row of states the inputs of the
+        inputs: `[R, kernel - 1 + K, conv_dim]` contiguous, of x's dtype: for each state row the inputs of the
             last `kernel - 1` positions of the base, then those of logged drafts.
         made: three fp32 tensors, contiguous, written. `mixed` `[>= rows of the piece, conv_dim]` is SiLU of the
             convolution. Queries and keys are divided by their length, and queries also by the square root of their

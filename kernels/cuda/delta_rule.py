@@ -1,6 +1,6 @@
 """Gated delta rule of a pass (Yang et al. 2025, eq. 10): replays accepted drafts, and goes on row by row.
 
-A row of states is changed in place and never copied. A request's first row of a verification is always committed, so
+A state row is changed in place and never copied. A request's first row of a verification is always committed, so
 its update goes into the base. Updates of the rows after it are logged, and replayed by the request's next pass if they
 were accepted. Rows and replays share `_advance`, so a state has the same bits either way. Prompts take the same loop.
 """
@@ -218,10 +218,10 @@ def delta_rule(
         prepared: `gates` and `replayed` of `delta_conv`.
         memory: inputs of the convolution, as for `delta_conv`; states `[R, value_heads, key_dim, value_dim]`; logged
             deltas `[R, K, value_heads * value_dim]`; and logged decays `[R, K, value_heads, slices]`. All but the
-            inputs are fp32, all are contiguous. No two requests may have the same row of states. Then `mixed` of
+            inputs are fp32, all are contiguous. No two requests may have the same state row. Then `mixed` of
             `delta_conv`, whose values become outputs; and snapshots in N slots: inputs of the convolution `[N,
             kernel - 1, conv_dim]` of x's dtype, and states `[N, value_heads, key_dim, value_dim]` fp32.
-        snapshots: number of snapshots to write, `[1]`; and row of states, length and slot of each, `[N]` int64. One is
+        snapshots: number of snapshots to write, `[1]`; and state row, length and slot of each, `[N]` int64. One is
             written when the base passes that length: never from drafts that may be rejected.
         dependent: launch dependently (see `_dependent_launch`).
 

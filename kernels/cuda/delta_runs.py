@@ -1,7 +1,7 @@
 """Rows of a pass by request, as kernels of delta nets read them: how many, what to replay, what to begin with. Computes
 no state.
 
-A row of states has one base, the states after its first `length` positions, and a log with the updates of drafts after
+A state row has one base, the states after its first `length` positions, and a log with the updates of drafts after
 them. The position of a request's next row says how many of these drafts were accepted.
 """
 
@@ -79,8 +79,8 @@ def delta_runs(
     Args:
         positions: `[N]` int64 of a pass; -1 masks a row. In a request, masked rows come last.
         q_start: `[S + 1]` int64, first row of each request, counted from row `first`.
-        rows: `[S]` int64, the requests' rows of states. A request without rows may have any row.
-        counts: lengths and drafts, `[R]` int64 each: number of positions in the base of each row of states, and of
+        rows: `[S]` int64, the requests' state rows. A request without rows may have any row.
+        counts: lengths and drafts, `[R]` int64 each: number of positions in the base of each state row, and of
             logged updates after them. Written for requests with rows: they become what this pass leaves.
         runs: `[5, >= S]` int64, written.
         first: index of the pass's first row of these requests.

@@ -3,7 +3,7 @@
 Weights are dense or quantized. As in `skinny_linear`, they are on the tensor core's M side, and rows, padded to 16, on
 its N side. A program has one tile of features of one expert and up to 64 of the expert's rows. So for up to 64 rows,
 the weights of each chosen expert are read once, and those of others not at all. The grid is large enough for any choice
-of experts; programs past the last tile exit at once. The order of a row's sums does not depend on other rows.
+of experts; programs past the last tile exit immediately. The order of a row's sums does not depend on other rows.
 """
 
 from __future__ import annotations

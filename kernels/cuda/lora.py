@@ -3,7 +3,7 @@
 Adapters are in slots of equal size. A slot has one A and one B for each fused projection, which may consist of several
 parts: q, k and v, or gate and up. Every part has its own rows of A and reads only their outputs in B. `shrink` makes
 `A x`, and `expand` makes `B` of it. Both have a program for each slot, tile of outputs and tile of 64 rows. A program
-without a row of its slot exits at once. The order of a row's sums does not depend on other rows.
+without a row of its slot exits immediately. The order of a row's sums does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def adapter_slots(
     Args:
         positions: `[N]` int64 positions of all rows; -1: the row is masked and gets -1.
         q_start: `[B + 1]` int64, first row of each request, counted from row `first`. Rows past the last get -1.
-        device_rows: `[B]` int64, row of state of each request.
-        of_row: `[R + 1]` int32, slot of each row of state; -1: no adapter.
+        device_rows: `[B]` int64, state row of each request.
+        of_row: `[R + 1]` int32, slot of each state row; -1: no adapter.
         out: `[N]` int32, written from `first` on.
         first: first row of the requests.
         dependent: launch dependently (see `_dependent_launch`).

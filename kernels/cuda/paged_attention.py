@@ -8,8 +8,8 @@ which order, depends only on its own position and on S, and not on the contexts 
 
 With many tiles, this would leave a long context among short ones to few programs. Then a split takes PER_SPLIT blocks
 at a time. A context of no more blocks belongs to one program, which writes its output. A longer one has a split for
-each such run of blocks, and the programs of splits that it does not have exit at once. The split that a block belongs
-to is fixed here, too.
+each such run of blocks, and the programs of splits that it does not have exit immediately. The split that a block
+belongs to is fixed here, too.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Launches:
     coarse    tiles, step, finish, whatever the rows have
 
 That is 10 launches with every filter, 6 with only `top_p`, 3 without filters, and 3 for drafting. A row without a
-filter does not search: its programs exit at once, but for one step that adds up the weights of tiles. Step 0 of a
+filter does not search: its programs exit immediately, but for one step that adds up the weights of tiles. Step 0 of a
 search does an atomic addition per token, later steps only for tokens in the remaining interval.
 """
 

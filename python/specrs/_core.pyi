@@ -1761,7 +1761,7 @@ class CpuPool:
     """
 
     def __new__(cls, threads: int) -> CpuPool:
-        """Make a pool of `threads` participants: the caller and `threads - 1` threads.
+        """Make a pool of `threads` threads: the caller's and `threads - 1` of its own.
 
         Raises:
             InvalidConfigError: `threads` is less than 1, or more than the system gives.
@@ -1769,11 +1769,11 @@ class CpuPool:
 
     @property
     def threads(self) -> int:
-        """Number of participants, including the caller."""
+        """Number of threads that a pass runs on, including the caller's."""
 
     def close(self) -> None:
         """End the pool's threads, once no call uses them. Objects that use the pool raise `SpecrsError` from then
-        on. A pool of one participant goes on."""
+        on. A pool of one thread, the caller's, goes on."""
 
 @final
 class PackedMatrix:
@@ -2142,7 +2142,7 @@ class _CallableModel(Protocol):
 
         Args:
             inputs: keywords of `specrs.models.inputs.PassInputs` as int64 arrays (`snapshots` as a tuple), and `rows`
-                `[B]`, the row of state of each of the B sequences.
+                `[B]`, the state row of each of the B sequences.
             wanted: rows whose logits are returned; with `keeps`, rows whose hidden states are kept for `logits` and
                 `hidden`.
             keeps: whether to keep the hidden states of `wanted` instead of returning logits.
@@ -2165,7 +2165,7 @@ class _CallableModel(Protocol):
         index in `wanted`."""
 
     def restore_states(self, row: int, slot: int) -> None:
-        """Give a row of state the states of a snapshot that a pass wrote into `slot`."""
+        """Give a state row the states of a snapshot that a pass wrote into `slot`."""
 
     def fuse(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Combine the target's hidden states `[N, layers, aux_hidden_state_size]` into the input of a head, `[N,
@@ -2271,7 +2271,7 @@ class CpuIteration:
     ]:
         """Execute the step planned in `record`: write row state, both KV caches, and the results into `results`.
 
-        `adapters` are LoRA adapters with the rows of state that the target computes with them, each row at most once.
+        `adapters` are LoRA adapters with the state rows that the target computes with them, each row at most once.
         `host` has the grammars of the step's requests. None: no request has a grammar, and drafts are not text.
 
         The states that prompt chunks leave to a head are fed to it by the next call, so that no first token waits for
@@ -2460,10 +2460,10 @@ class Sampler:
     """Sampler of fp32 rows on a CPU: cuts, noise, draws and the verification of drafts in one pass over each row.
 
     Masks, biases and penalties must already be applied to the rows. `params` `[R, >= 5]` float32 has five columns per
-    row of state: greedy (not 0: the largest logit, the lowest id of equal ones), temperature (positive), top_k (inf is
+    state row: greedy (not 0: the largest logit, the lowest id of equal ones), temperature (positive), top_k (inf is
     off), top_p in (0, 1) (inf is off), ln(min_p) (-inf is off). Further columns are ignored.
 
-    `seeds` is `[R]` int64, its bits taken as unsigned. `rows` names the row of state of each row of logits, or of each
+    `seeds` is `[R]` int64, its bits taken as unsigned. `rows` names the state row of each row of logits, or of each
     request. Noise is that of `philox_gumbel` and `philox_uniform`; only kept tokens get any. If the largest logit of a
     row is not finite, as its `largest` shows, some token of the vocabulary is drawn.
     """
@@ -2496,9 +2496,9 @@ class Sampler:
 
         Args:
             logits: `[N, V]`.
-            params: `[R, >= 5]`, parameters of each row of state.
-            seeds: `[R]`, seed of each row of state.
-            rows: `[N]`, row of state of each row of logits.
+            params: `[R, >= 5]`, parameters of each state row.
+            seeds: `[R]`, seed of each state row.
+            rows: `[N]`, state row of each row of logits.
             positions: `[N]`, of the tokens drawn.
             purpose: one of `PURPOSE_*`.
             tokens: `[N]`, written.
@@ -2535,9 +2535,9 @@ class Sampler:
 
         Args:
             logits: `[N, V]`; row `q_start[b] + i` is for position n + i of request b.
-            params: `[R, >= 5]`, parameters of each row of state.
-            seeds: `[R]`, seed of each row of state.
-            rows: `[B]`, row of state of each request.
+            params: `[R, >= 5]`, parameters of each state row.
+            seeds: `[R]`, seed of each state row.
+            rows: `[B]`, state row of each request.
             q_start: `[B + 1]`; request b owns at least num_drafts[b] + 1 rows.
             num_tokens: n, `[B]`.
             num_drafts: `[B]`, 0 to K.

@@ -355,7 +355,8 @@ def compare_row(state: RowState, row: int, theirs: Row) -> None:
 
 
 def compare_drafting(state: RowState, row: int, theirs: Row) -> None:
-    """Check and return the hidden states that a row's drafter will read. Those of an ended row are never read."""
+    """Check that a row's draft KV has the same bounds as the reference's row `theirs`, and the same hidden states, bit
+    by bit. Not meant for a row that has ended, whose drafter reads nothing."""
     assert (int(state.draft_len[row]), int(state.draft_start[row])) == (theirs.draft_len, theirs.draft_start)
     if state.hidden_start is not None:
         assert int(state.hidden_start[row]) == theirs.hidden_start

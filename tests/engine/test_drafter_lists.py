@@ -126,8 +126,8 @@ def test_point_masses_draw_the_text_of_k_0_under_rejection(method: str, request:
 
 
 def test_auto_chooses_drafter_and_k(qwen_bank: Bank) -> None:
-    """Check K = `auto` with a list of drafters: step costs are measured with and without draft passes, and the texts
-    after that equal those of K = 0."""
+    """Check K = `auto` with a list of drafters: measuring step costs at the start counts no drafts, texts equal those
+    of K = 0, and the drafters' statistics add up to the engine's."""
     engine = make_engine(qwen_bank, "ngram,suffix,draft_model", k="auto", max_num_seqs=4)
     assert engine.planner is not None
     assert engine.stats().drafts == 0

@@ -57,7 +57,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 def checks(engine: Engine) -> int:
     assert isinstance(engine.scheduler, Checked)
-    engine._check_after = 0.0  # the next may come at once
+    engine._check_after = 0.0  # the next may come immediately
     return engine.scheduler.checks
 
 

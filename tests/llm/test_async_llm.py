@@ -33,7 +33,7 @@ def llm(engine: ScriptedEngine, tokenizer: Tokenizer) -> Iterator[AsyncLLM]:
 
 
 class Gate:
-    """Lets the engine advance as often as the test says. Other steps do nothing."""
+    """Lets the engine take as many steps as the test permits. A step without a permit returns and changes nothing."""
 
     def __init__(self, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._permits = threading.Semaphore(0)

@@ -172,8 +172,8 @@ def test_only_imports_of_modules_count(line: str) -> None:
 
 
 def test_names_are_found_where_they_are_defined() -> None:
-    """Check that names are found where they are defined: a name imported by a glob belongs to its module, and children
-    depend on no ancestor."""
+    """Check that the graph of modules finds names where they are defined. A name that a glob re-exports counts for the
+    module that defines it, and a child that uses a name of its ancestor counts as no dependency."""
     files = {
         "lib.rs": "pub mod a;\nmod b;",
         "a/mod.rs": "mod deep;\nmod other;\npub use deep::*;\npub struct Top;",

@@ -178,7 +178,7 @@ def test_what_routers_ask(server: Server) -> None:
 
 
 def test_http_2_is_rejected_at_once(server: Server) -> None:
-    """Check that HTTP/2 is rejected at once. Routers probe the port for gRPC with it."""
+    """Check that HTTP/2 is rejected immediately. Routers probe the port for gRPC with it."""
     with server.connect() as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")

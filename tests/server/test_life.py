@@ -42,7 +42,7 @@ def test_a_client_that_goes_away_frees_its_blocks(server: Server, stream: bool, 
 
 def test_clients_that_go_away_while_they_wait(server: Server) -> None:
     """Check clients that disconnect while they wait, more than can run at once: the waiting requests end too, and the
-    next answer comes at once."""
+    next answer comes immediately."""
     held = [server.connect() for _ in range(40)]
     for connection in held:
         send(connection, LONG | {"stream": True})
@@ -83,8 +83,8 @@ def test_a_signal_drains_and_nothing_new_is_taken_in() -> None:
 
 @pytest.mark.parametrize("signals", [2, 1])
 def test_what_is_not_drained_is_aborted(signals: int) -> None:
-    """Check that requests are aborted which are not finished by a second signal, or at once if there is no time to
-    drain."""
+    """Check that requests are aborted which are not finished by a second signal, or immediately if there is no time
+    to drain."""
     flags = ("--shutdown-timeout", "600") if signals == 2 else ()
     with serving(*flags) as server, closing(server.connect(receive_buffer=4096)) as deaf:
         send(deaf, ENDLESS | {"stream": True, "logprobs": 20})

@@ -290,7 +290,7 @@ def test_connections_fit_the_files_that_a_process_may_open() -> None:
     with serving("--http-header-timeout", "600", code=code) as server:
         assert any("max_connections=1024: this process may open 160 files; 32 connections" in x for x in server.lines)
         silent = [server.connect() for _ in range(200)]
-        # of connections that have sent nothing the first ones are told so at once
+        # of connections that have sent nothing the first ones are told so immediately
         refused = read_answer(silent[0])
         assert (refused.status, refused.error["message"]) == (503, "More than 32 connections.")
         for connection in silent:

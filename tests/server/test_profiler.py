@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Stand-in for an engine, which runs functions for the engine's thread at once."""
+    """Stand-in for an engine, which runs functions for the engine's thread immediately."""
 
     async def in_engine(self, work: Callable[[], T]) -> T:
         return work()

@@ -134,7 +134,7 @@ def sweep(
     restart: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[SweepRow]:
-    """Measure every cell that has no row yet. Each row is written to the file at once.
+    """Measure every cell that has no row yet. Each row is written to the file as soon as it is measured.
 
     A run that broke off is kept next to the file, in `*.partial.jsonl`, and `EngineError` is raised, because later
     cells would break off, too. The next sweep measures the cell again.

@@ -119,8 +119,12 @@ class Reporter:
         self._thread: threading.Thread | None = None
 
     def executed(self, number: int, slot: RingSlot, header: Header) -> None:
-        """Report step `number`, which was executed or enqueued. Raises DisconnectedError if rank 0 has closed the
-        connection or does not accept the message in time."""
+        """Report step `number` to rank 0. A step that has ended is reported before this returns. One that is only
+        enqueued is reported by a thread when it has ended, and a fault of that report calls `lost`.
+
+        Raises DisconnectedError for a step that has ended, if rank 0 has closed the connection or does not accept the
+        message in time.
+        """
         if not slot.is_enqueued:
             self._tell(number, slot, header)
             return

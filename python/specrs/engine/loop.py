@@ -67,7 +67,7 @@ class _Command:
 
 
 class EngineLoop(threading.Thread):
-    """The thread that runs an engine. `add`, `abort` and `call` may be called from any thread, and return at once."""
+    """The thread that runs an engine. `add`, `abort` and `call` may be called from any thread, and wait for nothing."""
 
     def __init__(self, engine: Engine, deliver: Callable[[Updates], None], on_end: Callable[[], None]) -> None:
         """Prepare the thread. `deliver` is called in it once per step, with all new outputs; `on_end` is called if the
@@ -122,7 +122,7 @@ class EngineLoop(threading.Thread):
         return outcome
 
     def stop(self) -> None:
-        """Abort all requests and end the thread. Returns at once; join the thread to wait."""
+        """Abort all requests and end the thread. Returns immediately; join the thread to wait."""
 
         def stop() -> None:
             self._stopping = True

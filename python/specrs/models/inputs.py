@@ -27,7 +27,7 @@ class ChunkRows:
     """Number of requests, at most B, for which the attention of the other rows is split. It fixes the order of their
     sums, so chunks do not change it."""
     device_rows: Tensor | None = None
-    """[S] int64 row of states of each chunk's request, for models whose layers have some. None: its index."""
+    """[S] int64 state row of each chunk's request, for models whose layers have states. None: its index."""
 
     def in_group(self, group: int) -> Tensor:
         """Return the block table of a KV group, [S, max_blocks]."""
@@ -76,12 +76,12 @@ class PassInputs:
     chunks: ChunkRows | None = None
     """Prompt chunks whose rows follow those of the B requests. Only `CudaDecoder` supports them."""
     state_rows: tuple[int, ...] | None = None
-    """[B] row of states of each request, for models whose layers have some. None: its index."""
+    """[B] state row of each request, for models whose layers have states. None: its index."""
     device_rows: Tensor | None = None
-    """[B] int64 row of states of each request, as `CudaDecoder` reads them. None: its index. Passes with LoRA adapters
+    """[B] int64 state row of each request, as `CudaDecoder` reads them. None: its index. Passes with LoRA adapters
     need it."""
     snapshots: tuple[tuple[int, int, int], ...] = ()
-    """Row of states, length and slot of each snapshot to write. It is written if the row's committed state passes that
+    """State row, length and slot of each snapshot to write. It is written if the row's committed state passes that
     length in this pass."""
     adapters: tuple[AdapterRows, ...] = ()
     """For each LoRA adapter, the rows that use it. Other rows use the base model. Only `TorchDecoder` reads them.

@@ -24,11 +24,11 @@ class Runs(NamedTuple):
     """Rows of a pass by request, as delta nets read them."""
 
     rows: tuple[tuple[int, tuple[int, ...], int], ...]
-    """For each request with rows, its row of states, the indices of its rows in the pass, and the first position."""
+    """For each request with rows, its state row, the indices of its rows in the pass, and the first position."""
     prompts: bool
     """True if all rows are committed tokens, so that only the last state is kept."""
     snapshots: tuple[tuple[int, int, int], ...] = ()
-    """Row of states, length and slot of each snapshot to write, as in `PassInputs`."""
+    """State row, length and slot of each snapshot to write, as in `PassInputs`."""
 
 
 def runs_of(
@@ -38,7 +38,7 @@ def runs_of(
     prompts: bool,
     snapshots: tuple[tuple[int, int, int], ...] = (),
 ) -> Runs:
-    """Return the rows of a pass by request. `state_rows` has the row of states of each; None: its index."""
+    """Return the rows of a pass by request. `state_rows` has the state row of each; None: its index."""
     at, starts = positions.tolist(), q_start.tolist()
     found = []
     for b, (first, end) in enumerate(itertools.pairwise(starts)):

@@ -69,10 +69,10 @@ class Ranks:
 
     def connect_drafting(self) -> None:
         """Connect to the other ranks for `drafting`, or again after that has failed on one of them. All ranks call it
-        at once.
+        at the same time.
 
-        Returns when all are connected. Otherwise a rank whose drafter fails at once would close its connections while
-        another rank still connects to it and waits until the timeout.
+        Returns when all are connected. Otherwise a rank whose drafter fails immediately would close its connections
+        while another rank still connects to it and waits until the timeout.
 
         Raises ExchangeError if a rank did not connect in time, and soon if `given_up` is set.
         """

@@ -155,8 +155,11 @@ class Decoder:
         return silu(gate) if self.config.activation == "silu" else gelu(gate, approximate="tanh")
 
     def _mixture(self, x: Tensor, residual: Tensor, experts: Experts, prefix: str) -> Tensor:
-        """Return the weighted sum of the outputs of each row's experts, for their input `x` and the residual stream,
-        both `[N, hidden]`."""
+        """Return the weighted sum of the outputs of each row's experts, `[N, hidden]`.
+
+        `x` `[N, hidden]` is the input of the experts and of the router. With `scaled_router`, the router reads the
+        normed `residual` stream `[N, hidden]` instead.
+        """
         scales, routed = torch.ones(experts.count, dtype=torch.float64), x
         if experts.scaled_router:
             scales = self._read(prefix + EXPERT_SCALES)

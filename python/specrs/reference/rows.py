@@ -20,8 +20,8 @@ class Row:
     """A running request. With n = `len(tokens)`:
 
     [0, n - 1)                  the target's KV is valid
-    [draft_start, draft_len)    the drafter's KV is valid, with a context from `draft_start` on
-    [hidden_start, n - 1)       `hidden` has the target's hidden states, which a head will read
+    [draft_start, draft_len)    the drafter's KV is valid; the drafter attends to no earlier position
+    [hidden_start, n - 1)       `hidden` has the target's hidden states, which a draft head will read
     """
 
     request: Request

@@ -65,7 +65,7 @@ class Model(Generic[LoadedT]):
 
     @property
     def state(self) -> State:
-        """Whether requests are served at once, wait for the model, or would load it."""
+        """Whether requests are served immediately, wait for the model, or would load it."""
         if self.loading is not None:
             return "loading"
         return "unloaded" if self.loaded is None or self.loaded.error is not None else "loaded"

@@ -112,7 +112,7 @@ def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> 
     """Serve until a signal arrives or the engine breaks. Return the exit code: 0 after a signal, 1 if the engine broke.
 
     On SIGTERM or SIGINT, no new requests are accepted. Running requests may go on for `shutdown_timeout` seconds and
-    are then aborted. A second signal aborts them at once.
+    are then aborted. A second signal aborts them immediately.
 
     Raises `InvalidConfigError` or a subclass before anything is served, if a setting is wrong or a checkpoint cannot be
     loaded.

@@ -1,5 +1,5 @@
 //! Pool of threads that passes run on. A call runs one job after another, and threads claim the job's pieces. Knows no
-//! models.
+//! models. A participant is a thread that takes part in a call: number 0 is the caller's, the others are the pool's.
 //!
 //! A thread that is not running delays other threads only while it holds a piece: the others do its remaining pieces. A
 //! job ends when the threads that entered it have left, and a thread that comes late finds the job closed.
@@ -52,8 +52,7 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Makes a pool of `threads` participants: the caller and `threads - 1` threads of its own, which end when it is
-    /// dropped.
+    /// Makes a pool of `threads` threads: the caller's and `threads - 1` of its own, which end when it is dropped.
     ///
     /// # Errors
     /// If `threads` is 0 or above 256, or the system gives no more threads.
@@ -78,7 +77,7 @@ impl Pool {
         Ok(Self { threads, process: std::process::id(), team: Mutex::new(team) })
     }
 
-    /// Returns the maximum number of participants, including the caller.
+    /// Returns the maximum number of threads that a call runs on, including the caller's.
     pub fn threads(&self) -> usize {
         self.threads
     }

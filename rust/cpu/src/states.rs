@@ -1,6 +1,6 @@
 //! States of layers with a gated delta net, and the rows of a pass by request. Computes no state.
 //!
-//! A row of state has one base state, after its first `len` positions, and a log with the updates of drafts after them.
+//! A state row has one base state, after its first `len` positions, and a log with the updates of drafts after them.
 //! The position of a request's next row says how many of these drafts were accepted: the pass replays so many updates,
 //! in the same order of sums, and goes on. So a rejected draft leaves no trace, and nothing is copied.
 //!
@@ -16,7 +16,7 @@ use crate::shape::MAX_TILE_ROWS;
 /// feed the row, if it ends before this length, or if it begins at this length or later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StateSnapshot {
-    /// Row of state.
+    /// State row that is copied.
     pub row: usize,
     /// Number of positions that the states cover, all of them committed: drafts count once a later pass has accepted
     /// them.
@@ -30,7 +30,7 @@ pub struct StateSnapshot {
 pub(crate) struct Run {
     /// Index of the tile in the pass.
     tile: usize,
-    /// Row of state.
+    /// State row of the request.
     pub(crate) state: usize,
     /// Rows of the tile, ascending; masked ones are left out.
     pub(crate) rows: Vec<usize>,
@@ -47,7 +47,7 @@ pub(crate) struct Run {
     pub(crate) snapshots: Vec<(usize, usize)>,
 }
 
-/// States of all rows of state, in memory that a row gets when it is first used.
+/// Recurrent states of gated delta nets, by state row. A row gets its memory when it is first used.
 #[derive(Default)]
 pub(crate) struct States {
     shape: Option<DeltaShape>,
@@ -88,7 +88,7 @@ struct RowStates {
 /// Rows of a pass, as far as states depend on them.
 #[derive(Clone, Copy)]
 pub(crate) struct FedRows<'a> {
-    /// Row of state of each row, `[N]`.
+    /// State row of each row, `[N]`.
     pub(crate) sequences: &'a [usize],
     /// Position of each row, `[N]`; negative for a masked row.
     pub(crate) positions: &'a [i64],
@@ -193,7 +193,7 @@ impl States {
             return Err(wrong_size(row.base.len(), base_len));
         }
         let mut runs: Vec<Run> = Vec::new();
-        // Length and drafts of the rows of state that the pass changes.
+        // Length and drafts of the state rows that the pass changes.
         let mut grown: Vec<(usize, usize, usize)> = Vec::new();
         // Number of positions in the base state before each run.
         let mut before_run: Vec<usize> = Vec::new();
@@ -342,7 +342,7 @@ impl States {
             slots.extend(self.slots.iter_mut().map(Some));
         }
         let parts = runs.iter().map(|run| {
-            let row = rows[run.state].take().expect("a row of state has one run in a tile");
+            let row = rows[run.state].take().expect("a state row has one run in a tile");
             let base = &mut row.base[layer * base_len..][..base_len];
             let log = &mut row.log[layer * log_len..][..log_len];
             let snapshots = run.snapshots.iter().map(|&(updates, slot)| {

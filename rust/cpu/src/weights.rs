@@ -339,7 +339,8 @@ impl Weights {
     }
 
     /// Makes the weights of an EAGLE-3 head. Its one layer has a `qkv` with `2 hidden` inputs: the normed embedding and
-    /// the normed hidden state. `lm_head` has one output per id.
+    /// the normed hidden state. `lm_head` has one output for each id that the head drafts, in the order of
+    /// `eagle3.target_ids`.
     ///
     /// # Errors
     /// If a size is impossible or a tensor does not match the others.

@@ -121,7 +121,7 @@ pub(crate) struct CpuIteration {
     has_draft: bool,
     /// Whether passes run without the interpreter.
     native: bool,
-    /// Number of rows of state.
+    /// Number of state rows.
     rows: usize,
     /// Whether the last step took longer than [`LONG`].
     long: AtomicBool,

@@ -28,7 +28,7 @@ from torch import Tensor
 from .tolerance import assert_near
 
 ROWS, EPS = 3, 1e-6
-"""Number of rows of states, and eps of the norms."""
+"""Number of state rows, and eps of the norms."""
 Net = tuple[DeltaNet, DeltaWeights[Tensor]]
 
 

@@ -223,8 +223,8 @@ def test_prepare_of_prompt_chunks(case: Case) -> None:
 @sweep(40)
 @given(cases(), st.data())
 def test_prepare_of_chunks_after_sequences_that_decode(case: Case, data: st.DataObject) -> None:
-    """Check prompt chunks after decoding sequences: they are prepared like the others, and those that end no prompt do
-    nothing."""
+    """Check prompt chunks after decoding sequences: a chunk that ends its prompt is prepared like a decoding sequence.
+    Another one draws no token and drafts nothing: its `alive` and `k` are 0, its positions and slots -1."""
     ends = data.draw(st.lists(st.integers(0, 1), max_size=case.count))
     out, plain = run(case, torch.tensor([*ends, 1, 1]), chunks=len(ends)), run(case)
     live = torch.tensor([1] * (case.count - len(ends)) + ends + [0] * (case.batch - case.count))

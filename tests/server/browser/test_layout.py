@@ -139,7 +139,7 @@ def test_its_policy_refuses_what_is_not_its_own(chat: Chat) -> None:
         image.src = "https://example.org/x.png";
         document.body.append(image);
     }""")
-    # evaluated at once: the policy refuses to evaluate a text later, as waiting for a condition does
+    # evaluated immediately: the policy refuses to evaluate a text later, as waiting for a condition does
     chat.page.evaluate("async () => { while (violations.length < 2) await new Promise(requestAnimationFrame); }")
     assert sorted(chat.page.evaluate("violations.splice(0)")) == ["img-src", "script-src-elem"]
     assert chat.page.evaluate("window.ran") is None

@@ -86,7 +86,7 @@ class CallableModel:
         return _floats(self._kept[torch.from_numpy(rows)])
 
     def restore_states(self, row: int, slot: int) -> None:
-        """Give a row of state the states of the snapshot in `slot`."""
+        """Give a state row the states of the snapshot in `slot`."""
         states = self._kv_cache.states
         assert states is not None
         states.restore(row, slot)

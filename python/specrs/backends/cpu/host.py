@@ -40,7 +40,7 @@ class StepHost:
         self._num_words = -(-vocab_size // 32)
         self._bridge = bridge
         self._ranks = ranks
-        self._requests: dict[int, int] = {}  # by row of state, of requests with a grammar
+        self._requests: dict[int, int] = {}  # by state row, of requests with a grammar
         self._cursors: dict[int, GrammarCursor] = {}
         self._rest: dict[int, Iterator[NDArray[np.int32]]] = {}
         self._masks: NDArray[np.int32] | None = None

@@ -1,4 +1,4 @@
-"""LoRA adapter of each row of state. Runs no model."""
+"""LoRA adapter of each state row. Runs no model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specrs.models.lora import LoRAAdapter
 
 
 class LoRARows:
-    """LoRA adapter ids by row of state, updated from records."""
+    """LoRA adapter ids by state row, updated from records."""
 
     def __init__(self, max_num_seqs: int, find: Callable[[int], LoRAAdapter]) -> None:
         """Start with no adapters. `find` returns the adapter of an id that some running request has."""

@@ -133,7 +133,7 @@ class CpuRunner:
             slot.drafter_failed(self._host.cause or error, blocks)
 
     def wait(self, slot: RingSlot) -> None:
-        """Return at once: a step has finished when `execute` returns."""
+        """Return immediately: a step has finished when `execute` returns."""
 
     def close(self) -> None:
         """End the threads. Later steps fail."""

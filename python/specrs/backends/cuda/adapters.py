@@ -1,7 +1,7 @@
 """LoRA adapters on a CUDA device: slots of fixed size, what passes add for their rows, and which adapter is where.
 
 A pass allocates nothing, waits for nothing and has no shape that depends on data. Rows without an adapter cost launches
-whose programs exit at once.
+whose programs exit immediately.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AdapterSlots:
     layers: Sequence[Mapping[str, Slots]]
     """For each layer, the slots of its projections, by name in `LayerWeights`."""
     of_row: Tensor
-    """[R + 1] int32, slot of each row of state; -1: the row has no adapter. The last element is the padding row's."""
+    """[R + 1] int32, slot of each state row; -1: the row has no adapter. The last element is the padding row's."""
     rows: Tensor
     """[max_rows] int32, slot of each row of the pass."""
     shrunk: Tensor
@@ -119,7 +119,7 @@ class AdapterSlots:
         """Return what adapters add in the pass of `inputs`. Enqueues kernels that find the slot of each row."""
         count = len(inputs.input_ids)
         rows, chunks = self.rows[:count], inputs.chunks
-        assert inputs.device_rows is not None, "device_rows=None: adapters need the row of state of each request"
+        assert inputs.device_rows is not None, "device_rows=None: adapters need the state row of each request"
         adapter_slots(inputs.positions, inputs.q_start, inputs.device_rows, self.of_row, rows, 0, dependent)
         if chunks is not None:
             # After the others, to which the rows of chunks belong to no request.
@@ -185,7 +185,7 @@ class LayerAdapters:
 
 
 class Adapters:
-    """Map from each row of state to its adapter, and from each adapter to its slot. Updated on the host, from
+    """Map from each state row to its adapter, and from each adapter to its slot. Updated on the host, from
     records."""
 
     def __init__(self, slots: AdapterSlots, find: Callable[[int], LoRAAdapter]) -> None:

@@ -79,7 +79,7 @@ class NetStates:
     num_planned: Tensor
     """[1] int64, number of snapshots that the step may write."""
     planned: Tensor
-    """[3, N] int64, row of states, length and slot of each snapshot that the step may write."""
+    """[3, N] int64, state row, length and slot of each snapshot that the step may write."""
     runs: Tensor
     """[2, 5, R] int64, rows of a pass by request, as from `delta_runs`: of verification, and of prompt chunks."""
     indices: Tensor
@@ -166,7 +166,7 @@ class NetStates:
             self.kept_lengths.index_copy_(0, slots, lengths)
 
     def restore(self, row: int, slot: int) -> None:
-        """Give a row of states the snapshot in `slot`. Its next position is the snapshot's length."""
+        """Give a state row the snapshot in `slot`. Its next position is the snapshot's length."""
         self.inputs[:, row, : self.kept_inputs.shape[2]].copy_(self.kept_inputs[:, slot])
         self.bases[:, row].copy_(self.kept_bases[:, slot])
         self.lengths[row].copy_(self.kept_lengths[slot])
@@ -203,7 +203,7 @@ class _Part:
     longest: int
     """Upper bound of the rows of a request."""
     where: list[Tensor]
-    """Rows of states of the requests, first row of each, counted from `first`, and their runs."""
+    """State rows of the requests, first row of each, counted from `first`, and their runs."""
     prompts: bool
     """True if all rows are committed tokens."""
 

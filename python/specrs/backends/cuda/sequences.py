@@ -42,7 +42,7 @@ def flat_rows(planned: tuple[int, ...], device: torch.device | None = None) -> F
 class Iteration:
     """The rows of one step's decode iteration, B sequences sorted by planned K descending."""
 
-    rows: Tensor  # [B] int64, row of state
+    rows: Tensor  # [B] int64, state row
     planned: tuple[int, ...]  # K_r as planned, descending
     flat: FlatRows
     num_drafts: Tensor  # [B] int64, K_r after the device's own guards

@@ -102,7 +102,7 @@ class Machine:
         params = SamplingParams(
             temperature=0.0,
             max_tokens=tokens_of(request, self.max_tokens),
-            # The bundled pair ends at once after some prompts.
+            # The bundled pair ends immediately after some prompts.
             ignore_eos=self.model is None,
             detokenize=False,
             num_speculative_tokens=k,

@@ -40,7 +40,7 @@ class CallsOrContent(ToolParser):
         return False
 
     def _find_run(self) -> Run | None:
-        return None  # white space is content at once, because no call follows it
+        return None  # white space is content immediately, because no call follows it
 
 
 def _begins(text: str, opening: tuple[str, ...]) -> bool | None:

@@ -42,7 +42,10 @@ def additional_schema(parameters: dict[str, Any]) -> Any:
 
 
 def target(reference: str, root: dict[str, Any]) -> Any:
-    """Return what a reference leads to in the document `root` from `property_schema`; None if it leads nowhere."""
+    """Return the schema that `reference` points to, such as `#/$defs/Point`; None if it points to nothing.
+
+    `root` is a document from `property_schema`, in which all references are pointers from the root.
+    """
     found: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         key = _unescaped(part)

@@ -25,7 +25,7 @@ class Tags:
 
     `opens`: tags that may lead to a call, in any number. `inside`: the same, but only after one of `opens`. `function`
     and `end_name` enclose the function's name, `key` and `end_key` the name of a parameter. `value`: opening tag of a
-    value; "" if the value follows the name at once. `wrapped`: values stand on lines of their own.
+    value; "" if the value follows the name directly. `wrapped`: values stand on lines of their own.
     """
 
     opens: tuple[str, ...]

@@ -18,7 +18,7 @@ const TRIAL_FLOOR: f64 = 0.02;
 /// up first.
 const TRIAL_STEPS: u32 = 4;
 /// Number of drafts in a probe. A draft whose first token is accepted half the time shows no acceptance in one probe of
-/// 256, so a good one is found at once.
+/// 256, so the first probe finds a good one.
 const PROBE_DRAFTS: u32 = 8;
 /// Maximum number of positions by which a probe drafts more than the request that drafts the most. A probe from K = 0
 /// to K = 16 would cost twice as much, so there would be half as many probes. If deep drafts are good, several probes

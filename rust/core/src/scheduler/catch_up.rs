@@ -176,8 +176,8 @@ impl Scheduler {
         row.state == RowState::Closed || row.drafting > 0 || self.most_drafts(row, row.k) > 0
     }
 
-    /// Returns the number of draft tokens that a row could use at once, for the budget. It is 0 while the row waits for
-    /// another row's claim.
+    /// Returns the number of tokens that a row's drafter could catch up in one step, for the budget. It is 0 while the
+    /// row waits for another row's claim.
     pub(super) fn catch_up_demand(&self, row_index: RowIndex, n: usize) -> usize {
         let row = &self.rows[row_index as usize];
         let start = self.skip_drafted(row, row.draft_len.max(self.held_from(row_index)));

@@ -63,11 +63,11 @@ pub struct KvEventBatch {
     /// Stored blocks also have the hash of the block before (meaningless in `STORED_FIRST`) and their `block_size`
     /// tokens.
     words: Vec<u32>,
-    /// Start of the change in `words`, offset in its block, and extra key.
+    /// For each extra key: index in `words` at which its change begins, offset in its block, and the key.
     extra_keys: Vec<(usize, usize, Box<[u8]>)>,
-    /// Start of the change in `words`, and cache salt; absent if the salt is empty.
+    /// For each change with a cache salt: index in `words` at which the change begins, and the salt.
     cache_salts: Vec<(usize, Box<[u8]>)>,
-    /// Start of the change in `words`, and adapter of its request; absent for the base model.
+    /// For each change with an adapter: index in `words` at which the change begins, and its request's adapter.
     loras: Vec<(usize, Lora)>,
     block_size: usize,
 }

@@ -152,7 +152,7 @@ layout! {
         block_index: x,
         /// Block id of each block table entry to set, `[X]`.
         block_id: x,
-        /// Row of state of each snapshot to write, `[N]`.
+        /// State row of each snapshot to write, `[N]`.
         snapshot_row: n,
         /// Number of first positions that each snapshot's state covers, `[N]`. The snapshot is written in the step in
         /// which the row's state, with committed tokens alone, reaches this number. Later steps do not write it.

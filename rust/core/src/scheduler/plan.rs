@@ -43,7 +43,7 @@ pub(super) struct Lagging {
     pub(super) decode: usize,
     /// Number of drafts that the sequence wants.
     pub(super) k: usize,
-    /// Number of draft tokens that the sequence could catch up at once.
+    /// Number of tokens that the drafter could catch up in this step; 0 while it waits for the claim of another row.
     pub(super) demand: usize,
 }
 

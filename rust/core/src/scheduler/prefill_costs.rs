@@ -30,7 +30,7 @@ const UNKNOWN: f64 = 2.0;
 /// Minimum share of a step's time that is attributed to prompt tokens, whatever decoding is expected to take.
 const LEAST_PART: f64 = 0.125;
 /// Weight of a longer time in the estimate of decoding. It is low, because time attributed to decoding is not
-/// attributed to prompts. A shorter time counts fully at once.
+/// attributed to prompts. A shorter time replaces the estimate immediately.
 const DECODE_WEIGHT: f64 = 0.125;
 
 /// Work of prompt tokens: their number and the positions that they attend to.
@@ -339,7 +339,7 @@ mod tests {
         costs.observe(&StepWork::default().with_decode_tokens(8), 4000.0);
         costs.observe(&work(100, 8), 80.0);
         assert!((rate(&costs) - expected).abs() < 1e-9, "{}", rate(&costs));
-        // It follows a shorter time at once, a longer one slowly, and is less for fewer tokens.
+        // It follows a shorter time immediately, a longer one slowly, and is less for fewer tokens.
         costs.observe(&StepWork::default().with_decode_tokens(8), 40.0);
         assert!((costs.decode_ms(8) - 40.0).abs() < 1e-9);
         costs.observe(&StepWork::default().with_decode_tokens(8), 80.0);

@@ -11,7 +11,7 @@
 //! Snapshots of states are copied out and in as well: `snapshot_saves.rs`.
 //!
 //! A request can wait until the host has copied in blocks of its prompt. The wait begins when the request could
-//! otherwise be admitted, so loaded blocks are used at once.
+//! otherwise be admitted, so loaded blocks are used immediately.
 
 use std::collections::VecDeque;
 

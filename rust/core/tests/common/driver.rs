@@ -205,7 +205,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Breaks a request's draft KV and rebuilds it at once.
+    /// Breaks a request's draft KV and rebuilds it immediately.
     pub fn rebuild_draft(&mut self, id: i64) -> Result<(), Error> {
         self.scheduler.rebuild_draft(id)?;
         self.check();

@@ -1,5 +1,5 @@
 //! Attention of a layer: queries, keys and values, their norm and rotation, the KV write, attention, output projection.
-//! It takes two phases if KV heads split evenly among the participants, else three. It takes one more phase if all
+//! It takes two phases if KV heads split evenly among the threads, else three. It takes one more phase if all
 //! heads are normed as one, and one more if a norm follows the attention.
 
 use super::Context;
@@ -15,7 +15,7 @@ use crate::memory::{Columns, Planes, PlanesMut};
 use crate::pass::{MAX_TILE_ROWS, Pass};
 use std::marker::PhantomData;
 
-/// KV head in memory that only one participant uses.
+/// KV head in memory that only one thread uses.
 struct OwnHead<'a, T> {
     planes: &'a PlanesMut<'a, T>,
     key: usize,
@@ -34,7 +34,7 @@ impl<T> KvRead<T> for OwnHead<'_, T> {
     }
 }
 
-/// KV head in memory that all participants read.
+/// KV head in memory that all threads read.
 struct SharedHead<'a, T> {
     layer: &'a [T],
     sizes: [usize; 3],
@@ -201,7 +201,7 @@ impl<'a> Context<'a> {
     }
 
     /// Writes a layer's input projection to `out` `[rows, outputs]`, as one phase: q, k and v of attention, or the
-    /// inputs of a delta net. `cut` splits the outputs among the participants.
+    /// inputs of a delta net. `cut` splits the outputs among the threads.
     pub(super) fn project(
         &self,
         layer: &Layer,

@@ -108,7 +108,7 @@ impl Context<'_> {
         });
     }
 
-    /// Writes the input of `fc` into the participant's `x`.
+    /// Writes the input of `fc` into the thread's `x`.
     fn fuse_input(&self, head: &Head, states: &[f32], own: &mut Private) {
         let (inputs, eps) = (head.fc.inputs, self.weights.shape.rms_norm_eps);
         let (norm, together) = match &head.input {

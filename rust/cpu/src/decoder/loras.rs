@@ -1,5 +1,5 @@
 //! `LoRA` adapters in a pass: for the rows that have one, they add two products with few outputs to a projection. Each
-//! participant computes all of `A x`, which takes less time than another phase, and its own outputs of B. So sums have
+//! thread computes all of `A x`, which takes less time than another phase, and its own outputs of B. So sums have
 //! one order, regardless of other rows and of threads.
 
 use super::{CHUNK, Context};
@@ -32,7 +32,7 @@ impl<'a> AdaptedRows<'a> {
     }
 }
 
-/// Memory of a participant for the products of adapters; empty before the first adapter.
+/// Scratch memory of one thread for the products of adapters; empty before the first adapter.
 #[derive(Default)]
 pub(super) struct LoraRoom {
     /// Products `A x` of one adapter's rows, part by part, `[rows, vectors]`.

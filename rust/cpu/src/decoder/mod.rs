@@ -1,6 +1,6 @@
 //! The forward pass of a decoder: checks, tiles, and the order of phases.
 //!
-//! A pass is a sequence of phases. In each phase, the participants write disjoint parts of a buffer and read the
+//! A pass is a sequence of phases. In each phase, the threads write disjoint parts of a buffer and read the
 //! results of earlier phases. Hidden states are fp32 between all products, even if weights are bf16.
 
 mod added;
@@ -45,7 +45,7 @@ pub struct Decoder {
     activations: Activations,
     /// Tiles that multiply the rows of prompts; `None` if they are multiplied by vectors.
     prompt_tiles: Option<Tiles>,
-    /// Splits of the work, by number of participants (element 0 for one participant), and for each of the layers'
+    /// Splits of a pass's work among threads, by number of threads (element 0 for one), and for each of the layers'
     /// sizes.
     shares: Vec<Vec<Shares>>,
     buffers: Buffers,
@@ -557,7 +557,7 @@ impl Context<'_> {
         }
     }
 
-    /// Writes the input of a layer's q, k and v into the participant's `x`: the normed residual stream. In an EAGLE-3
+    /// Writes the input of a layer's q, k and v into the thread's `x`: the normed residual stream. In an EAGLE-3
     /// head the normed embeddings `e` come before it.
     fn attention_input(&self, h: &[f32], e: &[f32], input_norm: Option<&[f32]>, own: &mut Private) {
         let head = self.weights.head.as_ref().filter(|head| !head.combines());

@@ -47,7 +47,7 @@ enum Input<'a> {
     Tiles { tiles: Tiles, layout: Layout, rows: &'a [Tile], block: &'a mut [Tile] },
 }
 
-/// Memory of a participant for inputs of projections.
+/// Scratch memory of one thread for inputs of projections.
 #[derive(Default)]
 pub(super) struct FedRoom {
     pub(super) tiles: TileRoom,
@@ -70,7 +70,7 @@ impl FedRoom {
     }
 }
 
-/// Memory of a participant for products by tiles; empty without such products.
+/// Scratch memory of one thread for products by tiles; empty without such products.
 #[derive(Default)]
 pub(super) struct TileRoom {
     rows: Vectors,

@@ -14,7 +14,7 @@ use crate::weights::{Head, Weights};
 /// Maximum number of rows of one request that are attended together.
 pub(super) const RUN: usize = 16;
 
-/// Buffers that all participants read and write.
+/// Buffers that all threads of a pass read and write.
 pub(super) struct Buffers {
     /// Residual stream, `[rows, hidden]`.
     pub(super) h: Vec<f32>,
@@ -97,7 +97,7 @@ impl Mixture {
     }
 }
 
-/// Memory that only one participant uses.
+/// Scratch memory of one thread of a pass.
 pub(super) struct Private {
     /// Input of a projection, `[rows, ceil(inputs / 16)]`.
     pub(super) x: Vectors,
@@ -114,7 +114,7 @@ pub(super) struct Private {
     pub(super) attend: AttendScratch,
     pub(super) room: FedRoom,
     pub(super) net: NetRoom,
-    /// Most probable id in the participant's share, and its logit, `[rows]`.
+    /// Most probable id among those that the thread computes, and its logit, `[rows]`.
     pub(super) best: Vec<(usize, f32)>,
 }
 
@@ -220,7 +220,7 @@ impl Private {
     }
 }
 
-/// Memory of a participant for the rows of one request and one key head.
+/// Scratch memory of one thread in a gated delta net, for a tile's rows of one request and one key head.
 #[derive(Default)]
 pub(super) struct NetRoom {
     /// Inputs of the convolution, `[.., width]`: those of earlier positions, then of replayed drafts, then of the rows.

@@ -1,5 +1,5 @@
-//! Distribution of a phase's work: whole output features and heads, split evenly into shares and then into pieces. A
-//! row's sums do not depend on the split.
+//! Distribution of a phase's work among the threads of the pool: whole output features and heads, split evenly into a
+//! share per thread and then into pieces. A row's sums do not depend on the split.
 
 use super::CHUNK;
 use super::scratch::RUN;
@@ -25,7 +25,7 @@ impl Cut {
         Self { bounds: Vec::with_capacity(MAX_PARTS + 1), first: Vec::with_capacity(MAX_PARTS + 1) }
     }
 
-    /// Splits 0..n into one share per participant, as even as possible, and each share into pieces of at most `most`.
+    /// Splits 0..n into one share per thread, as even as possible, and each share into pieces of at most `most`.
     /// All are multiples of `unit`.
     fn even(n: usize, unit: usize, most: usize, participants: usize) -> Self {
         let mut made = Self::new();
@@ -58,7 +58,7 @@ impl Cut {
         }
     }
 
-    /// Returns the split in which each bound `x` is replaced by `bound(x)`. Participants begin with the same pieces.
+    /// Returns the split in which each bound `x` is replaced by `bound(x)`. Threads begin with the same pieces.
     fn map(&self, bound: impl Fn(usize) -> usize) -> Self {
         Self { bounds: self.bounds.iter().map(|&at| bound(at)).collect(), first: self.first.clone() }
     }
@@ -68,10 +68,10 @@ impl Cut {
     }
 }
 
-/// Split of the work of every phase of a pass among a number of participants, the pool's threads.
+/// Split of the work of every phase of a pass among `participants` threads.
 pub(super) struct Shares {
     pub(super) participants: usize,
-    /// Bounds of the participants' own memory: one element each.
+    /// Bounds of the threads' own memory: one element each.
     pub(super) each: Vec<usize>,
     /// Split of the residual stream's features.
     pub(super) hidden: Cut,
@@ -91,8 +91,8 @@ pub(super) struct Shares {
     pub(super) k: Cut,
     /// Split of the value heads into the same pieces as `q`. Value heads are numbered after the key heads.
     pub(super) v: Cut,
-    /// Whether a piece is a KV head with its queries, which one participant computes and attends at once. Then no
-    /// thread waits in between.
+    /// Whether a piece is a KV head with its queries, which one thread projects and attends in the same phase.
+    /// Then no thread waits in between.
     pub(super) fused: bool,
     /// Bounds of the pieces of `q` in vectors, for a tile's rows.
     pub(super) q_vectors: Vec<usize>,
@@ -127,7 +127,8 @@ pub(super) struct Shares {
 }
 
 impl Shares {
-    /// Computes the splits for a model. `window` is the maximum number of positions that a row attends; `None` for all.
+    /// Splits the work of a model's phases among `participants` threads: output features, heads, experts and ids. For
+    /// attention, whose work depends on positions, `window` is the maximum number that a row attends; `None` for all.
     pub(super) fn new(
         shape: ModelShape,
         window: Option<usize>,

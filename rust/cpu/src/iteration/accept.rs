@@ -197,7 +197,8 @@ impl<'a> Report<'a> {
         self.tokens(num_accepted + 1, drafts.len()).copy_from_slice(drafts);
     }
 
-    /// Returns `len` of the sequence's tokens from `column` on.
+    /// Returns `len` columns of the sequence's row of tokens in the step's results, from `column` on: the tokens that
+    /// it emits, then the drafts that were rejected.
     fn tokens(&mut self, column: usize, len: usize) -> &mut [i64] {
         let width = self.layout.tokens.len / self.layout.flags.len;
         &mut self.results[self.layout.tokens.offset + self.index * width + column..][..len]

@@ -13,7 +13,7 @@ pub(super) struct Batch {
     pub(super) slots: Vec<i64>,
     /// KV slots in the groups after the first, `[G - 1, N]`, as filled by [`find_group_slots`](Self::find_group_slots).
     pub(super) group_slots: Vec<i64>,
-    /// Row of state of each row, whose block table it reads.
+    /// State row of each row, whose block table it reads.
     pub(super) rows: Vec<usize>,
     /// Rows whose outputs are requested, ascending.
     pub(super) wanted: Vec<usize>,

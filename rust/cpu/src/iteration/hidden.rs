@@ -45,7 +45,7 @@ pub(super) struct HiddenStates {
 struct Behind {
     /// Rows of the pass; their `rows` are indices of chunks.
     batch: Batch,
-    /// Row of state of each chunk, `[chunks]`.
+    /// State row of each chunk, `[chunks]`.
     rows: Vec<usize>,
     /// Target's hidden states of the pass, `[N, size]`.
     states: Vec<f32>,

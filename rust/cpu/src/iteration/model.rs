@@ -32,7 +32,7 @@ pub trait Model {
     fn facts(&self) -> Facts<'_>;
 
     /// Feeds the rows of `pass`: writes their K and V, the requested `output`, and the hidden states of `entries`.
-    /// `pass.adapters` is empty. The model knows the adapters of rows of state, which `pass.sequences` names for a
+    /// `pass.adapters` is empty. The model knows the adapters of state rows, which `pass.sequences` names for a
     /// target.
     ///
     /// `head_states` is the input of an EAGLE-3 head in addition to its tokens, `None` for other models. A head writes the
@@ -73,7 +73,7 @@ pub trait Model {
     /// attends all positions, because then the last row of a prompt chunk shows it for all rows before it.
     fn finite(&self) -> &[bool];
 
-    /// Gives a row of state the states of a snapshot that a pass wrote into `slot`.
+    /// Gives a state row the states of a snapshot that a pass wrote into `slot`.
     ///
     /// # Errors
     /// If no layer has states, or the slot was not written.
@@ -113,13 +113,13 @@ pub struct Cached<'a> {
     pub decoder: &'a mut Decoder,
     /// KV cache that the passes write.
     pub kv_cache: &'a mut KvCache,
-    /// Adapter of each row of state, `[R + 1]`; empty if no row has one.
+    /// Adapter of each state row, `[R + 1]`; empty if no row has one.
     pub adapters: &'a [Option<&'a Lora>],
     kept: Vec<f32>,
 }
 
 impl<'a> Cached<'a> {
-    /// Combines a decoder and its KV cache. `adapters` has the adapter of each row of state, `[R + 1]`; empty if no row
+    /// Combines a decoder and its KV cache. `adapters` has the adapter of each state row, `[R + 1]`; empty if no row
     /// has one.
     pub fn new(decoder: &'a mut Decoder, kv_cache: &'a mut KvCache, adapters: &'a [Option<&'a Lora>]) -> Self {
         Self { decoder, kv_cache, adapters, kept: Vec::new() }
@@ -152,7 +152,7 @@ impl Model for Cached<'_> {
         if !self.adapters.is_empty() {
             for &row in pass.sequences {
                 let Some(adapter) = self.adapters.get(row) else {
-                    let allowed = format!("one for each row of state, {row} included");
+                    let allowed = format!("one for each state row, {row} included");
                     return Err(Error::invalid("adapters", format!("{} entries", self.adapters.len()), allowed));
                 };
                 adapters.push(*adapter);

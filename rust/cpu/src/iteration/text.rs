@@ -3,7 +3,7 @@
 //!
 //! The draft model generates its own tokens, and the host translates their text to the target's tokens. The target
 //! draws every token, and a draft is accepted if it equals that token. So the output does not depend on how the drafted
-//! text is divided into tokens. Each row of state has draft KV for the row's text in the draft model's ids. When the
+//! text is divided into tokens. Each state row has draft KV for the row's text in the draft model's ids. When the
 //! text changes, the KV of the ids that are still its beginning is kept.
 
 use crate::error::{Result, check_len};

@@ -27,7 +27,7 @@ impl Kernel for RmsNorm<'_> {
     }
 }
 
-/// Computes the factor of `x` in a norm over features that several participants compute.
+/// Computes the factor of `x` in a norm over features that several threads compute.
 pub(crate) struct RmsScale<'a> {
     pub(crate) x: &'a [f32],
     pub(crate) eps: f32,
