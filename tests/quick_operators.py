@@ -271,7 +271,8 @@ def _store(plain: Call) -> Call:
         if not more and pointer.__class__ is _TENSOR and pointer.dtype.is_ptr() and value.__class__ is _TENSOR:
             kind, shape = pointer.dtype.element_ty, pointer.handle.data.shape
             where = _mask(mask, shape, pointer.type.is_block())
-            if value.dtype is kind and value.handle.data.shape == shape and where is not None and kind.name in _LOADED:
+            same = value.type.is_block() == pointer.type.is_block() and value.handle.data.shape == shape
+            if same and value.dtype is kind and where is not None and kind.name in _LOADED:
                 _builder.create_masked_store(pointer.handle, value.handle, where, None)
                 return None
         return plain(pointer, value, mask, **more)

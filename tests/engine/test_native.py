@@ -114,7 +114,7 @@ def test_bf16_rows_need_bf16_weights(native_qwen_bank: Bank, native_llama_bank: 
     """Check that bf16 rows need bf16 weights, in draft models too. A float32 model whose numbers bf16 holds exactly is
     accepted."""
     bank = native_qwen_bank
-    words = r"^cpu_activations='bf16': not implemented for these weights: .* = fp32 .*; allowed: 'auto' or 'fp32'$"
+    words = r"^cpu_activations='bf16': not implemented for these weights: .*=fp32: .*; allowed: 'auto' or 'fp32'$"
     for target, draft, dtype in ((bank.target, None, "float32"), (native_llama_bank.target, bank.target, "auto")):
         weights = load_weights(config(target, draft, k=1, dtype=dtype))
         with pytest.raises(UnsupportedConfigError, match=words):

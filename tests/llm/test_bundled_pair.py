@@ -195,7 +195,7 @@ def test_without_a_tokenizer(vanilla: list[RequestOutput]) -> None:
 
 
 def test_too_few_blocks_for_one_request() -> None:
-    words = r"^num_gpu_blocks_override=6: 6 KV blocks fit, one request of max_model_len=256 needs 16: "
+    words = r"^num_gpu_blocks_override=6: 6 KV blocks fit, one request of max_model_len=256 needs 16; "
     with pytest.raises(InvalidConfigError, match=words):
         LLM(num_gpu_blocks_override=6, speculative_config=SPECULATIVE, **SETTINGS)
 

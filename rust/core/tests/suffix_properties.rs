@@ -256,9 +256,9 @@ fn settings_out_of_range_are_named() {
     };
     let not = |field| move |message: String| assert!(message.starts_with(field), "{message}");
     not("max_tree_depth=0: must be from 2 to 256")(of(|settings| settings.max_tree_depth = 0));
-    not("max_tree_depth = 257")(of(|settings| settings.max_tree_depth = 257));
-    not("max_spec_factor = NaN")(of(|settings| settings.max_spec_factor = f64::NAN));
-    not("max_spec_factor = 0 is")(of(|settings| settings.max_spec_factor = 0.0));
+    not("max_tree_depth=257")(of(|settings| settings.max_tree_depth = 257));
+    not("max_spec_factor=NaN")(of(|settings| settings.max_spec_factor = f64::NAN));
+    not("max_spec_factor=0: ")(of(|settings| settings.max_spec_factor = 0.0));
     not("min_token_prob=1.5: must be from 0 to 1")(of(|settings| settings.min_token_prob = 1.5));
-    not("min_token_prob = NaN")(of(|settings| settings.min_token_prob = f64::NAN));
+    not("min_token_prob=NaN")(of(|settings| settings.min_token_prob = f64::NAN));
 }

@@ -168,13 +168,13 @@ fn wrong_input_is_named() {
         (CostModel::new(&[MAX_BATCH + 1], &[0, 1], &costs), ["batches", "1048576"]),
         (CostModel::new(&[1], &[1, 2], &costs), ["ks", "[1, 2]"]),
         (CostModel::new(&[1], &[0, 3, 2], &costs), ["ks", "[0, 3, 2]"]),
-        (CostModel::new(&[1], &[0, 1, 2], &costs), ["len(ms) = 2", "3 costs"]),
-        (CostModel::new(&[1], &[0, 1], &[1.0, 0.0]), ["ms = 0", "above 0"]),
-        (CostModel::new(&[1], &[0, 1], &[f64::NAN, 1.0]), ["ms = NaN", "finite"]),
-        (CostModel::lines(&[1, 2], &[line(1.0, 1.0, 1.0)]), ["len(lines) = 1", "2"]),
-        (CostModel::lines(&[1], &[line(-1.0, 1.0, 1.0)]), ["draft_ms = -1", "at least 0"]),
-        (CostModel::lines(&[1], &[line(1.0, f64::INFINITY, 1.0)]), ["target_ms = inf", "finite"]),
-        (CostModel::lines(&[1], &[line(1.0, 1.0, 0.0)]), ["vanilla_ms = 0", "above 0"]),
+        (CostModel::new(&[1], &[0, 1, 2], &costs), ["len(ms)=2", "must be 3"]),
+        (CostModel::new(&[1], &[0, 1], &[1.0, 0.0]), ["ms=0", "above 0"]),
+        (CostModel::new(&[1], &[0, 1], &[f64::NAN, 1.0]), ["ms=NaN", "finite"]),
+        (CostModel::lines(&[1, 2], &[line(1.0, 1.0, 1.0)]), ["len(lines)=1", "2"]),
+        (CostModel::lines(&[1], &[line(-1.0, 1.0, 1.0)]), ["draft_ms=-1", "at least 0"]),
+        (CostModel::lines(&[1], &[line(1.0, f64::INFINITY, 1.0)]), ["target_ms=inf", "finite"]),
+        (CostModel::lines(&[1], &[line(1.0, 1.0, 0.0)]), ["vanilla_ms=0", "above 0"]),
     ] {
         let message = error.unwrap_err().to_string();
         assert!(parts.iter().all(|part| message.contains(part)), "{message}");

@@ -79,6 +79,8 @@ pub(super) struct Publication {
     drafted: bool,
 }
 
+const FINISH_REASONS: [i64; 3] = [FINISH_NONE, FINISH_STOP, FINISH_LENGTH];
+
 const DROPPED: Settled = Settled { request_id: -1, num_new: 0, finish_reason: FINISH_NONE };
 
 impl Scheduler {
@@ -167,6 +169,14 @@ impl Scheduler {
             }
             let row = &self.rows[sequence.row as usize];
             if row.state != RowState::Live || flags & FATAL != 0 {
+                if !FINISH_REASONS.contains(&finish_reason) {
+                    return Err(self.invalid(
+                        index,
+                        "finish_reason",
+                        finish_reason,
+                        format!("one of {FINISH_REASONS:?}"),
+                    ));
+                }
                 continue;
             }
             let tokens = &tokens[..emitted as usize];
