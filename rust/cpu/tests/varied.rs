@@ -230,7 +230,9 @@ fn assistant(places: [usize; 2]) -> specrs_cpu::Result<Weights> {
     let n = &mut Numbers(11);
     let kinds = [(SMALL, false, Some(places[0])), (LARGE, false, Some(places[1]))];
     let mut layers: Vec<_> = kinds.iter().map(|&kind| layer(n, kind)).collect();
-    layers.iter_mut().for_each(|layer| layer.varied.addition = None);
+    for layer in &mut layers {
+        layer.varied.addition = None;
+    }
     let (embedding, final_norm) = (draw(n, VOCAB * STATE, 1.0, 0.0), draw(n, SHAPE.hidden_size, 0.3, 1.0));
     let head = linear(n, SHAPE.hidden_size, VOCAB);
     let own = AssistantWeights {

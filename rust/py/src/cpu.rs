@@ -467,8 +467,7 @@ impl CpuWeights {
                 return Err(Class::InvalidConfig.out_of_range(py, "activation", value, allowed));
             }
         };
-        let clamped = |(alpha, limit)| Activation::ClampedSwiglu { alpha, limit };
-        let activation = clamped_swiglu.map_or(activation, clamped);
+        let activation = clamped_swiglu.map_or(activation, |(alpha, limit)| Activation::ClampedSwiglu { alpha, limit });
         let frequencies: PyReadonlyArray<'_, f32, Ix1> = readonly("frequencies", frequencies)?;
         let embedding = embedding_of("embedding", embedding)?;
         let inputs = shape.hidden_size * if head.is_some() { 2 } else { 1 };

@@ -83,7 +83,6 @@ impl HiddenDrafter {
 }
 
 #[pyclass(frozen)]
-#[derive(Clone, Copy)]
 pub(crate) struct SharedKVDrafter {
     #[pyo3(get)]
     max_model_len: usize,
