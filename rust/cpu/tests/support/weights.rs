@@ -13,7 +13,7 @@ pub struct Dense {
     pub added: Option<LowRank>,
 }
 
-/// The matrices of a LoRA adapter for one projection: `a` is `[rank, inputs]`, `b` is `[outputs, rank]`.
+/// The matrices of a `LoRA` adapter for one projection: `a` is `[rank, inputs]`, `b` is `[outputs, rank]`.
 #[derive(Clone)]
 pub struct LowRank {
     pub a: Vec<f32>,
