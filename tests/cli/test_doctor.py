@@ -54,10 +54,12 @@ def test_a_container_has_the_memory_of_its_limit(tmp_path: Path, monkeypatch: py
     assert machine.memory()["total"] > 0.3
 
 
-def test_a_cpu_serves_models_of_its_memory() -> None:
-    found = served.serves(MACHINE)
-    assert found["device"] == "CPU"
-    assert found["dtypes"] == "float32, float64, bfloat16"
+def test_a_cpu_serves_models_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_torch, dtypes in ((True, "float32, float64, bfloat16"), (False, "float32, bfloat16")):
+        monkeypatch.setattr(served, "has", lambda extra, has_torch=has_torch: has_torch)
+        found = served.serves(MACHINE)
+        assert found["device"] == "CPU"
+        assert found["dtypes"] == dtypes
     # four fifths of 10 GiB, at two bytes and at one
     assert found["parameters_that_fit"] == {"16 bit": "4.3 B", "int8": "8.6 B", "int4": "15.3 B"}
 

@@ -23,10 +23,13 @@ def serves(machine: Mapping[str, Any]) -> dict[str, Any]:
     from specrs.models.registry import FAMILIES
 
     usable = [gpu for gpu in machine["GPUs"] if not gpu_obstacles(gpu)]
+    left_out = _NOT_SERVED["GPU"] if usable else _NOT_SERVED["CPU"]
+    if not has("transformers"):
+        left_out = (*left_out, "float64")  # which torch computes
     room = usable[0]["memory_GiB"] if usable else machine["memory_GiB"].get("available")
     return {
         "device": f"GPU ({usable[0]['name']})" if usable else "CPU",
-        "dtypes": ", ".join(name for name in DTYPES if name not in _NOT_SERVED["GPU" if usable else "CPU"]),
+        "dtypes": ", ".join(name for name in DTYPES if name not in left_out),
         "quantized_checkpoints": ", ".join((*table.METHODS, table.GGUF)),
         "quantizes_at_load": ", ".join(table.AT_LOAD),
         "parameters_that_fit": None if room is None else {name: largest(room, size) for name, size in _BYTES.items()},
