@@ -8,7 +8,7 @@ from typing import Any
 
 from specrs.extras import EXTRAS, has, install_command
 
-_NOT_SERVED = {"CPU": ("auto", "float16"), "GPU": ("auto", "float64")}
+_NOT_SERVED: dict[str, tuple[str, ...]] = {"CPU": ("auto", "float16"), "GPU": ("auto", "float64")}
 """Values of `--dtype` that the device does not compute in."""
 _BYTES = {"16 bit": 2.0, "int8": 1.0, "int4": 0.56}
 """Bytes per weight of each format, its share of a scale included."""
