@@ -9,26 +9,29 @@ from typing import Any
 import pytest
 from checkpoints import make_gemma4
 from gemma4_reference import float64, logits_and_margins
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from specrs.backends.cpu.weights import load_native
 from specrs.models.torch_loader import load_model
 from sweep import sweep
-from torch import Tensor
 
 from models.harness import Feeder
 
 TOKENS = random.Random(7).choices(range(61), k=40)
-TIE = 1e-5
+TIE = 5e-5
 """Two experts whose probabilities differ by less are tied: float32 may choose either."""
+BOUND = 2e-5
+"""Largest difference of native logits from those in float64, relative to the largest logit, where torch's own in
+float32 differ by no more than a quarter of it. Drawn models of six layers exist in which both differ by 4e-5."""
 
 
 @st.composite
 def shapes(draw: st.DrawFn) -> dict[str, Any]:
     """Draw fields of a small model: heads, layers with windows, layers that share keys, embeddings of layers, and
     experts."""
-    kinds = [*draw(st.lists(st.booleans(), min_size=1, max_size=5)), False]
-    shared = draw(st.sampled_from([n for n in range(len(kinds)) if n == 0 or {*kinds} == {*kinds[:-n]}]))
+    kinds = [*draw(st.lists(st.booleans(), min_size=3, max_size=5)), False]
+    sharing = [n for n in range(1, len(kinds)) if {*kinds} == {*kinds[:-n]}]
+    shared = draw(st.sampled_from(sharing)) if sharing and draw(st.integers(0, 3)) else 0
     kv_heads, group = draw(st.sampled_from([(1, 3), (2, 2), (3, 1), (2, 1)]))
     global_heads = [n for n in (1, 2, 3) if kv_heads * group % n == 0]
     fields: dict[str, Any] = {
@@ -55,11 +58,6 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
     return fields
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference relative to the largest logit."""
-    return float((found.double() - expected).abs().max() / expected.abs().max())
-
-
 @sweep(24)
 @given(shapes(), st.lists(st.integers(1, 17), min_size=1, max_size=3))
 def test_drawn_models(tmp_path_factory: pytest.TempPathFactory, fields: dict[str, Any], chunks: list[int]) -> None:
@@ -68,10 +66,14 @@ def test_drawn_models(tmp_path_factory: pytest.TempPathFactory, fields: dict[str
     path = make_gemma4(tmp_path_factory.mktemp("drawn") / "model", "gemma4", with_tokenizer=False, **fields)
     chunks = [*chunks, len(TOKENS) - sum(chunks)] if sum(chunks) < len(TOKENS) else [len(TOKENS)]
     expected, margins = logits_and_margins(path, TOKENS)
-    with float64():
-        found = Feeder(load_model(path, dtype="float64"), block_size=4, max_len=44).feed_chunks(TOKENS, chunks)
-    native = Feeder(load_native(path), block_size=4, max_len=44).feed_chunks(TOKENS, chunks)
     certain = next((row for row, margin in enumerate(margins.tolist()) if margin < TIE), len(TOKENS))
-    found, native, expected = found[:certain], native[:certain], expected[:certain]
-    assert difference(found, expected) < (1e-6 if "enable_moe_block" in fields else 1e-12)
-    assert difference(native, expected) < 2e-5
+    assume(certain > 0)
+
+    def error(model: Any) -> float:
+        """The largest difference relative to the largest logit."""
+        found = Feeder(model, block_size=4, max_len=44).feed_chunks(TOKENS, chunks)
+        return float((found.double() - expected)[:certain].abs().max() / expected[:certain].abs().max())
+
+    with float64():
+        assert error(load_model(path, dtype="float64")) < (1e-6 if "enable_moe_block" in fields else 1e-12)
+    assert error(load_native(path)) < max(BOUND, 4 * error(load_model(path, dtype="float32")))
