@@ -28,9 +28,33 @@ def float64() -> Iterator[None]:
         yield
 
 
-@torch.inference_mode()
 def logits(path: Path, tokens: list[int]) -> Tensor:
     """Return the logits of transformers, `[tokens, vocab]` in float64."""
+    return logits_and_margins(path, tokens)[0]
+
+
+@torch.inference_mode()
+def logits_and_margins(path: Path, tokens: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the logits of transformers, `[tokens, vocab]` in float64, and how clear the choice of experts is for each
+    token, `[tokens]`.
+
+    The margin of a token is the smallest difference, over all layers, of the probabilities of the last expert that is
+    chosen and the first that is not. It is infinite if all experts are chosen or there are none.
+    """
+    margins = torch.full((len(tokens),), torch.inf)
+
+    def routed(module: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ranked, most = output[0].sort(dim=-1, descending=True).values, module.config.top_k_experts
+        if most < ranked.shape[-1]:
+            torch.minimum(margins, ranked[:, most - 1] - ranked[:, most], out=margins)
+
     with float64():
-        found: Tensor = load(path)(torch.tensor([tokens]), use_cache=False).logits[0]
-    return found
+        model = load(path)
+        for module in model.modules():
+            if isinstance(module, modeling.Gemma4TextRouter):
+                module.register_forward_hook(routed)
+        # Given a number of rows to keep, as by default, transformers takes these rows of the layers' embeddings before
+        # layers that share keys, and stops with a TypeError if there are no embeddings. Rows by index it leaves alone.
+        rows = torch.arange(len(tokens))
+        found: Tensor = model(torch.tensor([tokens]), use_cache=False, logits_to_keep=rows).logits[0]
+    return found, margins

@@ -28,7 +28,7 @@ DRAFTERS: list[dict[str, Any] | None] = [
     {"method": "draft_model", "model": "twin", "num_speculative_tokens": 3},
     {"method": "draft_model", "model": "qwen3", "num_speculative_tokens": 2},
 ]
-VARIANTS = ("gemma4", "gemma4, all of it", "gemma4, experts and embeddings")
+VARIANTS = ("gemma4", "gemma4, all of it", "gemma4, experts", "gemma4, experts and embeddings")
 
 
 @pytest.fixture(scope="module")

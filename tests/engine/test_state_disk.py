@@ -361,6 +361,24 @@ def test_salts_do_not_share(path: Path, folder: Path) -> None:
         end(engine)
 
 
+def test_a_snapshot_of_another_salt_is_not_read(path: Path, folder: Path) -> None:
+    """Check that KV of one salt is of no use with a snapshot of another one, though both are of the same tokens."""
+    written = 0
+    for salt in "ab":
+        before = written
+        engine = start(path, None, folder)
+        ask(engine, PROMPTS[:1], None, salt=salt)
+        end(engine)
+        written = rewrite(folder, lambda i, kind: True)
+    rewrite(folder, lambda i, kind: i < before or kind != SNAPSHOT)
+    engine = start(path, None, folder)
+    assert bits(ask(engine, PROMPTS[:1], None, salt="b")) == plain(path)[:1]
+    assert (stats_of(engine).loaded_tokens, stats_of(engine).loaded_snapshots) == (0, 0)
+    assert bits(ask(engine, PROMPTS[:1], None, salt="a", first=1)) == plain(path)[:1]
+    assert stats_of(engine).loaded_snapshots == 1
+    end(engine)
+
+
 def test_files_of_other_settings_are_not_read(path: Path, folder: Path) -> None:
     """Nor are they where files of these settings belong."""
     engine = start(path, "mtp", folder)

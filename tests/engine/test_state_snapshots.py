@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 from hf_reference import generate, load
 from hybrid_reference import float64
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from specrs import LLM, SamplingParams
 from specrs.core import BlockStored, KVEventBatch
 from specrs.models.torch_loader import load_model
+from sweep import sweep
 
 VOCAB = 61
 SHAPE: dict[str, Any] = {
@@ -175,6 +178,52 @@ def test_native_hits_have_the_bits_of_misses(
     for order in rounds:
         assert texts(llm, [PROMPTS[i] for i in order]) == [first[i] for i in order]
         assert texts(llm, [followed(first)[i] for i in order]) == [second[i] for i in order]
+    llm.engine.scheduler.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a target in which token 0, which no prompt has and no text gets, has an embedding of NaN."""
+    made = tmp_path_factory.mktemp("broken")
+    path = make_checkpoint(made / "target", "qwen3_5_text", layer_types=KINDS, layers=len(KINDS), tie=False, **SHAPE)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][0] = torch.nan
+    tensors["lm_head.weight"][0] = 0.0
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return made
+
+
+@sweep(18)
+@given(
+    st.sampled_from(DRAFTERS[:2]),
+    st.lists(
+        st.lists(st.tuples(st.integers(0, len(PROMPTS) - 1), st.none() | st.integers(0, 12)), min_size=1, max_size=8),
+        min_size=2,
+        max_size=3,
+    ),
+    st.sampled_from([3, 16, 64]),
+    st.sampled_from([None, 1, 3]),
+)
+def test_states_of_nan_reach_no_other_request(
+    broken: Path,
+    drafter: dict[str, Any] | None,
+    rounds: list[list[tuple[int, int | None]]],
+    budget: int,
+    slots: int | None,
+) -> None:
+    """Check that requests whose states become NaN change no other text. They leave NaN in their rows of states, and in
+    the slots of snapshots that they wrote and gave back."""
+    expected, _ = plain(broken, "float32", None)
+    llm = engine(broken, drafter, dtype="float32", max_num_batched_tokens=budget, **sizes(broken, None, slots))
+    for order in rounds:
+        prompts = [list(PROMPTS[i]) for i, _ in order]
+        for prompt, (_, place) in zip(prompts, order, strict=True):
+            if place is not None:
+                prompt[place] = 0
+        for (i, place), output in zip(order, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            found = output.outputs[0]
+            assert found.token_ids == ([] if place is not None else expected[i])
+            assert found.finish_reason == ("length" if place is None else "error")
     llm.engine.scheduler.check_integrity()
 
 

@@ -284,6 +284,8 @@ fn a_snapshot_goes_on_in_another_cache() {
         kv.fill_block(0, &block);
         kv.fill_snapshot(1, 3, &states);
         kv.restore_states(0, 1).unwrap();
+        // No update of the row's earlier text may be replayed.
+        assert!(feed(&mut decoder, &mut kv, &rows(4, 5), false).is_err(), "used: {used}");
         let found: Vec<_> =
             (3..text.len()).flat_map(|p| feed(&mut decoder, &mut kv, &rows(p, p + 1), false).unwrap()).collect();
         assert_eq!(found, exact[3..], "used: {used}");

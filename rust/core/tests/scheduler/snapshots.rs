@@ -1,6 +1,6 @@
 //! Tests of the places where snapshots of states are written, and of prefix hits that end at one.
 
-use specrs_core::{KvEvent, SchedulerConfig};
+use specrs_core::{KvEvent, Lora, SchedulerConfig};
 use std::collections::BTreeSet;
 
 use crate::common::driver::{Ask, Driver};
@@ -63,6 +63,27 @@ fn where_kv_goes_further_than_a_snapshot_the_next_request_leaves_one() {
     let mut driver = Driver::new(sparse(small()));
     let asks = [branch(20, 20, 2), branch(20, 20, 3), branch(20, 20, 4), branch(20, 20, 3)];
     assert_eq!(hits(&mut driver, &asks), [0, 0, 20, 36]);
+}
+
+#[test]
+fn a_snapshot_serves_its_salt_and_its_adapter_alone() {
+    let adapter = |id| Some(Lora { id, name: "adapter".into() });
+    let tenants = [(&b""[..], None), (b"a", None), (b"", adapter(1)), (b"a", adapter(1)), (b"", adapter(2))];
+    let mut driver =
+        Driver::new(SchedulerConfig { max_loras: 1, num_blocks: 256, num_snapshots: 64, ..sparse(small()) });
+    let mut id = 0;
+    for (salt, lora) in tenants {
+        // The second request leaves a snapshot where the others' KV goes further. All tenants have the same texts, so
+        // it could have begun with that of an earlier tenant.
+        let found = [2, 3, 4].map(|seed| {
+            let before = driver.scheduler.num_cached_tokens();
+            driver.add(id, &Ask { salt: salt.to_vec(), lora: lora.clone(), ..branch(20, 20, seed) }).unwrap();
+            driver.run();
+            id += 1;
+            driver.scheduler.num_cached_tokens() - before
+        });
+        assert_eq!(found, [0, 0, 20], "salt {salt:?}, adapter {lora:?}");
+    }
 }
 
 #[test]
