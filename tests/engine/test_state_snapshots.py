@@ -210,7 +210,7 @@ def test_states_of_nan_reach_no_other_request(
     slots: int | None,
 ) -> None:
     """Check that requests whose states become NaN change no other text: neither of requests next to them, nor of hits
-    after them. They leave NaN in rows of states, and in slots of snapshots that nobody can find."""
+    after them. They leave NaN in rows of states, and in slots of snapshots that no request can find."""
     expected, _ = plain(broken, "float32", None)
     llm = engine(broken, drafter, dtype="float32", max_num_batched_tokens=budget, **sizes(broken, None, slots))
     healthy: list[tuple[int, int | None]] = [(i, None) for i in order]
