@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import quick_operators
 import triton.language as tl
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from quick_operators import quick
@@ -69,6 +69,11 @@ def outcome(call: Any, *args: Any) -> Any:
     )
 
 
+def has_nan(x: Any) -> bool:
+    """Return whether an operand is NaN, or has an element that is."""
+    return bool(np.isnan(x.handle.data if isinstance(x, tl.core.tensor) else float(x)).any())
+
+
 def check(owner: Any, name: str, *args: Any) -> None:
     own = PLAIN[name]
     reached.clear()
@@ -99,6 +104,8 @@ def test_operators(name: str, x: Any, data: st.DataObject) -> None:
     same = [kind for kind in KINDS if getattr(tl, kind) is x.dtype]
     number_only = name in quick_operators._REFLECTED
     y = data.draw(NUMBERS if number_only else st.one_of(NUMBERS, tensors(same), tensors([*KINDS])))
+    # Of two NaN, numpy's instruction chooses whose bits the result has, by the lengths of the arrays.
+    assume(not (has_nan(x) and has_nan(y)))
     check(tl.core.tensor, name, x, y)
 
 
