@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from quick_operators import quick
+from quick_operators import NUMBERS, quick
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
@@ -239,18 +239,14 @@ def _match_operands_once() -> None:
 
 @dataclass(slots=True)
 class _Shape:
-    """What all types and tensors of one shape share. It is never mutated, except that `of_tensor` is set once."""
+    """Facts about a shape, kept for all block types and tensors of it. Never mutated, except that `of_tensor` is set
+    once."""
 
     of_type: Any
     numel: int
     text: str
     of_tensor: tuple[Any, Any] | None = None
     """Shape and number of elements as a kernel reads them, as constants; None before the first tensor."""
-
-
-_NUMBERS = {f"{sign}int{bits}": np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
-_NUMBERS |= {"fp32": np.dtype("float32"), "fp64": np.dtype("float64")}
-"""Types by Triton's name that numpy has, too, and casts to each other as Triton does."""
 
 
 def _check_shapes_once() -> None:
@@ -293,9 +289,9 @@ def _check_shapes_once() -> None:
         source, to = input.dtype, dst_ty.scalar
         if source is to:
             return input
-        if rounding or fields or source.name not in _NUMBERS or to.name not in _NUMBERS:
+        if rounding or fields or source.name not in NUMBERS or to.name not in NUMBERS:
             return cast(self, input, dst_ty, *rounding, **fields)
-        data = input.handle.data.astype(_NUMBERS[to.name])
+        data = input.handle.data.astype(NUMBERS[to.name])
         made = input.type.with_element_ty(to) if input.type.is_block() else to
         return tensor(interpreter.TensorHandle(data, to), made)
 

@@ -18,7 +18,8 @@ _BOOL, _builder = tl.int1, interpreter.interpreter_builder
 _INTEGERS = {f"int{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)}
 _UNSIGNED = {f"uint{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)}
 _FLOATS = {"fp32": np.dtype("float32"), "fp64": np.dtype("float64")}
-_NUMBERS = _INTEGERS | _UNSIGNED | _FLOATS
+NUMBERS = _INTEGERS | _UNSIGNED | _FLOATS
+"""Types by Triton's name that numpy has, too, and casts to each other as Triton does."""
 _WIDER = {
     (one, other): getattr(tl, one if _INTEGERS[one].itemsize > _INTEGERS[other].itemsize else other)
     for one in _INTEGERS
@@ -77,7 +78,7 @@ def _constant(number: Any, kind: Any) -> Any:
     if found is None:
         if name in _INTEGERS and not -(2 ** (kind.int_bitwidth - 1)) <= number < 2 ** (kind.int_bitwidth - 1):
             return None
-        found = _constants[key] = np.array([number], dtype=_NUMBERS[name])
+        found = _constants[key] = np.array([number], dtype=NUMBERS[name])
         found.flags.writeable = False
     return found
 
@@ -179,8 +180,8 @@ def _to(plain: Call) -> Call:
     return call
 
 
-_CAST = _NUMBERS | {"fp16": np.dtype("float16")}
-_SELECTED = {*_NUMBERS, "int1", "fp16", "bf16"}
+_CAST = NUMBERS | {"fp16": np.dtype("float16")}
+_SELECTED = {*NUMBERS, "int1", "fp16", "bf16"}
 
 
 def _largest(plain: Call, compute: Call) -> Call:
@@ -280,10 +281,10 @@ def _store(plain: Call) -> Call:
     return call
 
 
-_LOADED = {*_NUMBERS, "fp16", "bf16"}
+_LOADED = {*NUMBERS, "fp16", "bf16"}
 
 
-_INT, _ALL = {*_INTEGERS, *_UNSIGNED}, {*_NUMBERS}
+_INT, _ALL = {*_INTEGERS, *_UNSIGNED}, {*NUMBERS}
 _BINARY: dict[str, tuple[Call, set[str], Any]] = {
     "__add__": (np.add, _ALL, None),
     "__sub__": (np.subtract, _ALL, None),

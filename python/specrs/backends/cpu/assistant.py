@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from specrs.arrays import BFLOAT16, Array, aligned, converted
-from specrs.backends.cpu.weights import NativeReader
+from specrs.arrays import Array
+from specrs.backends.cpu.weights import NativeReader, head_matrix
 from specrs.drafters.assistant.native import NativeAssistant
 from specrs.drafters.assistant.reader import AssistantFiles, AssistantReader
 from specrs.drafters.method import WHERE
@@ -40,8 +40,7 @@ class NativeAssistantReader(NativeReader, AssistantReader[Array, NativeWeight, n
 
     def matrix(self, name: str) -> Array:
         """Return the matrix `name`: in place if it is bf16, else converted to the target's dtype."""
-        matrix = self.files.tensors.mapped(name)
-        return aligned(matrix if matrix.dtype == BFLOAT16 else converted(matrix, self.target.dtype))
+        return head_matrix(self.files.tensors.mapped(name), self.target.dtype)
 
     def lm_head(self, name: str, ids: Array, *, first: bool) -> NativeWeight:
         """Return the LM head, the tensor `name`: all of it if `ids` are its first rows, else a copy of the rows

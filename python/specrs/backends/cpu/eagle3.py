@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specrs.arrays import BFLOAT16, Array, aligned, converted
-from specrs.backends.cpu.weights import NativeReader
+from specrs.arrays import Array, converted
+from specrs.backends.cpu.weights import NativeReader, head_matrix
 from specrs.core import PackedMatrix
 from specrs.drafters.eagle3.files import open_head
 from specrs.drafters.eagle3.native import NativeEagle3Head
@@ -97,5 +97,4 @@ class NativeHeadReader(NativeReader, HeadReader[Array, NativeWeight, np.dtype[An
 
     def matrix(self, name: str) -> Array:
         """Return the matrix `name`: in place if it is bf16, else converted to the head's dtype."""
-        matrix = self.file.mapped(name)
-        return aligned(matrix if matrix.dtype == BFLOAT16 else converted(matrix, self.dtype))
+        return head_matrix(self.file.mapped(name), self.dtype)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from specrs.arrays import BFLOAT16, Array, aligned, converted
-from specrs.backends.cpu.weights import NativeReader
+from specrs.arrays import Array
+from specrs.backends.cpu.weights import NativeReader, head_matrix
 from specrs.drafters.mtp.native import NativeMtpHead
 from specrs.drafters.mtp.reader import MtpFiles, MtpReader
 from specrs.drafters.mtp.weights import MtpFacts
@@ -40,8 +40,7 @@ class NativeMtpReader(NativeReader, MtpReader[Array, NativeWeight, np.dtype[Any]
 
     def matrix(self, name: str) -> Array:
         """Return the matrix `name`: in place if it is bf16, else converted to the target's dtype."""
-        matrix = self.files.tensors.mapped(name)
-        return aligned(matrix if matrix.dtype == BFLOAT16 else converted(matrix, self.target.dtype))
+        return head_matrix(self.files.tensors.mapped(name), self.target.dtype)
 
     def lm_head(self, shared: NativeWeight, ids: Array, *, first: bool) -> NativeWeight:
         """Return the target's LM head `shared` if `ids` are its first ones. Otherwise copy the rows `ids`, as bfloat16

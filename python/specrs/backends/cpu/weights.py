@@ -117,6 +117,11 @@ def _nothing_to_pack(source: str | Path, rounding: Rounding) -> UnsupportedConfi
     return invalid(UnsupportedConfigError, "cpu_activations", rounding.activations, reason)
 
 
+def head_matrix(matrix: Array, dtype: np.dtype[Any]) -> Array:
+    """Return a matrix of a drafter's head, aligned: in place if it is bf16, else converted to `dtype`."""
+    return aligned(matrix if matrix.dtype == BFLOAT16 else converted(matrix, dtype))
+
+
 class NativeReader(LayerReader[Array, NativeWeight]):
     """Reads tensors for native passes. Matrices stay mapped if passes can read them in place; norms and biases become
     float32."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from specrs.arrays import Array
 from specrs.core import CpuWeights
 from specrs.drafters.assistant.weights import AssistantFacts, NativeAssistantWeights
-from specrs.drafters.native_head import NativeHead
-from specrs.models.config import ModelConfig
+from specrs.drafters.final_state import NativeFinalStateHead
 from specrs.models.native_decoder import decoder_arrays, stored_parts
 
 
-class NativeAssistant(NativeHead, AssistantFacts):
+class NativeAssistant(NativeFinalStateHead, AssistantFacts):
     """An assistant that runs without torch. `forward` reads the target's KV cache, and writes none.
 
     After n tokens, its rows stand at position n - 2, the last one with KV. They are fed the token at n - 1, and queries
@@ -21,16 +17,8 @@ class NativeAssistant(NativeHead, AssistantFacts):
 
     weights: NativeAssistantWeights
 
-    @property
-    def _layer(self) -> ModelConfig:
-        return self.weights.config
-
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Return None: an assistant has no KV cache."""
-
-    def fuse(self, entries: Array) -> Array:
-        """Return the target's hidden states `[N, 1, H]` float32 in the form that `forward` reads, `[N, H]`."""
-        return np.ascontiguousarray(entries[:, 0])
 
     def _borrow(self) -> CpuWeights:
         weights = self.weights
