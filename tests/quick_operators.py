@@ -63,8 +63,8 @@ def _tensor(data: Any, kind: Any, is_block: bool) -> Any:
 
 def _constant(number: Any, kind: Any) -> Any:
     """Return a number as a read-only array of one element of type `kind`. None if `kind` is not a signed integer's
-    type, fp32 or fp64, if it is an integer's type that `number` does not fit, or if `number` is no Python int or
-    float."""
+    type, fp32 or fp64, if it is an integer's type that `number` does not fit, if `number` is an int beyond 64 bits, or
+    if it is no Python int or float."""
     name = kind.name
     if name in _FLOATS:
         is_such = number.__class__ is float or number.__class__ is int
@@ -78,6 +78,8 @@ def _constant(number: Any, kind: Any) -> Any:
     if found is None:
         if name in _INTEGERS and not -(2 ** (kind.int_bitwidth - 1)) <= number < 2 ** (kind.int_bitwidth - 1):
             return None
+        if number.__class__ is int and not -(2**63) <= number < 2**64:
+            return None  # an error of Triton's
         found = _constants[key] = np.array([number], dtype=NUMBERS[name])
         found.flags.writeable = False
     return found
