@@ -245,6 +245,13 @@ _full: dict[tuple[Any, ...], Any] = {}
 _ones: dict[tuple[int, ...], Any] = {}
 
 
+def _matches(value: Any, pointer: Any) -> bool:
+    """Return whether the tensor `value` has the type and the shape of what lies at `pointer`. A block of one element
+    and a scalar have arrays of the same shape, and Triton refuses one with pointers of the other."""
+    same = value.type.is_block() == pointer.type.is_block() and value.handle.data.shape == pointer.handle.data.shape
+    return same and value.dtype is pointer.dtype.element_ty
+
+
 def _load(plain: Call) -> Call:
     """Return `tl.load` without its checks of types, for pointers to types in `_LOADED`. It calls `plain` if mask or
     `other` need a cast, or for further arguments."""
@@ -255,7 +262,7 @@ def _load(plain: Call) -> Call:
             if kind.name in _LOADED:
                 where, rest = _mask(mask, shape, is_block), None
                 if other.__class__ is _TENSOR:
-                    rest = other.handle if other.dtype is kind and other.handle.data.shape == shape else None
+                    rest = other.handle if _matches(other, pointer) else None
                 elif other is not None:
                     rest = _filled(other, kind, shape)
                 if where is not None and (other is None or (rest is not None and mask is not None)):
@@ -274,8 +281,7 @@ def _store(plain: Call) -> Call:
         if not more and pointer.__class__ is _TENSOR and pointer.dtype.is_ptr() and value.__class__ is _TENSOR:
             kind, shape = pointer.dtype.element_ty, pointer.handle.data.shape
             where = _mask(mask, shape, pointer.type.is_block())
-            same = value.type.is_block() == pointer.type.is_block() and value.handle.data.shape == shape
-            if same and value.dtype is kind and where is not None and kind.name in _LOADED:
+            if where is not None and kind.name in _LOADED and _matches(value, pointer):
                 _builder.create_masked_store(pointer.handle, value.handle, where, None)
                 return None
         return plain(pointer, value, mask, **more)
