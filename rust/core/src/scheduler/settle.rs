@@ -169,14 +169,7 @@ impl Scheduler {
             }
             let row = &self.rows[sequence.row as usize];
             if row.state != RowState::Live || flags & FATAL != 0 {
-                if !FINISH_REASONS.contains(&finish_reason) {
-                    return Err(self.invalid(
-                        index,
-                        "finish_reason",
-                        finish_reason,
-                        format!("one of {FINISH_REASONS:?}"),
-                    ));
-                }
+                self.validate_dropped(index, finish_reason)?;
                 continue;
             }
             let tokens = &tokens[..emitted as usize];
@@ -188,6 +181,15 @@ impl Scheduler {
                 continue;
             }
             self.validate_end(index, sequence.row, most, &report, tokens)?;
+        }
+        Ok(())
+    }
+
+    /// Checks the finish reason of a sequence whose tokens will not be used.
+    #[cold]
+    fn validate_dropped(&self, index: usize, finish_reason: i64) -> Result<()> {
+        if !FINISH_REASONS.contains(&finish_reason) {
+            return Err(self.invalid(index, "finish_reason", finish_reason, format!("one of {FINISH_REASONS:?}")));
         }
         Ok(())
     }
@@ -232,8 +234,9 @@ impl Scheduler {
             }
             return Ok(DROPPED);
         }
+        let to_draft_on_device = sequence.drafts_on_device();
         row.emitting -= u32::from(sequence.emits());
-        row.drafting -= u32::from(sequence.drafts_on_device());
+        row.drafting -= u32::from(to_draft_on_device);
         row.emit_upper -= sequence.emit_upper;
         let request = &mut self.requests[row.request];
         let request_id = request.id;
@@ -250,7 +253,7 @@ impl Scheduler {
         if self.host_drafts.learns() && sequence.chunk_end == 0 {
             let whose = (request.order.1, n);
             // Asked in vain is a first draft that did not stand: it took as long, and promises as little.
-            let in_vain = usize::from(flags & layout::FLAG_NOTHING_DRAFTED != 0 && sequence.drafts_on_device());
+            let in_vain = usize::from(flags & layout::FLAG_NOTHING_DRAFTED != 0 && to_draft_on_device);
             self.host_drafts.learn(
                 sequence.row,
                 whose,
@@ -260,8 +263,8 @@ impl Scheduler {
         }
         request.append(tokens, num_new);
         row.n = n + num_new;
-        let drafted_on_device = drafted > 0 && sequence.drafter == DrafterKind::Device;
-        if sequence.drafts_on_device() && drafted == 0 {
+        let drafted_on_device = to_draft_on_device && drafted > 0;
+        if to_draft_on_device && drafted == 0 {
             // It did not draft after all, so how far its draft KV lags is known only once nothing in flight drafts.
             row.idle_drafts = UNKNOWN_LAG;
         }
@@ -277,17 +280,8 @@ impl Scheduler {
         } else if drafted_on_device {
             row.draft_len = self.config.drafter.draft_len_after(n, drafted, row.n);
         }
-        let row = &mut self.rows[sequence.row as usize];
-        let request = &mut self.requests[row.request];
         if flags & layout::FLAG_DRAFT_NON_FINITE != 0 {
-            request.draft_failed = true;
-            (row.k, row.max_k) = (0, 0);
-            for &block in row.registered_blocks() {
-                self.pool.release_claim(block, sequence.row);
-            }
-            if from_hidden {
-                self.unmark_broken(sequence.row)?;
-            }
+            self.give_up_drafts(sequence.row)?;
         }
         let row = &self.rows[sequence.row as usize];
         let target_len = if sequence.emits() { row.n - 1 } else { sequence.chunk_end as usize };
@@ -312,6 +306,21 @@ impl Scheduler {
         }
         self.end(sequence.row)?;
         Ok(Settled { request_id, num_new, finish_reason })
+    }
+
+    /// Ends drafting for a request whose draft logits were not finite, so that nobody continues from its draft KV.
+    #[cold]
+    fn give_up_drafts(&mut self, row_index: RowIndex) -> Result<()> {
+        let row = &mut self.rows[row_index as usize];
+        self.requests[row.request].draft_failed = true;
+        (row.k, row.max_k) = (0, 0);
+        for &block in row.registered_blocks() {
+            self.pool.release_claim(block, row_index);
+        }
+        if self.drafts.from_hidden {
+            self.unmark_broken(row_index)?;
+        }
+        Ok(())
     }
 
     /// Sets marks after an iteration or a chunk with finite results. `target_valid` is set on blocks whose target KV is
