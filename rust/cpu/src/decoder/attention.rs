@@ -367,7 +367,7 @@ impl<'a> Context<'a> {
                 out.fill(0.0);
                 continue;
             }
-            self.isa.run(Attend {
+            let attend = Attend {
                 kv: &head_of(head),
                 blocks: &paging.block_table[sequences[row] * max_blocks..][..max_blocks],
                 block_size: paging.shape.block_size,
@@ -383,7 +383,8 @@ impl<'a> Context<'a> {
                 scratch: &mut *scratch,
                 out: &mut *out,
                 element: PhantomData,
-            });
+            };
+            attend.run(self.isa);
             if T::CODES {
                 for x in out.iter_mut() {
                     *x *= v_scale;

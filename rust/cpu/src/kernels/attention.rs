@@ -9,7 +9,7 @@
 
 use super::element::Element;
 use super::exp::exp;
-use crate::isa::{Kernel, LANES, Simd, Vector};
+use crate::isa::{Isa, Kernel, LANES, Simd, Vector};
 use crate::memory::Vectors;
 use std::marker::PhantomData;
 
@@ -83,20 +83,10 @@ pub(crate) struct Attend<'a, T, K> {
     pub(crate) element: PhantomData<T>,
 }
 
-impl<T: Element, K: KvRead<T>> Kernel for Attend<'_, T, K> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        if self.head_dim.is_multiple_of(LANES) { self.attend::<S, false>(s) } else { self.attend::<S, true>(s) }
-    }
-}
-
 impl<T: Element, K: KvRead<T>> Attend<'_, T, K> {
-    /// Runs the attention. With TAIL, heads end within a vector. That is a separate case, because padding vectors would
-    /// take sums out of their registers.
-    #[inline(always)]
-    fn attend<S: Simd, const TAIL: bool>(self, s: S) {
+    /// Runs the attention. Only the groups are compiled for every instruction set, each once: with the walk over blocks
+    /// around them, they would be compiled for every kind of cache, too.
+    pub(crate) fn run(self, isa: Isa) {
         let (dim, heads, rows) = (self.head_dim, self.heads, self.positions.len());
         let vectors = dim.div_ceil(LANES);
         let scratch = self.scratch;
@@ -147,6 +137,7 @@ impl<T: Element, K: KvRead<T>> Attend<'_, T, K> {
                     first: first_row * heads,
                     end: next * heads,
                     heads,
+                    dim,
                     q: self.q,
                     head_stride: self.head_stride,
                     scale: self.scale,
@@ -157,9 +148,9 @@ impl<T: Element, K: KvRead<T>> Attend<'_, T, K> {
                 if inside {
                     let keys = &self.kv.keys(block(first))[offset * dim..][seen.clone()];
                     let values = &self.kv.values(block(first))[offset * dim..][seen];
-                    units.take_in::<S, _, TAIL>(s, keys, values, dim);
+                    isa.run(Group { units, keys, values });
                 } else {
-                    units.take_in::<S, _, TAIL>(s, &keys[seen.clone()], &values[seen], dim);
+                    isa.run(Group { units, keys: &keys[seen.clone()], values: &values[seen] });
                 }
             }
         }
@@ -184,6 +175,7 @@ struct Units<'a> {
     first: usize,
     end: usize,
     heads: usize,
+    dim: usize,
     q: &'a [Vector],
     head_stride: usize,
     scale: f32,
@@ -192,34 +184,47 @@ struct Units<'a> {
     total: &'a mut [f32],
 }
 
-impl Units<'_> {
-    /// Adds the next group of positions: `keys` and `values` are `[n, dim]`, n <= 16. Several pairs are computed at
-    /// once, so that they share loads and do not wait for exponentials. A pair's sums do not depend on how many pairs
-    /// are computed at once.
+/// Kernel that adds a group of positions to the sums of pairs. `keys` and `values` are `[n, dim]`, n <= 16.
+struct Group<'a, T> {
+    units: Units<'a>,
+    keys: &'a [T],
+    values: &'a [T],
+}
+
+impl<T: Element> Kernel for Group<'_, T> {
+    type Output = ();
+
+    /// Several pairs are computed at once, so that they share loads and do not wait for exponentials. A pair's sums do
+    /// not depend on how many pairs are computed at once. Heads that end within a vector are computed pair by pair:
+    /// they are rare, and padding vectors would take sums out of their registers.
     #[inline(always)]
-    fn take_in<S: Simd, T: Element, const TAIL: bool>(mut self, s: S, keys: &[T], values: &[T], dim: usize) {
-        if S::WIDE {
-            while self.end - self.first >= 4 {
-                self.some::<S, T, 4, TAIL>(s, keys, values, dim);
+    fn run<S: Simd>(self, s: S) {
+        let Self { mut units, keys, values } = self;
+        if !units.dim.is_multiple_of(LANES) {
+            while units.first < units.end {
+                units.some::<S, T, 1, true>(s, keys, values);
             }
-            if self.end - self.first >= 2 {
-                self.some::<S, T, 2, TAIL>(s, keys, values, dim);
+            return;
+        }
+        if S::WIDE {
+            while units.end - units.first >= 4 {
+                units.some::<S, T, 4, false>(s, keys, values);
+            }
+            if units.end - units.first >= 2 {
+                units.some::<S, T, 2, false>(s, keys, values);
             }
         }
-        while self.first < self.end {
-            self.some::<S, T, 1, TAIL>(s, keys, values, dim);
+        while units.first < units.end {
+            units.some::<S, T, 1, false>(s, keys, values);
         }
     }
+}
 
-    /// Adds the next group of positions for the first U pairs.
+impl Units<'_> {
+    /// Adds the group of positions for the first U pairs. With TAIL, heads end within a vector.
     #[inline(always)]
-    fn some<S: Simd, T: Element, const U: usize, const TAIL: bool>(
-        &mut self,
-        s: S,
-        keys: &[T],
-        values: &[T],
-        dim: usize,
-    ) {
+    fn some<S: Simd, T: Element, const U: usize, const TAIL: bool>(&mut self, s: S, keys: &[T], values: &[T]) {
+        let dim = self.dim;
         let (n, vectors, of) = (keys.len() / dim, dim.div_ceil(LANES), self.first..self.first + U);
         self.first += U;
         let mut q: [&[Vector]; U] = [&[]; U];
