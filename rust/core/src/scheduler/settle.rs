@@ -234,9 +234,8 @@ impl Scheduler {
             }
             return Ok(DROPPED);
         }
-        let to_draft_on_device = sequence.drafts_on_device();
         row.emitting -= u32::from(sequence.emits());
-        row.drafting -= u32::from(to_draft_on_device);
+        row.drafting -= u32::from(sequence.drafts_on_device());
         row.emit_upper -= sequence.emit_upper;
         let request = &mut self.requests[row.request];
         let request_id = request.id;
@@ -253,7 +252,7 @@ impl Scheduler {
         if self.host_drafts.learns() && sequence.chunk_end == 0 {
             let whose = (request.order.1, n);
             // Asked in vain is a first draft that did not stand: it took as long, and promises as little.
-            let in_vain = usize::from(flags & layout::FLAG_NOTHING_DRAFTED != 0 && to_draft_on_device);
+            let in_vain = usize::from(flags & layout::FLAG_NOTHING_DRAFTED != 0 && sequence.drafts_on_device());
             self.host_drafts.learn(
                 sequence.row,
                 whose,
@@ -263,8 +262,8 @@ impl Scheduler {
         }
         request.append(tokens, num_new);
         row.n = n + num_new;
-        let drafted_on_device = to_draft_on_device && drafted > 0;
-        if to_draft_on_device && drafted == 0 {
+        let drafted_on_device = drafted > 0 && sequence.drafter == DrafterKind::Device;
+        if sequence.drafts_on_device() && drafted == 0 {
             // It did not draft after all, so how far its draft KV lags is known only once nothing in flight drafts.
             row.idle_drafts = UNKNOWN_LAG;
         }
