@@ -1,6 +1,6 @@
 //! Simulated device that executes records on row state by the rules of `docs/start.md`. It panics where a real device
-//! would compute nonsense. Examples are reading KV that was not written for exactly these tokens, and writing beyond the
-//! block table or into blocks that others may read.
+//! would compute nonsense. Examples are reading KV that was not written for exactly these tokens, and writing beyond
+//! the block table or into blocks that others may read.
 //!
 //! The KV of a position is the hash of all tokens up to it, and its group, one number per slot and model.
 
