@@ -281,7 +281,8 @@ pub struct RequestParams<'a> {
     pub min_tokens: usize,
     /// Number of draft tokens per step, at most the engine's K; 0 never drafts.
     pub num_speculative_tokens: usize,
-    /// Priority of the request: smaller values go first. Ties go by [`Self::caller`], then by arrival.
+    /// Priority of the request: smaller values go first. In a tie, callers take turns ([`Self::caller`]), then
+    /// arrival decides.
     pub priority: i64,
     /// Id of the caller that sent the request. Requests of different callers share rows and blocks evenly if their
     /// priorities are equal and do not age, however many each caller sends. `None`: the request counts as a caller of

@@ -61,8 +61,8 @@ pub(super) struct Row {
     pub(super) num_registered: usize,
     /// Number of first blocks that are settled with regard to `draft_valid` and are not checked again.
     pub(super) num_draft_marked: usize,
-    /// Number of planned steps of the row since the last one in which it drafts on the device. The lag after drafting
-    /// may have grown by as many tokens.
+    /// Number of planned iterations of the row since the last one in which it drafts on the device. The lag after
+    /// drafting may have grown by as many tokens.
     pub(super) idle_drafts: u32,
     pub(super) state: RowState,
     /// Whether no planner has been asked about the request yet.
