@@ -18,7 +18,7 @@ pub fn must_be(field: impl Display, value: impl Display, allowed: impl Display) 
 #[derive(Clone, Debug, PartialEq, Eq, ThisError)]
 #[non_exhaustive]
 pub enum Error {
-    /// A setting is outside its range; found at construction.
+    /// A setting, or an argument that belongs to no request and no buffer, is outside its range.
     #[error("{}", must_be(field, value, allowed))]
     InvalidConfig {
         /// Name of the setting.

@@ -15,7 +15,7 @@ use siphasher::sip128::{Hasher128, SipHasher24};
 
 use crate::error::{Error, Result};
 
-/// Word that is hashed before a token that does not fit 32 bits.
+/// Word that is hashed before the 64 bits of a token outside `0..u32::MAX`; other tokens are hashed as 32 bits.
 pub(crate) const ESCAPE: u32 = u32::MAX;
 
 /// Hash of a block's content and of all content before it.
@@ -98,7 +98,8 @@ impl BlockHasher {
         hasher.finish128().as_u128()
     }
 
-    /// Returns the tag of a KV group. The hash of a block in that group is the first group's hash XOR this tag.
+    /// Returns the tag of a KV group after the first. The hash of a block in that group is the first group's hash XOR
+    /// this tag; the first group has none.
     pub(crate) fn group_tag(&self, group: usize) -> BlockHash {
         self.with_extra_key(0, group, b"KV group")
     }

@@ -92,8 +92,8 @@ impl Lists {
     }
 }
 
-/// Iterates over the elements of `list` in order. If the links form a wrong cycle, it stops after one element more than
-/// exist.
+/// Iterates over the elements of `list` in order. If the links form a wrong cycle, it stops after `blocks.len()`
+/// elements.
 pub(super) fn iter(blocks: &[Block], list: ListId) -> impl Iterator<Item = u32> + '_ {
     let sentinel = sentinel(blocks, list);
     std::iter::successors(Some(blocks[sentinel as usize].link.next), |&current| {

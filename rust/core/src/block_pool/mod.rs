@@ -12,7 +12,7 @@
 //! `allocate` takes free blocks before it evicts the least recently freed cached one. A registered block has `target_valid`:
 //! its target KV is valid. `draft_valid` means that its draft KV is valid too, either in general or only before one
 //! given next token. A registered block without `draft_valid` is written by one holder at a time, which has its
-//! *claim*. All operations are O(1) and, apart from construction, allocate nothing.
+//! *claim*. Operations on one block are O(1) and allocate no memory.
 
 mod integrity;
 mod list;
@@ -211,8 +211,9 @@ impl BlockPool {
     }
 
     /// Removes one holder of `block`. A registered block without holders becomes the most recently used cached block;
-    /// any other block without holders becomes free. Free a sequence's blocks last to first, so that its tail is
-    /// evicted before its head.
+    /// any other block without holders becomes free. A claim on the block ends with its last holder; before that, a
+    /// claimant that leaves must call [`Self::release_claim`]. Free a sequence's blocks last to first, so that its tail
+    /// is evicted before its head.
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if the block is not held (a double free) or not in the pool.
@@ -262,7 +263,8 @@ impl BlockPool {
         self.get(block).filter(|b| b.registered).map(|b| b.entry.hash())
     }
 
-    /// Returns whether `block` has `draft_valid`: its draft KV is valid.
+    /// Returns whether `block` has `draft_valid`: its draft KV is valid, perhaps only before one next token, which
+    /// [`Self::has_draft_before`] checks.
     pub fn has_draft(&self, block: i64) -> bool {
         self.get(block).is_some_and(|b| b.has_draft)
     }

@@ -48,8 +48,8 @@ impl CostLine {
 ///
 /// Between grid points, costs are interpolated linearly. K = 0 is separate: costs at K >= 1 come only from grid points
 /// with K >= 1, if there are at least two. Beyond the last K or batch size, costs continue the line of the last
-/// segment, but never fall. Below the first K >= 1, they continue the line of the first segment, but at least K times
-/// the cost of a draft pass. Below the first batch size, the cost is constant.
+/// segment, but never fall. Below the first K >= 1, K1, they continue the line of the first segment, but are at least
+/// K / K1 of the cost at K1. Below the first batch size, the cost is constant.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CostModel {
     /// Batch sizes of the grid, `[B]`, increasing.
@@ -155,8 +155,8 @@ impl CostModel {
     /// new value.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] unless `batch` and `k` lie within the grid, `ms` is finite and above 0, and `weight` is
-    /// in (0, 1]. Nothing has changed then.
+    /// [`Error::InvalidConfig`] unless `batch` lies within the grid, `k` is 0 or from the grid's first K >= 1 to its
+    /// last, `ms` is finite and above 0, and `weight` is in (0, 1]. Nothing has changed then.
     pub fn observe(&mut self, batch: usize, k: usize, ms: f64, weight: f64) -> Result<()> {
         let last = self.batches[self.batches.len() - 1];
         if batch < self.batches[0] || batch > last {

@@ -89,9 +89,10 @@ pub(crate) struct DraftBounds {
     /// First position that no draft can have, because the drafter takes no more positions.
     pub(crate) end_of_drafts: usize,
     /// Maximum number of positions that a row's draft KV may lag behind its n tokens so that the row still drafts.
-    /// Unlimited for a drafter without KV.
+    /// Unlimited for a drafter without KV, and for a head that reads hidden states, which drafts at any lag.
     pub(crate) max_draft_lag: usize,
-    /// Maximum lag of a row's draft KV after an iteration that drafted: the largest `grown - draft_len_after(..)`.
+    /// Maximum lag of a row's draft KV after an iteration that drafted: the largest `grown - draft_len_after(..)`. 0 if
+    /// `max_draft_lag` is unlimited.
     pub(crate) lag_after_drafting: usize,
 }
 

@@ -97,7 +97,7 @@ impl Choice {
         self.base[batch]
     }
 
-    /// Returns the extra cost in milliseconds of the draft at `level` for `count` requests.
+    /// Returns the extra cost in milliseconds of the draft at index `level`, 0 for the first, for `count` requests.
     pub(super) fn increment_ms(&self, level: usize, count: usize) -> f64 {
         self.increments[level * self.stride + count]
     }

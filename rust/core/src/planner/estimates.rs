@@ -5,8 +5,8 @@
 //! drafts before it. A request's factor compares its accepted drafts with the number that the overall figures expected.
 //! So a request with few drafts counts as an average one, and a change of K does not change the factor.
 
-/// Number of trials of a position after which about half of the earlier evidence is forgotten. A rate of 0.7 is then
-/// known to 0.03.
+/// Number of trials of a position after which the earlier evidence counts about a third. A rate of 0.7 is then known to
+/// 0.03.
 const OVERALL_TRIALS: f64 = 256.0;
 /// Minimum number of steps over which the earlier evidence of a position is forgotten, so that one step of 256
 /// requests does not replace all of it.
@@ -88,7 +88,8 @@ impl Overall {
         }
     }
 
-    /// Adds the counts of the current step, position by position. Older evidence loses as much weight as is added.
+    /// Adds the counts of the current step, position by position. The more trials a step adds, the more weight older
+    /// evidence loses.
     pub(crate) fn finish(&mut self) {
         if self.fresh.first().is_none_or(|first| first.trials == 0.0) {
             return; // whatever is recorded tried the first position

@@ -82,8 +82,8 @@ impl StepTimes {
         }
     }
 
-    /// Notes a step of `batch` requests with `k` drafts each. Returns true if it is the first step at the nearest grid
-    /// point.
+    /// Notes a step of `batch` requests with `k` drafts each. Returns true if it is the first step whose batch and K
+    /// are rounded up to the same grid point.
     fn is_first(&mut self, batch: usize, k: usize) -> bool {
         let (batches, ks) = (self.costs.batches(), self.costs.ks());
         let row = batches.partition_point(|&other| other < batch).min(batches.len() - 1);

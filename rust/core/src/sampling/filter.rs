@@ -83,7 +83,7 @@ impl Filter {
         self.scaled.iter_mut().for_each(|x| *x = if *x < lowest { f32::NEG_INFINITY } else { *x });
     }
 
-    /// Returns the k-th largest logit.
+    /// Returns the k-th largest remaining logit, or minus infinity if fewer remain.
     fn kth_largest(&mut self, k: usize) -> f32 {
         self.counts.clear();
         self.counts.resize(CELLS, 0);

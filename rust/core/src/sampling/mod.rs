@@ -93,7 +93,8 @@ impl Sampler {
         Ok(self.draw_kept(seed, position, purpose))
     }
 
-    /// Writes the probabilities that the last row was drawn from, `[V]`, 0 for removed tokens.
+    /// Writes the filtered probabilities p of the row that was read last, `[V]`, 0 for removed tokens. After a
+    /// rejection this is still p, not `max(0, p - q)`.
     ///
     /// # Errors
     /// [`Error::InvalidBuffer`] if `out` does not have V elements.
@@ -106,7 +107,8 @@ impl Sampler {
         Ok(())
     }
 
-    /// Writes the filtered row: `[V]` logits after temperature and filters, minus infinity for removed tokens.
+    /// Writes the filtered row: `[V]` logits after temperature and filters, minus infinity for removed tokens. With
+    /// `params.greedy` the row is copied unchanged.
     ///
     /// # Errors
     /// [`Error::InvalidBuffer`] if `row` or `out` does not have V elements.

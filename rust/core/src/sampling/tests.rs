@@ -105,7 +105,7 @@ proptest! {
         prop_assert_eq!(greedy.unwrap() as usize, row.iter().position(|&x| x >= max).unwrap());
     }
 
-    /// Compares both rules with their definitions, written out over dense rows.
+    /// Compares both rules with their definitions, written out over all ids.
     #[test]
     fn verification_is_its_definition(
         rows in prop::collection::vec(prop::collection::vec(-3.0_f32..3.0, 12), 1..5),

@@ -1,7 +1,7 @@
 //! Admission of waiting requests to rows, in order of their turns. If a request does not fit, no later request is
 //! admitted before it. Only requests for prompt log probabilities may be overtaken, because their tokens take more
-//! time, of which the step may have too little. If a request waits for another request's prefix or for its `LoRA`
-//! adapter, its resources stay reserved.
+//! time, of which the step may have too little. If a request waits for another request's prefix, for its `LoRA` adapter
+//! or for blocks that the host copies in, its resources stay reserved and later requests may be admitted.
 
 use super::Scheduler;
 use super::hidden::HiddenRow;

@@ -114,7 +114,8 @@ impl Scheduler {
         Gap { start, end, drafts }
     }
 
-    /// Claims those blocks `[from, to)` of a row that others can find and that have no `draft_valid`.
+    /// Claims those blocks `[from, to)` of a row that others can find and that have no `draft_valid`. Another row
+    /// that has the claim on such a block loses its claims from that block on.
     fn claim_blocks(&mut self, row_index: RowIndex, from: usize, to: usize) -> Result<()> {
         for index in from..to.min(self.rows[row_index as usize].num_registered) {
             let block = self.rows[row_index as usize].blocks[index];

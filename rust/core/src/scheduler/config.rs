@@ -56,7 +56,7 @@ pub struct SchedulerConfig {
     /// window; empty if all layers are in one group. A block of the pool belongs to any group. The draft's layers are
     /// in the first group, whose window is [`Self::sliding_window`].
     pub window_groups: Vec<usize>,
-    /// Maximum number of steps that are planned and not yet settled. 1 to 1024.
+    /// Maximum number of steps that are planned and not yet settled. 1 to 1024; 1 with [`Self::host_drafters`].
     pub max_in_flight: usize,
     /// W: maximum number of elements that constraints (allowed ids, biases, bad words) take in a record. It limits each
     /// request, and the sum over all requests that are admitted in one step. 0 allows no constraints.
@@ -98,7 +98,8 @@ pub struct SchedulerConfig {
     /// Whether requests share the KV of equal prefixes.
     pub enable_prefix_caching: bool,
     /// Number of slots for snapshots of states, if layers of the target have states in the place of KV; 0 if none have.
-    /// A prefix hit then needs a snapshot at its end. At least 1 with such layers and prefix caching; 0 with windows.
+    /// A prefix hit then needs a snapshot at its end. At least 1 with such layers and prefix caching; 0 with windows,
+    /// and without prefix caching.
     pub num_snapshots: usize,
     /// Number of prompt tokens between two snapshots of a long prompt. A snapshot lies at a block's end, so it counts as
     /// the next multiple of [`Self::block_size`]. At least 1.
@@ -106,7 +107,8 @@ pub struct SchedulerConfig {
     /// Number of tokens between two snapshots of a request that decodes, as [`Self::snapshot_interval`]. A request keeps
     /// the last of them.
     pub decode_snapshot_interval: usize,
-    /// Whether [`super::Scheduler::take_kv_events`] reports the blocks that entered and left the prefix cache.
+    /// Whether [`super::Scheduler::take_kv_events`] reports the blocks that entered and left the prefix cache. False
+    /// with [`Self::window_groups`].
     pub enable_kv_cache_events: bool,
     /// Whether the host copies cached blocks and snapshots elsewhere, with [`super::Scheduler::take_due_block`] and
     /// [`super::Scheduler::take_due_snapshot`]. False with windows, whose blocks leave the prefix cache one by one.
@@ -279,7 +281,8 @@ pub struct RequestParams<'a> {
     pub min_tokens: usize,
     /// Number of draft tokens per step, at most the engine's K; 0 never drafts.
     pub num_speculative_tokens: usize,
-    /// Priority of the request: smaller values go first, ties by arrival.
+    /// Priority of the request: smaller values go first. In a tie, callers take turns ([`Self::caller`]), then
+    /// arrival decides.
     pub priority: i64,
     /// Id of the caller that sent the request. Requests of different callers share rows and blocks evenly if their
     /// priorities are equal and do not age, however many each caller sends. `None`: the request counts as a caller of

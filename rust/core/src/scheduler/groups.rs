@@ -72,7 +72,7 @@ impl Groups {
         &mut self.tables[row as usize * further..][..further]
     }
 
-    /// Gives a newly opened row the cached blocks of each group, and reserves memory for `max_blocks`.
+    /// Gives a newly opened row its cached blocks in the groups after the first, and reserves memory for `max_blocks`.
     pub(super) fn open(
         &mut self,
         row: RowIndex,
@@ -91,7 +91,7 @@ impl Groups {
         Ok(())
     }
 
-    /// Allocates until the row has `num_blocks` blocks of every group.
+    /// Allocates until the row has `num_blocks` blocks of every group after the first.
     #[inline(never)]
     pub(super) fn grow(&mut self, row: RowIndex, num_blocks: usize, pool: &mut BlockPool) -> Result<()> {
         for table in self.of_mut(row) {
@@ -112,7 +112,8 @@ impl Groups {
         Ok(())
     }
 
-    /// Returns a row's blocks that lie before the windows of `n` settled tokens to the pool, first to last.
+    /// Returns a row's blocks in the groups after the first to the pool, first to last, as far as they lie before the
+    /// group's window of `n` settled tokens.
     #[inline(never)]
     pub(super) fn return_blocks(
         &mut self,
@@ -130,7 +131,7 @@ impl Groups {
         Ok(())
     }
 
-    /// Returns all blocks of a row to the pool, last to first.
+    /// Returns a row's blocks in the groups after the first to the pool, last to first.
     #[inline(never)]
     pub(super) fn release(&mut self, row: RowIndex, pool: &mut BlockPool) -> Result<()> {
         for table in self.of_mut(row) {

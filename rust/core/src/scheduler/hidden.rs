@@ -34,8 +34,9 @@ pub(super) struct HiddenRow {
 }
 
 impl Scheduler {
-    /// Plans draft chunks that give the head the hidden states of prompt chunks. The last position of a prompt is left
-    /// to the first drafting pass, because the token after it is not known yet.
+    /// Plans draft chunks that give the head the hidden states of prompt chunks, and an empty chunk for each decoding
+    /// row whose head starts anew. The last position of a prompt is left to the first drafting pass, because the token
+    /// after it is not known yet.
     pub(super) fn feed_chunks(&mut self, plan: &mut Plan) {
         for decode in &plan.decodes {
             if std::mem::take(&mut self.hidden[decode.row as usize].restart) {

@@ -291,7 +291,8 @@ impl KvEventLog {
         }
     }
 
-    /// Records that no block is cached any more.
+    /// Drops all recorded changes and records [`CLEARED`] in their place, because no block is cached any more or there
+    /// were too many changes.
     #[cold]
     pub(super) fn cleared(&mut self) {
         self.batch = KvEventBatch { block_size: self.batch.block_size, ..KvEventBatch::default() };

@@ -128,7 +128,8 @@ layout! {
         prefill_q_start: r + 1,
         /// Row of each draft catch-up chunk, `[R]`.
         draft_chunk_row: r,
-        /// First position of each draft catch-up chunk: the row's `draft_len` before the step, `[R]`.
+        /// First position of each draft catch-up chunk, `[R]`: the row's `draft_len`, or later if other requests have
+        /// written the KV in between.
         draft_chunk_start: r,
         /// Number of positions of each draft catch-up chunk, `[R]`. The row's `draft_len` becomes start + len, also for
         /// length 0.
@@ -138,8 +139,8 @@ layout! {
         draft_chunk_k_start: r,
         /// Start of each draft chunk among the draft tokens, `[R + 1]`.
         draft_q_start: r + 1,
-        /// Drafts of sequence i from element `i * K` on, `seq_k` of them, `[R, K]`; `[0]` unless a drafter on the host
-        /// proposes. Elements of sequences that draft on the device mean nothing.
+        /// Drafts of sequence i from element `i * K` on, `seq_k` of them, `[R, K]`; `[0]` without drafters on the host.
+        /// Elements of sequences that draft on the device mean nothing.
         draft_token: host_drafts,
         /// Ids of the requests preempted by this plan, `[R]`.
         preempted_request_id: r,
@@ -175,8 +176,8 @@ layout! {
         admit_request_id: r,
         /// Number of tokens of each admitted request, all of them uploaded, `[R]`.
         admit_num_tokens: r,
-        /// Number of prompt tokens of each admitted request, `[R]`. The prompt of a preempted request includes its
-        /// output so far.
+        /// Number of prompt tokens of each admitted request, `[R]`. A preempted request's output so far does not count,
+        /// though `admit_num_tokens` includes it.
         admit_prompt_len: r,
         /// Number of positions with valid draft KV of each admitted request, `[R]`.
         admit_draft_len: r,
@@ -225,8 +226,8 @@ layout! {
 layout! {
     /// Sections of the results that the device reports, by sequence.
     ResultsLayout => ResultsView(r, k1) {
-        /// Number of emitted tokens, `[R]`: accepted + 1, 1 for a prompt's last chunk, 0 for other chunks and ended
-        /// rows.
+        /// Number of emitted tokens, `[R]`: accepted + 1, or fewer up to a stop token; 1 for a prompt's last chunk, 0
+        /// for other chunks and ended rows.
         num_emitted: r,
         /// Number of accepted draft tokens, `[R]`.
         num_accepted: r,

@@ -56,7 +56,8 @@ impl Scheduler {
         self.config.merged_rooms.iter().find(fits).map(|room| room.num_tokens)
     }
 
-    /// Returns whether the sampling of a request needs no step of its own on the logits.
+    /// Returns whether a request may be in a step that merges its chunks: it reports no log probabilities, and changes
+    /// logits only by temperature, top k, top p and min p.
     fn is_mergeable(&self, index: RequestIndex) -> bool {
         let request = &self.requests[index];
         request.sampling.steps & STEPS_ON_LOGITS == 0 && !request.tells_prompt()

@@ -87,7 +87,8 @@ pub use snapshot_saves::DueSnapshot;
 /// Outcome of `plan`. The enum is exhaustive, because a host that does not know an outcome cannot go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanOutcome {
-    /// Nothing is to be done and nothing is in flight.
+    /// Nothing can be planned and nothing is in flight. Requests may still wait for the host to copy in blocks
+    /// ([`Scheduler::await_load`]).
     Idle,
     /// Nothing can be planned before the oldest step in flight has settled.
     SettleFirst,

@@ -405,7 +405,7 @@ impl Scheduler {
     }
 
     /// Computes the chunk budget on first use: the tokens of C that decoding leaves, at least a quarter, and the time
-    /// that chunks may take. While draft models have to catch up, they get a quarter of both the tokens and the time.
+    /// that chunks may take. While draft models have to catch up, they get up to a quarter of both.
     pub(super) fn budget<'a>(&self, plan: &'a mut Plan) -> &'a mut Budget {
         if plan.budget.is_none() {
             plan.budget = Some(self.new_budget(plan));

@@ -61,8 +61,8 @@ pub(super) struct Row {
     pub(super) num_registered: usize,
     /// Number of first blocks that are settled with regard to `draft_valid` and are not checked again.
     pub(super) num_draft_marked: usize,
-    /// Number of steps with K = 0 for the row since the last one with K > 0. The lag after drafting may have grown by
-    /// as many tokens.
+    /// Number of planned iterations of the row since the last one in which it drafts on the device. The lag after
+    /// drafting may have grown by as many tokens.
     pub(super) idle_drafts: u32,
     pub(super) state: RowState,
     /// Whether no planner has been asked about the request yet.
@@ -138,7 +138,7 @@ pub(super) struct Sequence {
     /// Maximum number of tokens that the sequence can emit: K + 1 for a decoding sequence, 1 for a prompt's last chunk,
     /// 0 for another chunk.
     pub(super) emit_upper: u32,
-    /// End position of a prompt chunk that does not end its prompt.
+    /// End position of a prompt chunk; 0 for a decoding sequence.
     pub(super) chunk_end: u32,
     /// Drafter of the sequence's drafts.
     pub(super) drafter: DrafterKind,

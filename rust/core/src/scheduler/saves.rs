@@ -285,7 +285,8 @@ impl Scheduler {
     /// Puts blocks `first, first + 1, ..` of a live request's prompt into the prefix cache, one for each of `drafts`.
     /// An element says whether the draft KV that the host has is valid, as in [`DueBlock::draft`]. Returns the ids of
     /// the blocks, whose KV the host must fill before the next step. An id is `None` if the block was cached already.
-    /// There are fewer ids if the pool has too few blocks that no request holds.
+    /// There are fewer ids if the pool has too few blocks that no request holds, and none if a block before `first` is
+    /// no longer cached.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`] if the id is not live. [`Error::InvalidBuffer`] if the request has not so many blocks

@@ -323,8 +323,8 @@ impl Scheduler {
     }
 
     /// Sets marks after an iteration or a chunk with finite results. `target_valid` is set on blocks whose target KV is
-    /// complete. If the row drafted, `draft_valid` is set on blocks whose draft KV is complete. Each block is checked
-    /// once.
+    /// complete. If the row drafted, `draft_valid` is set on blocks that the row claims and whose draft KV is complete.
+    /// Each block is checked once.
     fn publish(&mut self, publication: Publication) -> Result<()> {
         let Publication { row: row_index, target_len, drafted } = publication;
         let block_size = self.config.block_size;

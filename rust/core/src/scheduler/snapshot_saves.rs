@@ -92,8 +92,8 @@ impl Scheduler {
         Ok((hit, hashes.split_off(hit)))
     }
 
-    /// Notes that the KV of a live request's first `num_blocks` blocks is cached, or that the host has it. The request
-    /// will leave a snapshot at the end of these blocks, as it does at the end of cached KV.
+    /// Notes that the KV of a live request's first `num_blocks` blocks is cached, or that the host has it. When the
+    /// request next gets a row, it plans a snapshot at the end of these blocks, as it does at the end of cached KV.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`] if the id is not live.

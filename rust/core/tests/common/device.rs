@@ -1,6 +1,6 @@
-//! Simulated device that executes records on row state by section 2 of the design. It panics where a real device would
-//! compute nonsense. Examples are reading KV that was not written for exactly these tokens, and writing beyond the
-//! block table or into blocks that others may read.
+//! Simulated device that executes records on row state by the rules of `docs/start.md`. It panics where a real device
+//! would compute nonsense. Examples are reading KV that was not written for exactly these tokens, and writing beyond
+//! the block table or into blocks that others may read.
 //!
 //! The KV of a position is the hash of all tokens up to it, and its group, one number per slot and model.
 
@@ -472,7 +472,7 @@ impl Device {
         }
     }
 
-    /// Feeds positions `draft_len..n + k - 1` to the draft.
+    /// Feeds positions `draft_len..n + k - 1` to the draft model and returns its `k` drafts.
     fn draft(&mut self, scheduler: &Scheduler, row_index: usize, k: usize) -> Vec<i64> {
         if k == 0 {
             return Vec::new();

@@ -179,7 +179,7 @@ impl Driver {
         true
     }
 
-    /// Steps until idle, and checks that every block and row is free.
+    /// Steps until idle, and checks that every block is free and that every request has ended.
     pub fn run(&mut self) {
         let mut turns = 0;
         while self.step() {
@@ -205,7 +205,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Breaks a request's draft KV and rebuilds it immediately.
+    /// Asks the scheduler to rebuild a request's draft KV, and overwrites that KV on the device.
     pub fn rebuild_draft(&mut self, id: i64) -> Result<(), Error> {
         self.scheduler.rebuild_draft(id)?;
         self.check();

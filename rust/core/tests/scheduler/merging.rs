@@ -195,7 +195,7 @@ fn a_draft_model_catches_up_as_without_rooms() {
 struct Check {
     /// Number of tokens of each prompt that are not computed, by id.
     rest: BTreeMap<i64, usize>,
-    /// Ids of requests that need logits.
+    /// Ids of requests whose logits are changed or reported; next to them no chunks are merged.
     on_logits: Vec<i64>,
 }
 
@@ -209,7 +209,8 @@ impl Check {
         Self { rest: rest.collect(), on_logits: on_logits.to_vec() }
     }
 
-    /// Checks the chunks of a step by the rule. Returns whether it merges them.
+    /// Checks a step's chunks. If they may be merged, they fit the room, and fill it or end all prompts; else they take
+    /// all prompt tokens. Returns whether the step merges chunks.
     fn after(&self, driver: &Driver, header: StepHeader) -> bool {
         let StepHeader { num_decode, num_prefill, num_prefill_tokens, .. } = header;
         let has_row = |id: &i64| driver.scheduler.request(*id).is_ok_and(|view| view.row.is_some());

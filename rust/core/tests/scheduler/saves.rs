@@ -271,7 +271,7 @@ fn outputs_are_kept_by_salt() {
     assert!(same > other + 5, "{same} and {other} drafts accepted");
 }
 
-/// Lengths and hashes of all due snapshots.
+/// Takes all due snapshots and returns their lengths and hashes.
 fn due_snapshots(driver: &mut Driver) -> Vec<(usize, u128)> {
     std::iter::from_fn(|| driver.scheduler.take_due_snapshot()).map(|due| (due.len, due.hash)).collect()
 }

@@ -14,7 +14,7 @@ fn crowd(driver: &mut Driver, first: i64, count: i64, caller: i64) {
     }
 }
 
-/// Runs `steps` steps, and settles all but the newest one if two may be in flight.
+/// Plans `steps` times. After each plan, settles until fewer steps are in flight than may be.
 fn go_on(driver: &mut Driver, steps: usize) {
     for _ in 0..steps {
         driver.plan();

@@ -169,7 +169,7 @@ fn a_reset_forgets_snapshots() {
     assert_eq!(driver.scheduler.num_cached_tokens(), 0);
 }
 
-/// Snapshots according to the events since the last call: the kind of change and the slot.
+/// Takes the events since the last call. Returns `+` or `-` and the slot for each snapshot that they name.
 fn told(driver: &mut Driver) -> Vec<(char, i64)> {
     let change = |event: &KvEvent| -> Vec<(char, i64)> {
         match event {

@@ -80,7 +80,7 @@ struct Row {
     draft_start: usize,
     /// First hidden state that is kept for a drafter that reads hidden states.
     hidden_start: usize,
-    /// First position whose KV any other drafter reads.
+    /// First position whose KV a drafter reads that does not read hidden states.
     k_start: usize,
     limit: usize,
     capacity: usize,
@@ -237,8 +237,8 @@ impl Device {
         }
     }
 
-    /// Checks that draft KV that others may read has been written from the start of the text on, by the device's state
-    /// instead of Rust's.
+    /// Checks that the draft KV that others may read has been written from the start of the text on, if the drafter
+    /// reads hidden states; for other drafters it checks nothing. It judges by the device's state, not the scheduler's.
     pub(crate) fn check_marks(&self, scheduler: &Scheduler) {
         let marked = |slot: &usize| scheduler.block_pool().has_draft((slot / self.block_size) as i64);
         for slot in (0..self.draft_kv.len()).filter(marked).filter(|_| self.from_hidden) {

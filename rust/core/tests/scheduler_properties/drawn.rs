@@ -31,7 +31,7 @@ pub(crate) enum Op {
     Add(Ask),
     Plan,
     Settle,
-    /// Abort, preempt or disturb one of the requests so far.
+    /// Abort of one of the requests so far. `Preempt`, `Fault` and `Rebuild` name theirs in the same way.
     Abort(prop::sample::Index),
     Preempt(prop::sample::Index),
     Fault(prop::sample::Index, i64),

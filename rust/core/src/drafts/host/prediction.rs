@@ -78,7 +78,8 @@ impl Place {
         (self.next, self.match_len) = (found.unwrap_or(self.next), best);
     }
 
-    /// Writes the tokens from `next` on to the start of `drafts`.
+    /// Writes the tokens from `next` on to the start of `drafts`. Proposes none if the end of the output has no match
+    /// in the prediction.
     fn propose(&self, prediction: &[u32], drafts: &mut [u32]) -> Proposal {
         // The start is the place of an output without tokens, which nothing can match.
         if self.match_len == 0 && self.num_followed > 0 {

@@ -331,6 +331,7 @@ impl SuffixCache {
     }
 
     /// Adds the output of a request that ended in an earlier process. `salt` is the hash of the request's cache salt.
+    /// Does nothing if `token_ids` is empty or `max_cached_requests` is 0.
     pub fn restore(&mut self, salt: BlockHash, token_ids: &[u32]) {
         if self.settings.max_cached_requests > 0 && !token_ids.is_empty() {
             let output = self.outputs.begin(salt);
