@@ -171,7 +171,7 @@ impl CostModel {
             return Err(Error::invalid_config(
                 "k",
                 k,
-                format!("0 or one of {:?}, the numbers of the grid", &self.ks[1..]),
+                format!("0, or from {} to {deepest}, the range of the grid", self.ks[1]),
             ));
         }
         check_ms("ms", ms)?;

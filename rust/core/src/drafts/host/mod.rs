@@ -139,6 +139,7 @@ macro_rules! table {
                 let replaced = match method {
                     $(stringify!($method) => {
                         let settings = <$settings as HostSettings>::read(&mut given)?;
+                        given.finish()?;
                         self.$method.replace(settings).is_some()
                     })+
                     _ => {
@@ -146,7 +147,6 @@ macro_rules! table {
                         return Err(Error::invalid_config("method", method, allowed));
                     }
                 };
-                given.finish()?;
                 Ok(replaced)
             }
         }
@@ -244,6 +244,15 @@ mod tests {
         let suffix = SuffixSettings { max_spec_factor: 2.0, ..SuffixSettings::default() };
         assert_eq!((drafters.ngram, drafters.suffix), (Some(NgramProposer::new(2, 5).unwrap()), Some(suffix)));
         assert!(drafters.add("ngram", &[]).unwrap(), "it was there");
+    }
+
+    #[test]
+    fn an_unknown_setting_changes_no_drafter() {
+        let mut drafters = HostDrafters::ngram(NgramProposer::new(2, 5).unwrap());
+        let before = drafters.clone();
+        let given = [("prompt_lookup_max", Number::Integer(7)), ("depth", Number::Integer(1))];
+        assert!(drafters.add("ngram", &given).is_err());
+        assert_eq!(drafters, before);
     }
 
     #[test]
